@@ -31,7 +31,7 @@ LINES = {
     "sessions": 4890,
     "parallel": 1981,
     "delivery": 266,
-    "compat.patching": 745,
+    "compat.patching": 688,
     "compat.probe": 265,
     "compat.torch_npu": 145,
     "compat.cuda": 29,

@@ -2,9 +2,12 @@
 
 Megatron-core 0.12 counts the experts of the routing itself, so the replayed ones; from 0.13 on a second top-k
 counts what the router would choose now, the live ones. npu_replay makes it the same on every release: live,
-or replayed where asked for. What is changed is one argument of a method, bound on the router's instance.
+or replayed where asked for. The expert bias counts the experts that tokens were sent to, so the replayed
+ones, on every release.
 
-The expert bias counts the experts that tokens were sent to, so the replayed ones, on every release.
+Asks:     which methods the router's class has, and what its own count goes by.
+Changes:  one argument of these methods, which are bound on the router's instance for the length of a block.
+Undone:   by `remove`.
 """
 
 from __future__ import annotations

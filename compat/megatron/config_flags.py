@@ -1,13 +1,15 @@
-"""The flags of routing replay on Megatron's configs: taken by every release, and kept on the instance.
+"""Have Megatron's configs of every release take the flags of routing replay, and keep them on the instance.
 
-Megatron before 0.16 doesn't know them, and MindSpeed takes any argument, but loses some on the way:
+Asks:     which flags the constructor knows. What acts on them is not decided here.
+Changes:  `__init__` of `TransformerConfig` and `MLATransformerConfig`; a mark on a config's `init_method`.
+Undone:   the constructors are put back, also from beneath MindSpeed's wrapper. Marks mean nothing then.
+
+Megatron before 0.16 doesn't know the flags, and MindSpeed takes any argument, but loses some on the way:
 
 - An attribute of the class makes it drop the argument, so the flags are set on the instance alone.
 - It asks for the signature of the class, so nothing is ever written there.
 - `repatch()` throws away what lies over its own wrapper, so ours lies beneath (`mindspeed/repatch.py`).
 - It gives each config a class of its own whose `__init__` fails, which `dataclasses.replace` would call.
-
-What acts on the flags is not decided here.
 """
 
 from __future__ import annotations

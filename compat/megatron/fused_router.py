@@ -2,8 +2,11 @@
 
 Upstream's own replay never hears of it: it neither records nor replays, and says nothing. Here a call that
 keeps the router's choice takes it down from the map that the kernel returned; a call that is given its
-experts goes the unfused way, through the same function of Megatron's without `fused`. The kernel is a name
-in `moe_utils`, replaced as long as somebody holds it; what takes its place asks the call of its thread.
+experts goes the unfused way, through the same function of Megatron's without `fused`.
+
+Asks:     the router's config, and the call that is armed in the thread.
+Changes:  the kernel's name in `moe_utils`, as long as somebody holds it (`HeldKernel`).
+Undone:   when the last one is removed.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 
 import torch
 
+from npu_replay.compat.patching.patches import Patches
 from npu_replay.errors import NoEffect
 from npu_replay.sessions import seam
 
@@ -33,35 +37,25 @@ class HeldKernel:
     """While one of these is held, the kernel asks the router's call that it runs in."""
 
     def __init__(self) -> None:
-        global _replaced
         module: Any = sys.modules.get(MODULE)
         with _lock:
-            _held.append(self)
             native = getattr(module, KERNEL, None)
-            if _replaced is None and native is not None:  # None: no Transformer Engine; Megatron says so
-                _replaced = native, _answered(module, native)
-                setattr(module, KERNEL, _replaced[1])
+            if native is not None:  # else there is no Transformer Engine, and Megatron says so
+                _kernel.set(module, KERNEL, _answered(module, native), "it asks a block, or RouterReplay")
+            _held.append(self)
 
     def remove(self) -> None:
         """Hold it no more; the last one gives the kernel back, unless somebody has replaced it since."""
-        global _replaced
-        module: Any = sys.modules.get(MODULE)
         with _lock:
-            if self not in _held:
-                return
-            _held.remove(self)
-            if _held or _replaced is None:
-                return
-            native, ours = _replaced
-            if getattr(module, KERNEL, None) is ours:
-                setattr(module, KERNEL, native)
-            _replaced = None
+            if self in _held:
+                _held.remove(self)
+            if not _held:
+                _kernel.undo()
 
 
 _lock = threading.Lock()
 _held: list[HeldKernel] = []
-_replaced: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-"""The kernel, and what is in its place."""
+_kernel = Patches("replay of the fused router")
 
 
 def _answered(module: Any, native: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,10 @@ Each is asked for by itself, and added or replaced only where the release lacks 
     compute_routing_scores_for_aux_loss   before 0.14 a method of TopKRouter, another one in 0.12 and 0.13
     is_vp_first_stage, is_vp_last_stage   before 0.14 there are none, before 0.13 not even their module
 
-The release's own functions are looked up when ours are called, so what MindSpeed puts in their place counts.
+Asks:     each name by itself, and the arguments that the release's function takes.
+Changes:  names in `moe_utils` and `pipeline_parallel.utils`, also where others hold them. Ours call the
+          release's own, looked up each time, so what MindSpeed puts in their place counts.
+Undone:   the names are put back, or taken away, wherever they still are ours.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Any, TypeAlias
 import torch
 
 from npu_replay.compat.megatron_backports.router_replay import Asked, asked, is_idle
-from npu_replay.compat.patching import import_hook, served_modules
+from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.errors import NoEffect, ReplayError
 
@@ -48,7 +51,7 @@ def install() -> None:
     """Add what this release lacks, now or when it is imported."""
     import_hook.when_imported(MODULE, f"{_WHAT}: routing", _add_routing)
     import_hook.when_imported(STAGES, f"{_WHAT}: virtual stages", _add_stages)
-    served_modules.serve(STAGES, _fill_stages, "is_vp_first_stage and is_vp_last_stage", reason=_WHAT)
+    import_hook.serve(STAGES, _fill_stages, "is_vp_first_stage and is_vp_last_stage", reason=_WHAT)
 
 
 # Which are added
@@ -56,6 +59,7 @@ def install() -> None:
 
 def _add_routing(module: Any) -> None:
     native = getattr(module, _TOPK, None)
+    known = {} if native is None else inspect.signature(native).parameters
     if native is None:
         if not hasattr(module, "topk_softmax_with_capacity"):
             raise ReplayError(
@@ -67,7 +71,7 @@ def _add_routing(module: Any) -> None:
             )
         ours = _with_replay(functools.partial(_without_capacity, module))
         _patches.set(module, _TOPK, ours, _ADDED)
-    elif not _takes(native, "router_replay"):
+    elif "router_replay" not in known and not any(one.kind is one.VAR_KEYWORD for one in known.values()):
         _put_everywhere(module, _TOPK, native, _with_replay(native), "takes router_replay")
     _add(module, apply_router_token_dropping, compute_routing_scores_for_aux_loss)
 
@@ -84,11 +88,6 @@ def _add(module: Any, *functions: Callable[..., Any]) -> None:
     for function in functions:
         if not hasattr(module, function.__name__):
             _patches.set(module, function.__name__, function, _ADDED)
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def _put_everywhere(module: Any, name: str, native: Any, ours: Any, why: str) -> None:
@@ -169,26 +168,23 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
         call = Asked(router_replay, rows, num_experts, topk, groups=(num_groups, group_topk))
         with asked(call, fused=fused):
             probs, routing_map = native(logits, topk, **how)
-        return _dense(probs, call) if dense_output else (probs, routing_map)
+        if not dense_output:
+            return probs, routing_map
+        if call.ids is None:
+            raise NoEffect(
+                "this release's routing calls no top-k, so there is no order for a dense output",
+                where=_TOPK,
+                expected=f"a top-{call.topk} over {call.num_experts} experts",
+                got=", ".join(dict.fromkeys(call.seen)) or "nothing",
+                cause="another function in the place of Megatron's, such as MindSpeed's fix_router",
+            )
+        return probs.gather(1, call.ids), call.ids
 
     return topk_routing_with_score_function
 
 
 def _own_topk(scores: Any, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Any) -> Any:
     return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-
-
-def _dense(probs: torch.Tensor, call: Asked) -> Pair:
-    """The chosen experts' probabilities and ids, in the order of the top-k."""
-    if call.ids is None:
-        raise NoEffect(
-            "this release's routing calls no top-k, so there is no order for a dense output",
-            where=_TOPK,
-            expected=f"a top-{call.topk} over {call.num_experts} experts",
-            got=", ".join(dict.fromkeys(call.seen)) or "nothing",
-            cause="another function in the place of Megatron's, such as MindSpeed's fix_router",
-        )
-    return probs.gather(1, call.ids), call.ids
 
 
 def _without_capacity(module: Any, logits: torch.Tensor, topk: int, *, fused: bool, **how: Any) -> Pair:

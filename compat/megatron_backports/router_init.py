@@ -1,25 +1,34 @@
-"""Each TopKRouter gets what its release lacks as it is built; a replayed one also its `router_replay`.
+"""Give each TopKRouter what its release lacks, as it is built: methods, and a `router_replay`.
 
-The one change of a class is that of its constructor. All else is done to the router that it has made: methods
-lent to the instance, where the class hasn't got them or has them without replay. From Megatron-core 0.16 on
-upstream does this itself, but for the ways of choosing that its RouterReplay never hears of.
+All but the constructor's change is done to the instance. A method of the router itself would keep it alive in
+a cycle, and couldn't be unpickled where its class has none of that name; so each is bound to a small object
+beside the router, made anew in a copy or from a pickle. From Megatron-core 0.16 on upstream has all of this,
+but for the ways of choosing that its RouterReplay never hears of.
+
+Asks:     whether the class has each method, and whether this Megatron-core has a RouterReplay of its own.
+Changes:  `TopKRouter.__init__`; methods and `router_replay` on instances.
+Undone:   the constructor is put back; routers that are alive, and copies of them, lose what they were given.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import itertools
 import math
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
+
+import torch
 
 from npu_replay.compat.megatron import aux_losses, fused_router
 from npu_replay.compat.megatron.config_flags import asks_for_replay
 from npu_replay.compat.megatron.routers import gathered_ranks, is_replaying, spare
-from npu_replay.compat.megatron_backports import router_methods, router_replay
+from npu_replay.compat.megatron_backports import router_replay
 from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay
 from npu_replay.compat.mindspeed import repatch
 from npu_replay.compat.patching import import_hook
@@ -34,6 +43,9 @@ _WHAT = "routers that are replayed"
 _WHY = "gives each router what this release lacks, as it is built"
 _REPLAY = "router_replay"
 _OF_EACH = f"{_REPLAY} of each TopKRouter"
+_LOSSES = ("aux_loss", "seq_aux_loss")
+"""The auxiliary losses of the releases that lack the methods about them."""
+_COUNT = "_apply_expert_bias"
 _UNHEARD = ("sinkhorn", "quantile_balancing")
 """Load balancing types with a top-k of their own, of which upstream's RouterReplay never hears."""
 
@@ -57,6 +69,10 @@ def _wrap(module: Any) -> None:
         raise
 
 
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_next = itertools.count()
+
+
 def in_order(kind: type) -> list[Any]:
     """Return the live routers in the order of their making; those without a number are the younger ones."""
     found = alive(kind)
@@ -76,39 +92,180 @@ def _router_init(init: Callable[..., None]) -> Any:
     return router_init
 
 
-_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_next = itertools.count()
-
-
 def _equip(router: Any) -> None:
     _numbers.setdefault(router, next(_next))
-    router_methods.equip(router)
+    names = missing(router)
     kind = _router_replay()
     _give(router, kind)
     _hand_over_one(router)
     if kind is MegatronRouterReplay:
-        names = ["forward", "routing", "set_layer_number"]
+        names += ["forward", "routing", "set_layer_number"]
         losses = aux_losses.of(router)
         if losses is not None and losses.follow:
             names.append("apply_load_balancing_loss")
-        router_methods.bind(router, _Asks, names)
     elif fused_router.is_on(router.config) or router.routing_type in _UNHEARD:
-        router_methods.bind(router, _Asks, ["forward", "routing"])
+        names += ["forward", "routing"]
+    lend(router, names)
+
+
+# ---- methods that are lent to a router
+
+
+def missing(router: Any) -> list[str]:
+    """Return the methods that its class lacks or has wrong, whether the router is replayed or not."""
+    kind = type(router)
+    names = [name for name in ("get_aux_loss_coeff", "is_aux_loss_enabled") if not hasattr(kind, name)]
+    count = getattr(kind, _COUNT, None)
+    if count is not None and getattr(router, "enable_expert_bias", False):
+        names += [_COUNT] if "padding_mask" in inspect.signature(count).parameters else []
+    return names
+
+
+class RouterMethods:
+    """The methods for one router.
+
+    Attributes:
+        names: those that the router was given.
+    """
+
+    def __init__(self, router: Any, names: Iterable[str]) -> None:
+        self._router = weakref.ref(router)
+        self.names = list(names)
+        _lent.add(self)
+        if not any(_methods):
+            _methods.add(
+                Change(f"methods of each {MODULE}.TopKRouter", "as later releases have", _unlend_all)
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.router, self.names)
+
+    @property
+    def router(self) -> Any:
+        """Whose methods they are."""
+        return self._router()
+
+    def of_class(self, name: str) -> Any:
+        """Return the class's method, bound to the router; looked up each time, since MindSpeed patches it."""
+        router = self.router
+        kind = type(router)
+        found = next(vars(one)[name] for one in kind.__mro__ if name in vars(one))
+        return found.__get__(router, kind)  # not the class's attribute: some wrappers bind at each access
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the router's own, in which its top-k, or its fused kernel, asks `router_replay`."""
+        return _asking(self.router, self.of_class("forward"), args, kwargs)
+
+    def routing(self, *args: Any, **kwargs: Any) -> Any:
+        """Do the same, for those that call it by itself."""
+        return _asking(self.router, self.of_class("routing"), args, kwargs)
+
+    def apply_load_balancing_loss(self, activation: Any, load_balancing_loss_func: Any) -> Any:
+        """Run the router's own; in a replay it counts the live choice, as upstream's do."""
+        loss, call = load_balancing_loss_func, seam.running(self.router)
+        if call is not None and call.own_ids is not None and call.ids is not None:
+            loss = aux_losses.recounted(loss, (call.own_ids, call.ids))
+        return self.of_class("apply_load_balancing_loss")(activation, loss)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Run the router's own, and tell its `router_replay`."""
+        self.of_class("set_layer_number")(layer_number)
+        if getattr(self.router, _REPLAY, None) is not None:
+            self.router.router_replay.layer_number = layer_number
+
+    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
+        """Return the coefficient of this auxiliary loss; 0 if the router has another or none."""
+        router = self.router
+        coefficient: float = router.config.moe_aux_loss_coeff if router.routing_type == aux_loss_type else 0.0
+        return coefficient
+
+    def is_aux_loss_enabled(self) -> bool:
+        """Has it any auxiliary loss?"""
+        return any(self.router.get_aux_loss_coeff(kind) > 0 for kind in _LOSSES)
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Count the tokens of a map, bool [rows, experts], but for those of the mask, bool [rows].
+
+        Megatron-core 0.16 to 0.19 lay the mask over the map's experts and not over its rows: an error, or
+        with as many rows as experts counts of the wrong tokens. A map without those rows needs no mask.
+        """
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask.reshape(-1, 1)
+        self.of_class(_COUNT)(routing_map)
+
+
+_methods = Patches("methods of TopKRouter")
+_lent: weakref.WeakSet[RouterMethods] = weakref.WeakSet()
+
+
+def lend(router: Any, names: Iterable[str]) -> None:
+    """Give a router these methods, where it has nothing of its own by that name."""
+    wanted = [name for name in names if name not in vars(router)]
+    methods = RouterMethods(router, wanted) if wanted else None
+    for name in wanted:
+        setattr(router, name, getattr(methods, name))
+
+
+def _unlend_all() -> bool:
+    """Take them off every live router. Were all still there, with nobody's wrapper around one?"""
+    covered = False
+    for methods in list(_lent):
+        names = {} if methods.router is None else vars(methods.router)
+        for name, value in list(names.items()):
+            if isinstance(value, MethodType) and isinstance(value.__self__, RouterMethods):
+                delattr(methods.router, name)
+        covered |= any(name in names for name in methods.names)
+    return not covered
+
+
+def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call what the class has, with a call of the router armed if its `router_replay` may want one."""
+    replay = getattr(router, _REPLAY, None)  # uninstalled, and somebody's wrapper still calls it
+    outer = seam.armed()
+    asks_already = isinstance(outer, router_replay.Asked) and outer.replay is replay
+    # A framework that brought its own replay brings the routing that asks it too, as verl's does.
+    theirs = type(router).routing.__module__.partition(".")[0] not in ("megatron", "mindspeed")
+    left_to_them = theirs and not isinstance(replay, MegatronRouterReplay)
+    if router_replay.is_idle(replay) or asks_already or left_to_them:
+        return plain(*args, **kwargs)
+    inputs = next(iter((*args, *kwargs.values())))  # or logits: they end in one dimension that isn't tokens
+    config, losses = router.config, aux_losses.of(router)
+    call = router_replay.Asked(
+        replay,
+        inputs.numel() // inputs.shape[-1] * gathered_ranks(config),
+        int(router.num_experts),
+        int(router.topk),
+        groups=(config.moe_router_num_groups, config.moe_router_group_topk),
+        spare=spare(router),
+        compares=losses is not None and is_replaying(replay) and losses.follow_the_call_of(router),
+    )
+    call.owner = router
+    with router_replay.asked(call, fused=fused_router.is_on(config)):
+        return plain(*args, **kwargs)
+
+
+# ---- the `router_replay` of a router
 
 
 def _router_replay() -> Any:
-    """Upstream's, or ours in its place."""
+    """Upstream's class, or ours in its place."""
     try:
         return importlib.import_module(router_replay.MODULE).RouterReplay
     except ModuleNotFoundError:  # not served: `router_replay.install` wasn't called
         return MegatronRouterReplay
 
 
-# The `router_replay` of a router
+def lacks_replay() -> bool:
+    """Has this Megatron-core no RouterReplay of its own?"""
+    return _router_replay() is MegatronRouterReplay
+
+
+_given: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""Routers that got their `router_replay` here; had they the attribute before, as None?"""
 
 
 def _give(router: Any, kind: Any) -> None:
-    """A router of a config with the flag has a RouterReplay, any other None; as from 0.16 on."""
+    """Give a router of a config with the flag a RouterReplay, and any other None; as from 0.16 on."""
     had = hasattr(router, _REPLAY)
     if had and router.router_replay is not None:
         return
@@ -120,32 +277,8 @@ def _give(router: Any, kind: Any) -> None:
         router.router_replay = own
         _given[router] = had
     if own is not None and kind is MegatronRouterReplay:
-        router.router_replay.layer_number = router.layer_number
-        router_replay.leave_with(router, router.router_replay, kind)
-
-
-_makers: list[Callable[[Any], MegatronRouterReplay | None]] = []
-"""Of frameworks that ask for a replay by other means than the config's flag."""
-
-
-def made_by(make: Callable[[Any], MegatronRouterReplay | None]) -> None:
-    """Have `make(router)` for the `router_replay` of each router built from now on, if it isn't None."""
-    _makers.append(make)
-    _patches.add(Change("the routers that are replayed", "as a framework asks for them", _forget_makers))
-
-
-def _forget_makers() -> bool:
-    _makers.clear()
-    return True
-
-
-def lacks_replay() -> bool:
-    """Has this Megatron-core no RouterReplay of its own?"""
-    return _router_replay() is MegatronRouterReplay
-
-
-_given: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""Routers that got their `router_replay` here; had they the attribute before, as None?"""
+        own.layer_number = router.layer_number
+        router_replay.leave_with(router, own, kind)
 
 
 def _take_back(topk_router: type) -> bool:
@@ -163,6 +296,26 @@ def _take_back(topk_router: type) -> bool:
     return True
 
 
+_makers: list[Callable[[Any], MegatronRouterReplay | None]] = []
+"""Of frameworks that ask for a replay by other means than the config's flag."""
+
+
+def made_by(make: Callable[[Any], MegatronRouterReplay | None]) -> None:
+    """Have `make(router)` for the `router_replay` of each router built from now on, if it isn't None."""
+
+    def forget() -> bool:
+        _makers.clear()
+        return True
+
+    _makers.append(make)
+    _patches.add(Change("the routers that are replayed", "as a framework asks for them", forget))
+
+
+_EVERYONE = "global_router_replay_instances"
+_framework: list[Callable[[Any], Any]] = []
+"""Makes a framework's own, while one has taken over."""
+
+
 def hand_over(of: Callable[[Any], Any]) -> None:
     """Have `of(router)` for the `router_replay` of each router that asks for replay: a framework's, by which
     its loops turn a replay on. Those that are there get it now, others as they are built."""
@@ -171,112 +324,36 @@ def hand_over(of: Callable[[Any], Any]) -> None:
     if not _framework:
         _patches.add(Change(_OF_EACH, "the framework's own", functools.partial(_hand_back, kind)))
     _framework[:] = [of]
-    for router in in_order(kind):
+    for router in alive(kind):
         _hand_over_one(router)
 
 
 def _hand_over_one(router: Any) -> None:
     own = getattr(router, _REPLAY, None)
-    if not _framework or not hasattr(type(own), _EVERYONE):
-        return
-    _handed[router] = own
-    framework = _framework[0](router)
-    framework.layer_number = getattr(own, "layer_number", None)
-    _swap(router, framework, own, type(own))
-    router_replay.leave_with(router, framework, type(own))
+    if _framework and hasattr(type(own), _EVERYONE):
+        _swap(router, _framework[0](router), own, type(own))
 
 
 def _hand_back(topk_router: type) -> bool:
-    """Give each router again what it had before; a copy that was made since, a new one."""
+    """Give each router one of Megatron's again."""
     _framework.clear()
+    kind = _router_replay()
     for router in alive(topk_router):
-        framework = getattr(router, _REPLAY, None)
-        if framework is not None and not hasattr(type(framework), _EVERYONE):
-            own = _handed.get(router)
-            if own is None:
-                own = _router_replay()()
-                router_replay.leave(own, type(own))  # a copy's is in no list
-            _swap(router, own, framework, type(own))
-    _handed.clear()
+        theirs = getattr(router, _REPLAY, None)
+        if theirs is not None and not hasattr(type(theirs), _EVERYONE):
+            own = kind()
+            router_replay.leave(own, kind)  # a copy's is in no list
+            _swap(router, own, theirs, kind)
     return True
 
 
 def _swap(router: Any, new: Any, old: Any, kind: Any) -> None:
-    """Also in Megatron's list of all, so that its own API reaches what the routers have."""
+    """Replace it also in Megatron's list of all, so that its own API reaches what the routers have."""
     everyone = getattr(kind, _EVERYONE)
     everyone[:] = [new if one is old else one for one in everyone]
+    new.layer_number = getattr(old, "layer_number", None)
     router.router_replay = new
-
-
-_EVERYONE = "global_router_replay_instances"
-_framework: list[Callable[[Any], Any]] = []
-"""Makes a framework's own, while one has taken over."""
-_handed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""What each router had before."""
-
-
-# How its top-k comes to ask
-
-
-class _Asks(router_methods.RouterMethods):
-    why = "its top-k asks router_replay"
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The router's own, in which its top-k, or its fused kernel, asks `router_replay`."""
-        return _asking(self.router, self.of_class("forward"), args, kwargs)
-
-    def routing(self, *args: Any, **kwargs: Any) -> Any:
-        """The same, for those that call it by itself."""
-        return _asking(self.router, self.of_class("routing"), args, kwargs)
-
-    def apply_load_balancing_loss(self, activation: Any, load_balancing_loss_func: Any) -> Any:
-        """The router's own; in a replay it counts the live choice, as upstream's do."""
-        loss, call = load_balancing_loss_func, seam.running(self.router)
-        if call is not None and call.own_ids is not None and call.ids is not None:
-            loss = aux_losses.recounted(loss, (call.own_ids, call.ids))
-        return self.of_class("apply_load_balancing_loss")(activation, loss)
-
-    def set_layer_number(self, layer_number: int) -> None:
-        """The router's own; its `router_replay` is told."""
-        router = self.router
-        self.of_class("set_layer_number")(layer_number)
-        replay = getattr(router, "router_replay", None)
-        if replay is not None:
-            replay.layer_number = layer_number
-
-
-def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call what the class has, with a call of the router armed if its `router_replay` may want one."""
-    replay = getattr(router, "router_replay", None)  # uninstalled, and somebody's wrapper still calls it
-    outer = seam.armed()
-    asks_already = isinstance(outer, router_replay.Asked) and outer.replay is replay
-    if router_replay.is_idle(replay) or asks_already or _is_left_to_its_own(router, replay):
-        return plain(*args, **kwargs)
-    call = _call(router, replay, next(iter((*args, *kwargs.values()))))
-    call.owner = router
-    with router_replay.asked(call, fused=fused_router.is_on(router.config)):
-        return plain(*args, **kwargs)
-
-
-def _is_left_to_its_own(router: Any, replay: Any) -> bool:
-    """Does a framework that brought its own replay bring the routing that asks it too, as verl's does?"""
-    if isinstance(replay, MegatronRouterReplay):
-        return False
-    return type(router).routing.__module__.partition(".")[0] not in ("megatron", "mindspeed")
-
-
-def _call(router: Any, replay: Any, inputs: Any) -> router_replay.Asked:
-    """A call of a router whose input or logits end in one dimension that isn't tokens."""
-    config, losses = router.config, aux_losses.of(router)
-    return router_replay.Asked(
-        replay,
-        inputs.numel() // inputs.shape[-1] * gathered_ranks(config),
-        int(router.num_experts),
-        int(router.topk),
-        groups=(config.moe_router_num_groups, config.moe_router_group_topk),
-        spare=spare(router),
-        compares=losses is not None and is_replaying(replay) and losses.follow_the_call_of(router),
-    )
+    router_replay.leave_with(router, new, kind)
 
 
 _patches = Patches(_WHAT, beneath=repatch.undo)

@@ -7,6 +7,10 @@ under that name (`install`). Only how a router comes to ask differs: there its o
 As upstream's, it goes by a global action and by a queue of targets for recomputes, which is right as long
 as backward visits the micro-batches in the order of their forwards; `npu_replay.record` and `replay` need
 neither. Where upstream's goes on in silence, or stops with an AttributeError of None, this says why.
+
+Asks:     whether the release has the module.
+Changes:  nothing of Megatron's; the module can be imported. `torch.topk` asks while `asked` is open.
+Undone:   the module is taken away.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ import torch
 from torch import nn
 
 from npu_replay.compat.megatron import fused_router
-from npu_replay.compat.megatron.routers import IDLE_WITHOUT_ACTION, action_of, is_replaying
-from npu_replay.compat.patching import served_modules
+from npu_replay.compat.megatron.routers import action_of, is_replaying
+from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.sessions import seam
 
@@ -35,14 +39,13 @@ Topk = Callable[..., "tuple[torch.Tensor, torch.Tensor]"]
 
 def install() -> None:
     """Let the module be imported where this Megatron-core hasn't got it."""
-    served_modules.serve(
-        MODULE, _fill, "RouterReplay, as from Megatron-core 0.16 on", reason="upstream's routing replay API"
-    )
 
+    def fill(module: Any) -> None:
+        module.__doc__ = __doc__
+        module.RouterReplay, module.RouterReplayAction = MegatronRouterReplay, RouterReplayAction
 
-def _fill(module: Any) -> None:
-    module.__doc__ = __doc__
-    module.RouterReplay, module.RouterReplayAction = MegatronRouterReplay, RouterReplayAction
+    why = "RouterReplay, as from Megatron-core 0.16 on"
+    import_hook.serve(MODULE, fill, why, reason="upstream's routing replay API")
 
 
 class AnotherNumber(ReplayError, ValueError, AssertionError):
@@ -245,7 +248,10 @@ class MegatronRouterReplay:
         """
         if is_replaying(self):
             ids = self._target(len(scores), topk).to(scores.device, torch.int64)
-            _answered_by_hand(self, ids)
+            call = seam.armed()
+            if isinstance(call, Asked) and call.replay is self:
+                # A routing that asks by itself, as upstream's, is answered here: its top-k won't come.
+                call.ids, call.way = ids, "inner"
             return scores.gather(1, ids), ids
         if default_compute_topk is None:
             problem, expected = "there is no top-k to ask", "default_compute_topk"
@@ -256,6 +262,7 @@ class MegatronRouterReplay:
         return values, ids
 
     def _target(self, rows: int, topk: int) -> torch.Tensor:
+        """Take the ids of a replayed call; a framework's own may keep them elsewhere."""
         backward = self.router_replay_action is RouterReplayAction.REPLAY_BACKWARD
         if backward:
             ids = self.replay_backward_list.pop(0) if self.replay_backward_list else None
@@ -277,19 +284,14 @@ class MegatronRouterReplay:
 
 def is_idle(replay: Any) -> bool:
     """Would asking it change nothing? Upstream asks in every call, and a framework may have wrapped that."""
-    if replay is None:
-        return True
     ask = getattr(replay, "get_replay_topk", None)
     if ask is None:
-        return True  # a framework's own, whose routing knows what to do with it
-    return action_of(replay) is None and (hasattr(type(replay), IDLE_WITHOUT_ACTION) or _is_plain(ask))
-
-
-def _is_plain(ask: Any) -> bool:
-    """Is it upstream's own method, or ours? Each was made in its module, whose names it looks up; a wrapper
-    or a framework's own, wherever it lies and whatever it is called, looks them up elsewhere."""
+        return True  # none, or a framework's own, whose routing knows what to do with it
+    # Upstream's own method, and ours, look names up in the module that they were made in; a wrapper or a
+    # framework's own, wherever it lies and whatever it is called, looks them up elsewhere.
     names, product = getattr(ask, "__globals__", None), sys.modules.get(MODULE)
-    return names is globals() or (product is not None and names is vars(product))
+    plain = names is globals() or (product is not None and names is vars(product))
+    return plain and action_of(replay) is None
 
 
 class Asked(seam.Call):
@@ -379,13 +381,6 @@ def asked(call: Asked, *, fused: bool = False) -> Iterator[None]:
             got=", ".join(dict.fromkeys(call.seen)) or "nothing",
             cause="a selection that is made without torch.topk: by a hash, by a kernel, or in turn",
         )
-
-
-def _answered_by_hand(replay: MegatronRouterReplay, ids: torch.Tensor) -> None:
-    """A routing that asks by itself, as upstream's does, has been answered; its top-k won't come."""
-    call = seam.armed()
-    if isinstance(call, Asked) and call.replay is replay:
-        call.ids, call.way = ids, "inner"
 
 
 def _everyone() -> list[MegatronRouterReplay]:

@@ -6,15 +6,15 @@ autograd's backward, in the middle of another micro-batch's forward. In every br
 places, and both unpack the graph's `layer_inputs` right before the layer runs. So the inputs say it when they
 are unpacked: the next call of this layer's router belongs to the micro-batch whose graph this is.
 
-Two hooks on the layer, for the length of a block; nothing of MindSpeed's is replaced.
+Asks:     the parameters of the forward that MindSpeed has bound to a layer.
+Changes:  two hooks on the layer, and the `layer_inputs` of the graphs that it returns.
+Undone:   the hooks go with the block, the inputs with their graph; nothing of MindSpeed's is replaced.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -25,20 +25,8 @@ from npu_replay.routers import Handle, Router
 from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.micro_batches import Marks
 
-_PLACE = "core/transformer/moe/moe_feature/fb_overlap/transformer_layer.py"
 _SIGNS = {"checkpoint", "bwd_layer_graph"}
 """Parameters of a layer's forward that MindSpeed has bound to it."""
-
-
-def place_is_known(mindspeed: Path) -> bool:
-    """Does the source of this MindSpeed unpack `layer_inputs` where it runs a layer again, or not at all?"""
-    source = mindspeed / _PLACE
-    if not source.is_file():
-        return True  # a release without moe_fb_overlap
-    unpacked = (
-        node for node in ast.walk(ast.parse(source.read_text("utf-8"))) if isinstance(node, ast.Starred)
-    )
-    return any(isinstance(one.value, ast.Attribute) and one.value.attr == "layer_inputs" for one in unpacked)
 
 
 def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:

@@ -4,16 +4,15 @@ Its other features call Megatron's TopKRouter as it is, and need nothing here. N
 and nothing is imported: what it does is read off the model's config, to which it copies all its arguments,
 and off the arguments themselves, since its patches hold for every model of the process.
 
-Probes: `capability`. Offers: `patches`, `refuse_features`, `refuse_half_import`. Nothing to undo.
+Asks:     the model's config, MindSpeed's arguments and its list of patches.
+Changes:  nothing.
 """
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
-from npu_replay.compat.mindspeed import fb_overlap
 from npu_replay.compat.probe import Capability, Product, find
 from npu_replay.errors import RouterError
 
@@ -43,10 +42,7 @@ def capability(product: Product, megatron: Product) -> Capability:
         why = f"this MindSpeed is made for Megatron-core {product.version}, and {megatron.version} is here"
         remedy = "take the branch of MindSpeed that is named after this Megatron-core, or the other way round"
         return Capability(CAPABILITY, "broken", why, remedy)
-    why = f"recompute of moe_fb_overlap too; refused: {', '.join(_REFUSED)}"
-    if not fb_overlap.place_is_known(Path(product.where)):
-        why = "but moe_fb_overlap recomputes where npu_replay can't mark it, and is refused then"
-    return Capability(CAPABILITY, "works", why)
+    return Capability(CAPABILITY, "works", f"recompute of moe_fb_overlap too; refused: {', '.join(_REFUSED)}")
 
 
 def _release(product: Product) -> list[str]:

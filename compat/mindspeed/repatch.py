@@ -1,7 +1,11 @@
-"""A constructor wrapped so that MindSpeed's own wrapper, and its repatch(), leave ours in place.
+"""Wrap a constructor so that MindSpeed's own wrapper, and its repatch(), leave ours in place.
 
 MindSpeed keeps what it has patched, and `repatch()` throws away what lies over its own wrapper. So ours lies
-beneath, whichever of the two came first: it is what MindSpeed keeps for the original.
+beneath, whichever of the two came first.
+
+Asks:     MindSpeed's list of patches.
+Changes:  what MindSpeed keeps for the original of the constructor.
+Undone:   by `undo`, which a group calls for patches of its own that others lie over.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""A class's method as its file has it, where somebody replaced it and kept nothing."""
+"""Read a class's method from its file, where somebody replaced it and kept nothing."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from types import CellType, FunctionType, ModuleType
-from typing import Any
+from types import CellType, FunctionType
 
 
 def method(cls: type, name: str) -> FunctionType:
-    """The function of that name from the source of the class's module, working on the class as it is.
+    """Return the function of that name from the class's source file, working on the class as it is.
 
     >>> import json
     >>> from npu_replay.compat.patching import class_source
@@ -20,7 +19,13 @@ def method(cls: type, name: str) -> FunctionType:
         LookupError: the module has no source file, or the class in it no such method.
     """
     module = sys.modules[cls.__module__]
-    found = vars(getattr(_fresh(module), cls.__name__)).get(name)
+    origin = getattr(module.__spec__, "origin", None)
+    spec = importlib.util.spec_from_file_location(module.__name__, origin) if origin else None
+    if spec is None or spec.loader is None:
+        raise LookupError(f"{module.__name__} has no source file")
+    fresh = importlib.util.module_from_spec(spec)  # run a second time, under a name that nobody else sees
+    spec.loader.exec_module(fresh)
+    found = vars(getattr(fresh, cls.__name__)).get(name)
     if not isinstance(found, FunctionType):
         raise LookupError(f"no method {name} in the source of {cls.__module__}.{cls.__qualname__}")
     cells = tuple(
@@ -32,14 +37,3 @@ def method(cls: type, name: str) -> FunctionType:
     whole.__dict__.update(vars(found))
     whole.__doc__, whole.__qualname__ = found.__doc__, f"{cls.__qualname__}.{name}"
     return whole
-
-
-def _fresh(module: ModuleType) -> Any:
-    """The module run a second time, under a name that nobody else sees."""
-    origin = getattr(module.__spec__, "origin", None)
-    spec = importlib.util.spec_from_file_location(module.__name__, origin) if origin else None
-    if spec is None or spec.loader is None:
-        raise LookupError(f"{module.__name__} has no source file")
-    fresh = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fresh)
-    return fresh

@@ -1,37 +1,56 @@
-"""Run something just before or just after a module is imported, whichever of the two comes first.
+"""Wait for a module that others import, or serve one that a product lacks. One finder does both.
 
 npu_replay imports no framework: the order of imports changes what MindSpeed patches. So what has to be done
-to a framework waits for its import, in a finder that answers for the modules that somebody waits for and for
-no other.
+to a framework waits for its import. A module that a release lacks under the name by which others import it
+(`megatron.core.transformer.moe.router_replay`) is made when somebody imports it, where its package is there
+and no other finder has the module.
+
+Asks:     the other finders, for the names that somebody waits for or serves, and for no other.
+Changes:  the loader of such a module for one import, and sys.modules where one is served.
+Undone:   by `forget` and, for modules that were served, by `patches.undo_all`.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.abc
-import importlib.machinery
 import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from npu_replay import environment
+from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.errors import ReplayError
 
 logger = logging.getLogger(__name__)
 
 Shim = Callable[[Any], None]
-"""Changes a module that was just imported; leaves it as it was if it raises."""
+"""Changes a module that was just imported, or fills one that is served; undoes its part if it raises."""
 
-Preparation = Callable[[], object]
-
-_preparing: dict[str, dict[str, Preparation]] = {}
+_preparing: dict[str, dict[str, Callable[[], object]]] = {}
 _waiting: dict[str, dict[str, Shim]] = {}
 _failures: dict[str, str] = {}
 _ending: set[str] = set()
+
+
+@dataclass
+class _Served:
+    fill: Shim
+    why: str
+    where: Callable[[], bool]
+    patches: Patches
+
+
+_served: dict[str, _Served] = {}
+
+
+# ---- what may be asked for
 
 
 def when_imported(module: str, name: str, shim: Shim, *, ends: bool = False) -> None:
@@ -56,7 +75,7 @@ def when_imported(module: str, name: str, shim: Shim, *, ends: bool = False) -> 
         _look_out()
 
 
-def before_import(module: str, name: str, prepare: Preparation) -> None:
+def before_import(module: str, name: str, prepare: Callable[[], object]) -> None:
     """Call `prepare()` before the code of `module` runs, or now if it has begun. `name` says what it does.
 
     What a package's own shims need is imported so: not without the package, and before any module of it.
@@ -68,6 +87,30 @@ def before_import(module: str, name: str, prepare: Preparation) -> None:
     if sys.modules.get(module) is not None:
         _prepare(module)
     else:
+        _look_out()
+
+
+def serve(
+    name: str, fill: Shim, why: str, *, reason: str = "", where: Callable[[], bool] = lambda: True
+) -> None:
+    """Let `name` be imported where the product has no module of that name. Twice is as good as once.
+
+    >>> from npu_replay.compat.patching.import_hook import serve
+    >>> serve("json.newer", lambda module: setattr(module, "value", 1), "an example")
+    >>> import json.newer
+    >>> json.newer.value
+    1
+    >>> npu_replay.uninstall()
+
+    Args:
+        name: in full, «megatron.core.transformer.moe.router_replay».
+        fill: called with the new module, once each time that it is made. What it raises, the import raises.
+        why: what is done here, for the report: shown once the module is imported.
+        reason: the capability that is missing without it, for the report; `name` if there is none.
+        where: asked at each import: is this a release for which it is meant?
+    """
+    if not environment.disabled():
+        _served.setdefault(name, _Served(fill, why, where, Patches(reason or f"the names of {name}")))
         _look_out()
 
 
@@ -99,6 +142,17 @@ def refuse_failures() -> None:
         raise _failed()
 
 
+def forget() -> None:
+    """Wait for no import any more, serve nothing, and forget what failed."""
+    for asked in (_preparing, _waiting, _failures, _ending, _served):
+        asked.clear()
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+
+
+# ---- how it is done
+
+
 def _failed() -> ReplayError:
     return ReplayError(
         f"{'; '.join(f'{name} failed: {error}' for name, error in _failures.items())}",
@@ -108,14 +162,6 @@ def _failed() -> ReplayError:
         cause="a new release, or a patch of somebody else's in the same place. NPU_REPLAY_STRICT=0 goes on "
         "without, NPU_REPLAY_DISABLE=1 changes nothing at all",
     )
-
-
-def forget() -> None:
-    """Wait for no import any more, and forget what failed."""
-    for waiting in (_preparing, _waiting, _failures, _ending):
-        waiting.clear()
-    if _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
 
 
 def _is_imported(module: str) -> bool:
@@ -165,27 +211,53 @@ class Asking(threading.local):
 asking = Asking()
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what others find, and has their loader tell when it is done."""
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds what others find, and has their loader tell when it is done; loads what is served."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        awaited = fullname in _waiting or fullname in _preparing
-        if not awaited or fullname in asking.names:
+    ) -> ModuleSpec | None:
+        awaited, served = fullname in _waiting or fullname in _preparing, _served.get(fullname)
+        if fullname in asking.names or not (awaited or served):
             return None
         others = [one for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]
         with asking.about(fullname):
             found = (finder.find_spec(fullname, path, target) for finder in others)
             spec = next((one for one in found if one is not None), None)
-            if spec is not None and hasattr(spec.loader, "exec_module"):
+            parent = sys.modules.get(fullname.rpartition(".")[0])
+            # A parent without a file is a stand-in that somebody made by hand, or a bare folder: no product.
+            if spec is None and served and getattr(parent, "__file__", None) and served.where():
+                spec = None if environment.disabled() else ModuleSpec(fullname, self, origin=__name__)
+            if awaited and spec is not None and hasattr(spec.loader, "exec_module"):
                 spec.loader = _Loader(spec.loader, fullname)
             elif spec is not None:
                 _prepare(fullname)  # no code will run: a namespace package
         return spec
 
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        served = _served[name]
+        served.fill(module)
+        if not any(served.patches):  # else it was reloaded, or somebody took it out of sys.modules
+            served.patches.add(Change(name, served.why, functools.partial(_take_away, name)))
+
 
 _finder = _Finder()
+
+
+def _take_away(name: str) -> bool:
+    """Take a served module out of sys.modules and its package, but for what others have put there since."""
+    package, _, child = name.rpartition(".")
+    parent = sys.modules.get(package)
+    places: list[tuple[dict[str, Any], str]] = [(sys.modules, name)]
+    places += [] if parent is None else [(vars(parent), child)]
+    for names, key in places:
+        if getattr(getattr(names.get(key), "__spec__", None), "loader", None) is _finder:
+            del names[key]
+    return True
 
 
 class _Loader(importlib.abc.Loader):
@@ -200,7 +272,7 @@ class _Loader(importlib.abc.Loader):
             raise AttributeError(name)
         return getattr(self._loader, name)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         create: Any = getattr(self._loader, "create_module", lambda _: None)
         return create(spec)  # type: ignore[no-any-return]
 

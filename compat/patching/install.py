@@ -72,8 +72,6 @@ def undo_everything() -> None:
     """The same, open blocks or none: for a job that goes on without npu_replay."""
     import_hook.forget()
     left = patches.undo_all()
-    for undo in patches.undoings:
-        undo()
     if left:
         logger.warning(
             "[npu_replay] these were left alone, since somebody else has replaced them: %s",

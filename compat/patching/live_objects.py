@@ -11,7 +11,7 @@ from torch import nn
 
 
 def alive(kind: Any) -> list[Any]:
-    """Every object of this kind, or of a kind made from it; not by isinstance, which asks proxies.
+    """Return every object of this kind, or of a kind made from it; not by isinstance, which asks proxies.
 
     An instance refers to its class, so the collector finds a few classes' by their referrers, in C: 0.11 s in
     a process of ten million objects, where a list of all of them and a look at each take 0.6 s.
@@ -35,13 +35,13 @@ def alive_in_models(kind: Any) -> list[Any]:
     A module registers its parts as it makes them. Which model came first its hooks tell: torch numbers all
     hooks of a process, and Megatron's linear layers get one as they are made.
     """
-    tops = sorted(outermost(modules()), key=_first_hook)
+
+    def first_hook(top: nn.Module) -> float:
+        hooks = (vars(one).get(name, ()) for one in top.modules() for name in _HOOKS)
+        return min(itertools.chain(*hooks), default=math.inf)
+
+    tops = sorted(outermost(modules()), key=first_hook)
     return [one for top in tops for one in top.modules() if issubclass(type(one), kind)]
-
-
-def _first_hook(top: nn.Module) -> float:
-    hooks = (vars(one).get(name, ()) for one in top.modules() for name in _HOOKS)
-    return min(itertools.chain(*hooks), default=math.inf)
 
 
 def modules() -> list[nn.Module]:

@@ -163,15 +163,17 @@ def applied() -> list[tuple[str, Applied]]:
     return [(group.reason, one) for group in _groups for one in group]
 
 
-undoings: list[Callable[[], object]] = []
-"""What shims have to undo besides their patches; `install.undo_everything` calls it after these."""
+_undoings: list[Callable[[], object]] = []
 
 
 def when_undone(action: Callable[[], object]) -> None:
-    """Have `action` called when everything is undone."""
-    undoings.append(action)
+    """Have `action` called when everything has been undone."""
+    _undoings.append(action)
 
 
 def undo_all() -> list[Applied]:
     """Undo every group, newest first; return what somebody else has replaced since."""
-    return [one for group in reversed(list(_groups)) for one in group.undo()]
+    left = [one for group in reversed(list(_groups)) for one in group.undo()]
+    for action in _undoings:
+        action()
+    return left

@@ -1,8 +1,8 @@
-"""The old name of SGLang's capturer module, for callers that import it there.
+"""Serve SGLang's capturer module under its old name, from which verl 0.7 to 0.9.1 imports a function.
 
-`sglang.srt.layers.moe.routed_experts_capturer` became `sglang.srt.state_capturer.routed_experts` in 0.5.12;
-verl 0.7 to 0.9.1 imports `extract_routed_experts_from_meta_info` from the old name when the first routes
-come.
+Asks:     whether SGLang has the module under its new name (from 0.5.12 on) alone.
+Changes:  nothing of SGLang's; the old name can be imported.
+Undone:   the module that was made for it is taken away.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 from types import ModuleType
 
-from npu_replay.compat.patching import served_modules
+from npu_replay.compat.patching import import_hook
 
 OLD = "sglang.srt.layers.moe.routed_experts_capturer"
 NEW = "sglang.srt.state_capturer.routed_experts"
@@ -19,18 +19,13 @@ NEW = "sglang.srt.state_capturer.routed_experts"
 
 def install() -> None:
     """Let the old name be imported where SGLang has the new one alone."""
-    served_modules.serve(
+    import_hook.serve(
         OLD,
         _fill,
         f"the old name of {NEW}, which verl imports",
         reason="SGLang's routes in verl",
         where=_new_is_there,
     )
-
-
-def uninstall() -> None:
-    """Take the old name away again, and the module that was made for it."""
-    served_modules.withdraw(OLD)
 
 
 def _fill(module: ModuleType) -> None:

@@ -103,18 +103,6 @@ def _more_requests_than_a_chunk(plan: Plan, _: Any) -> bool:
     return bool(spread) and 0 < chunk < number(plan.get("max_running_requests"))
 
 
-def _drafts_a_tree(plan: Plan, _: Any) -> bool:
-    return bool(plan.get("speculative_algorithm")) and number(plan.get("speculative_eagle_topk")) > 1
-
-
-def _sends_tokens(plan: Plan, _: Any) -> bool:
-    return bool(plan.get("enable_deepep_moe")) or plan.get("moe_a2a_backend") not in (None, "none")
-
-
-def _without_chunks(plan: Plan, _: Any) -> bool:
-    return number(plan.get("chunked_prefill_size")) < 0
-
-
 # fmt: off
 # ---- plans with which releases give none, or wrong ones
 
@@ -135,7 +123,8 @@ CLASHES = (
           why="NGRAM and DSPARK speculation capture nothing of the output (sglang#37949, not fixed)"),
     Clash(("speculative_algorithm",), says("dflash"), until="0.5.18", instead="none, or 0.5.18 or later",
           why="DFLASH speculation captures nothing of the output before 0.5.18"),
-    Clash(("speculative_eagle_topk",), _drafts_a_tree, instead="1",
+    Clash(("speculative_eagle_topk",), instead="1",
+          when=lambda plan, names: bool(plan.get("speculative_algorithm")) and several(plan, names),
           why="with a tree of drafts the rows of the output are permuted (sglang#37949, not fixed)"),
     Clash(("speculative_algorithm",), says("eagle", "nextn", "mtp", "frozen_kv_mtp"),
           until="0.5.15", instead="none, or 0.5.15 or later",
@@ -145,13 +134,15 @@ CLASHES = (
     Clash(_EPLB, _moves_experts, until="0.5.23", device="npu", instead="no EPLB, or 0.5.23 or later",
           why="under EPLB this release returns ids of places on an NPU, and where there are as many places "
           "as experts that can't be seen (fixed in 0.5.23)"),
-    Clash(("moe_a2a_backend", "enable_deepep_moe"), _sends_tokens, until="0.5.12",
+    Clash(("moe_a2a_backend", "enable_deepep_moe"), until="0.5.12",
+          when=lambda plan, names: plan.get(names[0]) not in (None, "none") or bool(plan.get(names[1])),
           instead="none, or 0.5.12 or later",
           why="each rank captures its own share of the tokens, and they aren't gathered (fixed in 0.5.12)"),
     Clash(("moe_runner_backend",), says("triton_kernel", "flashinfer_trtllm", "flashinfer_mxfp4"),
           instead="a runner that is given its experts: triton, deep_gemm, cutlass, flashinfer_trtllm_routed",
           why="this MoE runner routes inside its kernel, where nothing is captured"),
-    Clash(("chunked_prefill_size",), _without_chunks, instead="a number above 0",
+    Clash(("chunked_prefill_size",), lambda plan, _: number(plan.get("chunked_prefill_size")) < 0,
+          instead="a number above 0",
           why="without chunks a long prompt overflows the capture's buffer, and the server dies "
           "(sglang#26860)"),
     Clash(("enable_dp_attention", "dp_size", "max_running_requests", "chunked_prefill_size"),

@@ -79,16 +79,16 @@ def _release_without_routes(
         beside = found["vllm"].version if "vllm" in found else ""
         known = vllm_ascend.of_release(product.version, beside)
         rollout = functools.partial(setting, config, "rollout")
-        told = vllm_ascend.Setting(  # what decides whether its routes are right, as far as a config says it
-            model=setting(config, "model", "path"),
-            quantization=rollout("quantization"),
-            data_parallel_size=rollout("data_parallel_size"),
-            tensor_parallel_size=rollout("tensor_model_parallel_size"),
-            enable_expert_parallel=number(rollout("expert_parallel_size")) > 1,
-            capture=plugin.wanted(),
-            additional_config=rollout("engine_kwargs", "vllm", "additional_config"),
-        )
-        return plugin.left_out() or vllm_ascend.refusal(known, told, beside)
+        told = {  # what decides whether its routes are right, as far as a config says it
+            "model": setting(config, "model", "path"),
+            "quantization": rollout("quantization"),
+            "data_parallel_size": rollout("data_parallel_size"),
+            "tensor_parallel_size": rollout("tensor_model_parallel_size"),
+            "enable_expert_parallel": number(rollout("expert_parallel_size")) > 1,
+            "additional_config": rollout("engine_kwargs", "vllm", "additional_config"),
+        }
+        refusal = vllm_ascend.refusal(known, told, beside, capture=plugin.wanted())
+        return plugin.left_out() or refusal
     if product.name == "sglang":
         return sglang.refusal(product.version, "npu" if "torch_npu" in found else "cuda")
     ascend = found["vllm-ascend"].version if "vllm-ascend" in found else ""

@@ -66,19 +66,37 @@ def engine_arguments(
     if capture and not vllm_ascend:
         raise unreadable("capture", "vllm_ascend= beside it: npu_replay captures there alone", "capture=True")
     launch.refuse(refusal(version, vllm_ascend or ""))
-    if plan["model"] is not None:
-        _refuse_without_experts(version, plan["model"])
+    try:
+        if plan["model"] is not None:
+            RoutedModel.of(plan["model"])
+    except RouterError:  # layers that differ, or run several times
+        raise
+    except ReplayError as error:
+        raise ReplayError(
+            f"vLLM {version} gives no routes of this model",
+            where="rollout",
+            expected="a model with routed experts",
+            got=error.problem,
+            cause="a dense model, with which vLLM doesn't start (before 0.31.0 with an AttributeError, "
+            "vllm#42593); or a family whose config has other keys, which RoutedModel(...) says by hand",
+        ) from error
     clashes = [row for row in CLASHES if not (capture and row.mended)]
     launch.refuse(launch.clash("vLLM", version, "", plan, clashes))
     needed = {name: value for run, some in NEEDED if run.holds(version) for name, value in some.items()}
     environment = dict(V2) if release(version) >= release(BY_BLOCK) else {}
     if vllm_ascend:
-        named = {name: given[name] for name in ascend.ARGUMENTS if given.get(name) is not None}
-        named |= {"quantization": quantization} if quantization else {}
-        setting = ascend.Setting(**named | {"model": plan["model"]}, soc=soc, capture=capture)
-        _refuse_pair(version, vllm_ascend)
-        ascend.check(vllm_ascend, setting, version)
-        environment |= V2 if ascend.needs_v2(vllm_ascend, setting) else {}
+        if release(version) >= release(BY_BLOCK) > release(vllm_ascend):
+            raise ReplayError(
+                f"vllm-ascend {vllm_ascend} has no part in the way that vLLM {version} takes with routes",
+                where="rollout",
+                expected="vLLM 0.30.0 with vllm-ascend 0.30.0rc2, or a vllm-ascend of vLLM's own release",
+                got=f"vLLM {version}",
+                cause="routes went to the AuxOutput connector in 0.31.0: the switch is looked for where it "
+                "no longer is, and nothing is captured",
+            )
+        about = {**plan, "quantization": quantization or given.get("quantization"), "soc": soc}
+        launch.refuse(ascend.refusal(vllm_ascend, about, version, capture=capture))
+        environment |= V2 if ascend.needs_v2(vllm_ascend, plan["model"]) else {}
         environment |= ascend.environment() if capture else {}
         if ascend.needs_sync(vllm_ascend):
             needed["async_scheduling"] = False
@@ -114,34 +132,6 @@ def refusal(version: str, vllm_ascend: str = "") -> ReplayError | None:
     if not tells_release(version):
         return None
     return launch.refusal("vLLM", version, device_of(version, vllm_ascend) or "cuda", FAULTS)
-
-
-def _refuse_without_experts(version: str, model: Any) -> None:
-    try:
-        RoutedModel.of(model)
-    except RouterError:  # layers that differ, or run several times
-        raise
-    except ReplayError as error:
-        raise ReplayError(
-            f"vLLM {version} gives no routes of this model",
-            where="rollout",
-            expected="a model with routed experts",
-            got=error.problem,
-            cause="a dense model, with which vLLM doesn't start (before 0.31.0 with an AttributeError, "
-            "vllm#42593); or a family whose config has other keys, which RoutedModel(...) says by hand",
-        ) from error
-
-
-def _refuse_pair(version: str, vllm_ascend: str) -> None:
-    if release(version) >= release(BY_BLOCK) > release(vllm_ascend):
-        raise ReplayError(
-            f"vllm-ascend {vllm_ascend} has no part in the way that vLLM {version} takes with routes",
-            where="rollout",
-            expected="vLLM 0.30.0 with vllm-ascend 0.30.0rc2, or a vllm-ascend of vLLM's own release",
-            got=f"vLLM {version}",
-            cause="routes went to the AuxOutput connector in 0.31.0: the switch is looked for where it no "
-            "longer is, and nothing is captured",
-        )
 
 
 _SHORT = {

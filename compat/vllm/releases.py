@@ -126,13 +126,9 @@ FAULTS = (
 
 
 def _speculation(plan: Plan) -> tuple[str, str]:
-    """The method and the draft."""
+    """Return the method and the draft."""
     config = as_mapping(plan.get("speculative_config"))
     return str(config.get("method") or "").lower(), str(config.get("model") or "").lower()
-
-
-def _by_mtp(plan: Plan, _: Any) -> bool:
-    return "mtp" in _speculation(plan)[0]
 
 
 def _by_dspark(plan: Plan, _: Any) -> bool:
@@ -140,12 +136,8 @@ def _by_dspark(plan: Plan, _: Any) -> bool:
     return method == "dspark" or (not method and "dspark" in draft)
 
 
-def _adaptively(plan: Plan, _: Any) -> bool:
-    return bool(as_mapping(plan.get("speculative_config")).get("enable_adaptive_verification"))
-
-
 def _disaggregated(plan: Plan, _: Any) -> bool:
-    names = list(_connectors(plan.get("kv_transfer_config")))
+    names = _connectors(plan.get("kv_transfer_config"))
     return any(name.startswith(("Nixl", "MoRIIO")) or name == "MooncakeConnector" for name in names)
 
 
@@ -156,22 +148,6 @@ def _connectors(value: Any) -> Iterator[str]:
     inner = as_mapping(config.get("kv_connector_extra_config")).get("connectors")
     for one in inner if isinstance(inner, (list, tuple)) else ():
         yield from _connectors(one)
-
-
-def _with_experts_spread(plan: Plan, arguments: tuple[str, ...]) -> bool:
-    return several(plan, arguments) and plan.get("enable_expert_parallel") is True
-
-
-def _no_generation(plan: Plan, _: Any) -> bool:
-    return plan.get("runner") not in (None, "auto", "generate")
-
-
-def _of_a_hybrid(plan: Plan, _: Any) -> bool:
-    return is_hybrid(plan.get("model"))
-
-
-def _of_another_topk(plan: Plan, _: Any) -> bool:
-    return not names_topk(plan.get("model"))
 
 
 # fmt: off
@@ -188,7 +164,8 @@ CLASHES = (
     Clash(("enable_eplb",), on, since="0.21.0", until=SCHEDULER,
           instead="False, or vLLM 0.18.0 to 0.20.2, or 0.22.0 or later",
           why="ids are captured after experts were mapped to their copies: they are physical (vllm#33013)"),
-    Clash(("data_parallel_size",), _with_experts_spread, until="0.20.0", mended=True,
+    Clash(("data_parallel_size",), until="0.20.0", mended=True,
+          when=lambda plan, names: several(plan, names) and plan.get("enable_expert_parallel") is True,
           instead="1, enable_expert_parallel=False, or vLLM 0.20.0 or later",
           why="an assertion fails in the first step where each rank routes its own tokens (modular kernels)"),
     Clash(("nnodes",), several, until="0.21.0", instead="1, or vLLM 0.22.0 or later",
@@ -206,7 +183,8 @@ CLASHES = (
           instead="False, or vLLM 0.22.0 or later", why="tokens that come from the cache have rows of zeros"),
     Clash(("enable_prefix_caching",), off, since=BY_BLOCK, instead="True, or vLLM 0.22.0 to 0.30.0",
           why="rows are kept by KV block from 0.31.0 on, and vLLM refuses to start without"),
-    *(Clash(("speculative_config",), _by_mtp, since=since, until=until, mended=True,
+    *(Clash(("speculative_config",), lambda plan, _: "mtp" in _speculation(plan)[0],
+            since=since, until=until, mended=True,
             instead="another method, or vLLM 0.26.0 or later",
             why="the draft's MoE layer calls itself layer 0 and overwrites the model's (vllm#48622)")
       for since, until in _DRAFTS),
@@ -214,18 +192,21 @@ CLASHES = (
           instead="another method, or vLLM 0.28.0 or later",
           why="DSpark runs on Model Runner V2 alone, without a capture before 0.28.0: vLLM refuses it when "
           "it starts"),
-    Clash(("speculative_config",), _adaptively, since=BY_BLOCK,
+    Clash(("speculative_config",), since=BY_BLOCK,
+          when=lambda plan, names: bool(as_mapping(plan.get(names[0])).get("enable_adaptive_verification")),
           instead="enable_adaptive_verification=False", why=_REFUSED),
     Clash(("moe_backend",), says("flashinfer_trtllm"), until="0.27.0",
           instead='"triton" or another, or vLLM 0.27.0 or later',
           why="the kernel chooses experts by itself, past the capture, and every id is 0 (vllm#44116)"),
-    Clash(("runner",), _no_generation, instead='"generate"', why="only generation has routes"),
-    Clash(("model",), _of_a_hybrid, until="0.21.0", got="a hybrid model",
+    Clash(("runner",), lambda plan, _: plan.get("runner") not in (None, "auto", "generate"),
+          instead='"generate"', why="only generation has routes"),
+    Clash(("model",), lambda plan, _: is_hybrid(plan.get("model")), until="0.21.0", got="a hybrid model",
           problem="reads the rows of a model with linear attention from the wrong place",
           instead="vLLM 0.22.0 or later",
           why="it has several KV cache groups, whose slots are counted otherwise (vllm#37118, #40692)"),
-    Clash(("model",), _of_another_topk, until=SCHEDULER, got="a config without num_experts_per_tok",
-          problem="doesn't find this model's top-k", instead="vLLM 0.22.0 or later",
+    Clash(("model",), lambda plan, _: not names_topk(plan.get("model")), until=SCHEDULER,
+          got="a config without num_experts_per_tok", problem="doesn't find this model's top-k",
+          instead="vLLM 0.22.0 or later",
           why="a family with another key (Gemma 4: top_k_experts, vllm#41401), with which it doesn't start"),
 )
 # fmt: on

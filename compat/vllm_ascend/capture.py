@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from npu_replay.compat.vllm_ascend.placing import Layout, place
 from npu_replay.errors import ReplayError
 
 if TYPE_CHECKING:
-    from npu_replay.compat.vllm_ascend.self_check import Choice, Ranks, SelfCheck
+    from npu_replay.compat.vllm_ascend.self_check import Choice, SelfCheck
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Capture:
         group: the tensor-parallel group, where its ranks may have different rows; else None.
     """
 
-    def __init__(self, buffer: torch.Tensor, check: SelfCheck, group: Ranks | None) -> None:
+    def __init__(self, buffer: torch.Tensor, check: SelfCheck, group: Any) -> None:
         self.buffer = buffer
         self.check = check
         self.scheduled = 0

@@ -1,8 +1,12 @@
-"""The plug-in of vLLM that captures routed experts on vllm-ascend, where NPU_REPLAY_VLLM_ASCEND=1.
+"""Capture routed experts on vllm-ascend, as a plug-in of vLLM, where NPU_REPLAY_VLLM_ASCEND=1.
 
 vLLM calls `register` in each of its processes. In a worker it waits for the model runner. What can't be
 captured ends the start before weights are loaded; the rest is put in place when vLLM makes its capturer:
 weights are loaded then, and no graph is captured yet.
+
+Asks:     the releases of both products, the engine's config, and each worker whether it captures.
+Changes:  two methods of the model runner, one of the executor; what `Seam` and `ReadOut` say; Ray's variable.
+Undone:   all of it, in the process that is told to.
 """
 
 from __future__ import annotations
@@ -22,14 +26,13 @@ from npu_replay.compat import probe
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.compat.probe import Capability, Product, unusable
-from npu_replay.compat.vllm_ascend import releases, workers
+from npu_replay.compat.vllm_ascend import releases
 from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.read_out import ReadOut
-from npu_replay.compat.vllm_ascend.seams import Rank, Seam, layers, refuse_foreign
+from npu_replay.compat.vllm_ascend.seams import Seam, layers, refuse_foreign
 from npu_replay.compat.vllm_ascend.self_check import SelfCheck
 from npu_replay.environment import STRICT, VLLM_ASCEND
 from npu_replay.errors import ReplayError
-from npu_replay.rollout import model_config
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.release_rules import release
 
@@ -130,7 +133,12 @@ def register() -> None:
     _tell_workers_of_ray()
     for module in _RUNNERS:
         import_hook.when_imported(module, "capture of routed experts", _guard, ends=True)
-    import_hook.when_imported(_EXECUTOR, "the question whether all workers capture", _ask, ends=True)
+
+    def ask(module: Any) -> None:
+        why = "asks whether every worker captures"
+        _patches.wrap(module.Executor, "initialize_from_config", _asked, why)
+
+    import_hook.when_imported(_EXECUTOR, "the question whether all workers capture", ask, ends=True)
 
 
 def _tell_workers_of_ray() -> None:
@@ -176,16 +184,30 @@ def _guard(module: ModuleType) -> None:
         _patches.wrap(runner, _INIT, _capturing, "the weights are there, no graph is")
 
 
-def _ask(module: ModuleType) -> None:
-    """Have an engine ask its workers."""
-    why = "asks whether every worker captures"
-    _patches.wrap(module.Executor, "initialize_from_config", _asked, why)
-
-
 def _asked(original: Callable[..., Any], executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Have every worker capture, or the engine doesn't start.
+
+    The engine's process has the plug-in, and its workers may run on other nodes. One that lacks npu_replay,
+    or the variable, hands out what its release has: zeros, or from 0.28 on rows of an earlier step.
+    """
     made = original(executor, *args, **kwargs)
-    if getattr(executor.vllm_config.model_config, _FLAG, False):
-        _refuse(workers.without(executor, captures))
+    if not getattr(executor.vllm_config.model_config, _FLAG, False):
+        return made
+    try:
+        told = executor.collective_rpc(captures)
+    except Exception as error:  # noqa: BLE001  where npu_replay can't be imported, vLLM says so in its own words
+        got = f"{type(error).__name__}: {error}"
+    else:
+        without = [str(rank) for rank, one in enumerate(told) if not one]
+        got = f"none on worker {', '.join(without)} of {len(told)}" if without else ""
+    problem = ReplayError(
+        "not every worker of this engine captures",
+        where="vllm-ascend",
+        expected="npu_replay, its variable and its name in VLLM_PLUGINS, where that is set, on every node",
+        got=got,
+        cause="a node on which npu_replay isn't installed, or that has another environment",
+    )
+    _refuse(problem if got else None)
     return made
 
 
@@ -197,21 +219,19 @@ def captures(worker: object) -> bool:
 def _made(original: Callable[..., Any], runner: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     if not getattr(vllm_config.model_config, _FLAG, False):
         logger.warning("[npu_replay] %s is set, but not %s: no routes are captured", VLLM_ASCEND, _FLAG)
+    elif not hasattr(runner, _INIT):
+        _refuse(
+            ReplayError(
+                "this model runner knows no routes",
+                where=f"{type(runner).__module__}, vllm-ascend {probe.installed('vllm-ascend')}",
+                expected=f"one that has {_INIT}",
+                got="none there",
+                cause="VLLM_USE_V2_MODEL_RUNNER=1 before 0.28.0rc1: leave it away",
+            )
+        )
     else:
-        _refuse(_without_routes(runner) or _planned_wrong(vllm_config))
+        _refuse(_planned_wrong(vllm_config))
     original(runner, vllm_config, *args, **kwargs)
-
-
-def _without_routes(runner: Any) -> ReplayError | None:
-    if hasattr(runner, _INIT):
-        return None
-    return ReplayError(
-        "this model runner knows no routes",
-        where=f"{type(runner).__module__}, vllm-ascend {probe.installed('vllm-ascend')}",
-        expected=f"one that has {_INIT}",
-        got="none there",
-        cause="VLLM_USE_V2_MODEL_RUNNER=1 before 0.28.0rc1: leave it away",
-    )
 
 
 def _capturing(original: Callable[..., Any], runner: Any) -> None:
@@ -234,7 +254,7 @@ def _planned_wrong(vllm_config: Any) -> ReplayError | None:
         "compilation_config": getattr(vllm_config, "compilation_config", None),
         "async_scheduling": getattr(vllm_config.scheduler_config, "async_scheduling", None),
         "enforce_eager": getattr(model, "enforce_eager", None),
-        "hybrid": model_config.is_hybrid(model.hf_text_config),
+        "model": model.hf_text_config,
     }
     return releases.capture_refusal(_version(), plan)
 
@@ -282,9 +302,8 @@ def attach(runner: Any) -> Capture:
     names = {number: getattr(one, "layer_name", type(one).__name__) for number, one in found.items()}
     check = SelfCheck(names, model.num_experts, group, where, speaks=tp.rank_in_group == 0)
     capture = Capture(buffer, check, group)
-    rank = Rank(tp.rank_in_group, tp.world_size, parallel.data_parallel_rank, parallel.data_parallel_size)
     selects = release(_version()) < release(releases.BY_ROUTER)
-    Seam(capture, found, rank).install(_attached, capturer, selects=selects)
+    Seam(capture, found, tp, parallel).install(_attached, capturer, selects=selects)
     ReadOut(runner, capturer, capture).install(_attached)
     return capture
 

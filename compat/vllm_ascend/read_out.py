@@ -1,4 +1,9 @@
-"""How a worker hands out a step's rows, release by release: what runs before, and what before that.
+"""Have a worker hand out a step's rows when all ranks' are together.
+
+Asks:     the capturer, by which of three methods it hands out rows.
+Changes:  that method, `clear_buffer`, and the runner's `execute_model`; where rows go by slots of another KV
+          cache group than the runner keeps, its `_build_attention_metadata`.
+Undone:   with the group of patches that `install` is given.
 
 to 0.20.2         save_captured_experts(slots)             with slots that fill up a graph
 0.22.1 to 0.29    get_device_buffer()                      the slots of KV cache group 0

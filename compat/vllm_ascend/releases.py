@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from npu_replay.compat.probe import Capability, Product, unusable
@@ -47,70 +47,25 @@ Soc = Literal["A2", "A3", "A5", "310P"]
 """Generations of the processor: Atlas 800T A2 (910B), Atlas 800 A3 (910C), 950, and Atlas inference cards."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a rollout is planned with, as far as it is known.
+def refusal(
+    version: str, plan: Plan | None = None, vllm: str = "", *, capture: bool = False
+) -> ReplayError | None:
+    """Return why this release gives zeros, or nothing, with this plan; None where routes are right.
 
-    Attributes:
-        model: a RoutedModel, or a Hugging Face config: its path or its folder's, its contents, an object.
-        quantization: vLLM's argument of that name. A model's own folder or config may say so too.
-        data_parallel_size, tensor_parallel_size: ranks.
-        enable_expert_parallel: is it on?
-        soc: the processor's generation.
-        async_scheduling: is it on? None: as vLLM likes.
+    Args:
+        version: vllm-ascend's.
+        plan: vLLM's arguments by their Python names, and `soc`, the processor's generation (`Soc`). A model's
+            own folder or config may say that it is quantized, too.
+        vllm: the release of vLLM beside it, where known.
         capture: does npu_replay capture (`plugin`)?
-        enable_dbo, enforce_eager, additional_config, compilation_config: vLLM's arguments of these names.
     """
-
-    model: Any = None
-    quantization: str | None = None
-    data_parallel_size: int = 1
-    tensor_parallel_size: int = 1
-    enable_expert_parallel: bool = False
-    soc: Soc | None = None
-    async_scheduling: bool | None = None
-    capture: bool = False
-    enable_dbo: bool = False
-    enforce_eager: bool = False
-    additional_config: Any = None
-    compilation_config: Any = None
-
-    def plan(self) -> dict[str, Any]:
-        """Return the same by vLLM's names, with what the model says of itself. Sizes may be text or None, as
-        configs have them."""
-        sizes = ("data_parallel_size", "tensor_parallel_size")
-        return vars(self) | {
-            **{name: launch.number(getattr(self, name)) or 1 for name in sizes},
-            "quantization": self.quantization or model_config.quantization(self.model),
-            "hybrid": model_config.is_hybrid(self.model),
-        }
-
-
-ARGUMENTS = tuple(field.name for field in fields(Setting) if field.name not in ("model", "soc", "capture"))
-"""vLLM's arguments among them."""
-
-
-def check(version: str, setting: Setting = Setting(), vllm: str = "") -> None:
-    """Refuse a release that will give zeros, or nothing, with this model and these settings.
-
-    `vllm` is the release beside it, where known.
-
-    >>> from npu_replay.compat.vllm_ascend import Setting, check
-    >>> check("0.29.0rc1", Setting(data_parallel_size=2))
-
-    Raises:
-        ReplayError: what is missing, and what to do instead.
-    """
-    launch.refuse(refusal(version, setting, vllm))
-
-
-def refusal(version: str, setting: Setting, vllm: str = "") -> ReplayError | None:
-    """Return what `check` raises; None where routes are right, as far as the source tells."""
-    if setting.capture:
-        alone = no_pair(version, vllm) if vllm else None
-        return alone or capture_refusal(version, setting.plan())
+    plan = plan or {}
+    if capture:
+        return (no_pair(version, vllm) if vllm else None) or capture_refusal(version, plan)
     never = launch.refusal("vllm-ascend", version, "", (OLDER, *FAULTS))
-    return never or launch.clash("vllm-ascend", version, "", setting.plan(), CLASHES)
+    quantization = plan.get("quantization") or model_config.quantization(plan.get("model"))
+    known = {**plan, "quantization": quantization}
+    return never or launch.clash("vllm-ascend", version, "", known, CLASHES)
 
 
 def of_release(version: str, vllm: str) -> str:
@@ -152,7 +107,7 @@ def capture_refusal(version: str, plan: Plan) -> ReplayError | None:
 
     Args:
         version: vllm-ascend's.
-        plan: vLLM's arguments by their Python names, and `hybrid`.
+        plan: vLLM's arguments by their Python names; `model` is a RoutedModel or a Hugging Face config.
     """
     if not captures(version):
         return not_captured(version)
@@ -171,10 +126,10 @@ def not_captured(version: str) -> ReplayError:
     )
 
 
-def needs_v2(version: str, setting: Setting = Setting()) -> bool:
+def needs_v2(version: str, model: Any = None) -> bool:
     """Are there routes, or right ones, with VLLM_USE_V2_MODEL_RUNNER=1 alone?"""
     at = release(version)
-    return at >= (0, 30, 0) or (at >= (0, 28, 0) and model_config.is_hybrid(setting.model))
+    return at >= (0, 30, 0) or (at >= (0, 28, 0) and model_config.is_hybrid(model))
 
 
 def needs_sync(version: str) -> bool:
@@ -209,10 +164,10 @@ def capability(product: Product, vllm: str = "") -> Capability:
     version = of_release(product.version, vllm)
     if not version:
         return Capability(CAPABILITY, "works", "but its release isn't known, and some give zeros")
-    problem = refusal(version, Setting())
+    problem = refusal(version)
     if problem is not None:
         return Capability(CAPABILITY, "broken", problem.problem, f"take {problem.expected}")
-    some = refusal(version, Setting(quantization="any"))
+    some = refusal(version, {"quantization": "any"})
     captured = "unquantized experts alone are captured" if some else "the experts of every layer are captured"
     runner = ", with VLLM_USE_V2_MODEL_RUNNER=1 alone" if needs_v2(version) else ""
     return Capability(CAPABILITY, "works", captured + runner)
@@ -220,31 +175,40 @@ def capability(product: Product, vllm: str = "") -> Capability:
 
 # ---- what rows ask a plan
 
-_SPLIT_FROM_EP: dict[Soc, int] = {"A2": 16, "A3": 2, "A5": 2}
+_SPLIT_FROM_EP: dict[Soc | None, int] = {"A2": 16, "A3": 2, "A5": 2}
 """From how many expert-parallel ranks on tokens are split over tensor-parallel ranks before routing. Where
 nobody says the processor, nothing is refused."""
 
 
+def _ranks(plan: Plan) -> tuple[int, int]:
+    """Return the tensor-parallel and data-parallel sizes, which may be text or None, as configs have them."""
+    tp, dp = (launch.number(plan.get(f"{kind}_parallel_size")) or 1 for kind in ("tensor", "data"))
+    return tp, dp
+
+
+def _of_a_hybrid(plan: Plan, _: Any) -> bool:
+    return model_config.is_hybrid(plan.get("model"))
+
+
 def _splits_tokens(plan: Plan, _: Any) -> bool:
     """Are tokens split over tensor-parallel ranks before they are routed, and not put together again?"""
-    least = _SPLIT_FROM_EP.get(plan["soc"])
-    spread = plan["enable_expert_parallel"] and plan["data_parallel_size"] == 1
-    return bool(spread and least is not None and plan["tensor_parallel_size"] >= least)
+    tp, dp = _ranks(plan)
+    least = _SPLIT_FROM_EP.get(plan.get("soc"))
+    return bool(plan.get("enable_expert_parallel") and dp == 1 and least is not None and tp >= least)
 
 
 def _fills_up(plan: Plan, _: Any) -> bool:
     """Are tokens filled up to the longest data-parallel rank's, and not split over tensor-parallel ranks?"""
-    ranks, least = plan["data_parallel_size"], _SPLIT_FROM_EP.get(plan["soc"])
-    one = plan["enable_expert_parallel"] and plan["tensor_parallel_size"] == 1 < ranks
-    return bool(one and least is not None and ranks >= least)
+    tp, dp = _ranks(plan)
+    least = _SPLIT_FROM_EP.get(plan.get("soc"))
+    return bool(plan.get("enable_expert_parallel") and tp == 1 < dp and least is not None and dp >= least)
 
 
 def _shares_parts(plan: Plan, _: Any) -> bool:
     """Do layers of experts share tokens out in parts? From 0.27 on only where flash comm is on."""
-    config = launch.as_mapping(plan["additional_config"])
+    config = launch.as_mapping(plan.get("additional_config"))
     flash = any(config.get(name) for name in ("enable_flashcomm1", "enable_dsa_cp"))
-    spread = plan["data_parallel_size"] > 1 and plan["tensor_parallel_size"] > 1
-    return bool(flash and spread and plan["enable_expert_parallel"])
+    return bool(flash and min(_ranks(plan)) > 1 and plan.get("enable_expert_parallel"))
 
 
 def _asks(*keys: str) -> Callable[[Plan, tuple[str, ...]], bool]:
@@ -308,7 +272,7 @@ CLASHES = (
           instead="vllm-ascend 0.27.1rc1 and later" + _OR_OURS,
           why="its MoE layers are others there, which choose experts past the capture"),
     _SYNCHRONOUS,
-    Clash(("hybrid",), on, until="0.28.0", got="a hybrid model",
+    Clash(("model",), _of_a_hybrid, until="0.28.0", got="a hybrid model",
           problem="reads the rows of a model with linear attention from the wrong KV cache group",
           instead="vllm-ascend 0.28.0rc1 and later, with VLLM_USE_V2_MODEL_RUNNER=1" + _OR_OURS,
           why="its model runner keeps the slots of group 0 alone (vllm-ascend#8651, #9016)"),
@@ -355,7 +319,7 @@ CAPTURE_CLASHES = (
           why=_ONE_WORKER),
     Clash(("kv_transfer_config",), on, instead="none",
           why="the rows of tokens whose KV cache comes from elsewhere don't come with it"),
-    Clash(("hybrid",), on, until="0.22.0", got="a hybrid model",
+    Clash(("model",), _of_a_hybrid, until="0.22.0", got="a hybrid model",
           problem="captures no model with linear attention", instead="vllm-ascend 0.22.1rc1 and later",
           why="vLLM keeps too few slots for one there (vllm-ascend#8216)"),
 )

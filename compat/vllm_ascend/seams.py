@@ -1,4 +1,8 @@
-"""Where a worker's layers choose their experts, and how a capture hears of it.
+"""Have a capture hear where a worker's layers choose their experts.
+
+Asks:     the model for its layers, and who holds `select_experts`; somebody else's is refused.
+Changes:  `MoECommMethod.prepare`, the capturer's `capture`, to 0.26 `select_experts` and each layer's run.
+Undone:   with the group of patches that `install` is given.
 
 To 0.26 every way of quantizing calls `select_experts`, and only one of them tells vLLM's capturer; so it is
 replaced wherever it is bound, and what runs a layer says which layer it is. From 0.27 on vLLM's own binder
@@ -9,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -17,23 +20,13 @@ from typing import Any
 import torch
 
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.compat.vllm_ascend.capture import Capture, Entry
+from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.placing import Layout
 from npu_replay.compat.vllm_ascend.self_check import Choice
 from npu_replay.errors import ReplayError
 
 _SELECTORS = ("vllm_ascend.ops.fused_moe.experts_selector", "vllm_ascend._310p.fused_moe.experts_selector")
 _NAME = "select_experts"
-
-
-@dataclass(frozen=True)
-class Rank:
-    """Which rank a worker is."""
-
-    tp_rank: int
-    tp_size: int
-    dp_rank: int
-    dp_size: int
 
 
 def layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
@@ -55,15 +48,23 @@ def layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
 
 
 class Seam:
-    """Hands each choice of the target model's layers to a capture."""
+    """Hands each choice of the target model's layers to a capture.
 
-    def __init__(self, capture: Capture, modules: Mapping[int, torch.nn.Module], rank: Rank) -> None:
+    Args:
+        capture: of this worker.
+        modules: those that route, by decoder layer.
+        tp, parallel: vLLM's coordinator of the tensor-parallel group, and its parallel config.
+    """
+
+    def __init__(
+        self, capture: Capture, modules: Mapping[int, torch.nn.Module], tp: Any, parallel: Any
+    ) -> None:
         from vllm.forward_context import get_forward_context
         from vllm_ascend.ascend_forward_context import _EXTRA_CTX
 
         self._capture = capture
         self._modules = modules
-        self._rank = rank
+        self._tp, self._parallel = tp, parallel
         self._extra = _EXTRA_CTX
         self._context = get_forward_context
         self._layer: int | None = None
@@ -129,48 +130,42 @@ class Seam:
     def _take(
         self, layer: int, ids: torch.Tensor, says: Callable[[str], Any], logits: torch.Tensor | None
     ) -> None:
-        """
+        """Hand a choice to the capture.
+
         Args:
             says: what the choice is made with, by its name in vLLM.
             logits: those that were chosen from, if somebody chooses before tokens are prepared.
         """
         if self._extra.in_profile_run:
             return
-        capture, entry = self._capture, self._capture.entry
+        capture, entry, context = self._capture, self._capture.entry, self._context()
         before = entry is None
         if entry is None:  # the overlap gate chooses first, from the rows as they come in
             if logits is None:
-                capture.fail(_untold(layer))
+                problem = ReplayError(
+                    "a layer chose experts of tokens that nothing was told of",
+                    where=f"vllm-ascend, layer {layer}",
+                    expected="MoECommMethod.prepare before the choice",
+                    got="a choice alone",
+                    cause="a way through the layer that this npu_replay doesn't know",
+                )
+                capture.fail(problem)
                 return
             entry = capture.enter(logits, sharded=bool(self._extra.flash_comm_v1_enabled), keeps_all=True)
-        eager = self._context().cudagraph_runtime_mode.name == "NONE"
-        compares = eager and capture.check.compares
-        capture.take(layer, ids, choice(says) if compares else None, self._layout(entry, before))
-
-    def _layout(self, entry: Entry, before: bool) -> Layout:
-        rank = self._rank
-        across = self._context().dp_metadata.num_tokens_across_dp_cpu.tolist() if rank.dp_size > 1 else ()
-        return Layout(
+        spread = self._parallel.data_parallel_size > 1
+        layout = Layout(
             comm="none" if before else self._extra.moe_comm_type.name.lower(),
             tokens=self._extra.num_tokens,
             entered=entry.rows,
             sharded=entry.sharded,
             keeps_all=entry.keeps_all,
-            tp_rank=rank.tp_rank,
-            tp_size=rank.tp_size,
-            dp_rank=rank.dp_rank,
-            across_dp=tuple(across),
+            tp_rank=self._tp.rank_in_group,
+            tp_size=self._tp.world_size,
+            dp_rank=self._parallel.data_parallel_rank,
+            across_dp=tuple(context.dp_metadata.num_tokens_across_dp_cpu.tolist()) if spread else (),
         )
-
-
-def _untold(layer: int) -> ReplayError:
-    return ReplayError(
-        "a layer chose experts of tokens that nothing was told of",
-        where=f"vllm-ascend, layer {layer}",
-        expected="MoECommMethod.prepare before the choice",
-        got="a choice alone",
-        cause="a way through the layer that this npu_replay doesn't know",
-    )
+        compares = context.cudagraph_runtime_mode.name == "NONE" and capture.check.compares
+        capture.take(layer, ids, choice(says) if compares else None, layout)
 
 
 def choice(says: Callable[[str], Any]) -> Choice | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,6 @@ _MAY_DIFFER = 1 / 50
 """The share of a layer's rows that may differ from the top-k in one step."""
 
 _REPORT = "Without NPU_REPLAY_VLLM_ASCEND the engine runs as released; please report it"
-
-
-class Ranks(Protocol):
-    """vLLM's coordinator of a group's ranks. Its group is asked for each time: from 0.23 on sleep mode may
-    destroy it, and make another on waking up (enable_sleep_mode_extra_cleanup)."""
-
-    device_group: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -115,7 +108,8 @@ class SelfCheck:
     Args:
         layers: the decoder layers that route, each with where it stands in the model («model.layers.3.mlp»).
         experts: how many there are to choose from.
-        group: the tensor-parallel group, where its ranks may have different rows; else None.
+        group: vLLM's coordinator of the tensor-parallel group, where its ranks may have different rows; else
+            None. Its `device_group` is asked for each time: sleep mode may destroy it and make another.
         where: whose routes they are, for messages: «vllm-ascend 0.23.0».
         steps: so many are looked at; 0: none.
         speaks: says that all was well; one rank of a group does.
@@ -125,7 +119,7 @@ class SelfCheck:
         self,
         layers: Mapping[int, str],
         experts: int,
-        group: Ranks | None,
+        group: Any,
         where: str,
         steps: int = STEPS,
         speaks: bool = True,
@@ -134,7 +128,8 @@ class SelfCheck:
         self._experts = experts
         self._group = group
         self._where = where
-        self._each = self._left = self._steps = steps
+        self._each = self._left = steps
+        self._seen = 0
         self._speaks = speaks
         self._to_compare = COMPARED
         self._ways: set[str] = set()
@@ -160,8 +155,7 @@ class SelfCheck:
         self._expected.clear()
         self._twice.clear()
         if self._again:
-            more = self._each - self._left
-            self._again, self._left, self._steps = False, self._each, self._steps + more
+            self._again, self._left = False, self._each
 
     def way(self, comm: str) -> None:
         """Tokens come to their experts in this way, or a graph runs. If that is new, and there are too few
@@ -204,7 +198,7 @@ class SelfCheck:
         if found == expected and len(set(told)) == len(told) and min(told, default=0) >= 0:
             return
         raise ReplayError(
-            f"the slots of step {self._steps - self._left + 1} aren't those of its tokens",
+            f"the slots of step {self._seen + 1} aren't those of its tokens",
             where=f"routes of {self._where}, all layers",
             expected=f"{len(expected)} slots, at {expected[:8]} of their blocks",
             got=f"{len(told)} slots, at {found[:8]}",
@@ -231,13 +225,22 @@ class SelfCheck:
             return
         self._refuse(self._covered(rows[:, list(self._layers)]))
         self._refuse(self._chosen(rows))
-        self._refuse_order()
+        order = list(self._expected)
+        ReplayError.unless(
+            order == sorted(order),
+            f"in step {self._seen + 1}, layers chose in the order {order}",
+            "ascending numbers: layers run one after the other",
+            order,
+            "two layers taken for each other. " + _REPORT,
+            where=f"routes of {self._where}",
+        )
         rows.clamp_(min=0)
         self._eager += bool(self._expected)
         self._to_compare -= bool(self._expected)
         self._compared |= set(self._expected)
         self._expected.clear()
         self._left -= 1
+        self._seen += 1
         if not self._left and self._speaks:
             self._say()
 
@@ -273,25 +276,13 @@ class SelfCheck:
             (found[1], "aren't the top-k of the router's logits: other experts, or other tokens' rows"),
         ]
 
-    def _refuse_order(self) -> None:
-        """Layers run one after the other: in another order, one is taken for another."""
-        order = list(self._expected)
-        ReplayError.unless(
-            order == sorted(order),
-            f"in step {self._steps - self._left + 1}, layers chose in the order {order}",
-            "ascending numbers",
-            order,
-            "two layers taken for each other. " + _REPORT,
-            where=f"routes of {self._where}",
-        )
-
     def _refuse(self, found: Collection[tuple[torch.Tensor, str]]) -> None:
         for count, words in found:
             counts = count.tolist()
             if any(counts):
                 at, rows = next((name, n) for name, n in zip(self._layers, counts, strict=True) if n)
                 raise ReplayError(
-                    f"in step {self._steps - self._left + 1}, {rows} rows of layer {at} {words}",
+                    f"in step {self._seen + 1}, {rows} rows of layer {at} {words}",
                     where=f"routes of {self._where}, {self._layers[at]}",
                     expected="each scheduled token's chosen experts",
                     got=f"{sum(n > 0 for n in counts)} of {len(counts)} layers with such rows",
@@ -306,7 +297,7 @@ class SelfCheck:
             "ids held against the routers' logits in %d of them%s",
             len(self._layers),
             self._where,
-            self._steps,
+            self._seen,
             self._eager,
             f", but not of {unseen} layers, which choose in a way of their own" if unseen else "",
         )

@@ -15,7 +15,7 @@ import verl
 from omegaconf import OmegaConf, open_dict
 
 from npu_replay.compat import probe
-from npu_replay.compat.patching import import_hook, patches, served_modules
+from npu_replay.compat.patching import import_hook, patches
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import config as verl_config
 from npu_replay.errors import ReplayError
@@ -429,8 +429,8 @@ def test_strict_0_logs_every_problem_once_and_undoes_all_changes(
     target.value = 1  # type: ignore[attr-defined]
     Patches("a test").set(target, "value", 2, "to see it undone")
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr(served_modules, "_served", {})
-    served_modules.serve("never.there", print, "to see it withdrawn")
+    monkeypatch.setattr(import_hook, "_served", {})
+    import_hook.serve("never.there", print, "to see it withdrawn")
     monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
     with caplog.at_level(logging.ERROR):
         workers.check(None, key="R3", unpadded=False)
@@ -438,8 +438,8 @@ def test_strict_0_logs_every_problem_once_and_undoes_all_changes(
     assert all(record.getMessage().startswith("[npu_replay] verl's config") for record in caplog.records)
     assert target.value == 1
     assert not import_hook._waiting
-    assert not served_modules._served
-    assert served_modules._finder not in sys.meta_path
+    assert not import_hook._served
+    assert import_hook._finder not in sys.meta_path
 
 
 # Where it is asked

@@ -19,7 +19,7 @@ import hybrid_model
 import npu_replay
 from megatron_cases import perturbed, routers
 from npu_replay import RoutedExperts
-from npu_replay.compat.megatron_backports import router_init, router_methods
+from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.megatron_backports.router_replay import is_idle
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.compat.verl.engine_pass import wrapped
@@ -468,7 +468,7 @@ def test_a_copied_router_has_a_replay_of_its_own(verl: Verl) -> None:
 def test_after_uninstall_a_router_has_megatrons_again_and_after_install_verls(verl: Verl) -> None:
     job = Job("softmax_after_topk", None)
     module = routers(job.model)[0].module
-    for group in (router_init._patches, router_methods._patches):
+    for group in (router_init._patches, router_init._methods):
         group.undo()
     try:
         left = vars(module).get("router_replay")

@@ -99,7 +99,7 @@ def the_second_ranks_order_is_another() -> None:
     take = Seam._take
 
     def turned(self: Seam, layer: int, ids: Any, *rest: Any) -> None:
-        take(self, layer, ids.flip(-1) if self._rank.tp_rank else ids, *rest)
+        take(self, layer, ids.flip(-1) if self._tp.rank_in_group else ids, *rest)
 
     Seam._take = turned
 

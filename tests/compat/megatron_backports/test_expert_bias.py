@@ -1,4 +1,4 @@
-"""compat.router_methods: padding stays out of the counts for the expert bias; else the mask is as it was.
+"""compat.router_init: padding stays out of the counts for the expert bias; else the mask is as it was.
 
 Megatron-core 0.16 to 0.19 lay the mask over the experts; 0.12 to 0.15 know no mask.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 import megatron_cases as cases
 import npu_replay
-from npu_replay.compat.megatron_backports import router_methods
+from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.smoke import megatron_model
 
@@ -30,7 +29,7 @@ MASKS = {
 @pytest.fixture(autouse=True)
 def own_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines of this test's own, and what is to be undone."""
-    monkeypatch.setattr(router_methods, "_patches", Patches("methods of TopKRouter"))
+    monkeypatch.setattr(router_init, "_methods", Patches("methods of TopKRouter"))
 
 
 # Functions that could be there
@@ -57,10 +56,6 @@ def mended(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | No
     over_experts(self, routing_map, padding_mask)
 
 
-def strange(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-    self.counts += routing_map.sum(dim=0)
-
-
 def router_of(method: Any) -> Any:
     cls = type("TopKRouter", (torch.nn.Module,), {"_apply_expert_bias": method})
     router = cls()
@@ -76,8 +71,7 @@ PADDING = torch.tensor([False, True, False])
 @pytest.mark.parametrize("method", [over_experts, over_rows, mended])
 def test_padding_is_left_out_whoever_is_right(method: Any) -> None:
     router = router_of(method)
-    router_methods.equip(router)
-    assert ("_apply_expert_bias" in vars(router)) == (method is over_experts)
+    router_init.lend(router, router_init.missing(router))
     router._apply_expert_bias(MAP, padding_mask=PADDING)
     assert router.local_tokens_per_expert.tolist() == [2, 1, 1]
     router._apply_expert_bias(MAP)
@@ -87,20 +81,10 @@ def test_padding_is_left_out_whoever_is_right(method: Any) -> None:
 @pytest.mark.parametrize("method", [over_rows, mended])
 def test_a_class_that_somebody_mends_later_is_still_right(method: Any) -> None:
     router = router_of(over_experts)
-    router_methods.equip(router)
+    router_init.lend(router, router_init.missing(router))
     type(router)._apply_expert_bias = method
     router._apply_expert_bias(MAP, PADDING)
     assert router.local_tokens_per_expert.tolist() == [2, 1, 1]
-
-
-def test_what_is_strange_is_left_as_it_is_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    router = router_of(strange)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            router_methods.equip(router)
-    assert "_apply_expert_bias" not in vars(router)
-    (record,) = caplog.records
-    assert "test_expert_bias.strange doesn't leave padding out" in record.getMessage()
 
 
 def test_a_router_without_a_bias_or_without_the_method_is_left_as_it_is() -> None:
@@ -109,18 +93,8 @@ def test_a_router_without_a_bias_or_without_the_method_is_left_as_it_is() -> Non
     other = torch.nn.Module()
     other.enable_expert_bias = True  # type: ignore[assignment]
     for one in (router, other):
-        router_methods.equip(one)
+        router_init.lend(one, router_init.missing(one))
         assert "_apply_expert_bias" not in vars(one)
-
-
-def test_asking_compiles_nothing() -> None:
-    def compiles(*_: Any) -> Any:
-        raise AssertionError("compiled")
-
-    router_methods.wants_column.cache_clear()
-    assert router_methods.wants_column(torch.compile(over_experts, backend=compiles)) is True
-    inner = torch.compile(over_experts, backend=compiles)
-    assert router_methods.wants_column(lambda *args, **kwargs: inner(*args, **kwargs)) is True
 
 
 # Real routers
@@ -135,7 +109,7 @@ def router(request: pytest.FixtureRequest) -> Any:
 
     model = megatron_model.model(megatron_model.config(num_layers=1, **cases.SIGMOID_BIAS)).to(cases.DEVICE)
     (found,) = (one for one in model.modules() if isinstance(one, TopKRouter))
-    router_methods.unbind(found)
+    router_init._methods.undo()
     return found
 
 
@@ -172,9 +146,8 @@ def test_only_unpadded_rows_are_counted(router: Any, shape: tuple[int, int]) -> 
         with pytest.raises(TypeError, match="padding_mask"), npu_replay.record(router):
             router(hidden(*shape), padding_mask=padding(*shape))
         return
-    if router_methods.wants_column(type(router)._apply_expert_bias):
-        assert not counts_right(router, shape), "the fault that this is for"
-    router_methods.equip(router)
+    assert not counts_right(router, shape), "the fault that this is for"
+    router_init.lend(router, router_init.missing(router))
     assert counts_right(router, shape)
     groups = {id(one): one for one in vars(router).values() if isinstance(one, ProcessGroup)}
     assert counts_right(copy.deepcopy(router, groups), shape)
@@ -192,18 +165,10 @@ def counts_right(router: Any, shape: tuple[int, int]) -> bool:
 def test_each_router_gets_it_as_it_is_built_and_gives_it_back(router: Any) -> None:
     npu_replay.install()
     built = type(router)(**arguments(router))
-    wrong = hasattr(built, "_apply_expert_bias") and router_methods.wants_column(
-        type(built)._apply_expert_bias
-    )
-    assert ("_apply_expert_bias" in vars(built)) == wrong
-    assert len(lines()) == wrong
-    router_methods._patches.undo()  # as uninstall() does
+    assert ("_apply_expert_bias" in vars(built)) == takes_mask(built)
+    router_init._methods.undo()  # as uninstall() does
     assert "_apply_expert_bias" not in vars(built)
-    assert lines() == []
-
-
-def lines() -> list[str]:
-    return [patch.where for patch in router_methods._patches if "_apply_expert_bias" in patch.where]
+    assert list(router_init._methods) == []
 
 
 def arguments(router: Any) -> dict[str, Any]:

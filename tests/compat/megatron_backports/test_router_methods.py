@@ -1,4 +1,4 @@
-"""compat.router_methods: a router gets the methods that its class lacks, and gives them back."""
+"""compat.router_init: a router gets the methods that its class lacks, and gives them back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 import npu_replay
 from npu_replay.compat.megatron import config_flags
-from npu_replay.compat.megatron_backports import router_methods
+from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.patching import patches as patching
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.smoke import megatron_model
@@ -46,12 +46,12 @@ class Later(Router):
 def patches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group and a report of this test's own."""
     monkeypatch.setattr(patching, "_groups", [])
-    monkeypatch.setattr(router_methods, "_everyone", weakref.WeakSet())
-    monkeypatch.setattr(router_methods, "_patches", Patches("methods of TopKRouter"))
+    monkeypatch.setattr(router_init, "_lent", weakref.WeakSet())
+    monkeypatch.setattr(router_init, "_methods", Patches("methods of TopKRouter"))
 
 
 def equipped(router: Any) -> Any:
-    router_methods.equip(router)
+    router_init.lend(router, [name for name in NAMES if not hasattr(type(router), name)])
     return router
 
 
@@ -72,7 +72,7 @@ def test_a_method_of_the_instance_is_left_alone() -> None:
     router.is_aux_loss_enabled = lambda: "theirs"  # type: ignore[assignment]
     equipped(router)
     assert router.is_aux_loss_enabled() == "theirs"
-    router_methods.unbind(router)
+    router_init._methods.undo()
     assert router.is_aux_loss_enabled() == "theirs"
 
 
@@ -108,7 +108,7 @@ def test_a_copy_has_methods_of_its_own(way: str) -> None:
     del router
     gc.collect()
     assert other.get_aux_loss_coeff("aux_loss") == 0.0
-    router_methods._patches.undo()
+    router_init._methods.undo()
     assert bound(other) == []
 
 
@@ -128,10 +128,8 @@ def test_the_report_has_one_line_however_many_routers_there_are() -> None:
     routers = [equipped(Router()) for _ in range(3)]
     copy.deepcopy(routers[0])
     (line,) = npu_replay.report().patches
-    assert line.where == (
-        "get_aux_loss_coeff, is_aux_loss_enabled of each megatron.core.transformer.moe.router.TopKRouter"
-    )
-    assert (line.why, line.reason) == ("as from Megatron-core 0.14 on", "methods of TopKRouter")
+    assert line.where == "methods of each megatron.core.transformer.moe.router.TopKRouter"
+    assert (line.why, line.reason) == ("as later releases have", "methods of TopKRouter")
 
 
 def test_undone_all_routers_that_are_alive_are_as_before() -> None:
@@ -144,23 +142,6 @@ def test_undone_all_routers_that_are_alive_are_as_before() -> None:
     assert npu_replay.report().patches == ()
     assert bound(equipped(routers[0])) == list(NAMES), "and they can be had again"
     assert len(npu_replay.report().patches) == 1
-
-
-def test_another_kind_of_methods_is_undone_by_itself() -> None:
-    class Other(router_methods.RouterMethods):
-        why = "a test"
-
-        def more(self) -> str:
-            return "more"
-
-    router = equipped(Router())
-    router_methods.bind(router, Other, ("more",))
-    assert router.more() == "more"
-    router_methods.unbind(router, Other)
-    assert not hasattr(router, "more")
-    assert bound(router) == list(NAMES)
-    router_methods.unbind(router)
-    assert bound(router) == []
 
 
 # Real routers

@@ -248,9 +248,7 @@ def test_more_arguments_of_a_routers_call_reach_it_untouched(
 # What doctor says, from source alone
 
 
-def installed(
-    tmp_path: Path, *, megatron: str, mindspeed: str, training: bool, overlap: str | None
-) -> Capability:
+def installed(tmp_path: Path, *, megatron: str, mindspeed: str, training: bool) -> Capability:
     """The capability for trees of these releases on the path."""
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
@@ -258,18 +256,10 @@ def installed(
     if training:
         (core.with_name("training")).mkdir()
         (core.with_name("training") / "__init__.py").touch()
-    product = tmp_path / "mindspeed"
-    if overlap is not None:
-        place = product / "core/transformer/moe/moe_feature/fb_overlap/transformer_layer.py"
-        place.parent.mkdir(parents=True)
-        place.write_text(overlap)
     return capability(
-        Product("mindspeed", True, mindspeed, str(product)),
+        Product("mindspeed", True, mindspeed, str(tmp_path / "mindspeed")),
         Product("megatron-core", True, megatron, str(core)),
     )
-
-
-KNOWN_PLACE = "def again(graph):\n    return layer(graph.layer, *graph.layer_inputs, checkpoint=False)\n"
 
 
 @pytest.mark.parametrize(
@@ -280,12 +270,6 @@ KNOWN_PLACE = "def again(graph):\n    return layer(graph.layer, *graph.layer_inp
         ({"mindspeed": "0.16.0"}, "broken", "made for Megatron-core 0.16.0, and 0.12.1 is here"),
         ({"mindspeed": ""}, "works", "moe_fb_overlap too"),
         ({"megatron": "0.12.3"}, "works", "moe_fb_overlap too"),
-        (
-            {"overlap": KNOWN_PLACE.replace("layer_inputs", "saved")},
-            "works",
-            "where npu_replay can't mark it",
-        ),
-        ({"overlap": None}, "works", "moe_fb_overlap too"),
     ],
 )
 def test_doctor_says_whether_mindspeed_fits_the_megatron_beside_it(
@@ -294,7 +278,7 @@ def test_doctor_says_whether_mindspeed_fits_the_megatron_beside_it(
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    sizes = {"megatron": "0.12.1", "mindspeed": "0.12.1", "training": True, "overlap": KNOWN_PLACE}
+    sizes = {"megatron": "0.12.1", "mindspeed": "0.12.1", "training": True}
     found = installed(tmp_path, **sizes | about)
     assert found.state == state
     assert words in found.why

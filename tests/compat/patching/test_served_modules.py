@@ -1,4 +1,4 @@
-"""compat.served_modules: a name that a product lacks can be imported, and gives way to the product's own."""
+"""compat.import_hook.serve: a name that a product lacks can be imported, and gives way to its own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import npu_replay
-from npu_replay.compat.patching import import_hook, patches, served_modules
-from npu_replay.compat.patching.served_modules import serve, withdraw
+from npu_replay.compat.patching import import_hook, patches
+from npu_replay.compat.patching.import_hook import serve
 
 NAME = "product.inner.new"
 
@@ -24,9 +24,11 @@ NAME = "product.inner.new"
 @pytest.fixture(autouse=True)
 def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package on the path that has no module `new`, and nothing else that is served or patched."""
-    monkeypatch.setattr(served_modules, "_served", {})
+    monkeypatch.setattr(import_hook, "_served", {})
+    monkeypatch.setattr(import_hook, "_waiting", {})
+    monkeypatch.setattr(import_hook, "_preparing", {})
     monkeypatch.setattr(patches, "_groups", [])
-    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if one is not served_modules._finder])
+    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if one is not import_hook._finder])
     inner = tmp_path / "product" / "inner"
     inner.mkdir(parents=True)
     for folder in (inner, inner.parent):
@@ -48,6 +50,11 @@ def serve_it() -> None:
 def write_the_real_one(inner: Path) -> None:
     (inner / "new.py").write_text("value = 'real'\n")
     importlib.invalidate_caches()
+
+
+def withdraw() -> None:
+    import_hook.forget()
+    assert not patches.undo_all()
 
 
 def reported() -> list[str]:
@@ -86,7 +93,7 @@ def test_the_products_own_is_found_as_ever(product: Path) -> None:
     serve_it()
     module = importlib.import_module(NAME)
     assert module.value == "real"
-    assert module.__spec__.loader is not served_modules._finder  # type: ignore[union-attr]
+    assert module.__spec__.loader is not import_hook._finder  # type: ignore[union-attr]
     assert reported() == []
 
 
@@ -129,8 +136,7 @@ def test_a_finder_that_asks_all_finders_is_no_endless_loop() -> None:
     assert importlib.import_module(NAME).value == "made"
 
 
-def test_a_shim_that_waits_for_the_name_runs_after_it_was_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_hook, "_waiting", {})
+def test_a_shim_that_waits_for_the_name_runs_after_it_was_filled() -> None:
     serve_it()
     seen: list[str] = []
     import_hook.when_imported(NAME, "a test", lambda module: seen.append(module.value))
@@ -162,7 +168,7 @@ def test_twice_is_as_good_as_once() -> None:
     for _ in range(2):
         serve_it()
         assert importlib.import_module(NAME).value == "made"
-    assert sys.meta_path == [*before, served_modules._finder]
+    assert sys.meta_path == [import_hook._finder, *before]
     assert reported() == [NAME]
     importlib.reload(sys.modules[NAME])
     assert reported() == [NAME]
@@ -171,30 +177,22 @@ def test_twice_is_as_good_as_once() -> None:
     assert reported() == [NAME]
 
 
-@pytest.mark.parametrize("undo", [withdraw, lambda: withdraw(NAME)])
-def test_withdrawn_it_is_missing_as_before(undo: Any) -> None:
+def test_withdrawn_it_is_missing_as_before() -> None:
     before = list(sys.meta_path)
     package = importlib.import_module("product.inner")
     names = dict(vars(package))
     serve_it()
     importlib.import_module(NAME)
     assert package.new.value == "made"
-    undo()
+    withdraw()
     assert vars(package) == names
     assert sys.meta_path == before
     assert reported() == []
+    import_hook.when_imported("never.there", "has the finder look out again", fill)
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(NAME)
     serve_it()
     assert importlib.import_module(NAME).value == "made", "and it can be served again"
-
-
-def test_withdrawing_one_name_leaves_the_others() -> None:
-    serve_it()
-    serve("product.inner.other", fill, "")
-    withdraw(NAME)
-    assert importlib.import_module("product.inner.other").value == "made"
-    assert importlib.util.find_spec(NAME) is None
 
 
 def test_what_somebody_else_put_there_stays() -> None:

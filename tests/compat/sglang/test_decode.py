@@ -264,6 +264,7 @@ NO_PLANS: list[tuple[str | tuple[str, ...], dict[str, Any], str]] = [
         r"on an NPU.*can't be seen.*0\.5\.23"),
     ("0.5.8", {"device": "npu"}, "zeros on an NPU"),
     ("0.5.11", {"moe_a2a_backend": "deepep"}, r"own share.*0\.5\.12"),
+    ("0.5.11", {"enable_deepep_moe": True}, r"own share.*0\.5\.12"),
     ("0.5.14", {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1},
         r"layer 0 of the model.*0\.5\.15"),
     ("0.5.14", {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1},
@@ -430,6 +431,7 @@ def test_the_forms_of_the_encoders() -> None:
 
 OLD_PATH = """
 import sys
+import npu_replay
 from npu_replay.compat.sglang import old_path as sglang
 def imported():
     from sglang.srt.layers.moe.routed_experts_capturer import extract_routed_experts_from_meta_info as found
@@ -439,8 +441,8 @@ def missing():
     except ModuleNotFoundError as error: return "routed_experts_capturer" in str(error)
 sglang.install(); sglang.install()
 there = "" if missing() else imported()(None)
-sglang.uninstall()
-print(there, missing(), any("sglang" in type(one).__module__ for one in sys.meta_path))
+npu_replay.uninstall()
+print(there, missing(), any("import_hook" in type(one).__module__ for one in sys.meta_path))
 """
 
 

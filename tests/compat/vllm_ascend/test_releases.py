@@ -10,7 +10,7 @@ import pytest
 
 from npu_replay.compat.probe import Product
 from npu_replay.compat.vllm_ascend import releases as vllm_ascend
-from npu_replay.compat.vllm_ascend.releases import Setting, capability, check, needs_v2
+from npu_replay.compat.vllm_ascend.releases import capability, needs_v2, refusal
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.launch import clash
 from npu_replay.rollout.release_rules import Symptom
@@ -31,6 +31,11 @@ JAMBA = {**QWEN3, "attn_layer_period": 8}
 HYBRIDS = {"qwen3-next": QWEN3_NEXT, "qwen3.5": QWEN3_5, "nemotron-h": NEMOTRON_H, "jamba": JAMBA}
 
 
+def check(version: str, capture: bool = False, **plan: Any) -> None:
+    if (problem := refusal(version, plan, capture=capture)) is not None:
+        raise problem
+
+
 def refused(words: str) -> Any:
     return pytest.raises(ReplayError, match=words)
 
@@ -46,75 +51,72 @@ def test_a_release_before_the_oldest_that_is_checked_is_refused(version: str) ->
 @pytest.mark.parametrize("version", ZEROS)
 def test_t32_a_release_that_gives_zeros_is_refused_for_every_model(version: str) -> None:
     with refused(rf"vllm-ascend {version} gives zeros for every id.*27\.1rc1.*vllm-ascend#16314"):
-        check(version, Setting(model=QWEN3))
+        check(version, model=QWEN3)
 
 
 @pytest.mark.parametrize("version", [*UNQUANTIZED, *ALL])
 def test_an_unquantized_model_without_linear_attention_passes(version: str) -> None:
     check(version)
-    check(version, Setting(model=QWEN3))
-    check(version, Setting(model=QWEN3, tensor_parallel_size=8))
+    check(version, model=QWEN3)
+    check(version, model=QWEN3, tensor_parallel_size=8)
 
 
 @pytest.mark.parametrize("version", UNQUANTIZED)
 @pytest.mark.parametrize("quantization", ["ascend", "compressed-tensors", "fp8"])
 def test_quantized_experts_are_refused_before_0_27_1rc1(version: str, quantization: str) -> None:
     with refused(rf"{version} captures no quantized experts.*Expected an unquantized model.*{quantization}"):
-        check(version, Setting(model=QWEN3, quantization=quantization))
+        check(version, model=QWEN3, quantization=quantization)
 
 
 @pytest.mark.parametrize("version", ALL)
 def test_310p_passes_from_0_27_1rc1_on(version: str) -> None:
     """It never splits tokens, either."""
-    check(version, Setting(tensor_parallel_size=4, enable_expert_parallel=True, soc="310P"))
+    check(version, tensor_parallel_size=4, enable_expert_parallel=True, soc="310P")
 
 
 @pytest.mark.parametrize("version", ALL)
 def test_quantized_experts_pass_from_0_27_1rc1_on(version: str) -> None:
-    check(version, Setting(model=QWEN3, quantization="ascend"))
+    check(version, model=QWEN3, quantization="ascend")
 
 
 def test_a_models_own_folder_says_that_it_is_quantized(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
-    check("0.23.0", Setting(model=tmp_path))
+    check("0.23.0", model=tmp_path)
     (tmp_path / "quant_model_description.json").write_text("{}")
     with refused("captures no quantized experts.*quant_model_description.json"):
-        check("0.23.0", Setting(model=str(tmp_path)))
+        check("0.23.0", model=str(tmp_path))
     with refused("captures no quantized experts.*quantization_config"):
-        check("0.23.0", Setting(model={**QWEN3, "quantization_config": {"quant_method": "fp8"}}))
+        check("0.23.0", model={**QWEN3, "quantization_config": {"quant_method": "fp8"}})
 
 
 @pytest.mark.parametrize("version", [*UNQUANTIZED, "0.27.1rc1"])
 @pytest.mark.parametrize("model", HYBRIDS.values(), ids=HYBRIDS.keys())
 def test_t23_hybrid_models_are_refused_before_0_28_0rc1(version: str, model: dict[str, Any]) -> None:
     with refused(rf"{version} reads the rows of a model with linear attention.*0\.28\.0rc1"):
-        check(version, Setting(model=model))
+        check(version, model=model)
 
 
 @pytest.mark.parametrize("version", ALL[1:])
 @pytest.mark.parametrize("model", HYBRIDS.values(), ids=HYBRIDS.keys())
 def test_t23_hybrid_models_need_the_second_model_runner_later(version: str, model: dict[str, Any]) -> None:
-    setting = Setting(model=model)
-    check(version, setting)
-    assert needs_v2(version, setting)
+    check(version, model=model)
+    assert needs_v2(version, model)
 
 
 @pytest.mark.parametrize("version", UNQUANTIZED)
 def test_data_parallelism_that_ends_the_engine_is_refused(version: str) -> None:
     """0.21 to 0.24 have the patch that mends it, and don't install it on the vLLM that they are made for."""
     with refused(rf"{version} ends in an AssertionError under data par.*0\.27\.1rc1.*#9728.*0\.25\.1rc1"):
-        check(version, Setting(data_parallel_size=2))
+        check(version, data_parallel_size=2)
 
 
 @pytest.mark.parametrize("version", ALL)
 def test_data_parallelism_passes_later(version: str) -> None:
-    check(
-        version, Setting(data_parallel_size=2, tensor_parallel_size=4, enable_expert_parallel=True, soc="A3")
-    )
+    check(version, data_parallel_size=2, tensor_parallel_size=4, enable_expert_parallel=True, soc="A3")
 
 
 def test_split_tokens_are_put_together_from_0_25_1rc1_on() -> None:
-    plan = Setting(data_parallel_size=2).plan()
+    plan = {"data_parallel_size": 2}
     assert clash("vllm-ascend", "0.24.0rc1", "", plan, vllm_ascend.CLASHES)
     assert not clash("vllm-ascend", "0.25.1rc1", "", plan, vllm_ascend.CLASHES)
 
@@ -127,38 +129,37 @@ def test_split_tokens_are_put_together_from_0_25_1rc1_on() -> None:
 def test_tokens_split_over_tensor_parallel_ranks_are_refused(
     version: str, soc: Any, tensor_parallel: int, splits: bool
 ) -> None:
-    setting = Setting(tensor_parallel_size=tensor_parallel, enable_expert_parallel=True, soc=soc)
+    spread = {"tensor_parallel_size": tensor_parallel, "enable_expert_parallel": True, "soc": soc}
     if splits:
         with refused(
             rf"captures one token in {tensor_parallel} on {soc}: the other rows would be zeros or, from "
             rf"0\.28\.0rc1 on, an earlier step's\. Expected expert parallelism off"
         ):
-            check(version, setting)
+            check(version, **spread)
     else:
-        check(version, setting)
-    check(version, Setting(tensor_parallel_size=tensor_parallel, soc=soc))  # experts aren't spread
+        check(version, **spread)
+    check(version, tensor_parallel_size=tensor_parallel, soc=soc)  # experts aren't spread
 
 
 def test_where_the_processor_isnt_said_the_split_isnt_refused() -> None:
-    check("0.23.0", Setting(tensor_parallel_size=16, enable_expert_parallel=True))
+    check("0.23.0", tensor_parallel_size=16, enable_expert_parallel=True)
 
 
 @pytest.mark.parametrize("version", UNQUANTIZED)
 def test_310p_is_refused_before_0_27_1rc1(version: str) -> None:
     with refused(rf"{version} captures nothing on 310P.*0\.27\.1rc1"):
-        check(version, Setting(soc="310P"))
+        check(version, soc="310P")
 
 
 @pytest.mark.parametrize("version", [*UNQUANTIZED, *ALL])
 def test_asynchronous_scheduling_is_refused_before_0_23_0(version: str) -> None:
-    asynchronous = Setting(async_scheduling=True)
     if vllm_ascend.needs_sync(version):
         with refused(rf"{version} hands out rows of the next step.*async_scheduling=False.*#10727"):
-            check(version, asynchronous)
+            check(version, async_scheduling=True)
     else:
-        check(version, asynchronous)
+        check(version, async_scheduling=True)
     assert vllm_ascend.needs_sync(version) == (version in UNQUANTIZED[:6])
-    check(version, Setting(async_scheduling=False))
+    check(version, async_scheduling=False)
 
 
 def test_a_build_of_main_may_give_physical_ids() -> None:
@@ -173,7 +174,7 @@ def test_0_30_0_needs_the_second_model_runner(version: str) -> None:
 
 
 def test_a_newer_release_is_treated_as_the_newest() -> None:
-    check("0.35.0", Setting(model=QWEN3_NEXT, quantization="ascend"))
+    check("0.35.0", model=QWEN3_NEXT, quantization="ascend")
     assert needs_v2("0.35.0")
 
 
@@ -220,12 +221,12 @@ def test_doctor_is_told(product: Product, state: str, words: str) -> None:
 def test_tokens_that_are_filled_up_over_data_parallel_ranks_alone_end_the_engine(release: str) -> None:
     """MC2 at one tensor-parallel rank: the patch of 0.25.1 on knows its rows with several alone."""
     spread = {"data_parallel_size": 4, "enable_expert_parallel": True}
-    check(release, Setting(**spread))  # nobody says the processor
+    check(release, **spread)  # nobody says the processor
     with pytest.raises(ReplayError, match="ends in an AssertionError on A3"):
-        check(release, Setting(**spread, soc="A3"))
-    check(release, Setting(**spread, soc="A2"))
-    check(release, Setting(**spread, soc="A3", tensor_parallel_size=2))
-    check(release, Setting(**spread, soc="A3", capture=True))
+        check(release, **spread, soc="A3")
+    check(release, **spread, soc="A2")
+    check(release, **spread, soc="A3", tensor_parallel_size=2)
+    check(release, **spread, soc="A3", capture=True)
 
 
 @pytest.mark.parametrize("version", ALL)
@@ -235,12 +236,12 @@ def test_flash_comm_hands_out_wrong_rows_where_tokens_are_shared_out(version: st
     spread = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
     flash = {"additional_config": {switch: True}}
     with pytest.raises(ReplayError, match="wrong rows with flash comm"):
-        check(version, Setting(**flash, **spread))
-    check(version, Setting(**flash, **spread, capture=True))
-    check(version, Setting(**flash, **spread | {"data_parallel_size": 1, "soc": "310P"}))
-    check(version, Setting(**flash, **spread | {"enable_expert_parallel": False}))
-    check(version, Setting(**flash, **spread | {"tensor_parallel_size": 1}))
-    check(version, Setting(**spread))
+        check(version, **flash, **spread)
+    check(version, **flash, **spread, capture=True)
+    check(version, **flash, **spread | {"data_parallel_size": 1, "soc": "310P"})
+    check(version, **flash, **spread | {"enable_expert_parallel": False})
+    check(version, **flash, **spread | {"tensor_parallel_size": 1})
+    check(version, **spread)
 
 
 @pytest.mark.parametrize(
