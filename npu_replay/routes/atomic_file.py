@@ -113,8 +113,8 @@ def remove_left(path: Path) -> None:
 def _telling(path: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error
+    except OSError as error:  # its words alone: the name in it may be the scratch file's
+        raise RouteFileError(f"it can't be written ({error.strerror or error})", where=str(path)) from error
 
 
 @contextmanager
