@@ -199,7 +199,7 @@ def test_folders_with_nothing_in_common_or_one_key_for_other_tokens_are_refused(
 
 def test_an_array_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "rows.npy").touch()
-    with pytest.raises(ReplayError, match=r"an \.npy array doesn't say which layers .* from_vllm"):
+    with pytest.raises(ReplayError, match=r"an \.npy array doesn't say which layers .*from_vllm"):
         compare_paths(tmp_path / "rows.npy", tmp_path / "rows.npy")
 
 
