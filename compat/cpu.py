@@ -133,11 +133,11 @@ def _lend_distributed(patches: Patches) -> None:
     def all_to_all_single(
         output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any
     ) -> Any:
-        sizes = (
-            None if one is None else [int(size) for size in one]
-            for one in (output_split_sizes, input_split_sizes)
-        )
-        return exchange(output, input, *sizes, **kwargs)
+        splits: list[Any] = [
+            None if sizes is None else [int(size) for size in sizes]
+            for sizes in (output_split_sizes, input_split_sizes)
+        ]
+        return exchange(output, input, *splits, **kwargs)
 
     def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
         if _even(tensor_list):

@@ -123,7 +123,7 @@ class _ToyRouters(routers.RouterKind):
         def shows(output: Any) -> torch.Tensor:
             return output[1]  # type: ignore[no-any-return]
 
-        about = {"module": module, "num_experts": _EXPERTS, "topk": _TOPK, "path": path}
+        about: dict[str, Any] = {"module": module, "num_experts": _EXPERTS, "topk": _TOPK, "path": path}
         return routers.Router(**about, shows=shows, masks=False)
 
 

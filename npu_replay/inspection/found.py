@@ -125,7 +125,7 @@ class Inspection:
         found = []
         for layer, counts in sorted(self.load.items()):
             shares = counts[counts > 0] / max(1, counts.sum())
-            about = {"layer": layer, "rows": self.rows[layer], "used": len(shares)}
+            about: dict[str, Any] = {"layer": layer, "rows": self.rows[layer], "used": len(shares)}
             about |= {"busiest": int(counts.argmax()), "busiest_share": float(shares.max(initial=0))}
             found.append(about | {"entropy": abs(float(-(shares * np.log2(shares)).sum()))})
         return found

@@ -96,7 +96,7 @@ class Job:
 
         The store is asked again and again: a wait inside it would keep a timer's thread out of it.
         """
-        self.store.set(f"{name}/{self.rank}", pickle.dumps(value))
+        self.store.set(f"{name}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]  # takes bytes too
         until = time.monotonic() + patience
         while not self.store.check([f"{name}/{rank}" for rank in range(self.world)]):
             Wrong.unless(time.monotonic() < until, f"no word of another rank within {patience:.0f} s")
