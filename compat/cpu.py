@@ -85,8 +85,7 @@ def lend() -> Iterator[None]:
         if not torch.cuda.is_available():
             _lend_torch(patches)
             _lend_distributed(patches)
-            _lend_generators(patches)
-        _lend_gating(patches)
+        _lend_megatron(patches)
         yield
     finally:
         patches.undo()
@@ -111,21 +110,20 @@ def _lend_torch(patches: Patches) -> None:
     }.items():
         patches.set(torch.cuda, name, value, "there is no CUDA device to ask")
     patches.set(torch.Tensor, "cuda", lambda self, *_, **__: self, "tensors are where they belong already")
+
+    def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+        """Read device="cuda" as the CPU, and forget of pinned memory, which only a device has."""
+
+        def build(*args: Any, **kwargs: Any) -> Any:
+            if str(kwargs.get("device")).startswith("cuda"):
+                kwargs["device"] = CPU
+            kwargs.pop("pin_memory", None)
+            return factory(*args, **kwargs)
+
+        return build
+
     for name in _FACTORIES:
-        patches.set(torch, name, _on_cpu(getattr(torch, name)), 'Megatron asks for device="cuda" by name')
-
-
-def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """The factory, with device="cuda" read as the CPU, and no pinned memory, which only a device has."""
-
-    def build(*args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device")
-        if device is not None and str(device).startswith("cuda"):
-            kwargs["device"] = CPU
-        kwargs.pop("pin_memory", None)
-        return factory(*args, **kwargs)
-
-    return build
+        patches.set(torch, name, on_cpu(getattr(torch, name)), 'Megatron asks for device="cuda" by name')
 
 
 def _lend_distributed(patches: Patches) -> None:
@@ -135,7 +133,11 @@ def _lend_distributed(patches: Patches) -> None:
     def all_to_all_single(
         output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any
     ) -> Any:
-        return exchange(output, input, _list(output_split_sizes), _list(input_split_sizes), **kwargs)
+        splits: list[Any] = [
+            None if sizes is None else [int(size) for size in sizes]
+            for sizes in (output_split_sizes, input_split_sizes)
+        ]
+        return exchange(output, input, *splits, **kwargs)
 
     def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
         if _even(tensor_list):
@@ -169,19 +171,13 @@ def _even(parts: Any) -> bool:
     return len({len(part) for part in parts}) == 1
 
 
-def _list(sizes: Any) -> list[int] | None:
-    return None if sizes is None else [int(size) for size in sizes]
-
-
-def _lend_generators(patches: Patches) -> None:
+def _lend_megatron(patches: Patches) -> None:
+    """Lend the CPU's generator, and a name that Megatron 0.13 and later lack without Transformer Engine."""
     random = _module("megatron.core.tensor_parallel.random")
-    if random is not None:
+    if random is not None and not torch.cuda.is_available():
         why = "Megatron's CUDA generator is the CPU's here"
         patches.set(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state(), why)
         patches.set(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state), why)
-
-
-def _lend_gating(patches: Patches) -> None:
     moe = _module("megatron.core.transformer.moe.moe_utils")
     if moe is not None and hasattr(moe, "RouterGatingLinearFunction") and not hasattr(moe, "te_general_gemm"):
         patches.set(moe, "te_general_gemm", None, "undefined in 0.13 and later without Transformer Engine")

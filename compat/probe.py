@@ -21,7 +21,7 @@ from npu_replay import environment
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import ReplayError
 
-MEGATRON, PLOTS = "replay on Megatron-core", "plots"
+MEGATRON, TRANSFORMERS, PLOTS = "replay on Megatron-core", "replay on transformers", "plots"
 _QWEN = "models/qwen3_moe/modeling_qwen3_moe.py"
 _GET_MEGATRON = "put Megatron-LM on PYTHONPATH, or pip install --no-deps megatron-core"
 
@@ -140,27 +140,15 @@ def find(name: str) -> ModuleSpec | None:
 
 def _ask_finders(name: str, path: list[str] | None) -> ModuleSpec | None:
     loaded = sys.modules.get(name)
-    if loaded is not None and getattr(loaded, "__spec__", None):
-        return loaded.__spec__
-    if loaded is not None:  # somebody made it by hand, and put it there
-        made = ModuleSpec(name, None, origin=getattr(loaded, "__file__", None) or "sys.modules")
-        folders = getattr(loaded, "__path__", None)
-        made.submodule_search_locations = None if folders is None else list(folders)
-        return made
+    if loaded is not None:
+        made_by_hand = ModuleSpec(name, None, origin=getattr(loaded, "__file__", None) or "sys.modules")
+        return getattr(loaded, "__spec__", None) or made_by_hand
     for finder in sys.meta_path:
         try:
             with import_hook.asking.about(name):
                 spec = finder.find_spec(name, path)
-        except ModuleNotFoundError:
-            return None  # as an import would end here
-        except KeyError as error:
-            parent, _, inner = name.rpartition(".")
-            if error.args != (parent,):
-                raise
-            # A folder without __init__.py in another such folder asks for its parent in sys.modules.
-            spec = ModuleSpec(name, None, is_package=True)
-            spec.submodule_search_locations = [str(Path(one, inner)) for one in path or ()]
-            return spec
+        except (ModuleNotFoundError, KeyError):
+            return None  # as an import would end here; or a bare folder in another, whose parent it asks for
         if spec is not None:
             return spec
     return None
@@ -175,28 +163,18 @@ def _probe(name: str) -> Product:
         spec = find(module)
     except Exception as error:  # noqa: BLE001 - finders are other people's code and raise what they like
         return Product(name, False, problem=f"not to be looked up ({type(error).__name__}: {error})")
-    if spec is None:
-        return Product(name, False)
+    if spec is None or (spec.loader is None and spec.origin is None):
+        return Product(name, False)  # a bare folder may be a checkout
     folder = next(iter(spec.submodule_search_locations or ()), "")
-    bare = spec.loader is None and spec.origin is None and spec.submodule_search_locations is not None
-    if bare and "." not in module:
-        return Product(name, False)  # a bare folder at the top may be a checkout
-    version = _source_version(Path(folder, file)) if folder and file else ""
+    source = _text(Path(folder, file)) if folder and file else ""
+    constants = {key: number or text for key, number, _, text in _CONSTANT.findall(source)}
+    version = constants.get("__version__") or constants.get("version") or ""
+    if not version and {"MAJOR", "MINOR", "PATCH"} <= constants.keys():
+        version = "{MAJOR}.{MINOR}.{PATCH}".format(**constants) + constants.get("PRE_RELEASE", "")
     if not version:
         with contextlib.suppress(Exception):  # no distribution, or its metadata is damaged
             version = importlib.metadata.version(name) or ""
     return Product(name, True, version, folder or spec.origin or "")  # one file, or a stand-in
-
-
-def _source_version(source: Path) -> str:
-    """Return the `__version__` that a file assigns, or MAJOR, MINOR, PATCH and PRE_RELEASE put together."""
-    constants = _CONSTANT.findall(_text(source))
-    found: dict[str, str] = {name: number or text for name, number, _, text in constants}
-    if version := found.get("__version__") or found.get("version"):
-        return version
-    if not {"MAJOR", "MINOR", "PATCH"} <= found.keys():
-        return ""
-    return f"{found['MAJOR']}.{found['MINOR']}.{found['PATCH']}{found.get('PRE_RELEASE', '')}"
 
 
 def _text(source: Path) -> str:
@@ -236,30 +214,25 @@ def _megatron(product: Product, mindspeed: Product) -> Iterator[Capability]:
         return
     config = _text(Path(product.where, "transformer/transformer_config.py"))
     fields = set(re.findall(r"^    (\w+)\s*:", config, re.MULTILINE))
+    fused = "; moe_router_fusion too" if "moe_router_fusion" in fields else ""
     whose = "TopKRouter is recognised" + (", with MindSpeed's patches too" if mindspeed.usable else "")
-    yield Capability(
-        MEGATRON, "works", whose + ("; moe_router_fusion too" if "moe_router_fusion" in fields else "")
-    )
+    yield Capability(MEGATRON, "works", whose + fused)
     there = Path(product.where, "transformer/moe/router_replay.py").is_file()
-    release = re.findall(r"\d+", product.version)[:2]
-    says = "this release has none"
-    if release and tuple(map(int, release)) >= (0, 16):
-        says = f"it says {product.version} and has no RouterReplay, as builds before 0.16's release"
     if there and "moe_enable_routing_replay" in fields:
-        yield Capability(
-            own, "native", "router_replay.py; off unless asked for, and npu_replay leaves it alone"
-        )
+        says = "router_replay.py; off unless asked for, and npu_replay leaves it alone"
+        yield Capability(own, "native", says)
     elif environment.disabled():
-        yield Capability(own, "missing", "this release has none; npu_replay doesn't need it")
+        yield Capability(own, "missing", "this Megatron has none; npu_replay doesn't need it")
     else:
-        yield Capability(own, "shimmed", f"{says}: npu_replay serves RouterReplay and its flags")
+        says = "this Megatron has none: npu_replay serves RouterReplay and its flags"
+        yield Capability(own, "shimmed", says)
 
 
 def _transformers(product: Product) -> Capability:
-    name, remedy = "replay on transformers", "pip install 'transformers>=5'"
+    remedy = "pip install 'transformers>=5'"
     if not product.usable:
-        return unusable(name, product, remedy)
+        return unusable(TRANSFORMERS, product, remedy)
     if re.search(r"^class \w+Router\b", _text(Path(product.where, _QWEN)), re.MULTILINE):
-        return Capability(name, "works", "router modules are recognised")
+        return Capability(TRANSFORMERS, "works", "router modules are recognised")
     why = "only families whose router is a module; that of Qwen3-MoE is not, here"
-    return Capability(name, "works", why, remedy)
+    return Capability(TRANSFORMERS, "works", why, remedy)

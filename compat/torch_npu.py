@@ -1,13 +1,13 @@
 """torch_npu: an Ascend NPU in torch, and what that changes for whoever asks torch for its device.
 
-Probes: `load`, `accelerator`, `capability`, `breaks_torch`. Offers: `remedy`, `gating_operator`,
-`stand_in_for_cuda`. Undone: nothing of anybody's is changed here, but for
-`stand_in_for_cuda`, a switch of torch_npu's that has no way back. The names below were read in torch_npu 2.1
-to 2.13, in op-plugin 6.0 to 26.1 and in vllm-ascend.
+Probes: `load`, `accelerator`, `capability`. Offers: `remedy`, `gating_operator`, `stand_in_for_cuda`. Nothing
+of anybody's is changed here, but by `stand_in_for_cuda`, a switch of torch_npu's that has no way back. The
+names below were read in torch_npu 2.1 to 2.13, in op-plugin 6.0 to 26.1 and in vllm-ascend.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -16,7 +16,7 @@ import sys
 
 import torch
 
-from npu_replay.compat.probe import Capability, Product
+from npu_replay.compat.probe import Capability, Product, unusable
 
 NAME = "npu"
 BACKEND = "hccl"
@@ -38,9 +38,9 @@ _GATING = {
 
 
 def load() -> str:
-    """Import torch_npu if it is installed; why there is no NPU in this process, empty if there is one.
+    """Import torch_npu if it is installed; return why there is no NPU in this process, empty if there is one.
 
-    torch 2.5 and later does so by itself; earlier ones, and AUTOLOAD=0, leave it to whoever wants an NPU.
+    torch does so by itself; AUTOLOAD=0 leaves it to whoever wants an NPU.
     """
     if not hasattr(torch, NAME):
         if importlib.util.find_spec(MODULE) is None:
@@ -56,60 +56,44 @@ def load() -> str:
 
 
 def accelerator() -> tuple[str, int]:
-    """The kind of accelerator that torch has in this process, and how many; an empty name if it has none.
+    """Return the kind of accelerator that torch has in this process, and how many; an empty name for none.
 
-    torch.cuda is asked last: after `torch_npu.contrib.transfer_to_npu` (MindSpeed imports it)
+    torch.cuda isn't asked: after `torch_npu.contrib.transfer_to_npu` (MindSpeed imports it)
     `torch.cuda.is_available()` is True, and no CUDA is there.
     """
-    if hasattr(torch, "accelerator"):  # from 2.6 on
-        if not torch.accelerator.is_available():
-            return "", 0
-        device = torch.accelerator.current_accelerator()
-        return (device.type if device else ""), torch.accelerator.device_count()
-    for name in (torch._C._get_privateuse1_backend_name(), "cuda"):
-        module = getattr(torch, name, None)
-        if module is not None and module.is_available():
-            return name, module.device_count()
-    return "", 0
+    if not torch.accelerator.is_available():
+        return "", 0
+    device = torch.accelerator.current_accelerator()
+    return (device.type if device else ""), torch.accelerator.device_count()
 
 
 def capability(kind: str, devices: int, product: Product) -> Capability:
-    """NPU, as far as this process knows without importing torch_npu.
+    """Return the capability NPU, as far as this process knows without importing torch_npu.
 
     Args:
-        kind: the accelerator that torch has here.
-        devices: how many of them.
+        kind, devices: the accelerator that torch has here, and how many.
         product: what is found of torch_npu.
     """
     if kind == NAME:
         return Capability("NPU", "works", f"{devices} device{'s' if devices != 1 else ''}")
-    if product.problem:
-        return Capability("NPU", "broken", f"{MODULE}: {product.problem}", f"install {MODULE} again")
-    if product.found:
-        why = f"{MODULE} is installed, but no device of it is in this process"
-        return Capability("NPU", "missing", why, f"import {MODULE}")
-    return Capability("NPU", "missing", f"{MODULE} is not installed")
-
-
-def breaks_torch() -> bool:
-    """Does `import torch` fail here as it does by itself, loading torch_npu? Tried in another process."""
-    environment = {name: value for name, value in os.environ.items() if name != AUTOLOAD}
-    command = [sys.executable, "-c", "import torch"]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, timeout=_PATIENCE, check=False)
-    except (subprocess.TimeoutExpired, OSError):
-        return True
-    return done.returncode != 0
+    if not product.usable:
+        return unusable("NPU", product, f"install {MODULE} again" if product.problem else "")
+    why = f"{MODULE} is installed, but no device of it is in this process"
+    return Capability("NPU", "missing", why, f"import {MODULE}")
 
 
 # Offers
 
 
 def remedy() -> str:
-    """What to do where torch_npu is here and doesn't work; asks whether it takes torch with it."""
+    """Say what to do where torch_npu is here and doesn't work; asks whether it takes torch with it."""
     cure = f"source CANN's set_env.sh; then python -c 'import torch, {MODULE}' has to work, and npu-smi info"
-    if not breaks_torch():
-        return cure
+    variables = {name: value for name, value in os.environ.items() if name != AUTOLOAD}
+    command = [sys.executable, "-c", "import torch"]
+    with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+        done = subprocess.run(command, env=variables, capture_output=True, timeout=_PATIENCE, check=False)
+        if done.returncode == 0:
+            return cure
     return (
         f"{cure}. Until then `import torch` fails too, which loads {MODULE} by itself: export {AUTOLOAD}=0 "
         "keeps it from that, and the CPU can be used"

@@ -112,10 +112,17 @@ class TransformersRouters(RouterKind):
             return _block(module, kind, path)
         if _HASH_NAME.search(kind.__name__):
             return None  # it looks the experts up by token id: every pass chooses the same
-        if not _calls_topk(kind):
-            _refuse_other_selection(module, kind, path)
-            return None
         topk, experts = _topk(module), _experts(module)
+        if not _calls_topk(kind):
+            RouterError.unless(  # without a number of experts it is a gate of another sort
+                experts is None,
+                f"{kind.__name__} can't be replayed: it doesn't choose its experts by a top-k",
+                "torch.topk in the router",
+                f"none in the code of {kind.__module__}.{kind.__name__}",
+                "a model family with an argmax or a sampler (docs/models.md lists those that work)",
+                path,
+            )
+            return None
         if topk is None or experts is None:
             raise RouterError(
                 f"{kind.__name__} can't be replayed",
@@ -159,8 +166,14 @@ def _block(module: nn.Module, kind: type, path: str) -> Router | None:
     config = getattr(module, "config", None)
     topk = _topk(module) or _own(config, "moe_topk")
     experts = _experts(module) or _experts(inside) or _own(config, *_EXPERTS)
-    routes = isinstance(inside, nn.Module) and (_calls_topk(kind) or _is_patched(module))
-    if routes and topk is not None and experts is not None:
+    # A forward that is another library's may call the top-k in a function of its own.
+    patched = not getattr(inspect.unwrap(module.forward), "__module__", "").startswith(_PACKAGES)
+    if (
+        isinstance(inside, nn.Module)
+        and (_calls_topk(kind) or patched)
+        and topk is not None
+        and experts is not None
+    ):
         return _router(module, kind, path, topk, experts, shows=None)
     raise RouterError(
         f"{kind.__name__} can't be replayed: it chooses its experts inside the block, and not by one top-k "
@@ -172,11 +185,6 @@ def _block(module: nn.Module, kind: type, path: str) -> Router | None:
         cause="one of the few families that choose otherwise (docs/models.md); in transformers 4 some that "
         "have a router module in 5: upgrade",
     )
-
-
-def _is_patched(module: nn.Module) -> bool:
-    """Is its forward another library's, which may call the top-k in a function of its own?"""
-    return not getattr(inspect.unwrap(module.forward), "__module__", "").startswith(_PACKAGES)
 
 
 def _shows(output: object, *, name: str, experts: int, topk: int) -> torch.Tensor:
@@ -223,19 +231,6 @@ def _vendor_class(module: nn.Module) -> type | None:
         if kind.__module__.startswith(_PACKAGES):
             return kind
     return None
-
-
-def _refuse_other_selection(module: nn.Module, kind: type, path: str) -> None:
-    """A router by its name and its number of experts that calls no top-k (an argmax, a sampler)."""
-    if _experts(module) is None:
-        return  # a gate of another sort, or a part of a block that is refused itself
-    raise RouterError(
-        f"{kind.__name__} can't be replayed: it doesn't choose its experts by a top-k",
-        where=path,
-        expected="torch.topk in the router",
-        got=f"none in the code of {kind.__module__}.{kind.__name__}",
-        cause="a model family with an argmax or a sampler of its own (docs/models.md lists those that work)",
-    )
 
 
 def _holds_experts(module: nn.Module) -> bool:

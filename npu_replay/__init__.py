@@ -45,44 +45,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# fmt: off
 __all__ = [
-    "DecoderLayers",
-    "Following",
-    "InvalidRoutes",
-    "MicroBatchError",
-    "NoEffect",
-    "Observation",
-    "ParallelLayout",
-    "Pinning",
-    "RecomputeError",
-    "Recording",
-    "Replay",
-    "ReplayError",
-    "Rollout",
-    "RouteFileError",
-    "RouteStore",
-    "RoutedExperts",
-    "RoutedModel",
-    "RouterError",
-    "TokenLayout",
-    "Turn",
-    "collect",
-    "compare",
-    "compat",
-    "delivery",
-    "fingerprint",
-    "follow",
-    "from_sglang",
-    "from_vllm",
-    "install",
-    "observe",
-    "pin_recompute",
-    "record",
-    "replay",
-    "report",
-    "routers",
-    "uninstall",
+    "DecoderLayers", "Following", "InvalidRoutes", "MicroBatchError", "NoEffect", "Observation",
+    "ParallelLayout", "Pinning", "RecomputeError", "Recording", "Replay", "ReplayError", "Rollout",
+    "RouteFileError", "RouteStore", "RoutedExperts", "RoutedModel", "RouterError", "TokenLayout", "Turn",
+    "collect", "compare", "compat", "delivery", "fingerprint", "follow", "from_sglang", "from_vllm",
+    "install", "observe", "pin_recompute", "record", "replay", "report", "routers", "uninstall",
 ]
+# fmt: on
 
 _HOMES = {
     "DecoderLayers": "parallel.pipeline_layers",

@@ -15,7 +15,7 @@ ACCELERATORS = (torch_npu, cuda)
 
 
 def pick(name: str) -> torch.device:
-    """The device called `name`; "auto" takes an accelerator if there is one.
+    """Return the device called `name`; "auto" takes an accelerator if there is one.
 
     With "cpu" this process loses sight of CUDA's devices: Megatron-core puts routers onto one that it sees.
 
@@ -40,14 +40,14 @@ def pick(name: str) -> torch.device:
 
 
 def available() -> list[str]:
-    """The kinds of device that can be used, best first; the CPU is always last."""
+    """Return the kinds of device that can be used, best first; the CPU is always last."""
     torch_npu.load()
     kind, _ = torch_npu.accelerator()
     return [kind, "cpu"] if kind in {device.NAME for device in ACCELERATORS} else ["cpu"]
 
 
 def name_of(device: torch.device) -> str:
-    """What its driver calls it; empty for the CPU.
+    """Return what its driver calls a device; empty for the CPU.
 
     >>> name_of(torch.device("cpu"))
     ''
@@ -56,7 +56,7 @@ def name_of(device: torch.device) -> str:
 
 
 def backend(device: torch.device) -> str:
-    """torch.distributed's back end for a device.
+    """Return torch.distributed's back end for a device.
 
     >>> backend(torch.device("cpu"))
     'gloo'
@@ -76,8 +76,7 @@ def megatron_on(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread on the CPU: small matrices aren't worth sharing out, and on a busy machine threads wait for
-    each other instead."""
+    """Use one thread on the CPU: small matrices aren't worth sharing out, and threads wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

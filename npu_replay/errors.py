@@ -59,7 +59,7 @@ class ReplayError(RuntimeError):
             raise cls(problem, where=where, expected=expected, got=got, cause=cause)
 
     def at(self: _Error, place: object) -> _Error:
-        """The same error, of which it is known where it is."""
+        """Return the same error with a place added to where it happened."""
         if not str(place) or str(place) in self.where:
             return self
         where = f"{place}, {self.where}" if self.where else str(place)
@@ -73,7 +73,7 @@ class ReplayError(RuntimeError):
 
 @functools.cache
 def cures() -> str:
-    """Names the page of cures: by the address that a release has, or as it lies in the source."""
+    """Name the page of cures: by the address that a release has, or as it lies in the source."""
     try:
         named = metadata.metadata("npu_replay").get_all("Project-URL") or []
     except Exception:  # noqa: BLE001  a folder on the path, or its metadata is damaged
@@ -107,7 +107,7 @@ class RecomputeError(ReplayError):
 
 
 def shown(value: object, most: int = 80) -> str:
-    """What somebody gave, in a message: its repr cut off, or its type where it has none."""
+    """Return what somebody gave, for a message: its repr cut off, or its type where it has none."""
     try:
         return repr(value)[:most]
     except Exception:  # noqa: BLE001  too many digits, too deep, or what its class raises
@@ -115,7 +115,7 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def as_text(value: object) -> str:
-    """What a message says of it, cut off where it is very long."""
+    """Return what a message says of a value, cut off where it is very long."""
     try:
         return f"{value}"[:_LONGEST]
     except Exception:  # noqa: BLE001  as above
@@ -131,8 +131,8 @@ def whole_number(
     most: int | None = None,
     kind: type[ReplayError] = ReplayError,
 ) -> int:
-    """`value` as an int, numpy's and torch's integers too; an error of `kind` for anything else, and for what
-    is below `least` or above `most`.
+    """Return `value` as an int, numpy's and torch's integers too; raise `kind` for anything else, and for a
+    number below `least` or above `most`.
 
     >>> whole_number(np.int64(7), "top-k", least=1, most=8)
     7
@@ -145,8 +145,8 @@ def whole_number(
         raise kind(
             f"{what} must be a whole number", where=where, expected="an integer", got=shown(value)
         ) from error
-    if (least is not None and number < least) or (most is not None and number > most):
-        raise kind(f"bad {what}", where=where, expected=f"{least} to {most}", got=number)
+    fits = (least is None or number >= least) and (most is None or number <= most)
+    kind.unless(fits, f"bad {what}", f"{least} to {most}", number, where=where)
     return number
 
 
@@ -158,7 +158,7 @@ def listed(
     *,
     kind: type[ReplayError] = ReplayError,
 ) -> list[_T]:
-    """`value` as a list; an error of `kind` for what can't be gone through, text, and more than `most`.
+    """Return `value` as a list; raise `kind` for what can't be gone through, text, and more than `most`.
 
     >>> listed(range(3), "layers")
     [0, 1, 2]
@@ -169,15 +169,15 @@ def listed(
         found = list(value if most is None else islice(value, most + 1))
     except (TypeError, ValueError, RuntimeError) as error:
         raise kind(f"{what} must be a list", where=where, expected="a list", got=shown(value)) from error
-    if most is not None and len(found) > most:
-        raise kind(f"{what} has too many entries", where=where, expected=f"at most {most}", got="more")
+    fits = most is None or len(found) <= most
+    kind.unless(fits, f"{what} has too many entries", f"at most {most}", "more", where=where)
     return found
 
 
 def list_of(
     value: Any, item: type[_T], what: str, cause: str = "", *, kind: type[ReplayError] = ReplayError
 ) -> list[_T]:
-    """A list of one a micro-batch; an error of `kind` for a single one, for no list, for others in it.
+    """Return a list of one a micro-batch; raise `kind` for a single one, for no list, for others in it.
 
     >>> list_of((3, 4), int, "sizes")
     [3, 4]
@@ -185,41 +185,40 @@ def list_of(
     single = isinstance(value, item)
     found = list(value) if isinstance(value, Iterable) and not single else None
     wrong = [type(one).__name__ for one in found or () if not isinstance(one, item)]
-    if found is None or wrong:
-        raise kind(
-            f"{what} are given as a list",
-            expected=f"one {item.__name__} a micro-batch",
-            got=f"a single {item.__name__}" if single else wrong or shown(value),
-            cause=f"[{what}] was meant" if single else cause,
-        )
-    return found
+    if found is not None and not wrong:
+        return found
+    raise kind(
+        f"{what} are given as a list",
+        expected=f"one {item.__name__} a micro-batch",
+        got=f"a single {item.__name__}" if single else wrong or shown(value),
+        cause=f"[{what}] was meant" if single else cause,
+    )
 
 
 def one_of(
     value: Any, words: tuple[str, ...], what: str, where: str = "", kind: type[ReplayError] = ReplayError
 ) -> None:
     """Refuse a word that isn't one of these."""
-    if not isinstance(value, str) or value not in words:
-        raise kind(f"unknown {what}", where=where, expected=" or ".join(map(repr, words)), got=shown(value))
+    known = isinstance(value, str) and value in words
+    kind.unless(known, f"unknown {what}", " or ".join(map(repr, words)), shown(value), where=where)
 
 
 def micro_batch(number: int, layer: object = None) -> str:
-    """«micro-batch 2, layer 5»: where an error happened, in the words of every message."""
+    """Return «micro-batch 2, layer 5»: where an error happened, in the words of every message."""
     return f"micro-batch {number}" if layer is None else f"micro-batch {number}, layer {layer}"
 
 
 def described(function: object) -> str:
-    """«mindspeed.core.transformer.moe.moe_utils.topk_softmax_with_capacity»: whose function this is."""
+    """Return a function's full name, such as «megatron.core.transformer.moe.moe_utils.topk_routing»."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{getattr(function, '__module__', None) or '?'}.{name}"
 
 
 def share(value: Any, what: str, of: str, *, kind: type[ReplayError] = ReplayError) -> float:
-    """A share of the samples, say, from 0 to 1, from a caller or from text; an error of `kind` for others."""
+    """Return a share from 0 to 1, given as a number or as text; raise `kind` for others."""
     try:
         found = -1.0 if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         found = -1.0
-    if not 0 <= found <= 1:
-        raise kind(f"{what} is a share of the {of}", expected="a number, 0 to 1", got=shown(value))
+    kind.unless(0 <= found <= 1, f"{what} is a share of the {of}", "a number, 0 to 1", shown(value))
     return found

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def parse(text: str | bytes) -> Any:
-    """What it says.
+    """Parse a JSON text.
 
     Raises:
         ValueError: it isn't JSON; it is nested too deeply; or a key stands twice in an object, of which

@@ -1,8 +1,4 @@
-"""Names that are told now, and imported with their first use.
-
-What `import npu_replay` announces (public names, shims, router kinds, readers) is written so: most processes
-need few of them, and all together take longer to import than everything else of npu_replay.
-"""
+"""Names that are told now, and imported with their first use: most processes need few of them."""
 
 from __future__ import annotations
 
@@ -13,16 +9,13 @@ from typing import Any
 
 
 def lazy(where: str) -> Callable[..., Any]:
-    """A function or class of a module that need not be imported yet.
+    """Return a stand-in for a function or class of a module that need not be imported yet.
 
     Args:
         where: «package.module:name».
 
     >>> lazy("math:sqrt")(9)
     3.0
-
-    Two threads that call it first at the same moment are no danger: Python imports a module once, under a
-    lock of its own.
     """
     module, _, name = where.partition(":")
 
@@ -33,7 +26,7 @@ def lazy(where: str) -> Callable[..., Any]:
 
 
 def names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package whose names are imported with their first use.
+    """Return `__getattr__` and `__dir__` of a package whose names are imported with their first use.
 
     Args:
         package: its `__name__`.

@@ -30,28 +30,26 @@ def err() -> TextIO:
 
 
 @contextlib.contextmanager
-def quiet(name: str, log: Path | None = None, *, told: bool = True) -> Iterator[None]:
-    """Open a block in which only `out` and `err` reach the user.
+def quiet(name: str, log: Path | None = None, *, told: bool = True) -> Iterator[Path]:
+    """Open a block in which only `out` and `err` reach the user; it gives the log that takes the rest.
 
     Args:
         name: of the command.
-        log: takes the rest; without it a new file in the temporary folder does. It goes if it stays empty.
+        log: none: a new file in the temporary folder. It is removed if it stays empty.
         told: name the log on stderr. First, since a crash in C++ leaves no time for it.
     """
     if log is None:
         descriptor, place = tempfile.mkstemp(prefix=f"npu-replay-{name}-", suffix=".log")
         os.close(descriptor)
         log = Path(place)
-    try:
-        with log.open("w", buffering=1, encoding="utf-8") as file, contextlib.ExitStack() as stack:
-            if told:
-                err().write(f"Warnings of others go to {log}\n")
-            for stream, descriptor in (("stdout", 1), ("stderr", 2)):
-                stack.enter_context(_turned(stream, descriptor, file))
-            yield
-    finally:
-        if not log.stat().st_size:
-            log.unlink()
+    with log.open("w", buffering=1, encoding="utf-8") as file, contextlib.ExitStack() as stack:
+        if told:
+            err().write(f"Warnings of others go to {log}\n")
+        for stream, number in (("stdout", 1), ("stderr", 2)):
+            stack.enter_context(_turned(stream, number, file))
+        yield log
+    if not log.stat().st_size:
+        log.unlink()
 
 
 @contextlib.contextmanager

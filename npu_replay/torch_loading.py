@@ -20,18 +20,12 @@ _BACKENDS = "torch.backends"
 def _load() -> None:
     if "torch" in sys.modules or os.environ.get(_SWITCH, "1") != "1" or not entry_points(group=_BACKENDS):
         return
-    before = os.environ.get(_SWITCH)
     os.environ[_SWITCH] = "0"
     try:
         import torch
     finally:
-        if before is None:
-            del os.environ[_SWITCH]
-        else:
-            os.environ[_SWITCH] = before
-    load = getattr(torch, "_import_device_backends", None)  # from 2.5 on
-    if load is None:
-        return
+        del os.environ[_SWITCH]  # 1, as it was, is what it is without
+    load = getattr(torch, "_import_device_backends", lambda: None)
     try:
         load()
     except RuntimeError as error:

@@ -11,7 +11,7 @@ from typing import Any
 import npu_replay
 from npu_replay.cli.exits import FAULT, WRONG
 from npu_replay.compat import probe
-from npu_replay.options import Parser, at_least, check_out, write_out
+from npu_replay.options import Parser, WrongOption, at_least, check_out, write_out
 from npu_replay.smoke.options import SIZES, Options
 from npu_replay.tables import print_json, show
 
@@ -81,8 +81,6 @@ def parser() -> Parser:
     split = smoke.add_argument_group("the job's split")
     for name, words in SIZES.items():
         split.add_argument(f"--{name}", type=int, default=1, metavar="N", help=words)
-    words = "On by itself with --tp 2 or more, as Megatron wants it."
-    split.add_argument("--sequence-parallel", action="store_true", help=words)
     smoke.add_report("JSON file for the results, to attach to a report.")
     return reader
 
@@ -118,8 +116,10 @@ def _inspect(given: Namespace) -> int:
     from npu_replay.inspection.inspection import inspect
 
     check_out(given.out, force=given.force)
-    drawn = given.out is not None and given.out.suffix != ".json"
-    if drawn:
+    ending = given.out.suffix if given.out else ".json"
+    problem, wanted = "--out can't write such a file", ".png for the picture, or .json for the findings"
+    WrongOption.unless(ending in (".png", ".json"), problem, wanted, given.out)
+    if ending == ".png":
         probe.require(probe.PLOTS, "the picture of --out")
     found = inspect(
         given.path,
@@ -131,7 +131,7 @@ def _inspect(given: Namespace) -> int:
         start=given.start,
         sample=given.sample,
     )
-    if drawn:
+    if ending == ".png":
         from npu_replay.inspection import plots
 
         _end(given, found, partial(plots.routes, found))

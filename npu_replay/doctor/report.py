@@ -121,56 +121,39 @@ def report() -> Report:
     """
     from npu_replay import __version__  # here: the package imports this module
 
-    facts = torch_facts()
+    accelerator, devices = torch_npu.accelerator()
+    facts = TorchFacts(torch.__version__, backward.probe() or "", accelerator, devices)
     products = probe.products()
     by_name = {product.name: product for product in products}
-    ascend = by_name["vllm-ascend"]
+    megatron, ascend, engine = (by_name[name] for name in ("megatron-core", "vllm-ascend", "vllm"))
+    recompute = Capability("recompute", "works", "each takes the routes of its own forward")
+    if facts.recompute_problem:
+        why = f"autograd doesn't tell whose recompute a call is: {facts.recompute_problem}"
+        remedy = "use a torch that is tested, 2.7 to 2.15; until then recompute is refused"
+        recompute = Capability("recompute", "missing", why, remedy)
+    capabilities = [
+        *probe.capabilities(products),
+        mindspeed.capability(by_name["mindspeed"], megatron),
+        vllm.capability(engine, ascend),
+        vllm_ascend.capability(ascend, engine.version),
+        *([plugin.capability(ascend, engine)] if ascend.found else []),
+        recompute,
+        Capability("CPU", "works", "always there"),
+    ]
+    if megatron.usable and accelerator != cuda.NAME:
+        why = "npu_replay.compat.cpu.lend() lends what it asks of CUDA"
+        capabilities.append(Capability("Megatron-core on the CPU", "shimmed", why))
+    capabilities += [
+        cuda.capability(accelerator, devices),
+        torch_npu.capability(accelerator, devices, by_name[torch_npu.MODULE]),
+    ]
     return Report(
         version=__version__,
         python=platform.python_version(),
         torch=facts,
         products=products,
-        capabilities=(
-            *probe.capabilities(products),
-            mindspeed.capability(*(by_name[name] for name in ("mindspeed", "megatron-core"))),
-            vllm.capability(by_name["vllm"], ascend),
-            vllm_ascend.capability(ascend, by_name["vllm"].version),
-            *([plugin.capability(ascend, by_name["vllm"])] if ascend.found else []),
-            _recompute(facts),
-            *_devices(facts, products),
-        ),
+        capabilities=tuple(capabilities),
         patches=tuple(AppliedPatch(patch.where, patch.why, reason) for reason, patch in patching.applied()),
         router_kinds=routers.kinds(),
         open_sessions=open_sessions(),
-    )
-
-
-def torch_facts() -> TorchFacts:
-    """Ask torch what it has in this process."""
-    accelerator, devices = torch_npu.accelerator()
-    return TorchFacts(torch.__version__, backward.probe() or "", accelerator, devices)
-
-
-def _recompute(facts: TorchFacts) -> Capability:
-    if facts.recompute_problem:
-        return Capability(
-            "recompute",
-            "missing",
-            f"autograd doesn't tell whose recompute a call is: {facts.recompute_problem}",
-            "use a torch that is tested, 2.7 to 2.15; until then recompute is refused",
-        )
-    return Capability("recompute", "works", "each takes the routes of its own forward")
-
-
-def _devices(facts: TorchFacts, products: tuple[Product, ...]) -> tuple[Capability, ...]:
-    """The CPU and the accelerators, as far as this process knows without importing anything for them."""
-    by_name = {product.name: product for product in products}
-    lent = Capability(
-        "Megatron-core on the CPU", "shimmed", "npu_replay.compat.cpu.lend() lends what it asks of CUDA"
-    )
-    return (
-        Capability("CPU", "works", "always there"),
-        *([lent] if by_name["megatron-core"].usable and facts.accelerator != cuda.NAME else []),
-        cuda.capability(facts.accelerator, facts.devices),
-        torch_npu.capability(facts.accelerator, facts.devices, by_name[torch_npu.MODULE]),
     )

@@ -18,7 +18,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from npu_replay import routers
+from npu_replay.routes.mismatch import compare
 from npu_replay.routes.routed_experts import RoutedExperts
+from npu_replay.sessions.observe import observe
 from npu_replay.sessions.record import record
 from npu_replay.sessions.replay import replay
 
@@ -64,41 +66,32 @@ def _problem(device: torch.device) -> str:
                 model(batch)
         return list(recording.routes)
 
-    def gradients(*, recompute: bool) -> list[torch.Tensor]:
-        """Run one backward over the sum of the losses: a queue of recomputes would mix up the routes."""
-        model.zero_grad()
-        model.recompute = recompute
-        model.router.chosen.clear()
-        with replay(model, routes):
-            torch.stack([model(batch).square().mean() for batch in batches]).sum().backward()  # type: ignore[no-untyped-call]
-        return [weight.grad for weight in model.parameters() if weight.grad is not None]
-
     routes = recorded()
     with torch.no_grad():
         model.gate.neg_()
     if recorded() == routes:
         return "the changed router still chooses the same experts, so this shows nothing"
-    plain = gradients(recompute=False)
-    if not torch.equal(torch.stack([one.ids[:, 0] for one in routes]), torch.stack(model.router.chosen)):
-        return "the routers didn't choose the experts that were replayed"
-    again = gradients(recompute=True)
+    gradients = []
+    for model.recompute in (False, True):
+        model.zero_grad()
+        session = replay(model, routes)
+        with observe(model) as observation, session:
+            # One backward over the sum of the losses: a queue of recomputes would mix up the routes.
+            torch.stack([model(batch).square().mean() for batch in batches]).sum().backward()  # type: ignore[no-untyped-call]
+        if compare(observation.shown, routes).router_mismatch:
+            return "the routers didn't choose the experts that were replayed"
+        gradients.append([weight.grad for weight in model.parameters() if weight.grad is not None])
     # Not to the last bit: a device may add in another order. Another expert's gradient is far off.
-    if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(plain, again, strict=True)):
+    if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(*gradients, strict=True)):
         return "with recompute the gradients differ from those without"
     return ""
 
 
 class _ToyRouter(nn.Module):
-    """Turns logits into values and ids, [tokens, topk] each, and keeps the ids of every call."""
+    """Turns logits into values and ids, [tokens, topk] each."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.chosen: list[torch.Tensor] = []
-
-    def forward(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values, ids = torch.topk(logits.softmax(dim=-1), _TOPK, dim=-1)
-        self.chosen.append(ids.to("cpu", torch.uint8))
-        return values, ids
+    def forward(self, logits: torch.Tensor) -> Any:
+        return torch.topk(logits.softmax(dim=-1), _TOPK, dim=-1)
 
 
 class _ToyModel(nn.Module):
@@ -126,14 +119,12 @@ class _ToyRouters(routers.RouterKind):
     def describe(self, module: nn.Module, path: str) -> routers.Router | None:
         if not isinstance(module, _ToyRouter):
             return None
-        return routers.Router(
-            module=module, num_experts=_EXPERTS, topk=_TOPK, shows=_shows, masks=False, path=path
-        )
 
+        def shows(output: Any) -> torch.Tensor:
+            return output[1]  # type: ignore[no-any-return]
 
-def _shows(output: Any) -> torch.Tensor:
-    _, ids = output
-    return torch.zeros(len(ids), _EXPERTS, dtype=torch.bool, device=ids.device).scatter(1, ids, True)
+        about: dict[str, Any] = {"module": module, "num_experts": _EXPERTS, "topk": _TOPK, "path": path}
+        return routers.Router(**about, shows=shows, masks=False)
 
 
 if __name__ == "__main__":

@@ -4,52 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from npu_replay.errors import InvalidRoutes, ReplayError, RouteFileError
+from npu_replay.routes.checks import Array
 from npu_replay.routes.mismatch import check_comparable, differing_token_layers
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.store import RouteStore
 from npu_replay.tables import Part, Table
 
-
-@dataclass(frozen=True)
-class Counts:
-    """What was compared in one layer, or in all together.
-
-    Attributes:
-        token_layers: tokens with a route on both sides, once for each layer.
-        differing: those of them whose sets of experts differ.
-        experts: the experts that A named in them.
-        differing_experts: those of them that B didn't name.
-
-    >>> (Counts(10, 1, 40, 2) + Counts(10, 0, 40, 0)).token_share
-    0.05
-    """
-
-    token_layers: int = 0
-    differing: int = 0
-    experts: int = 0
-    differing_experts: int = 0
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*map(sum, zip(astuple(self), astuple(other), strict=True)))
-
-    @property
-    def token_share(self) -> float:
-        return self.differing / max(1, self.token_layers)
-
-    @property
-    def expert_share(self) -> float:
-        return self.differing_experts / max(1, self.experts)
-
-    @property
-    def percents(self) -> tuple[str, str]:
-        return percent(self.token_share), percent(self.expert_share)
-
-    def described(self) -> dict[str, int | float]:
-        return asdict(self) | {"token_share": self.token_share, "expert_share": self.expert_share}
+_COUNTS = ("token_layers", "differing", "experts", "differing_experts")
+"""What is counted in a layer: tokens with a route on both sides, those whose sets of experts differ, the
+experts that A named in the former, and those of them that B didn't name."""
 
 
 @dataclass
@@ -65,7 +35,7 @@ class Comparison:
         tokens: the rows with a route on both sides; what follows is about these.
         without_route_in_a, without_route_in_b: rows.
         differing_tokens: tokens with a difference in some layer.
-        layers: by decoder layer.
+        layers: by decoder layer, the `_COUNTS`, int64 [4].
         unsure: samples without a fingerprint on a side, so nobody can tell whether they are one sequence.
     """
 
@@ -80,13 +50,8 @@ class Comparison:
     without_route_in_a: int = 0
     without_route_in_b: int = 0
     differing_tokens: int = 0
-    layers: dict[int, Counts] = field(default_factory=dict)
+    layers: dict[int, Array] = field(default_factory=dict)
     unsure: int = 0
-
-    @property
-    def whole(self) -> Counts:
-        """All layers together."""
-        return sum(self.layers.values(), Counts())
 
     def add(self, where: str, a: RoutedExperts, b: RoutedExperts) -> None:
         """Count the two routings of one sequence in.
@@ -132,13 +97,18 @@ class Comparison:
             ours, theirs = a.ids[rows, column], b.ids[rows, column]
             # Slot by slot, to save memory: ids that the same row of `theirs` hasn't got.
             others = sum(int((slot[:, None] != theirs).all(dim=1).sum()) for slot in ours.unbind(dim=1))
-            counts = Counts(tokens, len(rows), tokens * a.topk, others)
-            self.layers[layer] = self.layers.get(layer, Counts()) + counts
+            counts = np.array([tokens, len(rows), tokens * a.topk, others], np.int64)
+            self.layers[layer] = self.layers.get(layer, 0) + counts
 
     def to_json(self) -> str:
         """Return all of it, for programs. Shares are of one."""
-        layers = [{"layer": layer} | counts.described() for layer, counts in sorted(self.layers.items())]
-        return json.dumps(asdict(self) | self.whole.described() | {"layers": layers}, indent=2)
+        layers = [{"layer": layer} | _described(self.layers[layer]) for layer in sorted(self.layers)]
+        return json.dumps(vars(self) | self.whole | {"layers": layers}, indent=2)
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """The counts and shares of all layers together."""
+        return _described(np.sum([np.zeros(len(_COUNTS), np.int64), *self.layers.values()], axis=0))
 
     def parts(self) -> Iterator[Part]:
         """Yield what was compared and what couldn't be, each layer, and the verdict: lines and a table."""
@@ -154,23 +124,29 @@ class Comparison:
             yield f"not checked: that the tokens are the same, since {of} no fingerprint on one side or both"
         yield ""
         titles = ("Layer", "Tokens compared", "Tokens with\nother experts", "Experts that\nare others")
-        whole = self.whole
-        lines = [(str(layer), one.token_layers, one, "") for layer, one in sorted(self.layers.items())]
-        rows = [
-            [
-                (cell, style)
-                for cell in (name, f"{tokens:,}", *map(percent, (one.token_share, one.expert_share)))
-            ]
-            for name, tokens, one, style in [*lines, ("all", self.tokens, whole, "bold")]
-        ]
-        yield Table(titles, rows, numbers=range(1, 4))
+        whole, table = self.whole, []
+        lines = [(str(layer), _described(counts), "") for layer, counts in sorted(self.layers.items())]
+        for name, counts, style in [*lines, ("all", whole | {"token_layers": self.tokens}, "bold")]:
+            shares = percent(counts["token_share"]), percent(counts["expert_share"])
+            table.append([(cell, style) for cell in (name, f"{counts['token_layers']:,}", *shares)])
+        yield Table(titles, table, numbers=range(1, 4))
         yield ""
-        if whole.differing:
-            shares = f"{percent(whole.token_share)} of token-layers, {percent(whole.expert_share)} of experts"
+        if whole["differing"]:
+            shares = percent(whole["token_share"]), percent(whole["expert_share"])
             anywhere = percent(self.differing_tokens / self.tokens)
-            yield f"different: {shares}; {anywhere} of tokens differ in some layer", "bold yellow"
+            words = f"different: {shares[0]} of token-layers, {shares[1]} of experts"
+            yield f"{words}; {anywhere} of tokens differ in some layer", "bold yellow"
         else:
             yield "the same: every token compared has the same experts in every layer", "bold green"
+
+
+def _described(counts: Array) -> dict[str, Any]:
+    """Name the counts, and add the shares."""
+    token_layers, differing, experts, differing_experts = counts.tolist()
+    return dict(zip(_COUNTS, counts.tolist(), strict=True)) | {
+        "token_share": differing / max(1, token_layers),
+        "expert_share": differing_experts / max(1, experts),
+    }
 
 
 def compare_paths(a: Path, b: Path) -> Comparison:
@@ -180,18 +156,19 @@ def compare_paths(a: Path, b: Path) -> Comparison:
         ReplayError: a path that is neither, a file and a folder, or routes that can't be compared: other
             layers, another number of experts, another sequence, nothing in common.
     """
+    wanted = "two files of RoutedExperts.save, or two folders of a RouteStore"
     for path in (a, b):
         if not path.is_dir() and not path.is_file():
             words = "this is no plain file" if path.exists() else "there is no such file or folder"
             raise RouteFileError(words, where=str(path))
+        problem = "an .npy array doesn't say which layers and experts its rows are of"
+        cause = "an engine's rows: decode them (npu_replay.from_vllm, from_sglang), and save what comes"
+        RouteFileError.unless(path.suffix != ".npy", problem, wanted, "an .npy file", cause, str(path))
     if a.is_dir() != b.is_dir():
         folder, file = (a, b) if a.is_dir() else (b, a)
-        raise ReplayError(
-            "a folder and a file can't be compared",
-            expected="two files of RoutedExperts.save, or two folders of a RouteStore",
-            got=f"the folder {folder} and the file {file}",
-            cause="one shard of a RouteStore in the place of its folder",
-        )
+        problem, got = "a folder and a file can't be compared", f"the folder {folder} and the file {file}"
+        cause = "one shard of a RouteStore in the place of its folder"
+        raise ReplayError(problem, expected=wanted, got=got, cause=cause)
     found = Comparison(a=str(a), b=str(b), folders=a.is_dir())
     if found.folders:
         pairs = _in_folders(RouteStore(a), RouteStore(b), found)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -40,26 +41,6 @@ class Verdict:
     dtype: str = ""
     nbytes: int = 0
     facts: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class LayerLoad:
-    """The load of one layer.
-
-    Attributes:
-        layer: 0-based, of the decoder.
-        rows: with a route.
-        used: experts that were named at all.
-        busiest, busiest_share: the expert that was named most, and its share of all.
-        entropy: of the shares, in bits; log2 of num_experts where all are used alike.
-    """
-
-    layer: int
-    rows: int
-    used: int
-    busiest: int
-    busiest_share: float
-    entropy: float
 
 
 @dataclass(kw_only=True)
@@ -115,9 +96,8 @@ class Inspection:
             self.load[layer] = np.pad(before, (0, len(counted) - len(before))) + counted
             self.rows[layer] = self.rows.get(layer, 0) + rows
         facts = [f"weights {routes.weight_version}"] if routes.weight_version is not None else []
-        facts += (
-            [f"fingerprint {routes.fingerprint:#018x}"] if routes.fingerprint is not None and named else []
-        )
+        if routes.fingerprint is not None and named:
+            facts.append(f"fingerprint {routes.fingerprint:#018x}")
         self.verdicts.append(
             Verdict(
                 name=name,
@@ -136,21 +116,18 @@ class Inspection:
         self.verdicts.append(Verdict(name=name, problem=message(error)))
 
     @property
-    def layers(self) -> list[LayerLoad]:
-        """The load of each layer, over all sequences that aren't refused."""
+    def layers(self) -> list[dict[str, Any]]:
+        """The load of each layer, over all sequences that aren't refused.
+
+        `rows` have a route; `used` experts were named at all; `busiest` was named most, in `busiest_share` of
+        all; `entropy` of the shares is in bits, log2 of num_experts where all are used alike.
+        """
         found = []
         for layer, counts in sorted(self.load.items()):
             shares = counts[counts > 0] / max(1, counts.sum())
-            found.append(
-                LayerLoad(
-                    layer=layer,
-                    rows=self.rows[layer],
-                    used=len(shares),
-                    busiest=int(counts.argmax()),
-                    busiest_share=float(shares.max(initial=0)),
-                    entropy=abs(float(-(shares * np.log2(shares)).sum())),
-                )
-            )
+            about: dict[str, Any] = {"layer": layer, "rows": self.rows[layer], "used": len(shares)}
+            about |= {"busiest": int(counts.argmax()), "busiest_share": float(shares.max(initial=0))}
+            found.append(about | {"entropy": abs(float(-(shares * np.log2(shares)).sum()))})
         return found
 
     @property
@@ -171,7 +148,7 @@ class Inspection:
             "what": self.what,
             "num_experts": self.num_experts,
             "sequences": [asdict(verdict) for verdict in self.verdicts],
-            "layers": [asdict(layer) for layer in self.layers],
+            "layers": self.layers,
             "unchecked": self.unchecked,
         }
         return json.dumps(found, indent=2)
@@ -211,21 +188,8 @@ class Inspection:
 
     def _table(self) -> Table:
         experts = max(1, self.num_experts)
-        titles = (
-            "Layer",
-            "Rows",
-            f"Experts used\nof {experts}",
-            f"Busiest\neven: {1 / experts:.2%}",
-            f"Entropy, bits\nof {math.log2(experts):.2f}",
-        )
-        rows = [
-            (
-                str(one.layer),
-                f"{one.rows:,}",
-                f"{one.used:,}",
-                f"{one.busiest_share:.2%} (expert {one.busiest})",
-                f"{one.entropy:.2f}",
-            )
-            for one in self.layers
-        ]
-        return Table(titles, rows, numbers=range(1, 5))
+        even, most = f"even: {1 / experts:.2%}", f"of {math.log2(experts):.2f}"
+        heads = "Layer", "Rows", f"Experts used\nof {experts}", f"Busiest\n{even}", f"Entropy, bits\n{most}"
+        cells = "{layer}|{rows:,}|{used:,}|{busiest_share:.2%} (expert {busiest})|{entropy:.2f}"
+        rows = [cells.format(**one).split("|") for one in self.layers]
+        return Table(heads, rows, numbers=range(1, 5))

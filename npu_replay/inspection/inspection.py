@@ -33,10 +33,8 @@ KINDS = (
     "routes that RoutedExperts.save or to_bytes made, a folder of RouteStore, an .npy array, or a whole "
     "answer of vLLM or SGLang as JSON"
 )
-MOST_TEXT = 2 << 30
-"""Bytes of JSON that are read; parsed, they take several times as much memory."""
-MOST_BYTES = 16 << 30
-"""Bytes of an .npy array that are read."""
+MOST_BYTES = 2 << 30
+"""Bytes of JSON or of an array that are read; parsed, JSON takes several times as much memory."""
 _MOST_TOKENS = 1 << 23  # of a sequence whose tokens are only counted
 _NO_MODEL = "layers and experts against the model: give --config"
 _NO_IDS = "its tokens: give the ids (--prompt-ids, --output-ids)"
@@ -90,32 +88,22 @@ def inspect(
         return given.found
     begins = _contents(path, 9)
     if begins.startswith(b"\x93NUMPY"):
-        whole = _contents(path)
-        given.add_array("an .npy array", partial(payloads.from_npy, whole, most=len(whole)))
+        given.add_array(_contents(path))
     elif begins[7:9] == b"\0{":  # eight bytes of a length, then JSON; in a text no byte is 0
         given.refuse_sample()
         given.found.what = "a file of RoutedExperts.save or to_bytes"
         given.add_saved(lambda: RoutedExperts.load(path), str(path))
     else:
-        answer = _parsed(path, _contents(path))
-        if isinstance(answer, list) and answer and isinstance(answer[0], list):
-            most = (len(answer), 4096, 1024)
-            given.add_array("nested lists of ids", partial(payloads.from_lists, answer, most=most))
-        else:
-            given.add_answer(answer)
+        given.add_answer(_parsed(path))
     return given.found
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Given:
-    """What the caller says beside the data, and what was found by it.
+    """Holds what the caller of `inspect` gave, and what was found by it.
 
     Attributes:
-        path: to look into.
-        found: takes each sequence.
-        model: which layers route; None where nobody said.
         prompts, outputs: [tokens] int64 each; one for all sequences, or one each; empty where nobody said.
-        engine, version, start, sample: as `inspect` has them.
     """
 
     path: Path
@@ -132,25 +120,22 @@ class _Given:
         """Return the prompt and the output of one sequence."""
         found: list[Array | None] = []
         for option, lists in (("--prompt-ids", self.prompts), ("--output-ids", self.outputs)):
-            ReplayError.unless(
-                len(lists) < 2 or number < len(lists),
-                f"{option} has fewer lists than there are sequences",
-                "one list of ids, or a list for each",
-                f"{len(lists)}, none for sequence {number}",
-            )
+            got = f"{len(lists)}, none for sequence {number}"
+            problem, wanted = f"{option} has too few lists", "one list of ids, or a list for each sequence"
+            ReplayError.unless(len(lists) < 2 or number < len(lists), problem, wanted, got)
             found.append(lists[number if len(lists) > 1 else 0] if lists else None)
         return found[0], found[1]
 
     def tokens(self) -> Array | None:
         """Return the prompt and the output of the only sequence together."""
         prompt, output = self.ids(0)
-        ReplayError.unless(
-            (prompt is None) == (output is None),
-            "an array of routes needs the ids of the prompt and of the output",
-            "--prompt-ids and --output-ids (a file with [] where there are none)",
-            f"only {'--output-ids' if prompt is None else '--prompt-ids'}",
-        )
-        return None if prompt is None or output is None else np.concatenate([prompt, output])
+        if prompt is not None and output is not None:
+            return np.concatenate([prompt, output])
+        problem = "the ids of the prompt and of the output go together"
+        got = f"only {'--output-ids' if prompt is None else '--prompt-ids'}"
+        wanted = "--prompt-ids and --output-ids (a file with [] where there are none)"
+        ReplayError.unless(prompt is output, problem, wanted, got)
+        return None
 
     def needed_model(self) -> RoutedModel:
         """Return the model, without which an engine's rows can't be decoded."""
@@ -218,19 +203,18 @@ class _Given:
 
     # What an engine made
 
-    def add_array(self, what: str, read: Callable[..., Array]) -> None:
+    def add_array(self, npy: bytes) -> None:
         """Add rows without an answer around them, [rows, columns, topk]."""
         self.refuse_sample()
         model, tokens = self.needed_model(), self.tokens()
-        source = Source(engine=str(self.path))
+        source, self.found.what = Source(engine=str(self.path)), "an .npy array"
         if self.engine is not None:
             decoder = vllm if self.engine == "vllm" else sglang
             source = replace(decoder.source(self.version), field=str(self.path))
-            what += f" of {_named(self.engine, self.version)}"
-        self.found.what = what
+            self.found.what += f" of {_named(self.engine, self.version)}"
 
         def routes() -> RoutedExperts:
-            rows = read(source=source)
+            rows = payloads.from_npy(npy, source=source, most=len(npy))
             # Where nobody names the tokens, all get one id: rows that are alike are then no fault.
             ids = np.zeros(self.start + len(rows) + 1, np.int64) if tokens is None else tokens
             return admit(rows, model=model, tokens=ids, source=source, start=self.start)
@@ -242,9 +226,7 @@ class _Given:
         """Add the sequences of an engine's answer, decoded as its decoder does."""
         engine, version = self.engine or whose(answer), self.version
         if engine is None:
-            server_answers.opened(
-                answer, str(self.path), KINDS
-            )  # raises the server's own words, if these are such
+            server_answers.opened(answer, str(self.path), KINDS)  # raises a server's own words
             raise RouteFileError(
                 "there are no routes in this JSON, and whose answer it is can't be told",
                 where=str(self.path),
@@ -317,27 +299,23 @@ def _named(engine: Engine, version: str) -> str:
 
 def _contents(path: Path, most: int | None = None) -> bytes:
     """Return the bytes of a plain file, or its first ones; its size is checked before it is read."""
+    where = str(path)
     try:
-        RouteFileError.unless(path.exists(), "there is no such file", where=str(path))
+        RouteFileError.unless(path.exists(), "there is no such file", where=where)
         with plain_file(path) as file:
-            if most is None:
-                _check_size(path, os.fstat(file.fileno()).st_size, MOST_BYTES)
+            size, wanted = os.fstat(file.fileno()).st_size, f"at most {MOST_BYTES:,} bytes"
+            fits = most is not None or size <= MOST_BYTES
+            RouteFileError.unless(fits, "the file is too large to look at", wanted, f"{size:,}", where=where)
             data: bytes = file.read() if most is None else file.read(most)
     except (OSError, ValueError, MemoryError) as error:
-        raise RouteFileError(f"the file can't be read ({error})", where=str(path)) from error
-    RouteFileError.unless(bool(data), "the file is empty", where=str(path))
+        raise RouteFileError(f"the file can't be read ({error})", where=where) from error
+    RouteFileError.unless(bool(data), "the file is empty", where=where)
     return data
 
 
-def _check_size(path: Path, size: int, most: int) -> None:
-    problem, wanted = "the file is too large to look at", f"at most {most:,} bytes"
-    RouteFileError.unless(size <= most, problem, wanted, f"{size:,}", where=str(path))
-
-
-def _parsed(path: Path, data: bytes) -> Any:
+def _parsed(path: Path) -> Any:
     """Parse JSON after a byte order mark and the headers that `curl -i` writes."""
-    _check_size(path, len(data), MOST_TEXT)
-    text = data.removeprefix(codecs.BOM_UTF8).lstrip(b" \t\r\n")
+    text = _contents(path).removeprefix(codecs.BOM_UTF8).lstrip(b" \t\r\n")
     while text.startswith(b"HTTP/"):  # 100 Continue has headers of its own
         text = text.replace(b"\r\n\r\n", b"\n\n", 1).partition(b"\n\n")[2]
     try:
@@ -357,7 +335,7 @@ def _token_lists(path: Path | None) -> tuple[Array, ...]:
     """Read token ids from a JSON file: one list, or a list of them; [tokens] int64 each."""
     if path is None:
         return ()
-    value = _parsed(path, _contents(path))
+    value = _parsed(path)
     nested = isinstance(value, list) and bool(value) and isinstance(value[0], list)
     try:
         lists = [np.asarray(one) for one in (value if nested else [value])]

@@ -21,7 +21,7 @@ def routes(found: Inspection) -> bytes:
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 
-    layers = [figure.layer for figure in found.layers]
+    layers = sorted(found.load)
     figure = Figure(figsize=(9, min(9.0, max(3.2, 1.8 + 0.14 * len(layers)))), layout="constrained", dpi=110)
     figure.suptitle(f"{Path(found.path).name}: {found.what}", x=0.01, ha="left", weight="bold")
     if layers:

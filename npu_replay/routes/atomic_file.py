@@ -128,8 +128,8 @@ def _scratch(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, BinaryIO]]:
             for close in (file.close, lambda: os.close(lock)):
                 with suppress(OSError):  # of a write that failed already, or with everything on the disk
                     close()
-    except OSError as error:
-        raise RouteFileError(f"the file can't be written ({error})", where=str(path)) from error
+    except OSError as error:  # its words alone: the name in it may be the scratch file's
+        raise RouteFileError(f"it can't be written ({error.strerror or error})", where=str(path)) from error
 
 
 def _created(path: Path) -> tuple[Path, BinaryIO]:

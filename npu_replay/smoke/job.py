@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
+import pickle
 import sys
 import time
-import traceback
-from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ import torch.distributed as dist
 from npu_replay import devices
 from npu_replay.compat import probe
 from npu_replay.errors import ReplayError
-from npu_replay.options import message
 from npu_replay.smoke.model import config
 from npu_replay.smoke.options import Options
 
@@ -48,109 +46,67 @@ def place() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-@dataclass
-class Verdict:
-    """How one feature went on one rank.
-
-    Attributes:
-        problem: empty if nothing is wrong.
-        trace: where an exception came from, innermost last; empty if none was raised.
-        found: what it saw, for the other ranks.
-        broken: an exception left the schedule, so others may wait in vain in their collectives.
-        at: when it was found, in seconds; who waited in vain finds out after it.
-    """
-
-    problem: str = ""
-    trace: list[str] = field(default_factory=list)
-    found: Any = None
-    broken: bool = False
-    at: float = field(default_factory=time.time)
-
-    @classmethod
-    def of(cls, error: Exception) -> Verdict:
-        """Return the verdict of a rank on which an exception was raised."""
-        if isinstance(error, Wrong):
-            return cls(message(error))
-        whose = "" if isinstance(error, ReplayError) else f"{type(error).__name__}: "
-        # Of a path the last folders: the rest is nobody's business.
-        trace = [
-            f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.name}"
-            for frame in traceback.extract_tb(error.__traceback__)[-6:]
-        ]
-        return cls(f"{whose}{message(error)}".strip() or "no message", trace, broken=True)
-
-
-def first_to_fail(verdicts: list[Verdict], patience: float) -> int | None:
-    """Return the lowest rank that failed by itself, and not for having waited for another; None if none did.
-
-    >>> first_to_fail([Verdict("timed out", at=60.0), Verdict(), Verdict("no memory", at=1.0)], patience=60.0)
-    2
-    """
-    failed = [(rank, one.at) for rank, one in enumerate(verdicts) if one.problem]
-    first = min((at for _, at in failed), default=0.0)
-    return min((rank for rank, at in failed if at - first < patience / 2), default=None)
-
-
 class Job:
-    """A started job.
+    """One rank of a job.
 
     Attributes:
         rank, world: this process among them.
-        device: where the model runs.
+        device: where the model runs, a torch.device once the job is prepared.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.rank, self.world = place()
-        # A back end that ends the process when a collective takes too long would take the report with it.
-        longest = 20 * options.patience
+        self.device: Any = None
         store: Any = dist.HashStore()  # type: ignore[attr-defined]
         if "RANK" in os.environ:
             store = next(iter(dist.rendezvous("env://")))[0]  # type: ignore[attr-defined]
         self.store = dist.PrefixStore("smoke", store)  # type: ignore[attr-defined]
-        self.device = self._prepared()
-        self.backend = devices.backend(self.device)
-        self._timeout = options.patience if self.backend == "gloo" else longest
-        dist.init_process_group(
-            self.backend,
-            store=dist.PrefixStore("model", store),  # type: ignore[attr-defined]
-            rank=self.rank,
-            world_size=self.world,
-            timeout=timedelta(seconds=self._timeout),
-        )
-        self._control = None  # a group for talking about results: gloo where there is one
-        if dist.is_gloo_available():
-            self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=longest))
 
-    def _prepared(self) -> torch.device:
-        """Pick this rank's device and import Megatron; an error of any rank is one on all of them."""
-        verdict, device = Verdict(), torch.device("cpu")
-        try:
-            device = devices.pick(self.options.device)
-            if device.type != "cpu":
-                getattr(torch, device.type).set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            import_mindspeed()
-            probe.require(probe.MEGATRON, "smoke")
-            importlib.import_module("megatron.core.parallel_state")
-        except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait for us
-            verdict = Verdict.of(error)
-        self.store.set(f"start/{self.rank}", verdict.problem)
-        for rank in range(self.world):
-            self.store.wait([f"start/{rank}"], timedelta(seconds=10 * self.options.patience))
-            if problem := self.store.get(f"start/{rank}").decode():
-                raise Wrong(f"rank {rank}: {problem}" if self.world > 1 else problem)
-        return device
+    def prepare(self) -> str:
+        """Pick this rank's device, and import what the job needs."""
+        self.device = devices.pick(self.options.device)
+        if self.device.type != "cpu":
+            getattr(torch, self.device.type).set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        import_mindspeed()
+        probe.require(probe.MEGATRON, "smoke")
+        importlib.import_module("megatron.core.parallel_state")
+        return ""
 
-    def about(self) -> str:
-        """Return one line about this job."""
+    def start(self) -> str:
+        """Make the process groups, and tell MindSpeed; return a line about them."""
+        backend = devices.backend(self.device)
+        # A back end that ends the process when a collective takes too long would take the report with it.
+        self._timeout = self.options.patience * (1 if backend == "gloo" else 20)
+        if not dist.is_initialized():
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("model", self.store),  # type: ignore[attr-defined]
+                rank=self.rank,
+                world_size=self.world,
+                timeout=timedelta(seconds=self._timeout),
+            )
+        self.initialise()
+        self.tell_mindspeed()
         whose = "MindSpeed's and Megatron's" if _ADAPTOR in sys.modules else "Megatron's"
-        return f"{whose} process groups over {self.backend}"
+        return f"{whose} process groups over {backend}"
 
-    def share(self, verdict: Verdict) -> list[Verdict]:
-        """Return every rank's verdict. All ranks come here after each feature."""
-        verdicts: list[Any] = [None] * self.world
-        dist.all_gather_object(verdicts, verdict, group=self._control)
-        return verdicts
+    def share(self, name: str, value: Any, patience: float = math.inf) -> list[Any]:
+        """Return every rank's value of this name, which all ranks give.
+
+        The store is asked again and again: a wait inside it would keep a timer's thread out of it.
+        """
+        self.store.set(f"{name}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]  # takes bytes too
+        until = time.monotonic() + patience
+        while not self.store.check([f"{name}/{rank}" for rank in range(self.world)]):
+            Wrong.unless(time.monotonic() < until, f"no word of another rank within {patience:.0f} s")
+            time.sleep(0.01)
+        return self.heard(name)
+
+    def heard(self, name: str) -> list[Any]:
+        """Return the values of this name that ranks have given so far."""
+        keys = [f"{name}/{rank}" for rank in range(self.world)]
+        return [pickle.loads(self.store.get(key)) for key in keys if self.store.check([key])]
 
     def initialise(self) -> None:
         """Make Megatron's process groups anew: those of a rank that waited in vain are of no more use."""
@@ -170,8 +126,9 @@ class Job:
         gloo's threads end a process with SIGABRT if it exits while they still run: on a busy machine in every
         second run of four processes.
         """
-        dist.barrier(group=self._control)
-        dist.destroy_process_group()
+        self.share("leave", None, self.options.patience)
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def tell_mindspeed(self) -> None:
         """Give MindSpeed the arguments that it would have from the command line of a training script."""

@@ -20,11 +20,11 @@ SIZES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
-    """The sizes of the job's parallel axes, and of a model that can be cut like that.
+class Options:
+    """What the command line says, and the sizes of a model that can be split like that.
 
-    >>> split = Split(tp=2, pp=2, ep=2)
-    >>> split.multiple, split.layers, split.experts, split.micro_batches
+    >>> options = Options(tp=2, pp=2, ep=2)
+    >>> options.multiple, options.layers, options.experts, options.micro_batches
     (4, 4, 8, 4)
     """
 
@@ -35,6 +35,42 @@ class Split:
     vp: int = 1
     etp: int = 1
     model: str = "gpt"
+    recompute: bool = False
+    device: str = "auto"
+    json: bool = False
+    out: Path | None = None
+    force: bool = False
+    patience: float = 60.0
+
+    @classmethod
+    def of(cls, given: Namespace) -> Options:
+        """Take them from a command line that was read."""
+        return cls(**{field.name: getattr(given, field.name) for field in fields(cls)})
+
+    def problem(self, processes: int) -> str:
+        """Why so many processes can't run this; empty if they can.
+
+        >>> Options(vp=2).problem(1)
+        '--vp needs a pipeline: --pp 2 or more'
+        """
+        low = [f"--{name} {size}" for name in SIZES if (size := getattr(self, name)) < 1]
+        if low:
+            return f"{', '.join(low)}: a size is at least 1"
+        if self.vp > 1 and self.pp == 1:
+            return "--vp needs a pipeline: --pp 2 or more"
+        if self.patience <= 0:
+            return "--patience is a number of seconds above 0"
+        if processes % self.multiple:
+            return (
+                f"these sizes need a multiple of {self.multiple} processes, and there "
+                f"{'is' if processes == 1 else 'are'} {processes}: torchrun --nproc-per-node {self.multiple} "
+                "(a multiple of tp * cp * pp and of etp * ep * pp; count those of all nodes)"
+            )
+        try:
+            options.check_out(self.out, force=self.force)
+        except options.WrongOption as error:
+            return options.message(error)
+        return ""
 
     @property
     def multiple(self) -> int:
@@ -55,7 +91,7 @@ class Split:
     def pattern(self) -> str:
         """The same layers as a HybridModel's pattern has them; where there are virtual stages, | ends each.
 
-        >>> Split(pp=2, vp=2).pattern
+        >>> Options(pp=2, vp=2).pattern
         '*-*E|*E*E|*E*E|*E*E'
         """
         symbols = ("*E" * self.layers).replace("E", "-", 1)
@@ -89,48 +125,3 @@ class Split:
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.etp,
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Split):
-    """What the command line says."""
-
-    recompute: bool = False
-    sequence_parallel: bool = False
-    device: str = "auto"
-    json: bool = False
-    out: Path | None = None
-    force: bool = False
-    patience: float = 60.0
-
-    @classmethod
-    def of(cls, given: Namespace) -> Options:
-        """Take them from a command line that was read."""
-        return cls(**{field.name: getattr(given, field.name) for field in fields(cls)})
-
-    def problem(self, processes: int) -> str:
-        """Why so many processes can't run this; empty if they can.
-
-        >>> Options(vp=2).problem(1)
-        '--vp needs a pipeline: --pp 2 or more'
-        """
-        low = [f"--{name} {size}" for name in SIZES if (size := getattr(self, name)) < 1]
-        if low:
-            return f"{', '.join(low)}: a size is at least 1"
-        if self.vp > 1 and self.pp == 1:
-            return "--vp needs a pipeline: --pp 2 or more"
-        if self.sequence_parallel and self.tp == 1:
-            return "--sequence-parallel needs --tp 2 or more, and is on by itself there"
-        if self.patience <= 0:
-            return "--patience is a number of seconds above 0"
-        if processes % self.multiple:
-            return (
-                f"these sizes need a multiple of {self.multiple} processes, and there "
-                f"{'is' if processes == 1 else 'are'} {processes}: torchrun --nproc-per-node {self.multiple} "
-                "(a multiple of tp * cp * pp and of etp * ep * pp; count those of all nodes)"
-            )
-        try:
-            options.check_out(self.out, force=self.force)
-        except options.WrongOption as error:
-            return options.message(error)
-        return ""

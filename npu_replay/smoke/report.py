@@ -25,9 +25,7 @@ from npu_replay.tables import width, wrapped
 SCHEMA = 1
 KIND = "npu_replay smoke"
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
-_PRODUCTS = ("megatron-core", "mindspeed", "torch_npu", "numpy")
-_CHECKOUTS = ("megatron-core", "mindspeed")
-_WIDTH = 13
+_WIDTH = 13  # of a feature's name
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,10 @@ class Result:
         result: PASS, FAIL or SKIP.
         why: one line: what was seen, what is wrong, or why it was not tried.
         rank: the lowest rank that failed; None if none did.
-        seconds: on rank 0.
+        seconds: on this rank.
         trace: where the exception came from, if one was raised.
+        broken: an exception left the schedule, so other ranks may wait in vain in their collectives.
+        at: when it ended, in seconds; a rank that waited in vain ends later.
     """
 
     feature: str
@@ -51,15 +51,25 @@ class Result:
     rank: int | None = None
     seconds: float = 0.0
     trace: list[str] = field(default_factory=list)
+    broken: bool = False
+    at: float = 0.0
+
+
+def first_to_fail(results: list[Result], patience: float) -> Result:
+    """Return the result of the lowest rank that failed by itself, and not for having waited for another; the
+    first rank's where none failed."""
+    failed = [one for one in results if one.result == FAIL]
+    first = min((one.at for one in failed), default=0.0)
+    return next((one for one in failed if one.at - first < patience / 2), results[0])
 
 
 @dataclass
 class Report:
     """All that a run has found so far, on one rank.
 
-    >>> report = Report(Options(), 1, results=[Result("bytes", "softmax", FAIL, "others came back", rank=3)])
-    >>> report.lines("bytes")
-    'FAIL  bytes         softmax: rank 3: others came back'
+    >>> report = Report(Options(), 1, results=[Result("replay", "softmax", FAIL, "it broke", rank=3)])
+    >>> report.lines("replay")
+    'FAIL  replay        softmax: rank 3: it broke'
     """
 
     options: Options
@@ -71,136 +81,112 @@ class Report:
     @property
     def passed(self) -> bool:
         """Nothing failed, and something passed."""
-        results = {one.result for one in self.results}
-        return PASS in results and FAIL not in results
+        return bool(self._features(PASS)) and not self._features(FAIL)
 
     def to_json(self) -> str:
-        """All of it, for programs. docs/dev/smoke.md says what each field is."""
-        spent: dict[str, float] = {}
-        for one in self.results:
-            spent[one.feature] = round(spent.get(one.feature, 0.0) + one.seconds, 3)
-        return json.dumps(
-            {
-                "schema": SCHEMA,
-                "kind": KIND,
-                "passed": self.passed,
-                "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-                "options": {
-                    name: getattr(self.options, name) for name in (*SIZES, "model", "recompute", "device")
-                },
-                "processes": self.processes,
-                "versions": versions(),
-                "machine": machine(self.device),
-                "sizes": {
-                    "layers": self.options.layers,
-                    "experts": self.options.experts,
-                    "topk": TOPK,
-                    "micro_batches": self.options.micro_batches,
-                },
-                "results": [asdict(one) for one in self.results],
-                "seconds": spent | {"all": round(time.perf_counter() - self.started, 3)},
+        """Return all of it, for programs. docs/dev/smoke.md says what each field is."""
+        sizes = ("layers", "experts", "micro_batches")
+        about = {
+            "schema": SCHEMA,
+            "kind": KIND,
+            "passed": self.passed,
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "options": {
+                name: getattr(self.options, name) for name in (*SIZES, "model", "recompute", "device")
             },
-            indent=1,
-        )
+            "processes": self.processes,
+            "versions": versions(),
+            "machine": machine(self.device),
+            "sizes": {name: getattr(self.options, name) for name in sizes} | {"topk": TOPK},
+            "results": [
+                {name: told for name, told in asdict(one).items() if name not in ("broken", "at")}
+                for one in self.results
+            ],
+            "seconds": {"all": round(time.perf_counter() - self.started, 3)},
+        }
+        return json.dumps(about, indent=1)
 
     def heading(self) -> str:
         """Say what is run on what."""
-        axes = ("tp", "cp", "pp", "vp", "ep", "etp")
-        sizes = [f"{axis} {size}" for axis in axes if (size := getattr(self.options, axis)) > 1]
+        sizes = [f"{axis} {size}" for axis in SIZES if (size := getattr(self.options, axis)) > 1]
         known, about = versions(), machine(self.device)
         names = [f"{name} {version}" for name, version in known.items() if version and name != "numpy"]
         where = about["name"] or about["device"] or "no device"
         where += f", CANN {about['cann']}" if about["cann"] else ""
         processes = f"{self.processes} process{'es' if self.processes > 1 else ''}"
-        model = ["HybridModel"] if self.options.model == "hybrid" else []
-        what = ", ".join([*model, processes, *sizes])
+        what = ", ".join([*["HybridModel"] * (self.options.model == "hybrid"), processes, *sizes])
         return wrapped(f"npu-replay smoke: {what}, on {where}\n{', '.join(names)}", width())
 
     def lines(self, feature: str) -> str:
-        """The line of a feature; for a failure one for each way of routing that fails."""
+        """Return the line of a feature; for a failure one for each way of routing that fails."""
         mine = [one for one in self.results if one.feature == feature]
-        failed = [one for one in mine if one.result == FAIL]
-        if failed:
-            told = []
-            for one in failed:
-                rank = f"rank {one.rank}" if one.rank is not None else ""
-                why = ": ".join(filter(None, (one.case, rank, " ".join(one.why.split()))))
-                told.append(_line(one.result, feature, why))
-            return "\n".join(told)
-        tried = [one for one in mine if one.result == PASS]
-        if not tried:
-            return _line(SKIP, feature, mine[0].why)
-        skipped = [f"{one.case} not tried: {one.why}" for one in mine if one.result == SKIP]
-        cases = f"{', '.join(one.case for one in tried)}: " if skipped else ""
-        return _line(PASS, feature, "; ".join([cases + tried[0].why, *skipped]))
+        told = []
+        for one in (one for one in mine if one.result == FAIL):
+            rank = f"rank {one.rank}" if one.rank is not None else ""
+            told.append((FAIL, ": ".join(filter(None, (one.case, rank, " ".join(one.why.split()))))))
+        if not told:
+            tried = [one for one in mine if one.result == PASS]
+            skipped = [f"{one.case} not tried: {one.why}" for one in mine if one.result == SKIP and tried]
+            cases = f"{', '.join(one.case for one in tried)}: " if skipped else ""
+            whole = "; ".join([cases + (tried or mine)[0].why, *skipped])
+            told.append((PASS if tried else SKIP, whole))
+        indent = " " * (_WIDTH + 7)
+        return "\n".join(
+            wrapped(f"{result}  {feature:<{_WIDTH}} {why}", width(), indent) for result, why in told
+        )
 
     def verdict(self) -> str:
-        """The last line."""
-        spent = time.perf_counter() - self.started
-        named = {
-            result: list(dict.fromkeys(one.feature for one in self.results if one.result == result))
-            for result in (PASS, FAIL)
-        }
-        if not self.passed:
-            return f"FAIL: {', '.join(named[FAIL]) or 'nothing was tried'}, after {spent:.0f} s"
-        return f"PASS: {len(named[PASS])} of {len(named[PASS])} features, in {spent:.0f} s"
+        """Return the last line."""
+        spent, count = time.perf_counter() - self.started, len(self._features(PASS))
+        if self.passed:
+            return f"PASS: {count} of {count} features, in {spent:.0f} s"
+        return f"FAIL: {', '.join(self._features(FAIL)) or 'nothing was tried'}, after {spent:.0f} s"
 
-
-def _line(result: str, feature: str, why: str) -> str:
-    return wrapped(f"{result}  {feature:<{_WIDTH}} {why}", width(), " " * (_WIDTH + 7))
-
-
-# What is here
+    def _features(self, result: str) -> list[str]:
+        return list(dict.fromkeys(one.feature for one in self.results if one.result == result))
 
 
 def versions() -> dict[str, str]:
-    """The release of each product, empty where it isn't here, «?» where it doesn't say; with the commit of a
-    checkout."""
+    """Return the release of each product, and the commit of a checkout of Megatron-LM or MindSpeed.
+
+    It is empty where the product isn't here, and «?» where it doesn't say.
+    """
     from npu_replay import __version__  # here: the package's face
 
-    found = {product.name: product for product in probe.products()}
     known = {"npu_replay": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    for name in _PRODUCTS:
-        product = found[name]
-        version = product.version or "?" if product.found else ""
-        commit = _commit(Path(product.where)) if product.found and name in _CHECKOUTS else ""
-        known[name] = f"{version} ({commit})" if commit else version
+    found = {product.name: product for product in probe.products()}
+    for name in ("megatron-core", "mindspeed", "torch_npu", "numpy"):
+        known[name] = found[name].version or "?" if found[name].found else ""
+        if known[name] and name in ("megatron-core", "mindspeed") and (commit := _commit(found[name].where)):
+            known[name] += f" ({commit})"
     return known
 
 
-def _commit(folder: Path) -> str:
-    """The first digits of the commit that a checkout is at; empty elsewhere."""
-    for place in (folder, *folder.parents)[:3]:
-        head = place / ".git" / "HEAD"
-        try:
-            said = head.read_text(encoding="utf-8").strip()
-            if said.startswith("ref: "):
-                said = (place / ".git" / said[5:]).read_text(encoding="utf-8").strip()
-        except OSError:
-            continue
-        return said[:8] if re.fullmatch(r"[0-9a-f]{40}", said) else ""
-    return ""
+def _commit(folder: str) -> str:
+    """Return the first digits of the commit that a checkout is at; empty elsewhere."""
+    git = next((git for place in [*Path(folder, ".").parents][:3] if (git := place / ".git").is_dir()), None)
+    try:
+        said = Path(git, "HEAD").read_text().strip() if git else ""
+        if git and said.startswith("ref: "):
+            said = Path(git, said[5:]).read_text().strip()
+    except OSError:  # a branch whose tip is packed
+        return ""
+    return said[:8] if re.fullmatch(r"[0-9a-f]{40}", said) else ""
 
 
 def machine(device: torch.device | None) -> dict[str, str]:
-    """The kind of device, its name as its driver says, CANN's release, and the processor."""
-    kind = "" if device is None else device.type
+    """Return the kind of device, its name as its driver says, CANN's release, and the processor."""
+    kind, cann = "" if device is None else device.type, ""
+    for variable in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH") if kind == "npu" else ():
+        home = os.environ.get(variable)  # where CANN's set_env.sh points to
+        for file in sorted(Path(home).glob("**/ascend_toolkit_install.info")) if home else []:
+            release = re.search(r"^version=(\S+)", file.read_text(errors="replace"), re.MULTILINE)
+            cann = cann or (release[1] if release else "")
     return {
         "device": kind,
         "name": "" if device is None else name_of(device),
-        "cann": _cann() if kind == "npu" else "",
+        "cann": cann,
         "cuda": (torch.version.cuda or "") if kind == "cuda" else "",
         "processor": platform.machine(),
         "system": platform.system(),
     }
-
-
-def _cann() -> str:
-    """CANN's release, read from where its set_env.sh points to."""
-    for variable in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"):
-        home = os.environ.get(variable)
-        for file in sorted(Path(home).glob("**/ascend_toolkit_install.info")) if home else []:
-            found = re.search(r"^version=(\S+)", file.read_text(errors="replace"), re.MULTILINE)
-            if found:
-                return found[1]
-    return ""

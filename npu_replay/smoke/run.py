@@ -11,22 +11,25 @@ import itertools
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import torch
 
 import npu_replay
 from npu_replay import screen
 from npu_replay.devices import megatron_on, one_thread
+from npu_replay.errors import ReplayError
 from npu_replay.options import WrongOption, message, write_out
 from npu_replay.smoke import hybrid_model
-from npu_replay.smoke.checks import FEATURES, Examination, Trial, left_behind
-from npu_replay.smoke.job import Job, Verdict, Wrong, first_to_fail, place
-from npu_replay.smoke.model import ROUTINGS, Routing
+from npu_replay.smoke.checks import FEATURES, Trial, left_behind
+from npu_replay.smoke.job import Job, Wrong, place
+from npu_replay.smoke.model import ROUTINGS
 from npu_replay.smoke.options import Options
-from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result
+from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result, first_to_fail
 from npu_replay.tables import print_json
 
 USAGE = 2
@@ -40,13 +43,16 @@ def main(options: Options) -> int:
         if rank == 0:
             raise WrongOption(problem)
         return USAGE
-    with screen.quiet(f"smoke-rank{rank}", told=rank == 0):
+    with screen.quiet(f"smoke-rank{rank}", told=rank == 0) as log:
         smoke = Smoke(options)
         smoke.run()
         try:
-            return smoke.end()
+            code = smoke.end()
         finally:
-            smoke.leave()
+            smoke.job.leave()  # after rank 0 has written: torchrun ends all when one has failed
+    if code == 0:
+        log.unlink(missing_ok=True)  # nobody needs to read it
+    return code
 
 
 class Smoke:
@@ -57,29 +63,25 @@ class Smoke:
         routings: the ways of routing to try.
     """
 
-    def __init__(self, options: Options, routings: Sequence[Routing] = ROUTINGS) -> None:
+    def __init__(self, options: Options, routings: Sequence[str] = tuple(ROUTINGS)) -> None:
         self._options, self._routings = options, routings
-        self._rank, world = place()
-        self.report = Report(options, world)
-        self._ended = self.report.started  # of the last feature
+        self.job = Job(options)
+        self.report = Report(options, self.job.world)
         self._trials: dict[str, Trial] = {}
-        self._untried: dict[str, str] = {}  # ways of routing, and why no feature is tried with them
+        self._untried: set[str] = set()  # ways of routing with which the model doesn't train
         self._broken = False  # the process groups: a rank may have waited in vain
         self._asked = 0  # how many features were begun: all ranks count alike
 
     def run(self) -> None:
         """Start, try every feature, and look for what is left."""
-        try:
-            self._job = Job(self._options)
-        except Exception as error:  # noqa: BLE001  whatever fails here is the finding
-            self._say(self.report.heading() + "\n")
-            verdict = Verdict.of(error)
-            self._note([Result("start", "", FAIL, verdict.problem, trace=verdict.trace)])
-            return
-        self.report.device = self._job.device
-        self._say(self.report.heading() + "\n")
         topk = torch.topk, torch.Tensor.topk
-        with one_thread(), megatron_on(self._job.device):
+        started = self._try("start", "", self.job.prepare)
+        self.report.device = self.job.device
+        self._say(self.report.heading() + "\n")
+        if started.result == FAIL:
+            self._note([started])
+            return
+        with one_thread(), megatron_on(self.job.device):
             started = self._try("start", "", self._start)
             self._note([started])
             for feature in FEATURES if started.result == PASS else ():
@@ -89,20 +91,14 @@ class Smoke:
     def end(self) -> int:
         """Write the JSON, say the verdict, and return the exit code."""
         self._say(f"\n{self.report.verdict()}")
-        if self._rank == 0:
+        if self.job.rank == 0:
             if self._options.json:
                 print_json(self.report.to_json())
             write_out(self._options.out, self.report.to_json().encode(), force=self._options.force)
         return 0 if self.report.passed else 1
 
-    def leave(self) -> None:
-        """End the process groups, after rank 0 has written: torchrun ends all when one has failed."""
-        if hasattr(self, "_job"):
-            self._job.leave()
-
     def _say(self, text: str) -> None:
-        """Rank 0 speaks."""
-        if self._rank == 0:
+        if self.job.rank == 0:
             to = screen.err() if self._options.json else screen.out()
             to.write(text + "\n")
             to.flush()
@@ -111,80 +107,74 @@ class Smoke:
         self.report.results += results
         self._say(self.report.lines(results[0].feature))
 
-    def _start(self) -> Examination:
+    def _start(self) -> str:
         if self._options.model == "hybrid" and (why := hybrid_model.missing(self._options.pattern)):
             raise Wrong(f"--model hybrid: {why}")
-        self._job.initialise()
-        self._job.tell_mindspeed()
-        self._untried = {one.name: why for one in self._routings if (why := one.missing())}
-        yield None
-        return self._job.about()
+        return self.job.start()
 
     def _feature(self, feature: str) -> list[Result]:
         """Try a feature with each way of routing."""
         if feature == "recompute" and not self._options.recompute:
             return [Result(feature, "", SKIP, "not asked for: --recompute")]
-        once = feature == "collectives"
-        results = []
+        once, results = feature == "collectives", []
         for routing in self._routings[:1] if once else self._routings:
-            case = "" if once else routing.name
-            if why := self._untried.get(routing.name):
-                results.append(Result(feature, case, SKIP, why))
+            case = "" if once else routing
+            if routing in self._untried:
+                results.append(Result(feature, case, SKIP, "the model doesn't train by itself"))
                 continue
             results.append(self._try(feature, case, partial(self._tried, feature, routing)))
             if feature == "model" and results[-1].result == FAIL:
-                self._untried[routing.name] = "not tried: the model doesn't train by itself"
+                self._untried.add(routing)
         return results
 
-    def _tried(self, feature: str, routing: Routing) -> Examination:
+    def _tried(self, feature: str, routing: str) -> str:
         if self._broken:
-            self._job.initialise()
+            self.job.initialise()
             self._broken = False
-        if routing.name not in self._trials:
-            self._trials[routing.name] = Trial(self._job, routing)
-        return (yield from FEATURES[feature](self._trials[routing.name]))
+        if routing not in self._trials:
+            self._trials[routing] = Trial(self.job, routing)
+        return FEATURES[feature](self._trials[routing])
 
-    def _uninstall(self, topk: tuple[Any, Any]) -> Examination:
+    def _uninstall(self, topk: tuple[object, object]) -> str:
         npu_replay.uninstall()
         chunks = itertools.chain.from_iterable(trial.chunks for trial in self._trials.values())
         left = left_behind(chunks, topk)
         Wrong.unless(not left, left)
-        yield None
         return "torch, Megatron and the models are as they were"
 
-    def _try(self, feature: str, case: str, examine: Callable[[], Examination]) -> Result:
-        """Examine on all ranks. The lowest rank that failed by itself is heard."""
+    def _try(self, feature: str, case: str, examine: Callable[[], str]) -> Result:
+        """Examine on all ranks; return the same result on each, but for the seconds."""
         self._asked += 1
-        watch = threading.Timer(4 * self._options.patience, self._conclude, (feature,))
+        patience = self._options.patience
+        watch = threading.Timer(4 * patience, self._conclude, (feature,))
         watch.daemon = True
         watch.start()
-        examination = examine()
+        begun = time.perf_counter()
         try:
-            try:
-                verdict = Verdict(found=next(examination))
-            except Exception as error:  # noqa: BLE001  whatever fails here is the finding
-                verdict = Verdict.of(error)
-                if verdict.broken:  # for the others, which may be stuck in a collective
-                    self._job.store.set(f"failed/{self._asked}", f"rank {self._rank}: {verdict.problem}")
-            verdicts = self._job.share(verdict)
+            found = self._examined(feature, case, examine)
+            found = replace(found, seconds=round(time.perf_counter() - begun, 3), at=time.time())
+            results = self.job.share(str(self._asked), found)
         finally:
             watch.cancel()
-        if any(one.broken for one in verdicts):
+        if any(one.broken for one in results):
             self._trials.clear()
             self._broken = True
-        result, rank, trace = FAIL, first_to_fail(verdicts, self._options.patience), []
-        if rank is not None:
-            why, trace = verdicts[rank].problem, verdicts[rank].trace
-        else:
-            try:
-                examination.send([one.found for one in verdicts])
-                raise AssertionError(f"{feature} yields twice")
-            except StopIteration as end:
-                why, result = end.value, PASS
-            except Wrong as wrong:
-                why = message(wrong)
-        begun, self._ended = self._ended, time.perf_counter()
-        return Result(feature, case, result, why, rank, round(self._ended - begun, 3), trace)
+        return first_to_fail(results, patience)
+
+    def _examined(self, feature: str, case: str, examine: Callable[[], str]) -> Result:
+        """Examine on this rank."""
+        try:
+            return Result(feature, case, PASS, examine())
+        except Wrong as wrong:
+            return Result(feature, case, FAIL, message(wrong), self.job.rank)
+        except Exception as error:  # noqa: BLE001  whatever fails here is the finding
+            whose = "" if isinstance(error, ReplayError) else f"{type(error).__name__}: "
+            why = f"{whose}{message(error)}".strip() or "no message"
+            trace = [  # of a path the last folders: the rest is nobody's business
+                f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.name}"
+                for frame in traceback.extract_tb(error.__traceback__)[-6:]
+            ]
+            return Result(feature, case, FAIL, why, self.job.rank, trace=trace, broken=True)
 
     def _conclude(self, feature: str) -> None:
         """End the job with its report: a rank waits in a collective that nobody will complete.
@@ -192,15 +182,15 @@ class Smoke:
         On the thread of a timer, since the main thread is in that collective.
         """
         try:
-            if self._rank:
+            if self.job.rank:
                 time.sleep(5)  # torchrun ends all when one has ended, and rank 0 still writes
                 return
-            reason = f"no end within {4 * self._options.patience:.0f} s: a rank waits in a collective"
-            key = f"failed/{self._asked}"
-            if self._job.store.check([key]):
-                reason = self._job.store.get(key).decode()
-            rest = "; the features after it were not tried"
-            self._note([Result(feature, "", FAIL, reason + rest)])
+            why = f"no end within {4 * self._options.patience:.0f} s: a rank waits in a collective"
+            heard = self.job.heard(str(self._asked))
+            found = first_to_fail(
+                [*heard, Result(feature, "", FAIL, why, at=time.time())], self._options.patience
+            )
+            self._note([replace(found, why=f"{found.why}; the features after it were not tried")])
             self.end()
         finally:
             os._exit(1)

@@ -142,6 +142,8 @@ def test_an_error_is_folded_and_names_the_page_of_cures(
         ("doctor --json --out nothing/out.json", 2, "can't be written"),
         ("smoke --json --tp 2", 2, "multiple of 2 processes"),
         ("inspect --json", 2, "arguments are required: FILE"),
+        ("inspect nothing --json", 1, "nothing: there is no such file"),
+        ("inspect file --json --out a.txt", 2, "Expected .png for the picture, or .json for the findings"),
         ("doctor --json --nothing", 2, "unrecognized arguments: --nothing"),
         ("nothing --json", 2, "invalid choice: 'nothing'"),
     ],
@@ -223,6 +225,7 @@ def test_where_nothing_can_be_written_is_said_before_the_work(
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert re.search("can't be written", result.stderr)
+    assert ".part" not in result.stderr  # a file that nobody has named
     assert {path.name for path in tmp_path.rglob("*")} == {"file", "folder"}
 
 

@@ -55,7 +55,7 @@ def test_a_failure_half_way_through_lending_leaves_nothing(monkeypatch: pytest.M
     def fail(_: object) -> None:
         raise ImportError("a broken Megatron")
 
-    monkeypatch.setattr(cpu, "_lend_generators", fail)
+    monkeypatch.setattr(cpu, "_lend_megatron", fail)
     before = snapshot(*OWNERS)
     with pytest.raises(ImportError), cpu.lend():
         pytest.fail("the block must not begin")

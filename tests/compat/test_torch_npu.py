@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -140,19 +139,6 @@ print(devices.available(), devices.pick("auto"), torch.ones(1, device="cuda").de
 """
     done = child(code, STAND_IN, TESTS)
     assert done.stdout.splitlines() == ["works missing", "['npu', 'cpu'] npu npu:0"], done.stderr
-
-
-def test_before_torch_accelerator_the_registered_device_is_asked_before_cuda(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    device = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 8)
-    monkeypatch.delattr(torch, "accelerator", raising=False)
-    monkeypatch.setattr(torch, "npu", device, raising=False)
-    monkeypatch.setattr(torch, "cuda", device)
-    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
-    assert torch_npu.accelerator() == ("npu", 8)
-    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "privateuseone")
-    assert torch_npu.accelerator() == ("cuda", 8)
 
 
 @pytest.mark.slow

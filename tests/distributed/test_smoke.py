@@ -27,7 +27,6 @@ FEATURES = (
     "recompute",
     "gradients",
     "own choice",
-    "bytes",
     "uninstall",
 )
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed, pytest.mark.timeout(400)]
@@ -140,7 +139,7 @@ OTHERS = "token-layers show other experts than were replayed"
 BREAKS: dict[str, dict[str, str]] = {  # each break, what fails then, and why it says that it does
     "groups_fail": {"start": "RuntimeError: no such group"},
     "int64_isnt_summed": {"collectives": "all_reduce of torch.int64 over group 0 of 2 ranks gave"},
-    "model_diverges": {"model": "a loss is not finite, without npu_replay"},
+    "model_diverges": {"model": "two runs of one step, without npu_replay, are not comparable: a loss"},
     "record_shifts_rows": {
         "record": "token-layers were recorded otherwise than npu_replay.observe saw them",
         "collect": "they aren't the routes of their tokens",
@@ -157,7 +156,6 @@ BREAKS: dict[str, dict[str, str]] = {  # each break, what fails then, and why it
         "gradients": "not comparable: a loss or a gradient is missing",
     },
     "missing_rows_get_expert_0": {"own choice": "show other experts than the router's own choice"},
-    "bytes_lose_holes": {"bytes": "routes come back from their bytes as others"},
     "a_patch_stays": {"uninstall": "torch.left_by_npu_replay is still replaced"},
 }
 

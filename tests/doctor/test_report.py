@@ -16,7 +16,7 @@ from npu_replay.compat.patching import patches as patching
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.probe import Product
 from npu_replay.doctor import report as reporting
-from npu_replay.doctor.report import Report, TorchFacts
+from npu_replay.doctor.report import Report
 from npu_replay.sessions import backward
 from toys import ToyModel, ToyRouter, ToyRouters, tokens
 
@@ -46,10 +46,6 @@ def patches(nothing_else_is_patched: None) -> Iterator[Patches]:
     group = Patches("a test runs")
     yield group
     group.undo()
-
-
-def facts(accelerator: str = "", devices: int = 0, problem: str = "") -> TorchFacts:
-    return TorchFacts("2.13.0", problem, accelerator, devices)
 
 
 def states(report: Report) -> dict[str, str]:
@@ -127,23 +123,15 @@ def test_a_torch_that_does_not_tell_recomputes_is_reported(monkeypatch: pytest.M
     ],
 )
 def test_devices_are_told_without_importing_torch_npu(
-    accelerator: str, torch_npu: Product, cuda: str, npu: str
+    accelerator: str, torch_npu: Product, cuda: str, npu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    products = (torch_npu, Product("megatron-core", True))
-    found = {c.name: c.state for c in reporting._devices(facts(accelerator, 1), products)}
+    there = {"torch_npu": torch_npu, "megatron-core": Product("megatron-core", True)}
+    products = tuple(there.get(name, Product(name, False)) for name in reporting.probe._KNOWN)
+    monkeypatch.setattr(reporting.probe, "products", lambda: products)
+    monkeypatch.setattr(reporting.torch_npu, "accelerator", lambda: (accelerator, 1))
+    found = states(npu_replay.report())
     assert (found["CUDA"], found["NPU"]) == (cuda, npu)
     assert ("Megatron-core on the CPU" in found) == (accelerator != "cuda")
-
-
-def test_torch_without_an_accelerator_module_asks_the_registered_backend_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delattr(torch, "accelerator")
-    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
-    npu = SimpleNamespace(is_available=lambda: True, device_count=lambda: 8)
-    monkeypatch.setattr(torch, "npu", npu, raising=False)
-    found = reporting.torch_facts()
-    assert (found.accelerator, found.devices) == ("npu", 8)
 
 
 def test_uninstall_undoes_every_patch_and_may_be_asked_again(

@@ -218,16 +218,16 @@ def test_a_good_answer(desk: Desk, run: Callable[..., Result]) -> None:
 
 def test_the_figures_are_those_of_the_ids(desk: Desk) -> None:
     found = desk.look(desk.answer)
-    assert [layer.layer for layer in found.layers] == list(EACH)
+    assert [layer["layer"] for layer in found.layers] == list(EACH)
     for layer in found.layers:
-        rows = desk.rows[:, layer.layer]
+        rows = desk.rows[:, layer["layer"]]
         named = rows.ravel().tolist()
         counts = {expert: named.count(expert) for expert in set(named)}
         shares = [count / len(named) for count in counts.values()]
-        assert (layer.rows, layer.used) == (119, len(counts))
-        assert counts[layer.busiest] == max(counts.values())
-        assert layer.busiest_share == pytest.approx(max(shares))
-        assert layer.entropy == pytest.approx(-sum(share * math.log2(share) for share in shares))
+        assert (layer["rows"], layer["used"]) == (119, len(counts))
+        assert counts[layer["busiest"]] == max(counts.values())
+        assert layer["busiest_share"] == pytest.approx(max(shares))
+        assert layer["entropy"] == pytest.approx(-sum(share * math.log2(share) for share in shares))
 
 
 @BY_NAME
@@ -245,7 +245,7 @@ def test_a_broken_answer_is_refused_with_the_words_of_from_vllm(
 
 
 def test_an_engines_rows_need_the_models_config(desk: Desk) -> None:
-    for what in (desk.rows, desk.rows.tolist(), desk.answer, desk.sglang):
+    for what in (desk.rows, desk.answer, desk.sglang):
         with pytest.raises(ReplayError, match=r"--config, the model's config.json"):
             desk.look(what, config=None)
 
@@ -269,7 +269,7 @@ def test_each_completion_is_judged_and_named_by_its_own_number(
     found = desk.look(answer)
     assert [bool(verdict.problem) for verdict in found.verdicts] == [False, False, True, False]
     assert "completion 2, choices[2].routed_experts: 45 of 119 rows" in found.bad[0].problem
-    assert [layer.rows for layer in found.layers] == [3 * 119] * 7
+    assert [layer["rows"] for layer in found.layers] == [3 * 119] * 7
     text = run(desk.put(answer), "--config", desk.config).stdout
     assert "3 sequences, 360 tokens" in text
     assert "refused: 1 of 4 sequences" in text
@@ -305,7 +305,7 @@ def test_the_prompts_rows_apart_as_vllm_0_21_has_them(desk: Desk) -> None:
     apart["prompt_routed_experts"] = desk.rows[:PROMPT, 1:].tolist()
     found = desk.look(apart)
     assert found.good
-    assert [layer.rows for layer in found.layers] == [119] * 7
+    assert [layer["rows"] for layer in found.layers] == [119] * 7
 
 
 def test_prompts_rows_apart_are_the_first_prompts(desk: Desk) -> None:
@@ -377,14 +377,14 @@ def test_an_array_with_its_tokens(desk: Desk) -> None:
 def test_columns_of_the_moe_layers_alone_have_their_labels(desk: Desk) -> None:
     found = desk.look(desk.rows[:, 1:], **desk.ids)
     assert found.good
-    assert [layer.layer for layer in found.layers] == list(EACH)
+    assert [layer["layer"] for layer in found.layers] == list(EACH)
 
 
-@pytest.mark.parametrize("form", ["npy", "lists", "bytes", "file"])
+@pytest.mark.parametrize("form", ["npy", "bytes", "file"])
 def test_a_sample_of_a_file_that_holds_one_sequence_is_refused(desk: Desk, form: str) -> None:
     """Else a number that is meant for another file would be left aside in silence."""
     routes = desk.routes()
-    forms = {"npy": desk.rows, "lists": desk.rows.tolist(), "bytes": routes.to_bytes(), "file": routes}
+    forms = {"npy": desk.rows, "bytes": routes.to_bytes(), "file": routes}
     assert desk.look(forms[form]).good
     with pytest.raises(ReplayError, match=r"one sequence in this file.*--sample 3"):
         desk.look(forms[form], sample="3")
@@ -428,7 +428,7 @@ def test_routes_of_ours(desk: Desk, form: str) -> None:
     assert found.good
     assert found.unchecked == []
     assert "weights step 3" in found.verdicts[0].facts
-    assert [layer.rows for layer in found.layers] == [119] * 7
+    assert [layer["rows"] for layer in found.layers] == [119] * 7
     assert desk.look(routes, config=None).good
     twice = desk.refusal(routes, prompt_ids=every, output_ids=every)
     assert twice.startswith(f"{desk.folder / 'data'}: these are routes of another number of tokens")
@@ -469,7 +469,7 @@ def test_a_folder_of_many(store: Path, run: Callable[..., Result]) -> None:
     for words in ("4 samples", "4 sequences, 330 tokens"):
         assert words in result.stdout
     assert "ok (4 sequences), as far as it could be checked" in result.stdout
-    assert inspect(store, sample="sample-2").layers[0].rows == 82
+    assert inspect(store, sample="sample-2").layers[0]["rows"] == 82
 
 
 def test_a_folder_with_a_bad_sample(store: Path, run: Callable[..., Result]) -> None:
@@ -482,7 +482,7 @@ def test_a_folder_with_a_bad_sample(store: Path, run: Callable[..., Result]) -> 
     for words in ("refused: 1 of 4 sequences", "- sample-1: ", "changed after they were written"):
         assert words in result.stdout
     assert not inspect(store, sample="sample-1").good
-    assert inspect(store).layers[0].rows == 80 + 82 + 83
+    assert inspect(store).layers[0]["rows"] == 80 + 82 + 83
 
 
 def test_ids_are_one_samples(store: Path, desk: Desk) -> None:
@@ -513,7 +513,7 @@ def test_a_key_that_is_not_there_and_a_shard_alone(store: Path, run: Callable[..
         (b'{"answer": 42}', "can't be told"),
         (b'{"data":{"routes": 42}}', "can't be told"),  # its ninth byte is that of a saved file
         (b"[]", "can't be told"),
-        (b"[[1, 2]]", "nested lists"),
+        (b"[[1, 2]]", "can't be told"),
         (b"[" * 100_000, "nobody knows"),
         (b'{"choices": [{"routed_experts": "%%%"}]}', "return_token_ids"),
         (b'{"choices": [{"routed_experts": 7}]}', "return_token_ids"),
@@ -549,9 +549,9 @@ def test_sizes_are_checked_before_anything_is_read(desk: Desk, monkeypatch: pyte
     os.truncate(path, inspection.MOST_BYTES + 1)  # sparse: it takes no room
     with pytest.raises(ReplayError, match="too large"):
         inspect(path)
-    monkeypatch.setattr(inspection, "MOST_TEXT", 10)
+    monkeypatch.setattr(inspection, "MOST_BYTES", 10_000)
     with pytest.raises(ReplayError, match="too large"):
-        desk.look(desk.rows, prompt_ids=desk.put(list(range(100)), "ids.json"))
+        desk.look(desk.rows, prompt_ids=desk.put(list(range(10_000)), "ids.json"))
 
 
 def test_no_file_no_device(tmp_path: Path, run: Callable[..., Result]) -> None:
@@ -670,7 +670,7 @@ def test_loads_of_other_layers_and_sizes_add_up() -> None:
         ids = np.argsort(generator.random((rows, 3, experts)), axis=2)[..., :2]
         recorded = np.arange(rows) % 5 > 0
         loads.add(partial(RoutedExperts, ids=ids, layers=layers, num_experts=experts, recorded=recorded))
-    assert {one.layer: one.rows for one in loads.layers} == {0: 24, 1: 24, 2: 32, 3: 8, 4: 8}
+    assert {one["layer"]: one["rows"] for one in loads.layers} == {0: 24, 1: 24, 2: 32, 3: 8, 4: 8}
     assert [int(loads.load[layer].sum()) for layer in range(5)] == [48, 48, 64, 16, 16]
     assert loads.num_experts == 32
-    assert all(one.used <= 32 and 0 < one.entropy <= 5 for one in loads.layers)
+    assert all(one["used"] <= 32 and 0 < one["entropy"] <= 5 for one in loads.layers)

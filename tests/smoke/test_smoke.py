@@ -12,9 +12,8 @@ from command_line import invoke
 from npu_replay import DecoderLayers, ParallelLayout
 from npu_replay.smoke import job
 from npu_replay.smoke import run as smoke
-from npu_replay.smoke.job import Verdict, first_to_fail
-from npu_replay.smoke.options import Options, Split
-from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result
+from npu_replay.smoke.options import Options
+from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result, first_to_fail
 
 
 @pytest.mark.parametrize(
@@ -27,14 +26,14 @@ from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result
     ],
 )
 def test_a_split_knows_which_number_of_processes_it_wants(sizes: dict[str, int], multiple: int) -> None:
-    assert Split(**sizes).multiple == multiple
+    assert Options(**sizes).multiple == multiple
 
 
 @pytest.mark.parametrize(
     "sizes", [{}, {"tp": 3, "ep": 3}, {"pp": 3, "vp": 2}, {"ep": 64}, {"tp": 8, "cp": 4}]
 )
 def test_the_model_fits_its_split(sizes: dict[str, int]) -> None:
-    split = Split(**sizes)
+    split = Options(**sizes)
     assert split.experts % split.ep == split.experts % 4 == 0
     assert split.experts >= 8
     assert split.layers % (split.pp * split.vp) == 0
@@ -66,7 +65,6 @@ def test_the_model_fits_its_split(sizes: dict[str, int]) -> None:
         ),  # more than enough, and no multiple
         (["--ep", "0"], "--ep 0: a size is at least 1"),
         (["--vp", "2"], "--vp needs a pipeline"),
-        (["--sequence-parallel"], "--sequence-parallel needs --tp 2 or more"),
         (["--patience", "0"], "--patience is a number of seconds above 0"),
         (
             ["--out", __file__],
@@ -89,7 +87,7 @@ def test_every_option_reaches_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Options] = []
     monkeypatch.setattr(smoke, "main", lambda options: seen.append(options) or 0)
     arguments = [item for name in ("tp", "pp", "ep", "cp", "vp", "etp") for item in (f"--{name}", "3")]
-    arguments += ["--recompute", "--sequence-parallel", "--device", "npu", "--json", "--out", "x", "--force"]
+    arguments += ["--recompute", "--device", "npu", "--json", "--out", "x", "--force"]
     arguments += ["--patience", "7", "--model", "hybrid"]
     for given in ([], arguments):
         result = invoke("smoke", "--debug", *given)
@@ -117,16 +115,20 @@ def test_a_start_that_fails_is_a_result_too(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     file = tmp_path / "smoke.json"
     assert smoke.main(Options(device="cpu", out=file)) == 1
-    assert "FAIL  start         ZeroDivisionError: division by zero" in capfd.readouterr().out
+    assert "FAIL  start         rank 0: ZeroDivisionError: division by zero" in capfd.readouterr().out
     found = json.loads(file.read_text())
     assert [(one["feature"], one["result"]) for one in found["results"]] == [("start", FAIL)]
 
 
 def test_the_rank_that_failed_first_is_heard() -> None:
-    waited = Verdict("timed out after 60 s", at=160.0)
-    failed = [Verdict("made to fail", at=100.4), Verdict("made to fail", at=100.0)]
-    assert first_to_fail([waited, Verdict(), *failed], patience=60.0) == 2
-    assert first_to_fail([Verdict(), Verdict()], patience=60.0) is None
+    def result(why: str, rank: int, at: float) -> Result:
+        return Result("replay", "", FAIL, why, rank, at=at)
+
+    fine = Result("replay", "", PASS, "all right", at=99.0)
+    waited = result("timed out after 60 s", 0, 160.0)
+    failed = [result("made to fail", 2, 100.4), result("made to fail", 3, 100.0)]
+    assert first_to_fail([waited, fine, *failed], patience=60.0) is failed[0]
+    assert first_to_fail([fine, fine], patience=60.0) is fine
 
 
 def test_lines_name_what_fails_and_what_was_not_tried() -> None:
@@ -135,12 +137,12 @@ def test_lines_name_what_fails_and_what_was_not_tried() -> None:
     report.results = [
         Result("replay", "softmax", PASS, "all right"),
         Result("replay", "groups", SKIP, "this Megatron has none"),
-        Result("bytes", "softmax", FAIL, "others\n came back", rank=3),
-        Result("bytes", "groups", PASS, "the same"),
+        Result("collect", "softmax", FAIL, "others\n came back", rank=3),
+        Result("collect", "groups", PASS, "the same"),
     ]
     assert report.lines("replay") == (
         "PASS  replay        softmax: all right; groups not tried: this Megatron has none"
     )
-    assert report.lines("bytes") == "FAIL  bytes         softmax: rank 3: others came back"
+    assert report.lines("collect") == "FAIL  collect       softmax: rank 3: others came back"
     assert not report.passed
-    assert report.verdict().startswith("FAIL: bytes, after")
+    assert report.verdict().startswith("FAIL: collect, after")
