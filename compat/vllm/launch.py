@@ -152,6 +152,8 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"), "count"),
     **dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size", "nnodes"), "count"),
     **dict.fromkeys(("runner", "moe_backend", "quantization"), "text"),
-    **dict.fromkeys(("kv_transfer_config", "speculative_config", "additional_config"), "keys"),
+    **dict.fromkeys(
+        ("kv_transfer_config", "speculative_config", "additional_config", "aux_output_config"), "keys"
+    ),
     "kv_offloading_size": "number",
 }

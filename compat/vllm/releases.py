@@ -157,6 +157,8 @@ _REFUSED = "vLLM refuses it when it starts"
 
 CLASHES = (
     Clash((SWITCH,), off, instead="True, or nothing", why="it is the switch itself"),
+    Clash(("aux_output_config",), lambda plan, names: as_mapping(plan.get(names[0])).get(SWITCH) is False,
+          instead="True in it, or nothing", why="it is the switch itself, as vLLM 0.31.0 and later have it"),
     Clash(("pipeline_parallel_size",), several, instead="1: no release captures over pipeline stages",
           why="only the last stage's layers would be captured (vllm#35623); from 0.21.0 on vLLM refuses it"),
     Clash(("decode_context_parallel_size", "prefill_context_parallel_size"), several, why=_REFUSED,

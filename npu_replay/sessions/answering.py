@@ -233,8 +233,13 @@ class Answering(Work):
         """Return the same in a recompute: what its forward chose."""
         if self.own is not None:
             self.own.count_in(call)
-        ids: torch.Tensor = call.routes
-        return ids.long()
+        ids: torch.Tensor = call.routes.long()
+        if call.chooses_itself and call.asked is not None and call.asked[1].get("sorted"):
+            # Megatron-core from 0.18 on asks for sorted ids only where grad is on, which it isn't in the
+            # forward of a checkpoint. The experts' outputs would be summed in another order.
+            order = call.scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)
+            ids = ids.gather(1, order)
+        return ids
 
     def again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
         """Return the ids [rows, topk] that a call of the router had, for its recompute."""

@@ -314,6 +314,22 @@ def test_a_single_forward_past_call_is_an_error_on_leaving() -> None:
         model.forward(tokens())
 
 
+def sorted_with_grad(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As Megatron-core does from 0.18 on."""
+    return torch.topk(scores, router.topk, dim=-1, sorted=torch.is_grad_enabled())
+
+
+@pytest.mark.parametrize("opens", [npu_replay.record, npu_replay.pin_recompute])
+@pytest.mark.parametrize("topk", [2, 4, 8])
+def test_a_recompute_sorts_what_its_forward_left_unsorted(opens: Any, topk: int) -> None:
+    model = ToyModel(*(ToyRouter(select=sorted_with_grad) for _ in range(2)), recompute="reentrant")
+    for layer in model.layers:
+        layer.router.topk = topk
+    plain = run(model, 0, 1)
+    with opens(model):
+        assert same(run(model, 0, 1), plain)
+
+
 def test_a_router_called_twice_in_one_forward_is_an_error() -> None:
     """T34: the second sequence would overwrite the first."""
     model = ToyModel()

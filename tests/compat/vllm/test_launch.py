@@ -119,6 +119,7 @@ REFUSED = {
     "pcp": (EVERY, {"prefill_context_parallel_size": 2}, "no release captures under context parallelism"),
     "pooling": (EVERY, {"runner": "pooling"}, '"generate"'),
     "off": (EVERY, {SWITCH: False}, "True, or nothing"),
+    "off-by-block": (AUX_OUTPUT, {"aux_output_config": {SWITCH: False}}, "True in it, or nothing"),
     "t32-eplb": (("0.21.0",), {"enable_eplb": True}, "0.22.0 or later"),
     "dp-ep": (("0.18.0", "0.19.1"),
         {"data_parallel_size": 2, "enable_expert_parallel": True}, "vLLM 0.20.0 or later"),
