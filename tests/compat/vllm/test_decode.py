@@ -822,7 +822,7 @@ BAD = {
     "flat": (npy(GOOD.reshape(-1)), "[tokens, layers, topk]"),
     "nothing": ("", "npy"),
     "garbage": ("!!!!not base64 at all!!!!", "base64"),
-    "too-long": ("A" * 400_000, "more text than the sequence can have"),
+    "too-long": ("A" * 800_000, "more text than the sequence can have"),
     "ragged": ([*GOOD.tolist()[:-1], [[1, 2]]], "nested lists"),
     "too-many-lists": (GOOD.tolist() * 40, "nested lists"),
     "wide-lists": ([[[1] * 8] * 6000] * 109, "nested lists"),
