@@ -29,7 +29,7 @@ LINES = {
     "routers": 357,
     "rollout": 1963,
     "sessions": 4895,
-    "parallel": 1981,
+    "parallel": 1982,
     "delivery": 266,
     "compat.patching": 688,
     "compat.probe": 238,

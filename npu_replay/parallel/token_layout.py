@@ -319,7 +319,8 @@ class TokenLayout:
         Raises:
             MicroBatchError: another number of rows than the layout has.
         """
-        return self.sequences(routes.take(self.row_of(routes)))
+        row_of = self.row_of(routes)  # first: it refuses what isn't routes
+        return self.sequences(routes.take(row_of))
 
     def row_of(self, routes: object, where: str = "") -> torch.Tensor:
         """Return the row of each packed token among these rows, or -1: int64 [tokens]."""

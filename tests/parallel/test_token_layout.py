@@ -471,11 +471,11 @@ REFUSED: Refused = {  # what is said, and of what
         lambda rooms=rooms: TokenLayout.packed([3, 2], padded_lengths=rooms)
         for rooms in ([4], [4, 4, 4], [4, 1], [2, 2])
     ],
-    "multiple | >= 1 | got 0": [
+    "bad align | 1 to | got 0": [
         *(lambda make=make: make([3, 2], align=0) for make in MAKERS),
         lambda: TokenLayout.packed([3, 2], align_end=0),
     ],
-    "multiple | >= 1 | got -4": [
+    "bad align | 1 to | got -4": [
         lambda: TokenLayout.padded([3, 2], align=-4),
         lambda: TokenLayout.packed([3, 2], align_end=-4),
     ],
