@@ -29,7 +29,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 class Event:
-    """An event that has always happened."""
+    """Stands in for an event that has happened."""
 
     record = wait = synchronize = _nothing
 
@@ -43,7 +43,7 @@ class Event:
 
 
 class Stream:
-    """A stream on a device that has only one. A class, since transformers names it in type hints."""
+    """Stands in for a device's only stream. A class, since transformers names it in type hints."""
 
     cuda_stream = 0
     device = CPU
@@ -75,6 +75,7 @@ def lend() -> Iterator[None]:
     ...     torch.ones(2, device="cuda").cuda().sum().item()
     2.0
     """
+    # An outer block lends already.
     if vars(torch.cuda)["Stream"] is Stream:
         yield
         return

@@ -33,7 +33,7 @@ missing: not here. broken: here, and it fails.
 
 @dataclass(frozen=True)
 class Product:
-    """One product: whether it is installed, its release and folder, and why it couldn't be looked up."""
+    """Describes a product: whether it is installed, its release and folder, or why the look-up failed."""
 
     name: str
     found: bool
@@ -47,7 +47,7 @@ class Product:
 
     @property
     def lacking(self) -> str:
-        """The reason why it can't be used; empty if it can."""
+        """Return the reason why it can't be used; empty if it can."""
         if self.problem:
             return f"{self.name}: {self.problem}"
         return "" if self.found else f"{self.name} is not installed"
@@ -55,7 +55,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Capability:
-    """One thing that works here or not, why, and what to do about it."""
+    """Describes one thing that works here or not, why, and what to do about it."""
 
     name: str
     state: State

@@ -50,7 +50,7 @@ def _listed(value: Any) -> Any:
 
 
 class _Recounted:
-    """Methods of one router, bound until they are removed; a copy of the router isn't affected."""
+    """Binds methods of one router until they are removed; a copy of the router isn't affected."""
 
     def __init__(self, router: Any, names: tuple[str, ...], ids: Ids) -> None:
         self._router = router

@@ -52,6 +52,7 @@ class HeldKernel:
                 _kernel.undo()
 
 
+# Threads share the module's name for the kernel: it is replaced once, and put back by the last holder.
 _lock = threading.Lock()
 _held: list[HeldKernel] = []
 _kernel = Patches("replay of the fused router")

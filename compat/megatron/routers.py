@@ -120,7 +120,7 @@ def _shows(output: object) -> torch.Tensor:
 
 
 def spare(router: Any) -> int:
-    """Return how many experts the top-k asks for beyond those used: quantile balancing's limit is one."""
+    """Return how many experts the top-k asks for beyond those used: quantile balancing needs 1 more."""
     return int(router.routing_type == "quantile_balancing")
 
 

@@ -35,7 +35,7 @@ _WHAT = "functions of later Megatron-core releases"
 _TOPK = "topk_routing_with_score_function"
 _ADDED = "a later release's, over this one's own"
 _TINY = 1e-20
-"""Added to the sum of a row before dividing by it, as Megatron does."""
+"""Is added to the sum of a row before dividing by it, as Megatron does."""
 
 Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 """Two tensors [rows, experts]: probabilities (or scores) and a bool map of the chosen experts."""

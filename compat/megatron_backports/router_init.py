@@ -132,6 +132,7 @@ class RouterMethods:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # A deep copy or a pickle of a router takes its bound methods along: they get an object of their own.
         return type(self), (self.router, self.names)
 
     @property
@@ -305,7 +306,7 @@ _framework: list[Callable[[Any], Any]] = []
 
 def hand_over(of: Callable[[Any], Any]) -> None:
     """Use a framework's own `of(router)` in each router that asks for replay, built already or later."""
-    install()  # otherwise the report's line below would say that it was
+    install()  # before a line is added to `_patches`, which would look installed
     kind: Any = sys.modules[MODULE].TopKRouter
     if not _framework:
         _patches.add(Change(_OF_EACH, "the framework's own", functools.partial(_hand_back, kind)))

@@ -53,7 +53,7 @@ class NoTarget(RouterError, IndexError):
 
 
 class RouterReplayAction(Enum):
-    """Names what a router's top-k does."""
+    """Lists the actions of a router's top-k."""
 
     RECORD = "record"
     REPLAY_FORWARD = "replay_forward"
@@ -263,7 +263,7 @@ def is_idle(replay: Any) -> bool:
 
 
 class Asked(seam.Call):
-    """A router's call whose top-k asks a RouterReplay, ours or a framework's.
+    """Lets the top-k of a router's call ask a RouterReplay, ours or a framework's.
 
     `groups` are the number of groups and of chosen ones; with `compares` the live choice is computed too.
     """

@@ -47,7 +47,7 @@ def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Hand
 
 
 class _Rerun:
-    """One run of a layer that MindSpeed may repeat; lives as long as the layer's graph."""
+    """Represents one run of a layer that MindSpeed may repeat; lives as long as the layer's graph."""
 
     def __init__(self, router: nn.Module, marks: Marks) -> None:
         self._router = router
@@ -60,7 +60,7 @@ class _Rerun:
 
 
 class _Inputs(tuple[Any, ...]):
-    """The tuple that MindSpeed unpacks to run a layer again."""
+    """Marks the rerun of a layer when MindSpeed unpacks the layer's inputs."""
 
     reruns: list[_Rerun]
     """One for each block that is open on the model."""

@@ -126,7 +126,7 @@ def attempt(module: str, name: str, action: Callable[[], object]) -> None:
 
 
 def refuse_failures() -> None:
-    """Run the shims of modules that are imported by now, and raise if a shim failed, unless not strict."""
+    """Run the shims of modules that are imported by now; raise if one failed, unless NPU_REPLAY_STRICT=0."""
     # A finder before ours in sys.meta_path may have found the module.
     for module in [module for module in _preparing if sys.modules.get(module) is not None]:
         _prepare(module)

@@ -47,7 +47,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo everything that npu_replay has changed in other modules of this process. Twice is as good as once.
+    """Undo all that npu_replay has changed in other modules of this process. Repeated calls do nothing.
 
     Call it in each process of a job: npu_replay keeps no connection between them. What was replaced by others
     since is left alone, with one WARNING that names it. Router kinds stay registered: they are npu_replay's

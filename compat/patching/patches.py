@@ -14,7 +14,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """One attribute that was replaced: where, why, and the original."""
+    """Describes one attribute that was replaced: where, why, and the original."""
 
     owner: Any
     name: str
@@ -24,7 +24,7 @@ class Patch:
 
     @property
     def where(self) -> str:
-        """The full name of the attribute, «torch.cuda.Stream»."""
+        """Return the full name of the attribute, «torch.cuda.Stream»."""
         if isinstance(self.owner, ModuleType):
             return f"{self.owner.__name__}.{self.name}"
         kind = self.owner if isinstance(self.owner, type) else type(self.owner)
@@ -41,7 +41,7 @@ class Patch:
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """Another change: what the report says of it, and `undo`, which returns whether all was put back."""
+    """Describes another change, for the report; `undo` undoes it and returns whether all was put back."""
 
     where: str
     why: str
@@ -59,7 +59,7 @@ def _put(owner: Any, name: str, value: object) -> None:
 
 
 class Patches:
-    """A group of patches that are made and undone together.
+    """Makes and undoes a group of patches together.
 
     >>> import types
     >>> from npu_replay.compat.patching.patches import Patches

@@ -29,7 +29,7 @@ _patches = Patches(_WHAT)
 
 
 class Mode(str):
-    """A mode of router replay; unpickling it imports npu_replay, which a worker's process needs."""
+    """Names a mode of router replay; unpickling it imports npu_replay, which a worker's process needs."""
 
     __slots__ = ()
 

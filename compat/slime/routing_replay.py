@@ -127,7 +127,7 @@ def _take_off() -> bool:
 
 
 class StagedReplay(MegatronRouterReplay):
-    """A RouterReplay whose action is slime's stage, and whose ids are in slime's queues (`theirs`)."""
+    """Takes its action from slime's stage, and its ids from slime's queues (`theirs`)."""
 
     def __init__(self, theirs: Any) -> None:
         self.theirs = theirs

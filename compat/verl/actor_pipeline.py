@@ -47,7 +47,7 @@ def cut_of(config: Any, model: RoutedModel) -> Any:
 
 
 def _decoder(override: dict[str, Any], pp: int, model: RoutedModel) -> DecoderLayers:
-    """Return the decoder layers of a TransformerConfig with this override; Megatron's asserts escape."""
+    """Return the decoder layers of a TransformerConfig with this override; raises Megatron's assertions."""
     moe = [int(layer in model.layers) for layer in range(model.num_layers)]
     told = {"num_layers": model.num_layers, "num_moe_experts": model.num_experts, "moe_layer_freq": moe}
     given = SimpleNamespace(**told | _NOTHING | override)

@@ -228,6 +228,7 @@ class _Job:
         return rows
 
 
+# A worker runs its samples as tasks of one event loop, so each task has its own context.
 _jobs: WeakKeyDictionary[Any, _Job] = WeakKeyDictionary()
 _sample: ContextVar[Turns | None] = ContextVar("npu_replay_sample", default=None)
 _resumed: ContextVar[tuple[Any, Turns] | None] = ContextVar("npu_replay_resumed", default=None)

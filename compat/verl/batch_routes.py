@@ -98,7 +98,7 @@ class RoutesByKey:
 
     @property
     def usable(self) -> dict[int, RoutedExperts]:
-        """The samples that have routes, by key."""
+        """Return the samples that have routes, by key."""
         return {key: one for key, (_, one) in self._held.items() if isinstance(one, RoutedExperts)}
 
     @property

@@ -57,17 +57,17 @@ class EngineAdapter:
 
     @property
     def engine(self) -> Any:
-        """The engine, as long as it is alive."""
+        """Return the engine; None when it is garbage."""
         return self._engine()
 
     @property
     def settings(self) -> Any:
-        """Its settings of router_replay: mode, record_file, replay_file."""
+        """Return the engine's settings of router_replay: mode, record_file, replay_file."""
         return self.engine.engine_config.router_replay
 
     @property
     def mode(self) -> str:
-        """R2, R3 or disabled, as configured now."""
+        """Return R2, R3 or disabled, as configured now."""
         return self.settings.mode  # type: ignore[no-any-return]
 
     @property
@@ -76,7 +76,7 @@ class EngineAdapter:
 
     @property
     def model(self) -> Any:
-        """Its model's TransformerConfig or RoutedModel."""
+        """Return the model's TransformerConfig or RoutedModel."""
         return self.engine.tf_config
 
 

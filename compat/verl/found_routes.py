@@ -94,7 +94,7 @@ class FoundRoutes:
         self.counted.update(microseconds=spent, bytes=held.nbytes)
 
     def _stay(self, data: Any) -> None:
-        """Look up which routes of R2 stay on this rank, unless batches carry ids."""
+        """Look up which routes of R2 are on this rank, unless batches carry ids."""
         if not by_reference():
             return
         engine = self._engine.engine
@@ -132,6 +132,7 @@ class FoundRoutes:
 
     def exchange(self, sums: dict[str, int], *, records: bool, tolerant: bool) -> None:
         """Get what only other ranks know. Every rank has to call it, with the sums of `told`."""
+        # The sums are equal on all ranks, so all take the same branches and call the same collectives.
         engine = self._engine
         if self.stays and records:
             engine.r2.begin(sums["salt"], self._replica[0])

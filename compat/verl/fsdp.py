@@ -92,7 +92,7 @@ class WholeModelAdapter(EngineAdapter):
 
     @property
     def model(self) -> RoutedModel:
-        """The model as its routers tell it; raises RouterError if it has none that can be replayed."""
+        """Return the model as its routers tell it; raises RouterError if it has none that can be replayed."""
         if self._model is None:
             routers = [router for chunk in find(self.chunks) for router in chunk]
             self._model = RoutedModel.of_module(self.chunks[0], routers)
@@ -110,7 +110,7 @@ class FsdpAdapter(WholeModelAdapter):
 
     @property
     def settings(self) -> SimpleNamespace:
-        """Its settings of router_replay, a plain dict in the config, since verl's yaml has no such key."""
+        """Return the settings of router_replay, a plain dict in the config: verl's yaml has no such key."""
         given = setting(self.engine.engine_config, "router_replay")
         bare = without_keys(given, f"{ROOT}.actor.fsdp_config.router_replay")
         if bare is not None:

@@ -100,6 +100,7 @@ def take(
             # A stage's ranks run micro-batches together; only a checkpoint or a slow step separates them.
             whole = collect(routes, layouts, groups, patience=600.0, error=problem) or []
         except ReplayError as error:
+            # Raised after the schedule, in which other ranks wait for this one; the rows are blank.
             running.defer(error)
             whole = [RoutedExperts.unrecorded(size, layers=labels, **batch.model) for size in batch.lengths]
     if not running.keeps:

@@ -79,7 +79,7 @@ class Putter:
         return cls(RayCarrier(cut=cut), model, keeps=queued)
 
     def put_away(self, output: Any, step: int | None) -> None:
-        """Replace the routes of an agent loop's output by keys and a reference; without a step drop them."""
+        """Replace the routes of an agent loop's output by marks and a reference; without a step drop them."""
         rows, output.routed_experts = output.routed_experts, None
         if rows is not None and step is not None:
             version = output.extra_fields.get("max_global_steps")

@@ -58,7 +58,7 @@ class MicroBatch:
 
     @property
     def routed(self) -> RoutedModel:
-        """The model as a RoutedModel, with its layers."""
+        """Return the model as a RoutedModel, with its layers."""
         if isinstance(self.config, RoutedModel):
             return self.config
         decoder = decoder_of(self.config)
@@ -67,13 +67,13 @@ class MicroBatch:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each sequence."""
+        """Return the number of tokens of each sequence."""
         counts = offsets(self.tokens).diff() if self.tokens.is_nested else self.kept.sum(dim=1)
         return [int(size) for size in counts.tolist()]
 
     @property
     def kept(self) -> torch.Tensor:
-        """The mask of a padded batch, bool, on the CPU; raises MicroBatchError where there is none."""
+        """Return the mask of a padded batch, bool, on the CPU; raises MicroBatchError where there is none."""
         if self.mask is None:
             raise MicroBatchError(
                 "a padded batch without an attention mask",
@@ -219,6 +219,7 @@ _patterns: dict[int, tuple[weakref.ref[Any], str | None]] = {}
 
 def decoder_of(config: Any) -> DecoderLayers:
     """Return the decoder layers of a TransformerConfig; a HybridModel's by the pattern of its model."""
+    # By id, since a config may be unhashable; the weak reference tells a new object with a reused id.
     known = _patterns.get(id(config))
     if known is not None and known[0]() is config:  # searching is slow, and each micro-batch asks
         return parallel_state.decoder_layers(config, known[1])
