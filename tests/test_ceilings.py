@@ -41,7 +41,7 @@ LINES = {
     "compat.mindspeed": 432,
     "compat.transformers": 299,
     "compat.megatron": 1008,
-    "compat.megatron_backports": 1012,
+    "compat.megatron_backports": 1011,
     "compat.vllm_ascend": 1587,
     "compat.vllm": 769,
     "compat.sglang": 768,

@@ -1,10 +1,9 @@
 """Adds functions of later Megatron-core releases that frameworks import, each where the release lacks it.
 
-    topk_routing_with_score_function      absent before 0.14; before 0.16 without router_replay (and so
-                                          without dense_output, which came with 0.17)
+    topk_routing_with_score_function      new in 0.14; without router_replay before 0.16 (dense_output: 0.17)
     apply_router_token_dropping           before 0.14 a part of topk_softmax_with_capacity
     compute_routing_scores_for_aux_loss   before 0.14 a method of TopKRouter, another one in 0.12 and 0.13
-    is_vp_first_stage, is_vp_last_stage   absent before 0.14, before 0.13 even their module
+    is_vp_first_stage, is_vp_last_stage   new in 0.14, and their module in 0.13
 
 Asks:     each name by itself, and the arguments that the release's function takes.
 Changes:  names in `moe_utils` and `pipeline_parallel.utils`, also where others hold them. Ours call the
