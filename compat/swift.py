@@ -1,9 +1,8 @@
-"""ms-swift's Hugging Face trainer: R2 and R3, each by a name among its callbacks.
+"""Adds R2 and R3 to ms-swift's Hugging Face trainer, each by a name among its callbacks.
 
 Its collate has the engine's routes and its model calls carry them, but 4.6 cuts them to the width of the
-completions, and lays those that lack their last token one place too far to the right where it pads on the
-left. So they are laid out anew, as the ids are; the callback follows the model, and takes them off its
-calls.
+completions, and shifts those without their last token by one where it pads on the left. So they are laid out
+anew, as the ids are; the callback follows the model, and takes them off its calls.
 
 Waits for the trainer's module and the table of callbacks. Probes: the names and arguments that it wraps.
 Offers: `install`. Undone by `npu_replay.uninstall()`.
@@ -36,7 +35,6 @@ _chosen: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def install() -> None:
-    """Change ms-swift's trainer and its callbacks, now or when they are imported."""
     import_hook.when_imported(TRAINER, _WHAT, _wrap)
     import_hook.when_imported(CALLBACKS, _WHAT, _register)
 
@@ -58,7 +56,7 @@ def _register(module: Any) -> None:
 
 
 def _callback(mode: Literal["R2", "R3"], args: Any, trainer: Any) -> Any:
-    """A callback of a trainer, as ms-swift makes them."""
+    """Return a callback of a trainer, as ms-swift makes them."""
     from swift.callbacks import TrainerCallback
 
     class Replay(TrainerCallback):  # type: ignore[misc]
@@ -82,7 +80,7 @@ def _callback(mode: Literal["R2", "R3"], args: Any, trainer: Any) -> Any:
 
 def _collated(original: Callable[..., Any], samples: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     inputs, batch = original(samples, *args, **kwargs)
-    if _ROUTES in inputs and _chosen:  # where a sample has none, nobody's are there
+    if _ROUTES in inputs and _chosen:  # absent for all if one sample has none
         if "R2" in _chosen.values():
             raise ReplayError(
                 "npu_replay_R2 replays its own record, and the rollout sends other routes",
@@ -96,7 +94,7 @@ def _collated(original: Callable[..., Any], samples: Sequence[Any], *args: Any, 
 
 
 def laid_out(routes: Sequence[Any], call: Mapping[str, Any]) -> torch.Tensor:
-    """The routes of a call's sequences: int32 [batch, sequence, layers, topk], zeros elsewhere.
+    """Return the routes of a call's sequences: int32 [batch, sequence, layers, topk], zeros elsewhere.
 
     Args:
         routes: of each sequence, one at least, [tokens, layers, topk], perhaps without the last token's.

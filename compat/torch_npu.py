@@ -1,8 +1,8 @@
-"""torch_npu: an Ascend NPU in torch, and what that changes for whoever asks torch for its device.
+"""Handles an Ascend NPU in torch (torch_npu), and what it changes for code that asks torch for its device.
 
-Probes: `load`, `accelerator`, `capability`. Offers: `remedy`, `gating_operator`, `stand_in_for_cuda`. Nothing
-of anybody's is changed here, but by `stand_in_for_cuda`, a switch of torch_npu's that has no way back. The
-names below were read in torch_npu 2.1 to 2.13, in op-plugin 6.0 to 26.1 and in vllm-ascend.
+Probes: `load`, `accelerator`, `capability`. Offers: `remedy`, `gating_operator`, `stand_in_for_cuda`. Changes
+nothing but by `stand_in_for_cuda`, a switch of torch_npu's that can't be undone. The names below were read in
+torch_npu 2.1 to 2.13, in op-plugin 6.0 to 26.1 and in vllm-ascend.
 """
 
 from __future__ import annotations
@@ -31,17 +31,15 @@ _GATING = {
     "moe_gating_top_k": "vllm-ascend",
     "moe_gating_top_k_hash": "vllm-ascend",
 }
-"""Operators that score and choose in one kernel, and whose they are."""
+"""Operators that score and choose in one kernel, and the product that has them."""
 
 
 # Probes
 
 
 def load() -> str:
-    """Import torch_npu if it is installed; return why there is no NPU in this process, empty if there is one.
-
-    torch does so by itself; AUTOLOAD=0 leaves it to whoever wants an NPU.
-    """
+    """Import torch_npu if it is installed; return why this process has no NPU, empty if it has one."""
+    # torch imports it by itself, unless AUTOLOAD=0.
     if not hasattr(torch, NAME):
         if importlib.util.find_spec(MODULE) is None:
             return f"{MODULE} is not installed"
@@ -56,11 +54,8 @@ def load() -> str:
 
 
 def accelerator() -> tuple[str, int]:
-    """Return the kind of accelerator that torch has in this process, and how many; an empty name for none.
-
-    torch.cuda isn't asked: after `torch_npu.contrib.transfer_to_npu` (MindSpeed imports it)
-    `torch.cuda.is_available()` is True, and no CUDA is there.
-    """
+    """Return the kind and number of torch's accelerators in this process; an empty name for none."""
+    # torch.cuda isn't asked: it says True on an NPU after `torch_npu.contrib.transfer_to_npu` (MindSpeed's).
     if not torch.accelerator.is_available():
         return "", 0
     device = torch.accelerator.current_accelerator()
@@ -68,12 +63,7 @@ def accelerator() -> tuple[str, int]:
 
 
 def capability(kind: str, devices: int, product: Product) -> Capability:
-    """Return the capability NPU, as far as this process knows without importing torch_npu.
-
-    Args:
-        kind, devices: the accelerator that torch has here, and how many.
-        product: what is found of torch_npu.
-    """
+    """Return the capability NPU, as far as this process knows without importing torch_npu."""
     if kind == NAME:
         return Capability("NPU", "works", f"{devices} device{'s' if devices != 1 else ''}")
     if not product.usable:
@@ -86,7 +76,7 @@ def capability(kind: str, devices: int, product: Product) -> Capability:
 
 
 def remedy() -> str:
-    """Say what to do where torch_npu is here and doesn't work; asks whether it takes torch with it."""
+    """Return what to do where torch_npu is here and doesn't work; tries whether it breaks `import torch`."""
     cure = f"source CANN's set_env.sh; then python -c 'import torch, {MODULE}' has to work, and npu-smi info"
     variables = {name: value for name, value in os.environ.items() if name != AUTOLOAD}
     command = [sys.executable, "-c", "import torch"]
@@ -101,19 +91,16 @@ def remedy() -> str:
 
 
 def gating_operator(name: str) -> str:
-    """Why a router that calls this operator can't be replayed, in words for an error; empty if it can.
+    """Return why a router that calls this operator can't be replayed; empty if it can.
 
-    The operators take scores and give weights and ids, with score function, bias, groups and top-k in
-    one kernel: no top-k is called that could be answered.
+    The operators choose in one kernel: no top-k is called that could be answered. A name may have its
+    library and overload.
 
     >>> from npu_replay.compat import torch_npu
     >>> torch_npu.gating_operator("npu.npu_moe_gating_top_k.default")
     'npu_moe_gating_top_k, a fused operator of torch_npu, chooses the experts in one kernel ...'
     >>> torch_npu.gating_operator("aten.topk")
     ''
-
-    Args:
-        name: a function as it was called or is shown: with or without its library and overload.
     """
     for part in name.replace("::", ".").split("."):
         if part in _GATING:
@@ -125,5 +112,5 @@ def gating_operator(name: str) -> str:
 
 
 def stand_in_for_cuda() -> None:
-    """Have torch.cuda's names mean the NPU, as Megatron-core needs it there and MindSpeed does. For good."""
+    """Make torch.cuda's names mean the NPU, as Megatron-core needs it. It can't be undone."""
     importlib.import_module(f"{MODULE}.contrib.transfer_to_npu")

@@ -1,8 +1,8 @@
-"""Hugging Face transformers: its mixture-of-experts models.
+"""Describes the mixture-of-experts models of Hugging Face transformers.
 
-A router is told by what it is, not by its family: a module named as one, with a top-k and a number of
+A router is recognised by what it is, not by its family: a module named as one, with a top-k and a number of
 experts, whose code calls a top-k. Where a block of experts has no such module (in 4 most have none), the
-block is the router. docs/models.md lists what came of that for every family.
+block is the router. docs/models.md lists the result for every family.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _PACKAGES = (
     *("transformers.models.", "transformers_modules.", "verl.models.transformers."),
     "unsloth_compiled_module",
 )
-"""Also code that came with a checkpoint, classes that verl puts in the place of some on an NPU, and those
-that Unsloth's compiler writes anew."""
+"""Also code that came with a checkpoint, classes by which verl replaces some on an NPU, and those that
+Unsloth's compiler rewrites.
+"""
 _ROUTER_NAME = re.compile(r"(Router|Gate|Gating)$")
 _SORTS = "TopKGating"
-"""Its output holds the tokens sorted by expert, and no ids (JetMoE; Granite in 4)."""
+"""The suffix of routers whose output has tokens sorted by expert, and no ids (JetMoE; Granite in 4)."""
 _HASH_NAME = re.compile(r"Hash\w*Router$")
 _DECODER_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 _TOPK = ("top_k", "topk", "moe_top_k")
@@ -46,18 +47,18 @@ class TransformersRouters(RouterKind):
     """Recognises router modules and blocks without one; refuses by name every other choice of experts."""
 
     def explains(self, operator: str) -> str:
-        """Is this a fused operator that takes the place of the top-k?"""
+        """Return why a fused operator in the place of the top-k can't be replayed; empty if it is none."""
         return torch_npu.gating_operator(operator)
 
     def variant(self, model: nn.Module) -> Callable[[], Mapping[str, object]]:
-        """Which of PEFT's adapters run, and whether the model generates, with a cache or without."""
+        """Return a function that tells which PEFT adapters run, and whether the model generates."""
         adapters = peft.adapters(model)
         return lambda: {"adapters": adapters(), "generate()": _generates()}
 
     def check_losses(self, chunk: nn.Module, call: Mapping[str, object]) -> None:
         """Refuse to return the routers' logits: the models' loss takes a top-k of these itself."""
         asked = call.get(_LOGITS)
-        if asked is None:  # then a config says it, of the model or of the text model in it
+        if asked is None:  # the config of the model, or of its text model, decides
             said = (one for one in chunk.modules() if getattr(vars(one).get("config"), _LOGITS, False))
             asked = any(_vendor_class(one) is not None for one in said)
         RouterError.unless(
@@ -69,7 +70,7 @@ class TransformersRouters(RouterKind):
         )
 
     def labelled(self, chunk: nn.Module, routers: list[Router]) -> list[Router]:
-        """Refuse a model of which some blocks of experts have a router and others none that is known."""
+        """Refuse a model in which only some blocks of experts have a router that is known."""
         known = [f"{router.path}." for router in routers]
         if not any(_vendor_class(router.module) for router in routers):
             return routers
@@ -93,10 +94,8 @@ class TransformersRouters(RouterKind):
         return routers
 
     def describe(self, module: nn.Module, path: str) -> Router | None:
-        """Describe a router; refuse one that can't be replayed.
-
-        Where PEFT trains a copy of it, or of its block, the wrapper is the router: its call runs one copy.
-        """
+        """Describe a router; refuse one that can't be replayed."""
+        # Where PEFT trains a copy of a router or its block, the wrapper is the router: it runs one copy.
         if (original := peft.original(module)) is not None:
             parts = ((one, f"{path}.{name}".rstrip(".")) for name, one in original.named_modules())
             for router in filter(None, (self.describe(*part) for part in parts)):
@@ -111,10 +110,10 @@ class TransformersRouters(RouterKind):
         if not _ROUTER_NAME.search(kind.__name__):
             return _block(module, kind, path)
         if _HASH_NAME.search(kind.__name__):
-            return None  # it looks the experts up by token id: every pass chooses the same
+            return None  # looks the experts up by token id: every pass chooses alike
         topk, experts = _topk(module), _experts(module)
         if not _calls_topk(kind):
-            RouterError.unless(  # without a number of experts it is a gate of another sort
+            RouterError.unless(  # without a number of experts it is another kind of gate
                 experts is None,
                 f"{kind.__name__} can't be replayed: it doesn't choose its experts by a top-k",
                 "torch.topk in the router",
@@ -159,14 +158,14 @@ def _router(
 
 
 def _block(module: nn.Module, kind: type, path: str) -> Router | None:
-    """A block that has experts and no router in it chooses them itself: it is the router."""
+    """Describe a block of experts without a router module: the block itself is the router."""
     if not _holds_experts(module) or any(_is_router(inner) for inner in module.modules()):
         return None
     inside = getattr(module, "experts", None)
     config = getattr(module, "config", None)
     topk = _topk(module) or _own(config, "moe_topk")
     experts = _experts(module) or _experts(inside) or _own(config, *_EXPERTS)
-    # A forward that is another library's may call the top-k in a function of its own.
+    # The forward of another library may call the top-k in a function of its own.
     patched = not getattr(inspect.unwrap(module.forward), "__module__", "").startswith(_PACKAGES)
     if (
         isinstance(inside, nn.Module)
@@ -188,7 +187,7 @@ def _block(module: nn.Module, kind: type, path: str) -> Router | None:
 
 
 def _shows(output: object, *, name: str, experts: int, topk: int) -> torch.Tensor:
-    """Reads the experts out of a router's output: their ids [rows, topk], or bool [rows, experts].
+    """Return the experts in a router's output: their ids [rows, topk], or bool [rows, experts].
 
     They are the one integer tensor [rows, topk] in it. Where there is none (Llama 4), a tensor of scores
     [rows, experts] shows them, if no row has more than topk that aren't zero.
@@ -216,7 +215,7 @@ def _shows(output: object, *, name: str, experts: int, topk: int) -> torch.Tenso
 
 
 def _generates() -> bool:
-    """Is this called by transformers' generation, which may go without a cache?"""
+    """Return whether transformers' generation is the caller, which may run without a cache."""
     frame = sys._getframe(1).f_back
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("transformers.generation."):
@@ -226,7 +225,7 @@ def _generates() -> bool:
 
 
 def _vendor_class(module: nn.Module) -> type | None:
-    """The transformers class that a module is or derives from."""
+    """Return the transformers class that a module is or derives from."""
     for kind in type(module).__mro__:
         if kind.__module__.startswith(_PACKAGES):
             return kind
@@ -234,7 +233,7 @@ def _vendor_class(module: nn.Module) -> type | None:
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    """Is this the innermost block around routed experts? It has a child of that name, or the two numbers."""
+    """Return whether a module is the innermost block of routed experts: by a child's name, or two numbers."""
     if any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__):
         return False  # models carry their config's numbers, also where every layer is dense
     if type(module).__name__.endswith("Experts"):
@@ -252,11 +251,8 @@ def _is_router(module: nn.Module) -> bool:
 
 @functools.cache
 def _calls_topk(kind: type) -> bool:
-    """Does a method of this class, or of one it derives from, name a top-k?
-
-    Only to refuse on entering and not at the end of the first forward, so a false yes does no harm. It
-    reads names in the code, also in functions that a decorator wraps.
-    """
+    """Return whether a method of this class or its bases names a top-k, also inside decorators."""
+    # This only decides whether to refuse at once or after the first forward: a false yes does no harm.
     return any(
         "topk" in name
         for base in kind.__mro__
@@ -280,7 +276,7 @@ def _topk(module: nn.Module | None) -> int | None:
 
 
 def _experts(module: nn.Module | None) -> int | None:
-    """How many columns its scores have. Where a router has two numbers, one leaves experts out."""
+    """Return the number of columns of the scores; the larger number, where a router has two."""
     own = [number for name in _EXPERTS if (number := _own(module, name)) is not None]
     if own:
         return max(own)
@@ -290,7 +286,7 @@ def _experts(module: nn.Module | None) -> int | None:
 
 
 def _own(owner: Any, *names: str) -> int | None:
-    """The first of these attributes that is a number."""
+    """Return the first of these attributes that is a number."""
     values = (getattr(owner, name, None) for name in names)
     return next((one for one in values if isinstance(one, int) and not isinstance(one, bool)), None)
 

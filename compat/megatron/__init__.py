@@ -1,1 +1,1 @@
-"""Megatron-core, every release."""
+"""Connects npu_replay to Megatron-core, every release."""

@@ -1,9 +1,8 @@
-"""What a Megatron router's aux losses count while the router is given its experts.
+"""Sets which experts a Megatron router's aux losses count while the router is given its experts.
 
-Megatron-core 0.12 counts the experts of the routing itself, so the replayed ones; from 0.13 on a second top-k
-counts what the router would choose now, the live ones. npu_replay makes it the same on every release: live,
-or replayed where asked for. The expert bias counts the experts that tokens were sent to, so the replayed
-ones, on every release.
+Megatron-core 0.12 counts the experts of the routing itself, that is the replayed ones. From 0.13 on a second
+top-k counts the live choice. npu_replay makes all releases alike: live, or replayed where asked for. The
+expert bias counts the experts that tokens were sent to, the replayed ones, on every release.
 
 Asks:     which methods the router's class has, and what its own count goes by.
 Changes:  one argument of these methods, which are bound on the router's instance for the length of a block.
@@ -26,21 +25,21 @@ from npu_replay.routers import AuxLosses, Ids
 logger = logging.getLogger(__name__)
 
 _BY_PARTIAL = "apply_load_balancing_loss"
-"""0.12 and 0.13 hand it the loss as a partial, which holds the counts."""
+"""The method of 0.12 and 0.13, which gets the loss as a partial that holds the counts."""
 _BY_ARGUMENT = ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss")
-"""Later releases hand these the map: (probs, scores, routing_map, ...)."""
+"""The methods of later releases, which get the map: (probs, scores, routing_map, ...)."""
 _TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 def of(router: Any) -> AuxLosses | None:
-    """The aux losses of a TopKRouter; None where its config has none, or none that is known."""
+    """Return the aux losses of a TopKRouter; None where its config has none that is known."""
     config, kind = router.config, type(router)
     names, coefficients = _listed(config.moe_router_load_balancing_type), _listed(config.moe_aux_loss_coeff)
     by_partial = hasattr(kind, _BY_PARTIAL)
     methods = (_BY_PARTIAL,) if by_partial else tuple(name for name in _BY_ARGUMENT if hasattr(kind, name))
     if not methods or not any(coefficients) or not any(name in _TYPES for name in names):
         return None
-    # They count the routing itself, unless (from 0.13 on) the scores' method makes a map by its own top-k.
+    # They count the routing itself, unless (from 0.13 on) the method of the scores has a top-k of its own.
     scores = getattr(kind, "compute_routing_scores_for_aux_loss", None)
     follow = by_partial and (scores is None or "scatter" not in inspect.unwrap(scores).__code__.co_names)
     return AuxLosses(follow=follow, recount=functools.partial(_Recounted, router, methods))
@@ -51,7 +50,7 @@ def _listed(value: Any) -> Any:
 
 
 class _Recounted:
-    """Methods of one router, bound until they are removed. On a copy of the router they change nothing."""
+    """Binds methods of one router until they are removed; a copy of the router isn't affected."""
 
     def __init__(self, router: Any, names: tuple[str, ...], ids: Ids) -> None:
         self._router = router
@@ -62,7 +61,7 @@ class _Recounted:
             setattr(router, name, types.MethodType(change(_unbound(router, name), self), router))
 
     def ids(self, router: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Those that the router's call counts, and those that it uses; None leaves it alone."""
+        """Return the ids to count and the ids in use for a router's call; None leaves it alone."""
         return self._ids() if self._ids is not None and router is self._router else None
 
     def remove(self) -> None:
@@ -75,7 +74,7 @@ class _Recounted:
 
 
 def _unbound(router: Any, name: str) -> Callable[..., Any]:
-    """A method as a function of the router that is called: that may be a copy."""
+    """Return a method as a function of the router that is called, which may be a copy."""
     method = getattr(router, name)
     if isinstance(method, types.MethodType) and method.__self__ is router:
         return method.__func__
@@ -87,7 +86,7 @@ def _in_arguments(method: Callable[..., Any], recount: _Recounted) -> Callable[.
     def counted(self: Any, probs: Any, scores: Any, routing_map: Any, *args: Any, **kwargs: Any) -> Any:
         asked = recount.ids(self)
         if asked is not None:
-            padding = ~routing_map.any(dim=1, keepdim=True)  # rows that a padding_mask has taken out
+            padding = ~routing_map.any(dim=1, keepdim=True)  # rows that a padding_mask removed
             routing_map = _map(asked[0], routing_map).masked_fill(padding, 0)
         return method(self, probs, scores, routing_map, *args, **kwargs)
 
@@ -104,7 +103,7 @@ def _in_partial(method: Callable[..., Any], recount: _Recounted) -> Callable[...
 
 
 def recounted(loss: Any, ids: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
-    """An aux loss as Megatron 0.12 and 0.13 hand it on, a partial; with other ids counted in it.
+    """Return an aux loss of Megatron 0.12 or 0.13, a partial, with other ids counted in it.
 
     >>> from npu_replay.compat.megatron.aux_losses import recounted
     >>> loss = functools.partial(print, tokens_per_expert=torch.tensor([2, 0, 0]))
@@ -114,7 +113,7 @@ def recounted(loss: Any, ids: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
 
     Args:
         loss: has tokens_per_expert, or routing_map (0.12's is that after the drop by capacity), by keyword.
-        ids: those to count and those that are used; None leaves the loss as it is.
+        ids: the ids to count and the ids in use; None leaves the loss as it is.
     """
     if ids is None:
         return loss
@@ -122,7 +121,7 @@ def recounted(loss: Any, ids: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
     known = loss.keywords if isinstance(loss, functools.partial) else {}
     if "routing_map" in known:
         wanted = _map(chosen, known["routing_map"])
-        if chosen is not used:  # rows that are the same stay as 0.12's drop has left them
+        if chosen is not used:  # rows with equal ids keep what 0.12 dropped by capacity
             moved = (wanted != _map(used, wanted)).any(dim=1, keepdim=True)
             wanted = torch.where(moved, wanted, known["routing_map"])
         known = known | {"routing_map": wanted}
@@ -135,12 +134,11 @@ def recounted(loss: Any, ids: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
 
 
 def _map(ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A routing map [rows, experts] of ids [rows, topk]."""
     return torch.zeros_like(like).scatter(1, ids, 1)
 
 
 def _counts(ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """How often each expert is among ids [rows, topk]: [experts]."""
+    """Count each expert among ids [rows, topk]."""
     flat = ids.flatten()
     return torch.zeros_like(like).index_add(0, flat, torch.ones_like(flat, dtype=like.dtype))
 

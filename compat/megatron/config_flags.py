@@ -1,15 +1,12 @@
-"""Have Megatron's configs of every release take the flags of routing replay, and keep them on the instance.
+"""Makes Megatron's configs take the flags of routing replay, and keep them on the instance.
 
 Asks:     which flags the constructor knows. What acts on them is not decided here.
 Changes:  `__init__` of `TransformerConfig` and `MLATransformerConfig`; a mark on a config's `init_method`.
 Undone:   the constructors are put back, also from beneath MindSpeed's wrapper. Marks mean nothing then.
 
-Megatron before 0.16 doesn't know the flags, and MindSpeed takes any argument, but loses some on the way:
-
-- An attribute of the class makes it drop the argument, so the flags are set on the instance alone.
-- It asks for the signature of the class, so nothing is ever written there.
-- `repatch()` throws away what lies over its own wrapper, so ours lies beneath (`mindspeed/repatch.py`).
-- It gives each config a class of its own whose `__init__` fails, which `dataclasses.replace` would call.
+Megatron before 0.16 doesn't know the flags. MindSpeed drops an argument that the class has as an attribute,
+and reads the signature of the class, so flags are set on instances only. Its `repatch()` drops what wraps its
+own wrapper, so ours lies beneath. It gives each config a class whose `__init__` fails in dataclasses.replace.
 """
 
 from __future__ import annotations
@@ -34,19 +31,19 @@ logger = logging.getLogger(__name__)
 MODULE = "megatron.core.transformer.transformer_config"
 CLASSES = ("TransformerConfig", "MLATransformerConfig")
 REPLAY = ("enable_routing_replay", "moe_enable_routing_replay")
-"""Two names of one flag: verl's, and Megatron-core's from 0.16 on."""
+"""Two names of one flag: verl's, and that of Megatron-core from 0.16 on."""
 FLAGS = (*REPLAY, "moe_router_fusion")
 
 _WHAT = "routing replay's flags on TransformerConfig"
 _WHY = "takes the flags, and keeps them on the instance"
 _BUILT = "npu_replay_flag_as_built"
-"""On a config: its flag of replay when it was built, to tell which of the two names was set since."""
+"""The attribute with the flag's value at construction, to tell which of the two names was set since."""
 
 Flags: TypeAlias = "dict[str, bool]"
 
 
 def asks_for_replay(config: Any) -> bool:
-    """Is the flag of routing replay on? Where its two names differ, the one that was set since counts.
+    """Return whether a config's flag of routing replay is on; if its names differ, the one set last counts.
 
     >>> from types import SimpleNamespace
     >>> from npu_replay.compat.megatron.config_flags import asks_for_replay
@@ -59,7 +56,6 @@ def asks_for_replay(config: Any) -> bool:
 
 
 def install() -> None:
-    """Have Megatron's configs take the flags, now or when they are imported."""
     import_hook.when_imported(MODULE, _WHAT, _wrap)
 
 
@@ -75,19 +71,18 @@ def _wrap(module: Any) -> None:
 
 
 def _config_init(init: Callable[..., None]) -> Any:
-    """`init`, with the flags that it doesn't know."""
     known = set(inspect.signature(init).parameters)
 
     @functools.wraps(init)
     def config_init(self: Any, *args: Any, **kwargs: Any) -> None:
         if not list(_patches):
-            return init(self, *args, **kwargs)  # uninstalled, and somebody still calls it
+            return init(self, *args, **kwargs)  # uninstalled, but a wrapper still calls this
         given = {name: kwargs.pop(name) for name in FLAGS if name in kwargs and name not in known}
         rebuilt = known - {"self"} <= kwargs.keys()
         if not rebuilt:
-            # The release's own name, where it is on: off it may be a default that was passed along.
+            # The release's own name counts where it is on; off, it may be a default that was passed along.
             _agreed({name: kwargs[name] for name in REPLAY if kwargs.get(name)} | given, self)
-        # What MindSpeed has set before it calls what lies below its wrapper.
+        # MindSpeed sets attributes before it calls the constructor beneath its wrapper.
         given = {name: vars(self)[name] for name in FLAGS if name in vars(self)} | given
         init(self, *args, **kwargs)
         _mend_replace(type(self))
@@ -101,10 +96,7 @@ def _config_init(init: Callable[..., None]) -> Any:
 
 
 def _keep(config: Any, given: Flags) -> None:
-    """Give a config that was just built every flag; those that mean the same get the same value.
-
-    `given` are those that were passed beside the config's own fields, so by hand.
-    """
+    """Set every flag on a config that was just built; `given` are those passed beside its own fields."""
     flags = _flags(config) | given
     replay = _agreed(given, config)
     if replay is None:
@@ -117,7 +109,7 @@ def _keep(config: Any, given: Flags) -> None:
 
 
 def _agreed(given: Flags, config: Any) -> bool | None:
-    """What the two names of one flag were given as; None if neither was."""
+    """Return the value of the flag with two names; None if neither was given."""
     replay = {name: given[name] for name in REPLAY if name in given}
     if len(set(replay.values())) > 1:
         raise ReplayError(
@@ -134,11 +126,8 @@ def _flags(config: Any) -> Flags:
 
 
 def _mend_replace(cls: type) -> None:
-    """Take the `__init__` off a class that MindSpeed made for one instance: the inherited one works.
-
-    Such a class is a dataclass of its base's name that no module holds. Its own `__init__` was made without
-    MindSpeed's arguments, so `dataclasses.replace` and `type(config)(...)` fail in it.
-    """
+    """Delete the `__init__` that MindSpeed made for one config's class: it breaks dataclasses.replace."""
+    # Such a class is a dataclass of its base's name that no module holds; the inherited constructor works.
     own, base = vars(cls), cls.__mro__[1]
     made = "__dataclass_fields__" in own and "__init__" in own and cls.__name__ == base.__name__
     held = "." in cls.__qualname__ or getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
@@ -146,19 +135,19 @@ def _mend_replace(cls: type) -> None:
         del cls.__init__  # type: ignore[misc]
 
 
-# A config that was made from another's fields
+# Configs that are made from the fields of another
 #
-# A config's `init_method` is a partial or a closure that its own `__post_init__` has made. A mark lies there,
-# so it comes along with the fields, in copies, and in a pickle. Copies share it; which of them was read is
-# told by who calls the constructor: `dataclasses.replace`, as others who read the fields, has the config in a
-# local variable.
+# The `init_method` of a config is a partial or closure made by its own `__post_init__`. The mark lies on it,
+# so it comes along with the fields, in copies and in a pickle. Copies share it: the caller of the constructor
+# tells which of them was read, because `dataclasses.replace`, as others who read the fields, has that config
+# in a local variable.
 
 _MARK = "npu_replay_mark"
-"""The attribute; a plain dict, which can be unpickled where npu_replay isn't installed."""
+"""The mark's attribute; a plain dict, which can be unpickled where npu_replay isn't installed."""
 
 
 def _mark(config: Any, flags: Flags) -> None:
-    """Leave what a config said when it was built on the init_method that it made; an earlier mark stays."""
+    """Leave a config's flags on the `init_method` that it made; an earlier mark stays."""
     made = getattr(config, "init_method", None)
     closure = isinstance(made, FunctionType) and "<locals>" in made.__qualname__
     if (closure or isinstance(made, functools.partial)) and not hasattr(made, _MARK):
@@ -166,16 +155,9 @@ def _mark(config: Any, flags: Flags) -> None:
 
 
 def _taken_over(new: Any, init_method: Any, given: Flags, carried: Flags) -> Flags:
-    """The flags of the config that a new one was made from, field by field, if nothing was said of them.
+    """Return the flags of the config whose fields a new one was made from, where none were given.
 
-    Args:
-        new: the new one, built.
-        init_method: what it was given.
-        given: flags that were passed by hand.
-        carried: flags that are fields of this release's configs, so they came along.
-
-    Raises:
-        ReplayError: it may have been made from several, and their flags differ.
+    `given` were passed by hand; `carried` are fields of this release's configs, so they came along.
     """
     mark = getattr(init_method, _MARK, None)
     if mark is None or given.keys() >= set(FLAGS):
@@ -183,7 +165,7 @@ def _taken_over(new: Any, init_method: Any, given: Flags, carried: Flags) -> Fla
     sources = _sources(init_method, mark["family"], new)
     fitting = [one for one in sources if carried.items() <= _flags(one).items()]
     said = set(given)
-    if not fitting:  # a field was changed on the way
+    if not fitting:  # a field was changed in between
         read = [_flags(one) for one in sources] or [mark["said"]]
         said |= {name for name, value in carried.items() if value not in {flags[name] for flags in read}}
     if said & set(REPLAY):
@@ -208,10 +190,7 @@ def _taken_over(new: Any, init_method: Any, given: Flags, carried: Flags) -> Fla
 
 
 def _sources(init_method: Any, family: str, new: Any) -> list[Any]:
-    """The configs that `new` may have been made from; none, if they are gone.
-
-    Those that the caller of the constructor holds; else all of the family that are alive.
-    """
+    """Return the configs, held by the constructor's caller or alive, that `new` may have been made from."""
     kind = getattr(sys.modules.get(MODULE), CLASSES[0], type(new))
 
     def is_kin(value: object) -> bool:
@@ -227,7 +206,7 @@ def _sources(init_method: Any, family: str, new: Any) -> list[Any]:
 
 
 def _caller(new: Any) -> FrameType:
-    """The innermost function that doesn't hold `new`: constructors and their wrappers do."""
+    """Return the innermost frame that doesn't hold `new`: those of constructors and their wrappers do."""
 
     def holds(value: object) -> bool:
         return value is new or (type(value) is tuple and any(one is new for one in value))

@@ -1,8 +1,8 @@
-"""The fused router (`moe_router_fusion`, Megatron-core 0.14 on): one kernel of Transformer Engine, no top-k.
+"""Records and replays the fused router (`moe_router_fusion`, Megatron-core 0.14 on), which calls no top-k.
 
-Upstream's own replay never hears of it: it neither records nor replays, and says nothing. Here a call that
-keeps the router's choice takes it down from the map that the kernel returned; a call that is given its
-experts goes the unfused way, through the same function of Megatron's without `fused`.
+It is one kernel of Transformer Engine, which upstream's RouterReplay neither records nor replays. Here a call
+that keeps the router's choice reads it from the map that the kernel returned; a call that is given its
+experts runs unfused, through Megatron's own function without `fused`.
 
 Asks:     the router's config, and the call that is armed in the thread.
 Changes:  the kernel's name in `moe_utils`, as long as somebody holds it (`HeldKernel`).
@@ -29,23 +29,22 @@ _UNFUSED = "topk_routing_with_score_function"
 
 
 def is_on(config: Any) -> bool:
-    """Does this config's router run fused?"""
     return bool(getattr(config, "moe_router_fusion", False))
 
 
 class HeldKernel:
-    """While one of these is held, the kernel asks the router's call that it runs in."""
+    """Makes the kernel ask the armed router call, as long as one of these is held."""
 
     def __init__(self) -> None:
         module: Any = sys.modules.get(MODULE)
         with _lock:
             native = getattr(module, KERNEL, None)
-            if native is not None:  # else there is no Transformer Engine, and Megatron says so
+            if native is not None:  # without Transformer Engine Megatron itself raises
                 _kernel.set(module, KERNEL, _answered(module, native), "it asks a block, or RouterReplay")
             _held.append(self)
 
     def remove(self) -> None:
-        """Hold it no more; the last one gives the kernel back, unless somebody has replaced it since."""
+        """Release it; the last one puts the kernel back, unless it was replaced since."""
         with _lock:
             if self in _held:
                 _held.remove(self)
@@ -53,6 +52,7 @@ class HeldKernel:
                 _kernel.undo()
 
 
+# Threads share the module's name for the kernel: it is replaced once, and put back by the last holder.
 _lock = threading.Lock()
 _held: list[HeldKernel] = []
 _kernel = Patches("replay of the fused router")
@@ -68,7 +68,7 @@ def _answered(module: Any, native: Callable[..., Any]) -> Callable[..., Any]:
             # Both take the same arguments, in the same order.
             return getattr(module, _UNFUSED)(*args, **kwargs, fused=False)
         output = native(*args, **kwargs)
-        seam.arm(None)  # what reads the output is not the router's doing any more
+        seam.arm(None)  # a top-k after the kernel isn't the router's
         call.note(_ids(output, call))
         return output
 
@@ -76,7 +76,7 @@ def _answered(module: Any, native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ids(output: Any, call: seam.Call) -> torch.Tensor:
-    """The experts in a map [rows, experts], ascending: int64 [rows, topk]."""
+    """Return the experts in a map [rows, experts], ascending: int64 [rows, topk]."""
     routing_map = output[1] if isinstance(output, tuple) and len(output) > 1 else None
     if not isinstance(routing_map, torch.Tensor) or routing_map.shape != (call.rows, call.num_experts):
         raise NoEffect(
@@ -85,6 +85,6 @@ def _ids(output: Any, call: seam.Call) -> torch.Tensor:
             got=type(output) if routing_map is None else getattr(routing_map, "shape", type(routing_map)),
             cause="another Transformer Engine than is known; set moe_router_fusion=False",
         )
-    # A top-k over the map, and not its nonzero(): that would wait for the device.
+    # A top-k over the map: nonzero() would synchronise with the device.
     ids = routing_map.detach().to(torch.float32).topk(call.topk, dim=1).indices
     return ids.sort(dim=1).values

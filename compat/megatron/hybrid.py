@@ -1,6 +1,6 @@
-"""HybridModel of Megatron-core, MambaModel up to 0.17: what its pattern says of its layers.
+"""Reads the layer pattern of Megatron-core's HybridModel (MambaModel up to 0.17).
 
-Probes: attributes of modules and configs, and who holds a config. Offers: `pattern_on`, `pattern_of` and
+Probes: attributes of modules and configs, and what refers to a config. Offers: `pattern_on`, `pattern_of` and
 `pattern_in` for the pattern of a whole model, `labelled` and `layers_in` for the layers of its chunks.
 """
 
@@ -23,7 +23,7 @@ _MODELS = ("megatron.core.models.hybrid.hybrid_model", "megatron.core.models.mam
 
 
 def pattern_on(owner: Any) -> str | None:
-    """The pattern that a module or a config has; an error for a HybridModel's config without one."""
+    """Return the pattern of a module or config; raises for a HybridModel's config without one."""
     found = next((one for name in _NAMES if isinstance(one := getattr(owner, name, None), str)), None)
     if found is None and getattr(owner, "is_hybrid_model", False) is True:
         problem = "the config of a HybridModel doesn't say which layers have experts"
@@ -32,10 +32,10 @@ def pattern_on(owner: Any) -> str | None:
 
 
 def pattern_of(config: Any) -> str | None:
-    """The pattern on a config, or on the model that was built with it; None for any other model's."""
+    """Return the pattern of a config, or of the model built with it; None for any other model's."""
     built: set[str] = set()
     if config is not None and any(name in sys.modules for name in _MODELS):
-        # Megatron's config has no pattern and leads to no model, so whoever holds the config is asked.
+        # Megatron's config has neither a pattern nor a reference to its model, so its referrers are searched.
         holders = gc.get_referrers(config)
         known = (one if isinstance(one, dict) else getattr(one, "__dict__", {}) for one in holders)
         models = (one for one in known if one.get("config") is config)
@@ -46,12 +46,11 @@ def pattern_of(config: Any) -> str | None:
 
 
 def pattern_in(chunks: Sequence[nn.Module]) -> str | None:
-    """The pattern of the whole model that these are chunks of; None for any other model."""
+    """Return the pattern of the whole model that these are chunks of; None for any other model."""
     return next((pattern for chunk in chunks for _, _, pattern in _stacks(chunk)), None)
 
 
 def labelled(chunk: nn.Module, routers: list[Router]) -> list[Router]:
-    """Label the routers of a HybridModel in a chunk as its pattern is read."""
     for path, _, pattern in _stacks(chunk):
         labels, moe = pattern_labels(pattern), DecoderLayers.of_pattern(pattern).moe
         problem = "the number of this router isn't that of an E in the pattern of the model"
@@ -67,14 +66,14 @@ def labelled(chunk: nn.Module, routers: list[Router]) -> list[Router]:
 
 
 def layers_in(chunks: Sequence[nn.Module]) -> set[int] | None:
-    """The decoder layers in these chunks of a HybridModel; None for any other model."""
+    """Return the decoder layers in these chunks of a HybridModel; None for any other model."""
     found = [(stack, pattern_labels(text)) for chunk in chunks for _, stack, text in _stacks(chunk)]
     labels = (labels[layer.layer_number - 1] for stack, labels in found for layer in stack.layers)
     return {label for label in labels if label is not None} if found else None
 
 
 def _stacks(chunk: nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """The decoder of a HybridModel in a chunk: path, module, and the pattern of the whole model."""
+    """Yield the decoder of a HybridModel in a chunk: path, module, and the pattern of the whole model."""
     pattern = next(filter(None, map(pattern_on, chunk.modules())), None)
     for path, module in chunk.named_modules():
         stack: Any = module

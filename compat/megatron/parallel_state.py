@@ -1,4 +1,4 @@
-"""Megatron-core's parallel state and pipeline split, of any release, as a ParallelLayout."""
+"""Reads Megatron-core's parallel state and pipeline split, of any release, as a ParallelLayout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ _AXES = {
 
 
 def read(model: Any, sequence_parallel: bool | None) -> ParallelLayout:
-    """ParallelLayout.from_megatron; see there."""
     state = _running_state()
     config = config_of(model)
     pattern = hybrid.pattern_of(config) if config is model else hybrid.pattern_in(chunks_of(model))
@@ -51,7 +50,7 @@ def read(model: Any, sequence_parallel: bool | None) -> ParallelLayout:
 
 
 def config_of(model: Any) -> Any:
-    """The TransformerConfig of a model, its chunks or a wrapper around one; None for None."""
+    """Return the TransformerConfig of a model, its chunks or a wrapper around one; None for None."""
     if model is None or hasattr(model, "pipeline_model_parallel_size"):
         return model
     config = _config_in(chunks_of(model))
@@ -66,8 +65,7 @@ def config_of(model: Any) -> Any:
 
 
 def decoder_layers(config: Any, pattern: str | None = None) -> DecoderLayers:
-    """The decoder layers of a TransformerConfig, and how its pipeline deals them out; of a HybridModel, with
-    the pattern that its config may lack."""
+    """Return the decoder layers of a config; a HybridModel's may lack its `pattern`, which is given then."""
     if (pattern := pattern or hybrid.pattern_on(config)) is not None:
         return DecoderLayers.of_pattern(
             pattern,
@@ -91,7 +89,7 @@ def decoder_layers(config: Any, pattern: str | None = None) -> DecoderLayers:
 
 
 def is_dense_stage(chunks: Sequence[nn.Module]) -> bool:
-    """Is this all of a stage of an MoE model's pipeline, and are its decoder layers dense by the config?"""
+    """Return whether these chunks are a whole pipeline stage of an MoE model, with dense layers only."""
     stage = _stage(chunks)
     if stage is None or stage.pp == 1:
         return False
@@ -99,7 +97,7 @@ def is_dense_stage(chunks: Sequence[nn.Module]) -> bool:
 
 
 def check_chunks(chunks: Sequence[nn.Module]) -> None:
-    """Refuse some of a rank's virtual stages: the others would run without a replay, unnoticed."""
+    """Refuse a part of a rank's virtual stages: the others would run without a replay, unnoticed."""
     stage = _stage(chunks)
     if stage is None or stage.vp == 1:
         return
@@ -115,7 +113,7 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
 
 
 def _stage(chunks: Sequence[nn.Module]) -> ParallelLayout | None:
-    """This rank's place in the pipeline; None if these aren't chunks of a running Megatron's MoE model."""
+    """Return this rank's place in the pipeline; None unless these are chunks of a running MoE model."""
     state = sys.modules.get(_STATE)
     if state is None or not state.model_parallel_is_initialized():
         return None
@@ -131,7 +129,6 @@ def _stage(chunks: Sequence[nn.Module]) -> ParallelLayout | None:
 
 
 def _decoder_layers_in(chunks: Sequence[nn.Module]) -> set[int]:
-    """The decoder layers of an MoE model that are in these chunks."""
     if (found := hybrid.layers_in(chunks)) is not None:
         return found
     product: Any = sys.modules.get("megatron.core.transformer.transformer_layer")
@@ -147,8 +144,7 @@ def _decoder_layers_in(chunks: Sequence[nn.Module]) -> set[int]:
 
 
 def is_in_mtp(path: str) -> bool:
-    """Is this module, by its path in the model, a part of multi-token prediction? Its layer numbers start
-    anew, and mean no decoder layer.
+    """Return whether a path is in multi-token prediction, whose layer numbers mean no decoder layer.
 
     >>> from npu_replay.compat.megatron import parallel_state
     >>> parallel_state.is_in_mtp("module.mtp.layers.0.mlp"), parallel_state.is_in_mtp("decoder.layers.0.mlp")
@@ -158,7 +154,7 @@ def is_in_mtp(path: str) -> bool:
 
 
 def _is_in_a_tower(layer: nn.Module) -> bool:
-    """A vision tower beside an MoE decoder numbers its layers from 1 too; its config is a dense model's."""
+    """Return whether a layer is of a vision tower, which numbers its layers from 1 and has a dense config."""
     config = getattr(layer, "config", None)
     return config is not None and not _has_experts(config)
 
@@ -168,13 +164,13 @@ def _has_experts(config: Any) -> bool:
 
 
 def _config_in(chunks: Sequence[nn.Module]) -> Any:
-    """The first Megatron config of the chunks or of what they wrap; None without one."""
+    """Return the first Megatron config of the chunks or of what they wrap; None without one."""
     configs = (getattr(module, "config", None) for chunk in chunks for module in unwrapped(chunk))
     return next((one for one in configs if hasattr(one, "pipeline_model_parallel_size")), None)
 
 
 def unwrapped(module: Any) -> Iterator[Any]:
-    """A module and what it wraps (DDP, Float16Module), outermost first."""
+    """Yield a module and what it wraps (DDP, Float16Module), outermost first."""
     while isinstance(module, nn.Module):
         yield module
         module = getattr(module, "module", None)
@@ -215,7 +211,7 @@ def _ask(state: Any, name: str) -> Any:
 
 
 def _virtual_stages(state: Any, config: Any) -> int:
-    """The config says it in every release, the parallel state only where it was told."""
+    """Return the number of virtual stages; the parallel state knows it only where it was told."""
     stages = getattr(config, "virtual_pipeline_model_parallel_size", None)
     if stages is None:
         stages = _ask(state, "get_virtual_pipeline_model_parallel_world_size")

@@ -1,4 +1,4 @@
-"""Megatron-core: its TopKRouter, of any release, and MindSpeed's, which is the same class."""
+"""Describes Megatron-core's TopKRouter, of any release; MindSpeed's is the same class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from npu_replay.sessions.seam import least_positive
 
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
 IDLE_WITHOUT_ACTION = "npu_replay_idle_without_action"
-"""A framework's RouterReplay whose class has this mark need not be asked without an action."""
+"""The class attribute of a framework's RouterReplay that need not be asked without an action."""
 _METHODS = ("forward", "routing")
 _TOP_K_FUNCTIONS = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
 _TWO_WAYS = "two ways of replaying at once; use npu_replay's blocks or RouterReplay"
@@ -31,10 +31,10 @@ _FUSED = (
 
 
 class MegatronRouters(RouterKind):
-    """Recognises Megatron's routers. Imports nothing: a model can only hold one if it is imported."""
+    """Recognises Megatron's routers; imports nothing, since a model that holds one has imported it."""
 
     def describe(self, module: nn.Module, path: str) -> Router | None:
-        """Describe a TopKRouter; refuse another router class, and what configuration rules out."""
+        """Describe a TopKRouter; refuse another router class, and configurations that can't be replayed."""
         product: Any = sys.modules.get(_ROUTER_MODULE)
         if product is None or not isinstance(module, product.Router):
             return None
@@ -74,23 +74,23 @@ class MegatronRouters(RouterKind):
         )
 
     def explains(self, operator: str) -> str:
-        """Is this a fused operator that takes the place of the top-k?"""
+        """Return why a fused operator in the place of the top-k can't be replayed; empty if it is none."""
         return torch_npu.gating_operator(operator)
 
     def diverts(self, module: nn.Module) -> str:
-        """Was RouterReplay told to replay since the block was entered?"""
+        """Return an error's words if RouterReplay was told to replay since the block was entered."""
         action = _upstream_replay(module)
         return "" if action is None else f"RouterReplay was given {action} inside the block: {_TWO_WAYS}"
 
     def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
-        """Mark what MindSpeed's moe_fb_overlap runs again; have a fused router's kernel ask too."""
+        """Mark what MindSpeed's moe_fb_overlap recomputes, and let the kernel of a fused router ask."""
         handles: list[Handle] = list(fb_overlap.mark(chunk, routers, marks))
         if any(fused_router.is_on(getattr(router.module, "config", None)) for router in routers):
             handles.append(fused_router.HeldKernel())
         return handles
 
     def functions(self, routers: Sequence[Router]) -> Iterator[tuple[str, object, str]]:
-        """What these routers' calls go through: of their classes, of their own, and Megatron's functions."""
+        """Yield the methods and functions that calls of these routers go through."""
         product: Any = sys.modules.get(_ROUTER_MODULE)
         if product is None:
             return
@@ -104,31 +104,28 @@ class MegatronRouters(RouterKind):
             yield name, product, name
 
     def labelled(self, chunk: nn.Module, routers: list[Router]) -> list[Router]:
-        """Label the routers of a HybridModel by its pattern."""
         return hybrid.labelled(chunk, routers)
 
     def accepts_none(self, chunks: Sequence[nn.Module]) -> bool:
-        """A stage of an MoE model's pipeline whose layers are all dense, by its config."""
         return parallel_state.is_dense_stage(chunks)
 
     def check_chunks(self, chunks: Sequence[nn.Module]) -> None:
-        """Refuse some of a rank's virtual stages in the place of all of them."""
         parallel_state.check_chunks(chunks)
 
 
 def _shows(output: object) -> torch.Tensor:
-    """routing_map, bool [rows, experts]: Megatron's routers return (probs, routing_map)."""
+    """Return the routing map, bool [rows, experts], of a router's output (probs, routing_map)."""
     routing_map = _pair(output)[1]
     return routing_map if routing_map.dtype == torch.bool else routing_map.to(torch.bool)
 
 
 def spare(router: Any) -> int:
-    """Quantile balancing asks for one expert more than it uses: its score says where the limit lies."""
+    """Return how many experts the top-k asks for beyond those used: quantile balancing needs 1 more."""
     return int(router.routing_type == "quantile_balancing")
 
 
 def _shows_with_drops(output: object) -> torch.Tensor:
-    """Experts with a probability: with padding to capacity the map also holds tokens that nobody chose."""
+    """Return the experts with a probability; the map also holds tokens that pad to capacity."""
     return _pair(output)[0] != 0
 
 
@@ -146,8 +143,7 @@ def _pair(output: object) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _without_exact_zeros(output: object, ids: torch.Tensor) -> object:
-    """Lift probabilities that underflowed to zero: DeepEP's dispatcher finds the experts by a top-k over
-    the probabilities, so a chosen expert with an exact zero would lose its place to one that nobody chose."""
+    """Lift chosen probabilities that are zero: DeepEP's dispatcher finds the experts by a top-k over them."""
     probs, routing_map = _pair(output)
     chosen = torch.zeros_like(routing_map).scatter(1, ids, True) & routing_map
     lifted = probs.masked_fill(chosen & (probs == 0), least_positive(probs.dtype))
@@ -155,14 +151,14 @@ def _without_exact_zeros(output: object, ids: torch.Tensor) -> object:
 
 
 def gathered_ranks(config: Any) -> int:
-    """Megatron 0.12's alltoall_seq gathers the logits of the tensor-parallel group before the top-k."""
+    """Return over how many ranks the logits are gathered before the top-k (alltoall_seq of Megatron 0.12)."""
     if config.moe_token_dispatcher_type != "alltoall_seq":
         return 1
     return int(config.tensor_model_parallel_size)
 
 
 def _refuse(module: Any, path: str) -> None:
-    """Refuse what its configuration rules out, and a replay of Megatron's own that is on."""
+    """Refuse configurations that can't be replayed, and a router whose RouterReplay is replaying."""
     config = module.config
     graphs, action, ranks = _captures(config), _upstream_replay(module), _ranks_of_top_k(module)
     cause = "the model's config; "
@@ -194,7 +190,7 @@ def _refuse(module: Any, path: str) -> None:
 
 
 def _captures(config: Any) -> list[str]:
-    """The flags by which a graph captures the router."""
+    """Return the flags by which a graph captures the router."""
     flags = [flag for flag in ("enable_cuda_graph", "external_cuda_graph") if getattr(config, flag, False)]
     implementation = getattr(config, "cuda_graph_impl", None)
     if implementation not in (None, "none"):
@@ -206,25 +202,25 @@ def _captures(config: Any) -> list[str]:
 
 
 def _ranks_of_top_k(router: Any) -> int:
-    """Quantile balancing's top-k runs over the tokens of all ranks, and each rank takes its rows."""
+    """Return over how many ranks one top-k runs: in quantile balancing over the tokens of all."""
     if router.routing_type != "quantile_balancing" or router.tp_cp_group is None:
         return 1
     return int(router.tp_cp_group.size())
 
 
 def is_replaying(replay: Any) -> bool:
-    """Are its router's ids given to it? By what the action is called: a framework may have its own."""
+    """Return whether a RouterReplay's action is a replay, by its name: a framework may have its own enum."""
     action = action_of(replay)
     called = (getattr(action, "name", ""), getattr(action, "value", ""))
     return any(str(word).lower().startswith("replay") for word in called)
 
 
 def action_of(replay: Any) -> Any:
-    """Its action; None also where a framework's own has no such attribute."""
+    """Return a RouterReplay's action; None also where a framework's own has no such attribute."""
     return getattr(replay, "router_replay_action", None)
 
 
 def _upstream_replay(module: Any) -> Any:
-    """The action of RouterReplay, upstream's from 0.16 on or ours before, that answers a router's top-k."""
+    """Return the replaying action of the RouterReplay, upstream's or ours, of a router; None otherwise."""
     replay = getattr(module, "router_replay", None)
     return action_of(replay) if is_replaying(replay) else None

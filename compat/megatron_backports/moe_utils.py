@@ -1,12 +1,9 @@
-"""Functions that frameworks import from later releases of Megatron-core, over those of the one that is here.
+"""Adds functions of later Megatron-core releases that frameworks import, each where the release lacks it.
 
-Each is asked for by itself, and added or replaced only where the release lacks it:
-
-    topk_routing_with_score_function      before 0.14 there is none; before 0.16 it takes no router_replay
-                                          (then it is given dense_output too, which came with 0.17)
+    topk_routing_with_score_function      new in 0.14; without router_replay before 0.16 (dense_output: 0.17)
     apply_router_token_dropping           before 0.14 a part of topk_softmax_with_capacity
     compute_routing_scores_for_aux_loss   before 0.14 a method of TopKRouter, another one in 0.12 and 0.13
-    is_vp_first_stage, is_vp_last_stage   before 0.14 there are none, before 0.13 not even their module
+    is_vp_first_stage, is_vp_last_stage   new in 0.14, and their module in 0.13
 
 Asks:     each name by itself, and the arguments that the release's function takes.
 Changes:  names in `moe_utils` and `pipeline_parallel.utils`, also where others hold them. Ours call the
@@ -37,24 +34,23 @@ _WHAT = "functions of later Megatron-core releases"
 _TOPK = "topk_routing_with_score_function"
 _ADDED = "a later release's, over this one's own"
 _TINY = 1e-20
-"""Added to a row's sum before it divides, as Megatron does."""
+"""Is added to the sum of a row before dividing by it, as Megatron does."""
 
 Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
-"""Two tensors [rows, experts]: probabilities or scores, and which experts they are of, bool."""
+"""Two tensors [rows, experts]: probabilities (or scores) and a bool map of the chosen experts."""
 
 
 class NoFusedRouter(ReplayError, ValueError):
-    """The fused router isn't there, or hasn't got what was asked of it. Later releases raise a ValueError."""
+    """Raised when the fused router is absent or lacks a feature; a ValueError, as in later releases."""
 
 
 def install() -> None:
-    """Add what this release lacks, now or when it is imported."""
     import_hook.when_imported(MODULE, f"{_WHAT}: routing", _add_routing)
     import_hook.when_imported(STAGES, f"{_WHAT}: virtual stages", _add_stages)
     import_hook.serve(STAGES, _fill_stages, "is_vp_first_stage and is_vp_last_stage", reason=_WHAT)
 
 
-# Which are added
+# Adding
 
 
 def _add_routing(module: Any) -> None:
@@ -91,10 +87,7 @@ def _add(module: Any, *functions: Callable[..., Any]) -> None:
 
 
 def _put_everywhere(module: Any, name: str, native: Any, ours: Any, why: str) -> None:
-    """Replace a function also in the modules that took it with `from ... import`, before us or after.
-
-    MindSpeed replaces a function in all modules that hold the same one, so it has to be one in all.
-    """
+    """Replace a function in every module that holds it: MindSpeed replaces those that hold the same one."""
 
     def undo() -> bool:
         held = vars(module).get(name) is ours
@@ -117,7 +110,6 @@ def _rebind(name: str, old: Any, new: Any) -> None:
 
 
 def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
-    """`native`, which decides by `router_replay` where one is given."""
 
     def topk_routing_with_score_function(
         logits: torch.Tensor,
@@ -134,14 +126,11 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
     ) -> Pair:
         """Choose each row's `topk` experts of logits [rows, experts], or take them from `router_replay`.
 
-        All arguments mean what they mean in Megatron 0.19. A replay goes without the fused kernel.
+        The arguments are those of Megatron 0.19. A replay doesn't use the fused kernel.
 
         Returns:
             The probabilities in the logits' dtype, and the map, bool; both [rows, experts]. With
             `dense_output` the probabilities and the ids, int64, in the order of the top-k; both [rows, topk].
-
-        Raises:
-            ReplayError: a dense output of the fused kernel, or of a function that calls no top-k.
         """
         if dense_output and fused:
             raise NoFusedRouter(
@@ -163,7 +152,7 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
         if is_idle(router_replay):
             if not dense_output:
                 return native(logits, topk, **how)
-            router_replay = SimpleNamespace(get_replay_topk=_own_topk)  # the top-k is only watched
+            router_replay = SimpleNamespace(get_replay_topk=_own_topk)  # only to learn the ids of the top-k
         rows, num_experts = logits.shape[0], logits.shape[-1]
         call = Asked(router_replay, rows, num_experts, topk, groups=(num_groups, group_topk))
         with asked(call, fused=fused):
@@ -188,7 +177,6 @@ def _own_topk(scores: Any, topk: int, num_groups: Any, group_topk: Any, default_
 
 
 def _without_capacity(module: Any, logits: torch.Tensor, topk: int, *, fused: bool, **how: Any) -> Pair:
-    """0.12's and 0.13's routing without the part that drops tokens, and without its count of tokens."""
     if fused:
         _refuse_fused(_TOPK)
     probs, routing_map, _ = module.topk_softmax_with_capacity(logits, topk, **how)
@@ -203,13 +191,10 @@ def apply_router_token_dropping(
     drop_policy: str = "probs",
     pad_to_capacity: bool = False,
 ) -> Pair:
-    """Leave each expert no more rows than its capacity, of probabilities and map, [rows, experts] each.
+    """Limit each expert to the rows of its capacity, in probabilities and map, [rows, experts] each.
 
-    The least probable rows go first («probs»), or the last ones («position»). With `pad_to_capacity` each
-    expert is filled up with rows that didn't choose it, of no probability.
-
-    Raises:
-        ValueError: another policy.
+    Drops the least probable rows («probs») or the last ones («position»); `pad_to_capacity` fills up
+    each expert with rows that didn't choose it, at probability 0.
     """
     rows, num_experts = routing_probs.shape
     capacity = sys.modules[MODULE].get_capacity(rows * router_topk, num_experts, capacity_factor)
@@ -218,7 +203,7 @@ def apply_router_token_dropping(
         raise ValueError(f"Invalid drop_policy: {drop_policy}")
     kept = torch.ones_like(routing_map, dtype=torch.bool)
     if capacity <= rows:
-        # sorted=False as Megatron has it: among equals the choice must be the same.
+        # sorted=False as in Megatron: ties have to be broken alike.
         places = torch.topk(ranked, k=capacity, dim=0, sorted=False)[1]
         kept = torch.zeros_like(kept).scatter(0, places, True)
     if not pad_to_capacity:
@@ -229,7 +214,7 @@ def apply_router_token_dropping(
 def compute_routing_scores_for_aux_loss(
     logits: torch.Tensor, topk: int, score_function: str, fused: bool = False
 ) -> Pair:
-    """What the auxiliary losses look at: the live choice, without bias, groups or replay.
+    """Return what the auxiliary losses count: the live choice, without bias, groups or replay.
 
     >>> from npu_replay.compat.megatron_backports.moe_utils import compute_routing_scores_for_aux_loss
     >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
@@ -239,9 +224,6 @@ def compute_routing_scores_for_aux_loss(
     Returns:
         The map, bool, and the scores, each row's sum 1 (float32 for a softmax; the logits' dtype for a
         sigmoid, as in 0.14 to 0.16; later releases go to float32 first); both [rows, experts].
-
-    Raises:
-        ValueError: another score function, or the fused one, which these releases don't have.
     """
     if fused:
         _refuse_fused("compute_routing_scores_for_aux_loss")
@@ -271,20 +253,17 @@ def _refuse_fused(name: str) -> None:
 
 
 def is_vp_first_stage(vp_stage: int | None, vp_size: int | None) -> bool:
-    """Is this the first of a rank's `vp_size` model chunks? The only one is.
+    """Return whether this is the first of a rank's `vp_size` model chunks; a single chunk is.
 
     >>> from npu_replay.compat.megatron_backports.moe_utils import is_vp_first_stage, is_vp_last_stage
     >>> is_vp_first_stage(1, 2), is_vp_last_stage(1, 2)
     (False, True)
-
-    Raises:
-        AssertionError: a stage other than 0 where there is one chunk.
     """
     return _place(vp_stage, vp_size) == 0
 
 
 def is_vp_last_stage(vp_stage: int | None, vp_size: int | None) -> bool:
-    """Is this the last of a rank's `vp_size` model chunks? As `is_vp_first_stage`."""
+    """Return whether this is the last of a rank's `vp_size` model chunks; a single chunk is."""
     return _place(vp_stage, vp_size) == max(vp_size or 1, 1) - 1
 
 

@@ -1,9 +1,8 @@
-"""Give each TopKRouter what its release lacks, as it is built: methods, and a `router_replay`.
+"""Gives each TopKRouter what its release lacks, as it is built: methods, and a `router_replay`.
 
-All but the constructor's change is done to the instance. A method of the router itself would keep it alive in
-a cycle, and couldn't be unpickled where its class has none of that name; so each is bound to a small object
-beside the router, made anew in a copy or from a pickle. From Megatron-core 0.16 on upstream has all of this,
-but for the ways of choosing that its RouterReplay never hears of.
+Only the constructor is changed on the class. A method bound to the router itself would keep it alive in a
+cycle, and couldn't be unpickled where its class lacks it, so methods are bound to a small object beside the
+router. Upstream has all of this from 0.16 on, except for load balancing types that its RouterReplay ignores.
 
 Asks:     whether the class has each method, and whether this Megatron-core has a RouterReplay of its own.
 Changes:  `TopKRouter.__init__`; methods and `router_replay` on instances.
@@ -47,11 +46,10 @@ _LOSSES = ("aux_loss", "seq_aux_loss")
 """The auxiliary losses of the releases that lack the methods about them."""
 _COUNT = "_apply_expert_bias"
 _UNHEARD = ("sinkhorn", "quantile_balancing")
-"""Load balancing types with a top-k of their own, of which upstream's RouterReplay never hears."""
+"""Load balancing types with a top-k of their own, which upstream's RouterReplay doesn't see."""
 
 
 def install() -> None:
-    """Equip Megatron's routers, now or when their module is imported; those that are built from then on."""
     import_hook.when_imported(MODULE, _WHAT, _wrap)
 
 
@@ -74,7 +72,7 @@ _next = itertools.count()
 
 
 def in_order(kind: type) -> list[Any]:
-    """Return the live routers in the order of their making; those without a number are the younger ones."""
+    """Return the live routers in the order of creation; those without a number are younger."""
     found = alive(kind)
     numbered = all(one in _numbers for one in found)
     places = {id(one): place for place, one in enumerate(() if numbered else alive_in_models(kind))}
@@ -86,7 +84,7 @@ def _router_init(init: Callable[..., None]) -> Any:
     def router_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if list(_patches):  # else uninstalled, and somebody still calls it
-            # A fork's router may lack what is asked of it; its model is built all the same.
+            # A fork's router may lack an attribute: its model is built all the same.
             import_hook.attempt(described(type(self)), _WHAT, lambda: _equip(self))
 
     return router_init
@@ -108,11 +106,11 @@ def _equip(router: Any) -> None:
     lend(router, names)
 
 
-# ---- methods that are lent to a router
+# ---- methods that a router is given
 
 
 def missing(router: Any) -> list[str]:
-    """Return the methods that its class lacks or has wrong, whether the router is replayed or not."""
+    """Return the methods that the router's class lacks or has wrong, replayed or not."""
     kind = type(router)
     names = [name for name in ("get_aux_loss_coeff", "is_aux_loss_enabled") if not hasattr(kind, name)]
     count = getattr(kind, _COUNT, None)
@@ -122,11 +120,7 @@ def missing(router: Any) -> list[str]:
 
 
 class RouterMethods:
-    """The methods for one router.
-
-    Attributes:
-        names: those that the router was given.
-    """
+    """Holds the methods of one router, which `names` lists."""
 
     def __init__(self, router: Any, names: Iterable[str]) -> None:
         self._router = weakref.ref(router)
@@ -138,11 +132,11 @@ class RouterMethods:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # A deep copy or a pickle of a router takes its bound methods along: they get an object of their own.
         return type(self), (self.router, self.names)
 
     @property
     def router(self) -> Any:
-        """Whose methods they are."""
         return self._router()
 
     def of_class(self, name: str) -> Any:
@@ -153,22 +147,21 @@ class RouterMethods:
         return found.__get__(router, kind)  # not the class's attribute: some wrappers bind at each access
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the router's own, in which its top-k, or its fused kernel, asks `router_replay`."""
+        """Run the router's forward, in which its top-k or its fused kernel asks `router_replay`."""
         return _asking(self.router, self.of_class("forward"), args, kwargs)
 
     def routing(self, *args: Any, **kwargs: Any) -> Any:
-        """Do the same, for those that call it by itself."""
+        """Run the router's routing, for callers that call it directly; its top-k asks `router_replay`."""
         return _asking(self.router, self.of_class("routing"), args, kwargs)
 
     def apply_load_balancing_loss(self, activation: Any, load_balancing_loss_func: Any) -> Any:
-        """Run the router's own; in a replay it counts the live choice, as upstream's do."""
+        """Run the router's method; in a replay it counts the live choice, as upstream's do."""
         loss, call = load_balancing_loss_func, seam.running(self.router)
         if call is not None and call.own_ids is not None and call.ids is not None:
             loss = aux_losses.recounted(loss, (call.own_ids, call.ids))
         return self.of_class("apply_load_balancing_loss")(activation, loss)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Run the router's own, and tell its `router_replay`."""
         self.of_class("set_layer_number")(layer_number)
         if getattr(self.router, _REPLAY, None) is not None:
             self.router.router_replay.layer_number = layer_number
@@ -180,15 +173,11 @@ class RouterMethods:
         return coefficient
 
     def is_aux_loss_enabled(self) -> bool:
-        """Has it any auxiliary loss?"""
         return any(self.router.get_aux_loss_coeff(kind) > 0 for kind in _LOSSES)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Count the tokens of a map, bool [rows, experts], but for those of the mask, bool [rows].
-
-        Megatron-core 0.16 to 0.19 lay the mask over the map's experts and not over its rows: an error, or
-        with as many rows as experts counts of the wrong tokens. A map without those rows needs no mask.
-        """
+        """Count the tokens of a map, bool [rows, experts], without those of the mask, bool [rows]."""
+        # Megatron-core 0.16 to 0.19 apply the mask along the experts instead of the rows.
         if padding_mask is not None:
             routing_map = routing_map & ~padding_mask.reshape(-1, 1)
         self.of_class(_COUNT)(routing_map)
@@ -199,7 +188,7 @@ _lent: weakref.WeakSet[RouterMethods] = weakref.WeakSet()
 
 
 def lend(router: Any, names: Iterable[str]) -> None:
-    """Give a router these methods, where it has nothing of its own by that name."""
+    """Give a router these methods, except where the instance has an attribute of that name."""
     wanted = [name for name in names if name not in vars(router)]
     methods = RouterMethods(router, wanted) if wanted else None
     for name in wanted:
@@ -207,7 +196,7 @@ def lend(router: Any, names: Iterable[str]) -> None:
 
 
 def _unlend_all() -> bool:
-    """Take them off every live router. Were all still there, with nobody's wrapper around one?"""
+    """Remove the methods from every live router; return whether all were still in place, unwrapped."""
     covered = False
     for methods in list(_lent):
         names = {} if methods.router is None else vars(methods.router)
@@ -219,16 +208,16 @@ def _unlend_all() -> bool:
 
 
 def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call what the class has, with a call of the router armed if its `router_replay` may want one."""
-    replay = getattr(router, _REPLAY, None)  # uninstalled, and somebody's wrapper still calls it
+    """Call the class's method, with a call of the router armed if its `router_replay` may answer."""
+    replay = getattr(router, _REPLAY, None)  # None if uninstalled while a wrapper still calls this
     outer = seam.armed()
     asks_already = isinstance(outer, router_replay.Asked) and outer.replay is replay
-    # A framework that brought its own replay brings the routing that asks it too, as verl's does.
+    # A framework with its own replay, as verl, also has its own routing that asks it.
     theirs = type(router).routing.__module__.partition(".")[0] not in ("megatron", "mindspeed")
     left_to_them = theirs and not isinstance(replay, MegatronRouterReplay)
     if router_replay.is_idle(replay) or asks_already or left_to_them:
         return plain(*args, **kwargs)
-    inputs = next(iter((*args, *kwargs.values())))  # or logits: they end in one dimension that isn't tokens
+    inputs = next(iter((*args, *kwargs.values())))  # hidden states or logits: the last dimension isn't tokens
     config, losses = router.config, aux_losses.of(router)
     call = router_replay.Asked(
         replay,
@@ -248,7 +237,7 @@ def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 
 def _router_replay() -> Any:
-    """Upstream's class, or ours in its place."""
+    """Return upstream's class, or ours in its place."""
     try:
         return importlib.import_module(router_replay.MODULE).RouterReplay
     except ModuleNotFoundError:  # not served: `router_replay.install` wasn't called
@@ -256,16 +245,15 @@ def _router_replay() -> Any:
 
 
 def lacks_replay() -> bool:
-    """Has this Megatron-core no RouterReplay of its own?"""
     return _router_replay() is MegatronRouterReplay
 
 
 _given: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""Routers that got their `router_replay` here; had they the attribute before, as None?"""
+"""The routers that got their `router_replay` here, and whether they had the attribute before, as None."""
 
 
 def _give(router: Any, kind: Any) -> None:
-    """Give a router of a config with the flag a RouterReplay, and any other None; as from 0.16 on."""
+    """Give a router a RouterReplay if its config asks for it, and None otherwise, as from 0.16 on."""
     had = hasattr(router, _REPLAY)
     if had and router.router_replay is not None:
         return
@@ -282,7 +270,7 @@ def _give(router: Any, kind: Any) -> None:
 
 
 def _take_back(topk_router: type) -> bool:
-    """Take them off, off copies of routers too, and out of the list of all."""
+    """Remove each `router_replay` from routers and copies of routers, and from the list of all instances."""
     for router, had in list(_given.items()):
         replay = vars(router).pop(_REPLAY, None)
         if had:
@@ -297,11 +285,11 @@ def _take_back(topk_router: type) -> bool:
 
 
 _makers: list[Callable[[Any], MegatronRouterReplay | None]] = []
-"""Of frameworks that ask for a replay by other means than the config's flag."""
+"""Functions of frameworks that ask for a replay by other means than the config's flag."""
 
 
 def made_by(make: Callable[[Any], MegatronRouterReplay | None]) -> None:
-    """Have `make(router)` for the `router_replay` of each router built from now on, if it isn't None."""
+    """Use `make(router)` as the `router_replay` of each router built from now on, if it isn't None."""
 
     def forget() -> bool:
         _makers.clear()
@@ -313,13 +301,12 @@ def made_by(make: Callable[[Any], MegatronRouterReplay | None]) -> None:
 
 _EVERYONE = "global_router_replay_instances"
 _framework: list[Callable[[Any], Any]] = []
-"""Makes a framework's own, while one has taken over."""
+"""The function that makes a framework's own instance, after `hand_over`."""
 
 
 def hand_over(of: Callable[[Any], Any]) -> None:
-    """Have `of(router)` for the `router_replay` of each router that asks for replay: a framework's, by which
-    its loops turn a replay on. Those that are there get it now, others as they are built."""
-    install()  # a line of ours in the report would say that it was
+    """Use a framework's own `of(router)` in each router that asks for replay, built already or later."""
+    install()  # before a line is added to `_patches`, which would look installed
     kind: Any = sys.modules[MODULE].TopKRouter
     if not _framework:
         _patches.add(Change(_OF_EACH, "the framework's own", functools.partial(_hand_back, kind)))
@@ -335,20 +322,19 @@ def _hand_over_one(router: Any) -> None:
 
 
 def _hand_back(topk_router: type) -> bool:
-    """Give each router one of Megatron's again."""
     _framework.clear()
     kind = _router_replay()
     for router in alive(topk_router):
         theirs = getattr(router, _REPLAY, None)
         if theirs is not None and not hasattr(type(theirs), _EVERYONE):
             own = kind()
-            router_replay.leave(own, kind)  # a copy's is in no list
+            router_replay.leave(own, kind)  # the instance of a copied router is in no list
             _swap(router, own, theirs, kind)
     return True
 
 
 def _swap(router: Any, new: Any, old: Any, kind: Any) -> None:
-    """Replace it also in Megatron's list of all, so that its own API reaches what the routers have."""
+    """Replace the instance also in Megatron's list of all, so that its API reaches the new one."""
     everyone = getattr(kind, _EVERYONE)
     everyone[:] = [new if one is old else one for one in everyone]
     new.layer_number = getattr(old, "layer_number", None)

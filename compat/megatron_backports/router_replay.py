@@ -1,12 +1,8 @@
-"""Megatron-core's RouterReplay for the releases that lack it, 0.12 to 0.15: one for each replayed router.
+"""Provides Megatron-core's RouterReplay for the releases that lack it, 0.12 to 0.15.
 
-The same face and meaning as upstream's `megatron.core.transformer.moe.router_replay` of 0.19, which is served
-under that name (`install`). Only how a router comes to ask differs: there its own code calls
-`get_replay_topk`, here its top-k does, through the seam (`Asked`).
-
-As upstream's, it goes by a global action and by a queue of targets for recomputes, which is right as long
-as backward visits the micro-batches in the order of their forwards; `npu_replay.record` and `replay` need
-neither. Where upstream's goes on in silence, or stops with an AttributeError of None, this says why.
+`install` serves it under upstream's module name, with the API and meaning of 0.19. Upstream's router calls
+`get_replay_topk` itself; here the router's top-k calls it through the seam (`Asked`). As upstream's, it has a
+global action and a queue of targets, so backward has to visit micro-batches in the order of their forwards.
 
 Asks:     whether the release has the module.
 Changes:  nothing of Megatron's; the module can be imported. `torch.topk` asks while `asked` is open.
@@ -34,11 +30,11 @@ from npu_replay.sessions import seam
 MODULE = "megatron.core.transformer.moe.router_replay"
 
 Topk = Callable[..., "tuple[torch.Tensor, torch.Tensor]"]
-"""(scores, topk, num_groups, group_topk) -> (values, ids), each [rows, topk]."""
+"""Maps (scores, topk, num_groups, group_topk) to (values, ids), each [rows, topk]."""
 
 
 def install() -> None:
-    """Let the module be imported where this Megatron-core hasn't got it."""
+    """Make the module importable where this Megatron-core lacks it."""
 
     def fill(module: Any) -> None:
         module.__doc__ = __doc__
@@ -49,15 +45,15 @@ def install() -> None:
 
 
 class AnotherNumber(ReplayError, ValueError, AssertionError):
-    """As many layers as routers were expected; also what upstream raises there."""
+    """Raised when the number of layers isn't that of the routers; derives from what upstream raises."""
 
 
 class NoTarget(RouterError, IndexError):
-    """A replay without ids that fit; also what upstream raises where its queue is empty."""
+    """Raised when a replay has no ids that fit; derives from what upstream raises for an empty queue."""
 
 
 class RouterReplayAction(Enum):
-    """What a router's top-k does."""
+    """Lists the actions of a router's top-k."""
 
     RECORD = "record"
     REPLAY_FORWARD = "replay_forward"
@@ -67,9 +63,9 @@ class RouterReplayAction(Enum):
 
 
 class MegatronRouterReplay:
-    """Records or replays the expert ids of one router, int [rows, topk], rows as the router has them.
+    """Records or replays the expert ids of one router, int [rows, topk], in the router's order of rows.
 
-    Loops import it as Megatron's `RouterReplay`.
+    Training loops import it as Megatron's `RouterReplay`.
 
     >>> from npu_replay.compat.megatron_backports.router_replay import *
     >>> replay = MegatronRouterReplay()
@@ -80,13 +76,13 @@ class MegatronRouterReplay:
     >>> replay.global_router_replay_instances.remove(replay)
 
     Attributes:
-        global_router_replay_instances: all of them, in the order of their making. One that belongs to a
-            router goes when the router is garbage: a model that was built and thrown away shifts nothing.
+        global_router_replay_instances: all instances in the order of creation. The instance of a router is
+            removed when the router is garbage, so a discarded model shifts nothing.
         target_topk_idx: what the next REPLAY_FORWARD uses.
         recorded_topk_idx: the ids of the last call under RECORD; a view of the static buffer, if one is set.
         router_replay_action: None for the router's own choice.
         replay_backward_list: targets for REPLAY_BACKWARD, oldest first.
-        static_buffer: int [max_rows, topk], recorded ids are copied into its first rows.
+        static_buffer: int [max_rows, topk]; recorded ids are copied into its first rows.
         layer_number: of its router, from 1 on; None without one.
     """
 
@@ -105,11 +101,11 @@ class MegatronRouterReplay:
 
     @staticmethod
     def set_replay_data(all_layers_topk_indices: list[torch.Tensor]) -> None:
-        """Set every router's target, in the order of their making.
+        """Set the target of every router, in the order of creation.
 
         Raises:
-            ValueError: another number of tensors than routers.
-            RouterError: one is no tensor of ids; then no router has got its own.
+            ValueError: the number of tensors isn't the number of routers.
+            RouterError: an element is no tensor of ids; no target has been set then.
         """
         _check_count(len(all_layers_topk_indices), "tensors")
         pairs = list(zip(_everyone(), all_layers_topk_indices, strict=True))
@@ -120,67 +116,54 @@ class MegatronRouterReplay:
 
     @staticmethod
     def get_recorded_data() -> list[torch.Tensor | None]:
-        """What each router recorded last."""
         return [replay.get_recorded_indices() for replay in _everyone()]
 
     @staticmethod
     def clear_global_indices() -> None:
-        """Forget what was recorded, and all targets."""
         for replay in _everyone():
             replay.clear_indices()
 
     @staticmethod
     def set_global_router_replay_action(router_replay_action: RouterReplayAction) -> None:
-        """Set every router's action."""
         for replay in _everyone():
             replay.set_router_replay_action(router_replay_action)
 
     @staticmethod
     def clear_global_router_replay_action() -> None:
-        """Let every router choose itself."""
         for replay in _everyone():
             replay.clear_router_replay_action()
 
     @staticmethod
     def clear_global_router_replay_instances() -> None:
-        """Forget all of them; they go on working one by one."""
+        """Empty the list of instances; each of them goes on working."""
         _everyone().clear()
 
     @staticmethod
     def set_global_static_buffers(static_buffer: torch.Tensor) -> None:
-        """Give every router its slice of a buffer, int [max_rows, routers, topk].
-
-        Raises:
-            AssertionError: another number of layers in it than routers.
-        """
+        """Give every router its slice of a buffer, int [max_rows, routers, topk]."""
         _check_count(static_buffer.shape[1], "layers in the buffer")
         for layer, replay in enumerate(_everyone()):
             replay.set_static_buffer(static_buffer[:, layer, :])
 
     @staticmethod
     def clear_global_static_buffers() -> None:
-        """Take the buffers away."""
         for replay in _everyone():
             replay.clear_static_buffer()
 
     # One
 
     def set_target_indices(self, topk_indices: Any) -> None:
-        """Set the ids of this router's next forward, int [rows, topk], and queue them for its recompute.
-
-        Raises:
-            RouterError: no two-dimensional tensor of integers.
-        """
+        """Set the ids of this router's next forward, int [rows, topk], and queue them for its recompute."""
         _check_ids(topk_indices, self)
         self.target_topk_idx = topk_indices
         self.replay_backward_list.append(topk_indices)
 
     def get_recorded_indices(self) -> torch.Tensor | None:
-        """The ids of the last call under RECORD, int64 [rows, topk]."""
+        """Return the ids of the last call under RECORD, int64 [rows, topk]."""
         return self.recorded_topk_idx
 
     def record_indices(self, topk_indices: torch.Tensor) -> None:
-        """Take ids down; into the static buffer, if one is set."""
+        """Record ids; copies them into the static buffer, if one is set."""
         if self.static_buffer is not None:
             place = self.static_buffer[: len(topk_indices)]
             if place.shape != topk_indices.shape:
@@ -195,16 +178,11 @@ class MegatronRouterReplay:
         self.recorded_topk_idx = topk_indices
 
     def clear_indices(self) -> None:
-        """Forget what was recorded, and all targets."""
         self.recorded_topk_idx = self.target_topk_idx = None
         self.replay_backward_list = []
 
     def set_router_replay_action(self, router_replay_action: RouterReplayAction) -> None:
-        """Set this router's action; one of a framework's own enum that means the same will do.
-
-        Raises:
-            RouterError: no such action.
-        """
+        """Set this router's action; a framework's own enum with the same values is accepted."""
         action: Any = router_replay_action
         try:
             found = None if action is None else RouterReplayAction(getattr(action, "value", action))
@@ -218,15 +196,13 @@ class MegatronRouterReplay:
         self.router_replay_action = found
 
     def clear_router_replay_action(self) -> None:
-        """Let this router choose itself."""
         self.router_replay_action = None
 
     def set_static_buffer(self, buffer: torch.Tensor) -> None:
-        """Copy what is recorded into this, int [max_rows, topk]."""
+        """Set the buffer, int [max_rows, topk], that recorded ids are copied into."""
         self.static_buffer = buffer
 
     def clear_static_buffer(self) -> None:
-        """Record without a buffer."""
         self.static_buffer = None
 
     def get_replay_topk(
@@ -237,20 +213,12 @@ class MegatronRouterReplay:
         group_topk: int | None = None,
         default_compute_topk: Topk | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The router's top-k under its action: values and int64 ids, [rows, topk] each.
-
-        Args:
-            scores: float [rows, experts].
-            default_compute_topk: the router's own, which is given the groups.
-
-        Raises:
-            NoTarget: a replay without a target, or with one of another shape.
-        """
+        """Return the top-k of scores [rows, experts] under the action: values and int64 ids, [rows, topk]."""
         if is_replaying(self):
             ids = self._target(len(scores), topk).to(scores.device, torch.int64)
             call = seam.armed()
             if isinstance(call, Asked) and call.replay is self:
-                # A routing that asks by itself, as upstream's, is answered here: its top-k won't come.
+                # The routing asked by itself, as upstream's does, and calls no top-k: answered here.
                 call.ids, call.way = ids, "inner"
             return scores.gather(1, ids), ids
         if default_compute_topk is None:
@@ -262,7 +230,7 @@ class MegatronRouterReplay:
         return values, ids
 
     def _target(self, rows: int, topk: int) -> torch.Tensor:
-        """Take the ids of a replayed call; a framework's own may keep them elsewhere."""
+        """Return the ids of a replayed call; a subclass may keep them elsewhere."""
         backward = self.router_replay_action is RouterReplayAction.REPLAY_BACKWARD
         if backward:
             ids = self.replay_backward_list.pop(0) if self.replay_backward_list else None
@@ -283,24 +251,21 @@ class MegatronRouterReplay:
 
 
 def is_idle(replay: Any) -> bool:
-    """Would asking it change nothing? Upstream asks in every call, and a framework may have wrapped that."""
+    """Return whether calling this RouterReplay would change nothing."""
     ask = getattr(replay, "get_replay_topk", None)
     if ask is None:
-        return True  # none, or a framework's own, whose routing knows what to do with it
-    # Upstream's own method, and ours, look names up in the module that they were made in; a wrapper or a
-    # framework's own, wherever it lies and whatever it is called, looks them up elsewhere.
+        return True  # None, or a framework's own class, which its own routing handles
+    # Upstream asks in every call, and a framework may have wrapped the method. Upstream's and ours have the
+    # globals of the module that defines them; a wrapper, or a framework's own method, has other globals.
     names, product = getattr(ask, "__globals__", None), sys.modules.get(MODULE)
     plain = names is globals() or (product is not None and names is vars(product))
     return plain and action_of(replay) is None
 
 
 class Asked(seam.Call):
-    """A call of a router whose top-k asks a RouterReplay, which may be a framework's own or a subclass.
+    """Lets the top-k of a router's call ask a RouterReplay, ours or a framework's.
 
-    Args:
-        replay: has `get_replay_topk`, as upstream's.
-        groups: how many, and of how many experts are taken; passed on to `replay`.
-        compares: also find the router's own choice.
+    `groups` are the number of groups and of chosen ones; with `compares` the live choice is computed too.
     """
 
     def __init__(
@@ -320,17 +285,17 @@ class Asked(seam.Call):
             topk,
             seam.Call.own,
             masks=bool(groups[1]),
-            watch=True,  # it sees the masking of groups, and a top-k that was imported by name
+            watch=True,  # the dispatch mode also sees group masking, and a top-k imported by name
             given=is_replaying(replay),
         )
-        self.drops = True  # a further top-k of the same scores is an aux loss's, and counts the live choice
+        self.drops = True  # a second top-k of the same scores is the aux loss's: it stays live
         self.spare, self.replay, self._compares, self._groups = spare, replay, compares, groups
 
     def decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         outer = self.outer
 
         def own(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            """As it was asked: of scores masked by groups; a block around is asked too, for once."""
+            """Run the top-k as it was called, on scores masked by groups; an outer call is answered once."""
             if outer is not None and outer.ids is None:
                 outer.made = self.made
                 seam.arm(outer)
@@ -344,11 +309,11 @@ class Asked(seam.Call):
             self.own()
         values, ids = self.replay.get_replay_topk(self.unmasked(scores), self.topk, *self._groups, own)
         if isinstance(outer, Asked) and outer.replay is self.replay:
-            outer.ids, outer.way = ids, "inner"  # this one was armed by a routing that knows of it
+            outer.ids, outer.way = ids, "inner"  # the routing that armed the outer call is answered, too
         return values, ids
 
     def note(self, ids: torch.Tensor) -> None:
-        """A fused call has chosen: have it recorded."""
+        """Have the choice of a fused call recorded."""
         none = ids.new_empty(len(ids), 0, dtype=torch.float32)
         self.replay.get_replay_topk(none, self.topk, *self._groups, lambda *_, **__: (ids, ids))
         super().note(ids)
@@ -356,13 +321,10 @@ class Asked(seam.Call):
 
 @contextlib.contextmanager
 def asked(call: Asked, *, fused: bool = False) -> Iterator[None]:
-    """Let the next top-k of this thread that fits be answered; there has to be one.
-
-    Args:
-        fused: is the router's kernel asked, too?
+    """Let the next matching top-k of this thread be answered, with `fused` the router's kernel too.
 
     Raises:
-        NoEffect: there was none.
+        NoEffect: no top-k came, and the RouterReplay has an action.
     """
     kernel = fused_router.HeldKernel() if fused else None
     seam.guard.install(call)
@@ -388,13 +350,13 @@ def _everyone() -> list[MegatronRouterReplay]:
 
 
 def leave(replay: Any, kind: Any) -> None:
-    """Take one out of the list of all that a class keeps: upstream's, or ours."""
     everyone = kind.global_router_replay_instances
     everyone[:] = [one for one in everyone if one is not replay]
 
 
 def leave_with(router: nn.Module, replay: Any, kind: Any) -> None:
-    """The same, when its router is garbage."""
+    """Remove an instance from the list of all when its router is garbage."""
+    # A weak reference: the finalizer would otherwise keep the instance alive as long as its router.
     dead = weakref.ref(replay)
     weakref.finalize(router, lambda: leave(dead(), kind)).atexit = False
 

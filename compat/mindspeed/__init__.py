@@ -1,1 +1,1 @@
-"""MindSpeed and MindSpeed-LLM."""
+"""Connects npu_replay to MindSpeed and MindSpeed-LLM."""

@@ -1,10 +1,9 @@
-"""MindSpeed's moe_fb_overlap: its recomputes, marked where it runs them.
+"""Marks the recomputes of MindSpeed's moe_fb_overlap where it runs them.
 
-It runs the backward of one micro-batch together with the forward of the next, layer by layer. A layer under
-recompute keeps its inputs in the LayerGraph that it returns, and MindSpeed runs it again by itself, outside
-autograd's backward, in the middle of another micro-batch's forward. In every branch there are two such
-places, and both unpack the graph's `layer_inputs` right before the layer runs. So the inputs say it when they
-are unpacked: the next call of this layer's router belongs to the micro-batch whose graph this is.
+It runs the backward of one micro-batch with the forward of the next, layer by layer. A recomputed layer keeps
+its inputs in the LayerGraph that it returns; MindSpeed reruns it outside autograd's backward, in another
+micro-batch's forward. Both places that do so, in every branch, unpack `layer_inputs` right before. So the
+unpacking marks the router's next call as one of the graph's micro-batch.
 
 Asks:     the parameters of the forward that MindSpeed has bound to a layer.
 Changes:  two hooks on the layer, and the `layer_inputs` of the graphs that it returns.
@@ -30,11 +29,7 @@ _SIGNS = {"checkpoint", "bwd_layer_graph"}
 
 
 def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
-    """Hang the hooks on the overlapped layers of a chunk.
-
-    Raises:
-        RouterError: moe_fb_overlap recomputes, but not in layers of the kind that is known.
-    """
+    """Register the hooks on a chunk's overlapped layers; refuse recomputes in layers of an unknown kind."""
     layers = [(router, _overlapped_layer(chunk, router)) for router in routers]
     for router, layer in layers:
         config: Any = getattr(router.module, "config", None)
@@ -52,7 +47,7 @@ def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Hand
 
 
 class _Rerun:
-    """One run of a layer that MindSpeed may repeat: alive as long as the layer's graph is."""
+    """Represents one run of a layer that MindSpeed may repeat; lives as long as the layer's graph."""
 
     def __init__(self, router: nn.Module, marks: Marks) -> None:
         self._router = router
@@ -65,7 +60,7 @@ class _Rerun:
 
 
 class _Inputs(tuple[Any, ...]):
-    """What MindSpeed unpacks to run a layer again."""
+    """Marks the rerun of a layer when MindSpeed unpacks the layer's inputs."""
 
     reruns: list[_Rerun]
     """One for each block that is open on the model."""
@@ -77,7 +72,7 @@ class _Inputs(tuple[Any, ...]):
 
 
 class _Overlapped:
-    """The two hooks of a layer, until they are removed."""
+    """Holds the two hooks of a layer, until they are removed."""
 
     def __init__(self, layer: nn.Module, router: Router, marks: Marks) -> None:
         self._router = router
@@ -108,7 +103,7 @@ class _Overlapped:
 
 
 def _graph(output: object, router: Router) -> Any:
-    """The LayerGraph among what a layer returns: (hidden states, context, graph, ...)."""
+    """Return the LayerGraph among what a layer returns: (hidden states, context, graph, ...)."""
     graph = output[2] if isinstance(output, tuple) and len(output) > 2 else None
     if getattr(graph, "checkpointed", False) and isinstance(getattr(graph, "layer_inputs", None), tuple):
         return graph
@@ -122,7 +117,7 @@ def _graph(output: object, router: Router) -> Any:
 
 
 def _overlapped_layer(chunk: nn.Module, router: Router) -> nn.Module | None:
-    """The layer around a router, if MindSpeed has bound another forward to it."""
+    """Return the layer around a router, if MindSpeed has bound another forward to it."""
     path = router.path.split(".")
     for length in range(len(path) - 1, 0, -1):
         layer = chunk.get_submodule(".".join(path[:length]))

@@ -1,8 +1,8 @@
-"""MindSpeed: which of its features route in ways that can't be replayed, and whether it is in place at all.
+"""Refuses the features of MindSpeed that can't be replayed, and a MindSpeed that is half imported.
 
-Its other features call Megatron's TopKRouter as it is, and need nothing here. Nothing of MindSpeed is changed
-and nothing is imported: what it does is read off the model's config, to which it copies all its arguments,
-and off the arguments themselves, since its patches hold for every model of the process.
+Its other features call Megatron's TopKRouter as it is. Nothing of MindSpeed is changed or imported: its
+settings are read off the model's config, to which it copies its arguments, and off the arguments themselves,
+since its patches hold for every model of the process.
 
 Asks:     the model's config, MindSpeed's arguments and its list of patches.
 Changes:  nothing.
@@ -26,12 +26,7 @@ _REFUSED = {
 
 
 def capability(product: Product, megatron: Product) -> Capability:
-    """Replay under MindSpeed, as far as the source of both tells.
-
-    Args:
-        product: what is found of MindSpeed.
-        megatron: what is found of Megatron-core.
-    """
+    """Return the capability of replay under MindSpeed, as far as the source of both products tells."""
     if not product.usable:
         why = product.problem or "MindSpeed is not installed"
         return Capability(CAPABILITY, "broken" if product.problem else "missing", why)
@@ -46,16 +41,12 @@ def capability(product: Product, megatron: Product) -> Capability:
 
 
 def _release(product: Product) -> list[str]:
-    """Major and minor; MindSpeed's distribution has the version of the Megatron-core that it is made for."""
+    """Return major and minor; MindSpeed's distribution has the version of the Megatron-core it is for."""
     return product.version.split(".")[:2] if product.version else []
 
 
 def refuse_features(config: Any, path: str) -> None:
-    """Refuse a router whose choice MindSpeed overrides.
-
-    Raises:
-        RouterError: names the feature and the reason.
-    """
+    """Refuse a router whose choice MindSpeed overrides; the error names the feature and the reason."""
     for feature, reason in _REFUSED.items():
         if getattr(config, feature, False) or getattr(_arguments(), feature, False):
             raise RouterError(
@@ -68,11 +59,7 @@ def refuse_features(config: Any, path: str) -> None:
 
 
 def refuse_half_import() -> None:
-    """Refuse to work with a MindSpeed whose import failed half way, and was caught by somebody.
-
-    Raises:
-        RouterError: says how many patches are in place.
-    """
+    """Refuse to work with a MindSpeed whose import failed half way, where somebody caught the error."""
     known = patches()
     applied = [name for name, patch in known.items() if patch.is_applied]
     if not applied or len(applied) == len(known) or _ADAPTOR in sys.modules:
@@ -89,13 +76,13 @@ def refuse_half_import() -> None:
 
 
 def patches() -> dict[str, Any]:
-    """MindSpeed's patches by the full name of what they change; none where it isn't imported."""
+    """Return MindSpeed's patches by the full name of what they change; none where it isn't imported."""
     product: Any = sys.modules.get("mindspeed.patch_utils")
     return {} if product is None else product.MindSpeedPatchesManager.patches_info
 
 
 def _arguments() -> Any:
-    """MindSpeed's arguments, once it has read them: Megatron's own where those are set."""
+    """Return MindSpeed's arguments, once it has read them: Megatron's own where those are set."""
     product: Any = sys.modules.get("mindspeed.args_utils")
     if product is None or not {_ADAPTOR, "mindspeed_llm"} & sys.modules.keys():
         return None

@@ -1,12 +1,9 @@
-"""MindSpeed-LLM: its own routing inside Megatron's TopKRouter, and the layers that it gives no router.
+"""Describes MindSpeed-LLM's own routing inside Megatron's TopKRouter, and its layers without a router.
 
-What it probes: the module that the router's `routing` comes from, so nothing is imported, and a MindSpeed-LLM
-that is only installed changes nothing; then the router's routing type, and the arguments that its configs
-carry.
-
-What it offers: `refuse` says why a router can't be replayed, `looks_up` which one chooses by a table of
-tokens, `layer_kinds` which decoder layers have a router, `pipeline_table` which stage has them. It changes
-nothing.
+Probes: the module that a router's `routing` comes from, its routing type, and the arguments on configs; so
+nothing is imported, and a MindSpeed-LLM that is only installed changes nothing. Offers: `refuse` (why a
+router can't be replayed), `looks_up` (whether it chooses by a table of tokens), `layer_kinds` (which decoder
+layers have a router), `pipeline_table` (which stage has them). Changes nothing.
 
 All its routing types but one end in one top-k over the experts, which the seam answers as it does Megatron's.
 """
@@ -26,7 +23,7 @@ _NOOP = "mindspeed.core.pipeline_parallel.noop_layers.adaptor"
 
 
 def routes(module: nn.Module) -> bool:
-    """Does this router choose by MindSpeed-LLM's `routing`, whoever wrapped it since?"""
+    """Return whether a router chooses by MindSpeed-LLM's `routing`, also inside wrappers."""
     function: Any = getattr(type(module), "routing", None)
     while function is not None:
         if str(getattr(function, "__module__", "")).split(".")[0] == "mindspeed_llm":
@@ -38,10 +35,7 @@ def routes(module: nn.Module) -> bool:
 def refuse(module: nn.Module, path: str) -> None:
     """Refuse a router of a routing type whose choice can't be given to it.
 
-    One that nobody knows isn't refused: the session sees whether its top-k was reached and what it shows.
-
-    Raises:
-        RouterError: names the routing type, the reason and what to do.
+    Unknown types pass: the session sees whether the top-k was reached and what it shows.
     """
     if not routes(module):
         return
@@ -74,8 +68,7 @@ def refuse(module: nn.Module, path: str) -> None:
 
 
 def looks_up(module: nn.Module) -> bool:
-    """Does this router look its experts up by the token (a hash layer)? Every pass has the same tokens and so
-    the same experts: there is nothing to record, and no top-k that could be answered."""
+    """Return whether a router looks its experts up by the token (a hash layer), alike in every pass."""
     return (
         routes(module)
         and bool(getattr(module, "hash", False))
@@ -86,16 +79,13 @@ def looks_up(module: nn.Module) -> bool:
 
 
 def layer_kinds(config: Any) -> int | Sequence[int]:
-    """moe_layer_freq as Megatron means it: n for each n-th layer, or 1 (a router) and 0 for all layers.
+    """Return moe_layer_freq as Megatron means it: n for each n-th layer, or 1 (a router) and 0 by layer.
 
     MindSpeed-LLM makes the first `first_k_dense_replace` layers dense, and of the others those whose number,
     counted from the first layer of all, isn't a multiple of `moe_layer_freq`. `noop_layers` only have a
     number, and hash layers nothing to choose.
-
-    Raises:
-        ReplayError: numbers that can't be read.
     """
-    every: Any = getattr(config, "moe_layer_freq", 1) or 1  # None is what MindSpeed-LLM 2.3.0 begins with
+    every: Any = getattr(config, "moe_layer_freq", 1) or 1  # None by default in MindSpeed-LLM 2.3.0
     dense = 0 if isinstance(every, Iterable) else int(getattr(config, "first_k_dense_replace", None) or 0)
     without = set(noop_layers(config))
     if _looks_up(config, getattr(config, "moe_router_load_balancing_type", None)):
@@ -108,7 +98,7 @@ def layer_kinds(config: Any) -> int | Sequence[int]:
 
 
 def noop_layers(config: Any) -> frozenset[int]:
-    """The decoder layers that only pass on what they get, 0-based: MindSpeed's, to even out a pipeline.
+    """Return the decoder layers that pass on their input, 0-based; MindSpeed balances a pipeline by them.
 
     >>> import types
     >>> from npu_replay.compat.mindspeed import llm
@@ -119,13 +109,13 @@ def noop_layers(config: Any) -> frozenset[int]:
 
 
 def pipeline_table(config: Any) -> list[list[int]] | None:
-    """Layers of each stage by `num_layer_list`, [pipeline rank][0], for DecoderLayers; None without it."""
+    """Return the layers of each stage by `num_layer_list`, [pipeline rank][0]; None without it."""
     counts = _numbers(getattr(config, "num_layer_list", None), "num_layer_list")
     return [[count] for count in counts] or None
 
 
 def is_noop(module: nn.Module) -> bool:
-    """Is this one of `noop_layers`? It has a layer_number, but is no TransformerLayer."""
+    """Return whether a module is one of `noop_layers`: it has a layer_number, but is no TransformerLayer."""
     product: Any = sys.modules.get(_NOOP)
     kind = getattr(product, "NoopTransformerLayer", None)
     return kind is not None and isinstance(module, kind)
@@ -153,7 +143,7 @@ def _looks_up(config: Any, kind: Any) -> bool:
 
 
 def _numbers(given: Any, name: str) -> list[int]:
-    """A list of numbers as MindSpeed has it: `3,7` before its arguments were checked, a set or list after."""
+    """Parse MindSpeed's list of numbers: `3,7` before its arguments were checked, a set or list after."""
     if given is None:
         return []
     parts = [part for part in given.split(",") if part.strip()] if isinstance(given, str) else given

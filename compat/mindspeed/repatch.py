@@ -1,4 +1,4 @@
-"""Wrap a constructor so that MindSpeed's own wrapper, and its repatch(), leave ours in place.
+"""Wraps a constructor so that MindSpeed's own wrapper, and its repatch(), leave ours in place.
 
 MindSpeed keeps what it has patched, and `repatch()` throws away what lies over its own wrapper. So ours lies
 beneath, whichever of the two came first.
@@ -20,28 +20,27 @@ Init = Callable[..., None]
 
 
 def wrap_init(patches: Patches, cls: type, wrapped: Callable[[Init], Any], why: str) -> None:
-    """Replace `cls.__init__` by `wrapped(init)`, made with functools.wraps; beneath MindSpeed's own.
+    """Replace `cls.__init__` by `wrapped(init)`, beneath MindSpeed's wrapper.
 
-    Args:
-        patches: made with `beneath=undo`.
+    `patches` has to be made with `beneath=undo`, and `wrapped` to use functools.wraps.
     """
     under = patch_of(cls)
     ours = None if under is None else wrapped(under.orig_func)
     if ours is None or not _put_below(under, ours):
-        # On top: MindSpeed isn't here. Or somebody's wrapper lies over its own, until a repatch() takes all.
+        # On top: MindSpeed isn't here, or a wrapper lies over its own until a repatch() drops all.
         patches.set(cls, "__init__", wrapped(cls.__init__), why)  # type: ignore[misc]
     if ours is not None:
         patches.add(Patch(cls, "__init__", why, ours.__wrapped__, ours))
 
 
 def patch_of(cls: type) -> Any:
-    """MindSpeed's patch of the `__init__` of `cls`, once it is in place: it keeps what lies below it."""
+    """Return MindSpeed's patch of `cls.__init__`, once it is in place: it keeps what lies below it."""
     patch = features.patches().get(f"{cls.__module__}.{cls.__qualname__}.__init__")
     return None if patch is None or patch.orig_func is None else patch
 
 
 def undo(patch: Patch) -> bool:
-    """Undo a patch of ours that MindSpeed keeps for the original; what it still calls does nothing more."""
+    """Undo a patch of ours that MindSpeed keeps for the original; return whether it did."""
     under = patch_of(patch.owner)
     if under is None or under.orig_func is not patch.replacement:
         return False
@@ -50,11 +49,9 @@ def undo(patch: Patch) -> bool:
 
 
 def _put_below(under: Any, function: Callable[..., None]) -> bool:
-    """Have MindSpeed take `function` for the original. Does it hold at once?
-
-    Applying MindSpeed's patch anew would throw away a wrapper that somebody has put over it since; then it
-    holds from the next repatch() on, which does the same.
-    """
+    """Have MindSpeed take `function` for the original; return whether it holds at once."""
+    # To apply MindSpeed's patch again would drop a wrapper that was put over it since. With one there,
+    # `function` holds from the next repatch() on, which applies all patches again.
     uncovered = vars(under.orig_module).get("__init__") is under.final_patch_func
     under.orig_func = function
     if uncovered:

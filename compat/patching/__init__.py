@@ -1,1 +1,1 @@
-"""How somebody else's module is changed: when it is imported, reported, and undone."""
+"""Changes other products' modules: when they are imported, reported and reversible."""

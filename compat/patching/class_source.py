@@ -1,4 +1,4 @@
-"""Read a class's method from its file, where somebody replaced it and kept nothing."""
+"""Reads a class's method from its file, where it was replaced and the original wasn't kept."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def method(cls: type, name: str) -> FunctionType:
     spec = importlib.util.spec_from_file_location(module.__name__, origin) if origin else None
     if spec is None or spec.loader is None:
         raise LookupError(f"{module.__name__} has no source file")
-    fresh = importlib.util.module_from_spec(spec)  # run a second time, under a name that nobody else sees
+    fresh = importlib.util.module_from_spec(spec)  # run a second time, outside sys.modules
     spec.loader.exec_module(fresh)
     found = vars(getattr(fresh, cls.__name__)).get(name)
     if not isinstance(found, FunctionType):
         raise LookupError(f"no method {name} in the source of {cls.__module__}.{cls.__qualname__}")
+    # The second module has a class of its own: super() in the method has to mean the given one.
     cells = tuple(
         CellType(cls) if free == "__class__" else cell
         for free, cell in zip(found.__code__.co_freevars, found.__closure__ or (), strict=True)

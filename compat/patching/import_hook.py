@@ -1,9 +1,8 @@
-"""Wait for a module that others import, or serve one that a product lacks. One finder does both.
+"""Waits for a module that others import, or serves one that a product lacks, by one finder.
 
-npu_replay imports no framework: the order of imports changes what MindSpeed patches. So what has to be done
-to a framework waits for its import. A module that a release lacks under the name by which others import it
-(`megatron.core.transformer.moe.router_replay`) is made when somebody imports it, where its package is there
-and no other finder has the module.
+npu_replay imports no framework: the order of imports changes what MindSpeed patches. So changes to one wait
+for its import. A module that a release lacks (`megatron.core.transformer.moe.router_replay`) is made when
+somebody imports it, where its package is there and no other finder has the module.
 
 Asks:     the other finders, for the names that somebody waits for or serves, and for no other.
 Changes:  the loader of such a module for one import, and sys.modules where one is served.
@@ -50,15 +49,15 @@ class _Served:
 _served: dict[str, _Served] = {}
 
 
-# ---- what may be asked for
+# ---- the interface
 
 
 def when_imported(module: str, name: str, shim: Shim, *, ends: bool = False) -> None:
-    """Call `shim(module)` when `module` is imported, or now if it is. `name` says in messages what it does.
+    """Call `shim(module)` when `module` is imported, or now if it is; messages call it `name`.
 
     With NPU_REPLAY_DISABLE=1 nothing is done. A shim that raises is logged as an ERROR; the import goes on,
-    and the first block that the shim was meant for is refused (`refuse_failures`). `ends=True` has the import
-    fail, for a process in which nobody opens a block.
+    and the first block is refused (`refuse_failures`). `ends=True` has the import fail, for a process that
+    opens no block.
 
     >>> from npu_replay.compat.patching.import_hook import when_imported
     >>> when_imported("json", "an example", lambda module: print("told of", module.__name__))
@@ -76,10 +75,9 @@ def when_imported(module: str, name: str, shim: Shim, *, ends: bool = False) -> 
 
 
 def before_import(module: str, name: str, prepare: Callable[[], object]) -> None:
-    """Call `prepare()` before the code of `module` runs, or now if it has begun. `name` says what it does.
+    """Call `prepare()` before the code of `module` runs, or now if it has begun; messages call it `name`.
 
-    What a package's own shims need is imported so: not without the package, and before any module of it.
-    Failures are treated as those of a shim.
+    A package's own shims are imported so. Failures are treated as those of a shim.
     """
     if environment.disabled():
         return
@@ -93,7 +91,7 @@ def before_import(module: str, name: str, prepare: Callable[[], object]) -> None
 def serve(
     name: str, fill: Shim, why: str, *, reason: str = "", where: Callable[[], bool] = lambda: True
 ) -> None:
-    """Let `name` be imported where the product has no module of that name. Twice is as good as once.
+    """Serve a module `name` where the product has none. Repeated calls do nothing.
 
     >>> from npu_replay.compat.patching.import_hook import serve
     >>> serve("json.newer", lambda module: setattr(module, "value", 1), "an example")
@@ -104,10 +102,10 @@ def serve(
 
     Args:
         name: in full, «megatron.core.transformer.moe.router_replay».
-        fill: called with the new module, once each time that it is made. What it raises, the import raises.
-        why: what is done here, for the report: shown once the module is imported.
+        fill: called with the new module, each time that it is made. The import raises what it raises.
+        why: what is done here, for the report, once the module is imported.
         reason: the capability that is missing without it, for the report; `name` if there is none.
-        where: asked at each import: is this a release for which it is meant?
+        where: called at each import; returns whether to serve it in this release.
     """
     if not environment.disabled():
         _served.setdefault(name, _Served(fill, why, where, Patches(reason or f"the names of {name}")))
@@ -120,20 +118,16 @@ def attempt(module: str, name: str, action: Callable[[], object]) -> None:
         return
     try:
         action()
-    except Exception as error:  # noqa: BLE001  somebody else's module may be anything, and its import goes on
+    except Exception as error:  # noqa: BLE001  a shim may raise anything, and the import goes on
         said = f"{type(error).__name__}: {error}"
-        if _failures.get(name) != said:  # one of many routers says it for all
+        if _failures.get(name) != said:  # logged once for many routers
             _failures[name] = said
             logger.error("[npu_replay] %s failed on %s: %s", name, module, said)
 
 
 def refuse_failures() -> None:
-    """Run what still waits for a module that is there, and refuse to go on without a shim that failed.
-
-    Raises:
-        ReplayError: says what failed, and how; not where nothing is strict.
-    """
-    # A finder before ours may have found it.
+    """Run the shims of modules that are imported by now; raise if one failed, unless NPU_REPLAY_STRICT=0."""
+    # A finder before ours in sys.meta_path may have found the module.
     for module in [module for module in _preparing if sys.modules.get(module) is not None]:
         _prepare(module)
     for module in filter(_is_imported, list(_waiting)):
@@ -143,14 +137,14 @@ def refuse_failures() -> None:
 
 
 def forget() -> None:
-    """Wait for no import any more, serve nothing, and forget what failed."""
+    """Stop waiting for imports and serving modules, and forget failures."""
     for asked in (_preparing, _waiting, _failures, _ending, _served):
         asked.clear()
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
 
 
-# ---- how it is done
+# ---- the implementation
 
 
 def _failed() -> ReplayError:
@@ -165,7 +159,7 @@ def _failed() -> ReplayError:
 
 
 def _is_imported(module: str) -> bool:
-    """Is it there, and its code done?"""
+    """Return whether a module is imported, and its code has run."""
     found = sys.modules.get(module)
     return found is not None and not getattr(getattr(found, "__spec__", None), "_initializing", False)
 
@@ -179,7 +173,7 @@ def _run(module: str) -> None:
     for name, shim in _waiting.pop(module, {}).items():
         attempt(module, name, functools.partial(shim, sys.modules[module]))
         if name in _ending and name in _failures and environment.strict():
-            _waiting[module] = {name: shim}  # nor is it imported if somebody tries again
+            _waiting[module] = {name: shim}  # a second import fails too
             raise _failed()
 
 
@@ -189,17 +183,14 @@ def _look_out() -> None:
 
 
 class Asking(threading.local):
-    """Modules of which this thread asks the other finders: ours doesn't answer for them meanwhile.
-
-    Another finder may ask all finders in turn, ours too.
-    """
+    """Holds the modules that this thread asks other finders for, which may ask ours again."""
 
     def __init__(self) -> None:
         self.names: frozenset[str] = frozenset()
 
     @contextmanager
     def about(self, name: str) -> Iterator[None]:
-        """For a finder that asks; also to look for a module without getting anything ready for it."""
+        """Mark a module as asked for; also used to look a module up without preparing anything."""
         before = self.names
         self.names |= {name}
         try:
@@ -212,7 +203,7 @@ asking = Asking()
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds what others find, and has their loader tell when it is done; loads what is served."""
+    """Finds what other finders find, and wraps their loader; loads what is served."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -225,13 +216,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             found = (finder.find_spec(fullname, path, target) for finder in others)
             spec = next((one for one in found if one is not None), None)
             parent = sys.modules.get(fullname.rpartition(".")[0])
-            # A parent without a file is a stand-in that somebody made by hand, or a bare folder: no product.
+            # A parent without a file is a stand-in made by hand, or a bare folder: no product.
             if spec is None and served and getattr(parent, "__file__", None) and served.where():
                 spec = None if environment.disabled() else ModuleSpec(fullname, self, origin=__name__)
             if awaited and spec is not None and hasattr(spec.loader, "exec_module"):
                 spec.loader = _Loader(spec.loader, fullname)
             elif spec is not None:
-                _prepare(fullname)  # no code will run: a namespace package
+                _prepare(fullname)  # a namespace package, which has no code to run
         return spec
 
     def create_module(self, spec: ModuleSpec) -> None:
@@ -241,7 +232,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         name = module.__name__
         served = _served[name]
         served.fill(module)
-        if not any(served.patches):  # else it was reloaded, or somebody took it out of sys.modules
+        if not any(served.patches):  # else it was reloaded, or removed from sys.modules
             served.patches.add(Change(name, served.why, functools.partial(_take_away, name)))
 
 
@@ -249,7 +240,7 @@ _finder = _Finder()
 
 
 def _take_away(name: str) -> bool:
-    """Take a served module out of sys.modules and its package, but for what others have put there since."""
+    """Remove a served module from sys.modules and its package, unless it was replaced since."""
     package, _, child = name.rpartition(".")
     parent = sys.modules.get(package)
     places: list[tuple[dict[str, Any], str]] = [(sys.modules, name)]
@@ -261,7 +252,7 @@ def _take_away(name: str) -> bool:
 
 
 class _Loader(importlib.abc.Loader):
-    """Another loader, for one import: it gives itself back to the module's spec and then tells."""
+    """Wraps another loader for one import: it restores the module's spec, and runs the shims afterwards."""
 
     def __init__(self, loader: Any, module: str) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""What npu_replay changes in other modules: all of it put in place, or all of it undone."""
+"""Installs all that npu_replay changes in other modules, and undoes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npu_replay.lazy import lazy
 logger = logging.getLogger(__name__)
 
 _SHIMS = {
-    # verl first: it takes back what verl has done to Megatron
+    # verl first: it undoes what verl has done to Megatron
     "verl": ("verl.install", "verl.fsdp", "verl.agent_loop", "verl.config"),
     "megatron.core": (
         "megatron.config_flags",
@@ -25,14 +25,15 @@ _SHIMS = {
     **dict.fromkeys(("slime", "vime", "miles"), ("slime.routing_replay",)),
 }
 """The modules of npu_replay.compat that change a package. Each is imported, and its `install` called, in this
-order, before the package's own code runs."""
+order, before the package's own code runs.
+"""
 
 
 def install() -> None:
     """Change what has to be changed in other modules, now or when they are imported.
 
-    `import npu_replay` does this; call it to have all of it back after `uninstall`: engines of verl that it
-    had stopped go on, too. Twice is as good as once. With NPU_REPLAY_DISABLE=1 nothing is done.
+    `import npu_replay` does this; call it after `uninstall` to have all of it again, which also lets stopped
+    engines of verl go on. Repeated calls do nothing. With NPU_REPLAY_DISABLE=1 nothing is done.
 
     >>> npu_replay.uninstall()
     >>> npu_replay.report().patches
@@ -46,11 +47,11 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo everything that npu_replay has changed in other modules of this process. Twice is as good as once.
+    """Undo all that npu_replay has changed in other modules of this process. Repeated calls do nothing.
 
-    Each process of a job has to be told: npu_replay keeps no connection between them. What somebody else has
-    replaced since is left to them, with one WARNING that names it. Router kinds stay
-    registered: they are npu_replay's own, and change nobody's module.
+    Call it in each process of a job: npu_replay keeps no connection between them. What was replaced by others
+    since is left alone, with one WARNING that names it. Router kinds stay registered: they are npu_replay's
+    own, and change nobody's module.
 
     Raises:
         ReplayError: a record, replay or pin_recompute block is open. Nothing has been undone then.
@@ -69,7 +70,7 @@ def uninstall() -> None:
 
 
 def undo_everything() -> None:
-    """The same, open blocks or none: for a job that goes on without npu_replay."""
+    """Undo everything, also while blocks are open, for a job that goes on without npu_replay."""
     import_hook.forget()
     left = patches.undo_all()
     if left:

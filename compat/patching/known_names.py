@@ -1,4 +1,4 @@
-"""The names of a product that a shim wraps or calls: all are there, or an error says which isn't."""
+"""Checks that a product has the names that a shim wraps or calls, or raises an error with the missing one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ from npu_replay.errors import ReplayError, shown
 
 
 def check(module: Any, needed: Mapping[str, tuple[str, ...]], what: str, product: str) -> None:
-    """Refuse a module that lacks a name, or a function that lacks an argument or has them in another order.
+    """Refuse a module that lacks a name, or a function whose arguments are missing or reordered.
 
     Args:
         needed: by name in the module, "Class.method" too, the arguments that a function has at least.
-        what: the part that the module is, for the error: «verl's FSDP engine».
-
-    Raises:
-        ReplayError: the first that is missing.
     """
     for name, arguments in needed.items():
         found = reduce(lambda owner, one: getattr(owner, one, None), name.split("."), module)
@@ -30,7 +26,7 @@ def check(module: Any, needed: Mapping[str, tuple[str, ...]], what: str, product
 
 
 def unknown(what: str, where: str, expected: str, got: str, product: str) -> ReplayError:
-    """This part of a product is none that npu_replay knows."""
+    """Return the error for a part of a product that npu_replay doesn't know."""
     return ReplayError(
         f"this {what} is another than npu_replay knows",
         where=where,

@@ -1,4 +1,4 @@
-"""Objects that nobody has listed: the garbage collector knows them. The last resort, since it visits all."""
+"""Finds objects that no list has, by the garbage collector. The last resort, since it visits all objects."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 
 def alive(kind: Any) -> list[Any]:
-    """Return every object of this kind, or of a kind made from it; not by isinstance, which asks proxies.
+    """Return every object of this kind or a subclass; not by isinstance, which asks proxies.
 
-    An instance refers to its class, so the collector finds a few classes' by their referrers, in C: 0.11 s in
-    a process of ten million objects, where a list of all of them and a look at each take 0.6 s.
+    An instance refers to its class, so the referrers of a few classes are found in C: 0.11 s in a process of
+    ten million objects, where a loop over a list of all objects takes 0.6 s.
 
     >>> from npu_replay.compat.patching.live_objects import alive
     >>> class Router: ...
@@ -30,10 +30,10 @@ def alive(kind: Any) -> list[Any]:
 
 
 def alive_in_models(kind: Any) -> list[Any]:
-    """Return every module of this kind in the order of their making, as far as that can be told.
+    """Return every module of this kind in the order of creation, as far as that can be told.
 
-    A module registers its parts as it makes them. Which model came first its hooks tell: torch numbers all
-    hooks of a process, and Megatron's linear layers get one as they are made.
+    A module registers its parts as it makes them. The first hook in a model tells which model is older: torch
+    numbers all hooks of a process, and Megatron's linear layers get one as they are made.
     """
 
     def first_hook(top: nn.Module) -> float:
@@ -45,12 +45,11 @@ def alive_in_models(kind: Any) -> list[Any]:
 
 
 def modules() -> list[nn.Module]:
-    """Return every module."""
     return [one for one in alive(nn.Module) if "_modules" in vars(one)]
 
 
 def outermost(of: list[nn.Module]) -> list[nn.Module]:
-    """Return those of these modules that sit in no other one."""
+    """Return the modules that are in no other one of these."""
     held = {id(part) for one in of for part in one._modules.values()}
     return [one for one in of if id(one) not in held]
 
@@ -62,4 +61,4 @@ def _with_subclasses(kind: type) -> set[type]:
 
 _HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _FEW = 20
-"""Each reference is held against each class, so many classes cost more than a list of all objects."""
+"""Each reference is compared with each class, so many classes cost more than a list of all objects."""

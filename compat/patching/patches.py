@@ -1,4 +1,4 @@
-"""One way to change somebody else's module: reversible, idempotent and reported."""
+"""Changes somebody else's module in one way: reversible, idempotent and reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """One attribute that was replaced: where, why, and what was there."""
+    """Describes one attribute that was replaced: where, why, and the original."""
 
     owner: Any
     name: str
@@ -24,7 +24,7 @@ class Patch:
 
     @property
     def where(self) -> str:
-        """«torch.cuda.Stream»."""
+        """Return the full name of the attribute, «torch.cuda.Stream»."""
         if isinstance(self.owner, ModuleType):
             return f"{self.owner.__name__}.{self.name}"
         kind = self.owner if isinstance(self.owner, type) else type(self.owner)
@@ -32,7 +32,7 @@ class Patch:
         return f"{name}.{self.name}" if kind is self.owner else f"{self.name} of one {name}"
 
     def undo(self) -> bool:
-        """Put back what was there; leave it alone if somebody has replaced it since. Was it put back?"""
+        """Put the original back, unless it was replaced since; return whether it was put back."""
         if vars(self.owner).get(self.name, _ABSENT) is not self.replacement:
             return False
         _put(self.owner, self.name, self.original)
@@ -41,10 +41,7 @@ class Patch:
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """Something else that was changed: what the report says of it, and how to undo it.
-
-    `undo` says whether all was put back, as that of a Patch does.
-    """
+    """Describes another change, for the report; `undo` undoes it and returns whether all was put back."""
 
     where: str
     why: str
@@ -62,7 +59,7 @@ def _put(owner: Any, name: str, value: object) -> None:
 
 
 class Patches:
-    """A group of patches that are made and undone together.
+    """Makes and undoes a group of patches together.
 
     >>> import types
     >>> from npu_replay.compat.patching.patches import Patches
@@ -73,7 +70,7 @@ class Patches:
 
     Args:
         reason: the capability that is missing without them, for the report.
-        beneath: undoes a patch that somebody else's lies over, and says whether it could.
+        beneath: undoes a patch that others lie over, and returns whether it could.
     """
 
     def __init__(self, reason: str, beneath: Callable[[Patch], bool] | None = None) -> None:
@@ -82,7 +79,7 @@ class Patches:
         self._applied: list[Applied] = []
 
     def set(self, owner: Any, name: str, value: Any, why: str) -> None:
-        """Replace an attribute of a module, class or object, remembering what was in its own dictionary.
+        """Replace an attribute of a module, class or object, and keep what was in its own dictionary.
 
         Raises:
             TypeError: it isn't kept there (a module's parameter, a property), and couldn't be undone.
@@ -99,8 +96,7 @@ class Patches:
         self.add(Patch(owner, name, why, original, value))
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any], why: str) -> None:
-        """Replace a function by `around(original, *arguments)`, which keeps its name and signature; one that
-        is awaited stays so."""
+        """Replace a function, plain or async, by `around(original, *arguments)` of the same signature."""
         original = getattr(owner, name)
         if inspect.iscoroutinefunction(original):
 
@@ -116,17 +112,16 @@ class Patches:
         self.set(owner, name, wrapper, why)
 
     def add(self, applied: Applied) -> None:
-        """Remember what was changed already, not by `set`."""
+        """Record a change that was made by other means than `set`."""
         self._applied.append(applied)
         if self not in _groups:
             _groups.append(self)
 
     def has(self, owner: Any, name: str) -> bool:
-        """Is this attribute patched by this group?"""
         return any(patch.owner is owner and patch.name == name for patch in self._attributes())
 
     def undo(self) -> list[Applied]:
-        """Undo all, newest first; return those that somebody else has replaced since."""
+        """Undo all, newest first; return those that were replaced by others since."""
         left = [one for one in reversed(self._applied) if not (one.undo() or self._undo_beneath(one))]
         self._applied.clear()
         if self in _groups:
@@ -140,7 +135,7 @@ class Patches:
         return any(group._take_over(one) for group in _groups) or bool(self._beneath and self._beneath(one))
 
     def _take_over(self, below: Patch) -> bool:
-        """If this group patched the same name on top of it: put back, in its time, what `below` found."""
+        """If this group patched the name on top of `below`, make it restore the original of `below`."""
         for patch in self._attributes():
             same = patch.owner is below.owner and patch.name == below.name and patch is not below
             if same and patch.original is below.replacement:
@@ -159,7 +154,7 @@ _groups: list[Patches] = []
 
 
 def applied() -> list[tuple[str, Applied]]:
-    """All that is in place, with its group's reason."""
+    """Return all changes in place, with the reason of their group."""
     return [(group.reason, one) for group in _groups for one in group]
 
 
@@ -167,12 +162,11 @@ _undoings: list[Callable[[], object]] = []
 
 
 def when_undone(action: Callable[[], object]) -> None:
-    """Have `action` called when everything has been undone."""
     _undoings.append(action)
 
 
 def undo_all() -> list[Applied]:
-    """Undo every group, newest first; return what somebody else has replaced since."""
+    """Undo every group, newest first; return what was replaced by others since."""
     left = [one for group in reversed(list(_groups)) for one in group.undo()]
     for action in _undoings:
         action()

@@ -1,1 +1,1 @@
-"""ROLL: routing replay in its fsdp2 strategy, which ROLL itself has on Megatron alone."""
+"""Adds routing replay to ROLL's fsdp2 strategy; ROLL itself has it on Megatron alone."""

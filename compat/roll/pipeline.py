@@ -1,9 +1,9 @@
-"""How routes travel through ROLL: into its workers' config, and R2's from the first pass to the update.
+"""Passes routes through ROLL: into its workers' config, and R2's from the first pass to the update.
 
-ROLL's checks know no replay on fsdp2. Its workers drop what a first pass gives beside log-probs, and so do
-its pipelines. So the worker's answer gets the routes, and the driver's cluster, which has asked with a batch,
-puts them into that batch, where R3's are by ROLL's own doing. One import in the driver is enough: a mode that
-is allowed here is of a class that is imported wherever a worker's config goes.
+ROLL's checks allow no replay on fsdp2. Its workers and pipelines drop what a first pass returns beside
+log-probs. So the worker's answer gets the routes, and the driver's cluster puts them into the batch that it
+sent, where ROLL itself puts R3's. One import in the driver is enough: a mode that is allowed here has a class
+that is imported wherever a worker's config goes.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ _patches = Patches(_WHAT)
 
 
 class Mode(str):
-    """A mode of router replay. To unpickle it imports npu_replay, which a worker's process needs."""
+    """Names a mode of router replay; unpickling it imports npu_replay, which a worker's process needs."""
 
     __slots__ = ()
 
 
 class _Answers(list[Any]):
-    """What a cluster answers before its workers have, and the batch that they were asked with."""
+    """Holds what a cluster answers before its workers have, and the batch that they were sent."""
 
     batch: Any = None
 
 
 def install() -> None:
-    """Change what stands in the way, now or when it is imported."""
     for module, shim in ((CONFIG, _config), (WORKER, _worker), (PROTOCOL, _protocol), (CLUSTER, _cluster)):
         import_hook.when_imported(module, f"{_WHAT} ({module})", shim)
 
@@ -65,7 +64,7 @@ def _protocol(module: Any) -> None:
 
 
 def _checked(original: Callable[..., Any], self: Any) -> None:
-    """ROLL raises for R2, and warns that R3 is ignored, whatever the strategy."""
+    """Run ROLL's check without the mode: it raises for R2, and warns for R3, whatever the strategy."""
     mode = strategy.mode_of(self)
     if mode == OFF:
         return original(self)  # type: ignore[no-any-return]
@@ -80,13 +79,13 @@ def _checked(original: Callable[..., Any], self: Any) -> None:
 def _answered(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     output = original(self, *args, **kwargs)
     routes = strategy.recorded(self.strategy)
-    if routes is not None and self.rank_info.cp_rank == 0:  # the others' answers are dropped
+    if routes is not None and self.rank_info.cp_rank == 0:  # ROLL drops the answers of the others
         output.batch[ROUTES] = routes
     return output
 
 
 def _bound(original: Callable[..., Any], cluster: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """What a cluster's method is to be."""
+    """Return a cluster's method, which puts the routes of its answers into the batch."""
     ask = original(cluster, method, *args, **kwargs)
     if method != _PASS or strategy.mode_of(cluster.worker_config) != "R2":
         return ask
@@ -109,7 +108,7 @@ def _fetched(original: Callable[..., Any], data_refs: Any, **kwargs: Any) -> Any
 
 
 def _carried(answer: Any, batch: Any) -> Any:
-    """The answer; its routes are in the batch from now on. A LoRA actor's reference pass has none."""
+    """Return the answer, and move its routes into the batch. A LoRA actor's reference pass has none."""
     routes = answer.batch.pop(ROUTES, None)
     if routes is not None:
         batch.batch[ROUTES] = routes

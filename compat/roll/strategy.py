@@ -1,8 +1,8 @@
-"""ROLL's strategy fsdp2_train: R2 and R3 in the one method that both of its passes call.
+"""Adds R2 and R3 to ROLL's strategy fsdp2_train, in the one method that both of its passes call.
 
-`_fsdp2_forward` has no batch, so the two that hold one say which it is, and which row comes next. An
-optimizer steps in the middle of `train_step`: what is open is closed, and all ranks agree, before gradients
-are clipped. Which token sits in which row is read off the mask and ROLL's own cut for context parallelism.
+`_fsdp2_forward` has no batch, so its two callers record which batch it is, and which row comes next. An
+optimizer steps inside `train_step`: before gradients are clipped, the session is closed and all ranks agree.
+The mask, and ROLL's own cut for context parallelism, tell which token sits in which row.
 
 Waits for the strategy's module. Probes: the names and arguments that it wraps. Offers: `install`. Undone by
 `npu_replay.uninstall()`.
@@ -43,12 +43,11 @@ _NEEDED = {
     "FSDP2TrainStrategy.train_step": ("batch",),
     "FSDP2TrainStrategy._clip_grad_norm": (),
 }
-"""What is wrapped or called, and which of its arguments."""
+"""The names that are wrapped or called, and their arguments in use."""
 _patches = Patches(_WHAT)
 
 
 def install() -> None:
-    """Wrap ROLL's strategy, now or when it is imported."""
     if environment.disabled():
         return
     import_hook.when_imported(STRATEGY, _WHAT, _wrap)
@@ -66,29 +65,27 @@ def _wrap(module: Any) -> None:
 
 
 def mode_of(config: Any) -> str:
-    """The mode of a worker with this strategy; "disabled" of every other, ROLL's own on Megatron too."""
+    """Return the mode of a worker with this strategy; "disabled" for every other, also ROLL's on Megatron."""
     arguments = getattr(config, "strategy_args", None)
     mode = str(config.router_replay.mode)
     return mode if arguments is not None and arguments.strategy_name == NAME and mode in ("R2", "R3") else OFF
 
 
 class StrategyAdapter(WholeModelAdapter):
-    """Of a strategy."""
+    """Adapts a strategy of ROLL to a pass."""
 
     kind, entry, strategy = NAME, "_fsdp2_forward", "fsdp2"
     batch: _Batch | None = None
-    """The one that it was called with."""
+    """The batch that it was called with."""
     recorded: torch.Tensor | None = None
-    """What the last `forward_step` recorded, [batch, sequence, layers, topk], until it is asked for."""
+    """What the last `forward_step` recorded, [batch, sequence, layers, topk], until it is taken."""
 
     @property
     def settings(self) -> SimpleNamespace:
-        """Its mode; it has no files."""
         return SimpleNamespace(mode=mode_of(self.engine.worker_config))
 
     @property
     def chunks(self) -> list[Any]:
-        """The model."""
         return [self.engine.model]
 
 
@@ -97,11 +94,11 @@ class StrategyAdapter(WholeModelAdapter):
 
 @dataclass
 class _Batch:
-    """The batch that a strategy's `forward_step` or `train_step` was called with.
+    """Holds the batch of a strategy's `forward_step` or `train_step`.
 
     Attributes:
-        open: what is closed before the next optimizer step.
-        row: of the batch, the first of the next micro-batch.
+        open: the session, closed before the next optimizer step.
+        row: the first row of the next micro-batch.
         taken: what was recorded, [rows, sequence, layers, topk] a micro-batch.
         job: the last pass that was opened.
     """
@@ -115,14 +112,14 @@ class _Batch:
     job: Any = None
 
     def begin(self) -> None:
-        """Open a record or a replay, unless one is open. Every rank comes here with each micro-batch."""
+        """Open a record or a replay, unless one is open. Every rank calls it with each micro-batch."""
         if current().engine is not None:
             return
         self.job = EnginePass(self.adapter, trains=self.trains, flagged=True)
         self.open.enter_context(self.job.entered())
 
     def next(self, tokens: torch.Tensor) -> dict[str, Any]:
-        """The rows of the next micro-batch, which holds these tokens."""
+        """Return the rows of the next micro-batch, which has to hold these tokens."""
         first, self.row = self.row, self.row + len(tokens)
         names = (TOKENS, _MASK, _RESPONSE, ROUTES)
         rows = {
@@ -140,7 +137,7 @@ class _Batch:
 
 
 def recorded(strategy: Any) -> torch.Tensor | None:
-    """Return what the last `forward_step` recorded, [batch, sequence, layers, topk]; None of another."""
+    """Return what the last `forward_step` recorded, [batch, sequence, layers, topk], if anything."""
     if (adapter := StrategyAdapter.of(strategy)) is None:
         return None
     found, adapter.recorded = adapter.recorded, None
@@ -149,7 +146,7 @@ def recorded(strategy: Any) -> torch.Tensor | None:
 
 def _forward_step(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     recorded(self)
-    if batch.meta_info.get("disable_adapter", False):  # the reference of a LoRA actor
+    if batch.meta_info.get("disable_adapter", False):  # a LoRA actor's reference pass
         return original(self, batch, *args, **kwargs)
     output, ran = _run(original, self, batch, False, *args, **kwargs)
     if ran is not None and ran.taken:
@@ -211,7 +208,6 @@ def _fsdp2_forward(original: Callable[..., Any], self: Any, input_ids: Any, *arg
 
 @functions.timed
 def _give(adapter: StrategyAdapter, rows: dict[str, Any]) -> None:
-    """Give the model the routes of its next forward."""
     if ROUTES not in rows:
         raise MicroBatchError(
             "this micro-batch has no routes",
@@ -231,7 +227,7 @@ def _give(adapter: StrategyAdapter, rows: dict[str, Any]) -> None:
 
 
 def _layout(self: Any, batch: tensors.MicroBatch) -> TokenLayout:
-    """The rows of this rank's routers: the mask says where the tokens are, and ROLL cuts what it feeds."""
+    """Return the layout of this rank's rows, by the mask and ROLL's own cut."""
     kept, place = batch.kept, self.worker.rank_info
 
     def fed(sequences: list[torch.Tensor]) -> torch.Tensor:

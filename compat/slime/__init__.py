@@ -1,1 +1,1 @@
-"""slime and its kin (vime, earlier miles): their routing replay without their patch of Megatron."""
+"""Gives slime, vime and earlier miles routing replay without their patch of Megatron."""

@@ -1,11 +1,9 @@
-"""slime's routing replay, on a Megatron-core without its patch, and with it: npu_replay alone answers.
+"""Runs slime's routing replay on a Megatron-core with or without slime's patch.
 
-slime patches two calls into Megatron: one gives each router a RoutingReplay, one puts a top-k of slime's in
-the place of Megatron's. Its queues, stages (ROUTING_REPLAY_STAGE) and loops stay what they are. Only how a
-router comes to ask them is npu_replay's: through the RouterReplay that each router gets here as it is built,
-whose action is the stage. On a Megatron-core with a RouterReplay of its own slime is left alone.
-
-As in slime, recomputes take from a queue: backward has to visit micro-batches in the order of their forwards.
+The patch has two calls: one gives each router a RoutingReplay, one replaces Megatron's top-k. Here a router
+gets a RouterReplay instead, whose action is slime's stage (ROUTING_REPLAY_STAGE) and whose ids are in slime's
+queues; its loops stay. On a Megatron-core with a RouterReplay of its own slime is left alone. As in slime,
+backward has to visit micro-batches in the order of their forwards.
 
 Waits for `<framework>.utils.routing_replay`. Probes: the names in it. Undone by `npu_replay.uninstall()`.
 """
@@ -46,14 +44,14 @@ _patches = Patches(_WHAT)
 
 
 def install() -> None:
-    """Take the two calls over, now or when a framework of the family is imported."""
+    """Replace the two calls, now or when a framework of the family is imported."""
     for framework in FAMILY:
         import_hook.when_imported(f"{framework}.utils.routing_replay", f"{_WHAT} ({framework})", _wrap)
 
 
 def _wrap(module: Any) -> None:
     known_names.check(module, _NEEDED, "framework's routing replay", module.__name__.partition(".")[0])
-    # Which Megatron it is shows when its routers are imported: not earlier, for MindSpeed patches before.
+    # Not before Megatron's routers are imported: MindSpeed patches Megatron first.
     import_hook.when_imported(
         router_init.MODULE, f"{_WHAT} ({module.__name__})", lambda _: _take_over(module)
     )
@@ -71,11 +69,11 @@ def _take_over(module: Any) -> None:
 
 
 def _register(original: Callable[..., Any], router: Any) -> None:
-    """slime's patch calls it in the constructor, which is wrapped: the router gets its own afterwards."""
+    """Do nothing: slime's patch calls it in the constructor, after which the wrapper equips the router."""
 
 
 def _topk(original: Callable[..., Any], old_compute_topk: Any) -> Any:
-    """slime's function without a stage: newer ones also note the order of the ids, which stays theirs."""
+    """Return slime's top-k without a stage; newer releases also note the order of the ids there."""
     theirs = original(old_compute_topk)
 
     @functools.wraps(theirs)
@@ -87,7 +85,7 @@ def _topk(original: Callable[..., Any], old_compute_topk: Any) -> Any:
 
 
 _muted: list[str] = []
-"""What the process is told while slime's function is told otherwise."""
+"""The value of the process's variable while slime's function sees another."""
 
 
 @contextmanager
@@ -106,13 +104,13 @@ def _enabled() -> str:
 
 
 def _made(module: Any, router: Any) -> MegatronRouterReplay | None:
-    """The RouterReplay of a router; None in a process without replay: a critic, or a job without the flag."""
+    """Return the RouterReplay of a router; None in a process without replay (a critic, or no flag)."""
     if _enabled() != "1":
         return None
-    theirs = module.RoutingReplay()  # notes itself in all_routing_replays, in the order of building
+    theirs = module.RoutingReplay()  # adds itself to all_routing_replays, in the order of building
     everyone = module.RoutingReplay.all_routing_replays
     gone = weakref.finalize(router, lambda: everyone.remove(theirs) if theirs in everyone else None)
-    gone.atexit = False  # a model that was thrown away isn't filled
+    gone.atexit = False  # a discarded model isn't filled
     setattr(router, _ATTRIBUTE, theirs)
     _routers.add(router)
     return StagedReplay(theirs)
@@ -129,11 +127,7 @@ def _take_off() -> bool:
 
 
 class StagedReplay(MegatronRouterReplay):
-    """A RouterReplay whose action is slime's stage, and whose ids are in slime's queues.
-
-    Args:
-        theirs: slime's RoutingReplay of the same router.
-    """
+    """Takes its action from slime's stage, and its ids from slime's queues (`theirs`)."""
 
     def __init__(self, theirs: Any) -> None:
         self.theirs = theirs
@@ -141,11 +135,7 @@ class StagedReplay(MegatronRouterReplay):
 
     @property
     def router_replay_action(self) -> RouterReplayAction | None:
-        """What the stage says.
-
-        Raises:
-            RouterError: no such stage.
-        """
+        """The action that slime's stage means; raises RouterError for an unknown stage."""
         stage = os.environ.get(_STAGE, _OFF) if _enabled() == "1" else _OFF
         if stage == _OFF:
             return None
@@ -157,10 +147,9 @@ class StagedReplay(MegatronRouterReplay):
 
     @router_replay_action.setter
     def router_replay_action(self, action: object) -> None:
-        """The stage alone says it: Megatron's own global action is for other routers."""
+        """Ignore the action: the stage alone decides."""
 
     def record_indices(self, topk_indices: torch.Tensor) -> None:
-        """Into slime's queue."""
         self.theirs.record(topk_indices)
 
     def _target(self, rows: int, topk: int) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""verl on Megatron-core and MindSpeed."""
+"""Connects npu_replay to verl on Megatron-core, MindSpeed and FSDP."""

@@ -1,4 +1,4 @@
-"""How the pipeline of a verl job's actor deals out its layers, read off the job's config."""
+"""Reads from a verl job's config which layers the stages of the actor's pipeline have."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _NOTHING = dict.fromkeys(
         *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     )
 )
-"""What a TransformerConfig says of a split, and an override may leave out."""
+"""The fields of a TransformerConfig about a split, which an override may leave out."""
 
 
 def cut_of(config: Any, model: RoutedModel) -> Any:
-    """Return the `cut` of a carrier: a piece for each stage; even ones, with a WARNING, if it is unknown."""
+    """Return the `cut` of a carrier: a piece a stage; even ones, with a WARNING, if it is unknown."""
     megatron = setting(config, ROOT, "actor", "megatron")
     pp, vp = (int(setting(megatron, f"{name}pipeline_model_parallel_size") or 1) for name in ("", "virtual_"))
     try:
@@ -34,7 +34,7 @@ def cut_of(config: Any, model: RoutedModel) -> Any:
         stages = ParallelLayout(
             pp=pp, vp=vp if decoder.table is None else len(decoder.table[0]), decoder=decoder
         )
-        stages.moe_layers  # noqa: B018  whether they can be dealt out
+        stages.moe_layers  # noqa: B018  raises if they can't be dealt out
     except (ReplayError, ImportError, AssertionError, TypeError, ValueError) as error:
         even = -(-len(model.layers) // max(1, pp * vp))
         said = (
@@ -47,7 +47,7 @@ def cut_of(config: Any, model: RoutedModel) -> Any:
 
 
 def _decoder(override: dict[str, Any], pp: int, model: RoutedModel) -> DecoderLayers:
-    """As a TransformerConfig with this override tells them; Megatron's asserts are its errors."""
+    """Return the decoder layers of a TransformerConfig with this override; raises Megatron's assertions."""
     moe = [int(layer in model.layers) for layer in range(model.num_layers)]
     told = {"num_layers": model.num_layers, "num_moe_experts": model.num_experts, "moe_layer_freq": moe}
     given = SimpleNamespace(**told | _NOTHING | override)

@@ -1,14 +1,13 @@
-"""verl's rollout side: routes are kept, cut and passed on, from the engine's output to the batch.
+"""Keeps, cuts and passes on routes in verl's agent loops, from the engine's output to the batch.
 
-`generate` of the clients that ask the engine, and `_run_agent_loop` and `_postprocess` of the worker, are
-wrapped where the rollout was told to return routes, for every agent loop, also a user's own.
+`generate` of the engine's clients, and `_run_agent_loop` and `_postprocess` of the worker, are wrapped where
+the rollout was told to return routes, for every agent loop, also a user's own.
 
 Row i of verl's `routed_experts` is token i of prompt and response, in all layers. A row without a route is
-all zeros: no real row is, since a top-k of 2 and more never chooses an expert twice. (With a top-k of 1 it
-can't be told from expert 0 in every layer.) An engine has no row for the token that it sampled last; the next
-turn has.
+all zeros, which no real row is from a top-k of 2 on; with a top-k of 1 it can't be told from expert 0 in
+every layer. An engine has no row for the token that it sampled last; the next turn has.
 
-What verl's releases get wrong without it: docs/dev/verl.md.
+docs/dev/verl.md says what verl's releases get wrong without this.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ CLIENTS = {
     "verl.workers.rollout.llm_server": ("LLMServerClient", "FullyAsyncLLMServerClient"),
     "verl.experimental.fully_async_policy.fully_async_rollouter": ("FullyAsyncLLMServerClient",),
 }
-"""Where a release may have the classes that ask the engine, by module."""
+"""The classes that ask the engine, by the module where a release may have them."""
 TRAINER = "verl.trainer.ppo.ray_trainer"
 
 _WHAT = "routes from verl's rollout"
@@ -56,7 +55,7 @@ _WIDEST = np.iinfo(np.int16).max
 
 
 def install() -> None:
-    """Have verl's agent loops keep routes, and its trainer, now or when their modules are imported."""
+    """Wrap verl's agent loops and its trainer, now or when their modules are imported."""
     import_hook.when_imported(TRAINER, f"{_WHAT}: what the reference is sent", _wrap_trainer)
     import_hook.when_imported(AGENT_LOOP, _WHAT, _wrap_worker)
     for module in CLIENTS:
@@ -92,35 +91,30 @@ def _wrap_trainer(module: Any) -> None:
 
 
 def _without_routes(original: Any, self: Any, batch: Any) -> Any:
-    """Send the reference a batch without routes, unless it is the actor without its adapter.
-
-    Then 0.7 wants them. The trainers over TransferQueue send keys alone, and their workers fetch every field.
-    """
+    """Send the reference a batch without routes, unless it is the actor without its adapter."""
+    # With the actor as reference 0.7 needs the routes. Trainers over TransferQueue send keys alone, and their
+    # workers fetch every field.
     names, columns = (set(part.keys()) for part in (batch.batch, batch.non_tensor_batch))
     if ROUTES not in names or getattr(self, "ref_in_actor", False):
         return original(self, batch)
     return original(self, batch.select(names - {ROUTES}, columns - {COLUMN}))
 
 
-# One sample: what its turns have shown
+# One sample
 
 
 class Turns:
-    """What an engine has run for one sample, turn by turn: which tokens, and their routes.
+    """Holds what an engine ran for one sample, turn by turn: the tokens, and their routes.
 
-    By the rule of `Rollout`: a row is taken from the turn that sampled from it, so it is of that time and of
-    those weights; where that turn had no routes it stays without one. Here the model may be unknown, and
-    turns may share their beginning only.
-
-    Args:
-        job: of whose sample these are; None for a call that belongs to none.
-        step: of the job, for which it is sampled; None: nobody trains on it.
+    As in `Rollout`, a row is taken from the turn that sampled from it, of that time and those weights; it
+    stays missing if that turn had no routes. Here the model may be unknown, and turns may share only their
+    beginning. `job` is None for a call outside any, and `step` if nobody trains on the sample.
     """
 
     def __init__(self, job: _Job | None = None, step: int | None = None) -> None:
         self.job, self.step = job, step
         self._ran: list[tuple[Array, Rows]] = []
-        """Tokens and what is known of them; a turn that goes on from the one before is one with it."""
+        """Tokens and their rows; a turn that continues the one before is merged into it."""
 
     def __len__(self) -> int:
         return len(self._ran)
@@ -128,17 +122,14 @@ class Turns:
     def add(
         self, prompt: Array, sampled: Array, routes: Any, *, aborted: bool, checked: bool = False
     ) -> None:
-        """One turn.
+        """Add one turn.
 
         Args:
             prompt: [tokens], what the engine was given.
-            sampled: [tokens], what it returned. A turn without any has run nothing that counts.
+            sampled: [tokens], what it returned. A turn without any is ignored.
             routes: [tokens - 1, layers, topk] of both, or None.
             aborted: it was stopped from outside, and may have fewer rows.
             checked: it was put together from parts that were checked.
-
-        Raises:
-            ReplayError: none from an engine that should have some, or routes that can't be right.
         """
         if not len(sampled):
             return
@@ -184,13 +175,13 @@ class Turns:
         return rows
 
     def routes_of(self, tokens: Array) -> tuple[Array | None, int]:
-        """The rows of a sequence, [tokens, layers, topk], zeros where there is no route, and how many of its
-        tokens the engine has seen just so. No rows if none of its turns had any."""
+        """Return a sequence's rows, [tokens, layers, topk] or None, and how many tokens the turns have."""
         shared = [(_common(ran, tokens), rows) for ran, rows in self._ran]
         seen = max((common for common, _ in shared), default=0)
         like = next((rows.ids for common, rows in shared if common and rows.ids.shape[1]), None)
         if like is None:
             return None, seen
+        # Rows without a route stay zeros.
         found = Rows.empty(len(tokens), like.shape[1:], like.dtype)
         for common, rows in shared:
             found.take(rows.first(common))
@@ -198,13 +189,13 @@ class Turns:
 
 
 class _Job:
-    """What a worker of agent loops was told.
+    """Holds what a worker of agent loops was told.
 
     Attributes:
-        client: asks the engine for the policy; a teacher's or a judge's turns are none of its samples.
-        wanted: the rollout was told to return routes.
-        checks: checks what the engine returns, where the model is known.
-        putter: takes the routes, and the batch has references; None where it carries them.
+        client: asks the engine for the policy; turns of a teacher or a judge go through other clients.
+        wanted: whether the rollout was told to return routes.
+        checks: checks what the engine returns; None where the model is unknown.
+        putter: puts routes away, so that the batch has references; None where the batch carries ids.
         like: [0, layers, topk], of the routes so far, for samples that have none of their own.
     """
 
@@ -221,14 +212,11 @@ class _Job:
         self.like: Array | None = None
 
     def routes_of(self, output: Any, turns: Turns) -> Array | None:
-        """The rows of one output of an agent loop, [tokens, layers, topk], writable, uint8 or int16.
-
-        They come from the turns. Where the loop has more to say than these (it asked the engine by a way of
-        its own), its own are taken, brought to length.
-        """
+        """Return an output's rows, [tokens, layers, topk], writable, uint8 or int16."""
         tokens = _ids([*output.prompt_ids, *output.response_ids])
         own = output.routed_experts
         rows, seen = turns.routes_of(tokens)
+        # The loop asked the engine by a way of its own, which the turns haven't seen: its own rows are used.
         if own is not None and seen < min(len(own), len(tokens)):
             taken = _narrow(_as_array(own)[: len(tokens)])
             rows = np.zeros((len(tokens), *taken.shape[1:]), taken.dtype)
@@ -240,19 +228,20 @@ class _Job:
         return rows
 
 
+# A worker runs its samples as tasks of one event loop, so each task has its own context.
 _jobs: WeakKeyDictionary[Any, _Job] = WeakKeyDictionary()
 _sample: ContextVar[Turns | None] = ContextVar("npu_replay_sample", default=None)
 _resumed: ContextVar[tuple[Any, Turns] | None] = ContextVar("npu_replay_resumed", default=None)
-"""The client whose `generate` is under way, and the turns of it if it makes several."""
+"""The client whose `generate` is running, and the turns of that call, which may make several."""
 
 
 # The wrappers
 
 
 async def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`generate`; one that calls its base class again after an abort is given the merged routes at its end.
+    """Run `generate`, and set the merged routes of one that calls its base class again after an abort.
 
-    While it runs it sees no routes, so it can't merge them its own way.
+    The inner calls return no routes, so that verl doesn't merge them its own way.
     """
     prompt, outer = _ids(kwargs["prompt_ids"]), _resumed.get()
     if outer is not None and outer[0] is self:
@@ -283,13 +272,13 @@ async def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 async def _run_agent_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs an agent loop, and hands its output to `_agent_loop_postprocess`."""
+    """Run an agent loop, which hands its output to `_agent_loop_postprocess`."""
     if (job := _jobs.get(self)) is None:
         job = _jobs[self] = _Job(self)
     if not job.wanted or not list(_patches):
         return await original(self, *args, **kwargs)
     if "_agent_loop_postprocess" not in vars(self):
-        # On the instance: a subclass has its own, and may be one that came with the job's main module.
+        # On the instance, because a subclass, also one of the job's main module, has a method of its own.
         corrected = functools.partial(_agent_loop_postprocess, job)
         _patches.wrap(self, "_agent_loop_postprocess", corrected, _CORRECT)
     trajectory = kwargs.get("trajectory") or args[1]
@@ -310,7 +299,7 @@ async def _agent_loop_postprocess(job: _Job, original: Any, output: Any, *args: 
 
 
 def _postprocess(original: Any, self: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """Joins the samples of a batch, and takes the first for all."""
+    """Fill samples without routes with zeros: verl takes the first sample for all when it joins a batch."""
     having = next((one.routed_experts for one in inputs if one.routed_experts is not None), None)
     if having is not None:
         for one in inputs:
@@ -336,7 +325,7 @@ def _as_array(routes: Any) -> Array:
 
 
 def _usable(rows: Array, prompt: int, tokens: int, aborted: bool) -> Array | None:
-    """Rows that begin at the first token, or None: then it can't be told which tokens they are of."""
+    """Return rows that begin at the first token; None, with a WARNING, where their tokens aren't known."""
     if len(rows) >= tokens - 1 or (aborted and len(rows) >= prompt):
         return rows
     count = next(_short)
@@ -351,7 +340,7 @@ def _usable(rows: Array, prompt: int, tokens: int, aborted: bool) -> Array | Non
 
 
 def _narrow(rows: Array) -> Array:
-    """uint8 as it is, anything else as int16, which torch can work with and every id fits in."""
+    """Return uint8 as it is, and anything else as int16, which torch can work with."""
     if rows.dtype == np.uint8:
         return rows
     if rows.size and rows.max() > _WIDEST:
@@ -370,7 +359,7 @@ def _ids(tokens: Any) -> Array:
 
 
 def _common(first: Array, second: Array) -> int:
-    """With how many of the same tokens both begin."""
+    """Return the length of the common beginning of two token lists."""
     length = min(len(first), len(second))
     differ = first[:length] != second[:length]
     return int(differ.argmax()) if differ.any() else length

@@ -1,9 +1,9 @@
-"""What a batch of verl carries for the routes of a sample, and the one store of what it stands for.
+"""Defines what a batch of verl carries for routes, and the store of the routes that keys stand for.
 
-A batch has ids, int16 [tokens, columns, topk] a sample; or, in their place, a mark a token beside a column of
-references (R3, by `r3_store`), or a key of five int16 a token (R2, by `r2_store`). Marks and keys go wherever
-a row of ids goes: padded, cut, packed, reordered. While a pass runs, a batch of R3 has keys in any case, and
-its engine's `RoutesByKey` holds the routes behind them, of this rank's layers.
+A batch has ids, int16 [tokens, columns, topk] a sample. In their place it may have a mark a token beside a
+column of references (R3, by `r3_store`), or a key of five int16 a token (R2, by `r2_store`). Marks and keys
+are padded, cut, packed and reordered as rows of ids are. During a pass an R3 batch always has keys, and its
+engine's `RoutesByKey` holds the routes behind them, of this rank's layers.
 
 Probes nothing and changes nothing. NPU_REPLAY_DELIVERY is read here alone, by `by_reference`.
 """
@@ -26,17 +26,18 @@ from npu_replay.routes.routed_experts import RoutedExperts
 COLUMN = "npu_replay_routes"
 """The column of references."""
 MARK = 32767
-"""The first of a token's five numbers: no id, no padding, and too large for a byte, which verl 0.7 and 0.8
-make of a batch's numbers where all of them fit."""
+"""The first of a token's five numbers. It is no id and no padding, and doesn't fit a byte, to which verl 0.7
+and 0.8 narrow a batch whose numbers all fit.
+"""
 REFUSED = MARK - 1
-"""The same of a sample whose routes were refused at rollout."""
+"""The mark of a sample whose routes were refused at rollout."""
 _STAYED = 1
 """The key of a sample whose reference didn't come along."""
 _WORDS = 5
 _FIELDS = "extra_fields"
 
 Routes = RoutedExperts | InvalidRoutes
-"""Of a sample; or why there are none."""
+"""The routes of a sample, or why there are none."""
 
 
 def by_reference() -> bool:
@@ -51,38 +52,35 @@ class RoutesByKey:
         self._held: dict[int, tuple[int, Routes]] = {}
         self.layers: tuple[int, ...] = ()
         self.lent: Mapping[int, Routes] = {}
-        """Those of the pass that runs, whose batch had the ids itself."""
+        """The routes of the running pass, whose batch carried the ids itself."""
 
     def __len__(self) -> int:
         return len(self._held)
 
     def has(self, layers: Sequence[int]) -> None:
-        """Take these for this rank's layers, and drop what is of others."""
-        labels = layers if isinstance(layers, tuple) else tuple(layers)  # StageLabels stay what they are
+        """Set this rank's layers, and drop the routes of others."""
+        labels = layers if isinstance(layers, tuple) else tuple(layers)  # keeps StageLabels as they are
         if labels != self.layers:
             self.clear()
             self.layers = labels
 
     def keep(self, key: int, routes: Routes, step: int) -> None:
-        """Hold a sample's routes until its step is dropped."""
         self._held[key] = step, routes
 
     def add_layers(self, key: int, routes: RoutedExperts, step: int) -> None:
-        """Hold the routes of one chunk of this rank beside those of its others."""
+        """Add the routes of one chunk of this rank beside those of its others."""
         known = self._held.get(key, (0, None))[1]
         self.keep(key, side_by_side([known, routes]) if isinstance(known, RoutedExperts) else routes, step)
 
     def renew(self, steps: Mapping[int, int]) -> None:
-        """Count samples that are here to other steps than before."""
+        """Move samples that are held to other steps."""
         held = self._held.items()
         self._held = {key: (steps.get(key, step), routes) for key, (step, routes) in held}
 
     def drop_before(self, step: int) -> None:
-        """Drop what is of older steps than this one."""
         self._held = {key: one for key, one in self._held.items() if one[0] >= step}
 
     def lacking(self, keys: Iterable[int]) -> list[int]:
-        """Return which of these samples aren't here."""
         return sorted(set(keys) - self._held.keys())
 
     def bad(self, keys: Iterable[int]) -> dict[int, InvalidRoutes]:
@@ -91,30 +89,24 @@ class RoutesByKey:
         return {key: one for key, one in found if isinstance(one, InvalidRoutes)}
 
     def refuse(self, bad: Mapping[int, Routes]) -> None:
-        """Have no routes for samples that another rank can't read."""
+        """Replace the routes of samples that another rank can't read by the reason."""
         for key in bad.keys() & self._held.keys():
             self.keep(key, bad[key], self._held[key][0])
 
     def clear(self) -> None:
-        """Forget all."""
         self._held.clear()
 
     @property
     def usable(self) -> dict[int, RoutedExperts]:
-        """The samples that have routes, by key."""
+        """Return the samples that have routes, by key."""
         return {key: one for key, (_, one) in self._held.items() if isinstance(one, RoutedExperts)}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the ids that are held."""
         return sum(one.ids.nbytes for one in self.usable.values())
 
     def of(self, key: int) -> RoutedExperts:
-        """Return the routes behind a key.
-
-        Raises:
-            InvalidRoutes: they were refused at rollout, can't be read, or their reference didn't come along.
-        """
+        """Return the routes behind a key; raises InvalidRoutes where there are none."""
         found = self.lent.get(key) or self._held.get(key, (0, None))[1]
         if isinstance(found, RoutedExperts):
             return found
@@ -138,15 +130,7 @@ class RoutesByKey:
         )
 
     def of_sample(self, rows: torch.Tensor, keep: torch.Tensor | None, model: RoutedModel) -> RoutedExperts:
-        """Return the routes of one sample of a batch.
-
-        Args:
-            rows: its keys, [tokens, 1, 5].
-            keep: bool [tokens], the rows to replay; all when not given.
-
-        Raises:
-            InvalidRoutes: there are none for it.
-        """
+        """Return the routes of a sample by its keys, [tokens, 1, 5]; `keep`, bool [tokens], are replayed."""
         words = rows[:, 0].to("cpu", torch.int16)
         marked = words[:, 0] >= REFUSED
         if not bool(marked.any()):  # a rollout without routes
@@ -170,7 +154,7 @@ class RoutesByKey:
             "a response that was cut after the rollout",
         )
         here = marked if keep is None else marked & keep.detach().cpu().bool()
-        # Ids aren't copied: whoever lays a micro-batch out copies the rows that it has.
+        # Ids aren't copied here: laying out a micro-batch copies the rows that it has.
         return found.with_rows(found.ids, found.recorded & here[: len(found)])
 
 
@@ -186,11 +170,9 @@ def rows_of(key: int | None, tokens: int) -> torch.Tensor:
 
 
 def keys_in(routes: Any, references: Sequence[Any] | None = None) -> list[int | None]:
-    """Return the key of each sample, or None for padding; none where a batch has ids.
+    """Return the key of each sample, None for padding; an empty list where a batch has ids.
 
-    Args:
-        routes: what a batch has in their place: keys, [batch, tokens, 1, 5], or marks, [batch, tokens, 1, 1].
-        references: of the same samples, which marks stand for.
+    The routes are ids, keys [batch, tokens, 1, 5], or marks [batch, tokens, 1, 1] of the references.
     """
     if routes is None or not are_keys(routes, fetched=references is not None):
         return []
@@ -210,13 +192,11 @@ def _key(words: torch.Tensor) -> int:
 
 
 def are_keys(routes: torch.Tensor, *, fetched: bool = False) -> bool:
-    """Return whether a batch has keys, [batch, tokens, 1, 5], or marks in the place of routes.
-
-    Samples without routes are zeros alone: keys, where this engine has `fetched` routes.
-    """
+    """Return whether a batch has keys, [batch, tokens, 1, 5], or marks in the place of routes."""
     if routes.dim() != 4 or tuple(routes.shape[-2:]) not in ((1, 1), (1, _WORDS)):
         return False
     flat = routes.values() if routes.is_nested else routes
+    # A batch of samples without routes is zeros alone: keys only where this engine has fetched routes.
     return bool((flat[..., 0, 0] >= REFUSED).any()) or (fetched and not bool(flat.any()))
 
 
@@ -236,7 +216,7 @@ def listed(column: Any) -> list[Any] | None:
 
 @contextmanager
 def keys_in_place(data: Any, name: str, keys: Sequence[int | None]) -> Iterator[None]:
-    """Put keys, if there are some, in the place of a batch's routes or marks for the length of a block."""
+    """Put keys, if any, in the place of a batch's routes or marks for the length of a block."""
     if not keys:
         yield
         return

@@ -1,4 +1,4 @@
-"""What of a verl job's config can't replay: said when its workers are built, not in silence for a whole run.
+"""Checks when a verl job's workers are built that its config can replay.
 
 verl reads one key for the mode and ignores all others; which one depends on the release and on the workers:
 
@@ -6,7 +6,7 @@ verl reads one key for the mode and ignores all others; which one depends on the
     0.7.1 on, engine workers                 actor.megatron.router_replay.mode
     0.7.1 on, engine workers, fsdp, fsdp2    actor.fsdp_config.router_replay.mode, read by npu_replay alone
 
-What is asked here is what the config and verl's own source have, not which release it is.
+The config and verl's source are asked, never which release it is.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ LEGACY_WORKERS = ("verl.workers.megatron_workers", "verl.workers.fsdp_workers")
 
 _MODE = "router_replay"
 _KEYS = ("mode", "record_file", "replay_file")
-"""Those of verl's EngineRouterReplayConfig."""
+"""The keys of verl's EngineRouterReplayConfig."""
 _ENGINES = ("megatron", "mindspeed", "veomni", "fsdp", "fsdp_config", "torchtitan", "automodel")
 _PLACES = tuple(
     (role, *section)
     for role in ("actor", "ref")
     for section in ((_MODE,), *((one, _MODE) for one in _ENGINES))
 )
-"""Where a line of some release, strategy or recipe puts a mode."""
+"""The places where a line of some release, strategy or recipe puts a mode."""
 _OWN_REPLAY = ("megatron", "veomni")
-"""The strategies whose mode verl's engine workers read. What VeOmni's does is its own."""
+"""The strategies whose mode verl's engine workers read. VeOmni's replay is its own."""
 _FSDP_KEY = ("fsdp_config", _MODE)
 _NO_LEGACY = "trainer.use_legacy_worker_impl=disable"
 
@@ -62,16 +62,13 @@ _WHY = "refuses a config that replay would be off with in silence, or wrong"
 
 
 def install() -> None:
-    """Have verl's workers refuse what can't replay, now or when they are imported."""
+    """Have verl's workers refuse a config that can't replay, now or when they are imported."""
     for module in (ENGINE_WORKERS, *LEGACY_WORKERS):
         import_hook.when_imported(module, _WHAT, _guard_workers)
 
 
 def mode_of(config: Any, *, legacy: bool = False) -> str:
-    """Return the mode that verl's Megatron or FSDP workers act on: "disabled", "R2" or "R3".
-
-    The arguments are those of `check_actor`.
-    """
+    """Return the mode that verl's Megatron or FSDP workers act on: "disabled", "R2" or "R3"."""
     key = _key_that_is_read(config, legacy)
     return _mode_at(config, key) if key is not None and key[0] != "veomni" else OFF
 
@@ -80,12 +77,12 @@ def check_actor(config: Any, *, legacy: bool = False) -> None:
     """Refuse a config with which replay would be off in silence, or wrong.
 
     With NPU_REPLAY_STRICT=0 each problem is one ERROR in the log, npu_replay undoes all that it has changed
-    in this process, and the job goes on as if it weren't there.
+    in this process, and the job goes on without it.
 
     Args:
-        config: the worker's whole `actor_rollout_ref`: a DictConfig, dict or dataclass. Where it still hangs
-            in the job's whole config, that is looked at too.
-        legacy: are the workers 0.7's legacy ones?
+        config: the worker's whole `actor_rollout_ref`: a DictConfig, dict or dataclass. The job's whole
+            config is read too where this one is a part of it.
+        legacy: whether the workers are 0.7's legacy ones.
 
     Raises:
         ReplayError: says which keys, what is wrong with them, and what to set instead.
@@ -106,11 +103,11 @@ def check_actor(config: Any, *, legacy: bool = False) -> None:
     undo_everything()
 
 
-# ---- what is wrong with a config
+# ---- problems of a config
 
 
 def _misspelt_keys(config: Any) -> Iterator[ReplayError]:
-    """A key that nearly says router_replay, or one of its own: a line that begins with + adds any name."""
+    """Yield keys that are nearly router_replay or one of its own: a line with + adds any name."""
     for section in [(), *((engine,) for engine in _ENGINES)]:
         for path, known in ((section, (_MODE,)), ((*section, _MODE), _KEYS)):
             for name in names(setting(config, "actor", *path)):
@@ -125,7 +122,7 @@ def _misspelt_keys(config: Any) -> Iterator[ReplayError]:
 
 
 def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Iterator[ReplayError]:
-    """A mode that nobody reads: replay would be off, or another than was asked for, in silence."""
+    """Yield modes that nothing reads: replay would be off, or another mode than asked for."""
     strategy = setting(config, "actor", "strategy")
     for role, *section in _PLACES:
         other = tuple(section)
@@ -160,7 +157,7 @@ def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Ite
 
 
 def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[ReplayError]:
-    """What this mode can't go with."""
+    """Yield settings that this mode doesn't work with."""
     where, flag = _dotted(key), f"{ROOT}.rollout.{FLAG}"
     if mode not in ("R2", "R3"):
         yield refused(
@@ -215,7 +212,7 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
         )
     if key[0] in ("veomni", "fsdp_config"):
         return
-    # Legacy workers ask the engine's config, the others overwrite that with the model's.
+    # Legacy workers read the engine's config; the others overwrite that with the model's.
     unpad = (*(("actor", "megatron") if legacy else ("model",)), "use_remove_padding")
     if setting(config, *unpad) is False:
         name = ".".join((ROOT, *unpad))
@@ -242,10 +239,10 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
 
 
 def _key_that_is_read(config: Any, legacy: bool) -> tuple[str, ...] | None:
-    """Below `actor`: where these workers read the mode; None if they know no replay for this strategy."""
+    """Return the key below `actor` where these workers read the mode; None if they can't replay."""
     strategy, own = setting(config, "actor", "strategy"), setting(config, "actor", _MODE)
     if strategy in FSDP:
-        # Do engine workers tell their engines of a replay? Not in 0.7.0.
+        # The engine workers of 0.7.0 don't tell their engines of a replay.
         where = next((product.where for product in probe.products() if product.name == "verl"), "")
         source = Path(where, "workers", "engine_workers.py")
         carried = source.is_file() and "enable_routing_replay" in source.read_text(encoding="utf-8")
@@ -265,14 +262,11 @@ def _dotted(key: tuple[str, ...], role: str = "actor") -> str:
     return ".".join((ROOT, role, *key, "mode"))
 
 
-# ---- where it is asked
+# ---- where the check runs
 
 
 def _guard_workers(module: Any) -> None:
-    """The workers, as they are made; and the first of their own methods that is called after that.
-
-    The second is for a job that names npu_replay as its external_lib: workers import that in `init_model`.
-    """
+    """Check workers when they are made, and at the first call of one of their methods."""
     cls = getattr(module, "ActorRolloutRefWorker", None)
     if cls is None:
         raise AttributeError("no class ActorRolloutRefWorker")
@@ -282,6 +276,7 @@ def _guard_workers(module: Any) -> None:
         original(self, *args, **kwargs)
         _check_worker(self, legacy)
 
+    # For a job with npu_replay as its external_lib: workers import that in `init_model`.
     def called(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         _check_worker(self, legacy)
         return original(self, *args, **kwargs)
@@ -300,7 +295,7 @@ def _check_worker(worker: Any, legacy: bool) -> None:
     if mode_of(config, legacy=legacy) != OFF:
         import_hook.refuse_failures()
         if not legacy:
-            worker.enable_routing_replay = True  # which verl sets for its own strategies
+            worker.enable_routing_replay = True  # verl sets it for its own strategies only
     _checked.add(worker)
 
 

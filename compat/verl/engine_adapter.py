@@ -1,7 +1,4 @@
-"""What a pass asks of an engine or actor, and what is kept of it from one pass to the next.
-
-The class is that of verl's Megatron engines; other engines have a subclass beside what wraps them.
-"""
+"""Gives a pass what it needs of an engine, and keeps what passes share. The base is verl's Megatron one."""
 
 from __future__ import annotations
 
@@ -22,20 +19,19 @@ from npu_replay.errors import ReplayError
 
 
 class EngineAdapter:
-    """What a pass asks of one engine, which it doesn't keep alive.
+    """Gives a pass what it needs of one engine, without keeping the engine alive.
 
     Attributes:
-        kind: whose engine it is; what is installed again by itself.
-        entry: its method that refuses to run when npu_replay was uninstalled.
-        stack: what it runs on, for the line that says that replay is on; Megatron where it is empty.
-        acts: its passes set the action themselves, since no code of the framework's does.
-        files: of its routes, if they are written or read.
-        routes: those that are here, by key, for the passes of a step; `r2` and `r3` put them there.
-        updates: passes that trained.
-        announced: has it been said that replay is on?
-        met: have its ranks met before a first pass?
-        microseconds: spent in passes without a backward, whose figures verl has no place for, since the last
-            one with.
+        kind: the kind of engine, by which `restore_engines` finds it.
+        entry: the method that refuses to run after npu_replay was uninstalled.
+        stack: what the engine runs on, for the line that says that replay is on; Megatron if empty.
+        acts: whether its passes set the action themselves, since the framework doesn't.
+        files: files of its routes, if they are written or read.
+        routes: the routes on this rank by key, for the passes of a step; filled by `r2` and `r3`.
+        updates: how many passes have trained.
+        announced: whether the line that replay is on was logged.
+        met: whether its ranks have met before a first pass.
+        microseconds: spent in passes without a backward since the last one with: verl has no place for them.
     """
 
     kind = "Megatron"
@@ -53,7 +49,7 @@ class EngineAdapter:
 
     @classmethod
     def of(cls, engine: Any) -> Any:
-        """Return the one of an engine; None where its mode is disabled."""
+        """Return the adapter of an engine; None where its mode is disabled."""
         known = _adapters.get(engine) or cls(engine)
         if known.mode == OFF:
             return None
@@ -61,32 +57,31 @@ class EngineAdapter:
 
     @property
     def engine(self) -> Any:
-        """The engine, as long as it is alive."""
+        """Return the engine; None when it is garbage."""
         return self._engine()
 
     @property
     def settings(self) -> Any:
-        """Its settings of router_replay: mode, record_file, replay_file."""
+        """Return the engine's settings of router_replay: mode, record_file, replay_file."""
         return self.engine.engine_config.router_replay
 
     @property
     def mode(self) -> str:
-        """R2, R3 or disabled, as it is told at the time."""
+        """Return R2, R3 or disabled, as configured now."""
         return self.settings.mode  # type: ignore[no-any-return]
 
     @property
     def chunks(self) -> Sequence[nn.Module]:
-        """The chunks of its model."""
         return self.engine.module  # type: ignore[no-any-return]
 
     @property
     def model(self) -> Any:
-        """Its model's TransformerConfig or RoutedModel."""
+        """Return the model's TransformerConfig or RoutedModel."""
         return self.engine.tf_config
 
 
 def problem_of(what: str, function: Callable[..., object], *arguments: Any) -> ReplayError | None:
-    """Return why a call failed, whatever it is: the other ranks wait to hear of it. None if it didn't."""
+    """Return the error of a call, whatever it is: other ranks wait to hear of it. None if it succeeds."""
     try:
         function(*arguments)
     except ReplayError as error:
@@ -108,10 +103,7 @@ _adapters: WeakKeyDictionary[Any, EngineAdapter] = WeakKeyDictionary()
 
 
 def refuse_engines() -> None:
-    """Stop engines that were built with npu_replay, which is being uninstalled.
-
-    Their routers lack what verl's patch hangs on them, and they would go on without a replay, unnoticed.
-    """
+    """Stop engines that were built with npu_replay, which is being uninstalled: they would not replay."""
     for engine, adapter in list(_adapters.items()):
         setattr(engine, adapter.entry, _refuse)
         adapter.routes.clear()
@@ -121,7 +113,7 @@ when_undone(refuse_engines)
 
 
 def restore_engines(kind: str = EngineAdapter.kind) -> None:
-    """Let engines that were refused go on, built with npu_replay as they are: it is installed again."""
+    """Let engines that were stopped go on, since npu_replay is installed again."""
     for engine, adapter in list(_adapters.items()):
         if adapter.kind == kind and vars(engine).get(adapter.entry) is _refuse:
             delattr(engine, adapter.entry)

@@ -1,9 +1,9 @@
-"""One pass of an engine: which action is on, which session is open, which routes are here, how ranks leave.
+"""Runs one pass of an engine: its action, its session, its routes, and how ranks leave together.
 
-verl sets an action on all routers of the process, runs a schedule and clears the action. The first opens a
-record or a replay of the model whose engine runs the schedule; it is closed when the schedule ends, before an
-optimizer steps. What goes wrong on one rank waits until all ranks can leave: before the schedule (`_begin`)
-or behind it (`_settle`). Where nothing of an engine runs, verl's functions are verl's own (`install`).
+verl sets an action on all routers of the process, runs a schedule and clears the action. The action opens a
+record or a replay of the model whose engine runs the schedule; it closes when the schedule ends, before an
+optimizer steps. An error on one rank waits until all ranks can leave: before the schedule (`_begin`) or after
+it (`_settle`). Outside an engine's pass verl's functions are verl's own (`install`).
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Actions:
     """Keeps the action that verl sets until an engine's pass inside opens it.
 
     Args:
-        is_off: no action has an effect: a reference pass through the actor's own functions.
+        is_off: no action has an effect, as in a reference pass through the actor's own functions.
 
     Attributes:
-        engine: whose schedule runs; None here.
-        action: that is on; empty without one.
-        r3: do the routes come from a rollout engine?
-        tolerant: are samples with bad routes counted?
-        keeps: does what is recorded stay in this rank?
+        engine: the engine whose schedule runs; None here.
+        action: the current action; empty without one.
+        r3: whether the routes come from a rollout engine.
+        tolerant: whether samples with bad routes are counted instead of raised.
+        keeps: whether what is recorded stays on this rank.
     """
 
     engine: EngineAdapter | None = None
@@ -62,31 +62,21 @@ class Actions:
         self.is_off, self.action = is_off, ""
 
     def set(self, action: str) -> None:
-        """Turn to record or to replay."""
         if not self.is_off:
             self.action = action
 
     def clear(self) -> None:
-        """Have no action any more."""
         self.action = ""
 
     def count(self, **counted: int) -> None:
-        """Add to the figures of this pass; without an engine there are none."""
+        """Add to the figures of this pass; there are none without an engine."""
 
     def replaying(self, model: Any = None, stage: int | None = None) -> tuple[StepReplay, int]:
-        """Return the open replay, and which of its chunks is meant.
-
-        Raises:
-            MicroBatchError: no replay is open.
-        """
+        """Return the open replay, and the number of the chunk; raises MicroBatchError if none is open."""
         return self._opened(StepReplay, model, stage)
 
     def recording(self, model: Any = None, stage: int | None = None) -> tuple[StepRecording, int]:
-        """Return the open record, and which of its chunks is meant.
-
-        Raises:
-            MicroBatchError: no record is open.
-        """
+        """Return the open record, and the number of the chunk; raises MicroBatchError if none is open."""
         return self._opened(StepRecording, model, stage)
 
     def _opened(self, kind: Any, model: Any, stage: int | None) -> tuple[Any, int]:
@@ -98,14 +88,14 @@ class Actions:
         )
 
     def defer(self, error: ReplayError) -> None:
-        """Raise an error when all ranks can leave: at once, since no schedule runs."""
+        """Raise an error when all ranks can leave: at once here, since no schedule runs."""
         raise error
 
     @contextmanager
     def entered(self) -> Iterator[Any]:
-        """Be what verl's functions mean for the length of a block."""
+        """Make this the current pass for the length of a block."""
         outer = current()
-        self.is_off = self.is_off or outer.is_off  # a reference's log-probs are asked as an actor's are
+        self.is_off = self.is_off or outer.is_off  # a reference asks for log-probs as an actor does
         self.action = "" if self.is_off else outer.action
         _passes.append(self)
         try:
@@ -120,16 +110,15 @@ class Actions:
 
 
 class EnginePass(Actions):
-    """One schedule of an engine.
+    """Runs one schedule of an engine.
 
     Args:
-        engine: whose.
-        trains: does it run backward?
-        flagged: does verl's flag in the batch ask for a record or a replay?
+        trains: whether it runs backward.
+        flagged: whether verl's flag in the batch asks for a record or a replay.
 
     Attributes:
-        session: the record or replay that is open.
-        found: the routes that its batch has.
+        session: the open record or replay.
+        found: the routes of its batch.
         metrics: plain numbers, once the ranks have left.
     """
 
@@ -142,33 +131,30 @@ class EnginePass(Actions):
         self.found = FoundRoutes(engine)
         self.metrics: dict[str, float] = {}
         self.r3 = engine.mode == "R3"
-        self.tolerant = engine.updates > 0  # what is wrong in the first step is wrong in all
+        self.tolerant = engine.updates > 0  # an error in the first step is in every step
         self._counted: Counter[str] = Counter()
         self._ceiling = 0
-        """The share of bad samples that is let through, in millionths; the same on all ranks once begun."""
+        """The tolerated share of bad samples, in millionths; equal on all ranks once begun."""
 
     @property
     def keeps(self) -> bool:  # type: ignore[override]
-        """Does what is recorded stay in this rank?"""
         return self.found.stays and self.action == RECORD
 
     def count(self, **counted: int) -> None:
-        """Add to the figures of this pass."""
         self._counted.update(counted)
 
     def set(self, action: str) -> None:
-        """Turn to record or to replay."""
         before, self.action = self.action, action
         if self.session is not None and before == action:
             return
-        # verl turns to replay first and then, in a record, on to that: what saw no forward goes.
+        # verl sets replay first and then, in a record, record: a session that saw no forward is dropped.
         if self.session is not None and self.session.done:
             self._close()
         self._abandon()
         self._open()
 
     def defer(self, error: ReplayError) -> None:
-        """Raise an error when all ranks can leave: behind the schedule, if anything is open."""
+        """Raise an error when all ranks can leave: after the schedule, if a session is open."""
         if self.session is None:
             raise error
         self.session.defer(error)
@@ -204,14 +190,14 @@ class EnginePass(Actions):
             session.__exit__(None, None, None)
 
     def _abandon(self) -> None:
-        """Close what is open, complete or not."""
+        """Close the open session, complete or not."""
         session, self.session = self.session, None
         if session is not None:
             session.__exit__(ReplayError, None, None)
 
     @contextmanager
     def entered(self) -> Iterator[Any]:
-        """Open the action that is on, and at the end settle with all ranks."""
+        """Open the current action, and settle with all ranks at the end."""
         self.engine.routes.lent = self.found.carried
         try:
             with super().entered():
@@ -225,7 +211,7 @@ class EnginePass(Actions):
                         self.clear()
                 except ReplayError as error:
                     if not error.shared:
-                        logger.error("%s", error)  # before a collective that others may never come to
+                        logger.error("%s", error)  # other ranks may never reach the collective
                         self._settle(self.session, error)
                     raise
                 session = self.session
@@ -235,14 +221,10 @@ class EnginePass(Actions):
             self.engine.routes.lent = {}
 
     def _begin(self, error: ReplayError | None, *, records: bool) -> None:
-        """Meet the other ranks before the schedule, in which a rank that isn't there would be waited for.
-
-        Args:
-            error: why this rank can't.
-            records: is it a record, or a replay?
+        """Meet the other ranks before the schedule, which would wait for a missing rank.
 
         Raises:
-            ReplayError: any rank can't record or replay, or they were told different things.
+            ReplayError: any rank can't record or replay, or ranks have different settings.
         """
         engine, found = self.engine, self.found
         if not engine.met:
@@ -256,7 +238,7 @@ class EnginePass(Actions):
         told = {"ranks": 1, "ceilings": self._ceiling, "squares": self._ceiling**2}
         sums = agreed(error, told | found.told(records=records) | {"salt": secrets.randbits(40)})
         ranks, unlike = sums["ranks"], None
-        # Each rank reads its own environment; by these sums all see alike whether they have read the same.
+        # Each rank reads its own environment; these sums tell all ranks alike whether the values are equal.
         if ranks * sums["squares"] != sums["ceilings"] ** 2:  # by Cauchy-Schwarz: not all are equal
             mine, mean = self._ceiling / 1e6, sums["ceilings"] / ranks / 1e6
             unlike = (
@@ -281,11 +263,7 @@ class EnginePass(Actions):
         found.exchange(sums, records=records, tolerant=self.tolerant)
 
     def _settle(self, session: StepReplay | StepRecording | None, error: ReplayError | None) -> None:
-        """Agree with the other ranks, say once that replay is on, and keep the figures.
-
-        Raises:
-            ReplayError: an error of any rank, or too many samples with bad routes.
-        """
+        """Agree with the other ranks, log once that replay is on, and keep the figures."""
         engine, found = self.engine, self.found
         if session is None and error is None:
             return
@@ -313,37 +291,37 @@ class EnginePass(Actions):
 
 
 _passes = [Actions()]
-"""The last is what verl's functions mean; the first, where nothing of an engine runs, has no action."""
+"""The last is the current pass; the first is outside of any engine's pass, and has no action."""
 
 
 def current() -> Actions:
-    """Return the pass that runs; without an engine's, what stands in its place."""
+    """Return the current pass; outside of an engine's pass, one without an engine."""
     return _passes[-1]
 
 
 def serves() -> bool:
-    """Return whether verl's functions are npu_replay's now: inside a pass, or a worker that will run one."""
+    """Return whether npu_replay answers verl's functions: in a pass, or a worker that will run one."""
     return len(_passes) > 1
 
 
 def wrapped(original: Callable[..., Any], kind: type[EngineAdapter]) -> Any:
-    """Return an engine's `forward_backward_batch` as a pass."""
+    """Return an engine's `forward_backward_batch` that runs as a pass."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def forward_backward_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (engine := kind.of(self)) is None:
-            # verl asks what is on here too; its own answer fails on Megatron-core 0.12.1 (T40).
+            # verl asks for the action here too; its own function fails on Megatron-core 0.12.1 (T40).
             with Actions(is_off=True).entered():
                 return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs).arguments
         data = given["data"]
-        # verl's functions for what isn't a tensor in a batch; an actor's DataProto has no such.
+        # verl's functions for non-tensors in a batch; the DataProto of a legacy actor has none.
         flags: Any = sys.modules.get("verl.utils.tensordict_utils")
         batches: Any = sys.modules.get("tensordict")
         if flags is None or batches is None or not isinstance(data, batches.TensorDictBase):
             flags = None
-        if current().is_off:  # an engine reads it in its batch; a worker's actor asks for the action
+        if current().is_off:  # an engine reads its batch; a legacy actor asks for the action
             if flags is not None:
                 flags.assign_non_tensor(data, enable_routing_replay=False)
             return original(self, *args, **kwargs)
@@ -372,13 +350,13 @@ def wrapped(original: Callable[..., Any], kind: type[EngineAdapter]) -> Any:
 
 @contextmanager
 def without_adapter(original: Callable[[Any], Any], engine: Any) -> Iterator[Any]:
-    """Have no action while a LoRA actor stands in for its reference, asked with replay on."""
+    """Set no action while a LoRA actor stands in for its reference."""
     with Actions(is_off=True).entered(), original(engine) as given:
         yield given
 
 
 def _refuse_own_actions(engine: EngineAdapter) -> None:
-    """Refuse an action that was set where verl's own functions hold, and that this pass wouldn't see."""
+    """Refuse an action that was set on verl's own routers, which this pass wouldn't see."""
     modules = (module for chunk in engine.chunks for module in chunk.modules())
     for module in modules:
         if (action := action_of(getattr(module, "router_replay", None))) is not None:
@@ -392,16 +370,14 @@ def _refuse_own_actions(engine: EngineAdapter) -> None:
 
 
 def _raise_on_every_rank(problem: ReplayError) -> None:
-    """Raise what all ranks have found alike; the first has the whole message."""
+    """Raise an error that all ranks have found; the first rank has the whole message."""
     agreed(problem if not dist.is_initialized() or dist.get_rank() == 0 else None, {})
 
 
 def _stage(chunks: Sequence[nn.Module], told: int | None) -> int:
-    """Return the virtual stage that is meant.
-
-    verl reads it off the model and takes 0 where it isn't written there. Megatron-core 0.12's schedules say
-    it to the parallel state instead, and newer ones don't.
-    """
+    """Return the virtual stage that is meant: of verl's reading, or of the parallel state."""
+    # verl reads it off the model, and takes 0 if the model has none: Megatron-core 0.12's schedules set it
+    # in the parallel state instead; newer ones don't.
     if len(chunks) == 1:
         return 0
     if all(any(hasattr(one, "vp_stage") for one in unwrapped(chunk)) for chunk in chunks):

@@ -1,8 +1,8 @@
-"""verl's router_replay.record_file and replay_file, which verl reads and forgets: folders of a RouteStore.
+"""Implements verl's router_replay.record_file and replay_file, which verl itself ignores, as a RouteStore.
 
-With record_file the routes of every sample that the actor computes log-probs for are written there, those it
-recorded (R2) or was given (R3); with replay_file, in mode R3, they are read there by the tokens and images
-of each sample, and the rollout need not send any. One writer a data-parallel rank, one shard a pass.
+With record_file the routes of every sample that the actor computes log-probs for are written, recorded (R2)
+or given (R3). With replay_file, in mode R3, they are read by the tokens and images of each sample, and the
+rollout need not send any. Each data-parallel rank has one writer, which writes one shard a pass.
 """
 
 from __future__ import annotations
@@ -31,12 +31,7 @@ ROUTES, TOKENS, IMAGES = "routed_experts", "input_ids", "multi_modal_inputs"
 
 @dataclass
 class Files:
-    """The folders of one engine.
-
-    Attributes:
-        record: where routes are written; None: nowhere.
-        replay: where they are read.
-    """
+    """Holds the folders of one engine: where routes are written (`record`) and read (`replay`)."""
 
     record: Path | None
     replay: Path | None
@@ -46,18 +41,14 @@ class Files:
 
     @classmethod
     def of(cls, settings: Any) -> Files | None:
-        """Those that verl's router_replay settings name; None for neither."""
+        """Return the folders that verl's router_replay settings name; None for neither."""
         record, replay = (getattr(settings, name, None) for name in ("record_file", "replay_file"))
         if not record and not replay:
             return None
         return cls(Path(record) if record else None, Path(replay) if replay else None)
 
     def give(self, data: Any) -> None:
-        """Before a pass: put the routes of these samples into the batch.
-
-        Raises:
-            ReplayError: a sample's aren't there, or nothing can be written.
-        """
+        """Put the routes of a batch's samples into it, before a pass; raises where one has none."""
         if self.record is not None and self._writer is None:
             rank = dist.get_rank() if dist.is_initialized() else 0
             self._writer = RouteStore.writer(self.record, name=f"rank-{rank:05d}")
@@ -72,11 +63,7 @@ class Files:
             data[ROUTES] = batch.filled(found, dtype).to(data[TOKENS].device)
 
     def keep(self, data: Any, output: Any, config: Any, mode: str) -> None:
-        """After a pass, on the rank with its output: write the routes of samples that weren't written yet.
-
-        Raises:
-            ReplayError: the disk is full, say.
-        """
+        """Write the routes of new samples, after a pass, on the rank that has its output."""
         routes = data.get(ROUTES, None)
         if routes is None and isinstance(output, dict):
             routes = output.get("model_output", {}).get(ROUTES)
@@ -92,7 +79,7 @@ class Files:
             bad = problems[number] if one is None else tensors.wrong_length(len(one), len(tokens))
             if bad is None and one is not None:
                 rows = torch.arange(len(tokens))
-                rows[len(one) :] = -1  # the rollout engine has none for the last token
+                rows[len(one) :] = -1  # the last token has no route
                 self._written.add(mark)
                 self._writer.add(one.take(rows).sequence(0, len(tokens), fingerprint=mark), key_of(mark))
             else:
@@ -101,7 +88,7 @@ class Files:
 
 
 def _samples(data: Any) -> Iterator[tuple[torch.Tensor, str | None]]:
-    """The token ids of each sample of a jagged batch, and a key made of its images."""
+    """Yield the token ids of each sample of a jagged batch, and a key of its images."""
     tokens = data[TOKENS]
     if not tokens.is_nested:
         raise ReplayError(

@@ -1,8 +1,8 @@
-"""The routes that a pass of an engine has for its batch, and what its ranks tell each other of them.
+"""Finds the routes of a batch before its pass, and lets the ranks tell each other about them.
 
-They are fetched by reference or come in the batch (R3), or were recorded here (R2). What is checked and
-fetched is of this rank's layers; meanwhile the batch has keys in the place of routes. A sample that is bad in
-one pipeline stage's layers, or can't be read on one rank, takes the routers' own choice on all.
+They are fetched by reference or come in the batch (R3), or were recorded here (R2), and are of this rank's
+layers; the batch has keys in their place meanwhile. A sample that is bad in one pipeline stage's layers, or
+can't be read on one rank, takes the routers' own choice on all.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _MORE = {"problem": "these routes can't be used, as others before them"}
 
 
 class FoundRoutes:
-    """What one pass has of its batch's routes before its schedule.
+    """Holds what one pass knows of its batch's routes before its schedule.
 
     Attributes:
-        problem: why there are none, if there should be some; it waits for the other ranks.
-        keys: of the batch's samples, which it has in the place of routes while the pass runs.
+        problem: why there are none, if there should be some; raised when the other ranks know.
+        keys: of the batch's samples, in the place of routes during the pass.
         carried: by key, what the batch brought of this rank's layers.
-        stays: does R2 keep its routes in the ranks that record them?
+        stays: whether R2 keeps its routes on the ranks that record them.
         counted: microseconds and bytes.
     """
 
@@ -62,7 +62,7 @@ class FoundRoutes:
         """R2's keys in the batch, and those of them whose routes are on another rank."""
 
     def find(self, data: Any) -> None:
-        """Have the routes of a batch here, as far as they are to be had before its schedule."""
+        """Get the routes of a batch, as far as this rank can before the schedule."""
         take_in = self._receive if self._engine.mode == "R3" else self._stay
         files = self._engine.files
         if files is not None:
@@ -70,7 +70,7 @@ class FoundRoutes:
         self.problem = self.problem or problem_of("have its routes here", take_in, data)
 
     def _receive(self, data: Any) -> None:
-        """R3: fetch them, or check those that are in the batch."""
+        """Fetch the routes of R3, or check those in the batch."""
         started = time.perf_counter()
         engine, held, layers = self._engine, self._engine.routes, self._layers()
         references, routes = references_in(data), data.get(ROUTES, None)
@@ -94,7 +94,7 @@ class FoundRoutes:
         self.counted.update(microseconds=spent, bytes=held.nbytes)
 
     def _stay(self, data: Any) -> None:
-        """R2: routes stay in the ranks that record them, unless batches carry ids."""
+        """Look up which routes of R2 are on this rank, unless batches carry ids."""
         if not by_reference():
             return
         engine = self._engine.engine
@@ -111,7 +111,6 @@ class FoundRoutes:
         self.counted.update(bytes=held.nbytes)
 
     def _layers(self) -> Sequence[int]:
-        """Return the decoder layers that this rank's routers are in."""
         routers = itertools.chain.from_iterable(find(list(self._engine.chunks)))
         return labels_of(sorted(routers, key=lambda router: router.label))
 
@@ -132,11 +131,8 @@ class FoundRoutes:
         return {"bad": bad, "lost": len(self._lost), "stay": self.stays, "lacking": len(self._lacking)}
 
     def exchange(self, sums: dict[str, int], *, records: bool, tolerant: bool) -> None:
-        """Have what only other ranks know. Every rank has to call it, with the sums of what all have told.
-
-        Raises:
-            ReplayError: ranks are gone, or samples have no routes and that isn't tolerated.
-        """
+        """Get what only other ranks know. Every rank has to call it, with the sums of `told`."""
+        # The sums are equal on all ranks, so all take the same branches and call the same collectives.
         engine = self._engine
         if self.stays and records:
             engine.r2.begin(sums["salt"], self._replica[0])
@@ -153,17 +149,17 @@ class FoundRoutes:
             agreed(due[0] if due and not tolerant else None, {})
 
     def _tell_lost(self) -> None:
-        """What one rank can't read no rank replays: those of a replica may be on several nodes."""
+        """Refuse on all ranks what one can't read: the ranks of a replica may be on several nodes."""
         if dist.is_initialized():
             _tell(self._lost, dist.group.WORLD, "rank")
         self._engine.routes.refuse(self._lost)
 
 
 def _tell(found: dict[int, Routes], ranks: Any, called: str) -> None:
-    """Have what is bad on any rank of a group be bad on all. Every one of them has to call it."""
+    """Mark as bad on all ranks of a group what is bad on any. Every one of them has to call it."""
 
     def said(error: InvalidRoutes) -> dict[str, Any]:
-        """An error for others: in text alone."""
+        """Return an error as text, for other ranks."""
         told = {name: getattr(error, name) for name in ("expected", "got")}
         told = {name: None if one is None else as_text(one) for name, one in told.items()}
         return {"problem": error.problem, "where": error.where, "cause": error.cause, **told}
@@ -171,7 +167,7 @@ def _tell(found: dict[int, Routes], ranks: Any, called: str) -> None:
     group = RankGroup(ranks, PATIENCE, "not all ranks told which samples are bad", "a rank that failed")
     outcome = Outcome()
     bad = {key: one for key, one in found.items() if isinstance(one, InvalidRoutes)}
-    # The words of some are enough where a whole node is lost.
+    # The full text of the first errors is enough where a whole node is lost.
     mine = {key: said(one) if number < _WORDS else _MORE for number, (key, one) in enumerate(bad.items())}
     for rank, theirs in enumerate(outcome.agree(group, mine)):
         for key in theirs.keys() - bad.keys():

@@ -1,9 +1,9 @@
-"""verl's FSDP engines (strategies fsdp and fsdp2): R2 and R3, which verl itself has on Megatron and VeOmni.
+"""Adds R2 and R3 to verl's FSDP engines (fsdp, fsdp2); verl itself has them on Megatron and VeOmni.
 
-Routes are in the engine's batch by verl's own doing, and what is put into a step's model_output comes back to
-the trainer as log-probs do. So two methods are wrapped: a pass opens a record or a replay of the whole model,
-and a step gives routes to the next forward, or takes what it chose. Which token sits in which row is read off
-the engine's own `prepare_model_inputs`: packed, padded, a piece of a sequence-parallel group.
+verl puts routes into the engine's batch, and returns what a step puts into its model_output. So two methods
+are wrapped: a pass opens a record or a replay of the whole model, and a step gives routes to the next
+forward, or takes what it chose. Probing the engine's `prepare_model_inputs` with token numbers tells which
+token sits in which row: packed, padded, or a piece of a sequence-parallel group.
 
 Waits for the module of verl's engine. Probes: the names and arguments that it wraps. Offers: `install`.
 Undone by `npu_replay.uninstall()`.
@@ -41,15 +41,14 @@ _NEEDED = {
     "FSDPEngineWithLMHead.forward_step": ("micro_batch",),
     "FSDPEngineWithLMHead.prepare_model_inputs": ("micro_batch",),
 }
-"""What is wrapped or called, and which of its arguments."""
+"""The names that are wrapped or called, and their arguments in use."""
 _MOST_LAYOUTS = 128
-"""Layouts that are kept of an engine: those of a step's micro-batches. Each has 8 bytes a token."""
+"""The number of layouts kept for an engine, enough for a step's micro-batches. Each has 8 bytes a token."""
 
 _patches = Patches(_WHAT)
 
 
 def install() -> None:
-    """Wrap verl's FSDP engine, now or when it is imported."""
     if environment.disabled():
         return
     import_hook.when_imported(ENGINE, _WHAT, _wrap)
@@ -67,11 +66,11 @@ def _wrap(module: Any) -> None:
 
 
 class WholeModelAdapter(EngineAdapter):
-    """Of an engine whose model is one module of transformers.
+    """Adapts an engine whose model is one module of transformers.
 
     Attributes:
-        strategy: what the line that says that replay is on calls it.
-        layouts: of the last micro-batches, by all that the engine's preprocessing goes by.
+        strategy: named in the line that says that replay is on.
+        layouts: of the last micro-batches, by all inputs of the engine's preprocessing.
     """
 
     strategy: object = ""
@@ -84,22 +83,16 @@ class WholeModelAdapter(EngineAdapter):
 
     @property
     def stack(self) -> str:  # type: ignore[override]
-        """Its release and strategy."""
         release = getattr(sys.modules.get("transformers"), "__version__", "?")
         return f"transformers {release}, {str(self.strategy).upper()}"
 
     @property
     def chunks(self) -> list[nn.Module]:
-        """The model."""
         return [self.engine.module]
 
     @property
     def model(self) -> RoutedModel:
-        """The model by the routers that are in it.
-
-        Raises:
-            RouterError: it has none, or such as can't be replayed.
-        """
+        """Return the model as its routers tell it; raises RouterError if it has none that can be replayed."""
         if self._model is None:
             routers = [router for chunk in find(self.chunks) for router in chunk]
             self._model = RoutedModel.of_module(self.chunks[0], routers)
@@ -107,18 +100,17 @@ class WholeModelAdapter(EngineAdapter):
 
 
 class FsdpAdapter(WholeModelAdapter):
-    """Of verl's FSDP engine."""
+    """Adapts verl's FSDP engine."""
 
     kind = "FSDP"
 
     @property
     def strategy(self) -> object:  # type: ignore[override]
-        """fsdp or fsdp2."""
         return setting(self.engine.engine_config, "strategy")
 
     @property
     def settings(self) -> SimpleNamespace:
-        """Its settings. The user's line makes a plain dict of them: verl's yaml has no such key."""
+        """Return the settings of router_replay, a plain dict in the config: verl's yaml has no such key."""
         given = setting(self.engine.engine_config, "router_replay")
         bare = without_keys(given, f"{ROOT}.actor.fsdp_config.router_replay")
         if bare is not None:
@@ -153,7 +145,6 @@ def _step(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any)
 
 @functions.timed
 def _give(adapter: FsdpAdapter, micro_batch: Any) -> None:
-    """Give the model the routes of its next forward."""
     replay, chunk = current().replaying()
     tokens, routes = micro_batch[TOKENS], functions.present(micro_batch.get(ROUTES, None))
     aligned = functions.align_r3_router_replay_data(routes, tokens)
@@ -168,16 +159,16 @@ def _give(adapter: FsdpAdapter, micro_batch: Any) -> None:
 
 
 def layout_of(engine: Any, micro_batch: Any, kept: dict[Any, TokenLayout]) -> TokenLayout:
-    """Return the rows of this rank's routers; they are kept for the next micro-batch of such lengths."""
+    """Return the layout of this rank's rows, kept for the next micro-batch of the same lengths."""
     size = int(engine.ulysses_sequence_parallel_size)
     rank = engine.ulysses_device_mesh["sp"].get_local_rank() if size > 1 else 0
     lengths = tuple(tensors.MicroBatch(micro_batch[TOKENS], None, None).lengths)
-    # All that verl's preprocessing goes by.
+    # All settings that verl's preprocessing reads.
     padding = [getattr(engine, name, None) for name in ("pad_to_length", "pad_to_length_bucket")]
     unpad = micro_batch.get("use_remove_padding", True)
     key = (lengths, size, rank, bool(getattr(unpad, "data", unpad)), *padding)
     if key in kept:
-        kept[key] = kept.pop(key)  # the last that was asked for goes last
+        kept[key] = kept.pop(key)  # the least recently used is dropped first
     else:
         parallel = ParallelLayout(cp=size, cp_rank=rank)
         fed = functools.partial(_fed, engine, micro_batch, parallel)
@@ -190,7 +181,7 @@ def layout_of(engine: Any, micro_batch: Any, kept: dict[Any, TokenLayout]) -> To
 def _fed(
     engine: Any, micro_batch: Any, parallel: ParallelLayout, sequences: list[torch.Tensor]
 ) -> torch.Tensor:
-    """What the model's routers see of these sequences, by the engine's own preprocessing."""
+    """Return what the model's routers see of these sequences, by the engine's own preprocessing."""
     tokens = micro_batch[TOKENS]
     copy = micro_batch.clone(recurse=False)
     if IMAGES in copy.keys():  # noqa: SIM118  a TensorDict iterates over rows
@@ -199,7 +190,7 @@ def _fed(
     copy[TOKENS] = torch.nested.nested_tensor_from_jagged(numbers, tensors.offsets(tokens))
     inputs, outputs = engine.prepare_model_inputs(micro_batch=copy)
     fed: torch.Tensor = inputs[TOKENS]
-    piece = outputs["input_ids_rmpad_rolled"].numel()  # of the labels, which are cut in any case
+    piece = outputs["input_ids_rmpad_rolled"].numel()  # labels are always cut
     if parallel.cp > 1 and fed.numel() == parallel.cp * piece:
         # A model with images cuts its embeddings; what it is fed is whole.
         fed = fed[..., parallel.cp_rank * piece : (parallel.cp_rank + 1) * piece]

@@ -1,7 +1,6 @@
-"""The functions of verl's router replay that a job calls, over the pass that runs.
+"""Answers verl's functions of router replay from the current pass, with their names, arguments and results.
 
-Same names, arguments and results as verl's; those that a release lacks are not added. `install` has them
-called inside of an engine's pass; elsewhere verl's own are.
+Functions that a release lacks are not added. Outside an engine's pass verl's own run (`install`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def timed(function: Any) -> Any:
-    """Count the seconds of a function into the pass that runs."""
+    """Add the time of a function to the current pass."""
 
     @functools.wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -84,11 +83,7 @@ def take(
     groups: Sequence[Any],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return what a batch gets of a chunk's last forward: ids of whole sequences, or keys if they stay here.
-
-    Every rank of the groups, over which the rows of whole sequences are spread, has to call it. An error
-    waits for the end of the schedule; rows are blank then.
-    """
+    """Return a chunk's last choice for a batch, ids or keys; every rank of the groups has to call it."""
     layouts: list[TokenLayout] = []
     routes: list[RoutedExperts] = []
     running: Any = current()
@@ -102,9 +97,10 @@ def take(
     if labels:
         problem = problem_of("lay out what it recorded", lay_out)
         try:
-            # A stage's ranks run their micro-batches together; only a checkpoint or a slow step parts them.
+            # A stage's ranks run micro-batches together; only a checkpoint or a slow step separates them.
             whole = collect(routes, layouts, groups, patience=600.0, error=problem) or []
         except ReplayError as error:
+            # Raised after the schedule, in which other ranks wait for this one; the rows are blank.
             running.defer(error)
             whole = [RoutedExperts.unrecorded(size, layers=labels, **batch.model) for size in batch.lengths]
     if not running.keeps:
@@ -118,10 +114,7 @@ def reorder_and_merge_vpp_layers(
     vpp_size: int,
     microbatch_group_size_per_vp_stage: int,
 ) -> torch.Tensor:
-    """What was merged after each forward of an interleaved schedule, in the order of micro-batches.
-
-    Shaped [all samples, sequence, layers of all chunks, topk], or jagged.
-    """
+    """Sort the merged forwards of an interleaved schedule: [all samples, sequence, all layers, topk]."""
     from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
     table = get_schedule_table(num_microbatches, vpp_size, microbatch_group_size_per_vp_stage)
@@ -132,7 +125,7 @@ def reorder_and_merge_vpp_layers(
             got=len(micro_batch_tensor_list),
             cause="a chunk whose forwards weren't recorded, or a schedule with another group size",
         )
-    keeps = current().keeps  # the keys of each chunk are the same
+    keeps = current().keeps  # each chunk has the same keys
     of_chunk: list[list[torch.Tensor]] = [[] for _ in range(vpp_size)]
     for (_, chunk), one in zip(table, micro_batch_tensor_list, strict=True):
         of_chunk[chunk].extend(one.unbind())
@@ -142,9 +135,9 @@ def reorder_and_merge_vpp_layers(
 
 @timed
 def pp_gather(local_layers_router_map: torch.Tensor, tf_config: Any) -> torch.Tensor:
-    """All MoE layers of the model, in order, from those of each pipeline stage; on the CPU.
+    """Gather the MoE layers of all pipeline stages, in order; on the CPU.
 
-    Every rank of the pipeline has to call it, one without MoE layers too. An error on one is raised on all.
+    Every rank of the pipeline has to call it, also one without MoE layers. An error on one is raised on all.
     """
     dtype, as_bytes = tensors.wire_dtype(tf_config, keys=current().keeps)
     if int(tf_config.pipeline_model_parallel_size) > 1 and not current().keeps:
@@ -180,7 +173,7 @@ def _of_all_stages(local: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def _of_this_stage(local: torch.Tensor, config: Any) -> tuple[list[int], list[Any]]:
-    """What it tells the others: the decoder layers of its columns, chunk by chunk, and its samples."""
+    """Return this stage's decoder layers, one a column, chunk by chunk, and its samples."""
     samples = [sample.numpy() for sample in local.unbind()]
     parallel = ParallelLayout.from_megatron(config)
     moe = set(parallel.moe_layers)
@@ -220,11 +213,7 @@ def set_router_replay_data(
 
 
 def present(routes: torch.Tensor | None) -> torch.Tensor:
-    """The routes that came with a micro-batch.
-
-    Raises:
-        MicroBatchError: none came.
-    """
+    """Return the routes that came with a micro-batch; raises MicroBatchError where none came."""
     if routes is not None:
         return routes
     raise MicroBatchError(
@@ -239,22 +228,20 @@ def present(routes: torch.Tensor | None) -> torch.Tensor:
 def give(
     replay: StepReplay, chunk: int, batch: tensors.MicroBatch, layout: TokenLayout, mask: torch.Tensor | None
 ) -> None:
-    """Give a chunk the routes of its next forward, of those of whole sequences, and count them.
-
-    Where there is a mask, jagged, its rows are replayed; all otherwise.
+    """Give a chunk the routes of its next forward, those of a jagged mask's rows, and count them.
 
     Raises:
         ReplayError: routes that can't be used, where none is tolerated.
     """
     running: Any = current()
-    # A row of one expert a layer may well be all zeros in a record.
+    # With a top-k of 1 a recorded row may be expert 0 in all layers.
     zeros_are_none = running.r3 or batch.model["topk"] > 1
     good, problems = batch.routes(
         mask=mask, zeros_are_none=zeros_are_none, from_engine=running.r3, held=running.engine.routes
     )
     problems |= getattr(batch.tokens, _BAD, {})
     samples = len(good | problems)
-    # Of a sample that verl has rejected, or without a response, no row is to be replayed.
+    # The mask of a sample that verl has rejected, or that has no response, is empty.
     wanted = [True] * samples if mask is None else [one.any() for one in mask.unbind()]
     bad = {number: error for number, error in problems.items() if wanted[number]}
     if bad and not running.tolerant:
@@ -271,10 +258,7 @@ def give(
 
 
 def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """The rows of each sequence to replay, bool, jagged: all but the last, which the engine never saw.
-
-    None of a sequence without a response. Rows without a route among them are told by their zeros.
-    """
+    """Return the rows to replay, bool, jagged: all but the last of each sequence that has a response."""
     lengths = tensors.MicroBatch(input_ids, None, None).lengths
     each = [
         (torch.arange(length) < length - 1) & bool(response.any())
@@ -286,7 +270,7 @@ def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -
 
 
 def align_r3_router_replay_data(layers_topk_idx: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-    """One row of routes for each token: zeros for a last token that has none."""
+    """Return one row of routes for each token, zeros for a last token that has none."""
     lengths = tensors.MicroBatch(input_ids, None, None).lengths
     parts = list(layers_topk_idx.unbind())
     if len(parts) != len(lengths):
@@ -303,24 +287,20 @@ def align_r3_router_replay_data(layers_topk_idx: torch.Tensor, input_ids: torch.
             bad[number], routes = error, routes[:0]
         aligned.append(torch.cat([routes, routes.new_zeros(length - len(routes), *routes.shape[1:])]))
     whole = tensors.batched(aligned, jagged=True)
-    # In a schedule the other ranks wait for this one: it is set_router_replay_data that says what is wrong.
+    # Other ranks wait in the schedule, so no error is raised here: set_router_replay_data reports it.
     setattr(whole, _BAD, bad)
     return whole
 
 
 _BAD = "npu_replay_bad_samples"
-"""Under this name aligned routes carry the errors of samples that couldn't be aligned, by number."""
+"""The attribute of aligned routes with the errors of samples that couldn't be aligned, by number."""
 
 
 # Actions
 
 
 def set_global_router_replay_action(router_replay_action: Any) -> None:
-    """Begin a record or a replay. The action is of verl's enum, Megatron's or another with their values.
-
-    Raises:
-        RouterError: no such action.
-    """
+    """Begin a record or a replay, by an action of verl's enum, Megatron's or another with their values."""
     value = getattr(router_replay_action, "value", None)
     if value not in (RECORD, REPLAY, BACKWARD):
         raise RouterError(
@@ -334,7 +314,6 @@ def set_global_router_replay_action(router_replay_action: Any) -> None:
 
 
 def clear_global_router_replay_action() -> None:
-    """End it."""
     current().clear()
 
 
@@ -343,21 +322,20 @@ def clear_global_indices() -> None:
 
 
 def set_model_router_replay_action(model: Any, router_replay_action: Any) -> None:
-    """Do nothing: a forward step turns between forward and backward by it, and autograd tells these."""
+    """Do nothing: a forward step tells forward from backward by it; here autograd does."""
 
 
 def get_micro_batch_router_list(tf_config: Any, vp_rank: int | None = None) -> list[Any]:
-    """Return no RouterReplay: a forward step of verl below 0.9 turns these, as the function above does."""
+    """Return no RouterReplay: a forward step of verl below 0.9 sets the actions of these."""
     return []
 
 
 def is_r2_record_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
-    """Return whether a record is on; also on a dense stage, whose ranks have to join what gathers."""
+    """Return whether a record is on; also on a dense stage, whose ranks join the gathering."""
     return current().action == RECORD
 
 
 def is_replay_forward_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
-    """Return whether a replay is on."""
     return current().action == REPLAY
 
 

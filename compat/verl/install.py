@@ -1,8 +1,8 @@
-"""verl: its router replay becomes npu_replay's, in every release from 0.7.0 on.
+"""Puts npu_replay in the place of verl's router replay, in every release from 0.7.0 on.
 
-Waits for verl's modules and, when they are imported: wraps the pass of an engine; has its functions call
-npu_replay's inside of one, also where they were bound already; keeps reference passes through the actor out;
-puts `apply_router_replay_patch` in the place of verl's. Megatron is left as it is.
+Waits for verl's modules. When they are imported, it wraps the pass of an engine; has verl's functions call
+npu_replay's inside one, also where they were bound already; keeps reference passes through the actor out; and
+replaces `apply_router_replay_patch`. Megatron is left as it is.
 
 Probes: the names and signatures that it replaces. Offers: `install`. Undone by `npu_replay.uninstall()`.
 """
@@ -53,7 +53,7 @@ _OF_UTILS = (
     *("merge_router_topk_indices", "reorder_and_merge_vpp_layers", "pp_gather", "set_router_replay_data"),
     *("build_r3_replay_mask", "align_r3_router_replay_data", "set_model_router_replay_action"),
 )
-"""The functions of UTILS that it answers; no release has all."""
+"""The functions of UTILS that a pass answers; no release has all."""
 _BY_VERL: dict[tuple[str, str, str], dict[str, str]] = {
     ("router", "TopKRouter", "_router_replay_patched"): {
         "routing": "",
@@ -64,21 +64,22 @@ _BY_VERL: dict[tuple[str, str, str], dict[str, str]] = {
         "preprocess": "original_preprocess"
     },
 }
-"""What verl's own patch replaces in Megatron: in which module, of which class, and the mark that it leaves
-there; each method with the name under which its replacement keeps the original, if it does."""
+"""What verl's own patch replaces in Megatron, by module, class and the mark that it leaves there. Each method
+has the name under which its replacement keeps the original, if it does.
+"""
 
 _patches = Patches(_WHAT)
 _given_up: list[Exception] = []
 _handed_over = False
-"""Has an engine been built, or verl's patch been asked for?"""
+"""Whether an engine has been built, or verl's patch was called."""
 _originals: dict[str, tuple[Any, Any]] = {}
 """What was replaced: verl's and ours, by name."""
 _shimmed: set[ModuleType] = set()
-"""Modules that a shim has changed, until they are given back."""
+"""Modules that a shim has changed, until they are put back."""
 
 
 def install() -> None:
-    """Take verl's router replay over, now or when it is imported. What is taken already stays as it is."""
+    """Replace verl's router replay, now or when it is imported. What is replaced already stays."""
     if environment.disabled():
         return
     _given_up.clear()
@@ -102,7 +103,7 @@ def install() -> None:
 
 
 def _all_or_nothing(shim: Callable[[Any], None], module: Any) -> None:
-    """Run a shim; where one fails, verl's own is put back everywhere, and refuses to start."""
+    """Run a shim; if it fails, put verl's own back everywhere, and have verl refuse to start."""
     if _given_up or module in _shimmed:
         return
     try:
@@ -119,7 +120,7 @@ def _all_or_nothing(shim: Callable[[Any], None], module: Any) -> None:
 
 
 def _refuse_to_start(patch: Any) -> None:
-    original = getattr(patch, "apply_router_replay_patch", None)  # its absence may be what is wrong
+    original = getattr(patch, "apply_router_replay_patch", None)  # None where its absence is the problem
     if original is None or not environment.strict():
         return
 
@@ -156,7 +157,7 @@ def _serve_class(cls: Any) -> None:
 
 
 def _served(owner: Any, name: str) -> Callable[..., Any]:
-    """Return a function that is npu_replay's while a pass of an engine runs, and verl's own elsewhere."""
+    """Return a function that is npu_replay's while an engine's pass runs, and verl's own elsewhere."""
     theirs, ours = getattr(owner, name), getattr(functions, name)
     if more := inspect.signature(theirs).parameters.keys() - inspect.signature(ours).parameters.keys():
         where = owner.__name__ if isinstance(owner, ModuleType) else described(owner)
@@ -201,11 +202,7 @@ def _wrap_pass(cls: Any, kind: type[EngineAdapter]) -> None:
 
 
 def apply_router_replay_patch() -> None:
-    """Make sure that replay can be done; Megatron is left as it is.
-
-    Raises:
-        ReplayError: what had to be changed at import couldn't be, or somebody else's routing is in place.
-    """
+    """Raise a ReplayError if a change at import failed, or somebody else's routing is in place."""
     import_hook.refuse_failures()
     _undo_verls()
     from megatron.core.transformer.moe.router import TopKRouter
@@ -226,7 +223,7 @@ def apply_router_replay_patch() -> None:
 
 
 def _hand_over() -> None:
-    """Give routers verl's RouterReplay, as its own patch does: its functions want it outside a pass."""
+    """Give routers verl's RouterReplay, as verl's patch does: verl's functions use it outside a pass."""
     global _handed_over
     _handed_over = True
     kind = sys.modules[PATCH].RouterReplay
@@ -234,7 +231,7 @@ def _hand_over() -> None:
 
 
 def _undo_verls() -> None:
-    """Where verl's own patch came first, put Megatron's functions back."""
+    """Put Megatron's functions back where verl's own patch came first."""
     for (place, name, mark), methods in _BY_VERL.items():
         module: Any = sys.modules.get(f"megatron.core.transformer.moe.{place}")
         cls: Any = getattr(module, name, None)
@@ -242,7 +239,7 @@ def _undo_verls() -> None:
             continue
         for method, kept in methods.items():
             theirs = vars(cls).get(method)
-            # Its wrappers carry the name of what they wrap; their code doesn't.
+            # functools.wraps copies names, not code: the file of the code tells verl's wrappers.
             code = getattr(theirs, "__code__", None)
             if code is not None and code.co_filename.endswith("router_replay_patch.py"):
                 inner = dict(zip(code.co_freevars, theirs.__closure__ or (), strict=True)).get(kept)
@@ -265,7 +262,7 @@ def _somebody_elses(problem: str, *, where: str, expected: str, got: Any) -> Rep
 
 
 def _put(module: ModuleType, name: str, ours: Any, why: str) -> None:
-    """Replace a name, and remember it for the modules that bind it."""
+    """Replace a name, also in the modules that bind it."""
     original = getattr(module, name)
     _patches.set(module, name, ours, why)
     _originals[name] = original, ours
@@ -274,7 +271,7 @@ def _put(module: ModuleType, name: str, ours: Any, why: str) -> None:
 
 
 def _rebind_in(module: Any) -> None:
-    """Rebind what a module took with `from ... import`: before us verl's, after us ours."""
+    """Rebind what a module took with `from ... import`: verl's or, if it was imported later, ours."""
     if module is None:
         return
     for name, (original, ours) in _originals.items():

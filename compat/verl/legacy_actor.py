@@ -1,7 +1,7 @@
-"""verl 0.7's own actor of Megatron: its pass is as an engine's, and its action comes before it.
+"""Adapts verl 0.7's own Megatron actor, whose action comes before its pass.
 
-Its workers set the action and then have the actor run its schedule, so an action waits for the pass that says
-whose chunks it means. `install` wraps its methods by the functions here.
+Its workers set the action and then run the actor's schedule, so an action waits for the pass that says whose
+chunks it means. `install` wraps its methods by the functions here.
 """
 
 from __future__ import annotations
@@ -20,27 +20,25 @@ WORKERS = "verl.workers.megatron_workers"
 
 
 class LegacyActorAdapter(EngineAdapter):
-    """Of a MegatronPPOActor."""
+    """Adapts a MegatronPPOActor."""
 
     @property
     def settings(self) -> Any:
-        """Its settings of router_replay."""
         return self.engine.config.router_replay
 
     @property
     def chunks(self) -> Sequence[nn.Module]:
-        """The chunks of its model."""
         return self.engine.actor_module  # type: ignore[no-any-return]
 
 
 def waiting(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have an action wait for the pass that runs inside."""
+    """Keep an action for the pass that runs inside."""
     with Actions().entered():
         return original(*args, **kwargs)
 
 
 def reference(original: Any, self: Any, data: Any) -> Any:
-    """Have no action in a LoRA actor's reference pass, which goes through compute_log_prob."""
+    """Set no action in a LoRA actor's reference pass, which goes through compute_log_prob."""
     with Actions(is_off=True).entered():
         output = original(self, data)
     batch = getattr(output, "batch", None)

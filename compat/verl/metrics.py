@@ -1,4 +1,4 @@
-"""What a pass of a verl engine says of itself: its metrics, and the one line that says that replay is on."""
+"""Makes the metrics of a verl engine's pass, and the one line that says that replay is on."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ COUNTED = (
     *("dropped", "chosen", "differing", "compared", "shared", "given"),
     *("replayed", "routers", "microseconds", "bytes"),
 )
-"""What each rank counts of a pass."""
+"""The counters of each rank in a pass."""
 
 
 def compares(updates: int) -> bool:
-    """Is `live_mismatch` counted after so many updates? On every n-th, since it costs the router's top-k."""
+    """Return whether `live_mismatch` is counted after so many updates: each n-th, as it costs a top-k."""
     every = int(read(METRICS_EVERY, 10))
     return every > 0 and updates % every == 0
 
 
 def figures(sums: dict[str, int]) -> dict[str, float]:
-    """The metrics of a pass, by name; `sums` are of all ranks."""
+    """Return the metrics of a pass, by name; `sums` are of all ranks."""
     found = {
         "rows_without_route": 1 - sums["routed"] / max(sums["rows"], 1),
         "bad_samples": float(sums["bad_samples"]),
@@ -45,7 +45,7 @@ def figures(sums: dict[str, int]) -> dict[str, float]:
 
 
 def add_metrics(output: Any, metrics: dict[str, float]) -> None:
-    """Into verl's own, where this rank has some: {"metrics": {name: [values]}}, or 0.7's by micro-batch."""
+    """Add to verl's metrics, where there are some: {"metrics": {name: [values]}}, or 0.7's by micro-batch."""
     if not metrics or not isinstance(output, dict):
         return
     if isinstance(output.get("metrics"), dict):
@@ -58,14 +58,14 @@ def add_metrics(output: Any, metrics: dict[str, float]) -> None:
 
 
 def summary(mode: str, sums: dict[str, int], stack: str = "") -> str:
-    """The one line that says that replay is on; `stack`: what it is on, if it isn't Megatron."""
+    """Return the one line that says that replay is on; `stack` is what it runs on, if it isn't Megatron."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     stages = 1
     if state is not None and state.model_parallel_is_initialized():
         stages = int(state.get_pipeline_model_parallel_world_size())
     routers, replayed = (sums[name] * stages // sums["ranks"] for name in ("routers", "replayed"))
     routed = sums["routed"] / max(sums["rows"], 1)
-    percent = "100%" if routed == 1 else f"{min(routed * 100, 99.99):.2f}%"  # never 100% of what is less
+    percent = "100%" if routed == 1 else f"{min(routed * 100, 99.99):.2f}%"  # 100% only if all rows had one
     ranks = "1 rank" if sums["ranks"] == 1 else f"{sums['ranks']} ranks agree"
     if not stack:
         called = {"megatron-core": "Megatron"}
@@ -91,7 +91,7 @@ def announce(line: str) -> None:
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what stderr is at that time."""
+    """Writes to the current sys.stderr, which may be replaced after the handler was made."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

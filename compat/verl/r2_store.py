@@ -1,8 +1,7 @@
-"""R2 without its ids in batches: what a pass over the old log-probs records stays in the ranks that do.
+"""Keeps R2's routes on the ranks that record them, so that batches have no ids.
 
-A batch carries a key a token, which all ranks of a replica work out alike. Each keeps the rows of whole
-samples in its own layers. A sample that another replica trains on moves once, before the first update that
-wants it.
+A batch carries a key a token, which all ranks of a replica compute alike. Each keeps the rows of whole
+samples in its own layers. A sample that another replica trains on moves once, before its first update.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ from npu_replay.parallel.exchange import exchange
 from npu_replay.routes.routed_experts import RoutedExperts
 
 _STEPS = 2
-"""For so many steps routes are kept: a trainer may record a step's before it trains on the last one's."""
+"""The number of steps that routes are kept: a trainer may record a step before it trains on the last one."""
 _PASSES = 8
-"""So many passes are taken for a step where none of them was trained on, as while a critic alone is trained;
-a trainer of verl records a step in one."""
+"""The number of passes taken for one step if none was trained on, as while only a critic is trained.
+verl's trainers record a step in one.
+"""
 
 
 class R2Store:
@@ -34,10 +34,10 @@ class R2Store:
         self._seen: Counter[int] = Counter()
 
     def begin(self, salt: int, replica: int) -> None:
-        """Begin a pass that records; what is older than the step before is dropped.
+        """Begin a pass that records; drops what is older than the step before.
 
-        The salt is a random number of the pass, the same on all ranks: no other pass has its keys, one of
-        workers that are started anew neither. The replica is the data-parallel rank.
+        The salt is a random number of the pass, equal on all ranks, so that no other pass has its keys, also
+        one of restarted workers. The replica is the data-parallel rank.
         """
         if self._trained or self._passes == _PASSES:
             self._step, self._passes, self._trained = self._step + 1, 0, False
@@ -51,7 +51,7 @@ class R2Store:
         self._trained = True
 
     def keep(self, chunk: int, samples: int, routes: Sequence[RoutedExperts]) -> list[int]:
-        """Keep the routes of a chunk's next micro-batch, none where its layers are dense; return the keys."""
+        """Keep the routes of a chunk's next micro-batch, none if its layers are dense; return the keys."""
         place = f"{self._place} {self._seen[chunk]}"
         self._seen[chunk] += 1
         digests = (blake2b(f"{place} {number}".encode(), digest_size=8) for number in range(samples))
@@ -61,10 +61,6 @@ class R2Store:
         return keys
 
     def fetch(self, lacking: Sequence[int], group: Any) -> None:
-        """Have what another data-parallel rank recorded. Every rank of the group has to call it.
-
-        Raises:
-            ReplayError: ranks are gone.
-        """
+        """Fetch what another data-parallel rank recorded. Every rank of the group has to call it."""
         for key, routes in exchange(self._held.usable, lacking, group).items():
             self._held.keep(key, routes, self._step)

@@ -1,7 +1,7 @@
-"""R3 by reference: a rollout puts each sample's routes away once, and each rank fetches its own layers.
+"""Passes R3's routes by reference: a rollout stores each sample's once, and a rank fetches its own layers.
 
-A worker of agent loops puts them into Ray's object store, and verl moves only what stands for them: a mark a
-token, int16, and a column of references, which goes with the samples (`batch_routes`).
+A worker of agent loops puts them into Ray's object store, and verl moves only a mark a token, int16, and a
+column of references, which goes with the samples (`batch_routes`).
 """
 
 from __future__ import annotations
@@ -30,22 +30,19 @@ from npu_replay.routes.fingerprint import find_other_tokens, fingerprint
 logger = logging.getLogger(__name__)
 
 _QUEUED = "verl.trainer.ppo.v1.agent_loop_tq"
-"""verl's workers that hand samples to a queue (TransferQueue)."""
+"""The module of verl's workers that hand samples to a queue (TransferQueue)."""
 _STEPS = 3
-"""Of the job, for which a worker keeps what it has put: trainers may be so many steps behind."""
+"""The number of steps that a worker keeps what it has put: trainers may be that far behind."""
 _SAMPLES = 4096
-"""The same of a job that says no steps: so many samples of a worker."""
+"""The number of samples that a worker keeps in a job that counts no steps."""
 _refused = itertools.count(1)
 
 
 class Putter:
     """Puts away what the samples of one worker of agent loops chose.
 
-    Args:
-        carrier: where.
-        model: the policy's.
-        keeps: are references kept here until their step is long over? A queue pickles them where Ray doesn't
-            see it. Otherwise they live as long as the batch.
+    With `keeps` references stay here until their step is long over, because a queue pickles them where
+    Ray doesn't see it. Otherwise they live as long as the batch.
     """
 
     def __init__(self, carrier: RayCarrier, model: RoutedModel, *, keeps: bool) -> None:
@@ -54,7 +51,7 @@ class Putter:
 
     @classmethod
     def of(cls, worker: Any, model: RoutedModel | None) -> Putter | None:
-        """That of a worker; None where batches carry ids.
+        """Return the putter of a worker; None where batches carry ids.
 
         Raises:
             ReplayError: an unknown model, or a metric that reads ids in batches.
@@ -82,7 +79,7 @@ class Putter:
         return cls(RayCarrier(cut=cut), model, keeps=queued)
 
     def put_away(self, output: Any, step: int | None) -> None:
-        """The routes of an agent loop's output, which has keys and a reference then; none without a step."""
+        """Replace the routes of an agent loop's output by marks and a reference; without a step drop them."""
         rows, output.routed_experts = output.routed_experts, None
         if rows is not None and step is not None:
             version = output.extra_fields.get("max_global_steps")
@@ -93,12 +90,8 @@ class Putter:
     def put(self, rows: Array, tokens: Array, step: int) -> tuple[Array, delivery.Reference | None]:
         """Put the rows of one sample away; return its marks, int16 [tokens, 1, 1], and the reference.
 
-        Routes that can't be right are not put: the trainer counts the sample as a bad one.
-
-        Args:
-            rows: [tokens, columns, topk], zeros for a token without a route.
-            tokens: [tokens], their ids.
-            step: of the job, for which it was sampled.
+        Rows are [tokens, columns, topk], zeros for a token without a route. Routes that can't be right are
+        not put: the trainer counts the sample as a bad one.
         """
         reference = None
         try:
@@ -135,27 +128,22 @@ class R3Store:
         references: Sequence[delivery.Reference | None],
         tokens: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[int, InvalidRoutes]:
-        """Have the routes of these samples here; what is of an older step than all of them is dropped.
+        """Fetch the samples' routes and drop older steps; return by key why some have none.
 
-        Args:
-            references: of a batch's samples.
-            tokens: by key, the token ids of those samples that have keys; others aren't read then.
-
-        Returns:
-            By key, why samples have none.
+        With `tokens`, the token ids by key, only samples in it are read.
         """
         known = {one.key: one for one in references if one is not None}
         given = [one for key, one in known.items() if tokens is None or key in tokens]
         lacking = {*self._held.lacking(one.key for one in given)}
         wanted = [one for one in given if one.key in lacking]
-        # Without a step, each batch of other samples alone is taken for one.
+        # Without steps, each batch that has only new samples counts as one.
         self._batches += len(wanted) == len(given) > 0
         steps = {one.key: self._batches if one.step < 0 else one.step for one in given}
         self._held.renew(steps)
         oldest = [one.step if one.step >= 0 else self._batches - _STEPS + 1 for one in given]
         self._held.drop_before(min(oldest, default=0))
         for one, routes in zip(wanted, fetch_each(wanted, self._held.layers, PATIENCE), strict=True):
-            if tokens is not None:  # are they of a sample with these token ids?
+            if tokens is not None:  # refuse routes of a sample with other token ids
                 mark = fingerprint(tokens[one.key])
                 other = find_other_tokens(one.tokens, one.fingerprint, len(tokens[one.key]), mark)
                 routes = routes if other is None else other.error(InvalidRoutes, repr(one))

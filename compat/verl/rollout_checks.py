@@ -1,4 +1,4 @@
-"""Checks in verl's agent loops: what an engine gave a turn is checked where the turn's tokens are known.
+"""Checks in verl's agent loops what an engine returned, since the tokens of the turn are known there.
 
 The trainer checks again what it can tell without tokens.
 """
@@ -25,8 +25,9 @@ from npu_replay.routes.checks import Array
 logger = logging.getLogger(__name__)
 
 PROOF = 64
-"""So many turns have to pass before one that doesn't is taken for a single one; what is wrong with the engine
-or its settings shows at once, in all."""
+"""The number of turns that have to pass before a failing one is taken for a single case: what is wrong with
+the engine or its settings shows in all turns, from the first on.
+"""
 
 
 class RolloutChecks:
@@ -38,7 +39,7 @@ class RolloutChecks:
 
     @classmethod
     def of(cls, worker: Any, engine: str) -> RolloutChecks | None:
-        """Return the checks of a worker; None where the model's config isn't there, or doesn't tell."""
+        """Return the checks of a worker; None where the model's config is absent or unreadable."""
         config = getattr(getattr(worker, "model_config", None), "hf_config", None)
         why = "the worker of the agent loops has no config of the model"
         try:
@@ -54,13 +55,12 @@ class RolloutChecks:
         return None
 
     def admitted(self, rows: Array, tokens: Array, *, ended: bool) -> Array | None:
-        """The rows of one turn, zeros where they are another token's; None if they can't be used at all.
+        """Return the rows of one turn, zeros where they are another token's; None if they can't be used.
 
         Args:
             rows: [n, columns, topk], as the engine gave them; row i is token i.
-            tokens: [tokens], of prompt and output; the last has no row. So have others of a turn that was
-                aborted.
-            ended: the engine ended the turn by itself.
+            tokens: [tokens], of prompt and output; the last has no row, nor have others of an aborted turn.
+            ended: whether the engine ended the turn by itself.
 
         Raises:
             InvalidRoutes: what is wrong, unless many turns have passed before, or NPU_REPLAY_STRICT=0.
@@ -68,7 +68,7 @@ class RolloutChecks:
         if not ended:
             tokens = tokens[: len(rows) + 1]
         lenient = self._passed >= PROOF or not environment.strict()
-        # Rows that were never written are the trainer's to count: a cached prefix, a turn that was cut.
+        # The trainer counts rows that were never written: of a cached prefix, or of a turn that was cut.
         written = bool(rows.size) and bool(rows.any(axis=(1, 2)).all())
         try:
             found = admit(

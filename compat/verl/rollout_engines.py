@@ -1,4 +1,4 @@
-"""verl's rollout engines under R3: which gives no routes, or those of another step."""
+"""Checks that verl's rollout engine gives routes for R3, and those of the right step."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from npu_replay.rollout.release_rules import release
 
 
 def engine_without_routes(config: Any) -> Iterator[ReplayError]:
-    """A rollout engine, or a release of it, that has no routes to give."""
+    """Yield an error for a rollout engine, or a release of it, that gives no routes."""
     name = str(setting(config, "rollout", "name"))
-    # Each of verl's rollout engines: does its server ask it for routes?
+    # The source of each of verl's rollout servers tells whether it asks its engine for routes.
     where = next((product.where for product in probe.products() if product.name == "verl"), "")
     asked = {"hf": False, "naive": False}
     for folder in Path(where, "workers", "rollout").glob("*_rollout") if where else ():
         sources = (file.read_text(encoding="utf-8", errors="replace") for file in folder.rglob("*.py"))
         asked[folder.name.removesuffix("_rollout")] = any(FLAG in source for source in sources)
-    if asked.get(name, True) is False:  # one that isn't verl's own is let through
+    if asked.get(name, True) is False:  # an engine that isn't verl's own is accepted
         yield refused(
             f"{ROOT}.rollout.name={name} gives no routes: this verl never asks {name} for them",
             expected="a rollout that verl asks for routes: " + " or ".join(sorted(filter(asked.get, asked))),
@@ -51,8 +51,10 @@ def engine_without_routes(config: Any) -> Iterator[ReplayError]:
 
 
 def late_rows(config: Any) -> Iterator[ReplayError]:
-    """A release of vLLM or vllm-ascend whose rows are right without asynchronous scheduling alone. vLLM
-    switches it on by itself; verl hands on a key that is True, and drops one that is False."""
+    """Yield an error for a vLLM or vllm-ascend whose rows are wrong under asynchronous scheduling.
+
+    vLLM switches it on by itself; verl passes on a key that is True, and drops one that is False.
+    """
     found = {product.name: product.version for product in probe.products() if product.found}
     engine, version = "vllm", found.get("vllm", "")
     late = version and vllm_releases.needs_sync(version)
@@ -79,7 +81,7 @@ def _release_without_routes(
         beside = found["vllm"].version if "vllm" in found else ""
         known = vllm_ascend.of_release(product.version, beside)
         rollout = functools.partial(setting, config, "rollout")
-        told = {  # what decides whether its routes are right, as far as a config says it
+        told = {  # the settings that decide whether its routes are right
             "model": setting(config, "model", "path"),
             "quantization": rollout("quantization"),
             "data_parallel_size": rollout("data_parallel_size"),

@@ -1,7 +1,7 @@
-"""verl's RouterReplay, of which each replayed router has one, as after verl's own patch.
+"""Completes verl's RouterReplay, of which each replayed router has one, as after verl's own patch.
 
-Outside of an engine's pass it is verl's own: each router records or replays by its own action. Megatron's
-router asks it from 0.16 on, and the seam before (`megatron_backports.router_init`), so no routing is patched.
+Outside an engine's pass each router records or replays by its own action. Megatron's router asks it from 0.16
+on, and the seam before (`megatron_backports.router_init`), so no routing is patched.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ from npu_replay.compat.verl.engine_pass import BACKWARD, RECORD, REPLAY
 
 
 def complete(kind: Any, actions: Any, patches: Patches) -> None:
-    """Let verl's class be asked by Megatron's routers, and take the actions of Megatron's enum too.
-
-    Args:
-        kind: verl's RouterReplay, and `actions`, its RouterReplayAction.
-        patches: by which it is changed.
-    """
+    """Let Megatron's routers ask verl's RouterReplay (`kind`), and let it take Megatron's actions too."""
 
     def set_router_replay_action(original: Any, self: Any, action: Any) -> None:
         original(self, None if action is None else actions(getattr(action, "value", action)))
@@ -57,8 +52,9 @@ def get_replay_topk(
 
 
 def made_for(kind: Any, router: Any) -> Any:
-    """Make a router's RouterReplay, which leaves verl's list of all with its router."""
+    """Make a router's RouterReplay, which leaves verl's list when the router is garbage."""
     made = kind()
+    # A weak reference, so that the finalizer doesn't keep the instance alive.
     everyone, mine = kind.router_instances, weakref.ref(made)
 
     def leave() -> None:

@@ -1,4 +1,4 @@
-"""Reading a verl job's config, which comes as a DictConfig, a dict or a dataclass."""
+"""Reads a verl job's config, which comes as a DictConfig, a dict or a dataclass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ ROOT, OFF = "actor_rollout_ref", "disabled"
 FSDP = ("fsdp", "fsdp2")
 """The strategies whose mode npu_replay reads: verl's engines carry the key, and do nothing with it."""
 FLAG = "enable_rollout_routing_replay"
-"""Of the rollout: is the engine asked for routes?"""
+"""The rollout's key that asks the engine for routes."""
 
 
 def setting(config: Any, *path: str) -> Any:
-    """What lies there in a DictConfig, dict or dataclass; None where the way ends before."""
+    """Return the value at a path of a DictConfig, dict or dataclass; None where the path ends before."""
     for name in path:
         if config is None or isinstance(config, str):
             return None
@@ -25,12 +25,7 @@ def setting(config: Any, *path: str) -> Any:
 
 
 def without_keys(given: Any, key: str) -> ReplayError | None:
-    """What is wrong with a router_replay that is a word and no section: `router_replay=R2` reads as no mode.
-
-    Args:
-        given: what lies there.
-        key: where, with dots.
-    """
+    """Return the error for a router_replay that is a value, no section: `router_replay=R2` sets no mode."""
     if given is None or isinstance(given, Mapping) or hasattr(given, "mode"):
         return None
     return refused(
@@ -42,7 +37,6 @@ def without_keys(given: Any, key: str) -> ReplayError | None:
 
 
 def names(section: Any) -> list[str]:
-    """The keys of what lies in a config: a DictConfig, dict or dataclass."""
     if section is None or isinstance(section, str):
         return []
     found = section if isinstance(section, Mapping) else getattr(section, "__dict__", ())
@@ -50,7 +44,7 @@ def names(section: Any) -> list[str]:
 
 
 def whole(config: Any) -> Any:
-    """The job's config that this one hangs in; itself, if it hangs in none."""
+    """Return the job's config that this one is a part of; itself, if it is a part of none."""
     root = getattr(config, "_get_root", None)
     return config if root is None else root()
 

@@ -1,8 +1,8 @@
-"""verl's route tensors as RoutedExperts, and back.
+"""Converts verl's route tensors to RoutedExperts, and back.
 
 verl carries routes as [batch, sequence, layers, topk] with zeros where there is no token, or as a jagged
-tensor of [tokens, layers, topk]. Token numbers that are pushed through verl's own preprocessing tell which
-token sits in which row of a router.
+tensor of [tokens, layers, topk]. Token numbers that pass through verl's own preprocessing tell which token
+sits in which row of a router.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PACKERS = ("preprocess_thd_engine", "preprocess_thd_no_padding")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What verl's functions are given of one.
+    """Holds what verl's functions are given of a micro-batch.
 
     Attributes:
         tokens: jagged [batch, tokens, ...], or padded [batch, sequence, ...]; may be routes.
@@ -52,14 +52,13 @@ class MicroBatch:
 
     @property
     def model(self) -> dict[str, int]:
-        """Top-k and number of experts."""
         if isinstance(self.config, RoutedModel):
             return {"topk": self.config.topk, "num_experts": self.config.num_experts}
         return {"topk": int(self.config.moe_router_topk), "num_experts": int(self.config.num_moe_experts)}
 
     @property
     def routed(self) -> RoutedModel:
-        """Its layers too."""
+        """Return the model as a RoutedModel, with its layers."""
         if isinstance(self.config, RoutedModel):
             return self.config
         decoder = decoder_of(self.config)
@@ -68,17 +67,13 @@ class MicroBatch:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
+        """Return the number of tokens of each sequence."""
         counts = offsets(self.tokens).diff() if self.tokens.is_nested else self.kept.sum(dim=1)
         return [int(size) for size in counts.tolist()]
 
     @property
     def kept(self) -> torch.Tensor:
-        """The mask of a padded batch, bool, on the CPU.
-
-        Raises:
-            MicroBatchError: there is none.
-        """
+        """Return the mask of a padded batch, bool, on the CPU; raises MicroBatchError where there is none."""
         if self.mask is None:
             raise MicroBatchError(
                 "a padded batch without an attention mask",
@@ -89,11 +84,7 @@ class MicroBatch:
         return self.mask.detach().cpu().bool()
 
     def layout(self) -> TokenLayout:
-        """The rows of this rank's routers.
-
-        Raises:
-            MicroBatchError: a padded batch without a mask, or preprocessing that can't be read.
-        """
+        """Return the layout of this rank's rows; raises MicroBatchError where preprocessing can't be read."""
         pack, arguments = self._packer()
 
         def packed(sequences: list[torch.Tensor]) -> torch.Tensor:
@@ -108,7 +99,7 @@ class MicroBatch:
         return TokenLayout.from_probe(packed, self.lengths, parallel=parallel)
 
     def _packer(self) -> tuple[Any, dict[str, Any]]:
-        """verl's packing of tokens, with the arguments that its own router replay gives it."""
+        """Return verl's packing of tokens, and the arguments that verl's own router replay gives it."""
         names = _PACKERS if self.tokens.is_nested else ("preprocess_packed_seqs",)
         pack = next((getattr(utils(), name) for name in names if hasattr(utils(), name)), None)
         if pack is None:
@@ -130,11 +121,7 @@ class MicroBatch:
         return pack, {name: value for name, value in wanted.items() if name in known}
 
     def samples(self) -> list[torch.Tensor]:
-        """Each sequence's tokens, which are routes: [tokens, layers, topk], on the CPU.
-
-        Raises:
-            MicroBatchError: they aren't.
-        """
+        """Return each sequence's tokens, which are routes, [tokens, layers, topk], on the CPU."""
         MicroBatchError.unless(
             self.tokens.dim() == 4,
             "the routes have another shape than verl's",
@@ -158,7 +145,7 @@ class MicroBatch:
         """Return the routes of each sequence, by its number, and why those of others can't be used.
 
         The tokens are routes, [batch, tokens, layers, topk] of all decoder layers or of the MoE layers, or
-        keys in their place, which `held` has the routes of.
+        keys of routes in `held`.
 
         Args:
             mask: jagged or [batch, tokens], the rows to replay; all when not given.
@@ -188,12 +175,8 @@ class MicroBatch:
         return good, bad
 
     def checked(self, layers: Sequence[int], tokens: torch.Tensor | None) -> dict[int, Routes]:
-        """Check the ids of a whole batch, once for all chunks, and keep this rank's layers of them.
-
-        Returns:
-            By key, from 1 on, the routes of each sample, or why it has none.
-        """
-        # All layers are checked: a dead router is told from a lost layer by what the others hold.
+        """Check a batch's ids once for all chunks; return this rank's routes, or errors, by key from 1 on."""
+        # All layers are checked: only the others tell a dead router from a lost layer.
         take = partial(from_batch, model=self.routed, zeros_are_none=True)
         own = [layer for layer in self.routed.layers if layer in {*layers}]
         each = self.samples()
@@ -204,7 +187,7 @@ class MicroBatch:
             try:
                 found[key] = take(rows, tokens=of_sample).only(own)
             except InvalidRoutes as error:
-                # verl's mask leaves the last row out: its token is never fed to the engine.
+                # verl's mask excludes the last row, whose token the engine never ran.
                 with contextlib.suppress(InvalidRoutes):
                     keep = torch.arange(len(rows)) < len(rows) - 1
                     found[key] = take(rows, tokens=of_sample, keep=keep).only(own)
@@ -212,15 +195,14 @@ class MicroBatch:
         return found
 
     def filled(self, found: Sequence[RoutedExperts], dtype: torch.dtype) -> torch.Tensor:
-        """Sequences in the form of this batch: jagged, or padded with zeros. Where none are given there are
-        no layers, and the top-k alone is known: what a stage of dense layers has to say."""
+        """Return ids of sequences in the form of this batch; without any, as on a dense stage, 0 layers."""
         return self._shaped(
             [one.ids.to(dtype) for one in found]
             or [torch.empty(size, 0, self.model["topk"], dtype=dtype) for size in self.lengths]
         )
 
     def keyed(self, keys: Sequence[int]) -> torch.Tensor:
-        """The keys of sequences in the form of this batch, in the place of their ids, int16."""
+        """Return the keys of sequences in the form of this batch, in the place of their ids, int16."""
         return self._shaped([rows_of(key, size) for key, size in zip(keys, self.lengths, strict=True)])
 
     def _shaped(self, each: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -236,28 +218,28 @@ _patterns: dict[int, tuple[weakref.ref[Any], str | None]] = {}
 
 
 def decoder_of(config: Any) -> DecoderLayers:
-    """The decoder layers of a TransformerConfig; of a HybridModel's, by the pattern of its model."""
+    """Return the decoder layers of a TransformerConfig; a HybridModel's by the pattern of its model."""
+    # By id, since a config may be unhashable; the weak reference tells a new object with a reused id.
     known = _patterns.get(id(config))
-    if known is not None and known[0]() is config:  # looking takes long, and each micro-batch asks
+    if known is not None and known[0]() is config:  # searching is slow, and each micro-batch asks
         return parallel_state.decoder_layers(config, known[1])
     pattern = hybrid.pattern_of(config)
-    with contextlib.suppress(TypeError):  # a config that nothing can refer to weakly is looked up each time
+    with contextlib.suppress(TypeError):  # no weak reference: searched each time
         _patterns[id(config)] = weakref.ref(config), pattern
     return parallel_state.decoder_layers(config, pattern)
 
 
 def utils() -> Any:
-    """verl's module router_replay_utils, whose preprocessing is probed."""
     return sys.modules[UTILS]
 
 
 def offsets(jagged: torch.Tensor) -> torch.Tensor:
-    """Where each sequence of a jagged tensor begins, [batch + 1]."""
+    """Return where each sequence of a jagged tensor begins, [batch + 1]."""
     return jagged.offsets()  # type: ignore[attr-defined, no-any-return]  # torch's stubs know no jagged tensors
 
 
 def speaks_for_samples(parallel: ParallelLayout | None) -> bool:
-    """Is this the rank of its replica that counts samples: the first of the first stage with MoE layers?"""
+    """Return whether this rank counts its replica's samples: the first of the first stage with MoE layers."""
     if parallel is None:
         return True
     first, pp, vp = 0, parallel.pp, parallel.vp
@@ -271,7 +253,7 @@ def speaks_for_samples(parallel: ParallelLayout | None) -> bool:
 
 
 def wrong_length(rows: int, tokens: int, where: str = "") -> MicroBatchError | None:
-    """What is wrong with so many rows for a sample; None for a row a token, or none for the last."""
+    """Return the error for so many rows of a sample; None for a row a token, or none for the last."""
     if rows in (tokens, tokens - 1):
         return None
     return MicroBatchError(
@@ -284,25 +266,21 @@ def wrong_length(rows: int, tokens: int, where: str = "") -> MicroBatchError | N
 
 
 def batched(samples: Sequence[torch.Tensor], *, jagged: bool) -> torch.Tensor:
-    """Samples in one tensor."""
     if jagged:
         return torch.nested.as_nested_tensor(list(samples), layout=torch.jagged)
     return torch.stack(list(samples))
 
 
 def viewed(ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same bytes as another dtype; the last dimension is as much longer or shorter."""
+    """View the same bytes as another dtype; the last dimension grows or shrinks."""
     if not ids.is_nested:
         return ids.contiguous().view(dtype)
     return batched([one.contiguous().view(dtype) for one in ids.unbind()], jagged=True)
 
 
 def wire_dtype(config: Any, *, keys: bool = False) -> tuple[torch.dtype, bool]:
-    """What routes travel as through verl's own code, or keys in their place, and whether as bytes.
-
-    As in verl: int16 from 0.9 on. 0.7 and 0.8 narrow to uint8 on the way, whatever the number of experts; ids
-    above 255 go through as bytes.
-    """
+    """Return the dtype of routes, or of keys in their place, in verl's own code, and whether as bytes."""
+    # int16 from 0.9 on. 0.7 and 0.8 narrow to uint8, so ids above 255 pass as bytes.
     if hasattr(utils(), "merge_nested_router_maps"):
         return torch.int16, False
     narrow = torch.int16 if keys else narrow_dtype(int(config.num_moe_experts))
