@@ -70,7 +70,7 @@ def record_changes_choice() -> Any:
 
     def changed(self: seam.Call, rows: torch.Tensor | None = None) -> torch.Tensor:
         found = native(self, rows)
-        self.free = False  # the values have to be those of the changed ids
+        self.keeps_native_topk = False  # the values have to be those of the changed ids
         return self.num_experts - 1 - found if rows is None else found
 
     return mock.patch.object(seam.Call, "own", changed)
