@@ -1,4 +1,4 @@
-"""SGLang: what it hands over, and what its releases can't do."""
+"""Reads SGLang's answers, and knows what its releases can't do."""
 
 from typing import TYPE_CHECKING
 

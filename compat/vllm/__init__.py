@@ -1,4 +1,4 @@
-"""vLLM: what it hands over, and what its releases can't do."""
+"""Reads vLLM's answers, and knows what its releases can't do."""
 
 from typing import TYPE_CHECKING
 
