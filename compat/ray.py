@@ -97,7 +97,7 @@ def read_objects(handles: Sequence[Any], patience: float) -> list[RoutedExperts 
     refs = [handle.ref for handle in handles]
     try:
         return list(ray.get(refs, timeout=patience))
-    except Exception as error:  # noqa: BLE001  one of them: each is asked for by itself below
+    except Exception as error:  # noqa: BLE001  of one object: each is read singly below
         error.__traceback__ = None  # Ray's frame holds the error, which would hold the handles
         left = max(until - time.monotonic(), 0.1)
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=left, fetch_local=True)
@@ -108,7 +108,7 @@ def read_objects(handles: Sequence[Any], patience: float) -> list[RoutedExperts 
 def _one(ray: Any, ref: Any, ready: bool) -> RoutedExperts | Exception:
     try:
         return ray.get(ref, timeout=5.0 if ready else 0.0)  # type: ignore[no-any-return]
-    except Exception as error:  # noqa: BLE001  Ray's own kinds, as many as there are ways to lose an object
+    except Exception as error:  # noqa: BLE001  Ray has a kind for each way to lose an object
         error.__traceback__ = None
         said = str(error).strip().splitlines() or [""]
         return LookupError(f"{type(error).__name__}: {said[0]}")

@@ -42,7 +42,7 @@ _TAKEN_BACK = 64
 """The most of the engine's tokens that the caller may have removed from the end: those of a stop string."""
 _STOPPED = ("stop", "tool_calls", "function_call")
 """Finish reasons of a request that ends at a stop string, whose tokens the caller may have removed."""
-_SHORT = 80  # characters of somebody else's text in a message
+_SHORT = 80  # characters of an answer's text in a message
 
 
 def from_sglang(
@@ -89,12 +89,12 @@ def from_sglang(
     """
     known = RoutedModel.of(model)
     start = whole_number(start_len, "start_len", where="from_sglang")
-    release(version or "")  # or an error, for what is no text
+    release(version or "")  # raises for what is no text
     answer = read(meta_info, version if version and tells_release(version, numbers=3) else "")
     return answer.routes(known, prompt_token_ids, output_ids, start, missing, weight_version)
 
 
-# ---- what an answer says
+# ---- the rows of an answer
 
 
 class WeightSpan(NamedTuple):
@@ -140,7 +140,7 @@ class SglangAnswer(server_answers.Answer):
             if not isinstance(data, (str, bytes)):
                 got = getattr(data, "dtype", type(data).__name__)
                 raise source.unreadable("these aren't expert ids", "base64 of int32, or integers", got)
-            # Bytes may be ids already: the fourth of an id is 0, or -1's, and neither is base64.
+            # Bytes may be raw int32 ids: the fourth byte is 0, or 0xFF of a -1, and neither is base64.
             if isinstance(data, str) or data[3:4] not in (b"\x00", b"\xff"):
                 end = data[-2:]
                 size = len(data) // 4 * 3 - (end.count("=") if isinstance(end, str) else end.count(b"="))
@@ -182,7 +182,7 @@ class SglangAnswer(server_answers.Answer):
         return routes.with_rows(ids, recorded, fingerprint=routes.fingerprint)
 
 
-@functools.lru_cache(maxsize=8)  # once a process
+@functools.lru_cache(maxsize=8)  # warns once per process and version
 def _warn_of_retractions(version: str) -> None:
     logger.warning(
         "[npu_replay] %s retracted a request and computed its routes again. If the weights were changed in "
@@ -192,7 +192,7 @@ def _warn_of_retractions(version: str) -> None:
     )
 
 
-# ---- how many rows there may be
+# ---- the number of rows that may come
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def _that_fits(size: int, rows: int, model: RoutedModel) -> str:
     return " or ".join(fits) or f"{row} ids a token"
 
 
-# ---- where it says it
+# ---- the fields of an answer
 
 
 def source(version: str = "") -> Source:

@@ -76,7 +76,7 @@ def refusal(version: str, device: str) -> ReplayError | None:
 
 
 def _refuse_release(version: str, device: str) -> None:
-    release(version)  # or an error, for what is no text
+    release(version)  # raises for what is no text
     launch.refuse_untold("SGLang", version, "version", "0.5.23", numbers=3)
     launch.refuse(refusal(version, device))
 
@@ -96,7 +96,7 @@ def _one_draft_a_step(plan: Plan) -> dict[str, Any]:
     # It chooses one by itself for some models: all that 0.5.7 doesn't know; Grok, to this day.
     if str(plan.get("speculative_algorithm")).lower() not in EAGLE:
         return {}
-    if plan.get("speculative_adaptive"):  # its steps are its own
+    if plan.get("speculative_adaptive"):  # it chooses its steps by itself
         return {"speculative_eagle_topk": 1}
     drafts, steps = plan.get("speculative_num_draft_tokens"), plan.get("speculative_num_steps")
     if steps is None:

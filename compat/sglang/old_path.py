@@ -37,5 +37,5 @@ def _fill(module: ModuleType) -> None:
 def _new_is_there() -> bool:
     try:
         return importlib.util.find_spec(NEW) is not None
-    except ModuleNotFoundError:  # not even its package
+    except ModuleNotFoundError:  # its package is missing, too
         return False

@@ -28,7 +28,7 @@ _OTHER_TOKENS = (
 )
 
 # fmt: off
-# ---- what can be wrong; of several that fit, the likeliest first
+# ---- faults; of several that fit, the likeliest first
 
 FAULTS = (
     older(OLDEST, "0.5.8 or later"),
@@ -85,7 +85,7 @@ FAULTS = (
 # fmt: on
 
 
-# ---- what some rows below ask a plan
+# ---- rules of some rows below
 
 
 def _moves_experts(plan: Plan, _: Any) -> bool:
@@ -104,7 +104,7 @@ def _more_requests_than_a_chunk(plan: Plan, _: Any) -> bool:
 
 
 # fmt: off
-# ---- plans with which releases give none, or wrong ones
+# ---- plans with which releases give no routes, or wrong ones
 
 _EPLB = ("enable_eplb", "ep_dispatch_algorithm", "ep_num_redundant_experts", "init_expert_location")
 _CACHES = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv")

@@ -125,7 +125,7 @@ def _one_each(given: Any, count: int, name: str) -> list[Any]:
     return list(given)
 
 
-# ---- what an answer says
+# ---- the rows of an answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ class VllmAnswer(server_answers.Answer):
             tokens.prompt + tokens.sampled + _SPARE,
             model.num_layers,
             2 * model.topk,
-        )  # weights beside ids
+        )  # twice the top-k: some send weights beside ids
         if is_envelope(self.payload):
             return from_envelope(self.payload, start=start, most=most, source=self.source)
         return any_array(self.payload, source=self.source, most=most)
@@ -195,14 +195,14 @@ class VllmAnswer(server_answers.Answer):
         if start:
             raise source.error(Symptom.SHAPE, "this release gives all rows of the prompt", "start=0", start)
         head = _array(self.prompt_payload, tokens.prompt, model, prompt)
-        if len(head) != tokens.prompt:  # what follows would shift
+        if len(head) != tokens.prompt:  # the completion's rows would shift
             problem = "the prompt has another number of rows than tokens"
             raise prompt.error(Symptom.SHAPE, problem, tokens.prompt, len(head))
-        parts = [head if tokens.sampled else head[:-1]]  # without a sample its last token never ran
+        parts = [head if tokens.sampled else head[:-1]]  # without a sample the last token was never run
         if self.payload is not None:
             sampled = max(1, tokens.sampled)
             part = _array(self.payload, sampled, model, source)
-            parts.append(part[:-1] if len(part) == sampled else part)  # with MTP it keeps as many as tokens
+            parts.append(part[:-1] if len(part) == sampled else part)  # with MTP a row for each token
         filled = [part for part in parts if len(part)]
         if len({part.shape[1:] for part in filled}) > 1:
             raise source.error(
@@ -223,7 +223,7 @@ def _array(value: Any, most: int, model: RoutedModel, source: Source) -> Array:
     return any_array(value, source=source, most=(most + _SPARE, model.num_layers, model.topk))
 
 
-# ---- where it says it
+# ---- the fields of an answer
 
 
 def read(output: Any, version: str | None = None, vllm_ascend: str | None = None) -> list[VllmAnswer]:
@@ -235,7 +235,7 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
     if not choices:
         raise _wrong("the answer has no completions", "one at least", 0)
     for said in (version, vllm_ascend):
-        release(said or "")  # or an error, for what is no text
+        release(said or "")  # raises for what is no text
     if http and version is None:
         version = said_release(output)
     elif not http and version is None and vllm_ascend is None:

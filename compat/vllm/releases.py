@@ -44,7 +44,7 @@ _DRAFTS = (("", "0.21.0"), (SCHEDULER, "0.26.0"))
 """Runs of releases in which a draft's MoE layer takes layer 0 and overwrites the model's (vllm#48622)."""
 
 # fmt: off
-# ---- what can be wrong; of several that fit, the likeliest first
+# ---- faults; of several that fit, the likeliest first
 
 DROPPED_AT_STOP_STRING = Fault(
     symptom=Symptom.MISSING, until=SCHEDULER, only=("stop string",),
@@ -122,7 +122,7 @@ FAULTS = (
 # fmt: on
 
 
-# ---- what some rows below ask a plan
+# ---- rules of some rows below
 
 
 def _speculation(plan: Plan) -> tuple[str, str]:
@@ -151,7 +151,7 @@ def _connectors(value: Any) -> Iterator[str]:
 
 
 # fmt: off
-# ---- plans with which releases give none
+# ---- plans with which releases give no routes
 
 _REFUSED = "vLLM refuses it when it starts"
 

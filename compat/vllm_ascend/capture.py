@@ -88,7 +88,7 @@ class Capture:
         """Write the experts, (rows, k or more), that a layer chose for this rank's tokens."""
         most, _, top_k = self.buffer.shape
         self._heard = True
-        if not self._merged:  # before what may fail on this rank alone: all look at the same steps
+        if not self._merged:  # before a failure of this rank only: all check the same steps
             self.check.way(layout.comm)
         try:
             first, tokens, row = place(layout, ids.shape[0])
@@ -97,6 +97,7 @@ class Capture:
             return
         # Columns after the k-th are shared experts that run as routed ones.
         tokens = min(tokens, most - row)
+        # If all ranks chose for all tokens, the first rank alone writes (see the top of the module).
         others = self._group is not None and layout.whole and layout.tp_rank > 0
         if tokens > 0 and not others:
             self.buffer[row : row + tokens, layer].copy_(ids[first : first + tokens, :top_k])
@@ -133,5 +134,5 @@ class Capture:
             self._given_up = True
             logger.error("%s. %s=0: the routes are zeros from here on", error, environment.STRICT)
             rows.zero_()
-        if self.scheduled and not self._heard:  # no Python ran: the copies of a captured graph did
+        if self.scheduled and not self._heard:  # no Python ran, only the copies of a captured graph
             self.check.way("graph")

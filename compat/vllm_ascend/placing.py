@@ -62,7 +62,7 @@ def place(layout: Layout, chosen: int) -> Place:
     """Return where the ids of `chosen` rows belong, without other ranks' rows and padding.
 
     >>> from npu_replay.compat.vllm_ascend.placing import Layout, place
-    >>> place(Layout(comm="mc2", tokens=13, entered=13, tp_rank=1, tp_size=2), 7)  # filled up to 14
+    >>> place(Layout(comm="mc2", tokens=13, entered=13, tp_rank=1, tp_size=2), 7)  # padded to 14
     Place(first=0, tokens=6, row=7)
     """
     if layout.comm == "allgather":
@@ -91,7 +91,7 @@ def _gathered(layout: Layout, chosen: int) -> Place | None:
     rank = layout.dp_rank if layout.across_dp else 0
     in_parts = [_filled(tokens, layout.tp_size) for tokens in own]
     for lengths in [own, in_parts] if layout.sharded else [[max(own)] * len(own)]:
-        if chosen == sum(lengths):  # where both hold, they are the same
+        if chosen == sum(lengths):  # if both fit, they are the same
             return Place(sum(lengths[:rank]), layout.tokens, 0)
     return None
 

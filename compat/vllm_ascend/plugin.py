@@ -185,7 +185,7 @@ def _asked(original: Callable[..., Any], executor: Any, *args: Any, **kwargs: An
         return made
     try:
         told = executor.collective_rpc(captures)
-    except Exception as error:  # noqa: BLE001  where npu_replay can't be imported, vLLM says so in its own words
+    except Exception as error:  # noqa: BLE001  vLLM's own error, if a worker can't import npu_replay
         got = f"{type(error).__name__}: {error}"
     else:
         without = [str(rank) for rank, one in enumerate(told) if not one]

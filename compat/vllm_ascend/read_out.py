@@ -84,7 +84,7 @@ class ReadOut:
         return self._capture.check.ground < 0 and not (drafts and late)
 
     def _save(self, original: Callable[..., Any], indices: Any) -> None:
-        slots = indices[: self._capture.scheduled]  # the rest is -1, which is the last slot of the cache
+        slots = indices[: self._capture.scheduled]  # the rest is -1, which would index the last slot
         self._finish(torch.as_tensor(slots))
         original(slots)
 
@@ -93,7 +93,7 @@ class ReadOut:
         return original()
 
     def _snapshot(self, original: Callable[..., Any], slot_mappings: Any, num_tokens: int) -> Any:
-        if num_tokens < self._capture.scheduled:  # vLLM may leave out drafts that it doesn't think worth it
+        if num_tokens < self._capture.scheduled:  # vLLM may drop drafts
             self._capture.scheduled, self._positions = num_tokens, None
         self._finish(slot_mappings[self._group])
         return original(slot_mappings, num_tokens)

@@ -158,7 +158,7 @@ def capability(product: Product, vllm: str = "") -> Capability:
     return Capability(CAPABILITY, "works", captured + runner)
 
 
-# ---- what rows ask a plan
+# ---- rules of the rows below
 
 _SPLIT_FROM_EP: dict[Soc | None, int] = {"A2": 16, "A3": 2, "A5": 2}
 """The least number of expert-parallel ranks from which on tokens are split over tensor-parallel ranks before

@@ -71,6 +71,7 @@ class Seam:
         if not selects:
             patches.set(capturer, "capture", self._from_router, "places rows by the way of communication")
             return
+        # Silenced, as the one way of quantizing that calls it would write its rows twice.
         patches.set(capturer, "capture", lambda **_: None, "reached another way, for every quantization")
         for number, module in self._modules.items():
             run = "_forward_impl" if hasattr(module, "_forward_impl") else "forward_impl"
@@ -79,7 +80,7 @@ class Seam:
             for holder in holders:
                 patches.set(holder, _NAME, self._choosing(function), "the experts of every quantization")
 
-    # ---- what is heard
+    # ---- wrappers around vllm-ascend's functions
 
     def _prepare(self, original: Callable[..., Any], comm: Any, *args: Any, **kwargs: Any) -> Any:
         made = original(comm, *args, **kwargs)
@@ -123,7 +124,7 @@ class Seam:
             return
         capture, entry, context = self._capture, self._capture.entry, self._context()
         before = entry is None
-        if entry is None:  # the overlap gate chooses first, from the rows as they come in
+        if entry is None:  # the overlap gate chooses before `prepare`, from the incoming rows
             if logits is None:
                 problem = ReplayError(
                     "a layer chose experts of tokens that nothing was told of",
@@ -163,7 +164,7 @@ def choice(says: Callable[[str], Any]) -> Choice | None:
 def selectors() -> Iterator[tuple[Callable[..., Any], list[ModuleType]]]:
     """Yield each function that chooses, with the modules that hold it; refuse one that was replaced."""
     holders: dict[int, list[ModuleType]] = {}
-    for name, module in list(sys.modules.items()):  # anything may stand there
+    for name, module in list(sys.modules.items()):  # modules may be any object
         function = getattr(module, "__dict__", {}).get(_NAME)
         if function is None:
             continue

@@ -184,6 +184,7 @@ class SelfCheck:
         if not self._left:
             return
         own = rows[:, list(self._layers)]
+        # Until the merge an unwritten row holds -1 (`ground`).
         self._writers = (own >= 0).all(-1).int()
         if self._group is not None:
             dist.all_reduce(self._writers, dist.ReduceOp.SUM, group=self._group.device_group)

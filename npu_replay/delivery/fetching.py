@@ -104,7 +104,7 @@ def _joined(
                 got=f"{type(piece).__name__}: {piece}"[:300],
                 cause="a step that is over, whose routes were freed; a worker or a node that died with them",
             )
-    if len(parts) == 1 and parts[0].layers == asked:  # as a stage's own piece is
+    if len(parts) == 1 and parts[0].layers == asked:  # the usual case: a stage's own piece
         return parts[0]
     labels = one.layers if asked is None else asked
     if lacking := {*labels} - {layer for part in parts for layer in part.layers}:

@@ -37,7 +37,7 @@ def find(
     layers = None if layers is None else arguments.labels(layers)
     kinds = [_kind(one, layers) if isinstance(one, RoutedExperts) else None for one in batch]
     usual = kinds[0] if kinds else None
-    if kinds.count(usual) < len(kinds):  # counting hashes each, and nearly always they are alike
+    if kinds.count(usual) < len(kinds):  # only then: counting hashes each, and most batches are alike
         counted = Counter(kind for kind in kinds if kind is not None)
         usual = counted.most_common(1)[0][0]
     marks = (None,) * len(lengths) if fingerprints is None else fingerprints

@@ -178,7 +178,7 @@ def _exchanged(
     if outcome.error is not None:
         return []
     plan = outcome.attempt(_Plan, peers, blocks, offers)
-    outcome.agree(peers)  # nobody sends before all have the memory for it
+    outcome.agree(peers)  # no rank sends before all have allocated
     return [] if plan is None else outcome.attempt(plan.carried_out) or []
 
 
@@ -205,7 +205,7 @@ class _Plan:
 
     def carried_out(self) -> Blocks:
         """Send and receive all pieces; return what this rank then has of each micro-batch."""
-        outcome = Outcome()  # the others go on sending, and hear of it afterwards
+        outcome = Outcome()  # an error is told afterwards, as the others go on sending
         for number, rank, part, first, end in self._pieces:
             data = self._moved(self._blocks[number], rank, first, end, (end - first) * part.row_bytes)
             if (union := self._unions[number]) is not None:

@@ -95,6 +95,7 @@ class Union:
         rows = self._rows[part][first : first + len(ids)]
         for layer, theirs in zip(part.layers, ids.unbind(1), strict=True):
             column = self._labels.index(layer)
+            # Layouts may overlap: a place that another part has filled must hold the same route.
             twice = self._known[rows, column]
             differ = (self._ids[rows[twice], column] != theirs[twice]).any(dim=1)
             MicroBatchError.unless(

@@ -53,7 +53,7 @@ def places(
 def _probed(fn: Preprocessing, sizes: tuple[int, ...], padding_alone: bool, turned: bool) -> torch.Tensor:
     """Return the packed token in each place of what `fn` returns. `turned` counts the numbers backwards."""
     tokens = sum(sizes)
-    last = _FIRST_NUMBER + 2 * tokens + 9  # odd where the other number is even
+    last = _FIRST_NUMBER + 2 * tokens + 9  # odd for a token whose first number is even
     numbers = torch.arange(tokens)
     numbers = last - numbers if turned else _FIRST_NUMBER + numbers
     made = _fed(fn, list(torch.split(numbers, list(sizes))))

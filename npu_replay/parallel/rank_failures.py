@@ -47,8 +47,8 @@ class RankGroup:
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.me: int = dist.get_rank(group)
         kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
-        self.device = torch.device("cpu" if "cpu" in kinds else kinds[0])  # where its back end wants tensors
-        self._lost: RankError | None = None  # why this group is of no more use
+        self.device = torch.device("cpu" if "cpu" in kinds else kinds[0])  # that of the back end's tensors
+        self._lost: RankError | None = None  # why this group can't be used any more
 
     def tell(self, error: Exception | None, say: object = None) -> tuple[Exception | None, list[Any]]:
         """Tell all ranks of the group this rank's error, and `say`. Every rank must call it.
@@ -61,7 +61,7 @@ class RankGroup:
         deadline = time.monotonic() + self.patience
         try:
             heard = self._gathered(pickle.dumps((_news(error), say)))
-        except Exception as trouble:  # noqa: BLE001  for want of memory too: the others wait for this rank
+        except Exception as trouble:  # noqa: BLE001  out of memory too: the others wait for this rank
             return self._leave(trouble, error, deadline), []
         first = next((_heard(news) for news, _ in heard if news is not None), None)
         return error or first, [said for _, said in heard]
@@ -78,9 +78,10 @@ class RankGroup:
         names = {rank: f"npu_replay/{place}/{rank}" for rank in self.ranks}
         board = f"npu_replay/{place}/news"
         try:
+            # torch has no public way to the store of a group.
             store: Any = dist.distributed_c10d._world.pg_map[self.group][1]
             if news is not None:
-                store.compare_set(board, "", news)  # the first stays
+                store.compare_set(board, "", news)  # the first news is kept
             store.set(names[dist.get_rank()], "here")
             with suppress(RuntimeError):  # some are late
                 store.wait(list(names.values()), timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
@@ -227,9 +228,9 @@ def _news(error: Exception | None) -> str | None:
         return None
     try:
         text = str(error) if isinstance(error, ReplayError) else f"{type(error).__name__}: {error}"
-    except Exception as twice:  # noqa: BLE001  somebody's __str__; the ranks have to hear of it all the same
+    except Exception as twice:  # noqa: BLE001  a broken __str__; the other ranks need a text
         text = f"{type(error).__name__}, whose text can't be had ({type(twice).__name__})"
-    text = text.removeprefix("[npu_replay] ").encode(errors="replace").decode()  # stores take UTF-8 alone
+    text = text.removeprefix("[npu_replay] ").encode(errors="replace").decode()  # stores take UTF-8 only
     stopped = f"rank {dist.get_rank()} stopped, and so does this one: "
     return text if isinstance(error, RankError) else stopped + text
 

@@ -42,6 +42,8 @@ def _first(at: slice | Array, count: int) -> slice | Array:
 def plan(rows: torch.Tensor, lengths: Sequence[int]) -> list[Run]:
     """Return the runs of a layout, from the packed token of each row (int64, or -1) and the lengths."""
     given = rows.numpy()
+    # Sorted by packed token, the tokens of a sample are neighbours. A run ends with its sample, or where a
+    # number is skipped; with many skips one run has all tokens of its sample.
     order = np.argsort(given, kind="stable")
     order = order[np.searchsorted(given[order], 0) :]  # without the padding
     packed = given[order]
@@ -75,7 +77,7 @@ def pick(
     used = {run.sample: samples[run.sample] for run in here}
     topk, experts = like.topk, like.num_experts
     for number, one in used.items():
-        if one.topk != topk or one.num_experts != experts:  # the words are built for an error alone
+        if one.topk != topk or one.num_experts != experts:  # words are built only for an error
             raise InvalidRoutes(
                 "the samples of a batch have another top-k or number of experts",
                 where=f"sequence {number}",

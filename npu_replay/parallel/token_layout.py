@@ -271,7 +271,7 @@ class TokenLayout:
         if not real:
             raise next(iter(bad.values()), MicroBatchError("an empty batch", expected=">= 1 sequence", got=0))
         good = {n: routes for n, routes in real.items() if n not in bad}
-        like = next(iter((good or real).values()))  # a bad one still tells top-k and experts
+        like = next(iter((good or real).values()))  # a bad one still has top-k and experts
         labels = like.layers if layers is None else layers
         gathered = self.rows_of(good, layers=labels, topk=like.topk, num_experts=like.num_experts)
         if self.fingerprints is None and any(routes.fingerprint is not None for routes in real.values()):
@@ -319,7 +319,7 @@ class TokenLayout:
         Raises:
             MicroBatchError: another number of rows than the layout has.
         """
-        row_of = self.row_of(routes)  # first: it refuses what isn't routes
+        row_of = self.row_of(routes)  # called first, as it refuses what isn't routes
         return self.sequences(routes.take(row_of))
 
     def row_of(self, routes: object, where: str = "") -> torch.Tensor:

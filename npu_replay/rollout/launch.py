@@ -63,7 +63,7 @@ class EngineArguments:
 
 
 def _text(name: str, value: Any) -> str:
-    with suppress(TypeError, ValueError):  # something in it
+    with suppress(TypeError, ValueError):  # a value in it can't be written as JSON
         if isinstance(value, (str, int, float, os.PathLike)):
             return str(value)
         if isinstance(value, Mapping):

@@ -27,7 +27,7 @@ _TOPK = (
 )
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
-_DEEPEST = 16  # a model's config may hold its language model's
+_DEEPEST = 16  # a multimodal model's config may hold its language model's
 _KINDS: dict[str, tuple[str, ...]] = {
     "block_configs": ("moe",),  # Nemotron Puzzle
     "mlp_layer_types": ("sparse", "moe", "hash_moe"),
@@ -162,7 +162,7 @@ class RoutedModel:
         counted = isinstance(blocks, (list, tuple)) and found["num_hidden_layers"] is None
         num_layers = len(blocks) if counted else found.number(_LAYERS, "the number of decoder layers")
         # Bounded before the loops below look at each layer.
-        _check_most(num_layers, MAX_LAYERS, "decoder layers", found.name)  # each is looked at below
+        _check_most(num_layers, MAX_LAYERS, "decoder layers", found.name)
         ReplayError.unless(
             not (zeros := found.whole("zero_expert_num")),  # LongCat: ids above those of the routed experts
             "a model with zero experts can't be read from its config",
@@ -206,7 +206,7 @@ class _Keys:
             config = cls.of_file(Path(config))
         for _ in range(_DEEPEST):
             found = cls(config, type(config).__name__)
-            # A config inside this one, that of the language model, say, is to be read in its place.
+            # A config inside this one, such as the language model's, is read in its place.
             inner = None if isinstance(config, Mapping) else getattr(config, "config", None)
             if inner is None or hasattr(config, "num_hidden_layers"):
                 own = any(found[expert] is not None for expert in _EXPERTS)
@@ -341,7 +341,7 @@ def _sparse_layers(config: _Keys, num_layers: int) -> list[int]:
     for key, words in _KINDS.items():
         kinds = config.kinds(key, num_layers)
         if key == "layers_block_type" and not {"moe", "mlp"} & set(kinds):
-            continue  # elsewhere it says what attention each layer has (Jamba, Granite)
+            continue  # in Jamba and Granite it lists kinds of attention
         if key == "mlp_layer_types" and set(kinds) - {"dense", *words}:
             raise config.unknown(key)
         if kinds:
@@ -389,7 +389,7 @@ def _by_rules(config: _Keys, layer: int) -> bool:
     )
 
 
-# ---- what engines stumble over in a config besides; one that can't be read says nothing here
+# ---- properties of a config that some engines fail on; a config that can't be read has none
 
 
 def is_hybrid(model: Any) -> bool:

@@ -26,9 +26,9 @@ TokenIds: TypeAlias = "Sequence[int] | Array | torch.Tensor"
 
 _IDS = "integers, [tokens, layers, topk]"
 _HEADER = 4096  # bytes; an array of integers needs some 128
-_WIDEST = 4  # bytes an id: int32
+_WIDEST = 4  # bytes per id: int32
 _MOST_TOPK = 1024
-_LONGEST = 1 << 24  # of a side; numpy can't take all sizes where another side is 0
+_LONGEST = 1 << 24  # per axis; numpy refuses some sizes even if another axis is 0
 
 
 def token_ids(value: Any, source: Source) -> Array:
@@ -47,7 +47,7 @@ def named(value: Any) -> str:
     """Describe a value: dtype and shape of an array, type and beginning of anything else."""
     if isinstance(value, torch.Tensor) and value.is_nested:
         return f"nested tensor of {value.dtype}"
-    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:  # as its dtype may be right
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:  # its dtype may be right
         return f"{value.layout} of {value.dtype} {list(value.shape)}"
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return f"{value.dtype} {list(value.shape)}"
@@ -57,7 +57,7 @@ def named(value: Any) -> str:
 def as_numpy(value: Any) -> Any:
     """Return a tensor as an array, if numpy can hold it; anything else unchanged."""
     if isinstance(value, torch.Tensor):
-        with suppress(TypeError, RuntimeError):  # sparse, quantised, of a dtype that numpy hasn't: no ids
+        with suppress(TypeError, RuntimeError):  # sparse, quantised, or of a dtype that numpy lacks: no ids
             return value.detach().cpu().numpy()
     return value
 
@@ -119,7 +119,7 @@ def from_npy(data: bytes | memoryview, *, source: Source, most: int) -> Array:
             raise ValueError(f"version {version}")
         read = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
         shape, by_column, dtype = read(head, max_header_size=_HEADER)
-    except Exception as error:  # numpy reads it as Python, and lets through whatever that raises
+    except Exception as error:  # numpy parses it as Python, which may raise anything
         raise source.unreadable("this isn't an .npy array", "its header", str(error)[:200]) from error
     if dtype.kind not in "iu":
         raise source.unreadable("this isn't an array of integers", "integers", dtype)
@@ -159,7 +159,7 @@ def from_lists(value: Any, *, source: Source, most: tuple[int, int, int]) -> Arr
             ):
                 return rows
     except (ValueError, TypeError, OverflowError, RecursionError):
-        pass  # ragged, of other things than numbers, or too large ones
+        pass  # ragged, not numbers, or too large
     raise source.unreadable(
         "these aren't nested lists of expert ids",
         f"integers, [tokens, layers, topk], at most {list(most)}",

@@ -92,7 +92,7 @@ class Answer(ABC):
         never = tells_release(source.version) and any(one.holds(source.version, device) for one in zeros)
         if never and rows is not None and len(rows) and not rows.any():
             problem, got = f"all {len(rows)} rows are zeros", "nothing that was captured"
-            # With a top-k of 1 the ids alone don't show it.
+            # `admit` can't see this with a top-k of 1, where zeros are valid ids.
             raise source.error(Symptom.ZEROS, problem, "ids of experts", got)
         found = admit(
             np.zeros((0, model.num_layers, model.topk), np.uint8) if rows is None else rows,
@@ -127,7 +127,7 @@ class Answer(ABC):
         if theirs is not None and self.completion_tokens in (None, len(theirs)):
             ran = len(theirs)
             if not np.array_equal(sampled, theirs[: len(sampled)]):
-                # A stream's last output has the last ids alone, and an aborted one's may have none.
+                # A stream's last output has only the last ids, and an aborted one's may have none.
                 is_last = self.completion_tokens is None and (ran > 0 or not self.ended)
                 if not is_last or not np.array_equal(sampled[len(sampled) - ran :], theirs):
                     expected = f"{ran} ids, as in the answer, or fewer off their end"
@@ -181,7 +181,7 @@ def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> An
         found = found.model_dump()
     if not isinstance(found, Mapping):
         return found
-    if is_envelope(found):  # what a gateway handed on by itself
+    if is_envelope(found):  # a gateway passed it on alone
         return {"choices": [{"routed_experts": found}]}
     answered = any(
         isinstance(one := found.get(name), (list, Mapping)) and one for name in ("choices", "meta_info")

@@ -83,7 +83,7 @@ class Rows:
         there = len(others.recorded)
         taken = others.recorded.copy()
         if keep == "first":
-            # Except rows that were sampled from in `others` alone: what followed them here was cut off.
+            # A row that only `others` sampled from replaces a known one: what followed it here was cut off.
             taken &= ~self.sampled_from[:there] & (~self.recorded[:there] | others.sampled_from)
         if taken.any():
             self.ids = self.ids.astype(np.result_type(self.ids, others.ids), copy=False)
@@ -93,7 +93,7 @@ class Rows:
         self.sampled_from[:there] |= others.sampled_from
 
 
-@dataclass(eq=False, repr=False)  # it grows: two that are alike now are two samples still
+@dataclass(eq=False, repr=False)  # compared by identity: two samples may hold the same tokens
 class Rollout:
     """Collects the tokens and routes of one sample over its turns.
 

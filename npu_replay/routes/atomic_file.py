@@ -75,10 +75,10 @@ def write_whole(path: Path, *parts: bytes | memoryview, overwrite: bool) -> None
         file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
-        file.close()  # where a full disk says so only now, the file that has the name is still there
+        file.close()  # a full disk may fail only here, before the old file is replaced
         if not overwrite:
             try:
-                os.link(scratch, path)  # unlike a rename, this fails where another writer was faster
+                os.link(scratch, path)  # unlike a rename, this fails if another writer was faster
             except FileExistsError as error:
                 raise _is_there(path) from error
             except OSError:  # a file system without links
@@ -99,7 +99,7 @@ def remove_left(path: Path) -> None:
     """Remove a scratch file whose writer was killed, which ended its lock; without locks remove nothing."""
     if not path.is_file() or path.is_symlink():
         return
-    with suppress(OSError), path.open("r+b") as file:  # to be written, or NFS won't lock it
+    with suppress(OSError), path.open("r+b") as file:  # opened for writing, or NFS won't lock it
         _lock(file.fileno(), wait=False)
         path.unlink()
 
@@ -108,7 +108,7 @@ def remove_left(path: Path) -> None:
 def _scratch(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, BinaryIO]]:
     """Yield a new file beside `path`, locked for the block; raise an OSError of it as a RouteFileError."""
     try:
-        if not overwrite and path.exists():  # before anything is written
+        if not overwrite and path.exists():  # checked before anything is written
             raise _is_there(path)
         scratch, file = _created(path)
         lock = os.dup(file.fileno())  # holds the lock when the file is closed
@@ -120,9 +120,9 @@ def _scratch(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, BinaryIO]]:
             raise
         finally:
             for close in (file.close, lambda: os.close(lock)):
-                with suppress(OSError):  # of a write that failed already, or with everything on the disk
+                with suppress(OSError):  # the write has failed already, or all data are on the disk
                     close()
-    except OSError as error:  # its words alone: the name in it may be the scratch file's
+    except OSError as error:  # strerror only: the error may name the scratch file
         raise RouteFileError(f"it can't be written ({error.strerror or error})", where=str(path)) from error
 
 
@@ -132,14 +132,14 @@ def _created(path: Path) -> tuple[Path, BinaryIO]:
         scratch = path.with_name(f".{path.name}.{number}.part")
         remove_left(scratch)
         try:
-            file = scratch.open("xb")  # with the rights that the umask leaves
+            file = scratch.open("xb")  # with the permissions that the umask leaves
         except FileExistsError:
             continue
-        with suppress(OSError):  # without locks nothing is removed, either
+        with suppress(OSError):  # without locks, `remove_left` removes nothing either
             _lock(file.fileno(), wait=True)
         if os.fstat(file.fileno()).st_nlink:
             return scratch, file
-        file.close()  # somebody else removed it before it was locked
+        file.close()  # another writer removed it before it was locked
     raise AssertionError
 
 

@@ -57,7 +57,7 @@ class RoutesByTokens:
         self.replaced += differ
         if rollout:
             self._waiting.add(mark)
-        if routes.ids.untyped_storage().nbytes() > routes.ids.nbytes:  # a part keeps the whole alive
+        if routes.ids.untyped_storage().nbytes() > routes.ids.nbytes:  # a view keeps its whole storage alive
             routes = routes.take(range(len(routes))).sequence(0, len(routes), mark)
         self._held[mark] = routes, rollout
         self.bytes += _size(routes)

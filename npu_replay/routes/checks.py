@@ -49,7 +49,7 @@ CONSTANT_CAUSE = (
 )
 """The usual causes, for callers that know no better one."""
 
-_MOST_SHIFTS = 64  # a top-k above is sorted: each shift is a pass
+_MOST_SHIFTS = 64  # a larger top-k is sorted, as each shift costs a pass
 _BLOCK = 1 << 17  # ids; the fastest of 2**14 to 2**20, for ids of one byte and of two
 
 
@@ -101,7 +101,7 @@ def find_outside(
             "the ids' dtype can't hold every expert", f"0 to {num_experts - 1}", f"{ids.dtype}, 0 to {most}"
         )
     found = [np.empty((0, 3), np.int64)]
-    unsigned = ids.view(ids.dtype.str.replace("i", "u"))  # an id below 0 is a large one: one look at each
+    unsigned = ids.view(ids.dtype.str.replace("i", "u"))  # an id below 0 becomes a large one: one test
     for first, block in _blocks(unsigned):
         if block.max() >= num_experts:
             wrong = block >= num_experts
@@ -168,7 +168,7 @@ def find_constant(
     )
 
 
-@functools.cache  # once a process
+@functools.cache  # warns once per process
 def _warn_of_dead_routers(layers: tuple[int, ...]) -> None:
     _log.warning(
         "[npu_replay] layer %s sends all tokens to the same experts, and other layers don't: its router has "
@@ -234,7 +234,7 @@ def copied_rows(ids: Array, recorded: Array, num_experts: int, tokens: Array) ->
     """Return the rows of `repeated_rows` if they are too many, else none; see `find_constant`."""
     if not tells_apart(ids.shape[1], num_experts, ids.shape[2]):
         return np.empty(0, np.int64)
-    if not recorded.all():  # one token for all rows of zeros: none is another's
+    if not recorded.all():  # rows of zeros get one token, so none copies another's
         tokens = np.where(recorded, tokens[: len(ids)], -1)
     rows = repeated_rows(ids, tokens)
     many = len(rows) * COPIED_PART > recorded.sum() and len(np.unique(tokens[rows])) >= COPIED_TOKENS

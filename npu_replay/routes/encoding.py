@@ -99,11 +99,12 @@ class Header:
         each = zip(said["keys"], rows, strict=True)
         samples = {key: dict(zip(_SAMPLE, row, strict=True)) for key, row in each}
         found = cls({name: said[name] for name in _MODEL}, samples)
+        # Encoded again: any difference, to the byte, is damage or another format.
         if found.text != text:
             raise ValueError(_OTHER_HEADER)
         if found.size != size:
             raise ValueError(f"it is {size} bytes long, and its header says {found.size}")
-        found.text = b""  # it isn't needed any more, and a store keeps the headers of all its shards
+        found.text = b""  # not needed any more; a store keeps the headers of all shards
         return found
 
     def arguments(self, read: Read, key: str = "") -> dict[str, Any]:

@@ -74,14 +74,15 @@ class Inputs:
         tokens = called.tokens.flatten().long()
         fed = torch.arange(sum(self.lengths)) if self.fed is None else self.fed
         if len(tokens) != len(fed):
-            return None  # no token ids of this batch; rows that don't fit are found by the routers
+            return None  # not this batch's token ids; the routers refuse rows that don't fit
         there = fed >= 0
         packed = torch.zeros(sum(self.lengths), dtype=torch.int64)
         packed[fed[there]] = tokens[there]
+        # Only sequences that are fed as a whole have a fingerprint that can be compared.
         here = torch.zeros(len(packed), dtype=torch.bool).index_fill(0, fed[there], True)
         spans = pairwise(accumulate(self.lengths, initial=0))
         same = [
-            fingerprint(packed[first:end]) >> 32 == mark >> 32  # a call doesn't tell its sample_key
+            fingerprint(packed[first:end]) >> 32 == mark >> 32  # a call has no sample_key
             for (first, end), mark in zip(spans, self.marks, strict=True)
             if mark is not None and here[first:end].all()
         ]
@@ -182,7 +183,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     # Of more than 65,536 elements every n-th counts. Floating-point numbers count as bfloat16, so that a cast
     # to it between two passes changes nothing.
     flat = tensor.detach().reshape(-1)
-    values = flat[:: -(-len(flat) // _SAMPLED) | 1]  # an odd step doesn't stay in the same columns of a row
+    values = flat[:: -(-len(flat) // _SAMPLED) | 1]  # odd, so as not to stay in the same columns of a row
     if values.is_floating_point():
         values = values.float().nan_to_num().bfloat16().view(torch.int16)  # a NaN's bits differ by device
     bits = values.long()

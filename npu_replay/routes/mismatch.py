@@ -126,7 +126,7 @@ def check_comparable(a: RoutedExperts, b: RoutedExperts) -> tuple[list[int], int
 def _compare_log_probs(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None) -> LogProbDifference:
     given: list[Any] = [a, b] if mask is None else [a, b, mask]
     wrong = [one for one in given if not isinstance(one, torch.Tensor) or not is_plain(one)]
-    if wrong:  # `shown` may wait for a device
+    if wrong:  # built only for an error: `shown` may wait for a device
         problem = "log-probs and their mask are plain tensors"
         raise ReplayError(problem, expected="a torch.Tensor", got=shown(wrong[0]))
     shapes = sorted({tuple(tensor.shape) for tensor in given})

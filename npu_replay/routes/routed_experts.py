@@ -134,7 +134,7 @@ class RoutedExperts:
             recorded=rows,
             fingerprint=arguments.fingerprint(fingerprint),
             weight_version=arguments.weight_version(weight_version),
-            # `dataclasses.replace` with other ids: nobody has said that those may be constant.
+            # `dataclasses.replace` with other ids: nothing says that those may be constant.
             constant_layers_ok=constant_layers_ok and (_like is None or ids is _like.ids),
             from_engine=from_engine,
         )
@@ -208,7 +208,7 @@ class RoutedExperts:
         if index.dtype == torch.bool and index.shape == (len(self),):
             index = index.nonzero()[:, 0]
         elif not index.numel() and index.dtype != torch.bool:
-            index = index.long()  # [] is float32
+            index = index.long()  # torch makes [] float32
         whole = index.dtype in arguments.INTEGERS
         largest = int(index.max()) if whole and index.numel() else -1
         InvalidRoutes.unless(
@@ -220,7 +220,7 @@ class RoutedExperts:
         )
         ids, recorded = self.ids, self.recorded
         # All rows are negative then, and np.take below needs a row to read.
-        if not len(self):  # a row to read below, where all of them are negative
+        if not len(self):
             ids, recorded = ids.new_zeros(1, *ids.shape[1:]), recorded.new_zeros(1)
         # np.take copies whole rows at once; with mode="clip" a negative row reads row 0 and is blanked below.
         at = index.long().numpy()

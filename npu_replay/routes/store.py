@@ -183,7 +183,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob(f".{glob.escape(name)}-{'[0-9]' * 5}{_ENDING}.*.part"):
-                remove_left(left)  # what a writer of this name was writing when it was killed
+                remove_left(left)  # a killed writer of this name left it
             taken = first.exists()
         except OSError as error:
             raise RouteFileError(f"nothing can be written there ({error})", where=str(folder)) from error
