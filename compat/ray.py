@@ -1,7 +1,7 @@
-"""Ray's object store as the carrier of routes: out of band, counted, and shared by all processes of a node.
+"""Carries routes in Ray's object store: out of band, counted, and shared by all processes of a node.
 
-Needs `ray` in each process, and a Ray that is started. What is put belongs to the process that put it: Ray
-frees it when the last reference is gone, and spills to disk by its own rules.
+It needs `ray` in each process, and a started Ray. An object belongs to the process that put it: Ray frees it
+when the last reference is gone, and spills to disk by its own rules.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from npu_replay.routes.routed_experts import RoutedExperts
 
 
 class RayCarrier:
-    """Puts each piece as one object of the job that this process is part of.
+    """Puts each piece of a sample's routes as one object of this process's Ray job.
 
         carrier = RayCarrier(cut=parallel)
         reference = carrier.put(npu_replay.from_vllm(output, config))
 
     Args:
         cut: the job's ParallelLayout, with its decoder: a piece for each pipeline rank, with the layers of
-            all its virtual stages; or the layers of each piece; or how many layers a piece has.
+            all its virtual stages; or the layers of each piece; or the number of layers of a piece.
 
     Raises:
         ReplayError: Ray isn't installed, or not started in this process.
@@ -33,11 +33,11 @@ class RayCarrier:
         self._cut = Cut(cut)
 
     def put(self, routes: RoutedExperts, *, step: int = 0) -> Reference:
-        """Put one sample's routes away; what it returns is read by `fetch`, in any process of the job.
+        """Put one sample's routes; `fetch` reads the returned reference in any process of the job.
 
         Args:
-            routes: checked, as every RoutedExperts is; whoever fetches them checks no id again.
-            step: of the job, which the reference will tell.
+            routes: RoutedExperts, so their ids are checked; `fetch` checks none again.
+            step: the job's step, which the reference carries.
 
         Raises:
             ReplayError: no routes, or layers that the cut has no piece for.
@@ -45,7 +45,7 @@ class RayCarrier:
         return self.put_all([routes], step=step)[0]
 
     def put_all(self, samples: Iterable[RoutedExperts], *, step: int = 0) -> list[Reference]:
-        """The same for several at once."""
+        """Put several samples' routes at once."""
         return put_away(samples, self._cut, _put, read_objects, step)
 
 
@@ -55,16 +55,15 @@ def _put(pieces: Sequence[RoutedExperts]) -> list[Object]:
 
 
 class Object:
-    """A handle of one object. In Ray's own messages Ray counts it; a queue that pickles by itself hands it on
-    whole, and uncounted: whoever put the object has to keep a handle as long as it may be read.
-
-    Ray's ObjectRef alone would lose its owner's address there, and be waited for in vain.
-    """
+    """Holds one object's reference, so that it can also be pickled outside of Ray's own messages."""
 
     def __init__(self, ref: Any) -> None:
         self.ref = ref
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # In Ray's own messages Ray counts the reference. Elsewhere it is passed on whole, and uncounted: the
+        # process that put the object must keep a handle as long as it may be read. A bare ObjectRef would
+        # lose its owner's address there, and reading it would never end.
         worker = _worker()
         if worker.get_serialization_context().is_in_band_serialization():
             return Object, (self.ref,)
@@ -76,7 +75,7 @@ class Object:
 
 
 def _registered(binary: bytes, owner: bytes, status: bytes) -> Object:
-    """Make a handle that came past Ray known to the process that it came to."""
+    """Register a handle that came outside of Ray's messages in this process."""
     ray = _ray("read routes from")
     ref = ray.ObjectRef(binary, owner)
     _worker().core_worker.deserialize_and_register_object_ref(binary, ray.ObjectRef.nil(), owner, status)
@@ -84,7 +83,7 @@ def _registered(binary: bytes, owner: bytes, status: bytes) -> Object:
 
 
 def _worker() -> Any:
-    """Return what Ray itself pickles ObjectRefs by; it has no public way to."""
+    """Return the worker by which Ray itself pickles ObjectRefs; it has no public way to do so."""
     from ray._private import worker
 
     found: Any = worker.global_worker
@@ -93,12 +92,12 @@ def _worker() -> Any:
 
 
 def read_objects(handles: Sequence[Any], patience: float) -> list[RoutedExperts | Exception]:
-    """Read what lies in these objects; in the place of one that is lost or late is why."""
+    """Read these objects, with an exception in the place of each that is lost or late."""
     ray, until = _ray("read routes from"), time.monotonic() + patience
     refs = [handle.ref for handle in handles]
     try:
         return list(ray.get(refs, timeout=patience))
-    except Exception as error:  # noqa: BLE001  one of them: each is asked for by itself below
+    except Exception as error:  # noqa: BLE001  of one object: each is read singly below
         error.__traceback__ = None  # Ray's frame holds the error, which would hold the handles
         left = max(until - time.monotonic(), 0.1)
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=left, fetch_local=True)
@@ -109,7 +108,7 @@ def read_objects(handles: Sequence[Any], patience: float) -> list[RoutedExperts 
 def _one(ray: Any, ref: Any, ready: bool) -> RoutedExperts | Exception:
     try:
         return ray.get(ref, timeout=5.0 if ready else 0.0)  # type: ignore[no-any-return]
-    except Exception as error:  # noqa: BLE001  Ray's own kinds, as many as there are ways to lose an object
+    except Exception as error:  # noqa: BLE001  Ray has a kind for each way to lose an object
         error.__traceback__ = None
         said = str(error).strip().splitlines() or [""]
         return LookupError(f"{type(error).__name__}: {said[0]}")

@@ -1,4 +1,4 @@
-"""SGLang: what it hands over, and what its releases can't do."""
+"""Reads SGLang's answers, and knows what its releases can't do."""
 
 from typing import TYPE_CHECKING
 
@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 _HOMES = {"engine_arguments": "launch", "from_sglang": "decode", "request_arguments": "launch"}
 __all__ = ["engine_arguments", "from_sglang", "request_arguments"]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+if not TYPE_CHECKING:  # with __getattr__ a type checker would accept any name
     __getattr__, __dir__ = lazy.names(__name__, _HOMES)

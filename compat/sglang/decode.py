@@ -1,8 +1,8 @@
-"""SGLang: the routes in its answers, whichever endpoint gave them, as checked RoutedExperts.
+"""Decode the routes in an answer of SGLang, from whichever endpoint, as checked RoutedExperts.
 
-The ids come flat and say nothing of their shape: [rows, decoder layers, top-k], int32, with a row for each
-token but the last. Only their count can tell a wrong model, a missing row or another request's routes, so it
-is held against what this release sends before anything is decoded. Nothing of SGLang is imported or changed.
+The ids come flat and without a shape: [rows, decoder layers, top-k], int32, with a row for each token but the
+last. Only their count can show a wrong model, a missing row or another request's routes, so it is checked
+against what this release sends before anything is decoded. Nothing of SGLang is imported or changed.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _DRAFTS = (  # verifications, drafts accepted and drafts proposed: by their name
     ("spec_draft_token_num", "spec_proposed_drafts", "spec_num_proposed_drafts"),
 )
 _KIMI_STUB = 3
-"""0.5.17 and later leave so many tokens of a Kimi-K3 chat's prompt out of its usage."""
+"""SGLang 0.5.17 and later leave this many tokens of a Kimi-K3 chat's prompt out of its usage."""
 _TAKEN_BACK = 64
-"""So many of the engine's tokens at most may the caller have taken off the end: a stop string's."""
+"""The most of the engine's tokens that the caller may have removed from the end: those of a stop string."""
 _STOPPED = ("stop", "tool_calls", "function_call")
-"""How a request ends at a stop string, whose tokens the caller may have taken away."""
-_SHORT = 80  # characters of somebody else's text in a message
+"""Finish reasons of a request that ends at a stop string, whose tokens the caller may have removed."""
+_SHORT = 80  # characters of an answer's text in a message
 
 
 def from_sglang(
@@ -56,7 +56,7 @@ def from_sglang(
     weight_version: int | str | None = None,
     missing: Missing = "error",
 ) -> RoutedExperts:
-    """Return the routes of one sequence, out of one answer of SGLang's.
+    """Return the routes of one sequence, from one answer of SGLang.
 
     >>> import base64
     >>> ids = np.array([[[3, 1]], [[2, 0]]], "<i4")
@@ -66,38 +66,39 @@ def from_sglang(
     [[3, 1], [2, 0]]
 
     Args:
-        meta_info: the answer's meta_info, or the whole answer: of /generate, of `Engine.generate`, of an
+        meta_info: the answer's meta_info, or the whole answer of /generate, of `Engine.generate` or of an
             OpenAI endpoint, or one of its choices; as a dict, as JSON (str or bytes), or as OpenAI's client
-            gives it. It isn't changed, and `{"sglext": ...}` or `{"meta_info": ...}` alone will do.
-        model: RoutedModel, or what one can be made of: a config, its path, a model.
-        prompt_token_ids, output_ids: what the engine was given and what it sampled, [n] integers. Where not
-            given they are taken from the answer, if it repeats them.
+            returns it. It isn't changed. `{"sglext": ...}` or `{"meta_info": ...}` alone is enough.
+        model: a RoutedModel, or what one can be made of: a config, its path, a model.
+        prompt_token_ids, output_ids: the ids that the engine was given and those that it sampled, [n]
+            integers. When not given they are taken from the answer, if it repeats them.
         start_len: the request's routed_experts_start_len; rows before it have no route.
-        version: of the engine, «0.5.12». Without it a fault is named by guess, and what releases before
-            0.5.13 ran past the end of a request is an error; with it too, where the answer doesn't count the
-            drafts (an OpenAI endpoint's doesn't).
-        weight_version: which weights sampled; else the answer's own, if the server was told one.
+        version: the engine's release, such as «0.5.12». Without it an error only guesses the fault, and rows
+            that releases before 0.5.13 computed past the end of a request are an error. They are one with
+            it too where the answer doesn't count the drafts, as an OpenAI endpoint's doesn't.
+        weight_version: the weights that sampled; when not given, those that the answer names.
         missing: "native" leaves rows without a route where the engine has none that fits the log-probs.
 
     Returns:
-        [prompt and output tokens] rows over the model's MoE layers. The last token never ran and has none.
+        [prompt and output tokens] rows over the model's MoE layers. The last token was never run and has no
+        route.
 
     Raises:
-        InvalidRoutes: what is wrong with the answer, and which fault of SGLang's does that.
+        InvalidRoutes: the answer is wrong; the error names the fault of SGLang's that causes it.
         ReplayError: `model` says too little, or `version` is no text.
     """
     known = RoutedModel.of(model)
     start = whole_number(start_len, "start_len", where="from_sglang")
-    release(version or "")  # or an error, for what is no text
+    release(version or "")  # raises for what is no text
     answer = read(meta_info, version if version and tells_release(version, numbers=3) else "")
     return answer.routes(known, prompt_token_ids, output_ids, start, missing, weight_version)
 
 
-# ---- what an answer says
+# ---- the rows of an answer
 
 
 class WeightSpan(NamedTuple):
-    """Output tokens from `start` to before `end` were sampled under the weights `version`."""
+    """States that output tokens from `start` to before `end` were sampled under the weights `version`."""
 
     version: str
     start: int
@@ -106,13 +107,12 @@ class WeightSpan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SglangAnswer(server_answers.Answer):
-    """One answer of SGLang's.
+    """Holds one answer of SGLang.
 
     Attributes:
-        drafted_past: so many tokens were drafted and accepted behind the end, by the engine's counts of
-            speculation; they may have been run.
+        drafted_past: accepted drafts past the end, by the engine's counts; they may have been run.
         weight_spans: the weights that sampled each part of the output, in SGLang 0.5.19 and later.
-        retractions: how often the request was put back and computed again.
+        retractions: how often the request was retracted and computed again.
     """
 
     drafted_past: int = 0
@@ -140,7 +140,7 @@ class SglangAnswer(server_answers.Answer):
             if not isinstance(data, (str, bytes)):
                 got = getattr(data, "dtype", type(data).__name__)
                 raise source.unreadable("these aren't expert ids", "base64 of int32, or integers", got)
-            # Bytes may be ids already: the fourth of an id is 0, or -1's, and neither is base64.
+            # Bytes may be raw int32 ids: the fourth byte is 0, or 0xFF of a -1, and neither is base64.
             if isinstance(data, str) or data[3:4] not in (b"\x00", b"\xff"):
                 end = data[-2:]
                 size = len(data) // 4 * 3 - (end.count("=") if isinstance(end, str) else end.count(b"="))
@@ -156,11 +156,9 @@ class SglangAnswer(server_answers.Answer):
         return rows[first : first + max(0, due.end - due.start)]
 
     def trusted(self, routes: RoutedExperts, tokens: Tokens, missing: Missing) -> RoutedExperts:
-        """Keep rows apart from log-probs that other weights made.
-
-        A request that is retracted keeps its tokens and their log-probs, and its routes are computed again.
-        If the weights were changed in between, they are those of other log-probs.
-        """
+        """Remove the rows of a retracted request whose log-probs other weights made."""
+        # A retracted request keeps its tokens and log-probs, and its routes are computed again: if the
+        # weights changed in between, the routes don't belong to the log-probs.
         if self.retractions and not self.weight_spans:
             _warn_of_retractions(self.source.version)
         if not self.retractions or len(self.weight_spans) < 2:
@@ -184,7 +182,7 @@ class SglangAnswer(server_answers.Answer):
         return routes.with_rows(ids, recorded, fingerprint=routes.fingerprint)
 
 
-@functools.lru_cache(maxsize=8)  # once a process
+@functools.lru_cache(maxsize=8)  # warns once per process and version
 def _warn_of_retractions(version: str) -> None:
     logger.warning(
         "[npu_replay] %s retracted a request and computed its routes again. If the weights were changed in "
@@ -194,17 +192,14 @@ def _warn_of_retractions(version: str) -> None:
     )
 
 
-# ---- how many rows there may be
+# ---- the number of rows that may come
 
 
 @dataclass(frozen=True)
 class _Due:
-    """The rows that may come.
+    """Holds the rows from `start` to `end` that are due.
 
-    Attributes:
-        start, end: of those that are wanted, and of those whose tokens the caller took off the end.
-        sent_from: the first row that this release sends.
-        past: exactly so many more lie behind the end, or none.
+    The release sends rows from `sent_from` on, and past the end either `past` more rows or none.
     """
 
     answer: SglangAnswer
@@ -221,27 +216,20 @@ class _Due:
 
         past = 0
         if is_before(STOPS_EXACTLY):
-            # One row for each token that it ran, and two kinds are in no count: the drafts that were accepted
-            # together with the end, and the token that a prefill samples though none was asked for.
+            # An old release sends one row for each token that it ran. Two kinds are in no count: the drafts
+            # that were accepted together with the end, and the token that a prefill samples though none was
+            # asked for.
             past = 1 if tokens.sampled == 0 and answer.ended else answer.drafted_past
         end = max(0, len(tokens.ids) - 1) + tokens.taken_off
         start = min(start, end)
         return cls(answer, model, start, end, 0 if is_before(HONOURS_START) else start, past)
 
     def skipped(self, size: int, rows: int | None = None) -> int:
-        """Return how many of the rows that came weren't asked for, of the first ones.
-
-        Args:
-            size: so many ids came.
-            rows: in so many rows, if they have a shape.
-
-        Raises:
-            InvalidRoutes: no release sends so many, or it can't be told where they begin. Names a model
-                that has as many ids for these tokens, if there is one.
-        """
+        """Return how many of the first rows weren't asked for; `size` ids came, in `rows` rows if shaped."""
         layers, topk, source = self.model.num_layers, self.model.topk, self.answer.source
         shaped, rest = rows is not None, 0
         if rows is None:
+            # The first row must be unambiguous, and the number of rows one that some release sends.
             rows, rest = divmod(size, layers * topk)
         wanted, more = self.end - self.start, (0, self.past)
         found = {self.start} if rows - self.end in more else set()
@@ -279,7 +267,7 @@ class _Due:
 
 
 def _that_fits(size: int, rows: int, model: RoutedModel) -> str:
-    """Name the model that would have so many ids in so many rows; empty where there is none."""
+    """Name a model that would have `size` ids in `rows` rows; empty if there is none."""
     row, rest = divmod(size, rows) if rows else (0, 0)
     if rest or row in (0, model.num_layers * model.topk):
         return ""
@@ -292,21 +280,16 @@ def _that_fits(size: int, rows: int, model: RoutedModel) -> str:
     return " or ".join(fits) or f"{row} ids a token"
 
 
-# ---- where it says it
+# ---- the fields of an answer
 
 
 def source(version: str = "") -> Source:
-    """Return whose routes these are, for messages, with SGLang's known faults."""
+    """Return the source of these routes, for error messages, with SGLang's known faults."""
     return Source(engine="SGLang", version=version, faults=FAULTS)
 
 
 def read(found: Any, version: str) -> SglangAnswer:
-    """Find the fields in an answer: a meta_info, an answer of /generate, a choice or an answer of OpenAI's;
-    a dict, JSON, or an object of OpenAI's client.
-
-    Raises:
-        InvalidRoutes: it is something else, or a field of it is.
-    """
+    """Read the fields of a meta_info, an answer or a choice: a dict, JSON or an object of OpenAI's client."""
     about = source(version)
     found = server_answers.opened(found, f"SGLang {version}".rstrip(), _FORMS)
     if not isinstance(found, Mapping):
@@ -324,9 +307,9 @@ def _of_meta_info(info: Mapping[Any, Any], source: Source) -> SglangAnswer:
     source = _about(source, info.get("id"), "meta_info.routed_experts")
     key = "num_retractions" if "num_retractions" in info else "total_retractions"  # until 0.5.11
     retractions, sampled = _count(info, key, source) or 0, _count(info, "completion_tokens", source)
-    # What speculation sampled, less what counts: the prefill's token, one a verification, and the drafts that
-    # were accepted. The last verification accepts what lies behind the end, too. A retraction runs tokens
-    # again.
+    # Tokens that speculation sampled, less those that count: the prefill's one, one for each verification,
+    # and the accepted drafts. The last verification may also accept drafts past the end. A retraction runs
+    # tokens again, so the counts say nothing then.
     past = 0
     if not retractions and sampled is not None:
         counts = ([_count(info, key, source) for key in keys] for keys in _DRAFTS)
@@ -347,7 +330,7 @@ def _of_meta_info(info: Mapping[Any, Any], source: Source) -> SglangAnswer:
 
 
 def _of_openai(found: Mapping[Any, Any], source: Source) -> SglangAnswer:
-    """SGLang puts the routes beside the choices, so that they stay out of the message."""
+    """Read an answer of an OpenAI endpoint, where SGLang puts the routes beside the choices."""
     source = _about(source, found.get("id"), "sglext.routed_experts")
     choices = found.get("choices", [])
     if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
@@ -429,7 +412,7 @@ def _finish(reason: Any) -> str:
 
 
 def _weights(found: Mapping[Any, Any], source: Source) -> dict[str, Any]:
-    """Return the weights' fields of an answer: the version, where one made all rows, and the spans."""
+    """Return the weight fields of an answer: the version, if one made all rows, and the spans."""
     version, spans = found.get("weight_version"), found.get("weight_versions")
     try:
         read = tuple(
@@ -445,6 +428,6 @@ def _weights(found: Mapping[Any, Any], source: Source) -> dict[str, Any]:
             "dicts of version, start and end, from 0 on",
             str(spans)[:_SHORT],
         ) from error
-    # SGLang's own «default» says nothing.
+    # «default» is SGLang's placeholder, not a version.
     known = isinstance(version, (str, int)) and version != "default" and len(read) < 2
     return {"weight_version": str(version)[:_SHORT] if known else None, "weight_spans": read}

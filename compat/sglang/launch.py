@@ -1,4 +1,4 @@
-"""What to start SGLang with so that it returns routes, and what each request must carry, by release."""
+"""Chooses the arguments with which SGLang returns routes, and those of each request, by release."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def engine_arguments(
         model: as `from_sglang` takes it; `model_path` of the plan, if that is a folder here.
 
     Returns:
-        `planned`, with what turns the routes on, and with one draft a step where EAGLE would choose by
-        itself. Each request must ask for them too: `request_arguments`.
+        `planned`, with the switch of the routes, and with one draft per step where EAGLE would choose by
+        itself. Each request must ask for routes too: `request_arguments`.
 
     Raises:
         ReplayError: a release without routes, or before 0.5.8, which isn't checked; a plan under which they
@@ -49,7 +49,7 @@ def engine_arguments(
 
 
 def request_arguments(version: str, *, start_len: int = 0) -> dict[str, Any]:
-    """What each request to this release must carry, beside its prompt.
+    """Return what each request to this release must carry, beside its prompt.
 
     >>> from npu_replay.compat.sglang import request_arguments
     >>> request_arguments("0.5.23", start_len=9)
@@ -57,8 +57,8 @@ def request_arguments(version: str, *, start_len: int = 0) -> dict[str, Any]:
 
     Args:
         version: of the engine.
-        start_len: the rows before it aren't wanted, at most the prompt's tokens; a release before 0.5.12
-            sends them anyway, and from_sglang leaves them out.
+        start_len: the first row that is wanted, at most the prompt's tokens. A release before 0.5.12 sends
+            all rows, and from_sglang leaves the earlier ones out.
 
     Raises:
         ReplayError: a release without routes, or that isn't checked, or a negative start.
@@ -71,12 +71,12 @@ def request_arguments(version: str, *, start_len: int = 0) -> dict[str, Any]:
 
 
 def refusal(version: str, device: str) -> ReplayError | None:
-    """Why that release returns no routes there; None where it does."""
+    """Return why that release returns no routes on this device; None if it does."""
     return launch.refusal("SGLang", version, device, FAULTS)
 
 
 def _refuse_release(version: str, device: str) -> None:
-    release(version)  # or an error, for what is no text
+    release(version)  # raises for what is no text
     launch.refuse_untold("SGLang", version, "version", "0.5.23", numbers=3)
     launch.refuse(refusal(version, device))
 
@@ -88,15 +88,15 @@ _SHORT = {
     **dict.fromkeys(("dp", "data_parallel_size"), "dp_size"),
     **dict.fromkeys(("ep", "expert_parallel_size"), "ep_size"),
 }
-"""How its command line names an argument too: by an alias, or as the start of its name."""
+"""Maps the aliases and shortened names of the command line to the arguments' names."""
 
 
 def _one_draft_a_step(plan: Plan) -> dict[str, Any]:
-    """What keeps EAGLE from a tree of drafts, which it chooses by itself for some models (all that it doesn't
-    know, in 0.5.7; Grok, to this day). It takes the three numbers together."""
+    """Return the three numbers, which EAGLE takes together, that keep it from a tree of drafts."""
+    # It chooses one by itself for some models: all that 0.5.7 doesn't know; Grok, to this day.
     if str(plan.get("speculative_algorithm")).lower() not in EAGLE:
         return {}
-    if plan.get("speculative_adaptive"):  # its steps are its own
+    if plan.get("speculative_adaptive"):  # it chooses its steps by itself
         return {"speculative_eagle_topk": 1}
     drafts, steps = plan.get("speculative_num_draft_tokens"), plan.get("speculative_num_steps")
     if steps is None:

@@ -1,8 +1,8 @@
 """Serve SGLang's capturer module under its old name, from which verl 0.7 to 0.9.1 imports a function.
 
-Asks:     whether SGLang has the module under its new name (from 0.5.12 on) alone.
+Asks:     whether SGLang has the module under its new name (from 0.5.12 on) only.
 Changes:  nothing of SGLang's; the old name can be imported.
-Undone:   the module that was made for it is taken away.
+Undone:   the module that was made for it is removed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NEW = "sglang.srt.state_capturer.routed_experts"
 
 
 def install() -> None:
-    """Let the old name be imported where SGLang has the new one alone."""
+    """Let the old name be imported if SGLang has only the new one."""
     import_hook.serve(
         OLD,
         _fill,
@@ -29,7 +29,7 @@ def install() -> None:
 
 
 def _fill(module: ModuleType) -> None:
-    """Give it all that the module has under its new name."""
+    """Fill the module with everything that it has under its new name."""
     names = vars(importlib.import_module(NEW))
     vars(module).update({name: value for name, value in names.items() if not name.startswith("__")})
 
@@ -37,5 +37,5 @@ def _fill(module: ModuleType) -> None:
 def _new_is_there() -> bool:
     try:
         return importlib.util.find_spec(NEW) is not None
-    except ModuleNotFoundError:  # not even its package
+    except ModuleNotFoundError:  # its package is missing, too
         return False

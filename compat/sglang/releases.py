@@ -1,7 +1,7 @@
-"""SGLang by release: what can be wrong with its routes, and which plans give none. Rows only.
+"""Holds SGLang's table of releases: the faults of its routes, and the plans that give none.
 
-Read off the released sources, 0.5.8 to 0.5.23; an issue's number is named where there is one. What holds of a
-release and changes no verdict stands in docs/dev/engine-limits.md.
+Read in the released source, 0.5.8 to 0.5.23; with the issue's number, if there is one. Limits that change no
+verdict are in docs/dev/engine-limits.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OLDEST = "0.5.8"
 HONOURS_START = "0.5.12"
 """The first release that leaves out the rows before `routed_experts_start_len`."""
 STOPS_EXACTLY = "0.5.13"
-"""The first release with no rows for tokens that it sampled after the end and took back."""
+"""The first release with no rows for tokens that it sampled after the end and dropped."""
 EAGLE = ("eagle", "eagle3", "nextn")
 
 _ASK = (
@@ -28,7 +28,7 @@ _OTHER_TOKENS = (
 )
 
 # fmt: off
-# ---- what can be wrong; of several that fit, the likeliest first
+# ---- faults; of several that fit, the likeliest first
 
 FAULTS = (
     older(OLDEST, "0.5.8 or later"),
@@ -85,7 +85,7 @@ FAULTS = (
 # fmt: on
 
 
-# ---- what some rows below ask a plan
+# ---- rules of some rows below
 
 
 def _moves_experts(plan: Plan, _: Any) -> bool:
@@ -104,7 +104,7 @@ def _more_requests_than_a_chunk(plan: Plan, _: Any) -> bool:
 
 
 # fmt: off
-# ---- plans with which releases give none, or wrong ones
+# ---- plans with which releases give no routes, or wrong ones
 
 _EPLB = ("enable_eplb", "ep_dispatch_algorithm", "ep_num_redundant_experts", "init_expert_location")
 _CACHES = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv")

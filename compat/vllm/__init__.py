@@ -1,4 +1,4 @@
-"""vLLM: what it hands over, and what its releases can't do."""
+"""Reads vLLM's answers, and knows what its releases can't do."""
 
 from typing import TYPE_CHECKING
 
@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 _HOMES = {"engine_arguments": "launch", "from_vllm": "decode"}
 __all__ = ["engine_arguments", "from_vllm"]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+if not TYPE_CHECKING:  # with __getattr__ a type checker would accept any name
     __getattr__, __dir__ = lazy.names(__name__, _HOMES)

@@ -1,22 +1,14 @@
-"""vLLM: its RequestOutput, and its answers over HTTP, as RoutedExperts.
+"""Decodes vLLM's RequestOutput, and its answers over HTTP, as RoutedExperts.
 
-    in-process       RequestOutput: prompt_token_ids, outputs[i].token_ids, .routed_experts
     /v1/completions  choices[i].routed_experts; the ids only with return_token_ids, in each choice
-    /v1/chat/...     the same, but the prompt's ids stand at the top
+    /v1/chat/...     the same, but the prompt's ids are at the top
     /inference/v1/generate   choices[i].token_ids always; the prompt's from 0.30 on, with return_token_ids
 
-Three layouts of rows are in use, told apart by what is there and not by the release:
+Three layouts of rows are told apart by their fields, not by the release:
 
-    0.14, 0.16 to 0.20  [tokens - 1, layers, topk], int32, in-process alone
-    0.21                the prompt's rows apart, once for all completions, as `prompt_routed_experts`; MoE
-                        layers only, int16; lists over HTTP
-    0.22 to 0.33        [tokens - 1 - start, layers, topk], uint8 up to 256 experts and uint16 above;
-                        base64 of .npy over HTTP
-
-The last token that was sampled never has a row: the engine hasn't run it. Answers over HTTP count their
-tokens in `usage`, over all choices. Of a stream, the last output in-process (DELTA) and the last piece of
-/inference/v1/generate have all rows, and the last token ids alone; other streams have none. Releases only
-choose the words of an error. Nothing of vLLM is imported or changed.
+    0.14, 0.16 to 0.20  [tokens - 1, layers, topk], int32, in-process only
+    0.21                the prompt's rows apart, of MoE layers only, int16; lists over HTTP
+    0.22 to 0.33        [tokens - 1 - start, layers, topk], uint8 or uint16; base64 of .npy over HTTP
 """
 
 from __future__ import annotations
@@ -43,13 +35,16 @@ from npu_replay.rollout.server_answers import Tokens
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
 
+# The last sampled token has no row, as it was never run. Over HTTP `usage` counts the tokens of all choices.
+# Of a stream, the last output in-process (DELTA) and the last piece of /inference/v1/generate have all rows,
+# and the last token ids only; other streams have none.
 _ANSWER = "an answer of /v1/completions, /v1/chat/completions or /inference/v1/generate"
 _NOT_FOUND = (
     "a path that this server hasn't got. From 0.30.0 on it serves /inference/v1/generate with "
     "--enable-scale-out alone (or --tokens-only)"
 )
 _SPARE = 1024
-"""So many rows too many are read, for an error that counts them and says what is usual."""
+"""The surplus rows that are read, so that an error can count them."""
 
 
 def from_vllm(
@@ -74,29 +69,30 @@ def from_vllm(
 
     Args:
         output: a RequestOutput; or an answer of /v1/completions, /v1/chat/completions or
-            /inference/v1/generate, as a dict, as JSON (str or bytes) or as OpenAI's client gives it.
+            /inference/v1/generate, as a dict, as JSON (str or bytes) or as OpenAI's client returns it.
         model: a RoutedModel, or a Hugging Face config: its path or its folder's, its contents, an object.
-        prompt_token_ids: [prompt], where the output hasn't got them; or one such list a completion.
-        output_token_ids: the sampled ids, one list a completion, where the output hasn't got them (ask for
-            them with return_token_ids), or where tokens were taken off its end. How many were, the output's
-            own ids tell, or the `usage` of an answer that has one choice.
+        prompt_token_ids: [prompt], if the output lacks them; or one such list per completion.
+        output_token_ids: the sampled ids, one list per completion, if the output lacks them (request them
+            with return_token_ids), or if tokens were removed from its end. Their number then follows from the
+            output's own ids, or from the `usage` of an answer with one choice.
         start: the routed_experts_prompt_start that the request was sent with.
-        version: vLLM's release, for the words of errors. Where it isn't given an answer over HTTP is asked
-            and, where the next isn't either, what is installed, for a RequestOutput. One that tells no
+        version: vLLM's release, for the words of errors. When not given, an answer over HTTP tells it; for a
+            RequestOutput it is the installed one, if `vllm_ascend` isn't given either. One that names no
             release («nightly») stands for any.
-        vllm_ascend: the same of vllm-ascend.
-        weight_version: which weights sampled. Where it isn't given and vLLM says one for all tokens, that.
+        vllm_ascend: vllm-ascend's release, likewise.
+        weight_version: the weights that sampled. When not given, the one that vLLM names for all tokens.
         missing: "native" leaves rows that are zero in all layers, or another token's, without a route, and so
-            a completion whose routes vLLM is known to drop; else they are an error.
+            a completion whose routes vLLM is known to drop; "error" refuses them.
 
     Returns:
         Each of len(prompt) + len(sampled) rows, with the fingerprint of both, in the order of the engine's
-        own numbers. The last row has no route, nor have those before `start`, nor has any where an aborted
-        request has no rows.
+        own numbers. The last row has no route, nor have those before `start`, nor has any row of an aborted
+        request that has none.
 
     Raises:
-        InvalidRoutes: names the request, the field, and the likeliest fault of that release.
-        ReplayError: the model's config doesn't say what has to be known.
+        InvalidRoutes: a check fails; the error names the request, the field and the release's likeliest
+            fault.
+        ReplayError: the model's config lacks a required value.
     """
     known = RoutedModel.of(model)
     found = read(output, version, vllm_ascend)
@@ -129,19 +125,17 @@ def _one_each(given: Any, count: int, name: str) -> list[Any]:
     return list(given)
 
 
-# ---- what an answer says
+# ---- the rows of an answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmAnswer(server_answers.Answer):
-    """One completion of vLLM's.
+    """Holds one completion of vLLM, the request's `number`-th; `http` says how it came.
 
     Attributes:
-        number: which of the request's completions it is, as the engine counts them.
-        http: did it come over HTTP?
-        prompt_payload: the prompt's rows, where they are kept apart; they are the first completion's.
+        prompt_payload: the prompt's rows, if they are kept apart; they are the first completion's.
         first_prompt: the ids of the first completion's prompt, if known.
-        stop_string: did a stop string end it? vLLM looks for those outside of its scheduler.
+        stop_string: a stop string ended it. vLLM looks for those outside of its scheduler.
     """
 
     number: int
@@ -164,7 +158,7 @@ class VllmAnswer(server_answers.Answer):
                     "another prompt than the first completion's",
                 )
         if self.payload is None:
-            # The prompt's rows, where they are kept apart, are no routes of a completion whose own are lost.
+            # The prompt's rows alone are no routes of a completion whose own are lost.
             due = tokens.sampled > 1 if apart else tokens.prompt + tokens.sampled - 1 > start
             dropped = self.stop_string and DROPPED_AT_STOP_STRING.holds(self.source.version)
             if due and self.ended and not (dropped and missing == "native"):
@@ -177,7 +171,7 @@ class VllmAnswer(server_answers.Answer):
             tokens.prompt + tokens.sampled + _SPARE,
             model.num_layers,
             2 * model.topk,
-        )  # weights beside ids
+        )  # twice the top-k: some send weights beside ids
         if is_envelope(self.payload):
             return from_envelope(self.payload, start=start, most=most, source=self.source)
         return any_array(self.payload, source=self.source, most=most)
@@ -201,14 +195,14 @@ class VllmAnswer(server_answers.Answer):
         if start:
             raise source.error(Symptom.SHAPE, "this release gives all rows of the prompt", "start=0", start)
         head = _array(self.prompt_payload, tokens.prompt, model, prompt)
-        if len(head) != tokens.prompt:  # what follows would shift
+        if len(head) != tokens.prompt:  # the completion's rows would shift
             problem = "the prompt has another number of rows than tokens"
             raise prompt.error(Symptom.SHAPE, problem, tokens.prompt, len(head))
-        parts = [head if tokens.sampled else head[:-1]]  # without a sample its last token never ran
+        parts = [head if tokens.sampled else head[:-1]]  # without a sample the last token was never run
         if self.payload is not None:
             sampled = max(1, tokens.sampled)
             part = _array(self.payload, sampled, model, source)
-            parts.append(part[:-1] if len(part) == sampled else part)  # with MTP it keeps as many as tokens
+            parts.append(part[:-1] if len(part) == sampled else part)  # with MTP a row for each token
         filled = [part for part in parts if len(part)]
         if len({part.shape[1:] for part in filled}) > 1:
             raise source.error(
@@ -218,40 +212,30 @@ class VllmAnswer(server_answers.Answer):
                 list(parts[1].shape),
             )
         rows = np.concatenate(filled) if filled else parts[0]
-        # 0.21.0 gives MoE layers the first columns, one after the other, and may have empty ones after them:
-        # it overlooks first_k_dense_replace when it counts. vllm-ascend 0.21.0rc1 fills the same columns by
-        # label.
+        # 0.21.0 puts MoE layers into the first columns, and may add empty ones, as it overlooks
+        # first_k_dense_replace when it counts. vllm-ascend 0.21.0rc1 fills the same columns by label.
         used = len(model.sparse)
         return rows if rows[:, used:].any() else rows[:, :used]
 
 
 def _array(value: Any, most: int, model: RoutedModel, source: Source) -> Array:
-    """Return `value` as an array, of little more than `most` rows where its size could be anything."""
+    """Return `value` as an array, of little more than `most` rows if its size could be anything."""
     return any_array(value, source=source, most=(most + _SPARE, model.num_layers, model.topk))
 
 
-# ---- where it says it
+# ---- the fields of an answer
 
 
 def read(output: Any, version: str | None = None, vllm_ascend: str | None = None) -> list[VllmAnswer]:
-    """Take an answer of vLLM apart, in the order of its choices' own numbers. Nothing is decoded yet.
-
-    Args:
-        output: a RequestOutput, or anything with its attributes; an answer over HTTP as a dict, as JSON, or
-            as the object that OpenAI's client makes of it.
-        version, vllm_ascend: the releases, as far as the caller says. Else an answer over HTTP is asked for
-            vLLM's; for an output of this process it is what is installed.
-
-    Raises:
-        InvalidRoutes: it is something else, an error message, or a piece of a chat's stream.
-    """
+    """Take an answer of vLLM apart, in the order of its choices' own numbers; nothing is decoded yet."""
+    # Releases that the caller doesn't give are the answer's or, for a RequestOutput, the installed ones.
     output = server_answers.opened(output, "vLLM", _ANSWER, not_found=_NOT_FOUND)
     http = isinstance(output, Mapping)
     choices = _choices(output) if http else _outputs(output)
     if not choices:
         raise _wrong("the answer has no completions", "one at least", 0)
     for said in (version, vllm_ascend):
-        release(said or "")  # or an error, for what is no text
+        release(said or "")  # raises for what is no text
     if http and version is None:
         version = said_release(output)
     elif not http and version is None and vllm_ascend is None:
@@ -275,7 +259,7 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
         prompt, ids = _said(choice, "prompt_token_ids"), _said(choice, "token_ids")
         prompt = _said(output, "prompt_token_ids") if prompt is None else prompt
         ids = of_gateway(output, "completion_token_ids")[0] if beside is not None and ids is None else ids
-        # The engine's own weight version, where it names one for all tokens; 0.32's «default» says nothing.
+        # The engine's own weight version, if it names one for all tokens; 0.32's «default» is a placeholder.
         spans = _said(choice, "weight_versions")
         named = [_said(span, "version") for span in spans] if isinstance(spans, (list, tuple)) else []
         alike = bool(named) and named[0] != "default" and all(one == named[0] for one in named)
@@ -300,27 +284,21 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
 
 
 def source(version: str = "", vllm_ascend: str = "", ways: tuple[str, ...] = ("in-process",)) -> Source:
-    """Return whose routes these are, for messages about what vLLM made, with its known faults.
-
-    Args:
-        version, vllm_ascend: the releases; empty where nobody says.
-        ways: how they came, for `Fault.only`: «in-process», «http» or «alone», and «stop string».
-    """
+    """Return the source of these routes, for messages; `ways` are how they came, for `Fault.only`."""
     faults = (*ascend.faults(vllm_ascend), *FAULTS) if vllm_ascend else (*FAULTS, *ascend.guesses())
     device = device_of(version, vllm_ascend)
     return Source(engine="vLLM", version=version, device=device, faults=faults, ways=ways)
 
 
 def said_release(answer: Mapping[str, Any]) -> str:
-    """Return the release that an answer over HTTP says itself, or nothing: its fingerprint is
-    «vllm-0.30.0-tp2-3ea666b7», or another's, or the user's own words."""
+    """Return the release in an answer's fingerprint, «vllm-0.30.0-tp2-3ea666b7», or an empty text."""
     fingerprint = answer.get("system_fingerprint")
     found = re.match(r"vllm-(\d+\.[\w.+]+)", fingerprint) if isinstance(fingerprint, str) else None
     return found[1][:80] if found else ""
 
 
 def _choices(answer: Mapping[str, Any]) -> list[tuple[int, Any]]:
-    """List those of an answer over HTTP, by their own numbers where each has one; else as they lie."""
+    """List the choices of an answer over HTTP by their own numbers, or as they lie if one has none."""
     choices = answer.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
         keys = f"the keys {sorted(map(str, answer))[:8]}"
@@ -340,7 +318,7 @@ def _choices(answer: Mapping[str, Any]) -> list[tuple[int, Any]]:
 
 
 def _outputs(output: Any) -> list[tuple[int, Any]]:
-    """List those of a RequestOutput, in its own order."""
+    """List the completions of a RequestOutput, in its own order."""
     outputs = getattr(output, "outputs", None)
     if hasattr(output, "sequences") and outputs is None:
         raise _wrong("beam search gives no routes", "a RequestOutput", type(output).__name__, BEAMS)
@@ -358,7 +336,7 @@ def _outputs(output: Any) -> list[tuple[int, Any]]:
 
 
 def _said(of: Any, *names: str) -> Any:
-    """Return the first of these that is there, of a dict or of an object."""
+    """Return the first of these fields that is there, of a dict or of an object."""
     said = (of.get(name) if isinstance(of, Mapping) else getattr(of, name, None) for name in names)
     return next((value for value in said if value is not None), None)
 

@@ -1,8 +1,4 @@
-"""What to start vLLM with so that it returns routes, by release.
-
-A rollout that can't return routes is refused before it is paid for: by the argument, with the release from
-which it works. Nothing of vLLM is imported or changed.
-"""
+"""Chooses the arguments with which vLLM returns routes, by release, and refuses a plan that returns none."""
 
 from __future__ import annotations
 
@@ -40,20 +36,19 @@ def engine_arguments(
 
     Args:
         version: vLLM's release, "0.23.0".
-        planned: the arguments that the rollout is planned with, by their Python names; `model` and
-            `quantization` are found there too.
+        planned: the planned arguments, by their Python names; `model` and `quantization` are read there too.
         model: a RoutedModel, or a Hugging Face config: its path or its folder's, its contents, an object.
-        quantization: how the rollout's weights are quantized, if they are.
-        vllm_ascend: vllm-ascend's release, if it runs on that; a build between releases goes by vLLM's.
-        soc: the processor's generation, if it runs on that.
-        capture: is npu_replay's plug-in to capture on vllm-ascend? It mends what its releases lose.
+        quantization: the quantization of the rollout's weights, if any.
+        vllm_ascend: vllm-ascend's release, if it runs on that; a build between releases counts as vLLM's.
+        soc: the processor's generation, if it runs on vllm-ascend.
+        capture: npu_replay's plug-in captures on vllm-ascend, which restores what its releases lose.
 
     Returns:
         The planned arguments with those that turn routes on, and the environment they need.
 
     Raises:
-        ReplayError: names the argument, the release from which it works, and what happens else; or a release
-            before 0.18.0, which isn't checked.
+        ReplayError: the error names the argument, the release from which it works, and what happens
+            otherwise; or a release before 0.18.0, which isn't checked.
     """
     given = launch.read_plan(planned or {}, _KINDS, _SHORT)
     known = model if model is not None else given.get("model")
@@ -105,12 +100,7 @@ def engine_arguments(
 
 
 def capability(product: Product, plugin: Product | None = None) -> Capability:
-    """Routes of vLLM's rollouts, as far as its release tells.
-
-    Args:
-        product: what is found of vLLM.
-        plugin: what is found of vllm-ascend.
-    """
+    """Return whether vLLM's rollouts have routes, as far as the release tells."""
     if not product.usable:
         return unusable(CAPABILITY, product)
     if not tells_release(product.version):
@@ -123,12 +113,12 @@ def capability(product: Product, plugin: Product | None = None) -> Capability:
 
 
 def device_of(version: str, vllm_ascend: str) -> str:
-    """What it runs on, as far as the releases tell: «npu», «cpu», or nothing."""
+    """Return the device that the releases imply: «npu», «cpu», or nothing."""
     return "npu" if vllm_ascend else "cpu" if "+cpu" in version else ""
 
 
 def refusal(version: str, vllm_ascend: str = "") -> ReplayError | None:
-    """Why that release gives no routes; None where it does, or where nothing tells what it is."""
+    """Return why that release gives no routes; None if it gives them, or is unknown."""
     if not tells_release(version):
         return None
     return launch.refusal("vLLM", version, device_of(version, vllm_ascend) or "cuda", FAULTS)
@@ -145,7 +135,7 @@ _SHORT = {
     "q": "quantization",
     "sc": "speculative_config",
 }
-"""Its short options: «-pp»."""
+"""Maps its short options, «-pp», to the arguments' names."""
 _KINDS: dict[str, Kind] = {
     **dict.fromkeys((SWITCH, "enable_eplb", "enable_expert_parallel", "enable_prefix_caching"), "flag"),
     **dict.fromkeys(("async_scheduling", "enable_dbo", "enforce_eager"), "flag"),

@@ -1,4 +1,4 @@
-"""vLLM by release: what can be wrong with its routes, and which plans give none. Rows only.
+"""Holds vLLM's table of releases: the faults of its routes, and the plans that give none.
 
     0.18 to 0.20  shared memory, rows by KV cache slot; no pipeline parallelism, though it isn't refused
     0.21          the prompt's rows apart, MoE layers only; reverted in the next release
@@ -6,7 +6,7 @@
     0.31 to 0.33  rows by KV block, with prefix caching
 
 Read in the released source of 0.20.2, 0.21.0, 0.22.0, 0.23.0, 0.24.0, 0.26.0, 0.27.0, 0.28.0, 0.30.0, 0.31.0
-and 0.33.0. What holds of a release and changes no verdict stands in docs/dev/engine-limits.md.
+and 0.33.0. Limits that change no verdict are in docs/dev/engine-limits.md.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from npu_replay.rollout.release_rules import Clash, Fault, Plan, Releases, Sympt
 OLDEST = "0.18.0"
 """The oldest release that is checked; answers of earlier ones are decoded by their shape."""
 SCHEDULER = "0.22.0"
-"""The first release whose scheduler hands rows on: after a stop string and an abort too."""
+"""The first release whose scheduler passes rows on, also after a stop string and an abort."""
 BY_BLOCK = "0.31.0"
-"""The first release that keeps rows by KV block: with prefix caching and Model Runner V2 alone."""
+"""The first release that keeps rows by KV block: with prefix caching and Model Runner V2 only."""
 
 SWITCH = "enable_return_routed_experts"
 NEEDED: tuple[tuple[Releases, dict[str, bool]], ...] = (
@@ -35,16 +35,16 @@ NEEDED: tuple[tuple[Releases, dict[str, bool]], ...] = (
 """The arguments that make releases return routes."""
 
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-"""What the environment says where Model Runner V2 is needed."""
+"""The environment where Model Runner V2 is needed."""
 
 BEAMS = "beam search, which puts its completions together without routes in every release: sample instead"
 _ANOTHER = "the config given here is another model's"
 _RETOKENISED = "token ids of another sequence: text that was tokenised again, or turns that were put together"
 _DRAFTS = (("", "0.21.0"), (SCHEDULER, "0.26.0"))
-"""Since and until: a draft's MoE layer calls itself layer 0 and overwrites the model's (vllm#48622)."""
+"""Runs of releases in which a draft's MoE layer takes layer 0 and overwrites the model's (vllm#48622)."""
 
 # fmt: off
-# ---- what can be wrong; of several that fit, the likeliest first
+# ---- faults; of several that fit, the likeliest first
 
 DROPPED_AT_STOP_STRING = Fault(
     symptom=Symptom.MISSING, until=SCHEDULER, only=("stop string",),
@@ -122,7 +122,7 @@ FAULTS = (
 # fmt: on
 
 
-# ---- what some rows below ask a plan
+# ---- rules of some rows below
 
 
 def _speculation(plan: Plan) -> tuple[str, str]:
@@ -142,7 +142,7 @@ def _disaggregated(plan: Plan, _: Any) -> bool:
 
 
 def _connectors(value: Any) -> Iterator[str]:
-    """The names of the KV connectors in a kv_transfer_config, those within a MultiConnector too."""
+    """Yield the names of the KV connectors in a kv_transfer_config, those within a MultiConnector too."""
     config = as_mapping(value)
     yield str(config.get("kv_connector") or "")
     inner = as_mapping(config.get("kv_connector_extra_config")).get("connectors")
@@ -151,7 +151,7 @@ def _connectors(value: Any) -> Iterator[str]:
 
 
 # fmt: off
-# ---- plans with which releases give none
+# ---- plans with which releases give no routes
 
 _REFUSED = "vLLM refuses it when it starts"
 
@@ -215,5 +215,5 @@ CLASHES = (
 
 
 def needs_sync(version: str) -> bool:
-    """Are rows right with async_scheduling=False alone?"""
+    """Return whether rows are right with async_scheduling=False only."""
     return any(run.holds(version) and "async_scheduling" in some for run, some in NEEDED)

@@ -1,1 +1,1 @@
-"""vllm-ascend: which release hands out which routes, and captures where it hands out none."""
+"""Knows the routes that each release of vllm-ascend returns, and captures where it returns none."""

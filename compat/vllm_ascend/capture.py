@@ -1,9 +1,9 @@
-"""The rows of a step: each rank writes what its layers chose, and one all_reduce puts them together.
+"""Captures the rows of a step: each rank writes what its layers chose, and one all_reduce merges them.
 
-Nothing is collected while the model runs: a copy into a buffer that stays is all that a captured graph holds.
-Each row is written by one rank. On the others it stays at the ground level, and MAX over the tensor-parallel
-group fills it. Where all ranks choose for all tokens, it is the first rank's: after a sum whose order differs
-from rank to rank, two near experts may change places, and MAX of both orders is neither.
+While the model runs, rows are only copied into a fixed buffer, which a captured graph can do. Each row is
+written by one rank; on the others it stays at the ground value, and MAX over the tensor-parallel group fills
+it. If all ranks choose for all tokens, the first rank writes: after a sum whose order differs between ranks,
+two near experts may change places, and MAX of both orders is neither.
 """
 
 from __future__ import annotations
@@ -28,14 +28,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Entry:
-    """A layer's tokens as they came in, before they are gathered or split.
+    """Describes a layer's tokens as they came in, before they are gathered or split.
 
-    Attributes:
-        rows: how many came in.
-        logits: the router's, of those tokens; shape (rows, experts). None where nothing is held against them:
-            a graph's memory isn't kept for it.
-        sharded: are they one tensor-parallel rank's part (sequence parallelism)?
-        keeps_all: does each tensor-parallel rank go on with all of them?
+    `logits`, (rows, experts), are None if nothing is compared with them: a graph's memory isn't kept for
+    that. `sharded` rows are one tensor-parallel rank's part (sequence parallelism); with `keeps_all` each
+    rank goes on with all of them.
     """
 
     rows: int
@@ -45,12 +42,9 @@ class Entry:
 
 
 class Capture:
-    """What one worker captures.
+    """Captures the rows of one worker in vLLM's buffer, int32 (tokens, decoder layers, k).
 
-    Args:
-        buffer: vLLM's, int32; shape (tokens, decoder layers, k).
-        check: holds the first steps against the routers' logits.
-        group: the tensor-parallel group, where its ranks may have different rows; else None.
+    `group` is the tensor-parallel group if its ranks may have different rows, else None.
     """
 
     def __init__(self, buffer: torch.Tensor, check: SelfCheck, group: Any) -> None:
@@ -65,50 +59,45 @@ class Capture:
         self._problem: ReplayError | None = None
 
     def fail(self, problem: ReplayError) -> None:
-        """A layer's rows can't be placed. Nothing is raised here: the other ranks would wait for this one in
-        the model. Rows that nobody wrote are an error on all ranks, or zeros, which the reader refuses."""
+        """Note that a layer's rows can't be placed."""
+        # Nothing is raised: the other ranks would wait for this one in the model. Unwritten rows are an error
+        # on all ranks later, or zeros, which the reader refuses.
         if self._problem is None:
             self._problem = problem
             logger.error("%s. Its rows are left out", problem)
         self.entry = None
 
     def enter(self, logits: torch.Tensor, *, sharded: bool = False, keeps_all: bool = False) -> Entry:
-        """A layer's tokens come in."""
+        """Note a layer's tokens as they come in."""
         kept = logits if self.check.compares else None
         self.entry = Entry(logits.shape[0], kept, sharded, keeps_all)
         return self.entry
 
     def begin(self, scheduled: int) -> None:
-        """A step starts that runs so many tokens of this rank."""
+        """Begin a step that runs so many tokens of this rank."""
         self.scheduled, self._merged, self._heard = scheduled, False, False
         self.check.begin()
         self.clear()
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """No row of an earlier step is left where this one's are read."""
+        """Remove an earlier step's rows from where this step's are read."""
         self.buffer[: self.scheduled].fill_(self.check.ground)
 
     def take(self, layer: int, ids: torch.Tensor, choice: Choice | None, layout: Layout) -> None:
-        """Write what a layer chose, where it belongs.
-
-        Args:
-            layer: the decoder layer's number.
-            ids: the experts of the tokens that this rank routes; shape (rows, k or more). Columns after the
-                k-th are shared experts that run as routed ones.
-            choice: how they were chosen, where that is known.
-            layout: whose tokens they are.
-        """
+        """Write the experts, (rows, k or more), that a layer chose for this rank's tokens."""
         most, _, top_k = self.buffer.shape
         self._heard = True
-        if not self._merged:  # before what may fail on this rank alone: all look at the same steps
+        if not self._merged:  # before a failure of this rank only: all check the same steps
             self.check.way(layout.comm)
         try:
             first, tokens, row = place(layout, ids.shape[0])
         except ReplayError as error:
             self.fail(error.at(f"layer {layer}"))
             return
+        # Columns after the k-th are shared experts that run as routed ones.
         tokens = min(tokens, most - row)
+        # If all ranks chose for all tokens, the first rank alone writes (see the top of the module).
         others = self._group is not None and layout.whole and layout.tp_rank > 0
         if tokens > 0 and not others:
             self.buffer[row : row + tokens, layer].copy_(ids[first : first + tokens, :top_k])
@@ -119,14 +108,10 @@ class Capture:
 
     @torch.inference_mode()
     def finish(self, check_slots: Callable[[], None] = lambda: None) -> None:
-        """Put the rows of all ranks together; in the first steps, check them. Once a step.
+        """Merge the rows of all ranks, once a step; in the first steps, check them.
 
-        Args:
-            check_slots: raises if the slots under which they are kept aren't theirs.
-
-        Raises:
-            ReplayError: what came isn't what the routers chose. NPU_REPLAY_STRICT=0 logs it and gives zeros,
-                which the reader of the routes refuses.
+        A failed check is raised. With NPU_REPLAY_STRICT=0 it is logged, and the rows are zeros, which the
+        reader of the routes refuses.
         """
         if self._merged:
             return
@@ -135,6 +120,7 @@ class Capture:
         if self._given_up:
             rows.zero_()
             return
+        # The order of collectives must be the same on all ranks, so errors are raised only after both.
         self.check.before_merge(rows)
         if self._group is not None:
             dist.all_reduce(rows, dist.ReduceOp.MAX, group=self._group.device_group)
@@ -148,5 +134,5 @@ class Capture:
             self._given_up = True
             logger.error("%s. %s=0: the routes are zeros from here on", error, environment.STRICT)
             rows.zero_()
-        if self.scheduled and not self._heard:  # no Python ran: the copies of a captured graph did
+        if self.scheduled and not self._heard:  # no Python ran, only the copies of a captured graph
             self.check.way("graph")

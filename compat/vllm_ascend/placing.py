@@ -1,7 +1,7 @@
-"""Where ids that one rank chose belong in its batch: one pure function.
+"""Computes the rows of the batch to which ids that one rank chose belong.
 
-vllm-ascend chooses experts after it has gathered a layer's tokens over ranks, or split or filled them up.
-How, is decided by the way of communication and not by sizes, which may be equal by chance. Read in
+vllm-ascend chooses experts after it has gathered a layer's tokens over ranks, or split or padded them. The
+way of communication decides it, not the sizes, which may be equal by chance. Read in
 `ops/fused_moe/prepare_finalize.py` and `ops/register_custom_ops.py` of 0.18.0 to 0.30.0rc2.
 """
 
@@ -13,11 +13,11 @@ from typing import Literal, NamedTuple
 from npu_replay.errors import ReplayError
 
 Comm = Literal["none", "allgather", "mc2", "fused_mc2", "alltoall"]
-"""How tokens come to their experts. «none»: experts are chosen from the rows as they come in."""
+"""The way tokens are sent to their experts. «none»: experts are chosen from the rows as they come in."""
 
 
 class Place(NamedTuple):
-    """Ids `first` to `first + tokens` are those of the batch's rows from `row` on."""
+    """Says that ids `first` to `first + tokens` are those of the batch's rows from `row` on."""
 
     first: int
     tokens: int
@@ -26,17 +26,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What a forward knows when a layer chooses its experts.
+    """Describes a forward at the moment when a layer chooses its experts.
 
     Attributes:
-        comm: the way of communication.
-        tokens: of this data-parallel rank in this step, with those that fill up a graph.
+        tokens: of this data-parallel rank in this step, with those that pad a graph.
         entered: the rows that came into the layer: `tokens`, or this rank's part of them.
-        sharded: are they a part, one of each tensor-parallel rank (sequence parallelism)?
-        keeps_all: do all tensor-parallel ranks go on with all of them (`enable_shared_expert_dp`)?
-        tp_rank, tp_size: of the tensor-parallel group.
-        dp_rank: of the data-parallel group.
-        across_dp: `tokens` of each data-parallel rank; empty where there is one.
+        sharded: they are a part, one of each tensor-parallel rank (sequence parallelism).
+        keeps_all: all tensor-parallel ranks continue with all of them (`enable_shared_expert_dp`).
+        across_dp: `tokens` of each data-parallel rank; empty if there is one.
     """
 
     comm: Comm
@@ -51,25 +48,22 @@ class Layout:
 
     @property
     def begin(self) -> int:
-        """The batch's row of the first that came in."""
+        """Return the batch's row of the first that came in."""
         return self.tp_rank * self.entered if self.sharded else 0
 
     @property
     def whole(self) -> bool:
-        """Does each tensor-parallel rank choose for all tokens?"""
+        """Return whether each tensor-parallel rank chooses for all tokens."""
         unsplit = self.comm == "none" or self.keeps_all
         return self.comm == "allgather" or (unsplit and not self.sharded)
 
 
 def place(layout: Layout, chosen: int) -> Place:
-    """Where the ids of `chosen` rows belong: none of another rank's rows, and none that only fill up.
+    """Return where the ids of `chosen` rows belong, without other ranks' rows and padding.
 
-        >>> from npu_replay.compat.vllm_ascend.placing import Layout, place
-        >>> place(Layout(comm="mc2", tokens=13, entered=13, tp_rank=1, tp_size=2), 7)  # filled up to 14
-        Place(first=0, tokens=6, row=7)
-
-    Raises:
-        ReplayError: so many rows don't come about in this way of communication.
+    >>> from npu_replay.compat.vllm_ascend.placing import Layout, place
+    >>> place(Layout(comm="mc2", tokens=13, entered=13, tp_rank=1, tp_size=2), 7)  # padded to 14
+    Place(first=0, tokens=6, row=7)
     """
     if layout.comm == "allgather":
         found = _gathered(layout, chosen)
@@ -90,19 +84,20 @@ def place(layout: Layout, chosen: int) -> Place:
 
 
 def _gathered(layout: Layout, chosen: int) -> Place | None:
-    """The tokens of all data-parallel ranks, one behind the other: filled up to the longest; or, gathered
-    from parts, as they are (to 0.26) or each filled up to equal parts (from 0.27 on)."""
+    """Return the place among the tokens of all data-parallel ranks, one after the other."""
+    # They are padded to the longest; or, gathered from parts, left as they are (to 0.26) or each padded to
+    # equal parts (from 0.27 on).
     own = layout.across_dp or (layout.tokens,)
     rank = layout.dp_rank if layout.across_dp else 0
     in_parts = [_filled(tokens, layout.tp_size) for tokens in own]
     for lengths in [own, in_parts] if layout.sharded else [[max(own)] * len(own)]:
-        if chosen == sum(lengths):  # where both hold, they are the same
+        if chosen == sum(lengths):  # if both fit, they are the same
             return Place(sum(lengths[:rank]), layout.tokens, 0)
     return None
 
 
 def _split(layout: Layout, chosen: int) -> Place | None:
-    """All tokens came in, and each tensor-parallel rank takes a part, as `torch.tensor_split` cuts them."""
+    """Return the place where each tensor-parallel rank takes a part, as `torch.tensor_split` cuts them."""
     if layout.comm == "alltoall":
         total = max(layout.tokens, layout.tp_size)
     else:
@@ -114,7 +109,7 @@ def _split(layout: Layout, chosen: int) -> Place | None:
 
 
 def _part_of_longest(layout: Layout) -> int:
-    """What MC2 fills up to: an equal part of the tokens of the data-parallel rank that has most."""
+    """Return the size that MC2 pads to: an equal part of the longest data-parallel rank's tokens."""
     return _filled(max(layout.across_dp, default=layout.tokens), layout.tp_size) // layout.tp_size
 
 

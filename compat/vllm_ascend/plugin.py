@@ -1,8 +1,8 @@
 """Capture routed experts on vllm-ascend, as a plug-in of vLLM, where NPU_REPLAY_VLLM_ASCEND=1.
 
 vLLM calls `register` in each of its processes. In a worker it waits for the model runner. What can't be
-captured ends the start before weights are loaded; the rest is put in place when vLLM makes its capturer:
-weights are loaded then, and no graph is captured yet.
+captured ends the start before weights are loaded; the rest is installed when vLLM makes its capturer: weights
+are loaded then, and no graph is captured yet.
 
 Asks:     the releases of both products, the engine's config, and each worker whether it captures.
 Changes:  two methods of the model runner, one of the executor; what `Seam` and `ReadOut` say; Ray's variable.
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 CAPABILITY = "capture on vllm-ascend"
 GROUP, NAME = "vllm.general_plugins", releases.PLUGIN
-"""Where vLLM looks for plug-ins, and this one's name."""
+"""The group in which vLLM looks for plug-ins, and this one's name."""
 
 _RUNNERS = ("vllm_ascend.worker.model_runner_v1", "vllm_ascend.worker.v2.model_runner")
 _EXECUTOR = "vllm.v1.executor.abstract"
@@ -58,12 +58,12 @@ _attached = Patches("routed experts of vllm-ascend, in a worker")
 
 
 def wanted() -> bool:
-    """Is npu_replay to capture?"""
+    """Return whether npu_replay is to capture."""
     return environment.read(VLLM_ASCEND, False) and not environment.disabled()
 
 
 def filtered() -> str:
-    """What keeps vLLM from loading the plug-in; empty where nothing does, as far as this process can tell."""
+    """Return what keeps vLLM from loading the plug-in, as far as this process can tell; empty if nothing."""
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and NAME not in allowed.split(","):  # vLLM strips no spaces either
         return f"VLLM_PLUGINS={allowed} leaves {NAME} out"
@@ -72,7 +72,7 @@ def filtered() -> str:
 
 
 def left_out() -> ReplayError | None:
-    """Why vLLM won't load the plug-in though it is wanted; None where it will."""
+    """Return why vLLM won't load the plug-in though it is wanted; None if it will."""
     why = filtered() if wanted() else ""
     if not why:
         return None
@@ -86,11 +86,7 @@ def left_out() -> ReplayError | None:
 
 
 def capability(product: Product, vllm: Product) -> Capability:
-    """Whether routes are captured by npu_replay here.
-
-    Args:
-        product, vllm: what is found of vllm-ascend, and of vLLM.
-    """
+    """Return whether npu_replay captures routes here."""
     if not product.usable:
         return unusable(CAPABILITY, product)
     problem = _unknown(product.version, vllm.version)
@@ -113,11 +109,7 @@ def capability(product: Product, vllm: Product) -> Capability:
 
 
 def register() -> None:
-    """Get ready to capture, if that is asked for. Once is as good as twice.
-
-    Raises:
-        ReplayError: this release isn't known; the engine doesn't start. NPU_REPLAY_STRICT=0 logs it.
-    """
+    """Prepare to capture, if that is asked for; refuse a release that isn't known."""
     if not wanted():
         return
     version, vllm = probe.installed("vllm-ascend"), probe.installed("vllm")
@@ -142,8 +134,8 @@ def register() -> None:
 
 
 def _tell_workers_of_ray() -> None:
-    """vLLM's Ray executor gives its workers the variables that it knows: without ours, each would run as
-    released, and nobody would say so."""
+    """Add our variables to those that vLLM's Ray executor copies to its workers."""
+    # Without them each worker would run as released, without an error.
     named = [name.strip() for name in os.environ.get(_TO_RAY, "").split(",")]
     before = os.environ.get(_TO_RAY)
     told = ",".join(dict.fromkeys([*filter(None, named), VLLM_ASCEND, STRICT]))
@@ -162,13 +154,13 @@ def _tell_workers_of_ray() -> None:
 
 
 def _unknown(version: str, vllm: str) -> ReplayError | None:
-    """Why these releases aren't touched."""
+    """Return why these releases aren't touched."""
     known = releases.captures(releases.of_release(version, vllm))
     return releases.no_pair(version, vllm) or (None if known else releases.not_captured(version))
 
 
 def _refuse(problem: ReplayError | None) -> bool:
-    """Raise it, or log it where nothing is strict. Is there one?"""
+    """Raise the error, or log it if strict is off; return whether there is one."""
     if problem is not None and environment.strict():
         raise problem
     if problem is not None:
@@ -177,7 +169,7 @@ def _refuse(problem: ReplayError | None) -> bool:
 
 
 def _guard(module: ModuleType) -> None:
-    """Have a worker's model runner checked when it is made, and captured from when its capturer is there."""
+    """Have a worker's model runner checked when it is made, and captured once its capturer exists."""
     runner = module.NPUModelRunner
     _patches.wrap(runner, "__init__", _made, "refuses what can't be captured, before weights are loaded")
     if hasattr(runner, _INIT):
@@ -185,17 +177,15 @@ def _guard(module: ModuleType) -> None:
 
 
 def _asked(original: Callable[..., Any], executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have every worker capture, or the engine doesn't start.
-
-    The engine's process has the plug-in, and its workers may run on other nodes. One that lacks npu_replay,
-    or the variable, hands out what its release has: zeros, or from 0.28 on rows of an earlier step.
-    """
+    """Refuse to start an engine of which a worker doesn't capture."""
+    # Workers may run on other nodes. One without npu_replay, or without its variable, returns what its
+    # release has: zeros, or from 0.28 on rows of an earlier step.
     made = original(executor, *args, **kwargs)
     if not getattr(executor.vllm_config.model_config, _FLAG, False):
         return made
     try:
         told = executor.collective_rpc(captures)
-    except Exception as error:  # noqa: BLE001  where npu_replay can't be imported, vLLM says so in its own words
+    except Exception as error:  # noqa: BLE001  vLLM's own error, if a worker can't import npu_replay
         got = f"{type(error).__name__}: {error}"
     else:
         without = [str(rank) for rank, one in enumerate(told) if not one]
@@ -212,7 +202,7 @@ def _asked(original: Callable[..., Any], executor: Any, *args: Any, **kwargs: An
 
 
 def captures(worker: object) -> bool:
-    """Does npu_replay capture in this process? Called in vLLM's workers, with the worker."""
+    """Return whether npu_replay captures in this process; called in vLLM's workers, with the worker."""
     return any(_attached)
 
 
@@ -260,24 +250,16 @@ def _planned_wrong(vllm_config: Any) -> ReplayError | None:
 
 
 def _version() -> str:
-    """The release whose rules hold here."""
+    """Return the release whose rules hold here."""
     return releases.of_release(probe.installed("vllm-ascend"), probe.installed("vllm"))
 
 
 def attach(runner: Any) -> Capture:
-    """Capture from a worker whose vLLM has just made its capturer.
-
-    Args:
-        runner: its model runner, with weights and KV cache, without graphs.
-
-    Again for the same one: vLLM 0.22 makes a KV cache to measure graphs with, before its own.
-
-    Raises:
-        ReplayError: not every layer that routes is there, or somebody else captures already.
-    """
+    """Capture in a worker whose vLLM has just made its capturer: weights are loaded, no graph captured."""
     from vllm.distributed import get_tp_group
     from vllm_ascend.ops.fused_moe.moe_comm_method import MoECommMethod
 
+    # Called again for the same runner: vLLM 0.22 makes a KV cache to measure graphs with, before its own.
     if _attached.has(runner, "execute_model"):
         _attached.undo()
     ReplayError.unless(
@@ -311,7 +293,7 @@ def attach(runner: Any) -> Capture:
 def _held_against_config(
     runner: Any, found: Mapping[int, torch.nn.Module], buffer: torch.Tensor
 ) -> RoutedModel:
-    """What the model's config says of its layers, which has to be what was found."""
+    """Return the model of the runner's config, after comparing its MoE layers with those found."""
     model = RoutedModel.of(runner.vllm_config.model_config.hf_text_config)
     own = [number for number, module in found.items() if getattr(module, "zero_expert_num", 0)]
     ReplayError.unless(

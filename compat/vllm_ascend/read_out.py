@@ -1,6 +1,6 @@
-"""Have a worker hand out a step's rows when all ranks' are together.
+"""Make a worker return a step's rows after all ranks' are merged.
 
-Asks:     the capturer, by which of three methods it hands out rows.
+Asks:     the capturer, by which of three methods it returns rows.
 Changes:  that method, `clear_buffer`, and the runner's `execute_model`; where rows go by slots of another KV
           cache group than the runner keeps, its `_build_attention_metadata`.
 Undone:   with the group of patches that `install` is given.
@@ -26,13 +26,7 @@ _SAVE, _BUFFER, _SNAPSHOT = "save_captured_experts", "get_device_buffer", "get_r
 
 
 class ReadOut:
-    """Has each step begun and finished.
-
-    Args:
-        runner: the worker's model runner.
-        capturer: vLLM's.
-        capture: what this worker captures.
-    """
+    """Begins and finishes the capture of each step of a worker's model runner."""
 
     def __init__(self, runner: Any, capturer: Any, capture: Capture) -> None:
         self._runner, self._capturer, self._capture = runner, capturer, capture
@@ -42,11 +36,7 @@ class ReadOut:
         self._positions: list[int] | None = None
 
     def install(self, patches: Patches) -> None:
-        """Reach both ends of a step.
-
-        Raises:
-            ReplayError: the capturer has no way out that is known.
-        """
+        """Wrap both ends of a step, by whichever of the known methods the capturer has."""
         around: dict[str, Callable[..., Any]] = {
             _SAVE: self._save,
             _BUFFER: self._hand_out,
@@ -87,13 +77,14 @@ class ReadOut:
         return original(scheduled, *args, **kwargs)
 
     def _tells_positions(self) -> bool:
-        """Does the scheduler know where a step's tokens stand? Not which drafts were rejected a step ago."""
+        """Return whether the scheduler knows the positions of a step's tokens."""
+        # It doesn't know yet which drafts of the last step were rejected.
         drafts = getattr(self._runner, "speculative_config", None) is not None
         late = getattr(self._runner.scheduler_config, "async_scheduling", False)
         return self._capture.check.ground < 0 and not (drafts and late)
 
     def _save(self, original: Callable[..., Any], indices: Any) -> None:
-        slots = indices[: self._capture.scheduled]  # the rest is -1, which is the last slot of the cache
+        slots = indices[: self._capture.scheduled]  # the rest is -1, which would index the last slot
         self._finish(torch.as_tensor(slots))
         original(slots)
 
@@ -102,7 +93,7 @@ class ReadOut:
         return original()
 
     def _snapshot(self, original: Callable[..., Any], slot_mappings: Any, num_tokens: int) -> Any:
-        if num_tokens < self._capture.scheduled:  # vLLM may leave out drafts that it doesn't think worth it
+        if num_tokens < self._capture.scheduled:  # vLLM may drop drafts
             self._capture.scheduled, self._positions = num_tokens, None
         self._finish(slot_mappings[self._group])
         return original(slot_mappings, num_tokens)
@@ -125,7 +116,7 @@ class ReadOut:
 
 
 def positions(scheduled: Any) -> list[int]:
-    """Where the tokens of a step stand in their sequences, in any order."""
+    """Return the positions of a step's tokens in their sequences, in any order."""
     cached, tokens = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens
     begun = [(one.req_id, one.num_computed_tokens) for one in scheduled.scheduled_new_reqs]
     begun += zip(cached.req_ids, cached.num_computed_tokens, strict=True)

@@ -1,15 +1,14 @@
-"""vllm-ascend: which release hands out which routes, release by release, as its source has it.
+"""Holds vllm-ascend's table of releases: the routes that each returns, and the plans that give none.
 
     from          up to         captured              ids      place
     0.18.0        0.23.0.post1  unquantized           logical  AscendUnquantizedFusedMoEMethod.apply
     0.24.0rc1     0.26.0rc1     nothing: all zeros             the same, behind a config that is never set
     0.27.1rc1     0.29.0rc1     all                   logical  the routers, by vLLM's own binder
-    0.30.0rc1     0.30.0rc2     all                   logical  the same, by Model Runner V2 alone
+    0.30.0rc1     0.30.0rc2     all                   logical  the same, by Model Runner V2 only
 
-0.21.0rc1 has a patch that puts together the tokens that data or sequence parallelism split (#9728); on vLLM's
-release of the same number it is installed from 0.25.1rc1 on. All of it was read in the released source;
-0.18.0, 0.23.0 and 0.30.0rc2 were run on a CPU with stand-ins for the NPU's operators. Nothing is imported.
-What holds of a release and changes no verdict stands in docs/dev/engine-limits.md.
+A patch for tokens that data or sequence parallelism split (#9728) is in 0.21.0rc1; on vLLM's release of the
+same number it is installed from 0.25.1rc1 on. All was read in the released source; 0.18.0, 0.23.0 and
+0.30.0rc2 were run on a CPU with stand-ins for the NPU's operators. See also docs/dev/engine-limits.md.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from npu_replay.rollout.release_rules import (
 
 CAPABILITY = "routes of vllm-ascend"
 PLUGIN = "npu_replay"
-"""The plug-in's name: VLLM_PLUGINS has to hold it, where it is set."""
+"""The plug-in's name, which VLLM_PLUGINS must contain, if it is set."""
 BY_ROUTER = "0.27.0"
-"""The first release whose layers choose by vLLM's routers, which tell vLLM's capturer."""
+"""The first release whose layers choose by vLLM's routers, which call vLLM's capturer."""
 OLDEST = "0.18.0"
 """The oldest release that is checked."""
 
@@ -50,14 +49,10 @@ Soc = Literal["A2", "A3", "A5", "310P"]
 def refusal(
     version: str, plan: Plan | None = None, vllm: str = "", *, capture: bool = False
 ) -> ReplayError | None:
-    """Return why this release gives zeros, or nothing, with this plan; None where routes are right.
+    """Return why this release gives zeros, or nothing, with this plan; None if routes are right.
 
-    Args:
-        version: vllm-ascend's.
-        plan: vLLM's arguments by their Python names, and `soc`, the processor's generation (`Soc`). A model's
-            own folder or config may say that it is quantized, too.
-        vllm: the release of vLLM beside it, where known.
-        capture: does npu_replay capture (`plugin`)?
+    The plan may hold `soc`, the processor's generation (`Soc`); a model's own folder or config may also say
+    that it is quantized. With `capture` npu_replay captures (`plugin`).
     """
     plan = plan or {}
     if capture:
@@ -69,19 +64,19 @@ def refusal(
 
 
 def of_release(version: str, vllm: str) -> str:
-    """Return the release whose rules hold. A build between releases has those of the vLLM that it runs on:
-    images carry «0.18.1.dev45», and «0.1.dev1» from a shallow clone."""
+    """Return the release whose rules hold; a build between releases has those of its vLLM."""
+    # Images carry «0.18.1.dev45», and «0.1.dev1» from a shallow clone.
     between = "dev" in version or not tells_release(version)
     return vllm if version and between and tells_release(vllm) else version
 
 
 def captures(version: str) -> bool:
-    """Does npu_replay know how this release chooses experts and hands them out?"""
+    """Return whether npu_replay knows how this release chooses experts and returns them."""
     return any(run.holds(version) for run in _CAPTURED) and release(version) != (0, 0, 0)
 
 
 def no_pair(version: str, vllm: str) -> ReplayError | None:
-    """Why npu_replay captures nothing on these two together; None where one is made for the other."""
+    """Return why npu_replay captures nothing on these two together; None if one is made for the other."""
     if release(of_release(version, vllm))[:2] == release(vllm)[:2]:
         return None
     return ReplayError(
@@ -94,8 +89,8 @@ def no_pair(version: str, vllm: str) -> ReplayError | None:
 
 
 def environment() -> dict[str, str]:
-    """What the engine's processes need for npu_replay to capture. A filter of this process is handed on to
-    them: npu_replay has to pass it."""
+    """Return the variables that the engine's processes need for npu_replay to capture."""
+    # The processes inherit a filter of this one, which must contain the plug-in.
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is None or PLUGIN in allowed.split(","):
         return {VLLM_ASCEND: "1"}
@@ -103,19 +98,14 @@ def environment() -> dict[str, str]:
 
 
 def capture_refusal(version: str, plan: Plan) -> ReplayError | None:
-    """Why npu_replay captures nothing there; None where it does.
-
-    Args:
-        version: vllm-ascend's.
-        plan: vLLM's arguments by their Python names; `model` is a RoutedModel or a Hugging Face config.
-    """
+    """Return why npu_replay captures nothing with this release and plan; None if it captures."""
     if not captures(version):
         return not_captured(version)
     return launch.clash("npu_replay on vllm-ascend", version, "", plan, CAPTURE_CLASHES)
 
 
 def not_captured(version: str) -> ReplayError:
-    """What is said of a release that npu_replay doesn't know."""
+    """Make the error about a release that npu_replay doesn't know."""
     return ReplayError(
         f"npu_replay captures nothing on vllm-ascend {version}, and touches nothing there",
         where="rollout",
@@ -127,18 +117,18 @@ def not_captured(version: str) -> ReplayError:
 
 
 def needs_v2(version: str, model: Any = None) -> bool:
-    """Are there routes, or right ones, with VLLM_USE_V2_MODEL_RUNNER=1 alone?"""
+    """Return whether there are routes, or right ones, with VLLM_USE_V2_MODEL_RUNNER=1 only."""
     at = release(version)
     return at >= (0, 30, 0) or (at >= (0, 28, 0) and model_config.is_hybrid(model))
 
 
 def needs_sync(version: str) -> bool:
-    """Are rows right with async_scheduling=False alone?"""
+    """Return whether rows are right with async_scheduling=False only."""
     return release(version) < release(_SNAPSHOTS)
 
 
 def faults(version: str) -> tuple[Fault, ...]:
-    """What can be wrong with routes of that release, whichever vLLM it is beside."""
+    """Return the faults of that release, for whichever vLLM is beside it."""
     name = f"vllm-ascend {version}"
     built = f"{name} gives physical ids, if it is {_OF_MAIN} (vllm-ascend#13268; mended by #13882)"
     of_main = (Fault(Symptom.RANGE, cause=built),) if "dev" in version else ()
@@ -147,18 +137,13 @@ def faults(version: str) -> tuple[Fault, ...]:
 
 
 def guesses() -> Iterator[Fault]:
-    """Yield the same where nobody says which release it is: vLLM's number stands for it."""
+    """Yield the faults for an unknown release; vLLM's number stands for it."""
     for fault in FAULTS:
         yield replace(fault, device="npu", always="", cause=f"on Ascend, vllm-ascend {fault.cause}")
 
 
 def capability(product: Product, vllm: str = "") -> Capability:
-    """Routes of vllm-ascend's rollouts, as far as its release tells.
-
-    Args:
-        product: what is found of vllm-ascend.
-        vllm: the release of vLLM beside it.
-    """
+    """Return whether vllm-ascend's rollouts have routes, as far as the release tells."""
     if not product.usable:
         return unusable(CAPABILITY, product)
     version = of_release(product.version, vllm)
@@ -173,15 +158,15 @@ def capability(product: Product, vllm: str = "") -> Capability:
     return Capability(CAPABILITY, "works", captured + runner)
 
 
-# ---- what rows ask a plan
+# ---- rules of the rows below
 
 _SPLIT_FROM_EP: dict[Soc | None, int] = {"A2": 16, "A3": 2, "A5": 2}
-"""From how many expert-parallel ranks on tokens are split over tensor-parallel ranks before routing. Where
-nobody says the processor, nothing is refused."""
+"""The least number of expert-parallel ranks from which on tokens are split over tensor-parallel ranks before
+routing. For an unknown processor nothing is refused."""
 
 
 def _ranks(plan: Plan) -> tuple[int, int]:
-    """Return the tensor-parallel and data-parallel sizes, which may be text or None, as configs have them."""
+    """Return the tensor-parallel and data-parallel sizes, which may be text or None in a config."""
     tp, dp = (launch.number(plan.get(f"{kind}_parallel_size")) or 1 for kind in ("tensor", "data"))
     return tp, dp
 
@@ -191,28 +176,28 @@ def _of_a_hybrid(plan: Plan, _: Any) -> bool:
 
 
 def _splits_tokens(plan: Plan, _: Any) -> bool:
-    """Are tokens split over tensor-parallel ranks before they are routed, and not put together again?"""
+    """Return whether tokens are split over tensor-parallel ranks before routing, and not gathered again."""
     tp, dp = _ranks(plan)
     least = _SPLIT_FROM_EP.get(plan.get("soc"))
     return bool(plan.get("enable_expert_parallel") and dp == 1 and least is not None and tp >= least)
 
 
 def _fills_up(plan: Plan, _: Any) -> bool:
-    """Are tokens filled up to the longest data-parallel rank's, and not split over tensor-parallel ranks?"""
+    """Return whether tokens are padded to the longest data-parallel rank's, and not split over TP ranks."""
     tp, dp = _ranks(plan)
     least = _SPLIT_FROM_EP.get(plan.get("soc"))
     return bool(plan.get("enable_expert_parallel") and tp == 1 < dp and least is not None and dp >= least)
 
 
 def _shares_parts(plan: Plan, _: Any) -> bool:
-    """Do layers of experts share tokens out in parts? From 0.27 on only where flash comm is on."""
+    """Return whether MoE layers share tokens out in parts; from 0.27 on only with flash comm."""
     config = launch.as_mapping(plan.get("additional_config"))
     flash = any(config.get(name) for name in ("enable_flashcomm1", "enable_dsa_cp"))
     return bool(flash and min(_ranks(plan)) > 1 and plan.get("enable_expert_parallel"))
 
 
 def _asks(*keys: str) -> Callable[[Plan, tuple[str, ...]], bool]:
-    """Is this on in vllm-ascend's own config?"""
+    """Make a rule that holds if a key is on in vllm-ascend's own config."""
 
     def asks(plan: Plan, arguments: tuple[str, ...]) -> bool:
         found = plan.get(arguments[0])
@@ -232,7 +217,7 @@ def _splits_by_pass(plan: Plan, arguments: tuple[str, ...]) -> bool:
 # ---- the rows
 
 _SNAPSHOTS = "0.23.0"
-"""The first release that copies the rows before the next step fills their buffer again."""
+"""The first release that copies the rows before the next step overwrites their buffer."""
 _WORKING = "vllm-ascend 0.23.0 captures unquantized models, 0.27.1rc1 and later all"
 _OF_MAIN = "a build of its main branch between 1 and 12 August 2026"
 _OR_OURS = "; or npu_replay's own capture (capture=True)"
@@ -253,7 +238,7 @@ FAULTS = (
     Fault(Symptom.STALE_ROWS, since="0.28.0",
           cause=f"{_ONE_RANK}, and the other rows are an earlier step's"),
 )
-"""What can be wrong with its routes, after its name and release."""
+"""The faults of its routes; an error puts its name and release in front."""
 
 _SYNCHRONOUS = Clash(
     ("async_scheduling",), on, until=_SNAPSHOTS,
@@ -323,7 +308,7 @@ CAPTURE_CLASHES = (
           problem="captures no model with linear attention", instead="vllm-ascend 0.22.1rc1 and later",
           why="vLLM keeps too few slots for one there (vllm-ascend#8216)"),
 )
-"""Where npu_replay captures nothing either."""
+"""Plans with which npu_replay captures nothing either."""
 
 _CAPTURED = (Releases(since="0.18.0", until="0.21.0"), Releases(since="0.22.0", until="0.31.0"))
 # fmt: on

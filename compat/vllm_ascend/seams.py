@@ -1,12 +1,12 @@
-"""Have a capture hear where a worker's layers choose their experts.
+"""Pass the experts that a worker's layers choose to a capture.
 
-Asks:     the model for its layers, and who holds `select_experts`; somebody else's is refused.
+Asks:     the model for its layers, and who holds `select_experts`; another patch of it is refused.
 Changes:  `MoECommMethod.prepare`, the capturer's `capture`, to 0.26 `select_experts` and each layer's run.
 Undone:   with the group of patches that `install` is given.
 
-To 0.26 every way of quantizing calls `select_experts`, and only one of them tells vLLM's capturer; so it is
-replaced wherever it is bound, and what runs a layer says which layer it is. From 0.27 on vLLM's own binder
-reaches every router. In both, `prepare` tells how a layer's tokens come in.
+To 0.26 every way of quantizing calls `select_experts`, and only one of them calls vLLM's capturer; so it is
+replaced wherever it is bound, and a wrapper of each layer's run gives the layer's number. From 0.27 on vLLM's
+own binder reaches every router. In both, `prepare` shows how a layer's tokens come in.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAME = "select_experts"
 
 
 def layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
-    """The modules of a model that route, by decoder layer: vLLM's FusedMoE, or from 0.24 on its MoERunner."""
+    """Return a model's modules that route, by decoder layer: vLLM's FusedMoE, from 0.24 on its MoERunner."""
     found: dict[int, torch.nn.Module] = {}
     for name, module in model.named_modules():
         if hasattr(type(module), "layer_id") and hasattr(module, "moe_config"):
@@ -48,13 +48,7 @@ def layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
 
 
 class Seam:
-    """Hands each choice of the target model's layers to a capture.
-
-    Args:
-        capture: of this worker.
-        modules: those that route, by decoder layer.
-        tp, parallel: vLLM's coordinator of the tensor-parallel group, and its parallel config.
-    """
+    """Passes each choice of the target model's layers to a capture."""
 
     def __init__(
         self, capture: Capture, modules: Mapping[int, torch.nn.Module], tp: Any, parallel: Any
@@ -70,19 +64,14 @@ class Seam:
         self._layer: int | None = None
 
     def install(self, patches: Patches, capturer: Any, selects: bool) -> None:
-        """Reach every choice.
-
-        Args:
-            patches: notes what is replaced.
-            capturer: vLLM's, which the routers tell from 0.27 on.
-            selects: are experts chosen by `select_experts`, which the capturer doesn't hear of?
-        """
+        """Install what reaches every choice; `selects`: `select_experts` chooses, past the capturer."""
         from vllm_ascend.ops.fused_moe.moe_comm_method import MoECommMethod
 
         patches.wrap(MoECommMethod, "prepare", self._prepare, "how a layer's tokens come in")
         if not selects:
             patches.set(capturer, "capture", self._from_router, "places rows by the way of communication")
             return
+        # Silenced, as the one way of quantizing that calls it would write its rows twice.
         patches.set(capturer, "capture", lambda **_: None, "reached another way, for every quantization")
         for number, module in self._modules.items():
             run = "_forward_impl" if hasattr(module, "_forward_impl") else "forward_impl"
@@ -91,14 +80,14 @@ class Seam:
             for holder in holders:
                 patches.set(holder, _NAME, self._choosing(function), "the experts of every quantization")
 
-    # ---- what is heard
+    # ---- wrappers around vllm-ascend's functions
 
     def _prepare(self, original: Callable[..., Any], comm: Any, *args: Any, **kwargs: Any) -> Any:
         made = original(comm, *args, **kwargs)
         self._capture.enter(
             kwargs["router_logits"] if "router_logits" in kwargs else args[1],
             sharded=bool(kwargs.get("replace_allreduce")),
-            # 0.26 takes it as an argument, and heeds it no more
+            # 0.26 takes it as an argument, and ignores it.
             keeps_all=bool(getattr(comm.prepare_finalize, "enable_shared_expert_dp", False)),
         )
         return made
@@ -130,17 +119,12 @@ class Seam:
     def _take(
         self, layer: int, ids: torch.Tensor, says: Callable[[str], Any], logits: torch.Tensor | None
     ) -> None:
-        """Hand a choice to the capture.
-
-        Args:
-            says: what the choice is made with, by its name in vLLM.
-            logits: those that were chosen from, if somebody chooses before tokens are prepared.
-        """
+        """Pass a choice to the capture; `says` returns its settings by their names in vLLM."""
         if self._extra.in_profile_run:
             return
         capture, entry, context = self._capture, self._capture.entry, self._context()
         before = entry is None
-        if entry is None:  # the overlap gate chooses first, from the rows as they come in
+        if entry is None:  # the overlap gate chooses before `prepare`, from the incoming rows
             if logits is None:
                 problem = ReplayError(
                     "a layer chose experts of tokens that nothing was told of",
@@ -169,7 +153,7 @@ class Seam:
 
 
 def choice(says: Callable[[str], Any]) -> Choice | None:
-    """How experts are chosen, if it is a top-k of the logits: not by a function or a table of token ids."""
+    """Return how experts are chosen, if by a top-k of the logits; None for a function or a table of ids."""
     groups, kept = says("num_expert_group") or 1, says("topk_group") or 1
     own = any(says(name) is not None for name in ("custom_routing_function", "tid2eid", "bias_vl"))
     if own or says("top_k") is None or says("scoring_func") is None:
@@ -178,13 +162,9 @@ def choice(says: Callable[[str], Any]) -> Choice | None:
 
 
 def selectors() -> Iterator[tuple[Callable[..., Any], list[ModuleType]]]:
-    """Each function that chooses, with the modules that hold it, its own among them.
-
-    Raises:
-        ReplayError: somebody else has replaced it.
-    """
+    """Yield each function that chooses, with the modules that hold it; refuse one that was replaced."""
     holders: dict[int, list[ModuleType]] = {}
-    for name, module in list(sys.modules.items()):  # anything may stand there
+    for name, module in list(sys.modules.items()):  # modules may be any object
         function = getattr(module, "__dict__", {}).get(_NAME)
         if function is None:
             continue
@@ -198,11 +178,7 @@ def selectors() -> Iterator[tuple[Callable[..., Any], list[ModuleType]]]:
 
 
 def refuse_foreign(function: Any, files: tuple[str, ...], where: str) -> None:
-    """Refuse a function that isn't vllm-ascend's, or vLLM's, own.
-
-    Args:
-        files: the stems of those that it may be of.
-    """
+    """Refuse a function that isn't vllm-ascend's, or vLLM's, own; `files` are the stems of theirs."""
     code = function.__code__ if isinstance(function, FunctionType) else None
     own = code is not None and Path(code.co_filename).stem.removeprefix("patch_") in files
     if not own or hasattr(function, "__wrapped__"):

@@ -1,10 +1,10 @@
-"""The first steps of an engine are held against the routers' own logits.
+"""Compares the first steps of an engine with the routers' own logits.
 
-What is compared are the rows as they are handed out, in the batch's order and after all ranks' are together:
-so a wrong expert, place, layer, rank or step shows. Truth is a top-k of the logits as they came into the
-layer, worked out here. A step that runs as a captured graph has no logits to look at; there every row has to
-be written in that very step, by one rank. A way of communication that comes up later is looked at anew: it
-changes with the number of tokens, and has its own places.
+The rows are compared as they are returned, in the batch's order and after all ranks' are merged: so a wrong
+expert, place, layer, rank or step shows. The reference is a top-k, computed here, of the logits at the
+layer's input. A captured graph has no logits to read; there every row must be written in that very step, by
+one rank. A way of communication that comes up later is checked anew: it depends on the number of tokens, and
+has its own places.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from npu_replay.errors import ReplayError
 logger = logging.getLogger(__name__)
 
 STEPS = 16
-"""So many steps are looked at."""
+"""The steps that are checked."""
 COMPARED = 3
-"""So many of them are held against logits, if so many run eagerly."""
+"""The number of them that are compared with logits, if so many run eagerly."""
 _NEAR = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
-"""Scores of logits in that dtype so near to each other, relatively, may change places: not every way to
-choose widens bfloat16 first, which keeps eight bits of a score."""
+"""The relative distance, by dtype of the logits, within which scores may change places: not every way of
+choosing widens bfloat16 first, which keeps eight bits of a score."""
 FEWEST = 8
-"""Fewer tokens aren't held against logits: one of them may always differ."""
+"""The least number of tokens that are compared with logits: one of them may always differ."""
 _MAY_DIFFER = 1 / 50
 """The share of a layer's rows that may differ from the top-k in one step."""
 
@@ -38,13 +38,10 @@ _REPORT = "Without NPU_REPLAY_VLLM_ASCEND the engine runs as released; please re
 
 @dataclass(frozen=True)
 class Choice:
-    """How a layer chooses its experts.
+    """Describes how a layer chooses its experts, by «softmax», «sigmoid» or «sqrtsoftplus» scores.
 
-    Attributes:
-        top_k: experts a token.
-        scoring: «softmax», «sigmoid», «sqrtsoftplus».
-        bias: added to the scores for the choice alone; shape (experts,).
-        groups, kept: experts stand in so many groups of equal size, and the best `kept` are chosen from.
+    `bias`, shape (experts,), is added to the scores for the choice only. Experts form `groups` of equal size,
+    and the best `kept` groups are chosen from.
     """
 
     top_k: int
@@ -55,20 +52,14 @@ class Choice:
 
 
 def expected(logits: torch.Tensor, choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts that these logits choose, and of which rows that is beyond doubt.
-
-    Args:
-        logits: shape (rows, experts).
-
-    Returns:
-        Sorted ids, int64, shape (rows, k); and bool, shape (rows,): no two scores at the edge are near.
-    """
+    """Return the sorted experts, (rows, k), that logits (rows, experts) choose, and the certain rows."""
     near = _NEAR[logits.dtype]
     scores = _SCORES[choice.scoring](logits.float())
     if choice.bias is not None:
         scores = scores + choice.bias.to(logits.dtype).float()
     sure = torch.ones(len(scores), dtype=torch.bool, device=scores.device)
     if choice.groups > choice.kept:
+        # A row is uncertain if the last chosen score and the next are near.
         scores, sure = _within_groups(scores, choice, near)
     best = scores.topk(choice.top_k + 1, dim=-1)
     sure &= ~_close(best.values, near)
@@ -76,12 +67,12 @@ def expected(logits: torch.Tensor, choice: Choice) -> tuple[torch.Tensor, torch.
 
 
 def _within_groups(scores: torch.Tensor, choice: Choice, near: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Only experts of the best groups; a group is as good as its two best (group_select_mode=1)."""
+    """Keep the scores of the best groups; a group is as good as its two best (group_select_mode=1)."""
     by_group = scores.reshape(len(scores), choice.groups, -1)
     of_group = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
     best = of_group.topk(choice.kept + 1, dim=-1)
     sure = ~_close(best.values, near)
-    # a release that takes a group's best expert for its score may choose other groups
+    # A release that scores a group by its best expert only may choose other groups.
     by_best = by_group.amax(-1).topk(choice.kept, dim=-1).indices.sort(dim=-1).values
     sure &= (by_best == best.indices[:, :-1].sort(dim=-1).values).all(-1)
     kept = torch.zeros_like(of_group, dtype=torch.bool).scatter(-1, best.indices[:, :-1], True)
@@ -89,8 +80,7 @@ def _within_groups(scores: torch.Tensor, choice: Choice, near: float) -> tuple[t
 
 
 def _close(best: torch.Tensor, near: float) -> torch.Tensor:
-    """Are the last that is chosen and the first that isn't as good as each other? Shape (rows, k + 1). Scores
-    that are no numbers are."""
+    """Return whether the last chosen score and the next, of (rows, k + 1), are near; those of NaN are."""
     last, next_one = best[:, -2], best[:, -1]
     return ~((last - next_one).abs() > near * last.abs())
 
@@ -103,16 +93,13 @@ _SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class SelfCheck:
-    """Looks at the first steps, and says once that all was well.
+    """Checks the first `steps`, and logs once that all was right, on the rank that `speaks`.
 
     Args:
-        layers: the decoder layers that route, each with where it stands in the model («model.layers.3.mlp»).
-        experts: how many there are to choose from.
-        group: vLLM's coordinator of the tensor-parallel group, where its ranks may have different rows; else
-            None. Its `device_group` is asked for each time: sleep mode may destroy it and make another.
+        layers: the decoder layers that route, each with its name in the model («model.layers.3.mlp»).
+        group: vLLM's coordinator of the tensor-parallel group, if its ranks may have different rows; else
+            None. Its `device_group` is read each time: sleep mode may destroy it and make another.
         where: whose routes they are, for messages: «vllm-ascend 0.23.0».
-        steps: so many are looked at; 0: none.
-        speaks: says that all was well; one rank of a group does.
     """
 
     def __init__(
@@ -142,36 +129,31 @@ class SelfCheck:
 
     @property
     def ground(self) -> int:
-        """What a row has that nobody has written."""
+        """Return the value of a row that wasn't written."""
         return -1 if self._left else 0
 
     @property
     def compares(self) -> bool:
-        """Are choices of this step held against logits, if it runs eagerly?"""
+        """Return whether choices of this step are compared with logits, if it runs eagerly."""
         return self._left > 0 and self._to_compare > 0
 
     def begin(self) -> None:
-        """A step starts. What was chosen since the last one, in a dummy run, is nobody's."""
+        """Begin a step, and forget choices of a dummy run since the last one."""
         self._expected.clear()
         self._twice.clear()
         if self._again:
             self._again, self._left = False, self._each
 
     def way(self, comm: str) -> None:
-        """Tokens come to their experts in this way, or a graph runs. If that is new, and there are too few
-        steps left to see it, the next ones are looked at."""
+        """Note the way in which tokens are sent to experts, or «graph»."""
+        # If it is new, and too few steps are left to see it, further ones are checked.
         if comm not in self._ways:
             self._ways.add(comm)
             self._to_compare = COMPARED
             self._again |= self._left < min(COMPARED, self._each)
 
     def expect(self, layer: int, logits: torch.Tensor, choice: Choice, row: int) -> None:
-        """Remember what a layer has to choose.
-
-        Args:
-            logits: of tokens as they come into the layer; shape (tokens, experts).
-            row: the first one's place in the batch.
-        """
+        """Remember what logits, (tokens, experts), choose; `row` is the first token's in the batch."""
         known = choice.scoring in _SCORES and logits.dtype in _NEAR and len(logits) >= FEWEST
         if not self.compares or not known or choice.top_k >= logits.shape[-1]:
             return
@@ -183,16 +165,8 @@ class SelfCheck:
         self._expected[layer] = (ids, sure, row)
 
     def slots(self, slots: torch.Tensor, positions: Collection[int], block: int) -> None:
-        """Hold the slots of the KV cache, under which rows are kept, against where their tokens stand.
-
-        Args:
-            slots: of a step's tokens; shape (tokens,).
-            positions: of the same tokens in their sequences, in any order.
-            block: tokens in a block of the cache: a token has the same place in its block as its slot.
-
-        Raises:
-            ReplayError: they can't be these tokens'.
-        """
+        """Check the slots of the KV cache, under which rows are kept, against their tokens' positions."""
+        # A token has the same place in its block of the cache as its slot.
         told = slots.tolist()
         found, expected = sorted(slot % block for slot in told), sorted(at % block for at in positions)
         if found == expected and len(set(told)) == len(told) and min(told, default=0) >= 0:
@@ -206,21 +180,17 @@ class SelfCheck:
         )
 
     def before_merge(self, rows: torch.Tensor) -> None:
-        """Count who has written each row; shape (tokens, decoder layers, k)."""
+        """Count the ranks that wrote each row; shape (tokens, decoder layers, k)."""
         if not self._left:
             return
         own = rows[:, list(self._layers)]
+        # Until the merge an unwritten row holds -1 (`ground`).
         self._writers = (own >= 0).all(-1).int()
         if self._group is not None:
             dist.all_reduce(self._writers, dist.ReduceOp.SUM, group=self._group.device_group)
 
     def after_merge(self, rows: torch.Tensor) -> None:
-        """Look at the rows of all ranks, and leave zeros where nothing routes.
-
-        Raises:
-            ReplayError: names the layer, how many rows of it are wrong, and what it points to. All ranks of
-                the group raise together.
-        """
+        """Check the rows of all ranks, and set zeros where nothing routes; all ranks raise together."""
         if not self._left:
             return
         self._refuse(self._covered(rows[:, list(self._layers)]))
@@ -245,7 +215,7 @@ class SelfCheck:
             self._say()
 
     def _covered(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, str]]:
-        """Per layer, how many rows have each fault."""
+        """Return for each fault the number of rows per layer that have it."""
         apart = (rows < 0).any(-1) & (self._writers > 0)
         ids = rows.sort(-1).values
         return [
@@ -257,7 +227,7 @@ class SelfCheck:
         ]
 
     def _chosen(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, str]]:
-        """Per layer, how many rows the logits don't choose, if more than a kernel's precision may do."""
+        """Return for each layer the rows that differ from the logits, if more than precision explains."""
         wrong = torch.zeros(len(self._layers), dtype=torch.int64, device=rows.device)
         for place, layer in enumerate(self._layers):
             if layer in self._expected:

@@ -1,4 +1,4 @@
-"""Each id once: routes are put where a sample ends, and fetched by ranks; batches carry references."""
+"""Moves each id once: a sample's routes are stored where it ends, ranks fetch them by references."""
 
 from npu_replay.delivery.fetching import fetch
 from npu_replay.delivery.references import Reference

@@ -1,4 +1,4 @@
-"""fetch: references become the routes that this rank needs."""
+"""fetch: turns references into the routes that this rank needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npu_replay.routes.arguments import StageLabels
 from npu_replay.routes.routed_experts import RoutedExperts
 
 PATIENCE = 60.0
-"""Seconds for all that one call reads."""
+"""The seconds for everything that one call reads."""
 
 
 def fetch(
@@ -25,19 +25,19 @@ def fetch(
     on_bad_route: Literal["error", "native"] = "error",
     patience: float = PATIENCE,
 ) -> list[RoutedExperts | None]:
-    """The routes of these samples, in their order, of the layers that this rank needs.
+    """Return the routes of these samples, in their order, of the layers that this rank needs.
 
         samples = delivery.fetch(batch["routes"], parallel)
         rows = layout.gather(samples, layers=parallel.moe_layers)
 
-    Each piece is read once, however often its sample stands there. Ids were checked by whoever put them.
-    Call it once a step: what it returns is for all its passes, chunks and epochs.
+    Each piece is read once, even if its sample is repeated. Ids aren't checked again. Call it once a step:
+    its result is for all passes, chunks and epochs of that step.
 
     Args:
         references: of `RayCarrier.put`, a list or an object array; with "native" also None.
-        parallel: whose layers; `layers` says them outright; without either all are read.
-        on_bad_route: "native" has None in the place of a sample that can't be read, which `gather` takes with
-            the same setting, and counts.
+        parallel: the rank whose layers are read; `layers` names them instead; without either all are read.
+        on_bad_route: "native" returns None for a sample that can't be read, which `gather` accepts with the
+            same setting, and counts.
         patience: seconds that may pass until all is read.
 
     Raises:
@@ -68,7 +68,7 @@ def fetch(
 def fetch_each(
     references: Sequence[Reference], layers: tuple[int, ...] | None, patience: float
 ) -> list[RoutedExperts | InvalidRoutes]:
-    """Return the routes of each sample, or why it has none; the same object for the same sample."""
+    """Return the routes of each sample, or the error of it; the same object for the same sample."""
     if isinstance(layers, StageLabels):
         for one in references:
             put, problem = tuple(sorted(one.layers)), "the pieces have other labels than the model's"
@@ -93,7 +93,7 @@ def fetch_each(
 def _joined(
     one: Reference, pieces: Sequence[object], asked: tuple[int, ...] | None
 ) -> RoutedExperts | InvalidRoutes:
-    """Return a sample's pieces side by side, or why there is none."""
+    """Return a sample's pieces side by side, or the error of it."""
     parts = [piece for piece in pieces if isinstance(piece, RoutedExperts)]
     for piece in pieces:
         if not isinstance(piece, RoutedExperts):
@@ -104,7 +104,7 @@ def _joined(
                 got=f"{type(piece).__name__}: {piece}"[:300],
                 cause="a step that is over, whose routes were freed; a worker or a node that died with them",
             )
-    if len(parts) == 1 and parts[0].layers == asked:  # as a stage's own piece is
+    if len(parts) == 1 and parts[0].layers == asked:  # the usual case: a stage's own piece
         return parts[0]
     labels = one.layers if asked is None else asked
     if lacking := {*labels} - {layer for part in parts for layer in part.layers}:

@@ -1,4 +1,4 @@
-"""Reference: what a batch carries in the place of a sample's routes, which lie elsewhere in pieces."""
+"""Reference: takes the place of a sample's routes in a batch; the routes are stored elsewhere in pieces."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.routes.routed_experts import RoutedExperts
 
 Read: TypeAlias = "Callable[[Sequence[Any], float], list[RoutedExperts | Exception]]"
-"""Reads what lies behind handles, within so many seconds; in the place of what can't be had is why."""
+"""Reads handles within so many seconds; returns an exception in the place of each that can't be read."""
 LAYERS_A_PIECE = 8
-"""Where the pipeline's split isn't known."""
+"""The number used if the pipeline's split isn't known."""
 
 
+# No dataclass: a batch's container may be pydantic's, which turns dataclasses into dicts.
 class Reference:
-    """One sample's routes, put away. It may be pickled, copied, moved and repeated; it holds no ids.
-
-    No dataclass: a batch's container may be pydantic's, which makes dicts of those.
+    """Refers to one sample's stored routes. It can be pickled, copied, moved and repeated, and holds no ids.
 
     Attributes:
-        key: tells samples apart, 63 bits; a sample that is put twice has two.
-        step: of the job, for whoever keeps what he fetched; as the caller of `put` says.
+        key: identifies the sample, 63 bits; a sample that is put twice has two.
+        step: the job's step, as the caller of `put` gives it.
         tokens: rows of the routes.
-        fingerprint: of the tokens, if the routes know it.
+        fingerprint: of the tokens, if the routes have it.
         num_experts, topk: of the model.
         blocks: the decoder layers of each piece, ascending.
-        handles: what each piece is read by.
+        handles: a handle to read each piece by.
         read: reads handles: a function that can be pickled.
     """
 
@@ -50,7 +49,7 @@ class Reference:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The decoder layers of all pieces."""
+        """Return the decoder layers of all pieces."""
         return tuple(layer for block in self.blocks for layer in block)
 
     def __repr__(self) -> str:
@@ -59,12 +58,7 @@ class Reference:
 
 
 class Cut:
-    """How the layers of samples are cut into pieces.
-
-    Args:
-        cut: the job's ParallelLayout, with its decoder: a piece for each pipeline rank, with the layers of
-            all its virtual stages; or the layers of each piece; or how many layers a piece has.
-    """
+    """Cuts the layers of samples into pieces; `cut` is that of `RayCarrier`."""
 
     def __init__(self, cut: Any) -> None:
         self._each = LAYERS_A_PIECE
@@ -74,7 +68,7 @@ class Cut:
             cause = "a layout made by hand; give the layers of each piece, or how many one has"
             fine = cut.decoder is not None
             ReplayError.unless(fine, problem, "a ParallelLayout with decoder=", cut, cause)
-            # Two pieces would be joined by each rank, in memory of its own.
+            # One piece per rank: of two, each rank would have to make a joined copy.
             self._blocks = [replace(cut, pp_rank=rank).moe_layers for rank in range(cut.pp)]
         elif isinstance(cut, (list, tuple)):
             self._blocks = [
@@ -92,7 +86,7 @@ class Cut:
             self._each = whole_number(cut, "layers a piece", least=1)
 
     def pieces(self, routes: RoutedExperts) -> list[RoutedExperts]:
-        """Return the pieces of one sample; an error where the cut has none for a layer."""
+        """Return the pieces of one sample; refuse a layer that the cut has no piece for."""
         layers, each = routes.layers, self._each
         if self._blocks is None:
             return [routes.only(layers[first : first + each]) for first in range(0, len(layers), each)]
@@ -114,13 +108,8 @@ def put_away(
     read: Read,
     step: int = 0,
 ) -> list[Reference]:
-    """Put samples away in pieces.
-
-    Args:
-        samples: checked, as every RoutedExperts is; whoever fetches them checks no id again.
-        store: takes pieces, returns a handle for each.
-        read: reads such handles.
-    """
+    """Store samples in pieces, and return their references."""
+    # RoutedExperts' ids are checked; `fetch` checks none again.
     given = list(samples)
     for one in given:
         fine, kind = isinstance(one, RoutedExperts), type(one).__name__

@@ -1,1 +1,1 @@
-"""Parallel training: which token, layer and rank."""
+"""Maps routes to the tokens, layers and ranks of parallel training."""

@@ -1,4 +1,4 @@
-"""Which sequences of a batch have routes that can't be used, why, and how many are too many."""
+"""Finds the sequences of a batch whose routes can't be used, and decides how many are too many."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from npu_replay.routes.fingerprint import find_other_tokens
 from npu_replay.routes.routed_experts import RoutedExperts
 
 CEILING = 0.01
-"""The share of bad samples that is tolerated where the user says no other."""
+"""The share of bad samples that is tolerated by default."""
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def find(
     layers = None if layers is None else arguments.labels(layers)
     kinds = [_kind(one, layers) if isinstance(one, RoutedExperts) else None for one in batch]
     usual = kinds[0] if kinds else None
-    if kinds.count(usual) < len(kinds):  # counting hashes each, and nearly always they are alike
+    if kinds.count(usual) < len(kinds):  # only then: counting hashes each, and most batches are alike
         counted = Counter(kind for kind in kinds if kind is not None)
         usual = counted.most_common(1)[0][0]
     marks = (None,) * len(lengths) if fingerprints is None else fingerprints
@@ -51,10 +51,8 @@ def find(
 def above_ceiling(
     bad: int, samples: int, ceiling: float, *, setting: str = "ceiling", where: str = "", first: object = None
 ) -> MicroBatchError | None:
-    """Return the error about too many bad samples; None where they aren't too many.
-
-    A single one of several never is too many, unless none is tolerated.
-    """
+    """Return the error about too many bad samples, or None."""
+    # One of several is tolerated whatever its share, unless nothing is.
     if bad == 0 or bad / samples <= ceiling or (ceiling > 0 and bad == 1 < samples):
         return None
     return MicroBatchError(
@@ -67,11 +65,7 @@ def above_ceiling(
 
 
 def tolerate(bad: dict[int, ReplayError], samples: int, ceiling: float) -> None:
-    """Log how many go without their routes, and why the first does.
-
-    Raises:
-        ReplayError: the first, if none is tolerated; or one about all of them, if they are too many.
-    """
+    """Log how many go without their routes, and why the first does; raise if they are too many."""
     number, first = next(iter(bad.items()))
     if ceiling == 0:
         raise first
@@ -86,13 +80,13 @@ def tolerate(bad: dict[int, ReplayError], samples: int, ceiling: float) -> None:
 def _find_bad(
     routes: object, size: int, mark: int | None, layers: Sequence[int] | None, kind: object, usual: object
 ) -> Finding | None:
-    """Return what is wrong with the routes of a sequence of this kind, beside others of the usual one."""
+    """Return what is wrong with the routes of one sequence; `kind` is compared with the batch's usual one."""
     if not isinstance(routes, RoutedExperts):
         cause = "a sample that was aborted, or whose routes were dropped on the way" if routes is None else ""
         return Finding("this isn't RoutedExperts", "RoutedExperts", type(routes).__name__, cause=cause)
     if (other := find_other_tokens(len(routes), routes.fingerprint, size, mark)) is not None:
         return other
-    # Of a stage of dense layers nothing is fetched. The first row nearly always tells.
+    # A stage of dense layers has fetched nothing. Most often the first row is recorded, so it is read first.
     flags = routes.recorded.numpy()
     if size > 1 and routes.layers and not (flags[0] or flags.any()):
         return Finding(
@@ -121,6 +115,6 @@ def _find_bad(
 
 
 def _kind(routes: RoutedExperts, layers: Sequence[int] | None) -> tuple[object, ...]:
-    """Return what all sequences of a batch have to agree in."""
+    """Return the values that all sequences of a batch must share."""
     kind = routes.topk, routes.num_experts
     return kind if layers is not None else (routes.layers, *kind)

@@ -1,9 +1,9 @@
-"""collect: routes recorded on all ranks, back to one RoutedExperts a sequence.
+"""collect: merges the routes recorded on all ranks into one RoutedExperts per sequence.
 
 Every rank has what its routers saw: some rows (sequence and context parallelism) of some layers (pipeline
-stages). What each has goes round before anything is sent, and whoever finds an error carries it through every
-group, so that all ranks leave together. Then each block of rows and layers crosses the network once, as
-bytes, since back ends lack narrow integers, in pieces that go straight into the result.
+stages). Ranks first exchange what each has. A rank with an error carries it through every group, so that all
+ranks leave together. Then each block of rows and layers is sent once, as bytes, since back ends lack narrow
+integers, in pieces that go straight into the result.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.record import Recording
 
 PIECE = 1 << 24
-"""Bytes that are sent at once: beside the result a rank needs no more than this."""
+"""The bytes that are sent at once: a rank needs no more memory than this beside the result."""
 
 Groups: TypeAlias = "ParallelLayout | dist.ProcessGroup | Sequence[dist.ProcessGroup]"
 Blocks: TypeAlias = "list[Block | None]"
-"""What a rank has of each micro-batch; None without MoE layers."""
+"""The block that a rank has of each micro-batch; None without MoE layers."""
 
 _PROBLEM = "a rank of the group didn't come to collect(), or is gone"
 _CAUSE = (
@@ -45,13 +45,13 @@ def collect(
     patience: float = 20.0,
     error: ReplayError | None = None,
 ) -> list[RoutedExperts] | None:
-    """Merge what the ranks of `groups` recorded into one RoutedExperts a sequence.
+    """Merge what the ranks of `groups` recorded into one RoutedExperts per sequence.
 
         with npu_replay.record(chunks) as recording:
             forward_backward_func(..., forward_only=True)
         sequences = npu_replay.collect(recording, layouts, ParallelLayout.from_megatron(chunks))
 
-    Every rank of the groups has to call it, one without any MoE layer too. A rank alone undoes its layout:
+    Every rank of the groups must call it, even one without any MoE layer. A single rank undoes its layout:
 
     >>> layout = npu_replay.TokenLayout.padded([2, 1])
     >>> ids = torch.tensor([0, 2, 1, 7]).view(4, 1, 1)
@@ -61,15 +61,15 @@ def collect(
     [[0, 1], [2]]
 
     Args:
-        routes: this rank's recording, or its `routes`: one RoutedExperts a micro-batch.
+        routes: this rank's recording, or its `routes`: one RoutedExperts per micro-batch.
         layouts: this rank's TokenLayout of each micro-batch.
         groups: a ParallelLayout that was read from a running framework; or process groups, which are merged
             over one after the other: first the ranks that share a pipeline stage, then the stages.
-        everywhere: every rank gets the result; else only the first rank of the groups, and the others None.
-        patience: seconds to wait for a rank that doesn't come; twice that in a second group, whose ranks may
-            wait in a first one. Give more where ranks may be further apart (one writes a checkpoint): a group
-            in which one was waited for in vain is of no more use.
-        error: why this rank has nothing to give, if it hasn't; then all ranks leave with it.
+        everywhere: every rank gets the result; if False only the first rank of the groups, the others None.
+        patience: seconds to wait for a rank that is late; twice that in a second group, whose ranks may wait
+            in a first one. Give more if ranks may be further apart (one writes a checkpoint): a group whose
+            wait ran out can't be used any more.
+        error: the reason why this rank has nothing to give; all ranks then leave with it.
 
     Returns:
         The sequences of all micro-batches in order, with all rows and layers that the ranks have, and the
@@ -79,7 +79,8 @@ def collect(
         ReplayError: on every rank, if any rank's arguments don't fit, a token was recorded by no rank, or
             by two in different ways; or if a rank didn't come.
     """
-    # One who has waited in vain in a group comes late to the next, where it says so: the others give it time.
+    # A rank whose wait ran out in one group comes late to the next and reports it there, so later groups wait
+    # longer.
     each_group = [
         RankGroup(group, patience * number, _PROBLEM, _CAUSE)
         for number, group in enumerate(_process_groups(groups), start=1)
@@ -102,7 +103,7 @@ def collect(
 
 
 class _Offer(NamedTuple):
-    """What a rank says before it sends anything."""
+    """Describes what a rank has, before anything is sent."""
 
     everywhere: bool
     batches: list[object]  # the lengths and fingerprints of each micro-batch
@@ -110,7 +111,7 @@ class _Offer(NamedTuple):
 
 
 def _process_groups(groups: Groups) -> list[Any]:
-    """Return the process groups that this rank isn't alone in."""
+    """Return the process groups of more than one rank."""
     if isinstance(groups, ParallelLayout):
         ReplayError.unless(
             bool(groups.groups) or groups.tp * groups.cp * groups.pp == 1,
@@ -170,23 +171,19 @@ def _blocks(routes: Any, layouts: list[TokenLayout]) -> Blocks:
 def _exchanged(
     peers: RankGroup, outcome: Outcome, blocks: Blocks, layouts: Sequence[TokenLayout], everywhere: bool
 ) -> Blocks:
-    """Return what all ranks of the group have of each micro-batch; None on a rank that isn't to get it."""
+    """Return what all ranks of the group have of each micro-batch; None on a rank that gets no result."""
     batches: list[object] = [(layout.lengths, layout.fingerprints) for layout in layouts]
     parts = outcome.attempt(lambda: [None if block is None else block.part() for block in blocks]) or []
     offers = outcome.agree(peers, _Offer(everywhere, batches, parts))
     if outcome.error is not None:
         return []
     plan = outcome.attempt(_Plan, peers, blocks, offers)
-    outcome.agree(peers)  # nobody sends before all have the memory for it
+    outcome.agree(peers)  # no rank sends before all have allocated
     return [] if plan is None else outcome.attempt(plan.carried_out) or []
 
 
 class _Plan:
-    """Who sends what in one group, with the memory that this rank needs for it.
-
-    Raises:
-        ReplayError: what the ranks have doesn't go together.
-    """
+    """Plans who sends what in one group, with the memory for it; refuses parts that don't fit."""
 
     def __init__(self, peers: RankGroup, blocks: Blocks, offers: list[_Offer]) -> None:
         _check_offers(offers)
@@ -207,12 +204,8 @@ class _Plan:
         self._there = self._buffer.to(peers.device)
 
     def carried_out(self) -> Blocks:
-        """Send and receive all pieces; return what this rank then has of each micro-batch.
-
-        Raises:
-            ReplayError: two ranks' routes don't go together, or ranks are gone.
-        """
-        outcome = Outcome()  # the others go on sending, and hear of it afterwards
+        """Send and receive all pieces; return what this rank then has of each micro-batch."""
+        outcome = Outcome()  # an error is told afterwards, as the others go on sending
         for number, rank, part, first, end in self._pieces:
             data = self._moved(self._blocks[number], rank, first, end, (end - first) * part.row_bytes)
             if (union := self._unions[number]) is not None:
@@ -222,7 +215,7 @@ class _Plan:
         return [None if union is None else union.block() for union in self._unions]
 
     def _moved(self, block: Block | None, rank: int, first: int, end: int, size: int) -> torch.Tensor:
-        """Bring some rows of a rank's block, as bytes, to each rank that is to get them."""
+        """Send some rows of a rank's block, as bytes, to each rank that gets the result."""
         peers = self._peers
         mine, sent = self._buffer[:size], self._there[:size]
         if rank == peers.me and block is not None:
@@ -241,7 +234,7 @@ class _Plan:
 
 
 def _check_offers(offers: list[_Offer]) -> None:
-    """Refuse ranks that don't want the same, of the same sequences."""
+    """Refuse ranks that want different results, or have different sequences."""
     ReplayError.unless(
         len({offer.everywhere for offer in offers}) == 1,
         "the ranks disagree about who gets the result",
@@ -262,7 +255,7 @@ def _check_offers(offers: list[_Offer]) -> None:
 
 
 def _senders(number: int, parts: list[Part | None]) -> dict[int, Part]:
-    """Return the ranks that send: one for each place, though tensor-parallel ranks may have the same rows."""
+    """Return one sender for each place, as tensor-parallel ranks may have the same rows."""
     first: dict[object, tuple[int, Part]] = {}
     for rank, part in enumerate(parts):
         if part is None:

@@ -1,4 +1,4 @@
-"""Routes that one rank of a group has and another one needs: each moves once, from the one to the other."""
+"""Sends routes from the rank of a group that has them to each rank that needs them, once."""
 
 from __future__ import annotations
 
@@ -23,16 +23,10 @@ class _Move(NamedTuple):
 def exchange(
     held: Mapping[int, RoutedExperts], lacking: Sequence[int], group: Any, *, patience: float = PATIENCE
 ) -> dict[int, RoutedExperts]:
-    """Return what this rank lacks and another one holds, by key. Every rank of the group has to call it.
+    """Return the routes that this rank lacks and another one holds, by key; every rank must call it.
 
-    Args:
-        held: what this rank can send.
-        lacking: the keys that it wants; those that nobody holds are left out of what comes back.
-        group: the process group.
-        patience: seconds to wait for ranks that come later than this one.
-
-    Raises:
-        ReplayError: a rank didn't come, failed, or is gone.
+    Keys that no rank holds are left out. Raises ReplayError on all ranks if one fails, or doesn't come within
+    `patience` seconds.
     """
     cause = "a rank that failed before, or another number of updates on it"
     peers = RankGroup(group, patience, "not all ranks came to exchange routes", cause)
@@ -45,7 +39,7 @@ def exchange(
     sent = {move.key for move in moves if move.source == peers.me}
     data = outcome.attempt(lambda: {key: bytearray(pickle.dumps(held[key])) for key in sent}) or {}
     sizes = ChainMap(*outcome.agree(peers, {key: len(one) for key, one in data.items()}))
-    # All memory is had before the first message: a rank that fails between two would be waited for.
+    # All memory is allocated before the first message: a rank that failed between two would hang the others.
     room = outcome.attempt(lambda: _room({move.key: sizes[move.key] for move in moves}, peers.device))
     outcome.agree(peers)
     if outcome.error is not None:
@@ -63,13 +57,13 @@ def exchange(
 
 
 def _room(sizes: Mapping[int, int], device: torch.device) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-    """Return memory of the host for each, and for one of them where the back end wants it."""
+    """Return host memory for each, and one buffer for the largest where the back end wants it."""
     rows = {key: torch.empty(size, dtype=torch.uint8) for key, size in sizes.items()}
     return rows, torch.empty(max(sizes.values(), default=0), dtype=torch.uint8, device=device)
 
 
 def _pass_on(peers: RankGroup, move: Any, data: torch.Tensor, peer: int) -> None:
     """Send or receive one message."""
-    # As a batch of one: NCCL makes a communicator for each pair of ranks otherwise.
+    # A batch of one: for single messages NCCL would make a communicator for each pair of ranks.
     one = dist.P2POp(move, data, peers.ranks[peer], peers.group)
     peers.run(lambda: dist.batch_isend_irecv([one])[0])

@@ -1,4 +1,4 @@
-"""The union of what several ranks have of one micro-batch, put together as it arrives."""
+"""Merges what several ranks have of one micro-batch, as it arrives."""
 
 from __future__ import annotations
 
@@ -18,18 +18,13 @@ from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 
 @dataclass(frozen=True)
 class Block:
-    """Some tokens of one micro-batch in some layers.
-
-    Attributes:
-        held: bool [tokens of the micro-batch], the tokens that are here.
-        routes: theirs, in packed order.
-    """
+    """Holds routes of the tokens of a micro-batch that `held`, bool [tokens], marks, in packed order."""
 
     held: torch.Tensor
     routes: RoutedExperts
 
     def part(self) -> Part:
-        """Return all that is to be known of it beside its ids."""
+        """Describe the block without its ids."""
         routes, tokens = self.routes, self.held.to(torch.uint8)
         tokens[self.held] += routes.recorded
         return Part(
@@ -51,11 +46,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank says of its block before its ids are sent.
+    """Describes a rank's block before its ids are sent; `content` is their digest.
 
-    Attributes:
-        tokens: a byte for each token of the micro-batch, compressed: 0 isn't here, 1 has no route, 2 has one.
-        content: a digest of the ids.
+    `tokens` has one byte per token of the micro-batch, compressed: 0 not here, 1 without a route, 2 with one.
     """
 
     tokens: bytes
@@ -70,16 +63,12 @@ class Part:
 
     @property
     def row_bytes(self) -> int:
-        """Of one token's ids."""
+        """Return the bytes of one token's ids."""
         return len(self.layers) * self.topk * narrow_dtype(self.num_experts).itemsize
 
 
 class Union:
-    """All tokens and layers of the parts of one micro-batch, whose ids are put in as they come.
-
-    Raises:
-        MicroBatchError: the parts are of routers of another shape.
-    """
+    """Merges the parts of one micro-batch, all tokens and layers, as their ids arrive."""
 
     def __init__(self, number: int, parts: list[Part]) -> None:
         kinds = {f"top-{part.topk} of {part.num_experts} experts" for part in parts}
@@ -89,6 +78,7 @@ class Union:
         self._number, self._parts = number, parts
         all_tokens = [np.frombuffer(zlib.decompress(part.tokens), np.uint8) for part in parts]
         self._held = torch.from_numpy(np.any(all_tokens, axis=0))
+        # A token's row is its rank among the held ones.
         place = self._held.cumsum(0) - 1
         self._rows = {part: place[tokens > 0] for part, tokens in zip(parts, all_tokens, strict=True)}
         self._recorded = torch.ones(int(self._held.sum()), dtype=torch.bool)
@@ -100,15 +90,12 @@ class Union:
         self._ids = torch.empty(shape, dtype=narrow_dtype(parts[0].num_experts))
 
     def put(self, part: Part, first: int, data: torch.Tensor) -> None:
-        """Put in the ids of the part's rows from `first` on, as bytes.
-
-        Raises:
-            MicroBatchError: another part has a different route for one of them.
-        """
+        """Store ids, as bytes, of the part's rows from `first` on; refuse a second, different route."""
         ids = data.view(self._ids.dtype).view(-1, len(part.layers), part.topk)
         rows = self._rows[part][first : first + len(ids)]
         for layer, theirs in zip(part.layers, ids.unbind(1), strict=True):
             column = self._labels.index(layer)
+            # Layouts may overlap: a place that another part has filled must hold the same route.
             twice = self._known[rows, column]
             differ = (self._ids[rows[twice], column] != theirs[twice]).any(dim=1)
             MicroBatchError.unless(
@@ -123,11 +110,7 @@ class Union:
             self._known[rows, column] = True
 
     def block(self) -> Block:
-        """Return all of it, when every part's ids were put in.
-
-        Raises:
-            MicroBatchError: a token was recorded in some of the layers only.
-        """
+        """Return all of it, after every part's ids are stored; refuse a token that lacks some layers."""
         if not bool(self._known.all()):
             row, column = (~self._known).nonzero()[0].tolist()
             token = int(self._held.nonzero()[row])

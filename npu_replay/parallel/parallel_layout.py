@@ -1,4 +1,4 @@
-"""ParallelLayout: how a training job is split over ranks, and which part of it this rank is."""
+"""ParallelLayout: describes how a training job is split over ranks, and which part this rank is."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from npu_replay.routers import Model, chunks_of, find
 from npu_replay.routes.arguments import StageLabels
 
 Context: TypeAlias = Literal["zigzag", "contiguous"]
-"""How context parallelism cuts a sequence: two chunks a rank, one from each end, or one piece a rank."""
+"""The way a sequence is cut: two chunks per rank, one from each end, or one piece per rank."""
 
 _AXES = ("tp", "cp", "pp", "ep", "etp", "dp")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ParallelLayout:
-    """The sizes of a job's parallel axes, and this rank's place in each.
+    """Describes the sizes of a job's parallel axes, and this rank's place in each.
 
     >>> layers = npu_replay.DecoderLayers(8)
     >>> npu_replay.ParallelLayout(pp=2, pp_rank=1, decoder=layers).moe_layers
@@ -27,12 +27,12 @@ class ParallelLayout:
 
     Args:
         tp, cp, pp, ep, etp, dp: ranks of tensor, context, pipeline and expert parallelism, tensor parallelism
-            within experts, and data parallelism. With `_rank`: which of them this one is.
-        vp: virtual stages of each pipeline rank; all of them live here.
+            within experts, and data parallelism. With `_rank`: this rank's number among them.
+        vp: virtual stages of each pipeline rank; all of them are on this rank.
         sequence_parallel: each tensor-parallel rank has a slice of the rows.
-        gathers_rows: but its routers see those of the whole tensor-parallel group (alltoall_seq of
+        gathers_rows: its routers still see the rows of the whole tensor-parallel group (alltoall_seq of
             Megatron-core 0.12, which gathers the logits first).
-        decoder: the model's decoder layers, for asking which live here.
+        decoder: the model's decoder layers, from which `layers` and `moe_layers` follow.
         groups: the process groups that `collect` merges over, one after the other: the ranks that share a
             pipeline stage, then the stages.
 
@@ -70,7 +70,7 @@ class ParallelLayout:
             ReplayError.unless(0 <= rank < size, problem, "a size of at least 1 and a rank below it", got)
 
     def __repr__(self) -> str:
-        """What differs from a process alone; of an axis that is split the rank too."""
+        """Show what differs from a single process; of an axis that is split, the rank too."""
         split = {f"{axis}_rank" for axis in _AXES if getattr(self, axis) > 1}
         values = ((one, getattr(self, one.name)) for one in fields(self) if one.repr)
         shown = (
@@ -79,7 +79,7 @@ class ParallelLayout:
         return f"ParallelLayout({', '.join(shown)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Process groups stay in their process; a driver asks for numbers."""
+        """Leave out process groups, which are valid in their own process only."""
         return vars(self) | {"groups": ()}
 
     def __deepcopy__(self, memo: object = None) -> ParallelLayout:
@@ -89,32 +89,32 @@ class ParallelLayout:
 
     @classmethod
     def from_megatron(cls, model: Any = None, *, sequence_parallel: bool | None = None) -> ParallelLayout:
-        """Read it from the running Megatron-core, of any release.
+        """Read the layout from the running Megatron-core, of any release.
 
         Args:
             model: the model, its chunks, or its config; without one, `decoder` stays None.
             sequence_parallel: needed only without a model and with tensor parallelism.
 
         Raises:
-            ReplayError: Megatron's parallel state isn't initialised, or what is needed isn't told.
+            ReplayError: Megatron's parallel state isn't initialised, or a required value is unknown.
             RouterError: the built model has routers in other layers than its config says.
         """
         return _readers["megatron-core"](model, sequence_parallel)
 
     @property
     def chunk_layers(self) -> tuple[tuple[int, ...], ...]:
-        """The decoder layers of each virtual stage on this rank, 0-based."""
+        """Return the decoder layers of each virtual stage on this rank, 0-based."""
         decoder = self._known_decoder()
         return tuple(decoder.stage(self.pp, self.vp, self.pp_rank, stage) for stage in range(self.vp))
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The decoder layers on this rank, ascending; multi-token prediction is none of them."""
+        """Return the decoder layers on this rank, ascending; multi-token prediction doesn't count."""
         return tuple(sorted(layer for chunk in self.chunk_layers for layer in chunk))
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Those of them that have a router; empty on a stage of dense layers."""
+        """Return the layers on this rank that have a router; empty on a stage of dense layers."""
         decoder = self._known_decoder()
         whole = () if decoder.pattern is None else decoder.moe
         return StageLabels(sorted({*self.layers}.intersection(decoder.moe)), whole)
@@ -130,32 +130,32 @@ class ParallelLayout:
 
     @property
     def slices_rows(self) -> int:
-        """Tensor-parallel ranks that the router's rows are shared out to; 1 if each sees all."""
+        """Return the number of slices of the router's rows in the tensor-parallel group."""
         return self.tp if self.sequence_parallel and not self.gathers_rows else 1
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """What decides which rows this rank has: context parallel size and rank, slices of rows and which."""
+        """Return what decides this rank's rows: context parallel size and rank, slices, its slice."""
         slices = self.slices_rows
         return self.cp, self.cp_rank, slices, self.tp_rank if slices > 1 else 0
 
     def context_pieces(self, context: Context = "zigzag") -> int:
-        """Pieces that context parallelism cuts a sequence into."""
+        """Return the number of pieces that context parallelism cuts a sequence into."""
         one_of(context, ("zigzag", "contiguous"), "context")
         if self.cp == 1:
             return 1
         return 2 * self.cp if context == "zigzag" else self.cp
 
     def alignment(self, context: Context = "zigzag") -> int:
-        """Tokens that a sequence has to be padded to a multiple of, so that every rank gets equal shares."""
+        """Return the multiple that sequences are padded to, in tokens, for equal shares on all ranks."""
         return self.context_pieces(context) * (self.tp if self.sequence_parallel else 1)
 
     def check(self, model: Model) -> None:
-        """Hold `moe_layers` against the routers of the built model, which are the truth.
+        """Check `moe_layers` against the routers of the built model.
 
         Raises:
-            RouterError: they differ. Replay goes by the routers' own numbers, so either this list is wrong
-                or the product numbers its layers wrongly.
+            RouterError: they differ. Replay follows the routers' numbers, so either this list is wrong or the
+                product numbers its layers wrongly.
         """
         chunks = chunks_of(model)
         found = sorted(router.label for routers in find(chunks) for router in routers)
@@ -174,5 +174,5 @@ _readers: dict[str, Callable[[Any, bool | None], ParallelLayout]] = {}
 
 
 def register_reader(product: str, reader: Callable[[Any, bool | None], ParallelLayout]) -> None:
-    """Make a product's running parallel state readable. Registering a name again replaces it."""
+    """Register a reader of a product's running parallel state; the same name again replaces it."""
     _readers[product] = reader

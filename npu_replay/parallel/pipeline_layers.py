@@ -1,7 +1,7 @@
-"""DecoderLayers: which decoder layers a model has, and how a pipeline deals them out to its stages.
+"""DecoderLayers: names a model's decoder layers, and their split into pipeline stages.
 
-The rules are Megatron-core's (`get_num_layers_to_build` and `get_transformer_layer_offset`, 0.12 to 0.19);
-layers are 0-based here, and multi-token prediction is none of them.
+The rules are Megatron-core's (`get_num_layers_to_build` and `get_transformer_layer_offset`, 0.12 to 0.19).
+Layers are 0-based here, and multi-token prediction doesn't count.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from npu_replay.routes.checks import MAX_LAYERS
 
 @dataclass(frozen=True)
 class DecoderLayers:
-    """The decoder layers of a whole model.
+    """Describes the decoder layers of a whole model.
 
     >>> model = npu_replay.DecoderLayers(8, moe_layer_freq=[0] + [1] * 7)
     >>> model.stage(pp=2, vp=2, pp_rank=0, vp_rank=1)
     (4, 5)
 
     Args:
-        count: how many there are (num_layers).
-        moe_layer_freq: n: each n-th layer is MoE, beginning with the first; or a list with 1 for MoE, 0 for
-            dense, for each layer.
+        count: their number (num_layers).
+        moe_layer_freq: n: each n-th layer is MoE, beginning with the first; or a list of 1 for MoE and 0 for
+            dense, one per layer.
         first_stage: layers of the first pipeline rank, over all its virtual stages
             (num_layers_in_first_pipeline_stage).
-        last_stage: the same of the last (num_layers_in_last_pipeline_stage).
+        last_stage: those of the last (num_layers_in_last_pipeline_stage).
         embedding_counts: the embedding takes a layer's place (account_for_embedding_in_pipeline_split).
-        loss_counts: and so does the loss (account_for_loss_in_pipeline_split).
+        loss_counts: the loss takes one (account_for_loss_in_pipeline_split).
         table: layers of each stage, by pipeline rank and virtual stage, instead of the rules above
             (pipeline_model_parallel_layout).
         pattern: of a HybridModel, whose stages follow it; `of_pattern` reads it.
@@ -89,7 +89,7 @@ class DecoderLayers:
 
         Args:
             pattern: hybrid_layer_pattern. A mixer and its `-` or `E` are one layer, if all are such pairs.
-            first_stage, last_stage: in symbols, where no `|` ends the stages.
+            first_stage, last_stage: in symbols, if no `|` ends the stages.
         """
         named = zip("".join(_stages(pattern)), pattern_labels(pattern), strict=True)
         kinds = [int(symbol == "E") for symbol, label in named if label is not None]
@@ -97,23 +97,23 @@ class DecoderLayers:
 
     @property
     def moe(self) -> tuple[int, ...]:
-        """The layers with a router, ascending."""
+        """Return the layers with a router, ascending."""
         freq = self.moe_layer_freq
         if isinstance(freq, int):
             return tuple(range(0, self.count, freq))
         return tuple(layer for layer, is_moe in enumerate(freq) if is_moe)
 
     def stage(self, pp: int, vp: int, pp_rank: int, vp_rank: int) -> tuple[int, ...]:
-        """The layers of one virtual stage of one pipeline rank, ascending.
+        """Return the layers of one virtual stage of one pipeline rank, ascending.
 
         Args:
             pp: pipeline ranks.
             vp: virtual stages of each; 1 without interleaving.
-            pp_rank: which rank.
-            vp_rank: which of its virtual stages.
+            pp_rank: the pipeline rank.
+            vp_rank: its virtual stage.
 
         Raises:
-            ReplayError: the layers can't be dealt out evenly to that many stages.
+            ReplayError: the layers can't be split evenly into that many stages.
         """
         given = pp, vp, pp_rank, vp_rank
         pp, vp, pp_rank, vp_rank = (whole_number(one, "a pipeline's size or rank") for one in given)
@@ -126,7 +126,7 @@ class DecoderLayers:
         return tuple(range(before, before + counts[pp_rank][vp_rank]))
 
     def _counts(self, pp: int, vp: int) -> Sequence[Sequence[int]]:
-        """Decoder layers of each stage, [pipeline rank][virtual stage]."""
+        """Return the decoder layers of each stage, [pipeline rank][virtual stage]."""
         if self.pattern is not None:
             return self._pattern_counts(self.pattern, pp, vp)
         if self.table is not None:
@@ -147,6 +147,7 @@ class DecoderLayers:
         _check(others > 0 or rest == 0, "first and last stage leave layers over", 0, rest)
         each = _share(rest, others, "pipeline ranks") if others else 0
         counts = [[_share(told.get(rank, each), vp, "virtual stages")] * vp for rank in range(pp)]
+        # The embedding and the loss counted as layers above; they hold none.
         counts[0][0] -= embedding
         counts[-1][-1] -= loss
         return counts
@@ -164,12 +165,11 @@ class DecoderLayers:
 
 
 def pattern_labels(pattern: str) -> list[int | None]:
-    """Return the decoder layer that each symbol of a HybridModel's pattern is or completes, as a Hugging Face
-    config counts; None for the mixer of a block.
+    """Return the decoder layer of each symbol of a HybridModel's pattern; None for the mixer of a block.
 
-    `-` is a dense MLP, `E` has experts, any other is a mixer; `|` ends a stage, and `/` the decoder. Two
-    symbols are a block where each `-` and `E` has a mixer of its own. In other patterns each symbol is a
-    layer, as in Nemotron's configs.
+    `-` is a dense MLP, `E` has experts, any other is a mixer; `|` ends a stage, and `/` the decoder. Labels
+    count as a Hugging Face config does: if each `-` and `E` has a mixer, two symbols are a layer; in other
+    patterns each symbol is a layer, as in Nemotron's configs.
 
     >>> from npu_replay.parallel.pipeline_layers import pattern_labels
     >>> pattern_labels("*-*E"), pattern_labels("MEM*E")
@@ -182,7 +182,7 @@ def pattern_labels(pattern: str) -> list[int | None]:
 
 
 def _stages(pattern: str) -> list[str]:
-    """Return the symbols of each pipeline stage, virtual ones too; all in one where no `|` ends them."""
+    """Return the symbols of each pipeline stage, virtual ones too; one stage if no `|` ends any."""
     return pattern.partition("/")[0].split("|")
 
 

@@ -1,4 +1,4 @@
-"""The layout of somebody else's preprocessing, read off what it does with token numbers."""
+"""Finds the layout of a caller's preprocessing by passing token numbers through it."""
 
 from __future__ import annotations
 
@@ -11,26 +11,20 @@ import torch
 from npu_replay.errors import MicroBatchError
 
 Preprocessing: TypeAlias = Callable[[list[torch.Tensor]], Any]
-"""From one int64 tensor a sequence to what the model of this rank is fed."""
+"""Maps one int64 tensor per sequence to the input of this rank's model."""
 
 _FIRST_NUMBER = 1 << 24
-"""Token numbers begin here when they are pushed through preprocessing: above any vocabulary's ids, so that a
-padding id isn't taken for one, and within int32 with a billion tokens."""
+"""The first token number: above any vocabulary's ids, so that a padding id isn't taken for one, and small
+enough for a billion tokens in int32."""
 
 
 def places(
     fn: Preprocessing, sizes: tuple[int, ...], *, tokens: Sequence[Any] | None, padding_alone: bool
 ) -> torch.Tensor:
-    """Return the packed token in each place of what `fn` returns, [rows] or [batch, sequence]; -1 is padding.
+    """Return the packed token in each place of what `fn` returns, [rows] or [batch, sequence], or -1.
 
-    Args:
-        fn: called twice with other numbers, and once with `tokens`.
-        sizes: tokens of each sequence.
-        tokens: their real ids, if they are to be held against the numbers.
-        padding_alone: may this rank have nothing else?
-
-    Raises:
-        MicroBatchError: `fn` returns something else, or other places another time.
+    `fn` is called twice with different numbers, and once with `tokens`, the real ids, if they are given. With
+    `padding_alone` this rank may have nothing but padding.
     """
     once, again = (_probed(fn, sizes, padding_alone, turned) for turned in (False, True))
     MicroBatchError.unless(
@@ -59,7 +53,7 @@ def places(
 def _probed(fn: Preprocessing, sizes: tuple[int, ...], padding_alone: bool, turned: bool) -> torch.Tensor:
     """Return the packed token in each place of what `fn` returns. `turned` counts the numbers backwards."""
     tokens = sum(sizes)
-    last = _FIRST_NUMBER + 2 * tokens + 9  # odd where the other number is even
+    last = _FIRST_NUMBER + 2 * tokens + 9  # odd for a token whose first number is even
     numbers = torch.arange(tokens)
     numbers = last - numbers if turned else _FIRST_NUMBER + numbers
     made = _fed(fn, list(torch.split(numbers, list(sizes))))

@@ -1,8 +1,8 @@
-"""Who is missing, who failed, and how all ranks of a group leave together.
+"""Finds ranks that are missing or failed, and makes all ranks of a group leave together.
 
-Where all is well, one collective says so. Where one fails or takes too long, the store that the ranks met in
-is asked: each rank that is alive signs there, with its own error if it has one, and only ranks that don't
-sign are named. gloo doesn't know: whoever leaves closes its connections, and looks as dead as the dead.
+Without an error one collective is enough. If a rank fails or is late, the ranks use the store through which
+they met: each living rank signs there, with its error if it has one, and only ranks that don't sign are
+named. gloo can't tell: a rank that leaves closes its connections, and looks like a dead one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch.distributed as dist
 from npu_replay.errors import ReplayError
 
 PATIENCE = 300.0
-"""Seconds. Ranks come to a job's first pass together, but for loading weights and first kernels."""
+"""Seconds. Ranks reach a job's first pass together, except for loading weights and first kernels."""
 
 _TAG = 0x6E7075
-"""Not 0: the job's own messages may be on their way in this group."""
+"""Not 0: the job's own messages may be under way in this group."""
 
 _FAILED = "a rank that failed before (see its log)"
 _T = TypeVar("_T")
@@ -32,66 +32,56 @@ _calls = 0
 
 
 class RankError(ReplayError):
-    """Other ranks are missing or have an error, so this one stops too. Its text is passed on as it is."""
+    """Says that other ranks are missing or failed, so this one stops too. Its text is passed on unchanged."""
 
 
 class _Broken(Exception):
-    """A collective failed, or was waited for too long."""
+    """Says that a collective failed, or took too long."""
 
 
 class RankGroup:
-    """The ranks of one process group, who hear of each other's errors.
-
-    Args:
-        group: the process group.
-        patience: seconds to wait for ranks that come later than this one.
-        problem: what is wrong if they don't come, and `cause`, why that usually is.
-    """
+    """Passes errors between the ranks of one process group, which may be `patience` seconds apart."""
 
     def __init__(self, group: Any, patience: float, problem: str, cause: str) -> None:
         self.group, self.patience, self._problem, self._cause = group, patience, problem, cause
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.me: int = dist.get_rank(group)
         kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
-        self.device = torch.device("cpu" if "cpu" in kinds else kinds[0])  # where its back end wants tensors
-        self._lost: RankError | None = None  # why this group is of no more use
+        self.device = torch.device("cpu" if "cpu" in kinds else kinds[0])  # that of the back end's tensors
+        self._lost: RankError | None = None  # why this group can't be used any more
 
     def tell(self, error: Exception | None, say: object = None) -> tuple[Exception | None, list[Any]]:
-        """Tell all ranks of the group this one's error, and something else. Every rank has to call it.
+        """Tell all ranks of the group this rank's error, and `say`. Every rank must call it.
 
-        Returns:
-            The error to leave with, the own one first; None if no rank has one. What each rank says; nothing
-            if not all came within the patience. The group is of no more use then.
+        Returns the error to leave with, this rank's first, if any rank has one; and what each rank says,
+        nothing if not all came within the patience. Then the group can't be used any more.
         """
         if self._lost is not None:
             return error or self._lost, []
         deadline = time.monotonic() + self.patience
         try:
             heard = self._gathered(pickle.dumps((_news(error), say)))
-        except Exception as trouble:  # noqa: BLE001  for want of memory too: the others wait for this rank
+        except Exception as trouble:  # noqa: BLE001  out of memory too: the others wait for this rank
             return self._leave(trouble, error, deadline), []
         first = next((_heard(news) for news, _ in heard if news is not None), None)
         return error or first, [said for _, said in heard]
 
     def run(self, start: Callable[[], Any], error: Exception | None = None) -> None:
-        """Run a collective, which all ranks have begun, to its end.
-
-        Raises:
-            ReplayError: it failed; the others hear of `error`.
-        """
+        """Run a collective, which all ranks have begun, to its end; after a failure they receive `error`."""
         try:
             self._wait(start, None)
         except Exception as trouble:
             raise self._leave(trouble, error, time.monotonic() + self.patience) from trouble
 
     def meet(self, place: str, news: str | None, deadline: float) -> RankError | None:
-        """Ask the store that the ranks met in who isn't there by the deadline, and what the others tell."""
+        """Ask the ranks' store who is absent at the deadline, and what the others report."""
         names = {rank: f"npu_replay/{place}/{rank}" for rank in self.ranks}
         board = f"npu_replay/{place}/news"
         try:
+            # torch has no public way to the store of a group.
             store: Any = dist.distributed_c10d._world.pg_map[self.group][1]
             if news is not None:
-                store.compare_set(board, "", news)  # the first stays
+                store.compare_set(board, "", news)  # the first news is kept
             store.set(names[dist.get_rank()], "here")
             with suppress(RuntimeError):  # some are late
                 store.wait(list(names.values()), timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
@@ -109,7 +99,8 @@ class RankGroup:
         return RankError(self._problem, where=where, expected=expected, got=got, cause=cause)
 
     def _gathered(self, data: bytes) -> list[Any]:
-        """Return what each rank has pickled; its length goes round first."""
+        """Return what each rank has pickled."""
+        # The lengths are sent first, as all_gather needs tensors of one size.
         size = torch.tensor([len(data)], device=self.device)
         sizes = [torch.empty_like(size) for _ in self.ranks]
         self._wait(lambda: dist.all_gather(sizes, size, self.group, async_op=True), self.patience)
@@ -129,7 +120,7 @@ class RankGroup:
             if self.device.type == "cpu":
                 work.wait(*(() if seconds is None else (timedelta(seconds=seconds),)))
                 return
-            # Others can't be waited for within a time of our own: NCCL would end the process.
+            # Polled: waiting for NCCL with a timeout of our own would end the process.
             deadline, nap = time.monotonic() + (seconds or float("inf")), 1e-4
             while not work.is_completed():
                 if time.monotonic() > deadline:
@@ -141,7 +132,7 @@ class RankGroup:
             raise _Broken(str(failed).partition("\n")[0]) from failed
 
     def _leave(self, trouble: Exception, error: Exception | None, deadline: float) -> Exception:
-        """Return the error to leave with, the own one first, when all who live have signed."""
+        """Return the error to leave with, this rank's first, after all living ranks have signed."""
         own = error or (None if isinstance(trouble, _Broken) else trouble)
         self._hang_up()
         grace = min(max(1.0, self.patience / 4), 10.0)
@@ -153,12 +144,10 @@ class RankGroup:
         return own or self._lost
 
     def _hang_up(self) -> None:
-        """Close the group's connections, where it is gloo's: the others stop waiting at once.
-
-        It has no call for that, but closes all of them where one message was waited for in vain.
-        """
+        """Close the group's connections if it is gloo's, so that the others stop waiting at once."""
         if self.device.type != "cpu":
             return
+        # gloo has no call for this, but closes all connections when the wait for one message times out.
         for rank in set(self.ranks) - {dist.get_rank()}:
             with suppress(RuntimeError):
                 nothing: Any = dist.irecv(torch.empty(1, dtype=torch.uint8), rank, self.group, _TAG)
@@ -166,12 +155,12 @@ class RankGroup:
 
 
 class Outcome:
-    """How this rank fares: its first error is kept, and told to each group, whose ranks wait for it."""
+    """Keeps this rank's first error, and tells it to each group, whose ranks wait for it."""
 
     error: Exception | None = None
 
     def attempt(self, step: Callable[..., _T], *arguments: Any) -> _T | None:
-        """Take a step, unless there is an error; None if there is one afterwards."""
+        """Run a step, unless there is an error; return None if there is one afterwards."""
         if self.error is None:
             try:
                 return step(*arguments)
@@ -180,19 +169,16 @@ class Outcome:
         return None
 
     def agree(self, peers: RankGroup, say: object = None) -> list[Any]:
-        """Return what each rank of a group says; from now on an error of one is an error of all."""
+        """Return what each rank of a group says; an error of one rank becomes an error of all."""
         self.error, said = peers.tell(self.error, say)
         return said
 
 
 def all_here(patience: float = PATIENCE) -> None:
-    """Wait until every rank of the job has asked as often as this one.
+    """Wait until every rank of the job has called this as often as this one; else name those that haven't.
 
-    Asked once, before the first collective that not everybody may know of: with one rank missing that is a
-    hang until its timeout, which is half an hour or ten, and names nobody.
-
-    Raises:
-        ReplayError: some haven't within so many seconds; says which. Or nobody can be asked any more.
+    Call it once before the first collective that some ranks may not run: a missing rank would hang the others
+    until the timeout of that, ten to thirty minutes, and wouldn't be named.
     """
     global _calls
     if _alone():
@@ -206,26 +192,17 @@ def all_here(patience: float = PATIENCE) -> None:
 
 
 def agreed(error: ReplayError | None, counts: Mapping[str, int]) -> dict[str, int]:
-    """Sum `counts` over all ranks of the job, unless one has an error. Every rank has to call it.
+    """Sum whole numbers over all ranks of the job, unless one has an error. Every rank must call it.
 
-    One all-reduce of int64, which every back end has (float64 fails under MindSpeed).
-
-    Args:
-        error: this rank's.
-        counts: whole numbers; the same names on every rank.
-
-    Returns:
-        The sums; without a process group the counts themselves.
-
-    Raises:
-        ReplayError: this rank's own error, on the lowest rank that has one; on the others one line about it.
-            Or ranks are gone.
+    The names in `counts` are the same on every rank. The lowest rank with an error raises it; the others
+    raise one line about it. Without a process group the counts themselves are returned.
     """
     if _alone():
         if error is not None:
             raise error
         return dict(counts)
     peers = RankGroup(dist.group.WORLD, 20.0, "not all ranks came to the end of the step", _FAILED)
+    # int64, which every back end has; float64 fails under MindSpeed.
     told = torch.tensor([error is not None, *counts.values()], dtype=torch.int64, device=peers.device)
     peers.run(lambda: dist.all_reduce(told, async_op=True), error)
     failed, *sums = told.tolist()
@@ -246,20 +223,20 @@ def _alone() -> bool:
 
 
 def _news(error: Exception | None) -> str | None:
-    """Return what the others hear of this rank's error."""
+    """Return the text of this rank's error for the other ranks."""
     if error is None:
         return None
     try:
         text = str(error) if isinstance(error, ReplayError) else f"{type(error).__name__}: {error}"
-    except Exception as twice:  # noqa: BLE001  somebody's __str__; the ranks have to hear of it all the same
+    except Exception as twice:  # noqa: BLE001  a broken __str__; the other ranks need a text
         text = f"{type(error).__name__}, whose text can't be had ({type(twice).__name__})"
-    text = text.removeprefix("[npu_replay] ").encode(errors="replace").decode()  # stores take UTF-8 alone
+    text = text.removeprefix("[npu_replay] ").encode(errors="replace").decode()  # stores take UTF-8 only
     stopped = f"rank {dist.get_rank()} stopped, and so does this one: "
     return text if isinstance(error, RankError) else stopped + text
 
 
 def _heard(news: str) -> RankError:
-    """Make the error of another rank, which all hear of."""
+    """Make the error that all ranks raise for another rank's."""
     error = RankError(news)
     error.shared = True
     return error

@@ -1,4 +1,4 @@
-"""A rank's rows, picked out of its samples: planned once, then one copy of what it has of each."""
+"""Picks a rank's rows out of its samples: a plan once, then one copy of what it has of each sample."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
 
 _FEW = 8
-"""Runs a sample, up to which each is copied by itself; beyond, a sample's tokens are looked up one by one."""
+"""The most runs per sample that are copied one by one; beyond, tokens are looked up singly."""
 
 
 class Run(NamedTuple):
-    """Tokens of one sample, ascending, and the rows that they go to: slices, or int64 [n]."""
+    """Holds tokens of one sample, ascending, and the rows that they go to: slices, or int64 [n]."""
 
     sample: int
     tokens: Any
     rows: Any
 
     def first(self, tokens: int) -> Run:
-        """Return it without what lies past so many tokens of the sample: its routes may lack the last."""
+        """Return the run within the first `tokens` of the sample, whose routes may lack the last."""
         if isinstance(self.tokens, slice):
             if self.tokens.stop <= tokens:
                 return self
@@ -40,13 +40,10 @@ def _first(at: slice | Array, count: int) -> slice | Array:
 
 
 def plan(rows: torch.Tensor, lengths: Sequence[int]) -> list[Run]:
-    """Return the runs of a layout.
-
-    Args:
-        rows: int64, the packed token of each row, or -1.
-        lengths: tokens of each sample.
-    """
+    """Return the runs of a layout, from the packed token of each row (int64, or -1) and the lengths."""
     given = rows.numpy()
+    # Sorted by packed token, the tokens of a sample are neighbours. A run ends with its sample, or where a
+    # number is skipped; with many skips one run has all tokens of its sample.
     order = np.argsort(given, kind="stable")
     order = order[np.searchsorted(given[order], 0) :]  # without the padding
     packed = given[order]
@@ -63,7 +60,7 @@ def plan(rows: torch.Tensor, lengths: Sequence[int]) -> list[Run]:
 
 
 def _even(numbers: Array) -> slice | Array:
-    """Return a slice, where they ascend by one step."""
+    """Return a slice if the numbers ascend by one step, else the numbers."""
     first, last = int(numbers[0]), int(numbers[-1])
     step = int(numbers[1]) - first if len(numbers) > 1 else 1
     if step > 0 and bool((np.diff(numbers) == step).all()):
@@ -74,23 +71,13 @@ def _even(numbers: Array) -> slice | Array:
 def pick(
     runs: Sequence[Run], rows: int, samples: Mapping[int, RoutedExperts], layers: Sequence[int]
 ) -> RoutedExperts:
-    """Return the routes of these layers in a rank's rows; rows of other samples, or past an end, have none.
-
-    Args:
-        runs: the plan.
-        rows: how many there are.
-        samples: one at least, by number.
-        layers: ascending.
-
-    Raises:
-        InvalidRoutes: samples of different models, or one of this rank's without one of the layers.
-    """
+    """Return the routes of these layers in a rank's rows; rows of other samples, or past an end, lack one."""
     labels, like = arguments.labels(layers), next(iter(samples.values()))
     here = [run for run in runs if run.sample in samples]
     used = {run.sample: samples[run.sample] for run in here}
     topk, experts = like.topk, like.num_experts
     for number, one in used.items():
-        if one.topk != topk or one.num_experts != experts:  # the words are built for an error alone
+        if one.topk != topk or one.num_experts != experts:  # words are built only for an error
             raise InvalidRoutes(
                 "the samples of a batch have another top-k or number of experts",
                 where=f"sequence {number}",
@@ -104,7 +91,7 @@ def pick(
         number: (one.ids.numpy()[:, columns[one.layers]].reshape(len(one), width), one.recorded.numpy())
         for number, one in used.items()
     }
-    # numpy asks for huge pages, and torch for small ones, whose faults take longer than the copy.
+    # numpy asks for huge pages; torch uses small ones, whose page faults take longer than the copy.
     out, flags = np.empty((rows, width), like.ids.numpy().dtype), np.zeros(rows, np.bool_)
     for run in here:
         flat, marks = given[run.sample]
@@ -125,5 +112,5 @@ def pick(
 
 
 def _records(flat: Array) -> Array:
-    """View each row as one piece, [tokens], which numpy moves as a whole where it looks rows up."""
+    """View each row as one item, [tokens], which numpy moves as a whole when it looks rows up."""
     return flat.view(f"V{flat.shape[1] * flat.itemsize}")[:, 0] if flat.shape[1] else flat

@@ -1,7 +1,7 @@
-"""TokenLayout: which token sits in which row of the router.
+"""TokenLayout: maps each row of the router to its token.
 
-Routes ride the same road as the tokens: one index `row -> packed token or none`, and one gather.
-«Packed» is the tokens of all sequences one after the other, without padding.
+Routes are moved like the tokens: by one index `row -> packed token or none`, and one gather. «Packed» means
+the tokens of all sequences, one after the other, without padding.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from npu_replay.routes.inputs import Inputs
 from npu_replay.routes.routed_experts import RoutedExperts
 
 Order: TypeAlias = Literal["sequence", "batch"]
-"""How [batch, sequence] is flattened: sequence-major as Megatron's routers see it (s*b), or batch-major as
-those of Hugging Face do (b*s)."""
+"""The way [batch, sequence] is flattened: sequence-major for Megatron's routers (s*b), batch-major for those
+of Hugging Face (b*s)."""
 
 _ALONE = ParallelLayout()
 _check = MicroBatchError.unless
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenLayout:
-    """For one rank and micro-batch: the packed token in each row of the router.
+    """Maps each row of the router to a packed token, for one rank and micro-batch.
 
     >>> npu_replay.TokenLayout(rows=[2, -1, 0, 1], lengths=[3])
     TokenLayout(4 rows, 3 of the 3 tokens of 1 sequences)
@@ -46,11 +46,11 @@ class TokenLayout:
     Attributes:
         rows: int64 [rows], the packed token, or -1 for padding.
         lengths: tokens of each sequence.
-        fingerprints: of each sequence's tokens, held against those of the routes; None for one that isn't.
-        parallel: the rank that it was made for, if it was said; `collect` holds it against its own.
-        order: how [batch, sequence] became the rows; None where there is but one way.
-        fed: int64, the packed token in each place of what the model is called with, or -1 for padding; None
-            where it isn't known, or a rank has only a part of each sequence.
+        fingerprints: one per sequence, compared with those of the routes; None skips a sequence.
+        parallel: the rank that it was made for, if given; `collect` compares it with its own.
+        order: how [batch, sequence] became the rows; None if both orders give the same rows.
+        fed: int64, the packed token in each place of the model's input, or -1 for padding; None if unknown,
+            or if a rank has only a part of each sequence.
 
     Raises:
         MicroBatchError: rows that are no tokens of these sequences, or hold a token twice.
@@ -101,17 +101,17 @@ class TokenLayout:
 
         Args:
             lengths: tokens of each sequence.
-            length: what they are padded to, before any rank takes its part. When not given: the longest,
+            length: the padded length, before any rank takes its part. When not given: the longest sequence,
                 rounded up to a multiple of `align`.
             side: where the padding is.
             order: "sequence" for Megatron's routers (s*b), "batch" for those of Hugging Face (b*s).
             align: see `length`; when not given, the least that `parallel` requires.
             context: how context parallelism cuts the sequence dimension.
-            parallel: which rank this is of how many; when not given, the only one.
-            fingerprints: one for each sequence, held against those of the routes.
+            parallel: this rank and the sizes of the axes; when not given, a single rank.
+            fingerprints: one per sequence, compared with those of the routes.
 
         Raises:
-            MicroBatchError: a sequence that is longer than `length`, or a length that can't be cut evenly.
+            MicroBatchError: a sequence is longer than `length`, or a length can't be cut evenly.
         """
         rank, sizes = parallel or _ALONE, _sizes(lengths)
         if length is None:
@@ -144,14 +144,14 @@ class TokenLayout:
         Args:
             lengths, parallel, fingerprints: as in `padded`.
             align: each is padded to a multiple of this; when not given, the least that `parallel` requires.
-            padded_lengths: what each is padded to, instead of `align` (the differences of
+            padded_lengths: the padded length of each, instead of `align` (the differences of
                 cu_seqlens_padded).
-            align_end: the rank's stream is padded at its end to a multiple of this.
-            context: "zigzag" cuts every sequence into two chunks a rank; "contiguous" cuts the whole stream
-                into one piece a rank, after padding its end.
+            align_end: the end of the rank's stream is padded to a multiple of this.
+            context: "zigzag" cuts every sequence into two chunks per rank; "contiguous" cuts the whole stream
+                into one piece per rank, after padding its end.
 
         Raises:
-            MicroBatchError: a padded length that is too short or can't be cut evenly.
+            MicroBatchError: a padded length is too short or can't be cut evenly.
         """
         rank, sizes = parallel or _ALONE, _sizes(lengths)
         fine = align is None or padded_lengths is None
@@ -184,21 +184,21 @@ class TokenLayout:
         tokens: Sequence[Any] | None = None,
         fingerprints: Sequence[int] | None = None,
     ) -> TokenLayout:
-        """Read the layout off the caller's own preprocessing, by pushing token numbers through it.
+        """Read the layout off the caller's own preprocessing, by passing token numbers through it.
 
         >>> preprocess = lambda sequences: torch.cat(sequences[::-1])
         >>> npu_replay.TokenLayout.from_probe(preprocess, [2, 1]).rows.tolist()
         [2, 0, 1]
 
         Args:
-            fn: takes one int64 tensor a sequence, numbers in the place of token ids, and returns what
-                this rank's model is fed: [rows], [1, rows] or [batch, sequence]. It is called twice, with
-                other numbers, none of which is a token id. What it returns beside them is padding.
+            fn: takes one int64 tensor per sequence, with numbers in the place of token ids, and returns the
+                input of this rank's model: [rows], [1, rows] or [batch, sequence]. It is called twice, with
+                different numbers, none of which is a token id. Any other value in its result is padding.
             lengths, order, fingerprints: as in `padded`.
             parallel: the sequence-parallel slice is taken here, since the model takes it after its embedding.
-                Context parallelism is `fn`'s own business; a rank may then have padding only.
-            tokens: the real token ids of each sequence. With them `fn` is called once more, and has to put
-                them into the same rows: code that treats some ids apart (a mask of ids != pad) is found.
+                `fn` itself applies context parallelism; a rank may then have padding only.
+            tokens: the real token ids of each sequence. With them `fn` is called once more and must put them
+                into the same rows. This finds code that treats some ids differently (a mask of ids != pad).
 
         Raises:
             MicroBatchError: `fn` returns something else, a token twice, or another layout the second time.
@@ -217,7 +217,7 @@ class TokenLayout:
         fingerprints: Sequence[int | None] | None,
         parallel: ParallelLayout | None,
     ) -> TokenLayout:
-        """Make it of what this rank's model is called with: packed tokens, [rows] or [batch, sequence]."""
+        """Make a layout from the input of this rank's model: packed tokens, [rows] or [batch, sequence]."""
         rank = parallel or _ALONE
         one_of(order, ("sequence", "batch"), "order", kind=MicroBatchError)
         batch_major = order == "batch" and places.dim() == 2
@@ -239,10 +239,10 @@ class TokenLayout:
         on_bad_route: Literal["error", "native"] = "error",
         ceiling: float = bad_samples.CEILING,
     ) -> RoutedExperts:
-        """Return the routes in the router's rows, from one RoutedExperts a sequence.
+        """Return the routes in the router's rows, from one RoutedExperts per sequence.
 
-        A sequence may have one row fewer than tokens: the last token is never fed to the rollout engine,
-        so it has no route. Padding has none either.
+        A sequence may have one row fewer than tokens: the last token is never fed to the rollout engine, so
+        it has no route. Padding has none either.
 
         >>> routes = npu_replay.RoutedExperts(ids=torch.tensor([[[5]], [[6]]]), layers=[0], num_experts=8)
         >>> rows = npu_replay.TokenLayout.padded([2], 3).gather([routes])
@@ -250,12 +250,13 @@ class TokenLayout:
         ([5, 6, 0], [True, True, False])
 
         Args:
-            batch: one a sequence, in the order of the lengths; with on_bad_route="native" also None, or one
-                without any recorded row (`RoutedExperts.unrecorded`), for a sequence without routes.
+            batch: one per sequence, in the order of the lengths. With on_bad_route="native" None, or one
+                without any recorded row (`RoutedExperts.unrecorded`), stands for a sequence without routes.
             layers: only these decoder layers (`ParallelLayout.moe_layers`); all when not given.
             on_bad_route: "native" lets the router choose for a sequence whose routes can't be used, and logs
                 how many there were; see `bad_routes`.
-            ceiling: the share of sequences up to which it may; above 0, it always may for one of several.
+            ceiling: the largest share of sequences without usable routes. Above 0, one of several is always
+                allowed.
 
         Raises:
             MicroBatchError: another number of sequences or of tokens, another sequence's routes, or too many
@@ -270,7 +271,7 @@ class TokenLayout:
         if not real:
             raise next(iter(bad.values()), MicroBatchError("an empty batch", expected=">= 1 sequence", got=0))
         good = {n: routes for n, routes in real.items() if n not in bad}
-        like = next(iter((good or real).values()))  # a bad one still tells top-k and experts
+        like = next(iter((good or real).values()))  # a bad one still has top-k and experts
         labels = like.layers if layers is None else layers
         gathered = self.rows_of(good, layers=labels, topk=like.topk, num_experts=like.num_experts)
         if self.fingerprints is None and any(routes.fingerprint is not None for routes in real.values()):
@@ -282,8 +283,7 @@ class TokenLayout:
     def rows_of(
         self, good: Mapping[int, RoutedExperts], *, layers: Sequence[int], topk: int, num_experts: int
     ) -> RoutedExperts:
-        """Return the routes of sequences, by number, that `bad_routes` takes, in the rows of the router;
-        all other rows have none."""
+        """Return in the router's rows the routes of sequences, by number, that `bad_routes` accepts."""
         if not good:
             return RoutedExperts.unrecorded(len(self.rows), layers=layers, topk=topk, num_experts=num_experts)
         picked = row_gather.pick(self._runs, len(self.rows), good, layers)
@@ -296,7 +296,7 @@ class TokenLayout:
     def bad_routes(
         self, batch: Sequence[RoutedExperts | None], *, layers: Sequence[int] | None = None
     ) -> dict[int, ReplayError]:
-        """Return the sequences whose routes can't be used, and why each can't.
+        """Return the sequences whose routes can't be used, with the error of each.
 
         >>> npu_replay.TokenLayout.packed([3]).bad_routes([None])[0].problem
         "this isn't RoutedExperts"
@@ -307,7 +307,7 @@ class TokenLayout:
         return bad_samples.find(batch, self.lengths, self.fingerprints, layers)
 
     def scatter(self, routes: RoutedExperts) -> list[RoutedExperts]:
-        """Return one RoutedExperts a sequence, from the router's rows; the inverse of `gather`.
+        """Return one RoutedExperts per sequence, from the router's rows; the inverse of `gather`.
 
         A token without a row here (another rank has it) is not recorded.
 
@@ -319,7 +319,7 @@ class TokenLayout:
         Raises:
             MicroBatchError: another number of rows than the layout has.
         """
-        row_of = self.row_of(routes)  # first: it refuses what isn't routes
+        row_of = self.row_of(routes)  # called first, as it refuses what isn't routes
         return self.sequences(routes.take(row_of))
 
     def row_of(self, routes: object, where: str = "") -> torch.Tensor:
@@ -341,6 +341,7 @@ class TokenLayout:
         return [packed.sequence(a, b, mark) for (a, b), mark in zip(spans, marks, strict=True)]
 
 
+# Cached: the process warns once.
 @functools.cache
 def _say_unchecked() -> None:
     _log.warning(
@@ -372,7 +373,7 @@ def _rounded(size: int, multiple: int) -> int:
 
 
 def _slots(sizes: Sequence[int], rooms: Sequence[int], left: bool = False) -> list[torch.Tensor]:
-    """Return the packed tokens of each sequence in so many places, with -1 in the others, at one end."""
+    """Return the packed tokens of each sequence in its room of places, padded with -1 at one end."""
     slots = []
     for tokens, room in zip(torch.split(torch.arange(sum(sizes)), list(sizes)), rooms, strict=True):
         lacking = room - len(tokens)
@@ -381,7 +382,7 @@ def _slots(sizes: Sequence[int], rooms: Sequence[int], left: bool = False) -> li
 
 
 def _joined(pieces: list[torch.Tensor], multiple: int = 1) -> torch.Tensor:
-    """Put pieces one after the other, with -1 at the end up to a multiple."""
+    """Concatenate pieces, and pad the end with -1 to a multiple."""
     stream = torch.cat([torch.arange(0), *pieces])
     return pad(stream, (0, -len(stream) % multiple), value=-1)
 
@@ -389,12 +390,13 @@ def _joined(pieces: list[torch.Tensor], multiple: int = 1) -> torch.Tensor:
 def _context_cut(slots: torch.Tensor, parallel: ParallelLayout, context: Context, what: str) -> torch.Tensor:
     """Take this rank's part of the last dimension."""
     pieces, first = parallel.context_pieces(context), parallel.cp_rank
+    # Zigzag gives rank r the pieces r and 2 * cp - 1 - r, so that causal attention costs each rank the same.
     mine = [first] if context == "contiguous" else [first, pieces - 1 - first]
     return _cut(slots, pieces, mine, what, f"context parallel {parallel.cp}, {context}")
 
 
 def _cut(slots: torch.Tensor, pieces: int, mine: list[int], what: str, why: str) -> torch.Tensor:
-    """Take some of the equal pieces of the last dimension."""
+    """Take the pieces `mine` of the last dimension, cut into equal pieces."""
     size = slots.shape[-1]
     if pieces == 1:
         return slots
@@ -404,7 +406,7 @@ def _cut(slots: torch.Tensor, pieces: int, mine: list[int], what: str, why: str)
 
 
 def _checked_rows(given: Any, tokens: int) -> torch.Tensor:
-    """Return a copy of the rows of a layout, int64, if they are tokens of its sequences."""
+    """Return an int64 copy of a layout's rows, after checking that they are tokens of its sequences."""
     try:
         rows = torch.as_tensor(given).detach().cpu()
         if not is_plain(rows) or rows.is_complex():

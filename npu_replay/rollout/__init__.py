@@ -1,1 +1,1 @@
-"""What comes in from a rollout engine, whichever it is."""
+"""Reads and checks what comes from a rollout engine, whichever it is."""

@@ -1,8 +1,8 @@
-"""Checks what a rollout engine hands over; it leaves as RoutedExperts or as an error.
+"""Checks the arrays of a rollout engine and returns them as RoutedExperts, or raises.
 
 The commonest failure is an array that looks right and isn't: zeros, a layer that was never captured, rows of
-another request. Nothing in it says so, so each way in which engines fail is looked for, and the error names
-the likeliest fault of that engine and release.
+another request. Each way in which engines fail is looked for, and the error names the likeliest fault of that
+engine and release.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def admit(
     missing: Missing = "error",
     weight_version: int | str | None = None,
 ) -> RoutedExperts:
-    """Check an engine's array and make it the routes of its sequence.
+    """Check an engine's array and make it the routes of its sequence, one row per token.
 
     >>> from npu_replay.rollout.release_rules import Source
     >>> model = npu_replay.RoutedModel(layers=(1,), num_layers=2, num_experts=4, topk=2)
@@ -49,23 +49,13 @@ def admit(
     ((1,), [True, True, False], [[3, 1]])
 
     Args:
-        rows: [n, columns, topk], any integer dtype, read-only or not: row i is the token at start + i. The
-            columns are all decoder layers, of which the dense are dropped by label, or the MoE layers only.
-        model: which layers route, and over how many experts.
+        rows: [n, columns, topk], any integer dtype; row i is of the token at start + i. The columns are all
+            decoder layers, of which the dense are dropped by label, or the MoE layers only.
         tokens: [tokens], ids of prompt and output. The last has no row: the engine never ran it.
-        source: for messages.
-        start: the first row's token; those before have no route.
-        ended: the engine ended the request by itself. One that was aborted may have no rows at all.
-        surplus: exactly so many tokens of the engine's were taken off the end of `tokens`; so are their rows.
-        missing: "native" leaves rows that are zero in all layers without a route; else they are an error. So
-            are zeros throughout, always. Many copies of other tokens' rows likewise.
-        weight_version: which weights chose, if known.
-
-    Returns:
-        One row a token, with the fingerprint of `tokens`.
-
-    Raises:
-        InvalidRoutes: what is wrong, where, and the likeliest fault of the engine.
+        ended: False for a request that was aborted, which may have no rows at all.
+        surplus: the number of tokens that were removed from the end of `tokens`; their rows are removed too.
+        missing: "native" leaves rows that are zero in all layers, or many copies of other tokens' rows,
+            without a route; "error" refuses them. If all rows are zeros that is always an error.
     """
     one_of(missing, ("error", "native"), "way with missing rows", "missing", InvalidRoutes)
     ids = token_ids(tokens, source)
@@ -84,8 +74,8 @@ def admit(
     np.copyto(there, rows, casting="unsafe")
     known[:] = True
 
-    # Rows that were never written. With a top-k of 1 they can't be told from expert 0, but where all of many
-    # layers say so.
+    # Rows that were never written are zeros. With a top-k of 1 they look like rows of expert 0, unless there
+    # are so many layers that chance is ruled out.
     tells = model.topk > 1 or checks.tells_apart(len(model.layers), experts, model.topk)
     blank = checks.blank_rows(there) if tells else np.empty(0, np.int64)
     different = f"{model.topk} different experts a token"
@@ -101,7 +91,7 @@ def admit(
     refuse(Symptom.CONSTANT_LAYER, checks.find_constant(there, known, experts, mine, model.layers))
     refuse(Symptom.DUPLICATES, checks.find_twice(there, known, start))
 
-    # Rows of another token were read from a buffer too late.
+    # An engine that reads its buffer too late gives rows of another token.
     copied = checks.copied_rows(there, known, experts, mine)
     if len(copied):
         error = source.error(
@@ -128,8 +118,7 @@ def admit(
 
 
 def _due_rows(rows: Any, tokens: int, start: int, ended: bool, surplus: int, source: Source) -> Array:
-    """Return the rows, if they are exactly as many as the engine has run tokens: one row more or less would
-    shift them all unnoticed. What was aborted may have none."""
+    """Return the rows, if their number is the number of tokens that the engine ran."""
     if not checks.is_ids(rows):
         raise not_ids(source, rows)
     if not 0 <= start <= tokens:
@@ -137,6 +126,7 @@ def _due_rows(rows: Any, tokens: int, start: int, ended: bool, surplus: int, sou
         raise source.error(Symptom.SHAPE, problem, f"0 to {tokens}", start)
     due = max(0, tokens - 1 - start)
     wanted = max(0, tokens - 1 - start + surplus)
+    # One row more or less would shift them all unnoticed. An aborted request may have none.
     if len(rows) == wanted or (len(rows) == 0 and not ended):
         return rows[:due]
     few = len(rows) < wanted
@@ -166,7 +156,7 @@ def _routed_columns(rows: Array, model: RoutedModel, start: int, source: Source)
 
 
 def _check_dense(rows: Array, model: RoutedModel, start: int, source: Source) -> None:
-    """Refuse ids, [n, decoder layers, topk], in the columns of dense layers: labels have shifted."""
+    """Refuse ids, [n, decoder layers, topk], in the columns of dense layers: the labels have shifted."""
     dense = rows[:, list(model.dense)]
     if dense.any():
         row, column, _ = np.argwhere(dense)[0]
@@ -194,15 +184,9 @@ def from_batch(
         rows: integers [tokens, columns, topk]; the columns are all decoder layers, or the MoE layers. A row
             of -1 in all MoE layers is a token without a route; dense layers may hold -1, too.
         keep: bool [tokens], the rows that have a route; all when not given.
-        zeros_are_none: is a row of zeros in all MoE layers a token without a route, too? Or where, bool
-            [tokens].
-        tokens: [tokens], their ids; without them each counts as another where a layer is the same throughout.
-        from_engine: False where a trainer's own routers chose; then a layer may be the same for every token.
-
-    Raises:
-        MicroBatchError: columns that are neither.
-        InvalidRoutes: ids in the column of a dense layer, out of range, twice in a row; the same for every
-            token of a layer.
+        zeros_are_none: a row of zeros in all MoE layers has no route; or bool [tokens], which of them.
+        tokens: [tokens], their ids; without them each counts as another when a layer is constant.
+        from_engine: False if a trainer's own routers chose; then a layer may be the same for every token.
     """
     count = rows.shape[-2]
     columns = model.routed_columns(count)

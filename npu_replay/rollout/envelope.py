@@ -1,8 +1,8 @@
-"""Reads routes in the envelope of a gateway, which says its array's shape: {data, shape, dtype, start}.
+"""Reads routes in a gateway's envelope, which gives the array's shape: {data, shape, dtype, start}.
 
 vLLM's routes behind NVIDIA Dynamo lie in one, in `nvext` of the answer; SGLang's lie there as SGLang wrote
-them. prime-rl, verifiers and SkyRL send the same envelope, in the choice or by itself. `data` is base64, as
-text or as bytes, or the array's own bytes, or a flat list. Early ones say no dtype.
+them. prime-rl, verifiers and SkyRL send the same envelope, in the choice or alone. `data` is base64, as text
+or bytes, or the array's own bytes, or a flat list. Early ones have no dtype.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ def is_envelope(value: Any) -> bool:
 
 
 def of_gateway(answer: Mapping[str, Any], name: str) -> tuple[Any, str]:
-    """Find what a gateway put beside the choices, in `nvext` or its `engine_data`.
-
-    Returns:
-        The field and where it lies; None and an empty text where there is none.
-    """
+    """Return a field that a gateway put beside the choices, and its place: `nvext` or its `engine_data`."""
     beside = answer.get("nvext")
     if isinstance(beside, Mapping):
         inner = beside.get("engine_data")
@@ -52,18 +48,7 @@ def of_gateway(answer: Mapping[str, Any], name: str) -> tuple[Any, str]:
 def from_envelope(
     value: Mapping[str, Any], *, start: int, most: tuple[int, int, int], source: Source
 ) -> Array:
-    """Read an envelope.
-
-    Args:
-        start: the first row's token, as the caller says.
-        most: rows, columns and top-k at most.
-
-    Returns:
-        [tokens, layers, topk], integers.
-
-    Raises:
-        InvalidRoutes: it is of another form, larger, not as long as its shape says, or begins elsewhere.
-    """
+    """Read an envelope whose rows begin at `start`, [tokens, layers, topk], no size above `most`."""
     shape, first, data = value.get("shape"), value.get("start", start), as_numpy(value.get("data"))
     if isinstance(shape, tuple):
         shape = list(shape)
@@ -116,15 +101,14 @@ def _other_form(source: Source, got: str) -> InvalidRoutes:
 
 
 def without_weights(rows: Array, topk: int, source: Source) -> Array:
-    """Leave the router's weights that some trainers send behind the ids, [tokens, layers, 2 * topk] of int32:
-    the second half has the bits of float32. Replay takes the ids, and weighs by the trainer's own scores.
-
-    Source: prime-rl's Total Router Recall (#3523).
-    """
+    """Drop the router's weights that some trainers send behind the ids: int32 [tokens, layers, 2 * topk]."""
+    # The second half has the bits of float32 (prime-rl's Total Router Recall, #3523); replay weighs by the
+    # trainer's own scores.
     if rows.ndim != 3 or rows.shape[2] != 2 * topk or rows.dtype.itemsize != 4 or not len(rows):
         return rows
     weights = np.ascontiguousarray(rows[..., topk:])
     bits = weights.view(np.uint32)
+    # Weights are zeros or positive finite numbers; ids, read as float32, would be denormal.
     if (
         not ((bits == 0) | ((bits >= _SMALLEST_NORMAL) & (weights.view(np.float32) < np.inf))).all()
         or not bits.any()

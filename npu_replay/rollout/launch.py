@@ -1,4 +1,4 @@
-"""What an engine is started with: a plan is read, and held against the engine's tables."""
+"""Reads the plan of an engine's start, and checks it against the engine's tables."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _KINDS: dict[Kind, tuple[type, str]] = {
 
 @dataclass(frozen=True)
 class EngineArguments:
-    """The arguments to start an engine with.
+    """Holds the arguments to start an engine with.
 
     Attributes:
-        arguments: by the name of the Python argument (`enable_return_routed_experts`): those planned,
-            and those that the capture needs.
-        environment: variables that the engine's processes need beside them.
-        negates: whether its server knows `--no-...`. Else an argument that is False is left out.
+        arguments: by the name of the Python argument (`enable_return_routed_experts`): the planned ones, and
+            those that the capture needs.
+        environment: variables that the engine's processes also need.
+        negates: whether its server knows `--no-...`; if not, an argument that is False is left out.
     """
 
     arguments: Mapping[str, Any]
@@ -39,7 +39,7 @@ class EngineArguments:
     negates: bool = True
 
     def command_line(self) -> list[str]:
-        """Return the same as options of the engine's server; what is None is left out.
+        """Return the arguments as options of the engine's server; those that are None are left out.
 
         >>> from npu_replay.rollout.launch import EngineArguments
         >>> EngineArguments({"tp_size": 8, "async_scheduling": False}).command_line()
@@ -63,7 +63,7 @@ class EngineArguments:
 
 
 def _text(name: str, value: Any) -> str:
-    with suppress(TypeError, ValueError):  # something in it
+    with suppress(TypeError, ValueError):  # a value in it can't be written as JSON
         if isinstance(value, (str, int, float, os.PathLike)):
             return str(value)
         if isinstance(value, Mapping):
@@ -78,7 +78,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def refusal(product: str, version: str, device: str, faults: Iterable[Fault]) -> ReplayError | None:
-    """Return why that release gives no routes, whatever it is started with; None where it does."""
+    """Return why a release gives no routes, whatever it is started with; None if it gives them."""
     never = next((fault for fault in faults if fault.always and fault.holds(version, device)), None)
     if never is None:
         return None
@@ -87,7 +87,7 @@ def refusal(product: str, version: str, device: str, faults: Iterable[Fault]) ->
 
 
 def clash(product: str, version: str, device: str, plan: Plan, table: Iterable[Clash]) -> ReplayError | None:
-    """Return why that release gives no routes with this plan, by the first row that holds, or None."""
+    """Return why a release gives no routes with this plan, by the first row that holds, or None."""
     for row in table:
         if not row.holds(version, device) or not row.when(plan, row.arguments):
             continue
@@ -111,7 +111,7 @@ def refuse(problem: ReplayError | None) -> None:
 
 
 def refuse_untold(product: str, version: Any, parameter: str, example: str, numbers: int = 2) -> None:
-    """Refuse a version that doesn't tell its release: it would be checked against no table."""
+    """Refuse a version that names no release: no table could be applied to it."""
     ReplayError.unless(
         tells_release(version, numbers),
         "this version doesn't tell its release",
@@ -125,26 +125,20 @@ def refuse_untold(product: str, version: Any, parameter: str, example: str, numb
 def read_plan(
     planned: Mapping[str, Any], kinds: Mapping[str, Kind], short: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the planned arguments, after reading those that are checked.
+    """Return the planned arguments, by their Python names, after reading those that have a kind.
 
-    Args:
-        planned: by the names of Python arguments, "enable_eplb".
-        kinds: how those that are checked are read. A value that can't be read is refused: if it were taken
-            for the default, it would pass the checks.
-        short: the Python names of arguments that the engine's command line names otherwise, for an error.
-
-    Raises:
-        ReplayError: names the argument that can't be read, and its Python name.
+    `short` has the Python names of what the command line names otherwise, for a ReplayError.
     """
     for written in planned:
         if not isinstance(written, str):
             raise unreadable(repr(written), "names as text", type(written).__name__)
-        # What Python calls an argument that is written as on a command line, or with a key of it.
+        # The Python name of an argument that is written as on a command line, or with one of its keys.
         name = written.lstrip("-_").replace("-", "_").partition(".")[0]
         name = short.get(name, name)
         name = f"{name.removeprefix('no_')}=False" if name.startswith("no_") else name or "enable_eplb, say"
         if written != name:
             raise unreadable(written, f"its Python name: {name}", repr(written))
+    # A value that can't be read is refused: taken for the default, it would pass the checks.
     return {
         name: _read(name, value, kinds[name]) if name in kinds and value is not None else value
         for name, value in planned.items()
@@ -163,6 +157,7 @@ def _read(name: str, value: Any, kind: Kind) -> Any:
         with suppress(ValueError):
             value = int(value) if kind == "count" else float(value)
     fits = isinstance(value, wanted) or (kind == "keys" and hasattr(value, "__dict__"))
+    # A bool is an int for Python, and no count here.
     if fits and isinstance(value, bool) == (kind == "flag") and (kind != "count" or value > 0):
         return value
     raise unreadable(name, expected, repr(value)[:80])
@@ -181,7 +176,7 @@ def as_mapping(value: Any) -> Mapping[str, Any]:
 
 
 def number(value: Any) -> int:
-    """Return a number that may be text; 0 for what is none."""
+    """Return a number that may be text; 0 for anything else."""
     try:
         return int(value)
     except (TypeError, ValueError, OverflowError):
@@ -201,7 +196,7 @@ def off(plan: Plan, arguments: tuple[str, ...]) -> bool:
 
 
 def says(*words: str) -> Callable[[Plan, tuple[str, ...]], bool]:
-    """Make a rule: one of the arguments is one of these words."""
+    """Make a rule that holds if one of the arguments is one of these words."""
 
     def one_of_them(plan: Plan, arguments: tuple[str, ...]) -> bool:
         return any(str(plan.get(name)).lower().replace("-", "_") in words for name in arguments)

@@ -1,4 +1,4 @@
-"""RoutedModel: which layers of a model route, and over how many experts, read from its config."""
+"""RoutedModel: reads from a model's config which layers route, and over how many experts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _TOPK = (
 )
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
-_DEEPEST = 16  # a model's config may hold its language model's
+_DEEPEST = 16  # a multimodal model's config may hold its language model's
 _KINDS: dict[str, tuple[str, ...]] = {
     "block_configs": ("moe",),  # Nemotron Puzzle
     "mlp_layer_types": ("sparse", "moe", "hash_moe"),
     "layers_block_type": ("moe",),  # Nemotron-H
     "hybrid_override_pattern": ("E",),  # Nemotron-H's own config.json
 }
-"""Lists of what each layer is, and the words in them for a layer with experts."""
+"""Maps keys that list the kind of each layer to the words for a layer with experts."""
 _FIRST = (
     *("first_k_dense_replace", "moe_first_k_dense_replace", "num_dense_layers"),
     *("moe_layer_start_index", "dense_mlp_idx"),  # Ernie 4.5, Inkling
@@ -44,29 +44,29 @@ _STEP = (
     *("moe_layer_interval", "moe_layer_frequency"),  # Ernie 4.5, Arctic
 )
 _RULES = (*_FIRST, *_STEP, "expert_layer_period", "mlp_only_layers", "enable_moe_block")
-"""Keys that tell which layers are dense: Jamba's, Qwen's and Gemma 4's beside those above."""
+"""The keys that tell which layers are dense, Jamba's, Qwen's and Gemma 4's included."""
 _LOOPS = re.compile(
     r"(^|[_.])(loops?|cycles|passes|ut_steps|recur(rence|sion)s?|(loop|recur\w*)_(num|count|depth|steps))$"
 )
-"""How often a forward runs some layers: Inkling-2, Dory, Ouro, LoopCoder, Huginn, HRM."""
+"""Matches keys that count the passes over some layers: Inkling-2, Dory, Ouro, LoopCoder, Huginn, HRM."""
 _MODELSLIM = "quant_model_description.json"
 _BY_HAND = "give RoutedModel(layers=..., num_layers=..., num_experts=..., topk=...)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedModel:
-    """What has to be known of a model to read a rollout engine's array of its routes.
+    """Describes what a reader must know of a model to decode a rollout engine's array of its routes.
 
     Attributes:
         layers: the decoder layers with a router, global and 0-based, ascending.
-        num_layers: decoder layers in all, dense ones included.
+        num_layers: the number of decoder layers, dense ones included.
         num_experts: routed experts of a layer.
-        topk: experts a token in a layer.
-        hashed: the decoder layers that look their experts up by token id (DeepSeek-V4): an engine reports
-            them, every pass chooses the same, and nothing is replayed there.
+        topk: experts per token in a layer.
+        hashed: the decoder layers that look their experts up by token id (DeepSeek-V4). An engine reports
+            them; every pass chooses the same experts there, so nothing is replayed.
 
     Raises:
-        ReplayError: the numbers don't go together.
+        ReplayError: the numbers don't fit together.
     """
 
     layers: tuple[int, ...]
@@ -98,33 +98,26 @@ class RoutedModel:
 
     @property
     def dense(self) -> tuple[int, ...]:
-        """The decoder layers without experts."""
+        """Return the decoder layers without experts."""
         return tuple(sorted({*range(self.num_layers)} - {*self.layers, *self.hashed}))
 
     @property
     def sparse(self) -> tuple[int, ...]:
-        """The decoder layers with experts, `layers` and `hashed`, ascending."""
+        """Return the decoder layers with experts, `layers` and `hashed`, ascending."""
         return tuple(sorted((*self.layers, *self.hashed)))
 
     def routed_columns(self, columns: int) -> slice | list[int] | None:
-        """Return where `layers` are among an engine's columns: all decoder layers, or those with experts;
-        None where it has another number of them. Neighbours are a slice, and so aren't copied."""
+        """Return where `layers` are among an engine's columns: all decoder layers, or those with experts."""
         labels = range(self.num_layers) if columns == self.num_layers else self.sparse
         if len(labels) != columns:
             return None
+        # A slice copies nothing.
         wanted = [labels.index(layer) for layer in self.layers]
         return slice(wanted[0], wanted[-1] + 1) if wanted[-1] - wanted[0] == len(wanted) - 1 else wanted
 
     @classmethod
     def of_module(cls, module: nn.Module, routers: Sequence[Router]) -> RoutedModel:
-        """Describe a model of transformers by the routers that were found in it.
-
-        Args:
-            module: the model, or a wrapper of it (PEFT's, DDP).
-
-        Raises:
-            ReplayError: nothing in it has a config, its routers differ, or it is a looped model.
-        """
+        """Describe a transformers model, or its wrapper (PEFT's, DDP), by the routers found in it."""
         configs = (getattr(inner, "config", None) for inner in module.modules())
         config: Any = next((one for one in configs if hasattr(one, "get_text_config")), None)
         problem, got = (
@@ -143,7 +136,7 @@ class RoutedModel:
 
     @classmethod
     def of(cls, model: Any) -> RoutedModel:
-        """Return `model` as it is if it is one, else what its config says: see `from_config`."""
+        """Return `model` itself if it is a RoutedModel, else what `from_config` reads from it."""
         return model if isinstance(model, RoutedModel) else cls.from_config(model)
 
     @classmethod
@@ -156,11 +149,11 @@ class RoutedModel:
 
         Args:
             config: its path or its folder's, its contents, an object with these attributes (transformers'
-                PretrainedConfig), or a model that has one as `.config`. A model of several kinds of input may
-                keep its language model's under `text_config`.
+                PretrainedConfig), or a model that has one as `.config`. A multimodal model may keep its
+                language model's under `text_config`.
 
         Raises:
-            ReplayError: a key is missing that no other stands for; names those that were looked for.
+            ReplayError: a required key is missing; the error names the keys that were looked for.
             RouterError: layers differ in top-k or experts, or run several times in one forward.
         """
         found = _Keys.of(config)
@@ -168,7 +161,8 @@ class RoutedModel:
         blocks = found["block_configs"] or found["layers_block_type"]  # Nemotron-H saves no other number
         counted = isinstance(blocks, (list, tuple)) and found["num_hidden_layers"] is None
         num_layers = len(blocks) if counted else found.number(_LAYERS, "the number of decoder layers")
-        _check_most(num_layers, MAX_LAYERS, "decoder layers", found.name)  # each is looked at below
+        # Bounded before the loops below look at each layer.
+        _check_most(num_layers, MAX_LAYERS, "decoder layers", found.name)
         ReplayError.unless(
             not (zeros := found.whole("zero_expert_num")),  # LongCat: ids above those of the routed experts
             "a model with zero experts can't be read from its config",
@@ -200,7 +194,7 @@ def _check_most(given: int, most: int, what: str, where: str) -> None:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Reads a config by key; what it hasn't, or has as None, is None."""
+    """Reads a config by key; a key that is missing or None gives None."""
 
     config: Any
     name: str
@@ -212,7 +206,7 @@ class _Keys:
             config = cls.of_file(Path(config))
         for _ in range(_DEEPEST):
             found = cls(config, type(config).__name__)
-            # A config inside this one, that of the language model, say, is to be read in its place.
+            # A config inside this one, such as the language model's, is read in its place.
             inner = None if isinstance(config, Mapping) else getattr(config, "config", None)
             if inner is None or hasattr(config, "num_hidden_layers"):
                 own = any(found[expert] is not None for expert in _EXPERTS)
@@ -251,7 +245,7 @@ class _Keys:
             return None
 
     def by_layer(self) -> dict[int, _Keys]:
-        """Return what the config says of single layers, in Nemotron Puzzle's way or in transformers'."""
+        """Return the keys that the config sets for single layers, as Nemotron Puzzle or transformers do."""
         key = "block_configs" if self["block_configs"] is not None else "per_layer_config"
         value = None if self["is_heterogeneous"] is False else self[key]
         try:
@@ -264,7 +258,7 @@ class _Keys:
         return found
 
     def number(self, keys: tuple[str, ...], what: str, layer: int | None = None) -> int:
-        """Return the first number above 0 that one of these keys has, by the layer where each has its own."""
+        """Return the first number above 0 under one of these keys; `layer` picks from a list."""
         for value in (config[key] for config in (self, *self.beside) for key in keys):
             if isinstance(value, (list, tuple)) and value:
                 at = 0 if all(one == value[0] for one in value) else layer
@@ -281,14 +275,14 @@ class _Keys:
         )
 
     def whole(self, key: str) -> int | None:
-        """Return a whole number, or None if it isn't there."""
+        """Return a whole number, or None if the key isn't there."""
         value = self[key]
         if value is None or (isinstance(value, int) and not isinstance(value, bool)):
             return value
         raise self.unknown(key)
 
     def numbers(self, key: str) -> set[int]:
-        """Return whole numbers, given as a list or as a text with commas; none if it isn't there."""
+        """Return whole numbers, given as a list or as text with commas; an empty set for a missing key."""
         value = self[key]
         if value is None:
             return set()
@@ -301,7 +295,7 @@ class _Keys:
         return found
 
     def kinds(self, key: str, num_layers: int) -> list[str]:
-        """Return words or letters, one a layer and perhaps more; none if it isn't there."""
+        """Return words or letters, at least one per layer; an empty list for a missing key."""
         value = self[key]
         if key == "block_configs" and isinstance(value, (list, tuple, str)):
             value = [_Keys(block, self.name)["block_type"] for block in value]
@@ -313,7 +307,7 @@ class _Keys:
         return list(value)
 
     def unknown(self, key: str) -> ReplayError:
-        """Make the error about a key that says which layers have experts, in a way that isn't known here."""
+        """Make the error about a key that says in an unknown way which layers have experts."""
         return ReplayError(
             f"the model's config says in an unknown way which layers have experts: {key}",
             where=self.name,
@@ -324,7 +318,7 @@ class _Keys:
 
 
 def _refuse_loops(config: _Keys) -> None:
-    """Refuse a model that runs layers several times in one forward, by the key that says how often."""
+    """Refuse a model whose config says that a forward runs layers several times."""
     names = config.config if isinstance(config.config, Mapping) else dir(config.config)
     counts = {str(one): config[one] for one in names if _LOOPS.search(str(one)) or "loop" in str(one)}
     for name, inner in [*counts.items()]:  # Inkling-2's own config.json has a loop_config
@@ -341,13 +335,13 @@ def _refuse_loops(config: _Keys) -> None:
 
 
 def _sparse_layers(config: _Keys, num_layers: int) -> list[int]:
-    """Return the decoder layers with experts: those of a list, or where there is none, of all rules."""
+    """Return the decoder layers with experts: those that a list names, else those that pass all rules."""
     if config["is_moe"] is False or config["enable_moe_block"] is False:  # Doge, Gemma 4
         return []
     for key, words in _KINDS.items():
         kinds = config.kinds(key, num_layers)
         if key == "layers_block_type" and not {"moe", "mlp"} & set(kinds):
-            continue  # elsewhere it says what attention each layer has (Jamba, Granite)
+            continue  # in Jamba and Granite it lists kinds of attention
         if key == "mlp_layer_types" and set(kinds) - {"dense", *words}:
             raise config.unknown(key)
         if kinds:
@@ -357,7 +351,8 @@ def _sparse_layers(config: _Keys, num_layers: int) -> list[int]:
         if config[key] is not None:
             return [layer for layer in range(num_layers) if layer in named]
     if all(config[key] is None for key in _RULES) and not isinstance(config["moe_layer_freq"], (list, tuple)):
-        # Dense layers and sparse ones: which is which is only in the family's class in transformers.
+        # The config has dense and sparse layers; only the family's class in transformers knows which is
+        # which.
         dense, width = config["intermediate_size"], config["moe_intermediate_size"]
         widths = width if isinstance(width, (list, tuple)) else (width,)
         if dense is not None and width is not None and dense not in widths:
@@ -374,7 +369,7 @@ def _sparse_layers(config: _Keys, num_layers: int) -> list[int]:
 
 
 def _by_rules(config: _Keys, layer: int) -> bool:
-    """Return whether a layer has experts by the keys that a family writes; with none of them, all have."""
+    """Return whether a layer has experts by the keys that a family writes; without such keys all have."""
     frequency = config["moe_layer_freq"]
     if isinstance(frequency, (list, tuple)):
         if layer >= len(frequency):
@@ -394,16 +389,11 @@ def _by_rules(config: _Keys, layer: int) -> bool:
     )
 
 
-# ---- what engines stumble over in a config besides; one that can't be read says nothing here
+# ---- properties of a config that some engines fail on; a config that can't be read has none
 
 
 def is_hybrid(model: Any) -> bool:
-    """Return whether a model has linear attention or state spaces, and so several KV cache groups.
-
-    Args:
-        model: a Hugging Face config: its path or its folder's, its contents, an object. A RoutedModel doesn't
-            say.
-    """
+    """Return whether a config has linear attention or state spaces, and so several KV cache groups."""
     kinds = [str(kind) for key in ("layer_types", "layers_block_type") for kind in _said(model, key) or ()]
     return (
         any("linear" in kind or "mamba" in kind for kind in kinds)
@@ -414,8 +404,7 @@ def is_hybrid(model: Any) -> bool:
 
 
 def names_topk(model: Any) -> bool:
-    """Return whether it has num_experts_per_tok, the only key that vLLM looked for at first; True where it
-    doesn't tell its layers, either."""
+    """Return whether a config has num_experts_per_tok, the only key that old vLLM reads, or can't be read."""
     return _said(model, "num_experts_per_tok") is not None or _said(model, "num_hidden_layers") is None
 
 
@@ -427,12 +416,12 @@ def quantization(model: Any) -> str:
 
 
 def is_there(model: Any) -> bool:
-    """Return whether `model` can be asked: not where none is given, or it is the name of one on a hub."""
+    """Return whether `model` can be read here: it is given, and isn't the name of one on a hub."""
     return model is not None and not (isinstance(model, str) and not Path(model).exists())
 
 
 def _said(model: Any, key: str) -> Any:
-    """Return what a config says by this key, its text model's own first; None where it can't be read."""
+    """Return a key's value, preferring the text model's; None if the config can't be read."""
     try:
         whole = _Keys(_Keys.of_file(Path(model)) if isinstance(model, (str, os.PathLike)) else model, "")
     except ReplayError:

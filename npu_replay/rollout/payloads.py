@@ -1,4 +1,4 @@
-"""Arrays of somebody else's: base64, .npy and nested lists, whose sizes are checked before memory is taken.
+"""Reads arrays from outside: base64, .npy, nested lists; sizes are checked before memory is taken.
 
 No pickle is ever loaded: an .npy of objects is refused by its header.
 """
@@ -26,13 +26,13 @@ TokenIds: TypeAlias = "Sequence[int] | Array | torch.Tensor"
 
 _IDS = "integers, [tokens, layers, topk]"
 _HEADER = 4096  # bytes; an array of integers needs some 128
-_WIDEST = 4  # bytes an id: int32
+_WIDEST = 4  # bytes per id: int32
 _MOST_TOPK = 1024
-_LONGEST = 1 << 24  # of a side; numpy can't take all sizes where another side is 0
+_LONGEST = 1 << 24  # per axis; numpy refuses some sizes even if another axis is 0
 
 
 def token_ids(value: Any, source: Source) -> Array:
-    """Return somebody's token ids, integers from 0 on, as [tokens] int64; refuse anything else."""
+    """Return token ids, integers from 0 on, as [tokens] int64; refuse anything else."""
     ids = as_token_ids(value)
     if ids is not None and not (ids < 0).any():
         return ids
@@ -44,10 +44,10 @@ def token_ids(value: Any, source: Source) -> Array:
 
 
 def named(value: Any) -> str:
-    """Describe what somebody gave: dtype and shape of an array, type and beginning of anything else."""
+    """Describe a value: dtype and shape of an array, type and beginning of anything else."""
     if isinstance(value, torch.Tensor) and value.is_nested:
         return f"nested tensor of {value.dtype}"
-    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:  # as its dtype may be right
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:  # its dtype may be right
         return f"{value.layout} of {value.dtype} {list(value.shape)}"
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return f"{value.dtype} {list(value.shape)}"
@@ -55,24 +55,17 @@ def named(value: Any) -> str:
 
 
 def as_numpy(value: Any) -> Any:
-    """Return a tensor as an array, where numpy can hold it; anything else as it is."""
+    """Return a tensor as an array, if numpy can hold it; anything else unchanged."""
     if isinstance(value, torch.Tensor):
-        with suppress(TypeError, RuntimeError):  # sparse, quantised, of a dtype that numpy hasn't: no ids
+        with suppress(TypeError, RuntimeError):  # sparse, quantised, or of a dtype that numpy lacks: no ids
             return value.detach().cpu().numpy()
     return value
 
 
 def any_array(value: Any, *, source: Source, most: tuple[int, int, int] | None = None) -> Array:
-    """Read routes in a form that says its own shape: an array, a tensor, base64 of an .npy, nested lists.
+    """Read routes that say their own shape: an array, a tensor, base64 of an .npy, nested lists.
 
-    Args:
-        most: rows, columns and top-k at most, where the size could be anything; None takes what there is.
-
-    Returns:
-        [tokens, layers, topk], integers.
-
-    Raises:
-        InvalidRoutes: something else, or larger.
+    `most` are the most rows, columns and top-k, if the size could be anything; None takes any.
     """
     value = as_numpy(value)
     if isinstance(value, (str, bytes, bytearray)):
@@ -92,11 +85,7 @@ def not_ids(source: Source, got: Any, expected: str = _IDS) -> InvalidRoutes:
 
 
 def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:
-    """Decode base64, at most `most` bytes of it.
-
-    Raises:
-        InvalidRoutes: it is longer, or isn't base64.
-    """
+    """Decode base64 of at most `most` bytes; raise InvalidRoutes for more, or for something else."""
     if not isinstance(text, (str, bytes)):
         raise source.unreadable("this isn't base64", "text or bytes", type(text).__name__)
     size = len(text) // 4 * 3
@@ -118,14 +107,7 @@ def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:
 
 
 def from_npy(data: bytes | memoryview, *, source: Source, most: int) -> Array:
-    """Read an .npy of integers, [tokens, layers, topk], at most `most` bytes of them.
-
-    Returns:
-        An array that shares memory with `data`.
-
-    Raises:
-        InvalidRoutes: another format, of objects, larger, or not as long as its header says.
-    """
+    """Read an .npy of integers, [tokens, layers, topk], of at most `most` bytes, on the memory of `data`."""
     try:
         view = memoryview(data).cast("B")
     except TypeError as error:
@@ -137,7 +119,7 @@ def from_npy(data: bytes | memoryview, *, source: Source, most: int) -> Array:
             raise ValueError(f"version {version}")
         read = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
         shape, by_column, dtype = read(head, max_header_size=_HEADER)
-    except Exception as error:  # numpy reads it as Python, and lets through whatever that raises
+    except Exception as error:  # numpy parses it as Python, which may raise anything
         raise source.unreadable("this isn't an .npy array", "its header", str(error)[:200]) from error
     if dtype.kind not in "iu":
         raise source.unreadable("this isn't an array of integers", "integers", dtype)
@@ -163,17 +145,12 @@ def from_npy(data: bytes | memoryview, *, source: Source, most: int) -> Array:
 
 
 def from_lists(value: Any, *, source: Source, most: tuple[int, int, int]) -> Array:
-    """Read nested lists of integers, [tokens, layers, topk], each length at most as in `most`, as int64; a
-    list without rows is [0, 0, 0].
-
-    Raises:
-        InvalidRoutes: not lists of lists of lists of integers, ragged, or larger.
-    """
+    """Read nested lists of integers, [tokens, layers, topk], as int64; a list without rows is [0, 0, 0]."""
     try:
         if isinstance(value, list) and len(value) <= most[0]:
             rows = np.array(value, np.int64) if value else np.zeros((0, 0, 0), np.int64)
             fits = rows.ndim == 3 and all(size <= limit for size, limit in zip(rows.shape, most, strict=True))
-            # numpy takes 2.5 for 2, True for 1, "3" for 3, a tuple for a list.
+            # numpy takes 2.5 for 2, True for 1, "3" for 3 and a tuple for a list, so each is checked.
             if (
                 fits
                 and (not value or rows.size)
@@ -182,7 +159,7 @@ def from_lists(value: Any, *, source: Source, most: tuple[int, int, int]) -> Arr
             ):
                 return rows
     except (ValueError, TypeError, OverflowError, RecursionError):
-        pass  # ragged, of other things than numbers, or too large ones
+        pass  # ragged, not numbers, or too large
     raise source.unreadable(
         "these aren't nested lists of expert ids",
         f"integers, [tokens, layers, topk], at most {list(most)}",

@@ -1,7 +1,7 @@
-"""The language of the engines' tables: which releases have which fault, and what to say of it.
+"""Defines the rows of the engines' tables: the releases of each fault, and the words of its error.
 
-Every row holds of a run of releases, on one device or on all. `Releases.holds` is the only place that decides
-whether it does, so «0.24.0rc1», «0.23.0.post1» and «0.33.0+cu128» mean the same to every table.
+Every row holds for a range of releases, on one device or on all. `Releases.holds` alone decides it, so
+«0.24.0rc1», «0.23.0.post1» and «0.33.0+cu128» mean the same to every table.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from npu_replay.errors import InvalidRoutes, ReplayError
 
 _NUMBERS = re.compile(r"v?(\d+)(?:\.(\d+))?(?:\.(\d+))?")
 _CAUSES = 5
-"""An error names so many causes at most."""
+"""The most causes that an error names."""
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the three numbers of a version, for comparing; zeros where it says nothing («nightly»)."""
+    """Return the three numbers of a version, for comparing; zeros if it has none («nightly»)."""
     text = isinstance(version, str)
     ReplayError.unless(text, "a release is told as text", "«0.23.0»", repr(version), where="version")
     found = _NUMBERS.match(version)
@@ -28,30 +28,23 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def tells_release(version: object, numbers: int = 2) -> bool:
-    """Return whether a version says by so many numbers which release this is: «0.33.0+cu128» does, and
-    «0.1.dev123+g1a2b3c», a build from a clone without tags, doesn't."""
+    """Return whether a version names its release by so many numbers."""
     if not isinstance(version, str) or not any(release(version)):
         return False
+    # «0.33.0+cu128» does. «0.1.dev123+g1a2b3c», a build from a clone without tags, doesn't.
     return re.match(rf"v?\d+\.\d+(?!\d*\.dev)(?:\.\d+){{{numbers - 2}}}", version) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Releases:
-    """A run of releases, on one device or on all.
-
-    Attributes:
-        since: the first; empty: from the beginning.
-        until: the first after the last; empty: none that is known.
-        device: «cuda», «npu», «cpu»; empty: any.
-    """
+    """Describes a range of releases, from `since` to before `until`, on `device` or, if empty, on all."""
 
     since: str = ""
     until: str = ""
     device: str = ""
 
     def holds(self, version: str, device: str = "") -> bool:
-        """Return whether that release is one of them: a candidate counts as its release, and one that isn't
-        told may be any, as may a device."""
+        """Return whether a release is in the range; an unknown release or device may be any."""
         if self.device and device and device != self.device:
             return False
         if not tells_release(version):
@@ -61,7 +54,7 @@ class Releases:
 
 
 class Symptom(str, Enum):
-    """What is seen to be wrong with an engine's routes."""
+    """Names how an engine's routes are wrong."""
 
     MISSING = "missing"
     TOKENS = "other tokens"
@@ -82,15 +75,14 @@ class Symptom(str, Enum):
 
 @dataclass(frozen=True)
 class Fault(Releases):
-    """A known fault of an engine.
+    """Describes a known fault of an engine.
 
     Attributes:
         symptom: how it shows; None: in any way.
-        cause: for the user: what it is, what to do.
-        only: the ways in which an answer came that have it («http», «stop string»); empty: any.
-        always: what these releases do whatever they are started with («gives zeros»); empty for a fault that
-            needs more than the release.
-        instead: which releases to take for those.
+        cause: for the user: what it is and what to do.
+        only: the ways of an answer that have it («http», «stop string»); empty: any.
+        always: what these releases do however they are started («gives zeros»); or empty.
+        instead: the releases to use instead of those.
     """
 
     symptom: Symptom | None
@@ -101,7 +93,7 @@ class Fault(Releases):
 
 
 def older(oldest: str, instead: str) -> Fault:
-    """Make the row of all releases before the oldest that is checked, which refuses them."""
+    """Make the row that refuses all releases before the oldest that is checked."""
     return Fault(
         None,
         until=oldest,
@@ -117,16 +109,14 @@ Plan: TypeAlias = "Mapping[str, Any]"
 
 @dataclass(frozen=True)
 class Clash(Releases):
-    """A plan under which releases return no routes, or wrong ones.
+    """Describes a plan under which releases return no routes, or wrong ones.
 
     Attributes:
-        arguments: what is looked at in the plan, and named in an error.
-        when: is it so? It is called with the plan and `arguments`.
-        instead: what to plan instead, or which release to take.
-        why: what happens else.
-        problem: in other words than that the argument gives no routes. It may hold «{argument}».
-        got: what was planned, where the arguments themselves don't say it well.
-        mended: not where npu_replay captures in the engine's place.
+        arguments: those that are read in the plan, and named in an error.
+        instead, why: what to plan instead, or which release to use; and what happens otherwise.
+        problem: replaces «gives no routes, or wrong ones, with this argument». It may hold «{argument}».
+        got: replaces the arguments' values.
+        mended: the row doesn't apply where npu_replay captures in the engine's place.
     """
 
     arguments: tuple[str, ...]
@@ -140,16 +130,10 @@ class Clash(Releases):
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Whose data it is, for messages.
+    """Describes whose data it is, for messages; `version` and `device` may be unknown.
 
-    Attributes:
-        engine: «vLLM».
-        version: its release, where known.
-        device: what it ran on, where known: «cuda», «npu», «cpu».
-        sample: «request 17, completion 2».
-        field: where in the engine's answer: «choices[0].routed_experts».
-        faults: what is known to be wrong with the engine, the likeliest first.
-        ways: how the answer came, for `Fault.only`.
+    `sample` is «request 17, completion 2», `field` «choices[0].routed_experts». `faults` are the engine's
+    known ones, the likeliest first, and `ways` how the answer came, for `Fault.only`.
     """
 
     engine: str
@@ -163,8 +147,8 @@ class Source:
     def error(
         self, symptom: Symptom, problem: str, expected: object = None, got: object = None, *, where: str = ""
     ) -> InvalidRoutes:
-        """Make an error about this data, with the likeliest cause; where nobody says the device, with that of
-        each; where nobody says the release, with the first few of any."""
+        """Make an error about this data, with the likeliest cause."""
+        # Without a device it names the cause of each, without a release the first few of any.
         told = tells_release(self.version)
         causes: dict[str, str] = {}
         for fault in self.faults:
@@ -186,5 +170,5 @@ class Source:
         )
 
     def unreadable(self, problem: str, expected: object, got: object) -> InvalidRoutes:
-        """Make an error about data of another kind than it should be."""
+        """Make an error about data of the wrong kind."""
         return self.error(Symptom.UNREADABLE, problem, expected, got)

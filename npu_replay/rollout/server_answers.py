@@ -1,10 +1,10 @@
-"""What a rollout engine sends back: an `Answer`, of which routes are made by the same steps for every engine.
+"""Reads the answers of rollout engines: an `Answer` makes routes by the same steps for every engine.
 
 A server may also refuse, in one of three forms:
 
 OpenAI's      {"error": {"message": "...", "code": 404}}, or {"object": "error", "message": "..."}
-FastAPI's     {"detail": "Not Found"}, or a list of what is wrong with which field
-a stream's    «data: {...}» lines; whoever has the piece with the routes gives that alone
+FastAPI's     {"detail": "Not Found"}, or a list of fields with what is wrong with each
+a stream's    «data: {...}» lines, of which only the piece with the routes is accepted
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from npu_replay.routes.routed_experts import RoutedExperts
 
 @dataclass(frozen=True)
 class Tokens:
-    """A sequence's ids; how many of them are the prompt's; how many more the caller took off its end."""
+    """Holds a sequence's ids, how many are the prompt's, and how many the caller removed from its end."""
 
     ids: Array
     prompt: int
@@ -37,24 +37,20 @@ class Tokens:
 
     @property
     def sampled(self) -> int:
-        """How many the engine sampled."""
+        """Return the number of tokens that the engine sampled."""
         return len(self.ids) + self.taken_off - self.prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer(ABC):
-    """What an answer says of one sequence; None or empty where it says nothing.
-
-    `routes` is the decoder of every engine. An engine's own class finds the rows, and may leave some out.
+    """Holds the fields of one sequence's answer; `routes` decodes them, after a subclass reads the rows.
 
     Attributes:
-        source: for messages: the release, the request, the field of the routes, and the known faults.
-        payload: the routes, in whatever form.
-        prompt_ids, output_ids: those that the engine was given and those that it sampled, in any form.
-        prompt_tokens, completion_tokens: how many of each the engine counted.
+        prompt_ids, output_ids: the ids that the engine was given and that it sampled, in any form.
+        prompt_tokens, completion_tokens: the engine's counts of each.
         unbilled: so many tokens of the prompt may be missing in `prompt_tokens`.
         finish: the engine's word for why it ended: «stop», «length», «abort».
-        weight_version: the engine's own, where it is that of all rows.
+        weight_version: the engine's own, if it is that of all rows.
     """
 
     source: Source
@@ -69,13 +65,13 @@ class Answer(ABC):
 
     aborts: ClassVar[tuple[str, ...]] = ("abort",)
     arguments: ClassVar[tuple[str, str]] = ("prompt_token_ids", "output_token_ids")
-    """What the decoder calls the token ids that its caller gives."""
+    """The decoder's names for the token ids that its caller gives."""
     asks: ClassVar[str] = ""
-    """What a request says to have them in the answer."""
+    """The request option that puts the ids into the answer."""
 
     @property
     def ended(self) -> bool:
-        """Did it end by itself? One that was aborted may have no rows."""
+        """Return whether the request ended by itself; one that was aborted may have no rows."""
         return self.finish not in self.aborts
 
     def routes(
@@ -87,11 +83,7 @@ class Answer(ABC):
         missing: Missing = "error",
         weight_version: int | str | None = None,
     ) -> RoutedExperts:
-        """Decode and check the routes; the arguments are those of `from_vllm` and `from_sglang`.
-
-        Raises:
-            InvalidRoutes: names the request, the field, and the likeliest fault of that release.
-        """
+        """Decode and check the routes; the arguments are those of `from_vllm` and `from_sglang`."""
         tokens = self.tokens(prompt, output)
         rows = self.rows(model, tokens, start, missing)
         rows = None if rows is None else without_weights(rows, model.topk, self.source)
@@ -100,7 +92,7 @@ class Answer(ABC):
         never = tells_release(source.version) and any(one.holds(source.version, device) for one in zeros)
         if never and rows is not None and len(rows) and not rows.any():
             problem, got = f"all {len(rows)} rows are zeros", "nothing that was captured"
-            # With a top-k of 1 the ids alone don't show it.
+            # `admit` can't see this with a top-k of 1, where zeros are valid ids.
             raise source.error(Symptom.ZEROS, problem, "ids of experts", got)
         found = admit(
             np.zeros((0, model.num_layers, model.topk), np.uint8) if rows is None else rows,
@@ -117,19 +109,14 @@ class Answer(ABC):
 
     @abstractmethod
     def rows(self, model: RoutedModel, tokens: Tokens, start: int, missing: Missing) -> Array | None:
-        """Read the rows from `start` on, [rows, columns, topk], those of tokens that were taken off too; None
-        where there are none, and needn't be.
-
-        Raises:
-            InvalidRoutes: they are missing, or can't be read.
-        """
+        """Read the rows from `start` on, [rows, columns, topk], removed tokens' too; None if none are due."""
 
     def trusted(self, routes: RoutedExperts, tokens: Tokens, missing: Missing) -> RoutedExperts:
-        """Leave rows without a route that the engine computed again since."""
+        """Leave rows without a route that the engine has computed again."""
         return routes
 
     def tokens(self, prompt: Any, output: Any) -> Tokens:
-        """Hold the caller's token ids against what the answer says; where none are given, take its own."""
+        """Check the caller's token ids against the answer's; without the caller's, take the answer's."""
         ids, theirs = self._both(0, prompt, self.prompt_ids)
         if theirs is not None and not np.array_equal(ids, theirs):
             raise self.other_tokens(0, f"{len(theirs)} ids, as in the answer", f"{len(ids)} others")
@@ -140,7 +127,7 @@ class Answer(ABC):
         if theirs is not None and self.completion_tokens in (None, len(theirs)):
             ran = len(theirs)
             if not np.array_equal(sampled, theirs[: len(sampled)]):
-                # A stream's last output has the last ids alone, and an aborted one's may have none.
+                # A stream's last output has only the last ids, and an aborted one's may have none.
                 is_last = self.completion_tokens is None and (ran > 0 or not self.ended)
                 if not is_last or not np.array_equal(sampled[len(sampled) - ran :], theirs):
                     expected = f"{ran} ids, as in the answer, or fewer off their end"
@@ -151,7 +138,7 @@ class Answer(ABC):
         return Tokens(np.concatenate([ids, sampled]), len(ids), ran - len(sampled))
 
     def _both(self, which: Literal[0, 1], ours: Any, theirs: Any) -> tuple[Array, Array | None]:
-        """Return the ids to go by, and the answer's own, where it has them."""
+        """Return the ids to use, and the answer's own, if it has them."""
         source = replace(self.source, field=self.arguments[which])
         if ours is None and theirs is None:
             problem = f"the answer hasn't got the {('prompt', 'sampled')[which]} token ids"
@@ -160,7 +147,7 @@ class Answer(ABC):
         return ids, ids if ours is None else None if theirs is None else token_ids(theirs, source)
 
     def other_tokens(self, which: Literal[0, 1], expected: object, got: object) -> InvalidRoutes:
-        """Make the error about token ids, of the prompt or sampled, that aren't those of the engine."""
+        """Make the error about token ids, of the prompt or sampled, that aren't the engine's."""
         return replace(self.source, field=self.arguments[which]).error(
             Symptom.TOKENS,
             f"the token ids given here aren't those that the engine {('ran', 'sampled')[which]}",
@@ -170,17 +157,10 @@ class Answer(ABC):
 
 
 def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> Any:
-    """An answer as it can be looked into: text parsed, an object of OpenAI's client as its dict, and what is
-    neither as it is.
+    """Return an answer as a Mapping if possible: parsed text, or the dict of an OpenAI client's object.
 
-    Args:
-        found: whatever the caller has.
-        engine: whose it is, for messages: «vLLM 0.33.0».
-        expected: what was hoped for.
-        not_found: what usually causes a 404.
-
-    Raises:
-        InvalidRoutes: it is no JSON, or the server's refusal, whose words are quoted.
+    `expected` are the accepted forms, `not_found` is the usual cause of a 404, both for messages. Raises
+    InvalidRoutes for text that isn't JSON, and for the server's refusal, which it quotes.
     """
     if isinstance(found, (str, bytes, bytearray)):
         try:
@@ -201,7 +181,7 @@ def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> An
         found = found.model_dump()
     if not isinstance(found, Mapping):
         return found
-    if is_envelope(found):  # what a gateway handed on by itself
+    if is_envelope(found):  # a gateway passed it on alone
         return {"choices": [{"routed_experts": found}]}
     answered = any(
         isinstance(one := found.get(name), (list, Mapping)) and one for name in ("choices", "meta_info")

@@ -1,9 +1,9 @@
-"""Rollout: the tokens and routes of one sample, growing together turn by turn.
+"""Rollout: collects the tokens and routes of one sample, turn by turn.
 
-A row says how the engine routed a token when it ran it, which is one step after it sampled it: the last token
-of a turn has no row, and what a tool or an environment puts in between has none either. Both get theirs from
-the next turn, whose prefill runs them. A row from which a token was sampled is another thing: a later turn
-runs that token again, with weights that may have changed since, but nobody sampled from that.
+A row holds how the engine routed a token when it ran it, one step after it sampled it. So the last token of a
+turn has no row, and neither have tokens that a tool inserts; the prefill of the next turn gives both theirs.
+A later turn runs all tokens again, maybe with changed weights. The row that a token was sampled from is the
+first one, which is therefore kept.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _GIVEN = Source(engine="Rollout")
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # == of token arrays has no single answer
 class Turn:
-    """One call of the rollout engine.
+    """Describes one call of the rollout engine.
 
     Attributes:
         prompt: [n], all token ids that the engine was given.
         sampled: [m], those that it returned.
         routes: of both, n + m tokens or one less, as `from_vllm` and `from_sglang` return them.
         aborted: it was stopped from outside, and may have no routes.
-        weight_versions: of the rows of all n + m tokens, where weights changed within the turn; else all have
+        weight_versions: of the rows of all n + m tokens, if weights changed within the turn; else all have
             that of `routes`.
     """
 
@@ -51,13 +51,9 @@ class Turn:
 
 @dataclass
 class Rows:
-    """What is known of each token so far; all arrays have one entry a token.
+    """Holds the rows of each token so far: `ids` [tokens, layers, topk], the others [tokens].
 
-    Attributes:
-        ids: [tokens, layers, topk].
-        recorded: the row is known.
-        sampled_from: a token was sampled from this row, known or not.
-        versions: of the weights that made the row.
+    `recorded` means that the row is known, `sampled_from` that a token was sampled from it, known or not.
     """
 
     ids: Array
@@ -67,27 +63,27 @@ class Rows:
 
     @classmethod
     def empty(cls, tokens: int, columns: tuple[int, ...], dtype: Any) -> Rows:
-        """Make rows of which nothing is known; `columns` are (layers, topk)."""
+        """Make unknown rows; `columns` are (layers, topk)."""
         recorded, sampled_from = np.zeros((2, tokens), bool)
         return cls(np.zeros((tokens, *columns), dtype), recorded, sampled_from, np.full(tokens, None, object))
 
     def first(self, tokens: int) -> Rows:
-        """Return a copy of so many. What follows the last of them isn't known: it is sampled from anew."""
+        """Return a copy of the first rows. The last is sampled from anew, as what followed it is gone."""
         found = Rows(*(array[:tokens].copy() for array in vars(self).values()))
         found.sampled_from[-1:] = False
         return found
 
     def followed_by(self, tokens: int) -> Rows:
-        """Return a copy with so many more tokens, of which nothing is known."""
+        """Return a copy with further, unknown rows."""
         more = Rows.empty(tokens, self.ids.shape[1:], self.ids.dtype)
         return Rows(*map(np.concatenate, zip(vars(self).values(), vars(more).values(), strict=True)))
 
     def take(self, others: Rows, keep: Keep = "first") -> None:
-        """Fill in rows of the same tokens, or of the first of them. The first count, but not for a row that
-        nobody sampled from before and `others` did: what had come of it was cut off."""
+        """Fill in rows of the same tokens, or of the first of them; by "first", known rows are kept."""
         there = len(others.recorded)
         taken = others.recorded.copy()
         if keep == "first":
+            # A row that only `others` sampled from replaces a known one: what followed it here was cut off.
             taken &= ~self.sampled_from[:there] & (~self.recorded[:there] | others.sampled_from)
         if taken.any():
             self.ids = self.ids.astype(np.result_type(self.ids, others.ids), copy=False)
@@ -97,9 +93,9 @@ class Rows:
         self.sampled_from[:there] |= others.sampled_from
 
 
-@dataclass(eq=False, repr=False)  # it grows: two that are alike now are two samples still
+@dataclass(eq=False, repr=False)  # compared by identity: two samples may hold the same tokens
 class Rollout:
-    """One sample: what its turns have shown so far.
+    """Collects the tokens and routes of one sample over its turns.
 
     >>> from npu_replay import RoutedExperts, RoutedModel, Rollout, Turn
     >>> model = RoutedModel(layers=(0,), num_layers=1, num_experts=4, topk=2)
@@ -115,8 +111,8 @@ class Rollout:
 
     Args:
         model: a RoutedModel, or what `RoutedModel.from_config` takes.
-        missing: "native" takes a turn without routes that wasn't aborted, whose rows then have none; else it
-            is an error.
+        missing: "native" accepts a turn without routes that wasn't aborted, whose rows then have none;
+            "error" refuses it.
         name: of the sample, for messages.
         sample_key: part of the fingerprint of its routes; tells samples of the same tokens apart.
     """
@@ -149,18 +145,17 @@ class Rollout:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens that came before the first that was sampled; all tokens while there is no such one."""
+        """Return the number of tokens before the first sampled one; of all tokens if none was sampled."""
         return len(self) if self._first_sampled is None else self._first_sampled
 
     @property
     def tokens(self) -> Array:
-        """All token ids so far, [tokens] int64."""
+        """Return all token ids so far, [tokens] int64."""
         return self._tokens.copy()
 
     @property
     def routes(self) -> RoutedExperts:
-        """One row a token so far, with the fingerprint of `tokens`; and the weight version, if all rows have
-        the same."""
+        """Return one row per token so far, with the fingerprint and the common weight version."""
         ids, recorded, model = self._rows.ids.copy(), self._rows.recorded.copy(), self.model
         constant = find_constant(ids, recorded, model.num_experts, self._tokens, model.layers)
         return RoutedExperts.of_checked(
@@ -176,22 +171,22 @@ class Rollout:
 
     @property
     def weight_versions(self) -> list[Version]:
-        """Of each token's row, which weights made it; None where there is no route, or nobody said."""
+        """Return the weights that made each token's row; None for no route, or if unknown."""
         versions: list[Version] = self._rows.versions.tolist()
         return versions
 
     def append(self, tokens: TokenIds) -> None:
-        """Add tokens that nobody sampled (a tool's answer). Their rows come with the next turn."""
+        """Add tokens that weren't sampled (a tool's answer). Their rows come with the next turn."""
         self._grow(np.concatenate([self._tokens, token_ids(tokens, _GIVEN)]))
 
     def extend(self, turn: Turn, keep: Keep = "first") -> None:
         """Add a turn.
 
         Args:
-            turn: prompt and sampled tokens begin with the tokens so far. That is so after an abort too: the
-                engine is given, and runs, everything again.
+            turn: its prompt and sampled tokens begin with the tokens so far. That holds after an abort too:
+                the engine is given, and runs, everything again.
             keep: "first" keeps the rows that tokens were sampled from, of the weights of that time; "latest"
-                takes all that this turn has.
+                takes all rows of this turn.
 
         >>> model = npu_replay.RoutedModel(layers=(3, 7), num_layers=8, num_experts=4, topk=2)
         >>> rollout = npu_replay.Rollout(model)
@@ -221,7 +216,7 @@ class Rollout:
 
     @classmethod
     def merge(cls, samples: Sequence[Rollout], keep: Keep = "first") -> Rollout:
-        """One sample out of several of which each goes on from the one before (a turn each, say).
+        """Merge samples, each of which continues the one before (a turn each, say), into one.
 
         Raises:
             ReplayError: one doesn't begin with the tokens of the one before, or they are of different models.
@@ -247,7 +242,7 @@ class Rollout:
     def truncate(self, length: int) -> None:
         """Drop all tokens from `length` on, and their rows; a longer length changes nothing.
 
-        The last row that is left is sampled from anew, if a turn goes on from here.
+        The last remaining row is sampled from anew if a turn continues from here.
         """
         length = whole_number(length, "the length to truncate to", self._where)
         ReplayError.unless(length >= 0, "bad length to truncate to", "0 or more", length, where=self._where)
@@ -283,7 +278,7 @@ class Rollout:
         )
 
     def _rows_of(self, turn: Turn, whole: Array) -> Rows:
-        """Return the rows that a turn brings, one a token of it, if they are this sample's."""
+        """Return the rows of a turn, one per token, if they are this sample's."""
         rows, routes, tokens = self._no_rows(len(whole)), turn.routes, len(whole)
         check, where = MicroBatchError.unless, f"{self._where}, turn {self.turns + 1}"
         if routes is None:

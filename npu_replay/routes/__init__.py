@@ -1,1 +1,1 @@
-"""Routes as data: the ids that a pass chose, their checks, bytes, files and figures."""
+"""Holds routes as data: the ids that a pass chose, their checks, bytes, files and figures."""

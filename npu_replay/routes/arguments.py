@@ -1,4 +1,4 @@
-"""What a caller gives for routes: arrays, labels and sizes, checked and made torch's and Python's own."""
+"""Checks and converts the arguments of routes: arrays, labels and sizes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class StageLabels(tuple[int, ...]):
-    """Holds labels of MoE layers, with those of the whole model and of the rank; without `whole`, routes have
-    no other labels. `StageLabels([3], whole=[1, 3]).among((0, 1))` is `(1,)`."""
+    """Holds labels of MoE layers; `whole` are those of the whole model, `here` those of the rank."""
 
     whole: tuple[int, ...]
     here: tuple[int, ...]
@@ -32,10 +31,9 @@ class StageLabels(tuple[int, ...]):
         return made
 
     def among(self, layers: tuple[int, ...], where: str = "") -> tuple[int, ...]:
-        """Return what these layers are called in routes with the labels `layers`.
-
-        In routes of this rank they have their own names. Of others the k-th is the model's k-th MoE layer.
-        """
+        """Return the labels of these layers in routes labelled `layers`."""
+        # Routes of another rank, or of a Hugging Face config, have other labels: the k-th is the k-th MoE
+        # layer.
         if not self.whole or layers in (self, self.here):
             return self
         RouterError.unless(
@@ -50,12 +48,12 @@ class StageLabels(tuple[int, ...]):
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether it holds numbers that can be read one by one: it isn't sparse, nested or quantized."""
+    """Return whether a tensor holds numbers that can be read one by one: not sparse, nested or quantized."""
     return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_meta or tensor.is_quantized)
 
 
 def plain_tensor(value: Any, problem: str, expected: str) -> torch.Tensor:
-    """Return what a caller gave as a tensor on the CPU, or refuse it with this problem."""
+    """Return a caller's value as a tensor on the CPU, or refuse it with this problem."""
     try:
         found = torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value).detach().cpu()
         if not is_plain(found):
@@ -66,8 +64,7 @@ def plain_tensor(value: Any, problem: str, expected: str) -> torch.Tensor:
 
 
 def ids(ids: Any) -> torch.Tensor:
-    """Return ids of any integer dtype, torch's or numpy's, as a tensor [tokens, layers, topk] on the CPU,
-    copied only if torch can't compute with them where they lie."""
+    """Return integer ids as a CPU tensor [tokens, layers, topk], copied only if torch can't use them."""
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
         dtype = ids.dtype.newbyteorder("=")
         if dtype in (np.uint16, np.uint32, np.uint64):
@@ -89,15 +86,14 @@ def ids(ids: Any) -> torch.Tensor:
 
 
 def shared_tensor(array: np.ndarray) -> torch.Tensor:
-    """Return a tensor on numpy's memory. Where that is read-only, torch only warns that it knows no such
-    thing, and RoutedExperts never writes to its ids."""
+    """Return a tensor on numpy's memory, without torch's warning if that is read-only."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
 
 
 def labels(layers: Any) -> tuple[int, ...]:
-    """Return a caller's layer labels as Python's integers; StageLabels as they are."""
+    """Return a caller's layer labels as Python integers; StageLabels as they are."""
     if isinstance(layers, StageLabels):
         return layers
     given = listed(layers, "the layer labels", most=MAX_LAYERS, kind=InvalidRoutes)
@@ -105,7 +101,7 @@ def labels(layers: Any) -> tuple[int, ...]:
 
 
 def check_columns(labels: tuple[int, ...], columns: int) -> None:
-    """Refuse labels that aren't one a column, ascending and below the most layers that a model has."""
+    """Refuse labels that aren't one per column, ascending and below MAX_LAYERS."""
     short = str(labels) if len(labels) <= 8 else f"({labels[0]}, {labels[1]}, ..., {labels[-1]})"
     InvalidRoutes.unless(
         len(labels) == columns,
@@ -120,7 +116,7 @@ def check_columns(labels: tuple[int, ...], columns: int) -> None:
 
 
 def mask(recorded: IdArray | None, *, tokens: int) -> torch.Tensor:
-    """Return a caller's mask of the rows with a route, in memory of its own; all rows without one."""
+    """Return a copy of a caller's mask of the rows with a route; all rows when there is none."""
     if recorded is None:
         return torch.ones(tokens, dtype=torch.bool)
     expected, problem = f"bool, shape ({tokens},)", "recorded must say of each token whether it has a route"
@@ -142,14 +138,13 @@ def fingerprint(mark: Any) -> int | None:
 
 
 def common(versions: Iterable[int | str | None]) -> int | str | None:
-    """Return the weight version of all; None where they don't agree."""
+    """Return the weight version of all; None if they differ."""
     found = {*versions}
     return found.pop() if len(found) == 1 else None
 
 
 def known_of_all(parts: Collection[Any]) -> dict[str, Any]:
-    """Return what is known of the parts together: their common weight version, whether each may have constant
-    layers, and whether an engine chose one of them."""
+    """Return the fields that several parts have together."""
     return {
         "weight_version": common(part.weight_version for part in parts),
         "constant_layers_ok": all(part.constant_layers_ok for part in parts),
@@ -158,7 +153,7 @@ def known_of_all(parts: Collection[Any]) -> dict[str, Any]:
 
 
 def weight_version(version: Any) -> int | str | None:
-    """Return a version that can go into a header: numpy's and torch's integers become Python's."""
+    """Return a version that a header can hold: numpy's and torch's integers become Python's."""
     if version is None or isinstance(version, str):
         return version
     what = "weight_version that isn't text"

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and read only if they are plain files."""
+"""Writes files whole or not at all, and reads them only if they are plain files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ except ImportError:  # Windows
 
 
 def as_path(path: Any) -> Path:
-    """The path that a caller gave; a RouteFileError for what is none."""
+    """Return the path that a caller gave, or raise a RouteFileError."""
     try:
         found = Path(path)
     except TypeError:
@@ -34,9 +34,10 @@ def as_path(path: Any) -> Path:
 
 @contextmanager
 def plain_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to be read; OSError or ValueError for a pipe, whose other end nobody waits for, and the like."""
+    """Open a plain file to read; raise OSError or ValueError at once for a pipe or a device."""
 
     def now(name: str, flags: int) -> int:
+        # O_NONBLOCK, or opening a pipe would wait for its other end.
         return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
     with open(path, "rb", buffering=0, opener=now) as file:
@@ -46,12 +47,10 @@ def plain_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def reader(file: BinaryIO) -> tuple[Callable[[int, int], Array], int]:
-    """Return a function that reads the bytes between two places into memory of its own, and the file's size.
+    """Return a function that reads the bytes between two places into new memory, and the file's size."""
 
-    A memory map would show what the file holds at the moment: whoever writes to it changes ids that were held
-    against their checksum before, and where it has shrunk the process dies of a signal.
-    """
-
+    # No memory map: that follows later writes, so ids could change after their checksum was verified, and a
+    # file that shrinks would kill the process with a signal.
     def read(first: int, end: int) -> Array:
         found = np.empty(end - first, np.uint8)
         file.seek(first)
@@ -66,23 +65,20 @@ def reader(file: BinaryIO) -> tuple[Callable[[int, int], Array], int]:
 
 
 def write_whole(path: Path, *parts: bytes | memoryview, overwrite: bool) -> None:
-    """Write a file so that nobody ever sees half of it; of writers that don't overwrite only one succeeds.
+    """Write a file so that nobody sees a part of it; of writers that don't overwrite only one succeeds.
 
     >>> write_whole(as_path("a.json"), b"{}", overwrite=False)
     >>> as_path("a.json").read_bytes()
     b'{}'
-
-    Raises:
-        RouteFileError: the file is there and `overwrite` isn't set, or it can't be written.
     """
     with _scratch(path, overwrite=overwrite) as (scratch, file):
         file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
-        file.close()  # where a full disk says so only now, the file that has the name is still there
+        file.close()  # a full disk may fail only here, before the old file is replaced
         if not overwrite:
             try:
-                os.link(scratch, path)  # unlike a rename, this fails where another writer was faster
+                os.link(scratch, path)  # unlike a rename, this fails if another writer was faster
             except FileExistsError as error:
                 raise _is_there(path) from error
             except OSError:  # a file system without links
@@ -100,21 +96,19 @@ def check_place(path: Path, *, overwrite: bool) -> None:
 
 
 def remove_left(path: Path) -> None:
-    """Remove a scratch file that a writer left when it was killed: its lock ended with it. Without locks
-    nothing is removed."""
+    """Remove a scratch file whose writer was killed, which ended its lock; without locks remove nothing."""
     if not path.is_file() or path.is_symlink():
         return
-    with suppress(OSError), path.open("r+b") as file:  # to be written, or NFS won't lock it
+    with suppress(OSError), path.open("r+b") as file:  # opened for writing, or NFS won't lock it
         _lock(file.fileno(), wait=False)
         path.unlink()
 
 
 @contextmanager
 def _scratch(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, BinaryIO]]:
-    """Yield a new file beside `path`, locked for the block, so that no other writer removes it
-    (`remove_left`). An OSError in the block is raised as a RouteFileError."""
+    """Yield a new file beside `path`, locked for the block; raise an OSError of it as a RouteFileError."""
     try:
-        if not overwrite and path.exists():  # before anything is written
+        if not overwrite and path.exists():  # checked before anything is written
             raise _is_there(path)
         scratch, file = _created(path)
         lock = os.dup(file.fileno())  # holds the lock when the file is closed
@@ -126,27 +120,26 @@ def _scratch(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, BinaryIO]]:
             raise
         finally:
             for close in (file.close, lambda: os.close(lock)):
-                with suppress(OSError):  # of a write that failed already, or with everything on the disk
+                with suppress(OSError):  # the write has failed already, or all data are on the disk
                     close()
-    except OSError as error:  # its words alone: the name in it may be the scratch file's
+    except OSError as error:  # strerror only: the error may name the scratch file
         raise RouteFileError(f"it can't be written ({error.strerror or error})", where=str(path)) from error
 
 
 def _created(path: Path) -> tuple[Path, BinaryIO]:
-    """Create a scratch file and lock it. What a killed writer left is removed; what a living one is writing
-    isn't."""
+    """Create a scratch file and lock it, after removing what killed writers left."""
     for number in itertools.count():
         scratch = path.with_name(f".{path.name}.{number}.part")
         remove_left(scratch)
         try:
-            file = scratch.open("xb")  # with the rights that the umask leaves
+            file = scratch.open("xb")  # with the permissions that the umask leaves
         except FileExistsError:
             continue
-        with suppress(OSError):  # without locks nothing is removed, either
+        with suppress(OSError):  # without locks, `remove_left` removes nothing either
             _lock(file.fileno(), wait=True)
         if os.fstat(file.fileno()).st_nlink:
             return scratch, file
-        file.close()  # somebody else removed it before it was locked
+        file.close()  # another writer removed it before it was locked
     raise AssertionError
 
 

@@ -1,4 +1,4 @@
-"""Routes found by the fingerprint of their sample: what a run holds at a time, bounded by bytes."""
+"""RoutesByTokens: holds routes by the fingerprint of their sample, bounded by bytes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class RoutesByTokens:
-    """One RoutedExperts for each sequence, by its fingerprint; the newest of each. Others than a rollout's
-    that no update has taken yet are another sample's.
+    """Holds the newest RoutedExperts of each sequence by its fingerprint, up to `max_bytes`.
 
-    Args:
-        max_bytes: above it the sequences that came first are dropped.
-
-    Attributes:
-        bytes: held now.
-        dropped: sequences that were dropped for the bound.
-        replaced: sequences whose routes took the place of others, for the same tokens.
+    Between a rollout and its update, other routes of the same tokens are an error: they are another sample's.
+    `dropped` counts sequences dropped for the bound, `replaced` those whose routes changed.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -41,14 +35,14 @@ class RoutesByTokens:
         return self._held.get(mark, (None, False))
 
     def move(self, mark: int, to: int) -> None:
-        """Give what a rollout put without a key to the first sample of its tokens that asks for it."""
+        """Give routes that a rollout put without a key to the first sample of their tokens that asks."""
         routes, rollout = self._held.get(mark, (None, False))
         if mark != to and routes is not None and rollout:
             self._take_out(mark)
             self.put(to, routes, rollout=True)
 
     def put(self, mark: int, routes: RoutedExperts, *, rollout: bool) -> None:
-        """Hold these; warn when the oldest have to go for them."""
+        """Hold these routes; warn the first time that the oldest are dropped for them."""
         before, _ = self.get(mark)
         differ = before is not None and not torch.equal(before.ids, routes.ids)
         if before is not None and differ and rollout and mark in self._waiting:
@@ -63,7 +57,7 @@ class RoutesByTokens:
         self.replaced += differ
         if rollout:
             self._waiting.add(mark)
-        if routes.ids.untyped_storage().nbytes() > routes.ids.nbytes:  # a part keeps the whole alive
+        if routes.ids.untyped_storage().nbytes() > routes.ids.nbytes:  # a view keeps its whole storage alive
             routes = routes.take(range(len(routes))).sequence(0, len(routes), mark)
         self._held[mark] = routes, rollout
         self.bytes += _size(routes)
@@ -78,7 +72,7 @@ class RoutesByTokens:
             self.dropped += 1
 
     def clear(self) -> None:
-        """Hold nothing any more; the counts stay."""
+        """Drop all routes; the counts stay."""
         self._held.clear()
         self._waiting.clear()
         self.bytes = 0

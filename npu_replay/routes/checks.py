@@ -1,7 +1,7 @@
-"""Holds every rule about an array of expert ids, [tokens, layers, topk], once.
+"""Holds every rule about an array of expert ids, [tokens, layers, topk], in one place.
 
-An array is read in blocks that stay in the processor's cache. What is wrong is returned as a `Finding`, or as
-the places; the caller adds whose array it is and the usual cause.
+An array is read in blocks that stay in the processor's cache. A function returns what is wrong as a
+`Finding`, or its places; the caller adds whose array it is and the usual cause.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ _Error = TypeVar("_Error", bound=ReplayError)
 
 MAX_EXPERTS = 32_767  # int16
 MAX_LAYERS = 4_096
-"""Of a model: some ten times those of the deepest. More are a number of something else."""
+"""The limit of a model's layers, ten times those of the deepest; a larger number counts something else."""
 MAX_TOKENS = 1 << 31
 CONSTANT_ROWS = 64
-"""From this many rows on, a layer that is the same in all of them may be a fault."""
+"""The least number of equal rows that may make a constant layer a fault."""
 SURE_BITS = 96
-"""So much choice there must be before tokens that choose alike are called a fault: by chance they do once in
-2**96 times."""
+"""The least choice, in bits, that makes equal rows a fault: by chance they occur once in 2**96 times."""
 COPIED_PART = 20
 COPIED_TOKENS = 4
-"""Copies are a fault where they are more than one in COPIED_PART rows, and of so many different tokens. The
-tokens after the first attend to little else, and two or three may rightly choose what it chose."""
+"""Copies are a fault if they are more than one in COPIED_PART rows, of at least COPIED_TOKENS different
+tokens. The tokens after the first attend to little else, so two or three may rightly choose what it chose."""
 
 OUTSIDE_CAUSE = (
     "ids that were narrowed on the way, a sentinel such as -1 (mark those rows with recorded=), ids of "
@@ -48,20 +47,15 @@ CONSTANT_CAUSE = (
     "the rollout engine didn't capture this layer (its buffer was never bound, or the layer is dense and its "
     "column must be dropped by label)"
 )
-"""The usual causes, where nothing more is known."""
+"""The usual causes, for callers that know no better one."""
 
-_MOST_SHIFTS = 64  # a top-k above is sorted: each shift is a pass
+_MOST_SHIFTS = 64  # a larger top-k is sorted, as each shift costs a pass
 _BLOCK = 1 << 17  # ids; the fastest of 2**14 to 2**20, for ids of one byte and of two
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Says what breaks a rule, in the words of an error.
-
-    Attributes:
-        problem, expected, got, cause: as in `ReplayError`.
-        column: of the first place; None where it is no single one.
-    """
+    """Describes a broken rule in an error's words; `column` is that of the first place, if it has one."""
 
     problem: str
     expected: str
@@ -70,18 +64,18 @@ class Finding:
     cause: str = field(default="", repr=False)
 
     def layer(self, layers: tuple[int, ...]) -> str:
-        """Name the layer, «layer 5», by the labels of the columns."""
+        """Return the layer's name, «layer 5», by the labels of the columns."""
         return "" if self.column is None else f"layer {layers[self.column]}"
 
     def error(self, kind: type[_Error], where: str, cause: str = "") -> _Error:
-        """Make an error of this kind, with the caller's cause if he knows a better one."""
+        """Make an error of this kind, with the caller's cause if there is one."""
         cause = cause or self.cause
         return kind(self.problem, where=where, expected=self.expected, got=self.got, cause=cause)
 
 
 @functools.lru_cache(maxsize=16)
 def choice(num_experts: int, topk: int) -> float:
-    """Return how much choice a token has in a layer, in bits: 40.4 for 8 of 128 experts."""
+    """Return the choice that a token has in a layer, in bits: 40.4 for 8 of 128 experts."""
     return math.log2(math.comb(num_experts, topk))
 
 
@@ -98,21 +92,16 @@ def is_ids(value: Any) -> TypeGuard[Array]:
 def find_outside(
     ids: Array, num_experts: int, recorded: Array | None = None, first_row: int = 0
 ) -> Finding | None:
-    """Find an id that is no expert's, or a dtype that can't hold every expert: an id that was cut off on the
-    way is a wrong one that no other check sees.
+    """Find an id that is no expert's, or a dtype that can't hold every expert (ids were truncated then).
 
-    Args:
-        ids: [tokens, layers, topk].
-        num_experts: of a layer.
-        recorded: [tokens] bool; other rows aren't looked at.
-        first_row: what messages call row 0.
+    Rows that aren't `recorded`, bool [tokens], aren't checked; messages call row 0 `first_row`.
     """
     if (most := np.iinfo(ids.dtype).max) < num_experts - 1:
         return Finding(
             "the ids' dtype can't hold every expert", f"0 to {num_experts - 1}", f"{ids.dtype}, 0 to {most}"
         )
     found = [np.empty((0, 3), np.int64)]
-    unsigned = ids.view(ids.dtype.str.replace("i", "u"))  # an id below 0 is a large one: one look at each
+    unsigned = ids.view(ids.dtype.str.replace("i", "u"))  # an id below 0 becomes a large one: one test
     for first, block in _blocks(unsigned):
         if block.max() >= num_experts:
             wrong = block >= num_experts
@@ -149,18 +138,12 @@ def find_twice(ids: Array, recorded: Array, first_row: int = 0) -> Finding | Non
 def find_constant(
     ids: Array, recorded: Array, num_experts: int, tokens: Array | None = None, layers: tuple[int, ...] = ()
 ) -> Finding | None:
-    """Find a layer in which all rows are the same and shouldn't be: engines fail so in silence.
+    """Find a layer in which all recorded rows are wrongly the same; engines fail so without an error.
 
-    It is a fault if it holds zeros, or 0 to k - 1 in order, as a buffer does that nobody wrote into; or if no
-    layer varies. Any other, beside layers that vary, is a dead router's: a warning names it by `layers`.
-    Nothing is a fault where rows, different tokens or experts are so few that tokens may choose alike.
-
-    Args:
-        ids: [tokens, layers, topk].
-        recorded: [tokens] bool; other rows aren't looked at.
-        num_experts: of a layer.
-        tokens: [tokens], their ids, or more; None takes every one for another.
-        layers: the labels of the columns; none for no warning.
+    It is a fault if it holds zeros, or 0 to k - 1 in order, as a buffer does that was never written; or if no
+    layer varies. Any other, beside layers that vary, comes from a dead router: a warning names it by
+    `layers`, the columns' labels. Nothing is a fault if rows, different `tokens` (None: all differ) or
+    experts are so few that tokens may choose alike.
     """
     at = np.flatnonzero(recorded)
     if len(at) < CONSTANT_ROWS or not (ids[at[0]] == ids[at[-1]]).all(axis=1).any():
@@ -185,7 +168,7 @@ def find_constant(
     )
 
 
-@functools.cache  # once a process
+@functools.cache  # warns once per process
 def _warn_of_dead_routers(layers: tuple[int, ...]) -> None:
     _log.warning(
         "[npu_replay] layer %s sends all tokens to the same experts, and other layers don't: its router has "
@@ -208,9 +191,10 @@ def named_twice(ids: Array, recorded: Array) -> Array:
 
 
 def constant_columns(ids: Array) -> Array:
-    """Return the columns in which all rows are the same, [n] int64; none where there are no rows."""
+    """Return the columns in which all rows are the same, [n] int64; none if there are no rows."""
     if ids.size == 0:
         return np.empty(0, np.int64)
+    # The first and the last row rule out most columns before all rows are read.
     suspects = np.flatnonzero((ids[0] == ids[-1]).all(axis=1))
     found: Array = suspects[(ids[:, suspects] == ids[0, suspects]).all(axis=(0, 2))]
     return found
@@ -225,18 +209,15 @@ def blank_rows(ids: Array, value: int = 0) -> Array:
 
 
 def repeated_rows(ids: Array, tokens: Array) -> Array:
-    """Return the rows, [n] int64, that equal an earlier one, the nearest of which is another token's.
-
-    Args:
-        ids: [tokens, layers, topk].
-        tokens: [tokens], integers.
-    """
+    """Return the rows, [n] int64, that equal an earlier one, the nearest of which is another token's."""
     if len(ids) < 2 or ids.size == 0:
         return np.empty(0, np.int64)
     flat = np.ascontiguousarray(ids).reshape(len(ids), -1).view(np.uint8)
     word = next(size for size in (8, 4, 2, 1) if flat.shape[1] % size == 0)
     weights = np.random.default_rng(0).integers(0, 2**63, flat.shape[1] // word, dtype=np.uint64) * 2 + 1
-    # Plain numbers sort fast: the upper half of each is a hash of its row, the lower half the row's place.
+    # Plain integers sort fast: the upper half of each key is a hash of its row, the lower half the row's
+    # number. Equal rows become neighbours, in the order of their numbers. The weights are odd, so each
+    # multiplies without losing bits; equal hashes are compared in full below.
     upper, half = np.uint64(0xFFFF_FFFF_0000_0000), np.uint64(0xFFFF_FFFF)
     keys = np.arange(len(flat), dtype=np.uint64)
     for first, block in _blocks(flat):
@@ -250,13 +231,10 @@ def repeated_rows(ids: Array, tokens: Array) -> Array:
 
 
 def copied_rows(ids: Array, recorded: Array, num_experts: int, tokens: Array) -> Array:
-    """Return the rows that `repeated_rows` finds if they are so many that they are a fault, [n] int64.
-
-    See `find_constant` for the arguments. `ids` are zeros in rows that aren't recorded.
-    """
+    """Return the rows of `repeated_rows` if they are too many, else none; see `find_constant`."""
     if not tells_apart(ids.shape[1], num_experts, ids.shape[2]):
         return np.empty(0, np.int64)
-    if not recorded.all():  # one token for all rows of zeros: none is another's
+    if not recorded.all():  # rows of zeros get one token, so none copies another's
         tokens = np.where(recorded, tokens[: len(ids)], -1)
     rows = repeated_rows(ids, tokens)
     many = len(rows) * COPIED_PART > recorded.sum() and len(np.unique(tokens[rows])) >= COPIED_TOKENS
@@ -271,11 +249,10 @@ def _blocks(ids: Array) -> Iterator[tuple[int, Array]]:
 
 
 def _may_name_twice(block: Array) -> bool:
-    """Return False only where no token-layer names an expert twice.
-
-    The flat ids are held against themselves, shifted by 1 to topk - 1 places. That compares the ids of
-    neighbouring token-layers, too: every second one gets a bit that no id has, so these are never equal.
-    """
+    """Return False only if no token-layer names an expert twice."""
+    # The flat ids are compared with themselves, shifted by 1 to topk - 1 places. That also compares ids of
+    # neighbouring token-layers; the marks give every second one a bit that no id has, so these never are
+    # equal.
     topk = block.shape[2]
     narrow = np.uint8 if block.max() < 1 << 7 else np.uint16
     marks = _marks(topk, max(_BLOCK, block.size), np.dtype(narrow))[: block.size]
@@ -286,6 +263,6 @@ def _may_name_twice(block: Array) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def _marks(topk: int, length: int, dtype: np.dtype[Any]) -> Array:
-    """Return for each flat id the highest bit where its token-layer has an odd number, else 0."""
+    """Return for each flat id the highest bit if its token-layer has an odd number, else 0."""
     odd = np.repeat(np.array([0, 1 << 8 * dtype.itemsize - 1], dtype), topk)
     return np.resize(odd, length)

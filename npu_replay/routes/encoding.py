@@ -1,16 +1,14 @@
-"""Encodes routes in the safetensors layout, and decodes them: as bytes, as a file, as a shard of a store.
+"""Encodes routes in the safetensors layout and decodes them, as bytes, as a file or as a shard of a store.
 
     8 bytes   length of the header, little-endian
-    header    JSON, padded with spaces to a multiple of 8 bytes
+    header    JSON, padded with spaces to a multiple of 8 bytes; its metadata hold the format and `routes`
     ids       [tokens, layers, topk] of all samples, uint8 or little-endian int16
-    recorded  [tokens] of all samples, a byte a token, 0 or 1
+    recorded  [tokens] of all samples, one byte per token, 0 or 1
 
-The samples of a shard follow each other in these two tensors. The metadata have the format and, as JSON in
-`routes`, the model and a list for each thing that is known of the samples, beginning with their keys; the
-last has a digest of each: BLAKE2b (16 bytes) over the model, what is known of the sample, and its two arrays.
-
-A reader writes the header that it understood once more, and refuses a text that isn't the same to the byte.
-So wrong offsets, shapes and dtypes, unknown names and names that stand twice need no rule of their own.
+`routes` is JSON: the model, the samples' keys, and a list of all samples' values for each field. The last one
+is a digest: BLAKE2b (16 bytes) over the model, the sample's fields and its two arrays. A reader encodes the
+header that it read again, and refuses a text that differs in any byte; so wrong offsets, shapes and dtypes,
+and unknown or repeated names, need no rule of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS, Array
 
 FORMAT = "npu_replay.routes.3"
 Read: TypeAlias = "Callable[[int, int], Array]"
-"""Returns the bytes between two places, uint8."""
+"""Returns the bytes from one place to before another, uint8."""
 
 _LONGEST_HEADER = 100_000_000  # that of the safetensors package
 _OTHER_HEADER = "its header isn't the one that npu_replay writes for these routes"
@@ -50,20 +48,11 @@ _FIELDS: dict[str, tuple[set[type], int, int]] = {
     "from_engine": ({bool}, 0, 1),
     "digest": ({str}, 0, 0),
 }
-"""Of each value in a header, or in a list of it: its types, and between what a number lies."""
+"""Maps each value in a header, or in a list of it, to its types and the limits of a number."""
 
 
 class Header:
-    """The header of samples of one model.
-
-    Args:
-        model: layers, topk and num_experts.
-        samples: by key, tokens, fingerprint, weight_version, constant_layers_ok, from_engine and digest.
-
-    Attributes:
-        text: as it is written, with its length; empty for one that was read.
-        size: bytes of the text and of both tensors.
-    """
+    """Holds the header of samples of one model; `text` is empty for one that was read."""
 
     def __init__(self, model: dict[str, Any], samples: dict[str, dict[str, Any]]) -> None:
         self.model, self.samples = model, samples
@@ -73,7 +62,7 @@ class Header:
         *first, tokens = accumulate((known["tokens"] for known in samples.values()), initial=0)
         self._first = dict(zip(samples, first, strict=True))
         ids = tokens * self._row
-        # All masks come after all ids: an int16 at an odd place is slow.
+        # All masks come after all ids: an int16 at an odd address is slow.
         tensors = {
             "ids": {"dtype": dtype, "shape": [tokens, *self._columns], "data_offsets": [0, ids]},
             "recorded": {"dtype": "BOOL", "shape": [tokens], "data_offsets": [ids, ids + tokens]},
@@ -88,7 +77,7 @@ class Header:
 
     @classmethod
     def read(cls, read: Read, size: int) -> Header:
-        """Read the header of `size` bytes; call it while `reading`."""
+        """Read the header of `size` bytes; call it inside `reading`."""
         end = 8 + int.from_bytes(read(0, min(8, size)).tobytes(), "little")
         if end > min(size, 8 + _LONGEST_HEADER):
             raise ValueError("its header is cut short, or it isn't in the safetensors layout")
@@ -110,19 +99,16 @@ class Header:
         each = zip(said["keys"], rows, strict=True)
         samples = {key: dict(zip(_SAMPLE, row, strict=True)) for key, row in each}
         found = cls({name: said[name] for name in _MODEL}, samples)
+        # Encoded again: any difference, to the byte, is damage or another format.
         if found.text != text:
             raise ValueError(_OTHER_HEADER)
         if found.size != size:
             raise ValueError(f"it is {size} bytes long, and its header says {found.size}")
-        found.text = b""  # it isn't needed any more, and a store keeps the headers of all its shards
+        found.text = b""  # not needed any more; a store keeps the headers of all shards
         return found
 
     def arguments(self, read: Read, key: str = "") -> dict[str, Any]:
-        """Return RoutedExperts' arguments of one sample; call it while `reading`.
-
-        Raises:
-            RouteFileError: the arrays aren't those that the digest is of.
-        """
+        """Return RoutedExperts' arguments for one sample, checked by its digest; call it in `reading`."""
         RouteFileError.unless(
             key in self.samples,
             "this sample isn't here",
@@ -153,19 +139,12 @@ class Header:
 
 
 def decode(read: Read, size: int) -> dict[str, Any]:
-    """Return RoutedExperts' arguments of a sample without a key, of `size` bytes; call it while `reading`."""
+    """Return the arguments of RoutedExperts for a sample without a key; call it inside `reading`."""
     return Header.read(read, size).arguments(read)
 
 
 def encode(samples: Mapping[str, Mapping[str, Any]]) -> list[bytes | memoryview]:
-    """Return the header, the ids of all samples and their masks; the arrays aren't copied.
-
-    Args:
-        samples: by key, RoutedExperts' arguments with contiguous numpy arrays; all of one model.
-
-    Raises:
-        RouteFileError: the header would be one that nobody reads.
-    """
+    """Return the header, all samples' ids and all masks, uncopied; `samples` are RoutedExperts' arguments."""
     model, described = dict[str, Any](), dict[str, dict[str, Any]]()
     for key, one in samples.items():
         model = {"layers": [*one["layers"]], "topk": one["ids"].shape[2], "num_experts": one["num_experts"]}
@@ -180,7 +159,7 @@ def encode(samples: Mapping[str, Mapping[str, Any]]) -> list[bytes | memoryview]
 
 @contextmanager
 def reading(problem: str, cause: str, where: object = "") -> Iterator[None]:
-    """Raise what goes wrong in the block, where somebody else's data are read, as a RouteFileError."""
+    """Raise an error of the block, which reads data from outside, as a RouteFileError."""
     try:
         yield
     except ReplayError as error:
@@ -207,7 +186,8 @@ def _json(said: Any) -> str:
 
 
 def _check(name: str, values: Any) -> None:
-    """Refuse what a header may not say of all samples; a list at a time, as that is fast."""
+    """Refuse a value of all samples that a header may not have; a list at a time, as that is fast."""
+    # `type`, not isinstance: a bool is an int.
     types, least, most = _FIELDS[name]
     wrong = [value for value in values if type(value) not in types] if type(values) is list else [values]
     numbers = [] if wrong else [value for value in values if type(value) is int]

@@ -1,4 +1,4 @@
-"""The token ids of a sequence, and their fingerprint: which tokens, of which sample, routes belong to."""
+"""Computes the fingerprint of a sequence's token ids: which tokens, of which sample, routes belong to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SampleKey: TypeAlias = "int | str | None"
 def fingerprint(token_ids: torch.Tensor | np.ndarray | Sequence[int], *, sample_key: SampleKey = None) -> int:
     """Return the 64-bit fingerprint of one sequence of token ids, shape [tokens].
 
-    BLAKE2b with an 8-byte digest over the ids as little-endian int64, read as a little-endian unsigned
+    It is BLAKE2b with an 8-byte digest over the ids as little-endian int64, read as a little-endian unsigned
     integer. The hash is part of the file format: it won't change.
 
     >>> npu_replay.fingerprint([151644, 872, 198])
@@ -45,7 +45,7 @@ def fingerprint(token_ids: torch.Tensor | np.ndarray | Sequence[int], *, sample_
 
 
 def with_key(mark: int, sample_key: SampleKey) -> int:
-    """Return the fingerprint of the same tokens with this key; unchanged where the key is None."""
+    """Return the fingerprint of the same tokens with this key; unchanged if the key is None."""
     if sample_key is None:
         return mark
     if not isinstance(sample_key, str):
@@ -55,8 +55,7 @@ def with_key(mark: int, sample_key: SampleKey) -> int:
 
 
 def find_other_tokens(rows: int, theirs: int | None, tokens: int, mark: int | None) -> Finding | None:
-    """Find why rows of routes, with the fingerprint `theirs`, can't be those of tokens with the fingerprint
-    `mark`. None as a fingerprint fits any; the last token may have no row."""
+    """Find why rows of routes can't be those of these tokens; a fingerprint of None fits any."""
     if rows not in (tokens, tokens - 1):
         return Finding(
             "the routes have another number of tokens than the sequence",
@@ -75,12 +74,12 @@ def find_other_tokens(rows: int, theirs: int | None, tokens: int, mark: int | No
 
 
 def as_token_ids(value: Any) -> Array | None:
-    """Return somebody's token ids as [tokens] int64; None where they aren't one row of integers that fit."""
+    """Return token ids as [tokens] int64; None if they aren't one row of integers that fit."""
     try:
         found = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
         if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
             return None
-        # The caller's own array may change later; what was made of a list is ours already.
+        # Copied, as the caller's own array may change later; a list was converted to a new one above.
         ids = found.astype(np.int64, copy=not isinstance(value, (list, tuple)))
     except (ValueError, TypeError, OverflowError, RuntimeError):
         return None  # ragged, of things that aren't numbers, or a tensor that numpy can't hold

@@ -1,7 +1,7 @@
-"""Holds what a model is called with against the tokens and images that its routes belong to.
+"""Compares the inputs of a model's call with the tokens and images that its routes belong to.
 
-Two micro-batches of one shape that have changed places look alike to a router, and so do rows that are
-padded on the other side. Their token ids don't, nor do images of one size with the same token ids.
+A router can't see that two micro-batches of one shape have changed places, or that padding is on the other
+side. Their token ids differ, and images of one size differ in their pixels.
 """
 
 from __future__ import annotations
@@ -33,31 +33,29 @@ _DERIVED = (
     *("decoder_input", "embed", "hidden", "states", "past", "cache", "seed", "rng", "noise"),
 )
 _SAMPLED = 2**16
-"""Elements of a tensor that are hashed: 0.5 MB as int64."""
+"""The largest number of elements of a tensor that are hashed: 0.5 MB as int64."""
 logger = logging.getLogger(__name__)
 
 
 class Called(NamedTuple):
-    """What a model was called with: a copy of its ids, and shape and digest of each other input."""
+    """Holds the inputs of a call: a copy of its token ids, and shape and digest of each other input."""
 
     tokens: torch.Tensor
     others: Others
 
     def on_host(self) -> Called:
-        """Wait for the device, and return the same in memory of the host."""
+        """Wait for the device, and return a copy in host memory."""
         return Called(self.tokens.cpu(), {name: (one[0], int(one[1])) for name, one in self.others.items()})
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The tokens that routes belong to, as a model is called with them.
+    """Describes the tokens that routes belong to, in the form in which a model is called with them.
 
     Attributes:
-        fed: int64 [tokens fed], the packed token in each place, or -1 for padding; None where they are one
-            sequence, in the order of memory (of a record).
-        lengths: tokens of each sequence.
+        fed: int64 [tokens fed], the packed token in each place, or -1 for padding; None for a record, whose
+            tokens are one sequence in the order of memory.
         marks: the fingerprint of each sequence; None for one that isn't checked.
-        others: shape and digest of each other input; None where they aren't known.
     """
 
     fed: torch.Tensor | None
@@ -67,24 +65,24 @@ class Inputs:
 
     @classmethod
     def recorded(cls, called: Called) -> Inputs:
-        """Return those of a forward that was recorded, which `Called.on_host` gave."""
+        """Return the inputs of a recorded forward; `called` comes from `Called.on_host`."""
         tokens = called.tokens
         return cls(None, (tokens.numel(),), (fingerprint(tokens.flatten()),), called.others)
 
     def differing(self, called: Called) -> list[str] | None:
-        """Return the names of the inputs that are others than these; None where no tokens can be compared: a
-        sequence that is fed in part isn't. `called` is what `on_host` returned."""
+        """Return the inputs that differ; None if no whole sequence can be compared."""
         tokens = called.tokens.flatten().long()
         fed = torch.arange(sum(self.lengths)) if self.fed is None else self.fed
         if len(tokens) != len(fed):
-            return None  # no token ids of this batch; rows that don't fit are found by the routers
+            return None  # not this batch's token ids; the routers refuse rows that don't fit
         there = fed >= 0
         packed = torch.zeros(sum(self.lengths), dtype=torch.int64)
         packed[fed[there]] = tokens[there]
+        # Only sequences that are fed as a whole have a fingerprint that can be compared.
         here = torch.zeros(len(packed), dtype=torch.bool).index_fill(0, fed[there], True)
         spans = pairwise(accumulate(self.lengths, initial=0))
         same = [
-            fingerprint(packed[first:end]) >> 32 == mark >> 32  # a call doesn't tell its sample_key
+            fingerprint(packed[first:end]) >> 32 == mark >> 32  # a call has no sample_key
             for (first, end), mark in zip(spans, self.marks, strict=True)
             if mark is not None and here[first:end].all()
         ]
@@ -94,12 +92,7 @@ class Inputs:
 
 
 class InputCheck:
-    """Holds the calls of a replay against the inputs of their routes.
-
-    Attributes:
-        known: of each micro-batch, the inputs of its routes; None where they don't say.
-        compared: micro-batches whose tokens were compared.
-    """
+    """Checks the calls of a replay against the inputs of their routes; `compared` counts micro-batches."""
 
     def __init__(self, routes: Sequence[RoutedExperts]) -> None:
         self.known = [one.inputs for one in routes]
@@ -128,7 +121,7 @@ class InputCheck:
             )
 
     def warn(self, chunks: Sequence[nn.Module]) -> None:
-        """Warn where routes know their tokens and no call told its own, but not in a later pipeline stage."""
+        """Warn if routes know their tokens and no call passed its own, except in a later pipeline stage."""
         modules = (one for chunk in chunks for one in chunk.modules())
         unchecked = any(self.known) and not self.compared
         if unchecked and all(getattr(one, "pre_process", True) for one in modules):
@@ -139,7 +132,7 @@ class InputCheck:
 
 
 def parameter_names(module: nn.Module) -> list[str]:
-    """Return the names of a module's positional arguments; of a wrapper (DDP), of the inner one."""
+    """Return the names of a module's positional arguments; for a wrapper (DDP) those of the inner module."""
     parameters = inspect.signature(module.forward).parameters.items()
     names = [name for name, one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     inner = getattr(module, "module", None)
@@ -147,11 +140,10 @@ def parameter_names(module: nn.Module) -> list[str]:
 
 
 def copied(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | None = None) -> Called | None:
-    """Return what a model is called with, its token ids copied; None if it gets no token ids.
+    """Return the inputs of a model's call, with its token ids copied; None if it gets no token ids.
 
-    They are the argument named input_ids or tokens, or the first one if it is [batch, sequence]. What an
-    attention_mask of that shape leaves out counts as 0: padding ids may differ from pass to pass. The
-    module's forward names positional arguments.
+    The ids are the argument named input_ids or tokens, or the first one if it is [batch, sequence]. Padding
+    by an attention_mask of that shape counts as 0: its ids may differ from pass to pass.
     """
     names = parameter_names(module) if args and module is not None else []
     names += [f"argument {number}" for number in range(len(names), len(args))]
@@ -166,17 +158,17 @@ def copied(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | N
     mask = call.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.shape == found.shape:
         return Called(found.detach() * (mask != 0), others)
-    # Loaders and captured graphs write the next batch into the same memory.
+    # Copied, as loaders and captured graphs write the next batch into the same memory.
     return Called(found.detach().clone(), others)
 
 
 def other_inputs(call: Mapping[str, Any], ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the tensors of a call that identify its sample beside the token ids, by name.
 
-    A tensor counts, also inside lists and dicts, whose name says that it is an image, video or audio
-    (`pixel_values`, `image_grid_thw`, `input_features`). So does each other floating-point or uint8 tensor of
-    two dimensions or more, unless it has one value or vector a token, or one value a sample. Masks,
-    positions, labels, losses, embeddings, states, caches and random numbers never count, by their names.
+    A tensor counts, also inside lists and dicts, if its name says image, video or audio (`pixel_values`,
+    `image_grid_thw`, `input_features`). So does any other floating-point or uint8 tensor of two dimensions or
+    more, unless it has one value or vector per token, or one value per sample. Masks, positions, labels,
+    losses, embeddings, states, caches and random numbers never count, by their names.
 
     >>> call = {"pixel_values": torch.ones(4, 8), "temperature": torch.ones(1)}
     >>> list(other_inputs(call, ids=torch.ones(1, 3)))
@@ -187,13 +179,11 @@ def other_inputs(call: Mapping[str, Any], ids: torch.Tensor) -> dict[str, torch.
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the digest of a tensor: int64, no dimensions, on its device, where the host doesn't wait for it.
-
-    Of more than 65,536 elements every n-th counts. Floating-point numbers count as bfloat16, so a cast to
-    it between two passes changes nothing.
-    """
+    """Return a tensor's digest, int64 without dimensions, on its device; the host doesn't wait for it."""
+    # Of more than 65,536 elements every n-th counts. Floating-point numbers count as bfloat16, so that a cast
+    # to it between two passes changes nothing.
     flat = tensor.detach().reshape(-1)
-    values = flat[:: -(-len(flat) // _SAMPLED) | 1]  # an odd step doesn't stay in the same columns of a row
+    values = flat[:: -(-len(flat) // _SAMPLED) | 1]  # odd, so as not to stay in the same columns of a row
     if values.is_floating_point():
         values = values.float().nan_to_num().bfloat16().view(torch.int16)  # a NaN's bits differ by device
     bits = values.long()
@@ -202,7 +192,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def input_key(others: Mapping[str, torch.Tensor]) -> str | None:
-    """Return a sample_key made of these inputs, None without any. The host waits for the device."""
+    """Return a sample_key made of these inputs, or None without any. The host waits for the device."""
     said = [f"{name} {list(one.shape)} {int(digest(one))}" for name, one in sorted(others.items())]
     return ", ".join(said) or None
 
@@ -212,6 +202,7 @@ def _weights(device: torch.device) -> torch.Tensor:
     """Return fixed pseudo-random numbers of 31 bits, int64."""
     mixed = np.arange(1, _SAMPLED + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ mixed >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
+    # Cached: made in inference mode, it couldn't take part in autograd later.
     with torch.inference_mode(False):
         return torch.from_numpy((mixed >> np.uint64(33)).astype(np.int64)).to(device)
 

@@ -1,4 +1,4 @@
-"""compare: how far two routings, or two sets of log-probs, are apart."""
+"""compare: measures how far two routings, or two sets of log-probs, are apart."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Routes: TypeAlias = "RoutedExperts | Sequence[RoutedExperts]"
 
 @dataclass(frozen=True)
 class RoutingDifference:
-    """Two routings of the same tokens.
+    """Compares two routings of the same tokens.
 
     Attributes:
         router_mismatch: share of token-layers whose sets of experts differ (order doesn't count).
         token_mismatch: share of tokens with a difference in some layer.
         layer_mismatch: router_mismatch of each layer, by label.
-        token_layers: how many were compared: rows recorded on both sides, times layers.
-        differing: how many of them differ.
+        token_layers: the number compared: rows recorded on both sides, times layers.
+        differing: the number of them that differ.
     """
 
     router_mismatch: float
@@ -36,15 +36,15 @@ class RoutingDifference:
 
 @dataclass(frozen=True)
 class LogProbDifference:
-    """Log-probs of the same tokens, `a` of the policy that sampled them and `b` of another.
+    """Compares log-probs of the same tokens, `a` of the policy that sampled them and `b` of another.
 
     Attributes:
         kl: KL(a, b) by the k3 estimator, the mean of r - 1 - log r with r = exp(b - a) (J. Schulman,
-            «Approximating KL Divergence», 2020), in nats a token.
+            «Approximating KL Divergence», 2020), in nats per token.
         max_difference: largest |b - a|, in nats.
         mean_difference: mean |b - a|, in nats.
         ratio_min, ratio_mean, ratio_max: of r, the policy ratio if a is the old policy.
-        tokens: how many were compared.
+        tokens: the number compared.
     """
 
     kl: float
@@ -71,7 +71,7 @@ def compare(
 
     Args:
         a: RoutedExperts, a list of them (micro-batches), or log-probs of any shape, in nats.
-        b: the same kind of thing. Of routings, the layers that both have are compared.
+        b: the same kind of value. Of routings, the layers that both have are compared.
         mask: for log-probs, bool, the tokens that count.
 
     >>> a = npu_replay.RoutedExperts(ids=np.array([[[0, 1]], [[2, 3]]]), layers=[0], num_experts=4)
@@ -80,7 +80,7 @@ def compare(
     0.5
 
     Raises:
-        ReplayError: they can't be compared; says why.
+        ReplayError: they can't be compared; the error says why.
     """
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _compare_log_probs(a, b, mask)
@@ -106,11 +106,7 @@ def differing_token_layers(a: RoutedExperts, b: RoutedExperts) -> torch.Tensor:
 
 
 def check_comparable(a: RoutedExperts, b: RoutedExperts) -> tuple[list[int], int]:
-    """Return the layers that both have, and how many rows are recorded in both.
-
-    Raises:
-        InvalidRoutes: they aren't of the same tokens and experts, or have nothing in common.
-    """
+    """Return the layers that both have, and the number of rows recorded in both; refuse if there are none."""
     for what, ours, theirs in (
         ("tokens", len(a), len(b)),
         ("top-k", a.topk, b.topk),
@@ -130,7 +126,7 @@ def check_comparable(a: RoutedExperts, b: RoutedExperts) -> tuple[list[int], int
 def _compare_log_probs(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None) -> LogProbDifference:
     given: list[Any] = [a, b] if mask is None else [a, b, mask]
     wrong = [one for one in given if not isinstance(one, torch.Tensor) or not is_plain(one)]
-    if wrong:  # `shown` may wait for a device
+    if wrong:  # built only for an error: `shown` may wait for a device
         problem = "log-probs and their mask are plain tensors"
         raise ReplayError(problem, expected="a torch.Tensor", got=shown(wrong[0]))
     shapes = sorted({tuple(tensor.shape) for tensor in given})

@@ -1,10 +1,10 @@
-"""RoutedExperts: the experts that a pass chose, labelled by layer so that they cannot shift.
+"""RoutedExperts: holds the experts that a pass chose, labelled by layer so that they can't shift.
 
-The words of this project. A *layer* is a decoder layer of the model; its *label* is its number in the whole
+The terms of this project: a *layer* is a decoder layer of the model; its *label* is its number in the whole
 model, from 0; a *column* is its place in an array. A *token* is one of a sequence; a *row* is its place in an
-array, in the order in which the router gets them. A *micro-batch* is one call of the model, and what it is
-called with. A router's *own* choice is what its scores say in the running forward; *live* is the same, said
-where a replay is held against it. A *native* row is one without a route: there the own choice counts.
+array, in the order in which the router gets them. A *micro-batch* is one call of the model, and its input.
+A router's *own* choice is what its scores give in the running forward; *live* means the same where a replay
+is compared with it. A *native* row is one without a route: there the own choice counts.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ def narrow_dtype(num_experts: int) -> torch.dtype:
 
 
 def narrow_array_dtype(num_experts: int) -> np.dtype[Any]:
-    """Return the same for numpy's arrays."""
+    """Return `narrow_dtype` as a numpy dtype."""
     return np.dtype(np.uint8 if narrow_dtype(num_experts) == torch.uint8 else np.int16)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class RoutedExperts:
-    """The expert ids that one pass chose for some tokens.
+    """Holds the expert ids that one pass chose for some tokens.
 
-    Building one checks it: the shape, the range of every id and that no recorded row names an expert
-    twice in a layer.
+    Building one checks the shape, the range of every id and that no recorded row names an expert twice in a
+    layer.
 
     Args:
         ids: [tokens, layers, topk], torch or numpy, any integer dtype; kept as a CPU tensor, uint8 up to
             256 experts and int16 above. Logical expert ids, before any EPLB mapping.
-        layers: one global 0-based decoder-layer index a column, ascending.
+        layers: one global 0-based decoder-layer index per column, ascending.
         num_experts: routed experts of a layer, up to 32,767.
-        recorded: [tokens] bool, the rows that carry a route; all of them when not given. The ids of
-            other rows are stored as 0 and never looked at: such a row takes the router's own choice.
+        recorded: [tokens] bool, the rows that carry a route; all of them when not given. The ids of other
+            rows are stored as 0 and never read: such a row takes the router's own choice.
         fingerprint: `npu_replay.fingerprint` of the sequence, if this is one sequence.
-        weight_version: which weights chose, if known.
-        constant_layers_ok: a layer may be the same in all rows, and `load` takes it: the trainer's own
-            routers chose so, or the tokens explain it. `dataclasses.replace` with other ids sets it to False.
-        from_engine: a rollout engine chose; `replay` holds the rows against the routers' own choice.
-        copy: False keeps the array where that is possible. Nobody may write to it any more.
+        weight_version: the weights that chose, if known.
+        constant_layers_ok: `load` accepts a layer that is the same in all rows: the trainer's own routers
+            chose so, or the tokens explain it. `dataclasses.replace` with other ids sets it to False.
+        from_engine: a rollout engine chose; `replay` compares the rows with the routers' own choice.
+        copy: False keeps the array where that is possible. Nothing may write to it afterwards.
 
     >>> ids = np.array([[[0, 3], [1, 2]], [[2, 1], [0, 1]], [[-1, -1], [-1, -1]]])
     >>> routes = npu_replay.RoutedExperts(
@@ -76,7 +76,7 @@ class RoutedExperts:
     True
 
     Raises:
-        InvalidRoutes: naming the layer, the number of rows and the usual cause.
+        InvalidRoutes: a check fails; the error names the layer, the number of rows and the usual cause.
     """
 
     ids: torch.Tensor
@@ -89,17 +89,16 @@ class RoutedExperts:
     from_engine: bool
     _like: InitVar[RoutedExperts | None]
 
-    # What follows is known of the rows of a micro-batch. It goes into a pickle, and not into bytes or files.
+    # The fields below describe the rows of a micro-batch. A pickle carries them; bytes and files don't.
     bad_samples: int = field(default=0, init=False)
-    """Sequences in it whose routes couldn't be used, as `TokenLayout.gather` counts them."""
+    """Sequences whose routes couldn't be used, as `TokenLayout.gather` counts them."""
     row_order: str | None = field(default=None, init=False)
-    """How [batch, sequence] became its rows, "sequence" or "batch", where `TokenLayout.gather` knows."""
+    """The order of its rows, "sequence" or "batch", if `TokenLayout.gather` knows."""
     inputs: Inputs | None = field(default=None, init=False)
-    """The tokens of its micro-batch, where `record` or `TokenLayout.gather` knows them; of a record also a
-    digest of its images."""
+    """The tokens of its micro-batch, if known; from `record` also a digest of its images."""
     placed: tuple[torch.Tensor, tuple[int, ...]] | None = field(default=None, init=False)
-    """The packed token in each row, int64 [rows], -1 for padding, and the lengths of the sequences, where a
-    `TokenLayout` put the rows there."""
+    """The packed token in each row, int64 [rows], -1 for padding, and the lengths of the sequences, if a
+    `TokenLayout` placed the rows."""
 
     def __init__(
         self,
@@ -135,7 +134,7 @@ class RoutedExperts:
             recorded=rows,
             fingerprint=arguments.fingerprint(fingerprint),
             weight_version=arguments.weight_version(weight_version),
-            # Of ids that take the place of others in a copy, nobody has said that they may be constant.
+            # `dataclasses.replace` with other ids: nothing says that those may be constant.
             constant_layers_ok=constant_layers_ok and (_like is None or ids is _like.ids),
             from_engine=from_engine,
         )
@@ -150,27 +149,24 @@ class RoutedExperts:
 
     @classmethod
     def of_checked(cls, **values: Any) -> RoutedExperts:
-        """Build routes of values that were checked before; nothing is checked, narrowed or copied again."""
+        """Build routes from values that were checked before; nothing is checked, narrowed or copied again."""
         made = cls.__new__(cls)
         made._set(**values)
         return made
 
     def with_known(self, **values: Any) -> RoutedExperts:
-        """Return the same rows, of which other values are known, too; nothing is checked."""
+        """Return the same rows with further values set; nothing is checked."""
         return self.of_checked(**vars(self) | values)
 
     def with_rows(self, ids: torch.Tensor, recorded: torch.Tensor, **values: Any) -> RoutedExperts:
-        """Return other rows made of these routes, with zeros where none is recorded; nothing is checked.
-
-        They have no fingerprint, unless it is among the values, and nothing is known of their micro-batch.
-        """
+        """Return other rows made of these routes, unchecked; they lose fingerprint and micro-batch."""
         kept = {name: value for name, value in vars(self).items() if name not in _OF_MICRO_BATCH}
         known = {"ids": ids, "recorded": recorded, "fingerprint": None}
         return self.of_checked(**kept | known | values)
 
     @property
     def topk(self) -> int:
-        """Experts a token in a layer."""
+        """Return the experts per token in a layer."""
         return self.ids.shape[2]
 
     def __len__(self) -> int:
@@ -198,11 +194,11 @@ class RoutedExperts:
     def take(self, rows: torch.Tensor | np.ndarray | Sequence[int]) -> RoutedExperts:
         """Return the routes at these rows, in this order.
 
-        Args:
-            rows: integers, [n]; a negative one makes a row without a route (padding, say). Or a bool
-                mask, [tokens].
-
         The result is another sequence, so it carries no fingerprint.
+
+        Args:
+            rows: integers, [n]; a negative one makes a row without a route (padding, say). Or a bool mask,
+                [tokens].
 
         >>> routes.take([1, -1])
         RoutedExperts(2 tokens, 2 layers, top-2 of 4, 1 rows without a route)
@@ -212,7 +208,7 @@ class RoutedExperts:
         if index.dtype == torch.bool and index.shape == (len(self),):
             index = index.nonzero()[:, 0]
         elif not index.numel() and index.dtype != torch.bool:
-            index = index.long()  # [] is float32
+            index = index.long()  # torch makes [] float32
         whole = index.dtype in arguments.INTEGERS
         largest = int(index.max()) if whole and index.numel() else -1
         InvalidRoutes.unless(
@@ -223,9 +219,10 @@ class RoutedExperts:
             "the routes of another sequence, or a layout made for other lengths",
         )
         ids, recorded = self.ids, self.recorded
-        if not len(self):  # a row to read below, where all of them are negative
+        # All rows are negative then, and np.take below needs a row to read.
+        if not len(self):
             ids, recorded = ids.new_zeros(1, *ids.shape[1:]), recorded.new_zeros(1)
-        # numpy's take copies a whole row at a time; clipped, a negative row reads row 0 and is blanked below.
+        # np.take copies whole rows at once; with mode="clip" a negative row reads row 0 and is blanked below.
         at = index.long().numpy()
         taken = np.take(ids.numpy().reshape(len(ids), -1), at, axis=0, mode="clip")
         found = torch.from_numpy(taken).view(len(index), *ids.shape[1:])
@@ -238,14 +235,14 @@ class RoutedExperts:
 
     @classmethod
     def concat(cls, parts: Sequence[RoutedExperts], layers: Sequence[int] | None = None) -> RoutedExperts:
-        """Put the rows of several RoutedExperts one after the other.
+        """Concatenate the rows of several RoutedExperts.
 
-        The weight version stays where all parts agree on it; the fingerprint doesn't.
+        The weight version is kept if all parts agree on it; the fingerprint is dropped.
 
         Args:
             parts: all of the same top-k and number of experts.
-            layers: only these decoder layers, ascending, which every part has to have; when not given, all of
-                them, which then have to be the same in every part.
+            layers: only these decoder layers, ascending, which every part must have. When not given: all
+                layers, which must be the same in every part.
         """
         parts = listed(parts, "the parts of concat()")
         fine = bool(parts) and all(isinstance(part, RoutedExperts) for part in parts)
@@ -298,7 +295,7 @@ class RoutedExperts:
         return self.with_known(ids=ids, layers=tuple(labels))
 
     def columns(self, labels: tuple[int, ...]) -> slice | list[int]:
-        """Return the columns of these layers; a slice, which copies nothing, where they are neighbours."""
+        """Return the columns of these layers; a slice, which copies nothing, if they are neighbours."""
         if isinstance(labels, StageLabels):
             labels = labels.among(self.layers)
         if labels == self.layers:
@@ -325,10 +322,10 @@ class RoutedExperts:
         return self.sequence(0, len(self), with_key(self.fingerprint or 0, sample_key))
 
     def check_not_constant(self, tokens: Array | None = None) -> RoutedExperts:
-        """Refuse a layer that is the same in all recorded rows, 64 or more, of different tokens; return self.
+        """Refuse a layer that is the same in 64 or more recorded rows of different tokens; return self.
 
-        For routes from outside: it is how rollout engines fail in silence. Beside layers that vary, a layer
-        whose experts somebody chose is a dead router's, and let in with one WARNING.
+        It is for routes from outside: rollout engines fail in this way without an error. A constant layer of
+        neither zeros nor 0 to k - 1, beside layers that vary, comes from a dead router and gets one WARNING.
 
         Args:
             tokens: [tokens], their ids; without them each counts as another, unless `constant_layers_ok`.
@@ -340,31 +337,31 @@ class RoutedExperts:
         return self
 
     def to_bytes(self) -> bytes:
-        """Return a byte string that says everything about itself, in the safetensors layout."""
+        """Return a self-describing byte string in the safetensors layout."""
         return b"".join(self.to_buffers())
 
     def to_buffers(self) -> list[bytes | memoryview]:
-        """Return `to_bytes` in three pieces, the ids not copied: for `writelines` of a file or a socket."""
+        """Return `to_bytes` in three pieces, without copying the ids, for `writelines`."""
         return encode({"": self.encodable()})
 
     def encodable(self) -> dict[str, Any]:
-        """Return what is written of these routes: the arguments that make them, with numpy's arrays."""
+        """Return the values that are written: the arguments that make these routes, with numpy arrays."""
         arrays = {"ids": self.ids.contiguous().numpy(), "recorded": self.recorded.contiguous().numpy()}
         return vars(self) | arrays
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # numpy's arrays go out of band where the pickler can do that (protocol 5): Ray copies the ids neither
-        # when it stores them nor when it reads them.
+        # With protocol 5 a pickler takes numpy arrays out of band: Ray copies the ids neither when it stores
+        # them nor when it reads them.
         return _unpickled, (self.encodable(),)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RoutedExperts:
-        """Read what `to_bytes` made, without copying the ids, and check it as data from outside.
+        """Read the result of `to_bytes`, without copying the ids, and check it as data from outside.
 
-        The ids lie in `data`: a bytearray, or a map of a file, may not be written to while they are used.
+        The ids stay in `data`: a bytearray, or a map of a file, must not be written to while they are in use.
 
         Raises:
-            RouteFileError: the bytes are foreign, cut short or changed.
+            RouteFileError: the bytes are something else, cut short or changed.
             InvalidRoutes: the routes in it are wrong.
         """
         cause = "they were cut short or changed, or are something else"
@@ -385,19 +382,19 @@ class RoutedExperts:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RoutedExperts:
-        """Read what `save` wrote, and check it as data from outside.
+        """Read a file that `save` wrote, and check it as data from outside.
 
         >>> routes.save("step8.routes")
         >>> npu_replay.RoutedExperts.load("step8.routes") == routes
         True
 
         Raises:
-            RouteFileError: the file is foreign, cut short or changed.
+            RouteFileError: the file is something else, cut short or changed.
             InvalidRoutes: the routes in it are wrong.
         """
         place = as_path(path)
         cause = "it was cut short, damaged, or isn't a safetensors file"
-        # Opened once: whoever overwrites it meanwhile puts another file there.
+        # The file is opened once: an overwrite meanwhile puts another file in its place, which isn't read.
         with reading("this file can't be read as routes", cause, place), plain_file(place) as file:
             return cls(**decode(*reader(file)), copy=False).check_not_constant()
 
@@ -414,7 +411,7 @@ def _unpickled(values: dict[str, Any]) -> RoutedExperts:
 
 
 def without_layers() -> RoutedExperts:
-    """Return what a pipeline stage of dense layers has to say of a micro-batch: nothing."""
+    """Return the empty routes that a pipeline stage of dense layers has for a micro-batch."""
     return RoutedExperts(ids=torch.empty(0, 0, 1, dtype=torch.uint8), layers=(), num_experts=1)
 
 

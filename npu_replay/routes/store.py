@@ -1,7 +1,7 @@
-"""RouteStore: the routes of many samples in one folder, in safetensors shards (`encoding`).
+"""RouteStore: keeps the routes of many samples in one folder, in safetensors shards (`encoding`).
 
 A shard, NAME-00000.safetensors, has samples of one model. It is written whole or not at all, so a job that
-dies leaves what was written.
+dies leaves the shards that it had finished.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from npu_replay.routes.routed_experts import RoutedExperts
 
 SHARD_BYTES = 1 << 28
 SHARD_SAMPLES = 1 << 13
-"""The header of so many is one that the safetensors package reads, with keys of 300 characters, too."""
+"""The safetensors package still reads the header of so many samples, even with keys of 300 characters."""
 _ENDING = ".safetensors"
 _DAMAGED = (
     "something else, a file that was cut short, changed or taken away, or another version of npu_replay"
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class RouteStore(Mapping[str, RoutedExperts]):
-    """The routes in a folder, by key. Each is read, and held against its checksum, when it is asked for.
+    """Reads the routes in a folder by key; each is checked against its checksum when it is read.
 
     Two samples of the same tokens (a short answer of two ranks, a question about two images) are told apart
     by the `sample_key` that they are written and read with; reading one of several without it is an error.
@@ -47,7 +47,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
     RoutedExperts(3 tokens, 2 layers, top-2 of 8, 3 rows without a route)
 
     Args:
-        folder: where it lies.
+        folder: the folder of the shards.
         shard: only this one, by its name without an ending; all when not given.
 
     Raises:
@@ -68,9 +68,9 @@ class RouteStore(Mapping[str, RoutedExperts]):
         )
         self._samples: dict[str, tuple[Path, dict[str, Any]]] = {}
         self._several: dict[str, Path] = {}
-        """Of a key that two shards have with other routes, the second shard."""
+        """Maps a key that two shards have with different routes to the second shard."""
         self._of_tokens: dict[int, list[str]] = {}
-        """Keys that are fingerprints, by the half that tells the tokens."""
+        """Lists the keys that are fingerprints by their upper half, which identifies the tokens."""
         for path in shards:
             with reading("the shard can't be read", _DAMAGED, path), plain_file(path) as file:
                 samples = self._open(path, file)[0].samples
@@ -88,12 +88,12 @@ class RouteStore(Mapping[str, RoutedExperts]):
     def writer(
         folder: str | os.PathLike[str], *, name: str = "routes", shard_bytes: int = SHARD_BYTES
     ) -> RouteWriter:
-        """Begin to write into a folder, which is made if it isn't there.
+        """Start writing into a folder, which is made if it doesn't exist.
 
         Args:
-            folder: where; other writers may be at work there.
-            name: one for each writer (a rank, say). What an earlier writer of this name left must be gone.
-            shard_bytes: a file is written when so many bytes of ids have come together.
+            folder: the folder; other writers may write to it at the same time.
+            name: a name for each writer (a rank, say). Shards of an earlier writer of this name are an error.
+            shard_bytes: a shard is written when this many bytes of ids are waiting.
         """
         return RouteWriter(as_path(folder), name, whole_number(shard_bytes, "shard_bytes"))
 
@@ -110,14 +110,14 @@ class RouteStore(Mapping[str, RoutedExperts]):
         return len(self._samples)
 
     def described(self, key: str) -> tuple[Path, dict[str, Any]]:
-        """Return the shard that a sample lies in, and what is known of it beside its ids."""
+        """Return the shard of a sample, and its metadata."""
         return self._samples[key]
 
     def of(self, tokens: Any, *, sample_key: SampleKey = None) -> RoutedExperts:
-        """Return the routes of one sequence of token ids, [tokens], with the key that they have, if any.
+        """Return the routes of one sequence of token ids, [tokens], with its sample_key, if it has one.
 
         Raises:
-            RouteFileError: nobody wrote routes of just this sample, or several samples have these tokens.
+            RouteFileError: the store has no routes of this sample, or several samples have these tokens.
         """
         mark = fingerprint(tokens, sample_key=sample_key)
         key, same = key_of(mark), self._of_tokens.get(mark >> 32, [])
@@ -158,10 +158,10 @@ class RouteStore(Mapping[str, RoutedExperts]):
         )
 
     def _open(self, shard: Path, file: BinaryIO) -> tuple[Header, Read]:
-        """Return the header of an open shard, read once for each file that has had its name, and how to read
-        its bytes."""
+        """Return the header of an open shard, and a function that reads its bytes."""
         read, size = reader(file)
         now = os.fstat(file.fileno())
+        # A shard may be replaced by another of its name, which has another inode, size or time.
         stamp = now.st_ino, size, now.st_mtime_ns
         if shard not in self._headers or self._headers[shard][0] != stamp:
             self._headers[shard] = stamp, Header.read(read, size)
@@ -183,7 +183,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob(f".{glob.escape(name)}-{'[0-9]' * 5}{_ENDING}.*.part"):
-                remove_left(left)  # what a writer of this name was writing when it was killed
+                remove_left(left)  # a killed writer of this name left it
             taken = first.exists()
         except OSError as error:
             raise RouteFileError(f"nothing can be written there ({error})", where=str(folder)) from error
@@ -195,8 +195,9 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         return f"RouteWriter({str(self.folder)!r}, {self.name!r}, {len(self._keys)} samples)"
 
     def add(self, routes: RoutedExperts, key: str | None = None, *, sample_key: SampleKey = None) -> None:
-        """Write the routes of one sequence, under its fingerprint if no key is given. A sample_key becomes
-        part of the fingerprint.
+        """Write the routes of one sequence, under its fingerprint if no key is given.
+
+        A sample_key becomes part of the fingerprint.
 
         Raises:
             RouteFileError: no key and no fingerprint, or the key is taken; or the disk is full.
@@ -226,7 +227,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
             self.flush()
 
     def flush(self) -> str | None:
-        """Write what is waiting, as one shard; return its name without an ending, None where nothing is."""
+        """Write the waiting samples as one shard; return its name without an ending, or None."""
         if not self._waiting:
             return None
         shard, self._shards = self._file(self._shards), self._shards + 1
@@ -243,7 +244,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         except Exception as lost:
             if error is None:
                 raise
-            # What the caller is told of is his own error: it came first, and may be why this one did.
+            # The error of the block is raised, not this one: it came first, and may have caused this one.
             logger.error("[npu_replay] %s: the routes that were waiting are lost: %s", self.folder, lost)
 
     def _error(self, problem: str, expected: str, got: object, cause: str = "") -> RouteFileError:
