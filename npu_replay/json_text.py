@@ -1,4 +1,4 @@
-"""JSON that somebody else may have written, read strictly."""
+"""Parse JSON from other sources strictly."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def parse(text: str | bytes) -> Any:
     """Parse a JSON text.
 
     Raises:
-        ValueError: it isn't JSON; it is nested too deeply; or a key stands twice in an object, of which
-            readers take one each as they like.
+        ValueError: it isn't JSON; it is nested too deeply; or an object has a key twice, of which readers
+            would each take another one.
     """
     try:
         return json.loads(text, object_pairs_hook=_once)

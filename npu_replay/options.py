@@ -1,7 +1,4 @@
-"""What every command takes, and how its command line is read.
-
-Light: every command imports it.
-"""
+"""Options that every command takes, and the parser of their command lines. Imports little."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ from npu_replay.tables import width, wrapped
 
 
 class WrongOption(ReplayError):
-    """A command line that can't be run as it stands: commands exit with 2."""
+    """Raised for a command line that can't be run: the command exits with 2."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads a command line, and raises a WrongOption for one that can't be read.
+    """Parses a command line, and raises WrongOption where that fails.
 
     Args:
         prog: the command, as people write it.
@@ -54,7 +51,6 @@ class Parser(argparse.ArgumentParser):
         raise WrongOption(f"{message}. {self.prog} --help says what it takes")
 
     def add_device(self) -> None:
-        """Add --device."""
         words = "Where to run; auto takes an accelerator if there is one."
         self.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"), default="auto", help=words)
 
@@ -68,7 +64,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of an option that takes a whole number from `least` on."""
+    """Return an argument type for whole numbers from `least` on."""
 
     def number(text: str) -> int:
         if int(text) < least:  # argparse itself says that a word is no number
@@ -79,7 +75,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def check_out(out: Path | None, *, force: bool) -> None:
-    """See before the work that `out` can be written after it.
+    """Check before the work starts that `out` can be written after it.
 
     Raises:
         WrongOption: it can't.
@@ -95,7 +91,7 @@ def check_out(out: Path | None, *, force: bool) -> None:
 
 
 def write_out(out: Path | None, contents: bytes, *, force: bool) -> None:
-    """Write what --out asks for, if it does, and say so on stderr."""
+    """Write the file of --out, if it was given, and say so on stderr."""
     if out is not None:
         write_whole(out, contents, overwrite=force)
         screen.err().write(f"Wrote {out}\n")

@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and what it says of an error."""
+"""Define how a command ends: its exit code, and how it reports an error."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from npu_replay.options import WrongOption, message
 from npu_replay.tables import print_json, show
 
 FAULT, WRONG, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
-"""Exit codes, as docs/cli.md has them; the last two are a shell's for the signals SIGINT and SIGPIPE."""
+"""Exit codes, as in docs/cli.md; the last two are a shell's for the signals SIGINT and SIGPIPE."""
 
 
 def ended(work: Callable[[], int | None], arguments: Sequence[str]) -> int:
-    """Run a command and return its exit code; show what a user can mend as one message.
+    """Run a command and return its exit code; print errors that a user can fix as one message.
 
     Args:
-        work: the command, from the reading of its command line on.
-        arguments: the command line: --json and --debug count also where it can't be read.
+        work: parses the command line and runs the command.
+        arguments: the command line; --json and --debug also count where it can't be parsed.
     """
     hints: list[str] = []
     try:

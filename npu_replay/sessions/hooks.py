@@ -1,4 +1,4 @@
-"""Hooks on modules, for the length of a block: what a copy of the model takes along is nothing."""
+"""Hooks on modules, for the length of a block; in a copy of the model they do nothing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def outside_modes() -> AbstractContextManager[None]:
-    """Where our own operations run: no dispatch mode and no function mode sees them.
+    """Return a context in which no dispatch mode and no function mode sees our operations.
 
-    A selective checkpoint, a profiler or a user's own mode counts operations, and ours come in a forward
-    and not in its recompute.
+    A selective checkpoint, a profiler or a user's mode counts operations, and ours run in a forward but not
+    in its recompute.
     """
     if torch._C._len_torch_dispatch_stack():
         return _outside_dispatch()
@@ -27,7 +27,7 @@ def outside_modes() -> AbstractContextManager[None]:
 
 
 def restore_functions(handled: bool) -> None:
-    """Have torch handle functions again if it did so before: an interrupt may come before a hook's end."""
+    """Switch torch's handling of functions on again, after an interrupt before a hook's end."""
     if handled and not torch._C._is_torch_function_enabled():
         never_entered = torch._C.DisableTorchFunction()  # leaving such a one switches it on
         never_entered.__exit__(None, None, None)
@@ -40,7 +40,8 @@ def _outside_dispatch() -> Any:
 
 
 def caller_of_hook() -> FrameType | None:
-    """Return the frame that called the innermost of our hooks that runs: it is there until the module has."""
+    """Return the frame that called the innermost running hook of ours; it lives until the module's call
+    ends."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not Hook.__call__.__code__:
         frame = frame.f_back
@@ -48,17 +49,17 @@ def caller_of_hook() -> FrameType | None:
 
 
 class Hook:
-    """A forward hook, or a pre-hook with keywords, of one module.
+    """Calls `act` as a forward hook, or a pre-hook with keywords, of one module.
 
-    It holds neither the module nor its owner: the model may be copied in any way while a block is open, and
-    the copy keeps nothing alive. In a deep copy or a pickle it becomes a function that does nothing.
+    It holds neither the module nor its owner: the model may be copied while a block is open, and the copy
+    keeps nothing alive. In a deep copy or a pickle it becomes a function that does nothing.
 
     Args:
-        owner: whose hook it is; once it is gone, the hook does nothing.
-        act: called as act(owner, *at, args, last); `last` is the output of the module, or a pre-hook's
-            keywords. What it returns is what the hook returns.
-        module: whose hook it is. A shallow copy shares its hooks, and is left alone.
-        at: what else `act` has to know.
+        owner: held weakly; once it is gone, the hook does nothing.
+        act: called as act(owner, *at, args, last); `last` is the module's output, or a pre-hook's keywords.
+            Its result is the hook's.
+        module: the hook's module. A shallow copy shares its hooks, and is left alone.
+        at: further arguments of `act`.
     """
 
     __slots__ = ("__weakref__", "_act", "_at", "_module", "_owner")
@@ -77,7 +78,7 @@ class Hook:
             return self._act(owner, *self._at, args, last)
 
     def take_off(self) -> None:
-        """Remove it from its module, where it may not hang yet."""
+        """Remove the hook from its module, also where it isn't attached yet."""
         module = self._module()
         for name in ("_forward_pre_hooks", "_forward_hooks") if module is not None else ():
             hooks = vars(module)[name]
@@ -87,5 +88,5 @@ class Hook:
                 del hooks[key]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Something of Python's own that takes any arguments: a pickle then asks for no npu_replay."""
+        """Reduce to a built-in that takes any arguments: loading the pickle then needs no npu_replay."""
         return getattr, (contextlib.nullcontext, "__exit__")

@@ -1,8 +1,8 @@
-"""What a block does with the ids of its top-k: the witness where the router is the whole block.
+"""Follow what a block does with the ids of its top-k, where the router is the whole block.
 
-Such a block's output shows no ids. But they go to its experts through functions of torch (`one_hot`,
-`gather`, a cast for a kernel), and the seam's Watch sees these. So every integer tensor [rows, topk] that one
-of them is given after the top-k must hold the ids, row by row.
+Such a block's output shows no ids. But they reach its experts through functions of torch (`one_hot`,
+`gather`, a cast for a kernel), which the seam's Watch sees. So every integer tensor [rows, topk] that one of
+these is given after the top-k must hold the ids, row by row.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from npu_replay.sessions.hooks import outside_modes
 
 
 class IdUses:
-    """The integer tensors [rows, topk] that torch's functions are given in one call of a block.
+    """Checks the integer tensors [rows, topk] that torch's functions are given in one call of a block.
 
     Args:
         rows, topk, num_experts: of the block's top-k.
-        ids: what they must hold, which nobody writes into; None: the same as the first of them.
+        ids: what they must hold, never written into; None: the content of the first of them.
     """
 
     depth = 0  # of torch's stack of modes, where it is followed by itself
@@ -35,7 +35,7 @@ class IdUses:
         self._first_alone = rows == topk or (topk == 1 and rows <= num_experts)
 
     def holds(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Of each such tensor among these arguments a bool [rows, topk]: which ids it holds."""
+        """Return for each such tensor among these arguments a bool [rows, topk]: which ids it holds."""
         if self._first_alone and self.count:
             return []
         found = [one for one in _tensors(args, kwargs) if self._is_ids(one)]
@@ -45,14 +45,15 @@ class IdUses:
             return [self._same(one) for one in found]
 
     def add(self, held: Sequence[torch.Tensor]) -> None:
-        """These were taken in, by a function that made a tensor of them."""
+        """Count tensors that a function has used to make a tensor."""
         self.count += len(held)
         with outside_modes():
             for one in held:
                 self._held = one if self._held is None else self._held & one
 
     def shown(self) -> torch.Tensor:
-        """Bool [rows, experts]: the ids that all of the tensors held; none where there was no tensor."""
+        """Return bool [rows, experts]: the ids that all of the tensors held; none where there was no
+        tensor."""
         rows, experts = self._shape[0], self._num_experts
         if self._held is None or self._ids is None:
             return torch.zeros(rows, experts, dtype=torch.bool)
@@ -76,7 +77,7 @@ class IdUses:
 def run_seen(
     takers: Sequence[IdUses], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Run a function of torch; what makes no tensor of the ids (`size`, `device`) hasn't taken them."""
+    """Run a function of torch; one that makes no tensor of the ids (`size`, `device`) hasn't used them."""
     held = [taken.holds(args, kwargs) for taken in takers]  # now: the function may write into them
     result = func(*args, **kwargs)
     if any(held) and any(True for _ in _tensors((result,), {})):
@@ -86,7 +87,7 @@ def run_seen(
 
 
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Those among the arguments, and in lists and tuples there (an index of several)."""
+    """Yield the tensors among the arguments, and in lists and tuples there (an index of several)."""
     for value in (*args, *kwargs.values()):
         for one in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(one, torch.Tensor):

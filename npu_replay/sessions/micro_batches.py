@@ -1,16 +1,11 @@
-"""Which micro-batch is running, and whose forward a recompute runs again.
+"""Find the running micro-batch, and the forward that a recompute repeats.
 
 One micro-batch is one `__call__` of a model chunk. Whatever encloses its forward, or a router's call in it,
-and may run it again (`backward.enclosing`) is noted with it: a checkpoint around the loss, one around several
-layers and one around each of them may all enclose the same call. A recompute is led back by the innermost of
-them that runs it.
-
-Where nothing that was noted runs, as in a tensor's hook, the number of autograd's running node tells: the
-counter is noted at the end of each forward, and the number falls between two notes. Ends and not starts are
-noted: a reentrant checkpoint around the whole model makes its node before the model's forward begins.
-
-A schedule that runs a layer again by itself, outside backward, between the forwards of other micro-batches,
-looks like a forward; so the compat module that knows the place marks it (`Marks`).
+and may run it again (`backward.enclosing`) is noted: checkpoints around the loss, several layers and each
+layer may all enclose one call. The innermost noted one that runs now tells a recompute's forward. Where none
+runs, as in a tensor's hook, autograd's running node does: its number falls between the counters noted at the
+ends of two forwards. Ends, since a reentrant checkpoint around the model makes its node before the forward.
+A schedule that recomputes outside backward looks like a forward, so a compat module marks it (`Marks`).
 """
 
 from __future__ import annotations
@@ -35,12 +30,12 @@ CALLED_INSIDE = (
 )
 
 Owner: TypeAlias = "tuple[int, int]"
-"""Of a recompute: chunk and micro-batch."""
+"""The chunk and micro-batch of a recompute."""
 
 
 @dataclass
 class Forward:
-    """One forward of one chunk, while it runs."""
+    """Describes one forward of one chunk, while it runs."""
 
     chunk: int
     number: int
@@ -54,14 +49,14 @@ class Forward:
 
     @property
     def owner(self) -> Owner:
-        """Whose its recomputes are."""
+        """Return the owner of its recomputes."""
         return self.chunk, self.number
 
 
 class Timeline:
-    """Numbers the forwards of each chunk, and leads recomputes back to them.
+    """Numbers the forwards of each chunk, and finds the forward of each recompute.
 
-    It begins with the block: nodes that were made before belong to none of its forwards.
+    It begins with the block: nodes made before the block opened are ignored.
     """
 
     def __init__(self, chunks: int) -> None:
@@ -77,7 +72,7 @@ class Timeline:
         self._noted: WeakKeyDictionary[Any, set[Owner]] = WeakKeyDictionary()
 
     def begin(self, chunk: int) -> Forward:
-        """Begin a chunk's forward; one that was left by an exception is dropped."""
+        """Begin a chunk's forward; one that an exception left open is dropped."""
         self._check_thread(chunk)
         if (left := self.running(chunk)) is not None:  # by an interrupt, which runs no forward hook
             self._withdraw(left)
@@ -91,11 +86,11 @@ class Timeline:
         return forward
 
     def running(self, chunk: int) -> Forward | None:
-        """Return the forward of a chunk that is open."""
+        """Return the open forward of a chunk."""
         return self._open[chunk]
 
     def end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
-        """End a chunk's forward; return it, and whether it came to its end. None if it never began.
+        """End a chunk's forward; return it and whether it completed. None if it never began.
 
         A forward hook that is always called gets None after an exception, and runs while it is handled.
         """
@@ -128,7 +123,7 @@ class Timeline:
         return self.live(chunk).number
 
     def enclosing(self, forward: Forward) -> list[Any]:
-        """Return all that may run the router's call again that begins now, alive as long as it may."""
+        """Return all that may repeat the router's call that begins now; each lives as long as it may."""
         # Where grad was off as the forward began, nodes that were made since say that it was turned on.
         grows = forward.grad or backward.sequence_number() != forward.made
         inner = backward.enclosing(functions=grows and not torch.is_grad_enabled())
@@ -138,7 +133,7 @@ class Timeline:
         return forward.enclosing + inner
 
     def recomputed(self, chunk: int, layer: int) -> int:
-        """Return the number of the micro-batch whose recompute a router's call inside backward is.
+        """Return the number of the micro-batch that a router's call inside backward recomputes.
 
         Raises:
             RecomputeError: it is none of this block, or can't be told.
@@ -182,7 +177,7 @@ class Timeline:
         return owner[1]
 
     def forget(self, oldest: Owner | None) -> None:
-        """Drop the ends of forwards before the oldest that a graph can recompute; all without one."""
+        """Drop the ends of forwards before the oldest that a graph can recompute; None drops all."""
         owners = [] if oldest is None else [owner for _, owner in self.ends]
         gone = owners.index(oldest) if oldest in owners else len(self.ends)
         if gone:
@@ -207,12 +202,12 @@ class Timeline:
         return running[0].owner if len(running) == 1 else None
 
     def _note(self, enclosing: list[Any], owner: Owner) -> None:
-        """Note what encloses this forward, or a call in it."""
         for one in enclosing:
             self._noted.setdefault(one, set()).add(owner)
 
     def _withdraw(self, forward: Forward) -> None:
-        """Take back a forward that raised: its number is the next one's, its recomputes are nobody's."""
+        """Take back a forward that raised: the next one gets its number, and its recomputes belong to
+        none."""
         for owners in self._noted.values():
             owners.discard(forward.owner)
 
@@ -236,7 +231,7 @@ class Marks:
     """Holds what is known of the next call of each router of one chunk.
 
     Args:
-        running: gives the number of the micro-batch whose forward this chunk runs now.
+        running: returns the number of the micro-batch whose forward this chunk runs now.
     """
 
     def __init__(self, running: Callable[[], int]) -> None:
@@ -253,14 +248,14 @@ class Marks:
         self._announced[id(router)] = number
 
     def take_foreseen(self, router: nn.Module) -> Any:
-        """Return the token of `foresee`, once."""
+        """Return and remove the token of `foresee`."""
         return self._foreseen.pop(id(router), None) if self._foreseen else None
 
     def take_announced(self, router: nn.Module) -> int | None:
-        """Return the number of `announce`, once."""
+        """Return and remove the number of `announce`."""
         return self._announced.pop(id(router), None) if self._announced else None
 
     def clear(self) -> None:
-        """Drop what no call has taken: an exception came between."""
+        """Drop what no call has taken, because of an exception in between."""
         self._foreseen.clear()
         self._announced.clear()

@@ -1,7 +1,6 @@
-"""observe: what the routers' own outputs show, without touching what they choose.
+"""observe: read what the routers' outputs show, without changing their choice.
 
-It reads outputs after the fact, so it sees whether a replay had an effect, and may be open around or inside
-one.
+It reads outputs after the fact, so it shows whether a replay had an effect.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ def observe(model: Model) -> Observation:
     Raises:
         ReplayError: on entering, if a router is in another `observe`, or has another top-k or number of
             experts than the rest; in the block, if a forward leaves one out or calls it several times; on
-            leaving, if nothing ran; and of `shown` before the block has ended.
+            leaving, if nothing ran; and when `shown` is read before the block has ended.
     """
     return to_enter(Observation(model))
 
 
 class Observation(Session):
-    """What the routers' outputs showed; `shown` holds it when the block has ended."""
+    """Reads what the routers' outputs show; `shown` holds it when the block has ended."""
 
     name = "observe"
 
@@ -62,7 +61,7 @@ class Observation(Session):
 
     @property
     def shown(self) -> list[RoutedExperts]:
-        """One RoutedExperts a micro-batch. A row that shows fewer than top-k experts (dropped over an
+        """Return one RoutedExperts a micro-batch. A row that shows fewer than top-k experts (dropped over an
         expert's capacity) is not recorded in any layer."""
         if self._shown is None:
             raise ReplayError(
@@ -148,7 +147,6 @@ class Reading(Work):
 
 
 def _unfollow(taking: dict[int, IdUses]) -> None:
-    """Stop following blocks that an interrupt left."""
     for taken in list(taking.values()):
         seam.unfollow(taken)
     taking.clear()

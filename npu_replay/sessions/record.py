@@ -1,4 +1,4 @@
-"""record and pin_recompute: every router chooses by itself, and what it chose is kept."""
+"""record and pin_recompute: every router chooses by itself, and its choice is kept."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def record(model: Model, *, inputs: bool = True) -> Recording:
 
     Args:
         model: the module that the training loop calls, or the list of virtual-pipeline chunks.
-        inputs: keep with the routes which token ids the model was called with, and a digest of its images,
-            videos and audio, so that a replay of another micro-batch's routes is refused. False for a model
-            that is fed others in the update.
+        inputs: keep with the routes the token ids of each call, and a digest of its images, videos and
+            audio, so that a replay with another micro-batch's routes is refused. False for a model that
+            gets other inputs in the update.
 
     Raises:
         ReplayError: on entering, if a router can't be recorded or is in another block; in the block, if a
@@ -57,7 +57,7 @@ class Recording(Session):
 
     @property
     def routes(self) -> list[RoutedExperts]:
-        """One RoutedExperts a micro-batch, in forward order; rows as the routers had them."""
+        """Return one RoutedExperts a micro-batch, in forward order; rows as the routers had them."""
         if self._routes is None:
             raise ReplayError(
                 "the routes are complete when the record block has ended without an exception",
@@ -76,7 +76,7 @@ class Recording(Session):
 
 
 class StepRecording(Session):
-    """A record whose routes are taken chunk by chunk, right after each forward.
+    """Records routes that are taken chunk by chunk, right after each forward.
 
         with StepRecording(chunks) as session:
             chunks[chunk](...)
@@ -137,7 +137,7 @@ def pin_recompute(model: Model) -> Pinning:
         with npu_replay.pin_recompute(model):
             train()
 
-    Useful without RL: near ties flip in a recompute, and then gradients belong to no forward.
+    Useful without RL, too: near ties flip in a recompute, and the gradients then belong to no forward.
 
     >>> with npu_replay.pin_recompute(model) as session:
     ...     model(batch).logits.mean().backward()

@@ -1,18 +1,15 @@
-"""The one thing that is replaced: what a router's top-k returns, inside one call of the router.
+"""The only intervention in a model: the result of a router's top-k is replaced, inside one call of the
+router.
 
-While a call is armed, the first top-k over the experts is answered by `Call.choose`: two-dimensional
-scores, the last dimension as long as there are experts, k the router's, as many rows as the router was
-given. (A router with one group calls another top-k before it, and the aux loss another one after.)
-Every pass in a checkpoint has one autograd shape: the ids are found without grad and the scores gathered, in
-a record too, else a non-reentrant one finds other saved tensors in its recompute.
+While a call is armed, `Call.choose` answers the first top-k over the experts: two-dimensional scores of the
+expected shape and the router's k. (Group-limited routing calls another top-k before it, aux losses one
+after.) The ids are found without grad and the scores are gathered, also in a record: a non-reentrant
+checkpoint compares the saved tensors of forward and recompute, so all passes must build the same graph.
 
-Two ways to catch that top-k, measured in docs/dev/architecture.md:
-
-- `torch.topk` and `torch.Tensor.topk` are answered through a thread-local while any session is open. Costs
-  least. It can't see a name that somebody took earlier (`from torch import topk`).
-- `Watch`, a TorchFunctionMode around the router, sees everything, at two microseconds an operation. It is
-  on where scores are masked before the top-k (it has to see the masking), as a safety net in the
-  first call of each router, and to the end of a call that is followed (`id_uses.py`).
+Two ways to catch the top-k, measured in docs/dev/architecture.md: `torch.topk` and `torch.Tensor.topk` are
+replaced while a session is open (cheap, but misses `from torch import topk`); `Watch`, a TorchFunctionMode,
+sees every operation, at 2 microseconds each. Watch is on where scores are masked before the top-k, in the
+first call of each router, and in calls whose use of the ids is followed (`id_uses.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from npu_replay.sessions.masks import Masks, Path, address
 from npu_replay.sessions.torch_state import Guard
 
 Choose: TypeAlias = "Callable[[Call], torch.Tensor]"
-"""Given the call, whose `own` is the router's own choice, the ids to use: int64 [rows, topk]."""
+"""Takes a call, and returns the ids to use, int64 [rows, topk]."""
 
 _depth: Callable[[], int] = torch._C._len_torch_function_stack
 _push: Callable[[Any], None] = torch._C._push_on_torch_function_stack
@@ -53,23 +50,23 @@ _here = _Here()
 
 
 def armed() -> Call | None:
-    """Return the router's call that this thread is in, as long as its top-k hasn't come."""
+    """Return the router's call that this thread is in, until its top-k has been answered."""
     call = _here.armed
     return call if call is not None and call.ids is None else None
 
 
 def arm(call: Call | None) -> None:
-    """Have this call answer the next top-k of this thread that fits; None: nobody."""
+    """Let this call answer the next matching top-k of this thread; None disarms."""
     _here.armed = call
 
 
 def is_running() -> bool:
-    """Tell whether this thread is in a router's call, or was left in one by an interrupt."""
+    """Return whether this thread is in a router's call, or an interrupt left it in one."""
     return _here.running is not None
 
 
 def running(owner: object) -> Call | None:
-    """Return the innermost call of this thread that this owner has begun and not ended."""
+    """Return the innermost open call of this thread that belongs to `owner`."""
     call = _here.running
     while call is not None and call.owner is not owner:
         call = call.below
@@ -77,9 +74,10 @@ def running(owner: object) -> Call | None:
 
 
 def unwind(block: object) -> None:
-    """End the calls of a block whose forward hooks never ran, as an interrupt (KeyboardInterrupt) skips them.
+    """End the calls of a block whose forward hooks never ran, since an interrupt (KeyboardInterrupt) skips
+    hooks.
 
-    Where no call runs and nothing is followed, nothing needs Watch any more.
+    Watch is removed where no call runs and nothing is followed.
     """
     call = _here.running
     while call is not None:
@@ -91,14 +89,14 @@ def unwind(block: object) -> None:
 
 
 def follow(taker: IdUses) -> None:
-    """Let it see what this thread gives to torch's functions, but for those before an armed call's top-k."""
+    """Let `taker` see what this thread passes to torch's functions, except before an armed call's top-k."""
     taker.depth = _depth()
     _here.takers = (*_here.takers, taker)
     _watch.enter()
 
 
 def unfollow(taker: IdUses) -> None:
-    """Undo `follow`, also one that was left half way."""
+    """Undo `follow`, also one that was interrupted."""
     _watch.leave(taker.depth)
     _dismiss(taker)
 
@@ -108,15 +106,15 @@ def _dismiss(taker: IdUses) -> None:
 
 
 class Call:
-    """One call of one router, from its forward pre-hook to its forward hook.
+    """Represents one call of one router, from its forward pre-hook to its forward hook.
 
     Args:
         rows, num_experts: of the scores.
         topk: the router's k.
-        choose: gives the ids to use.
+        choose: returns the ids to use.
         masks: this router masks its scores before the top-k; needs `watch`.
-        watch: also enter `Watch`, until the top-k was caught.
-        given: the ids may be others than the router would choose.
+        watch: also enter `Watch`, until the top-k is caught.
+        given: the ids may differ from the router's own choice.
         paths: see Masks.
     """
 
@@ -175,7 +173,6 @@ class Call:
         self.made = Masks(rows, num_experts, paths) if masks else None
 
     def begin(self) -> None:
-        """Answer the top-k of this thread from now on."""
         self.watching |= self.follows
         self.outer, self.below, self._depth = _here.armed, _here.running, _depth()
         _here.armed = _here.running = self
@@ -183,7 +180,7 @@ class Call:
             _watch.enter()
 
     def end(self) -> None:
-        """End the router's call. An interrupt may have come since it began, or in `end` itself."""
+        """End the router's call. Safe after an interrupt at any point, also inside `end`."""
         if self.watching:
             _watch.leave(self._depth)
         if self.taken is not None:
@@ -191,7 +188,7 @@ class Call:
         _here.armed, _here.running = self.outer, self.below
 
     def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell whether this top-k is one that the call answers."""
+        """Return whether the call answers a top-k with these arguments."""
         count = len(args)
         scores = args[0] if count else kwargs.get("input")
         return (
@@ -206,13 +203,13 @@ class Call:
         )
 
     def _wants(self, k: object, dim: object) -> bool:
-        """Tell whether a top-k of this k and dimension is the routing decision, or that of whom to drop."""
+        """Return whether a top-k of this k and dimension chooses experts, or which tokens to drop."""
         if self.drops and self.ids is not None:
             return dim in (0, -2)
         return k == self.topk + self.spare and dim in (-1, 1)
 
     def _is_running(self) -> bool:
-        """Tell whether the router's frame is among those that called this; if not, the call is left."""
+        """Return whether the router's frame is on the stack; if not, the call is abandoned."""
         if self.inside is None:
             return True
         frame: FrameType | None = sys._getframe()
@@ -225,8 +222,9 @@ class Call:
         return False
 
     def _stop_watching(self) -> None:
-        """Leave Watch before the call ends: what follows in the router runs as ever, and its compiled
-        functions would compile anew for a mode. From inside Watch it can't be left: torch pushes it back."""
+        """Leave Watch once the top-k is caught: the rest of the router runs as usual, and its compiled
+        functions needn't compile again for a mode. Not possible from inside Watch, which torch pushes back.
+        """
         if self.watching and not self.follows and _watch.is_innermost():
             _watch.leave(self._depth)
             self.watching = False
@@ -234,7 +232,7 @@ class Call:
     def answer(
         self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: str
     ) -> Any:
-        """Answer the top-k, once: later ones in this call are the router's own business."""
+        """Answer the top-k, once: later ones in this call are the router's own."""
         _here.armed = None
         if self.ids is not None:
             answer_next = self._drop if self.drops else self._answer_again
@@ -277,7 +275,7 @@ class Call:
     def _answer_again(
         self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any], _: torch.Tensor
     ) -> Any:
-        """Count a further top-k. Of the same scores it has the same answer."""
+        """Count a further top-k; one over the same scores gets the same answer."""
         self.again += 1
         scores = args[0] if args else kwargs["input"]
         asked = address(scores), None if scores.is_inference() else scores._version
@@ -290,11 +288,12 @@ class Call:
             _here.armed = self
 
     def _drop(self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any], ids: torch.Tensor) -> Any:
-        """Choose whom to drop; anew for experts to which a token was lost that was sent there.
+        """Choose the tokens to drop; choose anew for experts that lost a token which was routed to them.
 
-        A token may have been given an expert with a probability of exactly zero, and may not be dropped for
-        one that nobody sent there. Elsewhere the choice stays the router's own, also among equals. Where it
-        doesn't, fewer positive scores than places are in the column, so none of them is dropped either way.
+        A given expert may have a probability of exactly zero, and its token must not lose its place to a
+        token that was not routed there. In all other columns the router's choice is kept, also among equal
+        scores. A column where the choice differs has fewer positive scores than places, so no positive one is
+        dropped.
         """
         scores = args[0] if args else kwargs.pop("input")
         kept = native(scores, *args[1:], **kwargs)
@@ -310,7 +309,7 @@ class Call:
         return torch.return_types.topk((scores.gather(0, places), places))
 
     def note(self, ids: torch.Tensor) -> None:
-        """Take down what a kernel chose, int64 [rows, topk], which no top-k can be answered for."""
+        """Record the ids that a kernel chose, int64 [rows, topk], where no top-k can be answered."""
         self.own_ids = ids
         wanted = self.choose(self)  # others may be, as in a recompute
         if wanted is not ids:
@@ -318,7 +317,7 @@ class Call:
         self.ids, self.way = ids, "kernel"
 
     def decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the top-k gives: values, and ids that nobody writes into."""
+        """Return the values of the top-k and its ids, which must not be written into."""
         if self.keeps_native_topk:
             values, self.own_ids = self.native_topk(scores)
         elif self.chooses_itself and _others_answer(scores):
@@ -335,7 +334,8 @@ class Call:
         return values, ids
 
     def own(self, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the router's own choice, int64 [rows, topk], of all rows or of these: one top-k, once."""
+        """Return the router's own choice, int64 [rows, topk], of all rows or of these. Costs one top-k,
+        once."""
         if self.own_ids is not None:
             return self.own_ids if rows is None else self.own_ids.index_select(0, rows)
         scores = self.scores.detach()  # half the price of no_grad()
@@ -345,7 +345,7 @@ class Call:
         return self.own_ids
 
     def native_topk(self, scores: torch.Tensor) -> Any:
-        """Call the router's own top-k as it was called, for these scores."""
+        """Call the router's own top-k with its own arguments on these scores."""
         return self._native(scores, *self.asked[0], **self.asked[1])
 
     def _native_ids(self, scores: torch.Tensor) -> torch.Tensor:
@@ -353,17 +353,17 @@ class Call:
         return ids[:, : self.topk] if self.spare else ids
 
     def unmasked(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores before they were masked, where other experts may be given."""
+        """Return the scores before masking, where other experts may be given; else the scores."""
         return self.made.unmasked(scores, self.own) if self.given and self.made is not None else scores
 
 
 def least_positive(dtype: torch.dtype) -> float:
-    """Return a number above zero that is no weight, and that no device flushes to zero."""
+    """Return the least positive number of a dtype that no device flushes to zero."""
     return max(2.0**-24 if dtype == torch.float16 else 0.0, torch.finfo(torch.float32).tiny)
 
 
 def _others_answer(scores: torch.Tensor) -> bool:
-    """Tell whether a mode of somebody's may answer the top-k, or a subclass of Tensor."""
+    """Return whether another mode, or a subclass of Tensor, may answer the top-k."""
     if torch._C._len_torch_dispatch_stack() or type(scores) is not torch.Tensor:
         return True
     return bool(_depth()) and any(mode is not _watch for mode in _modes())
@@ -376,7 +376,6 @@ class Watch(TorchFunctionMode):
         _push(self)
 
     def leave(self, depth: int) -> None:
-        """Come off torch's stack down to this depth, but not from under a mode of somebody else's."""
         while _depth() > depth and self.is_innermost():
             _pop()
 
