@@ -24,14 +24,12 @@ VLLM_ASCEND = "NPU_REPLAY_VLLM_ASCEND"
 
 
 def read(name: str, default: Any = None) -> Any:
-    """Return the value of a variable, or `default` if it is unset; raise an error that names it if it is
-    invalid."""
+    """Return the value of a variable, or `default` if it is unset; an error names the variable."""
     told = os.environ.get(name, "").strip()
     return _READINGS[name](told, name) if told else default
 
 
 def disabled() -> bool:
-    """Return whether the user has turned all changes to other modules off."""
     return bool(read(DISABLE, False))
 
 

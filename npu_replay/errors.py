@@ -131,8 +131,7 @@ def whole_number(
     most: int | None = None,
     kind: type[ReplayError] = ReplayError,
 ) -> int:
-    """Return `value` as an int, also from numpy or torch; raise `kind` if it is none, below `least` or above
-    `most`.
+    """Return `value` as an int, also from numpy or torch; raise `kind` if it is none or out of range.
 
     >>> whole_number(np.int64(7), "top-k", least=1, most=8)
     7
@@ -198,7 +197,6 @@ def list_of(
 def one_of(
     value: Any, words: tuple[str, ...], what: str, where: str = "", kind: type[ReplayError] = ReplayError
 ) -> None:
-    """Refuse a word that isn't one of `words`."""
     known = isinstance(value, str) and value in words
     kind.unless(known, f"unknown {what}", " or ".join(map(repr, words)), shown(value), where=where)
 

@@ -7,12 +7,8 @@ from typing import Any
 
 
 def parse(text: str | bytes) -> Any:
-    """Parse a JSON text.
-
-    Raises:
-        ValueError: it isn't JSON; it is nested too deeply; or an object has a key twice, of which readers
-            would each take another one.
-    """
+    """Parse a JSON text; raise ValueError if it is invalid, too deeply nested, or repeats a key in an
+    object."""
     try:
         return json.loads(text, object_pairs_hook=_once)
     except RecursionError as error:

@@ -75,11 +75,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def check_out(out: Path | None, *, force: bool) -> None:
-    """Check before the work starts that `out` can be written after it.
-
-    Raises:
-        WrongOption: it can't.
-    """
+    """Check before the work starts that `out` can be written after it; raise WrongOption if not."""
     if out is None:
         return
     if out.is_dir():

@@ -47,8 +47,7 @@ class AuxLosses:
     recount: Callable[[Ids], Handle]
 
     def follow_the_call_of(self, router: nn.Module) -> bool:
-        """Return whether the running call counts the ids that it was given; without grad it counts
-        nothing."""
+        """Return whether the running call counts the ids that it was given; none are counted without grad."""
         return self.follow and router.training and torch.is_grad_enabled()
 
 
@@ -130,18 +129,15 @@ class RouterKind:
         """Refuse a call with these arguments whose loss can't count the experts of a replay."""
 
     def explains(self, operator: str) -> str:
-        """Return why a router that calls this function reaches no top-k, as the cause of an error; empty if
-        it may."""
+        """Return why a router that calls this function reaches no top-k, an error's cause; "" if it may."""
         return ""
 
     def diverts(self, module: nn.Module) -> str:
-        """Return what answers this router's top-k instead, as the cause of an error; empty if nothing is
-        known."""
+        """Return what answers this router's top-k instead, as an error's cause; "" if nothing is known."""
         return ""
 
     def functions(self, routers: Sequence[Router]) -> Iterable[tuple[str, object, str]]:
-        """Return the functions that route in these, which must stay in place in a block: name, owner,
-        attribute.
+        """Return the functions that route in these and must stay in place in a block: name, owner, attribute.
 
         The attribute is looked up in the owner's own `__dict__`, and may be missing there.
         """
@@ -152,8 +148,7 @@ class RouterKind:
         return ()
 
     def variant(self, model: nn.Module) -> Callable[[], Mapping[str, object]]:
-        """Return a function that describes, by name, the model's current variant, such as its active
-        adapters."""
+        """Return a function that gives, by name, the model's current variant, such as its active adapters."""
         return dict
 
 

@@ -20,12 +20,10 @@ _kept: dict[str, TextIO] = {}
 
 
 def out() -> TextIO:
-    """Return the user's stdout."""
     return _kept.get("stdout", sys.stdout)
 
 
 def err() -> TextIO:
-    """Return the user's stderr."""
     return _kept.get("stderr", sys.stderr)
 
 

@@ -102,7 +102,6 @@ def as_text(parts: Iterable[Part]) -> str:
 
 
 def print_json(text: str) -> None:
-    """Print one JSON document on stdout."""
     screen.out().write(f"{text}\n")
     screen.out().flush()
 

@@ -1,4 +1,4 @@
-"""The entry point of the console."""
+"""Defines the entry point of the console."""
 
 from __future__ import annotations
 

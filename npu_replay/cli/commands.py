@@ -32,7 +32,6 @@ def run(arguments: Sequence[str]) -> int | None:
 
 
 def parser() -> Parser:
-    """Return the parser of the npu-replay command line."""
     examples = "npu-replay doctor", "npu-replay inspect routes"
     reader = Parser("npu-replay", ABOUT, examples, "docs/cli.md")
     reader.add_argument("--version", action="version", version=npu_replay.__version__)

@@ -1,9 +1,9 @@
-"""Record, replay and recompute, once, with a small router in pure torch: so that «works» was seen.
+"""Record, replay and recompute once with a small router in pure torch, so that «works» was tested.
 
     python -m npu_replay.doctor.self_test npu torch_npu
 
-tries one device in a process of its own, where a broken driver harms nobody, and prints one line of JSON.
-The second name is a package to import first, one that brings the device.
+tries one device in another process, isolated from a broken driver, and prints one line of JSON. The second
+name is a package to import first, which provides the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run(device: str, brought_by: str = "") -> str:
 
     Args:
         device: its kind, as torch names it.
-        brought_by: the package to import for it; none for torch's own devices.
+        brought_by: the package to import for it; empty for torch's own devices.
 
     Returns:
         What went wrong; empty if nothing did.
@@ -88,14 +88,14 @@ def _problem(device: torch.device) -> str:
 
 
 class _ToyRouter(nn.Module):
-    """Turns logits into values and ids, [tokens, topk] each."""
+    """Maps logits to values and ids, [tokens, topk] each."""
 
     def forward(self, logits: torch.Tensor) -> Any:
         return torch.topk(logits.softmax(dim=-1), _TOPK, dim=-1)
 
 
 class _ToyModel(nn.Module):
-    """One MoE layer, with experts of one vector each."""
+    """Implements one MoE layer, with experts of one vector each."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()

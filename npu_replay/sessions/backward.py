@@ -56,7 +56,6 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs autograd's backward."""
     return _graph_task() != -1
 
 
@@ -140,10 +139,7 @@ def _code_of(function: Any) -> Any:
 
 
 def _unshown(code: CodeType) -> list[Any]:
-    """Find the ctxs of running forwards with this code whose Function has `setup_context`: those get no ctx.
-
-    Searches the garbage collector's objects, youngest generation first.
-    """
+    """Find the running ctxs of Functions with `setup_context`, whose forward with this code gets no ctx."""
     for generation in range(3):
         if found := [one for one in gc.get_objects(generation=generation) if _runs(one, code)]:
             return found
@@ -174,10 +170,7 @@ def _region(unpack: Any) -> Any:
 
 
 def _regions_on_stack() -> Iterator[Any]:
-    """Yield the open regions on torch 2.7, which doesn't show the hooks: a local of `checkpoint`'s generator.
-
-    The composable `checkpoint(module)` keeps its generator elsewhere, and isn't found.
-    """
+    """Yield the open regions on torch 2.7, where hooks are hidden, except those of `checkpoint(module)`."""
     for frame in _frames():
         if frame.f_code.co_name == "checkpoint" and "gen" in frame.f_code.co_varnames:
             running = getattr(frame.f_locals.get("gen"), "gi_frame", None)
@@ -187,10 +180,7 @@ def _regions_on_stack() -> Iterator[Any]:
 
 @functools.cache
 def probe() -> str | None:
-    """Try the three facts on two tiny micro-batches; return what fails here, or None.
-
-    Runs in a thread of its own, where no backward runs and no checkpoint is open.
-    """
+    """Try the three facts on two tiny micro-batches; return what fails here, or None."""
     with ThreadPoolExecutor(max_workers=1) as other:
         try:
             return other.submit(_probe).result()

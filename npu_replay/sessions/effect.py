@@ -68,7 +68,6 @@ class Count:
         self._parts: dict[torch.device, torch.Tensor] = {}
 
     def add(self, counted: torch.Tensor) -> None:
-        """Add the sum of a tensor of numbers or flags."""
         found = counted.sum()
         before = self._parts.get(found.device)
         self._parts[found.device] = found if before is None else before + found
@@ -144,8 +143,7 @@ class Witness:
         self.check_ids(on_accelerators=False)
 
     def saw_stopped(self, router: Router, number: int, call: seam.Call) -> None:
-        """Check a block's recompute that its checkpoint stopped early. torch hides errors raised here, so a
-        fault is reported later."""
+        """Check a block's recompute that its checkpoint stopped early; an error is raised later."""
         if call.again > self._took.get((router.label, number), 0):
             self._asked.append((router, number, True, "ids", torch.zeros(1, 1, dtype=torch.bool)))
 
@@ -157,8 +155,7 @@ class Witness:
             self._look(router, number, shown, ids, again=again)
 
     def _saw_block(self, router: Router, forward: Forward, call: seam.Call) -> None:
-        """Check a block, whose output shows no ids, by the functions that take its ids, or by its number of
-        top-ks."""
+        """Check a block, whose output shows no ids, by the functions that use its ids, or its top-ks."""
         key = router.label, forward.number
         if call.again:
             self._took[key] = call.again
@@ -212,7 +209,6 @@ class Witness:
         self._asked.append((router, number, again, "ids", held))
 
     def forget(self, key: Key) -> None:
-        """Drop what is known of a call whose forward raised."""
         for kept in (self._lost, self._took, self._refused):
             kept.pop(key, None)
         gone = *key, False
@@ -223,11 +219,7 @@ class Witness:
             kept.clear()
 
     def check(self, found: Sequence[Router], forward: Forward) -> None:
-        """Check after a forward that each top-k was reached and that the outputs show the ids.
-
-        Raises:
-            NoEffect: a router was not called, never reached its top-k, or shows other experts.
-        """
+        """Check after a forward that top-ks were reached and outputs show the ids; NoEffect otherwise."""
         if self._refused or len(forward.ended) != len(found):
             self._check_called(found, forward)
         for router, ids, handed, written in forward.ended:
@@ -252,12 +244,7 @@ class Witness:
                 raise _no_effect(router, forward.number, "the router's output was not seen", _NO_TOPK)
 
     def check_ids(self, *, on_accelerators: bool = True) -> None:
-        """Check that each output so far shows all of its ids. Waits for the devices that are read.
-
-        Raises:
-            NoEffect: an output doesn't.
-            RecomputeError: the output of a recompute doesn't.
-        """
+        """Check that each output so far shows all of its ids; else raise NoEffect, or RecomputeError."""
         if not self._asked or not (on_accelerators or self._asked[0][4].is_cpu):
             return
         asked, self._asked = self._asked, []
@@ -283,10 +270,7 @@ class Witness:
 
 
 def _is_written(handed: torch.Tensor | None, written: int | None, ids: torch.Tensor | None) -> bool:
-    """Return whether the ids that a router got have been written into.
-
-    A kernel gets none. Inference tensors have no version counter, so they are compared.
-    """
+    """Return whether the ids that a router got have been written into. A kernel gets none."""
     if handed is None:
         return False
     if written is None:
@@ -295,10 +279,7 @@ def _is_written(handed: torch.Tensor | None, written: int | None, ids: torch.Ten
 
 
 def _zeroed(values: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Return a flag on the device: whether an unseen product with 0 masked the scores of these values.
-
-    It shows as exact zeros in rows whose best score is above zero.
-    """
+    """Return a flag on the device: whether an unseen product with 0 masked the scores of these values."""
     return ((values == 0).any(dim=1) & (scores.amax(dim=1) > 0) & (scores == 0).any(dim=1)).any()
 
 
@@ -314,7 +295,6 @@ def as_map(shown: torch.Tensor, router: Router) -> torch.Tensor:
 
 
 def not_called(router: Router, number: int) -> NoEffect:
-    """Return the error for a router that a forward left out."""
     return _no_effect(router, number, "the router was not called", _PAST_CALL)
 
 

@@ -30,7 +30,7 @@ _refuse_unless = MicroBatchError.unless
 
 @dataclass(frozen=True)
 class FedSequences:
-    """Holds the sequences of one call that have two tokens or more; rows are [batch, sequence], batch-major.
+    """Holds the sequences of one call, in rows of [batch, sequence], batch-major.
 
     A sequence of one token has no prediction, and is often the padding of a packed stream: it is left out.
     """
@@ -56,11 +56,7 @@ class FedSequences:
 
 
 def named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, without those that are None.
-
-    Raises:
-        MicroBatchError: a positional argument has no name.
-    """
+    """Return the arguments of a call by name, without None; raise MicroBatchError if one has no name."""
     names = parameter_names(module) if args else []
     problem, cause = "this call's arguments have no names", "a wrapper: follow the model in it, or name them"
     _refuse_unless(len(args) <= len(names), problem, f"at most {len(names)} without", len(args), cause)
@@ -80,8 +76,7 @@ class Places:
 
     @classmethod
     def of(cls, call: Mapping[str, Any], padding: int = 0) -> Places:
-        """Find the places of a call with these arguments, padded (with 0 or `padding`) on any side, or
-        packed.
+        """Find the places of a call with these arguments, padded (with 0 or `padding`) or packed.
 
         Raises:
             MicroBatchError: a mask with holes, or a part of a sequence.
@@ -168,8 +163,7 @@ def _own_rows(rows: int, here: Array, spans: Array) -> Array | None:
     """Return which rows of an input each sequence has, [sequences, 2]; None if rows can't be assigned.
 
     A sequence has one row for each run of its placeholders `here` (an image, a clip), or a share of the rows
-    like its share of the placeholders (patches). A sample whose rows can't be assigned isn't found in another
-    batch, which is an error.
+    like its share of the placeholders (patches).
     """
     begins = here & ~np.append(False, here[:-1])
     counted = begins if begins.sum() == rows else here
@@ -210,8 +204,7 @@ def _real(mask: Any, shape: tuple[int, ...]) -> Array:
 
 
 def _positions(call: Mapping[str, Any]) -> Any:
-    """Return the position_ids that show where sequences begin. Positions of images (time, height, width)
-    don't, unless a row of text positions comes first."""
+    """Return the position_ids, unless they are an image's (time, height, width) without those of the text."""
     positions = call.get("position_ids")
     kinds = len(positions) if isinstance(positions, torch.Tensor) and positions.dim() == 3 else 1
     return None if kinds == 3 and any(name.startswith(_OTHER_INPUTS) for name in call) else positions
@@ -256,7 +249,6 @@ def _padded(fed: torch.Tensor, real: Array, padding: int) -> Array:
 
 
 def _by_bounds(bounds: Array, begins: Array) -> Array:
-    """Return where sequences begin, by cumulative lengths over all rows."""
     inside = bounds[:-1][bounds[:-1] < begins.size]
     found = begins.reshape(-1).copy()
     found[inside] = True

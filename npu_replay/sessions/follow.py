@@ -264,8 +264,7 @@ class Following(Session):
         return None
 
     def _warn_of_routes(self, call: dict[str, Any], keys: Any, carried: Any) -> None:
-        """Warn of a call in eval mode that has a rollout's routes: it may be an evaluation, or take old
-        log-probs."""
+        """Warn of a call in eval mode that has a rollout's routes: it may be a pass for old log-probs."""
         self._warned = carried is not None or (self._has_rollouts and self._source.has_rollout(call, keys))
         if self._warned:
             logger.warning(
@@ -342,7 +341,6 @@ class TokenRoutes(RouteSource):
         self.records = bool(self._new)
 
     def has_rollout(self, call: dict[str, Any], keys: Any) -> bool:
-        """Return whether a sequence of this call has a rollout's routes."""
         with contextlib.suppress(MicroBatchError):
             fed = self._fed_by(call, keys)
             return any(self.store.get(mark)[1] for mark in fed.marks + fed.of_tokens)
@@ -365,7 +363,6 @@ class TokenRoutes(RouteSource):
         self._fed, self._new = None, []
 
     def _keep(self, fed: FedSequences, new: list[int], rows: RoutedExperts) -> None:
-        """Store the routes of the new sequences of the call that has ended."""
         problem = "the routers saw another number of rows than the model was called with"
         where, cause = micro_batch(self.timeline.ended[0] - 1), self.why_other_rows
         MicroBatchError.unless(len(rows) == fed.rows, problem, fed.rows, len(rows), cause, where)
@@ -390,7 +387,6 @@ class TokenRoutes(RouteSource):
         return fed_sequences(call, self._placeholders, keys)
 
     def _found(self, fed: FedSequences, grad: bool) -> RoutedExperts:
-        """Look up the routes of each sequence by its tokens."""
         found, padding = {}, set()
         for at, (mark, (first, end)) in enumerate(zip(fed.marks, fed.spans, strict=True)):
             self.store.move(fed.of_tokens[at], mark)

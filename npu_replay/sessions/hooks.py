@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 def outside_modes() -> AbstractContextManager[None]:
     """Return a context in which no dispatch mode and no function mode sees our operations.
 
-    A selective checkpoint, a profiler or a user's mode counts operations, and ours run in a forward but not
-    in its recompute.
+    A selective checkpoint or a user's mode counts operations, and ours run in a forward but not in its
+    recompute.
     """
     if torch._C._len_torch_dispatch_stack():
         return _outside_dispatch()
@@ -40,8 +40,7 @@ def _outside_dispatch() -> Any:
 
 
 def caller_of_hook() -> FrameType | None:
-    """Return the frame that called the innermost running hook of ours; it lives until the module's call
-    ends."""
+    """Return the frame that called our innermost running hook; it lives until the module's call ends."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not Hook.__call__.__code__:
         frame = frame.f_back

@@ -52,8 +52,7 @@ class IdUses:
                 self._held = one if self._held is None else self._held & one
 
     def shown(self) -> torch.Tensor:
-        """Return bool [rows, experts]: the ids that all of the tensors held; none where there was no
-        tensor."""
+        """Return bool [rows, experts]: the ids that all of the tensors held; none if there was no tensor."""
         rows, experts = self._shape[0], self._num_experts
         if self._held is None or self._ids is None:
             return torch.zeros(rows, experts, dtype=torch.bool)

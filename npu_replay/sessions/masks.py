@@ -70,7 +70,6 @@ class Masks:
         self._steps: list[_Step] = []
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a function of torch, and note the scores that it made."""
         name = getattr(func, "__name__", "")
         short = name.strip("_")
         made: Any
@@ -115,7 +114,7 @@ class Masks:
     def ruled_out(self, scores: torch.Tensor, own: Own, ids: torch.Tensor) -> torch.Tensor | None:
         """Return bool [rows, topk]: which of these ids have a weight that was made from a mask's number.
 
-        None where no such mask was seen. Runs outside of modes.
+        None where no such mask was seen. Call it outside of modes.
         """
         found = None
         for earlier, later, step in self._pairs(self._path(scores, own).shut, scores):
@@ -127,7 +126,6 @@ class Masks:
         return found
 
     def _pairs(self, steps: list[tuple[int, _Scores]], scores: torch.Tensor) -> Any:
-        """Yield for each step the scores before and after it, and the step."""
         for number, before in steps:
             yield self._scores(before, scores)[0], self._after(number, scores), self._steps[number]
 
@@ -161,8 +159,7 @@ class Masks:
         return path
 
     def _walk(self, scores: torch.Tensor, own: Own) -> tuple[Path, bool]:
-        """Walk back from these scores; return where the masks are, and whether other calls have them there,
-        too."""
+        """Walk back from these scores; return where the masks are, and whether that holds for other calls."""
         path, masks = Path([], []), 0  # masks: so much of the open path leads up to a mask
         place, later, is_sure, is_open = address(scores), scores.detach(), True, True
         for number in reversed(range(len(self._steps))):
@@ -213,7 +210,6 @@ class Masks:
         return found, is_mask
 
     def _learns(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Return whether one of these is a tensor that takes a gradient, but no scores: a bias."""
         found = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
         return any(one.requires_grad and not self._is_scores(_whole(one)) for one in found)
 
@@ -228,8 +224,7 @@ class Masks:
 def _keeps(name: str, earlier: torch.Tensor, later: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Return bool [rows, 1]: in which rows this step may have been a mask.
 
-    What it changed must lie below all that the router chose. In a row of equal zeros the router chooses some
-    that were filled, or others that are as good.
+    What it changed must lie below all that the router chose, except equal scores, as in a row of zeros.
     """
     chosen = later.gather(1, own)
     rules_out = later < chosen.amin(dim=1, keepdim=True)

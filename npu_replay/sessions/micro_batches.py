@@ -35,8 +35,6 @@ Owner: TypeAlias = "tuple[int, int]"
 
 @dataclass
 class Forward:
-    """Describes one forward of one chunk, while it runs."""
-
     chunk: int
     number: int
     grad: bool
@@ -49,15 +47,11 @@ class Forward:
 
     @property
     def owner(self) -> Owner:
-        """Return the owner of its recomputes."""
         return self.chunk, self.number
 
 
 class Timeline:
-    """Numbers the forwards of each chunk, and finds the forward of each recompute.
-
-    It begins with the block: nodes made before the block opened are ignored.
-    """
+    """Numbers the forwards of each chunk since the block opened, and finds the forward of each recompute."""
 
     def __init__(self, chunks: int) -> None:
         self.ended = [0] * chunks  # how many forwards of each chunk
@@ -86,14 +80,10 @@ class Timeline:
         return forward
 
     def running(self, chunk: int) -> Forward | None:
-        """Return the open forward of a chunk."""
         return self._open[chunk]
 
     def end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
-        """End a chunk's forward; return it and whether it completed. None if it never began.
-
-        A forward hook that is always called gets None after an exception, and runs while it is handled.
-        """
+        """End a chunk's forward; return it and whether it completed. None if it never began."""
         forward = self._open[chunk]
         if forward is None:
             return None
@@ -119,7 +109,6 @@ class Timeline:
         return self.bypassed
 
     def number(self, chunk: int) -> int:
-        """Return the number of the micro-batch whose forward a chunk runs now."""
         return self.live(chunk).number
 
     def enclosing(self, forward: Forward) -> list[Any]:
@@ -133,11 +122,8 @@ class Timeline:
         return forward.enclosing + inner
 
     def recomputed(self, chunk: int, layer: int) -> int:
-        """Return the number of the micro-batch that a router's call inside backward recomputes.
-
-        Raises:
-            RecomputeError: it is none of this block, or can't be told.
-        """
+        """Return the micro-batch that a router's call inside backward recomputes; RecomputeError if
+        unknown."""
         where = f"layer {layer}, in backward"
         if (problem := backward.probe()) is not None:
             raise RecomputeError(
@@ -206,8 +192,7 @@ class Timeline:
             self._noted.setdefault(one, set()).add(owner)
 
     def _withdraw(self, forward: Forward) -> None:
-        """Take back a forward that raised: the next one gets its number, and its recomputes belong to
-        none."""
+        """Remove a forward that raised: the next one gets its number, and its recomputes belong to none."""
         for owners in self._noted.values():
             owners.discard(forward.owner)
 
@@ -252,7 +237,6 @@ class Marks:
         return self._foreseen.pop(id(router), None) if self._foreseen else None
 
     def take_announced(self, router: nn.Module) -> int | None:
-        """Return and remove the number of `announce`."""
         return self._announced.pop(id(router), None) if self._announced else None
 
     def clear(self) -> None:

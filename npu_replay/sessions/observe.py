@@ -61,8 +61,11 @@ class Observation(Session):
 
     @property
     def shown(self) -> list[RoutedExperts]:
-        """Return one RoutedExperts a micro-batch. A row that shows fewer than top-k experts (dropped over an
-        expert's capacity) is not recorded in any layer."""
+        """Return one RoutedExperts a micro-batch.
+
+        A row that shows fewer than top-k experts (dropped over an expert's capacity) is not recorded in any
+        layer.
+        """
         if self._shown is None:
             raise ReplayError(
                 "what was shown is complete when the block has ended without an exception",

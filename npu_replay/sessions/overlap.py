@@ -78,8 +78,7 @@ class OverlapCheck:
         self._calls[label] = _Call(hits.to(narrow), loads, own.to(narrow))
 
     def check(self, chunk: int, number: int | None, given: DeviceRoutes | None) -> None:
-        """Judge a forward at its end, if `add` was called in it; a `number` of None (it raised) discards the
-        calls.
+        """Judge a forward at its end, if `add` was called in it; `number` is None for one that raised.
 
         Waits for the device. The error names the layers or tokens, and a shift that would fit.
         """
@@ -112,8 +111,7 @@ class OverlapCheck:
         return floor
 
     def _low_layers(self, seen: _Seen, labels: list[int], topk: int) -> tuple[str, float, float]:
-        """Return the names of the layers that are too low ("" for none), and overlap and floor of the
-        lowest."""
+        """Return the names of the layers that are too low, "" for none; overlap and floor of the lowest."""
         shares = seen.hits / topk
         overlap = shares.mean(axis=1)
         floor = self._floor(seen.chance(topk), seen.way(topk), shares.std(axis=1), shares.shape[1])
@@ -210,9 +208,8 @@ class Shift(NamedTuple):
 def find_shift(calls: dict[int, _Call], rows: Array, given: Array, at: int, least: float) -> Shift | None:
     """Return the shift at which the routes fit better than where they lie, or None.
 
-    Neighbouring tokens choose alike, so rows moved by one may still overlap well. A shift is reported if its
-    overlap is larger by four standard errors and above `least`. Compares 256 rows from `at` on, in eight
-    layers.
+    Neighbouring tokens choose alike, so rows moved by one may still overlap well. A shift must overlap by
+    four standard errors more, and by `least`. Compares 256 rows from `at` on, in eight layers.
     """
     some = slice(None, None, max(1, len(calls) // _LAYERS))
     looked = np.arange(at, min(at + 4 * RUN, len(rows)))

@@ -49,7 +49,6 @@ class OwnChoice:
         """Holds for each call in the running forward a flag for each row, and the number of compared rows."""
 
     def enters(self, routers: Sequence[Router]) -> None:
-        """Enter a session on these routers."""
         losses = any(router.aux_losses is not None for router in routers)
         self._counts_live = losses and self._aux_loss == "live"
 
@@ -76,8 +75,7 @@ class OwnChoice:
     def compare(
         self, call: seam.Call, given: torch.Tensor, missing: torch.Tensor | None, routes: DeviceRoutes
     ) -> None:
-        """Compare the given ids, int64 [rows, topk], with the router's own choice, except in `missing`
-        rows."""
+        """Compare the given ids, int64 [rows, topk], with the router's own; `missing` rows don't count."""
         if self._counts_live:
             self.count_in(call)
         if self._is_compared:
@@ -89,11 +87,8 @@ class OwnChoice:
             self._overlap.add(call.owner.label, call.num_experts, given, call.own(), missing)
 
     def ends(self, chunk: int, forward: Forward | None, given: DeviceRoutes | None) -> None:
-        """Count and judge what the calls of a forward have shown; `forward` is None if it didn't complete.
-
-        Raises:
-            MicroBatchError: the routes are far from what the routers choose.
-        """
+        """Count and judge the calls of a forward, None if it raised; MicroBatchError if the overlap is
+        low."""
         shown, self._running = self._running, []
         for differ, compared in shown if forward is not None else ():
             self._differing.add(differ)
@@ -101,8 +96,7 @@ class OwnChoice:
         self._overlap.check(chunk, None if forward is None else forward.number, given)
 
     def counts(self) -> dict[str, int]:
-        """Return the token-layers that were compared, those that differed, the judged experts and the shared
-        ones."""
+        """Return numbers of token-layers, compared and differing, and of experts, judged and shared."""
         figures = {"differing": int(self._differing), "compared": self._compared}
         return figures | {"shared": self._overlap.shared, "given": self._overlap.given}
 

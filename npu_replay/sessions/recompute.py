@@ -42,7 +42,6 @@ class Recomputes:
 
     @property
     def oldest(self) -> Key | None:
-        """Return the first call that autograd may still run again."""
         return next(iter(self._around), None)
 
     def expect(self, key: Key, around: list[Any]) -> None:
@@ -56,7 +55,6 @@ class Recomputes:
         self._ran.add(key)
 
     def drop(self, key: Key) -> None:
-        """Drop a call whose forward raised."""
         self._around.pop(key, None)
         self._ran.discard(key)
 

@@ -94,8 +94,7 @@ class StepRecording(Session):
         super().__init__(model, self._answering, errors_wait=errors_wait)
 
     def take(self, chunk: int) -> RoutedExperts:
-        """Return the routes of a chunk's last forward, rows as its routers had them; no layers without
-        routers."""
+        """Return the routes of a chunk's last forward, rows as its routers had them."""
         number = self.timeline.ended[chunk] - 1
         if number < 0:
             raise MicroBatchError(
@@ -115,7 +114,6 @@ class StepRecording(Session):
 
 
 def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], number: int) -> RoutedExperts:
-    """Put the layers of one micro-batch together."""
     if not routers:
         return without_layers()
     routers = sorted(routers, key=lambda router: router.label)

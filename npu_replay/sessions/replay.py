@@ -159,13 +159,11 @@ class ListedRoutes(RouteSource):
             )
 
     def _check_inputs(self) -> None:
-        """Check that micro-batches so far were called with the tokens and images of their routes."""
         for number in [one for one in sorted(self.inputs) if one < self.timeline.ended[0]]:
             self.called.check(number, self.inputs.pop(number))
 
 
 def _rows(routes: Sequence[RoutedExperts]) -> tuple[int, int]:
-    """Return the number of rows, and of rows without a route."""
     return sum(map(len, routes)), sum(int((~one.recorded).sum()) for one in routes)
 
 
@@ -189,11 +187,7 @@ class StepReplay(Session):
         super().__init__(model, answering, errors_wait=errors_wait)
 
     def give(self, chunk: int, routes: RoutedExperts) -> None:
-        """Set the routes of a chunk's next forward; a second call before that forward replaces the first.
-
-        Raises:
-            RouterError: the routes lack a layer of this chunk, or have another top-k or number of experts.
-        """
+        """Set or replace the routes of a chunk's next forward; RouterError if they don't fit its routers."""
         self._source.give(chunk, self.timeline.ended[chunk], routes)
 
     @property
@@ -202,8 +196,7 @@ class StepReplay(Session):
         return next((chunk for chunk, routers in enumerate(self.routers) if routers), 0)
 
     def metrics(self) -> dict[str, float]:
-        """Return micro-batches, rows of all chunks, rows without a route, seconds; live_mismatch if asked
-        for."""
+        """Return micro-batches, rows of all chunks, rows without a route, seconds, and live_mismatch."""
         figures = {"rows": self._source.rows, "rows_without_route": self._source.rows_without_route}
         return super().metrics() | figures
 

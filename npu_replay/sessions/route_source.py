@@ -79,21 +79,13 @@ class RouteSource:
         self.inputs.clear()
 
     def give(self, chunk: int, number: int, routes: RoutedExperts) -> None:
-        """Set the routes of one micro-batch of a chunk.
-
-        Raises:
-            RouterError: they don't fit the routers of the chunk.
-        """
+        """Set the routes of one micro-batch of a chunk; raise RouterError if they don't fit its routers."""
         here, every = self.routers[chunk], self.all_routers
         check_fit(routes, here, every, micro_batch(number))
         self.given[chunk, number] = DeviceRoutes(routes, labels_of(here, every))
 
     def of(self, forward: Forward) -> DeviceRoutes:
-        """Return the routes of a forward.
-
-        Raises:
-            MicroBatchError: there are none.
-        """
+        """Return the routes of a forward; raise MicroBatchError if there are none."""
         given = self.given.get((forward.chunk, forward.number))
         if given is None:
             raise MicroBatchError(
@@ -106,8 +98,7 @@ class RouteSource:
         return given
 
     def prepare(self, router: Router, forward: Forward, rows: int, device: torch.device) -> Any:
-        """Return the routes of a forward and their copies on the device, for a call with this number of
-        rows."""
+        """Return the routes of a forward and their copies on the device, for a call with `rows` rows."""
         if forward is self.timeline.bypassed:
             self.check_forward(forward)
         given = self.of(forward)

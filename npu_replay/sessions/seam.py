@@ -74,11 +74,7 @@ def running(owner: object) -> Call | None:
 
 
 def unwind(block: object) -> None:
-    """End the calls of a block whose forward hooks never ran, since an interrupt (KeyboardInterrupt) skips
-    hooks.
-
-    Watch is removed where no call runs and nothing is followed.
-    """
+    """End the calls of a block whose forward hooks an interrupt (KeyboardInterrupt) has skipped."""
     call = _here.running
     while call is not None:
         if getattr(call.owner, "block", None) is block:
@@ -180,7 +176,6 @@ class Call:
             _watch.enter()
 
     def end(self) -> None:
-        """End the router's call. Safe after an interrupt at any point, also inside `end`."""
         if self.watching:
             _watch.leave(self._depth)
         if self.taken is not None:
@@ -222,9 +217,7 @@ class Call:
         return False
 
     def _stop_watching(self) -> None:
-        """Leave Watch once the top-k is caught: the rest of the router runs as usual, and its compiled
-        functions needn't compile again for a mode. Not possible from inside Watch, which torch pushes back.
-        """
+        """Leave Watch once the top-k is caught; from inside Watch this has no effect."""
         if self.watching and not self.follows and _watch.is_innermost():
             _watch.leave(self._depth)
             self.watching = False
@@ -290,10 +283,8 @@ class Call:
     def _drop(self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any], ids: torch.Tensor) -> Any:
         """Choose the tokens to drop; choose anew for experts that lost a token which was routed to them.
 
-        A given expert may have a probability of exactly zero, and its token must not lose its place to a
-        token that was not routed there. In all other columns the router's choice is kept, also among equal
-        scores. A column where the choice differs has fewer positive scores than places, so no positive one is
-        dropped.
+        A given expert may have a probability of exactly zero, and its token must not lose its place to one
+        that was not routed there. Other columns keep the router's choice, also among equal scores.
         """
         scores = args[0] if args else kwargs.pop("input")
         kept = native(scores, *args[1:], **kwargs)
@@ -334,8 +325,7 @@ class Call:
         return values, ids
 
     def own(self, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the router's own choice, int64 [rows, topk], of all rows or of these. Costs one top-k,
-        once."""
+        """Return the router's own choice, int64 [rows, topk], of all rows or of these."""
         if self.own_ids is not None:
             return self.own_ids if rows is None else self.own_ids.index_select(0, rows)
         scores = self.scores.detach()  # half the price of no_grad()
@@ -345,7 +335,6 @@ class Call:
         return self.own_ids
 
     def native_topk(self, scores: torch.Tensor) -> Any:
-        """Call the router's own top-k with its own arguments on these scores."""
         return self._native(scores, *self.asked[0], **self.asked[1])
 
     def _native_ids(self, scores: torch.Tensor) -> torch.Tensor:
@@ -370,8 +359,6 @@ def _others_answer(scores: torch.Tensor) -> bool:
 
 
 class Watch(TorchFunctionMode):
-    """Sees every operation inside a router's call."""
-
     def enter(self) -> None:
         _push(self)
 

@@ -52,7 +52,6 @@ class Undo:
         return len(self._acts)
 
     def close(self) -> None:
-        """Run all actions, the last added first."""
         while self._acts:
             self._acts[-1]()
             self._acts.pop()
@@ -78,8 +77,7 @@ class Work:
         """Begin a forward of a chunk with the arguments of its call, or refuse it."""
 
     def ends(self, forward: Forward, complete: bool, output: object) -> bool:
-        """End a forward of a chunk; `complete` is False if it raised. Return whether autograd may run it
-        again."""
+        """End a forward, `complete` unless it raised; return whether autograd may run it again."""
         return False
 
     def check_complete(self) -> None:
@@ -134,7 +132,6 @@ class Session:
 
     @property
     def done(self) -> int:
-        """Return the number of micro-batches whose forward has ended."""
         return max(self.timeline.ended, default=0)
 
     @property
@@ -249,7 +246,6 @@ class Session:
         self._hung(module, module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def after(self, module: nn.Module, hook: Hook) -> None:
-        """Attach a forward hook to a module, until the block ends."""
         self.undo.callback(hook.take_off)
         first = self._work.goes_first
         self._hung(module, module.register_forward_hook(hook, prepend=first, always_call=True))
@@ -260,8 +256,7 @@ class Session:
             self.unchanged.hold(type(module).__name__, vars(module), hooks)
 
     def may_wait(self, act: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `act`; where `errors_wait` is set, a version that keeps its errors until the block is
-        left."""
+        """Return `act`; under `errors_wait`, a version that keeps its errors until the block is left."""
         if not self.errors_wait:
             return act
         session = weakref.ref(self)
@@ -336,7 +331,6 @@ class Session:
                 part.grad_fn.register_prehook(begins)
 
     def _check_complete(self) -> None:
-        """Refuse to end a block in which nothing ran, or whose chunks ran different numbers of forwards."""
         if (bypassed := self.timeline.bypassed) is not None:
             raise MicroBatchError(
                 "the routers ran, but not through the __call__ of the module that was passed",
@@ -378,8 +372,7 @@ def _dropped(undo: Undo, name: str) -> None:
 
 @dataclass(frozen=True)
 class OpenSession:
-    """Describes an open record, replay, pin_recompute or follow block and the decoder layers of its
-    routers."""
+    """Describes an open block that answers routers, and the decoder layers of its routers."""
 
     name: str
     layers: tuple[int, ...]

@@ -50,8 +50,7 @@ class _Guarded:
             self._is_laid = True
 
     def lay_back(self) -> None:
-        """Restore the name, unless it was wrapped meanwhile: then ours stays below and passes all calls
-        on."""
+        """Restore the name. If it was wrapped meanwhile, ours stays below and passes all calls on."""
         if self.owner.topk is not self.answered:
             return
         if self.own_attribute:
@@ -109,7 +108,6 @@ class Guard:
 
 
 def dynamo_knows() -> bool:
-    """Return whether dynamo has made its table already."""
     table = _dynamo_table()
     return table is not None and bool(table.cache_info().currsize)
 

@@ -30,7 +30,6 @@ class Unchanged:
         self._held[id(place), key] = name, place, key, place.get(key)
 
     def _hold_ways(self, routers: Sequence[Sequence[Router]]) -> None:
-        """Hold every module on the path from a chunk to a router."""
         for chunk, found in zip(self._chunks, routers, strict=True):
             for path in (router.path for router in found if router.path):
                 parent = chunk
@@ -39,10 +38,7 @@ class Unchanged:
                     parent = parent.get_submodule(name)
 
     def check(self, where: str) -> None:
-        """Refuse what was replaced, moved or removed.
-
-        A wrapper put around a router before its forward calls it with its hooks, and is accepted.
-        """
+        """Refuse what was replaced, moved or removed, except a router that was wrapped before its forward."""
         for name, place, key, before in self._held.values():
             if (now := place.get(key)) is before:
                 continue

@@ -1,6 +1,6 @@
 """A small GPTModel of real Megatron-core, from 0.12 on, for smoke, the tests, benchmarks and examples.
 
-The local layer spec is used: nothing here needs Transformer Engine, CUDA or a launcher.
+It uses the local layer spec: no Transformer Engine, CUDA or launcher is needed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ FULL_RECOMPUTE: dict[str, Any] = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
-"""Every layer's forward runs again inside backward."""
+"""The flags that repeat every layer's forward inside backward."""
 
 
 def start(device: torch.device | None = None) -> None:
     """Initialise torch.distributed and Megatron's parallel state for this process alone, once.
 
     Args:
-        device: where the model will be; none: the accelerator, where there is one.
+        device: where the model will be; None takes the accelerator, where there is one.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -39,7 +39,7 @@ def start(device: torch.device | None = None) -> None:
 
 
 def config(**changes: Any) -> Any:
-    """A TransformerConfig of a Qwen3-MoE-like model of four layers, with `changes`."""
+    """Return a TransformerConfig of a Qwen3-MoE-like model of four layers, with `changes`."""
     from megatron.core.transformer import TransformerConfig
 
     values: dict[str, Any] = {
@@ -88,9 +88,8 @@ def model(
     Args:
         vocab: size of the vocabulary.
         length: longest sequence.
-        norm: in the place of Megatron's own norms.
-        attention: in the place of Megatron's own attention core.
-        vp_stage: which virtual stage of this pipeline rank; none where there is one.
+        norm, attention: replace Megatron's own norms and attention core.
+        vp_stage: the virtual stage of this pipeline rank; None where there is one.
         ends: pre_process and post_process, for a chunk of a pipeline.
     """
     from megatron.core import parallel_state
@@ -125,7 +124,7 @@ def model(
 
 
 def chunks(cfg: Any, *, build: Callable[..., Any] = model, **about: Any) -> list[Any]:
-    """This pipeline rank's chunks of the model, one for each virtual stage.
+    """Build this pipeline rank's chunks of the model, one for each virtual stage.
 
     Args:
         cfg: says how many stages there are; parallel_state says which are here.
@@ -149,7 +148,7 @@ def chunks(cfg: Any, *, build: Callable[..., Any] = model, **about: Any) -> list
 
 
 def causal(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """position_ids and attention_mask of a batch, int64 [batch, length] (True in the mask is hidden).
+    """Return position_ids and attention_mask of int64 [batch, length]; True in the mask hides a position.
 
     Padding on the right needs no mask: nothing before it can see it.
 

@@ -1,4 +1,4 @@
-"""The report of a smoke run: lines for people, and one JSON to attach and to keep.
+"""The report of a smoke run: lines for people, and one JSON document to attach and keep.
 
 It names versions, sizes and results; no host, no user and no path.
 """
@@ -30,7 +30,7 @@ _WIDTH = 13  # of a feature's name
 
 @dataclass(frozen=True)
 class Result:
-    """How one feature went with one way of routing.
+    """Describes the result of one feature with one way of routing.
 
     Attributes:
         feature: its name.
@@ -56,8 +56,7 @@ class Result:
 
 
 def first_to_fail(results: list[Result], patience: float) -> Result:
-    """Return the result of the lowest rank that failed by itself, and not for having waited for another; the
-    first rank's where none failed."""
+    """Return the result of the lowest rank that failed, not by waiting for another; else the first result."""
     failed = [one for one in results if one.result == FAIL]
     first = min((one.at for one in failed), default=0.0)
     return next((one for one in failed if one.at - first < patience / 2), results[0])
@@ -65,7 +64,7 @@ def first_to_fail(results: list[Result], patience: float) -> Result:
 
 @dataclass
 class Report:
-    """All that a run has found so far, on one rank.
+    """Collects the results of a run on one rank.
 
     >>> report = Report(Options(), 1, results=[Result("replay", "softmax", FAIL, "it broke", rank=3)])
     >>> report.lines("replay")
@@ -80,11 +79,9 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Nothing failed, and something passed."""
         return bool(self._features(PASS)) and not self._features(FAIL)
 
     def to_json(self) -> str:
-        """Return all of it, for programs. docs/dev/smoke.md says what each field is."""
         sizes = ("layers", "experts", "micro_batches")
         about = {
             "schema": SCHEMA,
@@ -107,7 +104,6 @@ class Report:
         return json.dumps(about, indent=1)
 
     def heading(self) -> str:
-        """Say what is run on what."""
         sizes = [f"{axis} {size}" for axis in SIZES if (size := getattr(self.options, axis)) > 1]
         known, about = versions(), machine(self.device)
         names = [f"{name} {version}" for name, version in known.items() if version and name != "numpy"]
@@ -136,7 +132,6 @@ class Report:
         )
 
     def verdict(self) -> str:
-        """Return the last line."""
         spent, count = time.perf_counter() - self.started, len(self._features(PASS))
         if self.passed:
             return f"PASS: {count} of {count} features, in {spent:.0f} s"
@@ -149,7 +144,7 @@ class Report:
 def versions() -> dict[str, str]:
     """Return the release of each product, and the commit of a checkout of Megatron-LM or MindSpeed.
 
-    It is empty where the product isn't here, and «?» where it doesn't say.
+    It is empty where the product isn't installed, and «?» where its release is unknown.
     """
     from npu_replay import __version__  # here: the package's face
 
@@ -163,7 +158,7 @@ def versions() -> dict[str, str]:
 
 
 def _commit(folder: str) -> str:
-    """Return the first digits of the commit that a checkout is at; empty elsewhere."""
+    """Return the first digits of a checkout's commit; empty elsewhere."""
     git = next((git for place in [*Path(folder, ".").parents][:3] if (git := place / ".git").is_dir()), None)
     try:
         said = Path(git, "HEAD").read_text().strip() if git else ""
@@ -175,7 +170,7 @@ def _commit(folder: str) -> str:
 
 
 def machine(device: torch.device | None) -> dict[str, str]:
-    """Return the kind of device, its name as its driver says, CANN's release, and the processor."""
+    """Return the kind of device, its driver's name for it, CANN's release, and the processor."""
     kind, cann = "" if device is None else device.type, ""
     for variable in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH") if kind == "npu" else ():
         home = os.environ.get(variable)  # where CANN's set_env.sh points to

@@ -1,4 +1,4 @@
-"""npu-replay smoke: does routing replay work on this stack, over these processes and on this device?
+"""Run npu-replay smoke: try routing replay on this stack, over these processes and on this device.
 
     torchrun --nproc-per-node 4 -m npu_replay smoke --tp 2 --pp 2 --ep 2 --recompute --out smoke.json
 
@@ -33,7 +33,7 @@ from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result, first_to_f
 from npu_replay.tables import print_json
 
 USAGE = 2
-"""Exit code for sizes that don't fit, the same as for a command line that can't be read."""
+"""The exit code for sizes that don't fit, the same as for a wrong command line."""
 
 
 def main(options: Options) -> int:
@@ -56,10 +56,10 @@ def main(options: Options) -> int:
 
 
 class Smoke:
-    """One run on this rank.
+    """Runs smoke on this rank.
 
     Args:
-        options: what the command line says.
+        options: from the command line.
         routings: the ways of routing to try.
     """
 
@@ -73,7 +73,6 @@ class Smoke:
         self._asked = 0  # how many features were begun: all ranks count alike
 
     def run(self) -> None:
-        """Start, try every feature, and look for what is left."""
         topk = torch.topk, torch.Tensor.topk
         started = self._try("start", "", self.job.prepare)
         self.report.device = self.job.device
@@ -89,7 +88,6 @@ class Smoke:
         self._note([self._try("uninstall", "", partial(self._uninstall, topk))])
 
     def end(self) -> int:
-        """Write the JSON, say the verdict, and return the exit code."""
         self._say(f"\n{self.report.verdict()}")
         if self.job.rank == 0:
             if self._options.json:
@@ -113,7 +111,6 @@ class Smoke:
         return self.job.start()
 
     def _feature(self, feature: str) -> list[Result]:
-        """Try a feature with each way of routing."""
         if feature == "recompute" and not self._options.recompute:
             return [Result(feature, "", SKIP, "not asked for: --recompute")]
         once, results = feature == "collectives", []
@@ -143,7 +140,7 @@ class Smoke:
         return "torch, Megatron and the models are as they were"
 
     def _try(self, feature: str, case: str, examine: Callable[[], str]) -> Result:
-        """Examine on all ranks; return the same result on each, but for the seconds."""
+        """Examine on all ranks; return the same result on each, except for the seconds."""
         self._asked += 1
         patience = self._options.patience
         watch = threading.Timer(4 * patience, self._conclude, (feature,))
@@ -162,7 +159,6 @@ class Smoke:
         return first_to_fail(results, patience)
 
     def _examined(self, feature: str, case: str, examine: Callable[[], str]) -> Result:
-        """Examine on this rank."""
         try:
             return Result(feature, case, PASS, examine())
         except Wrong as wrong:
@@ -177,9 +173,9 @@ class Smoke:
             return Result(feature, case, FAIL, why, self.job.rank, trace=trace, broken=True)
 
     def _conclude(self, feature: str) -> None:
-        """End the job with its report: a rank waits in a collective that nobody will complete.
+        """End the job with its report, since a rank waits in a collective that will never complete.
 
-        On the thread of a timer, since the main thread is in that collective.
+        Runs on a timer's thread, since the main thread is in that collective.
         """
         try:
             if self.job.rank:
