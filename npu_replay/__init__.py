@@ -23,7 +23,7 @@ from npu_replay.errors import (
     RouterError,
 )
 from npu_replay.parallel.parallel_layout import ParallelLayout, register_reader
-from npu_replay.routes.fingerprint import fingerprint  # now: imported later, its module would take its name
+from npu_replay.routes.fingerprint import fingerprint  # not lazy: its module has the same name
 
 if TYPE_CHECKING:
     from npu_replay import delivery
@@ -82,7 +82,7 @@ _HOMES = {
 }
 """Maps each lazily loaded name to its module."""
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+if not TYPE_CHECKING:  # with __getattr__ a type checker accepts any name
     __getattr__, __dir__ = lazy.names(__name__, _HOMES)
 
 routers.register("megatron-core", lazy.lazy("npu_replay.compat.megatron.routers:MegatronRouters"))

@@ -40,6 +40,6 @@ class _Beside:
         return spec
 
 
-# First: an editable install of another clone would give that one's.
+# At the front: an editable install of another clone would find that clone's compat.
 if _look(_PACKAGE) is None:
     sys.meta_path.insert(0, _Beside())

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _Error = TypeVar("_Error", bound="ReplayError")
-_LONGEST = 2000  # characters of what was expected, or came
+_LONGEST = 2000  # characters of the expected or actual value
 
 
 class ReplayError(RuntimeError):
@@ -140,7 +140,7 @@ def whole_number(
         number = operator.index(value)
         if abs(number) >= 1 << 64:
             raise ValueError("no count, size or id has so many digits")
-    except (TypeError, ValueError, RuntimeError) as error:  # of several numbers, or of a tensor without data
+    except (TypeError, ValueError, RuntimeError) as error:  # several numbers, or a meta tensor
         raise kind(
             f"{what} must be a whole number", where=where, expected="an integer", got=shown(value)
         ) from error

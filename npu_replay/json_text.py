@@ -7,8 +7,7 @@ from typing import Any
 
 
 def parse(text: str | bytes) -> Any:
-    """Parse a JSON text; raise ValueError if it is invalid, too deeply nested, or repeats a key in an
-    object."""
+    """Parse a JSON text; raise ValueError if it is invalid, too deeply nested, or repeats a key."""
     try:
         return json.loads(text, object_pairs_hook=_once)
     except RecursionError as error:

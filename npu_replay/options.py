@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         given, unknown = super().parse_known_args(args, namespace)
-        if unknown:  # said by the command itself: argparse would leave it to npu-replay, and name that
+        if unknown:  # here, so that the error names the command, not npu-replay
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return given, unknown
 
@@ -67,7 +67,7 @@ def at_least(least: int) -> Callable[[str], int]:
     """Return an argument type for whole numbers from `least` on."""
 
     def number(text: str) -> int:
-        if int(text) < least:  # argparse itself says that a word is no number
+        if int(text) < least:  # argparse reports a word that is no number
             raise argparse.ArgumentTypeError(f"{text} is less than {least}")
         return int(text)
 

@@ -302,9 +302,9 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
 
 
 def _described(chunk: nn.Module, kinds: Sequence[RouterKind]) -> Iterator[Router]:
-    from npu_replay.routes.checks import MAX_EXPERTS  # here: who imports npu_replay may need no routes
+    from npu_replay.routes.checks import MAX_EXPERTS  # here: importing npu_replay must not import it
 
-    inside: set[int] = set()  # what a router holds is none of its own
+    inside: set[int] = set()  # modules inside a router are no routers
     for path, module in chunk.named_modules():
         for kind in kinds if id(module) not in inside else ():
             router = kind.describe(module, path)

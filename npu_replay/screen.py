@@ -63,7 +63,7 @@ def _turned(name: str, descriptor: int, log: TextIO) -> Iterator[None]:
         finally:
             setattr(sys, name, stream)
             del _kept[name]
-            stream.flush()  # what others wrote to it meanwhile
+            stream.flush()  # output of others in the meantime
             os.dup2(kept.fileno(), descriptor)
 
 

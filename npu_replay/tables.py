@@ -40,7 +40,7 @@ class Table:
         rows = [[(title, "bold") for title in self.titles], *(list(map(_styled, row)) for row in self.rows)]
         widths = self._widths([[text for text, _ in column] for column in zip(*rows, strict=True)], columns)
         for number, row in enumerate(rows):
-            # A long word is folded too: the columns after it stay in their place.
+            # Long words are folded, too, so that later columns stay aligned.
             folded = [
                 [piece for line in text.split("\n") for piece in textwrap.wrap(line, wide, **_WORDS) or [""]]
                 for (text, _), wide in zip(row, widths, strict=True)
@@ -49,7 +49,7 @@ class Table:
             for line in range(height):
                 cells = []
                 for column, texts in enumerate(folded):
-                    at = line if number else line - height + len(texts)  # titles stand right above the cells
+                    at = line if number else line - height + len(texts)  # titles are aligned at the bottom
                     text = texts[at] if 0 <= at < len(texts) else ""
                     cell = _paint(text, row[column][1], colours), " " * (widths[column] - len(text))
                     cells.append("".join(reversed(cell) if column in self.numbers else cell))

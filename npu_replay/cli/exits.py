@@ -32,7 +32,7 @@ def ended(work: Callable[[], int | None], arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone, such as `head`. Python flushes once more at its end.
+        # The reader (`head`, say) has closed the pipe; Python's flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     except WrongOption as error:

@@ -36,7 +36,7 @@ _QWEN = "transformers.models.qwen3_moe.modeling_qwen3_moe"
 _ACCELERATORS = {device.NAME: device for device in ACCELERATORS}
 _REFUSED = "can't be replayed: "
 _OURS = "this is a fault of npu_replay or of this torch: please report it, with npu-replay doctor --json"
-_PATIENCE = 120  # seconds; a first NPU kernel is compiled for tens of them
+_PATIENCE = 120  # seconds; the first NPU kernel takes tens of them to compile
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def diagnose(*, imports: bool = False) -> Diagnosis:
         says = f"{product.name} {product.version}".rstrip()  # MindSpeed's source has none
         capabilities[name] = Capability(name, "broken", f"{says} {problem}", remedy)
 
-    if capabilities[_MEGATRON].there:  # imported with MindSpeed, where that is, as jobs there do
+    if capabilities[_MEGATRON].there:  # import it with MindSpeed if installed, as jobs do
         under = capabilities[mindspeed.CAPABILITY].there
         modules: tuple[str, ...] = (_ADAPTOR, _ROUTER) if under else (_ROUTER,)
         problem = _try(__name__, *modules)
@@ -149,7 +149,7 @@ def _faults(found: Iterable[Capability]) -> Iterator[Capability]:
 
 def _try(module: str, *arguments: str) -> str:
     """Run a module that prints {"problem": ...} in another process, which it may hang or kill."""
-    # torch_npu is imported on purpose, and not by `import torch`, which would hide why it fails.
+    # torch_npu is imported explicitly: its autoload by `import torch` would hide why it fails.
     variables = os.environ | {torch_npu.AUTOLOAD: "0"}
     try:
         done = subprocess.run(
@@ -192,7 +192,7 @@ def _import(modules: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    wanted, sys.argv = sys.argv[1:], sys.argv[:1]  # MindSpeed takes what it finds there for its own
+    wanted, sys.argv = sys.argv[1:], sys.argv[:1]  # MindSpeed parses argv
     sys.stdout.write("\n" + json.dumps({"problem": _import(wanted)}) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # at once: what a product prints, or how it crashes, at exit is no matter of its import
+    os._exit(0)  # skip exit handlers: a crash there isn't a failed import

@@ -56,7 +56,7 @@ def run(device: str, brought_by: str = "") -> str:
 
 
 def _problem(device: torch.device) -> str:
-    generator = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
+    generator = torch.Generator().manual_seed(0)  # leaves the global generator unchanged
     model = _ToyModel(generator).to(device)
     batches = [torch.randn(_TOKENS, _HIDDEN, generator=generator).to(device) for _ in range(2)]
 
@@ -76,12 +76,12 @@ def _problem(device: torch.device) -> str:
         model.zero_grad()
         session = replay(model, routes)
         with observe(model) as observation, session:
-            # One backward over the sum of the losses: a queue of recomputes would mix up the routes.
+            # One backward for both: an implementation that queues recomputes would swap their routes.
             torch.stack([model(batch).square().mean() for batch in batches]).sum().backward()  # type: ignore[no-untyped-call]
         if compare(observation.shown, routes).router_mismatch:
             return "the routers didn't choose the experts that were replayed"
         gradients.append([weight.grad for weight in model.parameters() if weight.grad is not None])
-    # Not to the last bit: a device may add in another order. Another expert's gradient is far off.
+    # Not bit-equal, since a device may add in another order; another expert's gradient is far off.
     if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(*gradients, strict=True)):
         return "with recompute the gradients differ from those without"
     return ""

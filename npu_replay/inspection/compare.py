@@ -72,7 +72,7 @@ class Comparison:
             "another sample, one that was sampled anew, or text that was tokenised again",
             where,
         )
-        # One sample of many whose routes were lost is no reason to say nothing of the others.
+        # In a folder, one sample without common routes must not stop the comparison of the others.
         lost = self.folders and len(a) == len(b) and not (a.recorded & b.recorded).any()
         try:
             tokens = 0 if lost else check_comparable(a, b)[1]
@@ -91,7 +91,7 @@ class Comparison:
         for column, layer in enumerate(a.layers):
             rows = differ[:, column].nonzero()[:, 0]
             ours, theirs = a.ids[rows, column], b.ids[rows, column]
-            # Slot by slot, to save memory: ids that the same row of `theirs` hasn't got.
+            # Slot by slot, to save memory: count ids that are not in the same row of `theirs`.
             others = sum(int((slot[:, None] != theirs).all(dim=1).sum()) for slot in ours.unbind(dim=1))
             counts = np.array([tokens, len(rows), tokens * a.topk, others], np.int64)
             self.layers[layer] = self.layers.get(layer, 0) + counts

@@ -35,7 +35,7 @@ KINDS = (
 )
 MOST_BYTES = 2 << 30
 """The most bytes of JSON or of an array that are read; parsed JSON takes several times as much memory."""
-_MOST_TOKENS = 1 << 23  # of a sequence whose tokens are only counted
+_MOST_TOKENS = 1 << 23  # limit where only the number of tokens is known
 _NO_MODEL = "layers and experts against the model: give --config"
 _NO_IDS = "its tokens: give the ids (--prompt-ids, --output-ids)"
 _NO_TOKENS = "rows and layers that are alike for other tokens: give the ids (--prompt-ids, --output-ids)"
@@ -212,7 +212,7 @@ class _Given:
 
         def routes() -> RoutedExperts:
             rows = payloads.from_npy(npy, source=source, most=len(npy))
-            # Where nobody names the tokens, all get one id: rows that are alike are then no fault.
+            # Unknown tokens all get one id, so that equal rows are no fault.
             ids = np.zeros(self.start + len(rows) + 1, np.int64) if tokens is None else tokens
             return admit(rows, model=model, tokens=ids, source=source, start=self.start)
 
@@ -223,7 +223,7 @@ class _Given:
         """Add the sequences of an engine's answer, decoded as its decoder does."""
         engine, version = self.engine or whose(answer), self.version
         if engine is None:
-            server_answers.opened(answer, str(self.path), KINDS)  # raises a server's own words
+            server_answers.opened(answer, str(self.path), KINDS)  # raises if it is a server's error
             raise RouteFileError(
                 "there are no routes in this JSON, and whose answer it is can't be told",
                 where=str(self.path),

@@ -105,7 +105,7 @@ class Answering(Work):
         self.witness.check_ids()
         due = self.recomputes.due()
         if due:
-            gc.collect()  # a graph in a cycle of garbage is nobody's
+            gc.collect()  # a graph in a reference cycle may be garbage already
             due = self.recomputes.due()
         if due:
             layer, number = min(due, key=lambda key: (key[1], key[0]))
@@ -134,11 +134,11 @@ class Answering(Work):
 
     def comes(self, chunk: int) -> None:
         if self.own is not None:
-            self.own.ends(chunk, None, None)  # of a forward that was interrupted, or whose end raised
+            self.own.ends(chunk, None, None)  # drop what an interrupted forward left
         if seam.is_running():
             seam.unwind(self._undo)
         self.recomputes.settle(self._release)
-        if (left := self.timeline.running(chunk)) is not None:  # by an interrupt, which runs no forward hook
+        if (left := self.timeline.running(chunk)) is not None:  # an interrupt runs no forward hook
             self._abandon(left)
         self.witness.check_ids()
 
@@ -166,7 +166,7 @@ class Answering(Work):
             self._abandon(forward)
         self.kept.narrow()
         if (given := source.given.get((chunk, forward.number))) is not None and complete:
-            given.on.clear()  # what a recompute needs is kept by itself
+            given.on.clear()  # ids for a recompute are in `kept`
         if self.own is not None:
             self.own.ends(chunk, forward if complete else None, given)
         source.ends(forward, complete, self.kept)
@@ -212,7 +212,7 @@ class Answering(Work):
         label = call.owner.label
         ids, call.handed = given[label]
         chosen: torch.Tensor = ids.long()
-        if call.handed is not None and call.handed._version:  # by a forward that raised
+        if call.handed is not None and call.handed._version:  # a forward that raised has written into it
             call.handed = chosen.clone()
         if self.own is not None:
             self.own.compare(call, chosen, missing, routes)
@@ -232,8 +232,8 @@ class Answering(Work):
             self.own.count_in(call)
         ids: torch.Tensor = call.routes.long()
         if call.chooses_itself and call.asked is not None and call.asked[1].get("sorted"):
-            # Megatron-core from 0.18 on asks for sorted ids only where grad is on, which it isn't in the
-            # forward of a checkpoint. The experts' outputs would be summed in another order.
+            # Megatron-core from 0.18 on requests sorted ids only with grad, which is off in a checkpoint's
+            # forward. In another order of experts their outputs would be summed with other rounding.
             order = call.scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)
             ids = ids.gather(1, order)
         return ids
@@ -257,10 +257,10 @@ class RouterCalls:
         self, answering: Answering, session: Session, router: Router, chunk: int, marks: Marks
     ) -> None:
         self._is_given = given = answering.own is not None
-        self.block = session.undo  # by which `seam.unwind` tells its calls
+        self.block = session.undo  # identifies its calls in `seam.unwind`
         self.router, self.label = router, router.label
         self.narrow = narrow_dtype(router.num_experts)  # the dtype in which its ids are kept
-        self.last: Hook | None = None  # behind all others: `ends`, or, where others come later, `leaves`
+        self.last: Hook | None = None  # our last hook: `ends`, or `leaves` behind later hooks
         self._answering = answering
         self._witness = answering.witness
         self._choose = answering.choose_given if given else answering.choose_own
@@ -271,11 +271,11 @@ class RouterCalls:
         self._timeline = session.timeline
         self._is_block = router.shows is None
         self._mend = router.mend if given else None
-        # How its top-k was caught last time in this block, in eval mode and in training: saves the net.
+        # How its top-k was caught last, in eval mode and in training: where by the guard, Watch stays off.
         self._ways: dict[bool, str | None] = {}
         self._paths: dict[tuple[str, ...], Path] = {}
-        self._masked: dict[int, Any] = {}  # where the masks were in each of the last micro-batches
-        # Where hooks of others come later: ours behind them; the call that has just ended, with its output.
+        self._masked: dict[int, Any] = {}  # by micro-batch, where the masks were
+        # Used where other hooks come later: our hook behind them; the ended call with its output.
         self._behind: Hook | None = None
         self._ended: tuple[object, seam.Call] | None = None
 
@@ -338,7 +338,7 @@ class RouterCalls:
         """End the router's forward; a result that isn't None replaces the output."""
         call = seam.running(self)
         if call is None:
-            return None  # its beginning was refused
+            return None  # `begins` raised, or left the call alone
         started = time.perf_counter()
         call.end()
         mended = None

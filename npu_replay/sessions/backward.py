@@ -79,6 +79,7 @@ def enclosing(*, functions: bool) -> list[Any]:
 
 def recomputing() -> list[Any]:
     """Return what runs a forward again now, innermost first, of the objects that `enclosing` returned."""
+    # A frame's f_back passes through autograd's C++ code into an outer backward.
     found: list[Any] = []
     for frame in _frames():
         if frame.f_code in _RUN_BACKWARD:
@@ -140,6 +141,7 @@ def _code_of(function: Any) -> Any:
 
 def _unshown(code: CodeType) -> list[Any]:
     """Find the running ctxs of Functions with `setup_context`, whose forward with this code gets no ctx."""
+    # The garbage collector's objects, youngest first: a running ctx has just been made.
     for generation in range(3):
         if found := [one for one in gc.get_objects(generation=generation) if _runs(one, code)]:
             return found
@@ -155,7 +157,8 @@ def _open_regions() -> list[Any]:
     """Return the region of each non-reentrant checkpoint around this place, innermost first."""
     if _top_hooks is None:
         return list(_regions_on_stack())
-    # One line, and C alone in it: an interrupt would leave somebody's hooks off.
+    # torch shows the innermost saved-tensor hooks only, so all are popped and pushed back. This is one line
+    # that runs in C alone, since an interrupt between pop and push would lose the user's hooks.
     top, pop = iter(partial(_top_hooks, True), None), iter(_pop_hooks, _NEVER)
     lifted: Any = [hooks := [*zip(top, pop)], *starmap(_push_hooks, map(_first, reversed(hooks)))][0]  # noqa: B905
     return [region for (_, unpack), _ in lifted if (region := _region(unpack)) is not None]
@@ -181,6 +184,7 @@ def _regions_on_stack() -> Iterator[Any]:
 @functools.cache
 def probe() -> str | None:
     """Try the three facts on two tiny micro-batches; return what fails here, or None."""
+    # On a thread of its own no backward runs and no checkpoint is open, so this may be called anywhere.
     with ThreadPoolExecutor(max_workers=1) as other:
         try:
             return other.submit(_probe).result()
@@ -221,7 +225,7 @@ def _watched(
     reentrant: bool,
 ) -> torch.Tensor:
     if in_backward():
-        own = around[1 - len(seen)]  # backward begins with the last
+        own = around[1 - len(seen)]  # backward starts with the last micro-batch
         seen.append((running_node_number(), any(one is own[0] for one in recomputing())))
     else:
         around.append(enclosing(functions=reentrant))

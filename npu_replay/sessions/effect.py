@@ -92,17 +92,17 @@ class Witness:
     """Compares what the calls of a session's routers show with the ids that they were given."""
 
     def __init__(self) -> None:
-        self.dropped = Count()  # chosen experts that an output didn't show, over their capacity
+        self.dropped = Count()  # chosen experts that lost the token, over their capacity
         self.chosen = 0  # experts that were chosen in these outputs
-        # Of calls: router, micro-batch, was it a recompute, what was asked, and bool [rows, topk]: for which
-        # of the ids is it right? Asked is whether the output shows the "ids", whether the "weights" are no
-        # mask's number, or whether a "fused" router chose what its forward chose.
+        # Checks that wait for their device: router, micro-batch, whether it is a recompute, kind, and the ids
+        # that passed, bool [rows, topk]. Kinds: the output shows the "ids"; no mask made the "weights";
+        # a "fused" router chose what its forward chose.
         self._asked: list[tuple[Router, int, bool, str, torch.Tensor]] = []
-        # How many further top-ks each block took in a micro-batch that was checked, by layer. One that takes
-        # some is followed in each call: the one that was answered may be somebody's figure.
+        # By layer, the number of further top-ks of a block in a checked micro-batch. A block that has some is
+        # followed in each call: the top-k that was answered may be one for a metric.
         self._topks: dict[int, int] = {}
-        self._took: dict[Key, int] = {}  # the same of each micro-batch: its recompute takes as many
-        self._lost: dict[Key, torch.Tensor] = {}  # of calls whose forward runs, which experts were dropped
+        self._took: dict[Key, int] = {}  # by call, as its recompute must have the same number
+        self._lost: dict[Key, torch.Tensor] = {}  # dropped experts in calls of the running forward
         self._refused: dict[Key, tuple[str, str]] = {}  # problem and cause of a call that is wrong
 
     def saw(self, router: Router, forward: Forward, call: seam.Call, output: object) -> None:
@@ -144,6 +144,7 @@ class Witness:
 
     def saw_stopped(self, router: Router, number: int, call: seam.Call) -> None:
         """Check a block's recompute that its checkpoint stopped early; an error is raised later."""
+        # torch hides errors that are raised while a checkpoint stops early.
         if call.again > self._took.get((router.label, number), 0):
             self._asked.append((router, number, True, "ids", torch.zeros(1, 1, dtype=torch.bool)))
 
@@ -188,7 +189,7 @@ class Witness:
         if call.values is not None:
             values = call.values.detach()
             if call.given:
-                # -inf is a mask's that nobody saw, where the router has others. NaN is a diverged step's.
+                # -inf comes from an unseen mask, unless too few scores are finite. NaN is a diverged step's.
                 scarce = (call.scores > float("-inf")).sum(dim=1, keepdim=True) < router.topk
                 right = right & ~(held & values.isneginf() & ~scarce)
             if call.made is not None and not call.made.sees(call.scores):
@@ -200,10 +201,10 @@ class Witness:
     ) -> None:
         """Check that a result of `Router.shows`, bool [rows, experts] or ids [rows, topk], shows the ids."""
         if shown.dtype == torch.bool and shown.shape == (ids.shape[0], router.num_experts):
-            # One that drops tokens shows fewer, but no other.
+            # A router that drops tokens shows fewer experts, but no other.
             held = shown.scatter(1, ids, False).logical_not() if router.drops else shown.gather(1, ids)
         elif shown.dtype != torch.bool and shown.shape == ids.shape:
-            held = shown.sort(dim=1).values == ids.sort(dim=1).values  # perhaps in another order
+            held = shown.sort(dim=1).values == ids.sort(dim=1).values  # any order is right
         else:
             held = torch.zeros_like(ids, dtype=torch.bool)
         self._asked.append((router, number, again, "ids", held))
@@ -223,7 +224,7 @@ class Witness:
         if self._refused or len(forward.ended) != len(found):
             self._check_called(found, forward)
         for router, ids, handed, written in forward.ended:
-            # Asked here first, as the call costs more than what it asks of most tensors.
+            # Compared inline first: the function call costs more than the comparison.
             if (written is None or handed._version != written) and _is_written(handed, written, ids):
                 raise _no_effect(router, forward.number, _WRITTEN, CHANGED)
         forward.ended.clear()
@@ -251,7 +252,7 @@ class Witness:
         try:
             if bool(torch.cat([one[4] for one in asked]).all()):
                 return
-        except RuntimeError:  # of other top-ks, or on several devices: they can't be looked at together
+        except RuntimeError:  # other top-ks, or several devices: they can't be concatenated
             pass
         wrong = next((one for one in asked if not bool(one[4].all())), None)
         if wrong is None:
@@ -273,13 +274,14 @@ def _is_written(handed: torch.Tensor | None, written: int | None, ids: torch.Ten
     """Return whether the ids that a router got have been written into. A kernel gets none."""
     if handed is None:
         return False
-    if written is None:
+    if written is None:  # inference tensors have no version counter
         return ids is None or not torch.equal(handed, ids)
     return handed._version != written
 
 
 def _zeroed(values: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Return a flag on the device: whether an unseen product with 0 masked the scores of these values."""
+    # Such rows show exact zeros while their best score is above zero.
     return ((values == 0).any(dim=1) & (scores.amax(dim=1) > 0) & (scores == 0).any(dim=1)).any()
 
 

@@ -35,11 +35,11 @@ class FedSequences:
     A sequence of one token has no prediction, and is often the padding of a packed stream: it is left out.
     """
 
-    rows: int  # padding too
+    rows: int  # of padding, too
     spans: list[tuple[int, int]]  # first row and end of each sequence
     marks: list[int]  # the fingerprint of each, with its key
-    of_tokens: list[int]  # the same without the key
-    padded: list[bool]  # may it be the padded end of a packed row? See Places
+    of_tokens: list[int]  # the fingerprint without the key
+    padded: list[bool]  # it may be the padded end of a packed row; see Places
 
     def in_rows(self, found: Mapping[int, RoutedExperts], routers: Sequence[Router]) -> RoutedExperts:
         """Return the routes of sequences, by number, as one RoutedExperts; all other rows have none."""
@@ -70,8 +70,8 @@ class Places:
 
     real: Array  # bool, which hold tokens
     spans: list[tuple[int, int]]  # first place and end of each sequence, of one token too
-    # Bool [places], where nothing but one padding id follows, up to the end of a row. A sequence that begins
-    # there may be the padded end of a packed row, whose positions count up, too.
+    # Bool [places]: from here to the end of the row all ids are one padding id. A sequence that begins here
+    # may be the padded end of a packed row, since positions count up there, too.
     padded: Array
 
     @classmethod
@@ -241,7 +241,7 @@ def _real_up_to(end: int, real: Array) -> Array:
 
 def _padded(fed: torch.Tensor, real: Array, padding: int) -> Array:
     """Return `Places.padded`: never at the beginning of a row, nor behind what a mask leaves out."""
-    ids = _array(fed) if fed.dim() == 2 else np.full(real.shape, np.nan)  # embeddings tell no padding
+    ids = _array(fed) if fed.dim() == 2 else np.full(real.shape, np.nan)  # embeddings don't show padding
     alike = real & (ids == ids[:, -1:]) & np.isin(ids, (0, padding))
     behind = np.pad(real, ((0, 0), (1, 0)))[:, :-1]
     found: Array = behind & np.logical_and.accumulate(alike[:, ::-1], axis=1)[:, ::-1]

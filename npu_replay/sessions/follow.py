@@ -222,7 +222,7 @@ class Following(Session):
 
     def _call_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any], keys: Any, carried: Any) -> None:
         call = named(self.chunks[0], args, kwargs)
-        # The first pass of a reentrant checkpoint around the model runs without grad, and is the update's.
+        # A reentrant checkpoint around the model runs the update's first pass without grad.
         grad = torch.is_grad_enabled() or bool(backward.enclosing(functions=True))
         why = self._why_left_alone(call, grad)
         if why is None:
@@ -344,7 +344,7 @@ class TokenRoutes(RouteSource):
         with contextlib.suppress(MicroBatchError):
             fed = self._fed_by(call, keys)
             return any(self.store.get(mark)[1] for mark in fed.marks + fed.of_tokens)
-        return False  # not told by its tokens
+        return False  # a call without token ids
 
     def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
         self.given.clear()

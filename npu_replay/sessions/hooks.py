@@ -23,13 +23,13 @@ def outside_modes() -> AbstractContextManager[None]:
     """
     if torch._C._len_torch_dispatch_stack():
         return _outside_dispatch()
-    return torch._C.DisableTorchFunction()  # a class of C++: half a µs
+    return torch._C.DisableTorchFunction()  # implemented in C++: half a µs
 
 
 def restore_functions(handled: bool) -> None:
     """Switch torch's handling of functions on again, after an interrupt before a hook's end."""
     if handled and not torch._C._is_torch_function_enabled():
-        never_entered = torch._C.DisableTorchFunction()  # leaving such a one switches it on
+        never_entered = torch._C.DisableTorchFunction()  # its exit switches handling on
         never_entered.__exit__(None, None, None)
 
 

@@ -23,15 +23,15 @@ class IdUses:
         ids: what they must hold, never written into; None: the content of the first of them.
     """
 
-    depth = 0  # of torch's stack of modes, where it is followed by itself
+    depth = 0  # of torch's mode stack when `follow` was called
 
     def __init__(self, rows: int, topk: int, num_experts: int, ids: torch.Tensor | None = None) -> None:
-        self.count = 0  # of these tensors
+        self.count = 0  # tensors so far
         self._shape = (rows, topk)
         self._num_experts = num_experts
         self._ids = ids
         self._held: torch.Tensor | None = None
-        # In so small a batch a mask over the experts, or the list of those that were hit, has this shape too.
+        # In such a small batch a mask over experts, or the list of used experts, may have this shape, too.
         self._first_alone = rows == topk or (topk == 1 and rows <= num_experts)
 
     def holds(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -64,7 +64,7 @@ class IdUses:
         dtype = tensor.dtype
         if tensor.shape != self._shape or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
             return False
-        # An index of rows, expanded to the ids beside it: a row of it is one number, and no choice.
+        # Stride 0 is a row index that was expanded to the shape of the ids.
         return tensor.stride(1) != 0 or self._shape[1] == 1
 
     def _same(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def run_seen(
     takers: Sequence[IdUses], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run a function of torch; one that makes no tensor of the ids (`size`, `device`) hasn't used them."""
-    held = [taken.holds(args, kwargs) for taken in takers]  # now: the function may write into them
+    held = [taken.holds(args, kwargs) for taken in takers]  # before the call, which may write into them
     result = func(*args, **kwargs)
     if any(held) and any(True for _ in _tensors((result,), {})):
         for taken, mine in zip(takers, held, strict=True):

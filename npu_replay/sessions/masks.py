@@ -35,9 +35,9 @@ class _Step(NamedTuple):
     """Describes one function call. It holds the tensors, so that their memory isn't reused."""
 
     name: str
-    place: int  # where its result lies
+    place: int  # address of its result
     made: torch.Tensor
-    sources: list[tuple[torch.Tensor, int]]  # what it made it from, and where that lay
+    sources: list[tuple[torch.Tensor, int]]  # its arguments, and their addresses at the time
     learns: bool
 
 
@@ -48,8 +48,8 @@ _Scores: TypeAlias = "tuple[int, int]"
 class Path(NamedTuple):
     """Lists the masks of a router: numbers of steps, and the scores that each has masked."""
 
-    open: list[tuple[int, _Scores]]  # back to the scores before the last mask that can be taken back
-    shut: list[tuple[int, _Scores]]  # the masks before these, whose scores went through another function
+    open: list[tuple[int, _Scores]]  # from the top-k back to the last mask that can be undone
+    shut: list[tuple[int, _Scores]]  # earlier masks, whose scores went through another function
 
 
 class Masks:
@@ -60,8 +60,8 @@ class Masks:
         paths: where the masks were in earlier calls of the router, by the names of all steps.
     """
 
-    # These names, and where the masks are in this call. A recompute gets that of its forward: what autograd
-    # saves may not depend on what a mask covers.
+    # Names of the steps, and the masks of this call. A recompute takes its forward's, since the tensors that
+    # autograd saves must not depend on what a mask covers.
     used: tuple[tuple[str, ...], Path] | None = None
 
     def __init__(self, rows: int, num_experts: int, paths: dict[tuple[str, ...], Path] | None = None) -> None:
@@ -160,7 +160,7 @@ class Masks:
 
     def _walk(self, scores: torch.Tensor, own: Own) -> tuple[Path, bool]:
         """Walk back from these scores; return where the masks are, and whether that holds for other calls."""
-        path, masks = Path([], []), 0  # masks: so much of the open path leads up to a mask
+        path, masks = Path([], []), 0  # masks: length of the open path up to its last mask
         place, later, is_sure, is_open = address(scores), scores.detach(), True, True
         for number in reversed(range(len(self._steps))):
             step = self._steps[number]
@@ -194,7 +194,7 @@ class Masks:
             return None, False
         if step.name in _FILLS and len(step.sources) == 1:
             return (number, 0), True
-        # Of two that hold the same scores the one that leads to the router's weights is meant.
+        # Of two sources with equal scores, the one that needs grad leads to the router's weights.
         for source in sorted(
             range(len(step.sources)), key=lambda one: not step.sources[one][0].requires_grad
         ):
@@ -226,10 +226,11 @@ def _keeps(name: str, earlier: torch.Tensor, later: torch.Tensor, own: torch.Ten
 
     What it changed must lie below all that the router chose, except equal scores, as in a row of zeros.
     """
+    # In a row of equal zeros the router chooses some that were filled, or others that are as good.
     chosen = later.gather(1, own)
     rules_out = later < chosen.amin(dim=1, keepdim=True)
     if name not in _MOVES:
-        # A mask lowers by more than scores lie apart (-1e4, -inf), or multiplies by 0. A bias does neither.
+        # A mask lowers by more than the range of scores (-1e4, -inf), or multiplies by 0; a bias doesn't.
         lowers = earlier - later > 2 * chosen.abs().amax(dim=1, keepdim=True)
         rules_out &= lowers | ((later == 0) & (later < earlier))
     return (rules_out | (earlier == later)).all(dim=1, keepdim=True)

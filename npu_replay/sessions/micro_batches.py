@@ -38,12 +38,12 @@ class Forward:
     chunk: int
     number: int
     grad: bool
-    made: int  # the number of autograd's next node as it began
-    enclosing: list[Any]  # what may run it again
-    handling: BaseException | None  # the exception that was handled as it began
+    made: int  # autograd's sequence number when it began
+    enclosing: list[Any]  # objects that may run it again
+    handling: BaseException | None  # the exception being handled when it began
     called: set[int] = field(default_factory=set)  # layer labels of the routers called so far
-    ended: list[Any] = field(default_factory=list)  # of calls: router, ids, those it got, times written
-    checked: bool = False  # is the whole effect checked, and not only that the outputs show the ids?
+    ended: list[Any] = field(default_factory=list)  # calls: router, ids, handed, version
+    checked: bool = False  # the whole effect is checked, not only that outputs show the ids
 
     @property
     def owner(self) -> Owner:
@@ -55,20 +55,21 @@ class Timeline:
 
     def __init__(self, chunks: int) -> None:
         self.ended = [0] * chunks  # how many forwards of each chunk
-        self.bypassed: Forward | None = None  # one that its routers alone have seen
+        self.bypassed: Forward | None = None  # a forward past the model's __call__
         self.had_grad = False
-        # The number of autograd's next node after each forward, and whose it was: None after one that raised.
+        # Autograd's sequence number after each forward, and its owner (None if it raised). Ascending, so that
+        # a node is found by bisection.
         self.ends: list[tuple[int, Owner | None]] = []
         self._open: list[Forward | None] = [None] * chunks
         self._thread: int | None = None
         self._opened_on = threading.get_ident()
-        self._since = backward.sequence_number()  # the first node that can be a forward's of this block
+        self._since = backward.sequence_number()  # nodes below are older than the block
         self._noted: WeakKeyDictionary[Any, set[Owner]] = WeakKeyDictionary()
 
     def begin(self, chunk: int) -> Forward:
         """Begin a chunk's forward; one that an exception left open is dropped."""
         self._check_thread(chunk)
-        if (left := self.running(chunk)) is not None:  # by an interrupt, which runs no forward hook
+        if (left := self.running(chunk)) is not None:  # an interrupt runs no forward hook
             self._withdraw(left)
         grad = torch.is_grad_enabled()
         self.had_grad |= grad
@@ -113,7 +114,7 @@ class Timeline:
 
     def enclosing(self, forward: Forward) -> list[Any]:
         """Return all that may repeat the router's call that begins now; each lives as long as it may."""
-        # Where grad was off as the forward began, nodes that were made since say that it was turned on.
+        # If grad was off when the forward began, nodes made since show that it was turned on.
         grows = forward.grad or backward.sequence_number() != forward.made
         inner = backward.enclosing(functions=grows and not torch.is_grad_enabled())
         if not inner:
@@ -122,8 +123,11 @@ class Timeline:
         return forward.enclosing + inner
 
     def recomputed(self, chunk: int, layer: int) -> int:
-        """Return the micro-batch that a router's call inside backward recomputes; RecomputeError if
-        unknown."""
+        """Return the micro-batch that a router's call inside backward recomputes.
+
+        Raises:
+            RecomputeError: it is none of this block, or can't be determined.
+        """
         where = f"layer {layer}, in backward"
         if (problem := backward.probe()) is not None:
             raise RecomputeError(
@@ -136,7 +140,7 @@ class Timeline:
             {owner for owner in self._noted.get(one, ()) if owner[0] == chunk}
             for one in backward.recomputing()
         )
-        owners = next(filter(None, found), set())  # of the innermost of what runs again that was noted
+        owners = next(filter(None, found), set())  # the innermost noted one that runs again
         if len(owners) > 1:
             raise RecomputeError(
                 "one checkpoint holds several forwards of the model, and their recomputes look alike",
@@ -158,7 +162,7 @@ class Timeline:
                 if self.bypassed is None
                 else CALLED_INSIDE,
             )
-        # A checkpoint that this recompute makes anew may run on another thread, without the outer one.
+        # Backward of a checkpoint that this recompute makes may run on a thread without the outer one.
         self._note(backward.enclosing(functions=not torch.is_grad_enabled()), owner)
         return owner[1]
 
@@ -200,7 +204,7 @@ class Timeline:
         thread = threading.get_ident()
         if self._thread is None:
             self._thread = thread
-            if thread != self._opened_on:  # numbers are a thread's own
+            if thread != self._opened_on:  # each thread has its own sequence numbers
                 self._since = backward.sequence_number()
         if thread != self._thread:
             raise MicroBatchError(

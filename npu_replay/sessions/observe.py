@@ -82,7 +82,7 @@ class Observation(Session):
 class Reading(Work):
     """Reads the outputs of every router of a model, in each forward."""
 
-    goes_first = False  # what others make of an output is what is shown
+    goes_first = False  # reads outputs after other hooks have changed them
 
     def __init__(self) -> None:
         self._taking: dict[int, IdUses] = {}
@@ -112,9 +112,9 @@ class Reading(Work):
             seam.unfollow(taken)
             del self._taking[router.label]
         if output is None or in_backward():
-            return  # the router raised; or a recompute
+            return  # the router raised, or this is a recompute
         if marks.take_announced(router.module) is not None:
-            return  # a recompute too
+            return  # a recompute outside backward
         forward = self._timeline.live(chunk)
         if router.label in forward.called:
             raise called_again(router, forward, self._timeline)
@@ -125,8 +125,8 @@ class Reading(Work):
             elif taken is not None:
                 shown = taken.shown()
             else:
-                return  # its beginning was not seen
-            # Not by a top-k: an armed router further out would take it for its own.
+                return  # the pre-hook didn't run
+            # argsort, since an armed call of an outer replay could answer a top-k.
             order = shown.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
             ids = order[:, : router.topk].to(narrow_dtype(router.num_experts))
             whole = shown.sum(dim=1) == router.topk

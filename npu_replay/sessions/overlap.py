@@ -29,7 +29,7 @@ _LEAST, _MOST = 0.15, 0.25
 """Limits of the expected overlap, as a part of the way from chance to 1. Right routes at 4 bits had 0.19 and
 more, wrong ones less than 0.1, a wrong layer among right ones up to 0.2."""
 _SHIFTS = 64
-_LAYERS = 8  # that are looked at for a shift
+_LAYERS = 8  # number of layers compared for a shift
 
 
 class OverlapCheck:
@@ -48,10 +48,10 @@ class OverlapCheck:
         if least is not None:
             self._least = share(least, "min_overlap", "experts that were given")
         self.given = 0  # experts that were judged
-        self.shared = 0  # those of them that the routers chose too
+        self.shared = 0  # of these, experts that the routers chose, too
         self._judged: set[int] = set()
-        self._calls: dict[int, _Call] = {}  # by layer, of the forward that runs
-        self._before: dict[int, _Seen] = {}  # by chunk, of its forwards that had fewer than 64 rows
+        self._calls: dict[int, _Call] = {}  # by layer, in the running forward
+        self._before: dict[int, _Seen] = {}  # by chunk, forwards so far with fewer than 64 rows
 
     def asks(self, forward: Forward, routes: RoutedExperts) -> bool:
         """Return whether the routers' own choice is needed in this forward. It costs a top-k."""
@@ -99,7 +99,7 @@ class OverlapCheck:
         if not where and run < floor:
             where, got, least = tokens_of(routes, rows, at), run, floor
         chance = float(seen.chance(routes.topk).mean())
-        # Rows that are wrong here may be less so anywhere else: then a place is named only if they fit there.
+        # Wrong rows fit better almost anywhere else: so a shift is named only if rows fit well there.
         moved = find_shift(calls, rows, given.ids.numpy()[rows], at, (1 + chance) / 2 if where else chance)
         if where or moved is not None:
             raise _error(f"{micro_batch(number)}, chunk {chunk}", where, got, least, moved)
@@ -148,7 +148,7 @@ class _Seen:
 
     hits: Array  # [layers, rows], in the order of tokens
     loads: Array  # [layers, 2, num_experts]
-    before: int  # how many rows are of earlier forwards
+    before: int  # number of rows of earlier forwards
 
     @classmethod
     def of(cls, calls: dict[int, _Call], rows: Array, before: _Seen | None) -> _Seen:

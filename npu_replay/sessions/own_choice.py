@@ -87,8 +87,7 @@ class OwnChoice:
             self._overlap.add(call.owner.label, call.num_experts, given, call.own(), missing)
 
     def ends(self, chunk: int, forward: Forward | None, given: DeviceRoutes | None) -> None:
-        """Count and judge the calls of a forward, None if it raised; MicroBatchError if the overlap is
-        low."""
+        """Count and judge the calls of a forward, None if it raised; MicroBatchError for a low overlap."""
         shown, self._running = self._running, []
         for differ, compared in shown if forward is not None else ():
             self._differing.add(differ)

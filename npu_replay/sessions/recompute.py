@@ -46,7 +46,7 @@ class Recomputes:
 
     def expect(self, key: Key, around: list[Any]) -> None:
         """Note that autograd may recompute this call while any of `around`, which enclose it, lives."""
-        # Told by C alone: Python swallows an interrupt that comes in a weak reference's callback.
+        # The callback is a C function, since an interrupt in a weak reference's Python callback is lost.
         self._around[key] = [_Around(one, self._dead.append) for one in around]
         for one in self._around[key]:
             one.key = key
@@ -98,7 +98,7 @@ class KeptIds:
         if ids.numel() <= FEW and not ids.is_inference():
             self._wide[key] = ids, dtype
         else:
-            # Made under inference_mode it can't be saved for backward, and never is: the int64 copy can.
+            # A tensor made under inference_mode can't be saved for backward; its int64 copy can.
             self._ids[key] = ids.to(dtype)
 
     def keep_narrow(self, key: Key, ids: torch.Tensor) -> None:

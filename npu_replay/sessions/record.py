@@ -89,7 +89,7 @@ class StepRecording(Session):
     name = "record"
 
     def __init__(self, model: Model, *, errors_wait: bool = False) -> None:
-        # What a framework does with the inputs it checks by itself. What was taken is kept for recomputes.
+        # No inputs: frameworks check these themselves. One forward is kept, so that it can be taken.
         self._answering = Answering(RouteSource(keeps=1))
         super().__init__(model, self._answering, errors_wait=errors_wait)
 

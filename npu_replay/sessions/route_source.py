@@ -32,15 +32,15 @@ class RouteSource:
         wants_inputs: keep token ids and images of each micro-batch.
     """
 
-    why_other_rows = ""  # the cause of routes that have other rows than a router, if it is known
+    why_other_rows = ""  # a known cause of a different number of rows, for the error
 
     def __init__(self, *, keeps: int | None = 0, wants_inputs: bool = False) -> None:
         self.keeps = keeps
-        self.records = keeps != 0  # are the ids of the forward that runs kept, whoever may want them?
+        self.records = keeps != 0  # keep the ids of the running forward in any case
         self._wants_inputs = wants_inputs
         self.inputs: dict[int, Called] = {}  # token ids and images of the first chunk's calls
         self.given: dict[tuple[int, int], DeviceRoutes] = {}  # by chunk and micro-batch
-        # Of the session that is open:
+        # Set when a session is entered:
         self.chunks: Sequence[nn.Module] = []
         self.routers: Sequence[Sequence[Router]] = []
         self.timeline = Timeline(0)
@@ -152,9 +152,9 @@ class DeviceRoutes:
         self._of_all = routes.columns(labels)
         missing = (~routes.recorded).nonzero()[:, 0]
         self.missing: torch.Tensor | None = missing if len(missing) else None  # int64 rows without a route
-        # By device, the narrow ids [rows, layers, topk], `missing` there, and for each layer its ids
-        # [rows, topk] and those that its router gets: narrow ones and None, or int64 both where they are few,
-        # as a cast each would cost more.
+        # By device: the narrow ids [rows, layers, topk], `missing`, and for each layer its ids [rows, topk]
+        # and the tensor for its router. These are int64 if there are few ids, since a cast for each layer
+        # costs more; otherwise narrow ids and None.
         self.on: dict[torch.device, _OnDevice] = {}
 
     @property
@@ -171,7 +171,7 @@ class DeviceRoutes:
         handed: Any = [None] * len(given)
         if ids.numel() <= _FEW and not torch.is_inference_mode_enabled():
             given = given.to(torch.int64, memory_format=torch.contiguous_format)
-            handed = [one.data for one in given.clone().unbind()]  # each counts how often it is written into
+            handed = [one.data for one in given.clone().unbind()]  # .data: a version counter each
         missing = None if self.missing is None else to_device(self.missing, device)
         self.on[device] = ids, missing, dict(zip(self.columns, zip(given, handed, strict=True), strict=True))
 
@@ -182,7 +182,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor
     try:
         pinned = tensor.contiguous().pin_memory()
-    except (RuntimeError, NotImplementedError):  # a device without such memory, or no more of it
+    except (RuntimeError, NotImplementedError):  # no pinned memory, or none left
         return tensor.to(device)
     return pinned.to(device, non_blocking=True)
 

@@ -1,15 +1,14 @@
-"""The only intervention in a model: the result of a router's top-k is replaced, inside one call of the
-router.
+"""The only intervention in a model: replace the result of a router's top-k, inside one call of the router.
 
-While a call is armed, `Call.choose` answers the first top-k over the experts: two-dimensional scores of the
-expected shape and the router's k. (Group-limited routing calls another top-k before it, aux losses one
+While a call is armed, `Call.choose` answers the first top-k over the experts: two-dimensional scores of
+the expected shape and the router's k. (Group-limited routing calls another top-k before it, aux losses one
 after.) The ids are found without grad and the scores are gathered, also in a record: a non-reentrant
-checkpoint compares the saved tensors of forward and recompute, so all passes must build the same graph.
+checkpoint compares saved tensors of forward and recompute, so all passes must build the same graph.
 
 Two ways to catch the top-k, measured in docs/dev/architecture.md: `torch.topk` and `torch.Tensor.topk` are
 replaced while a session is open (cheap, but misses `from torch import topk`); `Watch`, a TorchFunctionMode,
-sees every operation, at 2 microseconds each. Watch is on where scores are masked before the top-k, in the
-first call of each router, and in calls whose use of the ids is followed (`id_uses.py`).
+sees every operation, at 2 µs each, and is on where scores are masked before the top-k, in the first call of
+each router, and where the use of the ids is followed (`id_uses.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 
 
 class _Here(threading.local):
-    def __init__(self) -> None:  # up to torch 2.10 dynamo takes a class attribute for a constant
+    def __init__(self) -> None:  # no class attributes: up to torch 2.10 dynamo treats these as constants
         self.armed: Call | None = None
         self.running: Call | None = None
         self.takers: tuple[IdUses, ...] = ()
@@ -114,37 +113,36 @@ class Call:
         paths: see Masks.
     """
 
-    # For whoever begins the call:
+    # Set by the caller before `begin`:
     owner: Any = None
     forward: Any = None
     routes: Any = None
     number = 0
     expected: str | None = None
-    inside: FrameType | None = (
-        None  # runs the router; once it has gone the call answers nothing. None: always
-    )
-    drops = False  # tokens over an expert's capacity are dropped, by a second top-k, down the columns
-    spare = 0  # so many more the router asks its top-k for than it uses; they come last, and stay its own
-    keeps = True  # `ids` to itself, and hands the router a copy
-    counts = False  # are further top-ks counted?
-    follows = False  # does Watch stay on to the end of the call?
-    chooses_itself = False  # is the router's own choice wanted, now or in the forward of this recompute?
-    keeps_native_topk = False  # no checkpoint compares what it saves: its own top-k runs as it is
-    # What came of it:
-    ids: torch.Tensor | None = None  # int64 [rows, topk] that were used; None until the top-k has come
-    handed: torch.Tensor | None = None  # what the router got; `choose` may set another. None from a kernel
-    written: int | None = None  # how often `handed` had been written into; None in inference mode
+    # The frame that runs the router. A top-k that isn't called from it isn't the router's. None: not checked.
+    inside: FrameType | None = None
+    drops = False  # tokens over an expert's capacity are dropped by a second top-k, along dim 0
+    spare = 0  # experts that the top-k returns beyond those used; they come last and aren't replaced
+    keeps = True  # give the router a copy of `ids`, which it may write into
+    counts = False  # count further top-ks
+    follows = False  # keep Watch on until the call ends
+    chooses_itself = False  # the router's own choice is used, as in a record
+    keeps_native_topk = False  # run the own top-k with grad, as no checkpoint compares saved tensors
+    # Results:
+    ids: torch.Tensor | None = None  # int64 [rows, topk] in use; None before the top-k
+    handed: torch.Tensor | None = None  # what the router got, perhaps set by `choose`; None from a kernel
+    written: int | None = None  # version counter of `handed`; None in inference mode
     way: str | None = None  # how it was caught: "guard", "watch", or "kernel" (see `note`)
-    again = 0  # how many top-ks like the one that was answered came after it
-    values: torch.Tensor | None = None  # what the router got beside the ids, float [rows, topk]
-    scores: Any = None  # what the top-k was asked over
+    again = 0  # number of further top-ks of the same shape
+    values: torch.Tensor | None = None  # values that the router got, float [rows, topk]
+    scores: Any = None  # the input of the top-k
     asked: Any = None  # its other arguments, positional and named
-    own_ids: torch.Tensor | None = None  # the router's own choice of all rows, once it was asked for
-    taken: IdUses | None = None  # what was given to functions after the top-k, where it `follows`
+    own_ids: torch.Tensor | None = None  # the router's own choice of all rows, once computed
+    taken: IdUses | None = None  # uses of the ids after the top-k, if `follows`
     ruled_out: torch.Tensor | None = None  # see Masks.ruled_out
-    strayed: torch.Tensor | None = None  # a flag on the device: a kernel chose others than were wanted
-    below: Call | None = None  # the call that this one lies in
-    outer: Call | None = None  # the call that was armed before
+    strayed: torch.Tensor | None = None  # a flag on the device: a kernel chose other ids
+    below: Call | None = None  # the enclosing call
+    outer: Call | None = None  # the previously armed call
     _depth = 0
 
     def __init__(
@@ -163,9 +161,7 @@ class Call:
         self.choose = choose
         self.watching = watch
         self.given = given
-        self.seen: list[
-            str
-        ] = []  # what the router called until its top-k was caught, as far as it was watched
+        self.seen: list[str] = []  # functions called before the top-k was caught, while Watch was on
         self.made = Masks(rows, num_experts, paths) if masks else None
 
     def begin(self) -> None:
@@ -207,6 +203,7 @@ class Call:
         """Return whether the router's frame is on the stack; if not, the call is abandoned."""
         if self.inside is None:
             return True
+        # The stack is walked, not indexed: a wrapper more or less must not matter.
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             if frame is self.inside:
@@ -218,6 +215,8 @@ class Call:
 
     def _stop_watching(self) -> None:
         """Leave Watch once the top-k is caught; from inside Watch this has no effect."""
+        # The rest of the router runs without a mode, for which its compiled functions would compile again.
+        # Inside Watch torch has popped it, and pushes it back.
         if self.watching and not self.follows and _watch.is_innermost():
             _watch.leave(self._depth)
             self.watching = False
@@ -226,6 +225,7 @@ class Call:
         self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: str
     ) -> Any:
         """Answer the top-k, once: later ones in this call are the router's own."""
+        # Disarmed while our own operations run: a top-k among them is not the router's.
         _here.armed = None
         if self.ids is not None:
             answer_next = self._drop if self.drops else self._answer_again
@@ -246,7 +246,7 @@ class Call:
         if self.spare:
             values, places = self.native_topk(scores)
             self.handed = torch.cat([ids, places[:, self.topk :]], dim=1)
-            self.made = None  # what the router got are its top-k's own values
+            self.made = None  # the router got its top-k's own values, so no mask is undone
         if (handed := self.handed) is None:
             handed = ids
             if self.keeps:
@@ -259,6 +259,7 @@ class Call:
         if self.follows:
             self.taken = IdUses(self.rows, self.topk, self.num_experts, ids)
             _here.takers = (*_here.takers, self.taken)
+        # Address and version identify the scores: a write in place between two top-ks makes others of them.
         if self.given:
             self._answered = address(scores), None if scores.is_inference() else scores._version
         comes_again = self.drops or not self.spare
@@ -302,7 +303,7 @@ class Call:
     def note(self, ids: torch.Tensor) -> None:
         """Record the ids that a kernel chose, int64 [rows, topk], where no top-k can be answered."""
         self.own_ids = ids
-        wanted = self.choose(self)  # others may be, as in a recompute
+        wanted = self.choose(self)  # differs from `ids` where a recompute chose otherwise
         if wanted is not ids:
             self.strayed = (wanted != ids).any()
         self.ids, self.way = ids, "kernel"
@@ -312,7 +313,7 @@ class Call:
         if self.keeps_native_topk:
             values, self.own_ids = self.native_topk(scores)
         elif self.chooses_itself and _others_answer(scores):
-            # In a recompute for nothing, but a mode of somebody's may count operations in both passes.
+            # Not needed in a recompute, but a foreign mode may count operations in both passes.
             self.own_ids = self._native_ids(scores.detach())
         with outside_modes():
             ids = self.choose(self)
@@ -328,7 +329,7 @@ class Call:
         """Return the router's own choice, int64 [rows, topk], of all rows or of these."""
         if self.own_ids is not None:
             return self.own_ids if rows is None else self.own_ids.index_select(0, rows)
-        scores = self.scores.detach()  # half the price of no_grad()
+        scores = self.scores.detach()  # half the cost of no_grad()
         if rows is not None:
             return self._native_ids(scores.index_select(0, rows))
         self.own_ids = self._native_ids(scores)
@@ -363,6 +364,7 @@ class Watch(TorchFunctionMode):
         _push(self)
 
     def leave(self, depth: int) -> None:
+        # A mode of others above Watch stays: popping would remove theirs.
         while _depth() > depth and self.is_innermost():
             _pop()
 

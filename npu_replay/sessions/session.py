@@ -52,6 +52,7 @@ class Undo:
         return len(self._acts)
 
     def close(self) -> None:
+        # Popped only after it ran: an interrupt in between makes the next `close` run it again.
         while self._acts:
             self._acts[-1]()
             self._acts.pop()
@@ -60,9 +61,9 @@ class Undo:
 class Work:
     """Defines what a session does with its routers; this base class does nothing."""
 
-    goes_first = True  # are its hooks inside of all others? A top-k of other hooks isn't the router's
-    answers_topk = False  # then no other session may answer these routers
-    puts_together = True  # is what all routers choose put into one RoutedExperts?
+    goes_first = True  # run before other forward hooks, whose top-ks aren't the router's
+    answers_topk = False  # if so, no other session may answer these routers
+    puts_together = True  # all routers go into one RoutedExperts, so they must be alike
 
     def enters(self, session: Session) -> None:
         """Check the model, then make the changes to be undone at exit. Runs before any hook is attached."""
@@ -104,14 +105,14 @@ class Session:
     """
 
     name = "session"
-    failed: ReplayError | None = None  # the error that waits
+    failed: ReplayError | None = None  # the error kept by `errors_wait`
     _unentered: weakref.finalize[..., Any] | None = None
 
     def __init__(self, model: Model, work: Work, *, errors_wait: bool = False) -> None:
         self.chunks = chunks_of(model)
         self.errors_wait = errors_wait
         self.timeline = Timeline(len(self.chunks))
-        self.routers: list[list[Router]] = []  # those of each chunk, while the block is open
+        self.routers: list[list[Router]] = []  # by chunk, while the block is open
         self.marks: list[Marks] = []
         self.unchanged = Unchanged((), ())
         self.undo = Undo()
@@ -188,7 +189,7 @@ class Session:
                     cause="a log-prob pass that is called from inside the update, or an earlier block that "
                     "was entered and never left",
                 )
-        # An interrupt may come on the last line of `__exit__`, too: then the block is undone when it dies.
+        # An interrupt may skip `__exit__`, or its last line; then garbage collection undoes the block.
         weakref.finalize(self, _dropped, self.undo, self.name).atexit = False
         try:
             self._state = "open"
@@ -225,7 +226,7 @@ class Session:
         for chunk, module in enumerate(self.chunks):
             marks = Marks(functools.partial(self.timeline.number, chunk))
             self.marks.append(marks)
-            # The chunk first: it may itself be the router, and its forward begins before its top-k.
+            # The chunk's hook first: a chunk may itself be the router, and begins before its top-k.
             self.before(module, Hook(self, self.may_wait(type(self)._chunk_begins), module, chunk))
             ends = Hook(self, self.may_wait(type(self)._chunk_ends), module, chunk)
             if self._work.goes_first:
@@ -275,7 +276,7 @@ class Session:
         """Keep this error and raise it when the block is left, unless an earlier one is kept."""
         if self.failed is None:
             self.failed = error
-            # At once: what else goes wrong before the block is left would hide it.
+            # Logged at once, since another error before the end of the block would hide it.
             logger.error("[npu_replay] %s; the pass goes on, and stops at its end", error.line)
 
     def _close(self) -> None:

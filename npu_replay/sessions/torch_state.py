@@ -34,7 +34,7 @@ class _Guarded:
         def topk(*args: Any, **kwargs: Any) -> Any:
             call = here.armed
             if call is None:
-                if not guard.is_open:  # who wrapped it inside a block has laid it back after the block
+                if not guard.is_open:  # a wrapper from inside the block has restored ours after it
                     self.lay_back()
                 return native(*args, **kwargs)
             if not call.matches(args, kwargs):
@@ -96,13 +96,13 @@ class Guard:
             return
         for name in self._names:
             name.lay_back()
-        if (operators := _script_table()) is not None:  # it may have been made meanwhile, without torch's own
+        if (operators := _script_table()) is not None:  # if made meanwhile, it lacks torch's own
             operators.pop(id(self._names[0].answered), None)
             operators[id(self._names[0].native)] = "aten::topk"
         if not self._dynamo_knew:
             dynamo_forgets()
         self.is_open = False
-        if self._holders:  # another thread's, which came in between
+        if self._holders:  # another thread installed in between
             self.install(self)
             self._holders.discard(self)
 

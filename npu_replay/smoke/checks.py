@@ -112,12 +112,13 @@ def collect(trial: Trial) -> str:
     merged = npu_replay.collect(recording, layouts, trial.parallel, patience=trial.job.options.patience)
     numbers = [number for batch in trial.batches for number in batch.numbers]
     samples = dict(zip(numbers, merged or [], strict=True))
+    # Padded to another length, so other ranks hold other tokens.
     other = plan(trial.job.options, trial.parallel, trial.job.device, other=True)
     layers = trial.parallel.moe_layers
     routes = [one.layout.gather([samples[n] for n in one.numbers], layers=layers) for one in other]
     with npu_replay.replay(trial.chunks, routes):
         again = step(trial.chunks, other, forward_only=True)
-    # The losses of all ranks, by data-parallel rank too, which has sequences of its own.
+    # Gather the losses of all ranks; keyed by data-parallel rank, since each has its own sequences.
     mine, job = (trial.parallel.dp_rank, again.losses, plain.losses), trial.job
     everyone = job.share(f"losses {trial.routing}", mine, job.options.patience)
     after, before = StepOutcome(), StepOutcome()
@@ -200,7 +201,7 @@ def own_choice(trial: Trial) -> str:
 
 
 FEATURES: dict[str, Callable[[Trial], str]] = {
-    "collectives": collectives,  # once; the others for each way of routing
+    "collectives": collectives,  # tried once; all others with each way of routing
     "model": model,
     "record": record,
     "collect": collect,

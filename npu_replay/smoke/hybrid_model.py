@@ -56,7 +56,7 @@ def model(
     names = inspect.signature(product := getattr(models, f"{name}Model")).parameters
     given = {next(one for one in names if one.endswith("_pattern")): pattern}
     given[f"{name.lower()}_stack_spec"] = ModuleSpec(module=getattr(block, f"{name}Stack"), submodules=spec)
-    with mock.patch.object(block, "TENorm", norm):  # the last norm is no part of the spec
+    with mock.patch.object(block, "TENorm", norm):  # the final norm isn't in the spec
         return product(
             cfg,
             vocab_size=vocab,

@@ -75,7 +75,7 @@ class Job:
     def start(self) -> str:
         """Make the process groups, and configure MindSpeed; return a line about them."""
         backend = devices.backend(self.device)
-        # A back end that ends the process when a collective takes too long would take the report with it.
+        # NCCL and HCCL end the process at their timeout, without a report: the timer must come first.
         self._timeout = self.options.patience * (1 if backend == "gloo" else 20)
         if not dist.is_initialized():
             dist.init_process_group(
@@ -93,6 +93,7 @@ class Job:
     def share(self, name: str, value: Any, patience: float = math.inf) -> list[Any]:
         """Return the values that all ranks give under this name."""
         self.store.set(f"{name}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]  # takes bytes too
+        # Polled, since a wait inside the store would block the timer's thread.
         until = time.monotonic() + patience
         while not self.store.check([f"{name}/{rank}" for rank in range(self.world)]):
             Wrong.unless(time.monotonic() < until, f"no word of another rank within {patience:.0f} s")
@@ -133,7 +134,7 @@ class Job:
         arguments: Any = importlib.import_module("mindspeed.args_utils")
         with contextlib.suppress(ModuleNotFoundError):  # a wheel of megatron-core has no megatron.training
             importlib.import_module("megatron.training.global_vars").set_args(arguments.get_mindspeed_args())
-        if hasattr(adaptor, "repatch"):  # MindSpeed 2.1: what it was given when it was imported holds
+        if hasattr(adaptor, "repatch"):  # MindSpeed 2.1 keeps the arguments from its import otherwise
             defaults = vars(arguments.get_mindspeed_args(get_defaults=True))
             about = config(self.options)
             given = {name: getattr(about, name) for name in _READ_BY_MINDSPEED if hasattr(about, name)}
@@ -142,7 +143,7 @@ class Job:
                 "num_experts": self.options.experts,
                 "gemm_gradient_accumulation_fusion": False,
                 "use_gmm_fp8": False,
-                "context_parallel_algo": "megatron_cp_algo",  # a piece from each end, as Megatron cuts
+                "context_parallel_algo": "megatron_cp_algo",  # cuts sequences as Megatron does
                 "reset_position_ids": False,
                 "reset_attention_mask": False,
             }
@@ -153,7 +154,7 @@ def import_mindspeed() -> None:
     """Import MindSpeed, if it is installed, before Megatron, which it changes; ReplayError if that fails."""
     if not any(product.name == "mindspeed" and product.usable for product in probe.products()):
         return
-    given, sys.argv = sys.argv, sys.argv[:1]  # it takes every flag that it finds there for its own
+    given, sys.argv = sys.argv, sys.argv[:1]  # it parses all flags as its own
     try:
         importlib.import_module(_ADAPTOR)
     except Exception as error:

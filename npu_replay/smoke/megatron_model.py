@@ -98,7 +98,7 @@ def model(
 
     stage = {}
     if vp_stage is not None:
-        parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)  # what older releases ask
+        parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)  # older releases read it
         stage = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(GPTModel).parameters else {}
     spec = get_gpt_decoder_block_spec(cfg, use_transformer_engine=False, **stage)
     inner = [layer.submodules for layer in spec.layer_specs]

@@ -52,7 +52,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
 def config(options: Options, **changes: Any) -> Any:
     heads, hybrid = max(4, 2 * options.tp), options.model == "hybrid"
     sizes = {
-        "num_layers": options.layers * (2 if hybrid else 1),  # a HybridModel's are halves of a GPTModel's
+        "num_layers": options.layers * (2 if hybrid else 1),  # a HybridModel's layers are halves
         "moe_layer_freq": 1 if hybrid else [0] + [1] * (options.layers - 1),
         "num_attention_heads": heads,
         "num_query_groups": heads // 2,
@@ -62,10 +62,10 @@ def config(options: Options, **changes: Any) -> Any:
         "moe_router_topk": TOPK,
         "sequence_parallel": options.tp > 1,
         "pipeline_dtype": torch.float32,
-        # Two stages that talk to each other in one batch, both ways round, would mix up what they send.
+        # Batched sends between two stages in both directions would mix up the tensors.
         "overlap_p2p_comm": options.vp > 1,
         "batch_p2p_comm": options.vp == 1,
-        "calculate_per_token_loss": True,  # the schedule leaves the loss as it is: a sum over tokens
+        "calculate_per_token_loss": True,  # the schedule doesn't scale the loss
     }
     return megatron_model.config(**sizes | options.megatron_sizes | changes)
 
@@ -112,7 +112,7 @@ def build(
     cfg = config(options, **ROUTINGS[routing], **(again if recompute else {}))
     built = megatron_model.chunks(cfg, length=8 * options.alignment + 64, **about)
     chunks: list[nn.Module] = [chunk.to(device) for chunk in built]
-    with torch.no_grad():  # weights that make every choice of an expert count
+    with torch.no_grad():  # large enough that each expert changes the loss
         for chunk in chunks:
             for name, weight in chunk.named_parameters():
                 noise = _noise(_identity(name, weight, chunk), weight)
@@ -131,6 +131,7 @@ def _identity(name: str, weight: nn.Parameter, chunk: Any) -> str:
     """Return a name for a weight of the whole model, the same on all ranks that hold it."""
     from megatron.core import parallel_state
 
+    # Each rank numbers its layers and experts from 0.
     place, axis = "", "tensor_model_parallel"
     if "local_experts" in name:
         place, axis = f" ep {parallel_state.get_expert_model_parallel_rank()}", "expert_tensor_parallel"
@@ -201,7 +202,7 @@ def plan(
     if other:
         order = [*order[:0:-1], 0]
         padded += 2 * options.alignment
-    # Of a sequence a context-parallel rank has a piece from each end.
+    # A context-parallel rank has one piece from each end of a sequence.
     pieces = torch.arange(padded).chunk(2 * parallel.cp)
     places = torch.cat([pieces[parallel.cp_rank], pieces[-1 - parallel.cp_rank]]).tolist()
     batches = []

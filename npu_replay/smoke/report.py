@@ -146,7 +146,7 @@ def versions() -> dict[str, str]:
 
     It is empty where the product isn't installed, and «?» where its release is unknown.
     """
-    from npu_replay import __version__  # here: the package's face
+    from npu_replay import __version__  # here: a circular import otherwise
 
     known = {"npu_replay": __version__, "python": platform.python_version(), "torch": torch.__version__}
     found = {product.name: product for product in probe.products()}
@@ -164,7 +164,7 @@ def _commit(folder: str) -> str:
         said = Path(git, "HEAD").read_text().strip() if git else ""
         if git and said.startswith("ref: "):
             said = Path(git, said[5:]).read_text().strip()
-    except OSError:  # a branch whose tip is packed
+    except OSError:  # a packed ref
         return ""
     return said[:8] if re.fullmatch(r"[0-9a-f]{40}", said) else ""
 

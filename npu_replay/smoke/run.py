@@ -49,9 +49,9 @@ def main(options: Options) -> int:
         try:
             code = smoke.end()
         finally:
-            smoke.job.leave()  # after rank 0 has written: torchrun ends all when one has failed
+            smoke.job.leave()  # after rank 0 has written: torchrun kills all when one fails
     if code == 0:
-        log.unlink(missing_ok=True)  # nobody needs to read it
+        log.unlink(missing_ok=True)  # not needed after a success
     return code
 
 
@@ -69,8 +69,8 @@ class Smoke:
         self.report = Report(options, self.job.world)
         self._trials: dict[str, Trial] = {}
         self._untried: set[str] = set()  # ways of routing with which the model doesn't train
-        self._broken = False  # the process groups: a rank may have waited in vain
-        self._asked = 0  # how many features were begun: all ranks count alike
+        self._broken = False  # a collective failed, so process groups must be made anew
+        self._asked = 0  # number of features begun, equal on all ranks
 
     def run(self) -> None:
         topk = torch.topk, torch.Tensor.topk
@@ -166,7 +166,7 @@ class Smoke:
         except Exception as error:  # noqa: BLE001  whatever fails here is the finding
             whose = "" if isinstance(error, ReplayError) else f"{type(error).__name__}: "
             why = f"{whose}{message(error)}".strip() or "no message"
-            trace = [  # of a path the last folders: the rest is nobody's business
+            trace = [  # only the last folders of a path, for privacy
                 f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.name}"
                 for frame in traceback.extract_tb(error.__traceback__)[-6:]
             ]
@@ -179,7 +179,7 @@ class Smoke:
         """
         try:
             if self.job.rank:
-                time.sleep(5)  # torchrun ends all when one has ended, and rank 0 still writes
+                time.sleep(5)  # torchrun kills all when one ends; rank 0 still writes
                 return
             why = f"no end within {4 * self._options.patience:.0f} s: a rank waits in a collective"
             heard = self.job.heard(str(self._asked))
