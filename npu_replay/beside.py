@@ -1,7 +1,6 @@
-"""Make npu_replay.compat importable in a clone, where compat/ lies beside this package; a wheel has it
-inside.
+"""Make npu_replay.compat importable in a clone, where compat/ lies beside this package.
 
-This works for a clone on the path, as Megatron-LM's and MindSpeed's are.
+A wheel has it inside. The clone only has to be on the path, as Megatron-LM's and MindSpeed's are.
 """
 
 from __future__ import annotations

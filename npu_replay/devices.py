@@ -40,7 +40,6 @@ def pick(name: str) -> torch.device:
 
 
 def available() -> list[str]:
-    """Return the kinds of device that can be used, best first; the CPU is always last."""
     torch_npu.load()
     kind, _ = torch_npu.accelerator()
     return [kind, "cpu"] if kind in {device.NAME for device in ACCELERATORS} else ["cpu"]

@@ -22,7 +22,7 @@ class ReplayError(RuntimeError):
     """
 
     shared = False
-    """Whether all ranks of the job know of it, and leave with it or with one line about it."""
+    """Tells that all ranks of the job know of it, and leave with it or with one line about it."""
 
     def __init__(
         self, problem: str, *, where: str = "", expected: object = None, got: object = None, cause: str = ""

@@ -9,10 +9,7 @@ from typing import Any
 
 
 def lazy(where: str) -> Callable[..., Any]:
-    """Return a stand-in for a function or class, which imports its module when it is first called.
-
-    Args:
-        where: «package.module:name».
+    """Return a stand-in for «package.module:name», a function or class, which is imported when first called.
 
     >>> lazy("math:sqrt")(9)
     3.0

@@ -18,14 +18,7 @@ class WrongOption(ReplayError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses a command line, and raises WrongOption where that fails.
-
-    Args:
-        prog: the command, as people write it.
-        about: what it does.
-        examples: command lines to copy, for the end of --help.
-        page: where more is written.
-    """
+    """Parses the command line of `prog`, and raises WrongOption where that fails."""
 
     def __init__(self, prog: str, about: str, examples: Sequence[str], page: str, **more: Any) -> None:
         end = "\n".join(["Examples:", *(f"  {one}" for one in examples), f"More: {page}"])
@@ -87,7 +80,6 @@ def check_out(out: Path | None, *, force: bool) -> None:
 
 
 def write_out(out: Path | None, contents: bytes, *, force: bool) -> None:
-    """Write the file of --out, if it was given, and say so on stderr."""
     if out is not None:
         write_whole(out, contents, overwrite=force)
         screen.err().write(f"Wrote {out}\n")

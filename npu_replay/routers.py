@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from npu_replay.sessions.micro_batches import Marks
 
 Model: TypeAlias = "nn.Module | Sequence[nn.Module]"
-"""What a block takes: a module, or the list of its virtual-pipeline chunks."""
+"""Names what a block takes: a module, or the list of its virtual-pipeline chunks."""
 
 
 class Handle(Protocol):
@@ -30,8 +30,7 @@ class Handle(Protocol):
 
 
 Ids: TypeAlias = "Callable[[], tuple[torch.Tensor, torch.Tensor] | None]"
-"""Returns the ids to be counted and the ids in use, [rows, topk] each, of the running call; None without a
-call."""
+"""Returns the ids to be counted and the ids in use, [rows, topk] each; None outside a call."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,6 @@ def kinds() -> tuple[str, ...]:
 
 
 def _registered() -> list[RouterKind]:
-    """Return the kinds, made from their functions where that is still to do."""
     made = {name: _checked(name, kind() if callable(kind) else kind) for name, kind in _kinds.items()}
     _kinds.update(made)
     return list(made.values())
@@ -257,7 +255,6 @@ def chunks_of(model: Model) -> list[nn.Module]:
 
 
 def labels_of(found: Sequence[Router], here: Iterable[Router] = ()) -> StageLabels:
-    """Return the labels of these routers of a model; `here`: all that this rank has of it."""
     labels, every = ([router.label for router in each] for each in (found, here))
     return StageLabels(labels, found[0].whole if found else (), sorted(every))
 

@@ -31,10 +31,8 @@ def err() -> TextIO:
 def quiet(name: str, log: Path | None = None, *, told: bool = True) -> Iterator[Path]:
     """Open a block in which only `out` and `err` reach the user; it yields the log that takes the rest.
 
-    Args:
-        name: of the command.
-        log: None makes a new file in the temporary folder; it is removed if it stays empty.
-        told: name the log on stderr, at the start, since a crash in C++ leaves no time for it.
+    Without `log` a new file in the temporary folder is used, and removed if it stays empty. `told` names the
+    log on stderr, at the start, since a crash in C++ leaves no time for it.
     """
     if log is None:
         descriptor, place = tempfile.mkstemp(prefix=f"npu-replay-{name}-", suffix=".log")

@@ -23,13 +23,7 @@ _LEAST = 10
 
 @dataclass(frozen=True)
 class Table:
-    """Holds cells in columns.
-
-    Attributes:
-        titles: one a column.
-        rows: a cell a column each.
-        numbers: the columns that are right-aligned, and in which no word is folded.
-    """
+    """Holds titles and rows of cells; columns in `numbers` are right-aligned and not folded."""
 
     titles: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -85,7 +79,6 @@ def width() -> int:
 
 
 def show(parts: Iterable[Part], to: TextIO | None = None) -> None:
-    """Print to the user's stdout, or to another stream; each part begins a new line."""
     stream = to or screen.out()
     colours = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     for part in parts:
@@ -95,7 +88,6 @@ def show(parts: Iterable[Part], to: TextIO | None = None) -> None:
 
 
 def as_text(parts: Iterable[Part]) -> str:
-    """Return what a file would get, without its last line end."""
     stream = io.StringIO()
     show(parts, to=stream)
     return stream.getvalue().removesuffix("\n")

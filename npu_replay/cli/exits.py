@@ -19,9 +19,7 @@ FAULT, WRONG, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
 def ended(work: Callable[[], int | None], arguments: Sequence[str]) -> int:
     """Run a command and return its exit code; print errors that a user can fix as one message.
 
-    Args:
-        work: parses the command line and runs the command.
-        arguments: the command line; --json and --debug also count where it can't be parsed.
+    In `arguments`, --json and --debug also count where the command line can't be parsed.
     """
     hints: list[str] = []
     try:

@@ -101,7 +101,6 @@ class Report:
 
 
 def _place(folder: Path) -> str:
-    """Return the folder of a product; «site-packages» for the environment's own folder."""
     installed = any(folder.is_relative_to(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
     return "site-packages" if installed else str(folder)
 

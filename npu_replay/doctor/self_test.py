@@ -31,12 +31,7 @@ _TOKENS, _HIDDEN, _EXPERTS, _TOPK = 32, 16, 8, 2
 def run(device: str, brought_by: str = "") -> str:
     """Record two micro-batches on `device`, change the router, and replay them with and without recompute.
 
-    Args:
-        device: its kind, as torch names it.
-        brought_by: the package to import for it; empty for torch's own devices.
-
-    Returns:
-        What went wrong; empty if nothing did.
+    Returns what went wrong, empty if nothing did. `brought_by` is a package to import first for the device.
 
     >>> run("cpu")
     ''

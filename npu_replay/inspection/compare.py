@@ -18,8 +18,11 @@ from npu_replay.routes.store import RouteStore
 from npu_replay.tables import Part, Table
 
 _COUNTS = ("token_layers", "differing", "experts", "differing_experts")
-"""Counts of a layer: tokens with a route on both sides, those whose sets of experts differ, the experts that
-A named in the former, and those of them that B didn't name."""
+"""Names what is counted in each layer.
+
+These are tokens with a route on both sides, those of them whose sets of experts differ, the experts that A
+named in the former, and those of them that B didn't name.
+"""
 
 
 @dataclass
@@ -27,14 +30,10 @@ class Comparison:
     """Holds all findings, summed over the samples.
 
     Attributes:
-        a, b: the paths.
-        folders: they are folders.
-        samples: how many were compared.
         alone_in_a, alone_in_b: samples of a folder that have no partner in the other.
         rows: of all samples compared, with and without a route.
         tokens: rows with a route on both sides; the fields below count only these.
         without_route_in_a, without_route_in_b: rows.
-        differing_tokens: tokens with a difference in some layer.
         layers: by decoder layer, the `_COUNTS`, int64 [4].
         unsure: samples without a fingerprint on a side, which may be of different sequences.
     """
@@ -145,8 +144,7 @@ def compare_paths(a: Path, b: Path) -> Comparison:
     """Compare two files that RoutedExperts.save wrote, or the samples of two folders of a RouteStore.
 
     Raises:
-        ReplayError: a path that is neither, a file and a folder, or routes that can't be compared: other
-            layers, another number of experts, another sequence, nothing in common.
+        ReplayError: other kinds of paths, or routes of other layers, experts or sequences.
     """
     wanted = "two files of RoutedExperts.save, or two folders of a RouteStore"
     for path in (a, b):

@@ -26,9 +26,8 @@ class Verdict:
 
     Attributes:
         name: «completion 2», a store's key; empty where there is one only.
-        problem: why it is refused, the whole message; empty where it isn't.
-        tokens, rows, layers, topk: sizes of its routes, rows with a route; 0 where it is refused.
-        dtype, nbytes: of its ids.
+        problem: the whole message of its error; empty if it isn't refused.
+        tokens, rows, layers, topk: of its routes; `rows` have a route. 0 where it is refused.
         facts: the version of the weights, and the fingerprint of its tokens, where it has them.
     """
 
@@ -48,9 +47,7 @@ class Inspection:
     """Collects all findings. Each sequence is counted and released: a folder may be larger than the memory.
 
     Attributes:
-        path: of the file or folder.
         what: the kind of contents, in words.
-        verdicts: one a sequence.
         num_experts: of a layer, the most of any sequence.
         load: by layer, how often each expert was named, int64 [num_experts].
         rows: by layer, how many have a route.
@@ -77,7 +74,6 @@ class Inspection:
         """Decode a sequence by `read` and count it, or note why it is refused.
 
         Args:
-            where: its place, for an error that doesn't name it.
             named: its token ids are known, so that its fingerprint means something.
             unchecked: what can't be checked, and what that takes.
         """
@@ -118,8 +114,7 @@ class Inspection:
     def layers(self) -> list[dict[str, Any]]:
         """Return the load of each layer, over all sequences that aren't refused.
 
-        `rows` have a route; `used` experts were named at all; `busiest` was named most, in `busiest_share` of
-        all; `entropy` of the shares is in bits, log2 of num_experts where all are used alike.
+        `busiest` was named most, in `busiest_share` of all; `entropy` of the shares is in bits.
         """
         found = []
         for layer, counts in sorted(self.load.items()):

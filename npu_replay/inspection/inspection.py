@@ -126,7 +126,6 @@ class _Given:
         return found[0], found[1]
 
     def tokens(self) -> Array | None:
-        """Return the concatenated prompt and output of the only sequence."""
         prompt, output = self.ids(0)
         if prompt is not None and output is not None:
             return np.concatenate([prompt, output])
@@ -137,7 +136,6 @@ class _Given:
         return None
 
     def needed_model(self) -> RoutedModel:
-        """Return the model, without which an engine's rows can't be decoded."""
         if self.model is None:
             raise ReplayError(
                 "an engine's rows don't say which layers and experts they are of",

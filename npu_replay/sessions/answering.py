@@ -1,4 +1,4 @@
-"""Answering: the top-k of each router is answered, in forwards and in recomputes.
+"""Answer the top-k of each router, in forwards and in recomputes.
 
 A model has up to a hundred routers, and an accelerator waits for the host's work around each. So what the
 calls of one router share is computed when the block opens, and what a micro-batch shares when it begins.
@@ -189,7 +189,6 @@ class Answering(Work):
             self.kept.drop(key)
 
     def _keep_last(self, chunk: int, count: int) -> None:
-        """Keep the ids of a chunk's last `count` forwards, and those that a recompute may need."""
         before = self.timeline.ended[chunk] - count
         for label, number in self.kept:
             is_old = self._chunk_of[label] == chunk and number < before
@@ -227,7 +226,6 @@ class Answering(Work):
         return chosen
 
     def choose_again(self, call: seam.Call) -> torch.Tensor:
-        """Return the ids of a recompute: those of its forward."""
         if self.own is not None:
             self.own.count_in(call)
         ids: torch.Tensor = call.routes.long()
@@ -431,7 +429,6 @@ def called_again(router: Router, forward: Forward, timeline: Timeline) -> MicroB
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return the input of a router: the first tensor among its arguments."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value

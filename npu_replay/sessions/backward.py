@@ -37,7 +37,8 @@ _top_hooks: Callable[[bool], Any] | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )  # not there in torch 2.7
 TELLS_REGIONS = _top_hooks is not None
-"""Whether every non-reentrant checkpoint around a place is found. On torch 2.7 the composable one isn't."""
+"""Tells that every non-reentrant checkpoint around a place is found. On torch 2.7 the composable one
+isn't."""
 _push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -69,8 +70,7 @@ def running_node_number() -> int | None:
 def enclosing(*, functions: bool) -> list[Any]:
     """Return what encloses the running forward and may run it again; each lives as long as it may.
 
-    Args:
-        functions: also custom Functions, whose forwards run without grad. Walks the Python stack.
+    With `functions`, also custom Functions, whose forwards run without grad. That walks the Python stack.
     """
     if not functions and _top_hooks is not None and _top_hooks(True) is None:
         return []
@@ -132,7 +132,6 @@ def _subclasses(kind: Any) -> Iterator[Any]:
 
 
 def _code_of(function: Any) -> Any:
-    """Return the code of its `forward`, without wrappers (torch.amp.custom_fwd, a partial)."""
     forward = inspect.unwrap(function.forward)
     while isinstance(forward, functools.partial):
         forward = inspect.unwrap(forward.func)

@@ -76,11 +76,7 @@ class Places:
 
     @classmethod
     def of(cls, call: Mapping[str, Any], padding: int = 0) -> Places:
-        """Find the places of a call with these arguments, padded (with 0 or `padding`) or packed.
-
-        Raises:
-            MicroBatchError: a mask with holes, or a part of a sequence.
-        """
+        """Find the places of a call with these arguments, padded (with 0 or `padding`) or packed."""
         fed = [call[name] for name in (*_IDS, "inputs_embeds") if isinstance(call.get(name), torch.Tensor)]
         known = bool(fed) and not fed[0].is_nested and fed[0].dim() >= 2
         _refuse_unless(
@@ -107,17 +103,13 @@ class Places:
 
 
 def fed_sequences(call: Mapping[str, Any], placeholders: Mapping[str, int], keys: Any = None) -> FedSequences:
-    """Find the sequences of a call with these arguments.
+    """Find the sequences of a call with these arguments; raise MicroBatchError if they can't be told.
 
     Args:
         call: its arguments by name.
         placeholders: the token ids that stand for MODALITIES of the model, and for "padding".
         keys: the caller's own, one a sequence; a padded end needs none. Without them, images, videos and
             audio of a sequence are its key.
-
-    Raises:
-        MicroBatchError: no token ids, or embeddings beside them; a mask with holes; a part of a sequence;
-            or another number of keys.
     """
     ids: Any = next((call[name] for name in _IDS if name in call), None)
     embedded = [name for name in call if "embeds" in name]
@@ -260,7 +252,6 @@ KEYWORDS = ("routed_experts", "rollout_expert_indices")
 
 
 def take_off(kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Split a call's keywords into its routes, None without any, and the others."""
     others = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
     given = [kwargs[name] for name in KEYWORDS if kwargs.get(name) is not None]
     _refuse_unless(len(given) < 2, "a call carries its routes twice", "one of them", " and ".join(KEYWORDS))
@@ -270,8 +261,7 @@ def take_off(kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 def carried_routes(
     given: Any, call: Mapping[str, Any], model: RoutedModel, padding: int = 0
 ) -> RoutedExperts:
-    """Return the routes of a call with these arguments, one row for each place of [batch, sequence],
-    batch-major.
+    """Return the routes of a call, one row for each place of its [batch, sequence], batch-major.
 
     Such loops pad with zeros (or -1), so these in all MoE layers mean a token without a route; only padding
     and the last token of a sequence may have none. With a top-k of 1 and few layers, zeros at any other token
@@ -280,7 +270,6 @@ def carried_routes(
     Args:
         given: [batch, sequence, layers, topk], padded or packed like the call's ids; layers are all decoder
             layers or the MoE layers.
-        padding: see Places.
 
     Raises:
         ReplayError: another shape; a route at padding, or none at a token; ids that aren't the model's.
@@ -317,7 +306,6 @@ def carried_routes(
 
 
 def _check_places(there: Array, places: Places, lacking: Array) -> None:
-    """Refuse tokens without a route, except the last of a sequence, and padding with one."""
     real = places.real.reshape(-1)
     width = places.real.shape[1]
     for wrong, problem, cause in (

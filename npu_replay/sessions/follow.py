@@ -112,10 +112,7 @@ def follow(
 
 
 class Following(Session):
-    """Records or replays every call of a model by its tokens, until the block ends or `close` is called.
-
-    See `follow`.
-    """
+    """Records or replays every call of a model by its tokens, until the block ends or `close` is called."""
 
     name = "follow"
 
@@ -277,10 +274,6 @@ class Following(Session):
 class TokenRoutes(RouteSource):
     """Finds the routes of each call's sequences by their tokens.
 
-    Args:
-        records_new: record sequences without routes, in calls without grad.
-        max_bytes: see RoutesByTokens.
-
     Attributes:
         is_on: the running call is followed.
         left_alone: how many calls were not followed, by reason.
@@ -301,8 +294,7 @@ class TokenRoutes(RouteSource):
         self._records_new = records_new
         self._fed: FedSequences | None = None
         self._replayed = 0
-        self._new: list[int] = []
-        """Of the call that runs now: which of its sequences are recorded."""
+        self._new: list[int] = []  # sequences of the running call that are to be recorded
 
     def enters(self, session: Session) -> None:
         super().enters(session)
@@ -376,7 +368,6 @@ class TokenRoutes(RouteSource):
 
     @functools.cached_property
     def _placeholders(self) -> dict[str, int]:
-        """Return the token ids that stand for images, videos, audio and padding, by the model's configs."""
         configs = [one.config for one in self.chunks[0].modules() if hasattr(one, "config")]
         names = [(kind, f"{kind}_token_{end}") for kind in MODALITIES for end in ("id", "index")]
         names.append(("padding", "pad_token_id"))

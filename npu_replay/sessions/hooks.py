@@ -48,17 +48,12 @@ def caller_of_hook() -> FrameType | None:
 
 
 class Hook:
-    """Calls `act` as a forward hook, or a pre-hook with keywords, of one module.
+    """Calls `act(owner, *at, args, last)` as a forward hook, or a pre-hook with keywords, of one module.
 
-    It holds neither the module nor its owner: the model may be copied while a block is open, and the copy
-    keeps nothing alive. In a deep copy or a pickle it becomes a function that does nothing.
-
-    Args:
-        owner: held weakly; once it is gone, the hook does nothing.
-        act: called as act(owner, *at, args, last); `last` is the module's output, or a pre-hook's keywords.
-            Its result is the hook's.
-        module: the hook's module. A shallow copy shares its hooks, and is left alone.
-        at: further arguments of `act`.
+    `last` is the module's output, or a pre-hook's keywords; the result of `act` is the hook's. Module and
+    owner are held weakly: a hook without its owner does nothing, and a copy of the model keeps nothing alive.
+    A shallow copy of the module shares its hooks, which ignore it. In a deep copy or a pickle the hook
+    becomes a function that does nothing.
     """
 
     __slots__ = ("__weakref__", "_act", "_at", "_module", "_owner")

@@ -18,9 +18,7 @@ from npu_replay.sessions.hooks import outside_modes
 class IdUses:
     """Checks the integer tensors [rows, topk] that torch's functions are given in one call of a block.
 
-    Args:
-        rows, topk, num_experts: of the block's top-k.
-        ids: what they must hold, never written into; None: the content of the first of them.
+    They must hold `ids`, which are never written into; None: the content of the first of them.
     """
 
     depth = 0  # of torch's mode stack when `follow` was called

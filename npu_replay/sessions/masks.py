@@ -1,13 +1,12 @@
-"""Masks: find the scores that a router had before it masked them.
+"""Find the scores that a router had before it masked them.
 
 A replayed expert may lie in a group that the router masked; it then needs its own score, not the mask's
 number. `seam.Watch` sees each function that the router calls, and this module walks back from the argument of
-the top-k through the functions that made it. A function is a mask by its effect: it changed some scores and
-left the others. One that computes (a sum, a product) must also lower them by much or to 0, unlike an expert
-bias or a scale. It was a mask only in rows where all that it changed lies below what the router chose: in a
-row of padding that is filled with zeros the choice itself is among zeros. A mask whose result goes through
-another function before the top-k (a softmax, a bias) can't be undone: a replayed expert that it ruled out is
-reported, since its weight has no meaning.
+the top-k. A function is a mask by its effect: it changed some scores and left the others. One that computes
+(a sum, a product) must also lower them by much or to 0, unlike an expert bias or a scale. It was a mask only
+in rows where all that it changed lies below the router's choice: in a row of padding that is filled with
+zeros the choice itself is among zeros. A mask whose result goes through another function before the top-k (a
+softmax, a bias) can't be undone: an expert that it ruled out is reported, as its weight has no meaning.
 """
 
 from __future__ import annotations
@@ -53,11 +52,9 @@ class Path(NamedTuple):
 
 
 class Masks:
-    """Records the steps by which one call of a router makes its scores.
+    """Records the steps by which one call of a router makes its scores [rows, num_experts].
 
-    Args:
-        rows, num_experts: of the scores.
-        paths: where the masks were in earlier calls of the router, by the names of all steps.
+    `paths` holds where the masks were in earlier calls of the router, by the names of all steps.
     """
 
     # Names of the steps, and the masks of this call. A recompute takes its forward's, since the tensors that
@@ -90,7 +87,6 @@ class Masks:
         return result
 
     def sees(self, scores: torch.Tensor) -> bool:
-        """Return whether a recorded step made these scores."""
         place = address(scores)
         return any(step.place == place for step in self._steps)
 
@@ -99,9 +95,8 @@ class Masks:
     ) -> torch.Tensor:
         """Return the scores [rows, experts] before they were masked; unchanged where no mask was seen.
 
-        Args:
-            own: called only where a mask may have been seen.
-            take: returns the wanted part of scores, row by row, such as those of some experts.
+        `take` returns the wanted part of scores, row by row. `own` is called only where a mask may have been
+        seen.
         """
         values, kept = take(scores), None
         for earlier, later, step in self._pairs(self._path(scores, own).open, scores):

@@ -175,7 +175,6 @@ class Timeline:
             del self.ends[:gone]
 
     def _owner_by_number(self, where: str) -> Owner | None:
-        """Return the forward in which autograd's running node was made."""
         number = backward.running_node_number()
         if number is None:
             raise RecomputeError(
@@ -217,11 +216,7 @@ class Timeline:
 
 
 class Marks:
-    """Holds what is known of the next call of each router of one chunk.
-
-    Args:
-        running: returns the number of the micro-batch whose forward this chunk runs now.
-    """
+    """Holds what is known of the next call of each router of one chunk."""
 
     def __init__(self, running: Callable[[], int]) -> None:
         self.running = running
@@ -237,7 +232,6 @@ class Marks:
         self._announced[id(router)] = number
 
     def take_foreseen(self, router: nn.Module) -> Any:
-        """Return and remove the token of `foresee`."""
         return self._foreseen.pop(id(router), None) if self._foreseen else None
 
     def take_announced(self, router: nn.Module) -> int | None:

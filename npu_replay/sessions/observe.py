@@ -133,7 +133,6 @@ class Reading(Work):
         self._seen[router.label, forward.number] = ids.cpu(), whole.cpu()
 
     def micro_batch(self, routers: Sequence[Router], number: int) -> RoutedExperts:
-        """Return what these routers, by layer, have shown in a micro-batch."""
         if not routers:
             return without_layers()
         for router in routers:

@@ -1,4 +1,4 @@
-"""Overlap: the share of the experts given to a router that it would choose by itself, too.
+"""Measure overlap: the share of the experts given to a router that it would choose by itself, too.
 
 Routes of the right tokens overlap by 0.8 to 1, since rounding changes few experts. Routes of another token,
 layer or sample overlap by chance. Chance depends on how evenly the experts are used, so it is measured: as
@@ -22,12 +22,13 @@ from npu_replay.sessions.micro_batches import Forward
 from npu_replay.sessions.route_source import DeviceRoutes
 
 RUN = 64
-"""The least number of rows that are judged, and the length of the runs of consecutive tokens that are
-judged."""
+"""The least number of judged rows, and the length of judged runs of consecutive tokens."""
 
 _LEAST, _MOST = 0.15, 0.25
-"""Limits of the expected overlap, as a part of the way from chance to 1. Right routes at 4 bits had 0.19 and
-more, wrong ones less than 0.1, a wrong layer among right ones up to 0.2."""
+"""Limits of the expected overlap, as a part of the way from chance to 1.
+
+Right routes at 4 bits had 0.19 and more, wrong ones less than 0.1, a wrong layer among right ones up to 0.2.
+"""
 _SHIFTS = 64
 _LAYERS = 8  # number of layers compared for a shift
 
@@ -144,8 +145,6 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Holds the calls of a chunk's routers, on the host."""
-
     hits: Array  # [layers, rows], in the order of tokens
     loads: Array  # [layers, 2, num_experts]
     before: int  # number of rows of earlier forwards
@@ -160,7 +159,6 @@ class _Seen:
         return cls(np.concatenate([before.hits, hits], axis=1), before.loads + loads, before.hits.shape[1])
 
     def chance(self, topk: int) -> Array:
-        """Return the overlap of rows with the choices of other tokens, by layer."""
         rows = self.hits.shape[1]
         pairs = (self.loads[:, 0] * self.loads[:, 1]).sum(axis=1) - self.hits.sum(axis=1, dtype=np.int64)
         chance: Array = pairs / (topk * rows * (rows - 1))
@@ -208,8 +206,8 @@ class Shift(NamedTuple):
 def find_shift(calls: dict[int, _Call], rows: Array, given: Array, at: int, least: float) -> Shift | None:
     """Return the shift at which the routes fit better than where they lie, or None.
 
-    Neighbouring tokens choose alike, so rows moved by one may still overlap well. A shift must overlap by
-    four standard errors more, and by `least`. Compares 256 rows from `at` on, in eight layers.
+    Neighbouring tokens choose alike, so a shift must overlap by four standard errors more, and by `least`.
+    Compares 256 rows from `at` on, in eight layers.
     """
     some = slice(None, None, max(1, len(calls) // _LAYERS))
     looked = np.arange(at, min(at + 4 * RUN, len(rows)))

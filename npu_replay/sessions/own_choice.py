@@ -24,11 +24,7 @@ AuxLoss: TypeAlias = Literal["live", "replayed"]
 
 
 class OwnChoice:
-    """Asks each router that is given ids for its own choice, where that is needed: it costs a top-k.
-
-    Args:
-        live_mismatch, min_overlap, aux_loss: see `replay`.
-    """
+    """Asks routers that are given ids for their own choice, if an option of `replay` needs it."""
 
     def __init__(
         self,

@@ -117,7 +117,6 @@ class KeptIds:
         return self._ids
 
     def get(self, key: Key) -> torch.Tensor | None:
-        """Return the ids of a call, [rows, topk]; None if they weren't kept."""
         return self.narrow().get(key)
 
     def drop(self, key: Key) -> None:

@@ -78,12 +78,9 @@ class Recording(Session):
 class StepRecording(Session):
     """Records routes that are taken chunk by chunk, right after each forward.
 
-        with StepRecording(chunks) as session:
-            chunks[chunk](...)
-            routes = session.take(chunk)
-
-    Args:
-        model, errors_wait: see Session.
+    with StepRecording(chunks) as session:
+        chunks[chunk](...)
+        routes = session.take(chunk)
     """
 
     name = "record"
@@ -94,7 +91,6 @@ class StepRecording(Session):
         super().__init__(model, self._answering, errors_wait=errors_wait)
 
     def take(self, chunk: int) -> RoutedExperts:
-        """Return the routes of a chunk's last forward, rows as its routers had them."""
         number = self.timeline.ended[chunk] - 1
         if number < 0:
             raise MicroBatchError(

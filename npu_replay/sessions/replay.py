@@ -65,11 +65,7 @@ def replay(
 class Replay(Session):
     """Makes every router choose what `routes` says.
 
-    Args:
-        model: see Session.
-        routes: one RoutedExperts a micro-batch, in forward order; rows as the routers have them. Columns
-            are picked by layer label. A row without a route takes the router's own choice.
-        own: asks for the routers' own choice.
+    Columns are picked by layer label. A row without a route takes the router's own choice.
     """
 
     name = "replay"
@@ -98,11 +94,7 @@ class Replay(Session):
 
 
 class ListedRoutes(RouteSource):
-    """Holds the routes of all micro-batches, in forward order.
-
-    Attributes:
-        called: compares the calls of the model with the inputs of their routes.
-    """
+    """Holds the routes of all micro-batches, in forward order."""
 
     def __init__(self, routes: Any) -> None:
         super().__init__()
@@ -168,15 +160,11 @@ def _rows(routes: Sequence[RoutedExperts]) -> tuple[int, int]:
 
 
 class StepReplay(Session):
-    """Replays routes that are given to each chunk just before its forward.
+    """Replays routes that are given to each chunk just before its forward. `options` are those of OwnChoice.
 
-        with StepReplay(chunks) as session:
-            session.give(chunk, routes)
-            chunks[chunk](...)
-
-    Args:
-        model, errors_wait: see Session.
-        options: see OwnChoice.
+    with StepReplay(chunks) as session:
+        session.give(chunk, routes)
+        chunks[chunk](...)
     """
 
     name = "replay"
@@ -192,7 +180,6 @@ class StepReplay(Session):
 
     @property
     def first_chunk(self) -> int:
-        """Return the first chunk with a router; 0 if none has one."""
         return next((chunk for chunk, routers in enumerate(self.routers) if routers), 0)
 
     def metrics(self) -> dict[str, float]:
@@ -201,17 +188,12 @@ class StepReplay(Session):
         return super().metrics() | figures
 
     def counts(self) -> dict[str, int]:
-        """Return also the number of routers that were given routes, and the bytes of these."""
+        """Return also the number of replayed routers, and the bytes of their routes."""
         return super().counts() | {"replayed": len(self._source.replayed), "bytes": self._source.bytes}
 
 
 class SteppedRoutes(RouteSource):
-    """Holds the routes of each chunk's next forward.
-
-    Attributes:
-        rows, rows_without_route, bytes: of the routes that forwards have used.
-        replayed: labels of the routers that used them.
-    """
+    """Holds the routes of each chunk's next forward, and counts the used ones."""
 
     def __init__(self) -> None:
         super().__init__()

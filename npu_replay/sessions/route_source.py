@@ -1,4 +1,4 @@
-"""Route sources: which routes each forward of a session gets, and their copies on the model's devices."""
+"""Decide which routes each forward of a session gets, and copy them to the model's devices."""
 
 from __future__ import annotations
 
@@ -54,18 +54,15 @@ class RouteSource:
         self.chunks, self.routers, self.timeline = session.chunks, session.routers, session.timeline
 
     def answers(self, router: Router) -> bool:
-        """Return whether the router's calls outside backward are answered now."""
         return True
 
     def is_last(self, number: int) -> bool:
-        """Return whether this is known to be the last micro-batch."""
         return False
 
     def check_forward(self, forward: Forward) -> None:
         """Refuse a micro-batch at its beginning."""
 
     def wants_inputs_of(self, number: int) -> bool:
-        """Return whether token ids and images of this micro-batch are kept."""
         return self._wants_inputs
 
     def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
@@ -138,12 +135,7 @@ class RouteSource:
 
 
 class DeviceRoutes:
-    """Holds the routes of one micro-batch for one chunk, and their copies on the model's devices.
-
-    Args:
-        routes: rows as the routers have them.
-        labels: decoder layers of the chunk's routers.
-    """
+    """Holds the routes of one micro-batch for one chunk, and their copies on the model's devices."""
 
     def __init__(self, routes: RoutedExperts, labels: StageLabels) -> None:
         self.routes = routes
@@ -163,7 +155,6 @@ class DeviceRoutes:
         return self.routes.ids[:, self._of_all]
 
     def send(self, device: torch.device) -> None:
-        """Copy the ids to a device once, without waiting for the copy."""
         if device in self.on or not self.columns:
             return
         ids = to_device(self.ids, device)

@@ -104,8 +104,6 @@ class Call:
     """Represents one call of one router, from its forward pre-hook to its forward hook.
 
     Args:
-        rows, num_experts: of the scores.
-        topk: the router's k.
         choose: returns the ids to use.
         masks: this router masks its scores before the top-k; needs `watch`.
         watch: also enter `Watch`, until the top-k is caught.
@@ -269,7 +267,6 @@ class Call:
     def _answer_again(
         self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any], _: torch.Tensor
     ) -> Any:
-        """Count a further top-k; one over the same scores gets the same answer."""
         self.again += 1
         scores = args[0] if args else kwargs["input"]
         asked = address(scores), None if scores.is_inference() else scores._version
@@ -309,7 +306,6 @@ class Call:
         self.ids, self.way = ids, "kernel"
 
     def decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the values of the top-k and its ids, which must not be written into."""
         if self.keeps_native_topk:
             values, self.own_ids = self.native_topk(scores)
         elif self.chooses_itself and _others_answer(scores):

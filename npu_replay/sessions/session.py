@@ -128,7 +128,6 @@ class Session:
         return f"{self.done} micro-batches"
 
     def labels(self, chunk: int) -> StageLabels:
-        """Return the decoder layers of a chunk's routers, ascending."""
         return labels_of(self.routers[chunk], self.all_routers)
 
     @property
@@ -242,7 +241,6 @@ class Session:
                 self.undo.callback(handle.remove)
 
     def before(self, module: nn.Module, hook: Hook) -> None:
-        """Attach a forward pre-hook to a module, until the block ends."""
         self.undo.callback(hook.take_off)
         self._hung(module, module.register_forward_pre_hook(hook, with_kwargs=True))
 
@@ -293,7 +291,6 @@ class Session:
     # Its forwards
 
     def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a forward; return None, or other arguments for the call."""
         if in_backward():
             self.unchanged.check("in a recompute of the model")
             return

@@ -62,10 +62,8 @@ class _Guarded:
 class Guard:
     """Replaces torch's two names for top-k while at least one block is open.
 
-    It takes no lock, which an interrupt could leave locked: each step may run twice, from any thread.
-
-    Args:
-        here: its `armed` is this thread's call that answers the next top-k that it `matches`, or None.
+    It takes no lock, which an interrupt could leave locked: each step may run twice, from any thread. The
+    `armed` of `here` is this thread's call that answers the next top-k that it `matches`, or None.
     """
 
     def __init__(self, here: Any) -> None:
@@ -129,13 +127,10 @@ def _script_table() -> dict[int, str] | None:
 
 
 def hold_eager(chunks: Sequence[nn.Module], routers: Sequence[Sequence[Router]], holder: object) -> None:
-    """Run modules that contain a router eagerly, until `let_go(holder)`.
+    """Run modules that contain a router eagerly, until `let_go(holder)`; RouterError before torch 2.6.
 
     Does nothing where none of them is compiled: the stance is the whole process's, and functions that a
     framework compiled for itself should stay so.
-
-    Raises:
-        RouterError: something is compiled and this torch has no `torch.compiler.set_stance` (before 2.6).
     """
     compiled = [
         path
@@ -159,7 +154,6 @@ def hold_eager(chunks: Sequence[nn.Module], routers: Sequence[Sequence[Router]],
 
 
 def let_go(holder: object) -> None:
-    """Undo `hold_eager`; the last holder restores the stance of the process."""
     _holders.discard(holder)
     if not _holders and _stances:
         _stances[0].__exit__(None, None, None)
@@ -172,7 +166,6 @@ _stances: list[Any] = []
 
 
 def _is_around(path: str, router: str) -> bool:
-    """Return whether the module at `path` contains the router, or is the router."""
     return path in ("", router) or router.startswith(f"{path}.")
 
 

@@ -24,8 +24,10 @@ from npu_replay.smoke.job import Job, Wrong
 from npu_replay.smoke.model import StepOutcome, build, perturbed, plan, routers_of, step
 
 CLOSE = 1e-3
-"""The tolerance of losses and gradients on devices that don't add in a fixed order. Other experts change both
-by far more."""
+"""The tolerance of losses and gradients on devices that don't add in a fixed order.
+
+Other experts change both by far more.
+"""
 
 
 class Trial:
@@ -48,11 +50,7 @@ class Trial:
         return step(self.chunks, self.batches, forward_only=forward_only)
 
     def random_routes(self, *, holes: bool = False) -> list[RoutedExperts]:
-        """Return routes that no router would choose, others for each micro-batch and rank.
-
-        Args:
-            holes: every third row has no route.
-        """
+        """Return routes that no router would choose; with `holes`, every third row has none."""
         generator = torch.Generator().manual_seed(13 + self.job.rank)
         return [
             RoutedExperts(
@@ -215,11 +213,7 @@ FEATURES: dict[str, Callable[[Trial], str]] = {
 
 
 def left_behind(chunks: Iterable[nn.Module], topk: tuple[object, object]) -> str:
-    """Return what npu_replay has left in torch, Megatron and the models after uninstall(); empty if nothing.
-
-    Args:
-        topk: torch.topk and torch.Tensor.topk before the first block.
-    """
+    """Return what npu_replay has left in torch, Megatron and the models after uninstall(), or ""."""
     report = npu_replay.report()
     found = [f"{patch.where} is still replaced" for patch in report.patches]
     found += [f"a block is still open: {block}" for block in report.open_sessions]
@@ -232,7 +226,6 @@ def left_behind(chunks: Iterable[nn.Module], topk: tuple[object, object]) -> str
 
 
 def differing(ours: list[RoutedExperts], theirs: list[RoutedExperts]) -> int:
-    """Count the token-layers whose experts differ, where both have a route."""
     return sum(int(differing_token_layers(*pair).sum()) for pair in zip(ours, theirs, strict=True))
 
 

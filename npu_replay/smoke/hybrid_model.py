@@ -41,12 +41,9 @@ def model(
     parts: dict[str, Any] | None = None,
     **ends: Any,
 ) -> Any:
-    """Build a HybridModel, or a chunk of one.
+    """Build a HybridModel, or a chunk of one, of this pattern; the rest as in `megatron_model`.
 
-    Args:
-        pattern: the pattern of the whole model.
-        parts: specs of other kinds of layers, by their names in Megatron's spec of the decoder.
-        ends: pre_process, post_process and other arguments of the class. The rest as in `megatron_model`.
+    `parts` are specs of other kinds of layers, by their names in Megatron's spec of the decoder.
     """
     from megatron.core.transformer.spec_utils import ModuleSpec
 

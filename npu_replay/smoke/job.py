@@ -47,12 +47,7 @@ def place() -> tuple[int, int]:
 
 
 class Job:
-    """Represents one rank of a job.
-
-    Attributes:
-        rank, world: this process among them.
-        device: where the model runs, a torch.device once the job is prepared.
-    """
+    """Represents one rank of a job; `device` is set by `prepare`."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -127,7 +122,6 @@ class Job:
             dist.destroy_process_group()
 
     def tell_mindspeed(self) -> None:
-        """Give MindSpeed the arguments that a training script's command line would give it."""
         if _ADAPTOR not in sys.modules:
             return
         adaptor: Any = sys.modules[_ADAPTOR]

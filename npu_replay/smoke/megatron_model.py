@@ -25,8 +25,7 @@ FULL_RECOMPUTE: dict[str, Any] = {
 def start(device: torch.device | None = None) -> None:
     """Initialise torch.distributed and Megatron's parallel state for this process alone, once.
 
-    Args:
-        device: where the model will be; None takes the accelerator, where there is one.
+    The model will be on `device`; None takes the accelerator, where there is one.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -86,8 +85,6 @@ def model(
     """Build a GPTModel from `cfg`; dense and MoE layers follow its moe_layer_freq.
 
     Args:
-        vocab: size of the vocabulary.
-        length: longest sequence.
         norm, attention: replace Megatron's own norms and attention core.
         vp_stage: the virtual stage of this pipeline rank; None where there is one.
         ends: pre_process and post_process, for a chunk of a pipeline.
@@ -127,7 +124,6 @@ def chunks(cfg: Any, *, build: Callable[..., Any] = model, **about: Any) -> list
     """Build this pipeline rank's chunks of the model, one for each virtual stage.
 
     Args:
-        cfg: says how many stages there are; parallel_state says which are here.
         build: builds a chunk; `hybrid_model.model` builds one of a HybridModel.
         about: arguments of `build`.
     """

@@ -144,7 +144,6 @@ def _identity(name: str, weight: nn.Parameter, chunk: Any) -> str:
 
 
 def _noise(seed: str, like: torch.Tensor) -> torch.Tensor:
-    """Return normal noise on the CPU, the same for the same seed on every machine."""
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     return torch.randn(like.shape, generator=generator).to(like.dtype)
 
@@ -191,8 +190,7 @@ def plan(
 ) -> list[Batch]:
     """Return this rank's micro-batches of its data-parallel rank's sequences of several lengths.
 
-    Args:
-        other: the same sequences in another order, and padded further.
+    With `other`, the same sequences come in another order, and padded further.
     """
     padded, count = options.alignment * -(-13 // options.alignment), BATCH * options.micro_batches
     generator = torch.Generator().manual_seed(5 + parallel.dp_rank)

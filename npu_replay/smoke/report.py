@@ -33,12 +33,9 @@ class Result:
     """Describes the result of one feature with one way of routing.
 
     Attributes:
-        feature: its name.
         case: the way of routing; empty where it makes no difference.
-        result: PASS, FAIL or SKIP.
         why: one line: what was seen, what is wrong, or why it was not tried.
         rank: the lowest rank that failed; None if none did.
-        seconds: on this rank.
         trace: where the exception came from, if one was raised.
         broken: an exception left the schedule, so other ranks may wait in vain in their collectives.
         at: when it ended, in seconds; a rank that waited in vain ends later.
@@ -114,7 +111,6 @@ class Report:
         return wrapped(f"npu-replay smoke: {what}, on {where}\n{', '.join(names)}", width())
 
     def lines(self, feature: str) -> str:
-        """Return the line of a feature; for a failure one for each way of routing that fails."""
         mine = [one for one in self.results if one.feature == feature]
         told = []
         for one in (one for one in mine if one.result == FAIL):
@@ -142,10 +138,7 @@ class Report:
 
 
 def versions() -> dict[str, str]:
-    """Return the release of each product, and the commit of a checkout of Megatron-LM or MindSpeed.
-
-    It is empty where the product isn't installed, and «?» where its release is unknown.
-    """
+    """Return the releases of products, empty if not installed, with the commit of a checkout, or «?»."""
     from npu_replay import __version__  # here: a circular import otherwise
 
     known = {"npu_replay": __version__, "python": platform.python_version(), "torch": torch.__version__}
@@ -158,7 +151,6 @@ def versions() -> dict[str, str]:
 
 
 def _commit(folder: str) -> str:
-    """Return the first digits of a checkout's commit; empty elsewhere."""
     git = next((git for place in [*Path(folder, ".").parents][:3] if (git := place / ".git").is_dir()), None)
     try:
         said = Path(git, "HEAD").read_text().strip() if git else ""

@@ -56,12 +56,7 @@ def main(options: Options) -> int:
 
 
 class Smoke:
-    """Runs smoke on this rank.
-
-    Args:
-        options: from the command line.
-        routings: the ways of routing to try.
-    """
+    """Runs smoke on this rank, with these ways of routing."""
 
     def __init__(self, options: Options, routings: Sequence[str] = tuple(ROUTINGS)) -> None:
         self._options, self._routings = options, routings
@@ -140,7 +135,6 @@ class Smoke:
         return "torch, Megatron and the models are as they were"
 
     def _try(self, feature: str, case: str, examine: Callable[[], str]) -> Result:
-        """Examine on all ranks; return the same result on each, except for the seconds."""
         self._asked += 1
         patience = self._options.patience
         watch = threading.Timer(4 * patience, self._conclude, (feature,))
