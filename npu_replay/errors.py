@@ -1,4 +1,4 @@
-"""The errors of npu_replay: one family, every message in the same order."""
+"""Define the errors of npu_replay: one family, every message in the same order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that are imported on their first use: most processes need few of them."""
+"""Import names on their first use: most processes need few of them."""
 
 from __future__ import annotations
 

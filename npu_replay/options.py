@@ -1,4 +1,4 @@
-"""Options that every command takes, and the parser of their command lines. Imports little."""
+"""Define the options that every command takes, and the parser of their command lines. Imports little."""
 
 from __future__ import annotations
 

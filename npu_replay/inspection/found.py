@@ -1,4 +1,4 @@
-"""The findings of `npu-replay inspect`: a verdict on each sequence, and the load of each layer."""
+"""Hold the findings of `npu-replay inspect`: a verdict on each sequence, and the load of each layer."""
 
 from __future__ import annotations
 

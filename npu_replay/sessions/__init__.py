@@ -1,1 +1,1 @@
-"""Blocks that record, replay or observe the routers of a model."""
+"""Record, replay or observe the routers of a model, in blocks."""

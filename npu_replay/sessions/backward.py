@@ -37,8 +37,7 @@ _top_hooks: Callable[[bool], Any] | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )  # not there in torch 2.7
 TELLS_REGIONS = _top_hooks is not None
-"""Tells that every non-reentrant checkpoint around a place is found. On torch 2.7 the composable one
-isn't."""
+"""Tells that every non-reentrant checkpoint around a place is found; torch 2.7 misses the composable one."""
 _push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 

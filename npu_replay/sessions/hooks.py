@@ -1,4 +1,4 @@
-"""Hooks on modules, for the length of a block; in a copy of the model they do nothing."""
+"""Attach hooks to modules for the length of a block; in a copy of the model they do nothing."""
 
 from __future__ import annotations
 

@@ -89,6 +89,7 @@ class Timeline:
         if forward is None:
             return None
         self._open[chunk] = None
+        # A hook that is always called gets None after an exception, and runs while that is handled.
         raised = output is None and sys.exc_info()[1] is not forward.handling
         self.ends.append((backward.sequence_number(), None if raised else forward.owner))
         if raised:

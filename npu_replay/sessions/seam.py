@@ -1,4 +1,4 @@
-"""The only intervention in a model: replace the result of a router's top-k, inside one call of the router.
+"""Replace the result of a router's top-k inside a call of the router: the only intervention in a model.
 
 While a call is armed, `Call.choose` answers the first top-k over the experts: two-dimensional scores of
 the expected shape and the router's k. (Group-limited routing calls another top-k before it, aux losses one

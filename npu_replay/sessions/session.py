@@ -1,4 +1,4 @@
-"""Session: the context manager behind every block. It hangs hooks on a model and removes them at its end.
+"""Define Session, the context manager behind every block: it hangs hooks on a model and removes them.
 
 Its `Work` is what it does with the routers: `Answering` answers their top-k, `Reading` reads their outputs.
 """

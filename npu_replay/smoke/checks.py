@@ -1,4 +1,4 @@
-"""The features that `npu-replay smoke` examines: one function each, able to fail alone.
+"""Examine the features of `npu-replay smoke`: one function each, able to fail alone.
 
 A feature runs on every rank, raises `Wrong` where it doesn't work, and returns one line of what was seen. It
 raises after its last step, so that no other rank waits for this one. `npu_replay.observe` reads what routers

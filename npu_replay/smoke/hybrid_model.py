@@ -1,4 +1,4 @@
-"""A small HybridModel of real Megatron-core (MambaModel up to 0.17), for smoke and the tests.
+"""Build a small HybridModel of real Megatron-core (MambaModel up to 0.17), for smoke and the tests.
 
 It is built of local layers, as the GPTModel of `megatron_model` is.
 """

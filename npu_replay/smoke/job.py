@@ -1,4 +1,4 @@
-"""One process of a smoke job: its device, its process groups, and the exchange of results between ranks.
+"""Run one process of a smoke job: its device, its process groups, and the exchange of results between ranks.
 
 A rank that fails in a schedule leaves the others in a collective that will never complete. gloo gives up
 after the job's patience, and the next feature gets new groups. NCCL and HCCL don't raise an error that can be

@@ -1,4 +1,4 @@
-"""A small GPTModel of real Megatron-core, from 0.12 on, for smoke, the tests, benchmarks and examples.
+"""Build a small GPTModel of real Megatron-core, from 0.12 on, for smoke, the tests, benchmarks and examples.
 
 It uses the local layer spec: no Transformer Engine, CUDA or launcher is needed.
 """

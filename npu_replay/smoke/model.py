@@ -1,4 +1,4 @@
-"""The model of `npu-replay smoke`: a small MoE of the installed Megatron-core, split as a job is.
+"""Build the model of `npu-replay smoke`: a small MoE of the installed Megatron-core, split as a job is.
 
 Norm and attention core are our own, since Megatron's need Transformer Engine, Apex or MindSpeed for sequence
 and context parallelism. All else is the user's: routers, dispatchers, linear layers, pipeline schedules and

@@ -1,4 +1,4 @@
-"""The options of `npu-replay smoke`, and the sizes of the model that fits them. Imports little."""
+"""Define the options of `npu-replay smoke`, and the sizes of the model that fits them. Imports little."""
 
 from __future__ import annotations
 

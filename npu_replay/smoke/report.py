@@ -1,4 +1,4 @@
-"""The report of a smoke run: lines for people, and one JSON document to attach and keep.
+"""Report a smoke run in lines for people, and in one JSON document to attach and keep.
 
 It names versions, sizes and results; no host, no user and no path.
 """
@@ -139,7 +139,7 @@ class Report:
 
 def versions() -> dict[str, str]:
     """Return the releases of products, empty if not installed, with the commit of a checkout, or «?»."""
-    from npu_replay import __version__  # here: a circular import otherwise
+    from npu_replay import __version__  # here: only this function needs the package itself
 
     known = {"npu_replay": __version__, "python": platform.python_version(), "torch": torch.__version__}
     found = {product.name: product for product in probe.products()}
