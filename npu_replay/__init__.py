@@ -5,7 +5,7 @@
     with npu_replay.replay(model, recording.routes):   # the update
         forward_backward_func(...)
 
-Importing this imports no framework, and of npu_replay itself little: most names come with their first use.
+Importing this imports no framework and little of npu_replay: most names are loaded on their first use.
 """
 
 from npu_replay import beside, torch_loading  # isort: skip # noqa: F401  first: they find compat, keep torch
@@ -23,7 +23,7 @@ from npu_replay.errors import (
     RouterError,
 )
 from npu_replay.parallel.parallel_layout import ParallelLayout, register_reader
-from npu_replay.routes.fingerprint import fingerprint  # now: imported later, its module would take its name
+from npu_replay.routes.fingerprint import fingerprint  # not lazy: its module has the same name
 
 if TYPE_CHECKING:
     from npu_replay import delivery
@@ -80,9 +80,9 @@ _HOMES = {
     "replay": "sessions.replay",
     "report": "doctor.report",
 }
-"""The module of each name that comes with its first use."""
+"""Maps each lazily loaded name to its module."""
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+if not TYPE_CHECKING:  # with __getattr__ a type checker accepts any name
     __getattr__, __dir__ = lazy.names(__name__, _HOMES)
 
 routers.register("megatron-core", lazy.lazy("npu_replay.compat.megatron.routers:MegatronRouters"))

@@ -1,4 +1,4 @@
-"""`python -m npu_replay` is `npu-replay`."""
+"""Runs `npu-replay` as `python -m npu_replay`."""
 
 from npu_replay.cli import main
 

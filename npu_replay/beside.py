@@ -1,6 +1,6 @@
-"""In a clone npu_replay.compat is the folder compat/ beside this package; a wheel has it inside.
+"""Make npu_replay.compat importable in a clone, where compat/ lies beside this package.
 
-Importing this makes it found in a clone that is on the path, as Megatron-LM's and MindSpeed's are.
+A wheel has it inside. The clone only has to be on the path, as Megatron-LM's and MindSpeed's are.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _PACKAGE = Path(__file__).parent
 
 
 def _look(folder: Path) -> ModuleSpec | None:
-    """The package in `folder`, a zip's too; a folder without __init__.py, left by an older tree, is none."""
+    """Return the spec of the package in `folder`, also in a zip; a folder without __init__.py is ignored."""
     spec = PathFinder.find_spec(_NAME, [str(folder)])
     return spec if spec is not None and spec.origin is not None else None
 
 
 class _Beside:
-    """On sys.meta_path, so that find_spec and reload know of it; it finds this one package."""
+    """Finds this one package; on sys.meta_path, so that find_spec and reload work."""
 
     @staticmethod
     def find_spec(
@@ -39,6 +39,6 @@ class _Beside:
         return spec
 
 
-# First: an editable install of another clone would give that one's.
+# At the front: an editable install of another clone would find that clone's compat.
 if _look(_PACKAGE) is None:
     sys.meta_path.insert(0, _Beside())

@@ -1,4 +1,4 @@
-"""Which device to run on, asked of torch without waking what isn't wanted."""
+"""Choose the device to run on, without initialising devices that aren't used."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ACCELERATORS = (torch_npu, cuda)
 def pick(name: str) -> torch.device:
     """Return the device called `name`; "auto" takes an accelerator if there is one.
 
-    With "cpu" this process loses sight of CUDA's devices: Megatron-core puts routers onto one that it sees.
+    "cpu" hides CUDA's devices from this process, since Megatron-core puts routers onto one that it sees.
 
     Raises:
-        ReplayError: it isn't available; says what is.
+        ReplayError: it isn't available; the message says what is.
     """
     if name == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -40,14 +40,13 @@ def pick(name: str) -> torch.device:
 
 
 def available() -> list[str]:
-    """Return the kinds of device that can be used, best first; the CPU is always last."""
     torch_npu.load()
     kind, _ = torch_npu.accelerator()
     return [kind, "cpu"] if kind in {device.NAME for device in ACCELERATORS} else ["cpu"]
 
 
 def name_of(device: torch.device) -> str:
-    """Return what its driver calls a device; empty for the CPU.
+    """Return the driver's name of a device; empty for the CPU.
 
     >>> name_of(torch.device("cpu"))
     ''
@@ -67,7 +66,7 @@ def backend(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def megatron_on(device: torch.device) -> Iterator[None]:
-    """Give Megatron-core what it asks of CUDA, on a device that is another one."""
+    """Provide what Megatron-core asks of CUDA, on a device that isn't CUDA's."""
     if device.type == torch_npu.NAME:
         torch_npu.stand_in_for_cuda()
     with cpu.lend():
@@ -76,7 +75,7 @@ def megatron_on(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one thread on the CPU: small matrices aren't worth sharing out, and threads wait for each other."""
+    """Use one CPU thread: small matrices don't gain from more, and threads wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,6 +1,6 @@
-"""The environment variables that a user may set: each is read here and nowhere else.
+"""Read the environment variables that a user may set; all of them are read here only.
 
-Spaces around a value and the case of a word make no difference; an empty value is the same as none.
+Spaces around a value and the case of a word make no difference; an empty value counts as unset.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ VLLM_ASCEND = "NPU_REPLAY_VLLM_ASCEND"
 
 
 def read(name: str, default: Any = None) -> Any:
-    """Return what a variable says, or `default` where nobody has set it; an error that names it otherwise."""
+    """Return the value of a variable, or `default` if it is unset; an error names the variable."""
     told = os.environ.get(name, "").strip()
     return _READINGS[name](told, name) if told else default
 
 
 def disabled() -> bool:
-    """Return whether the user has turned all changes to other modules off."""
     return bool(read(DISABLE, False))
 
 
 def strict() -> bool:
-    """Return whether a job stops where npu_replay can't do its part; switched off, it goes on without."""
+    """Return whether a job stops where npu_replay can't do its part; otherwise it goes on without."""
     return bool(read(STRICT, True))
 
 
 def check() -> None:
-    """Refuse a variable whose value can't be used, and a name that is a slip of one of these."""
+    """Refuse a variable with an invalid value, and a name that is a misspelling of a known one."""
     for name in _READINGS:
         read(name)
     for name in (name for name in os.environ if name.startswith("NPU_REPLAY_") and name not in _READINGS):
@@ -49,7 +48,6 @@ def check() -> None:
 
 
 def _word(told: str, name: str, words: Mapping[str, Any], cause: str = "") -> Any:
-    """Return what a word means."""
     expected = f"one of {', '.join(words)}"
     ReplayError.unless(told.lower() in words, "this value can't be used", expected, told, cause, name)
     return words[told.lower()]
@@ -70,4 +68,4 @@ _READINGS: dict[str, Callable[[str, str], Any]] = {
     MIN_OVERLAP: partial(share, of="experts that were given"),
     **dict.fromkeys((DISABLE, STRICT, VLLM_ASCEND), partial(_word, words=_ON | _OFF)),
 }
-"""How the value of each is read."""
+"""Maps each variable to the function that parses its value."""

@@ -1,4 +1,4 @@
-"""What npu_replay raises: one family, every message in the same order."""
+"""Define the errors of npu_replay: one family, every message in the same order."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _Error = TypeVar("_Error", bound="ReplayError")
-_LONGEST = 2000  # characters of what was expected, or came
+_LONGEST = 2000  # characters of the expected or actual value
 
 
 class ReplayError(RuntimeError):
-    """Routing replay can't be done right, so it isn't done.
+    """Raised when routing replay can't be done correctly; the base class of all errors here.
 
     The message says where it happened, what is wrong, what was expected, what came instead and what
     usually causes it. Parts that don't apply are left out.
     """
 
     shared = False
-    """Do all ranks of the job know of it, and leave with it or with one line about it?"""
+    """Tells that all ranks of the job know of it, and leave with it or with one line about it."""
 
     def __init__(
         self, problem: str, *, where: str = "", expected: object = None, got: object = None, cause: str = ""
@@ -51,7 +51,7 @@ class ReplayError(RuntimeError):
         cause: str = "",
         where: str = "",
     ) -> None:
-        """Raise an error of this kind where something isn't fine.
+        """Raise an error of this class unless `fine`.
 
         >>> MicroBatchError.unless(2 < 3, "too many tokens", "below 3", 2)
         """
@@ -59,7 +59,7 @@ class ReplayError(RuntimeError):
             raise cls(problem, where=where, expected=expected, got=got, cause=cause)
 
     def at(self: _Error, place: object) -> _Error:
-        """Return the same error with a place added to where it happened."""
+        """Return the same error with a place added to `where`."""
         if not str(place) or str(place) in self.where:
             return self
         where = f"{place}, {self.where}" if self.where else str(place)
@@ -67,13 +67,13 @@ class ReplayError(RuntimeError):
 
     @property
     def line(self) -> str:
-        """Where and what, for those who see the whole message elsewhere."""
+        """Return place and problem, for readers who see the whole message elsewhere."""
         return f"{self.where}: {self.problem}" if self.where else self.problem
 
 
 @functools.cache
 def cures() -> str:
-    """Name the page of cures: by the address that a release has, or as it lies in the source."""
+    """Return the address of the troubleshooting page: a release's, or its path in the source."""
     try:
         named = metadata.metadata("npu_replay").get_all("Project-URL") or []
     except Exception:  # noqa: BLE001  a folder on the path, or its metadata is damaged
@@ -83,31 +83,31 @@ def cures() -> str:
 
 
 class InvalidRoutes(ReplayError):
-    """The routes themselves are wrong: shape, range, a duplicate, a constant layer."""
+    """Raised when the routes themselves are wrong: shape, range, a duplicate, a constant layer."""
 
 
 class RouteFileError(ReplayError):
-    """A file or a byte string isn't what `save` or `to_bytes` made, or may not be overwritten."""
+    """Raised when a file or bytes weren't made by `save` or `to_bytes`, or a file may not be overwritten."""
 
 
 class RouterError(ReplayError):
-    """The model's routers don't fit: none found, one that can't be replayed, labels or sizes that differ."""
+    """Raised when the model's routers don't fit: none found, not replayable, other labels or sizes."""
 
 
 class MicroBatchError(ReplayError):
-    """Forwards and routes don't pair up: too many, too few, or another number of tokens."""
+    """Raised when forwards and routes don't pair up: too many, too few, or another number of tokens."""
 
 
 class NoEffect(ReplayError):
-    """A router's own output doesn't show the experts it was told to use."""
+    """Raised when a router's own output doesn't show the experts that it was given."""
 
 
 class RecomputeError(ReplayError):
-    """A recompute in backward can't be given the routes of its own forward."""
+    """Raised when a recompute in backward can't be given the routes of its own forward."""
 
 
 def shown(value: object, most: int = 80) -> str:
-    """Return what somebody gave, for a message: its repr cut off, or its type where it has none."""
+    """Return the repr of a user's value for a message, cut off, or its type if repr fails."""
     try:
         return repr(value)[:most]
     except Exception:  # noqa: BLE001  too many digits, too deep, or what its class raises
@@ -115,7 +115,7 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def as_text(value: object) -> str:
-    """Return what a message says of a value, cut off where it is very long."""
+    """Return the text of a value for a message, cut off where it is very long."""
     try:
         return f"{value}"[:_LONGEST]
     except Exception:  # noqa: BLE001  as above
@@ -131,8 +131,7 @@ def whole_number(
     most: int | None = None,
     kind: type[ReplayError] = ReplayError,
 ) -> int:
-    """Return `value` as an int, numpy's and torch's integers too; raise `kind` for anything else, and for a
-    number below `least` or above `most`.
+    """Return `value` as an int, also from numpy or torch; raise `kind` if it is none or out of range.
 
     >>> whole_number(np.int64(7), "top-k", least=1, most=8)
     7
@@ -141,7 +140,7 @@ def whole_number(
         number = operator.index(value)
         if abs(number) >= 1 << 64:
             raise ValueError("no count, size or id has so many digits")
-    except (TypeError, ValueError, RuntimeError) as error:  # of several numbers, or of a tensor without data
+    except (TypeError, ValueError, RuntimeError) as error:  # several numbers, or a meta tensor
         raise kind(
             f"{what} must be a whole number", where=where, expected="an integer", got=shown(value)
         ) from error
@@ -158,7 +157,7 @@ def listed(
     *,
     kind: type[ReplayError] = ReplayError,
 ) -> list[_T]:
-    """Return `value` as a list; raise `kind` for what can't be gone through, text, and more than `most`.
+    """Return `value` as a list; raise `kind` for text, for no iterable, and for more than `most` entries.
 
     >>> listed(range(3), "layers")
     [0, 1, 2]
@@ -177,7 +176,7 @@ def listed(
 def list_of(
     value: Any, item: type[_T], what: str, cause: str = "", *, kind: type[ReplayError] = ReplayError
 ) -> list[_T]:
-    """Return a list of one a micro-batch; raise `kind` for a single one, for no list, for others in it.
+    """Return a list with one item a micro-batch; raise `kind` for a single item, no list, or other items.
 
     >>> list_of((3, 4), int, "sizes")
     [3, 4]
@@ -198,13 +197,12 @@ def list_of(
 def one_of(
     value: Any, words: tuple[str, ...], what: str, where: str = "", kind: type[ReplayError] = ReplayError
 ) -> None:
-    """Refuse a word that isn't one of these."""
     known = isinstance(value, str) and value in words
     kind.unless(known, f"unknown {what}", " or ".join(map(repr, words)), shown(value), where=where)
 
 
 def micro_batch(number: int, layer: object = None) -> str:
-    """Return «micro-batch 2, layer 5»: where an error happened, in the words of every message."""
+    """Return the place of an error, such as «micro-batch 2, layer 5»."""
     return f"micro-batch {number}" if layer is None else f"micro-batch {number}, layer {layer}"
 
 

@@ -1,4 +1,4 @@
-"""JSON that somebody else may have written, read strictly."""
+"""Parse JSON from other sources strictly."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ from typing import Any
 
 
 def parse(text: str | bytes) -> Any:
-    """Parse a JSON text.
-
-    Raises:
-        ValueError: it isn't JSON; it is nested too deeply; or a key stands twice in an object, of which
-            readers take one each as they like.
-    """
+    """Parse a JSON text; raise ValueError if it is invalid, too deeply nested, or repeats a key."""
     try:
         return json.loads(text, object_pairs_hook=_once)
     except RecursionError as error:

@@ -1,4 +1,4 @@
-"""Names that are told now, and imported with their first use: most processes need few of them."""
+"""Import names on their first use: most processes need few of them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from typing import Any
 
 
 def lazy(where: str) -> Callable[..., Any]:
-    """Return a stand-in for a function or class of a module that need not be imported yet.
-
-    Args:
-        where: «package.module:name».
+    """Return a stand-in for «package.module:name», a function or class, which is imported when first called.
 
     >>> lazy("math:sqrt")(9)
     3.0
@@ -26,11 +23,11 @@ def lazy(where: str) -> Callable[..., Any]:
 
 
 def names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package whose names are imported with their first use.
+    """Return `__getattr__` and `__dir__` of a package that imports its names on their first use.
 
     Args:
         package: its `__name__`.
-        homes: the module of each name, relative to the package; a name that is its own home is a module.
+        homes: the module of each name, relative to the package; a name that maps to itself is a module.
     """
 
     def get(name: str) -> Any:

@@ -1,7 +1,4 @@
-"""What every command takes, and how its command line is read.
-
-Light: every command imports it.
-"""
+"""Define the options that every command takes, and the parser of their command lines. Imports little."""
 
 from __future__ import annotations
 
@@ -17,18 +14,11 @@ from npu_replay.tables import width, wrapped
 
 
 class WrongOption(ReplayError):
-    """A command line that can't be run as it stands: commands exit with 2."""
+    """Raised for a command line that can't be run: the command exits with 2."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads a command line, and raises a WrongOption for one that can't be read.
-
-    Args:
-        prog: the command, as people write it.
-        about: what it does.
-        examples: command lines to copy, for the end of --help.
-        page: where more is written.
-    """
+    """Parses the command line of `prog`, and raises WrongOption where that fails."""
 
     def __init__(self, prog: str, about: str, examples: Sequence[str], page: str, **more: Any) -> None:
         end = "\n".join(["Examples:", *(f"  {one}" for one in examples), f"More: {page}"])
@@ -46,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         given, unknown = super().parse_known_args(args, namespace)
-        if unknown:  # said by the command itself: argparse would leave it to npu-replay, and name that
+        if unknown:  # here, so that the error names the command, not npu-replay
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return given, unknown
 
@@ -54,7 +44,6 @@ class Parser(argparse.ArgumentParser):
         raise WrongOption(f"{message}. {self.prog} --help says what it takes")
 
     def add_device(self) -> None:
-        """Add --device."""
         words = "Where to run; auto takes an accelerator if there is one."
         self.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"), default="auto", help=words)
 
@@ -68,10 +57,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of an option that takes a whole number from `least` on."""
+    """Return an argument type for whole numbers from `least` on."""
 
     def number(text: str) -> int:
-        if int(text) < least:  # argparse itself says that a word is no number
+        if int(text) < least:  # argparse reports a word that is no number
             raise argparse.ArgumentTypeError(f"{text} is less than {least}")
         return int(text)
 
@@ -79,11 +68,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def check_out(out: Path | None, *, force: bool) -> None:
-    """See before the work that `out` can be written after it.
-
-    Raises:
-        WrongOption: it can't.
-    """
+    """Check before the work starts that `out` can be written after it; raise WrongOption if not."""
     if out is None:
         return
     if out.is_dir():
@@ -95,7 +80,6 @@ def check_out(out: Path | None, *, force: bool) -> None:
 
 
 def write_out(out: Path | None, contents: bytes, *, force: bool) -> None:
-    """Write what --out asks for, if it does, and say so on stderr."""
     if out is not None:
         write_whole(out, contents, overwrite=force)
         screen.err().write(f"Wrote {out}\n")

@@ -1,7 +1,7 @@
-"""Which modules of a model are routers, and what the core has to know of each.
+"""Find the routers of a model and describe what the core has to know of each.
 
-The core knows no product. A compat module registers a `RouterKind`, and `find` walks the live model with
-all of them, each time anew: a list made when the model was built would go stale.
+The core knows no product: a compat module registers a `RouterKind`. `find` walks the live model each time,
+since a list made when the model was built could be out of date.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ if TYPE_CHECKING:
     from npu_replay.sessions.micro_batches import Marks
 
 Model: TypeAlias = "nn.Module | Sequence[nn.Module]"
-"""What a block takes: a module, or the list of its virtual-pipeline chunks."""
+"""Names what a block takes: a module, or the list of its virtual-pipeline chunks."""
 
 
 class Handle(Protocol):
-    """Of something that holds until it is removed, such as a hook."""
+    """Removes what it stands for, such as a hook."""
 
     def remove(self) -> None: ...
 
 
 Ids: TypeAlias = "Callable[[], tuple[torch.Tensor, torch.Tensor] | None]"
-"""Of the router's call that runs, the ids that are to be counted and those that are used, [rows, topk] each;
-None without a call."""
+"""Returns the ids to be counted and the ids in use, [rows, topk] each; None outside a call."""
 
 
 @dataclass(frozen=True)
 class AuxLosses:
-    """The aux losses of one router.
+    """Describes the aux losses of one router.
 
     Attributes:
-        follow: do they count the ids that the router was given? If not, what it would choose itself.
+        follow: they count the ids that the router was given; otherwise its own choice.
         recount: makes them count other ids until the handle is removed.
     """
 
@@ -47,34 +46,34 @@ class AuxLosses:
     recount: Callable[[Ids], Handle]
 
     def follow_the_call_of(self, router: nn.Module) -> bool:
-        """Does the call that runs count the ids that it was given? Without grad it counts nothing."""
+        """Return whether the running call counts the ids that it was given; none are counted without grad."""
         return self.follow and router.training and torch.is_grad_enabled()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """One router of a model.
+    """Describes one router of a model.
 
     Attributes:
         module: its `__call__` is where the top-k happens. Its first argument ends in the hidden dimension.
         num_experts: columns of its scores.
         topk: experts a token.
-        layer: the global 0-based decoder layer; None where the module doesn't know, then `find` numbers.
+        layer: the global 0-based decoder layer; None where the module doesn't know: `find` then numbers it.
         shows: reads the router's own output: bool [rows, num_experts], the experts that it sends tokens to,
-            or their ids, integers [rows, topk], in any order. None where the module itself uses the ids, as
-            a block does that has no router in it: then what takes them in is read (`sessions/id_uses.py`).
+            or their ids, integers [rows, topk], in any order. None where the module itself uses the ids (a
+            block without a router inside): then their use is followed (`sessions/id_uses.py`).
         drops: tokens over an expert's capacity are dropped, so `shows` may show fewer than were chosen.
         masks: scores are masked before the top-k (group-limited routing).
         gathers: rows of the scores for each row of the input (ranks that alltoall_seq gathers over).
-        mend: changes the output of a router that was given ids ([rows, topk]), where what comes after it
-            could lose one of them.
-        spare: so many more experts it asks its top-k for than it uses; they come last.
+        mend: changes the output of a router that was given ids ([rows, topk]), where later code could lose
+            one of them.
+        spare: the number of experts that its top-k returns beyond those it uses; they come last.
         aux_losses: None if it has none.
-        row_order: how its rows come of [batch, sequence]: "sequence" (s*b), "batch" (b*s); None if not known.
-        bypass: why its top-k might never run, in words for an error; empty if nothing is known.
-        path: where it sits in the model, `find` fills it in.
-        whole: the labels of all routers of the model, on whichever stage, where its layers are counted
-            otherwise than a Hugging Face config may count them; empty elsewhere.
+        row_order: the order of its rows from [batch, sequence]: "sequence" (s*b), "batch" (b*s), or None.
+        bypass: why its top-k might never run, as the cause of an error; empty if nothing is known.
+        path: its place in the model, filled in by `find`.
+        whole: the labels of all routers of the model, on any stage, where its layers are counted otherwise
+            than in a Hugging Face config; else empty.
     """
 
     module: nn.Module
@@ -95,7 +94,7 @@ class Router:
 
     @property
     def label(self) -> int:
-        """The layer, once `find` has numbered it."""
+        """Return the layer, once `find` has numbered it."""
         if self.layer is None:
             raise RouterError(
                 "this router has no label yet", where=self.path, expected="one that find() returned"
@@ -104,7 +103,7 @@ class Router:
 
 
 class RouterKind:
-    """How to recognise one product's routers. Subclass it, and register an instance."""
+    """Recognises one product's routers. Subclass it, and register an instance."""
 
     def describe(self, module: nn.Module, path: str) -> Router | None:
         """Describe `module`, or return None if it isn't a router of this kind to be replayed.
@@ -119,37 +118,36 @@ class RouterKind:
         return routers
 
     def accepts_none(self, chunks: Sequence[nn.Module]) -> bool:
-        """Is it right that these have no router: a pipeline stage of dense layers, by its config?"""
+        """Return whether these may have no router: a pipeline stage of dense layers, by its config."""
         return False
 
     def check_chunks(self, chunks: Sequence[nn.Module]) -> None:
         """Refuse chunks that aren't all that this rank has of its model."""
 
     def check_losses(self, chunk: nn.Module, call: Mapping[str, object]) -> None:
-        """Refuse a call, with these arguments, that has a loss which can't count the experts of a replay."""
+        """Refuse a call with these arguments whose loss can't count the experts of a replay."""
 
     def explains(self, operator: str) -> str:
-        """Why a router that calls this function reaches no top-k, in words for an error; empty if it may."""
+        """Return why a router that calls this function reaches no top-k, an error's cause; "" if it may."""
         return ""
 
     def diverts(self, module: nn.Module) -> str:
-        """What answers this router's top-k by now, in words for an error; empty if nothing is known."""
+        """Return what answers this router's top-k instead, as an error's cause; "" if nothing is known."""
         return ""
 
     def functions(self, routers: Sequence[Router]) -> Iterable[tuple[str, object, str]]:
-        """What routes in these, and nobody may replace inside a block: its name, an owner and its attribute.
+        """Return the functions that route in these and must stay in place in a block: name, owner, attribute.
 
         The attribute is looked up in the owner's own `__dict__`, and may be missing there.
         """
         return ()
 
     def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> Iterable[Handle]:
-        """Hang hooks on a chunk that mark the recomputes which it runs outside backward."""
+        """Attach hooks to a chunk that mark the recomputes which it runs outside backward."""
         return ()
 
     def variant(self, model: nn.Module) -> Callable[[], Mapping[str, object]]:
-        """A function that tells, by name, what makes the call that runs now one of another variant of the
-        model than a call with other answers: adapters that are switched, say."""
+        """Return a function that gives, by name, the model's current variant, such as its active adapters."""
         return dict
 
 
@@ -160,7 +158,7 @@ def register(name: str, kind: RouterKind | Callable[[], RouterKind]) -> None:
     """Make `find` recognise another product's routers. Registering a name again replaces it.
 
     Args:
-        kind: one, or what makes one when a model is first looked at.
+        kind: a RouterKind, or a function that makes one when a model is first examined.
 
     Raises:
         RouterError: `kind` isn't a RouterKind, and can't be called for one.
@@ -180,12 +178,11 @@ def _checked(name: str, kind: object) -> RouterKind:
 
 
 def kinds() -> tuple[str, ...]:
-    """The products whose routers are recognised."""
+    """Return the products whose routers are recognised."""
     return tuple(_kinds)
 
 
 def _registered() -> list[RouterKind]:
-    """The kinds themselves; those that are still to be made are made now."""
     made = {name: _checked(name, kind() if callable(kind) else kind) for name, kind in _kinds.items()}
     _kinds.update(made)
     return list(made.values())
@@ -197,30 +194,30 @@ def unregister(name: str) -> None:
 
 
 def check_losses(chunk: nn.Module, call: Mapping[str, object]) -> None:
-    """Have every product refuse a call with a loss that can't count the experts of a replay."""
+    """Let every product refuse a call whose loss can't count the experts of a replay."""
     for kind in _registered():
         kind.check_losses(chunk, call)
 
 
 def explained(router: Router, called: Iterable[str]) -> str:
-    """Why this router, which called these functions, reached no top-k; empty if no product knows."""
+    """Return why this router, which called these functions, reached no top-k; empty if no product knows."""
     said = [kind.diverts(router.module) for kind in _registered()]
     said += [kind.explains(name) for name in called for kind in _registered()]
     return next(filter(None, said), router.bypass)
 
 
 def functions(found: Sequence[Router]) -> list[tuple[str, object, str]]:
-    """What routes in these routers, of every product that is here: name, owner, attribute."""
+    """Return the functions that route in these routers, for every product: name, owner, attribute."""
     return [place for kind in _registered() for place in kind.functions(found)]
 
 
 def mark(chunk: nn.Module, found: Sequence[Router], marks: Marks) -> list[Handle]:
-    """Have every product mark what it runs again outside backward; the handles take the hooks off."""
+    """Let every product mark what it runs again outside backward; return handles that remove the hooks."""
     return [handle for kind in _registered() for handle in kind.mark(chunk, found, marks)]
 
 
 def variant(model: nn.Module) -> Callable[[], dict[str, object]]:
-    """A function that tells what every product says of the variant of a model that runs now."""
+    """Return a function that describes the model's current variant for every product."""
     asked = [kind.variant(model) for kind in _registered()]
     return lambda: {name: value for ask in asked for name, value in ask().items()}
 
@@ -234,8 +231,7 @@ PART_BY_PART = (
 
 
 def check_alike(numbers: Mapping[str, tuple[int, int]]) -> None:
-    """Refuse layers whose (top-k, number of experts) differ, by the name of each: one RoutedExperts can't
-    hold their ids."""
+    """Refuse layers that differ in (top-k, number of experts): one RoutedExperts can't hold their ids."""
     for layer, ours in numbers.items():
         first, wanted = next(iter(numbers.items()))
         if ours != wanted:
@@ -249,7 +245,7 @@ def check_alike(numbers: Mapping[str, tuple[int, int]]) -> None:
 
 
 def chunks_of(model: Model) -> list[nn.Module]:
-    """The model chunks, from a module or a list of them."""
+    """Return the model chunks, from a module or a list of them."""
     single = isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)
     chunks: list[Any] = [model] if single or not isinstance(model, Iterable) else list(model)
     for chunk in chunks:
@@ -259,7 +255,6 @@ def chunks_of(model: Model) -> list[nn.Module]:
 
 
 def labels_of(found: Sequence[Router], here: Iterable[Router] = ()) -> StageLabels:
-    """The labels of these routers of a model; here: all that this rank has of it."""
     labels, every = ([router.label for router in each] for each in (found, here))
     return StageLabels(labels, found[0].whole if found else (), sorted(every))
 
@@ -304,9 +299,9 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
 
 
 def _described(chunk: nn.Module, kinds: Sequence[RouterKind]) -> Iterator[Router]:
-    from npu_replay.routes.checks import MAX_EXPERTS  # here: who imports npu_replay may need no routes
+    from npu_replay.routes.checks import MAX_EXPERTS  # here: importing npu_replay must not import it
 
-    inside: set[int] = set()  # what a router holds is none of its own
+    inside: set[int] = set()  # modules inside a router are no routers
     for path, module in chunk.named_modules():
         for kind in kinds if id(module) not in inside else ():
             router = kind.describe(module, path)

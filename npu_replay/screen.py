@@ -1,7 +1,7 @@
-"""Where commands print, while what torch, Megatron-core and transformers print goes to a log.
+"""Separate the output of commands from what torch, Megatron-core and transformers print, which goes to a log.
 
-They warn by `warnings`, by loggers that keep the stderr of their import, by print, and from C++. All of that
-ends in the file descriptors 1 and 2, so these are what is turned aside.
+They use `warnings`, loggers bound to the stderr of their import, print, and C++. All of these write to the
+file descriptors 1 and 2, so the descriptors are redirected.
 """
 
 from __future__ import annotations
@@ -16,27 +16,23 @@ from pathlib import Path
 from typing import TextIO
 
 _kept: dict[str, TextIO] = {}
-"""Of stdout and stderr, while they are turned aside, what the user sees."""
+"""The user's stdout and stderr, while they are redirected."""
 
 
 def out() -> TextIO:
-    """Return stdout, as the user sees it."""
     return _kept.get("stdout", sys.stdout)
 
 
 def err() -> TextIO:
-    """Return stderr, as the user sees it."""
     return _kept.get("stderr", sys.stderr)
 
 
 @contextlib.contextmanager
 def quiet(name: str, log: Path | None = None, *, told: bool = True) -> Iterator[Path]:
-    """Open a block in which only `out` and `err` reach the user; it gives the log that takes the rest.
+    """Open a block in which only `out` and `err` reach the user; it yields the log that takes the rest.
 
-    Args:
-        name: of the command.
-        log: none: a new file in the temporary folder. It is removed if it stays empty.
-        told: name the log on stderr. First, since a crash in C++ leaves no time for it.
+    Without `log` a new file in the temporary folder is used, and removed if it stays empty. `told` names the
+    log on stderr, at the start, since a crash in C++ leaves no time for it.
     """
     if log is None:
         descriptor, place = tempfile.mkstemp(prefix=f"npu-replay-{name}-", suffix=".log")
@@ -65,12 +61,12 @@ def _turned(name: str, descriptor: int, log: TextIO) -> Iterator[None]:
         finally:
             setattr(sys, name, stream)
             del _kept[name]
-            stream.flush()  # what others wrote to it meanwhile
+            stream.flush()  # output of others in the meantime
             os.dup2(kept.fileno(), descriptor)
 
 
 def progress(count: int) -> Callable[[str], None]:
-    """Return a function that says on stderr which of `count` parts begins; call it with the part's title."""
+    """Return a function that reports on stderr which of `count` parts begins; it takes the part's title."""
     numbers = itertools.count(1)
 
     def tell(title: str) -> None:

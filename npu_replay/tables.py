@@ -1,4 +1,4 @@
-"""How all commands print: tables and lines, folded to the terminal's width, and in a pipe to 80 columns."""
+"""Print the output of all commands: tables and lines, folded to the terminal's width, or to 80 columns."""
 
 from __future__ import annotations
 
@@ -13,34 +13,28 @@ from typing import Any, TextIO, TypeAlias
 from npu_replay import screen
 
 Cell: TypeAlias = "str | tuple[str, str]"
-"""Text, or text and its style, such as "bold red", which a terminal shows and a pipe doesn't."""
+"""Text, or text and its style, such as "bold red", which is shown in a terminal only."""
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _GAP = "  "
 _WORDS: dict[str, Any] = {"break_on_hyphens": False, "expand_tabs": False}
 _LEAST = 10
-"""A column of words isn't made narrower than this."""
+"""The least width to which a column of words is narrowed."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells in columns.
-
-    Attributes:
-        titles: one a column.
-        rows: a cell a column each.
-        numbers: the columns that are set to the right, and in which no word is folded.
-    """
+    """Holds titles and rows of cells; columns in `numbers` are right-aligned and not folded."""
 
     titles: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     numbers: range = range(0)
 
     def lines(self, columns: int, colours: bool) -> Iterator[str]:
-        """Yield its lines, folded to so many columns."""
+        """Yield the lines of the table, folded to this number of columns."""
         rows = [[(title, "bold") for title in self.titles], *(list(map(_styled, row)) for row in self.rows)]
         widths = self._widths([[text for text, _ in column] for column in zip(*rows, strict=True)], columns)
         for number, row in enumerate(rows):
-            # A long word is folded too: the columns after it stay in their place.
+            # Long words are folded, too, so that later columns stay aligned.
             folded = [
                 [piece for line in text.split("\n") for piece in textwrap.wrap(line, wide, **_WORDS) or [""]]
                 for (text, _), wide in zip(row, widths, strict=True)
@@ -49,14 +43,14 @@ class Table:
             for line in range(height):
                 cells = []
                 for column, texts in enumerate(folded):
-                    at = line if number else line - height + len(texts)  # titles stand right above the cells
+                    at = line if number else line - height + len(texts)  # titles are aligned at the bottom
                     text = texts[at] if 0 <= at < len(texts) else ""
                     cell = _paint(text, row[column][1], colours), " " * (widths[column] - len(text))
                     cells.append("".join(reversed(cell) if column in self.numbers else cell))
                 yield _GAP.join(cells).rstrip()
 
     def _widths(self, texts: list[list[str]], columns: int) -> list[int]:
-        """Return each column's width: the one with the most to give gives way, blank by blank."""
+        """Return each column's width: the column that has the most to spare is narrowed, blank by blank."""
         widths = [max(len(line) for text in column for line in text.split("\n")) for column in texts]
         least = [min(wide, _LEAST) for wide in widths]
         for column in self.numbers:
@@ -75,7 +69,7 @@ Part: TypeAlias = "Table | Cell | list[Cell]"
 
 
 def width() -> int:
-    """Return how many columns there are: COLUMNS, else the terminal's, else 80."""
+    """Return the number of columns: COLUMNS, else the terminal's, else 80."""
     asked = os.environ.get("COLUMNS", "")
     if asked.isdecimal() and int(asked):
         return int(asked)
@@ -85,7 +79,6 @@ def width() -> int:
 
 
 def show(parts: Iterable[Part], to: TextIO | None = None) -> None:
-    """Print to the user's stdout, or to another stream; each part begins a line of its own."""
     stream = to or screen.out()
     colours = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     for part in parts:
@@ -95,26 +88,24 @@ def show(parts: Iterable[Part], to: TextIO | None = None) -> None:
 
 
 def as_text(parts: Iterable[Part]) -> str:
-    """Return what a file would get, without its last line end."""
     stream = io.StringIO()
     show(parts, to=stream)
     return stream.getvalue().removesuffix("\n")
 
 
 def print_json(text: str) -> None:
-    """Print one JSON document on stdout."""
     screen.out().write(f"{text}\n")
     screen.out().flush()
 
 
 def wrapped(text: str, columns: int, indent: str = "") -> str:
-    """Fold between words; a longer word, such as a path, stays whole."""
+    """Fold a text between words; a longer word, such as a path, stays whole."""
     how: dict[str, Any] = {"subsequent_indent": indent, "break_long_words": False}
     return "\n".join(textwrap.fill(line, columns, **how, **_WORDS) for line in text.split("\n"))
 
 
 def _line(part: Cell | list[Cell], colours: bool) -> str:
-    """Fold a line, indented as it begins. Blanks become line ends, so each cell keeps its length."""
+    """Fold a line and keep its indentation. Blanks become line ends, so each cell keeps its length."""
     cells = [_styled(cell) for cell in (part if isinstance(part, list) else [part])]
     text, found = "".join(cell for cell, _ in cells), ""
     indent = len(text) - len(text.lstrip(" -"))
@@ -130,6 +121,5 @@ def _styled(cell: Cell) -> tuple[str, str]:
 
 
 def _paint(text: str, style: str, colours: bool) -> str:
-    """Give a text its style in the codes of terminals."""
     codes = ";".join(_CODES[word] for word in style.split())
     return f"\x1b[{codes}m{text}\x1b[0m" if colours and codes and text else text

@@ -1,7 +1,7 @@
-"""Loads torch where a device backend of it doesn't load, which would take torch with it.
+"""Import torch without a device backend that fails to load.
 
-torch imports the packages that bring a device (torch_npu) by itself, at the end of `import torch`, and fails
-if one of them fails: for want of CANN, for one. Importing this module first keeps torch, without that device.
+`import torch` imports device packages (torch_npu) at its end, and fails if one of them fails, for want of
+CANN, for example. Importing this module first keeps torch, without that device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The console entry point."""
+"""Defines the entry point of the console."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from npu_replay.cli.exits import ended
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command that `arguments` ask for, those of the process without any."""
+    """Run the command of `arguments`, or of the process's own arguments."""
     given = sys.argv[1:] if arguments is None else arguments
     raise SystemExit(ended(lambda: run(given), given))

@@ -1,4 +1,4 @@
-"""The commands: what each takes and prints. The module of a command is imported when it is run."""
+"""Define what each command takes and prints. A command's module is imported when it runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def run(arguments: Sequence[str]) -> int | None:
 
 
 def parser() -> Parser:
-    """Return what reads the command line of npu-replay."""
     examples = "npu-replay doctor", "npu-replay inspect routes"
     reader = Parser("npu-replay", ABOUT, examples, "docs/cli.md")
     reader.add_argument("--version", action="version", version=npu_replay.__version__)
@@ -95,7 +94,7 @@ def _add(
 
 
 def _end(given: Namespace, found: Any, picture: Callable[[], bytes] | None = None) -> None:
-    """Print what was found, and write what --out asks for: the same as JSON, or a picture."""
+    """Print the findings, and write the file of --out: JSON, or a picture."""
     if given.json:
         print_json(found.to_json())
     else:

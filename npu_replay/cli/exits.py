@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and what it says of an error."""
+"""Define how a command ends: its exit code, and how it reports an error."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from npu_replay.options import WrongOption, message
 from npu_replay.tables import print_json, show
 
 FAULT, WRONG, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
-"""Exit codes, as docs/cli.md has them; the last two are a shell's for the signals SIGINT and SIGPIPE."""
+"""Exit codes, as in docs/cli.md; the last two are a shell's for the signals SIGINT and SIGPIPE."""
 
 
 def ended(work: Callable[[], int | None], arguments: Sequence[str]) -> int:
-    """Run a command and return its exit code; show what a user can mend as one message.
+    """Run a command and return its exit code; print errors that a user can fix as one message.
 
-    Args:
-        work: the command, from the reading of its command line on.
-        arguments: the command line: --json and --debug count also where it can't be read.
+    In `arguments`, --json and --debug also count where the command line can't be parsed.
     """
     hints: list[str] = []
     try:
@@ -32,7 +30,7 @@ def ended(work: Callable[[], int | None], arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone, such as `head`. Python flushes once more at its end.
+        # The reader (`head`, say) has closed the pipe; Python's flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     except WrongOption as error:

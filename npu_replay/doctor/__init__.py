@@ -1,1 +1,1 @@
-"""What is wrong with an installation: `npu-replay doctor` and `npu_replay.report`."""
+"""Finds faults of an installation: `npu-replay doctor` and `npu_replay.report`."""

@@ -2,8 +2,8 @@
 
     python -m npu_replay.doctor.diagnose MODULE ...
 
-imports modules as a job does, npu_replay first, and prints one line of JSON. doctor runs it in a process of
-its own: what is missing or renamed inside a module shows only when it is imported.
+imports modules as a job does, npu_replay first, and prints one line of JSON. doctor runs it in another
+process, since missing or renamed parts of a module show only in its import.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from npu_replay.tables import Part, Table
 
 _MEGATRON, _TRANSFORMERS = probe.MEGATRON, probe.TRANSFORMERS
 _PRODUCTS = {mindspeed.CAPABILITY: "mindspeed", _MEGATRON: "megatron-core", _TRANSFORMERS: "transformers"}
-"""What each of these capabilities is of."""
+"""Maps each of these capabilities to its product."""
 _NEED_MEGATRON = ("Megatron's own replay", "Megatron-core on the CPU")
 _ADAPTOR = "mindspeed.megatron_adaptor"  # before Megatron, which it changes as it is imported
 _ROUTER = "megatron.core.transformer.moe.router"
@@ -36,15 +36,15 @@ _QWEN = "transformers.models.qwen3_moe.modeling_qwen3_moe"
 _ACCELERATORS = {device.NAME: device for device in ACCELERATORS}
 _REFUSED = "can't be replayed: "
 _OURS = "this is a fault of npu_replay or of this torch: please report it, with npu-replay doctor --json"
-_PATIENCE = 120  # seconds; a first NPU kernel is compiled for tens of them
+_PATIENCE = 120  # seconds; the first NPU kernel takes tens of them to compile
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What doctor found.
+    """Holds the findings of doctor.
 
     Attributes:
-        report: as `npu_replay.report` gives it, with what was tried instead of what was only looked up.
+        report: as `npu_replay.report` gives it, updated with what was tried.
         trials: by device, why the self-test failed; empty where it didn't.
         faults: why replay can't work here; empty if it works.
     """
@@ -58,14 +58,12 @@ class Diagnosis:
         return not self.faults
 
     def to_json(self) -> str:
-        """Return all of it, for programs."""
         tried = [{"device": device, "problem": problem} for device, problem in self.trials.items()]
         faults = [asdict(one) for one in self.faults]
         about = {"works": self.works} | asdict(self.report) | {"self_test": tried, "faults": faults}
         return json.dumps(about, indent=2)
 
     def parts(self) -> Iterator[Part]:
-        """Yield the report, what to do about what is missing, and the verdict: tables and lines."""
         yield from self.report.parts()
         told = " ".join(fault.remedy for fault in self.faults)
         found = self.report.capabilities
@@ -90,11 +88,11 @@ class Diagnosis:
 
 
 def diagnose(*, imports: bool = False) -> Diagnosis:
-    """Look, import Megatron-core, and try record, replay and recompute on every device that is here.
+    """Look, import Megatron-core, and try record, replay and recompute on every device.
 
     Args:
-        imports: also import transformers. As Megatron-core it is imported in a process of its own, which
-            takes some seconds and finds what the framework itself lacks.
+        imports: also import transformers, in another process as Megatron-core, which takes some seconds and
+            finds what the framework itself lacks.
     """
     found = report()
     capabilities = {one.name: one for one in found.capabilities}
@@ -109,7 +107,6 @@ def diagnose(*, imports: bool = False) -> Diagnosis:
         capabilities[kind.upper()] = Capability(kind.upper(), "broken" if problem else "works", why, remedy)
 
     def put(name: str, problem: str, modules: tuple[str, ...]) -> None:
-        """Put what the import of these modules shows of a capability into `capabilities`."""
         if not problem:
             capabilities[name] = replace(capabilities[name], why=f"{capabilities[name].why}; imports")
             return
@@ -120,7 +117,7 @@ def diagnose(*, imports: bool = False) -> Diagnosis:
         says = f"{product.name} {product.version}".rstrip()  # MindSpeed's source has none
         capabilities[name] = Capability(name, "broken", f"{says} {problem}", remedy)
 
-    if capabilities[_MEGATRON].there:  # imported with MindSpeed, where that is, as jobs there do
+    if capabilities[_MEGATRON].there:  # import it with MindSpeed if installed, as jobs do
         under = capabilities[mindspeed.CAPABILITY].there
         modules: tuple[str, ...] = (_ADAPTOR, _ROUTER) if under else (_ROUTER,)
         problem = _try(__name__, *modules)
@@ -138,7 +135,7 @@ def diagnose(*, imports: bool = False) -> Diagnosis:
 
 
 def _faults(found: Iterable[Capability]) -> Iterator[Capability]:
-    """Yield what makes replay fail or can't be trusted; what else is missing only loses what needs it."""
+    """Yield the capabilities without which replay fails; other missing ones only affect what needs them."""
     decisive = {*_PRODUCTS, "CPU", *(kind.upper() for kind in _ACCELERATORS)}
     for one in found:
         lost = one.name == "recompute" and not one.there
@@ -151,8 +148,8 @@ def _faults(found: Iterable[Capability]) -> Iterator[Capability]:
 
 
 def _try(module: str, *arguments: str) -> str:
-    """Run a module that prints {"problem": ...} in a process of its own, which it may hang or kill."""
-    # torch_npu is imported on purpose, and not by `import torch`, which would hide why it fails.
+    """Run a module that prints {"problem": ...} in another process, which it may hang or kill."""
+    # torch_npu is imported explicitly: its autoload by `import torch` would hide why it fails.
     variables = os.environ | {torch_npu.AUTOLOAD: "0"}
     try:
         done = subprocess.run(
@@ -180,7 +177,7 @@ def _try(module: str, *arguments: str) -> str:
 
 
 def _import(modules: Iterable[str]) -> str:
-    """Import these modules, one after the other; say why the first fails, or npu_replay can't change them."""
+    """Import these modules in order; return why the first fails, or why npu_replay can't change them."""
     try:
         for module in modules:
             importlib.import_module(module)
@@ -195,7 +192,7 @@ def _import(modules: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    wanted, sys.argv = sys.argv[1:], sys.argv[:1]  # MindSpeed takes what it finds there for its own
+    wanted, sys.argv = sys.argv[1:], sys.argv[:1]  # MindSpeed parses argv
     sys.stdout.write("\n" + json.dumps({"problem": _import(wanted)}) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # at once: what a product prints, or how it crashes, at exit is no matter of its import
+    os._exit(0)  # skip exit handlers: a crash there isn't a failed import

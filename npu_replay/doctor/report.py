@@ -1,4 +1,4 @@
-"""Report what is here, and what npu_replay has changed in it."""
+"""Report what is installed, and what npu_replay has changed in it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _STYLES = {"native": "green", "works": "green", "shimmed": "yellow", "missing": 
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What torch says of itself.
+    """Holds facts about torch.
 
     Attributes:
         recompute_problem: why a recompute can't be told from a forward here; empty if it can.
-        accelerator: the kind of device that torch has in this process, «npu» for one; empty if none.
-        devices: how many of them.
+        accelerator: the kind of device that torch has in this process, such as «npu»; empty if none.
+        devices: the number of them.
     """
 
     version: str
@@ -43,17 +43,17 @@ class TorchFacts:
 
 @dataclass(frozen=True)
 class AppliedPatch:
-    """One attribute of somebody else's that npu_replay has replaced for now."""
+    """Describes one attribute of another module that npu_replay has replaced for now."""
 
     where: str
     why: str
     reason: str
-    """The capability that was missing without it."""
+    """The capability that is missing without it."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `report` found. `str()` of it is for people; the fields are for programs."""
+    """Holds the findings of `report`. `str()` of it is for people; the fields are for programs."""
 
     version: str
     python: str
@@ -68,7 +68,6 @@ class Report:
         return tables.as_text([*self.parts(), *self._process()])
 
     def parts(self) -> Iterator[Part]:
-        """Yield what is installed, what works, and what npu_replay has changed: tables and lines."""
         yield Table(("Installed", "Version", "Where"), list(self._installed()))
         if absent := [one.name for one in self.products if not one.found and not one.problem]:
             yield f"Not installed: {', '.join(absent)}", "dim"
@@ -77,7 +76,7 @@ class Report:
         yield Table(("What", "State", "Why"), states)
 
     def _process(self) -> Iterator[Part]:
-        """Yield what is so in this process alone. A name has a line of its own, so that it can be copied."""
+        """Yield facts about this process. A name gets a line of its own, so that it can be copied."""
         yield ""
         yield f"Python: {self.python}"
         yield f"Routers that are recognised: {', '.join(self.router_kinds)}"
@@ -102,7 +101,6 @@ class Report:
 
 
 def _place(folder: Path) -> str:
-    """Return where a product lies; the environment's own folder needs no long path."""
     installed = any(folder.is_relative_to(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
     return "site-packages" if installed else str(folder)
 
@@ -110,8 +108,8 @@ def _place(folder: Path) -> str:
 def report() -> Report:
     """Report what is installed, what works here, and what npu_replay has changed in other modules.
 
-    Imports no product and changes nothing. Asked of torch: its version, what its autograd tells, and which
-    accelerator it has.
+    Imports no product and changes nothing. It asks torch for its version, its autograd's facts and its
+    accelerator.
 
     >>> print(npu_replay.report())
     Installed      Version     Where

@@ -1,9 +1,9 @@
-"""Record, replay and recompute, once, with a small router in pure torch: so that «works» was seen.
+"""Record, replay and recompute once with a small router in pure torch, so that «works» was tested.
 
     python -m npu_replay.doctor.self_test npu torch_npu
 
-tries one device in a process of its own, where a broken driver harms nobody, and prints one line of JSON.
-The second name is a package to import first, one that brings the device.
+tries one device in another process, isolated from a broken driver, and prints one line of JSON. The second
+name is a package to import first, which provides the device.
 """
 
 from __future__ import annotations
@@ -31,12 +31,7 @@ _TOKENS, _HIDDEN, _EXPERTS, _TOPK = 32, 16, 8, 2
 def run(device: str, brought_by: str = "") -> str:
     """Record two micro-batches on `device`, change the router, and replay them with and without recompute.
 
-    Args:
-        device: its kind, as torch names it.
-        brought_by: the package to import for it; none for torch's own devices.
-
-    Returns:
-        What went wrong; empty if nothing did.
+    Returns what went wrong, empty if nothing did. `brought_by` is a package to import first for the device.
 
     >>> run("cpu")
     ''
@@ -56,7 +51,7 @@ def run(device: str, brought_by: str = "") -> str:
 
 
 def _problem(device: torch.device) -> str:
-    generator = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
+    generator = torch.Generator().manual_seed(0)  # leaves the global generator unchanged
     model = _ToyModel(generator).to(device)
     batches = [torch.randn(_TOKENS, _HIDDEN, generator=generator).to(device) for _ in range(2)]
 
@@ -76,26 +71,26 @@ def _problem(device: torch.device) -> str:
         model.zero_grad()
         session = replay(model, routes)
         with observe(model) as observation, session:
-            # One backward over the sum of the losses: a queue of recomputes would mix up the routes.
+            # One backward for both: an implementation that queues recomputes would swap their routes.
             torch.stack([model(batch).square().mean() for batch in batches]).sum().backward()  # type: ignore[no-untyped-call]
         if compare(observation.shown, routes).router_mismatch:
             return "the routers didn't choose the experts that were replayed"
         gradients.append([weight.grad for weight in model.parameters() if weight.grad is not None])
-    # Not to the last bit: a device may add in another order. Another expert's gradient is far off.
+    # Not bit-equal, since a device may add in another order; another expert's gradient is far off.
     if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(*gradients, strict=True)):
         return "with recompute the gradients differ from those without"
     return ""
 
 
 class _ToyRouter(nn.Module):
-    """Turns logits into values and ids, [tokens, topk] each."""
+    """Maps logits to values and ids, [tokens, topk] each."""
 
     def forward(self, logits: torch.Tensor) -> Any:
         return torch.topk(logits.softmax(dim=-1), _TOPK, dim=-1)
 
 
 class _ToyModel(nn.Module):
-    """One MoE layer, with experts of one vector each."""
+    """Implements one MoE layer, with experts of one vector each."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""What a file or an answer holds: `npu-replay inspect` and `npu-replay compare`."""
+"""Implements `npu-replay inspect` and `npu-replay compare`."""

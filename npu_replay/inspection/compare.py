@@ -1,4 +1,4 @@
-"""npu-replay compare: how far the routes in two files, or in two folders of samples, are apart."""
+"""Compare the routes in two files, or in two folders of samples, for npu-replay compare."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ from npu_replay.routes.store import RouteStore
 from npu_replay.tables import Part, Table
 
 _COUNTS = ("token_layers", "differing", "experts", "differing_experts")
-"""What is counted in a layer: tokens with a route on both sides, those whose sets of experts differ, the
-experts that A named in the former, and those of them that B didn't name."""
+"""Names what is counted in each layer.
+
+These are tokens with a route on both sides, those of them whose sets of experts differ, the experts that A
+named in the former, and those of them that B didn't name.
+"""
 
 
 @dataclass
 class Comparison:
-    """All that was found, added up over the samples.
+    """Holds all findings, summed over the samples.
 
     Attributes:
-        a, b: the paths.
-        folders: are they folders?
-        samples: how many were compared.
         alone_in_a, alone_in_b: samples of a folder that have no partner in the other.
         rows: of all samples compared, with and without a route.
-        tokens: the rows with a route on both sides; what follows is about these.
+        tokens: rows with a route on both sides; the fields below count only these.
         without_route_in_a, without_route_in_b: rows.
-        differing_tokens: tokens with a difference in some layer.
         layers: by decoder layer, the `_COUNTS`, int64 [4].
-        unsure: samples without a fingerprint on a side, so nobody can tell whether they are one sequence.
+        unsure: samples without a fingerprint on a side, which may be of different sequences.
     """
 
     a: str
@@ -54,11 +53,7 @@ class Comparison:
     unsure: int = 0
 
     def add(self, where: str, a: RoutedExperts, b: RoutedExperts) -> None:
-        """Count the two routings of one sequence in.
-
-        Raises:
-            InvalidRoutes: they can't be compared; says where.
-        """
+        """Count the two routings of one sequence; raise InvalidRoutes if they can't be compared."""
         InvalidRoutes.unless(
             a.layers == b.layers,
             "these routings are of other layers",
@@ -76,7 +71,7 @@ class Comparison:
             "another sample, one that was sampled anew, or text that was tokenised again",
             where,
         )
-        # One sample of many whose routes were lost is no reason to say nothing of the others.
+        # In a folder, one sample without common routes must not stop the comparison of the others.
         lost = self.folders and len(a) == len(b) and not (a.recorded & b.recorded).any()
         try:
             tokens = 0 if lost else check_comparable(a, b)[1]
@@ -95,23 +90,20 @@ class Comparison:
         for column, layer in enumerate(a.layers):
             rows = differ[:, column].nonzero()[:, 0]
             ours, theirs = a.ids[rows, column], b.ids[rows, column]
-            # Slot by slot, to save memory: ids that the same row of `theirs` hasn't got.
+            # Slot by slot, to save memory: count ids that are not in the same row of `theirs`.
             others = sum(int((slot[:, None] != theirs).all(dim=1).sum()) for slot in ours.unbind(dim=1))
             counts = np.array([tokens, len(rows), tokens * a.topk, others], np.int64)
             self.layers[layer] = self.layers.get(layer, 0) + counts
 
     def to_json(self) -> str:
-        """Return all of it, for programs. Shares are of one."""
         layers = [{"layer": layer} | _described(self.layers[layer]) for layer in sorted(self.layers)]
         return json.dumps(vars(self) | self.whole | {"layers": layers}, indent=2)
 
     @property
     def whole(self) -> dict[str, Any]:
-        """The counts and shares of all layers together."""
         return _described(np.sum([np.zeros(len(_COUNTS), np.int64), *self.layers.values()], axis=0))
 
     def parts(self) -> Iterator[Part]:
-        """Yield what was compared and what couldn't be, each layer, and the verdict: lines and a table."""
         yield [("A: ", "bold"), self.a]
         yield [("B: ", "bold"), self.b]
         if self.folders:
@@ -141,7 +133,6 @@ class Comparison:
 
 
 def _described(counts: Array) -> dict[str, Any]:
-    """Name the counts, and add the shares."""
     token_layers, differing, experts, differing_experts = counts.tolist()
     return dict(zip(_COUNTS, counts.tolist(), strict=True)) | {
         "token_share": differing / max(1, token_layers),
@@ -153,8 +144,7 @@ def compare_paths(a: Path, b: Path) -> Comparison:
     """Compare two files that RoutedExperts.save wrote, or the samples of two folders of a RouteStore.
 
     Raises:
-        ReplayError: a path that is neither, a file and a folder, or routes that can't be compared: other
-            layers, another number of experts, another sequence, nothing in common.
+        ReplayError: other kinds of paths, or routes of other layers, experts or sequences.
     """
     wanted = "two files of RoutedExperts.save, or two folders of a RouteStore"
     for path in (a, b):
@@ -192,8 +182,7 @@ def _in_folders(
 ) -> Iterator[tuple[str, RoutedExperts, RoutedExperts]]:
     """Yield the samples of both, one at a time: a folder may be larger than the memory.
 
-    Partners have the same key, else the same tokens, by the fingerprints in their indexes, which nobody has
-    checked yet.
+    Partners have the same key, else the same fingerprint in the indexes, which are not verified yet.
     """
     partners = {key: key for key in a if key in b}
     left: dict[object, list[str]] = {}
@@ -220,7 +209,7 @@ def _in_folders(
 
 
 def _spans(layers: tuple[int, ...]) -> str:
-    """«0, 3 to 26»: where a layer is missing shows, however many there are."""
+    """Return «0, 3 to 26»: missing layers show, however many layers there are."""
     starts = [layer for layer in layers if layer - 1 not in layers]
     ends = [layer for layer in layers if layer + 1 not in layers]
     spans = zip(starts, ends, strict=True)
@@ -228,7 +217,7 @@ def _spans(layers: tuple[int, ...]) -> str:
 
 
 def percent(share: float) -> str:
-    """Never 0.00% where something differs, never 100.00% where something doesn't.
+    """Return a share as text: never 0.00% where something differs, never 100.00% where something doesn't.
 
     >>> percent(1e-9), percent(0.034), percent(1 - 1e-9)
     ('< 0.01%', '3.40%', '> 99.99%')

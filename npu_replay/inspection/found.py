@@ -1,4 +1,4 @@
-"""Hold what `npu-replay inspect` found: a verdict on each sequence, and the load of each layer."""
+"""Hold the findings of `npu-replay inspect`: a verdict on each sequence, and the load of each layer."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.tables import Part, Table
 
 _REFUSED = 20
-"""So many refused sequences are named one by one."""
+"""The number of refused sequences that are named one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Says whether one sequence is right, and its sizes.
+    """Describes one sequence: whether it is right, and its sizes.
 
     Attributes:
         name: «completion 2», a store's key; empty where there is one only.
-        problem: why it is refused, the whole message; empty where it isn't.
-        tokens, rows, layers, topk: of its routes, and the rows that have one; 0 where it is refused.
-        dtype, nbytes: of its ids.
-        facts: the weights that chose, and the fingerprint of its tokens, where it has them.
+        problem: the whole message of its error; empty if it isn't refused.
+        tokens, rows, layers, topk: of its routes; `rows` have a route. 0 where it is refused.
+        facts: the version of the weights, and the fingerprint of its tokens, where it has them.
     """
 
     name: str = ""
@@ -45,16 +44,14 @@ class Verdict:
 
 @dataclass(kw_only=True)
 class Inspection:
-    """All that was found. A sequence is counted in and let go: a folder may be larger than the memory.
+    """Collects all findings. Each sequence is counted and released: a folder may be larger than the memory.
 
     Attributes:
-        path: of the file or folder.
-        what: it is, in words.
-        verdicts: one a sequence.
+        what: the kind of contents, in words.
         num_experts: of a layer, the most of any sequence.
         load: by layer, how often each expert was named, int64 [num_experts].
         rows: by layer, how many have a route.
-        unchecked: what couldn't be checked, and what it takes.
+        unchecked: what couldn't be checked, and what that takes.
     """
 
     path: str
@@ -74,12 +71,11 @@ class Inspection:
         named: bool = True,
         unchecked: Iterable[str] = (),
     ) -> None:
-        """Decode a sequence by `read` and count it in, or note why it is refused.
+        """Decode a sequence by `read` and count it, or note why it is refused.
 
         Args:
-            where: it lies, for an error that doesn't say so.
-            named: are its token ids known, so that its fingerprint means something?
-            unchecked: what can't be checked, and what it takes.
+            named: its token ids are known, so that its fingerprint means something.
+            unchecked: what can't be checked, and what that takes.
         """
         try:
             routes = read()
@@ -112,15 +108,13 @@ class Inspection:
         )
 
     def refuse(self, name: str, error: ReplayError) -> None:
-        """Note why a sequence is refused."""
         self.verdicts.append(Verdict(name=name, problem=message(error)))
 
     @property
     def layers(self) -> list[dict[str, Any]]:
-        """The load of each layer, over all sequences that aren't refused.
+        """Return the load of each layer, over all sequences that aren't refused.
 
-        `rows` have a route; `used` experts were named at all; `busiest` was named most, in `busiest_share` of
-        all; `entropy` of the shares is in bits, log2 of num_experts where all are used alike.
+        `busiest` was named most, in `busiest_share` of all; `entropy` of the shares is in bits.
         """
         found = []
         for layer, counts in sorted(self.load.items()):
@@ -132,16 +126,13 @@ class Inspection:
 
     @property
     def bad(self) -> list[Verdict]:
-        """The sequences that are refused."""
         return [verdict for verdict in self.verdicts if verdict.problem]
 
     @property
     def good(self) -> bool:
-        """Is there a sequence, and is none refused?"""
         return bool(self.verdicts) and not self.bad
 
     def to_json(self) -> str:
-        """Return all of it but the picture, for programs."""
         found = {
             "ok": self.good,
             "path": self.path,
@@ -154,7 +145,6 @@ class Inspection:
         return json.dumps(found, indent=2)
 
     def parts(self) -> Iterator[Part]:
-        """Yield the heading, the load of each layer, what couldn't be checked, and the verdict."""
         yield [(f"{self.path}: ", "bold"), self.what]
         if seen := [verdict for verdict in self.verdicts if verdict.layers]:
             first = seen[0]

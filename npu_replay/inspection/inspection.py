@@ -1,4 +1,4 @@
-"""inspect: decode each sequence in a file or folder of routes, or say in the error's own words why not."""
+"""inspect: decode each sequence in a file or folder of routes, or report the error that refuses it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ KINDS = (
     "answer of vLLM or SGLang as JSON"
 )
 MOST_BYTES = 2 << 30
-"""Bytes of JSON or of an array that are read; parsed, JSON takes several times as much memory."""
-_MOST_TOKENS = 1 << 23  # of a sequence whose tokens are only counted
+"""The most bytes of JSON or of an array that are read; parsed JSON takes several times as much memory."""
+_MOST_TOKENS = 1 << 23  # limit where only the number of tokens is known
 _NO_MODEL = "layers and experts against the model: give --config"
 _NO_IDS = "its tokens: give the ids (--prompt-ids, --output-ids)"
 _NO_TOKENS = "rows and layers that are alike for other tokens: give the ids (--prompt-ids, --output-ids)"
@@ -57,15 +57,15 @@ def inspect(
     Args:
         path: see `KINDS`.
         config: the model's config.json, or its folder; an engine's rows can't be decoded without.
-        engine: whose array or answer it is; None finds out, for an answer.
+        engine: the engine of an array or answer; None detects it, for an answer.
         version: the engine's release, for the causes of errors.
         prompt_ids, output_ids: JSON of token ids, one list, or a list a sequence.
         start: the token of the first row (`routed_experts_prompt_start`, `routed_experts_start_len`).
         sample: a store's key, or the number of an answer's completion: only that one.
 
     Raises:
-        ReplayError: nothing can be looked into, or what else was given doesn't fit it. Why a sequence is
-            refused is in the Inspection.
+        ReplayError: nothing can be read, or the other arguments don't fit it. The Inspection says why a
+            sequence is refused.
 
     >>> routes = npu_replay.RoutedExperts(ids=np.arange(8).reshape(2, 2, 2), layers=(0, 1), num_experts=8)
     >>> routes.save("routes")
@@ -100,10 +100,10 @@ def inspect(
 
 @dataclass(frozen=True, kw_only=True)
 class _Given:
-    """Holds what the caller of `inspect` gave, and what was found by it.
+    """Holds the arguments of `inspect` and its findings.
 
     Attributes:
-        prompts, outputs: [tokens] int64 each; one for all sequences, or one each; empty where nobody said.
+        prompts, outputs: [tokens] int64 each; one for all sequences, or one each; empty if not given.
     """
 
     path: Path
@@ -117,7 +117,6 @@ class _Given:
     sample: str | None
 
     def ids(self, number: int) -> tuple[Array | None, Array | None]:
-        """Return the prompt and the output of one sequence."""
         found: list[Array | None] = []
         for option, lists in (("--prompt-ids", self.prompts), ("--output-ids", self.outputs)):
             got = f"{len(lists)}, none for sequence {number}"
@@ -127,7 +126,6 @@ class _Given:
         return found[0], found[1]
 
     def tokens(self) -> Array | None:
-        """Return the prompt and the output of the only sequence together."""
         prompt, output = self.ids(0)
         if prompt is not None and output is not None:
             return np.concatenate([prompt, output])
@@ -138,7 +136,6 @@ class _Given:
         return None
 
     def needed_model(self) -> RoutedModel:
-        """Return the model, without which an engine's rows can't be decoded."""
         if self.model is None:
             raise ReplayError(
                 "an engine's rows don't say which layers and experts they are of",
@@ -149,14 +146,12 @@ class _Given:
         return self.model
 
     def refuse_sample(self) -> None:
-        """Refuse --sample for what holds one sequence."""
         problem, got = "there is one sequence in this file", f"--sample {self.sample}"
         ReplayError.unless(self.sample is None, problem, "no --sample", got, where=str(self.path))
 
     # Routes that npu_replay wrote
 
     def add_folder(self) -> None:
-        """Add the samples of a RouteStore, one by one."""
         store, where = RouteStore(self.path), str(self.path)
         several = f"one of {len(store)} keys, such as {next(iter(store), 'none')}"
         known, alone = self.sample is None or self.sample in store, not (self.prompts or self.outputs)
@@ -169,7 +164,7 @@ class _Given:
             self.add_saved(partial(store.__getitem__, key), f"{where}, {key}", key)
 
     def add_saved(self, read: Callable[[], RoutedExperts], where: str, name: str = "") -> None:
-        """Add routes as they were saved, held against the model and the tokens where they are known."""
+        """Add saved routes, compared with the model and the tokens where they are known."""
         model, tokens = self.model, self.tokens()
 
         def checked() -> RoutedExperts:
@@ -215,7 +210,7 @@ class _Given:
 
         def routes() -> RoutedExperts:
             rows = payloads.from_npy(npy, source=source, most=len(npy))
-            # Where nobody names the tokens, all get one id: rows that are alike are then no fault.
+            # Unknown tokens all get one id, so that equal rows are no fault.
             ids = np.zeros(self.start + len(rows) + 1, np.int64) if tokens is None else tokens
             return admit(rows, model=model, tokens=ids, source=source, start=self.start)
 
@@ -226,7 +221,7 @@ class _Given:
         """Add the sequences of an engine's answer, decoded as its decoder does."""
         engine, version = self.engine or whose(answer), self.version
         if engine is None:
-            server_answers.opened(answer, str(self.path), KINDS)  # raises a server's own words
+            server_answers.opened(answer, str(self.path), KINDS)  # raises if it is a server's error
             raise RouteFileError(
                 "there are no routes in this JSON, and whose answer it is can't be told",
                 where=str(self.path),
@@ -251,8 +246,7 @@ class _Given:
             self._add_one(engine, version, one, number, name if len(several) > 1 else "")
 
     def _add_one(self, engine: Engine, version: str, one: Any, number: int, name: str) -> None:
-        """Add one sequence of an answer. Where it only counts its tokens, all get one id: rows that are alike
-        are then no fault."""
+        """Add one sequence of an answer. Unknown tokens all get one id, so that equal rows are no fault."""
         if engine == "sglang":
             try:
                 one = sglang.read(one, version)
@@ -275,7 +269,7 @@ class _Given:
 
 
 def whose(answer: Any) -> Engine | None:
-    """Return the engine that gave this answer, by the names of its fields; None if it can't be told."""
+    """Return the engine that gave this answer, by the names of its fields; None if that is unknown."""
     if isinstance(answer, list):
         return "sglang" if answer and all(whose(one) == "sglang" for one in answer) else None
     if not isinstance(answer, Mapping):

@@ -1,4 +1,4 @@
-"""The picture of `npu-replay inspect`. Needs matplotlib."""
+"""Draw the picture of `npu-replay inspect`. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLOURS = ("#ffffff", "#9dbbd8", "#3b6ea5", "#12263d")
 
 
 def routes(found: Inspection) -> bytes:
-    """Draw what `npu-replay inspect` found, as PNG: layers against experts, and how often each was named."""
+    """Draw the load as PNG: layers against experts, and how often each was named."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 

@@ -1,1 +1,1 @@
-"""The blocks: what hangs on a model while it records or replays."""
+"""Record, replay or observe the routers of a model, in blocks."""

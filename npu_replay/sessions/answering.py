@@ -1,11 +1,10 @@
-"""Answering: the top-k of each router of a model is answered, in its forwards and in their recomputes.
+"""Answer the top-k of each router, in forwards and in recomputes.
 
-A model has a hundred routers, and an accelerator waits for what the host does around each. So what the calls
-of a router have in common is worked out when the block opens, and what those of a micro-batch have in common
-when it begins.
+A model has up to a hundred routers, and an accelerator waits for the host's work around each. So what the
+calls of one router share is computed when the block opens, and what a micro-batch shares when it begins.
 
-What is kept has the key (layer, micro-batch), and is never appended to a list, so a forward that raised and
-is tried again, or a recompute in any order, finds its own.
+State is kept by (layer, micro-batch), never appended to a list: a forward that is retried after an
+exception, and recomputes in any order, find their own entries.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from npu_replay.sessions.route_source import RouteSource, to_device
 from npu_replay.sessions.session import Session, Undo, Work
 
 _MOST_MASKED = 10_000
-"""Of so many micro-batches at most is kept where their masks were, for their recomputes."""
+"""The places of masks are kept for at most this number of micro-batches, for their recomputes."""
 
 _is_batched = torch._C._functorch.is_batchedtensor
 
@@ -43,13 +42,13 @@ class Answering(Work):
     """Answers the top-k of every router of a model, in each forward and in its recompute.
 
     Args:
-        source: says which routes each forward gets.
-        own: is asked for the routers' own choice where they are given ids; None: they are given none.
-        lasts: may the block last for a whole training run?
+        source: decides which routes each forward gets.
+        own: asks for the routers' own choice where ids are given; None where the source gives none.
+        lasts: the block may last for a whole training run.
 
     Attributes:
         kept: ids of calls.
-        seconds: spent here.
+        seconds: time spent here.
     """
 
     answers_topk = True
@@ -106,7 +105,7 @@ class Answering(Work):
         self.witness.check_ids()
         due = self.recomputes.due()
         if due:
-            gc.collect()  # a graph in a cycle of garbage is nobody's
+            gc.collect()  # a graph in a reference cycle may be garbage already
             due = self.recomputes.due()
         if due:
             layer, number = min(due, key=lambda key: (key[1], key[0]))
@@ -126,7 +125,7 @@ class Answering(Work):
             kept.clear()
 
     def counts(self) -> dict[str, int]:
-        """Microseconds spent here, chosen experts, those that lost their token; and what `own` counts."""
+        """Return microseconds spent, chosen experts, those that lost their token, and the counts of `own`."""
         figures = {"microseconds": int(self.seconds * 1e6)}
         figures |= {"dropped": int(self.witness.dropped), "chosen": self.witness.chosen}
         return figures if self.own is None else figures | self.own.counts()
@@ -135,11 +134,11 @@ class Answering(Work):
 
     def comes(self, chunk: int) -> None:
         if self.own is not None:
-            self.own.ends(chunk, None, None)  # of a forward that was interrupted, or whose end raised
+            self.own.ends(chunk, None, None)  # drop what an interrupted forward left
         if seam.is_running():
             seam.unwind(self._undo)
         self.recomputes.settle(self._release)
-        if (left := self.timeline.running(chunk)) is not None:  # by an interrupt, which runs no forward hook
+        if (left := self.timeline.running(chunk)) is not None:  # an interrupt runs no forward hook
             self._abandon(left)
         self.witness.check_ids()
 
@@ -167,7 +166,7 @@ class Answering(Work):
             self._abandon(forward)
         self.kept.narrow()
         if (given := source.given.get((chunk, forward.number))) is not None and complete:
-            given.on.clear()  # what a recompute needs is kept by itself
+            given.on.clear()  # ids for a recompute are in `kept`
         if self.own is not None:
             self.own.ends(chunk, forward if complete else None, given)
         source.ends(forward, complete, self.kept)
@@ -179,12 +178,10 @@ class Answering(Work):
         return complete and bool(self.recomputes)
 
     def _release(self, key: Key) -> None:
-        """Drop the ids of a call whose graph is gone."""
         if not self.source.records:
             self.kept.drop(key)
 
     def _abandon(self, forward: Forward) -> None:
-        """Forget the calls of a forward that raised, or was interrupted."""
         for layer in forward.called:
             key = layer, forward.number
             self.witness.forget(key)
@@ -192,7 +189,6 @@ class Answering(Work):
             self.kept.drop(key)
 
     def _keep_last(self, chunk: int, count: int) -> None:
-        """Keep the ids of so many of a chunk's last forwards, and else those that a recompute may want."""
         before = self.timeline.ended[chunk] - count
         for label, number in self.kept:
             is_old = self._chunk_of[label] == chunk and number < before
@@ -210,12 +206,12 @@ class Answering(Work):
         return ids
 
     def choose_given(self, call: seam.Call) -> torch.Tensor:
-        """Return the same where routes are given; a row without one takes the router's own choice."""
+        """Return the given ids, int64 [rows, topk]; rows without a route take the router's own choice."""
         routes, narrow, missing, given = call.routes
         label = call.owner.label
         ids, call.handed = given[label]
         chosen: torch.Tensor = ids.long()
-        if call.handed is not None and call.handed._version:  # by a forward that raised
+        if call.handed is not None and call.handed._version:  # a forward that raised has written into it
             call.handed = chosen.clone()
         if self.own is not None:
             self.own.compare(call, chosen, missing, routes)
@@ -230,19 +226,18 @@ class Answering(Work):
         return chosen
 
     def choose_again(self, call: seam.Call) -> torch.Tensor:
-        """Return the same in a recompute: what its forward chose."""
         if self.own is not None:
             self.own.count_in(call)
         ids: torch.Tensor = call.routes.long()
         if call.chooses_itself and call.asked is not None and call.asked[1].get("sorted"):
-            # Megatron-core from 0.18 on asks for sorted ids only where grad is on, which it isn't in the
-            # forward of a checkpoint. The experts' outputs would be summed in another order.
+            # Megatron-core from 0.18 on requests sorted ids only with grad, which is off in a checkpoint's
+            # forward. In another order of experts their outputs would be summed with other rounding.
             order = call.scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)
             ids = ids.gather(1, order)
         return ids
 
     def again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
-        """Return the ids [rows, topk] that a call of the router had, for its recompute."""
+        """Return the ids [rows, topk] of the forward's call, for a recompute."""
         if (ids := self.kept.get((router.label, number))) is not None:
             return ids
         given = self.source.given.get((self._chunk_of[router.label], number))
@@ -256,16 +251,14 @@ class Answering(Work):
 
 
 class RouterCalls:
-    """Begins and ends the calls of one router."""
-
     def __init__(
         self, answering: Answering, session: Session, router: Router, chunk: int, marks: Marks
     ) -> None:
         self._is_given = given = answering.own is not None
-        self.block = session.undo  # by which `seam.unwind` tells its calls
+        self.block = session.undo  # identifies its calls in `seam.unwind`
         self.router, self.label = router, router.label
         self.narrow = narrow_dtype(router.num_experts)  # the dtype in which its ids are kept
-        self.last: Hook | None = None  # behind all others: `ends`, or, where others come later, `leaves`
+        self.last: Hook | None = None  # our last hook: `ends`, or `leaves` behind later hooks
         self._answering = answering
         self._witness = answering.witness
         self._choose = answering.choose_given if given else answering.choose_own
@@ -276,16 +269,16 @@ class RouterCalls:
         self._timeline = session.timeline
         self._is_block = router.shows is None
         self._mend = router.mend if given else None
-        # How its top-k was caught last time in this block, in eval mode and in training: saves the net.
+        # How its top-k was caught last, in eval mode and in training: where by the guard, Watch stays off.
         self._ways: dict[bool, str | None] = {}
         self._paths: dict[tuple[str, ...], Path] = {}
-        self._masked: dict[int, Any] = {}  # where the masks were in each of the last micro-batches
-        # Where hooks of others come later: ours behind them; the call that has just ended, with its output.
+        self._masked: dict[int, Any] = {}  # by micro-batch, where the masks were
+        # Used where other hooks come later: our hook behind them; the ended call with its output.
         self._behind: Hook | None = None
         self._ended: tuple[object, seam.Call] | None = None
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin the router's forward: its top-k is answered from now on."""
+        """Begin the router's forward: from here on its top-k is answered."""
         started = time.perf_counter()
         answering, router = self._answering, self.router
         hidden = args[0] if args and isinstance(args[0], torch.Tensor) else hidden_states(args, kwargs)
@@ -340,10 +333,10 @@ class RouterCalls:
         answering.seconds += time.perf_counter() - started
 
     def ends(self, args: tuple[Any, ...], output: object) -> object:
-        """End the router's forward; what this returns takes the place of the output, if it isn't None."""
+        """End the router's forward; a result that isn't None replaces the output."""
         call = seam.running(self)
         if call is None:
-            return None  # its beginning was refused
+            return None  # `begins` raised, or left the call alone
         started = time.perf_counter()
         call.end()
         mended = None
@@ -375,7 +368,7 @@ class RouterCalls:
         return mended
 
     def leaves(self, args: tuple[Any, ...], output: object) -> None:
-        """Look at the output again: the hooks of others are through, and may have made another of it."""
+        """Check the output again, after the hooks of others, which may have replaced it."""
         (ours, call), self._ended = self._ended or (output, None), None
         if output is None or output is ours or call is None or call.ids is None:
             return
@@ -384,7 +377,7 @@ class RouterCalls:
         self._witness.saw_last(self.router, number, call.ids, output, again=again)
 
     def _look_behind(self) -> None:
-        """Hang a hook behind those of others, which were there before the block or have come since."""
+        """Hang a hook behind the hooks of others."""
         module = self.router.module
         if self._behind is None:
             self._behind = Hook(self, self._leaves, module)
@@ -407,7 +400,6 @@ class RouterCalls:
         return forward, bool(around)
 
     def _again(self, number: int, rows: int, device: torch.device) -> torch.Tensor:
-        """Return the ids of the call that this one is the recompute of."""
         ids = self._answering.again(self.router, number, device)
         if len(ids) != rows:
             raise RecomputeError(
@@ -422,7 +414,7 @@ class RouterCalls:
 
 
 def called_again(router: Router, forward: Forward, timeline: Timeline) -> MicroBatchError:
-    """Return the error for a router that a forward calls twice: its passes have no columns of their own."""
+    """Return the error for a router that one forward calls twice: routes have one column for each router."""
     return MicroBatchError(
         "the router is called again before the forward of the model that was passed has ended",
         where=micro_batch(forward.number, router.label),
@@ -437,7 +429,6 @@ def called_again(router: Router, forward: Forward, timeline: Timeline) -> MicroB
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return what a router is called with: the first tensor among its arguments."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value

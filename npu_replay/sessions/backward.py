@@ -1,15 +1,14 @@
-"""What autograd tells about a forward inside backward: that it is a recompute, and whose.
+"""Tells whether a forward is a recompute inside backward, and of which forward.
 
-Three facts, all private to torch, so `probe()` checks them once in each process before they are relied on:
+This rests on three private facts of torch, which `probe()` checks once in each process:
 
-- `_current_graph_task_id() != -1` exactly while autograd runs backward, on whatever thread. Grad mode does
-  not tell: a reentrant checkpoint's first pass runs under no_grad.
-- What may run a forward again encloses it: the node of a custom autograd Function (a reentrant checkpoint's),
-  or the region of a non-reentrant checkpoint. It is alive as long as it may, and while it does so it is on
-  the Python stack. Several may enclose one forward.
-- Sequence numbers grow with every node that a thread makes. The number of the node that is running, held
-  against the counter noted at the end of each forward of the model, is the forward that made it. This serves
-  where a recompute runs outside of what enclosed the forward, in a tensor's hook for one.
+- `_current_graph_task_id() != -1` exactly while autograd runs backward, on any thread. Grad mode doesn't
+  show it: a reentrant checkpoint's first pass runs under no_grad, too.
+- What may run a forward again encloses it: the node of a custom autograd Function (a reentrant checkpoint),
+  or the region of a non-reentrant one. It lives as long as it may, and is on the Python stack while it does.
+- Each thread numbers its nodes in order. The running node's number, compared with the counter noted at the
+  end of each forward, gives its forward. Needed where a recompute runs outside of what enclosed its forward,
+  such as in a tensor's hook.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _top_hooks: Callable[[bool], Any] | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )  # not there in torch 2.7
 TELLS_REGIONS = _top_hooks is not None
-"""Is every non-reentrant checkpoint around a place found? On torch 2.7 the composable one isn't."""
+"""Tells that every non-reentrant checkpoint around a place is found; torch 2.7 misses the composable one."""
 _push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -57,22 +56,20 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
-    """Tell whether this thread runs autograd's backward."""
     return _graph_task() != -1
 
 
 def running_node_number() -> int | None:
-    """Return the sequence number of the node whose backward is running, as it was made in its forward."""
+    """Return the sequence number of the node whose backward is running, which it got in its forward."""
     node: Any = torch._C._current_autograd_node()
     number = _NO_NUMBER if node is None else int(node._sequence_nr())
     return None if number == _NO_NUMBER else number
 
 
 def enclosing(*, functions: bool) -> list[Any]:
-    """Return all that encloses the forward that runs now, and may run it again: alive as long as it may.
+    """Return what encloses the running forward and may run it again; each lives as long as it may.
 
-    Args:
-        functions: also custom Functions, whose forwards run without grad. Walks the Python stack.
+    With `functions`, also custom Functions, whose forwards run without grad. That walks the Python stack.
     """
     if not functions and _top_hooks is not None and _top_hooks(True) is None:
         return []
@@ -80,10 +77,8 @@ def enclosing(*, functions: bool) -> list[Any]:
 
 
 def recomputing() -> list[Any]:
-    """Return what runs a forward again now, innermost first: of the things that `enclosing` has returned.
-
-    A frame's `f_back` leads through autograd's C++ into an outer backward.
-    """
+    """Return what runs a forward again now, innermost first, of the objects that `enclosing` returned."""
+    # A frame's f_back passes through autograd's C++ code into an outer backward.
     found: list[Any] = []
     for frame in _frames():
         if frame.f_code in _RUN_BACKWARD:
@@ -103,8 +98,8 @@ def _frames() -> Iterator[FrameType]:
 def _running_functions() -> Iterator[Any]:
     """Yield the ctx of every custom autograd Function that is in its `forward`: a node of the graph to be.
 
-    A ctx has metadata once its forward has ended: that it runs `forward` again in its backward isn't meant.
-    From torch 2.15 on `apply` has no frame, so a forward is told by its code.
+    A ctx has metadata once its forward has ended; one that calls `forward` again in its backward is skipped.
+    From torch 2.15 on `apply` has no frame, so a forward is recognised by its code.
     """
     found: set[int] = set()
     for frame in _frames():
@@ -118,12 +113,11 @@ def _running_functions() -> Iterator[Any]:
 
 
 _codes: dict[int, tuple[bool, CodeType]] = {}
-"""By its id, whether a code is a forward's: to hash a code costs more than the rest of the walk."""
+"""Maps a code's id to whether it is a forward's; hashing the code itself would cost more than the walk."""
 _MOST_CODES = 10_000
 
 
 def _asked(code: CodeType) -> tuple[bool, CodeType]:
-    """Tell, and remember, whether this is the code of an autograd Function's `forward`."""
     if len(_codes) >= _MOST_CODES:
         _codes.clear()
     _codes[id(code)] = any(_code_of(kind) is code for kind in _subclasses(Function)), code
@@ -137,7 +131,6 @@ def _subclasses(kind: Any) -> Iterator[Any]:
 
 
 def _code_of(function: Any) -> Any:
-    """Return the code of its `forward`, under what wraps it (torch.amp.custom_fwd, a partial)."""
     forward = inspect.unwrap(function.forward)
     while isinstance(forward, functools.partial):
         forward = inspect.unwrap(forward.func)
@@ -145,10 +138,8 @@ def _code_of(function: Any) -> Any:
 
 
 def _unshown(code: CodeType) -> list[Any]:
-    """Find the ctxs in a forward with this code, of Functions with `setup_context`: their forward gets none.
-
-    Looked for among what the garbage collector knows, the youngest first.
-    """
+    """Find the running ctxs of Functions with `setup_context`, whose forward with this code gets no ctx."""
+    # The garbage collector's objects, youngest first: a running ctx has just been made.
     for generation in range(3):
         if found := [one for one in gc.get_objects(generation=generation) if _runs(one, code)]:
             return found
@@ -161,20 +152,18 @@ def _runs(ctx: Any, code: CodeType) -> bool:
 
 
 def _open_regions() -> list[Any]:
-    """Return what stands for each non-reentrant checkpoint around this place, innermost first.
-
-    torch tells the innermost saved-tensor hooks alone, so they are lifted off one by one and laid back.
-    """
+    """Return the region of each non-reentrant checkpoint around this place, innermost first."""
     if _top_hooks is None:
         return list(_regions_on_stack())
-    # One line, and C alone in it: an interrupt would leave somebody's hooks off.
+    # torch shows the innermost saved-tensor hooks only, so all are popped and pushed back. This is one line
+    # that runs in C alone, since an interrupt between pop and push would lose the user's hooks.
     top, pop = iter(partial(_top_hooks, True), None), iter(_pop_hooks, _NEVER)
     lifted: Any = [hooks := [*zip(top, pop)], *starmap(_push_hooks, map(_first, reversed(hooks)))][0]  # noqa: B905
     return [region for (_, unpack), _ in lifted if (region := _region(unpack)) is not None]
 
 
 def _region(unpack: Any) -> Any:
-    """Return the region of this hook. Hooks that offload to the CPU, by their module, never recompute."""
+    """Return the region of this hook; None for one that never recomputes, such as one for CPU offload."""
     if "checkpoint" not in (getattr(unpack, "__module__", None) or ""):
         return None
     names = unpack.__code__.co_freevars if isinstance(unpack, FunctionType) else ()
@@ -182,10 +171,7 @@ def _region(unpack: Any) -> Any:
 
 
 def _regions_on_stack() -> Iterator[Any]:
-    """Yield them where torch doesn't tell which hooks are on: a local of `checkpoint`'s generator.
-
-    The composable `checkpoint(module)` keeps its generator elsewhere, and isn't found.
-    """
+    """Yield the open regions on torch 2.7, where hooks are hidden, except those of `checkpoint(module)`."""
     for frame in _frames():
         if frame.f_code.co_name == "checkpoint" and "gen" in frame.f_code.co_varnames:
             running = getattr(frame.f_locals.get("gen"), "gi_frame", None)
@@ -195,10 +181,8 @@ def _regions_on_stack() -> Iterator[Any]:
 
 @functools.cache
 def probe() -> str | None:
-    """Try the three facts on two tiny micro-batches; return what fails here, or None.
-
-    In a thread of its own, where no backward runs and no checkpoint is open, so it can be asked anywhere.
-    """
+    """Try the three facts on two tiny micro-batches; return what fails here, or None."""
+    # On a thread of its own no backward runs and no checkpoint is open, so this may be called anywhere.
     with ThreadPoolExecutor(max_workers=1) as other:
         try:
             return other.submit(_probe).result()
@@ -239,7 +223,7 @@ def _watched(
     reentrant: bool,
 ) -> torch.Tensor:
     if in_backward():
-        own = around[1 - len(seen)]  # backward begins with the last
+        own = around[1 - len(seen)]  # backward starts with the last micro-batch
         seen.append((running_node_number(), any(one is own[0] for one in recomputing())))
     else:
         around.append(enclosing(functions=reentrant))

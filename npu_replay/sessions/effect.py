@@ -1,9 +1,9 @@
-"""The effect is checked, not the interception: what the routers' own outputs show of the ids they were given.
+"""Check the effect of a replay, not the interception: the routers' own outputs must show the given ids.
 
-In every micro-batch, and in every recompute, each output has to show each of the ids. In some micro-batches
-it must show no other expert either, and the weights are looked at. That is one operation a call, and what is
-found stays on the device until it is read: a CPU's when the forward has ended, an accelerator's when the next
-one begins, except in the micro-batches that are checked. By then it is there, and the host doesn't wait.
+In every micro-batch and recompute each output must show all of its ids. In some micro-batches it must show no
+other expert either, and the weights are checked. That is one operation a call, whose result stays on the
+device: a CPU's is read when the forward ends, an accelerator's when the next forward begins (except in
+checked micro-batches), so that the host doesn't wait.
 """
 
 from __future__ import annotations
@@ -62,13 +62,12 @@ _NEAR_TIE = (
 
 
 class Count:
-    """A whole number that grows on whatever devices it is counted on. Reading it waits for them."""
+    """Counts on whatever devices its tensors are. Reading it waits for them."""
 
     def __init__(self) -> None:
         self._parts: dict[torch.device, torch.Tensor] = {}
 
     def add(self, counted: torch.Tensor) -> None:
-        """Add what a tensor holds, a number or a flag each."""
         found = counted.sum()
         before = self._parts.get(found.device)
         self._parts[found.device] = found if before is None else before + found
@@ -78,10 +77,10 @@ class Count:
 
 
 def is_due(number: int) -> bool:
-    """Tell whether the whole effect is checked: in micro-batch 0, 1, 2, 4, 8, ...
+    """Return whether the whole effect is checked: in micro-batch 0, 1, 2, 4, 8, ...
 
-    In the first the routes may be what the router would have chosen anyway, so that having no effect shows
-    nothing; an optimizer that steps inside the block changes that.
+    In the first the routes may be what the router would choose anyway, where a missing effect doesn't show;
+    an optimizer that steps inside the block changes that.
 
     >>> [number for number in range(20) if is_due(number)]
     [0, 1, 2, 4, 8, 16]
@@ -90,24 +89,24 @@ def is_due(number: int) -> bool:
 
 
 class Witness:
-    """Holds what the calls of a session's routers show against the ids that they were given."""
+    """Compares what the calls of a session's routers show with the ids that they were given."""
 
     def __init__(self) -> None:
-        self.dropped = Count()  # chosen experts that an output didn't show, over their capacity
+        self.dropped = Count()  # chosen experts that lost the token, over their capacity
         self.chosen = 0  # experts that were chosen in these outputs
-        # Of calls: router, micro-batch, was it a recompute, what was asked, and bool [rows, topk]: for which
-        # of the ids is it right? Asked is whether the output shows the "ids", whether the "weights" are no
-        # mask's number, or whether a "fused" router chose what its forward chose.
+        # Checks that wait for their device: router, micro-batch, whether it is a recompute, kind, and the ids
+        # that passed, bool [rows, topk]. Kinds: the output shows the "ids"; no mask made the "weights";
+        # a "fused" router chose what its forward chose.
         self._asked: list[tuple[Router, int, bool, str, torch.Tensor]] = []
-        # How many further top-ks each block took in a micro-batch that was checked, by layer. One that takes
-        # some is followed in each call: the one that was answered may be somebody's figure.
+        # By layer, the number of further top-ks of a block in a checked micro-batch. A block that has some is
+        # followed in each call: the top-k that was answered may be one for a metric.
         self._topks: dict[int, int] = {}
-        self._took: dict[Key, int] = {}  # the same of each micro-batch: its recompute takes as many
-        self._lost: dict[Key, torch.Tensor] = {}  # of calls whose forward runs, which experts were dropped
+        self._took: dict[Key, int] = {}  # by call, as its recompute must have the same number
+        self._lost: dict[Key, torch.Tensor] = {}  # dropped experts in calls of the running forward
         self._refused: dict[Key, tuple[str, str]] = {}  # problem and cause of a call that is wrong
 
     def saw(self, router: Router, forward: Forward, call: seam.Call, output: object) -> None:
-        """Look at a call of a router that has ended in a forward."""
+        """Check a call of a router that has ended in a forward."""
         if (ids := call.ids) is None:
             cause = routers.explained(router, call.seen) or _NO_TOPK
             self._refused[router.label, forward.number] = "the router never reached its top-k", cause
@@ -123,11 +122,11 @@ class Witness:
             self._look(router, forward.number, shown, ids)
 
     def follows(self, label: int) -> bool:
-        """Tell whether this block has to be followed in every call."""
+        """Return whether the use of this block's ids has to be followed in every call."""
         return self._topks.get(label, 0) > 0
 
     def saw_again(self, router: Router, number: int, call: seam.Call, output: object) -> None:
-        """Look at a recompute of a call that has ended."""
+        """Check a recompute of a call that has ended."""
         if call.ids is None:
             return
         if call.strayed is not None:
@@ -144,20 +143,20 @@ class Witness:
         self.check_ids(on_accelerators=False)
 
     def saw_stopped(self, router: Router, number: int, call: seam.Call) -> None:
-        """A block's recompute was stopped early, as its checkpoint had what it wanted. torch silences errors
-        here, so what is wrong is told later."""
+        """Check a block's recompute that its checkpoint stopped early; an error is raised later."""
+        # torch hides errors that are raised while a checkpoint stops early.
         if call.again > self._took.get((router.label, number), 0):
             self._asked.append((router, number, True, "ids", torch.zeros(1, 1, dtype=torch.bool)))
 
     def saw_last(
         self, router: Router, number: int, ids: torch.Tensor, output: object, *, again: bool
     ) -> None:
-        """Look at the output that the hooks of others have made of a call's."""
+        """Check the output that the hooks of others have made of a call's."""
         if router.shows is not None and (shown := router.shows(output)) is not ids:
             self._look(router, number, shown, ids, again=again)
 
     def _saw_block(self, router: Router, forward: Forward, call: seam.Call) -> None:
-        """A block's output shows nothing: what takes its ids in does, or at least how many top-ks it took."""
+        """Check a block, whose output shows no ids, by the functions that use its ids, or its top-ks."""
         key = router.label, forward.number
         if call.again:
             self._took[key] = call.again
@@ -175,7 +174,7 @@ class Witness:
             self._saw_all(router, forward, call, call.taken.shown())
 
     def _saw_all(self, router: Router, forward: Forward, call: seam.Call, shown: torch.Tensor) -> None:
-        """Ask whether an output shows each of the ids and no other expert, and look at their weights."""
+        """Check that an output shows each of the ids and no other expert, and check their weights."""
         ids, number = call.ids, forward.number
         if ids is None or shown.shape != (call.rows, router.num_experts):
             self._refused[router.label, number] = _NOT_SHOWN, CHANGED
@@ -190,7 +189,7 @@ class Witness:
         if call.values is not None:
             values = call.values.detach()
             if call.given:
-                # -inf is a mask's that nobody saw, where the router has others. NaN is a diverged step's.
+                # -inf comes from an unseen mask, unless too few scores are finite. NaN is a diverged step's.
                 scarce = (call.scores > float("-inf")).sum(dim=1, keepdim=True) < router.topk
                 right = right & ~(held & values.isneginf() & ~scarce)
             if call.made is not None and not call.made.sees(call.scores):
@@ -200,38 +199,32 @@ class Witness:
     def _look(
         self, router: Router, number: int, shown: torch.Tensor, ids: torch.Tensor, *, again: bool = False
     ) -> None:
-        """Ask whether what `Router.shows` gave, bool [rows, experts] or ids [rows, topk], shows these ids."""
+        """Check that a result of `Router.shows`, bool [rows, experts] or ids [rows, topk], shows the ids."""
         if shown.dtype == torch.bool and shown.shape == (ids.shape[0], router.num_experts):
-            # One that drops tokens shows fewer, but no other.
+            # A router that drops tokens shows fewer experts, but no other.
             held = shown.scatter(1, ids, False).logical_not() if router.drops else shown.gather(1, ids)
         elif shown.dtype != torch.bool and shown.shape == ids.shape:
-            held = shown.sort(dim=1).values == ids.sort(dim=1).values  # perhaps in another order
+            held = shown.sort(dim=1).values == ids.sort(dim=1).values  # any order is right
         else:
             held = torch.zeros_like(ids, dtype=torch.bool)
         self._asked.append((router, number, again, "ids", held))
 
     def forget(self, key: Key) -> None:
-        """Drop what is known of a call whose forward raised."""
         for kept in (self._lost, self._took, self._refused):
             kept.pop(key, None)
         gone = *key, False
         self._asked = [one for one in self._asked if (one[0].label, *one[1:3]) != gone]
 
     def clear(self) -> None:
-        """Drop all, as the block is over."""
         for kept in (self._lost, self._took, self._refused, self._asked):
             kept.clear()
 
     def check(self, found: Sequence[Router], forward: Forward) -> None:
-        """Check, after a forward, that each top-k was reached and that the outputs show the ids.
-
-        Raises:
-            NoEffect: a router was not called, never reached its top-k, or shows other experts.
-        """
+        """Check after a forward that top-ks were reached and outputs show the ids; NoEffect otherwise."""
         if self._refused or len(forward.ended) != len(found):
             self._check_called(found, forward)
         for router, ids, handed, written in forward.ended:
-            # Asked here first, as the call costs more than what it asks of most tensors.
+            # Compared inline first: the function call costs more than the comparison.
             if (written is None or handed._version != written) and _is_written(handed, written, ids):
                 raise _no_effect(router, forward.number, _WRITTEN, CHANGED)
         forward.ended.clear()
@@ -252,19 +245,14 @@ class Witness:
                 raise _no_effect(router, forward.number, "the router's output was not seen", _NO_TOPK)
 
     def check_ids(self, *, on_accelerators: bool = True) -> None:
-        """Check that each output until now shows all of its ids. Waits for the devices that are read.
-
-        Raises:
-            NoEffect: one doesn't.
-            RecomputeError: that of a recompute doesn't.
-        """
+        """Check that each output so far shows all of its ids; else raise NoEffect, or RecomputeError."""
         if not self._asked or not (on_accelerators or self._asked[0][4].is_cpu):
             return
         asked, self._asked = self._asked, []
         try:
             if bool(torch.cat([one[4] for one in asked]).all()):
                 return
-        except RuntimeError:  # of other top-ks, or on several devices: they can't be looked at together
+        except RuntimeError:  # other top-ks, or several devices: they can't be concatenated
             pass
         wrong = next((one for one in asked if not bool(one[4].all())), None)
         if wrong is None:
@@ -283,27 +271,22 @@ class Witness:
 
 
 def _is_written(handed: torch.Tensor | None, written: int | None, ids: torch.Tensor | None) -> bool:
-    """Tell whether anybody has written into the ids that a router got, since that was counted.
-
-    A kernel is handed none. A tensor of inference counts no writing, and is compared.
-    """
+    """Return whether the ids that a router got have been written into. A kernel gets none."""
     if handed is None:
         return False
-    if written is None:
+    if written is None:  # inference tensors have no version counter
         return ids is None or not torch.equal(handed, ids)
     return handed._version != written
 
 
 def _zeroed(values: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Return a flag on the device: these were gathered from scores that a product with 0 masked unseen.
-
-    It shows as exact zeros in rows whose best score is above zero.
-    """
+    """Return a flag on the device: whether an unseen product with 0 masked the scores of these values."""
+    # Such rows show exact zeros while their best score is above zero.
     return ((values == 0).any(dim=1) & (scores.amax(dim=1) > 0) & (scores == 0).any(dim=1)).any()
 
 
 def as_map(shown: torch.Tensor, router: Router) -> torch.Tensor:
-    """Return what `Router.shows` gave as bool [rows, experts]; ids that are no expert's show none."""
+    """Return the result of `Router.shows` as bool [rows, experts]; ids that are no expert's show none."""
     if shown.dtype == torch.bool:
         return shown
     experts = router.num_experts
@@ -314,7 +297,6 @@ def as_map(shown: torch.Tensor, router: Router) -> torch.Tensor:
 
 
 def not_called(router: Router, number: int) -> NoEffect:
-    """Return the error of a router that a forward left out."""
     return _no_effect(router, number, "the router was not called", _PAST_CALL)
 
 

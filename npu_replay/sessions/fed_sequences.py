@@ -1,4 +1,4 @@
-"""Which sequences one call of a Hugging Face model is fed, in which rows, and the routes that it carries."""
+"""Find the sequences of one call of a Hugging Face model, their rows, and the routes that it carries."""
 
 from __future__ import annotations
 
@@ -21,29 +21,28 @@ from npu_replay.routes.routed_experts import RoutedExperts
 
 _IDS = ("input_ids", "tokens")
 _OTHER_INPUTS = ("pixel_values", "image", "video", "audio", "input_features", "inputs_embeds")
-"""How arguments begin that a model chooses experts by and that no token id tells."""
+"""Prefixes of arguments that influence the routing and that no token id shows."""
 MODALITIES = ("video", "image", "audio")
-"""In the order in which an argument's name is asked for them."""
+"""The order in which an argument's name is tested for them."""
 
 _refuse_unless = MicroBatchError.unless
 
 
 @dataclass(frozen=True)
 class FedSequences:
-    """The sequences of one call, of two tokens or more; rows are those of [batch, sequence], batch-major.
+    """Holds the sequences of one call, in rows of [batch, sequence], batch-major.
 
-    Nothing is learnt from a sequence of one token (often the padding of a packed stream), so it has no place
-    here.
+    A sequence of one token has no prediction, and is often the padding of a packed stream: it is left out.
     """
 
-    rows: int  # padding too
+    rows: int  # of padding, too
     spans: list[tuple[int, int]]  # first row and end of each sequence
     marks: list[int]  # the fingerprint of each, with its key
-    of_tokens: list[int]  # the same without the key
-    padded: list[bool]  # may it be the padded end of a packed row? See Places
+    of_tokens: list[int]  # the fingerprint without the key
+    padded: list[bool]  # it may be the padded end of a packed row; see Places
 
     def in_rows(self, found: Mapping[int, RoutedExperts], routers: Sequence[Router]) -> RoutedExperts:
-        """Return the routes of these sequences, by number, for these routers; all other rows have none."""
+        """Return the routes of sequences, by number, as one RoutedExperts; all other rows have none."""
         labels = labels_of(routers)
         if not found:
             topk, experts = routers[0].topk, routers[0].num_experts
@@ -57,11 +56,7 @@ class FedSequences:
 
 
 def named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, without those that are None.
-
-    Raises:
-        MicroBatchError: there are positional ones that nothing names.
-    """
+    """Return the arguments of a call by name, without None; raise MicroBatchError if one has no name."""
     names = parameter_names(module) if args else []
     problem, cause = "this call's arguments have no names", "a wrapper: follow the model in it, or name them"
     _refuse_unless(len(args) <= len(names), problem, f"at most {len(names)} without", len(args), cause)
@@ -71,21 +66,17 @@ def named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True)
 class Places:
-    """The places of a call, [batch, sequence], batch-major."""
+    """Describes the places of a call, [batch, sequence], batch-major."""
 
     real: Array  # bool, which hold tokens
     spans: list[tuple[int, int]]  # first place and end of each sequence, of one token too
-    # Bool [places], where nothing but one padding id follows, up to the end of a row. A sequence that begins
-    # there may be the padded end of a packed row, whose positions count up, too.
+    # Bool [places]: from here to the end of the row all ids are one padding id. A sequence that begins here
+    # may be the padded end of a packed row, since positions count up there, too.
     padded: Array
 
     @classmethod
     def of(cls, call: Mapping[str, Any], padding: int = 0) -> Places:
-        """Find those of a call with these arguments, padded (with 0 or this id) on any side, or packed.
-
-        Raises:
-            MicroBatchError: a mask with holes, or a part of a sequence.
-        """
+        """Find the places of a call with these arguments, padded (with 0 or `padding`) or packed."""
         fed = [call[name] for name in (*_IDS, "inputs_embeds") if isinstance(call.get(name), torch.Tensor)]
         known = bool(fed) and not fed[0].is_nested and fed[0].dim() >= 2
         _refuse_unless(
@@ -112,17 +103,13 @@ class Places:
 
 
 def fed_sequences(call: Mapping[str, Any], placeholders: Mapping[str, int], keys: Any = None) -> FedSequences:
-    """Find the sequences of a call with these arguments.
+    """Find the sequences of a call with these arguments; raise MicroBatchError if they can't be told.
 
     Args:
         call: its arguments by name.
-        placeholders: the token ids that stand for the MODALITIES which the model has, and for "padding".
-        keys: one a sequence, of the caller's own; else its images, videos and audio are its key. A padded end
-            needs none.
-
-    Raises:
-        MicroBatchError: there are no token ids, embeddings beside them, a mask with holes, a part of a
-            sequence, or another number of keys.
+        placeholders: the token ids that stand for MODALITIES of the model, and for "padding".
+        keys: the caller's own, one a sequence; a padded end needs none. Without them, images, videos and
+            audio of a sequence are its key.
     """
     ids: Any = next((call[name] for name in _IDS if name in call), None)
     embedded = [name for name in call if "embeds" in name]
@@ -165,9 +152,11 @@ def _input_keys(
 
 
 def _own_rows(rows: int, here: Array, spans: Array) -> Array | None:
-    """Which rows of an input each sequence has, [sequences, 2], by its placeholders `here`: one row a run of
-    them (an image, a clip), or a share of the rows like its share of the placeholders (patches). None where
-    that doesn't come out even: such a sample isn't found in another batch, which is an error."""
+    """Return which rows of an input each sequence has, [sequences, 2]; None if rows can't be assigned.
+
+    A sequence has one row for each run of its placeholders `here` (an image, a clip), or a share of the rows
+    like its share of the placeholders (patches).
+    """
     begins = here & ~np.append(False, here[:-1])
     counted = begins if begins.sum() == rows else here
     share, of = np.append(0, np.cumsum(counted))[spans] * rows, int(counted.sum())
@@ -182,7 +171,7 @@ def _array(tensor: Any) -> Array:
 
 
 def _real(mask: Any, shape: tuple[int, ...]) -> Array:
-    """Bool [batch, sequence]: which places hold tokens."""
+    """Return bool [batch, sequence]: which places hold tokens."""
     if mask is None:
         return np.ones(shape, dtype=bool)
     alike = isinstance(mask, torch.Tensor) and mask.shape == shape
@@ -207,14 +196,14 @@ def _real(mask: Any, shape: tuple[int, ...]) -> Array:
 
 
 def _positions(call: Mapping[str, Any]) -> Any:
-    """Those that tell of sequences: of images (time, height, width) they don't, unless text's come first."""
+    """Return the position_ids, unless they are an image's (time, height, width) without those of the text."""
     positions = call.get("position_ids")
     kinds = len(positions) if isinstance(positions, torch.Tensor) and positions.dim() == 3 else 1
     return None if kinds == 3 and any(name.startswith(_OTHER_INPUTS) for name in call) else positions
 
 
 def _by_positions(positions: Any, real: Array, begins: Array) -> Array:
-    """Where sequences begin: at each position 0."""
+    """Return where sequences begin: at each position 0."""
     numbers = _array(positions)
     numbers = numbers[0] if numbers.ndim == 3 else numbers  # several kinds of positions
     numbers = np.broadcast_to(numbers, real.shape) if numbers.ndim <= 2 else numbers
@@ -231,7 +220,7 @@ def _by_positions(positions: Any, real: Array, begins: Array) -> Array:
 
 
 def _real_up_to(end: int, real: Array) -> Array:
-    """Without what lies behind the last sequence: the padded end of a packed stream."""
+    """Return `real` without the places behind the last sequence: the padded end of a packed stream."""
     _refuse_unless(
         end <= real.size,
         "these cumulative lengths go beyond the call's tokens",
@@ -243,8 +232,8 @@ def _real_up_to(end: int, real: Array) -> Array:
 
 
 def _padded(fed: torch.Tensor, real: Array, padding: int) -> Array:
-    """See Places: never at the beginning of a row, nor behind what a mask leaves out."""
-    ids = _array(fed) if fed.dim() == 2 else np.full(real.shape, np.nan)  # embeddings tell no padding
+    """Return `Places.padded`: never at the beginning of a row, nor behind what a mask leaves out."""
+    ids = _array(fed) if fed.dim() == 2 else np.full(real.shape, np.nan)  # embeddings don't show padding
     alike = real & (ids == ids[:, -1:]) & np.isin(ids, (0, padding))
     behind = np.pad(real, ((0, 0), (1, 0)))[:, :-1]
     found: Array = behind & np.logical_and.accumulate(alike[:, ::-1], axis=1)[:, ::-1]
@@ -252,7 +241,6 @@ def _padded(fed: torch.Tensor, real: Array, padding: int) -> Array:
 
 
 def _by_bounds(bounds: Array, begins: Array) -> Array:
-    """Where sequences begin, by cumulative lengths over all rows."""
     inside = bounds[:-1][bounds[:-1] < begins.size]
     found = begins.reshape(-1).copy()
     found[inside] = True
@@ -260,11 +248,10 @@ def _by_bounds(bounds: Array, begins: Array) -> Array:
 
 
 KEYWORDS = ("routed_experts", "rollout_expert_indices")
-"""ms-swift's name, and SkyRL's."""
+"""The keywords for a call's routes, of ms-swift and of SkyRL."""
 
 
 def take_off(kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the routes among a call's keywords, None without any, and the other keywords."""
     others = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
     given = [kwargs[name] for name in KEYWORDS if kwargs.get(name) is not None]
     _refuse_unless(len(given) < 2, "a call carries its routes twice", "one of them", " and ".join(KEYWORDS))
@@ -274,20 +261,18 @@ def take_off(kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 def carried_routes(
     given: Any, call: Mapping[str, Any], model: RoutedModel, padding: int = 0
 ) -> RoutedExperts:
-    """Return those of a call with these arguments, one row a place of its [batch, sequence], batch-major.
+    """Return the routes of a call, one row for each place of its [batch, sequence], batch-major.
 
-    Zeros in all MoE layers (or -1) are a token without a route: what such loops pad with. Only padding and
-    the last token of a sequence may be so. With a top-k of 1 and few layers, zeros at any other token are
-    expert 0.
+    Such loops pad with zeros (or -1), so these in all MoE layers mean a token without a route; only padding
+    and the last token of a sequence may have none. With a top-k of 1 and few layers, zeros at any other token
+    are expert 0.
 
     Args:
         given: [batch, sequence, layers, topk], padded or packed like the call's ids; layers are all decoder
             layers or the MoE layers.
-        padding: see Places.
 
     Raises:
-        ReplayError: another shape; routes where there is padding, or none where there is a token; ids that
-            aren't the model's.
+        ReplayError: another shape; a route at padding, or none at a token; ids that aren't the model's.
     """
     places = Places.of(call, padding)
     try:
@@ -321,7 +306,6 @@ def carried_routes(
 
 
 def _check_places(there: Array, places: Places, lacking: Array) -> None:
-    """Refuse tokens without a route, except the last of a sequence, and padding with one."""
     real = places.real.reshape(-1)
     width = places.real.shape[1]
     for wrong, problem, cause in (

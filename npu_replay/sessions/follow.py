@@ -1,4 +1,4 @@
-"""follow: record and replay in a loop that offers no place for either, by the tokens of each call."""
+"""follow: record and replay by the tokens of each call, for loops that offer no place for either."""
 
 from __future__ import annotations
 
@@ -71,36 +71,34 @@ def follow(
     >>> following.metrics()["recorded"], following.metrics()["replayed"]
     (2, 2)
 
-    For loops that offer no place for `record` and `replay`. Each call tells its sequences by input_ids
-    [batch, sequence] with attention_mask or position_ids (padded on any side, or packed), and each sequence
-    is looked up by the fingerprint of its tokens, with the digest of its images, videos and audio. So samples
-    may be shuffled, packed and cut into micro-batches anew. A call without grad records; one with grad
-    replays. Left alone are calls without grad that are no log-probs of the policy: with past_key_values or
-    use_cache (generation), in eval mode, or with other adapters of PEFT switched on than at the beginning (a
-    reference pass by the same module).
+    A call without grad records; one with grad replays. Each sequence is looked up by the fingerprint of its
+    tokens and the digest of its images, videos and audio, so samples may be shuffled, packed and cut into new
+    micro-batches. A call gives its tokens as input_ids [batch, sequence], with attention_mask or position_ids
+    (padded on any side, or packed). Calls without grad that are no log-probs of the policy are left alone:
+    those with past_key_values or use_cache (generation), in eval mode, or with other PEFT adapters switched
+    on than at the beginning (a reference pass by the same module).
 
-    A rollout's routes (R3) come from `put`, or with the call itself: the keyword routed_experts= (ms-swift)
-    or rollout_expert_indices= (SkyRL), [batch, sequence, layers, topk], padded or packed as the ids are. It
-    is taken off the call, which goes on without it; such a call may have embeddings, too. The keyword
-    sample_key=, one a sequence, is taken off likewise: it is the key that `put` was given, or in R2 one of
-    the caller's own.
+    A rollout's routes (R3) come from `put`, or with the call: as the keyword routed_experts= (ms-swift) or
+    rollout_expert_indices= (SkyRL), [batch, sequence, layers, topk], padded or packed as the ids are. It is
+    removed before the model runs; such a call may have embeddings, too. The keyword sample_key=, one a
+    sequence, is removed likewise: it is the key that was given to `put`, or in R2 a key of the caller's own.
 
     Args:
-        model: the Hugging Face model that the loop calls, the PeftModel or DDP around it; FSDP2 too. No
+        model: the Hugging Face model that the loop calls, or the PeftModel, DDP or FSDP2 around it. No
             sequence or context parallelism.
-        mode: "R3": nothing is recorded, and each call of the policy, with grad or without, has a rollout's
-            routes, else it is an error. "R2": calls without grad record what no rollout gave.
-        max_bytes: routes held at a time, in memory of the host (some 400 bytes a token for 48 layers of
-            top-8); above it the oldest are dropped, which is said.
-        eval_mode: calls in eval mode are recorded or replayed, too: for a loop that takes old log-probs so
-            (OpenRLHF). An evaluation then belongs into `paused()`. Without it such a call takes no routes,
-            also in "R3"; one WARNING says so where it had some.
-        live_mismatch, min_overlap: see `replay`; the latter asks the first calls that have routes.
+        mode: "R2": calls without grad record what no rollout gave. "R3": nothing is recorded, and each call
+            of the policy needs a rollout's routes, with grad or without; without them it is an error.
+        max_bytes: routes held at a time, in host memory (some 400 bytes a token for 48 layers of top-8);
+            above it the oldest are dropped, with a WARNING.
+        eval_mode: calls in eval mode are recorded or replayed, too, for a loop that takes old log-probs so
+            (OpenRLHF). Put evaluations into `paused()` then. Without it such a call takes no routes, also in
+            "R3"; one WARNING says so where it had some.
+        live_mismatch, min_overlap: see `replay`; min_overlap is checked in the first calls with routes.
 
     Raises:
-        ReplayError: on entering, if a router can't be replayed, or an adapter be asked; in a call, if it has
-            no input_ids, a mask with holes, or a part of a sequence, or if with grad it has a sequence that
-            no call has recorded; on leaving, as `record` and `replay`.
+        ReplayError: on entering, if a router can't be replayed, or an adapter's state can't be read; in a
+            call without input_ids, with holes in its mask or a part of a sequence, or with grad and a
+            sequence that no call has recorded; on leaving, as `record` and `replay`.
     """
     one_of(mode, ("R2", "R3"), "mode")
     following = Following(
@@ -114,10 +112,7 @@ def follow(
 
 
 class Following(Session):
-    """Every call of a model, recorded or replayed by its tokens, until the block ends or `close` is called.
-
-    See `follow`.
-    """
+    """Records or replays every call of a model by its tokens, until the block ends or `close` is called."""
 
     name = "follow"
 
@@ -135,7 +130,7 @@ class Following(Session):
 
     @property
     def left_alone(self) -> Counter[str]:
-        """How many calls were, by reason."""
+        """Return how many calls were left alone, by reason."""
         return self._source.left_alone
 
     def open(self) -> Following:
@@ -143,7 +138,7 @@ class Following(Session):
         return self.__enter__()
 
     def close(self) -> None:
-        """End what `open` has begun."""
+        """End what `open` began."""
         self.__exit__(None, None, None)
 
     @contextlib.contextmanager
@@ -156,7 +151,7 @@ class Following(Session):
             self._paused = before
 
     def put(self, routes: RoutedExperts, tokens: Any = None, *, sample_key: SampleKey = None) -> None:
-        """Have a rollout's routes replayed for these tokens (R3), in calls with grad and without.
+        """Set a rollout's routes for these tokens (R3), to be replayed in calls with grad and without.
 
             for routes in npu_replay.from_vllm(output, config):
                 following.put(routes)
@@ -164,11 +159,11 @@ class Following(Session):
         Args:
             routes: of one whole sequence; the last token may have no row.
             tokens: its ids, [tokens]; not needed where the routes have their fingerprint.
-            sample_key: tells samples of the same tokens apart, whose calls have it too. Without it the first
-                call with these tokens, and with its images, takes the routes.
+            sample_key: distinguishes samples of the same tokens; their calls pass the same key. Without it,
+                the first call with these tokens and their images takes the routes.
 
         Raises:
-            ReplayError: routes of other tokens or of another model, or no token ids to find them by; other
+            ReplayError: routes of other tokens or of another model; no tokens and no fingerprint; other
                 routes of the same tokens that no update has taken yet.
         """
         if not isinstance(routes, RoutedExperts):
@@ -186,9 +181,12 @@ class Following(Session):
         self._has_rollouts = True
 
     def metrics(self) -> dict[str, float]:
-        """Calls (micro_batches), routers, seconds; sequences recorded and replayed so far, calls that
+        """Return plain numbers for any tracker.
+
+        These are calls (micro_batches), routers, seconds; sequences recorded and replayed so far, calls that
         carried their routes; sequences held now, dropped for max_bytes, replaced by others of the same
-        tokens; calls left alone; live_mismatch if asked for; overlap as in `replay`."""
+        tokens; calls left alone; live_mismatch if asked for; overlap as in `replay`.
+        """
         sequences, store = self._source.sequences, self._source.store
         return super().metrics() | {
             "recorded": sequences["recorded"],
@@ -221,7 +219,7 @@ class Following(Session):
 
     def _call_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any], keys: Any, carried: Any) -> None:
         call = named(self.chunks[0], args, kwargs)
-        # The first pass of a reentrant checkpoint around the model runs without grad, and is the update's.
+        # A reentrant checkpoint around the model runs the update's first pass without grad.
         grad = torch.is_grad_enabled() or bool(backward.enclosing(functions=True))
         why = self._why_left_alone(call, grad)
         if why is None:
@@ -263,7 +261,7 @@ class Following(Session):
         return None
 
     def _warn_of_routes(self, call: dict[str, Any], keys: Any, carried: Any) -> None:
-        """An evaluation may have a rollout's routes, as old log-probs have: nothing tells the two apart."""
+        """Warn of a call in eval mode that has a rollout's routes: it may be a pass for old log-probs."""
         self._warned = carried is not None or (self._has_rollouts and self._source.has_rollout(call, keys))
         if self._warned:
             logger.warning(
@@ -274,15 +272,11 @@ class Following(Session):
 
 
 class TokenRoutes(RouteSource):
-    """The routes of each call's sequences, found by their tokens.
-
-    Args:
-        records_new: record the sequences that have no routes, of calls without grad.
-        max_bytes: see RoutesByTokens.
+    """Finds the routes of each call's sequences by their tokens.
 
     Attributes:
-        is_on: is the call that runs followed?
-        left_alone: how many calls weren't, by reason.
+        is_on: the running call is followed.
+        left_alone: how many calls were not followed, by reason.
         sequences: how many were recorded and replayed, and how many calls carried their routes.
     """
 
@@ -300,8 +294,7 @@ class TokenRoutes(RouteSource):
         self._records_new = records_new
         self._fed: FedSequences | None = None
         self._replayed = 0
-        self._new: list[int] = []
-        """Of the call that runs now: which of its sequences are recorded."""
+        self._new: list[int] = []  # sequences of the running call that are to be recorded
 
     def enters(self, session: Session) -> None:
         super().enters(session)
@@ -327,7 +320,7 @@ class TokenRoutes(RouteSource):
         return self.is_on
 
     def look_up(self, call: dict[str, Any], keys: Any, grad: bool, carried: Any) -> None:
-        """Find the routes of each sequence of a call, and note which are to be recorded."""
+        """Find the routes of each sequence of a call, and note which sequences are to be recorded."""
         number, self._fed, self._new = self.timeline.ended[0], None, []
         try:
             if carried is None:
@@ -340,11 +333,10 @@ class TokenRoutes(RouteSource):
         self.records = bool(self._new)
 
     def has_rollout(self, call: dict[str, Any], keys: Any) -> bool:
-        """Return whether a sequence of this call has a rollout's routes."""
         with contextlib.suppress(MicroBatchError):
             fed = self._fed_by(call, keys)
             return any(self.store.get(mark)[1] for mark in fed.marks + fed.of_tokens)
-        return False  # not told by its tokens
+        return False  # a call without token ids
 
     def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
         self.given.clear()
@@ -363,7 +355,6 @@ class TokenRoutes(RouteSource):
         self._fed, self._new = None, []
 
     def _keep(self, fed: FedSequences, new: list[int], rows: RoutedExperts) -> None:
-        """Hold what the call that has ended chose for its new sequences."""
         problem = "the routers saw another number of rows than the model was called with"
         where, cause = micro_batch(self.timeline.ended[0] - 1), self.why_other_rows
         MicroBatchError.unless(len(rows) == fed.rows, problem, fed.rows, len(rows), cause, where)
@@ -377,7 +368,6 @@ class TokenRoutes(RouteSource):
 
     @functools.cached_property
     def _placeholders(self) -> dict[str, int]:
-        """Return the token ids that stand for images, videos, audio and padding, by the model's configs."""
         configs = [one.config for one in self.chunks[0].modules() if hasattr(one, "config")]
         names = [(kind, f"{kind}_token_{end}") for kind in MODALITIES for end in ("id", "index")]
         names.append(("padding", "pad_token_id"))
@@ -388,7 +378,6 @@ class TokenRoutes(RouteSource):
         return fed_sequences(call, self._placeholders, keys)
 
     def _found(self, fed: FedSequences, grad: bool) -> RoutedExperts:
-        """By its tokens, what is held of each sequence."""
         found, padding = {}, set()
         for at, (mark, (first, end)) in enumerate(zip(fed.marks, fed.spans, strict=True)):
             self.store.move(fed.of_tokens[at], mark)

@@ -1,4 +1,4 @@
-"""Hooks on modules, for the length of a block: what a copy of the model takes along is nothing."""
+"""Attach hooks to modules for the length of a block; in a copy of the model they do nothing."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def outside_modes() -> AbstractContextManager[None]:
-    """Where our own operations run: no dispatch mode and no function mode sees them.
+    """Return a context in which no dispatch mode and no function mode sees our operations.
 
-    A selective checkpoint, a profiler or a user's own mode counts operations, and ours come in a forward
-    and not in its recompute.
+    A selective checkpoint or a user's mode counts operations, and ours run in a forward but not in its
+    recompute.
     """
     if torch._C._len_torch_dispatch_stack():
         return _outside_dispatch()
-    return torch._C.DisableTorchFunction()  # a class of C++: half a µs
+    return torch._C.DisableTorchFunction()  # implemented in C++: half a µs
 
 
 def restore_functions(handled: bool) -> None:
-    """Have torch handle functions again if it did so before: an interrupt may come before a hook's end."""
+    """Switch torch's handling of functions on again, after an interrupt before a hook's end."""
     if handled and not torch._C._is_torch_function_enabled():
-        never_entered = torch._C.DisableTorchFunction()  # leaving such a one switches it on
+        never_entered = torch._C.DisableTorchFunction()  # its exit switches handling on
         never_entered.__exit__(None, None, None)
 
 
@@ -40,7 +40,7 @@ def _outside_dispatch() -> Any:
 
 
 def caller_of_hook() -> FrameType | None:
-    """Return the frame that called the innermost of our hooks that runs: it is there until the module has."""
+    """Return the frame that called our innermost running hook; it lives until the module's call ends."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not Hook.__call__.__code__:
         frame = frame.f_back
@@ -48,17 +48,12 @@ def caller_of_hook() -> FrameType | None:
 
 
 class Hook:
-    """A forward hook, or a pre-hook with keywords, of one module.
+    """Calls `act(owner, *at, args, last)` as a forward hook, or a pre-hook with keywords, of one module.
 
-    It holds neither the module nor its owner: the model may be copied in any way while a block is open, and
-    the copy keeps nothing alive. In a deep copy or a pickle it becomes a function that does nothing.
-
-    Args:
-        owner: whose hook it is; once it is gone, the hook does nothing.
-        act: called as act(owner, *at, args, last); `last` is the output of the module, or a pre-hook's
-            keywords. What it returns is what the hook returns.
-        module: whose hook it is. A shallow copy shares its hooks, and is left alone.
-        at: what else `act` has to know.
+    `last` is the module's output, or a pre-hook's keywords; the result of `act` is the hook's. Module and
+    owner are held weakly: a hook without its owner does nothing, and a copy of the model keeps nothing alive.
+    A shallow copy of the module shares its hooks, which ignore it. In a deep copy or a pickle the hook
+    becomes a function that does nothing.
     """
 
     __slots__ = ("__weakref__", "_act", "_at", "_module", "_owner")
@@ -77,7 +72,7 @@ class Hook:
             return self._act(owner, *self._at, args, last)
 
     def take_off(self) -> None:
-        """Remove it from its module, where it may not hang yet."""
+        """Remove the hook from its module, also where it isn't attached yet."""
         module = self._module()
         for name in ("_forward_pre_hooks", "_forward_hooks") if module is not None else ():
             hooks = vars(module)[name]
@@ -87,5 +82,5 @@ class Hook:
                 del hooks[key]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Something of Python's own that takes any arguments: a pickle then asks for no npu_replay."""
+        """Reduce to a built-in that takes any arguments: loading the pickle then needs no npu_replay."""
         return getattr, (contextlib.nullcontext, "__exit__")

@@ -1,8 +1,8 @@
-"""What a block does with the ids of its top-k: the witness where the router is the whole block.
+"""Follow what a block does with the ids of its top-k, where the router is the whole block.
 
-Such a block's output shows no ids. But they go to its experts through functions of torch (`one_hot`,
-`gather`, a cast for a kernel), and the seam's Watch sees these. So every integer tensor [rows, topk] that one
-of them is given after the top-k must hold the ids, row by row.
+Such a block's output shows no ids. But they reach its experts through functions of torch (`one_hot`,
+`gather`, a cast for a kernel), which the seam's Watch sees. So every integer tensor [rows, topk] that one of
+these is given after the top-k must hold the ids, row by row.
 """
 
 from __future__ import annotations
@@ -16,26 +16,24 @@ from npu_replay.sessions.hooks import outside_modes
 
 
 class IdUses:
-    """The integer tensors [rows, topk] that torch's functions are given in one call of a block.
+    """Checks the integer tensors [rows, topk] that torch's functions are given in one call of a block.
 
-    Args:
-        rows, topk, num_experts: of the block's top-k.
-        ids: what they must hold, which nobody writes into; None: the same as the first of them.
+    They must hold `ids`, which are never written into; None: the content of the first of them.
     """
 
-    depth = 0  # of torch's stack of modes, where it is followed by itself
+    depth = 0  # of torch's mode stack when `follow` was called
 
     def __init__(self, rows: int, topk: int, num_experts: int, ids: torch.Tensor | None = None) -> None:
-        self.count = 0  # of these tensors
+        self.count = 0  # tensors so far
         self._shape = (rows, topk)
         self._num_experts = num_experts
         self._ids = ids
         self._held: torch.Tensor | None = None
-        # In so small a batch a mask over the experts, or the list of those that were hit, has this shape too.
+        # In such a small batch a mask over experts, or the list of used experts, may have this shape, too.
         self._first_alone = rows == topk or (topk == 1 and rows <= num_experts)
 
     def holds(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Of each such tensor among these arguments a bool [rows, topk]: which ids it holds."""
+        """Return for each such tensor among these arguments a bool [rows, topk]: which ids it holds."""
         if self._first_alone and self.count:
             return []
         found = [one for one in _tensors(args, kwargs) if self._is_ids(one)]
@@ -45,14 +43,14 @@ class IdUses:
             return [self._same(one) for one in found]
 
     def add(self, held: Sequence[torch.Tensor]) -> None:
-        """These were taken in, by a function that made a tensor of them."""
+        """Count tensors that a function has used to make a tensor."""
         self.count += len(held)
         with outside_modes():
             for one in held:
                 self._held = one if self._held is None else self._held & one
 
     def shown(self) -> torch.Tensor:
-        """Bool [rows, experts]: the ids that all of the tensors held; none where there was no tensor."""
+        """Return bool [rows, experts]: the ids that all of the tensors held; none if there was no tensor."""
         rows, experts = self._shape[0], self._num_experts
         if self._held is None or self._ids is None:
             return torch.zeros(rows, experts, dtype=torch.bool)
@@ -64,7 +62,7 @@ class IdUses:
         dtype = tensor.dtype
         if tensor.shape != self._shape or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
             return False
-        # An index of rows, expanded to the ids beside it: a row of it is one number, and no choice.
+        # Stride 0 is a row index that was expanded to the shape of the ids.
         return tensor.stride(1) != 0 or self._shape[1] == 1
 
     def _same(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -76,8 +74,8 @@ class IdUses:
 def run_seen(
     takers: Sequence[IdUses], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Run a function of torch; what makes no tensor of the ids (`size`, `device`) hasn't taken them."""
-    held = [taken.holds(args, kwargs) for taken in takers]  # now: the function may write into them
+    """Run a function of torch; one that makes no tensor of the ids (`size`, `device`) hasn't used them."""
+    held = [taken.holds(args, kwargs) for taken in takers]  # before the call, which may write into them
     result = func(*args, **kwargs)
     if any(held) and any(True for _ in _tensors((result,), {})):
         for taken, mine in zip(takers, held, strict=True):
@@ -86,7 +84,7 @@ def run_seen(
 
 
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Those among the arguments, and in lists and tuples there (an index of several)."""
+    """Yield the tensors among the arguments, and in lists and tuples there (an index of several)."""
     for value in (*args, *kwargs.values()):
         for one in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(one, torch.Tensor):

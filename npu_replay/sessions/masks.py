@@ -1,16 +1,12 @@
-"""Finds the scores that a router had before it masked them.
+"""Find the scores that a router had before it masked them.
 
-A replayed expert may lie in a group that the router masked, and then needs its own score and not the mask's
-number. `seam.Watch` sees each function that the router calls, and this module walks back from the argument
-of the top-k through the functions that made it.
-
-A function is a mask by what it did: it changed some scores and left the others as they are. One that computes
-(a sum, a product) also has to lower them by much or to 0, so that an expert bias or a scale is none. It was
-a mask in those rows only where all that it changed lies below what the router chose: a row of padding that is
-filled with zeros has a choice among zeros, which are its scores.
-
-A mask whose scores go through another function before the top-k (a softmax, a bias) can't be taken back: a
-replayed expert that it ruled out has a weight that nobody meant, and is reported.
+A replayed expert may lie in a group that the router masked; it then needs its own score, not the mask's
+number. `seam.Watch` sees each function that the router calls, and this module walks back from the argument of
+the top-k. A function is a mask by its effect: it changed some scores and left the others. One that computes
+(a sum, a product) must also lower them by much or to 0, unlike an expert bias or a scale. It was a mask only
+in rows where all that it changed lies below the router's choice: in a row of padding that is filled with
+zeros the choice itself is among zeros. A mask whose result goes through another function before the top-k (a
+softmax, a bias) can't be undone: an expert that it ruled out is reported, as its weight has no meaning.
 """
 
 from __future__ import annotations
@@ -28,43 +24,41 @@ _WRITES = frozenset(
 )
 _COPIES = frozenset({"clone", "contiguous", "to", "type", "float", "double", "half", "bfloat16", "cat"})
 _MOVES = _FILLS | _WRITES | _COPIES
-"""These put scores and numbers into places. All others compute."""
+"""Functions that only place scores and numbers; all others compute."""
 
 Own: TypeAlias = "Callable[[], torch.Tensor]"
-"""Gives the router's own choice, int64 [rows, topk]."""
+"""Returns the router's own choice, int64 [rows, topk]."""
 
 
 class _Step(NamedTuple):
-    """One function's. Its tensors are held, so that nothing else comes to lie there."""
+    """Describes one function call. It holds the tensors, so that their memory isn't reused."""
 
     name: str
-    place: int  # where its result lies
+    place: int  # address of its result
     made: torch.Tensor
-    sources: list[tuple[torch.Tensor, int]]  # what it made it from, and where that lay
+    sources: list[tuple[torch.Tensor, int]]  # its arguments, and their addresses at the time
     learns: bool
 
 
 _Scores: TypeAlias = "tuple[int, int]"
-"""A tensor of scores: the number of a step, and that of one of its sources; -1 is what it made."""
+"""A tensor of scores: the number of a step, and of one of its sources; -1 stands for the step's result."""
 
 
 class Path(NamedTuple):
-    """Where the masks of a router are: steps by number, and the scores that each has masked."""
+    """Lists the masks of a router: numbers of steps, and the scores that each has masked."""
 
-    open: list[tuple[int, _Scores]]  # back to the scores before the last mask that can be taken back
-    shut: list[tuple[int, _Scores]]  # the masks before these, whose scores went through another function
+    open: list[tuple[int, _Scores]]  # from the top-k back to the last mask that can be undone
+    shut: list[tuple[int, _Scores]]  # earlier masks, whose scores went through another function
 
 
 class Masks:
-    """The steps by which one call of a router makes its scores.
+    """Records the steps by which one call of a router makes its scores [rows, num_experts].
 
-    Args:
-        rows, num_experts: of the scores.
-        paths: where the masks were in earlier calls of the router, by the names of all steps.
+    `paths` holds where the masks were in earlier calls of the router, by the names of all steps.
     """
 
-    # These names, and where the masks are in this call. A recompute gets that of its forward: what autograd
-    # saves may not depend on what a mask covers.
+    # Names of the steps, and the masks of this call. A recompute takes its forward's, since the tensors that
+    # autograd saves must not depend on what a mask covers.
     used: tuple[tuple[str, ...], Path] | None = None
 
     def __init__(self, rows: int, num_experts: int, paths: dict[tuple[str, ...], Path] | None = None) -> None:
@@ -73,7 +67,6 @@ class Masks:
         self._steps: list[_Step] = []
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a function of torch, and note what it made scores from."""
         name = getattr(func, "__name__", "")
         short = name.strip("_")
         made: Any
@@ -94,18 +87,16 @@ class Masks:
         return result
 
     def sees(self, scores: torch.Tensor) -> bool:
-        """Tell whether these were made by a function that was seen."""
         place = address(scores)
         return any(step.place == place for step in self._steps)
 
     def unmasked(
         self, scores: torch.Tensor, own: Own, take: Callable[[torch.Tensor], torch.Tensor] = lambda part: part
     ) -> torch.Tensor:
-        """Return the scores [rows, experts] before they were masked; themselves where no mask was seen.
+        """Return the scores [rows, experts] before they were masked; unchanged where no mask was seen.
 
-        Args:
-            own: asked only where a mask was seen, or may have been.
-            take: returns the part of scores that is wanted, row by row, such as those of some experts.
+        `take` returns the wanted part of scores, row by row. `own` is called only where a mask may have been
+        seen.
         """
         values, kept = take(scores), None
         for earlier, later, step in self._pairs(self._path(scores, own).open, scores):
@@ -118,7 +109,7 @@ class Masks:
     def ruled_out(self, scores: torch.Tensor, own: Own, ids: torch.Tensor) -> torch.Tensor | None:
         """Return bool [rows, topk]: which of these ids have a weight that was made from a mask's number.
 
-        None where no such mask was seen. Runs outside of modes.
+        None where no such mask was seen. Call it outside of modes.
         """
         found = None
         for earlier, later, step in self._pairs(self._path(scores, own).shut, scores):
@@ -130,12 +121,11 @@ class Masks:
         return found
 
     def _pairs(self, steps: list[tuple[int, _Scores]], scores: torch.Tensor) -> Any:
-        """Yield of each step the scores before and after it, and the step."""
         for number, before in steps:
             yield self._scores(before, scores)[0], self._after(number, scores), self._steps[number]
 
     def _scores(self, which: _Scores, like: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Return the tensor [rows, experts], and where it lay."""
+        """Return the tensor [rows, experts], and its address at that step."""
         number, source = which
         if source < 0:
             return self._after(number, like), self._steps[number].place
@@ -143,7 +133,7 @@ class Masks:
         return self._as_scores(tensor, like), lay
 
     def _after(self, number: int, scores: torch.Tensor) -> torch.Tensor:
-        """Return what a step made: a later write in place keeps a copy of what it wrote over."""
+        """Return the result of a step; a later write in place has kept a copy of what it overwrote."""
         place = self._steps[number].place
         for step in self._steps[number + 1 :]:
             if step.place == place and step.sources and step.sources[0][1] == place:
@@ -164,8 +154,8 @@ class Masks:
         return path
 
     def _walk(self, scores: torch.Tensor, own: Own) -> tuple[Path, bool]:
-        """Walk back from these scores; tell where the masks are, and whether another call's are there too."""
-        path, masks = Path([], []), 0  # masks: so much of the open path leads up to a mask
+        """Walk back from these scores; return where the masks are, and whether that holds for other calls."""
+        path, masks = Path([], []), 0  # masks: length of the open path up to its last mask
         place, later, is_sure, is_open = address(scores), scores.detach(), True, True
         for number in reversed(range(len(self._steps))):
             step = self._steps[number]
@@ -192,14 +182,14 @@ class Masks:
     def _judge(self, number: int, later: torch.Tensor, own: Own) -> tuple[_Scores | None, bool]:
         """Return which scores this step may have masked, and whether it changed any of them.
 
-        They are among what it was given; or, where it was given parts of them, among all scores before.
+        They are among its arguments; or, where it got parts of them, among the results of earlier steps.
         """
         step, most, found, is_mask = self._steps[number], 0, None, False
         if step.learns:
             return None, False
         if step.name in _FILLS and len(step.sources) == 1:
             return (number, 0), True
-        # Of two that hold the same scores the one that leads to the router's weights is meant.
+        # Of two sources with equal scores, the one that needs grad leads to the router's weights.
         for source in sorted(
             range(len(step.sources)), key=lambda one: not step.sources[one][0].requires_grad
         ):
@@ -215,7 +205,6 @@ class Masks:
         return found, is_mask
 
     def _learns(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Tell whether one of these is a tensor that takes a gradient, but no scores: a bias."""
         found = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
         return any(one.requires_grad and not self._is_scores(_whole(one)) for one in found)
 
@@ -230,13 +219,13 @@ class Masks:
 def _keeps(name: str, earlier: torch.Tensor, later: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Return bool [rows, 1]: in which rows this step may have been a mask.
 
-    What it changed has to lie below all that the router chose. In a row of equal zeros the router chooses
-    some that were filled, or others that are as good.
+    What it changed must lie below all that the router chose, except equal scores, as in a row of zeros.
     """
+    # In a row of equal zeros the router chooses some that were filled, or others that are as good.
     chosen = later.gather(1, own)
     rules_out = later < chosen.amin(dim=1, keepdim=True)
     if name not in _MOVES:
-        # A mask lowers by more than scores lie apart (-1e4, -inf), or multiplies by 0. A bias does neither.
+        # A mask lowers by more than the range of scores (-1e4, -inf), or multiplies by 0; a bias doesn't.
         lowers = earlier - later > 2 * chosen.abs().amax(dim=1, keepdim=True)
         rules_out &= lowers | ((later == 0) & (later < earlier))
     return (rules_out | (earlier == later)).all(dim=1, keepdim=True)
@@ -250,7 +239,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def _written(name: str, short: str, args: Sequence[Any]) -> torch.Tensor | None:
-    """Return the tensor that a function of this name writes into, or the one that it is a part of."""
+    """Return the tensor that a function of this name writes into, or the base of that view."""
     in_place = short == "setitem" or name.startswith("__i") or (name[-1:] == "_" and name[-2:] != "__")
     if not in_place or not args or not isinstance(args[0], torch.Tensor):
         return None
@@ -258,5 +247,4 @@ def _written(name: str, short: str, args: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that this is a view of, or itself."""
     return tensor if tensor._base is None else tensor._base

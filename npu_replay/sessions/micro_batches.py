@@ -1,16 +1,11 @@
-"""Which micro-batch is running, and whose forward a recompute runs again.
+"""Find the running micro-batch, and the forward that a recompute repeats.
 
 One micro-batch is one `__call__` of a model chunk. Whatever encloses its forward, or a router's call in it,
-and may run it again (`backward.enclosing`) is noted with it: a checkpoint around the loss, one around several
-layers and one around each of them may all enclose the same call. A recompute is led back by the innermost of
-them that runs it.
-
-Where nothing that was noted runs, as in a tensor's hook, the number of autograd's running node tells: the
-counter is noted at the end of each forward, and the number falls between two notes. Ends and not starts are
-noted: a reentrant checkpoint around the whole model makes its node before the model's forward begins.
-
-A schedule that runs a layer again by itself, outside backward, between the forwards of other micro-batches,
-looks like a forward; so the compat module that knows the place marks it (`Marks`).
+and may run it again (`backward.enclosing`) is noted: checkpoints around the loss, several layers and each
+layer may all enclose one call. The innermost noted one that runs now tells a recompute's forward. Where none
+runs, as in a tensor's hook, autograd's running node does: its number falls between the counters noted at the
+ends of two forwards. Ends, since a reentrant checkpoint around the model makes its node before the forward.
+A schedule that recomputes outside backward looks like a forward, so a compat module marks it (`Marks`).
 """
 
 from __future__ import annotations
@@ -35,51 +30,46 @@ CALLED_INSIDE = (
 )
 
 Owner: TypeAlias = "tuple[int, int]"
-"""Of a recompute: chunk and micro-batch."""
+"""The chunk and micro-batch of a recompute."""
 
 
 @dataclass
 class Forward:
-    """One forward of one chunk, while it runs."""
-
     chunk: int
     number: int
     grad: bool
-    made: int  # the number of autograd's next node as it began
-    enclosing: list[Any]  # what may run it again
-    handling: BaseException | None  # the exception that was handled as it began
+    made: int  # autograd's sequence number when it began
+    enclosing: list[Any]  # objects that may run it again
+    handling: BaseException | None  # the exception being handled when it began
     called: set[int] = field(default_factory=set)  # layer labels of the routers called so far
-    ended: list[Any] = field(default_factory=list)  # of calls: router, ids, those it got, times written
-    checked: bool = False  # is the whole effect checked, and not only that the outputs show the ids?
+    ended: list[Any] = field(default_factory=list)  # calls: router, ids, handed, version
+    checked: bool = False  # the whole effect is checked, not only that outputs show the ids
 
     @property
     def owner(self) -> Owner:
-        """Whose its recomputes are."""
         return self.chunk, self.number
 
 
 class Timeline:
-    """Numbers the forwards of each chunk, and leads recomputes back to them.
-
-    It begins with the block: nodes that were made before belong to none of its forwards.
-    """
+    """Numbers the forwards of each chunk since the block opened, and finds the forward of each recompute."""
 
     def __init__(self, chunks: int) -> None:
         self.ended = [0] * chunks  # how many forwards of each chunk
-        self.bypassed: Forward | None = None  # one that its routers alone have seen
+        self.bypassed: Forward | None = None  # a forward past the model's __call__
         self.had_grad = False
-        # The number of autograd's next node after each forward, and whose it was: None after one that raised.
+        # Autograd's sequence number after each forward, and its owner (None if it raised). Ascending, so that
+        # a node is found by bisection.
         self.ends: list[tuple[int, Owner | None]] = []
         self._open: list[Forward | None] = [None] * chunks
         self._thread: int | None = None
         self._opened_on = threading.get_ident()
-        self._since = backward.sequence_number()  # the first node that can be a forward's of this block
+        self._since = backward.sequence_number()  # nodes below are older than the block
         self._noted: WeakKeyDictionary[Any, set[Owner]] = WeakKeyDictionary()
 
     def begin(self, chunk: int) -> Forward:
-        """Begin a chunk's forward; one that was left by an exception is dropped."""
+        """Begin a chunk's forward; one that an exception left open is dropped."""
         self._check_thread(chunk)
-        if (left := self.running(chunk)) is not None:  # by an interrupt, which runs no forward hook
+        if (left := self.running(chunk)) is not None:  # an interrupt runs no forward hook
             self._withdraw(left)
         grad = torch.is_grad_enabled()
         self.had_grad |= grad
@@ -91,18 +81,15 @@ class Timeline:
         return forward
 
     def running(self, chunk: int) -> Forward | None:
-        """Return the forward of a chunk that is open."""
         return self._open[chunk]
 
     def end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
-        """End a chunk's forward; return it, and whether it came to its end. None if it never began.
-
-        A forward hook that is always called gets None after an exception, and runs while it is handled.
-        """
+        """End a chunk's forward; return it and whether it completed. None if it never began."""
         forward = self._open[chunk]
         if forward is None:
             return None
         self._open[chunk] = None
+        # A hook that is always called gets None after an exception, and runs while that is handled.
         raised = output is None and sys.exc_info()[1] is not forward.handling
         self.ends.append((backward.sequence_number(), None if raised else forward.owner))
         if raised:
@@ -124,12 +111,11 @@ class Timeline:
         return self.bypassed
 
     def number(self, chunk: int) -> int:
-        """Return the number of the micro-batch whose forward a chunk runs now."""
         return self.live(chunk).number
 
     def enclosing(self, forward: Forward) -> list[Any]:
-        """Return all that may run the router's call again that begins now, alive as long as it may."""
-        # Where grad was off as the forward began, nodes that were made since say that it was turned on.
+        """Return all that may repeat the router's call that begins now; each lives as long as it may."""
+        # If grad was off when the forward began, nodes made since show that it was turned on.
         grows = forward.grad or backward.sequence_number() != forward.made
         inner = backward.enclosing(functions=grows and not torch.is_grad_enabled())
         if not inner:
@@ -138,10 +124,10 @@ class Timeline:
         return forward.enclosing + inner
 
     def recomputed(self, chunk: int, layer: int) -> int:
-        """Return the number of the micro-batch whose recompute a router's call inside backward is.
+        """Return the micro-batch that a router's call inside backward recomputes.
 
         Raises:
-            RecomputeError: it is none of this block, or can't be told.
+            RecomputeError: it is none of this block, or can't be determined.
         """
         where = f"layer {layer}, in backward"
         if (problem := backward.probe()) is not None:
@@ -155,7 +141,7 @@ class Timeline:
             {owner for owner in self._noted.get(one, ()) if owner[0] == chunk}
             for one in backward.recomputing()
         )
-        owners = next(filter(None, found), set())  # of the innermost of what runs again that was noted
+        owners = next(filter(None, found), set())  # the innermost noted one that runs again
         if len(owners) > 1:
             raise RecomputeError(
                 "one checkpoint holds several forwards of the model, and their recomputes look alike",
@@ -177,12 +163,12 @@ class Timeline:
                 if self.bypassed is None
                 else CALLED_INSIDE,
             )
-        # A checkpoint that this recompute makes anew may run on another thread, without the outer one.
+        # Backward of a checkpoint that this recompute makes may run on a thread without the outer one.
         self._note(backward.enclosing(functions=not torch.is_grad_enabled()), owner)
         return owner[1]
 
     def forget(self, oldest: Owner | None) -> None:
-        """Drop the ends of forwards before the oldest that a graph can recompute; all without one."""
+        """Drop the ends of forwards before the oldest that a graph can recompute; None drops all."""
         owners = [] if oldest is None else [owner for _, owner in self.ends]
         gone = owners.index(oldest) if oldest in owners else len(self.ends)
         if gone:
@@ -190,7 +176,6 @@ class Timeline:
             del self.ends[:gone]
 
     def _owner_by_number(self, where: str) -> Owner | None:
-        """Return the forward in which autograd's running node was made."""
         number = backward.running_node_number()
         if number is None:
             raise RecomputeError(
@@ -207,12 +192,11 @@ class Timeline:
         return running[0].owner if len(running) == 1 else None
 
     def _note(self, enclosing: list[Any], owner: Owner) -> None:
-        """Note what encloses this forward, or a call in it."""
         for one in enclosing:
             self._noted.setdefault(one, set()).add(owner)
 
     def _withdraw(self, forward: Forward) -> None:
-        """Take back a forward that raised: its number is the next one's, its recomputes are nobody's."""
+        """Remove a forward that raised: the next one gets its number, and its recomputes belong to none."""
         for owners in self._noted.values():
             owners.discard(forward.owner)
 
@@ -220,7 +204,7 @@ class Timeline:
         thread = threading.get_ident()
         if self._thread is None:
             self._thread = thread
-            if thread != self._opened_on:  # numbers are a thread's own
+            if thread != self._opened_on:  # each thread has its own sequence numbers
                 self._since = backward.sequence_number()
         if thread != self._thread:
             raise MicroBatchError(
@@ -233,11 +217,7 @@ class Timeline:
 
 
 class Marks:
-    """Holds what is known of the next call of each router of one chunk.
-
-    Args:
-        running: gives the number of the micro-batch whose forward this chunk runs now.
-    """
+    """Holds what is known of the next call of each router of one chunk."""
 
     def __init__(self, running: Callable[[], int]) -> None:
         self.running = running
@@ -253,14 +233,12 @@ class Marks:
         self._announced[id(router)] = number
 
     def take_foreseen(self, router: nn.Module) -> Any:
-        """Return the token of `foresee`, once."""
         return self._foreseen.pop(id(router), None) if self._foreseen else None
 
     def take_announced(self, router: nn.Module) -> int | None:
-        """Return the number of `announce`, once."""
         return self._announced.pop(id(router), None) if self._announced else None
 
     def clear(self) -> None:
-        """Drop what no call has taken: an exception came between."""
+        """Drop what no call has taken, because of an exception in between."""
         self._foreseen.clear()
         self._announced.clear()

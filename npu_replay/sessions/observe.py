@@ -1,7 +1,6 @@
-"""observe: what the routers' own outputs show, without touching what they choose.
+"""observe: read what the routers' outputs show, without changing their choice.
 
-It reads outputs after the fact, so it sees whether a replay had an effect, and may be open around or inside
-one.
+It reads outputs after the fact, so it shows whether a replay had an effect.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ def observe(model: Model) -> Observation:
     Raises:
         ReplayError: on entering, if a router is in another `observe`, or has another top-k or number of
             experts than the rest; in the block, if a forward leaves one out or calls it several times; on
-            leaving, if nothing ran; and of `shown` before the block has ended.
+            leaving, if nothing ran; and when `shown` is read before the block has ended.
     """
     return to_enter(Observation(model))
 
 
 class Observation(Session):
-    """What the routers' outputs showed; `shown` holds it when the block has ended."""
+    """Reads what the routers' outputs show; `shown` holds it when the block has ended."""
 
     name = "observe"
 
@@ -62,8 +61,11 @@ class Observation(Session):
 
     @property
     def shown(self) -> list[RoutedExperts]:
-        """One RoutedExperts a micro-batch. A row that shows fewer than top-k experts (dropped over an
-        expert's capacity) is not recorded in any layer."""
+        """Return one RoutedExperts a micro-batch.
+
+        A row that shows fewer than top-k experts (dropped over an expert's capacity) is not recorded in any
+        layer.
+        """
         if self._shown is None:
             raise ReplayError(
                 "what was shown is complete when the block has ended without an exception",
@@ -80,7 +82,7 @@ class Observation(Session):
 class Reading(Work):
     """Reads the outputs of every router of a model, in each forward."""
 
-    goes_first = False  # what others make of an output is what is shown
+    goes_first = False  # reads outputs after other hooks have changed them
 
     def __init__(self) -> None:
         self._taking: dict[int, IdUses] = {}
@@ -110,9 +112,9 @@ class Reading(Work):
             seam.unfollow(taken)
             del self._taking[router.label]
         if output is None or in_backward():
-            return  # the router raised; or a recompute
+            return  # the router raised, or this is a recompute
         if marks.take_announced(router.module) is not None:
-            return  # a recompute too
+            return  # a recompute outside backward
         forward = self._timeline.live(chunk)
         if router.label in forward.called:
             raise called_again(router, forward, self._timeline)
@@ -123,15 +125,14 @@ class Reading(Work):
             elif taken is not None:
                 shown = taken.shown()
             else:
-                return  # its beginning was not seen
-            # Not by a top-k: an armed router further out would take it for its own.
+                return  # the pre-hook didn't run
+            # argsort, since an armed call of an outer replay could answer a top-k.
             order = shown.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
             ids = order[:, : router.topk].to(narrow_dtype(router.num_experts))
             whole = shown.sum(dim=1) == router.topk
         self._seen[router.label, forward.number] = ids.cpu(), whole.cpu()
 
     def micro_batch(self, routers: Sequence[Router], number: int) -> RoutedExperts:
-        """Return what these routers, by layer, have shown in a micro-batch."""
         if not routers:
             return without_layers()
         for router in routers:
@@ -148,7 +149,6 @@ class Reading(Work):
 
 
 def _unfollow(taking: dict[int, IdUses]) -> None:
-    """Stop following blocks that an interrupt left."""
     for taken in list(taking.values()):
         seam.unfollow(taken)
     taking.clear()

@@ -1,8 +1,8 @@
-"""Overlap: the share of the experts given to a router that the router also chooses itself.
+"""Measure overlap: the share of the experts given to a router that it would choose by itself, too.
 
-Rows of the right token overlap by 0.8 to 1, since rounding moves few experts. Rows of another token, layer or
-sample overlap by chance. What chance is depends on how evenly the experts are used, so it is measured: the
-overlap of each token's rows with the choices of all other tokens (docs/dev/overlap.md).
+Routes of the right tokens overlap by 0.8 to 1, since rounding changes few experts. Routes of another token,
+layer or sample overlap by chance. Chance depends on how evenly the experts are used, so it is measured: as
+the overlap of each token's routes with the choices of all other tokens (docs/dev/overlap.md).
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ from npu_replay.sessions.micro_batches import Forward
 from npu_replay.sessions.route_source import DeviceRoutes
 
 RUN = 64
-"""So many rows are judged at least. So many consecutive tokens are judged by themselves, too."""
+"""The least number of judged rows, and the length of judged runs of consecutive tokens."""
 
 _LEAST, _MOST = 0.15, 0.25
-"""Between these is the part of the way from chance to 1 that is expected: right rows of 4 bits had 0.19 and
-more, wrong ones less than 0.1, but a wrong layer among right ones up to 0.2."""
+"""Limits of the expected overlap, as a part of the way from chance to 1.
+
+Right routes at 4 bits had 0.19 and more, wrong ones less than 0.1, a wrong layer among right ones up to 0.2.
+"""
 _SHIFTS = 64
-_LAYERS = 8  # that are looked at for a shift
+_LAYERS = 8  # number of layers compared for a shift
 
 
 class OverlapCheck:
     """Refuses routes of a rollout engine that are far from what the routers would choose for their tokens.
 
-    Each chunk's first forwards are judged, until 64 rows with a route have been seen.
+    The first forwards of each chunk are judged, until 64 rows with a route were seen.
 
     Args:
-        least: the overlap below which routes are refused, 0 to 1, whoever made them; 0 refuses none. None:
-            NPU_REPLAY_MIN_OVERLAP, else 0.15 to 0.25 of the way from chance to 1; an engine's routes alone.
+        least: overlap below which any routes are refused, 0 to 1; 0 refuses none. None: for an engine's
+            routes only, NPU_REPLAY_MIN_OVERLAP, else 0.15 to 0.25 of the way from chance to 1.
     """
 
     def __init__(self, least: float | None) -> None:
@@ -47,13 +49,13 @@ class OverlapCheck:
         if least is not None:
             self._least = share(least, "min_overlap", "experts that were given")
         self.given = 0  # experts that were judged
-        self.shared = 0  # those of them that the routers chose too
+        self.shared = 0  # of these, experts that the routers chose, too
         self._judged: set[int] = set()
-        self._calls: dict[int, _Call] = {}  # by layer, of the forward that runs
-        self._before: dict[int, _Seen] = {}  # by chunk, of its forwards that had fewer than 64 rows
+        self._calls: dict[int, _Call] = {}  # by layer, in the running forward
+        self._before: dict[int, _Seen] = {}  # by chunk, forwards so far with fewer than 64 rows
 
     def asks(self, forward: Forward, routes: RoutedExperts) -> bool:
-        """Return whether the routers' own choice is wanted in this forward. It costs a top-k."""
+        """Return whether the routers' own choice is needed in this forward. It costs a top-k."""
         if forward.chunk in self._judged or self._least == 0:
             return False
         return self._judges_all or routes.from_engine
@@ -66,7 +68,7 @@ class OverlapCheck:
         own: torch.Tensor,
         missing: torch.Tensor | None,
     ) -> None:
-        """Take down what a router was given and what it would choose, int64 [rows, topk] each."""
+        """Record the ids that a router was given and those it would choose, int64 [rows, topk] each."""
         counts = torch.ones_like(given)
         if missing is not None:
             counts[missing] = 0
@@ -77,9 +79,9 @@ class OverlapCheck:
         self._calls[label] = _Call(hits.to(narrow), loads, own.to(narrow))
 
     def check(self, chunk: int, number: int | None, given: DeviceRoutes | None) -> None:
-        """Judge a forward at its end, if `add` was called in it; none that raised, whose number is None.
+        """Judge a forward at its end, if `add` was called in it; `number` is None for one that raised.
 
-        Waits for the device. The error names the layers or the tokens, and the shift that would fit.
+        Waits for the device. The error names the layers or tokens, and a shift that would fit.
         """
         calls, self._calls = self._calls, {}
         if number is None or given is None or not calls:
@@ -98,19 +100,19 @@ class OverlapCheck:
         if not where and run < floor:
             where, got, least = tokens_of(routes, rows, at), run, floor
         chance = float(seen.chance(routes.topk).mean())
-        # Rows that are wrong here may be less so anywhere else: then a place is named only if they fit there.
+        # Wrong rows fit better almost anywhere else: so a shift is named only if rows fit well there.
         moved = find_shift(calls, rows, given.ids.numpy()[rows], at, (1 + chance) / 2 if where else chance)
         if where or moved is not None:
             raise _error(f"{micro_batch(number)}, chunk {chunk}", where, got, least, moved)
 
     def _floor(self, chance: Array, way: float, deviation: Array, rows: int) -> Array:
-        """Return the least overlap of so many rows: two standard errors below what is expected."""
+        """Return the least overlap of this number of rows: two standard errors below the expected one."""
         expected = chance + way * (1 - chance) if self._least is None else self._least
         floor: Array = expected - 2 * deviation / np.sqrt(rows)
         return floor
 
     def _low_layers(self, seen: _Seen, labels: list[int], topk: int) -> tuple[str, float, float]:
-        """Return which layers are too low, in words, and overlap and floor of the lowest; "" for none."""
+        """Return the names of the layers that are too low, "" for none; overlap and floor of the lowest."""
         shares = seen.hits / topk
         overlap = shares.mean(axis=1)
         floor = self._floor(seen.chance(topk), seen.way(topk), shares.std(axis=1), shares.shape[1])
@@ -123,7 +125,7 @@ class OverlapCheck:
         return where, float(overlap[worst]), float(floor[worst])
 
     def _lowest_run(self, seen: _Seen, topk: int) -> tuple[int, float, float]:
-        """Return the first row of the lowest 64 consecutive ones, their overlap and its floor."""
+        """Return the first row of the lowest 64 consecutive rows, their overlap and its floor."""
         each = seen.hits[:, seen.before :].sum(axis=0, dtype=np.int64) / (topk * len(seen.hits))
         if len(each) < RUN:
             return 0, 1.0, 0.0
@@ -136,8 +138,6 @@ class OverlapCheck:
 
 @dataclass(frozen=True)
 class _Call:
-    """What one call of a router showed, on its device."""
-
     hits: torch.Tensor  # [rows], how many of the experts that a row was given are its own choice, too
     loads: torch.Tensor  # int64 [2, num_experts], how many rows were given an expert, or would choose it
     own: torch.Tensor  # [rows, topk], its own choice
@@ -145,11 +145,9 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Seen:
-    """The calls of a chunk's routers, read."""
-
     hits: Array  # [layers, rows], in the order of tokens
     loads: Array  # [layers, 2, num_experts]
-    before: int  # how many rows are of earlier forwards
+    before: int  # number of rows of earlier forwards
 
     @classmethod
     def of(cls, calls: dict[int, _Call], rows: Array, before: _Seen | None) -> _Seen:
@@ -161,17 +159,16 @@ class _Seen:
         return cls(np.concatenate([before.hits, hits], axis=1), before.loads + loads, before.hits.shape[1])
 
     def chance(self, topk: int) -> Array:
-        """Return the overlap of rows with the choices of other tokens, by layer."""
         rows = self.hits.shape[1]
         pairs = (self.loads[:, 0] * self.loads[:, 1]).sum(axis=1) - self.hits.sum(axis=1, dtype=np.int64)
         chance: Array = pairs / (topk * rows * (rows - 1))
         return chance
 
     def way(self, topk: int) -> float:
-        """Return how far from chance to 1 a layer or a run is expected to be, 0.15 to 0.25.
+        """Return the expected overlap as a part of the way from chance to 1, 0.15 to 0.25.
 
-        It is a quarter of what the best layer has: a coarse rollout lowers all layers. So does a wrong layer
-        those behind it, since they get what other experts made; those before it stay high.
+        It is a quarter of the best layer's: a coarsely quantized rollout lowers all layers. A wrong layer
+        lowers those behind it too, since their inputs come from other experts; those before it stay high.
         """
         chance = self.chance(topk)
         ways = (self.hits.mean(axis=1) / topk - chance) / np.maximum(1 - chance, 1e-9)
@@ -179,7 +176,7 @@ class _Seen:
 
 
 def rows_by_token(routes: RoutedExperts) -> Array:
-    """Return the rows that have a route, int64, those of consecutive tokens one after the other."""
+    """Return the rows that have a route, int64, in the order of their tokens."""
     if routes.placed is None:
         return np.flatnonzero(routes.recorded.numpy())
     order: Array = np.argsort(routes.placed[0].numpy(), kind="stable")
@@ -188,7 +185,7 @@ def rows_by_token(routes: RoutedExperts) -> Array:
 
 
 def tokens_of(routes: RoutedExperts, rows: Array, at: int) -> str:
-    """Return which tokens the 64 rows from `at` on are of, in words."""
+    """Return the name of the tokens of the 64 rows from `at` on."""
     first, last = int(rows[at]), int(rows[at + RUN - 1])
     if routes.placed is None:
         return f"rows {first} to {last}"
@@ -199,7 +196,7 @@ def tokens_of(routes: RoutedExperts, rows: Array, at: int) -> str:
 
 
 class Shift(NamedTuple):
-    """Rows that fit `rows` later than they lie: their overlap there, and here."""
+    """Describes rows that fit `rows` later than they lie: their overlap there, and here."""
 
     rows: int
     there: float
@@ -207,11 +204,10 @@ class Shift(NamedTuple):
 
 
 def find_shift(calls: dict[int, _Call], rows: Array, given: Array, at: int, least: float) -> Shift | None:
-    """Return by how much the routes have moved, or None for those that fit here as well as elsewhere.
+    """Return the shift at which the routes fit better than where they lie, or None.
 
-    Neighbours choose alike, so rows that are moved by one may overlap well. They fit elsewhere if the overlap
-    there is larger by four standard errors, and above `least`. Looked at are 256 rows from `at` on, in eight
-    layers.
+    Neighbouring tokens choose alike, so a shift must overlap by four standard errors more, and by `least`.
+    Compares 256 rows from `at` on, in eight layers.
     """
     some = slice(None, None, max(1, len(calls) // _LAYERS))
     looked = np.arange(at, min(at + 4 * RUN, len(rows)))

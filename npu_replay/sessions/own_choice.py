@@ -1,4 +1,4 @@
-"""What a replay asks the routers' own choice for: live_mismatch, overlap, and what aux losses count."""
+"""Ask routers for their own choice during a replay: for live_mismatch, overlap and aux losses."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ AuxLoss: TypeAlias = Literal["live", "replayed"]
 
 
 class OwnChoice:
-    """Asks each router that is given ids for its own choice where that is wanted: it costs a top-k.
-
-    Args:
-        live_mismatch, min_overlap, aux_loss: see `replay`.
-    """
+    """Asks routers that are given ids for their own choice, if an option of `replay` needs it."""
 
     def __init__(
         self,
@@ -46,22 +42,21 @@ class OwnChoice:
         self._differing = Count()
         self._compared = 0
         self._running: list[tuple[torch.Tensor, int]] = []
-        """Of each call in the forward that runs, a flag for each row, and how many rows were compared."""
+        """Holds for each call in the running forward a flag for each row, and the number of compared rows."""
 
     def enters(self, routers: Sequence[Router]) -> None:
-        """Enter a session on these routers."""
         losses = any(router.aux_losses is not None for router in routers)
         self._counts_live = losses and self._aux_loss == "live"
 
     def recount(self, router: Router, calls: object) -> Handle | None:
-        """Have a router's aux losses count what they are told to in each of these calls; None: they do so."""
+        """Make a router's aux losses count as `aux_loss` says in these calls; None if they do so already."""
         losses = router.aux_losses
         if losses is None or losses.follow == (self._aux_loss == "replayed"):
             return None
         return losses.recount(functools.partial(_counted, weakref.ref(calls), self._aux_loss))
 
     def check_losses(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Refuse a call of the model with a loss that can't count the replayed experts, where it is to."""
+        """Refuse a call of the model with a loss that can't count the replayed experts as asked."""
         if self._aux_loss == "replayed":
             check_losses(module, dict(zip(parameter_names(module), args, strict=False)) | dict(kwargs))
 
@@ -76,7 +71,7 @@ class OwnChoice:
     def compare(
         self, call: seam.Call, given: torch.Tensor, missing: torch.Tensor | None, routes: DeviceRoutes
     ) -> None:
-        """Hold the ids that a router is given, int64 [rows, topk], against its own, but for missing rows."""
+        """Compare the given ids, int64 [rows, topk], with the router's own; `missing` rows don't count."""
         if self._counts_live:
             self.count_in(call)
         if self._is_compared:
@@ -88,11 +83,7 @@ class OwnChoice:
             self._overlap.add(call.owner.label, call.num_experts, given, call.own(), missing)
 
     def ends(self, chunk: int, forward: Forward | None, given: DeviceRoutes | None) -> None:
-        """Count and judge what the calls of a forward have shown; None: it didn't come to its end.
-
-        Raises:
-            MicroBatchError: the routes are far from what the routers choose.
-        """
+        """Count and judge the calls of a forward, None if it raised; MicroBatchError for a low overlap."""
         shown, self._running = self._running, []
         for differ, compared in shown if forward is not None else ():
             self._differing.add(differ)
@@ -100,14 +91,13 @@ class OwnChoice:
         self._overlap.check(chunk, None if forward is None else forward.number, given)
 
     def counts(self) -> dict[str, int]:
-        """Token-layers compared with the live router, and how many of them differed; experts that were
-        judged, and how many of them the routers chose too."""
+        """Return numbers of token-layers, compared and differing, and of experts, judged and shared."""
         figures = {"differing": int(self._differing), "compared": self._compared}
         return figures | {"shared": self._overlap.shared, "given": self._overlap.given}
 
 
 def _counted(calls: weakref.ref[Any], aux_loss: AuxLoss) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the ids that the aux losses of the router's call are told to count, and those that are used."""
+    """Return the ids that the aux losses should count and those that the router uses; None outside a call."""
     owner = calls()
     call = None if owner is None else seam.running(owner)
     if call is None or call.ids is None:

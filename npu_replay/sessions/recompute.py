@@ -1,4 +1,4 @@
-"""Which calls of routers autograd may yet run again, and the ids that are kept for it."""
+"""Keep track of the router calls that autograd may still run again, and the ids kept for them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from npu_replay.errors import RouterError, micro_batch
 from npu_replay.sessions.masks import address
 
 FEW = 2**13
-"""Up to so many ids a router gets the very tensor, as a copy would cost more than all else: 64 kB."""
+"""Up to this number of ids, a router gets the tensor itself: a copy would cost more than all else (64 kB)."""
 
 Key: TypeAlias = "tuple[int, int]"
-"""Of a router's call: layer label and micro-batch."""
+"""A router's call: layer label and micro-batch."""
 
 
 class _Around(weakref.ref[Any]):
-    """What encloses a call, and the call's key."""
+    """Refers weakly to what encloses a call, and holds the call's key."""
 
     __slots__ = ("key",)
     key: Key
 
 
 class Recomputes:
-    """Knows the calls of routers that autograd may yet run again, and those that it has."""
+    """Tracks the router calls that autograd may still run again, and those that it has."""
 
     def __init__(self) -> None:
         self._around: dict[Key, list[_Around]] = {}
@@ -42,22 +42,19 @@ class Recomputes:
 
     @property
     def oldest(self) -> Key | None:
-        """Return the first call that autograd may yet run again."""
         return next(iter(self._around), None)
 
     def expect(self, key: Key, around: list[Any]) -> None:
-        """Autograd may recompute this call as long as any of these lives, which enclose it."""
-        # Told by C alone: Python swallows an interrupt that comes in a weak reference's callback.
+        """Note that autograd may recompute this call while any of `around`, which enclose it, lives."""
+        # The callback is a C function, since an interrupt in a weak reference's Python callback is lost.
         self._around[key] = [_Around(one, self._dead.append) for one in around]
         for one in self._around[key]:
             one.key = key
 
     def ran(self, key: Key) -> None:
-        """Note that the call was recomputed."""
         self._ran.add(key)
 
     def drop(self, key: Key) -> None:
-        """Drop a call whose forward raised."""
         self._around.pop(key, None)
         self._ran.discard(key)
 
@@ -71,11 +68,10 @@ class Recomputes:
             self._dead.popleft()
 
     def due(self) -> list[Key]:
-        """Return the calls that autograd may yet recompute and hasn't."""
+        """Return the calls that autograd may still recompute and hasn't."""
         return [key for key in self._around if key not in self._ran and self._may_come(key)]
 
     def clear(self) -> None:
-        """Drop all, as the block is over."""
         self._around.clear()
         self._ran.clear()
 
@@ -84,13 +80,12 @@ class Recomputes:
 
 
 class KeptIds:
-    """Keeps the ids of routers' calls, narrow, for their recomputes and for a record."""
+    """Keeps the ids of routers' calls in a narrow dtype, for their recomputes and for a record."""
 
     def __init__(self) -> None:
         self._ids: dict[Key, torch.Tensor] = {}
         self._wide: dict[Key, tuple[torch.Tensor, torch.dtype]] = {}
-        """Ids as int64, and the dtype that they are kept in: of small ones a cast each costs more than one of
-        all, at the end of the forward."""
+        # int64 ids and their dtype to be: a cast for each small tensor costs more than one for all of them.
 
     def __iter__(self) -> Iterator[Key]:
         return iter([*self._ids, *self._wide])
@@ -99,19 +94,18 @@ class KeptIds:
         return len(self._ids) + len(self._wide)
 
     def keep(self, key: Key, ids: torch.Tensor, dtype: torch.dtype) -> None:
-        """Keep ids of a call, int64, in this dtype; until `narrow` or `get` the tensor itself is held."""
+        """Keep int64 ids of a call in this dtype; the tensor itself is held until `narrow` or `get`."""
         if ids.numel() <= FEW and not ids.is_inference():
             self._wide[key] = ids, dtype
         else:
-            # Made under inference_mode it can't be saved for backward, and never is: the int64 copy can.
+            # A tensor made under inference_mode can't be saved for backward; its int64 copy can.
             self._ids[key] = ids.to(dtype)
 
     def keep_narrow(self, key: Key, ids: torch.Tensor) -> None:
-        """Keep ids of a call as they are."""
         self._ids[key] = ids
 
     def narrow(self) -> dict[Key, torch.Tensor]:
-        """Cast what waits for it, those of one size together, and return all."""
+        """Cast what is still int64, tensors of one size together, and return all."""
         wide, self._wide = self._wide, {}
         alike: dict[object, list[Key]] = {}
         for key, (ids, dtype) in wide.items():
@@ -123,21 +117,18 @@ class KeptIds:
         return self._ids
 
     def get(self, key: Key) -> torch.Tensor | None:
-        """Return the ids of a call, [rows, topk]; None if they weren't kept."""
         return self.narrow().get(key)
 
     def drop(self, key: Key) -> None:
-        """Keep the ids of this call no more."""
         self._ids.pop(key, None)
         self._wide.pop(key, None)
 
     def clear(self) -> None:
-        """Drop all, as the block is over."""
         self._ids.clear()
         self._wide.clear()
 
     def _check_apart(self, wide: dict[Key, tuple[torch.Tensor, torch.dtype]]) -> None:
-        """Refuse ids of several routers that lie in one buffer: only the last of them are in it now."""
+        """Refuse ids of several routers that lie in one buffer: it holds only the last of them now."""
         places = {address(ids): key for key, (ids, _) in wide.items() if ids.numel()}
         if len(places) < sum(bool(ids.numel()) for ids, _ in wide.values()):
             layer, number = next(key for key in wide if key not in places.values())

@@ -1,4 +1,4 @@
-"""record and pin_recompute: every router chooses by itself, and what it chose is kept."""
+"""record and pin_recompute: every router chooses by itself, and its choice is kept."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def record(model: Model, *, inputs: bool = True) -> Recording:
 
     Args:
         model: the module that the training loop calls, or the list of virtual-pipeline chunks.
-        inputs: keep with the routes which token ids the model was called with, and a digest of its images,
-            videos and audio, so that a replay of another micro-batch's routes is refused. False for a model
-            that is fed others in the update.
+        inputs: keep with the routes the token ids of each call, and a digest of its images, videos and
+            audio, so that a replay with another micro-batch's routes is refused. False for a model that
+            gets other inputs in the update.
 
     Raises:
         ReplayError: on entering, if a router can't be recorded or is in another block; in the block, if a
@@ -57,7 +57,7 @@ class Recording(Session):
 
     @property
     def routes(self) -> list[RoutedExperts]:
-        """One RoutedExperts a micro-batch, in forward order; rows as the routers had them."""
+        """Return one RoutedExperts a micro-batch, in forward order; rows as the routers had them."""
         if self._routes is None:
             raise ReplayError(
                 "the routes are complete when the record block has ended without an exception",
@@ -76,26 +76,21 @@ class Recording(Session):
 
 
 class StepRecording(Session):
-    """A record whose routes are taken chunk by chunk, right after each forward.
+    """Records routes that are taken chunk by chunk, right after each forward.
 
-        with StepRecording(chunks) as session:
-            chunks[chunk](...)
-            routes = session.take(chunk)
-
-    Args:
-        model, errors_wait: see Session.
+    with StepRecording(chunks) as session:
+        chunks[chunk](...)
+        routes = session.take(chunk)
     """
 
     name = "record"
 
     def __init__(self, model: Model, *, errors_wait: bool = False) -> None:
-        # What a framework does with the inputs it checks by itself. What was taken is kept for recomputes.
+        # No inputs: frameworks check these themselves. One forward is kept, so that it can be taken.
         self._answering = Answering(RouteSource(keeps=1))
         super().__init__(model, self._answering, errors_wait=errors_wait)
 
     def take(self, chunk: int) -> RoutedExperts:
-        """Return the routes of a chunk's last forward, rows as its routers had them; no layers without
-        routers."""
         number = self.timeline.ended[chunk] - 1
         if number < 0:
             raise MicroBatchError(
@@ -115,7 +110,6 @@ class StepRecording(Session):
 
 
 def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], number: int) -> RoutedExperts:
-    """Put the layers of one micro-batch together."""
     if not routers:
         return without_layers()
     routers = sorted(routers, key=lambda router: router.label)
@@ -137,7 +131,7 @@ def pin_recompute(model: Model) -> Pinning:
         with npu_replay.pin_recompute(model):
             train()
 
-    Useful without RL: near ties flip in a recompute, and then gradients belong to no forward.
+    Useful without RL, too: near ties flip in a recompute, and the gradients then belong to no forward.
 
     >>> with npu_replay.pin_recompute(model) as session:
     ...     model(batch).logits.mean().backward()

@@ -1,4 +1,4 @@
-"""replay: make every router choose what was recorded."""
+"""replay: make every router choose the experts of given routes."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ def replay(
     Args:
         model: the module that the training loop calls, or the list of virtual-pipeline chunks.
         routes: one RoutedExperts a micro-batch, in forward order; rows as the routers have them (Megatron:
-            sequence-major; Hugging Face: batch-major). See TokenLayout for getting them there.
+            sequence-major; Hugging Face: batch-major). TokenLayout brings them into this order.
         live_mismatch: also count where the router would have chosen otherwise (costs its top-k).
-        min_overlap: the share of the given experts, 0 to 1, that the routers have to choose by themselves,
-            too, in each layer and in each 64 consecutive tokens of the first micro-batch. Below it, or where
-            the rows fit better when they are moved, the routes are another sample's or lie in other rows: an
-            error at the end of that micro-batch. Costs a top-k there. 0 checks nothing. Left out:
-            NPU_REPLAY_MIN_OVERLAP, else a limit between chance, which is measured, and 1, for routes of a
-            rollout engine alone. docs/bad-routes.md says what it sees.
+        min_overlap: the least share of the given experts, 0 to 1, that the routers must choose by
+            themselves, in each layer and in each 64 consecutive tokens of the first micro-batch. Routes
+            below it, or that fit better when moved, belong to another sample or lie in other rows: an error
+            at the end of that micro-batch. Costs a top-k there. 0 checks nothing. Left out:
+            NPU_REPLAY_MIN_OVERLAP, else a limit between measured chance and 1, for routes of a rollout
+            engine only. docs/bad-routes.md says what it detects.
         aux_loss: which experts the routers' aux losses count: "live", what the router would choose now, or
-            "replayed"; the same on every Megatron-core. Left out: NPU_REPLAY_AUX_LOSS, else "live". The loss
-            of transformers (output_router_logits) counts the live choice alone: "replayed" is refused.
+            "replayed"; the same on every Megatron-core. Left out: NPU_REPLAY_AUX_LOSS, else "live". The
+            loss of transformers (output_router_logits) counts the live choice: it refuses "replayed".
 
     Raises:
         RouterError: on entering, if a router or its layer doesn't fit the routes, or is in another block.
         MicroBatchError: in the block and on leaving, if forwards and routes don't pair up, or the model is
-            called with other tokens than those that the routes belong to.
+            called with other tokens than those of the routes.
         NoEffect: at the end of a forward, if a router didn't use them.
-        RecomputeError: in backward, or on leaving, if a recompute can't have its own forward's.
-        ReplayError: all of them; docs/errors.md says what rises where.
+        RecomputeError: in backward, or on leaving, if a recompute can't have the routes of its forward.
+        ReplayError: the base of all of them; docs/errors.md lists each error.
     """
     own = OwnChoice(live_mismatch=live_mismatch, min_overlap=min_overlap, aux_loss=aux_loss)
     return to_enter(Replay(model, routes, own))
@@ -65,12 +65,7 @@ def replay(
 class Replay(Session):
     """Makes every router choose what `routes` says.
 
-    Args:
-        model: see Session.
-        routes: one RoutedExperts a micro-batch, in forward order; rows as the routers have them. Columns
-            are picked by layer label, others are ignored. A row without a route takes the router's own
-            choice.
-        own: what the routers' own choice is asked for.
+    Columns are picked by layer label. A row without a route takes the router's own choice.
     """
 
     name = "replay"
@@ -85,9 +80,12 @@ class Replay(Session):
         return f"{count}, {rows} rows, {missing} without a route"
 
     def metrics(self) -> dict[str, float]:
-        """Micro-batches, those whose tokens were compared with their routes', rows, rows without a route,
-        samples with bad routes, seconds; live_mismatch where it was asked for; capacity_dropped where tokens
-        are dropped."""
+        """Return plain numbers for any tracker.
+
+        These are micro-batches, rows, rows without a route, samples with bad routes, seconds; micro-batches
+        whose tokens were compared with their routes' (tokens_compared); live_mismatch and overlap where they
+        were measured; capacity_dropped where tokens are dropped.
+        """
         done = self._source.routes[: self.done]
         rows, missing = _rows(done)
         bad = sum(routes.bad_samples for routes in done)
@@ -96,11 +94,7 @@ class Replay(Session):
 
 
 class ListedRoutes(RouteSource):
-    """The routes of all micro-batches, in forward order.
-
-    Attributes:
-        called: holds the calls of the model against the inputs of their routes.
-    """
+    """Holds the routes of all micro-batches, in forward order."""
 
     def __init__(self, routes: Any) -> None:
         super().__init__()
@@ -157,26 +151,20 @@ class ListedRoutes(RouteSource):
             )
 
     def _check_inputs(self) -> None:
-        """Check that micro-batches so far were called with the tokens and images of their routes."""
         for number in [one for one in sorted(self.inputs) if one < self.timeline.ended[0]]:
             self.called.check(number, self.inputs.pop(number))
 
 
 def _rows(routes: Sequence[RoutedExperts]) -> tuple[int, int]:
-    """Return how many rows there are, and how many of them have no route."""
     return sum(map(len, routes)), sum(int((~one.recorded).sum()) for one in routes)
 
 
 class StepReplay(Session):
-    """A replay that is given each chunk's routes just before its forward.
+    """Replays routes that are given to each chunk just before its forward. `options` are those of OwnChoice.
 
-        with StepReplay(chunks) as session:
-            session.give(chunk, routes)
-            chunks[chunk](...)
-
-    Args:
-        model, errors_wait: see Session.
-        options: see OwnChoice.
+    with StepReplay(chunks) as session:
+        session.give(chunk, routes)
+        chunks[chunk](...)
     """
 
     name = "replay"
@@ -187,35 +175,25 @@ class StepReplay(Session):
         super().__init__(model, answering, errors_wait=errors_wait)
 
     def give(self, chunk: int, routes: RoutedExperts) -> None:
-        """Give a chunk the routes of its next forward; again before it, they take the place of the first.
-
-        Raises:
-            RouterError: the routes lack a layer of this chunk, or have another top-k or number of experts.
-        """
+        """Set or replace the routes of a chunk's next forward; RouterError if they don't fit its routers."""
         self._source.give(chunk, self.timeline.ended[chunk], routes)
 
     @property
     def first_chunk(self) -> int:
-        """The first chunk with a router; 0 if none has one."""
         return next((chunk for chunk, routers in enumerate(self.routers) if routers), 0)
 
     def metrics(self) -> dict[str, float]:
-        """Micro-batches, rows of all chunks, rows without a route, seconds; live_mismatch if asked for."""
+        """Return micro-batches, rows of all chunks, rows without a route, seconds, and live_mismatch."""
         figures = {"rows": self._source.rows, "rows_without_route": self._source.rows_without_route}
         return super().metrics() | figures
 
     def counts(self) -> dict[str, int]:
-        """Also routers that were given routes, and the bytes of these."""
+        """Return also the number of replayed routers, and the bytes of their routes."""
         return super().counts() | {"replayed": len(self._source.replayed), "bytes": self._source.bytes}
 
 
 class SteppedRoutes(RouteSource):
-    """The routes of each chunk's next forward.
-
-    Attributes:
-        rows, rows_without_route, bytes: of the routes that forwards have used.
-        replayed: labels of the routers that used them.
-    """
+    """Holds the routes of each chunk's next forward, and counts the used ones."""
 
     def __init__(self) -> None:
         super().__init__()

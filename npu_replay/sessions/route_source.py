@@ -1,4 +1,4 @@
-"""Which routes each forward of a session gets, and their copies on the devices of a model."""
+"""Decide which routes each forward of a session gets, and copy them to the model's devices."""
 
 from __future__ import annotations
 
@@ -20,82 +20,69 @@ from npu_replay.sessions.session import Session
 _OfLayer: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
 _OnDevice: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, dict[int, _OfLayer]]"
 _FEW = 2**18
-"""Ids of a micro-batch that are held as int64 on the device: 2 MB."""
+"""Up to this number of ids, a micro-batch is held as int64 on the device (2 MB)."""
 
 
 class RouteSource:
-    """Says which routes each forward of a session gets. This one has none: the routers choose by themselves.
+    """Decides which routes each forward of a session gets. This base class has none: the routers choose.
 
     Args:
-        keeps: of so many of each chunk's last forwards the ids that were used are kept; None: of all. Those
-            that a recompute may want are kept anyway.
-        wants_inputs: are token ids and images of each micro-batch kept?
+        keeps: the used ids of this many last forwards of each chunk are kept; None keeps all. Ids that a
+            recompute may need are kept in any case.
+        wants_inputs: keep token ids and images of each micro-batch.
     """
 
-    why_other_rows = ""  # the cause of routes that have other rows than a router, if it is known
+    why_other_rows = ""  # a known cause of a different number of rows, for the error
 
     def __init__(self, *, keeps: int | None = 0, wants_inputs: bool = False) -> None:
         self.keeps = keeps
-        self.records = keeps != 0  # are the ids of the forward that runs kept, whoever may want them?
+        self.records = keeps != 0  # keep the ids of the running forward in any case
         self._wants_inputs = wants_inputs
         self.inputs: dict[int, Called] = {}  # token ids and images of the first chunk's calls
         self.given: dict[tuple[int, int], DeviceRoutes] = {}  # by chunk and micro-batch
-        # Of the session that is open:
+        # Set when a session is entered:
         self.chunks: Sequence[nn.Module] = []
         self.routers: Sequence[Sequence[Router]] = []
         self.timeline = Timeline(0)
 
     @property
     def all_routers(self) -> list[Router]:
-        """The routers of all chunks."""
         return [router for routers in self.routers for router in routers]
 
     def enters(self, session: Session) -> None:
-        """Enter its session. Refuses routes that don't fit the routers."""
+        """Enter a session. Refuses routes that don't fit the routers."""
         self.chunks, self.routers, self.timeline = session.chunks, session.routers, session.timeline
 
     def answers(self, router: Router) -> bool:
-        """Tell whether the router's calls outside backward are answered now."""
         return True
 
     def is_last(self, number: int) -> bool:
-        """Tell whether this is known to be the last micro-batch."""
         return False
 
     def check_forward(self, forward: Forward) -> None:
         """Refuse a micro-batch at its beginning."""
 
     def wants_inputs_of(self, number: int) -> bool:
-        """Tell whether token ids and images of this micro-batch are kept."""
         return self._wants_inputs
 
     def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
-        """End a forward; incomplete: it raised. `kept` has the ids that its routers used."""
+        """End a forward; `complete` is False if it raised. `kept` holds the ids that its routers used."""
 
     def check_complete(self) -> None:
         """Refuse routes that no forward has used."""
 
     def clear(self) -> None:
-        """Drop all, as the session is over."""
         self.given.clear()
         self.inputs.clear()
 
     def give(self, chunk: int, number: int, routes: RoutedExperts) -> None:
-        """Have a micro-batch of a chunk get these.
-
-        Raises:
-            RouterError: they don't fit the routers of the chunk.
-        """
+        """Set the routes of one micro-batch of a chunk; raise RouterError if they don't fit its routers."""
         here, every = self.routers[chunk], self.all_routers
         check_fit(routes, here, every, micro_batch(number))
         self.given[chunk, number] = DeviceRoutes(routes, labels_of(here, every))
 
     def of(self, forward: Forward) -> DeviceRoutes:
-        """Return the routes of a forward.
-
-        Raises:
-            MicroBatchError: there are none.
-        """
+        """Return the routes of a forward; raise MicroBatchError if there are none."""
         given = self.given.get((forward.chunk, forward.number))
         if given is None:
             raise MicroBatchError(
@@ -108,7 +95,7 @@ class RouteSource:
         return given
 
     def prepare(self, router: Router, forward: Forward, rows: int, device: torch.device) -> Any:
-        """Return the routes of a forward, and what of them is on the device, for a call with so many rows."""
+        """Return the routes of a forward and their copies on the device, for a call with `rows` rows."""
         if forward is self.timeline.bypassed:
             self.check_forward(forward)
         given = self.of(forward)
@@ -125,7 +112,7 @@ class RouteSource:
         return given, *given.on[device]
 
     def send(self, forward: Forward, device: torch.device) -> None:
-        """Begin the copy of a micro-batch with the micro-batch before it, if its routes are here."""
+        """Start to copy the routes of this micro-batch and of the next one, as far as they are known."""
         for number in (forward.number, forward.number + 1):
             if (given := self.given.get((forward.chunk, number))) is not None:
                 given.send(device)
@@ -148,12 +135,7 @@ class RouteSource:
 
 
 class DeviceRoutes:
-    """Routes of one micro-batch for one chunk, and their copies on the devices of a model.
-
-    Args:
-        routes: rows as the routers have them.
-        labels: of the chunk's routers.
-    """
+    """Holds the routes of one micro-batch for one chunk, and their copies on the model's devices."""
 
     def __init__(self, routes: RoutedExperts, labels: StageLabels) -> None:
         self.routes = routes
@@ -162,18 +144,17 @@ class DeviceRoutes:
         self._of_all = routes.columns(labels)
         missing = (~routes.recorded).nonzero()[:, 0]
         self.missing: torch.Tensor | None = missing if len(missing) else None  # int64 rows without a route
-        # By device, the narrow ids [rows, layers, topk], `missing` there, and for each layer its ids
-        # [rows, topk] and those that its router gets: narrow ones and None, or int64 both where they are few,
-        # as a cast each would cost more.
+        # By device: the narrow ids [rows, layers, topk], `missing`, and for each layer its ids [rows, topk]
+        # and the tensor for its router. These are int64 if there are few ids, since a cast for each layer
+        # costs more; otherwise narrow ids and None.
         self.on: dict[torch.device, _OnDevice] = {}
 
     @property
     def ids(self) -> torch.Tensor:
-        """The narrow ids on the host, [rows, layers, topk], a column for each router."""
+        """Return the narrow ids on the host, [rows, layers, topk], a column for each router."""
         return self.routes.ids[:, self._of_all]
 
     def send(self, device: torch.device) -> None:
-        """Have them on a device; without waiting for them, and once."""
         if device in self.on or not self.columns:
             return
         ids = to_device(self.ids, device)
@@ -181,24 +162,24 @@ class DeviceRoutes:
         handed: Any = [None] * len(given)
         if ids.numel() <= _FEW and not torch.is_inference_mode_enabled():
             given = given.to(torch.int64, memory_format=torch.contiguous_format)
-            handed = [one.data for one in given.clone().unbind()]  # each counts how often it is written into
+            handed = [one.data for one in given.clone().unbind()]  # .data: a version counter each
         missing = None if self.missing is None else to_device(self.missing, device)
         self.on[device] = ids, missing, dict(zip(self.columns, zip(given, handed, strict=True), strict=True))
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy on the device that the host doesn't wait for, which only pinned memory allows."""
+    """Return a copy on the device; it goes through pinned memory, so that the host doesn't wait."""
     if device.type == "cpu":
         return tensor
     try:
         pinned = tensor.contiguous().pin_memory()
-    except (RuntimeError, NotImplementedError):  # a device without such memory, or no more of it
+    except (RuntimeError, NotImplementedError):  # no pinned memory, or none left
         return tensor.to(device)
     return pinned.to(device, non_blocking=True)
 
 
 def check_fit(routes: RoutedExperts, routers: Sequence[Router], every: Sequence[Router], place: str) -> None:
-    """Refuse routes that these routers can't be given; `every`: all routers that this rank has."""
+    """Refuse routes that don't fit these routers; `every` holds all routers of this rank."""
     named = labels_of(routers, every).among(routes.layers, place)
     for router, label in zip(routers, named, strict=True):
         where = f"{place}, layer {router.label}"

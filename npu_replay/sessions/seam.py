@@ -1,18 +1,14 @@
-"""The one thing that is replaced: what a router's top-k returns, inside one call of the router.
+"""Replace the result of a router's top-k inside a call of the router: the only intervention in a model.
 
-While a call is armed, the first top-k over the experts is answered by `Call.choose`: two-dimensional
-scores, the last dimension as long as there are experts, k the router's, as many rows as the router was
-given. (A router with one group calls another top-k before it, and the aux loss another one after.)
-Every pass in a checkpoint has one autograd shape: the ids are found without grad and the scores gathered, in
-a record too, else a non-reentrant one finds other saved tensors in its recompute.
+While a call is armed, `Call.choose` answers the first top-k over the experts: two-dimensional scores of
+the expected shape and the router's k. (Group-limited routing calls another top-k before it, aux losses one
+after.) The ids are found without grad and the scores are gathered, also in a record: a non-reentrant
+checkpoint compares saved tensors of forward and recompute, so all passes must build the same graph.
 
-Two ways to catch that top-k, measured in docs/dev/architecture.md:
-
-- `torch.topk` and `torch.Tensor.topk` are answered through a thread-local while any session is open. Costs
-  least. It can't see a name that somebody took earlier (`from torch import topk`).
-- `Watch`, a TorchFunctionMode around the router, sees everything, at two microseconds an operation. It is
-  on where scores are masked before the top-k (it has to see the masking), as a safety net in the
-  first call of each router, and to the end of a call that is followed (`id_uses.py`).
+Two ways to catch the top-k, measured in docs/dev/architecture.md: `torch.topk` and `torch.Tensor.topk` are
+replaced while a session is open (cheap, but misses `from torch import topk`); `Watch`, a TorchFunctionMode,
+sees every operation, at 2 µs each, and is on where scores are masked before the top-k, in the first call of
+each router, and where the use of the ids is followed (`id_uses.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ from npu_replay.sessions.masks import Masks, Path, address
 from npu_replay.sessions.torch_state import Guard
 
 Choose: TypeAlias = "Callable[[Call], torch.Tensor]"
-"""Given the call, whose `own` is the router's own choice, the ids to use: int64 [rows, topk]."""
+"""Takes a call, and returns the ids to use, int64 [rows, topk]."""
 
 _depth: Callable[[], int] = torch._C._len_torch_function_stack
 _push: Callable[[Any], None] = torch._C._push_on_torch_function_stack
@@ -43,7 +39,7 @@ _modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 
 
 class _Here(threading.local):
-    def __init__(self) -> None:  # up to torch 2.10 dynamo takes a class attribute for a constant
+    def __init__(self) -> None:  # no class attributes: up to torch 2.10 dynamo treats these as constants
         self.armed: Call | None = None
         self.running: Call | None = None
         self.takers: tuple[IdUses, ...] = ()
@@ -53,23 +49,23 @@ _here = _Here()
 
 
 def armed() -> Call | None:
-    """Return the router's call that this thread is in, as long as its top-k hasn't come."""
+    """Return the router's call that this thread is in, until its top-k has been answered."""
     call = _here.armed
     return call if call is not None and call.ids is None else None
 
 
 def arm(call: Call | None) -> None:
-    """Have this call answer the next top-k of this thread that fits; None: nobody."""
+    """Let this call answer the next matching top-k of this thread; None disarms."""
     _here.armed = call
 
 
 def is_running() -> bool:
-    """Tell whether this thread is in a router's call, or was left in one by an interrupt."""
+    """Return whether this thread is in a router's call, or an interrupt left it in one."""
     return _here.running is not None
 
 
 def running(owner: object) -> Call | None:
-    """Return the innermost call of this thread that this owner has begun and not ended."""
+    """Return the innermost open call of this thread that belongs to `owner`."""
     call = _here.running
     while call is not None and call.owner is not owner:
         call = call.below
@@ -77,10 +73,7 @@ def running(owner: object) -> Call | None:
 
 
 def unwind(block: object) -> None:
-    """End the calls of a block whose forward hooks never ran, as an interrupt (KeyboardInterrupt) skips them.
-
-    Where no call runs and nothing is followed, nothing needs Watch any more.
-    """
+    """End the calls of a block whose forward hooks an interrupt (KeyboardInterrupt) has skipped."""
     call = _here.running
     while call is not None:
         if getattr(call.owner, "block", None) is block:
@@ -91,14 +84,14 @@ def unwind(block: object) -> None:
 
 
 def follow(taker: IdUses) -> None:
-    """Let it see what this thread gives to torch's functions, but for those before an armed call's top-k."""
+    """Let `taker` see what this thread passes to torch's functions, except before an armed call's top-k."""
     taker.depth = _depth()
     _here.takers = (*_here.takers, taker)
     _watch.enter()
 
 
 def unfollow(taker: IdUses) -> None:
-    """Undo `follow`, also one that was left half way."""
+    """Undo `follow`, also one that was interrupted."""
     _watch.leave(taker.depth)
     _dismiss(taker)
 
@@ -108,49 +101,46 @@ def _dismiss(taker: IdUses) -> None:
 
 
 class Call:
-    """One call of one router, from its forward pre-hook to its forward hook.
+    """Represents one call of one router, from its forward pre-hook to its forward hook.
 
     Args:
-        rows, num_experts: of the scores.
-        topk: the router's k.
-        choose: gives the ids to use.
+        choose: returns the ids to use.
         masks: this router masks its scores before the top-k; needs `watch`.
-        watch: also enter `Watch`, until the top-k was caught.
-        given: the ids may be others than the router would choose.
+        watch: also enter `Watch`, until the top-k is caught.
+        given: the ids may differ from the router's own choice.
         paths: see Masks.
     """
 
-    # For whoever begins the call:
+    # Set by the caller before `begin`:
     owner: Any = None
     forward: Any = None
     routes: Any = None
     number = 0
     expected: str | None = None
-    inside: FrameType | None = (
-        None  # runs the router; once it has gone the call answers nothing. None: always
-    )
-    drops = False  # tokens over an expert's capacity are dropped, by a second top-k, down the columns
-    spare = 0  # so many more the router asks its top-k for than it uses; they come last, and stay its own
-    keeps = True  # `ids` to itself, and hands the router a copy
-    counts = False  # are further top-ks counted?
-    follows = False  # does Watch stay on to the end of the call?
-    chooses_itself = False  # is the router's own choice wanted, now or in the forward of this recompute?
-    keeps_native_topk = False  # no checkpoint compares what it saves: its own top-k runs as it is
-    # What came of it:
-    ids: torch.Tensor | None = None  # int64 [rows, topk] that were used; None until the top-k has come
-    handed: torch.Tensor | None = None  # what the router got; `choose` may set another. None from a kernel
-    written: int | None = None  # how often `handed` had been written into; None in inference mode
+    # The frame that runs the router. A top-k that isn't called from it isn't the router's. None: not checked.
+    inside: FrameType | None = None
+    drops = False  # tokens over an expert's capacity are dropped by a second top-k, along dim 0
+    spare = 0  # experts that the top-k returns beyond those used; they come last and aren't replaced
+    keeps = True  # give the router a copy of `ids`, which it may write into
+    counts = False  # count further top-ks
+    follows = False  # keep Watch on until the call ends
+    chooses_itself = False  # the router's own choice is used, as in a record
+    keeps_native_topk = False  # run the own top-k with grad, as no checkpoint compares saved tensors
+    # Results:
+    ids: torch.Tensor | None = None  # int64 [rows, topk] in use; None before the top-k
+    handed: torch.Tensor | None = None  # what the router got, perhaps set by `choose`; None from a kernel
+    written: int | None = None  # version counter of `handed`; None in inference mode
     way: str | None = None  # how it was caught: "guard", "watch", or "kernel" (see `note`)
-    again = 0  # how many top-ks like the one that was answered came after it
-    values: torch.Tensor | None = None  # what the router got beside the ids, float [rows, topk]
-    scores: Any = None  # what the top-k was asked over
+    again = 0  # number of further top-ks of the same shape
+    values: torch.Tensor | None = None  # values that the router got, float [rows, topk]
+    scores: Any = None  # the input of the top-k
     asked: Any = None  # its other arguments, positional and named
-    own_ids: torch.Tensor | None = None  # the router's own choice of all rows, once it was asked for
-    taken: IdUses | None = None  # what was given to functions after the top-k, where it `follows`
+    own_ids: torch.Tensor | None = None  # the router's own choice of all rows, once computed
+    taken: IdUses | None = None  # uses of the ids after the top-k, if `follows`
     ruled_out: torch.Tensor | None = None  # see Masks.ruled_out
-    strayed: torch.Tensor | None = None  # a flag on the device: a kernel chose others than were wanted
-    below: Call | None = None  # the call that this one lies in
-    outer: Call | None = None  # the call that was armed before
+    strayed: torch.Tensor | None = None  # a flag on the device: a kernel chose other ids
+    below: Call | None = None  # the enclosing call
+    outer: Call | None = None  # the previously armed call
     _depth = 0
 
     def __init__(
@@ -169,13 +159,10 @@ class Call:
         self.choose = choose
         self.watching = watch
         self.given = given
-        self.seen: list[
-            str
-        ] = []  # what the router called until its top-k was caught, as far as it was watched
+        self.seen: list[str] = []  # functions called before the top-k was caught, while Watch was on
         self.made = Masks(rows, num_experts, paths) if masks else None
 
     def begin(self) -> None:
-        """Answer the top-k of this thread from now on."""
         self.watching |= self.follows
         self.outer, self.below, self._depth = _here.armed, _here.running, _depth()
         _here.armed = _here.running = self
@@ -183,7 +170,6 @@ class Call:
             _watch.enter()
 
     def end(self) -> None:
-        """End the router's call. An interrupt may have come since it began, or in `end` itself."""
         if self.watching:
             _watch.leave(self._depth)
         if self.taken is not None:
@@ -191,7 +177,7 @@ class Call:
         _here.armed, _here.running = self.outer, self.below
 
     def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell whether this top-k is one that the call answers."""
+        """Return whether the call answers a top-k with these arguments."""
         count = len(args)
         scores = args[0] if count else kwargs.get("input")
         return (
@@ -206,15 +192,16 @@ class Call:
         )
 
     def _wants(self, k: object, dim: object) -> bool:
-        """Tell whether a top-k of this k and dimension is the routing decision, or that of whom to drop."""
+        """Return whether a top-k of this k and dimension chooses experts, or which tokens to drop."""
         if self.drops and self.ids is not None:
             return dim in (0, -2)
         return k == self.topk + self.spare and dim in (-1, 1)
 
     def _is_running(self) -> bool:
-        """Tell whether the router's frame is among those that called this; if not, the call is left."""
+        """Return whether the router's frame is on the stack; if not, the call is abandoned."""
         if self.inside is None:
             return True
+        # The stack is walked, not indexed: a wrapper more or less must not matter.
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             if frame is self.inside:
@@ -225,8 +212,9 @@ class Call:
         return False
 
     def _stop_watching(self) -> None:
-        """Leave Watch before the call ends: what follows in the router runs as ever, and its compiled
-        functions would compile anew for a mode. From inside Watch it can't be left: torch pushes it back."""
+        """Leave Watch once the top-k is caught; from inside Watch this has no effect."""
+        # The rest of the router runs without a mode, for which its compiled functions would compile again.
+        # Inside Watch torch has popped it, and pushes it back.
         if self.watching and not self.follows and _watch.is_innermost():
             _watch.leave(self._depth)
             self.watching = False
@@ -234,7 +222,8 @@ class Call:
     def answer(
         self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: str
     ) -> Any:
-        """Answer the top-k, once: later ones in this call are the router's own business."""
+        """Answer the top-k, once: later ones in this call are the router's own."""
+        # Disarmed while our own operations run: a top-k among them is not the router's.
         _here.armed = None
         if self.ids is not None:
             answer_next = self._drop if self.drops else self._answer_again
@@ -255,7 +244,7 @@ class Call:
         if self.spare:
             values, places = self.native_topk(scores)
             self.handed = torch.cat([ids, places[:, self.topk :]], dim=1)
-            self.made = None  # what the router got are its top-k's own values
+            self.made = None  # the router got its top-k's own values, so no mask is undone
         if (handed := self.handed) is None:
             handed = ids
             if self.keeps:
@@ -268,6 +257,7 @@ class Call:
         if self.follows:
             self.taken = IdUses(self.rows, self.topk, self.num_experts, ids)
             _here.takers = (*_here.takers, self.taken)
+        # Address and version identify the scores: a write in place between two top-ks makes others of them.
         if self.given:
             self._answered = address(scores), None if scores.is_inference() else scores._version
         comes_again = self.drops or not self.spare
@@ -277,7 +267,6 @@ class Call:
     def _answer_again(
         self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any], _: torch.Tensor
     ) -> Any:
-        """Count a further top-k. Of the same scores it has the same answer."""
         self.again += 1
         scores = args[0] if args else kwargs["input"]
         asked = address(scores), None if scores.is_inference() else scores._version
@@ -290,11 +279,10 @@ class Call:
             _here.armed = self
 
     def _drop(self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any], ids: torch.Tensor) -> Any:
-        """Choose whom to drop; anew for experts to which a token was lost that was sent there.
+        """Choose the tokens to drop; choose anew for experts that lost a token which was routed to them.
 
-        A token may have been given an expert with a probability of exactly zero, and may not be dropped for
-        one that nobody sent there. Elsewhere the choice stays the router's own, also among equals. Where it
-        doesn't, fewer positive scores than places are in the column, so none of them is dropped either way.
+        A given expert may have a probability of exactly zero, and its token must not lose its place to one
+        that was not routed there. Other columns keep the router's choice, also among equal scores.
         """
         scores = args[0] if args else kwargs.pop("input")
         kept = native(scores, *args[1:], **kwargs)
@@ -310,19 +298,18 @@ class Call:
         return torch.return_types.topk((scores.gather(0, places), places))
 
     def note(self, ids: torch.Tensor) -> None:
-        """Take down what a kernel chose, int64 [rows, topk], which no top-k can be answered for."""
+        """Record the ids that a kernel chose, int64 [rows, topk], where no top-k can be answered."""
         self.own_ids = ids
-        wanted = self.choose(self)  # others may be, as in a recompute
+        wanted = self.choose(self)  # differs from `ids` where a recompute chose otherwise
         if wanted is not ids:
             self.strayed = (wanted != ids).any()
         self.ids, self.way = ids, "kernel"
 
     def decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the top-k gives: values, and ids that nobody writes into."""
         if self.keeps_native_topk:
             values, self.own_ids = self.native_topk(scores)
         elif self.chooses_itself and _others_answer(scores):
-            # In a recompute for nothing, but a mode of somebody's may count operations in both passes.
+            # Not needed in a recompute, but a foreign mode may count operations in both passes.
             self.own_ids = self._native_ids(scores.detach())
         with outside_modes():
             ids = self.choose(self)
@@ -335,17 +322,16 @@ class Call:
         return values, ids
 
     def own(self, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the router's own choice, int64 [rows, topk], of all rows or of these: one top-k, once."""
+        """Return the router's own choice, int64 [rows, topk], of all rows or of these."""
         if self.own_ids is not None:
             return self.own_ids if rows is None else self.own_ids.index_select(0, rows)
-        scores = self.scores.detach()  # half the price of no_grad()
+        scores = self.scores.detach()  # half the cost of no_grad()
         if rows is not None:
             return self._native_ids(scores.index_select(0, rows))
         self.own_ids = self._native_ids(scores)
         return self.own_ids
 
     def native_topk(self, scores: torch.Tensor) -> Any:
-        """Call the router's own top-k as it was called, for these scores."""
         return self._native(scores, *self.asked[0], **self.asked[1])
 
     def _native_ids(self, scores: torch.Tensor) -> torch.Tensor:
@@ -353,30 +339,28 @@ class Call:
         return ids[:, : self.topk] if self.spare else ids
 
     def unmasked(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores before they were masked, where other experts may be given."""
+        """Return the scores before masking, where other experts may be given; else the scores."""
         return self.made.unmasked(scores, self.own) if self.given and self.made is not None else scores
 
 
 def least_positive(dtype: torch.dtype) -> float:
-    """Return a number above zero that is no weight, and that no device flushes to zero."""
+    """Return the least positive number of a dtype that no device flushes to zero."""
     return max(2.0**-24 if dtype == torch.float16 else 0.0, torch.finfo(torch.float32).tiny)
 
 
 def _others_answer(scores: torch.Tensor) -> bool:
-    """Tell whether a mode of somebody's may answer the top-k, or a subclass of Tensor."""
+    """Return whether another mode, or a subclass of Tensor, may answer the top-k."""
     if torch._C._len_torch_dispatch_stack() or type(scores) is not torch.Tensor:
         return True
     return bool(_depth()) and any(mode is not _watch for mode in _modes())
 
 
 class Watch(TorchFunctionMode):
-    """Sees every operation inside a router's call."""
-
     def enter(self) -> None:
         _push(self)
 
     def leave(self, depth: int) -> None:
-        """Come off torch's stack down to this depth, but not from under a mode of somebody else's."""
+        # A mode of others above Watch stays: popping would remove theirs.
         while _depth() > depth and self.is_innermost():
             _pop()
 

@@ -1,7 +1,6 @@
-"""Session: the life of a block on a model. It is entered once, hangs hooks, and leaves no trace.
+"""Define Session, the context manager behind every block: it hangs hooks on a model and removes them.
 
-What is done with the routers while it is open is its `Work`: `Answering` (their top-k is answered) or
-`Reading` (their outputs are read).
+Its `Work` is what it does with the routers: `Answering` answers their top-k, `Reading` reads their outputs.
 """
 
 from __future__ import annotations
@@ -32,87 +31,88 @@ logger = logging.getLogger(__name__)
 _S = TypeVar("_S", bound="Session")
 
 _answered: WeakValueDictionary[int, Session] = WeakValueDictionary()
-"""The open session that answers each router, by id: one router has one."""
+"""Maps the id of a router to the open session that answers it; a router has at most one."""
 
 
 class Undo:
-    """What a block has to undo, the last first. An interrupt may come in between: then it is closed again.
+    """Collects the actions that undo a block, and runs them in reverse order.
 
-    Nothing in it may hold the block, whose death closes it, or mind being done twice.
+    An interrupt may stop `close`, which is then called again: so each action must be safe to run twice, and
+    none may hold the session, since the death of the session triggers the undo.
     """
 
     def __init__(self) -> None:
         self._acts: list[Callable[[], object]] = []
 
     def callback(self, act: Callable[..., object], *args: Any) -> None:
-        """Add what is to be done, before that which it undoes is done."""
+        """Add an undo action. Call this before the change that it undoes."""
         self._acts.append(functools.partial(act, *args))
 
     def __len__(self) -> int:
         return len(self._acts)
 
     def close(self) -> None:
-        """Undo everything."""
+        # Popped only after it ran: an interrupt in between makes the next `close` run it again.
         while self._acts:
             self._acts[-1]()
             self._acts.pop()
 
 
 class Work:
-    """What a session does with its routers; this one does nothing."""
+    """Defines what a session does with its routers; this base class does nothing."""
 
-    goes_first = True  # are its hooks inside of all others? A top-k of other hooks isn't the router's
-    answers_topk = False  # then no other session may answer these routers
-    puts_together = True  # is what all routers choose put into one RoutedExperts?
+    goes_first = True  # run before other forward hooks, whose top-ks aren't the router's
+    answers_topk = False  # if so, no other session may answer these routers
+    puts_together = True  # all routers go into one RoutedExperts, so they must be alike
 
     def enters(self, session: Session) -> None:
-        """Refuse a model that doesn't fit, and then change what is to be undone; no hook hangs yet."""
+        """Check the model, then make the changes to be undone at exit. Runs before any hook is attached."""
 
     def attach(self, session: Session, router: Router, chunk: int, marks: Marks) -> None:
-        """Hang hooks on a router."""
+        """Attach hooks to a router."""
 
     def comes(self, chunk: int) -> None:
-        """Prepare for a forward of a chunk: the one before is over, or was left by an interrupt."""
+        """Prepare for a forward of a chunk: the previous one has ended, or an interrupt has stopped it."""
 
     def begins(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin a forward of a chunk, called with these, or refuse it."""
+        """Begin a forward of a chunk with the arguments of its call, or refuse it."""
 
     def ends(self, forward: Forward, complete: bool, output: object) -> bool:
-        """End a forward of a chunk; incomplete: it raised. Return whether autograd may run it again."""
+        """End a forward, `complete` unless it raised; return whether autograd may run it again."""
         return False
 
     def check_complete(self) -> None:
-        """Refuse an end of the block where something is still to come."""
+        """Raise an error if something is still outstanding at the end of the block."""
 
     def clear(self) -> None:
-        """Keep neither the model nor what only an open block wants."""
+        """Drop references to the model and all state of the open block."""
 
     def counts(self) -> dict[str, int]:
-        """Whole numbers that ranks can add up. Waits for the device."""
+        """Return whole numbers that ranks can add up. Waits for the device."""
         return {}
 
 
 class Session:
-    """Hooks on the chunks and the routers of a model. Use it as a context manager, once.
+    """Hangs hooks on the chunks and routers of a model. Use it as a context manager, once.
 
     Args:
         model: a module, or the list of its virtual-pipeline chunks. One micro-batch is one `__call__`
             of the module (of every chunk).
         work: what is done with the routers.
-        errors_wait: the first error waits until the block is left. A rank that raises in the middle of a
-            schedule leaves the others in a collective until its timeout. So it goes on with the routers' own
-            choices, and raises when the schedule is over: before an optimizer steps.
+        errors_wait: keep the first error until the block is left, and go on with the routers' own choices. A
+            rank that raises in the middle of a schedule would leave the others in a collective until its
+            timeout; the kept error is raised when the schedule is over, before an optimizer steps.
     """
 
     name = "session"
-    failed: ReplayError | None = None  # the error that waits
+    failed: ReplayError | None = None  # the error kept by `errors_wait`
     _unentered: weakref.finalize[..., Any] | None = None
 
     def __init__(self, model: Model, work: Work, *, errors_wait: bool = False) -> None:
         self.chunks = chunks_of(model)
         self.errors_wait = errors_wait
         self.timeline = Timeline(len(self.chunks))
-        self.routers: list[list[Router]] = []  # those of each chunk, while the block is open
+        self.routers: list[list[Router]] = []  # by chunk, while the block is open
         self.marks: list[Marks] = []
         self.unchanged = Unchanged((), ())
         self.undo = Undo()
@@ -125,29 +125,25 @@ class Session:
         return f"{type(self).__name__}({states[self._state]}, {self._holds()})"
 
     def _holds(self) -> str:
-        """What repr shows beside the state."""
         return f"{self.done} micro-batches"
 
     def labels(self, chunk: int) -> StageLabels:
-        """Return the decoder layers of a chunk's routers, ascending."""
         return labels_of(self.routers[chunk], self.all_routers)
 
     @property
     def done(self) -> int:
-        """Micro-batches whose forward has ended."""
         return max(self.timeline.ended, default=0)
 
     @property
     def all_routers(self) -> list[Router]:
-        """The routers of all chunks."""
         return [router for routers in self.routers for router in routers]
 
     def metrics(self) -> dict[str, float]:
-        """Plain numbers for any tracker: micro-batches, routers, seconds spent here.
+        """Return plain numbers for any tracker: micro-batches, routers, seconds spent in npu_replay.
 
-        Where tokens over an expert's capacity are dropped also capacity_dropped, the share of chosen experts
-        that lost their token, in the micro-batches whose outputs are checked (0, 1, 2, 4, 8, ...). Where they
-        were asked for: live_mismatch, and overlap, of routes that were held against the routers' own choice.
+        `capacity_dropped` is added where tokens over an expert's capacity are dropped: the share of chosen
+        experts that lost their token, in the micro-batches whose outputs are checked (0, 1, 2, 4, 8, ...).
+        `live_mismatch` and `overlap` are added where the routes were compared with the routers' own choice.
         """
         counted = self.counts()
         seconds = counted.get("microseconds", 0) / 1e6
@@ -163,7 +159,7 @@ class Session:
         return figures
 
     def counts(self) -> dict[str, int]:
-        """The whole numbers behind `metrics`, which ranks can add up. Waits for the device."""
+        """Return the whole numbers behind `metrics`, which ranks can add up. Waits for the device."""
         entered = self._state != "new"
         ReplayError.unless(entered, f"the {self.name} block was never entered", "with ... as session:", self)
         return {"routers": self._count} | self._work.counts()
@@ -192,7 +188,7 @@ class Session:
                     cause="a log-prob pass that is called from inside the update, or an earlier block that "
                     "was entered and never left",
                 )
-        # An interrupt may come on the last line of `__exit__`, too: then the block is undone when it dies.
+        # An interrupt may skip `__exit__`, or its last line; then garbage collection undoes the block.
         weakref.finalize(self, _dropped, self.undo, self.name).atexit = False
         try:
             self._state = "open"
@@ -223,13 +219,13 @@ class Session:
             self._clear()
 
     def _finish(self) -> None:
-        """Make the results: the body ended without an exception, and nothing is still to come."""
+        """Build the results. Called after a body that raised nothing, with nothing outstanding."""
 
     def _attach(self) -> None:
         for chunk, module in enumerate(self.chunks):
             marks = Marks(functools.partial(self.timeline.number, chunk))
             self.marks.append(marks)
-            # The chunk first: it may itself be the router, and its forward begins before its top-k.
+            # The chunk's hook first: a chunk may itself be the router, and begins before its top-k.
             self.before(module, Hook(self, self.may_wait(type(self)._chunk_begins), module, chunk))
             ends = Hook(self, self.may_wait(type(self)._chunk_ends), module, chunk)
             if self._work.goes_first:
@@ -245,12 +241,10 @@ class Session:
                 self.undo.callback(handle.remove)
 
     def before(self, module: nn.Module, hook: Hook) -> None:
-        """Hang a forward pre-hook on a module, for the length of the block."""
         self.undo.callback(hook.take_off)
         self._hung(module, module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def after(self, module: nn.Module, hook: Hook) -> None:
-        """Hang a forward hook on a module, for the length of the block."""
         self.undo.callback(hook.take_off)
         first = self._work.goes_first
         self._hung(module, module.register_forward_hook(hook, prepend=first, always_call=True))
@@ -261,7 +255,7 @@ class Session:
             self.unchanged.hold(type(module).__name__, vars(module), hooks)
 
     def may_wait(self, act: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what a hook does, or the same with its errors kept until the block is left."""
+        """Return `act`; under `errors_wait`, a version that keeps its errors until the block is left."""
         if not self.errors_wait:
             return act
         session = weakref.ref(self)
@@ -277,10 +271,10 @@ class Session:
         return waits
 
     def defer(self, error: ReplayError) -> None:
-        """Raise this when the block is left, if nothing else went wrong before."""
+        """Keep this error and raise it when the block is left, unless an earlier one is kept."""
         if self.failed is None:
             self.failed = error
-            # At once: what else goes wrong before the block is left would hide it.
+            # Logged at once, since another error before the end of the block would hide it.
             logger.error("[npu_replay] %s; the pass goes on, and stops at its end", error.line)
 
     def _close(self) -> None:
@@ -289,7 +283,6 @@ class Session:
             self._state = "closed"
 
     def _clear(self) -> None:
-        """Keep neither the model nor its routers, as the block is over."""
         for held in (self.chunks, self.routers, self.marks):
             held.clear()
         self.unchanged = Unchanged((), ())
@@ -298,7 +291,6 @@ class Session:
     # Its forwards
 
     def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the hook returns: None, or other arguments for the call."""
         if in_backward():
             self.unchanged.check("in a recompute of the model")
             return
@@ -324,7 +316,7 @@ class Session:
             )
 
     def _check_in_backward(self, output: object, number: int) -> None:
-        """Check the places of the routers again when backward begins, with the nodes of the output."""
+        """Check again that routers are in place when backward reaches the nodes of the output."""
         session = weakref.ref(self)
 
         def begins(_: object) -> None:
@@ -337,7 +329,6 @@ class Session:
                 part.grad_fn.register_prehook(begins)
 
     def _check_complete(self) -> None:
-        """Refuse an end of the block where not every chunk saw the same forwards, or none any."""
         if (bypassed := self.timeline.bypassed) is not None:
             raise MicroBatchError(
                 "the routers ran, but not through the __call__ of the module that was passed",
@@ -364,14 +355,13 @@ class Session:
 
 
 def to_enter(session: _S) -> _S:
-    """Return the session, which logs a WARNING if it dies, or the process ends, before it was entered."""
+    """Return the session, and log a WARNING if it dies or the process ends before it is entered."""
     text = "[npu_replay] %s() was called, but its block was never entered: with npu_replay.%s(...):"
     session._unentered = weakref.finalize(session, logger.warning, text, session.name, session.name)
     return session
 
 
 def _dropped(undo: Undo, name: str) -> None:
-    """Undo a block that has died, and say so if it was open."""
     was_open = bool(undo)
     undo.close()
     if was_open:
@@ -380,7 +370,7 @@ def _dropped(undo: Undo, name: str) -> None:
 
 @dataclass(frozen=True)
 class OpenSession:
-    """A record, replay or pin_recompute block that is open, and the decoder layers it holds."""
+    """Describes an open block that answers routers, and the decoder layers of its routers."""
 
     name: str
     layers: tuple[int, ...]

@@ -1,12 +1,11 @@
-"""What of torch's state is changed for the process while a block is open, each with what undoes it.
+"""Change process-wide state of torch while a block is open, and undo it.
 
-- Its two names for top-k are ours (`Guard`).
-- Its compilers have tables of its functions, and would learn the wrong names meanwhile. The first
-  torch.compile of a process makes such a table and keeps it: it would lack the real top-k, and code compiled
-  later would break its graph there, or fail with fullgraph=True. So a table that was made meanwhile is
-  dropped. TorchScript keeps one too, by id, and can't compile a function of ours: in it ours stands for the
-  operator, as long as it is torch's.
-- A compiled graph skips hooks that come later. So modules that contain a router run eagerly (`hold_eager`).
+- torch's two names for top-k are replaced (`Guard`).
+- Compilers keep tables of torch's functions. The first torch.compile of a process makes dynamo's: made inside
+  a block, it would lack the real top-k, and code compiled later would break its graph there, or fail with
+  fullgraph=True. So such a table is dropped. TorchScript's, by id, can't compile our function: there ours
+  stands for the operator while the block is open.
+- A compiled graph skips hooks that come later, so modules with a router run eagerly (`hold_eager`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from npu_replay.routers import Router
 
 
 class _Guarded:
-    """One of torch's two names for top-k, answered by the armed call of a thread, if there is one."""
+    """Replaces one of torch's two names for top-k by a function that asks the thread's armed call, if any."""
 
     def __init__(self, owner: Any, guard: Guard) -> None:
         self.owner = owner
@@ -35,7 +34,7 @@ class _Guarded:
         def topk(*args: Any, **kwargs: Any) -> Any:
             call = here.armed
             if call is None:
-                if not guard.is_open:  # who wrapped it inside a block has laid it back after the block
+                if not guard.is_open:  # a wrapper from inside the block has restored ours after it
                     self.lay_back()
                 return native(*args, **kwargs)
             if not call.matches(args, kwargs):
@@ -46,13 +45,12 @@ class _Guarded:
         self.answered = topk
 
     def lay_on(self) -> None:
-        """Take the name, once."""
         if not self._is_laid:
             self.owner.topk = self.answered
             self._is_laid = True
 
     def lay_back(self) -> None:
-        """Give the name back, unless it was wrapped meanwhile: then ours stays below and passes all on."""
+        """Restore the name. If it was wrapped meanwhile, ours stays below and passes all calls on."""
         if self.owner.topk is not self.answered:
             return
         if self.own_attribute:
@@ -62,12 +60,10 @@ class _Guarded:
 
 
 class Guard:
-    """torch's two names for top-k, replaced while at least one block is open.
+    """Replaces torch's two names for top-k while at least one block is open.
 
-    It takes no lock, which an interrupt could leave locked: each step may be taken twice, by whoever comes.
-
-    Args:
-        here: its `armed` is the call of a thread that answers the next top-k that it `matches`, or None.
+    It takes no lock, which an interrupt could leave locked: each step may run twice, from any thread. The
+    `armed` of `here` is this thread's call that answers the next top-k that it `matches`, or None.
     """
 
     def __init__(self, here: Any) -> None:
@@ -78,7 +74,7 @@ class Guard:
         self.is_open = False
 
     def install(self, holder: object) -> None:
-        """Hold the names, until `remove` is called as often as you like with the same holder."""
+        """Replace the names for a holder, until `remove` is called with it; each may be called repeatedly."""
         self._holders.add(holder)
         if not self.is_open:
             for left in self._names:
@@ -92,31 +88,30 @@ class Guard:
             name.lay_on()
 
     def remove(self, holder: object) -> None:
-        """Hold them no more. The last holder gives them back."""
+        """Release a holder. The last one restores the names."""
         self._holders.discard(holder)
         if self._holders or not self.is_open:
             return
         for name in self._names:
             name.lay_back()
-        if (operators := _script_table()) is not None:  # it may have been made meanwhile, without torch's own
+        if (operators := _script_table()) is not None:  # if made meanwhile, it lacks torch's own
             operators.pop(id(self._names[0].answered), None)
             operators[id(self._names[0].native)] = "aten::topk"
         if not self._dynamo_knew:
             dynamo_forgets()
         self.is_open = False
-        if self._holders:  # another thread's, which came in between
+        if self._holders:  # another thread installed in between
             self.install(self)
             self._holders.discard(self)
 
 
 def dynamo_knows() -> bool:
-    """Return whether dynamo has made its table already."""
     table = _dynamo_table()
     return table is not None and bool(table.cache_info().currsize)
 
 
 def dynamo_forgets() -> None:
-    """Drop dynamo's table, if there is one: it makes another when it needs it."""
+    """Drop dynamo's table, if there is one; dynamo makes another when it needs it."""
     if (table := _dynamo_table()) is not None:
         table.cache_clear()
 
@@ -132,13 +127,10 @@ def _script_table() -> dict[int, str] | None:
 
 
 def hold_eager(chunks: Sequence[nn.Module], routers: Sequence[Sequence[Router]], holder: object) -> None:
-    """Have modules that contain a router run eagerly, until `let_go(holder)`.
+    """Run modules that contain a router eagerly, until `let_go(holder)`; RouterError before torch 2.6.
 
     Does nothing where none of them is compiled: the stance is the whole process's, and functions that a
     framework compiled for itself should stay so.
-
-    Raises:
-        RouterError: something is compiled and this torch has no `torch.compiler.set_stance` (before 2.6).
     """
     compiled = [
         path
@@ -162,7 +154,6 @@ def hold_eager(chunks: Sequence[nn.Module], routers: Sequence[Sequence[Router]],
 
 
 def let_go(holder: object) -> None:
-    """Undo `hold_eager`; the last holder gives the process its stance back."""
     _holders.discard(holder)
     if not _holders and _stances:
         _stances[0].__exit__(None, None, None)
@@ -171,16 +162,15 @@ def let_go(holder: object) -> None:
 
 _holders: set[object] = set()
 _stances: list[Any] = []
-"""What gives the stance back, while it is ours."""
+"""Holds the context that restores the stance, while it is ours."""
 
 
 def _is_around(path: str, router: str) -> bool:
-    """Tell whether the module at `path` contains the router, or is the router."""
     return path in ("", router) or router.startswith(f"{path}.")
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether a module was compiled: by `module.compile()`, `torch.compile(module)` or its forward."""
+    """Return whether a module was compiled: by `module.compile()`, `torch.compile(module)` or its forward."""
     return (
         getattr(module, "_compiled_call_impl", None) is not None
         or type(module).__name__ == "OptimizedModule"

@@ -1,4 +1,4 @@
-"""What routes stays as it was while a block is open: modules, hooks and functions."""
+"""Check that routing code stays in place while a block is open: modules, hooks and functions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from npu_replay.sessions.backward import in_backward
 
 
 class Unchanged:
-    """Holds entries of dictionaries against what they were when a block was entered.
+    """Compares entries of dictionaries with their values when the block was entered.
 
     A module that takes a router's place chooses by itself. Where that happens between a forward and its
-    recompute, nothing else shows it.
+    recompute, no other check shows it.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], routers: Sequence[Sequence[Router]]) -> None:
@@ -26,11 +26,10 @@ class Unchanged:
         self._hold_ways(routers)
 
     def hold(self, name: str, place: Mapping[Any, Any], key: Any) -> None:
-        """From now on `place[key]` stays as it is; an error calls it `name`."""
+        """Require that `place[key]` stays as it is; an error calls it `name`."""
         self._held[id(place), key] = name, place, key, place.get(key)
 
     def _hold_ways(self, routers: Sequence[Sequence[Router]]) -> None:
-        """Hold every module on the way from a chunk to a router."""
         for chunk, found in zip(self._chunks, routers, strict=True):
             for path in (router.path for router in found if router.path):
                 parent = chunk
@@ -39,10 +38,7 @@ class Unchanged:
                     parent = parent.get_submodule(name)
 
     def check(self, where: str) -> None:
-        """Refuse what was replaced, moved or removed.
-
-        A wrapper that was put around a router before its forward calls it with its hooks, and is fine.
-        """
+        """Refuse what was replaced, moved or removed, except a router that was wrapped before its forward."""
         for name, place, key, before in self._held.values():
             if (now := place.get(key)) is before:
                 continue

@@ -1,1 +1,1 @@
-"""`npu-replay smoke`: proof on the user's own cluster."""
+"""Implements `npu-replay smoke`, which tries routing replay on the user's own cluster."""

@@ -1,8 +1,8 @@
-"""Examine what `npu-replay smoke` reports: one function a feature, each able to fail alone.
+"""Examine the features of `npu-replay smoke`: one function each, able to fail alone.
 
-A feature runs on every rank, raises `Wrong` where it doesn't work there, and returns one line that says what
-was seen. It raises after its last step, so that no other rank waits for this one. What the routers choose is
-read by `npu_replay.observe`, the routes to replay too, so a broken `record` leaves `replay` its own verdict.
+A feature runs on every rank, raises `Wrong` where it doesn't work, and returns one line of what was seen. It
+raises after its last step, so that no other rank waits for this one. `npu_replay.observe` reads what routers
+choose, also the routes to replay, so a broken `record` doesn't affect the verdict on `replay`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from npu_replay.smoke.job import Job, Wrong
 from npu_replay.smoke.model import StepOutcome, build, perturbed, plan, routers_of, step
 
 CLOSE = 1e-3
-"""How far losses and gradients may be apart where a device doesn't add in the same order twice. Other experts
-move both by far more."""
+"""The tolerance of losses and gradients on devices that don't add in a fixed order.
+
+Other experts change both by far more.
+"""
 
 
 class Trial:
@@ -39,21 +41,16 @@ class Trial:
 
     @functools.cached_property
     def untouched(self) -> tuple[StepOutcome, list[RoutedExperts]]:
-        """The outcome of the model by itself, and the experts that its routers showed."""
+        """Return the outcome of the model without npu_replay, and the experts that its routers showed."""
         with npu_replay.observe(self.chunks) as observation:
             outcome = self.step()
         return outcome, observation.shown
 
     def step(self, *, forward_only: bool = False) -> StepOutcome:
-        """Run a training step over the micro-batches."""
         return step(self.chunks, self.batches, forward_only=forward_only)
 
     def random_routes(self, *, holes: bool = False) -> list[RoutedExperts]:
-        """Return routes that no router would choose, others for each micro-batch and rank.
-
-        Args:
-            holes: every third row has no route.
-        """
+        """Return routes that no router would choose; with `holes`, every third row has none."""
         generator = torch.Generator().manual_seed(13 + self.job.rank)
         return [
             RoutedExperts(
@@ -67,7 +64,7 @@ class Trial:
 
 
 def collectives(trial: Trial) -> str:
-    """Check that the collectives that npu_replay uses give the right numbers, in the groups that it uses."""
+    """Check the results of the collectives that npu_replay uses, in the groups that it uses."""
     device, rank, problems = trial.job.device, trial.job.rank, []
     groups = [dist.group.WORLD, *(one for one in trial.parallel.groups if dist.get_world_size(one) > 1)]
     for number, group in enumerate(groups):
@@ -94,7 +91,7 @@ def model(trial: Trial) -> str:
 
 
 def record(trial: Trial) -> str:
-    """Check that the recorded ids are those that the routers show, and the step as it is without."""
+    """Check that the recorded ids are those that the routers show, and that the step is unchanged."""
     untouched, routes = trial.untouched
     with npu_replay.observe(trial.chunks) as observation, npu_replay.record(trial.chunks) as recording:
         outcome = trial.step()
@@ -106,20 +103,20 @@ def record(trial: Trial) -> str:
 
 
 def collect(trial: Trial) -> str:
-    """Check that the collected routes fit the same sequences in other micro-batches of another length, where
-    other ranks hold other tokens: the losses of all tokens tell."""
+    """Check by the losses of all tokens that collected routes fit other micro-batches of the sequences."""
     with npu_replay.record(trial.chunks) as recording:
         plain = trial.step(forward_only=True)
     layouts = [batch.layout for batch in trial.batches]
     merged = npu_replay.collect(recording, layouts, trial.parallel, patience=trial.job.options.patience)
     numbers = [number for batch in trial.batches for number in batch.numbers]
     samples = dict(zip(numbers, merged or [], strict=True))
+    # Padded to another length, so other ranks hold other tokens.
     other = plan(trial.job.options, trial.parallel, trial.job.device, other=True)
     layers = trial.parallel.moe_layers
     routes = [one.layout.gather([samples[n] for n in one.numbers], layers=layers) for one in other]
     with npu_replay.replay(trial.chunks, routes):
         again = step(trial.chunks, other, forward_only=True)
-    # The losses of all ranks, by data-parallel rank too, which has sequences of its own.
+    # Gather the losses of all ranks; keyed by data-parallel rank, since each has its own sequences.
     mine, job = (trial.parallel.dp_rank, again.losses, plain.losses), trial.job
     everyone = job.share(f"losses {trial.routing}", mine, job.options.patience)
     after, before = StepOutcome(), StepOutcome()
@@ -132,7 +129,7 @@ def collect(trial: Trial) -> str:
 
 
 def mismatch(trial: Trial) -> str:
-    """Check that without replay other router weights choose otherwise."""
+    """Check that other router weights choose otherwise, without replay."""
     routes = trial.untouched[1]
     with perturbed(trial.chunks), npu_replay.observe(trial.chunks) as observation:
         trial.step()
@@ -152,7 +149,7 @@ def replay(trial: Trial) -> str:
 
 
 def recompute(trial: Trial) -> str:
-    """Check that each recompute takes the experts of its own forward: the gradients tell."""
+    """Check that each recompute takes the experts of its own forward: compares the gradients."""
     routes = trial.random_routes()
     with npu_replay.replay(trial.chunks, routes):
         kept = trial.step()
@@ -172,7 +169,7 @@ def recompute(trial: Trial) -> str:
 
 
 def gradients(trial: Trial) -> str:
-    """Check that a replay of what the routers choose anyway is an untouched step."""
+    """Check that a replay of the routers' own choice is equal to an untouched step."""
     untouched, routes = trial.untouched
     with npu_replay.replay(trial.chunks, routes):
         outcome = trial.step()
@@ -181,10 +178,9 @@ def gradients(trial: Trial) -> str:
 
 
 def own_choice(trial: Trial) -> str:
-    """Check that a row without a route takes what its router chooses in the model by itself.
+    """Check that a row without a route takes what its router chooses in the model without replay.
 
-    It can be told, since no token of this model looks at another: a row without a route in any layer goes
-    its own way through all of them, whatever the others are given.
+    No token of this model looks at another, so such a row doesn't depend on the routes of other rows.
     """
     routes = trial.random_routes(holes=True)
     session = npu_replay.replay(trial.chunks, routes)
@@ -203,7 +199,7 @@ def own_choice(trial: Trial) -> str:
 
 
 FEATURES: dict[str, Callable[[Trial], str]] = {
-    "collectives": collectives,  # once; the others for each way of routing
+    "collectives": collectives,  # tried once; all others with each way of routing
     "model": model,
     "record": record,
     "collect": collect,
@@ -213,15 +209,11 @@ FEATURES: dict[str, Callable[[Trial], str]] = {
     "gradients": gradients,
     "own choice": own_choice,
 }
-"""What is examined, by the name in the report, after the start and before `left_behind`."""
+"""The features, by the name in the report, between the start and `left_behind`."""
 
 
 def left_behind(chunks: Iterable[nn.Module], topk: tuple[object, object]) -> str:
-    """Say what npu_replay has left in torch, Megatron and the models after uninstall(); empty if nothing.
-
-    Args:
-        topk: torch.topk and torch.Tensor.topk as they were before the first block.
-    """
+    """Return what npu_replay has left in torch, Megatron and the models after uninstall(), or ""."""
     report = npu_replay.report()
     found = [f"{patch.where} is still replaced" for patch in report.patches]
     found += [f"a block is still open: {block}" for block in report.open_sessions]
@@ -234,7 +226,6 @@ def left_behind(chunks: Iterable[nn.Module], topk: tuple[object, object]) -> str
 
 
 def differing(ours: list[RoutedExperts], theirs: list[RoutedExperts]) -> int:
-    """Count the token-layers whose experts differ, where both have a route."""
     return sum(int(differing_token_layers(*pair).sum()) for pair in zip(ours, theirs, strict=True))
 
 
@@ -243,11 +234,7 @@ def _replayed(shown: list[RoutedExperts], routes: list[RoutedExperts]) -> int:
 
 
 def _same(ours: list[RoutedExperts], theirs: list[RoutedExperts], differ: str) -> int:
-    """Return how many token-layers are in `ours`, whose rows are whole and have the experts of `theirs`.
-
-    Raises:
-        Wrong: «3 of 120 token-layers DIFFER», where they haven't.
-    """
+    """Return the number of token-layers; raise Wrong, «3 of 120 token-layers DIFFER», if experts differ."""
     rows, wanted = ([len(one) for one in part] for part in (ours, theirs))
     Wrong.unless(rows == wanted, f"micro-batches of {rows} rows were seen, of {wanted}")
     lacking = sum(int((~one.recorded).sum()) for one in ours)
@@ -258,11 +245,7 @@ def _same(ours: list[RoutedExperts], theirs: list[RoutedExperts], differ: str) -
 
 
 def _close(ours: StepOutcome, theirs: StepOutcome, begins: str, ends: str = "") -> str:
-    """Say how close two steps are.
-
-    Raises:
-        Wrong: «BEGINS 1.0e-01 apartENDS», where they are further apart than `CLOSE`.
-    """
+    """Return how close two steps are; raise Wrong, «BEGINS 1.0e-01 apartENDS», if further than `CLOSE`."""
     apart = ours.distance(theirs)
     far = "not comparable: a loss or a gradient is missing, or not finite"
     Wrong.unless(apart <= CLOSE, f"{begins} {f'{apart:.1e} apart' if math.isfinite(apart) else far}{ends}")

@@ -1,4 +1,4 @@
-"""A small HybridModel of real Megatron-core (MambaModel up to 0.17), for smoke and the tests.
+"""Build a small HybridModel of real Megatron-core (MambaModel up to 0.17), for smoke and the tests.
 
 It is built of local layers, as the GPTModel of `megatron_model` is.
 """
@@ -17,7 +17,7 @@ _NEW, _OLD = "megatron.core.models.hybrid", "megatron.core.ssm"
 
 
 def missing(pattern: str = "E") -> str:
-    """Why the release of Megatron on the path can't build a model of this pattern; empty if it can."""
+    """Return why the installed Megatron can't build a model of this pattern; empty if it can."""
     if importlib.util.find_spec("megatron") is None:
         return "there is no Megatron-core"
     where = f"{_NEW}.hybrid" if importlib.util.find_spec(_NEW) else f"{_OLD}.mamba_hybrid"
@@ -41,12 +41,9 @@ def model(
     parts: dict[str, Any] | None = None,
     **ends: Any,
 ) -> Any:
-    """Build a HybridModel, or a chunk of one.
+    """Build a HybridModel, or a chunk of one, of this pattern; the rest as in `megatron_model`.
 
-    Args:
-        pattern: the pattern of the whole model.
-        parts: specs of other kinds of layers, by their names in Megatron's spec of the decoder.
-        ends: pre_process, post_process and other arguments of the class. The rest as in `megatron_model`.
+    `parts` are specs of other kinds of layers, by their names in Megatron's spec of the decoder.
     """
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -56,7 +53,7 @@ def model(
     names = inspect.signature(product := getattr(models, f"{name}Model")).parameters
     given = {next(one for one in names if one.endswith("_pattern")): pattern}
     given[f"{name.lower()}_stack_spec"] = ModuleSpec(module=getattr(block, f"{name}Stack"), submodules=spec)
-    with mock.patch.object(block, "TENorm", norm):  # the last norm is no part of the spec
+    with mock.patch.object(block, "TENorm", norm):  # the final norm isn't in the spec
         return product(
             cfg,
             vocab_size=vocab,
@@ -70,20 +67,20 @@ def model(
 
 
 def recompute() -> dict[str, Any]:
-    """What makes it run every router again inside backward: MambaModel has no full recompute."""
+    """Return the flags that repeat every router inside backward; MambaModel has no full recompute."""
     if hasattr(_block()[1], "checkpointed_forward"):
         return megatron_model.FULL_RECOMPUTE
     return {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 
 def _block() -> tuple[str, Any]:
-    """How the names of Megatron's classes begin, and the module of the decoder."""
+    """Return the prefix of Megatron's class names, and the module of the decoder."""
     name, where = ("Hybrid", _NEW) if importlib.util.find_spec(_NEW) else ("Mamba", _OLD)
     return name, importlib.import_module(f"{where}.{name.lower()}_block")
 
 
 def _layers(cfg: Any, norm: type, attention: type | None) -> dict[str, Any]:
-    """The specs of `*`, `-` and `E`: the halves of a GPTModel's local layers."""
+    """Return the specs of `*`, `-` and `E`: the halves of a GPTModel's local layers."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.transformer import spec_utils, transformer_layer

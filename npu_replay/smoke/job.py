@@ -1,8 +1,8 @@
-"""One process of a smoke job: its device, its process groups, and how all ranks leave a feature together.
+"""Run one process of a smoke job: its device, its process groups, and the exchange of results between ranks.
 
-A rank that fails in the middle of a schedule leaves the others in a collective that nobody will complete.
-gloo gives up there after the job's patience, and a new set of groups goes on with the next feature. NCCL and
-HCCL don't give up in a way that can be caught: there a timer ends the job, with what is known by then.
+A rank that fails in a schedule leaves the others in a collective that will never complete. gloo gives up
+after the job's patience, and the next feature gets new groups. NCCL and HCCL don't raise an error that can be
+caught: there a timer ends the job, with what is known by then.
 """
 
 from __future__ import annotations
@@ -34,25 +34,20 @@ _READ_BY_MINDSPEED = (
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size"),
     *("context_parallel_size", "sequence_parallel", "gradient_accumulation_fusion", "fp8"),
 )
-"""Of Megatron's config."""
+"""Fields of Megatron's config."""
 
 
 class Wrong(ReplayError):
-    """A feature doesn't do what it has to; said after all collectives have ended."""
+    """Raised when a feature doesn't work, after all of its collectives have ended."""
 
 
 def place() -> tuple[int, int]:
-    """Return this process's rank and their number, as torchrun says; one process without torchrun."""
+    """Return this process's rank and the number of processes, from torchrun; 0 and 1 without it."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Job:
-    """One rank of a job.
-
-    Attributes:
-        rank, world: this process among them.
-        device: where the model runs, a torch.device once the job is prepared.
-    """
+    """Represents one rank of a job; `device` is set by `prepare`."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -64,7 +59,6 @@ class Job:
         self.store = dist.PrefixStore("smoke", store)  # type: ignore[attr-defined]
 
     def prepare(self) -> str:
-        """Pick this rank's device, and import what the job needs."""
         self.device = devices.pick(self.options.device)
         if self.device.type != "cpu":
             getattr(torch, self.device.type).set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -74,9 +68,9 @@ class Job:
         return ""
 
     def start(self) -> str:
-        """Make the process groups, and tell MindSpeed; return a line about them."""
+        """Make the process groups, and configure MindSpeed; return a line about them."""
         backend = devices.backend(self.device)
-        # A back end that ends the process when a collective takes too long would take the report with it.
+        # NCCL and HCCL end the process at their timeout, without a report: the timer must come first.
         self._timeout = self.options.patience * (1 if backend == "gloo" else 20)
         if not dist.is_initialized():
             dist.init_process_group(
@@ -92,11 +86,9 @@ class Job:
         return f"{whose} process groups over {backend}"
 
     def share(self, name: str, value: Any, patience: float = math.inf) -> list[Any]:
-        """Return every rank's value of this name, which all ranks give.
-
-        The store is asked again and again: a wait inside it would keep a timer's thread out of it.
-        """
+        """Return the values that all ranks give under this name."""
         self.store.set(f"{name}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]  # takes bytes too
+        # Polled, since a wait inside the store would block the timer's thread.
         until = time.monotonic() + patience
         while not self.store.check([f"{name}/{rank}" for rank in range(self.world)]):
             Wrong.unless(time.monotonic() < until, f"no word of another rank within {patience:.0f} s")
@@ -104,12 +96,11 @@ class Job:
         return self.heard(name)
 
     def heard(self, name: str) -> list[Any]:
-        """Return the values of this name that ranks have given so far."""
         keys = [f"{name}/{rank}" for rank in range(self.world)]
         return [pickle.loads(self.store.get(key)) for key in keys if self.store.check([key])]
 
     def initialise(self) -> None:
-        """Make Megatron's process groups anew: those of a rank that waited in vain are of no more use."""
+        """Make Megatron's process groups anew: those of a rank that waited in vain can't be used again."""
         from megatron.core import parallel_state, tensor_parallel
 
         parallel_state.destroy_model_parallel()
@@ -131,14 +122,13 @@ class Job:
             dist.destroy_process_group()
 
     def tell_mindspeed(self) -> None:
-        """Give MindSpeed the arguments that it would have from the command line of a training script."""
         if _ADAPTOR not in sys.modules:
             return
         adaptor: Any = sys.modules[_ADAPTOR]
         arguments: Any = importlib.import_module("mindspeed.args_utils")
         with contextlib.suppress(ModuleNotFoundError):  # a wheel of megatron-core has no megatron.training
             importlib.import_module("megatron.training.global_vars").set_args(arguments.get_mindspeed_args())
-        if hasattr(adaptor, "repatch"):  # MindSpeed 2.1: what it was given when it was imported holds
+        if hasattr(adaptor, "repatch"):  # MindSpeed 2.1 keeps the arguments from its import otherwise
             defaults = vars(arguments.get_mindspeed_args(get_defaults=True))
             about = config(self.options)
             given = {name: getattr(about, name) for name in _READ_BY_MINDSPEED if hasattr(about, name)}
@@ -147,7 +137,7 @@ class Job:
                 "num_experts": self.options.experts,
                 "gemm_gradient_accumulation_fusion": False,
                 "use_gmm_fp8": False,
-                "context_parallel_algo": "megatron_cp_algo",  # a piece from each end, as Megatron cuts
+                "context_parallel_algo": "megatron_cp_algo",  # cuts sequences as Megatron does
                 "reset_position_ids": False,
                 "reset_attention_mask": False,
             }
@@ -155,14 +145,10 @@ class Job:
 
 
 def import_mindspeed() -> None:
-    """Import MindSpeed before Megatron, if it is installed: it changes Megatron as it is imported.
-
-    Raises:
-        ReplayError: its import fails.
-    """
+    """Import MindSpeed, if it is installed, before Megatron, which it changes; ReplayError if that fails."""
     if not any(product.name == "mindspeed" and product.usable for product in probe.products()):
         return
-    given, sys.argv = sys.argv, sys.argv[:1]  # it takes every flag that it finds there for its own
+    given, sys.argv = sys.argv, sys.argv[:1]  # it parses all flags as its own
     try:
         importlib.import_module(_ADAPTOR)
     except Exception as error:

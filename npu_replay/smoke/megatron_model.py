@@ -1,6 +1,6 @@
-"""A small GPTModel of real Megatron-core, from 0.12 on, for smoke, the tests, benchmarks and examples.
+"""Build a small GPTModel of real Megatron-core, from 0.12 on, for smoke, the tests, benchmarks and examples.
 
-The local layer spec is used: nothing here needs Transformer Engine, CUDA or a launcher.
+It uses the local layer spec: no Transformer Engine, CUDA or launcher is needed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ FULL_RECOMPUTE: dict[str, Any] = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
-"""Every layer's forward runs again inside backward."""
+"""The flags that repeat every layer's forward inside backward."""
 
 
 def start(device: torch.device | None = None) -> None:
     """Initialise torch.distributed and Megatron's parallel state for this process alone, once.
 
-    Args:
-        device: where the model will be; none: the accelerator, where there is one.
+    The model will be on `device`; None takes the accelerator, where there is one.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -39,7 +38,7 @@ def start(device: torch.device | None = None) -> None:
 
 
 def config(**changes: Any) -> Any:
-    """A TransformerConfig of a Qwen3-MoE-like model of four layers, with `changes`."""
+    """Return a TransformerConfig of a Qwen3-MoE-like model of four layers, with `changes`."""
     from megatron.core.transformer import TransformerConfig
 
     values: dict[str, Any] = {
@@ -86,11 +85,8 @@ def model(
     """Build a GPTModel from `cfg`; dense and MoE layers follow its moe_layer_freq.
 
     Args:
-        vocab: size of the vocabulary.
-        length: longest sequence.
-        norm: in the place of Megatron's own norms.
-        attention: in the place of Megatron's own attention core.
-        vp_stage: which virtual stage of this pipeline rank; none where there is one.
+        norm, attention: replace Megatron's own norms and attention core.
+        vp_stage: the virtual stage of this pipeline rank; None where there is one.
         ends: pre_process and post_process, for a chunk of a pipeline.
     """
     from megatron.core import parallel_state
@@ -99,7 +95,7 @@ def model(
 
     stage = {}
     if vp_stage is not None:
-        parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)  # what older releases ask
+        parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)  # older releases read it
         stage = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(GPTModel).parameters else {}
     spec = get_gpt_decoder_block_spec(cfg, use_transformer_engine=False, **stage)
     inner = [layer.submodules for layer in spec.layer_specs]
@@ -125,10 +121,9 @@ def model(
 
 
 def chunks(cfg: Any, *, build: Callable[..., Any] = model, **about: Any) -> list[Any]:
-    """This pipeline rank's chunks of the model, one for each virtual stage.
+    """Build this pipeline rank's chunks of the model, one for each virtual stage.
 
     Args:
-        cfg: says how many stages there are; parallel_state says which are here.
         build: builds a chunk; `hybrid_model.model` builds one of a HybridModel.
         about: arguments of `build`.
     """
@@ -149,7 +144,7 @@ def chunks(cfg: Any, *, build: Callable[..., Any] = model, **about: Any) -> list
 
 
 def causal(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """position_ids and attention_mask of a batch, int64 [batch, length] (True in the mask is hidden).
+    """Return position_ids and attention_mask of int64 [batch, length]; True in the mask hides a position.
 
     Padding on the right needs no mask: nothing before it can see it.
 

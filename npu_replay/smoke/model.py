@@ -1,8 +1,8 @@
-"""The model of `npu-replay smoke`: a small MoE of the Megatron-core that is here, split as a job is.
+"""Build the model of `npu-replay smoke`: a small MoE of the installed Megatron-core, split as a job is.
 
-Norm and attention core are the test's own: for sequence and context parallelism Megatron's need Transformer
-Engine, Apex or MindSpeed. All else is the user's: routers, dispatchers, linear layers, pipeline schedules and
-recompute, with whatever MindSpeed has put in their place.
+Norm and attention core are our own, since Megatron's need Transformer Engine, Apex or MindSpeed for sequence
+and context parallelism. All else is the user's: routers, dispatchers, linear layers, pipeline schedules and
+recompute, with MindSpeed's changes.
 """
 
 from __future__ import annotations
@@ -28,32 +28,31 @@ from npu_replay.smoke.options import Options
 
 TOPK = 2
 BATCH = 2
-"""Sequences of a micro-batch."""
+"""The number of sequences of a micro-batch."""
 
 Token: TypeAlias = "tuple[int, ...]"
-"""A sequence's number and a position in it."""
+"""The number of a sequence, and a position in it."""
 
 
 _SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 _GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5}
 _SOFTMAX = dict.fromkeys(_GROUPS) | dict(zip(_SIGMOID, ("softmax", False), strict=True))
-"""All of them, since MindSpeed fills in what a config isn't given."""
+"""Sets all flags, since MindSpeed fills in what a config isn't given."""
 ROUTINGS: dict[str, dict[str, Any]] = {
     "softmax": _SOFTMAX,
     "sigmoid+bias": _SOFTMAX | _SIGMOID,
     "groups": _SOFTMAX | _SIGMOID | _GROUPS,
 }
-"""The ways of choosing experts, by the name in the report, and Megatron's flags for each."""
+"""The ways of choosing experts, by the name in the report, with Megatron's flags for each."""
 
 
 # The model
 
 
 def config(options: Options, **changes: Any) -> Any:
-    """Return a TransformerConfig of the model."""
     heads, hybrid = max(4, 2 * options.tp), options.model == "hybrid"
     sizes = {
-        "num_layers": options.layers * (2 if hybrid else 1),  # a HybridModel's are halves of a GPTModel's
+        "num_layers": options.layers * (2 if hybrid else 1),  # a HybridModel's layers are halves
         "moe_layer_freq": 1 if hybrid else [0] + [1] * (options.layers - 1),
         "num_attention_heads": heads,
         "num_query_groups": heads // 2,
@@ -63,16 +62,16 @@ def config(options: Options, **changes: Any) -> Any:
         "moe_router_topk": TOPK,
         "sequence_parallel": options.tp > 1,
         "pipeline_dtype": torch.float32,
-        # Two stages that talk to each other in one batch, both ways round, would mix up what they send.
+        # Batched sends between two stages in both directions would mix up the tensors.
         "overlap_p2p_comm": options.vp > 1,
         "batch_p2p_comm": options.vp == 1,
-        "calculate_per_token_loss": True,  # the schedule leaves the loss as it is: a sum over tokens
+        "calculate_per_token_loss": True,  # the schedule doesn't scale the loss
     }
     return megatron_model.config(**sizes | options.megatron_sizes | changes)
 
 
 class Norm(nn.Module):
-    """RMSNorm that may be used with sequence parallelism; Megatron's own without Apex refuses it."""
+    """Computes RMSNorm, also with sequence parallelism, which Megatron's own refuses without Apex."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
@@ -85,9 +84,9 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """In the place of an attention core: a function of a token and of its position alone.
+    """Replaces the attention core by a function of a token and its position alone.
 
-    So a token's loss tells of its own routes, and context-parallel ranks need nothing of each other here.
+    So a token's loss depends on its own routes only, and context-parallel ranks exchange nothing here.
     """
 
     def __init__(self, **_: Any) -> None:
@@ -96,7 +95,7 @@ class Attention(nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """query, key, value [rows, batch, heads, channels]; returns [rows, batch, heads * channels]."""
+        """Take query, key, value [rows, batch, heads, channels]; return [rows, batch, heads * channels]."""
         heads = query.shape[2] // value.shape[2]
         return (query.tanh() * (key + value).repeat_interleave(heads, 2)).flatten(2)
 
@@ -104,7 +103,7 @@ class Attention(nn.Module):
 def build(
     options: Options, routing: str, device: torch.device, *, recompute: bool = False
 ) -> list[nn.Module]:
-    """Build this rank's chunks of the model, one for each virtual stage; the same weights at each call."""
+    """Build this rank's chunks of the model, one a virtual stage, with the same weights at each call."""
     about: dict[str, Any] = {"vocab": options.vocabulary, "norm": Norm, "attention": Attention}
     again = megatron_model.FULL_RECOMPUTE
     if options.model == "hybrid":
@@ -113,7 +112,7 @@ def build(
     cfg = config(options, **ROUTINGS[routing], **(again if recompute else {}))
     built = megatron_model.chunks(cfg, length=8 * options.alignment + 64, **about)
     chunks: list[nn.Module] = [chunk.to(device) for chunk in built]
-    with torch.no_grad():  # weights that make every choice of an expert count
+    with torch.no_grad():  # large enough that each expert changes the loss
         for chunk in chunks:
             for name, weight in chunk.named_parameters():
                 noise = _noise(_identity(name, weight, chunk), weight)
@@ -125,17 +124,14 @@ def build(
 
 
 def routers_of(chunks: Sequence[nn.Module]) -> list[Router]:
-    """Return all routers of this rank."""
     return list(itertools.chain.from_iterable(find(chunks)))
 
 
 def _identity(name: str, weight: nn.Parameter, chunk: Any) -> str:
-    """Say which part of the whole model a weight is, alike on all ranks that hold it.
-
-    Layers and experts are numbered from 0 on each rank.
-    """
+    """Return a name for a weight of the whole model, the same on all ranks that hold it."""
     from megatron.core import parallel_state
 
+    # Each rank numbers its layers and experts from 0.
     place, axis = "", "tensor_model_parallel"
     if "local_experts" in name:
         place, axis = f" ep {parallel_state.get_expert_model_parallel_rank()}", "expert_tensor_parallel"
@@ -148,14 +144,13 @@ def _identity(name: str, weight: nn.Parameter, chunk: Any) -> str:
 
 
 def _noise(seed: str, like: torch.Tensor) -> torch.Tensor:
-    """Return normal noise on the CPU, the same for the same seed on every machine."""
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     return torch.randn(like.shape, generator=generator).to(like.dtype)
 
 
 @contextlib.contextmanager
 def perturbed(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Give the routers other weights for the length of the block: they choose otherwise for many tokens."""
+    """Change the weights of the routers inside the block: they choose otherwise for many tokens."""
     weights: list[tuple[int, Any]] = [(router.label, router.module.weight) for router in routers_of(chunks)]
     kept = [weight.detach().clone() for _, weight in weights]
     with torch.no_grad():
@@ -174,13 +169,13 @@ def perturbed(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of this rank, of a padded batch of sequences.
+    """Describes one micro-batch of this rank, of a padded batch of sequences.
 
     Attributes:
         numbers: its sequences.
-        places: the positions that this rank has of each, context parallelism taken off.
+        places: this rank's positions of each, under context parallelism.
         tokens, labels: int64 [batch, rows] on the device; a label of 0 is none.
-        layout: where npu_replay says that the tokens sit in the routers' rows.
+        layout: the places of the tokens in the routers' rows, as npu_replay computes them.
     """
 
     numbers: list[int]
@@ -193,10 +188,9 @@ class Batch:
 def plan(
     options: Options, parallel: ParallelLayout, device: torch.device, *, other: bool = False
 ) -> list[Batch]:
-    """Return this rank's micro-batches of its data-parallel rank's ragged sequences.
+    """Return this rank's micro-batches of its data-parallel rank's sequences of several lengths.
 
-    Args:
-        other: the same sequences in another order, and padded further.
+    With `other`, the same sequences come in another order, and padded further.
     """
     padded, count = options.alignment * -(-13 // options.alignment), BATCH * options.micro_batches
     generator = torch.Generator().manual_seed(5 + parallel.dp_rank)
@@ -206,7 +200,7 @@ def plan(
     if other:
         order = [*order[:0:-1], 0]
         padded += 2 * options.alignment
-    # Of a sequence a context-parallel rank has a piece from each end.
+    # A context-parallel rank has one piece from each end of a sequence.
     pieces = torch.arange(padded).chunk(2 * parallel.cp)
     places = torch.cat([pieces[parallel.cp_rank], pieces[-1 - parallel.cp_rank]]).tolist()
     batches = []
@@ -226,7 +220,7 @@ def plan(
 
 @dataclass
 class StepOutcome:
-    """What a step gave on this rank: the loss of each token (last stage), and the gradient of each weight."""
+    """Holds a step's results on this rank: losses of tokens (last stage) and gradients of weights."""
 
     losses: dict[Token, float] = field(default_factory=dict)
     gradients: list[torch.Tensor] = field(default_factory=list)
@@ -234,7 +228,7 @@ class StepOutcome:
     def distance(self, other: StepOutcome) -> float:
         """Return the largest difference of a loss, or of a gradient relative to the largest of its weight.
 
-        0.0 means to the last bit; infinite, that they can't be compared, or that a number isn't finite.
+        0.0 means bit-equal; infinity means not comparable, or not finite.
         """
         if self.losses.keys() != other.losses.keys() or len(self.gradients) != len(other.gradients):
             return math.inf
@@ -245,7 +239,6 @@ class StepOutcome:
 
 
 def step(chunks: Sequence[nn.Module], batches: Sequence[Batch], *, forward_only: bool = False) -> StepOutcome:
-    """Run Megatron's own schedule over the micro-batches."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

@@ -1,4 +1,4 @@
-"""What `npu-replay smoke` takes, and the sizes of the model that fits it. Light: every command imports it."""
+"""Define the options of `npu-replay smoke`, and the sizes of the model that fits them. Imports little."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line says, and the sizes of a model that can be split like that.
+    """Holds the command line's options, and sizes of a model that can be split accordingly.
 
     >>> options = Options(tp=2, pp=2, ep=2)
     >>> options.multiple, options.layers, options.experts, options.micro_batches
@@ -44,11 +44,10 @@ class Options:
 
     @classmethod
     def of(cls, given: Namespace) -> Options:
-        """Take them from a command line that was read."""
         return cls(**{field.name: getattr(given, field.name) for field in fields(cls)})
 
     def problem(self, processes: int) -> str:
-        """Why so many processes can't run this; empty if they can.
+        """Return why this number of processes can't run this; empty if they can.
 
         >>> Options(vp=2).problem(1)
         '--vp needs a pipeline: --pp 2 or more'
@@ -74,22 +73,22 @@ class Options:
 
     @property
     def multiple(self) -> int:
-        """The number of processes has to be a multiple of this."""
+        """Return a divisor of every valid number of processes."""
         return math.lcm(self.tp * self.cp * self.pp, self.etp * self.ep * self.pp)
 
     @property
     def alignment(self) -> int:
-        """A sequence is padded to a multiple of this: two pieces a context-parallel rank, in equal slices."""
+        """Return the divisor of padded lengths: two equal pieces for each context-parallel rank."""
         return (2 * self.cp if self.cp > 1 else 1) * self.tp
 
     @property
     def layers(self) -> int:
-        """At least two in each virtual stage: the first of all is dense, and no stage is without a router."""
+        """Return two or more layers a virtual stage, so that each has a router: the first layer is dense."""
         return self.pp * self.vp * max(2, -(-4 // (self.pp * self.vp)))
 
     @property
     def pattern(self) -> str:
-        """The same layers as a HybridModel's pattern has them; where there are virtual stages, | ends each.
+        """Return the same layers as a HybridModel's pattern, where | ends each virtual stage.
 
         >>> Options(pp=2, vp=2).pattern
         '*-*E|*E*E|*E*E|*E*E'
@@ -100,23 +99,23 @@ class Options:
 
     @property
     def experts(self) -> int:
-        """At least eight, as many on each rank, in four groups."""
+        """Return at least eight experts, the same number on each rank, divisible into four groups."""
         step = math.lcm(self.ep, 4)
         return step * -(-8 // step)
 
     @property
     def micro_batches(self) -> int:
-        """Interleaved schedules want a multiple of the pipeline's stages."""
+        """Return a multiple of the pipeline's stages, as interleaved schedules need it."""
         return 3 if self.pp == 1 else 2 * self.pp
 
     @property
     def vocabulary(self) -> int:
-        """As many token ids on each tensor-parallel rank."""
+        """Return a vocabulary with the same number of token ids on each tensor-parallel rank."""
         return math.lcm(64, self.tp)
 
     @property
     def megatron_sizes(self) -> dict[str, int | None]:
-        """The axes by the names that Megatron's config and its parallel state have for them."""
+        """Return the sizes by their names in Megatron's config and parallel state."""
         return {
             "tensor_model_parallel_size": self.tp,
             "context_parallel_size": self.cp,

@@ -1,4 +1,4 @@
-"""The report of a smoke run: lines for people, and one JSON to attach and to keep.
+"""Report a smoke run in lines for people, and in one JSON document to attach and keep.
 
 It names versions, sizes and results; no host, no user and no path.
 """
@@ -30,15 +30,12 @@ _WIDTH = 13  # of a feature's name
 
 @dataclass(frozen=True)
 class Result:
-    """How one feature went with one way of routing.
+    """Describes the result of one feature with one way of routing.
 
     Attributes:
-        feature: its name.
         case: the way of routing; empty where it makes no difference.
-        result: PASS, FAIL or SKIP.
         why: one line: what was seen, what is wrong, or why it was not tried.
         rank: the lowest rank that failed; None if none did.
-        seconds: on this rank.
         trace: where the exception came from, if one was raised.
         broken: an exception left the schedule, so other ranks may wait in vain in their collectives.
         at: when it ended, in seconds; a rank that waited in vain ends later.
@@ -56,8 +53,7 @@ class Result:
 
 
 def first_to_fail(results: list[Result], patience: float) -> Result:
-    """Return the result of the lowest rank that failed by itself, and not for having waited for another; the
-    first rank's where none failed."""
+    """Return the result of the lowest rank that failed, not by waiting for another; else the first result."""
     failed = [one for one in results if one.result == FAIL]
     first = min((one.at for one in failed), default=0.0)
     return next((one for one in failed if one.at - first < patience / 2), results[0])
@@ -65,7 +61,7 @@ def first_to_fail(results: list[Result], patience: float) -> Result:
 
 @dataclass
 class Report:
-    """All that a run has found so far, on one rank.
+    """Collects the results of a run on one rank.
 
     >>> report = Report(Options(), 1, results=[Result("replay", "softmax", FAIL, "it broke", rank=3)])
     >>> report.lines("replay")
@@ -80,11 +76,9 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Nothing failed, and something passed."""
         return bool(self._features(PASS)) and not self._features(FAIL)
 
     def to_json(self) -> str:
-        """Return all of it, for programs. docs/dev/smoke.md says what each field is."""
         sizes = ("layers", "experts", "micro_batches")
         about = {
             "schema": SCHEMA,
@@ -107,7 +101,6 @@ class Report:
         return json.dumps(about, indent=1)
 
     def heading(self) -> str:
-        """Say what is run on what."""
         sizes = [f"{axis} {size}" for axis in SIZES if (size := getattr(self.options, axis)) > 1]
         known, about = versions(), machine(self.device)
         names = [f"{name} {version}" for name, version in known.items() if version and name != "numpy"]
@@ -118,7 +111,6 @@ class Report:
         return wrapped(f"npu-replay smoke: {what}, on {where}\n{', '.join(names)}", width())
 
     def lines(self, feature: str) -> str:
-        """Return the line of a feature; for a failure one for each way of routing that fails."""
         mine = [one for one in self.results if one.feature == feature]
         told = []
         for one in (one for one in mine if one.result == FAIL):
@@ -136,7 +128,6 @@ class Report:
         )
 
     def verdict(self) -> str:
-        """Return the last line."""
         spent, count = time.perf_counter() - self.started, len(self._features(PASS))
         if self.passed:
             return f"PASS: {count} of {count} features, in {spent:.0f} s"
@@ -147,11 +138,8 @@ class Report:
 
 
 def versions() -> dict[str, str]:
-    """Return the release of each product, and the commit of a checkout of Megatron-LM or MindSpeed.
-
-    It is empty where the product isn't here, and «?» where it doesn't say.
-    """
-    from npu_replay import __version__  # here: the package's face
+    """Return the releases of products, empty if not installed, with the commit of a checkout, or «?»."""
+    from npu_replay import __version__  # here: only this function needs the package itself
 
     known = {"npu_replay": __version__, "python": platform.python_version(), "torch": torch.__version__}
     found = {product.name: product for product in probe.products()}
@@ -163,19 +151,18 @@ def versions() -> dict[str, str]:
 
 
 def _commit(folder: str) -> str:
-    """Return the first digits of the commit that a checkout is at; empty elsewhere."""
     git = next((git for place in [*Path(folder, ".").parents][:3] if (git := place / ".git").is_dir()), None)
     try:
         said = Path(git, "HEAD").read_text().strip() if git else ""
         if git and said.startswith("ref: "):
             said = Path(git, said[5:]).read_text().strip()
-    except OSError:  # a branch whose tip is packed
+    except OSError:  # a packed ref
         return ""
     return said[:8] if re.fullmatch(r"[0-9a-f]{40}", said) else ""
 
 
 def machine(device: torch.device | None) -> dict[str, str]:
-    """Return the kind of device, its name as its driver says, CANN's release, and the processor."""
+    """Return the kind of device, its driver's name for it, CANN's release, and the processor."""
     kind, cann = "" if device is None else device.type, ""
     for variable in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH") if kind == "npu" else ():
         home = os.environ.get(variable)  # where CANN's set_env.sh points to

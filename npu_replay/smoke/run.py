@@ -1,4 +1,4 @@
-"""npu-replay smoke: does routing replay work on this stack, over these processes and on this device?
+"""Run npu-replay smoke: try routing replay on this stack, over these processes and on this device.
 
     torchrun --nproc-per-node 4 -m npu_replay smoke --tp 2 --pp 2 --ep 2 --recompute --out smoke.json
 
@@ -33,7 +33,7 @@ from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result, first_to_f
 from npu_replay.tables import print_json
 
 USAGE = 2
-"""Exit code for sizes that don't fit, the same as for a command line that can't be read."""
+"""The exit code for sizes that don't fit, the same as for a wrong command line."""
 
 
 def main(options: Options) -> int:
@@ -49,19 +49,14 @@ def main(options: Options) -> int:
         try:
             code = smoke.end()
         finally:
-            smoke.job.leave()  # after rank 0 has written: torchrun ends all when one has failed
+            smoke.job.leave()  # after rank 0 has written: torchrun kills all when one fails
     if code == 0:
-        log.unlink(missing_ok=True)  # nobody needs to read it
+        log.unlink(missing_ok=True)  # not needed after a success
     return code
 
 
 class Smoke:
-    """One run on this rank.
-
-    Args:
-        options: what the command line says.
-        routings: the ways of routing to try.
-    """
+    """Runs smoke on this rank, with these ways of routing."""
 
     def __init__(self, options: Options, routings: Sequence[str] = tuple(ROUTINGS)) -> None:
         self._options, self._routings = options, routings
@@ -69,11 +64,10 @@ class Smoke:
         self.report = Report(options, self.job.world)
         self._trials: dict[str, Trial] = {}
         self._untried: set[str] = set()  # ways of routing with which the model doesn't train
-        self._broken = False  # the process groups: a rank may have waited in vain
-        self._asked = 0  # how many features were begun: all ranks count alike
+        self._broken = False  # a collective failed, so process groups must be made anew
+        self._asked = 0  # number of features begun, equal on all ranks
 
     def run(self) -> None:
-        """Start, try every feature, and look for what is left."""
         topk = torch.topk, torch.Tensor.topk
         started = self._try("start", "", self.job.prepare)
         self.report.device = self.job.device
@@ -89,7 +83,6 @@ class Smoke:
         self._note([self._try("uninstall", "", partial(self._uninstall, topk))])
 
     def end(self) -> int:
-        """Write the JSON, say the verdict, and return the exit code."""
         self._say(f"\n{self.report.verdict()}")
         if self.job.rank == 0:
             if self._options.json:
@@ -113,7 +106,6 @@ class Smoke:
         return self.job.start()
 
     def _feature(self, feature: str) -> list[Result]:
-        """Try a feature with each way of routing."""
         if feature == "recompute" and not self._options.recompute:
             return [Result(feature, "", SKIP, "not asked for: --recompute")]
         once, results = feature == "collectives", []
@@ -143,7 +135,6 @@ class Smoke:
         return "torch, Megatron and the models are as they were"
 
     def _try(self, feature: str, case: str, examine: Callable[[], str]) -> Result:
-        """Examine on all ranks; return the same result on each, but for the seconds."""
         self._asked += 1
         patience = self._options.patience
         watch = threading.Timer(4 * patience, self._conclude, (feature,))
@@ -162,7 +153,6 @@ class Smoke:
         return first_to_fail(results, patience)
 
     def _examined(self, feature: str, case: str, examine: Callable[[], str]) -> Result:
-        """Examine on this rank."""
         try:
             return Result(feature, case, PASS, examine())
         except Wrong as wrong:
@@ -170,20 +160,20 @@ class Smoke:
         except Exception as error:  # noqa: BLE001  whatever fails here is the finding
             whose = "" if isinstance(error, ReplayError) else f"{type(error).__name__}: "
             why = f"{whose}{message(error)}".strip() or "no message"
-            trace = [  # of a path the last folders: the rest is nobody's business
+            trace = [  # only the last folders of a path, for privacy
                 f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.name}"
                 for frame in traceback.extract_tb(error.__traceback__)[-6:]
             ]
             return Result(feature, case, FAIL, why, self.job.rank, trace=trace, broken=True)
 
     def _conclude(self, feature: str) -> None:
-        """End the job with its report: a rank waits in a collective that nobody will complete.
+        """End the job with its report, since a rank waits in a collective that will never complete.
 
-        On the thread of a timer, since the main thread is in that collective.
+        Runs on a timer's thread, since the main thread is in that collective.
         """
         try:
             if self.job.rank:
-                time.sleep(5)  # torchrun ends all when one has ended, and rank 0 still writes
+                time.sleep(5)  # torchrun kills all when one ends; rank 0 still writes
                 return
             why = f"no end within {4 * self._options.patience:.0f} s: a rank waits in a collective"
             heard = self.job.heard(str(self._asked))
