@@ -4,8 +4,8 @@
         model = GPTModel(...)          # built, run and trained on the CPU
 
 Only while the block is open, and only what is missing; where CUDA is there, that is one name that Megatron
-lacks without Transformer Engine. Found by running Megatron-core 0.12 to 0.19 on a CPU (docs/cpu.md says what
-each release asks for).
+lacks without Transformer Engine. Found by running Megatron-core 0.12 to 0.19 on a CPU (docs/dev/cpu.md says
+what each release asks for).
 """
 
 from __future__ import annotations
