@@ -1,4 +1,4 @@
-"""The tables of docs/evidence.md, and the ratios in docs/dev/performance.md, from docs/dev/verified/.
+"""The tables of docs/versions.md, and the ratios in docs/dev/performance.md, from docs/dev/verified/.
 
     python ci/verified.py            # check every report, and print the rows
     python ci/verified.py --write    # and put them into the pages
@@ -20,7 +20,7 @@ from typing import Any
 import pages
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "evidence.md"
+PAGE = ROOT / "docs" / "versions.md"
 FOLDER = ROOT / "docs" / "dev" / "verified"
 COSTS = ROOT / "docs" / "dev" / "performance.md"
 MARKS = "<!-- verified -->", "<!-- end of verified -->"

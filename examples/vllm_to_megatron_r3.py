@@ -120,9 +120,8 @@ def main():
     assert mismatch == 0, "Megatron used other experts than vLLM"
     assert torch.equal(found, old), "the ratio of the first update is 1"
     print("R3 took place: Megatron used the experts that vLLM used")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":  # vLLM's engine process imports this file
-    with npu_replay.compat.cpu.lend():  # on a machine without CUDA alone: docs/cpu.md
+    with npu_replay.compat.cpu.lend():  # on a machine without CUDA alone: docs/dev/cpu.md
         main()

@@ -98,7 +98,6 @@ def serve(
     >>> import json.newer
     >>> json.newer.value
     1
-    >>> npu_replay.uninstall()
 
     Args:
         name: in full, «megatron.core.transformer.moe.router_replay».

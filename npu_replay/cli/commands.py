@@ -87,7 +87,7 @@ def parser() -> Parser:
 def _add(
     commands: Any, name: str, work: Callable[[Namespace], int | None], about: str, *examples: str
 ) -> Parser:
-    page = f"docs/{'inspect' if name == 'compare' else name}.md"
+    page = f"docs/{'versions' if name == 'smoke' else 'cli'}.md"
     reader: Parser = commands.add_parser(name, help=about, about=about, examples=examples, page=page)
     reader.set_defaults(run=work)
     return reader

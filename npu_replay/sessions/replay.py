@@ -45,7 +45,7 @@ def replay(
             below it, or that fit better when moved, belong to another sample or lie in other rows: an error
             at the end of that micro-batch. Costs a top-k there. 0 checks nothing. Left out:
             NPU_REPLAY_MIN_OVERLAP, else a limit between measured chance and 1, for routes of a rollout
-            engine only. docs/bad-routes.md says what it detects.
+            engine only. docs/layout.md says what it detects.
         aux_loss: which experts the routers' aux losses count: "live", what the router would choose now, or
             "replayed"; the same on every Megatron-core. Left out: NPU_REPLAY_AUX_LOSS, else "live". The
             loss of transformers (output_router_logits) counts the live choice: it refuses "replayed".

@@ -1,4 +1,4 @@
-"""The table of user-verified runs: what a report has to hold, and that docs/evidence.md shows them all."""
+"""The table of user-verified runs: what a report has to hold, and that docs/versions.md shows them all."""
 
 from __future__ import annotations
 

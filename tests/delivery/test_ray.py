@@ -1,6 +1,6 @@
 """Ray's object store as the carrier, on a real Ray: two nodes with a store each, 16 ranks of a training.
 
-ci/verl.sh runs it, whose environment has Ray; `pytest -s` prints the figures of docs/delivery.md.
+ci/verl.sh runs it, whose environment has Ray; `pytest -s` prints the figures of docs/dev/performance.md.
 """
 
 from __future__ import annotations

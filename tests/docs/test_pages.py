@@ -138,7 +138,7 @@ def test_the_quickstart_replays_what_it_recorded(
     assert capsys.readouterr().out.startswith("0.0\n"), "R2 replays what the same weights recorded"
 
 
-R3 = ["README.md", *(f"docs/{one}.md" for one in ("quickstart", "fsdp2", "vllm", "sglang", "multi-turn"))]
+R3 = ["README.md", *(f"docs/{one}.md" for one in ("quickstart", "fsdp2", "vllm", "multi-turn"))]
 
 
 @pytest.mark.parametrize("old_log_probs", ["replayed", "not replayed"])
@@ -187,13 +187,20 @@ def test_a_layout_has_the_rows_that_its_page_says(names: dict[str, Any]) -> None
     exec(first, names)
     assert str(names["layout"].rows.tolist()) == said
     (layers,) = re.findall(r"\.moe_layers  # (\(.*?\))", text)
-    last = BLOCK.findall(text)[-1][1].replace("ParallelLayout(", "found = ParallelLayout(", 1)
+    last = next(one for _, one in BLOCK.findall(text) if "DecoderLayers(" in one)
+    last = last.replace("ParallelLayout(", "found = ParallelLayout(", 1)
     exec(last, names)
     assert str(names["found"]) == layers
 
 
 def test_routes_come_back_from_files_and_bytes(names: dict[str, Any]) -> None:
-    found = run("docs/route-files.md", names)
+    text = (ROOT / "docs" / "delivery.md").read_text(encoding="utf-8")
+    for part in ("In a folder", "Over a socket"):
+        (block,) = re.findall(
+            r"```python\n(.*?)```", text.split(f"## {part}\n")[1].split("\n## ")[0], re.DOTALL
+        )
+        exec(compile(block, part, "exec"), names)
+    found = names
     assert isinstance(found["routes"], RoutedExperts)
     assert int(found["rows"].recorded.sum()) == len(found["rollout"])
 
@@ -209,6 +216,17 @@ def test_what_a_page_points_to_is_there(page: Path) -> None:
             assert anchor in anchors(target), f"{path}#{anchor}"
     scripts = set(re.findall(r"\bci/[\w/]+\.(?:sh|py|toml|txt)\b", page.read_text(encoding="utf-8")))
     assert {script for script in scripts if not (ROOT / script).is_file()} == set()
+
+
+def test_every_page_is_reached_from_the_index_in_two_clicks() -> None:
+    def beside(page: Path) -> set[Path]:
+        links = re.findall(r"\]\(([^)\s#]+\.md)[^)\s]*\)", page.read_text(encoding="utf-8"))
+        return {(page.parent / link).resolve() for link in links if "://" not in link}
+
+    index = ROOT / "docs" / "index.md"
+    first = beside(index)
+    reached = first.union({index.resolve()}, *map(beside, first))
+    assert {page.resolve() for page in ROOT.glob("docs/**/*.md")} - reached == set()
 
 
 def anchors(page: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""ms-swift's own Hugging Face trainer replays, by the plug-in and the callback of docs/ms-swift.md."""
+"""ms-swift's own Hugging Face trainer replays, by the plug-in and the callback of docs/trl.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jobs
 
 pytest.importorskip("swift", reason="ci/trainers.sh runs these tests, with ms-swift")
 
-PAGE = Path(__file__).parents[2] / "docs" / "ms-swift.md"
+PAGE = Path(__file__).parents[2] / "docs" / "trl.md"
 FREE = 1 / 28
 """Of 8 experts, 2: how often a router that chooses by itself does as random routes say."""
 
