@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from npu_replay.compat.megatron import fused_router
-from npu_replay.compat.megatron.routers import action_of, is_replaying
+from npu_replay.compat.megatron.routers import IDLE_WITHOUT_ACTION, action_of, is_replaying
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.sessions import seam
@@ -259,7 +259,7 @@ def is_idle(replay: Any) -> bool:
     # globals of the module that defines them; a wrapper, or a framework's own method, has other globals.
     names, product = getattr(ask, "__globals__", None), sys.modules.get(MODULE)
     plain = names is globals() or (product is not None and names is vars(product))
-    return plain and action_of(replay) is None
+    return action_of(replay) is None and (plain or hasattr(type(replay), IDLE_WITHOUT_ACTION))
 
 
 class Asked(seam.Call):

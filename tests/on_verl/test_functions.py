@@ -180,7 +180,7 @@ def test_rows_of_another_number_of_layers_than_the_pattern_has_are_refused(verl:
     recorded = Recorded(verl, pattern=hybrid)
     wide = [torch.cat([one, *[one[:, :1]] * 6], dim=1) for one in recorded.routes.unbind()]
     count, moe = HYBRID[hybrid]
-    with pytest.raises(ReplayError, match=rf"{count} columns, one a decoder layer, or {len(moe)}"):
+    with pytest.raises(ReplayError, match=rf"Expected {count}, one a decoder layer, or {len(moe)}"):
         recorded.replayed(recorded.with_samples(wide))
 
 
