@@ -554,7 +554,10 @@ def _lend_output() -> None:
     from transformers.models.qwen3_vl import modeling_qwen3_vl as modeling
 
     if not hasattr(modeling, "Qwen3VLCausalLMOutputWithPast"):
-        modeling.Qwen3VLCausalLMOutputWithPast = modeling.CausalLMOutputWithPast
+        names = ("MultimodalCausalLMOutputWithPast", "CausalLMOutputWithPast")  # 5.24's, and before
+        modeling.Qwen3VLCausalLMOutputWithPast = next(
+            getattr(modeling, name) for name in names if hasattr(modeling, name)
+        )
 
 
 @case("the same question about other images")
