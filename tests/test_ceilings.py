@@ -27,7 +27,7 @@ LINES = {
     "environment": 71,
     "options": 90,
     "routers": 352,
-    "rollout": 1851,
+    "rollout": 1852,
     "sessions": 4674,
     "parallel": 1906,
     "delivery": 255,

@@ -81,7 +81,7 @@ def from_sglang(
 
     Returns:
         [prompt and output tokens] rows over the model's MoE layers. The last token was never run and has no
-        route.
+        route, but where tokens were taken off behind it.
 
     Raises:
         InvalidRoutes: the answer is wrong; the error names the fault of SGLang's that causes it.

@@ -86,8 +86,8 @@ def from_vllm(
 
     Returns:
         Each of len(prompt) + len(sampled) rows, with the fingerprint of both, in the order of the engine's
-        own numbers. The last row has no route, nor have those before `start`, nor has any row of an aborted
-        request that has none.
+        own numbers. The last row has no route (but where tokens were taken off behind it), nor have those
+        before `start`, nor has any row of an aborted request that has none.
 
     Raises:
         InvalidRoutes: a check fails; the error names the request, the field and the release's likeliest

@@ -51,7 +51,8 @@ def admit(
     Args:
         rows: [n, columns, topk], any integer dtype; row i is of the token at start + i. The columns are all
             decoder layers, of which the dense are dropped by label, or the MoE layers only.
-        tokens: [tokens], ids of prompt and output. The last has no row: the engine never ran it.
+        tokens: [tokens], ids of prompt and output. The last has no row, since the engine never ran it; where
+            there is a surplus it did, and has one.
         ended: False for a request that was aborted, which may have no rows at all.
         surplus: the number of tokens that were removed from the end of `tokens`; their rows are removed too.
         missing: "native" leaves rows that are zero in all layers, or many copies of other tokens' rows,
@@ -124,7 +125,7 @@ def _due_rows(rows: Any, tokens: int, start: int, ended: bool, surplus: int, sou
     if not 0 <= start <= tokens:
         problem = "the first row's token isn't in the sequence"
         raise source.error(Symptom.SHAPE, problem, f"0 to {tokens}", start)
-    due = max(0, tokens - 1 - start)
+    due = max(0, tokens - start - (surplus == 0))  # where tokens were taken off, the last one left ran too
     wanted = max(0, tokens - 1 - start + surplus)
     # One row more or less would shift them all unnoticed. An aborted request may have none.
     if len(rows) == wanted or (len(rows) == 0 and not ended):

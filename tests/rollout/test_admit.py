@@ -143,7 +143,8 @@ def test_rows_that_may_have_shifted_are_refused(rows: int, ended: bool) -> None:
 def test_rows_of_tokens_that_a_stop_string_took_back_are_cut_off() -> None:
     rows = chosen(TOKENS + 3, 4)
     routes = taken(rows, surplus=4)
-    assert torch.equal(routes.ids[:-1].long(), torch.from_numpy(rows[: TOKENS - 1]))
+    assert torch.equal(routes.ids.long(), torch.from_numpy(rows[:TOKENS]))  # the last token left ran, too
+    assert routes.recorded.all()
     for other in (3, 5, 0):
         with pytest.raises(InvalidRoutes, match="more tokens" if other < 4 else "fewer tokens"):
             taken(rows, surplus=other)
@@ -590,7 +591,8 @@ def test_good_rows_come_through_as_they_are_and_their_own_checks_take_them(
     nothing = np.zeros((len(model.layers), model.topk)).tolist()
     for token in range(len(tokens)):
         row = token - how["start"]
-        there = 0 <= row < len(rows) and row not in blank and token < len(tokens) - 1
+        has_run = token < len(tokens) - 1 or how["surplus"] > 0
+        there = 0 <= row < len(rows) and row not in blank and has_run
         assert bool(routes.recorded[token]) == there
         assert routes.ids[token].tolist() == (rows[row].tolist() if there else nothing)
     again = RoutedExperts(

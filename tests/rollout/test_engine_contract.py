@@ -280,11 +280,13 @@ def test_as_many_other_token_ids_are_refused(engine: Engine) -> None:
 
 @pytest.mark.parametrize("named", [True, False])
 def test_tokens_that_were_taken_off_the_end_take_their_rows_along(engine: Engine, named: bool) -> None:
-    """A stop string that the caller looks for: the answer's ids say how many, or its count."""
+    """A stop string that the caller looks for: the answer's ids say how many, or its count. The last token
+    that is left ran, too, so it has its row."""
     one = replace(ONE, finish_reason="stop")
     short = replace(one, output=one.output[:25], rows=one.rows[: len(one.prompt) + 25])
     answer = engine.answer(one) if named else engine.without_ids(one)
-    assert engine.decode(answer, prompt=one.prompt, output=short.output) == expected(MODEL, short)
+    found = engine.decode(answer, prompt=one.prompt, output=short.output)
+    assert found == expected(MODEL, short, rows=len(short.tokens))
     with refused("tokens"):  # where nothing counts them
         engine.decode(engine.without_ids(one, counted=False), prompt=one.prompt, output=short.output)
 
