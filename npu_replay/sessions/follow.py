@@ -75,7 +75,7 @@ def follow(
     tokens and the digest of its images, videos and audio, so samples may be shuffled, packed and cut into new
     micro-batches. A call gives its tokens as input_ids [batch, sequence], with attention_mask or position_ids
     (padded on any side, or packed). Calls without grad that are no log-probs of the policy are left alone:
-    those with past_key_values or use_cache (generation), in eval mode, or with other PEFT adapters switched
+    those with past_key_values, cache or use_cache (generation), in eval mode, or with other PEFT adapters switched
     on than at the beginning (a reference pass by the same module).
 
     A rollout's routes (R3) come from `put`, or with the call: as the keyword routed_experts= (ms-swift) or
@@ -254,7 +254,7 @@ class Following(Session):
         now = {"adapters of each sample": call.get("adapter_names")} | self._variant()
         if other := [name for name in now if now[name] != self._policy.get(name)]:
             return f"of another variant of the model ({', '.join(other)})"
-        if "past_key_values" in call or call.get("use_cache"):
+        if "past_key_values" in call or call.get("cache") is not None or call.get("use_cache"):
             return "with a cache"
         if not (grad or self._eval_mode or self.chunks[0].training):
             return _EVAL

@@ -97,7 +97,7 @@ class Seen:
 
     def _begins(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
-        if kwargs.get("past_key_values") is not None:
+        if any(kwargs.get(name) is not None for name in ("past_key_values", "cache")):  # 5.24 says cache
             self._last = "generation", []
             self.generated += 1
             return
