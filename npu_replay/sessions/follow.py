@@ -75,8 +75,8 @@ def follow(
     tokens and the digest of its images, videos and audio, so samples may be shuffled, packed and cut into new
     micro-batches. A call gives its tokens as input_ids [batch, sequence], with attention_mask or position_ids
     (padded on any side, or packed). Calls without grad that are no log-probs of the policy are left alone:
-    those with past_key_values, cache or use_cache (generation), in eval mode, or with other PEFT adapters switched
-    on than at the beginning (a reference pass by the same module).
+    those with past_key_values, cache or use_cache (generation), in eval mode, or with other PEFT adapters
+    switched on than at the beginning (a reference pass by the same module).
 
     A rollout's routes (R3) come from `put`, or with the call: as the keyword routed_experts= (ms-swift) or
     rollout_expert_indices= (SkyRL), [batch, sequence, layers, topk], padded or packed as the ids are. It is

@@ -294,6 +294,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "go beyond the call's tokens",
     ),
     "a cache": (lambda: {"input_ids": texts()[4][None], "use_cache": True}, "with a cache"),
+    "transformers 5.24's": (lambda: {"input_ids": texts()[4][None], "cache": object()}, "with a cache"),
     "one flat row": (lambda: {"input_ids": texts()[4]}, "isn't told by them"),
 }
 
