@@ -71,18 +71,17 @@ class TransformersRouters(RouterKind):
 
     def labelled(self, chunk: nn.Module, routers: list[Router]) -> list[Router]:
         """Refuse a model in which only some blocks of experts have a router that is known."""
-        known = [f"{router.path}." for router in routers]
         if not any(_vendor_class(router.module) for router in routers):
             return routers
-        for path, module in chunk.named_modules():
-            inside = f"{path}."
-            if (
-                not isinstance(getattr(module, "experts", None), nn.Module)
-                or _vendor_class(module) is not None
-            ):
+        known = [_within(router.path) for router in routers]
+        for name, _ in chunk.named_modules():
+            path, _, last = name.rpartition(".")
+            inside = _within(path)
+            if last != "experts" or any(inside.startswith(one) or one.startswith(inside) for one in known):
                 continue
-            if not any(router.startswith(inside) or inside.startswith(router) for router in known):
-                kind = type(module)
+            block = chunk.get_submodule(path)
+            if _vendor_class(block) is None:
+                kind = type(block)
                 raise RouterError(
                     "this block of experts has no router that is known, and others of the model have one",
                     where=path,
@@ -283,6 +282,11 @@ def _experts(module: nn.Module | None) -> int | None:
     if _own(module, *_TOPK) is None and _topk(module) is not None:
         return _own(getattr(module, "config", None), *_EXPERTS)  # both numbers are the config's (Gemma 4)
     return None
+
+
+def _within(path: str) -> str:
+    """Return what the paths of all modules inside begin with; the path of the model itself is empty."""
+    return f".{path}." if path else "."
 
 
 def _own(owner: Any, *names: str) -> int | None:
