@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import AbstractContextManager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,6 +13,7 @@ import torch
 
 import npu_replay
 from examples.qwen3_moe.model import qwen3_moe
+from json_server import serving
 
 SAMPLED = 24
 
@@ -107,26 +104,7 @@ class Engine:
         return generate
 
 
-@contextlib.contextmanager
-def served(engine: Engine) -> Iterator[str]:
+def served(engine: Engine) -> AbstractContextManager[str]:
     """The address of a server that answers as vLLM's and SGLang's do."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            answers = {"/v1/completions": engine.completions, "/generate": engine.generate}
-            body = json.dumps(answers[self.path](asked)).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = threading.Thread(target=listening.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{listening.server_port}"
-        listening.shutdown()
-        thread.join()
+    answers = {"/v1/completions": engine.completions, "/generate": engine.generate}
+    return serving(lambda path, asked: answers[path](asked))

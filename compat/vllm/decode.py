@@ -167,11 +167,8 @@ class VllmAnswer(server_answers.Answer):
                 return None
         if apart:
             return self._rows_of_two_parts(model, tokens, start)
-        most = (
-            tokens.prompt + tokens.sampled + _SPARE,
-            model.num_layers,
-            2 * model.topk,
-        )  # twice the top-k: some send weights beside ids
+        # Twice the top-k: some send the router's weights behind the ids.
+        most = (tokens.prompt + tokens.sampled + _SPARE, model.num_layers, 2 * model.topk)
         if is_envelope(self.payload):
             return from_envelope(self.payload, start=start, most=most, source=self.source)
         return any_array(self.payload, source=self.source, most=most)

@@ -7,6 +7,7 @@ or bytes, or the array's own bytes, or a flat list. Early ones have no dtype.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Mapping
@@ -26,7 +27,6 @@ _DTYPES = {"uint8": "<u1", "uint16": "<u2", "int16": "<i2", "int32": "<i4", "uin
 _SMALLEST_NORMAL = 1 << 23  # of float32, as the integer that has its bits
 
 _log = logging.getLogger(__name__)
-_said: set[str] = set()
 
 
 def is_envelope(value: Any) -> bool:
@@ -71,9 +71,7 @@ def from_envelope(
     if rows is None:
         raise _other_form(source, f"data {named(data)}")
     if rows.size != size:
-        raise source.unreadable(
-            "the envelope was cut short or lengthened", f"{size} ids, as its shape says", rows.size
-        )
+        raise _cut(source, f"{size} ids, as its shape says", rows.size)
     return rows.reshape(shape)
 
 
@@ -109,15 +107,15 @@ def without_weights(rows: Array, topk: int, source: Source) -> Array:
     weights = np.ascontiguousarray(rows[..., topk:])
     bits = weights.view(np.uint32)
     # Weights are zeros or positive finite numbers; ids, read as float32, would be denormal.
-    if (
-        not ((bits == 0) | ((bits >= _SMALLEST_NORMAL) & (weights.view(np.float32) < np.inf))).all()
-        or not bits.any()
-    ):
+    are_weights = (bits == 0) | ((bits >= _SMALLEST_NORMAL) & (weights.view(np.float32) < np.inf))
+    if not are_weights.all() or not bits.any():
         return rows
-    if source.engine not in _said:
-        _said.add(source.engine)
-        _log.warning(
-            "[npu_replay] %s: the router's weights beside the ids are left: replay computes its own",
-            source.engine,
-        )
+    _warn_of_weights(source.engine)
     return rows[..., :topk]
+
+
+@functools.cache  # warns once per process and engine
+def _warn_of_weights(engine: str) -> None:
+    _log.warning(
+        "[npu_replay] %s: the router's weights beside the ids are left: replay computes its own", engine
+    )

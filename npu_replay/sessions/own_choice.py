@@ -72,8 +72,7 @@ class OwnChoice:
         self, call: seam.Call, given: torch.Tensor, missing: torch.Tensor | None, routes: DeviceRoutes
     ) -> None:
         """Compare the given ids, int64 [rows, topk], with the router's own; `missing` rows don't count."""
-        if self._counts_live:
-            self.count_in(call)
+        self.count_in(call)
         if self._is_compared:
             differ = (given.sort(dim=1).values != call.own().sort(dim=1).values).any(dim=1)
             if missing is not None:

@@ -257,9 +257,8 @@ class Call:
         if self.follows:
             self.taken = IdUses(self.rows, self.topk, self.num_experts, ids)
             _here.takers = (*_here.takers, self.taken)
-        # Address and version identify the scores: a write in place between two top-ks makes others of them.
         if self.given:
-            self._answered = address(scores), None if scores.is_inference() else scores._version
+            self._answered = _identity(scores)
         comes_again = self.drops or not self.spare
         _here.armed = self if self.counts or (self.given and comes_again) else None
         return torch.return_types.topk((values, handed))
@@ -269,9 +268,8 @@ class Call:
     ) -> Any:
         self.again += 1
         scores = args[0] if args else kwargs["input"]
-        asked = address(scores), None if scores.is_inference() else scores._version
         try:
-            if self.given and asked == self._answered and (ids := self.handed) is not None:
+            if self.given and _identity(scores) == self._answered and (ids := self.handed) is not None:
                 values = self.values if scores is self.scores else scores.gather(1, ids)
                 return torch.return_types.topk((values, ids))  # type: ignore[arg-type]
             return native(*args, **kwargs)
@@ -341,6 +339,11 @@ class Call:
     def unmasked(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores before masking, where other experts may be given; else the scores."""
         return self.made.unmasked(scores, self.own) if self.given and self.made is not None else scores
+
+
+def _identity(scores: torch.Tensor) -> tuple[int, int | None]:
+    """Return the address of scores and their version, which inference tensors don't have."""
+    return address(scores), None if scores.is_inference() else scores._version
 
 
 def least_positive(dtype: torch.dtype) -> float:

@@ -5,40 +5,18 @@ from __future__ import annotations
 import base64
 import io
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from engine_server import post
+from json_server import serving
 
 
-class Gateway:
-    """`with Gateway(server.url) as url: post(url + path, body)`."""
-
-    def __init__(self, behind: str) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                answer = json.dumps(wrapped(json.loads(post(behind + self.path, body)), body)).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-
-    def __enter__(self) -> str:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+def gateway(behind: str) -> AbstractContextManager[str]:
+    """The address of one: `with gateway(server.url) as url: post(url + path, body)`."""
+    return serving(lambda path, body: wrapped(json.loads(post(behind + path, body)), body))
 
 
 def wrapped(answer: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import pytest
 from engine_server import events, post
 from live.engine import Live, Server
 from live.families import FAMILIES, VOCABULARY
-from live.gateway import Gateway
+from live.gateway import gateway
 from live.held import Trainer, assert_right
 from live.mix import ALL, Sequence, Tally, ask, decoded, encoded, some_prompts
 from npu_replay import Rollout, RouteStore, Turn, from_vllm
@@ -87,7 +87,7 @@ def test_tokens_in_and_out(served: Live) -> None:
 
 def test_a_gateway_sends_the_routes_on_in_its_envelope(served: Live) -> None:
     ids = prompt(21, 60)
-    with Gateway(served.engine.url) as url:
+    with gateway(served.engine.url) as url:
         body = {"model": "m", "prompt": ids, "max_tokens": 20, "return_token_ids": True, "ignore_eos": True}
         answer = json.loads(post(f"{url}/v1/completions", body))
     tokens = [*ids, *answer["nvext"]["engine_data"]["completion_token_ids"]]

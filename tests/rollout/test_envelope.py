@@ -156,7 +156,7 @@ def with_weights(rows: Array) -> Array:
 
 
 def test_weights_beside_the_ids_are_left_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    envelopes._said.clear()
+    envelopes._warn_of_weights.cache_clear()
     both = with_weights(true_rows(MODEL, len(ONE.tokens), seed=3)[:RUN])
     plain = as_vllm(chat({"routed_experts": both[..., : MODEL.topk]}))
     sent = {"data": base64.b64encode(both.tobytes()), "shape": both.shape, "dtype": "int32"}
