@@ -62,7 +62,7 @@ def parts(device: torch.device, pairs: int, *, quick: bool) -> Iterator[Part]:
 
     for tokens in sizes:
         build = functools.partial(_router, tokens, device, pairs)
-        yield part("router", tokens, 2, 0.08 + tokens * 6e-5, pairs, build)
+        yield part("router", tokens, 2, 0.3 + tokens * 3e-4, pairs, build)
     yield part("other top-k", 1, 0, 0.005, pairs, lambda: _others(device, pairs))
     yield part("gather", 0, 8, 0.01, pairs, lambda: Case("gather", gather.tokens(), gather.ways(), pairs))
     some = max(5, pairs // 5)
@@ -107,16 +107,19 @@ class Routers(nn.Module):
 
 
 def _router(tokens: int, device: torch.device, rounds: int) -> Case:
+    """Routers in micro-batches 5, 6 and 7, in which as in most only that the ids are shown is checked."""
+    before, repeats, after = 5, 3, 1
     count = {64: 8, 1024: 2}.get(tokens, 1)
     hidden = torch.randn(tokens, 1, ROUTER["hidden_size"], device=device, requires_grad=True)
     ways = _ways(
         lambda **changes: Routers(count, **changes).to(device).train(),
         lambda routers: routers(hidden),
-        calls=count + 1,  # one to warm up
+        calls=before + repeats + after,
     )
     if tokens == TOKENS[0]:
         ways[3:3] = [Way(f"{way.name} by Watch", way.run, _only_watch(way)) for way in ways[1:3]]
-    return Case("router", tokens, ways, rounds, repeats=count, per=count, device=device)
+    around = {"before": before, "repeats": repeats, "after": after}
+    return Case("router", tokens, ways, rounds, per=count, device=device, **around)
 
 
 def _step(tokens: int, device: torch.device, rounds: int) -> Case:
@@ -126,7 +129,7 @@ def _step(tokens: int, device: torch.device, rounds: int) -> Case:
         lambda model: model(**given).mean().backward(),
         calls=1,
     )
-    return Case("step", tokens, ways, rounds, device=device, warm=False)
+    return Case("step", tokens, ways, rounds, device=device, before=0)
 
 
 def _ways(build: Callable[..., nn.Module], call: Callable[[nn.Module], object], *, calls: int) -> list[Way]:

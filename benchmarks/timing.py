@@ -35,7 +35,8 @@ class Case:
         what, tokens: as in `Row`.
         repeats: calls that are timed together.
         per: things that one call does.
-        warm: a call inside the block comes first, and entering and leaving it isn't timed.
+        before, after: calls inside the block around the timed ones. Without one before, entering and leaving
+            the block are timed, too.
         clock: seconds; of the processor, say, where others share the machine.
     """
 
@@ -46,7 +47,8 @@ class Case:
     repeats: int = 1
     per: int = 1
     device: torch.device = CPU
-    warm: bool = True
+    before: int = 1
+    after: int = 0
     clock: Callable[[], float] = time.perf_counter
 
     def measure(self) -> dict[str, list[float]]:
@@ -63,16 +65,19 @@ class Case:
     def _spent(self, way: Way) -> float:
         started = self.clock()
         with way.block():
-            if self.warm:
-                way.run()
-                self._wait()
+            if self.before:
+                self._run(way, self.before)
                 started = self.clock()
-            for _ in range(self.repeats):
-                way.run()
-            self._wait()
+            self._run(way, self.repeats)
             ended = self.clock()
+            self._run(way, self.after)
         self._wait()
-        return (ended if self.warm else self.clock()) - started
+        return (ended if self.before else self.clock()) - started
+
+    def _run(self, way: Way, times: int) -> None:
+        for _ in range(times):
+            way.run()
+        self._wait()
 
     def _wait(self) -> None:
         if self.device.type != "cpu":

@@ -12,8 +12,8 @@ import torch
 from npu_replay.errors import RouterError, micro_batch
 from npu_replay.sessions.masks import address
 
-FEW = 2**13
-"""Up to this number of ids, a router gets the tensor itself: a copy would cost more than all else (64 kB)."""
+FEW = 2**17
+"""Up to this number of ids, a router gets the tensor itself: a copy of each costs a kernel (1 MB)."""
 
 Key: TypeAlias = "tuple[int, int]"
 """A router's call: layer label and micro-batch."""

@@ -19,8 +19,8 @@ from npu_replay.sessions.session import Session
 
 _OfLayer: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
 _OnDevice: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, dict[int, _OfLayer]]"
-_FEW = 2**18
-"""Up to this number of ids, a micro-batch is held as int64 on the device (2 MB)."""
+_FEW = 2**22
+"""Up to this number of ids, a micro-batch is held as int64 on the device (32 MB)."""
 
 
 class RouteSource:

@@ -38,7 +38,7 @@ def run(model: nn.Module, device: torch.device) -> Result:
     torch.stack(losses).sum().backward()
     grads = [p.grad for p in model.parameters()]
     assert all(grad is not None and grad.device.type == device.type for grad in grads)
-    return [loss.detach().cpu() for loss in losses], [grad.cpu() for grad in grads]
+    return [loss.detach().cpu() for loss in losses], [grad.to("cpu", copy=True) for grad in grads]
 
 
 def same(a: Result, b: Result) -> bool:

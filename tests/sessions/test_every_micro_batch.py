@@ -168,7 +168,7 @@ def test_a_top_k_of_the_same_shape_after_the_choice_is_the_routers_own_business(
 
 
 @pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("rows", [ROWS, 4096])  # above 8,192 ids
+@pytest.mark.parametrize("rows", [ROWS, 70_000])  # above 131,072 ids
 @pytest.mark.parametrize("block", ["record", "replay"])
 def test_ids_written_in_place_are_refused_in_every_size_and_mode(
     block: str, rows: int, inference: bool
