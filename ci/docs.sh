@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/environment.sh
 docs_environment
+fetched
 export NO_MKDOCS_2_WARNING=1
 
 if [[ ${1:-} == serve ]]; then

@@ -8,6 +8,7 @@ source ci/environment.sh
 for release in 0.20.2 0.21.0 0.27.1 0.33.0; do fetch_engine vllm $release; done
 for release in 0.5.7 0.5.10 0.5.12 0.5.23; do fetch_engine sglang $release; done
 
+fetched
 tests_started=$SECONDS
 export OMP_NUM_THREADS=1 NPU_REPLAY_NEEDED=1
 status=0

@@ -286,17 +286,27 @@ try() {
 }
 
 # beside COMMAND ...: runs in the background, where it and what comes next use one core each. `join` waits for it,
-# shows what it printed, and sets status=1 if it failed.
+# shows what it printed, and sets status=1 if it failed. With one worker (ci/stages.py) it runs at once.
 beside() {
+    beside_process=
+    if [[ ${NPU_REPLAY_WORKERS:-2} == 1 ]]; then
+        "$@" || status=1
+        return
+    fi
     beside_log=$(mktemp)
     (status=0; "$@"; exit "$status") >"$beside_log" 2>&1 </dev/null &
     beside_process=$!
 }
 
 join() {
+    if [[ -z $beside_process ]]; then return; fi
     wait "$beside_process" || status=1
     cat "$beside_log"
     rm "$beside_log"
 }
+
+# A script calls this once it has all that its tests need. .ci/run has everything fetched first, by one script after
+# another, since two of them at once would install into one environment.
+fetched() { if [[ -n ${NPU_REPLAY_FETCH_ONLY:-} ]]; then exit 0; fi; }
 
 setup_seconds=$((SECONDS - setup_started))

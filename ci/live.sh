@@ -11,6 +11,7 @@ source ci/environment.sh
 live_environment
 fetch_verl 0.9.1
 
+fetched
 tests_started=$SECONDS
 status=0
 export NPU_REPLAY_NEEDED=1 # what can't be imported fails, and isn't skipped: tests/needed.py

@@ -16,5 +16,6 @@ for word in "$@"; do
 done
 releases=$(python ci/matrix.py names ${names[@]+"${names[@]}"})
 while read -r product release; do fetch "$product" "$release"; done <<<"$releases"
+fetched
 
 python ci/matrix_run.py ${options[@]+"${options[@]}"} ${names[@]+"${names[@]}"}

@@ -173,6 +173,8 @@ def run_all(releases: Sequence[matrix.Release], every_case: bool) -> Iterator[Ou
 
 
 def _cores() -> int:
+    if workers := os.environ.get("NPU_REPLAY_WORKERS"):
+        return int(workers)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -29,6 +29,7 @@ git archive --prefix=tree/ HEAD | tar -x -C "$scratch"
 python ci/release_tree.py "$scratch/tree" "$address"
 install_release() { python -m pip install -qq build twine; }
 make_in "$work/release" install_release
+fetched
 out=$scratch/dist
 python -m build --outdir "$out" "$scratch/tree" >"$scratch/log" 2>&1 || { cat "$scratch/log" && exit 1; }
 python -m twine check --strict "$out"/*

@@ -3,8 +3,8 @@
 #
 #   ci/test.sh                  the quick ones, in 8 to 12 minutes on two cores the first time, downloads included: no
 #                               wheels, no smoke jobs, nothing slow, and two of the ways to split a model
-#   ci/test.sh --all            all of them with the first release, and with the next what needs Megatron
-#                               (neither has tests/matrix/, which ci/matrix.sh runs on every release)
+#   ci/test.sh --rest [...]     what these leave out, except what is marked `long`; further arguments go to pytest
+#   ci/test.sh --all            all of them, long ones too (nor here tests/matrix/, which ci/matrix.sh runs on every release)
 #   ci/test.sh ARGUMENT ...     what pytest makes of these: ci/test.sh tests/sessions/test_session.py -k recompute
 #
 # Its last line says passed or FAILED, how many tests on which release, and in how many seconds.
@@ -13,22 +13,23 @@ cd "$(dirname "$0")/.."
 source ci/environment.sh
 
 tests_started=$SECONDS
-export OMP_NUM_THREADS=1 # two workers share the cores
-parallel=tests/distributed/test_parallel.py smoke=tests/distributed/test_smoke.py
+export OMP_NUM_THREADS=1 # the workers share the cores
+workers=${NPU_REPLAY_WORKERS:-2}
+parallel=tests/distributed/test_parallel.py
 later="megatron and not first_release" # what a later release runs
 status=0 runs=0
 results=$(mktemp -d)
 trap 'rm -rf "$results"' EXIT
 
-# loadfile: the tests of a file share something costly, such as one wheel or one job, and run in one worker. They come
-# in the order of tests/conftest.py: xdist's own would have the files with few tests last, and these take the longest.
+# worksteal: each worker has half of the tests, in their order, and takes from the other's end when it has none left. What
+# the tests of a file share, such as a wheel or a job of several processes, is hardly ever made twice.
 run_pytest() {
     local release=$1 rc=0
     runs=$((runs + 1))
     shift
     echo "== pytest with megatron-core $release"
     # ci/verl.sh runs those with verl, ci/engines.sh those with vLLM and SGLang, ci/live.sh those with a live vLLM.
-    with_megatron "$release" python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -rs \
+    with_megatron "$release" python -m pytest -n "$workers" --dist worksteal -q -rs \
         --junit-xml "$results/$release/$runs.xml" \
         --ignore tests/on_verl --ignore tests/on_engines --ignore tests/on_vllm_ascend --ignore tests/live \
         --ignore tests/verl_live --ignore tests/npu_patches "$@" || rc=$?
@@ -39,18 +40,19 @@ run_pytest() {
 
 # What every release runs in each mode; the first runs also what needs no Megatron.
 quick() {
-    run_pytest "$1" -m "$2not slow and not packaging" --ignore "$parallel" --ignore "$smoke" --ignore tests/matrix
+    run_pytest "$1" -m "$2not slow and not packaging" --ignore "$parallel" --ignore tests/matrix
     run_pytest "$1" "$parallel" -k "2-tp2-full or pp2-vp2-full"
 }
 
-# The first release runs all; a later one what needs Megatron, and of the parallel cases a choice.
+# Of the parallel cases, a later release runs a choice.
+rest() {
+    run_pytest "$1" -m "$2(slow or packaging) and not long" --ignore "$parallel" --ignore tests/matrix "${@:3}"
+    if [[ $# == 2 ]]; then run_pytest "$1" "$parallel" ${2:+-k "$parallel_choice"} -m "not long"; fi
+}
+
 all() {
-    if [[ -z $2 ]]; then
-        run_pytest "$1" --ignore tests/matrix "${@:3}"
-    else
-        run_pytest "$1" -m "${2% and }" --ignore tests/matrix --ignore "$parallel" "${@:3}"
-        run_pytest "$1" "$parallel" -k "$parallel_choice"
-    fi
+    run_pytest "$1" ${2:+-m "${2% and }"} --ignore tests/matrix --ignore "$parallel" "${@:3}"
+    run_pytest "$1" "$parallel" ${2:+-k "$parallel_choice"}
 }
 
 marks=""
@@ -58,6 +60,7 @@ releases=$(python ci/matrix.py tier tests) # a loop over what fails would run no
 for release in $releases; do
     case ${1:-} in
         "") quick "$release" "$marks" ;;
+        --rest) rest "$release" "$marks" "${@:2}" ;;
         --all) all "$release" "$marks" "${@:2}" ;;
         *) run_pytest "$release" ${marks:+-m "${marks% and }"} "$@" ;;
     esac

@@ -49,6 +49,7 @@ case ${1:-} in
         ;;
     *) fail "ci/trainers.sh takes trl or ms-swift" ;;
 esac
+fetched
 export OMP_NUM_THREADS=1
 echo "== pytest with $1"
 # shellcheck disable=SC2086  # one word a path

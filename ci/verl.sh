@@ -21,6 +21,7 @@ if [[ ! -d $datasets ]]; then fill "$datasets" pip_into --no-deps datasets==4.0.
 swift=$work/ms-swift-source/4.6.0 # its code alone
 if [[ ! -d $swift ]]; then fill "$swift" code_into ms-swift==4.6.0 swift || fail "could not fetch ms-swift"; fi
 
+fetched
 tests_started=$SECONDS
 export OMP_NUM_THREADS=1 # two workers share the cores
 export NPU_REPLAY_NEEDED=1
@@ -28,7 +29,7 @@ status=0
 
 run_with() {
     try "pytest with verl $2 on megatron-core $1" \
-        with_verl "$1" "$2" python -m pytest -n 2 -rs "${@:3}"
+        with_verl "$1" "$2" python -m pytest -n "${NPU_REPLAY_WORKERS:-2}" -rs "${@:3}"
 }
 
 patches=(--dist loadfile -k "npu_patches or for_an_npu" tests/npu_patches tests/on_verl/test_fsdp.py)

@@ -11,6 +11,7 @@ for pair in "${pairs[@]}"; do
     fetch_ascend $pair
 done
 
+fetched
 tests_started=$SECONDS
 export OMP_NUM_THREADS=1
 status=0

@@ -8,20 +8,18 @@ import pytest
 import torch
 
 import npu_replay
-from file_order import in_order
+from progress import Progress
 
 # Several workers share the cores, and one thread sums in one order.
 torch.set_num_threads(1)
 
 
-SLOW = ("slow", "distributed", "packaging", "long_file")
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None):  # the process that hands the tests to workers
+        config.pluginmanager.register(Progress(config))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = {item.path for item in items if any(map(item.get_closest_marker, SLOW))}
-    files = list(dict.fromkeys(item.path for item in items))
-    places = in_order(files, slow, quick_run="not slow" in config.option.markexpr)
-    items.sort(key=lambda item: places[item.path])
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
         return
     skip = pytest.mark.skip(

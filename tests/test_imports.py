@@ -20,7 +20,6 @@ from npu_replay import routers
 from npu_replay.compat.patching import install as installing
 from test_house import imported
 
-pytestmark = pytest.mark.long_file
 PACKAGE = Path(npu_replay.__file__).parent
 COMPAT = Path(npu_replay.compat.__file__).parent
 AT_IMPORT = {

@@ -29,7 +29,7 @@ FEATURES = (
     "own choice",
     "uninstall",
 )
-pytestmark = [pytest.mark.megatron, pytest.mark.distributed, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.megatron, pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def launch(

@@ -36,7 +36,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
     pytest.mark.filterwarnings("ignore:Apex is not installed"),
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace"),
-    pytest.mark.long_file,
 ]
 
 NATIVE = torch.topk, torch.Tensor.topk

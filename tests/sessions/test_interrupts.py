@@ -41,7 +41,6 @@ from toys import EXPERTS, HIDDEN, TOPK, ToyLayer, ToyRouter, ToyRouters, plain
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="each run is made in a child of this process"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning"),
-    pytest.mark.long_file,
 ]
 
 OURS = str(Path(npu_replay.__file__).parent) + os.sep

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Runs what .ci/run leaves out for its time, in hours: before a release. Every way to split a model and every long test, every case of
+# the matrix on every release, every random sequence on a live vLLM, all of vllm-ascend's and verl's cases.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source ci/environment.sh
+status=0
+try "all tests" ci/test.sh --all
+try "the whole matrix" ci/matrix.sh --all
+try "verl" ci/verl.sh --all
+try "live vLLM" ci/live.sh --all
+try "vllm-ascend" ci/vllm_ascend.sh
+exit $status
