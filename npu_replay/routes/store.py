@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from npu_replay.errors import RouteFileError, shown, whole_number
-from npu_replay.routes.atomic_file import as_path, plain_file, reader, remove_left, write_whole
+from npu_replay.routes.atomic_file import as_path, plain_file, reader, write_whole
 from npu_replay.routes.checks import Array
 from npu_replay.routes.encoding import Header, Read, encode, reading
 from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_tokens, fingerprint
@@ -182,8 +182,6 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         first = self._file(0)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(f".{glob.escape(name)}-{'[0-9]' * 5}{_ENDING}.*.part"):
-                remove_left(left)  # a killed writer of this name left it
             taken = first.exists()
         except OSError as error:
             raise RouteFileError(f"nothing can be written there ({error})", where=str(folder)) from error

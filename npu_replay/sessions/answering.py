@@ -26,9 +26,17 @@ from npu_replay.sessions import backward, seam, torch_state
 from npu_replay.sessions.effect import Witness, is_due
 from npu_replay.sessions.hooks import Hook, caller_of_hook, restore_functions
 from npu_replay.sessions.masks import Path
-from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks, Timeline
+from npu_replay.sessions.micro_batches import (
+    CALLED_INSIDE,
+    FEW,
+    Forward,
+    KeptIds,
+    Key,
+    Marks,
+    Recomputes,
+    Timeline,
+)
 from npu_replay.sessions.own_choice import OwnChoice
-from npu_replay.sessions.recompute import FEW, KeptIds, Key, Recomputes
 from npu_replay.sessions.route_source import RouteSource, to_device
 from npu_replay.sessions.session import Session, Undo, Work
 

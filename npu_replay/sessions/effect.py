@@ -16,8 +16,7 @@ from npu_replay import routers
 from npu_replay.errors import NoEffect, RecomputeError, micro_batch
 from npu_replay.routers import Router
 from npu_replay.sessions import seam
-from npu_replay.sessions.micro_batches import Forward
-from npu_replay.sessions.recompute import Key
+from npu_replay.sessions.micro_batches import Forward, Key
 
 _WRITTEN = "the ids that the top-k gave were written into before the forward ended"
 _NOT_SHOWN = "the router's output doesn't show the chosen experts"

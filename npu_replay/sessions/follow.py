@@ -38,9 +38,8 @@ from npu_replay.sessions.fed_sequences import (
     named,
     take_off,
 )
-from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward
+from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, KeptIds
 from npu_replay.sessions.own_choice import OwnChoice
-from npu_replay.sessions.recompute import KeptIds
 from npu_replay.sessions.record import micro_batch_routes
 from npu_replay.sessions.route_source import RouteSource, check_fit
 from npu_replay.sessions.session import Session, to_enter

@@ -9,7 +9,7 @@ from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import Inputs
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype, without_layers
 from npu_replay.sessions.answering import Answering
-from npu_replay.sessions.recompute import Key
+from npu_replay.sessions.micro_batches import Key
 from npu_replay.sessions.route_source import RouteSource
 from npu_replay.sessions.session import Session, to_enter
 

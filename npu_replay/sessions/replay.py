@@ -11,9 +11,8 @@ from npu_replay.routes.inputs import InputCheck
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.answering import Answering
 from npu_replay.sessions.effect import is_due
-from npu_replay.sessions.micro_batches import Forward
+from npu_replay.sessions.micro_batches import Forward, KeptIds
 from npu_replay.sessions.own_choice import AuxLoss, OwnChoice
-from npu_replay.sessions.recompute import KeptIds
 from npu_replay.sessions.route_source import DeviceRoutes, RouteSource, check_fit
 from npu_replay.sessions.session import Session, to_enter
 

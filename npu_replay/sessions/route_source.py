@@ -13,8 +13,7 @@ from npu_replay.routers import Router, labels_of
 from npu_replay.routes.arguments import StageLabels
 from npu_replay.routes.inputs import Called
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Timeline
-from npu_replay.sessions.recompute import KeptIds
+from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, KeptIds, Timeline
 from npu_replay.sessions.session import Session
 
 _OfLayer: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
