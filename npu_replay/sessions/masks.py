@@ -81,14 +81,17 @@ class Masks:
             made, sources = written, [(written.clone(), address(written))]
             result = func(*args, **kwargs)
         else:
-            given = (*args, *(value for name, value in kwargs.items() if name != "out"))
-            found = (value for value in given if isinstance(value, torch.Tensor))
+            passed = (*args, *(value for name, value in kwargs.items() if name != "out"))
+            found = (value for value in passed if isinstance(value, torch.Tensor))
             sources = [(one, address(one)) for one in found if self._is_scores(one)]
             made = result = func(*args, **kwargs)
         if isinstance(made, torch.Tensor) and self._is_scores(made):
             place = address(made)
             if written is not None or all(lay != place for _, lay in sources):  # else a view of its source
-                learns = short not in _MOVES and self._learns(args, kwargs)
+                given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+                learns = short not in _MOVES and any(
+                    one.requires_grad and not self._is_scores(_whole(one)) for one in given
+                )
                 self._steps.append(_Step(short, place, made, sources, learns))
         return result
 
@@ -209,10 +212,6 @@ class Masks:
             if bool((_keeps(step.name, earlier, later, own()) & (earlier != later)).any()):
                 return (before, -1), True
         return found, is_mask
-
-    def _learns(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        found = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-        return any(one.requires_grad and not self._is_scores(_whole(one)) for one in found)
 
     def _is_scores(self, tensor: torch.Tensor) -> bool:
         rows, experts = self._shape

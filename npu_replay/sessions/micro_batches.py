@@ -136,38 +136,33 @@ class Timeline:
         """
         where = f"layer {layer}, in backward"
         if (problem := backward.probe()) is not None:
-            raise RecomputeError(
-                f"on torch {torch.__version__} a recompute can't be led back to its forward ({problem})",
-                where=where,
-                cause="what the brackets name: a broken package that torch imports, a patched checkpoint, "
-                "or a torch that npu_replay doesn't know; mend it, or turn activation recompute off",
+            problem = f"on torch {torch.__version__} the forward of a recompute can't be found ({problem})"
+            cause = (
+                "what the brackets name: a broken package that torch imports, a patched checkpoint, or a "
+                "torch that npu_replay doesn't know; mend it, or turn activation recompute off"
             )
+            raise RecomputeError(problem, where=where, cause=cause)
         found = (
             {owner for owner in self._noted.get(one, ()) if owner[0] == chunk}
             for one in backward.recomputing()
         )
         owners = next(filter(None, found), set())  # the innermost noted one that runs again
         if len(owners) > 1:
-            raise RecomputeError(
-                "one checkpoint holds several forwards of the model, and their recomputes look alike",
-                where=where,
-                expected="a checkpoint for each forward",
-                got=f"{len(owners)} forwards in one",
-                cause="checkpoint() around a loop over micro-batches",
-            )
+            problem = "one checkpoint holds several forwards of the model, and their recomputes look alike"
+            got, cause = f"{len(owners)} forwards in one", "checkpoint() around a loop over micro-batches"
+            expected = "a checkpoint for each forward"
+            raise RecomputeError(problem, where=where, expected=expected, got=got, cause=cause)
         owner = owners.pop() if owners else self._owner_by_number(where)
         if owner is None or owner[0] != chunk:
-            raise RecomputeError(
-                "this recompute belongs to no forward of this block",
-                where=where,
-                expected=f"one of {self.ended[chunk]} micro-batches of chunk {chunk}",
-                got="a forward that raised, ran before the block, or went past the model's __call__"
-                if owner is None
-                else f"micro-batch {owner[1]} of chunk {owner[0]}",
-                cause="forward and backward are not in the same block"
-                if self.bypassed is None
-                else CALLED_INSIDE,
+            got = "a forward that raised, ran before the block, or went past the model's __call__"
+            if owner is not None:
+                got = f"micro-batch {owner[1]} of chunk {owner[0]}"
+            expected = f"one of {self.ended[chunk]} micro-batches of chunk {chunk}"
+            cause = (
+                "forward and backward are not in the same block" if self.bypassed is None else CALLED_INSIDE
             )
+            problem = "this recompute belongs to no forward of this block"
+            raise RecomputeError(problem, where=where, expected=expected, got=got, cause=cause)
         # Backward of a checkpoint that this recompute makes may run on a thread without the outer one.
         self._note(backward.enclosing(functions=not torch.is_grad_enabled()), owner)
         return owner[1]
@@ -183,11 +178,9 @@ class Timeline:
     def _owner_by_number(self, where: str) -> Owner | None:
         number = backward.running_node_number()
         if number is None:
-            raise RecomputeError(
-                "a forward was run in backward, but by no node of the model's graph",
-                where=where,
-                cause="a forward run from a gradient hook or from an engine callback",
-            )
+            problem = "a forward was run in backward, but by no node of the model's graph"
+            cause = "a forward run from a gradient hook or from an engine callback"
+            raise RecomputeError(problem, where=where, cause=cause)
         if number < self._since:
             return None
         at = bisect.bisect_right(self.ends, number, key=lambda end: end[0])
@@ -212,13 +205,9 @@ class Timeline:
             if thread != self._opened_on:  # each thread has its own sequence numbers
                 self._since = backward.sequence_number()
         if thread != self._thread:
-            raise MicroBatchError(
-                "the forwards of one block come from two threads",
-                where=f"chunk {chunk}, {micro_batch(self.ended[chunk])}",
-                expected=f"thread {self._thread}",
-                got=f"thread {thread}",
-                cause="a model called from a thread pool; micro-batches can't be put in order there",
-            )
+            problem, where = "the forwards of one block come from two threads", micro_batch(self.ended[chunk])
+            cause = "a model called from a thread pool; micro-batches can't be put in order there"
+            raise MicroBatchError(problem, where=f"chunk {chunk}, {where}", cause=cause)
 
 
 class Marks:
@@ -347,7 +336,13 @@ class KeptIds:
         alike: dict[object, list[Key]] = {}
         for key, (ids, dtype) in wide.items():
             alike.setdefault((ids.shape, ids.device, dtype), []).append(key)
-        self._check_apart(wide)
+        # A buffer in which several routers' ids lie holds only the last of them now.
+        places = {address(ids): key for key, (ids, _) in wide.items() if ids.numel()}
+        if len(places) < sum(bool(ids.numel()) for ids, _ in wide.values()):
+            layer, number = next(key for key in wide if key not in places.values())
+            problem = "the top-ks of several routers return their ids in one buffer, which is overwritten"
+            cause = "a patched torch.topk, or a mode, that returns a static buffer (for graph capture)"
+            raise RouterError(problem, where=micro_batch(number, layer), cause=cause)
         for keys in alike.values():
             cast = torch.stack([wide[key][0] for key in keys]).to(wide[keys[0]][1])
             self._ids.update(zip(keys, cast.unbind(), strict=True))
@@ -363,16 +358,3 @@ class KeptIds:
     def clear(self) -> None:
         self._ids.clear()
         self._wide.clear()
-
-    def _check_apart(self, wide: dict[Key, tuple[torch.Tensor, torch.dtype]]) -> None:
-        """Refuse ids of several routers that lie in one buffer: it holds only the last of them now."""
-        places = {address(ids): key for key, (ids, _) in wide.items() if ids.numel()}
-        if len(places) < sum(bool(ids.numel()) for ids, _ in wide.values()):
-            layer, number = next(key for key in wide if key not in places.values())
-            raise RouterError(
-                "the top-ks of several routers return their ids in one buffer, which is overwritten",
-                where=micro_batch(number, layer),
-                expected="a tensor of its own from each top-k",
-                got="the same memory",
-                cause="a patched torch.topk, or a mode, that returns a static buffer (for graph capture)",
-            )

@@ -66,11 +66,8 @@ class Observation(Session):
         layer.
         """
         if self._shown is None:
-            raise ReplayError(
-                "what was shown is complete when the block has ended without an exception",
-                expected="an ended block",
-                got="an open one, or one that raised",
-            )
+            problem = "what was shown is complete when the block has ended without an exception"
+            raise ReplayError(problem, expected="an ended block", got="an open one, or one that raised")
         return self._shown
 
     def _finish(self) -> None:

@@ -338,10 +338,6 @@ def _error(place: str, where: str, got: float, least: float, moved: Shift | None
         where, got = where or "all layers", moved.here
         expected = f"rows in their places: moved by {moved.rows:+} they overlap by {moved.there:.2f}"
         cause = f"a row too many or too few before these, from padding or from another prompt; {cause}"
-    return MicroBatchError(
-        "the routes are far from what the routers would choose for these tokens",
-        where=f"{place}, {where}",
-        expected=expected,
-        got=f"{got:.2f}",
-        cause=cause,
-    )
+    problem = "the routes are far from what the routers would choose for these tokens"
+    where, found = f"{place}, {where}", f"{got:.2f}"
+    return MicroBatchError(problem, where=where, expected=expected, got=found, cause=cause)

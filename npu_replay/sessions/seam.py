@@ -231,12 +231,9 @@ class Call:
             self._stop_watching()
         scores = args[0] if args else kwargs.pop("input")
         if type(scores).__name__ == "DTensor":
-            raise RouterError(
-                "the scores are a DTensor, which replay doesn't support",
-                expected="plain tensors in the router",
-                got=f"DTensor with placements {getattr(scores, 'placements', '?')}",
-                cause="tensor parallelism by parallelize_module over the router; FSDP2 alone is fine",
-            )
+            problem, got = "the scores are a DTensor, which replay doesn't support", f"{scores.placements}"
+            cause = "tensor parallelism by parallelize_module over the router; FSDP2 alone is fine"
+            raise RouterError(problem, expected="plain tensors in the router", got=got, cause=cause)
         self.scores, self._native, self.asked = scores, native, (args[1:], kwargs)
         values, ids = self.decide(scores)
         self.values = values.detach() if self.spare else values

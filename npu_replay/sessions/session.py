@@ -168,10 +168,8 @@ class Session:
     def __enter__(self: _S) -> _S:
         if self._unentered is not None:
             self._unentered.detach()
-        if self._state != "new":
-            raise ReplayError(
-                f"this {self.name} block was entered before", expected="a new one", got="a used one"
-            )
+        fresh = self._state == "new"
+        ReplayError.unless(fresh, f"this {self.name} block was entered before", "a new one", "a used one")
         self.routers = find(self.chunks)
         if self._work.puts_together:
             found = self.all_routers
@@ -179,14 +177,11 @@ class Session:
         self._count = len(self.all_routers)
         for router in self.all_routers if self._work.answers_topk else ():
             if (other := _answered.get(id(router.module))) is not None:
-                raise RouterError(
-                    f"{self.name} can't be opened inside {other.name} on the same router",
-                    where=f"layer {router.label}",
-                    expected="one open block for a router",
-                    got=f"an open {other.name} block",
-                    cause="a log-prob pass that is called from inside the update, or an earlier block that "
-                    "was entered and never left",
-                )
+                problem = f"{self.name} can't be opened inside {other.name} on the same router"
+                where, got = f"layer {router.label}", f"an open {other.name} block"
+                cause = "a log-prob pass that the update calls, or an earlier block that was never left"
+                expected = "one open block for a router"
+                raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)
         # An interrupt may skip `__exit__`, or its last line; then garbage collection undoes the block.
         weakref.finalize(self, _dropped, self.undo, self.name).atexit = False
         try:
@@ -306,13 +301,9 @@ class Session:
             if self._work.ends(*ended, output):
                 self._check_in_backward(output, ended[0].number)
         elif output is not None:
-            raise MicroBatchError(
-                "the model was called inside its own forward",
-                where=f"chunk {chunk}, {micro_batch(self.timeline.ended[chunk] - 1)}",
-                expected="one forward after the other",
-                got="one that began and ended in another",
-                cause="a forward hook of somebody's that calls the model, for a metric or a second view",
-            )
+            where = f"chunk {chunk}, {micro_batch(self.timeline.ended[chunk] - 1)}"
+            cause = "a forward hook of your own that calls the model, for a metric or a second view"
+            raise MicroBatchError("the model was called inside its own forward", where=where, cause=cause)
 
     def _check_in_backward(self, output: object, number: int) -> None:
         """Check again that routers are in place when backward reaches the nodes of the output."""
@@ -329,28 +320,15 @@ class Session:
 
     def _check_complete(self) -> None:
         if (bypassed := self.timeline.bypassed) is not None:
-            raise MicroBatchError(
-                "the routers ran, but not through the __call__ of the module that was passed",
-                where=micro_batch(bypassed.number),
-                expected="each micro-batch to be one __call__ of that module",
-                got="a call of its forward() or of an inner module",
-                cause=CALLED_INSIDE,
-            )
-        ended = self.timeline.ended
-        if max(ended) == 0:
-            raise MicroBatchError(
-                f"nothing ran inside this {self.name} block",
-                expected="at least one __call__ of the module that was passed",
-                got=0,
-                cause="the training loop calls another module (an outer wrapper, or a copy)",
-            )
-        if min(ended) != max(ended):
-            raise MicroBatchError(
-                "the chunks ran different numbers of forwards",
-                expected="every chunk once for each micro-batch",
-                got=ended,
-                cause="a schedule that was cut short, or a chunk that is missing from the list",
-            )
+            problem = "the routers ran, but not through the __call__ of the module that was passed"
+            raise MicroBatchError(problem, where=micro_batch(bypassed.number), cause=CALLED_INSIDE)
+        ended, problem = self.timeline.ended, f"nothing ran inside this {self.name} block"
+        expected = "at least one __call__ of the module that was passed"
+        cause = "the training loop calls another module (an outer wrapper, or a copy)"
+        MicroBatchError.unless(max(ended) > 0, problem, expected, 0, cause)
+        problem, expected = "the chunks ran different numbers of forwards", "each chunk once a micro-batch"
+        cause = "a schedule that was cut short, or a chunk that is missing from the list"
+        MicroBatchError.unless(min(ended) == max(ended), problem, expected, ended, cause)
 
 
 def to_enter(session: _S) -> _S:
@@ -361,6 +339,7 @@ def to_enter(session: _S) -> _S:
 
 
 def _dropped(undo: Undo, name: str) -> None:
+    """End a block that died without being left. It gets no session, or that would never die."""
     was_open = bool(undo)
     undo.close()
     if was_open:
@@ -424,16 +403,14 @@ class Unchanged:
                     self._hold_ways(routers)
                     self.check(where)
                     return
-            own = "none of its own"
-            raise RouterError(
-                "the code that routes was replaced inside an open block",
-                where=f"{where}, {name}",
-                expected=own if before is None else described(before),
-                got=own if now is None else f"another {described(now)}",
-                cause="MindSpeed's repatch(), or another library's patch, in the middle of a block; layers "
-                "that were replaced, swapped or merged with adapters; module._forward_hooks.clear(). Do it "
-                "before the block or after it",
+            problem, own = "the code that routes was replaced inside an open block", "none of its own"
+            expected = own if before is None else described(before)
+            got = own if now is None else f"another {described(now)}"
+            cause = (
+                "MindSpeed's repatch(), another library's patch, a layer that was replaced or merged with "
+                "its adapter, or module._forward_hooks.clear(): do it before the block or after it"
             )
+            raise RouterError(problem, where=f"{where}, {name}", expected=expected, got=got, cause=cause)
 
 
 def _by_layer(routers: Sequence[Sequence[Router]]) -> dict[int, nn.Module]:
