@@ -114,8 +114,8 @@ class InputCheck:
             got = f"those of the routes of {micro_batch(others[0])}" if others else "others"
             cause = (
                 "an evaluation or a reference pass inside the block, which belongs outside; micro-batches "
-                "in another order than their routes; padding on another side, to another length or with other "
-                "ids; or fingerprints of more tokens than the model is fed. record(inputs=False), or a "
+                "in another order than their routes; padding on another side, to another length or with "
+                "other ids; or fingerprints of more tokens than the model is fed. record(inputs=False), or a "
                 "layout without fingerprints, checks none"
             )
             raise MicroBatchError(problem, where=micro_batch(number), expected=expected, got=got, cause=cause)
