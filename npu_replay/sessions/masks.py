@@ -79,6 +79,9 @@ class Masks:
         written = _written(name, short, args)
         if written is not None and self._is_scores(written):
             made, sources = written, [(written.clone(), address(written))]
+            if short == "copy":  # what it overwrites may be anything, scores of an earlier call too
+                copied = (one for one in (*args[1:], *kwargs.values()) if isinstance(one, torch.Tensor))
+                sources += [(one, address(one)) for one in copied if self._is_scores(one)]
             result = func(*args, **kwargs)
         else:
             passed = (*args, *(value for name, value in kwargs.items() if name != "out"))
