@@ -61,7 +61,7 @@ class Router:
         layer: the global 0-based decoder layer; None where the module doesn't know: `find` then numbers it.
         shows: reads the router's own output: bool [rows, num_experts], the experts that it sends tokens to,
             or their ids, integers [rows, topk], in any order. None where the module itself uses the ids (a
-            block without a router inside): then their use is followed (`sessions/id_uses.py`).
+            block without a router inside): then their use is followed (`sessions/masks.py`).
         drops: tokens over an expert's capacity are dropped, so `shows` may show fewer than were chosen.
         masks: scores are masked before the top-k (group-limited routing).
         gathers: rows of the scores for each row of the input (ranks that alltoall_seq gathers over).
@@ -96,9 +96,7 @@ class Router:
     def label(self) -> int:
         """Return the layer, once `find` has numbered it."""
         if self.layer is None:
-            raise RouterError(
-                "this router has no label yet", where=self.path, expected="one that find() returned"
-            )
+            raise RouterError("this router has no label yet: find() gives one", where=self.path)
         return self.layer
 
 
@@ -168,12 +166,8 @@ def register(name: str, kind: RouterKind | Callable[[], RouterKind]) -> None:
 
 def _checked(name: str, kind: object) -> RouterKind:
     if not isinstance(kind, RouterKind):
-        raise RouterError(
-            "this isn't a RouterKind",
-            where=name,
-            expected="a subclass of npu_replay.routers.RouterKind",
-            got=kind,
-        )
+        expected = "an instance of a subclass of npu_replay.routers.RouterKind"
+        raise RouterError("this isn't a RouterKind", where=name, expected=expected, got=kind)
     return kind
 
 
@@ -235,13 +229,10 @@ def check_alike(numbers: Mapping[str, tuple[int, int]]) -> None:
     for layer, ours in numbers.items():
         first, wanted = next(iter(numbers.items()))
         if ours != wanted:
-            raise RouterError(
-                "the layers differ in top-k or experts, which one RoutedExperts can't hold",
-                where=layer,
-                expected=f"top-{wanted[0]} of {wanted[1]} experts, as in {first}",
-                got=f"top-{ours[0]} of {ours[1]}",
-                cause=PART_BY_PART,
-            )
+            problem = "the layers differ in top-k or experts, which one RoutedExperts can't hold"
+            expected = f"top-{wanted[0]} of {wanted[1]} experts, as in {first}"
+            got = f"top-{ours[0]} of {ours[1]}"
+            raise RouterError(problem, where=layer, expected=expected, got=got, cause=PART_BY_PART)
 
 
 def chunks_of(model: Model) -> list[nn.Module]:
@@ -249,8 +240,8 @@ def chunks_of(model: Model) -> list[nn.Module]:
     single = isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)
     chunks: list[Any] = [model] if single or not isinstance(model, Iterable) else list(model)
     for chunk in chunks:
-        if not isinstance(chunk, nn.Module):
-            raise RouterError("a model chunk isn't a module", expected="torch.nn.Module", got=type(chunk))
+        fine = isinstance(chunk, nn.Module)
+        RouterError.unless(fine, "a model chunk isn't a module", "torch.nn.Module", type(chunk))
     return chunks
 
 
@@ -276,25 +267,20 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
         for router in routers:
             place = f"chunk {number}, {router.path or 'the module itself'}"
             if id(router.module) in owner:
-                raise RouterError(
-                    "the same router sits in two chunks",
-                    where=place,
-                    expected="every chunk once, and none inside another",
-                    got=f"also at {owner[id(router.module)]}",
-                )
+                expected, got = "each chunk once, none in another", f"also at {owner[id(router.module)]}"
+                raise RouterError("the same router is in two chunks", where=place, expected=expected, got=got)
             owner[id(router.module)] = place
         found.append(routers)
     for kind in kinds:
         kind.check_chunks(chunks)
     if not any(found) and not any(kind.accepts_none(chunks) for kind in kinds):
-        raise RouterError(
-            "no router in this model",
-            where=", ".join(type(chunk).__name__ for chunk in chunks) or "an empty list of chunks",
-            expected=f"at least one router of {', '.join(_kinds) or 'a registered kind'}",
-            got="none",
-            cause="a dense model, a wrapper that hides the modules, or a model family that npu_replay "
-            "doesn't know (docs/models.md lists those it does, docs/routers.md teaches it another)",
+        where = ", ".join(type(chunk).__name__ for chunk in chunks) or "an empty list of chunks"
+        expected = f"at least one router of {', '.join(_kinds) or 'a registered kind'}"
+        cause = (
+            "a dense model, a wrapper that hides the modules, or a model family that npu_replay doesn't know "
+            "(docs/models.md lists those it does, docs/routers.md teaches it another)"
         )
+        raise RouterError("no router in this model", where=where, expected=expected, got=0, cause=cause)
     return _labelled(found)
 
 
@@ -307,14 +293,15 @@ def _described(chunk: nn.Module, kinds: Sequence[RouterKind]) -> Iterator[Router
             router = kind.describe(module, path)
             if router is None:
                 continue
-            if router.num_experts > MAX_EXPERTS:
-                raise RouterError(
-                    "the router has more experts than ids are kept for",
-                    where=path or "the module itself",
-                    expected=f"up to {MAX_EXPERTS}",
-                    got=router.num_experts,
-                    cause="a layer of another kind that is described as a router",
-                )
+            fine, problem = (
+                router.num_experts <= MAX_EXPERTS,
+                "the router has more experts than ids are kept for",
+            )
+            cause, where = (
+                "a layer of another kind that is described as a router",
+                path or "the module itself",
+            )
+            RouterError.unless(fine, problem, f"up to {MAX_EXPERTS}", router.num_experts, cause, where)
             inside.update(map(id, router.module.modules()))
             yield replace(router, path=path)
             break
@@ -325,28 +312,25 @@ def _labelled(found: list[list[Router]]) -> list[list[Router]]:
     numbered = [router for router in everything if router.layer is not None]
     if numbered and len(numbered) < len(everything):
         nameless = next(router for router in everything if router.layer is None)
-        raise RouterError(
-            "some routers know their decoder layer and some don't",
-            where=nameless.path,
-            expected="a layer number on every router, or on none",
-            got=f"{len(numbered)} of {len(everything)} numbered",
-            cause="routers of two products in one model, or set_layer_number() was not called",
-        )
+        expected = "a layer number on every router, or on none"
+        got = f"{len(numbered)} of {len(everything)} numbered"
+        cause = "routers of two products in one model, or set_layer_number() was not called"
+        problem = "some routers know their decoder layer and some don't"
+        raise RouterError(problem, where=nameless.path, expected=expected, got=got, cause=cause)
     if not numbered:
         count = iter(range(len(everything)))
         found = [[replace(router, layer=next(count)) for router in routers] for routers in found]
     seen: dict[int, str] = {}
-    for routers in found:
-        for router in routers:
-            if router.label in seen:
-                raise RouterError(
-                    "two routers say that they are in the same decoder layer",
-                    where=f"layer {router.label}",
-                    expected="each decoder layer once",
-                    got=f"{seen[router.label]} and {router.path}",
-                    cause="multi-token-prediction, a second tower or experts in the attention counted as "
-                    "decoder layers, the same pipeline stage given as two chunks, or a whole layer in PEFT's "
-                    "modules_to_save: name its router there, or its block of experts",
-                )
-            seen[router.label] = router.path
+    cause = (
+        "multi-token-prediction, a second tower or experts in the attention counted as decoder layers, the "
+        "same pipeline stage given as two chunks, or a whole layer in PEFT's modules_to_save: name its "
+        "router there, or its block of experts"
+    )
+    for router in (router for routers in found for router in routers):
+        if router.label in seen:
+            problem = "two routers say that they are in the same decoder layer"
+            where = f"layer {router.label}"
+            got = f"{seen[router.label]} and {router.path}"
+            raise RouterError(problem, where=where, expected="each layer once", got=got, cause=cause)
+        seen[router.label] = router.path
     return [sorted(routers, key=lambda router: router.label) for routers in found]

@@ -36,14 +36,12 @@ class StageLabels(tuple[int, ...]):
         # layer.
         if not self.whole or layers in (self, self.here):
             return self
-        RouterError.unless(
-            len(layers) == len(self.whole),
-            "the routes have other MoE layers than the pattern of the model",
-            f"{len(self.whole)} MoE layers, one for each E, labelled {self.whole} here, or this rank's part",
-            f"{len(layers)} MoE layers, {layers}",
-            "another model's Hugging Face config, columns of dense layers, or another rank's part",
-            where,
-        )
+        count, problem = len(self.whole), "the routes have other MoE layers than the pattern of the model"
+        if len(layers) != count:
+            expected = f"{count} MoE layers, one for each E, labelled {self.whole} here, or this rank's part"
+            cause = "another model's Hugging Face config, columns of dense layers, or another rank's part"
+            got = f"{len(layers)} MoE layers, {layers}"
+            raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)
         return tuple(layers[self.whole.index(label)] for label in self)
 
 
@@ -74,11 +72,9 @@ def ids(ids: Any) -> torch.Tensor:
     elif isinstance(ids, torch.Tensor) and ids.dtype in INTEGERS and is_plain(ids):
         tensor = ids.detach().cpu()
     else:
-        raise InvalidRoutes(
-            "ids must be an array of integers",
-            expected="torch.Tensor or numpy.ndarray of an integer dtype",
-            got=f"{getattr(ids, 'dtype', type(ids).__name__)}: {shown(ids)}",
-        )
+        expected = "torch.Tensor or numpy.ndarray of an integer dtype"
+        got = f"{getattr(ids, 'dtype', type(ids).__name__)}: {shown(ids)}"
+        raise InvalidRoutes("ids must be an array of integers", expected=expected, got=got)
     cause, shape = "a flat payload that wasn't reshaped, or one layer without its axis", list(tensor.shape)
     fine = tensor.dim() == 3
     InvalidRoutes.unless(fine, "ids has the wrong shape", "[tokens, layers, topk]", shape, cause)
@@ -103,13 +99,12 @@ def labels(layers: Any) -> tuple[int, ...]:
 def check_columns(labels: tuple[int, ...], columns: int) -> None:
     """Refuse labels that aren't one per column, ascending and below MAX_LAYERS."""
     short = str(labels) if len(labels) <= 8 else f"({labels[0]}, {labels[1]}, ..., {labels[-1]})"
-    InvalidRoutes.unless(
-        len(labels) == columns,
-        "ids has another number of columns than there are layer labels",
-        f"{len(labels)} columns for layers {short}",
-        columns,
-        "an engine that reports every layer against labels of the MoE layers only, or the reverse",
+    problem, expected = (
+        "ids has more or fewer columns than layer labels",
+        f"{len(labels)}, for layers {short}",
     )
+    cause = "an engine that reports every layer against labels of the MoE layers only, or the reverse"
+    InvalidRoutes.unless(len(labels) == columns, problem, expected, columns, cause)
     fine = list(labels) == sorted({*labels}) and (not labels or 0 <= labels[0] <= labels[-1] < MAX_LAYERS)
     problem = "layer labels must be ascending 0-based decoder layers, each once"
     InvalidRoutes.unless(fine, problem, f"for example (0, 1, 2), below {MAX_LAYERS}", short)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+import secrets
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,11 +14,6 @@ import numpy as np
 
 from npu_replay.errors import RouteFileError, shown
 from npu_replay.routes.checks import Array
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 
 def as_path(path: Any) -> Path:
@@ -79,79 +74,40 @@ def write_whole(path: Path, *parts: bytes | memoryview, overwrite: bool) -> None
         if not overwrite:
             try:
                 os.link(scratch, path)  # unlike a rename, this fails if another writer was faster
+                return
             except FileExistsError as error:
                 raise _is_there(path) from error
             except OSError:  # a file system without links
                 if path.exists():
                     raise _is_there(path) from None
-            else:
-                return scratch.unlink()
         os.replace(scratch, path)
 
 
 def check_place(path: Path, *, overwrite: bool) -> None:
     """Refuse before minutes of work what `write_whole` would refuse after them."""
-    with _scratch(path, overwrite=overwrite) as (scratch, _):
-        scratch.unlink()
-
-
-def remove_left(path: Path) -> None:
-    """Remove a scratch file whose writer was killed, which ended its lock; without locks remove nothing."""
-    if not path.is_file() or path.is_symlink():
-        return
-    with suppress(OSError), path.open("r+b") as file:  # opened for writing, or NFS won't lock it
-        _lock(file.fileno(), wait=False)
-        path.unlink()
+    with _scratch(path, overwrite=overwrite):
+        pass
 
 
 @contextmanager
 def _scratch(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, BinaryIO]]:
-    """Yield a new file beside `path`, locked for the block; raise an OSError of it as a RouteFileError."""
+    """Yield a new file beside `path`, removed at the end; raise an OSError of the block as RouteFileError."""
+    # Each writer has a name of its own, so that none waits for another. A killed one leaves its file.
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         if not overwrite and path.exists():  # checked before anything is written
             raise _is_there(path)
-        scratch, file = _created(path)
-        lock = os.dup(file.fileno())  # holds the lock when the file is closed
+        file = scratch.open("xb")  # with the permissions that the umask leaves
         try:
             yield scratch, file
-        except BaseException:
-            with suppress(OSError):
-                scratch.unlink()
-            raise
         finally:
-            for close in (file.close, lambda: os.close(lock)):
-                with suppress(OSError):  # the write has failed already, or all data are on the disk
-                    close()
+            for act in (file.close, scratch.unlink):
+                with suppress(OSError):  # the write has failed already, or all data are in place
+                    act()
     except OSError as error:  # strerror only: the error may name the scratch file
         raise RouteFileError(f"it can't be written ({error.strerror or error})", where=str(path)) from error
 
 
-def _created(path: Path) -> tuple[Path, BinaryIO]:
-    """Create a scratch file and lock it, after removing what killed writers left."""
-    for number in itertools.count():
-        scratch = path.with_name(f".{path.name}.{number}.part")
-        remove_left(scratch)
-        try:
-            file = scratch.open("xb")  # with the permissions that the umask leaves
-        except FileExistsError:
-            continue
-        with suppress(OSError):  # without locks, `remove_left` removes nothing either
-            _lock(file.fileno(), wait=True)
-        if os.fstat(file.fileno()).st_nlink:
-            return scratch, file
-        file.close()  # another writer removed it before it was locked
-    raise AssertionError
-
-
-def _lock(file: int, *, wait: bool) -> None:
-    if fcntl is None:
-        raise OSError("this system has no such locks")
-    fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-
-
 def _is_there(path: Path) -> RouteFileError:
-    return RouteFileError(
-        "the file is there already and is not overwritten",
-        where=str(path),
-        cause="an earlier run; pass overwrite=True (--force on the command line) to replace it",
-    )
+    cause = "an earlier run; pass overwrite=True (--force on the command line) to replace it"
+    return RouteFileError("the file is there already and is not overwritten", where=str(path), cause=cause)

@@ -46,13 +46,12 @@ class RoutesByTokens:
         before, _ = self.get(mark)
         differ = before is not None and not torch.equal(before.ids, routes.ids)
         if before is not None and differ and rollout and mark in self._waiting:
-            InvalidRoutes.unless(
-                before.weight_version != routes.weight_version,
-                "two samples have the same tokens and other routes, and nothing tells them apart",
-                "sample_key=, in put() and in the model's call",
-                f"fingerprint {mark:#018x} twice before an update",
-                "the same question about other images, or one answer that was sampled twice",
-            )
+            problem = "two samples have the same tokens and other routes, and nothing tells them apart"
+            expected = "sample_key=, in put() and in the model's call"
+            newer = before.weight_version != routes.weight_version
+            got = f"fingerprint {mark:#018x} twice before an update"
+            cause = "the same question about other images, or one answer that was sampled twice"
+            InvalidRoutes.unless(newer, problem, expected, got, cause)
         self._take_out(mark)
         self.replaced += differ
         if rollout:

@@ -31,7 +31,6 @@ Read: TypeAlias = "Callable[[int, int], Array]"
 """Returns the bytes from one place to before another, uint8."""
 
 _LONGEST_HEADER = 100_000_000  # that of the safetensors package
-_OTHER_HEADER = "its header isn't the one that npu_replay writes for these routes"
 
 _MODEL = ("layers", "topk", "num_experts")
 _CARRIED = ("fingerprint", "weight_version", "constant_layers_ok", "from_engine")
@@ -83,13 +82,9 @@ class Header:
             raise ValueError("its header is cut short, or it isn't in the safetensors layout")
         text = read(0, end).tobytes()
         about = json.loads(text[8:]).get("__metadata__") or {}
-        RouteFileError.unless(
-            about.get("format") == FORMAT,
-            "this doesn't hold routes",
-            f"metadata format {FORMAT!r}",
-            about.get("format"),
-            "safetensors of something else (a checkpoint?), or of another version of npu_replay",
-        )
+        found, expected = about.get("format"), f"metadata format {FORMAT!r}"
+        cause = "safetensors of something else (a checkpoint?), or of another version of npu_replay"
+        RouteFileError.unless(found == FORMAT, "this doesn't hold routes", expected, found, cause)
         said = json.loads(about["routes"])
         for name in _FIELDS:
             if name not in said:
@@ -98,36 +93,30 @@ class Header:
         rows = zip(*(said[name] for name in _SAMPLE), strict=True)
         each = zip(said["keys"], rows, strict=True)
         samples = {key: dict(zip(_SAMPLE, row, strict=True)) for key, row in each}
-        found = cls({name: said[name] for name in _MODEL}, samples)
+        header = cls({name: said[name] for name in _MODEL}, samples)
         # Encoded again: any difference, to the byte, is damage or another format.
-        if found.text != text:
-            raise ValueError(_OTHER_HEADER)
-        if found.size != size:
-            raise ValueError(f"it is {size} bytes long, and its header says {found.size}")
-        found.text = b""  # not needed any more; a store keeps the headers of all shards
-        return found
+        if header.text != text:
+            raise ValueError("its header isn't the one that npu_replay writes for these routes")
+        if header.size != size:
+            raise ValueError(f"it is {size} bytes long, and its header says {header.size}")
+        header.text = b""  # not needed any more; a store keeps the headers of all shards
+        return header
 
     def arguments(self, read: Read, key: str = "") -> dict[str, Any]:
         """Return RoutedExperts' arguments for one sample, checked by its digest; call it in `reading`."""
-        RouteFileError.unless(
-            key in self.samples,
-            "this sample isn't here",
-            f"the sample {key}" if key else "one sample without a key, as save() and to_bytes() write it",
-            f"{len(self.samples)} others",
-            "a shard of a RouteStore, which is read by its folder, or one that was replaced",
+        expected = (
+            f"the sample {key}" if key else "one sample without a key, as save() and to_bytes() write it"
         )
+        got, cause = f"{len(self.samples)} others", "a shard of a RouteStore, which is read by its folder"
+        RouteFileError.unless(key in self.samples, "this sample isn't here", expected, got, cause)
         known = self.samples[key]
         tokens, first = known["tokens"], self._first[key]
         start, mask = self._ids + first * self._row, self._recorded + first
         ids = read(start, start + tokens * self._row).view(self._dtype).reshape(tokens, *self._columns)
         recorded = read(mask, mask + tokens)
-        RouteFileError.unless(
-            _digest(self.model, key, known, ids, recorded) == known["digest"],
-            "these routes were changed after they were written",
-            f"checksum {known['digest']}",
-            "another",
-            "a damaged disk or transfer, or somebody who edited or overwrote them",
-        )
+        same = _digest(self.model, key, known, ids, recorded) == known["digest"]
+        cause = "a damaged disk or transfer, or somebody who edited or overwrote them"
+        RouteFileError.unless(same, "these routes were changed after they were written", cause=cause)
         if (recorded > 1).any():
             raise ValueError("recorded isn't a mask")
         return {

@@ -32,13 +32,9 @@ def fingerprint(token_ids: torch.Tensor | np.ndarray | Sequence[int], *, sample_
     """
     ids = as_token_ids(token_ids)
     if ids is None:
-        raise ReplayError(
-            "these aren't the token ids of one sequence",
-            where="fingerprint",
-            expected="integers, [tokens]",
-            got=shown(token_ids),
-            cause="a batch (take its samples one by one), or logits, text or embeddings in its place",
-        )
+        problem, expected = "these aren't the token ids of one sequence", "integers, [tokens]"
+        cause = "a batch (take its samples one by one), or logits, text or embeddings in its place"
+        raise ReplayError(problem, where="fingerprint", expected=expected, got=shown(token_ids), cause=cause)
     ids = np.ascontiguousarray(ids, dtype="<i8")
     mark = int.from_bytes(hashlib.blake2b(ids.data, digest_size=8).digest(), "little")
     return with_key(mark, sample_key)

@@ -108,17 +108,17 @@ class InputCheck:
         self.compared += found is not None
         if found:
             problem = "the model was called with other tokens than those that the routes belong to"
+            problem = problem.replace("tokens", " and ".join(found))
             others = [n for n, one in enumerate(self.known) if one and one.differing(called) == []]
-            raise MicroBatchError(
-                problem.replace("tokens", " and ".join(found)),
-                where=micro_batch(number),
-                expected="the tokens and images of the record, or of the fingerprints, in their places",
-                got=f"those of the routes of {micro_batch(others[0])}" if others else "others",
-                cause="an evaluation or a reference pass inside the block, which belongs outside; "
-                "micro-batches in another order than their routes (a shuffle, dynamic batches); padding on "
-                "another side, to another length or with other ids; or fingerprints of more tokens than the "
-                "model is fed. record(inputs=False), or a layout without fingerprints, checks none",
+            expected = "the tokens and images of the record, or of the fingerprints, in their places"
+            got = f"those of the routes of {micro_batch(others[0])}" if others else "others"
+            cause = (
+                "an evaluation or a reference pass inside the block, which belongs outside; micro-batches "
+                "in another order than their routes; padding on another side, to another length or with "
+                "other ids; or fingerprints of more tokens than the model is fed. record(inputs=False), or a "
+                "layout without fingerprints, checks none"
             )
+            raise MicroBatchError(problem, where=micro_batch(number), expected=expected, got=got, cause=cause)
 
     def warn(self, chunks: Sequence[nn.Module]) -> None:
         """Warn if routes know their tokens and no call passed its own, except in a later pipeline stage."""

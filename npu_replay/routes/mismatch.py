@@ -114,12 +114,9 @@ def check_comparable(a: RoutedExperts, b: RoutedExperts) -> tuple[list[int], int
     ):
         InvalidRoutes.unless(ours == theirs, f"these routings differ in {what}", ours, theirs)
     layers, both = [layer for layer in a.layers if layer in b.layers], int((a.recorded & b.recorded).sum())
-    InvalidRoutes.unless(
-        bool(layers) and both > 0,
-        "these routings have nothing in common to compare",
-        "a layer that both have, and a row recorded in both",
-        f"{len(layers)} common layers, {both} common rows",
-    )
+    got, expected = f"{len(layers)} common layers, {both} common rows", "a layer, and a row recorded in both"
+    fine = bool(layers) and both > 0
+    InvalidRoutes.unless(fine, "these routings have nothing in common to compare", expected, got)
     return layers, both
 
 

@@ -211,13 +211,13 @@ class RoutedExperts:
             index = index.long()  # torch makes [] float32
         whole = index.dtype in arguments.INTEGERS
         largest = int(index.max()) if whole and index.numel() else -1
-        InvalidRoutes.unless(
-            whole and index.dim() == 1 and largest < len(self),
+        got = f"{index.dtype}, shape {tuple(index.shape)}" + (f", largest {largest}" if whole else "")
+        problem, fine = (
             "take() was asked for rows that aren't there",
-            expected,
-            f"{index.dtype}, shape {tuple(index.shape)}" + (f", largest {largest}" if whole else ""),
-            "the routes of another sequence, or a layout made for other lengths",
+            index.dim() == 1 and largest < len(self),
         )
+        cause = "the routes of another sequence, or a layout made for other lengths"
+        InvalidRoutes.unless(whole and fine, problem, expected, got, cause)
         ids, recorded = self.ids, self.recorded
         # All rows are negative then, and np.take below needs a row to read.
         if not len(self):
@@ -253,12 +253,9 @@ class RoutedExperts:
         alike = ("num_experts", "topk") if layers is not None else ("layers", "num_experts", "topk")
         for number, part in enumerate(parts):
             for what in alike:
-                ours, theirs, problem = (
-                    getattr(first, what),
-                    getattr(part, what),
-                    f"part {number} of concat() has",
-                )
-                InvalidRoutes.unless(ours == theirs, f"{problem} other {what}", ours, theirs, cause)
+                ours, theirs = getattr(first, what), getattr(part, what)
+                problem = f"part {number} of concat() has other {what}"
+                InvalidRoutes.unless(ours == theirs, problem, ours, theirs, cause)
         labels = first.layers if layers is None else arguments.labels(layers)
         columns = {of: part.columns(labels) for of, part in {part.layers: part for part in parts}.items()}
         return first.with_rows(
@@ -275,11 +272,11 @@ class RoutedExperts:
         num_experts = arguments.num_experts(num_experts, topk)
         tokens = whole_number(tokens, "number of tokens", least=0, most=checks.MAX_TOKENS, kind=InvalidRoutes)
         ids = torch.zeros(tokens, len(labels), topk, dtype=narrow_dtype(num_experts))
-        known: dict[str, Any] = {
-            "recorded": torch.zeros(tokens, dtype=torch.bool),
-            "constant_layers_ok": True,
-        }
-        return cls(ids=ids, layers=labels, num_experts=num_experts, copy=False, **known)
+        none, known = (
+            torch.zeros(tokens, dtype=torch.bool),
+            dict[str, Any](constant_layers_ok=True, copy=False),
+        )
+        return cls(ids=ids, layers=labels, num_experts=num_experts, recorded=none, **known)
 
     def only(self, layers: Sequence[int]) -> RoutedExperts:
         """Return the routes of these decoder layers, ascending.

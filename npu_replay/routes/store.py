@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from npu_replay.errors import RouteFileError, shown, whole_number
-from npu_replay.routes.atomic_file import as_path, plain_file, reader, remove_left, write_whole
+from npu_replay.routes.atomic_file import as_path, plain_file, reader, write_whole
 from npu_replay.routes.checks import Array
 from npu_replay.routes.encoding import Header, Read, encode, reading
 from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_tokens, fingerprint
@@ -58,14 +58,9 @@ class RouteStore(Mapping[str, RoutedExperts]):
         self.folder = as_path(folder)
         self._headers: dict[Path, tuple[tuple[int, ...], Header]] = {}
         shards = sorted(self.folder.glob(f"{'*' if shard is None else glob.escape(shard)}{_ENDING}"))
-        RouteFileError.unless(
-            bool(shards),
-            "there are no routes in this folder",
-            f"NAME{_ENDING}",
-            "none",
-            "another folder, or a job that ended before its first shard was full: close the writer",
-            str(self.folder),
-        )
+        problem, expected = "there are no routes in this folder", f"NAME{_ENDING}"
+        cause = "another folder, or a job that ended before its first shard was full: close the writer"
+        RouteFileError.unless(bool(shards), problem, expected, "none", cause, str(self.folder))
         self._samples: dict[str, tuple[Path, dict[str, Any]]] = {}
         self._several: dict[str, Path] = {}
         """Maps a key that two shards have with different routes to the second shard."""
@@ -123,14 +118,10 @@ class RouteStore(Mapping[str, RoutedExperts]):
         key, same = key_of(mark), self._of_tokens.get(mark >> 32, [])
         if sample_key is None and len(same) > 1:
             raise self._ambiguous(key, f"{len(same)} samples, {', '.join(same[:4])}")
-        RouteFileError.unless(
-            key in self,
-            "no routes of these tokens",
-            f"{key} ({len(tokens)} tokens)",
-            f"{len(self)} samples, of which {len(same)} have these tokens and another sample_key",
-            "another batch or sample_key than the one that was recorded, or text that was tokenised again",
-            str(self.folder),
-        )
+        got = f"{len(self)} samples, of which {len(same)} have these tokens and another sample_key"
+        cause = "another batch or sample_key than was recorded, or text that was tokenised again"
+        problem, expected = "no routes of these tokens", f"{key} ({len(tokens)} tokens)"
+        RouteFileError.unless(key in self, problem, expected, got, cause, str(self.folder))
         found = self._read(key, as_token_ids(tokens))
         if (other := find_other_tokens(len(found), found.fingerprint, len(tokens), mark)) is not None:
             cause = "a key of the caller's own that looks like a fingerprint"
@@ -149,13 +140,10 @@ class RouteStore(Mapping[str, RoutedExperts]):
             return RoutedExperts(**found, copy=False).check_not_constant(tokens)
 
     def _ambiguous(self, key: str, got: str) -> RouteFileError:
-        return RouteFileError(
-            "several samples have these tokens, and nothing tells which is meant",
-            where=f"{self.folder}, {key}",
-            expected="a sample_key, in add() and in of(); or one writer's, RouteStore(folder, shard=...)",
-            got=got,
-            cause="the same question about other images, or one answer that two ranks sampled",
-        )
+        problem, where = "several samples have these tokens; which is meant?", f"{self.folder}, {key}"
+        expected = "a sample_key, in add() and in of(); or one writer's, RouteStore(folder, shard=...)"
+        cause = "the same question about other images, or one answer that two ranks sampled"
+        return RouteFileError(problem, where=where, expected=expected, got=got, cause=cause)
 
     def _open(self, shard: Path, file: BinaryIO) -> tuple[Header, Read]:
         """Return the header of an open shard, and a function that reads its bytes."""
@@ -182,8 +170,6 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         first = self._file(0)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(f".{glob.escape(name)}-{'[0-9]' * 5}{_ENDING}.*.part"):
-                remove_left(left)  # a killed writer of this name left it
             taken = first.exists()
         except OSError as error:
             raise RouteFileError(f"nothing can be written there ({error})", where=str(folder)) from error
@@ -210,7 +196,11 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
                 raise self._error("these routes have neither a key nor a fingerprint", wanted, routes)
             routes = routes.of_sample(sample_key)
             key = key_of(routes.fingerprint or 0)
-        if not _is_key(key):
+        try:
+            fine = isinstance(key, str) and bool(key.encode())  # type: ignore[redundant-expr]
+        except UnicodeEncodeError:
+            fine = False
+        if not fine:
             raise self._error("bad key", "text", shown(key))
         if key in self._keys:
             own = "pass a key of your own, add(routes, key), or a sample_key"
@@ -257,10 +247,3 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
 def key_of(mark: int) -> str:
     """Return the key of a sequence with this fingerprint: 16 hexadecimal digits."""
     return f"{mark:016x}"
-
-
-def _is_key(key: Any) -> bool:
-    try:
-        return isinstance(key, str) and bool(key.encode())
-    except UnicodeEncodeError:
-        return False

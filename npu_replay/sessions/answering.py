@@ -26,9 +26,17 @@ from npu_replay.sessions import backward, seam, torch_state
 from npu_replay.sessions.effect import Witness, is_due
 from npu_replay.sessions.hooks import Hook, caller_of_hook, restore_functions
 from npu_replay.sessions.masks import Path
-from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks, Timeline
+from npu_replay.sessions.micro_batches import (
+    CALLED_INSIDE,
+    FEW,
+    Forward,
+    KeptIds,
+    Key,
+    Marks,
+    Recomputes,
+    Timeline,
+)
 from npu_replay.sessions.own_choice import OwnChoice
-from npu_replay.sessions.recompute import FEW, KeptIds, Key, Recomputes
 from npu_replay.sessions.route_source import RouteSource, to_device
 from npu_replay.sessions.session import Session, Undo, Work
 
@@ -109,15 +117,16 @@ class Answering(Work):
             due = self.recomputes.due()
         if due:
             layer, number = min(due, key=lambda key: (key[1], key[0]))
-            raise RecomputeError(
-                f"the block ended before {len(due)} router calls were recomputed; they would choose anew",
-                where=micro_batch(number, layer),
-                expected="backward inside the block",
-                got="a graph with checkpoints that is still alive",
-                cause="loss.backward() after the with block; a loss that was skipped (NaN, say) and is still "
-                "held: `del loss` inside the block; or outputs kept from a forward that should have run "
-                "under torch.no_grad()",
+            problem = (
+                f"the block ended before {len(due)} router calls were recomputed; they would choose anew"
             )
+            expected, got = "backward inside the block", "a graph with checkpoints that is still alive"
+            cause = (
+                "loss.backward() after the with block; a loss that was skipped (NaN, say) and is still held: "
+                "`del loss` inside the block; or outputs of a forward that lacks torch.no_grad()"
+            )
+            where = micro_batch(number, layer)
+            raise RecomputeError(problem, where=where, expected=expected, got=got, cause=cause)
         self.source.check_complete()
 
     def clear(self) -> None:
@@ -171,7 +180,11 @@ class Answering(Work):
             self.own.ends(chunk, forward if complete else None, given)
         source.ends(forward, complete, self.kept)
         if source.keeps is not None and len(self.kept) > len(self.recomputes):
-            self._keep_last(chunk, source.keeps)
+            before = self.timeline.ended[chunk] - source.keeps
+            for label, number in self.kept:
+                is_old = self._chunk_of[label] == chunk and number < before
+                if is_old and (label, number) not in self.recomputes:
+                    self.kept.drop((label, number))
         if self._lasts:
             oldest = self.recomputes.oldest
             self.timeline.forget(None if oldest is None else (self._chunk_of[oldest[0]], oldest[1]))
@@ -187,13 +200,6 @@ class Answering(Work):
             self.witness.forget(key)
             self.recomputes.drop(key)
             self.kept.drop(key)
-
-    def _keep_last(self, chunk: int, count: int) -> None:
-        before = self.timeline.ended[chunk] - count
-        for label, number in self.kept:
-            is_old = self._chunk_of[label] == chunk and number < before
-            if is_old and (label, number) not in self.recomputes:
-                self.kept.drop((label, number))
 
     # The ids of a router's call
 
@@ -242,11 +248,9 @@ class Answering(Work):
             return ids
         given = self.source.given.get((self._chunk_of[router.label], number))
         if given is None or given.missing is not None:
-            raise RecomputeError(
-                "this recompute was not foreseen when its forward ran, so its ids were not kept",
-                where=micro_batch(number, router.label),
-                cause="recomputing by other means than torch's checkpoint or a custom autograd Function",
-            )
+            problem = "this recompute was not foreseen when its forward ran, so its ids were not kept"
+            cause = "recomputing by other means than torch's checkpoint or a custom autograd Function"
+            raise RecomputeError(problem, where=micro_batch(number, router.label), cause=cause)
         return to_device(given.ids[:, given.columns[router.label]], device)
 
 
@@ -283,13 +287,10 @@ class RouterCalls:
         answering, router = self._answering, self.router
         hidden = args[0] if args and isinstance(args[0], torch.Tensor) else hidden_states(args, kwargs)
         if _is_batched(hidden):
-            raise RouterError(
-                "the router runs under vmap, where its rows can't be told apart",
-                where=f"layer {router.label} ({router.path or 'the module itself'})",
-                expected="hidden states [..., hidden]",
-                got="a batched tensor of torch.vmap",
-                cause="torch.vmap, torch.func.jacrev or the like around the model: loop over the batch",
-            )
+            problem = "the router runs under vmap, where its rows can't be told apart"
+            where = f"layer {router.label} ({router.path or 'the module itself'})"
+            cause = "torch.vmap, torch.func.jacrev or the like around the model: loop over the batch"
+            raise RouterError(problem, where=where, cause=cause)
         rows = hidden.numel() // hidden.shape[-1] * router.gathers
         number = self._marks.take_announced(router.module)
         if number is None and backward.in_backward():
@@ -352,12 +353,10 @@ class RouterCalls:
             elif call.way is not None:
                 self._witness.saw_again(self.router, call.number, call, output)
             else:
-                raise RecomputeError(
-                    "the recompute of this router never reached its top-k",
-                    where=micro_batch(call.number, self.label),
-                    cause=routers.explained(self.router, call.seen)
-                    or "a recompute that takes another path than the forward",
-                )
+                cause = routers.explained(self.router, call.seen)
+                cause = cause or "a recompute that takes another path than the forward"
+                problem = "the recompute of this router never reached its top-k"
+                raise RecomputeError(problem, where=micro_batch(call.number, self.label), cause=cause)
             if self._mend is not None and call.ids is not None:
                 mended = self._mend(output, call.ids)
             if self._behind is not None:
@@ -402,30 +401,25 @@ class RouterCalls:
     def _again(self, number: int, rows: int, device: torch.device) -> torch.Tensor:
         ids = self._answering.again(self.router, number, device)
         if len(ids) != rows:
-            raise RecomputeError(
-                "the recompute has another number of tokens than its forward",
-                where=micro_batch(number, self.label),
-                expected=f"{len(ids)} rows",
-                got=rows,
-                cause="a forward of something else that is run from a gradient hook",
-            )
+            problem = "the recompute has another number of tokens than its forward"
+            cause, expected = "a forward of something else that a gradient hook runs", f"{len(ids)} rows"
+            where = micro_batch(number, self.label)
+            raise RecomputeError(problem, where=where, expected=expected, got=rows, cause=cause)
         self._answering.recomputes.ran((self.label, number))
         return ids
 
 
 def called_again(router: Router, forward: Forward, timeline: Timeline) -> MicroBatchError:
     """Return the error for a router that one forward calls twice: routes have one column for each router."""
-    return MicroBatchError(
-        "the router is called again before the forward of the model that was passed has ended",
-        where=micro_batch(forward.number, router.label),
-        expected="one call of each router in one __call__ of the model",
-        got="a second call",
-        cause=f"{CALLED_INSIDE}; Megatron's overlap_moe_expert_parallel_comm does so too"
-        if forward is timeline.bypassed
-        else "a looped model, which runs some layers several times in one forward (Inkling-2): it can't be "
-        "replayed; a model that runs one sequence after another; two layers that share one router; or a "
-        "graph of before this block that MindSpeed's moe_fb_overlap runs again in it",
+    problem = "the router is called again before the forward of the model that was passed has ended"
+    cause = (
+        "a looped model, which runs layers several times in one forward (Inkling-2) and can't be replayed; a "
+        "model that runs one sequence after another; layers that share one router; or MindSpeed's "
+        "moe_fb_overlap, which runs a graph of before this block again"
     )
+    if forward is timeline.bypassed:
+        cause = f"{CALLED_INSIDE}; Megatron's overlap_moe_expert_parallel_comm does so too"
+    return MicroBatchError(problem, where=micro_batch(forward.number, router.label), cause=cause)
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

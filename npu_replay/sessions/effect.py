@@ -16,8 +16,7 @@ from npu_replay import routers
 from npu_replay.errors import NoEffect, RecomputeError, micro_batch
 from npu_replay.routers import Router
 from npu_replay.sessions import seam
-from npu_replay.sessions.micro_batches import Forward
-from npu_replay.sessions.recompute import Key
+from npu_replay.sessions.micro_batches import Forward, Key
 
 _WRITTEN = "the ids that the top-k gave were written into before the forward ended"
 _NOT_SHOWN = "the router's output doesn't show the chosen experts"
@@ -193,7 +192,10 @@ class Witness:
                 scarce = (call.scores > float("-inf")).sum(dim=1, keepdim=True) < router.topk
                 right = right & ~(held & values.isneginf() & ~scarce)
             if call.made is not None and not call.made.sees(call.scores):
-                right = right & ~_zeroed(values, call.scores.detach())
+                # A product with 0 that wasn't seen: exact zeros, though the best score is above zero.
+                scores = call.scores.detach()
+                zeroed = (values == 0).any(dim=1) & (scores.amax(dim=1) > 0) & (scores == 0).any(dim=1)
+                right = right & ~zeroed.any()
         self._asked.append((router, number, False, "ids", right))
 
     def _look(
@@ -222,7 +224,14 @@ class Witness:
     def check(self, found: Sequence[Router], forward: Forward) -> None:
         """Check after a forward that top-ks were reached and outputs show the ids; NoEffect otherwise."""
         if self._refused or len(forward.ended) != len(found):
-            self._check_called(found, forward)
+            seen = {router.label for router, *_ in forward.ended}
+            for router in found:
+                if router.label not in forward.called:
+                    raise not_called(router, forward.number)
+                if (refused := self._refused.pop((router.label, forward.number), None)) is not None:
+                    raise _no_effect(router, forward.number, *refused)
+                if router.label not in seen:
+                    raise _no_effect(router, forward.number, "the router's output was not seen", _NO_TOPK)
         for router, ids, handed, written in forward.ended:
             # Compared inline first: the function call costs more than the comparison.
             if (written is None or handed._version != written) and _is_written(handed, written, ids):
@@ -233,16 +242,6 @@ class Witness:
             if (lost := self._lost.pop((router.label, forward.number), None)) is not None:
                 self.dropped.add(lost)
                 self.chosen += lost.numel()
-
-    def _check_called(self, found: Sequence[Router], forward: Forward) -> None:
-        seen = {router.label for router, *_ in forward.ended}
-        for router in found:
-            if router.label not in forward.called:
-                raise not_called(router, forward.number)
-            if (refused := self._refused.pop((router.label, forward.number), None)) is not None:
-                raise _no_effect(router, forward.number, *refused)
-            if router.label not in seen:
-                raise _no_effect(router, forward.number, "the router's output was not seen", _NO_TOPK)
 
     def check_ids(self, *, on_accelerators: bool = True) -> None:
         """Check that each output so far shows all of its ids; else raise NoEffect, or RecomputeError."""
@@ -279,12 +278,6 @@ def _is_written(handed: torch.Tensor | None, written: int | None, ids: torch.Ten
     return handed._version != written
 
 
-def _zeroed(values: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Return a flag on the device: whether an unseen product with 0 masked the scores of these values."""
-    # Such rows show exact zeros while their best score is above zero.
-    return ((values == 0).any(dim=1) & (scores.amax(dim=1) > 0) & (scores == 0).any(dim=1)).any()
-
-
 def as_map(shown: torch.Tensor, router: Router) -> torch.Tensor:
     """Return the result of `Router.shows` as bool [rows, experts]; ids that are no expert's show none."""
     if shown.dtype == torch.bool:
@@ -301,22 +294,12 @@ def not_called(router: Router, number: int) -> NoEffect:
 
 
 def _no_effect(router: Router, number: int, problem: str, cause: str) -> NoEffect:
-    return NoEffect(
-        problem,
-        where=f"{micro_batch(number, router.label)} ({router.path or 'the module itself'})",
-        expected=f"a top-{router.topk} over {router.num_experts} experts whose result is used",
-        got="none, or another selection",
-        cause=cause,
-    )
+    where = f"{micro_batch(number, router.label)} ({router.path or 'the module itself'})"
+    expected = f"a top-{router.topk} over {router.num_experts} experts whose result is used"
+    return NoEffect(problem, where=where, expected=expected, got="none, or another selection", cause=cause)
 
 
 def _strayed(
     router: Router, number: int, problem: str = _OTHERS_IN_RECOMPUTE, cause: str = CHANGED
 ) -> RecomputeError:
-    return RecomputeError(
-        problem,
-        where=micro_batch(number, router.label),
-        expected="those of the forward in the output of the recompute, too",
-        got="others",
-        cause=cause,
-    )
+    return RecomputeError(problem, where=micro_batch(number, router.label), cause=cause)

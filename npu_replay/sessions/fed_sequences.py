@@ -78,23 +78,22 @@ class Places:
     def of(cls, call: Mapping[str, Any], padding: int = 0) -> Places:
         """Find the places of a call with these arguments, padded (with 0 or `padding`) or packed."""
         fed = [call[name] for name in (*_IDS, "inputs_embeds") if isinstance(call.get(name), torch.Tensor)]
-        known = bool(fed) and not fed[0].is_nested and fed[0].dim() >= 2
-        _refuse_unless(
-            known,
-            "this call doesn't tell its tokens",
-            " or ".join(_IDS) + ", [batch, sequence]",
-            sorted(call),
-        )
+        known, wanted = bool(fed) and not fed[0].is_nested and fed[0].dim() >= 2, " or ".join(_IDS)
+        _refuse_unless(known, "this call has no token ids", f"{wanted}, [batch, sequence]", sorted(call))
         real = _real(call.get("attention_mask"), tuple(fed[0].shape[:2]))
         positions = _positions(call)
         bounds = call.get("cu_seq_lens_q", call.get("cu_seqlens")) if positions is None else None
-        if bounds is not None:
-            real = _real_up_to(_array(bounds)[-1], real)
+        if bounds is not None:  # behind the last sequence is the padded end of a packed stream
+            bounds = _array(bounds)
+            problem, expected = "the cumulative lengths exceed the call's tokens", f"at most {real.size}"
+            cause = "sequence or context parallelism: each rank has a part of the tokens, and all lengths"
+            _refuse_unless(bounds[-1] <= real.size, problem, expected, int(bounds[-1]), cause)
+            real = real & (np.arange(real.size) < bounds[-1]).reshape(real.shape)
         begins = real & ~np.pad(real, ((0, 0), (1, 0)))[:, :-1]
         if positions is not None:
             begins = _by_positions(positions, real, begins)
         elif bounds is not None:
-            begins = _by_bounds(_array(bounds), begins)
+            begins.reshape(-1)[bounds[:-1][bounds[:-1] < begins.size]] = True
         first = begins.reshape(-1).nonzero()[0]
         stops = np.append((begins | ~real).reshape(-1).nonzero()[0], real.size)
         end = stops[np.searchsorted(stops, first, side="right")]
@@ -113,13 +112,10 @@ def fed_sequences(call: Mapping[str, Any], placeholders: Mapping[str, int], keys
     """
     ids: Any = next((call[name] for name in _IDS if name in call), None)
     embedded = [name for name in call if "embeds" in name]
-    _refuse_unless(
-        isinstance(ids, torch.Tensor) and not ids.is_nested and ids.dim() == 2 and not embedded,
-        "routes are found by token ids, and this call isn't told by them",
-        "input_ids, [batch, sequence], and no embeddings",
-        ", ".join(embedded or sorted(call)),
-        "embeddings in the place of ids or of images, which change with the weights",
-    )
+    told = isinstance(ids, torch.Tensor) and not ids.is_nested and ids.dim() == 2 and not embedded
+    problem, expected = "routes are found by token ids, which this call lacks", "input_ids, [batch, sequence]"
+    cause = "embeddings in the place of ids or of images, which change with the weights"
+    _refuse_unless(told, problem, expected, ", ".join(embedded or sorted(call)), cause)
     places, flat = Places.of(call, placeholders.get("padding", 0)), _array(ids).reshape(-1)
     if keys is None:
         keys = _input_keys(other_inputs(call, ids), flat, places.spans, placeholders)
@@ -176,22 +172,16 @@ def _real(mask: Any, shape: tuple[int, ...]) -> Array:
         return np.ones(shape, dtype=bool)
     alike = isinstance(mask, torch.Tensor) and mask.shape == shape
     flags = _array(mask) if alike else np.full(1, -1)
-    _refuse_unless(
-        bool(((flags == 0) | (flags == 1)).all()),
-        "this attention_mask doesn't tell which places are padding",
-        f"zeros and ones, {list(shape)}",
-        "other numbers" if alike else list(getattr(mask, "shape", [])) or type(mask).__name__,
-        "a mask of four dimensions, of sequence numbers (packing), or a dict of several",
-    )
+    problem, expected = "this attention_mask doesn't tell which places are padding", f"0 and 1, {list(shape)}"
+    got = "other numbers" if alike else list(getattr(mask, "shape", [])) or type(mask).__name__
+    cause = "a mask of four dimensions, of sequence numbers (packing), or a dict of several"
+    _refuse_unless(bool(((flags == 0) | (flags == 1)).all()), problem, expected, got, cause)
     real: Array = flags != 0
     runs = (real & ~np.pad(real, ((0, 0), (1, 0)))[:, :-1]).sum(axis=1)
-    _refuse_unless(
-        bool((runs <= 1).all()),
-        "this attention_mask has holes",
-        "one run of ones in each row",
-        f"{int(runs.max(initial=0))} in row {int(runs.argmax()) if len(runs) else 0}",
-        "tokens that are masked out between others (tool answers, say): mask them in the loss instead",
-    )
+    got = f"{int(runs.max(initial=0))} in row {int(runs.argmax()) if len(runs) else 0}"
+    cause = "tokens that are masked out between others (tool answers, say): mask them in the loss instead"
+    problem, expected = "this attention_mask has holes", "one run of ones in each row"
+    _refuse_unless(bool((runs <= 1).all()), problem, expected, got, cause)
     return real
 
 
@@ -209,26 +199,11 @@ def _by_positions(positions: Any, real: Array, begins: Array) -> Array:
     numbers = np.broadcast_to(numbers, real.shape) if numbers.ndim <= 2 else numbers
     before = np.pad(numbers, ((0, 0), (1, 0)))[:, :-1]
     starts: Array = real & (numbers == 0)
-    _refuse_unless(
-        bool((~begins | starts).all()) and bool((~real | starts | (numbers == before + 1)).all()),
-        "these position_ids tell of a part of a sequence",
-        "positions that count up from 0 in each sequence",
-        numbers[real].tolist()[:20],
-        "sequence or context parallelism, which gives each rank a part; or positions that count padding",
-    )
+    fine = bool((~begins | starts).all()) and bool((~real | starts | (numbers == before + 1)).all())
+    problem, expected = "these position_ids are of a part of a sequence", "positions from 0 in each sequence"
+    cause = "sequence or context parallelism, which gives each rank a part; or positions that count padding"
+    _refuse_unless(fine, problem, expected, numbers[real].tolist()[:20], cause)
     return starts
-
-
-def _real_up_to(end: int, real: Array) -> Array:
-    """Return `real` without the places behind the last sequence: the padded end of a packed stream."""
-    _refuse_unless(
-        end <= real.size,
-        "these cumulative lengths go beyond the call's tokens",
-        f"at most {real.size}, the tokens of this call",
-        int(end),
-        "sequence or context parallelism, which gives each rank a part of the tokens and all lengths",
-    )
-    return real & (np.arange(real.size) < end).reshape(real.shape)
 
 
 def _padded(fed: torch.Tensor, real: Array, padding: int) -> Array:
@@ -238,13 +213,6 @@ def _padded(fed: torch.Tensor, real: Array, padding: int) -> Array:
     behind = np.pad(real, ((0, 0), (1, 0)))[:, :-1]
     found: Array = behind & np.logical_and.accumulate(alike[:, ::-1], axis=1)[:, ::-1]
     return found.reshape(-1)
-
-
-def _by_bounds(bounds: Array, begins: Array) -> Array:
-    inside = bounds[:-1][bounds[:-1] < begins.size]
-    found = begins.reshape(-1).copy()
-    found[inside] = True
-    return found.reshape(begins.shape)
 
 
 KEYWORDS = ("routed_experts", "rollout_expert_indices")
@@ -278,20 +246,16 @@ def carried_routes(
     try:
         rows = torch.as_tensor(given).detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise MicroBatchError(
-            "the call's routes are no tensor",
-            expected="integers, [batch, sequence, layers, topk]",
-            got=shown(given),
-            cause="an engine's answer as text, or a list of samples of several lengths: pad them as the ids",
-        ) from error
+        expected = "integers, [batch, sequence, layers, topk]"
+        cause = "an engine's answer as text, or a list of samples of several lengths: pad them as the ids"
+        problem, got = "the call's routes are no tensor", shown(given)
+        raise MicroBatchError(problem, expected=expected, got=got, cause=cause) from error
     fits = rows.dim() == 4 and (*rows.shape[:2], rows.shape[3]) == (*places.real.shape, model.topk)
-    _refuse_unless(
-        fits and not rows.is_floating_point(),
-        "the call's routes have another shape than its ids",
-        f"integers, {list(places.real.shape)} as the ids, layers, {model.topk}",
-        f"{str(rows.dtype).removeprefix('torch.')}, {list(rows.shape)}",
-        "routes that were padded, cut or packed otherwise than the ids; sequence parallelism",
-    )
+    problem = "the call's routes have another shape than its ids"
+    expected = f"integers, {list(places.real.shape)} as the ids, layers, {model.topk}"
+    got = f"{str(rows.dtype).removeprefix('torch.')}, {list(rows.shape)}"
+    cause = "routes that were padded, cut or packed otherwise than the ids; sequence parallelism"
+    _refuse_unless(fits and not rows.is_floating_point(), problem, expected, got, cause)
     lacking: Array = ~places.real.reshape(-1)  # padding, and the last token of each sequence
     for first, end in places.spans:
         lacking[first if places.padded[first] else end - 1 : end] = True
@@ -301,25 +265,14 @@ def carried_routes(
     # Elsewhere zeros may be a route: expert 0 in all layers.
     none = model.topk > 1 or tells_apart(len(model.layers), model.num_experts, model.topk) or lacking
     routes = from_batch(rows, model, zeros_are_none=none, tokens=tokens)
-    _check_places(routes.recorded.numpy(), places, lacking)
-    return routes
-
-
-def _check_places(there: Array, places: Places, lacking: Array) -> None:
-    real = places.real.reshape(-1)
-    width = places.real.shape[1]
+    there, width = routes.recorded.numpy(), places.real.shape[1]
+    moved = "routes of another text, cut, or moved by one: a last token without a route, padded on the left"
+    padded, what = "ids padded on the other side than their routes, or another mask", "padding has a route"
     for wrong, problem, cause in (
-        (
-            there & ~real,
-            "padding has a route",
-            "ids padded on the other side than their routes, or another mask",
-        ),
-        (
-            ~there & ~lacking,
-            "a token has no route, and isn't the last of its sequence",
-            "routes of another text, cut, or moved by one: a last token without a route, padded on the left",
-        ),
+        (there & ~places.real.reshape(-1), what, padded),
+        (~there & ~lacking, "a token has no route, and isn't the last of its sequence", moved),
     ):
         at = int(wrong.argmax()) if wrong.any() else -1
         got = f"row {at // width} of the batch, place {at % width}, and {int(wrong.sum()) - 1} more"
         _refuse_unless(at < 0, problem, "a route for each token, and none for padding", got, cause)
+    return routes

@@ -38,9 +38,8 @@ from npu_replay.sessions.fed_sequences import (
     named,
     take_off,
 )
-from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward
+from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, KeptIds
 from npu_replay.sessions.own_choice import OwnChoice
-from npu_replay.sessions.recompute import KeptIds
 from npu_replay.sessions.record import micro_batch_routes
 from npu_replay.sessions.route_source import RouteSource, check_fit
 from npu_replay.sessions.session import Session, to_enter
@@ -122,9 +121,8 @@ class Following(Session):
         self._source = TokenRoutes(records_new=records, max_bytes=max_bytes)
         self._answering = Answering(self._source, own, lasts=True)
         super().__init__(model, self._answering)
-        if len(self.chunks) != 1:
-            got = f"{len(self.chunks)} chunks"
-            raise RouterError("follow takes one model", expected="a module", got=got)
+        count = len(self.chunks)
+        RouterError.unless(count == 1, "follow takes one model", "a module", f"{count} chunks")
         self._eval_mode = eval_mode
         self._paused = self._warned = self._has_rollouts = False
 
@@ -229,13 +227,9 @@ class Following(Session):
             self._source.is_on = True
             super()._chunk_begins(0, args, kwargs)
         elif grad:
-            raise MicroBatchError(
-                f"a call with grad can't be followed {why}",
-                where=micro_batch(self.done),
-                expected="an update of the policy whose routes were recorded",
-                got=f"a call {why}",
-                cause="a reference pass or a generation that lacks torch.no_grad()",
-            )
+            problem, where = f"a call with grad can't be followed {why}", micro_batch(self.done)
+            cause = "a reference pass or a generation that lacks torch.no_grad()"
+            raise MicroBatchError(problem, where=where, cause=cause)
         else:
             self.left_alone[why] += 1
             if why == _EVAL and not self._warned:
@@ -300,23 +294,17 @@ class TokenRoutes(RouteSource):
         super().enters(session)
         for router in self.all_routers:
             if router.row_order == "sequence":
+                got = f"{type(router.module).__name__}, whose rows are sequence-major"
+                cause = "a model of Megatron's: its pipelines see no token ids; use record and replay"
+                problem, expected = "follow needs rows that are batch-major", "a model of transformers"
                 raise RouterError(
-                    "follow finds sequences in rows that are batch-major",
-                    where=f"layer {router.label}",
-                    expected="a model of transformers",
-                    got=f"{type(router.module).__name__}, whose rows are sequence-major",
-                    cause="a model of Megatron's: its pipelines see no token ids; use record and replay",
+                    problem, where=f"layer {router.label}", expected=expected, got=got, cause=cause
                 )
 
     def answers(self, router: Router) -> bool:
         if not self.is_on and torch.is_grad_enabled():
-            raise MicroBatchError(
-                "a router runs with grad, but not through the __call__ of the model that is followed",
-                where=f"layer {router.label}",
-                expected="each call of the update to be one of that model",
-                got="a call past it",
-                cause=CALLED_INSIDE,
-            )
+            problem = "a router runs with grad, but not through the __call__ of the model that is followed"
+            raise MicroBatchError(problem, where=f"layer {router.label}", cause=CALLED_INSIDE)
         return self.is_on
 
     def look_up(self, call: dict[str, Any], keys: Any, grad: bool, carried: Any) -> None:
@@ -413,11 +401,7 @@ class TokenRoutes(RouteSource):
         if self.store.dropped:
             cause = f"max_bytes={self.store.max_bytes}, for which {self.store.dropped} sequences were dropped"
         first, end = fed.spans[at]
-        return MicroBatchError(
-            "no routes are known for the tokens of this sequence",
-            where=f"sequence {at} ({end - first} tokens)",
-            expected=expected,
-            got=f"{known} of {len(fed.marks)} known; {len(self.store)} held, calls left alone: "
-            f"{dict(self.left_alone) or 'none'}",
-            cause=cause,
-        )
+        problem, where = "no routes are known for this sequence", f"sequence {at} ({end - first} tokens)"
+        alone = dict(self.left_alone) or "none"
+        got = f"{known} of {len(fed.marks)} known; {len(self.store)} held, calls left alone: {alone}"
+        return MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)

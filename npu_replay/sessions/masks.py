@@ -1,17 +1,23 @@
-"""Find the scores that a router had before it masked them.
+"""See what a router does with its scores and its ids: masks before the top-k, uses of the ids after it.
 
-A replayed expert may lie in a group that the router masked; it then needs its own score, not the mask's
-number. `seam.Watch` sees each function that the router calls, and this module walks back from the argument of
-the top-k. A function is a mask by its effect: it changed some scores and left the others. One that computes
-(a sum, a product) must also lower them by much or to 0, unlike an expert bias or a scale. It was a mask only
-in rows where all that it changed lies below the router's choice: in a row of padding that is filled with
-zeros the choice itself is among zeros. A mask whose result goes through another function before the top-k (a
-softmax, a bias) can't be undone: an expert that it ruled out is reported, as its weight has no meaning.
+`seam.Watch` shows each function of torch that a router calls.
+
+Masks: a replayed expert may lie in a group that the router masked; it then needs its own score, not the
+mask's number. `Masks` walks back from the argument of the top-k. A function is a mask by its effect: it
+changed some scores and left the others. One that computes (a sum, a product) must also lower them by much
+or to 0, unlike an expert bias or a scale. It was a mask only in rows where all that it changed lies below
+the router's choice: in a row of padding that is filled with zeros the choice itself is among zeros. A mask
+whose result goes through another function before the top-k (a softmax, a bias) can't be undone: an expert
+that it ruled out is reported, as its weight has no meaning.
+
+Uses of the ids: where the router is a whole block, its output shows no ids. But they reach its experts
+through functions of torch (`one_hot`, `gather`, a cast for a kernel). So every integer tensor [rows, topk]
+that one of these is given after the top-k must hold the ids, row by row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -73,16 +79,22 @@ class Masks:
         written = _written(name, short, args)
         if written is not None and self._is_scores(written):
             made, sources = written, [(written.clone(), address(written))]
+            if short == "copy":  # what it overwrites may be anything, scores of an earlier call too
+                copied = (one for one in (*args[1:], *kwargs.values()) if isinstance(one, torch.Tensor))
+                sources += [(one, address(one)) for one in copied if self._is_scores(one)]
             result = func(*args, **kwargs)
         else:
-            given = (*args, *(value for name, value in kwargs.items() if name != "out"))
-            found = (value for value in given if isinstance(value, torch.Tensor))
+            passed = (*args, *(value for name, value in kwargs.items() if name != "out"))
+            found = (value for value in passed if isinstance(value, torch.Tensor))
             sources = [(one, address(one)) for one in found if self._is_scores(one)]
             made = result = func(*args, **kwargs)
         if isinstance(made, torch.Tensor) and self._is_scores(made):
             place = address(made)
             if written is not None or all(lay != place for _, lay in sources):  # else a view of its source
-                learns = short not in _MOVES and self._learns(args, kwargs)
+                given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+                learns = short not in _MOVES and any(
+                    one.requires_grad and not self._is_scores(_whole(one)) for one in given
+                )
                 self._steps.append(_Step(short, place, made, sources, learns))
         return result
 
@@ -204,10 +216,6 @@ class Masks:
                 return (before, -1), True
         return found, is_mask
 
-    def _learns(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        found = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-        return any(one.requires_grad and not self._is_scores(_whole(one)) for one in found)
-
     def _is_scores(self, tensor: torch.Tensor) -> bool:
         rows, experts = self._shape
         return tensor.numel() == rows * experts and tensor.is_floating_point()
@@ -248,3 +256,79 @@ def _written(name: str, short: str, args: Sequence[Any]) -> torch.Tensor | None:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
+
+
+class IdUses:
+    """Checks the integer tensors [rows, topk] that torch's functions are given in one call of a block.
+
+    They must hold `ids`, which are never written into; None: the content of the first of them.
+    """
+
+    depth = 0  # of torch's mode stack when `follow` was called
+
+    def __init__(self, rows: int, topk: int, num_experts: int, ids: torch.Tensor | None = None) -> None:
+        self.count = 0  # tensors so far
+        self._shape = (rows, topk)
+        self._num_experts = num_experts
+        self._ids = ids
+        self._held: torch.Tensor | None = None
+        # In such a small batch a mask over experts, or the list of used experts, may have this shape, too.
+        self._first_alone = rows == topk or (topk == 1 and rows <= num_experts)
+
+    def holds(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Return for each such tensor among these arguments a bool [rows, topk]: which ids it holds."""
+        if self._first_alone and self.count:
+            return []
+        found = [one for one in _tensors(args, kwargs) if self._is_ids(one)]
+        if not found:
+            return []
+        with outside_modes():
+            return [self._same(one) for one in found]
+
+    def add(self, held: Sequence[torch.Tensor]) -> None:
+        """Count tensors that a function has used to make a tensor."""
+        self.count += len(held)
+        with outside_modes():
+            for one in held:
+                self._held = one if self._held is None else self._held & one
+
+    def shown(self) -> torch.Tensor:
+        """Return bool [rows, experts]: the ids that all of the tensors held; none if there was no tensor."""
+        rows, experts = self._shape[0], self._num_experts
+        if self._held is None or self._ids is None:
+            return torch.zeros(rows, experts, dtype=torch.bool)
+        inside = self._held & (self._ids >= 0) & (self._ids < experts)
+        shown = torch.zeros(rows, experts + 1, dtype=torch.bool, device=self._ids.device)
+        return shown.scatter(1, self._ids.where(inside, experts).long(), True)[:, :experts]
+
+    def _is_ids(self, tensor: torch.Tensor) -> bool:
+        dtype = tensor.dtype
+        if tensor.shape != self._shape or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            return False
+        # Stride 0 is a row index that was expanded to the shape of the ids.
+        return tensor.stride(1) != 0 or self._shape[1] == 1
+
+    def _same(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._ids is None:
+            self._ids = tensor.clone()
+        return tensor.to(self._ids) == self._ids
+
+
+def run_seen(
+    takers: Sequence[IdUses], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run a function of torch; one that makes no tensor of the ids (`size`, `device`) hasn't used them."""
+    held = [taken.holds(args, kwargs) for taken in takers]  # before the call, which may write into them
+    result = func(*args, **kwargs)
+    if any(held) and any(True for _ in _tensors((result,), {})):
+        for taken, mine in zip(takers, held, strict=True):
+            taken.add(mine)
+    return result
+
+
+def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments, and in lists and tuples there (an index of several)."""
+    for value in (*args, *kwargs.values()):
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, torch.Tensor):
+                yield one

@@ -6,6 +6,8 @@ layer may all enclose one call. The innermost noted one that runs now tells a re
 runs, as in a tensor's hook, autograd's running node does: its number falls between the counters noted at the
 ends of two forwards. Ends, since a reentrant checkpoint around the model makes its node before the forward.
 A schedule that recomputes outside backward looks like a forward, so a compat module marks it (`Marks`).
+
+`Recomputes` knows which calls autograd may still run again, and `KeptIds` holds the ids for them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 import bisect
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -21,8 +25,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from npu_replay.errors import MicroBatchError, RecomputeError, micro_batch
+from npu_replay.errors import MicroBatchError, RecomputeError, RouterError, micro_batch
 from npu_replay.sessions import backward
+from npu_replay.sessions.masks import address
 
 CALLED_INSIDE = (
     "the block was given a wrapper, and the loop calls the module inside it (model.module, say) or forward() "
@@ -131,38 +136,33 @@ class Timeline:
         """
         where = f"layer {layer}, in backward"
         if (problem := backward.probe()) is not None:
-            raise RecomputeError(
-                f"on torch {torch.__version__} a recompute can't be led back to its forward ({problem})",
-                where=where,
-                cause="what the brackets name: a broken package that torch imports, a patched checkpoint, "
-                "or a torch that npu_replay doesn't know; mend it, or turn activation recompute off",
+            problem = f"on torch {torch.__version__} the forward of a recompute can't be found ({problem})"
+            cause = (
+                "what the brackets name: a broken package that torch imports, a patched checkpoint, or a "
+                "torch that npu_replay doesn't know; mend it, or turn activation recompute off"
             )
+            raise RecomputeError(problem, where=where, cause=cause)
         found = (
             {owner for owner in self._noted.get(one, ()) if owner[0] == chunk}
             for one in backward.recomputing()
         )
         owners = next(filter(None, found), set())  # the innermost noted one that runs again
         if len(owners) > 1:
-            raise RecomputeError(
-                "one checkpoint holds several forwards of the model, and their recomputes look alike",
-                where=where,
-                expected="a checkpoint for each forward",
-                got=f"{len(owners)} forwards in one",
-                cause="checkpoint() around a loop over micro-batches",
-            )
+            problem = "one checkpoint holds several forwards of the model, and their recomputes look alike"
+            got, cause = f"{len(owners)} forwards in one", "checkpoint() around a loop over micro-batches"
+            expected = "a checkpoint for each forward"
+            raise RecomputeError(problem, where=where, expected=expected, got=got, cause=cause)
         owner = owners.pop() if owners else self._owner_by_number(where)
         if owner is None or owner[0] != chunk:
-            raise RecomputeError(
-                "this recompute belongs to no forward of this block",
-                where=where,
-                expected=f"one of {self.ended[chunk]} micro-batches of chunk {chunk}",
-                got="a forward that raised, ran before the block, or went past the model's __call__"
-                if owner is None
-                else f"micro-batch {owner[1]} of chunk {owner[0]}",
-                cause="forward and backward are not in the same block"
-                if self.bypassed is None
-                else CALLED_INSIDE,
+            got = "a forward that raised, ran before the block, or went past the model's __call__"
+            if owner is not None:
+                got = f"micro-batch {owner[1]} of chunk {owner[0]}"
+            expected = f"one of {self.ended[chunk]} micro-batches of chunk {chunk}"
+            cause = (
+                "forward and backward are not in the same block" if self.bypassed is None else CALLED_INSIDE
             )
+            problem = "this recompute belongs to no forward of this block"
+            raise RecomputeError(problem, where=where, expected=expected, got=got, cause=cause)
         # Backward of a checkpoint that this recompute makes may run on a thread without the outer one.
         self._note(backward.enclosing(functions=not torch.is_grad_enabled()), owner)
         return owner[1]
@@ -178,11 +178,9 @@ class Timeline:
     def _owner_by_number(self, where: str) -> Owner | None:
         number = backward.running_node_number()
         if number is None:
-            raise RecomputeError(
-                "a forward was run in backward, but by no node of the model's graph",
-                where=where,
-                cause="a forward run from a gradient hook or from an engine callback",
-            )
+            problem = "a forward was run in backward, but by no node of the model's graph"
+            cause = "a forward run from a gradient hook or from an engine callback"
+            raise RecomputeError(problem, where=where, cause=cause)
         if number < self._since:
             return None
         at = bisect.bisect_right(self.ends, number, key=lambda end: end[0])
@@ -207,13 +205,9 @@ class Timeline:
             if thread != self._opened_on:  # each thread has its own sequence numbers
                 self._since = backward.sequence_number()
         if thread != self._thread:
-            raise MicroBatchError(
-                "the forwards of one block come from two threads",
-                where=f"chunk {chunk}, {micro_batch(self.ended[chunk])}",
-                expected=f"thread {self._thread}",
-                got=f"thread {thread}",
-                cause="a model called from a thread pool; micro-batches can't be put in order there",
-            )
+            problem, where = "the forwards of one block come from two threads", micro_batch(self.ended[chunk])
+            cause = "a model called from a thread pool; micro-batches can't be put in order there"
+            raise MicroBatchError(problem, where=f"chunk {chunk}, {where}", cause=cause)
 
 
 class Marks:
@@ -242,3 +236,125 @@ class Marks:
         """Drop what no call has taken, because of an exception in between."""
         self._foreseen.clear()
         self._announced.clear()
+
+
+FEW = 2**17
+"""Up to this number of ids, a router gets the tensor itself: a copy of each costs a kernel (1 MB)."""
+
+Key: TypeAlias = "tuple[int, int]"
+"""A router's call: layer label and micro-batch."""
+
+
+class _Around(weakref.ref[Any]):
+    """Refers weakly to what encloses a call, and holds the call's key."""
+
+    __slots__ = ("key",)
+    key: Key
+
+
+class Recomputes:
+    """Tracks the router calls that autograd may still run again, and those that it has."""
+
+    def __init__(self) -> None:
+        self._around: dict[Key, list[_Around]] = {}
+        self._ran: set[Key] = set()
+        self._dead: deque[_Around] = deque()
+
+    def __len__(self) -> int:
+        return len(self._around)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._around
+
+    @property
+    def oldest(self) -> Key | None:
+        return next(iter(self._around), None)
+
+    def expect(self, key: Key, around: list[Any]) -> None:
+        """Note that autograd may recompute this call while any of `around`, which enclose it, lives."""
+        # The callback is a C function, since an interrupt in a weak reference's Python callback is lost.
+        self._around[key] = [_Around(one, self._dead.append) for one in around]
+        for one in self._around[key]:
+            one.key = key
+
+    def ran(self, key: Key) -> None:
+        self._ran.add(key)
+
+    def drop(self, key: Key) -> None:
+        self._around.pop(key, None)
+        self._ran.discard(key)
+
+    def settle(self, release: Callable[[Key], object]) -> None:
+        """Drop the calls whose graphs have died since, and call `release` with each."""
+        while self._dead:
+            key = getattr(self._dead[0], "key", None)
+            if key in self._around and not self._may_come(key):
+                release(key)
+                self.drop(key)
+            self._dead.popleft()
+
+    def due(self) -> list[Key]:
+        """Return the calls that autograd may still recompute and hasn't."""
+        return [key for key in self._around if key not in self._ran and self._may_come(key)]
+
+    def clear(self) -> None:
+        self._around.clear()
+        self._ran.clear()
+
+    def _may_come(self, key: Key) -> bool:
+        return any(one() is not None for one in self._around.get(key, ()))
+
+
+class KeptIds:
+    """Keeps the ids of routers' calls in a narrow dtype, for their recomputes and for a record."""
+
+    def __init__(self) -> None:
+        self._ids: dict[Key, torch.Tensor] = {}
+        self._wide: dict[Key, tuple[torch.Tensor, torch.dtype]] = {}
+        # int64 ids and their dtype to be: a cast for each small tensor costs more than one for all of them.
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter([*self._ids, *self._wide])
+
+    def __len__(self) -> int:
+        return len(self._ids) + len(self._wide)
+
+    def keep(self, key: Key, ids: torch.Tensor, dtype: torch.dtype) -> None:
+        """Keep int64 ids of a call in this dtype; the tensor itself is held until `narrow` or `get`."""
+        if ids.numel() <= FEW and not ids.is_inference():
+            self._wide[key] = ids, dtype
+        else:
+            # A tensor made under inference_mode can't be saved for backward; its int64 copy can.
+            self._ids[key] = ids.to(dtype)
+
+    def keep_narrow(self, key: Key, ids: torch.Tensor) -> None:
+        self._ids[key] = ids
+
+    def narrow(self) -> dict[Key, torch.Tensor]:
+        """Cast what is still int64, tensors of one size together, and return all."""
+        wide, self._wide = self._wide, {}
+        alike: dict[object, list[Key]] = {}
+        for key, (ids, dtype) in wide.items():
+            alike.setdefault((ids.shape, ids.device, dtype), []).append(key)
+        # A buffer in which several routers' ids lie holds only the last of them now.
+        places = {address(ids): key for key, (ids, _) in wide.items() if ids.numel()}
+        if len(places) < sum(bool(ids.numel()) for ids, _ in wide.values()):
+            layer, number = next(key for key in wide if key not in places.values())
+            problem = "the top-ks of several routers return their ids in one buffer, which is overwritten"
+            cause = "a patched torch.topk, or a mode, that returns a static buffer (for graph capture)"
+            raise RouterError(problem, where=micro_batch(number, layer), cause=cause)
+        for keys in alike.values():
+            cast = torch.stack([wide[key][0] for key in keys]).to(wide[keys[0]][1])
+            self._ids.update(zip(keys, cast.unbind(), strict=True))
+        return self._ids
+
+    def get(self, key: Key) -> torch.Tensor | None:
+        return self.narrow().get(key)
+
+    def drop(self, key: Key) -> None:
+        self._ids.pop(key, None)
+        self._wide.pop(key, None)
+
+    def clear(self) -> None:
+        self._ids.clear()
+        self._wide.clear()

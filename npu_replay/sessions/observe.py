@@ -18,9 +18,8 @@ from npu_replay.sessions.answering import called_again, hidden_states
 from npu_replay.sessions.backward import in_backward
 from npu_replay.sessions.effect import as_map, not_called
 from npu_replay.sessions.hooks import Hook
-from npu_replay.sessions.id_uses import IdUses
-from npu_replay.sessions.micro_batches import Marks
-from npu_replay.sessions.recompute import Key
+from npu_replay.sessions.masks import IdUses
+from npu_replay.sessions.micro_batches import Key, Marks
 from npu_replay.sessions.session import Session, Work, to_enter
 
 
@@ -67,11 +66,8 @@ class Observation(Session):
         layer.
         """
         if self._shown is None:
-            raise ReplayError(
-                "what was shown is complete when the block has ended without an exception",
-                expected="an ended block",
-                got="an open one, or one that raised",
-            )
+            problem = "what was shown is complete when the block has ended without an exception"
+            raise ReplayError(problem, expected="an ended block", got="an open one, or one that raised")
         return self._shown
 
     def _finish(self) -> None:

@@ -1,23 +1,34 @@
-"""Ask routers for their own choice during a replay: for live_mismatch, overlap and aux losses."""
+"""Ask routers for their own choice during a replay: for live_mismatch, overlap and aux losses.
+
+Overlap is the share of the experts given to a router that it would choose by itself, too. Routes of the
+right tokens overlap by 0.8 to 1, since rounding changes few experts. Routes of another token, layer or
+sample overlap by chance. Chance depends on how evenly the experts are used, so it is measured: as the
+overlap of each token's routes with the choices of all other tokens (docs/dev/overlap.md).
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 
 from npu_replay import environment
-from npu_replay.errors import one_of
+from npu_replay.environment import MIN_OVERLAP, read
+from npu_replay.errors import MicroBatchError, micro_batch, one_of, share
 from npu_replay.routers import Handle, Router, check_losses
+from npu_replay.routes.checks import Array
 from npu_replay.routes.inputs import parameter_names
+from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 from npu_replay.sessions import seam
 from npu_replay.sessions.effect import Count
 from npu_replay.sessions.micro_batches import Forward
-from npu_replay.sessions.overlap import OverlapCheck
 from npu_replay.sessions.route_source import DeviceRoutes
 
 AuxLoss: TypeAlias = Literal["live", "replayed"]
@@ -103,3 +114,230 @@ def _counted(calls: weakref.ref[Any], aux_loss: AuxLoss) -> tuple[torch.Tensor, 
         return None
     counted = call.ids if aux_loss == "replayed" else call.own_ids
     return None if counted is None else (counted, call.ids)
+
+
+RUN = 64
+"""The least number of judged rows, and the length of judged runs of consecutive tokens."""
+
+_LEAST, _MOST = 0.15, 0.25
+"""Limits of the expected overlap, as a part of the way from chance to 1.
+
+Right routes at 4 bits had 0.19 and more, wrong ones less than 0.1, a wrong layer among right ones up to 0.2.
+"""
+_SHIFTS = 64
+_LAYERS = 8  # number of layers compared for a shift
+
+
+class OverlapCheck:
+    """Refuses routes of a rollout engine that are far from what the routers would choose for their tokens.
+
+    The first forwards of each chunk are judged, until 64 rows with a route were seen.
+
+    Args:
+        least: overlap below which any routes are refused, 0 to 1; 0 refuses none. None: for an engine's
+            routes only, NPU_REPLAY_MIN_OVERLAP, else 0.15 to 0.25 of the way from chance to 1.
+    """
+
+    def __init__(self, least: float | None) -> None:
+        self._judges_all = least is not None
+        self._least = read(MIN_OVERLAP)
+        if least is not None:
+            self._least = share(least, "min_overlap", "experts that were given")
+        self.given = 0  # experts that were judged
+        self.shared = 0  # of these, experts that the routers chose, too
+        self._judged: set[int] = set()
+        self._calls: dict[int, _Call] = {}  # by layer, in the running forward
+        self._before: dict[int, _Seen] = {}  # by chunk, forwards so far with fewer than 64 rows
+
+    def asks(self, forward: Forward, routes: RoutedExperts) -> bool:
+        """Return whether the routers' own choice is needed in this forward. It costs a top-k."""
+        if forward.chunk in self._judged or self._least == 0:
+            return False
+        return self._judges_all or routes.from_engine
+
+    def add(
+        self,
+        label: int,
+        num_experts: int,
+        given: torch.Tensor,
+        own: torch.Tensor,
+        missing: torch.Tensor | None,
+    ) -> None:
+        """Record the ids that a router was given and those it would choose, int64 [rows, topk] each."""
+        counts = torch.ones_like(given)
+        if missing is not None:
+            counts[missing] = 0
+        loads = torch.zeros(2, num_experts, dtype=torch.int64, device=given.device)
+        loads.scatter_add_(1, torch.stack([given, own]).flatten(1), counts.flatten().expand(2, -1))
+        hits = (given[:, :, None] == own[:, None, :]).flatten(1).sum(dim=1)
+        narrow = narrow_dtype(num_experts + 1)  # a count may be num_experts
+        self._calls[label] = _Call(hits.to(narrow), loads, own.to(narrow))
+
+    def check(self, chunk: int, number: int | None, given: DeviceRoutes | None) -> None:
+        """Judge a forward at its end, if `add` was called in it; `number` is None for one that raised.
+
+        Waits for the device. The error names the layers or tokens, and a shift that would fit.
+        """
+        calls, self._calls = self._calls, {}
+        if number is None or given is None or not calls:
+            return
+        routes = given.routes
+        rows = rows_by_token(routes)
+        seen = _Seen.of(calls, rows, self._before.pop(chunk, None))
+        if seen.hits.shape[1] < RUN:
+            self._before[chunk] = seen
+            return
+        self._judged.add(chunk)
+        self.shared += int(seen.hits.sum(dtype=np.int64))
+        self.given += seen.hits.size * routes.topk
+        where, got, least = self._low_layers(seen, sorted(calls), routes.topk)
+        at, run, floor = self._lowest_run(seen, routes.topk)
+        if not where and run < floor:
+            where, got, least = tokens_of(routes, rows, at), run, floor
+        chance = float(seen.chance(routes.topk).mean())
+        # Wrong rows fit better almost anywhere else: so a shift is named only if rows fit well there.
+        moved = find_shift(calls, rows, given.ids.numpy()[rows], at, (1 + chance) / 2 if where else chance)
+        if where or moved is not None:
+            raise _error(f"{micro_batch(number)}, chunk {chunk}", where, got, least, moved)
+
+    def _floor(self, chance: Array, way: float, deviation: Array, rows: int) -> Array:
+        """Return the least overlap of this number of rows: two standard errors below the expected one."""
+        expected = chance + way * (1 - chance) if self._least is None else self._least
+        floor: Array = expected - 2 * deviation / np.sqrt(rows)
+        return floor
+
+    def _low_layers(self, seen: _Seen, labels: list[int], topk: int) -> tuple[str, float, float]:
+        """Return the names of the layers that are too low, "" for none; overlap and floor of the lowest."""
+        shares = seen.hits / topk
+        overlap = shares.mean(axis=1)
+        floor = self._floor(seen.chance(topk), seen.way(topk), shares.std(axis=1), shares.shape[1])
+        low = np.flatnonzero(overlap < floor)
+        if not len(low):
+            return "", 1.0, 0.0
+        named = ", ".join(str(labels[one]) for one in low[:8]) + (", ..." if len(low) > 8 else "")
+        worst = low[(overlap - floor)[low].argmin()]
+        where = f"all {len(low)} layers" if len(low) == len(labels) > 1 else f"layer {named}"
+        return where, float(overlap[worst]), float(floor[worst])
+
+    def _lowest_run(self, seen: _Seen, topk: int) -> tuple[int, float, float]:
+        """Return the first row of the lowest 64 consecutive rows, their overlap and its floor."""
+        each = seen.hits[:, seen.before :].sum(axis=0, dtype=np.int64) / (topk * len(seen.hits))
+        if len(each) < RUN:
+            return 0, 1.0, 0.0
+        sums = np.concatenate([[0.0], each.cumsum()])
+        at = int((sums[RUN:] - sums[:-RUN]).argmin())
+        here = each[at : at + RUN]
+        floor = self._floor(seen.chance(topk).mean(), seen.way(topk), here.std(), RUN)
+        return at, float(here.mean()), float(floor)
+
+
+@dataclass(frozen=True)
+class _Call:
+    hits: torch.Tensor  # [rows], how many of the experts that a row was given are its own choice, too
+    loads: torch.Tensor  # int64 [2, num_experts], how many rows were given an expert, or would choose it
+    own: torch.Tensor  # [rows, topk], its own choice
+
+
+@dataclass(frozen=True)
+class _Seen:
+    hits: Array  # [layers, rows], in the order of tokens
+    loads: Array  # [layers, 2, num_experts]
+    before: int  # number of rows of earlier forwards
+
+    @classmethod
+    def of(cls, calls: dict[int, _Call], rows: Array, before: _Seen | None) -> _Seen:
+        labels = sorted(calls)
+        hits = np.stack([calls[label].hits.cpu().numpy() for label in labels])[:, rows]
+        loads = np.stack([calls[label].loads.cpu().numpy() for label in labels])
+        if before is None:
+            return cls(hits, loads, 0)
+        return cls(np.concatenate([before.hits, hits], axis=1), before.loads + loads, before.hits.shape[1])
+
+    def chance(self, topk: int) -> Array:
+        rows = self.hits.shape[1]
+        pairs = (self.loads[:, 0] * self.loads[:, 1]).sum(axis=1) - self.hits.sum(axis=1, dtype=np.int64)
+        chance: Array = pairs / (topk * rows * (rows - 1))
+        return chance
+
+    def way(self, topk: int) -> float:
+        """Return the expected overlap as a part of the way from chance to 1, 0.15 to 0.25.
+
+        It is a quarter of the best layer's: a coarsely quantized rollout lowers all layers. A wrong layer
+        lowers those behind it too, since their inputs come from other experts; those before it stay high.
+        """
+        chance = self.chance(topk)
+        ways = (self.hits.mean(axis=1) / topk - chance) / np.maximum(1 - chance, 1e-9)
+        return float(np.clip(ways.max() / 4, _LEAST, _MOST))
+
+
+def rows_by_token(routes: RoutedExperts) -> Array:
+    """Return the rows that have a route, int64, in the order of their tokens."""
+    if routes.placed is None:
+        return np.flatnonzero(routes.recorded.numpy())
+    order: Array = np.argsort(routes.placed[0].numpy(), kind="stable")
+    rows: Array = order[routes.recorded.numpy()[order]]
+    return rows
+
+
+def tokens_of(routes: RoutedExperts, rows: Array, at: int) -> str:
+    """Return the name of the tokens of the 64 rows from `at` on."""
+    first, last = int(rows[at]), int(rows[at + RUN - 1])
+    if routes.placed is None:
+        return f"rows {first} to {last}"
+    tokens, starts = routes.placed[0], np.cumsum([0, *routes.placed[1]])
+    first, last = int(tokens[first]), int(tokens[last])
+    sequence = int(np.searchsorted(starts, first, side="right")) - 1
+    return f"sequence {sequence}, tokens {first - starts[sequence]} to {last - starts[sequence]}"
+
+
+class Shift(NamedTuple):
+    """Describes rows that fit `rows` later than they lie: their overlap there, and here."""
+
+    rows: int
+    there: float
+    here: float
+
+
+def find_shift(calls: dict[int, _Call], rows: Array, given: Array, at: int, least: float) -> Shift | None:
+    """Return the shift at which the routes fit better than where they lie, or None.
+
+    Neighbouring tokens choose alike, so a shift must overlap by four standard errors more, and by `least`.
+    Compares 256 rows from `at` on, in eight layers.
+    """
+    some = slice(None, None, max(1, len(calls) // _LAYERS))
+    looked = np.arange(at, min(at + 4 * RUN, len(rows)))
+    own = np.stack([calls[label].own.cpu().numpy()[rows[looked]] for label in sorted(calls)[some]], axis=1)
+    given = given[:, some]
+
+    def overlaps(shift: int, kept: Array) -> Array:
+        moved = given[(looked + shift)[kept]]
+        each: Array = (moved[..., :, None] == own[kept][..., None, :]).sum(axis=(1, 2, 3)) / moved[0].size
+        return each
+
+    best, here = None, overlaps(0, np.ones(len(looked), bool))
+    for shift in range(-_SHIFTS, _SHIFTS + 1):
+        kept = (looked + shift >= 0) & (looked + shift < len(rows))
+        if kept.sum() < 0.75 * len(looked):
+            continue
+        there = overlaps(shift, kept)
+        gain = there - here[kept]
+        if gain.mean() > 4 * gain.std() / math.sqrt(len(gain)) and there.mean() > least:
+            least = float(there.mean())
+            best = Shift(-shift, least, float(here[kept].mean()))
+    return best
+
+
+def _error(place: str, where: str, got: float, least: float, moved: Shift | None) -> MicroBatchError:
+    expected = f"an overlap of {least:.2f} or more with the routers' own choice"
+    cause = (
+        "routes of another sample, another micro-batch or other weights; rows in another order "
+        "(TokenLayout's order=, side=); layers in another order; or an engine that returned rows of an "
+        f"earlier request. min_overlap= or {MIN_OVERLAP} sets what is expected, and 0 switches this check off"
+    )
+    if moved is not None:
+        where, got = where or "all layers", moved.here
+        expected = f"rows in their places: moved by {moved.rows:+} they overlap by {moved.there:.2f}"
+        cause = f"a row too many or too few before these, from padding or from another prompt; {cause}"
+    problem = "the routes are far from what the routers would choose for these tokens"
+    where, found = f"{place}, {where}", f"{got:.2f}"
+    return MicroBatchError(problem, where=where, expected=expected, got=found, cause=cause)

@@ -9,7 +9,7 @@ from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import Inputs
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype, without_layers
 from npu_replay.sessions.answering import Answering
-from npu_replay.sessions.recompute import Key
+from npu_replay.sessions.micro_batches import Key
 from npu_replay.sessions.route_source import RouteSource
 from npu_replay.sessions.session import Session, to_enter
 
@@ -59,11 +59,8 @@ class Recording(Session):
     def routes(self) -> list[RoutedExperts]:
         """Return one RoutedExperts a micro-batch, in forward order; rows as the routers had them."""
         if self._routes is None:
-            raise ReplayError(
-                "the routes are complete when the record block has ended without an exception",
-                expected="an ended block",
-                got=self,
-            )
+            problem = "the routes are complete when the record block has ended without an exception"
+            raise ReplayError(problem, expected="an ended block", got=self)
         return self._routes
 
     def _finish(self) -> None:
@@ -92,14 +89,8 @@ class StepRecording(Session):
 
     def take(self, chunk: int) -> RoutedExperts:
         number = self.timeline.ended[chunk] - 1
-        if number < 0:
-            raise MicroBatchError(
-                "nothing was recorded yet",
-                where=f"chunk {chunk}",
-                expected="a forward of the chunk before its routes are taken",
-                got="none",
-                cause="a forward of another module than this chunk",
-            )
+        cause = "a forward of another module than this chunk"
+        MicroBatchError.unless(number >= 0, "nothing was recorded yet", cause=cause, where=f"chunk {chunk}")
         return micro_batch_routes(self._answering.kept.narrow(), self.routers[chunk], number)
 
     def last(self, router: Router) -> torch.Tensor | None:

@@ -11,9 +11,8 @@ from npu_replay.routes.inputs import InputCheck
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.answering import Answering
 from npu_replay.sessions.effect import is_due
-from npu_replay.sessions.micro_batches import Forward
+from npu_replay.sessions.micro_batches import Forward, KeptIds
 from npu_replay.sessions.own_choice import AuxLoss, OwnChoice
-from npu_replay.sessions.recompute import KeptIds
 from npu_replay.sessions.route_source import DeviceRoutes, RouteSource, check_fit
 from npu_replay.sessions.session import Session, to_enter
 
@@ -115,14 +114,16 @@ class ListedRoutes(RouteSource):
 
     def check_forward(self, forward: Forward) -> None:
         if forward.number >= len(self.routes):
-            raise MicroBatchError(
+            where, expected = micro_batch(forward.number), f"{len(self.routes)} forwards in this block"
+            problem, got = (
                 "there are more micro-batches than routes",
-                where=micro_batch(forward.number),
-                expected=f"{len(self.routes)} forwards in this block",
-                got=f"a forward number {forward.number + 1}",
-                cause="the update cuts the batch into other micro-batches than the routes were laid out for, "
-                "or an extra forward (a reference pass, an evaluation) runs inside the block",
+                f"a forward number {forward.number + 1}",
             )
+            cause = (
+                "the update cuts the batch into other micro-batches than the routes were laid out for, or an "
+                "extra forward (a reference pass, an evaluation) runs inside the block"
+            )
+            raise MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
 
     def is_last(self, number: int) -> bool:
         return number == len(self.routes) - 1
@@ -139,16 +140,15 @@ class ListedRoutes(RouteSource):
         self._check_inputs()
         self.called.warn(self.chunks)
         done = self.timeline.ended[0]
-        if done < len(self.routes):
-            raise MicroBatchError(
-                "there were fewer micro-batches than routes",
-                where=micro_batch(done),
-                expected=f"{len(self.routes)} forwards in this block",
-                got=done,
-                cause="a schedule that was cut short, a forward that raised and was skipped (what came after "
-                "it then had the routes before its own), routes of more than this rank's micro-batches, or "
-                "an evaluation inside the record block",
-            )
+        where, expected = micro_batch(done), f"{len(self.routes)} forwards in this block"
+        cause = (
+            "a schedule that was cut short, a forward that raised and was skipped (later ones then had the "
+            "routes before their own), other ranks' micro-batches, or an evaluation inside the record block"
+        )
+        fine = done >= len(self.routes)
+        MicroBatchError.unless(
+            fine, "there were fewer micro-batches than routes", expected, done, cause, where
+        )
 
     def _check_inputs(self) -> None:
         for number in [one for one in sorted(self.inputs) if one < self.timeline.ended[0]]:
@@ -214,10 +214,10 @@ class SteppedRoutes(RouteSource):
     def check_complete(self) -> None:
         left = [at for at in self.given if at[1] >= self.timeline.ended[at[0]]]
         if left:
-            raise MicroBatchError(
+            problem, cause = (
                 "routes were given for a forward that never came",
-                where=f"{micro_batch(left[0][1])}, chunk {left[0][0]}",
-                expected="a forward of the chunk after its routes",
-                got="none",
-                cause="a schedule that was cut short, or a forward of another module than this chunk",
+                "a schedule that was cut short",
+            )
+            raise MicroBatchError(
+                problem, where=f"{micro_batch(left[0][1])}, chunk {left[0][0]}", cause=cause
             )

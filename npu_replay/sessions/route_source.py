@@ -13,8 +13,7 @@ from npu_replay.routers import Router, labels_of
 from npu_replay.routes.arguments import StageLabels
 from npu_replay.routes.inputs import Called
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Timeline
-from npu_replay.sessions.recompute import KeptIds
+from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, KeptIds, Timeline
 from npu_replay.sessions.session import Session
 
 _OfLayer: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
@@ -85,13 +84,9 @@ class RouteSource:
         """Return the routes of a forward; raise MicroBatchError if there are none."""
         given = self.given.get((forward.chunk, forward.number))
         if given is None:
-            raise MicroBatchError(
-                "no routes were given for this forward",
-                where=f"{micro_batch(forward.number)}, chunk {forward.chunk}",
-                expected="the routes of each forward before it",
-                got="none",
-                cause="an extra forward (a reference pass, an evaluation) while a replay is on",
-            )
+            where = f"{micro_batch(forward.number)}, chunk {forward.chunk}"
+            cause = "an extra forward (a reference pass, an evaluation) while a replay is on"
+            raise MicroBatchError("no routes were given for this forward", where=where, cause=cause)
         return given
 
     def prepare(self, router: Router, forward: Forward, rows: int, device: torch.device) -> Any:
@@ -100,13 +95,10 @@ class RouteSource:
             self.check_forward(forward)
         given = self.of(forward)
         if given.rows != rows:
-            raise MicroBatchError(
-                "the routes have another number of tokens than the router",
-                where=micro_batch(forward.number, router.label),
-                expected=f"{rows} rows",
-                got=f"{given.rows} in the routes",
-                cause=self.why_other_rows or self._why_other_rows(forward),
-            )
+            problem = "the routes have another number of tokens than the router"
+            where, cause = micro_batch(forward.number, router.label), self._why_other_rows(forward)
+            expected, got = f"{rows} rows", f"{given.rows} in the routes"
+            raise MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
         if device not in given.on:
             self.send(forward, device)
         return given, *given.on[device]
@@ -118,8 +110,8 @@ class RouteSource:
                 given.send(device)
 
     def _why_other_rows(self, forward: Forward) -> str:
-        if forward is self.timeline.bypassed:
-            return CALLED_INSIDE
+        if self.why_other_rows or forward is self.timeline.bypassed:
+            return self.why_other_rows or CALLED_INSIDE
         laid_out = (
             "padding, packing, sequence or context parallelism that the routes were not laid out for "
             "(TokenLayout does that)"
@@ -182,34 +174,21 @@ def check_fit(routes: RoutedExperts, routers: Sequence[Router], every: Sequence[
     """Refuse routes that don't fit these routers; `every` holds all routers of this rank."""
     named = labels_of(routers, every).among(routes.layers, place)
     for router, label in zip(routers, named, strict=True):
-        where = f"{place}, layer {router.label}"
+        orders = router.row_order, routes.row_order
         if label not in routes.layers:
-            raise RouterError(
-                "this decoder layer of the model is missing from the routes",
-                where=where,
-                expected=f"layers {[router.label for router in routers]}",
-                got=list(routes.layers),
-                cause="routes of another pipeline stage, or counted over the MoE layers only where "
-                "the model has dense layers too",
-            )
-        for what, ours, theirs in (
-            ("top-k", router.topk, routes.topk),
-            ("number of experts", router.num_experts, routes.num_experts),
-        ):
-            if ours != theirs:
-                raise RouterError(
-                    f"the routes have another {what} than the model",
-                    where=where,
-                    expected=ours,
-                    got=theirs,
-                    cause="rollout engine and trainer run different models or configs",
-                )
-        if None not in (router.row_order, routes.row_order) and router.row_order != routes.row_order:
-            raise RouterError(
-                "the routes were laid out in another order of rows than the model's",
-                where=where,
-                expected=f"TokenLayout with order={router.row_order!r}",
-                got=f"order={routes.row_order!r}",
-                cause="order= left at Megatron's, sequence-major, for a model of transformers, which is "
-                "batch-major",
-            )
+            problem = "this decoder layer of the model is missing from the routes"
+            expected, got = f"layers {[router.label for router in routers]}", f"{list(routes.layers)}"
+            cause = "routes of another pipeline stage, or labels that count the MoE layers alone"
+        elif (router.topk, router.num_experts) != (routes.topk, routes.num_experts):
+            problem = "the routes have another top-k or number of experts than the model"
+            expected = f"top-{router.topk} of {router.num_experts}"
+            got = f"top-{routes.topk} of {routes.num_experts}"
+            cause = "rollout engine and trainer run different models or configs"
+        elif None not in orders and orders[0] != orders[1]:
+            problem = "the routes were laid out in another order of rows than the model's"
+            expected, got = f"TokenLayout with order={orders[0]!r}", f"order={orders[1]!r}"
+            cause = "order= left at Megatron's, sequence-major, for a model of transformers (batch-major)"
+        else:
+            continue
+        where = f"{place}, layer {router.label}"
+        raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)

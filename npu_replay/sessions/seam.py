@@ -8,7 +8,7 @@ checkpoint compares saved tensors of forward and recompute, so all passes must b
 Two ways to catch the top-k, measured in docs/dev/architecture.md: `torch.topk` and `torch.Tensor.topk` are
 replaced while a session is open (cheap, but misses `from torch import topk`); `Watch`, a TorchFunctionMode,
 sees every operation, at 2 µs each, and is on where scores are masked before the top-k, in the first call of
-each router, and where the use of the ids is followed (`id_uses.py`).
+each router, and where the use of the ids is followed (`masks.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from npu_replay.errors import RouterError
 from npu_replay.sessions.hooks import outside_modes
-from npu_replay.sessions.id_uses import IdUses, run_seen
-from npu_replay.sessions.masks import Masks, Path, address
+from npu_replay.sessions.masks import IdUses, Masks, Path, address, run_seen
 from npu_replay.sessions.torch_state import Guard
 
 Choose: TypeAlias = "Callable[[Call], torch.Tensor]"
@@ -232,12 +231,9 @@ class Call:
             self._stop_watching()
         scores = args[0] if args else kwargs.pop("input")
         if type(scores).__name__ == "DTensor":
-            raise RouterError(
-                "the scores are a DTensor, which replay doesn't support",
-                expected="plain tensors in the router",
-                got=f"DTensor with placements {getattr(scores, 'placements', '?')}",
-                cause="tensor parallelism by parallelize_module over the router; FSDP2 alone is fine",
-            )
+            problem, got = "the scores are a DTensor, which replay doesn't support", f"{scores.placements}"
+            cause = "tensor parallelism by parallelize_module over the router; FSDP2 alone is fine"
+            raise RouterError(problem, expected="plain tensors in the router", got=got, cause=cause)
         self.scores, self._native, self.asked = scores, native, (args[1:], kwargs)
         values, ids = self.decide(scores)
         self.values = values.detach() if self.spare else values

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -18,13 +18,12 @@ import torch
 from torch import nn
 
 from npu_replay import routers
-from npu_replay.errors import MicroBatchError, ReplayError, RouterError, micro_batch
+from npu_replay.errors import MicroBatchError, ReplayError, RouterError, described, micro_batch
 from npu_replay.routers import Model, Router, check_alike, chunks_of, find, labels_of
 from npu_replay.routes.arguments import StageLabels
 from npu_replay.sessions.backward import in_backward
 from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks, Timeline
-from npu_replay.sessions.unchanged import Unchanged
 
 logger = logging.getLogger(__name__)
 
@@ -169,10 +168,8 @@ class Session:
     def __enter__(self: _S) -> _S:
         if self._unentered is not None:
             self._unentered.detach()
-        if self._state != "new":
-            raise ReplayError(
-                f"this {self.name} block was entered before", expected="a new one", got="a used one"
-            )
+        fresh = self._state == "new"
+        ReplayError.unless(fresh, f"this {self.name} block was entered before", "a new one", "a used one")
         self.routers = find(self.chunks)
         if self._work.puts_together:
             found = self.all_routers
@@ -180,14 +177,11 @@ class Session:
         self._count = len(self.all_routers)
         for router in self.all_routers if self._work.answers_topk else ():
             if (other := _answered.get(id(router.module))) is not None:
-                raise RouterError(
-                    f"{self.name} can't be opened inside {other.name} on the same router",
-                    where=f"layer {router.label}",
-                    expected="one open block for a router",
-                    got=f"an open {other.name} block",
-                    cause="a log-prob pass that is called from inside the update, or an earlier block that "
-                    "was entered and never left",
-                )
+                problem = f"{self.name} can't be opened inside {other.name} on the same router"
+                where, got = f"layer {router.label}", f"an open {other.name} block"
+                cause = "a log-prob pass that the update calls, or an earlier block that was never left"
+                expected = "one open block for a router"
+                raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)
         # An interrupt may skip `__exit__`, or its last line; then garbage collection undoes the block.
         weakref.finalize(self, _dropped, self.undo, self.name).atexit = False
         try:
@@ -307,13 +301,9 @@ class Session:
             if self._work.ends(*ended, output):
                 self._check_in_backward(output, ended[0].number)
         elif output is not None:
-            raise MicroBatchError(
-                "the model was called inside its own forward",
-                where=f"chunk {chunk}, {micro_batch(self.timeline.ended[chunk] - 1)}",
-                expected="one forward after the other",
-                got="one that began and ended in another",
-                cause="a forward hook of somebody's that calls the model, for a metric or a second view",
-            )
+            where = f"chunk {chunk}, {micro_batch(self.timeline.ended[chunk] - 1)}"
+            cause = "a forward hook of your own that calls the model, for a metric or a second view"
+            raise MicroBatchError("the model was called inside its own forward", where=where, cause=cause)
 
     def _check_in_backward(self, output: object, number: int) -> None:
         """Check again that routers are in place when backward reaches the nodes of the output."""
@@ -330,28 +320,15 @@ class Session:
 
     def _check_complete(self) -> None:
         if (bypassed := self.timeline.bypassed) is not None:
-            raise MicroBatchError(
-                "the routers ran, but not through the __call__ of the module that was passed",
-                where=micro_batch(bypassed.number),
-                expected="each micro-batch to be one __call__ of that module",
-                got="a call of its forward() or of an inner module",
-                cause=CALLED_INSIDE,
-            )
-        ended = self.timeline.ended
-        if max(ended) == 0:
-            raise MicroBatchError(
-                f"nothing ran inside this {self.name} block",
-                expected="at least one __call__ of the module that was passed",
-                got=0,
-                cause="the training loop calls another module (an outer wrapper, or a copy)",
-            )
-        if min(ended) != max(ended):
-            raise MicroBatchError(
-                "the chunks ran different numbers of forwards",
-                expected="every chunk once for each micro-batch",
-                got=ended,
-                cause="a schedule that was cut short, or a chunk that is missing from the list",
-            )
+            problem = "the routers ran, but not through the __call__ of the module that was passed"
+            raise MicroBatchError(problem, where=micro_batch(bypassed.number), cause=CALLED_INSIDE)
+        ended, problem = self.timeline.ended, f"nothing ran inside this {self.name} block"
+        expected = "at least one __call__ of the module that was passed"
+        cause = "the training loop calls another module (an outer wrapper, or a copy)"
+        MicroBatchError.unless(max(ended) > 0, problem, expected, 0, cause)
+        problem, expected = "the chunks ran different numbers of forwards", "each chunk once a micro-batch"
+        cause = "a schedule that was cut short, or a chunk that is missing from the list"
+        MicroBatchError.unless(min(ended) == max(ended), problem, expected, ended, cause)
 
 
 def to_enter(session: _S) -> _S:
@@ -362,6 +339,7 @@ def to_enter(session: _S) -> _S:
 
 
 def _dropped(undo: Undo, name: str) -> None:
+    """End a block that died without being left. It gets no session, or that would never die."""
     was_open = bool(undo)
     undo.close()
     if was_open:
@@ -386,3 +364,54 @@ def open_sessions() -> tuple[OpenSession, ...]:
         OpenSession(one.name, tuple(sorted(router.label for router in one.all_routers)))
         for one in found.values()
     )
+
+
+class Unchanged:
+    """Compares entries of dictionaries with their values when the block was entered.
+
+    A module that takes a router's place chooses by itself. Where that happens between a forward and its
+    recompute, no other check shows it.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], routers: Sequence[Sequence[Router]]) -> None:
+        self._chunks = list(chunks)
+        self._routers = _by_layer(routers)
+        self._held: dict[tuple[int, Any], tuple[str, Mapping[Any, Any], Any, Any]] = {}
+        self._hold_ways(routers)
+
+    def hold(self, name: str, place: Mapping[Any, Any], key: Any) -> None:
+        """Require that `place[key]` stays as it is; an error calls it `name`."""
+        self._held[id(place), key] = name, place, key, place.get(key)
+
+    def _hold_ways(self, routers: Sequence[Sequence[Router]]) -> None:
+        for chunk, found in zip(self._chunks, routers, strict=True):
+            for path in (router.path for router in found if router.path):
+                parent = chunk
+                for name in path.split("."):
+                    self.hold(path, parent._modules, name)
+                    parent = parent.get_submodule(name)
+
+    def check(self, where: str) -> None:
+        """Refuse what was replaced, moved or removed, except a router that was wrapped before its forward."""
+        for name, place, key, before in self._held.values():
+            if (now := place.get(key)) is before:
+                continue
+            if isinstance(before, nn.Module) and not in_backward():
+                routers = find(self._chunks)
+                if _by_layer(routers) == self._routers:
+                    del self._held[id(place), key]
+                    self._hold_ways(routers)
+                    self.check(where)
+                    return
+            problem, own = "the code that routes was replaced inside an open block", "none of its own"
+            expected = own if before is None else described(before)
+            got = own if now is None else f"another {described(now)}"
+            cause = (
+                "MindSpeed's repatch(), another library's patch, a layer that was replaced or merged with "
+                "its adapter, or module._forward_hooks.clear(): do it before the block or after it"
+            )
+            raise RouterError(problem, where=f"{where}, {name}", expected=expected, got=got, cause=cause)
+
+
+def _by_layer(routers: Sequence[Sequence[Router]]) -> dict[int, nn.Module]:
+    return {router.label: router.module for found in routers for router in found}

@@ -28,7 +28,7 @@ class _Guarded:
         self.owner = owner
         self.own_attribute = "topk" in vars(owner)  # Tensor's is inherited from its C base
         self.native = native = owner.topk
-        self._is_laid = False
+        self.is_laid = False
         here = guard.here
 
         def topk(*args: Any, **kwargs: Any) -> Any:
@@ -43,11 +43,6 @@ class _Guarded:
 
         topk.__doc__ = native.__doc__
         self.answered = topk
-
-    def lay_on(self) -> None:
-        if not self._is_laid:
-            self.owner.topk = self.answered
-            self._is_laid = True
 
     def lay_back(self) -> None:
         """Restore the name. If it was wrapped meanwhile, ours stays below and passes all calls on."""
@@ -85,7 +80,8 @@ class Guard:
                 operators[id(self._names[0].answered)] = "aten::topk"
             self.is_open = True
         for name in self._names:
-            name.lay_on()
+            if not name.is_laid:
+                name.owner.topk, name.is_laid = name.answered, True
 
     def remove(self, holder: object) -> None:
         """Release a holder. The last one restores the names."""
@@ -136,18 +132,17 @@ def hold_eager(chunks: Sequence[nn.Module], routers: Sequence[Sequence[Router]],
         path
         for chunk, found in zip(chunks, routers, strict=True)
         for path, module in chunk.named_modules()
-        if is_compiled(module) and any(_is_around(path, router.path) for router in found)
+        if is_compiled(module)
+        and any(path in ("", router.path) or router.path.startswith(f"{path}.") for router in found)
     ]
     if not compiled:
         return
     if not hasattr(torch.compiler, "set_stance"):
-        raise RouterError(
-            "a compiled module contains a router, and its graph would skip the hooks",
-            where=compiled[0] or "the module itself",
-            expected="torch 2.6 or newer, where it can be run eagerly for the time of the block",
-            got=f"torch {torch.__version__}",
-            cause="torch.compile on the model or a layer; compile the attention and the experts instead",
-        )
+        problem = "a compiled module contains a router, and its graph would skip the hooks"
+        expected, got = "torch 2.6 or newer, which can run it eagerly meanwhile", f"torch {torch.__version__}"
+        cause = "torch.compile on the model or a layer; compile the attention and the experts instead"
+        where = compiled[0] or "the module itself"
+        raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)
     _holders.add(holder)
     if not _stances:
         _stances.append(torch.compiler.set_stance("force_eager"))
@@ -163,10 +158,6 @@ def let_go(holder: object) -> None:
 _holders: set[object] = set()
 _stances: list[Any] = []
 """Holds the context that restores the stance, while it is ours."""
-
-
-def _is_around(path: str, router: str) -> bool:
-    return path in ("", router) or router.startswith(f"{path}.")
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from live.families import VOCABULARY
 from live.held import CEILING, Trainer, assert_right
 from npu_replay import RoutedModel, from_vllm
 from npu_replay.errors import InvalidRoutes, MicroBatchError
-from npu_replay.sessions.overlap import RUN
+from npu_replay.sessions.own_choice import RUN
 
 ALL = bool(os.environ.get("NPU_REPLAY_LIVE_ALL"))
 """Were all of the sequences asked for, and not a choice?"""

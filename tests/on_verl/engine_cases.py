@@ -871,7 +871,7 @@ def _far() -> None:
     update = partial(actor.update, r3_batch(tiny, job.rollout_routes(tiny)))
     name = "NPU_REPLAY_MIN_OVERLAP"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("npu_replay.sessions.overlap.RUN", 8)  # this job has fewer than 64 rows a rank
+        patch.setattr("npu_replay.sessions.own_choice.RUN", 8)  # this job has fewer than 64 rows a rank
         patch.delenv(name)
         leave(update, "far from what the routers would choose for these tokens", first=0)
         patch.setenv(name, "much")
@@ -879,7 +879,7 @@ def _far() -> None:
     assert not actor.gradients
     update()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("npu_replay.sessions.overlap.RUN", 8)
+        patch.setattr("npu_replay.sessions.own_choice.RUN", 8)
         patch.delenv(name)
         update()  # not the first any more
 

@@ -459,7 +459,7 @@ def _far() -> None:
     actor = Actor(tiny)
     update = partial(actor.update, r3_batch(tiny, engine_job.rollout_routes(tiny)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("npu_replay.sessions.overlap.RUN", 8)  # this job has fewer than 64 rows a rank
+        patch.setattr("npu_replay.sessions.own_choice.RUN", 8)  # this job has fewer than 64 rows a rank
         patch.setenv("NPU_REPLAY_MIN_OVERLAP", "0.9")  # and too few for the limit that is measured
         leave(update, "far from what the routers would choose for these tokens", first=0)
     assert not actor.gradients

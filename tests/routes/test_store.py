@@ -336,40 +336,19 @@ def test_samples_whose_keys_have_changed_places_are_refused(tmp_path: Path) -> N
             RouteStore(tmp_path)[key]
 
 
-def test_a_writer_that_was_killed_does_not_block_its_name(tmp_path: Path) -> None:
+def test_writers_that_live_or_were_killed_do_not_block_a_name(tmp_path: Path) -> None:
     shard = tmp_path / "routes-00000.safetensors"
     with hanging_writer(shard) as process:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    assert [path.name for path in tmp_path.iterdir()] == [f".{shard.name}.0.part"]
     with RouteStore.writer(tmp_path) as writer:
         writer.add(sample(1), key="mine")
     assert list(RouteStore(tmp_path)) == ["mine"]
-    assert [path.name for path in tmp_path.iterdir()] == [shard.name]
-
-
-def test_a_writer_that_lives_is_left_alone(tmp_path: Path) -> None:
-    with hanging_writer(tmp_path / "routes-00000.safetensors") as process:
-        RouteStore.writer(tmp_path)
+    with hanging_writer(tmp_path / "other-00000.safetensors") as process:
+        RouteStore.writer(tmp_path, name="other")
         go_on(process)
     with pytest.raises(RouteFileError, match="under this name"):
-        RouteStore.writer(tmp_path)
-    assert len(RouteStore(tmp_path)) == 1
-
-
-def test_rests_of_a_killed_writers_later_shards_are_removed_and_nobody_elses(tmp_path: Path) -> None:
-    rests = [".routes-00003.safetensors.0.part", ".routes-00004.safetensors.1.part"]
-    others = [
-        ".routes-1-00003.safetensors.0.part",
-        "routes-1-00003.safetensors",
-        "routes-00003.safetensors",
-        ".routes-x.part",
-        "routes.txt",
-    ]
-    for name in rests + others:
-        (tmp_path / name).write_bytes(b"half")
-    RouteStore.writer(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
+        RouteStore.writer(tmp_path, name="other")
 
 
 def test_routes_of_other_tokens_under_the_key_of_these_are_refused(tmp_path: Path) -> None:

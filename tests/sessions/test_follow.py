@@ -269,7 +269,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"input_ids": texts()[4][None], "attention_mask": torch.ones(1, 1, 11, 11).bool()},
         "doesn't tell which places are padding",
     ),
-    "embeddings": (lambda: {"inputs_embeds": torch.randn(1, 11, 64)}, "isn't told by them"),
+    "embeddings": (lambda: {"inputs_embeds": torch.randn(1, 11, 64)}, "which this call lacks"),
     "an image that nobody recorded": (
         lambda: {"input_ids": texts()[4][None], "pixel_values": torch.randn(1, 3, 4, 4)},
         "no routes are known",
@@ -291,11 +291,11 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "all lengths (Ulysses)": (
         lambda: {"input_ids": texts()[4][None, :5], "cu_seq_lens_q": torch.tensor([0, 11])},
-        "go beyond the call's tokens",
+        "exceed the call's tokens",
     ),
     "a cache": (lambda: {"input_ids": texts()[4][None], "use_cache": True}, "with a cache"),
     "transformers 5.24's": (lambda: {"input_ids": texts()[4][None], "cache": object()}, "with a cache"),
-    "one flat row": (lambda: {"input_ids": texts()[4]}, "isn't told by them"),
+    "one flat row": (lambda: {"input_ids": texts()[4]}, "which this call lacks"),
 }
 
 

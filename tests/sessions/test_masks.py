@@ -116,7 +116,7 @@ def scattered(router: ToyRouter, scores: Scores) -> Pair:
 
 
 def copied_over(router: ToyRouter, scores: Scores) -> Pair:
-    masked = torch.empty_like(scores)
+    masked = scores.detach().clone()  # as memory that was never written may be
     masked.copy_(scores.masked_fill(outside(scores), -1.0))
     return masked.topk(router.topk)
 
@@ -170,6 +170,31 @@ def test_a_mask_is_seen_by_whatever_function_it_is_made(select: Select) -> None:
     seen.clear()
     for scores, (values, ids) in zip(seen, given(model, foreign()), strict=True):
         assert torch.equal(values, scores.gather(1, ids))
+        (slope,) = torch.autograd.grad(values.sum(), scores, allow_unused=True)
+        assert slope is not None and torch.equal(slope.nonzero()[:, 1].view_as(ids), ids)
+
+
+def test_a_bias_that_is_learned_is_no_mask_however_much_it_lowers() -> None:
+    lowered = nn.Parameter(torch.where(torch.arange(EXPERTS) < EXPERTS // 2, 0.0, -1e4))
+    seen: list[Scores] = []
+
+    def biased(router: ToyRouter, scores: Scores) -> Pair:
+        seen.append(scores + lowered)
+        return seen[-1].topk(router.topk)
+
+    model = ToyModel(ToyRouter(select=biased, masks=True))
+    for scores, (values, ids) in zip(seen, given(model, foreign()), strict=True):
+        assert torch.equal(values, scores.gather(1, ids))
+
+
+def test_a_product_with_zeros_that_nothing_sees_is_refused() -> None:
+    def hidden(router: ToyRouter, scores: Scores) -> Pair:
+        with torch._C.DisableTorchFunction():  # as in a compiled function
+            masked = scores * ~outside(scores)
+        return masked.topk(router.topk)
+
+    with pytest.raises(NoEffect, match="doesn't show the chosen experts"):
+        given(ToyModel(ToyRouter(select=hidden, masks=True)), foreign())
 
 
 def given(model: nn.Module, routes: RoutedExperts, count: int = 4) -> list[Pair]:

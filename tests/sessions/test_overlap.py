@@ -287,7 +287,7 @@ def test_all_experts_for_each_token_are_right() -> None:
 
 def test_an_array_of_counts_fits_its_dtype() -> None:
     """All 256 experts of a layer are one more than a byte holds."""
-    from npu_replay.sessions.overlap import OverlapCheck
+    from npu_replay.sessions.own_choice import OverlapCheck
 
     check = OverlapCheck(0.5)
     ids = torch.arange(256).expand(RUN, -1)

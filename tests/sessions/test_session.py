@@ -92,8 +92,8 @@ def test_a_layer_that_the_routes_lack_is_refused_on_entering() -> None:
 @pytest.mark.parametrize(
     ("ids", "experts", "words"),
     [
-        (torch.arange(2).expand(ROWS, 2, 2), EXPERTS, ("another top-k", "Expected 3", "got 2")),
-        (torch.arange(3).expand(ROWS, 2, 3), 8, ("another number of experts", "Expected 16", "got 8")),
+        (torch.arange(2).expand(ROWS, 2, 2), EXPERTS, ("another top-k", "top-3 of 16", "top-2")),
+        (torch.arange(3).expand(ROWS, 2, 3), 8, ("number of experts", "top-3 of 16", "of 8")),
     ],
 )
 def test_another_top_k_or_number_of_experts_is_refused_on_entering(
@@ -142,7 +142,7 @@ def test_labels_must_be_clear() -> None:
     some = ToyModel(ToyRouter(layer=3), ToyRouter())
     with pytest.raises(RouterError, match=says("layers.1", "some don't", "1 of 2")):
         npu_replay.record(some).__enter__()
-    with pytest.raises(RouterError, match="sits in two chunks"):
+    with pytest.raises(RouterError, match="is in two chunks"):
         npu_replay.record([some, some]).__enter__()
     numbered = ToyModel(ToyRouter(layer=7), ToyRouter(layer=2))
     assert record(numbered)[0].layers == (2, 7)
@@ -950,7 +950,7 @@ def test_a_skipped_loss_that_is_still_held_is_named() -> None:
 def test_a_router_under_vmap_is_refused_by_name(kind: str) -> None:
     model = ToyModel()
     with BLOCKS[kind](model):
-        with pytest.raises(RouterError, match=says("layer 0", "vmap", "batched")):
+        with pytest.raises(RouterError, match=says("layer 0", "vmap", "torch.vmap")):
             torch.vmap(model)(torch.stack([tokens(), tokens(1)]))
         model(tokens())
 

@@ -304,7 +304,7 @@ def test_the_error_names_the_place_and_both_modules() -> None:
     model = ToyModel()
     message = (
         r"micro-batch 1, layers\.0\.router: the code that routes was replaced inside an open block\. "
-        r"Expected toys\.ToyRouter, got another toys\.ToyRouter\. Usual cause: .*swapped"
+        r"Expected toys\.ToyRouter, got another toys\.ToyRouter\. Usual cause: .*merged"
     )
     with pytest.raises(RouterError, match=message), npu_replay.record(model):
         model(tokens(0))
