@@ -499,7 +499,7 @@ def flags_kept() -> dict[str, Any]:
 
 
 def ways(name: str) -> dict[str, Any]:
-    """What becomes of the flag in each way that MindSpeed and people treat a config: its value, or the error."""
+    """The flag after each thing that MindSpeed and people do to a config: its value, or the error."""
     cls = config_class(name)
     flag = {FLAGS[0]: True}
     config, fields = cls(**SMALL, **flag), dataclasses.fields(cls)
