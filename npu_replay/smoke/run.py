@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -116,18 +115,19 @@ class Smoke:
             if routing in self._untried:
                 results.append(Result(feature, case, SKIP, "the model doesn't train by itself"))
                 continue
-            results.append(self._try(feature, case, partial(self._tried, feature, routing)))
+
+            def examine(routing: str = routing) -> str:
+                if self._broken:
+                    self.job.initialise()
+                    self._broken = False
+                if routing not in self._trials:
+                    self._trials[routing] = Trial(self.job, routing)
+                return FEATURES[feature](self._trials[routing])
+
+            results.append(self._try(feature, case, examine))
             if feature == "model" and results[-1].result == FAIL:
                 self._untried.add(routing)
         return results
-
-    def _tried(self, feature: str, routing: str) -> str:
-        if self._broken:
-            self.job.initialise()
-            self._broken = False
-        if routing not in self._trials:
-            self._trials[routing] = Trial(self.job, routing)
-        return FEATURES[feature](self._trials[routing])
 
     def _try(self, feature: str, case: str, examine: Callable[[], str]) -> Result:
         self._asked += 1
