@@ -18,7 +18,7 @@ setup_started=$SECONDS
 
 # Of the ways to split a model over processes: one of each kind, and what happens when a rank fails.
 # shellcheck disable=SC2034  # for the scripts that source this
-parallel_choice="tp2-full or cp2-packed-full or ep2-full or pp2-vp2-full or hybrid-tp2-pp2-full or error_on_one_rank"
+parallel_choice="tp2-full or cp2-packed-full or ep2-full or pp2-vp2-full or hybrid-tp2-pp2-full"
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 

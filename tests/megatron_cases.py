@@ -224,3 +224,35 @@ def perturbed(model: nn.Module, scale: float = 1.0) -> Iterator[None]:
         with torch.no_grad():
             for weight, original in zip(weights, kept, strict=True):
                 weight.copy_(original)
+
+
+class PipelineGroup:
+    """What the releases that pass groups around ask of the pipeline's."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.numbers = size, rank
+
+    def size(self) -> int:
+        return self.numbers[0]
+
+    def rank(self) -> int:
+        return self.numbers[1]
+
+
+def at_stage(
+    patch: Any, pp: int, pp_rank: int, vp: int | None = None, vp_rank: int | None = None
+) -> PipelineGroup:
+    """Make this process that pipeline rank, as far as asking Megatron's parallel state goes."""
+    from megatron.core import parallel_state
+
+    group = PipelineGroup(pp, pp_rank)
+    values = {
+        "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": pp,
+        "_MPU_PIPELINE_MODEL_PARALLEL_RANK": pp_rank,
+        "_PIPELINE_MODEL_PARALLEL_GROUP": group,
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": vp,
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK": vp_rank,
+    }
+    for name, value in values.items():
+        patch.setattr(parallel_state, name, value)
+    return group

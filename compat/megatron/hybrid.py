@@ -1,7 +1,8 @@
 """Reads the layer pattern of Megatron-core's HybridModel (MambaModel up to 0.17).
 
-Probes: attributes of modules and configs, and what refers to a config. Offers: `pattern_on`, `pattern_of` and
-`pattern_in` for the pattern of a whole model, `labelled` and `layers_in` for the layers of its chunks.
+Asks:     attributes of modules and configs, and what refers to a config.
+Changes:  nothing.
+Undone:   there is nothing to undo.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ since its patches hold for every model of the process.
 
 Asks:     the model's config, MindSpeed's arguments and its list of patches.
 Changes:  nothing.
+Undone:   there is nothing to undo.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Describes MindSpeed-LLM's own routing inside Megatron's TopKRouter, and its layers without a router.
 
-Probes: the module that a router's `routing` comes from, its routing type, and the arguments on configs; so
-nothing is imported, and a MindSpeed-LLM that is only installed changes nothing. Offers: `refuse` (why a
-router can't be replayed), `looks_up` (whether it chooses by a table of tokens), `layer_kinds` (which decoder
-layers have a router), `pipeline_table` (which stage has them). Changes nothing.
-
 All its routing types but one end in one top-k over the experts, which the seam answers as it does Megatron's.
+
+Asks:     the module that a router's `routing` comes from, its routing type, and the arguments on configs; so
+          a MindSpeed-LLM that is only installed means nothing.
+Changes:  nothing, and nothing is imported.
+Undone:   there is nothing to undo.
 """
 
 from __future__ import annotations

@@ -29,13 +29,21 @@ from npu_replay.errors import ReplayError
 
 logger = logging.getLogger(__name__)
 
-Shim = Callable[[Any], None]
+Shim = Callable[[Any], object]
 """Changes a module that was just imported, or fills one that is served; undoes its part if it raises."""
 
-_preparing: dict[str, dict[str, Callable[[], object]]] = {}
-_waiting: dict[str, dict[str, Shim]] = {}
+
+@dataclass(frozen=True)
+class _Awaited:
+    """Holds what waits for a module: called with it once its code has run, or earlier, with what is there."""
+
+    act: Shim
+    early: bool
+    ends: bool
+
+
+_waiting: dict[str, dict[str, _Awaited]] = {}
 _failures: dict[str, str] = {}
-_ending: set[str] = set()
 
 
 @dataclass
@@ -63,15 +71,7 @@ def when_imported(module: str, name: str, shim: Shim, *, ends: bool = False) -> 
     >>> when_imported("json", "an example", lambda module: print("told of", module.__name__))
     told of json
     """
-    if environment.disabled():
-        return
-    _waiting.setdefault(module, {})[name] = shim
-    if ends:
-        _ending.add(name)
-    if _is_imported(module):
-        _run(module)
-    else:
-        _look_out()
+    _await(module, name, _Awaited(shim, early=False, ends=ends))
 
 
 def before_import(module: str, name: str, prepare: Callable[[], object]) -> None:
@@ -79,13 +79,7 @@ def before_import(module: str, name: str, prepare: Callable[[], object]) -> None
 
     A package's own shims are imported so. Failures are treated as those of a shim.
     """
-    if environment.disabled():
-        return
-    _preparing.setdefault(module, {})[name] = prepare
-    if sys.modules.get(module) is not None:
-        _prepare(module)
-    else:
-        _look_out()
+    _await(module, name, _Awaited(lambda _: prepare(), early=True, ends=False))
 
 
 def serve(
@@ -126,18 +120,15 @@ def attempt(module: str, name: str, action: Callable[[], object]) -> None:
 
 def refuse_failures() -> None:
     """Run the shims of modules that are imported by now; raise if one failed, unless NPU_REPLAY_STRICT=0."""
-    # A finder before ours in sys.meta_path may have found the module.
-    for module in [module for module in _preparing if sys.modules.get(module) is not None]:
-        _prepare(module)
-    for module in filter(_is_imported, list(_waiting)):
-        _run(module)
+    for module in list(_waiting):  # a finder before ours in sys.meta_path may have found it
+        _run_if_there(module)
     if _failures and environment.strict():
         raise _failed()
 
 
 def forget() -> None:
     """Stop waiting for imports and serving modules, and forget failures."""
-    for asked in (_preparing, _waiting, _failures, _ending, _served):
+    for asked in (_waiting, _failures, _served):
         asked.clear()
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
@@ -157,23 +148,28 @@ def _failed() -> ReplayError:
     )
 
 
-def _is_imported(module: str) -> bool:
-    """Return whether a module is imported, and its code has run."""
-    found = sys.modules.get(module)
-    return found is not None and not getattr(getattr(found, "__spec__", None), "_initializing", False)
+def _await(module: str, name: str, what: _Awaited) -> None:
+    if not environment.disabled():
+        _waiting.setdefault(module, {})[name] = what
+        _look_out()
+        _run_if_there(module)
 
 
-def _prepare(module: str) -> None:
-    for name, prepare in _preparing.pop(module, {}).items():
-        attempt(module, name, prepare)
+def _run_if_there(module: str) -> None:
+    if (found := sys.modules.get(module)) is not None:
+        _run(module, ran=not getattr(getattr(found, "__spec__", None), "_initializing", False))
 
 
-def _run(module: str) -> None:
-    for name, shim in _waiting.pop(module, {}).items():
-        attempt(module, name, functools.partial(shim, sys.modules[module]))
-        if name in _ending and name in _failures and environment.strict():
-            _waiting[module] = {name: shim}  # a second import fails too
-            raise _failed()
+def _run(module: str, *, ran: bool) -> None:
+    """Run what waits for a module: what is early, and all of it if the module's code has `ran`."""
+    waiting = _waiting.get(module, {})
+    for name, what in list(waiting.items()):
+        if ran or what.early:
+            del waiting[name]
+            attempt(module, name, functools.partial(what.act, sys.modules.get(module)))
+            if what.ends and name in _failures and environment.strict():
+                waiting[name] = what  # a second import fails too
+                raise _failed()
 
 
 def _look_out() -> None:
@@ -207,7 +203,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        awaited, served = fullname in _waiting or fullname in _preparing, _served.get(fullname)
+        awaited, served = _waiting.get(fullname), _served.get(fullname)
         if fullname in asking.names or not (awaited or served):
             return None
         others = [one for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]
@@ -221,7 +217,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if awaited and spec is not None and hasattr(spec.loader, "exec_module"):
                 spec.loader = _Loader(spec.loader, fullname)
             elif spec is not None:
-                _prepare(fullname)  # a namespace package, which has no code to run
+                _run(fullname, ran=False)  # a namespace package, which has no code to run
         return spec
 
     def create_module(self, spec: ModuleSpec) -> None:
@@ -269,7 +265,7 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         if module.__spec__ is not None:
             module.__spec__.loader = module.__loader__ = self._loader
-        _prepare(self._module)
+        _run(self._module, ran=False)
         self._loader.exec_module(module)
         if sys.modules.get(self._module) is module:
-            _run(self._module)
+            _run(self._module, ran=True)

@@ -36,22 +36,15 @@ def alive_in_models(kind: Any) -> list[Any]:
     numbers all hooks of a process, and Megatron's linear layers get one as they are made.
     """
 
+    modules = [one for one in alive(nn.Module) if "_modules" in vars(one)]
+    held = {id(part) for one in modules for part in one._modules.values()}
+
     def first_hook(top: nn.Module) -> float:
         hooks = (vars(one).get(name, ()) for one in top.modules() for name in _HOOKS)
         return min(itertools.chain(*hooks), default=math.inf)
 
-    tops = sorted(outermost(modules()), key=first_hook)
+    tops = sorted((one for one in modules if id(one) not in held), key=first_hook)
     return [one for top in tops for one in top.modules() if issubclass(type(one), kind)]
-
-
-def modules() -> list[nn.Module]:
-    return [one for one in alive(nn.Module) if "_modules" in vars(one)]
-
-
-def outermost(of: list[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are in no other one of these."""
-    held = {id(part) for one in of for part in one._modules.values()}
-    return [one for one in of if id(one) not in held]
 
 
 def _with_subclasses(kind: type) -> set[type]:

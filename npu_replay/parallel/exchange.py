@@ -40,30 +40,25 @@ def exchange(
     data = outcome.attempt(lambda: {key: bytearray(pickle.dumps(held[key])) for key in sent}) or {}
     sizes = ChainMap(*outcome.agree(peers, {key: len(one) for key, one in data.items()}))
     # All memory is allocated before the first message: a rank that failed between two would hang the others.
-    room = outcome.attempt(lambda: _room({move.key: sizes[move.key] for move in moves}, peers.device))
+    most = max((sizes[move.key] for move in moves), default=0)
+    room = outcome.attempt(
+        lambda: (
+            {move.key: torch.empty(sizes[move.key], dtype=torch.uint8) for move in moves},
+            torch.empty(most, dtype=torch.uint8, device=peers.device),
+        )
+    )
     outcome.agree(peers)
     if outcome.error is not None:
         raise outcome.error
     rows, scratch = room or ({}, torch.empty(0))
     for move in moves:  # in the same order on all ranks, so each finds its partner
-        here = scratch[: sizes[move.key]]
-        if move.source == peers.me:
+        here, sends = scratch[: sizes[move.key]], move.source == peers.me
+        if sends:
             here.copy_(torch.frombuffer(data[move.key], dtype=torch.uint8))
-            _pass_on(peers, dist.isend, here, move.target)
-        else:
-            _pass_on(peers, dist.irecv, here, move.source)
+        # A batch of one: for single messages NCCL would make a communicator for each pair of ranks.
+        peer = peers.ranks[move.target if sends else move.source]
+        message = dist.P2POp(dist.isend if sends else dist.irecv, here, peer, peers.group)
+        peers.run(lambda message=message: dist.batch_isend_irecv([message])[0])
+        if not sends:
             rows[move.key].copy_(here)
     return {move.key: pickle.loads(rows[move.key].numpy().data) for move in moves if move.target == peers.me}
-
-
-def _room(sizes: Mapping[int, int], device: torch.device) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-    """Return host memory for each, and one buffer for the largest where the back end wants it."""
-    rows = {key: torch.empty(size, dtype=torch.uint8) for key, size in sizes.items()}
-    return rows, torch.empty(max(sizes.values(), default=0), dtype=torch.uint8, device=device)
-
-
-def _pass_on(peers: RankGroup, move: Any, data: torch.Tensor, peer: int) -> None:
-    """Send or receive one message."""
-    # A batch of one: for single messages NCCL would make a communicator for each pair of ranks.
-    one = dist.P2POp(move, data, peers.ranks[peer], peers.group)
-    peers.run(lambda: dist.batch_isend_irecv([one])[0])

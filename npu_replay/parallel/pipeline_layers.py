@@ -128,7 +128,16 @@ class DecoderLayers:
     def _counts(self, pp: int, vp: int) -> Sequence[Sequence[int]]:
         """Return the decoder layers of each stage, [pipeline rank][virtual stage]."""
         if self.pattern is not None:
-            return self._pattern_counts(self.pattern, pp, vp)
+            labels, sizes = pattern_labels(self.pattern), [*map(len, _stages(self.pattern))]
+            if len(sizes) == 1:  # no | ends a stage: the symbols are dealt out as layers are
+                whole = DecoderLayers(sizes[0], first_stage=self.first_stage, last_stage=self.last_stage)
+                counts = whole._counts(pp, vp)
+                sizes = [counts[rank][stage] for stage in range(vp) for rank in range(pp)]
+            problem = f"{self.pattern!r} has other pipeline stages"
+            _check(len(sizes) == pp * vp, problem, f"{pp} x {vp}", len(sizes))
+            spans = zip(sizes, accumulate(sizes), strict=True)
+            found = [sum(label is not None for label in labels[end - size : end]) for size, end in spans]
+            return [found[rank::pp] for rank in range(pp)]
         if self.table is not None:
             shape = [len(stage) for stage in self.table]
             _check(shape == [vp] * pp, "the pipeline layout has another shape", f"{pp} x {vp}", shape)
@@ -146,22 +155,11 @@ class DecoderLayers:
         others = pp - len(told)
         _check(others > 0 or rest == 0, "first and last stage leave layers over", 0, rest)
         each = _share(rest, others, "pipeline ranks") if others else 0
-        counts = [[_share(told.get(rank, each), vp, "virtual stages")] * vp for rank in range(pp)]
+        dealt = [[_share(told.get(rank, each), vp, "virtual stages")] * vp for rank in range(pp)]
         # The embedding and the loss counted as layers above; they hold none.
-        counts[0][0] -= embedding
-        counts[-1][-1] -= loss
-        return counts
-
-    def _pattern_counts(self, pattern: str, pp: int, vp: int) -> Sequence[Sequence[int]]:
-        labels, sizes = pattern_labels(pattern), [*map(len, _stages(pattern))]
-        if len(sizes) == 1:
-            symbols = DecoderLayers(sizes[0], first_stage=self.first_stage, last_stage=self.last_stage)
-            counts = symbols._counts(pp, vp)
-            sizes = [counts[rank][stage] for stage in range(vp) for rank in range(pp)]
-        _check(len(sizes) == pp * vp, f"{pattern!r} has other pipeline stages", f"{pp} x {vp}", len(sizes))
-        spans = zip(sizes, accumulate(sizes), strict=True)
-        found = [sum(label is not None for label in labels[end - size : end]) for size, end in spans]
-        return [found[rank::pp] for rank in range(pp)]
+        dealt[0][0] -= embedding
+        dealt[-1][-1] -= loss
+        return dealt
 
 
 def pattern_labels(pattern: str) -> list[int | None]:

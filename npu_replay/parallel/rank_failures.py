@@ -134,7 +134,13 @@ class RankGroup:
     def _leave(self, trouble: Exception, error: Exception | None, deadline: float) -> Exception:
         """Return the error to leave with, this rank's first, after all living ranks have signed."""
         own = error or (None if isinstance(trouble, _Broken) else trouble)
-        self._hang_up()
+        if self.device.type == "cpu":
+            # The others stop waiting at once when gloo's connections close. It has no call for this, but
+            # closes all of them when the wait for one message times out.
+            for rank in set(self.ranks) - {dist.get_rank()}:
+                with suppress(RuntimeError):
+                    nothing: Any = dist.irecv(torch.empty(1, dtype=torch.uint8), rank, self.group, _TAG)
+                    nothing.wait(timedelta(milliseconds=10))
         grace = min(max(1.0, self.patience / 4), 10.0)
         self._lost = self.meet("left", _news(own), deadline + grace) or self._error(
             f"that ranks {_some(self.ranks)} can talk to each other",
@@ -142,16 +148,6 @@ class RankGroup:
             "the network between them, or a rank that came later than all the others waited for",
         )
         return own or self._lost
-
-    def _hang_up(self) -> None:
-        """Close the group's connections if it is gloo's, so that the others stop waiting at once."""
-        if self.device.type != "cpu":
-            return
-        # gloo has no call for this, but closes all connections when the wait for one message times out.
-        for rank in set(self.ranks) - {dist.get_rank()}:
-            with suppress(RuntimeError):
-                nothing: Any = dist.irecv(torch.empty(1, dtype=torch.uint8), rank, self.group, _TAG)
-                nothing.wait(timedelta(milliseconds=10))
 
 
 class Outcome:

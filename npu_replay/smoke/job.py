@@ -23,6 +23,7 @@ import torch.distributed as dist
 from npu_replay import devices
 from npu_replay.compat import probe
 from npu_replay.errors import ReplayError
+from npu_replay.smoke import hybrid_model
 from npu_replay.smoke.model import config
 from npu_replay.smoke.options import Options
 
@@ -69,6 +70,8 @@ class Job:
 
     def start(self) -> str:
         """Make the process groups, and configure MindSpeed; return a line about them."""
+        if self.options.model == "hybrid" and (why := hybrid_model.missing(self.options.pattern)):
+            raise Wrong(f"--model hybrid: {why}")
         backend = devices.backend(self.device)
         # NCCL and HCCL end the process at their timeout, without a report: the timer must come first.
         self._timeout = self.options.patience * (1 if backend == "gloo" else 20)

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +23,6 @@ from npu_replay import screen
 from npu_replay.devices import megatron_on, one_thread
 from npu_replay.errors import ReplayError
 from npu_replay.options import WrongOption, message, write_out
-from npu_replay.smoke import hybrid_model
 from npu_replay.smoke.checks import FEATURES, Trial, left_behind
 from npu_replay.smoke.job import Job, Wrong, place
 from npu_replay.smoke.model import ROUTINGS
@@ -76,11 +74,19 @@ class Smoke:
             self._note([started])
             return
         with one_thread(), megatron_on(self.job.device):
-            started = self._try("start", "", self._start)
+            started = self._try("start", "", self.job.start)
             self._note([started])
             for feature in FEATURES if started.result == PASS else ():
                 self._note(self._feature(feature))
-        self._note([self._try("uninstall", "", partial(self._uninstall, topk))])
+
+        def uninstall() -> str:
+            npu_replay.uninstall()
+            chunks = itertools.chain.from_iterable(trial.chunks for trial in self._trials.values())
+            left = left_behind(chunks, topk)
+            Wrong.unless(not left, left)
+            return "torch, Megatron and the models are as they were"
+
+        self._note([self._try("uninstall", "", uninstall)])
 
     def end(self) -> int:
         self._say(f"\n{self.report.verdict()}")
@@ -100,11 +106,6 @@ class Smoke:
         self.report.results += results
         self._say(self.report.lines(results[0].feature))
 
-    def _start(self) -> str:
-        if self._options.model == "hybrid" and (why := hybrid_model.missing(self._options.pattern)):
-            raise Wrong(f"--model hybrid: {why}")
-        return self.job.start()
-
     def _feature(self, feature: str) -> list[Result]:
         if feature == "recompute" and not self._options.recompute:
             return [Result(feature, "", SKIP, "not asked for: --recompute")]
@@ -114,25 +115,19 @@ class Smoke:
             if routing in self._untried:
                 results.append(Result(feature, case, SKIP, "the model doesn't train by itself"))
                 continue
-            results.append(self._try(feature, case, partial(self._tried, feature, routing)))
+
+            def examine(routing: str = routing) -> str:
+                if self._broken:
+                    self.job.initialise()
+                    self._broken = False
+                if routing not in self._trials:
+                    self._trials[routing] = Trial(self.job, routing)
+                return FEATURES[feature](self._trials[routing])
+
+            results.append(self._try(feature, case, examine))
             if feature == "model" and results[-1].result == FAIL:
                 self._untried.add(routing)
         return results
-
-    def _tried(self, feature: str, routing: str) -> str:
-        if self._broken:
-            self.job.initialise()
-            self._broken = False
-        if routing not in self._trials:
-            self._trials[routing] = Trial(self.job, routing)
-        return FEATURES[feature](self._trials[routing])
-
-    def _uninstall(self, topk: tuple[object, object]) -> str:
-        npu_replay.uninstall()
-        chunks = itertools.chain.from_iterable(trial.chunks for trial in self._trials.values())
-        left = left_behind(chunks, topk)
-        Wrong.unless(not left, left)
-        return "torch, Megatron and the models are as they were"
 
     def _try(self, feature: str, case: str, examine: Callable[[], str]) -> Result:
         self._asked += 1
@@ -142,7 +137,18 @@ class Smoke:
         watch.start()
         begun = time.perf_counter()
         try:
-            found = self._examined(feature, case, examine)
+            try:
+                found = Result(feature, case, PASS, examine())
+            except Wrong as wrong:
+                found = Result(feature, case, FAIL, message(wrong), self.job.rank)
+            except Exception as error:  # noqa: BLE001  whatever fails here is the finding
+                whose = "" if isinstance(error, ReplayError) else f"{type(error).__name__}: "
+                why = f"{whose}{message(error)}".strip() or "no message"
+                trace = [  # only the last folders of a path, for privacy
+                    f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.name}"
+                    for frame in traceback.extract_tb(error.__traceback__)[-6:]
+                ]
+                found = Result(feature, case, FAIL, why, self.job.rank, trace=trace, broken=True)
             found = replace(found, seconds=round(time.perf_counter() - begun, 3), at=time.time())
             results = self.job.share(str(self._asked), found)
         finally:
@@ -151,20 +157,6 @@ class Smoke:
             self._trials.clear()
             self._broken = True
         return first_to_fail(results, patience)
-
-    def _examined(self, feature: str, case: str, examine: Callable[[], str]) -> Result:
-        try:
-            return Result(feature, case, PASS, examine())
-        except Wrong as wrong:
-            return Result(feature, case, FAIL, message(wrong), self.job.rank)
-        except Exception as error:  # noqa: BLE001  whatever fails here is the finding
-            whose = "" if isinstance(error, ReplayError) else f"{type(error).__name__}: "
-            why = f"{whose}{message(error)}".strip() or "no message"
-            trace = [  # only the last folders of a path, for privacy
-                f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.name}"
-                for frame in traceback.extract_tb(error.__traceback__)[-6:]
-            ]
-            return Result(feature, case, FAIL, why, self.job.rank, trace=trace, broken=True)
 
     def _conclude(self, feature: str) -> None:
         """End the job with its report, since a rank waits in a collective that will never complete.

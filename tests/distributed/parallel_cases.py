@@ -125,6 +125,7 @@ CHECKS = (
     "record",
     "record forward_only",
     "collect on one rank",
+    "by reference",
     "replay: ids",
     "replay: gradients",
     "round trip",

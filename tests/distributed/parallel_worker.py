@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 import npu_replay
-from distributed import parallel_cases, parallel_failures
+from distributed import parallel_cases
 
 
 @contextmanager
@@ -26,12 +26,6 @@ def cases(task: dict[str, Any]) -> None:
     """The cases of these names."""
     with _started():
         parallel_cases.run(Path(task["folder"]), task["cases"], Path(task["references"]))
-
-
-def failures(task: dict[str, Any]) -> None:
-    """What happens when a rank has an error."""
-    with _started():
-        parallel_failures.run(Path(task["folder"]))
 
 
 def refer(task: dict[str, Any]) -> None:

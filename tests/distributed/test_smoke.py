@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +11,9 @@ from typing import Any
 
 import pytest
 
+import jobs
 from npu_replay.smoke import hybrid_model
 
-BROKEN = Path(__file__).with_name("smoke_broken.py")
 FEATURES = (
     "start",
     "collectives",
@@ -32,39 +30,8 @@ FEATURES = (
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-def launch(
-    processes: int, script: list[str], arguments: list[str], timeout: float = 200
-) -> tuple[int, str, str]:
-    """Run a job on a port of its own; return its exit code, what it printed, and its complaints."""
-    command = [sys.executable]
-    if processes:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    path = os.pathsep.join([str(BROKEN.parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
-    job = subprocess.Popen(
-        [*command, *script, *arguments],
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        out, complaints = job.communicate(timeout=timeout)
-    finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
-    return job.returncode, out, complaints
-
-
-def smoke(processes: int, folder: Path, *options: str) -> tuple[dict[str, Any], str]:
-    """A run that has to pass: its JSON and what it printed."""
-    file = folder / "smoke.json"
-    arguments = ["smoke", "--device", "cpu", "--out", str(file), *options]
-    code, out, complaints = launch(processes, ["-m", "npu_replay"], arguments)
-    assert code == 0, f"{out}\n{complaints}"
-    return json.loads(file.read_text()), out
+Found = dict[str, Any]
+"""A run's JSON, with its exit code and heading."""
 
 
 def tried(found: dict[str, Any]) -> dict[str, set[str]]:
@@ -75,64 +42,82 @@ def tried(found: dict[str, Any]) -> dict[str, set[str]]:
     return results
 
 
+EVERY = {feature: {"PASS"} for feature in FEATURES}
+RUNS = {
+    # of two ranks, in one job
+    "virtual stages": ["--pp", "2", "--vp", "2", "--recompute"],
+    "context": ["--cp", "2"],
+    "hybrid": ["--model", "hybrid", "--recompute"],
+    "hybrid pp": ["--model", "hybrid", "--recompute", "--pp", "2"],
+    "hybrid tp": ["--model", "hybrid", "--recompute", "--tp", "2"],
+    "hybrid virtual stages": ["--model", "hybrid", "--recompute", "--pp", "2", "--vp", "2"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    folder = tmp_path_factory.mktemp("runs")
+    jobs.run_ranks("distributed.smoke_worker:runs", {"runs": RUNS}, 2, folder=folder)
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in RUNS}
+
+
 def test_four_processes_pass_every_feature(tmp_path: Path) -> None:
-    found, out = smoke(4, tmp_path, "--tp", "2", "--pp", "2", "--ep", "2", "--recompute")
-    assert tried(found) == {feature: {"PASS"} for feature in FEATURES}
+    file = tmp_path / "smoke.json"
+    arguments = ["--tp", "2", "--pp", "2", "--ep", "2", "--recompute", "--out", str(file)]
+    ended = jobs.start("distributed.smoke_worker:command", {"arguments": arguments}, ranks=4)
+    assert [(one.code, one.answer) for one in ended] == [(0, 0)] * 4, ended[0].problem
+    found, out = json.loads(file.read_text()), ended[0].output
+    assert tried(found) == EVERY
     assert found["passed"]
-    assert [line[:4] for line in out.splitlines() if line[:1].isupper() and line[4:6] == "  "] == [
-        "PASS"
-    ] * len(FEATURES)
+    lines = [line[:4] for line in out.splitlines() if line[:1].isupper() and line[4:6] == "  "]
+    assert lines == ["PASS"] * len(FEATURES)
+    assert not any("PASS" in one.output for one in ended[1:]), "only the first rank speaks"
     cases = {one["case"] for one in found["results"] if one["feature"] == "replay"}
     assert cases == {"softmax", "sigmoid+bias", "groups"}
 
 
-def test_virtual_stages_pass(tmp_path: Path) -> None:
-    found, _ = smoke(2, tmp_path, "--pp", "2", "--vp", "2", "--recompute")
-    assert tried(found) == {feature: {"PASS"} for feature in FEATURES}
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_command_as_people_run_it_with_torchrun_and_without(tmp_path: Path, processes: int) -> None:
+    file, command = tmp_path / "smoke.json", [sys.executable]
+    if processes:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += ["-m", "npu_replay", "smoke", "--device", "cpu", "--recompute", "--out", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert tried(json.loads(file.read_text())) == EVERY
+    assert done.stdout.startswith(f"npu-replay smoke: {'2 processes' if processes else '1 process'}, on cpu")
 
 
-def test_context_parallelism_passes_and_recompute_is_tried_only_if_asked_for(tmp_path: Path) -> None:
-    found, out = smoke(2, tmp_path, "--cp", "2")
-    assert tried(found) == {feature: {"SKIP" if feature == "recompute" else "PASS"} for feature in FEATURES}
-    assert "SKIP  recompute     not asked for" in out
+def test_virtual_stages_pass(runs: dict[str, Found]) -> None:
+    assert tried(runs["virtual stages"]) == EVERY
 
 
-def test_one_process_without_torchrun(tmp_path: Path) -> None:
-    found, out = smoke(0, tmp_path, "--recompute")
-    assert tried(found) == {feature: {"PASS"} for feature in FEATURES}
-    assert out.startswith("npu-replay smoke: 1 process, on cpu")
+def test_context_parallelism_passes_and_recompute_is_tried_only_if_asked_for(runs: dict[str, Found]) -> None:
+    assert tried(runs["context"]) == EVERY | {"recompute": {"SKIP"}}
+    (skipped,) = [one for one in runs["context"]["results"] if one["result"] == "SKIP"]
+    assert skipped["why"].startswith("not asked for")
 
 
-@pytest.mark.parametrize("sizes", [[], ["--pp", "2"], ["--tp", "2"], ["--pp", "2", "--vp", "2"]])
-def test_a_hybrid_model_passes_every_feature(tmp_path: Path, sizes: list[str]) -> None:
-    if why := hybrid_model.missing("|" if "--vp" in sizes else "E"):
-        pytest.skip(why)
-    found, out = smoke(2 if sizes else 0, tmp_path, "--model", "hybrid", "--recompute", *sizes)
-    assert tried(found) == {feature: {"PASS"} for feature in FEATURES}
-    assert out.startswith("npu-replay smoke: HybridModel, ")
+@pytest.mark.parametrize("name", [name for name in RUNS if "hybrid" in name])
+def test_a_hybrid_model_passes_or_the_release_says_from_which_on(runs: dict[str, Found], name: str) -> None:
+    found, why = runs[name], hybrid_model.missing("|" if "--vp" in RUNS[name] else "E")
+    assert found["heading"].startswith("npu-replay smoke: HybridModel, ")
     assert found["options"]["model"] == "hybrid"
-
-
-@pytest.mark.parametrize("sizes", [[], ["--pp", "2", "--vp", "2"]])
-def test_a_release_without_such_a_hybrid_model_says_from_which_on(sizes: list[str]) -> None:
-    why = hybrid_model.missing("|" if sizes else "E")
     if not why:
-        pytest.skip("this release has it")
-    arguments = ["smoke", "--device", "cpu", "--model", "hybrid", *sizes]
-    code, out, _ = launch(2 if sizes else 0, ["-m", "npu_replay"], arguments)
-    assert code == 1
-    said = " ".join(out.split())
-    assert f"FAIL start rank 0: --model hybrid: {why}" in said
-    assert re.search(r"needs Megatron-core 0\.1[67] or newer", said)
+        assert tried(found) == EVERY
+        return
+    assert re.search(r"needs Megatron-core 0\.1[67] or newer", why)
+    failed = [(one["feature"], one["why"]) for one in found["results"] if one["result"] == "FAIL"]
+    assert failed == [("start", f"--model hybrid: {why}")]
+    assert found["code"] == 1
 
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, str]:
     """Runs with one break after the other: the exit code of the last, their reports, and the output."""
     folder = tmp_path_factory.mktemp("broken")
-    options = ["--tp", "2", "--ep", "2", "--device", "cpu", "--patience", "6"]
-    code, out, complaints = launch(2, [str(BROKEN)], [str(folder), *options])
-    return code, folder, f"{out}\n{complaints}"
+    first, *_ = jobs.start("distributed.smoke_worker:breaks", ranks=2, folder=folder)
+    return first.code, folder, first.output
 
 
 OTHERS = "token-layers show other experts than were replayed"
@@ -204,12 +189,6 @@ def test_what_comes_after_a_rank_that_failed_is_tried(broken: tuple[int, Path, s
     _, folder, _ = broken
     found = json.loads((folder / "one_rank_raises.json").read_text())
     assert tried(found) == {feature: {"FAIL" if feature == "replay" else "PASS"} for feature in FEATURES}
-
-
-@pytest.mark.first_release
-def test_only_the_first_rank_speaks(broken: tuple[int, Path, str]) -> None:
-    _, _, output = broken
-    assert output.count("FAIL  mismatch") == 1
 
 
 @pytest.mark.first_release

@@ -1,6 +1,6 @@
 """npu_replay on every feature of MindSpeed that reaches into MoE layers, forward, recompute and backward.
 
-Each case runs a small GPT three times over: untouched, recorded and replayed; feature_worker.py says how. The
+Each case runs a small GPT three times over: untouched, recorded and replayed; worker.py says how. The
 stand-in has the features that route, or recompute, in a way of their own. A real MindSpeed has to have them
 all, but for those that some of its branches lack.
 """
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(700),
 ]
 
-WORKER = "feature_worker:main"
+WORKER = "worker:features"
 NOT_IN_STAND_IN = {"capacity", "permute_fusion", "permute_fusion_ep2"}
 """They change no routing, or don't so in the stand-in."""
 MAY_LACK = {

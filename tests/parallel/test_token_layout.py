@@ -155,20 +155,6 @@ def test_rows_of_packed_sequences() -> None:
     assert TokenLayout.packed([3, 2], align_end=4).rows.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
 
 
-def test_context_parallel_ranks_have_a_chunk_from_each_end_or_one_piece() -> None:
-    """T17, T27: zigzag and contiguous are different rows of the same shape."""
-    ranks = [ParallelLayout(cp=2, cp_rank=rank) for rank in range(2)]
-
-    def rows(make: Callable[..., TokenLayout], *args: Any, **about: Any) -> list[list[int]]:
-        return [make(*args, parallel=rank, **about).rows.tolist() for rank in ranks]
-
-    assert rows(TokenLayout.padded, [8]) == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert rows(TokenLayout.padded, [8], context="contiguous") == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    # Packed: zigzag cuts each sequence, contiguous the whole stream.
-    assert rows(TokenLayout.packed, [4, 4]) == [[0, 3, 4, 7], [1, 2, 5, 6]]
-    assert rows(TokenLayout.packed, [4, 4], context="contiguous") == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 def test_a_sequence_of_one_token_fills_up_to_the_alignment() -> None:
     """T16: the padding is counted in tokens, whatever the shape of what hangs on one of them."""
     ranks = [ParallelLayout(cp=2, cp_rank=rank) for rank in range(2)]
@@ -179,21 +165,6 @@ def test_a_sequence_of_one_token_fills_up_to_the_alignment() -> None:
     assert [g.recorded.tolist() for g in gathered] == [[True, False], [False, False]]
     assert [g.ids.shape for g in gathered] == [(2, 2, 2)] * 2
     assert torch.equal(gathered[0].ids[0], one.ids[0])
-
-
-def test_sequence_parallel_ranks_slice_what_context_parallelism_left() -> None:
-    """T46: sequence-major, whole positions of all sequences; where the routers gather, all rows."""
-
-    def rows(**about: Any) -> list[list[int]]:
-        return [
-            TokenLayout.padded([4, 3], 4, parallel=ParallelLayout(tp=2, tp_rank=rank, **about)).rows.tolist()
-            for rank in range(2)
-        ]
-
-    whole = [0, 4, 1, 5, 2, 6, 3, -1]
-    assert rows(sequence_parallel=True) == [whole[:4], whole[4:]]
-    assert rows(sequence_parallel=True, gathers_rows=True) == [whole, whole]
-    assert rows() == [whole, whole]
 
 
 def test_the_padding_multiple_follows_tp_and_cp_not_dp() -> None:
@@ -294,27 +265,6 @@ def test_sequences_may_come_with_other_columns_beside_those_asked_for() -> None:
         TokenLayout.packed([2, 3]).gather([one, two])
 
 
-def test_a_stage_of_dense_layers_gathers_rows_without_layers() -> None:
-    """T43: what replay takes on a pipeline stage that has no router."""
-    gathered = TokenLayout.padded([3, 2], 4).gather([routes(3, 1), routes(2, 2)], layers=())
-    assert (gathered.layers, gathered.ids.shape, len(gathered)) == ((), (8, 0, TOPK), 8)
-    assert [len(one) for one in TokenLayout.padded([3, 2], 4).scatter(gathered)] == [3, 2]
-
-
-def test_expert_ids_above_255_stay_whole_and_a_byte_is_enough_for_256_experts() -> None:
-    """T19: 384 experts do not fit into a byte; the largest id of 256 is 255."""
-    narrow = RoutedExperts(ids=torch.tensor([[[255, 128]]]), layers=[2], num_experts=256)
-    found = TokenLayout.packed([1], align=2).gather([narrow])
-    assert (found.ids.dtype, found.ids.tolist()) == (torch.uint8, [[[255, 128]], [[0, 0]]])
-    ids = torch.tensor([[[255, 256]], [[383, 0]], [[257, 1]]])
-    wide = RoutedExperts(ids=ids, layers=[2], num_experts=384)
-    for layout in (TokenLayout.padded([3], 4, side="left"), TokenLayout.packed([3], align=4)):
-        gathered = layout.gather([wide])
-        assert gathered.ids.dtype == torch.int16
-        assert gathered.ids[layout.rows >= 0].tolist() == ids.tolist()
-        assert layout.scatter(gathered) == [wide]
-
-
 def test_gather_leaves_the_routes_as_they_were() -> None:
     """A replay on one rank must not write into what another micro-batch still needs."""
     one = routes(3, 1)
@@ -342,13 +292,6 @@ def test_scatter_keeps_the_weight_version_and_carries_the_layouts_fingerprints()
     assert [one.fingerprint for one in back] == marks
     assert [one.weight_version for one in back] == [7, 7]
     assert [one.fingerprint for one in TokenLayout.padded([3, 2]).scatter(recorded)] == [None, None]
-
-
-def test_an_empty_sequence_takes_no_row() -> None:
-    batch = [routes(0, 1), routes(2, 2), routes(0, 3)]
-    layout = TokenLayout.packed([0, 2, 0])
-    assert layout.scatter(layout.gather(batch)) == batch
-    assert layout.rows.tolist() == [0, 1]
 
 
 # Fingerprints
@@ -604,17 +547,6 @@ def test_parts_of_a_partial_rollout_fit_where_they_do_not_overlap() -> None:
         gathered([5], [RoutedExperts.concat([first, whole])])
 
 
-def test_what_cuts_evenly_by_less_than_the_usual_multiple_is_fine() -> None:
-    """Four tokens on cp 2, tp 2 leave one row a rank; Megatron takes that."""
-    ranks = [
-        ParallelLayout(tp=2, tp_rank=tp_rank, cp=2, cp_rank=cp_rank, sequence_parallel=True)
-        for cp_rank in range(2)
-        for tp_rank in range(2)
-    ]
-    assert [cells(TokenLayout.padded([4], 4, parallel=rank)) for rank in ranks] == [[0], [3], [1], [2]]
-    assert [cells(TokenLayout.packed([4], align=4, parallel=rank)) for rank in ranks] == [[0], [3], [1], [2]]
-
-
 # Sequences whose routes can't be used
 
 
@@ -774,21 +706,6 @@ def test_a_probe_finds_the_same_rows(batch: Batch, pad: int, dtype: torch.dtype,
         order = batch.about.get("order", "sequence")
         layout = TokenLayout.from_probe(fn, batch.lengths, order=order, parallel=parallel)
         assert torch.equal(layout.rows, batch.layout(parallel).rows)
-
-
-@pytest.mark.parametrize("pad", [0, -100, 151_643])
-def test_a_probe_sees_left_and_right_padding(pad: int) -> None:
-    def right(sequences: list[torch.Tensor]) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=pad)
-
-    def left(sequences: list[torch.Tensor]) -> torch.Tensor:
-        return right([one.flip(0) for one in sequences]).flip(1)
-
-    lengths = [3, 1, 4]
-    for fn, side in ((right, "right"), (left, "left")):
-        for order in ("sequence", "batch"):
-            expected = TokenLayout.padded(lengths, side=side, order=order)
-            assert torch.equal(TokenLayout.from_probe(fn, lengths, order=order).rows, expected.rows)
 
 
 def test_a_probe_sees_sequences_in_another_order_and_tokens_that_were_dropped() -> None:

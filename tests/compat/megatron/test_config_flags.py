@@ -1,6 +1,6 @@
 """compat.config_flags: the flags of routing replay on Megatron's configs, without MindSpeed.
 
-tests/on_mindspeed/test_config_flags.py asks the same where MindSpeed has its own wrapper there.
+tests/on_mindspeed/test_orders.py asks the same where MindSpeed has its own wrapper there.
 """
 
 from __future__ import annotations

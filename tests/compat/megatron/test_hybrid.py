@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import hybrid_model
 import npu_replay
-from megatron_cases import random_routes
+from megatron_cases import at_stage, random_routes
 from npu_replay import ParallelLayout, ReplayError, TokenLayout
 from npu_replay.compat.megatron import parallel_state as megatron_layout
 from npu_replay.errors import RouterError
@@ -165,37 +165,14 @@ def test_a_router_with_a_number_that_is_no_e_of_the_pattern_is_refused() -> None
 # Stages
 
 
-class PipelineGroup:
-    """What Megatron asks of the pipeline's group."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        self.numbers = size, rank
-
-    def size(self) -> int:
-        return self.numbers[0]
-
-    def rank(self) -> int:
-        return self.numbers[1]
-
-
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """Builds the chunks of one pipeline rank, which this process then is as far as asking goes."""
-    from megatron.core import parallel_state
-
     get_rank, get_world_size = dist.get_rank, dist.get_world_size
 
     def build(pattern: str, pp: int, rank: int, vp: int | None = None, **changes: Any) -> list[Any]:
         needs(pattern)
-        group = PipelineGroup(pp, rank)
-        values = {
-            "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": pp,
-            "_MPU_PIPELINE_MODEL_PARALLEL_RANK": rank,
-            "_PIPELINE_MODEL_PARALLEL_GROUP": group,
-            "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": vp,
-        }
-        for name, value in values.items():
-            monkeypatch.setattr(parallel_state, name, value)
+        group = at_stage(monkeypatch, pp, rank, vp)
         ours = {get_rank: group.rank, get_world_size: group.size}
         for old, new in ours.items():
             fake = lambda g=None, *_, old=old, new=new: new() if g is group else old()  # noqa: E731

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 
 import npu_replay
-from npu_replay import DecoderLayers, ParallelLayout, ReplayError
+from megatron_cases import at_stage
+from npu_replay import ParallelLayout, ReplayError
 from npu_replay.compat.megatron import parallel_state as megatron_layout
 from npu_replay.devices import pick
 from npu_replay.errors import RouterError
@@ -34,32 +36,10 @@ Stages = dict[tuple[int, int], tuple[int, ...]]
 """(pipeline rank, virtual stage) -> its decoder layers."""
 
 
-class PipelineGroup:
-    """What the releases that pass groups around ask of the pipeline's."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        self.numbers = size, rank
-
-    def size(self) -> int:
-        return self.numbers[0]
-
-    def rank(self) -> int:
-        return self.numbers[1]
-
-
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make this process that pipeline rank, as far as asking goes."""
-    from megatron.core import parallel_state
-
-    def place(pp: int, pp_rank: int, vp: int | None = None, vp_rank: int | None = None) -> None:
-        monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", pp)
-        monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", pp_rank)
-        monkeypatch.setattr(parallel_state, "_PIPELINE_MODEL_PARALLEL_GROUP", PipelineGroup(pp, pp_rank))
-        monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", vp)
-        monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", vp_rank)
-
-    return place
+    return functools.partial(at_stage, monkeypatch)
 
 
 def takes(function: Callable[..., Any], **values: Any) -> dict[str, Any]:
@@ -237,32 +217,9 @@ def test_a_dense_model_has_no_moe_layers() -> None:
 
 def build_stage(config: Any, pp_rank: int, at: Callable[..., None]) -> list[nn.Module]:
     """The chunks of one pipeline rank, of real layers, built as Megatron's training builds them."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    pp, vp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-    chunks = []
-    for vp_rank in range(vp or 1):
-        stage = None if vp is None else vp_rank
-        at(pp, pp_rank, vp, stage)
-        spec_of = get_gpt_decoder_block_spec
-        place = {"vp_stage": stage, "pp_rank": pp_rank}
-        chunks.append(
-            GPTModel(
-                config=config,
-                transformer_layer_spec=spec_of(
-                    config, use_transformer_engine=False, **takes(spec_of, **place)
-                ),
-                vocab_size=64,
-                max_sequence_length=64,
-                pre_process=pp_rank == 0 and vp_rank == 0,
-                post_process=pp_rank == pp - 1 and vp_rank == (vp or 1) - 1,
-                position_embedding_type="rope",
-                share_embeddings_and_output_weights=False,
-                **takes(GPTModel, vp_stage=stage),
-            )
-        )
-    return chunks
+    vp = config.virtual_pipeline_model_parallel_size
+    at(config.pipeline_model_parallel_size, pp_rank, vp, None if vp is None else 0)
+    return megatron_model.chunks(config)
 
 
 @pytest.mark.parametrize(
@@ -479,14 +436,6 @@ def test_virtual_stages_are_read_from_the_config_or_the_parallel_state(at: Calla
     assert ParallelLayout.from_megatron().vp == 3
 
 
-def test_multi_token_prediction_is_no_decoder_layer() -> None:
-    """T25: its router has a decoder layer's number."""
-    config = megatron_model.config()
-    model = megatron_model.model(config)
-    model.mtp = nn.ModuleList([megatron_model.model(config).decoder.layers[0]])
-    assert ParallelLayout.from_megatron(model).moe_layers == (0, 1, 2, 3)
-
-
 def test_a_model_built_before_is_not_looked_at() -> None:
     """T18: nothing is registered when a model is built, so an orphan can't come first."""
     orphan = megatron_model.model(megatron_model.config(num_layers=2))
@@ -553,11 +502,6 @@ def test_a_release_without_one_of_the_questions_is_named(monkeypatch: pytest.Mon
     monkeypatch.delattr(parallel_state, "get_expert_tensor_parallel_rank")
     with pytest.raises(ReplayError, match=r"parallel_state.get_expert_tensor_parallel_rank.*by hand"):
         ParallelLayout.from_megatron()
-
-
-def test_layers_by_hand_and_from_the_config_are_equal() -> None:
-    config = pipeline(2, 2, num_layers=8, moe_layer_freq=[0, 1, 1, 1, 1, 1, 1, 1])
-    assert megatron_layout.decoder_layers(config) == DecoderLayers(8, moe_layer_freq=[0] + [1] * 7)
 
 
 @pytest.mark.parametrize(

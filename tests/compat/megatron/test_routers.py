@@ -487,3 +487,60 @@ def test_swapped_micro_batches_and_a_layout_of_another_order_are_refused() -> No
     trainer.batches = trainer.batches[:1]
     with npu_replay.replay(trainer.model, [laid], min_overlap=1.0):
         trainer.run()
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_the_ratio_of_an_unchanged_policy_is_exactly_one_under_its_own_routes(recompute: str | None) -> None:
+    """R2 proper: old log-probs under foreign routes; only their replay gives a ratio of 1."""
+    trainer = build({}, recompute)
+
+    def log_probs() -> list[torch.Tensor]:
+        batches = trainer.batches
+        with torch.no_grad():
+            return [
+                -trainer.model(input_ids=ids, labels=ids.roll(-1, 1), **megatron_model.causal(ids)).float()
+                for ids in batches
+            ]
+
+    with npu_replay.record(trainer.model) as recording:
+        log_probs()
+    foreign = random_routes(recording.routes)
+    passes = []
+    for _ in range(2):
+        with npu_replay.replay(trainer.model, foreign):
+            passes.append(log_probs())
+    for before, replayed, alone in zip(*passes, log_probs(), strict=True):
+        assert bool(((replayed - before).exp() == 1).all())
+        ratio = npu_replay.compare(before, alone)
+        assert not ratio.ratio_min == 1 == ratio.ratio_max
+        assert ratio.kl > 0
+
+
+def test_two_live_models_of_one_config_object_keep_their_own_routes() -> None:
+    """T18: an actor and its reference share the config; what is asked of it means neither of them alone."""
+    actor = build({"moe_layer_freq": [0, 1, 1, 1]}, "full")
+    config = actor.model.config
+    reference = Trainer(megatron_model.model(config).to(DEVICE), None)
+    assert reference.model.config is actor.model.config
+    untouched = reference.run("sum")
+    with npu_replay.record(actor.model) as recording, npu_replay.record(reference.model) as beside:
+        actor.run("sum")
+        assert same(reference.run("sum"), untouched)
+    assert [len(one.routes) for one in (recording, beside)] == [3, 3]
+    assert recording.routes != beside.routes
+    foreign = random_routes(recording.routes)
+    with npu_replay.replay(actor.model, foreign):
+        expected = actor.run("sum")
+    assert not same(expected, actor.run("sum"))
+    # One inside the other, the recomputes of both in one backward, and neither ends the other.
+    with npu_replay.replay(actor.model, foreign), npu_replay.observe(reference.model) as seen:
+        assert same(reference.run("sum"), untouched)
+        with npu_replay.replay(reference.model, beside.routes):
+            assert same(reference.run("sum"), untouched)
+        assert same(actor.run("sum"), expected)
+    assert npu_replay.compare(seen.shown, [*beside.routes] * 2).differing == 0
+    for one in (actor.model, reference.model, config):
+        assert npu_replay.ParallelLayout.from_megatron(one).moe_layers == (1, 2, 3)
+    del reference
+    with npu_replay.replay(actor.model, foreign):
+        assert same(actor.run("sum"), expected)

@@ -287,6 +287,24 @@ def test_a_model_that_was_thrown_away_shifts_nothing(ours: Any) -> None:
     assert all(a is b for a, b in zip(ours.global_router_replay_instances, mine, strict=True))
 
 
+def test_two_live_models_of_one_config_object_have_replays_of_their_own() -> None:
+    """T18: the reference is built of the actor's config once its flag is off, and takes nothing of it."""
+    trainer = build_replayed({})
+    config = trainer.model.config
+    untouched, (_, recorded) = trainer.run("each"), upstream_loop.record(trainer)
+    config.moe_enable_routing_replay = config.enable_routing_replay = False
+    reference = Trainer(megatron_model.model(config), None)
+    assert [getattr(one.module, "router_replay", None) for one in routers(reference.model)] == [None] * 4
+    assert len(api()[0].global_router_replay_instances) == 4
+    live = reference.run("each")
+    api()[0].set_global_router_replay_action(api()[1].REPLAY_FORWARD)
+    api()[0].set_replay_data(recorded[0])
+    assert same(reference.run("each"), live)
+    api()[0].clear_global_router_replay_action()
+    api()[0].clear_global_indices()
+    assert same(upstream_loop.replay(trainer, recorded), untouched)
+
+
 def test_layer_numbers_follow_the_router(ours: Any) -> None:
     trainer = build_replayed({"moe_layer_freq": [0, 1, 1, 1]})
     assert [one.layer_number for one in ours.global_router_replay_instances] == [2, 3, 4]

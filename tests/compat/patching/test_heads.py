@@ -9,6 +9,7 @@ import pytest
 SHIMS = (
     *("patching.import_hook", "megatron.aux_losses", "megatron.config_flags", "megatron.fused_router"),
     *("megatron_backports.moe_utils", "megatron_backports.router_init", "megatron_backports.router_replay"),
+    *("megatron.hybrid", "mindspeed.features", "mindspeed.llm"),
     *("mindspeed.fb_overlap", "mindspeed.repatch", "sglang.old_path"),
     *("vllm_ascend.plugin", "vllm_ascend.read_out", "vllm_ascend.seams"),
 )

@@ -25,9 +25,7 @@ NAME = "waited_for"
 def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package on the path that nobody has imported, and a hook that waits for nothing else."""
     monkeypatch.setattr(import_hook, "_waiting", {})
-    monkeypatch.setattr(import_hook, "_preparing", {})
     monkeypatch.setattr(import_hook, "_failures", {})
-    monkeypatch.setattr(import_hook, "_ending", set())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     package = tmp_path / NAME
     package.mkdir()

@@ -26,7 +26,6 @@ def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package on the path that has no module `new`, and nothing else that is served or patched."""
     monkeypatch.setattr(import_hook, "_served", {})
     monkeypatch.setattr(import_hook, "_waiting", {})
-    monkeypatch.setattr(import_hook, "_preparing", {})
     monkeypatch.setattr(patches, "_groups", [])
     monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if one is not import_hook._finder])
     inner = tmp_path / "product" / "inner"

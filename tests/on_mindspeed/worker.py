@@ -1,17 +1,19 @@
-"""Runs cases of feature_cases.py: what the model does untouched, recorded and replayed.
+"""One process with MindSpeed in it: `features`, `orders` and `bad_input` are its targets.
 
-Its task names the cases. Its answer to each is {"absent": why} if this product hasn't the feature,
-{"unsupported": why} if this Megatron hasn't what the feature builds on, {"broken": why} if the model doesn't
-run even untouched, {"refused": error} if npu_replay says no, {"raised": error} if anything else goes wrong,
-else the figures that test_features.py judges.
+test_features.py and test_orders.py judge what they return. npu_replay is imported where a target says so, and
+no earlier: which comes first is a part of what is tried.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import faulthandler
 import importlib.util
-from collections.abc import Callable, Iterator
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -53,20 +55,45 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 Run = tuple[list[float], list[torch.Tensor]]
 
 
-def main(task: dict[str, Any]) -> dict[str, Any]:
+def features(task: dict[str, Any]) -> dict[str, Any]:
+    """Runs cases of feature_cases.py: what the model does untouched, recorded and replayed.
+
+    The answer to each is {"absent": why} if this product hasn't the feature, {"unsupported": why} if this
+    Megatron hasn't what the feature builds on, {"broken": why} if the model doesn't run even untouched,
+    {"refused": error} if npu_replay says no, {"raised": error} if anything else goes wrong, else figures.
+    """
     faulthandler.enable()
-    torch.set_num_threads(1)
-    with triton_at_import():
-        import mindspeed.megatron_adaptor  # noqa: F401  first of all, as in a training script
+    import_in_turn(["mindspeed"])  # first of all, as in a training script
     put_operators_on_cpu()
     if task["product"] == STAND_IN:
         put_norm_in()
+    with process_group(task):
+        return {name: one(CASES[name], task["product"]) for name in task["cases"]}
+
+
+IMPORTS = {
+    "npu_replay": ["npu_replay"],
+    "mindspeed": ["mindspeed.megatron_adaptor"],
+    "megatron": ["megatron.core", "megatron.core.transformer.transformer_config", "megatron.core.models.gpt"],
+}
+
+
+def import_in_turn(names: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    for name in names:
+        with triton_at_import() if name == "mindspeed" else contextlib.nullcontext():
+            for module in IMPORTS[name]:
+                importlib.import_module(module)
+
+
+@contextlib.contextmanager
+def process_group(task: dict[str, Any]) -> Iterator[None]:
     store = f"file://{task['store']}"
     dist.init_process_group(
         "gloo", init_method=store, rank=task["rank"], world_size=task["world"], timeout=TIMEOUT
     )
     try:
-        return {name: one(CASES[name], task["product"]) for name in task["cases"]}
+        yield
     finally:
         dist.destroy_process_group()
 
@@ -155,7 +182,7 @@ def parallel(case: Case) -> Iterator[None]:
 
 def examine(case: Case) -> dict[str, Any]:
     import npu_replay
-    from megatron_cases import perturbed, random_routes
+    from megatron_cases import random_routes
 
     found: dict[str, Any] = {}
     if case.refused:
@@ -169,25 +196,13 @@ def examine(case: Case) -> dict[str, Any]:
     except Exception as error:
         return found | {"broken": described(error)}
     try:
-        with npu_replay.record(trainer.model) as recording, Witness(trainer.model) as first:
-            recorded = trainer.run()
+        routes, recorded, about = follows(trainer)
     except npu_replay.ReplayError as error:
         return found | referred(case, trainer, untouched) | {"refused": str(error)}
-    found |= referred(case, trainer, untouched)
-    routes = recording.routes
+    found |= referred(case, trainer, untouched) | about
     found["record"] = distance(recorded, untouched)
-    found["recorded_is_shown"] = first.differing(routes, case.drops)
-    found["calls"] = first.calls
-    found["layers"] = list(routes[0].layers)
     with npu_replay.replay(trainer.model, routes):
         found["replay"] = distance(trainer.run(), untouched)
-    with perturbed(trainer.model), Witness(trainer.model) as live:
-        trainer.run()
-    found["live_differs"] = live.differing(routes, case.drops)
-    with perturbed(trainer.model), Witness(trainer.model) as again, npu_replay.replay(trainer.model, routes):
-        trainer.run()
-    found["replayed_differs"] = again.differing(routes, case.drops)
-    found["replayed_calls"] = again.calls
     foreign = random_routes(routes)
     with npu_replay.replay(plain.model, foreign):
         expected = plain.run()
@@ -196,6 +211,35 @@ def examine(case: Case) -> dict[str, Any]:
     found["foreign_differs"] = strange.differing(foreign, case.drops)
     found["foreign_moves"] = distance(expected, untouched)
     return found
+
+
+def follows(trainer: Trainer, between: Callable[[], object] = lambda: None) -> Any:
+    """A record, and its replay under other router weights: the routes, the recorded run, what was shown."""
+    import npu_replay
+    from megatron_cases import perturbed
+
+    model, drops = trainer.model, trainer.case.drops
+    with npu_replay.record(model) as recording, Witness(model) as first:
+        recorded = trainer.run()
+    routes = recording.routes
+    between()
+    with perturbed(model):
+        with Witness(model) as live:
+            trainer.run()
+        with Witness(model) as again, npu_replay.replay(model, routes):
+            trainer.run()
+        with Witness(model) as after:
+            trainer.run()
+    about = {
+        "recorded_is_shown": first.differing(routes, drops),
+        "calls": first.calls,
+        "layers": list(routes[0].layers),
+        "live_differs": live.differing(routes, drops),
+        "replayed_differs": again.differing(routes, drops),
+        "replayed_calls": again.calls,
+        "live_again": after.differing(routes, drops) == live.differing(routes, drops),
+    }
+    return routes, recorded, about
 
 
 def parts(model: Any) -> list[str]:
@@ -384,3 +428,179 @@ def described(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-4:]))
     return f"{type(error).__name__}: {error} ({where})"
+
+
+# Orders of imports and repatches
+
+FLAGS = ("enable_routing_replay", "moe_enable_routing_replay", "moe_router_fusion")
+SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+CLASSES = ("TransformerConfig", "MLATransformerConfig")
+
+
+def orders(task: dict[str, Any]) -> dict[str, Any]:
+    """One order of imports and repatches: are flags kept, and the right experts recorded and replayed?
+
+    Its task holds "order", the imports in turn, and "early": does a repatch follow MindSpeed's import at
+    once? Then come record and replay without a further repatch, after one, and with one in between.
+    """
+    top_k, order, kept = torch.topk, task["order"], {}
+    for place, name in enumerate(order):
+        import_in_turn([name])
+        if name == "mindspeed" and task["early"]:
+            repatch()
+        if {"npu_replay", "megatron"} <= set(order[: place + 1]):
+            kept[f"after {name}"] = flags_kept()
+
+    import npu_replay
+
+    def tried(trainer: Trainer, between: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        return follows(trainer, between)[2]
+
+    found: dict[str, Any] = {"flags": kept}
+    with npu_replay.compat.cpu.lend(), process_group(task), parallel(CASES["none"]):
+        trainer = Trainer(CASES["none"], recompute=True)
+        found["no repatch"] = tried(trainer)
+        repatch()
+        kept["after repatch"] = flags_kept()
+        found["repatch after the model was built"] = tried(trainer)
+        trainer = Trainer(CASES["none"], recompute=True)
+        found["another model"] = tried(trainer, lambda: repatch(a_name=7, moe_router_topk=2))
+        kept["after another repatch"] = flags_kept()
+        found["model of a repatched config"] = tried(Trainer(CASES["none"], recompute=True))
+    found |= {name: ways(name) for name in CLASSES}
+    npu_replay.uninstall()
+    found["torch restored"] = torch.topk is top_k
+    found["undone"] = []  # MindSpeed has what lay there before, and keeps it through a repatch
+    for _ in range(2):
+        found["undone"].append(hasattr(config_class(CLASSES[0])(**SMALL), FLAGS[0]))
+        repatch()
+    return found
+
+
+def repatch(**arguments: Any) -> None:
+    importlib.import_module("mindspeed.megatron_adaptor").repatch(arguments)
+
+
+def config_class(name: str) -> Any:
+    from megatron.core.transformer import transformer_config
+
+    return getattr(transformer_config, name)
+
+
+def flags_kept() -> dict[str, Any]:
+    """Of each flag given to each class of config: what the instance has, or the error."""
+    return {
+        f"{name} {flag}": tried_flag(
+            lambda name=name, flag=flag: config_class(name)(**SMALL, **{flag: True}), flag
+        )
+        for name in CLASSES
+        for flag in FLAGS
+    }
+
+
+def ways(name: str) -> dict[str, Any]:
+    """The flag after each thing that MindSpeed and people do to a config: its value, or the error."""
+    cls = config_class(name)
+    flag = {FLAGS[0]: True}
+    config, fields = cls(**SMALL, **flag), dataclasses.fields(cls)
+    found = {
+        "not given": tried_flag(lambda: cls(**SMALL)),
+        "given": tried_flag(lambda: config),
+        "the other name": getattr(config, FLAGS[1], None),
+        "copy": tried_flag(lambda: copy.copy(config)),
+        "deepcopy": tried_flag(lambda: copy.deepcopy(config)),
+        "asdict": dataclasses.asdict(config).get(FLAGS[0]),
+        "replace": tried_flag(lambda: dataclasses.replace(config, num_layers=3)),
+        "replace did": tried_flag(lambda: dataclasses.replace(config, num_layers=3), "num_layers"),
+        "its own class": tried_flag(lambda: type(config)(**SMALL, **flag)),
+        "its fields": tried_flag(lambda: cls(**{one.name: getattr(config, one.name) for one in fields})),
+        "signature": sorted(inspect.signature(cls).parameters) == sorted(f.name for f in fields if f.init),
+        "on the class": FLAGS[0] in vars(cls),
+        "subclass": tried_flag(lambda: provider(cls)(**SMALL, **flag)),
+        "subclass, nothing given": tried_flag(lambda: provider(cls)(**SMALL)),
+    }
+    repatch()
+    found["repatch"] = tried_flag(lambda: cls(**SMALL, **flag))
+    repatch(moe_router_topk=4)
+    found["repatch with arguments"] = tried_flag(lambda: cls(**SMALL, **flag))
+    found["the arguments too"] = tried_flag(lambda: cls(**SMALL), "moe_router_topk")
+    return found
+
+
+def provider(cls: type) -> Any:
+    @dataclasses.dataclass
+    class Provider(cls):  # type: ignore[misc, valid-type]
+        enable_routing_replay: bool = False
+
+    return Provider
+
+
+def tried_flag(make: Callable[[], Any], name: str = FLAGS[0]) -> Any:
+    try:
+        return getattr(make(), name, "absent")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+# What users run into
+
+
+def bad_input(task: dict[str, Any]) -> dict[str, Any]:
+    """A MindSpeed whose import breaks off half way, or a repatch in the middle of a block."""
+    half = task["case"] == "half imported"
+    if half:
+        import_half()
+    else:
+        import_in_turn(["mindspeed"])
+    import npu_replay
+
+    def error_of(act: Callable[[], object]) -> str:
+        try:
+            act()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    with npu_replay.compat.cpu.lend(), process_group(task), parallel(CASES["none"]):
+        trainer = Trainer(CASES["none"], recompute=False)
+
+        def recorded(then: Callable[[], object] = lambda: None) -> None:
+            with npu_replay.record(trainer.model):
+                trainer.loss(trainer.batches[0])
+                then()
+
+        def repatched() -> None:
+            """With a feature that takes other routing code: what was checked no longer holds."""
+            feature = {"fix_router": True, "moe_token_dispatcher_type": "alltoall"}
+            if "fix_router" not in known_arguments():  # core_r0.16.0
+                feature = {"moe_tp_extend_ep": True, "moe_token_dispatcher_type": "alltoall_seq"}
+            repatch(**feature)
+            try:
+                trainer.loss(trainer.batches[1])
+            finally:
+                repatch(**dict.fromkeys(feature, False) | {"moe_token_dispatcher_type": "alltoall"})
+
+        found: dict[str, Any] = {"error": error_of(recorded if half else lambda: recorded(repatched))}
+        modules = list(trainer.model.modules())
+        found["hooks"] = sum(len(one._forward_pre_hooks) + len(one._forward_hooks) for one in modules)
+        return found | {"usable": error_of(recorded)}
+
+
+def import_half() -> None:
+    """As a Megatron of another release does: a patch finds nothing to patch, and somebody goes on."""
+    with triton_at_import():
+        from mindspeed import patch_utils
+
+        apply, count = patch_utils.Patch.apply_patch, iter(range(1000))
+
+        def failing(self: Any) -> None:
+            if next(count) == 3:
+                raise RuntimeError("no exist topk_softmax_with_capacity")
+            apply(self)
+
+        patch_utils.Patch.apply_patch = failing
+        with contextlib.suppress(RuntimeError):
+            importlib.import_module("mindspeed.megatron_adaptor")
+        patch_utils.Patch.apply_patch = apply
+    if "mindspeed.megatron_adaptor" in sys.modules:
+        raise AssertionError("the import was meant to fail")

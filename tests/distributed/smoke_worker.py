@@ -1,15 +1,13 @@
-"""One process of a smoke job in which something is broken on purpose, one break after the other.
+"""One process of a smoke job: the command itself, several runs one after the other, or runs that are broken.
 
-smoke_broken.py FOLDER OPTIONS ...
-
-Rank 0 leaves what each run reported in FOLDER/NAME.json. In the last run a rank hangs, and ends the job.
+Starting a process and importing Megatron takes longer than a run, so `runs` and `breaks` have many of them in
+one job. Rank 0 leaves what each reported in NAME.json of the job's folder.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +30,7 @@ from npu_replay.smoke import checks as smoke_checks
 from npu_replay.smoke import model as smoke_model
 from npu_replay.smoke import run as smoke
 from npu_replay.smoke.job import Job
+from npu_replay.smoke.model import ROUTINGS
 from npu_replay.smoke.options import Options
 
 Break = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -193,38 +192,53 @@ RECOMPUTED = (replay_does_nothing, one_rank_raises, recompute_takes_the_next, no
 """Those in which recompute is tried too; elsewhere it would only take time."""
 
 
-def main(folder: Path, options: Options) -> int:
+def command(task: dict[str, Any]) -> int:
+    """The command's exit code with the task's "arguments", in a process of its own a rank."""
+    return smoke.main(options_of(task["arguments"]))
+
+
+def options_of(arguments: Sequence[str]) -> Options:
+    return Options.of(parser().parse_args(["smoke", "--device", "cpu", *arguments]))
+
+
+def runs(task: dict[str, Any]) -> None:
+    """Smoke with the arguments of each of the task's "runs", by name."""
     warnings.simplefilter("ignore")  # Megatron's
-    job = Job(options)  # one for all runs: starting it takes seconds
-    store, code = job.store, 0
+    job = None
+    for name, arguments in task["runs"].items():
+        options = options_of(arguments)
+        job = job or Job(options)
+        job.options = options
+        one_run(job, name, Path(task["folder"]))
+
+
+def one_run(job: Job, name: str, folder: Path, routings: Sequence[str] = (*ROUTINGS,)) -> None:
+    """Run smoke with a job's process groups, and let rank 0 leave what it reported."""
+    job.store = dist.PrefixStore(name, job.store)
+    with mock.patch.object(smoke, "Job", return_value=job):
+        run = smoke.Smoke(job.options, routings)
+        run.run()
+    code = run.end()
+    if job.rank == 0:
+        found = json.loads(run.report.to_json()) | {"code": code, "heading": run.report.heading()}
+        (folder / f"{name}.json").write_text(json.dumps(found))
+
+
+def breaks(task: dict[str, Any]) -> None:
+    """A run with each break, and one in which a rank hangs, which ends the job."""
+    warnings.simplefilter("ignore")
+    folder, options = Path(task["folder"]), options_of(["--tp", "2", "--ep", "2", "--patience", "6"])
+    job = Job(options)
     for broken in BREAKS:
-        job.store = dist.PrefixStore(broken.__name__, store)
-        asked = replace(options, recompute=broken in RECOMPUTED)
-        with broken(), mock.patch.object(smoke, "Job", return_value=job):
-            run = smoke.Smoke(asked, ["softmax"])
-            run.run()
-        code = run.end()
-        if job.rank == 0:
-            found = json.loads(run.report.to_json()) | {"code": code}
-            (folder / f"{broken.__name__}.json").write_text(json.dumps(found))
-    hang(job, folder, options)
-    return code
-
-
-def hang(job: Job, folder: Path, options: Options) -> None:
-    """A rank that never comes back: the job has to end all the same, with its report."""
-    asked = replace(options, recompute=False, out=folder / "one_rank_hangs.json")
-    job.store = dist.PrefixStore("hang", job.store)
+        job.options = replace(options, recompute=broken in RECOMPUTED)
+        with broken():
+            one_run(job, broken.__name__, folder, ["softmax"])
 
     def hanging(trial: Any) -> Any:
         if trial.job.rank == 1:
             time.sleep(1000)
         return smoke_checks.replay(trial)
 
-    replay = mock.patch.dict(smoke_checks.FEATURES, replay=hanging)
-    with replay, mock.patch.object(smoke, "Job", return_value=job):
-        smoke.Smoke(asked, ["softmax"]).run()
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Options.of(parser().parse_args(["smoke", *sys.argv[2:]]))))
+    job.options = replace(options, recompute=False, out=folder / "one_rank_hangs.json")
+    with mock.patch.dict(smoke_checks.FEATURES, replay=hanging):
+        one_run(job, "hang", folder, ["softmax"])
