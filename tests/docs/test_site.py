@@ -44,6 +44,7 @@ def test_every_page_is_in_the_menu_once(pages: ModuleType) -> None:
         ("vllm.md", "[a](../examples/multi_turn.py)", "[a](project/examples/multi_turn.py.md)"),
         ("project/examples/readme.md", "[a](verl/npu_fsdp2.sh)", "[a](verl/npu_fsdp2.sh.md)"),
         ("project/examples/readme.md", "[a](../docs/metrics.md)", "[a](../../metrics.md)"),
+        ("project/readme.md", "![a](https://img.example.org/a.svg)", ""),  # nothing from another host
         ("grpo.md", "[a](https://example.org/x.md) [b](#c)", "[a](https://example.org/x.md) [b](#c)"),
     ],
 )
