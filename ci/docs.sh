@@ -16,4 +16,11 @@ if [[ ${1:-} == serve ]]; then
 fi
 python -m doctest ci/docstring_examples.py ci/site_pages.py
 python -m mkdocs build --strict
+PYTHONPATH=ci python - <<'CODE'
+import pathlib, sys, site_pages
+pages = {file: site_pages.loaded_from_elsewhere(file.read_text(encoding="utf-8"))
+         for kind in ("*.html", "*.css") for file in pathlib.Path("out/site").rglob(kind)}
+bad = [f"{file} loads {', '.join(places)}" for file, places in pages.items() if places]
+sys.exit("\n".join(bad[:20]) or None if len(pages) > 20 else "out/site has no pages")
+CODE
 echo "docs: out/site/index.html"

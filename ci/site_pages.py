@@ -41,6 +41,11 @@ MEMBERS = {
 """Which of a class are shown, where not all are."""
 _NAME = re.compile(r"\| `([\w.]*\w)` \|")
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+_LOADED = re.compile(
+    r"""<link\b(?![^>]*rel=["']?canonical)[^>]*?\shref=["']?((?:https?:)?//[^"'\s>]+)"""
+    r"""|\ssrc=["']?((?:https?:)?//[^"'\s>]+)|url\(["']?((?:https?:)?//[^"')]+)"""
+)
+"""What a browser fetches with a page: styles, scripts, images."""
 _source: list[tempfile.TemporaryDirectory[str]] = []
 """The package as a wheel has it, with compat inside, for as long as MkDocs runs."""
 
@@ -77,6 +82,17 @@ def shown(name: str) -> str:
     """The page of a file that is no page."""
     file = ROOT / name
     return f"# {file.name}\n\n```{LANGUAGES[file.suffix]}\n{file.read_text(encoding='utf-8')}```\n"
+
+
+def loaded_from_elsewhere(page: str) -> list[str]:
+    """The addresses on other hosts that a page of HTML loads; a link that is followed loads nothing.
+
+    >>> loaded_from_elsewhere('<script src="https://a/x.js"></script> <img src=b.png> <a href="https://c/">c</a>')
+    ['https://a/x.js']
+    >>> loaded_from_elsewhere('<link rel=stylesheet href=//d/e.css> <style>@import url("http://f/g.css")</style>')
+    ['//d/e.css', 'http://f/g.css']
+    """
+    return [place for found in _LOADED.findall(page) for place in found if place]
 
 
 def on_page_markdown(markdown: str, *, page: Any, files: Any, **_: Any) -> str:
@@ -123,6 +139,8 @@ def relinked(markdown: str, page: str, known: set[str]) -> str:
 
     def link(found: re.Match[str]) -> str:
         image, words, target = found.groups()
+        if "://" in target and image:
+            return ""  # a badge: a page of the site loads nothing from elsewhere
         if "://" in target or target.startswith("#"):
             return found.group()
         path, hash_sign, anchor = target.partition("#")

@@ -42,8 +42,9 @@ def test_every_page_is_in_the_menu_once(pages: ModuleType) -> None:
         ("grpo.md", "[the tests](../tests/live/test_grpo.py)", "the tests"),
         ("zh/x.md", "[a](../../examples/README.md#verl)", "[a](../project/examples/readme.md#verl)"),
         ("vllm.md", "[a](../examples/multi_turn.py)", "[a](project/examples/multi_turn.py.md)"),
-        ("project/examples/readme.md", "[a](verl/common.sh)", "[a](verl/common.sh.md)"),
+        ("project/examples/readme.md", "[a](verl/npu_fsdp2.sh)", "[a](verl/npu_fsdp2.sh.md)"),
         ("project/examples/readme.md", "[a](../docs/metrics.md)", "[a](../../metrics.md)"),
+        ("project/readme.md", "![a](https://img.example.org/a.svg)", ""),  # nothing from another host
         ("grpo.md", "[a](https://example.org/x.md) [b](#c)", "[a](https://example.org/x.md) [b](#c)"),
     ],
 )

@@ -1,114 +1,156 @@
-"""examples/verl: verl's Hydra composes what the scripts add to verl's own examples, and replay is on."""
+"""examples/verl: each script is a whole job, which verl composes and checks, and in which replay is on."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
-from collections.abc import Iterator
+import sys
+from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.utils import need_reference_policy
+from verl.utils.config import omega_conf_to_dataclass, validate_config
 
+from npu_replay.compat import probe
 from npu_replay.compat.verl import config as verl_config
 from on_verl.test_pages import LINES, typed
-from verl_configs import CONFIGS, FSDP, HAS_LEGACY, composed
+from verl_configs import CONFIGS, HAS_LEGACY
 
 FOLDER = Path(__file__).parents[2] / "examples" / "verl"
-SCRIPTS = sorted(FOLDER.glob("*_*.sh"))
-FILES = sorted((FOLDER / "replay").glob("*.yaml"))
-OURS = {FSDP, "ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES"}
-"""Keys that verl's own config lacks."""
+SCRIPTS = sorted(FOLDER.glob("*.sh"))
+VLLM = "0.23.0" if metadata.version("verl") >= "0.9" else "0.18.0"
+"""The vLLM of the image with this release."""
 
 
-def older(name: str) -> bool:
-    return "verl_0.7" in name
+def python_that_shows(folder: Path) -> dict[str, str]:
+    """A script's environment: `python3 -m` prints what it is called with, and that vLLM is installed."""
+    for name in ("vllm", "vllm_ascend"):
+        info = folder / f"{name}-{VLLM}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {VLLM}\n")
+    python = folder / "python3"
+    shows = 'if [[ $1 == -m ]]; then printf "%s\\n" "${@:2}"; else exec "$REAL_PYTHON" "$@"; fi'
+    python.write_text(f"#!/bin/bash\n{shows}\n")
+    python.chmod(0o755)
+    return os.environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
+        "REAL_PYTHON": sys.executable,
+        "MODEL": "/shared/Qwen3-30B-A3B",
+        "DATA": "/shared/gsm8k",
+    }
 
 
-def for_this_release(path: Path) -> bool:
-    return older(path.name) == HAS_LEGACY
+def called_with(script: Path, environment: dict[str, str]) -> tuple[str, list[str]]:
+    """The name of the config that a script asks verl's trainer for, and its overrides."""
+    done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    trainer, path, name, *lines = done.stdout.splitlines()
+    assert (trainer, path) == ("verl.trainer.main_ppo", "--config-path=config")
+    return name.removeprefix("--config-name=").removesuffix(".yaml"), lines
 
 
-def trainer(name: str) -> str:
-    return "ppo_trainer" if "fsdp" in name else "ppo_megatron_trainer"
-
-
-def added(script: Path, tmp_path: Path) -> list[str]:
-    """What verl's example is called with; a script in its place says it."""
-    (line,) = [line for line in script.read_text(encoding="utf-8").splitlines() if line.startswith("run ")]
-    example = tmp_path / "examples" / line.split()[1]
-    example.parent.mkdir(parents=True)
-    example.write_text('printf "%s\\n" "$@"\n')
-    given = os.environ | {"VERL": str(tmp_path)}
-    done = subprocess.run(
-        ["bash", script.name, "trainer.nnodes=2"],
-        cwd=FOLDER,
-        env=given,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    *lines, folder = done.stdout.splitlines()
-    assert folder == f"--config-dir={FOLDER}"
-    assert lines[-1] == "trainer.nnodes=2", "what the caller adds counts last"
-    return lines
-
-
-def with_lines(name: str, lines: list[str]) -> DictConfig:
+def checked(name: str, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> DictConfig:
+    """The job's config, after verl's checks and npu_replay's on a machine with this vLLM."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
-        here = [f"hydra.searchpath=[file://{FOLDER}]", *lines]
-        config = compose(config_name=trainer(name), overrides=here)
+        config = compose(config_name=name, overrides=lines)
+    OmegaConf.resolve(config)
+    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
+    engine = "megatron" if "megatron" in name else "fsdp_config"
+    for section in ("actor", "rollout", f"ref.{engine}"):  # refused: a key that its class lacks
+        omega_conf_to_dataclass(OmegaConf.select(config.actor_rollout_ref, section))
+    found = [product for product in probe.products() if product.name == "verl"]
+    engines = ("vllm", "vllm-ascend") if config.trainer.device == "npu" else ("vllm",)
+    found += [probe.Product(one, True, VLLM, "/there") for one in engines]
+    monkeypatch.setattr(probe, "products", lambda: tuple(found))
+    environment = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
+    assert all(isinstance(value, str) for value in environment.values()), "Ray takes no others"
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    legacy = HAS_LEGACY and config.trainer.use_legacy_worker_impl != "disable"
     OmegaConf.set_readonly(config, False)
+    verl_config.check_actor(config.actor_rollout_ref, legacy=legacy)
     return config
 
 
-def leaves(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        key = f"{path}.{name}".lstrip(".")
-        if isinstance(value, DictConfig):
-            yield from leaves(value, key)
-        else:
-            yield key, value
+def mode_of(config: DictConfig) -> str:
+    legacy = HAS_LEGACY and config.trainer.use_legacy_worker_impl != "disable"
+    return verl_config.mode_of(config.actor_rollout_ref, legacy=legacy)
 
 
-def test_there_is_one_for_each_mode_trainer_and_device() -> None:
-    wanted = {
-        f"{on}_{by}_{mode}" for on in ("npu", "cuda") for by in ("megatron", "fsdp2") for mode in ("r2", "r3")
-    }
-    of_0_7 = {"npu_megatron_r2_verl_0.7", "npu_megatron_r3_verl_0.7"}
-    assert {script.stem for script in SCRIPTS} == wanted | of_0_7
+def test_there_is_one_for_each_trainer_and_device() -> None:
+    wanted = {f"{on}_{by}" for on in ("npu", "cuda") for by in ("megatron", "fsdp2")}
+    assert {script.stem for script in SCRIPTS} == wanted
 
 
-@pytest.mark.parametrize("script", [*filter(for_this_release, SCRIPTS)], ids=lambda script: script.stem)
-def test_a_script_switches_replay_on(script: Path, tmp_path: Path) -> None:
-    lines = ["actor_rollout_ref.rollout.name=vllm", *added(script, tmp_path)]
-    if "fsdp2" in script.stem:
-        lines.insert(0, "actor_rollout_ref.actor.strategy=fsdp2")  # verl's example has it
-    config = with_lines(script.stem, lines)
-    mode = "R3" if "_r3" in script.stem else "R2"
-    actor = config.actor_rollout_ref
-    verl_config.check_actor(actor, legacy=HAS_LEGACY)
-    assert verl_config.mode_of(actor, legacy=HAS_LEGACY) == mode
-    assert actor.model.external_lib == "npu_replay"
-    assert actor.rollout.enable_rollout_routing_replay == (mode == "R3")
-    assert config.trainer.nnodes == 2
-    assert (config.trainer.device == "npu") == ("npu_fsdp2" in script.stem)  # verl's own NPU examples have it
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_script_is_a_whole_job_with_replay(
+    script: Path, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, lines = called_with(script, python_that_shows(tmp_path) | {"MODE": mode})
+    config = checked(name, lines, monkeypatch)
+    assert mode_of(config) == mode
+    device = script.stem.partition("_")[0]
+    assert config.trainer.device == ("npu" if device == "npu" else "cuda")
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (2, 8)
     environment = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
-    assert ("NPU_REPLAY_VLLM_ASCEND" in environment) == (script.stem.startswith("npu") and mode == "R3")
-    assert all(isinstance(value, str) for value in environment.values()), "Ray takes no others"
+    wanted = {"NPU_REPLAY_VLLM_ASCEND"} if (device, mode) == ("npu", "R3") else set()
+    if mode == "R3" and metadata.version("verl") < "0.9":
+        wanted.add("VERL_USE_EXTERNAL_MODULES")
+    assert {*environment} == wanted
+    synchronous = OmegaConf.select(config, "actor_rollout_ref.rollout.engine_kwargs.vllm.no_async_scheduling")
+    assert bool(synchronous) == (mode == "R3" and VLLM == "0.18.0")
 
 
-@pytest.mark.parametrize("file", [*filter(for_this_release, FILES)], ids=lambda file: file.stem)
-def test_a_file_has_keys_of_verls_and_the_lines_of_the_pages(file: Path) -> None:
-    given = dict(leaves(OmegaConf.load(file)))
-    base = composed(trainer(file.stem))
-    missing = object()
-    unknown = {key for key in given if OmegaConf.select(base, key, default=missing) is missing}
-    assert unknown <= OURS
-    actor = {f"{key}={value}" for key, value in given.items() if key.startswith("actor_rollout_ref")}
-    pages = [{line.lstrip("+") for line in typed(block)} for _, _, block in LINES]
-    assert any(actor <= page for page in pages), "docs/verl-ascend.md or docs/verl-cuda.md"
+def test_what_the_caller_adds_counts_last(tmp_path: Path) -> None:
+    environment = python_that_shows(tmp_path)
+    done = subprocess.run(
+        ["bash", SCRIPTS[0].name, "trainer.nnodes=1"],
+        cwd=FOLDER,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines()[-1] == "trainer.nnodes=1"
+    for variable, value in (("MODE", "R4"), ("MODEL", ""), ("DATA", "")):
+        wrong = environment | {variable: value}
+        done = subprocess.run(["bash", SCRIPTS[0]], env=wrong, capture_output=True, text=True)
+        assert done.returncode, "and verl isn't called"
+        assert not done.stdout
+
+
+def test_the_lines_are_those_of_the_pages(tmp_path: Path) -> None:
+    """For each mode, trainer and device there is a block of docs/verl-*.md with just these lines."""
+    environment = python_that_shows(tmp_path)
+    pages = [{*typed(block)} for _, _, block in LINES]
+    for asked in [("R2", "megatron"), ("R3", "megatron"), ("R2", "fsdp2"), ("R3", "fsdp2")]:
+        done = subprocess.run(
+            [sys.executable, FOLDER / "replay_lines.py", *asked, "npu"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        lines = {*done.stdout.splitlines()} - {"trainer.use_legacy_worker_impl=disable"}
+        if asked == ("R3", "fsdp2") and VLLM != "0.18.0":
+            continue  # the page says what to leave out of the block for 0.18
+        assert lines in pages
+
+
+def test_a_clone_on_the_path_is_imported_by_the_workers_of_agent_loops_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has no entry points, by which 0.9 finds an installed one."""
+    monkeypatch.syspath_prepend(FOLDER)
+    given = importlib.import_module("replay_lines")
+    monkeypatch.setattr(given.metadata, "entry_points", lambda group: ())
+    module = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=npu_replay"
+    assert module in given.lines("R3", "megatron", "npu")
+    assert module not in given.lines("R2", "megatron", "npu"), "external_lib does"

@@ -1,5 +1,0 @@
-#!/usr/bin/env bash
-# R3, Megatron, CUDA: verl 0.8.0 and 0.9, in a verlai/verl image of that release (R3 with 0.9: vLLM 0.22 or newer).
-# Not run on CUDA: composed with each release's config, and the rest on CPUs (docs/dev/verl.md).
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-run grpo_trainer/run_qwen3_30b_a3b_megatron.sh megatron_r3 "$@"

@@ -1,7 +1,0 @@
-#!/usr/bin/env bash
-# R2, FSDP2, NPU: images CANN 9.0.0 (verl 0.8.0) and 9.1.0 (verl 0.9), transformers 5. verl's
-# example is for NVIDIA GPUs.
-# Not run on an NPU: composed with each release's config, and the rest on CPUs (docs/dev/tried.md).
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-run grpo_trainer/run_qwen3_30b_a3b_fsdp.sh fsdp2_r2 trainer.device=npu \
-    actor_rollout_ref.actor.use_torch_compile=False "$@"

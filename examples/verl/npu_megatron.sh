@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# GRPO of Qwen3-30B-A3B with replay on 2 nodes of 8 NPUs: Megatron under MindSpeed trains, vllm-ascend rolls out.
+# One script for the images of CANN 8.5.0 (verl 0.7.1, 0.8.0), 9.0.0 (verl 0.8.0) and 9.1.0 (verl 0.9.0, 0.9.1):
+# replay_lines.py asks which is there. R3 with CANN 8.5.0 wants the latest of its line, with vllm-ascend 0.18.
+#
+# On each node, in the container, npu_replay installed:
+#
+#   source /usr/local/Ascend/ascend-toolkit/set_env.sh
+#   export HCCL_CONNECT_TIMEOUT=1500 RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1
+#   ray start --head --port 6379 --resources '{"NPU": 8}'         # the first node
+#   ray start --address FIRST_NODE:6379 --resources '{"NPU": 8}'  # the second
+#
+# Then on the first; DATA is GSM8K as verl's examples/data_preprocess/gsm8k.py makes it, and both nodes see both paths:
+#
+#   MODEL=/shared/Qwen3-30B-A3B DATA=/shared/gsm8k bash npu_megatron.sh
+#
+# MODE=R2 takes R2. What else you write comes last, and counts. --cfg job shows the whole config and starts nothing.
+# Not run on an NPU: verl 0.7.1, 0.8.0 and 0.9.1 compose and check it; replay itself ran on CPUs (docs/dev/tried.md).
+set -euo pipefail
+: "${MODEL:?the folder of Qwen3-30B-A3B, as Hugging Face has it}" "${DATA:?the folder of train.parquet, test.parquet}"
+MODE=${MODE:-R3} NODES=${NODES:-2} NPUS=${NPUS:-8}
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+replay=$(python3 "$here/replay_lines.py" "$MODE" megatron npu)
+printf 'npu_replay adds:\n%s\n' "$replay" >&2
+mapfile -t replay <<<"$replay"
+
+prompt=1024 response=2048
+tokens=$(((prompt + response) * 2)) # in a micro-batch of a device
+tp=2 pp=2 ep=8 # of 16 devices: 4 data parallel, the experts over all 16
+
+data=(
+    data.train_files="$DATA/train.parquet"
+    data.val_files="$DATA/test.parquet"
+    data.train_batch_size=128
+    data.max_prompt_length=$prompt
+    data.max_response_length=$response
+    data.filter_overlong_prompts=True
+    data.truncation=error
+    algorithm.adv_estimator=grpo
+    algorithm.use_kl_in_reward=False
+)
+actor=(
+    actor_rollout_ref.model.path="$MODEL"
+    actor_rollout_ref.model.use_remove_padding=True
+    actor_rollout_ref.actor.use_torch_compile=False
+    actor_rollout_ref.ref.use_torch_compile=False
+    actor_rollout_ref.actor.optim.lr=1e-6
+    actor_rollout_ref.actor.ppo_mini_batch_size=32
+    actor_rollout_ref.actor.use_dynamic_bsz=True
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$tokens
+    actor_rollout_ref.actor.use_kl_loss=True
+    actor_rollout_ref.actor.kl_loss_coef=0.001
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl
+    actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True
+    actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=$tokens
+)
+for role in actor ref; do
+    actor+=(
+        actor_rollout_ref.$role.megatron.tensor_model_parallel_size=$tp
+        actor_rollout_ref.$role.megatron.pipeline_model_parallel_size=$pp
+        actor_rollout_ref.$role.megatron.expert_model_parallel_size=$ep
+        actor_rollout_ref.$role.megatron.expert_tensor_parallel_size=1
+        actor_rollout_ref.$role.megatron.param_offload=True
+        # Hugging Face's weights, read as they are. 0.9 wants Megatron-Bridge, which the images lack otherwise.
+        actor_rollout_ref.$role.megatron.use_mbridge=True
+        actor_rollout_ref.$role.megatron.vanilla_mbridge=True
+    )
+done
+config=+actor_rollout_ref.actor.megatron.override_transformer_config
+actor+=(
+    actor_rollout_ref.actor.megatron.optimizer_offload=True # and no grad_offload, which 0.9.1 has lost
+    $config.recompute_granularity=full
+    $config.recompute_method=uniform
+    $config.recompute_num_layers=1
+    $config.use_flash_attn=True # MindSpeed's
+)
+rollout=(
+    actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.n=8
+    actor_rollout_ref.rollout.tensor_model_parallel_size=4
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.5
+    actor_rollout_ref.rollout.max_model_len=$((prompt + response))
+    actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True
+    actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=$tokens
+)
+trainer=(
+    trainer.nnodes="$NODES"
+    trainer.n_gpus_per_node="$NPUS"
+    trainer.device=npu
+    trainer.logger='["console","tensorboard"]'
+    trainer.project_name=npu_replay
+    trainer.experiment_name="qwen3_30b_a3b_$MODE"
+    trainer.val_before_train=False
+    trainer.test_freq=5
+    trainer.save_freq=20
+    trainer.total_epochs=1
+)
+
+exec python3 -m verl.trainer.main_ppo --config-path=config --config-name=ppo_megatron_trainer \
+    "${data[@]}" "${actor[@]}" "${rollout[@]}" "${trainer[@]}" "${replay[@]}" "$@"

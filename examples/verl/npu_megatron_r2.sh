@@ -1,6 +1,0 @@
-#!/usr/bin/env bash
-# R2, Megatron under MindSpeed, NPU: images CANN 9.0.0 (verl 0.8.0) and 9.1.0 (verl 0.9), with vLLM for the
-# example's SGLang.
-# Not run on an NPU: composed with each release's config, and the rest on CPUs (docs/dev/tried.md).
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-run ascend_extras/grpo_trainer/run_qwen3_30b_a3b_megatron.sh megatron_r2 actor_rollout_ref.rollout.name=vllm "$@"
