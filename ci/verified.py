@@ -4,7 +4,7 @@
     python ci/verified.py --write    # and put them into the pages
     python ci/verified.py FILE ...   # check these reports alone
 
-Each report is a JSON file that `npu-replay smoke --out` wrote (docs/dev/smoke.md), or that
+Each report is a JSON file that `npu-replay smoke --out` wrote (docs/dev/notes.md), or that
 `bash ci/device.sh` did: a row of its parts, and its bench as ratios.
 """
 
