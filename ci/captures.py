@@ -39,13 +39,13 @@ def path_of(name: str) -> str:
 
 
 def cell(found: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
-    """Rows as released, and with the plug-in, of all cases of a path; empty where a release hasn't got it."""
+    """Right rows by itself, and with the plug-in all of them; empty where a release hasn't got the path."""
     if not found:
         return ""
-    before, after = ([pair[which] for pair in found] for which in (0, 1))
-    rows = sum(one["of"] for one in after)
-    failed = next((error.partition(":")[0] for one in before for error in one.get("errors", ())), "")
-    return f"{failed or sum(one['right'] for one in before)} → {sum(one['right'] for one in after)} of {rows}"
+    rows = sum(after["of"] for _, after in found)
+    failed = next((error.partition(":")[0] for before, _ in found for error in before.get("errors", ())), "")
+    right = failed or sum(before["right"] for before, _ in found)
+    return f"all {rows}" if right == rows else f"{right} → all {rows}"
 
 
 def table(results: Results) -> str:
