@@ -1,4 +1,4 @@
-"""The table of captured paths in docs/dev/captures.md, from what ci/vllm_ascend.sh wrote down.
+"""The table of captured paths in docs/dev/engine-limits.md, from what ci/vllm_ascend.sh wrote down.
 
 NPU_REPLAY_VLLM_ASCEND_RESULTS=out/captures.json bash ci/vllm_ascend.sh
 python ci/captures.py out/captures.json --write
@@ -14,7 +14,7 @@ from typing import Any
 
 import pages
 
-PAGE = Path(__file__).parents[1] / "docs" / "dev" / "captures.md"
+PAGE = Path(__file__).parents[1] / "docs" / "dev" / "engine-limits.md"
 MARKS = "<!-- captures: written by ci/captures.py -->", "<!-- end of captures -->"
 RELEASED, PLUGIN = "as released", "with the plug-in"
 _WORDS = {
@@ -39,17 +39,17 @@ def path_of(name: str) -> str:
 
 
 def cell(found: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
-    """Rows as released, and with the plug-in, of all cases of a path; empty where a release hasn't got it."""
+    """Right rows by itself, and with the plug-in all of them; empty where a release hasn't got the path."""
     if not found:
         return ""
-    before, after = ([pair[which] for pair in found] for which in (0, 1))
-    rows = sum(one["of"] for one in after)
-    failed = next((error.partition(":")[0] for one in before for error in one.get("errors", ())), "")
-    return f"{failed or sum(one['right'] for one in before)} → {sum(one['right'] for one in after)} of {rows}"
+    rows = sum(after["of"] for _, after in found)
+    failed = next((error.partition(":")[0] for before, _ in found for error in before.get("errors", ())), "")
+    right = failed or sum(before["right"] for before, _ in found)
+    return f"all {rows}" if right == rows else f"{right} → all {rows}"
 
 
 def table(results: Results) -> str:
-    """A row a path, a column a release.
+    """A column a release, and a row for the paths that came out alike.
 
     Raises:
         ValueError: with the plug-in something isn't right.
@@ -64,8 +64,12 @@ def table(results: Results) -> str:
             if name in found[RELEASED]:
                 pairs = of.setdefault(path_of(name), {}).setdefault(release, [])
                 pairs.append((found[RELEASED][name], after))
-    rows = [[path, *(cell(by.get(release, ())) for release in results)] for path, by in sorted(of.items())]
-    return pages.table(["path", *results], sorted(rows, key=lambda row: not row[0].startswith("un")))
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for path, by in sorted(of.items(), key=lambda pair: (not pair[0].startswith("un"), pair[0])):
+        kind, _, rest = path.partition(", ")
+        alike.setdefault((kind, *(cell(by.get(release, ())) for release in results)), []).append(rest)
+    rows = [[f"{kind}: {'; '.join(rests)}", *cells] for (kind, *cells), rests in alike.items()]
+    return pages.table(["path", *results], rows)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -178,8 +178,7 @@ def table(product: Product, outcomes: Mapping[Version, Mapping[str, str]]) -> st
         versions = list(group)
         name = str(versions[0]) if len(versions) == 1 else f"{versions[0]} … {versions[-1]} ({len(versions)})"
         rows.append([name, *(outcome[contract] for contract in product.says)])
-    says = "\n".join(f"- **{contract}**: {about}" for contract, about in product.says.items())
-    return f"## {product.package}\n\n{says}\n\n{pages.table(['release', *product.says], rows)}"
+    return f"## {product.package}\n\n{pages.table(['release', *product.says], rows)}"
 
 
 def _moved(file: str, release: Release) -> str:

@@ -308,6 +308,13 @@ def _same(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | Non
     )
 
 
+def told(rows: Sequence[Row]) -> str:
+    """The families that work in one line, and a table of the others."""
+    works = ", ".join(f"`{row.family}`" for row in rows if row.verdict == "works")
+    others = (astuple(row) for row in rows if row.verdict != "works")
+    return f"{works}.\n\n{pages.table(['family', 'router', 'what came of it'], others)}"
+
+
 def main(names: list[str]) -> int:
     """Return 1 if a family went wrong without an error: that must never be."""
     transformers.logging.set_verbosity_error()
@@ -318,9 +325,8 @@ def main(names: list[str]) -> int:
         print(pages.line(astuple(rows[-1])), flush=True)
     if not names:
         works = sum(row.verdict == "works" for row in rows)
-        about = f"transformers {transformers.__version__}: {works} of {len(rows)} families work."
-        table = pages.table(["family", "router", "what came of it"], map(astuple, rows))
-        pages.rewrite(PAGE, MARKS, f"{about}\n\n{table}")
+        about = f"transformers {transformers.__version__}: {works} of {len(rows)} families work:"
+        pages.rewrite(PAGE, MARKS, f"{about} {told(rows)}")
     return int(any(row.verdict.startswith("WRONG") for row in rows))
 
 

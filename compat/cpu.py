@@ -4,8 +4,8 @@
         model = GPTModel(...)          # built, run and trained on the CPU
 
 Only while the block is open, and only what is missing; with CUDA that is one name that Megatron lacks
-without Transformer Engine. Found by running Megatron-core 0.12 to 0.19 on a CPU; docs/dev/cpu.md has a list
-by release.
+without Transformer Engine. Found by running Megatron-core 0.12 to 0.19 on a CPU; docs/dev/megatron.md has
+a list.
 """
 
 from __future__ import annotations

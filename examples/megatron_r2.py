@@ -114,5 +114,5 @@ def main():
     dist.destroy_process_group()
 
 
-with npu_replay.compat.cpu.lend():  # on a machine without CUDA alone: docs/dev/cpu.md
+with npu_replay.compat.cpu.lend():  # on a machine without CUDA alone: docs/dev/megatron.md
     main()

@@ -123,5 +123,5 @@ def main():
 
 
 if __name__ == "__main__":  # vLLM's engine process imports this file
-    with npu_replay.compat.cpu.lend():  # on a machine without CUDA alone: docs/dev/cpu.md
+    with npu_replay.compat.cpu.lend():  # on a machine without CUDA alone: docs/dev/megatron.md
         main()

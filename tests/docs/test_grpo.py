@@ -1,4 +1,4 @@
-"""docs/grpo.md and docs/dev/grpo.md: what they say of the published runs is what the files show."""
+"""docs/grpo.md and docs/dev/tried.md: what they say of the published runs is what the files show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [(ROOT / "docs" / "grpo.md", ["bfloat16"]), (ROOT / "docs" / "dev" / "grpo.md", ["coarse", "fsdp"])]
+PAGES = [(ROOT / "docs" / "grpo.md", ["bfloat16"]), (ROOT / "docs" / "dev" / "tried.md", ["coarse", "fsdp"])]
 SHOWN = [(page, name) for page, names in PAGES for name in names]
 
 

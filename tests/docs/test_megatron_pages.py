@@ -114,4 +114,4 @@ def test_megatrons_own_api_records_and_replays(names: dict[str, Any]) -> None:
 
 
 def test_megatron_runs_without_cuda(names: dict[str, Any]) -> None:
-    assert any(one.grad is not None for one in run("dev/cpu", names)["model"].parameters())
+    assert any(one.grad is not None for one in run("dev/megatron", names)["model"].parameters())

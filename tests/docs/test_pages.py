@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
 BLOCK = re.compile(r"(?:<!-- not run: (.+?) -->\n)?```python\n(.*?)```", re.DOTALL)
 WITH_EXAMPLES = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
-ELSEWHERE = ("megatron", "upstream", "cpu", "delivery")
+ELSEWHERE = ("megatron", "upstream", "delivery")
 """Their examples run in test_megatron_pages.py and test_delivery.py."""
 LONGER = {"errors", "models"}
 """Looked things up in; the others are read."""
@@ -138,7 +138,7 @@ def test_the_quickstart_replays_what_it_recorded(
     assert capsys.readouterr().out.startswith("0.0\n"), "R2 replays what the same weights recorded"
 
 
-R3 = ["README.md", *(f"docs/{one}.md" for one in ("quickstart", "fsdp2", "vllm", "multi-turn"))]
+R3 = ["README.md", *(f"docs/{one}.md" for one in ("fsdp2", "vllm"))]
 
 
 @pytest.mark.parametrize("old_log_probs", ["replayed", "not replayed"])

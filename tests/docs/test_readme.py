@@ -28,7 +28,7 @@ def test_the_versions_are_those_of_the_package_and_of_doctor() -> None:
     assert "| torch 2.7 to 2.15, Python 3.10 to 3.13 |" in VERSIONS
     assert project["requires-python"] == ">=3.10"
     assert "a torch that is tested, 2.7 to 2.15" in text_of("npu_replay/doctor/report.py")
-    assert "torch from 2.7 on" in text_of("docs/dev/dependencies.md")
+    assert "torch from 2.7 on" in text_of("docs/dev/notes.md")
     assert "version_info < (3, 11)" in text_of("ci/environment.sh")
 
 
