@@ -1,4 +1,4 @@
-"""The command line in this process: help, options, errors, reports. What takes a process is in test_output.py."""
+"""The command line in this process: help, options, errors, reports. Those in processes: test_output.py."""
 
 from __future__ import annotations
 
