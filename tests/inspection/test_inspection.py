@@ -378,11 +378,7 @@ def test_engine_decides_where_the_answer_does_not(desk: Desk) -> None:
 
 def test_an_array_with_its_tokens(desk: Desk) -> None:
     """All layers, or those with experts alone; all rows, or from a start on."""
-    for rows, more in (
-        (desk.rows.astype(np.int32), {}),
-        (desk.rows[:, 1:], {}),
-        (desk.rows[50:], {"start": 50}),
-    ):
+    for rows, start in ((desk.rows.astype(np.int32), 0), (desk.rows[:, 1:], 0), (desk.rows[50:], 50)):
         found = desk.look(rows, **desk.ids, start=start)
         assert found.good
         assert found.unchecked == []
