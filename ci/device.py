@@ -166,7 +166,8 @@ class Bench:
 
     def run(self, part: Part) -> Result:
         """A part to its end, or to its time limit."""
-        missing = [name for name in part.needs if not self._importable(name)]
+        look = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+        missing = [name for name in part.needs if self.call(["-c", look, name], 60, "needs")[0]]
         if missing:
             why = f"{', '.join(missing)} can't be imported; --wheels FOLDER may have it"
             return Result(part.name, MISSING, why)
@@ -175,8 +176,9 @@ class Bench:
         if seconds <= 0:
             return Result(part.name, FAIL, f"no time left of {self._budget:g} s for all parts")
         started = time.monotonic()
-        places = {"{out}": str(out), "{folder}": str(self._folder)}
-        words = [_filled_in(word, places) for word in part.command]
+        words = [
+            word.replace("{out}", str(out)).replace("{folder}", str(self._folder)) for word in part.command
+        ]
         rc, said = self.call(words, seconds, part.name)
         result = Result(
             part.name, PASS if rc == 0 else FAIL, rc=rc, seconds=round(time.monotonic() - started, 1)
@@ -212,10 +214,6 @@ class Bench:
             process.wait()
         return rc, log.read_text(encoding="utf-8", errors="replace")
 
-    def _importable(self, name: str) -> bool:
-        code = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
-        return self.call(["-c", code, name], 60, "needs")[0] == 0
-
 
 def _captured(result: Result, said: str) -> None:
     """On vllm-ascend a start that npu_replay captures says so in a worker. Without that line the rows that
@@ -227,12 +225,6 @@ def _captured(result: Result, said: str) -> None:
     found["captured"] = begun + line
     if result.result == PASS and not begun:
         result.result, result.why = FAIL, f"no worker said «{CAPTURED} ...»"
-
-
-def _filled_in(word: str, places: dict[str, str]) -> str:
-    for name, place in places.items():
-        word = word.replace(name, place)
-    return word
 
 
 def _plain(lines: list[str]) -> list[str]:
@@ -281,19 +273,16 @@ def environment(wheels: Path | None, device: str) -> Iterator[tuple[dict[str, st
         before = variables.get("PYTHONPATH", "")
         variables["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *([before] if before else [])])
         variables["PYTHONDONTWRITEBYTECODE"] = "1"
-        _announce(folder)
+        # vLLM looks for npu_replay's plug-in in installed distributions.
+        about = folder / "npu_replay-0.dist-info"
+        about.mkdir()
+        metadata_text = "Metadata-Version: 2.1\nName: npu-replay\nVersion: 0\n"
+        (about / "METADATA").write_text(metadata_text, encoding="utf-8")
+        project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        line = project.partition(f'[project.entry-points."{PLUGINS}"]\n')[2].partition("\n")[0]
+        announced = f"[{PLUGINS}]\n{line.replace(chr(34), '')}\n"
+        (about / "entry_points.txt").write_text(announced, encoding="utf-8")
         yield variables, folder
-
-
-def _announce(folder: Path) -> None:
-    """Let vLLM find npu_replay's plug-in, which it looks for in installed distributions."""
-    about = folder / "npu_replay-0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: npu-replay\nVersion: 0\n", encoding="utf-8")
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    line = project.partition(f'[project.entry-points."{PLUGINS}"]\n')[2].partition("\n")[0]
-    found = f"[{PLUGINS}]\n{line.replace(chr(34), '')}\n"
-    (about / "entry_points.txt").write_text(found, encoding="utf-8")
 
 
 def _unpacked(wheels: Path | None, folder: Path) -> list[Path]:

@@ -32,7 +32,7 @@ ROADS: tuple[Road, ...] = (
     ("padded(lengths, 8, order='batch'): Hugging Face", padded, {"length": 8, "order": "batch"}, {}),
     ("packed(lengths, align=4, align_end=16)", packed, {"align": 4, "align_end": 16}, {}),
     ("padded, tp 2, sequence parallel", padded, {}, {"tp": 2}),
-    ("padded, tp 2, alltoall_seq: each router sees all rows", padded, {}, {"tp": 2, "gathers_rows": 1}),
+    ("padded, tp 2, alltoall_seq: each router sees all rows", padded, {}, {"tp": 2, "gathers_rows": True}),
     ("padded, cp 2, zigzag", padded, {}, {"cp": 2}),
     ("padded, cp 2, contiguous", padded, {"context": "contiguous"}, {"cp": 2}),
     ("packed, cp 2, zigzag: every sequence is cut", packed, {}, {"cp": 2}),
@@ -64,15 +64,8 @@ def _draw(road: Road, ax: Axes, lines: float) -> None:
             colour = "#e4e4e4" if token < 0 else COLOURS[second]
             ax.add_patch(plt.Rectangle((row, -line), 0.94, -0.86, color=colour, linewidth=0))
             if token >= 0:
-                ax.text(
-                    row + 0.47,
-                    -line - 0.45,
-                    NAMES[token],
-                    color="white",
-                    ha="center",
-                    va="center",
-                    fontsize=9,
-                )
+                place = {"ha": "center", "va": "center", "fontsize": 9}
+                ax.text(row + 0.47, -line - 0.45, NAMES[token], color="white", **place)
         ax.text(-0.25, -line - 0.45, name, ha="right", va="center", fontsize=8, color="#444444")
     ax.set(xlim=(-3.2, 16.2), ylim=(-lines - 0.1, 0.15))
     ax.set_title(title, loc="left", fontsize=9, family="monospace")
@@ -82,16 +75,14 @@ def _draw(road: Road, ax: Axes, lines: float) -> None:
 def _ranks(
     make: Callable[..., TokenLayout], arguments: dict[str, Any], sizes: dict[str, int]
 ) -> list[tuple[str, TokenLayout]]:
-    about = {name: bool(value) if name == "gathers_rows" else value for name, value in sizes.items()}
-    cp, tp = sizes.get("cp", 1), sizes.get("tp", 1)
-    found = []
-    for cp_rank in range(cp):
-        for tp_rank in range(tp):
-            parallel = ParallelLayout(**about, cp_rank=cp_rank, tp_rank=tp_rank, sequence_parallel=tp > 1)
-            name = " ".join(
-                f"{axis}{rank}" for axis, size, rank in (("cp", cp, cp_rank), ("tp", tp, tp_rank)) if size > 1
-            )
-            found.append((name, make(LENGTHS, **arguments, parallel=parallel)))
+    """The layout of each rank of a context-parallel and a tensor-parallel group, by its name."""
+    cp, tp, found = sizes.get("cp", 1), sizes.get("tp", 1), []
+    for rank in range(cp * tp):
+        ranks = {"cp_rank": rank // tp, "tp_rank": rank % tp}
+        parallel = ParallelLayout(**sizes, **ranks, sequence_parallel=tp > 1)
+        axes = (("cp", cp, rank // tp), ("tp", tp, rank % tp))
+        name = " ".join(f"{axis}{number}" for axis, size, number in axes if size > 1)
+        found.append((name, make(LENGTHS, **arguments, parallel=parallel)))
     return found
 
 

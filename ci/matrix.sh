@@ -2,7 +2,7 @@
 # Runs tests/matrix/ on each release of ci/matrix.toml beside this one environment, as many at once as there are
 # cores, and writes docs/dev/matrix.md.
 #
-#   ci/matrix.sh                  a choice of the cases on every release, other ones on each: seven minutes
+#   ci/matrix.sh                  a choice of the cases on every release, other ones on each: five minutes
 #   ci/matrix.sh --all            every case on every release, two hours on two cores: before a release
 #   ci/matrix.sh 0.15.3 ...       these alone: 0.15.3, megatron-0.15.3, transformers-4.57.6
 #   ci/matrix.sh --check ...      writes nothing, and fails where docs/dev/matrix.md says something else

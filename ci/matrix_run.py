@@ -3,7 +3,8 @@
     python ci/matrix_run.py [--all] [--check] [NAME ...]     # ci/matrix.sh fetches, and calls it
 
 What a test shows is told by its mark; what the release has by itself, by a process without npu_replay
-(tests/capabilities.py). Exit status 1: a test failed, or docs/dev/matrix.md says something else.
+(tests/capabilities.py). What came of it goes to docs/dev/matrix/, and docs/dev/matrix.md is made of that,
+never by hand. Exit status 1: a test failed, or with --check the page says something else.
 """
 
 from __future__ import annotations
@@ -15,36 +16,70 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import date
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
-import matrix_page
-from matrix_page import CAPABILITIES, FAILS, MISSING, NATIVE, ROOT, SHIMMED, Shown
+import pages
 
-import jobs
 import matrix
 
-WORK = ROOT / ".work"
-LOGS = WORK / "matrix"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import jobs  # noqa: E402  it lies among the tests, as the capabilities do that they are marked with
+from capabilities import CAPABILITIES  # noqa: E402
+
+LOGS = ROOT / ".work" / "matrix"
+PAGE = ROOT / "docs" / "dev" / "matrix.md"
+FOLDER = ROOT / "docs" / "dev" / "matrix"
+MARKS = "<!-- matrix: written by ci/matrix.sh -->", "<!-- end of matrix -->"
 TRANSFORMERS_TESTS = "tests/matrix/test_transformers.py"
-LAST_LINES = 30
-HOURS = 3600.0
+NATIVE, SHIMMED, MISSING, FAILS = "native", "shimmed", "missing", "FAILS"
 STALE = "run bash ci/matrix.sh --all and commit docs/dev/matrix.md with docs/dev/matrix/"
 
 
 @dataclass(frozen=True)
+class Shown:
+    """What a run showed of one release.
+
+    Attributes:
+        cases: `all`, or `a choice`.
+        cells: capability to native, shimmed, missing or FAILS.
+        reasons: why one is missing, as its tests said when they were skipped.
+    """
+
+    python: str
+    torch: str
+    cases: str
+    passed: int
+    skipped: int
+    day: str
+    cells: Mapping[str, str]
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def write(self, name: str, folder: Path = FOLDER) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
+        (folder / f"{name}.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """What came of one release."""
+    """What came of one release.
+
+    Attributes:
+        problems: one line each: a test that failed, a capability that nothing shows.
+        said: the end of what its tests printed, where one failed: the log may lie where nobody can look.
+    """
 
     release: matrix.Release
     shown: Shown
     problems: tuple[str, ...]
-    """One line each: a test that failed, a capability that nothing shows."""
     seconds: float
-
     said: str = ""
-    """The end of what its tests printed, where one failed: the log may lie where nobody can look."""
 
     def line(self) -> str:
         verdict = f"{len(self.problems)} PROBLEMS" if self.problems else "ok"
@@ -61,49 +96,35 @@ def run(release: matrix.Release, cases: str) -> Outcome:
     started = time.monotonic()
     log, result = LOGS / f"{release.name}.log", LOGS / f"{release.name}.json"
     result.unlink(missing_ok=True)
+    select = ["tests/matrix", "--ignore", TRANSFORMERS_TESTS]
+    arguments = ["-q", "-rsfE", "-p", "no:cacheprovider"]
+    arguments += select if release.product == "megatron" else [TRANSFORMERS_TESTS]
     told = {"NPU_REPLAY_MATRIX_RESULT": str(result), "NPU_REPLAY_MATRIX_CASES": cases}
-    select = [TRANSFORMERS_TESTS]
-    if release.product == "megatron":
-        select = ["tests/matrix", "--ignore", TRANSFORMERS_TESTS]
-    arguments = ["-q", "-rsfE", "-p", "no:cacheprovider", *select]
     ended = _process(release, "jobs:tests", {"arguments": arguments}, told)
     status = ended.code or ended.answer
     log.write_text(ended.output, encoding="utf-8")
     found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
-    shown, problems = judge(release.product, found, natives(release), "all" if cases == "all" else "a choice")
+    # Where it fails its tests fail too, and say why.
+    asked = {"product": release.product}
+    native = _process(release, "capabilities:natives", asked, {"NPU_REPLAY_DISABLE": "1"}).answer
+    native = native or dict.fromkeys(CAPABILITIES[release.product], False)
+    shown, problems = judge(release.product, found, native, "all" if cases == "all" else "a choice")
     if found and found.get(release.package) != release.version:
         problems = [f"what ran was {release.package} {found.get(release.package)}"]
     if not found or (status and not problems):
         unsaid = "" if found else " and left no result"
         problems = [f"pytest ended with {status}{unsaid}, see {log.relative_to(ROOT)}"]
-    return Outcome(
-        release,
-        shown,
-        tuple(problems),
-        time.monotonic() - started,
-        said=_end_of(ended.output) if status or not found else "",
-    )
-
-
-def _end_of(output: str) -> str:
-    return "\n".join(f"    {line}" for line in output.splitlines()[-LAST_LINES:])
+    lines = ended.output.splitlines()[-30:] if status or not found else []
+    said = "\n".join(f"    {line}" for line in lines)
+    return Outcome(release, shown, tuple(problems), time.monotonic() - started, said)
 
 
 def _process(
     release: matrix.Release, target: str, task: Mapping[str, Any], environment: Mapping[str, str]
 ) -> jobs.Ended:
     """One of tests/jobs.py, with the release on its path."""
-    folder = WORK / release.product / release.version
-    return jobs.start(target, task, path=[folder], env=environment, timeout=HOURS)[0]
-
-
-def natives(release: matrix.Release) -> Mapping[str, bool]:
-    """What the release has by itself, asked in a process that never imports npu_replay."""
-    ended = _process(
-        release, "capabilities:natives", {"product": release.product}, {"NPU_REPLAY_DISABLE": "1"}
-    )
-    # If it fails its tests fail too, and say why.
-    return ended.answer or dict.fromkeys(CAPABILITIES[release.product], False)
+    folder = ROOT / ".work" / release.product / release.version
+    return jobs.start(target, task, path=[folder], env=environment, timeout=3600)[0]
 
 
 def judge(
@@ -129,32 +150,22 @@ def judge(
             cells[name], reasons[name] = MISSING, tests["skipped"][0]
         else:
             cells[name] = FAILS
-            problems.append(
-                f"no test showed {name}, {'which is native' if native[name] else 'none was there'}"
-            )
+            why = "which is native" if native[name] else "none was there"
+            problems.append(f"no test showed {name}, {why}")
     counts = found.get("tests", {})
-    shown = Shown(
-        python=found.get("python", ""),
-        torch=found.get("torch", ""),
-        cases=cases,
-        passed=counts.get("passed", 0),
-        skipped=counts.get("skipped", 0),
-        day=date.today().isoformat(),
-        cells=cells,
-        reasons=reasons,
-    )
-    return shown, problems
+    passed, skipped = counts.get("passed", 0), counts.get("skipped", 0)
+    on = found.get("python", ""), found.get("torch", "")
+    return Shown(*on, cases, passed, skipped, date.today().isoformat(), cells, reasons), problems
 
 
 def stale(outcome: Outcome, known: Mapping[str, Shown]) -> list[str]:
     """Where docs/dev/matrix.md says something else than what was run."""
-    name, shown = outcome.release.name, outcome.shown
-    if name not in known:
+    if outcome.release.name not in known:
         return [f"docs/dev/matrix.md has no column for it: {STALE}"]
-    said = known[name].cells
+    said = known[outcome.release.name].cells
     return [
         f"{capability} is {cell}, and docs/dev/matrix.md says {said.get(capability, 'nothing')}: {STALE}"
-        for capability, cell in shown.cells.items()
+        for capability, cell in outcome.shown.cells.items()
         if said.get(capability) != cell
     ]
 
@@ -163,7 +174,8 @@ def run_all(releases: Sequence[matrix.Release], every_case: bool) -> Iterator[Ou
     """Run them side by side, one process a core, and say on stderr how it goes; each as it is done."""
     hands = {release.name: str(hand) for hand, release in enumerate(matrix.read().releases)}
     LOGS.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(_cores()) as pool:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(cores) as pool:
         jobs = [pool.submit(run, one, "all" if every_case else hands[one.name]) for one in releases]
         for done, job in enumerate(as_completed(jobs), 1):
             outcome = job.result()
@@ -178,6 +190,69 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+# The page
+
+
+def read(folder: Path = FOLDER) -> dict[str, Shown]:
+    """What is known, by the name of the release."""
+    return {path.stem: Shown(**json.loads(path.read_text("utf-8"))) for path in folder.glob("*.json")}
+
+
+def tables(releases: Sequence[matrix.Release], known: Mapping[str, Shown]) -> str:
+    """What stands between the marks: what the releases of each product have, and what they were run with."""
+    parts: list[str] = []
+    for package, group in groupby(releases, key=lambda release: release.package):
+        if ours := [release for release in group if release.name in known]:
+            parts += [f"### {package}", capabilities(ours, known)]
+    titles = ["", "Python", "torch", "cases", "tests passed", "not for this release", "day"]
+    rows = []
+    for release in releases:
+        if (shown := known.get(release.name)) is not None:
+            counts = [str(shown.passed), str(shown.skipped)]
+            name = f"{release.package} {release.version}"
+            rows.append([name, shown.python, shown.torch, shown.cases, *counts, shown.day])
+    return "\n\n".join([*parts, "### What each was run with", pages.table(titles, rows)])
+
+
+def capabilities(releases: Sequence[matrix.Release], known: Mapping[str, Shown]) -> str:
+    """A row a capability. Neighbours of which all is the same share a column."""
+    notes: list[str] = []
+
+    def noted(cell: str, why: str | None) -> str:
+        """The cell with the number of its note, if it has one."""
+        if not why:
+            return cell
+        if why not in notes:
+            notes.append(why)
+        return f"{cell} ({notes.index(why) + 1})"
+
+    def says(release: matrix.Release) -> tuple[object, ...]:
+        shown = known[release.name]
+        return shown.cells, shown.reasons, _forced(release, shown)
+
+    columns = [list(same) for _, same in groupby(releases, key=says)]
+    titles = [""]
+    for column in columns:
+        first, last = column[0], column[-1]
+        title = first.version if first is last else f"{first.version} to {last.version}"
+        titles.append(noted(title, _forced(first, known[first.name])))
+    rows = []
+    for name, capability in CAPABILITIES[releases[0].product].items():
+        of_each = [known[column[0].name] for column in columns]
+        cells = [noted(shown.cells.get(name, "not run"), shown.reasons.get(name)) for shown in of_each]
+        rows.append([capability.says, *cells])
+    said = [f"{number}. {text[0].upper()}{text[1:].rstrip('.')}." for number, text in enumerate(notes, 1)]
+    return "\n".join([pages.table(titles, rows), "", *said]).rstrip()
+
+
+def _forced(release: matrix.Release, shown: Shown) -> str:
+    """What is to be said of a release that ran on an older Python than it asks for."""
+    if not release.is_forced_onto(shown.python):
+        return ""
+    older = shown.python.rpartition(".")[0]
+    return f"it says that it needs Python {release.python}, and was forced onto {older}"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run, write or check the page, and return the exit status."""
     parser = argparse.ArgumentParser()
@@ -185,7 +260,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--all", action="store_true", help="every case on every release")
     parser.add_argument("--check", action="store_true", help="compare with the page, and write nothing")
     asked = parser.parse_args(arguments)
-    known = matrix_page.read()
+    known = read()
     problems: list[str] = []
     for outcome in run_all(matrix.read().of(asked.names), asked.all):
         name = outcome.release.name
@@ -194,7 +269,7 @@ def main(arguments: Sequence[str]) -> int:
             problems += [f"{name}: {line}" for line in stale(outcome, known)]
         else:
             outcome.shown.write(name)
-            matrix_page.write()
+            pages.rewrite(PAGE, MARKS, tables(matrix.read().releases, read()))
     print(*problems, sep="\n", end="\n" if problems else "")
     return 1 if problems else 0
 

@@ -46,26 +46,6 @@ _MACHINE, _SENT = (
 )
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of report.
-
-    Attributes:
-        schema: what it holds.
-        inside, entry: where its results are, and what each of them holds.
-        results: what a result may be.
-        titles: of its table.
-        row: the cells of a report by its name.
-    """
-
-    schema: dict[str, Any]
-    inside: str
-    entry: dict[str, Any]
-    results: tuple[str, ...]
-    titles: Sequence[str]
-    row: Callable[[dict[str, Any], str], list[str]]
-
-
 def smoke_row(found: dict[str, Any], name: str) -> list[str]:
     """A report of the smoke test as a row of its table."""
     machine, versions, options = found["machine"], found["versions"], found["options"]
@@ -115,41 +95,41 @@ def _about(found: dict[str, Any], name: str) -> list[str]:
     return [found["versions"]["npu_replay"], found["date"][:10], sender if known else "this project", link]
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A kind of report: what it holds, where its results are, what each of them holds, and its table."""
+
+    schema: dict[str, Any]
+    inside: str
+    entry: dict[str, Any]
+    results: tuple[str, ...]
+    titles: Sequence[str]
+    row: Callable[[dict[str, Any], str], list[str]]
+
+
+_OPTIONS = dict.fromkeys(_AXES, _COUNT) | {"recompute": _FLAG} | dict.fromkeys(("model", "device"), _TEXT)
+_COUNTS = dict.fromkeys(("layers", "experts", "topk", "micro_batches"), _COUNT)
+_OF_SMOKE = {"options": _OPTIONS, "processes": _COUNT, "sizes": _COUNTS, "results": _LIST, "seconds": (dict,)}
+_RESULT = dict.fromkeys(("feature", "case", "result", "why"), _TEXT)
+_PART = dict.fromkeys(("part", "result", "why"), _TEXT) | {"passed": _COUNT, "skipped": _LIST}
 KINDS = {
     SMOKE: Kind(
-        schema=_BOTH
-        | {
-            "options": dict.fromkeys(_AXES, _COUNT)
-            | {"recompute": _FLAG}
-            | dict.fromkeys(("model", "device"), _TEXT),
-            "processes": _COUNT,
-            "versions": dict.fromkeys(_VERSIONS, _TEXT),
-            "sizes": dict.fromkeys(("layers", "experts", "topk", "micro_batches"), _COUNT),
-            "results": _LIST,
-            "seconds": (dict,),
-        },
-        inside="results",
-        entry=dict.fromkeys(("feature", "case", "result", "why"), _TEXT)
-        | {"rank": _NUMBER_OR_NONE, "seconds": _SECONDS, "trace": _LIST},
-        results=("PASS", "FAIL", "SKIP"),
-        titles=(*_MACHINE, "MindSpeed", "processes", "features", *_SENT),
-        row=smoke_row,
+        _BOTH | _OF_SMOKE | {"versions": dict.fromkeys(_VERSIONS, _TEXT)},
+        "results",
+        _RESULT | {"rank": _NUMBER_OR_NONE, "seconds": _SECONDS, "trace": _LIST},
+        ("PASS", "FAIL", "SKIP"),
+        (*_MACHINE, "MindSpeed", "processes", "features", *_SENT),
+        smoke_row,
     ),
     DEVICE: Kind(
-        schema=_BOTH
-        | {
-            "quick": _FLAG,
-            "devices": _COUNT,
-            "versions": dict.fromkeys((*_VERSIONS, "transformers", "pytest"), _TEXT),
-            "parts": _LIST,
-        },
-        inside="parts",
-        entry=dict.fromkeys(("part", "result", "why"), _TEXT)
-        | {"rc": _NUMBER_OR_NONE, "seconds": _SECONDS, "passed": _COUNT, "skipped": _LIST}
-        | {"found": (dict, type(None))},
-        results=("PASS", "FAIL", "MISSING"),
-        titles=(*_MACHINE, "transformers", "passed", "failed", "not tried", *_SENT),
-        row=device_row,
+        _BOTH
+        | {"quick": _FLAG, "devices": _COUNT, "parts": _LIST}
+        | {"versions": dict.fromkeys((*_VERSIONS, "transformers", "pytest"), _TEXT)},
+        "parts",
+        _PART | {"rc": _NUMBER_OR_NONE, "seconds": _SECONDS, "found": (dict, type(None))},
+        ("PASS", "FAIL", "MISSING"),
+        (*_MACHINE, "transformers", "passed", "failed", "not tried", *_SENT),
+        device_row,
     ),
 }
 

@@ -12,23 +12,27 @@ C = TypeVar("C")
 
 HAND = os.environ.get("NPU_REPLAY_MATRIX_CASES", "0")
 """The number of a hand, or `all` for every case; ci/matrix.sh says it."""
+SHARES = 3
+"""So many hands that follow each other hold each value of the first axis once."""
 
 
 def dealt(
     first: Sequence[A], second: Sequence[B], third: Sequence[C], hand: str = HAND
 ) -> list[tuple[A, B, C]]:
-    """A case for each value of the first and longest axis, the values of the others in turn.
+    """A case for every third value of the first and longest axis, the values of the others in turn.
 
-    As many hands that follow each other as the second axis is long hold each pair of the two first axes once.
-    The next as many have other triples than these, until all were there.
+    `SHARES` times as many hands that follow each other as the second axis is long hold each pair of the two
+    first axes once, where that is no multiple of `SHARES`. The next as many have other triples than these,
+    until all were there.
 
     Args:
         hand: any number from 0 on, or `all`: each with each with each.
     """
     if hand == "all":
         return [(a, b, c) for a in first for b in second for c in third]
-    turn = int(hand) // len(second)
+    number = int(hand)
+    turn = number // (SHARES * len(second))
     return [
-        (a, second[(i + int(hand)) % len(second)], third[(i + turn) % len(third)])
-        for i, a in enumerate(first)
+        (first[i], second[(i + number) % len(second)], third[(i // SHARES + turn) % len(third)])
+        for i in range(number % SHARES, len(first), SHARES)
     ]

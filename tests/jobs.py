@@ -87,7 +87,7 @@ def start(
     fresh: bool = False,
     env: Mapping[str, str | None] | None = None,
     path: Sequence[Path | str] = (),
-    timeout: float = 200,
+    timeout: float = 500,
     silence: float | None = None,
     folder: Path | None = None,
 ) -> list[Ended]:

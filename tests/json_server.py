@@ -1,4 +1,4 @@
-"""A server on loopback that answers each POST of JSON with JSON."""
+"""A server on loopback that answers each request with JSON."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ from typing import Any
 
 @contextlib.contextmanager
 def serving(answer: Callable[[str, Any], Any]) -> Iterator[str]:
-    """The address of a server that answers with `answer(path, body)`, one request after the other."""
+    """The address of a server that answers with `answer(path, body)`, one request after the other.
+
+    The body of a GET is None.
+    """
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(None)
+
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def _answer(self, asked: Any) -> None:
             body = json.dumps(answer(self.path, asked)).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))

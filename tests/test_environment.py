@@ -41,19 +41,13 @@ USABLE = {
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-@pytest.mark.parametrize("word", ["1", "true", "yes", "on", "0", "false", "no", "off"])
-def test_a_switch_is_read_in_any_case_and_with_spaces(
-    name: str, word: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, _ = SWITCHES[name]
-    for value in (word, word.upper(), word.capitalize(), f" {word}\t"):
-        monkeypatch.setenv(name, value)
-        assert read() is (word in ("1", "true", "yes", "on")), value
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-def test_an_empty_switch_is_one_that_nobody_has_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_is_read_in_any_case_and_with_spaces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty one is one that nobody has set."""
     read, default = SWITCHES[name]
+    for word in ("1", "true", "yes", "on", "0", "false", "no", "off"):
+        for value in (word, word.upper(), word.capitalize(), f" {word}\t"):
+            monkeypatch.setenv(name, value)
+            assert read() is (word in ("1", "true", "yes", "on")), value
     for value in ("", "  "):
         monkeypatch.setenv(name, value)
         assert read() is default
@@ -61,41 +55,29 @@ def test_an_empty_switch_is_one_that_nobody_has_set(name: str, monkeypatch: pyte
     assert read() is default
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, one) for name in USABLE for one in (*USABLE[name], "", " ")]
-)
-def test_what_can_be_used_passes(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, value)
-    environment.check()
-
-
-@pytest.mark.parametrize(("name", "value"), [(name, one) for name in UNUSABLE for one in UNUSABLE[name]])
-def test_what_cannot_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ReplayError) as caught:
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_what_can_be_used_passes_and_what_cannot_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (*USABLE[name], "", " "):
+        monkeypatch.setenv(name, value)
         environment.check()
-    said = str(caught.value)
-    assert name in said
-    assert value in said
-    assert "Expected" in said
+    for value in UNUSABLE[name]:
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ReplayError) as caught:
+            environment.check()
+        assert all(words in str(caught.value) for words in (name, value, "Expected"))
 
 
 def test_what_is_read_is_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (
-        (environment.AUX_LOSS, "Replayed "),
-        (environment.MIN_OVERLAP, " 0.25"),
-        (environment.METRICS_EVERY, " 3"),
-        (environment.DELIVERY, "Ray "),
+    assert environment.read(environment.BAD_SAMPLES, 0.01) == 0.01
+    for name, value, meant in (
+        (environment.AUX_LOSS, "Replayed ", "replayed"),
+        (environment.MIN_OVERLAP, " 0.25", 0.25),
+        (environment.METRICS_EVERY, " 3", 3),
+        (environment.DELIVERY, "Ray ", "ray"),
+        *((environment.DELIVERY, off, "") for off in ("off", "No", "0")),
     ):
         monkeypatch.setenv(name, value)
-    assert environment.read(environment.AUX_LOSS) == "replayed"
-    assert environment.read(environment.MIN_OVERLAP) == 0.25
-    assert environment.read(environment.METRICS_EVERY) == 3
-    assert environment.read(environment.DELIVERY) == "ray"
-    assert environment.read(environment.BAD_SAMPLES, 0.01) == 0.01
-    for off in ("off", "No", "0"):
-        monkeypatch.setenv(environment.DELIVERY, off)
-        assert environment.read(environment.DELIVERY) == ""
+        assert environment.read(name) == meant
 
 
 @pytest.mark.parametrize("slip", ["NPU_REPLAY_DISABEL", "NPU_REPLAY_DISABLED", "NPU_REPLAY_METRIC_EVERY"])

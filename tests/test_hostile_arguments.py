@@ -32,7 +32,7 @@ from npu_replay import (
 )
 from npu_replay.inspection.inspection import inspect
 
-SECONDS = 10
+SECONDS = 60
 
 
 def nested(depth: int, key: str = "text_config") -> dict[str, Any]:

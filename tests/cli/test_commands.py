@@ -1,108 +1,45 @@
-"""The command line: help, options, errors."""
+"""The command line in this process: help, options, errors, reports. Those in processes: test_output.py."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import command_line
 import npu_replay
 import npu_replay.inspection.compare
 import npu_replay.inspection.inspection
 from command_line import Result
-from npu_replay import options
+from npu_replay import RoutedExperts, options
+from npu_replay.cli import exits
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ("doctor", "inspect", "compare", "smoke")
+REPORTS = ("inspect a.routes", "compare a.routes b.routes")
+Invoke = Callable[[str], Result]
+Fails = Callable[[Exception], None]
 
 
 @pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
+    """Runs a command line in a folder with two files of routes."""
+    generator = torch.Generator().manual_seed(0)
+    for name in ("a", "b"):
+        ids = torch.rand(40, 3, 16, generator=generator).topk(4).indices
+        RoutedExperts(ids=ids, layers=range(3), num_experts=16).save(tmp_path / f"{name}.routes")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    return command_line.invoke
-
-
-def test_help_and_version(invoke: Callable[..., Result]) -> None:
-    result = invoke("--help")
-    assert result.exit_code == 0
-    commands = ("doctor", "inspect", "compare", "smoke")
-    assert all(command in result.stdout for command in commands)
-    text = invoke("smoke", "--help").stdout
-    assert all(choice in text for choice in ("auto", "cpu", "cuda", "npu"))
-    assert invoke("--version").stdout.strip() == npu_replay.__version__
+    return lambda line: command_line.invoke(*line.split())
 
 
 @pytest.fixture
-def looked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What inspect was called with; it is replaced by a stand-in that notes it."""
-    seen: dict[str, Any] = {}
-
-    def look(path: Path, **given: Any) -> Any:
-        seen.update(given, path=path)
-        raise npu_replay.ReplayError("seen")
-
-    monkeypatch.setattr(npu_replay.inspection.inspection, "inspect", look)
-    return seen
-
-
-INSPECT = {
-    "path": Path("x"),
-    "config": None,
-    "engine": None,
-    "version": "",
-    "prompt_ids": None,
-    "output_ids": None,
-    "start": 0,
-    "sample": None,
-}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "wanted"),
-    [
-        ("inspect x --sample k", INSPECT | {"sample": "k"}),
-        (
-            "inspect --engine vllm x --engine-version 1 --config c --prompt-ids p --output-ids o --start 3",
-            INSPECT
-            | {"engine": "vllm", "version": "1", "config": Path("c"), "prompt_ids": Path("p")}
-            | {"output_ids": Path("o"), "start": 3},
-        ),
-    ],
-)
-def test_options_are_passed_on_and_have_defaults(
-    invoke: Callable[..., Result], looked: dict[str, Any], arguments: str, wanted: dict[str, Any]
-) -> None:
-    assert "seen" in invoke(*arguments.split()).stderr
-    assert looked == wanted
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("inspect", "x", "--start", "-1"),
-        ("inspect", "x", "--start", "a"),
-        ("inspect", "x", "--engine", "trt"),
-        ("inspect", "x", "--sam", "k"),  # no abbreviation: a later option could take it away
-        ("smoke", "--device", "tpu"),
-        ("nothing",),
-        ("demo",),
-    ],
-)
-def test_a_wrong_option_is_refused_before_anything_runs(
-    invoke: Callable[..., Result], looked: dict[str, Any], arguments: tuple[str, ...]
-) -> None:
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert looked == {}
-
-
-@pytest.fixture
-def fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
+def fails(monkeypatch: pytest.MonkeyPatch) -> Fails:
     """Make compare raise an error."""
 
     def failing(error: Exception) -> None:
@@ -114,62 +51,111 @@ def fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
     return failing
 
 
-def test_a_replay_error_is_one_message_without_a_traceback(
-    invoke: Callable[..., Result], fails: Callable[[Exception], None]
+# Help and options
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_a_help_fits_and_ends_with_what_to_copy_and_its_page(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.delenv("COLUMNS")
+    helps = {name: invoke(f"{name} --help").stdout for name in COMMANDS}
+    found = invoke(f"{command} --help")
+    assert found.exit_code == 0
+    assert max(map(len, found.stdout.splitlines())) <= 80
+    words = " ".join(found.stdout.split())
+    examples = words.split("Examples: ")[1].split(" More: ")[0]
+    shown = re.findall(r"(?:npu-replay|npu_replay) (\w+)(.*?)(?= npu-replay| torchrun| python|$)", examples)
+    assert len(shown) == 2
+    for name, rest in shown:
+        assert name == command or not command
+        flags = re.findall(r"--[\w-]+", rest)
+        assert [flag for flag in flags if f"{flag} " not in helps[name].split("Examples:")[0]] == []
+    assert (ROOT / words.split(" More: ")[1].split()[0]).is_file()
+    if command:
+        report = found.stdout.split("the report:\n")[1].split("\n\n")[0]
+        assert re.findall(r"--[\w-]+", report) == ["--json", "--out", "--force"]
+        assert "--debug" in found.stdout
+    else:
+        assert all(name in found.stdout for name in COMMANDS)
+
+
+def test_version_devices_and_what_no_command_says(invoke: Invoke) -> None:
+    assert invoke("--version").stdout.strip() == npu_replay.__version__
+    assert "{auto,cpu,cuda,npu}" in invoke("smoke --help").stdout
+    nothing = invoke("")
+    assert (nothing.exit_code, "smoke" in nothing.stdout) == (2, True)
+
+
+def test_options_are_passed_on_and_have_defaults(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def look(path: Path, **given: Any) -> Any:
+        seen.update(given, path=path)
+        raise npu_replay.ReplayError("seen")
+
+    monkeypatch.setattr(npu_replay.inspection.inspection, "inspect", look)
+    assert "seen" in invoke("inspect x --sample k").stderr
+    told = {"path": Path("x"), "engine": None, "version": "", "start": 0, "sample": "k"}
+    assert seen == told | dict.fromkeys(("config", "prompt_ids", "output_ids"))
+    given = "--engine vllm --engine-version 1 --config c --prompt-ids p --output-ids o --start 3"
+    assert "seen" in invoke(f"inspect x {given}").stderr
+    told |= {"engine": "vllm", "version": "1", "start": 3, "sample": None}
+    assert seen == told | {"config": Path("c"), "prompt_ids": Path("p"), "output_ids": Path("o")}
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ("compare x y", 1, "layer 3: [it] went wrong. Expected 1, got 2. Usual cause: a test"),
+        ("doctor --out nothing/out.json", 2, "can't be written"),
+        ("smoke --tp 2", 2, "multiple of 2 processes"),
+        ("inspect", 2, "arguments are required: FILE"),
+        ("inspect nothing", 1, "nothing: there is no such file"),
+        ("inspect a.routes --out a.txt", 2, "Expected .png for the picture, or .json for the findings"),
+        ("inspect a.routes --start -1", 2, "-1 is less than 0"),
+        ("inspect a.routes --start a", 2, "invalid number value: 'a'"),
+        ("inspect a.routes --engine trt", 2, "invalid choice: 'trt'"),
+        ("inspect a.routes --sam k", 2, "unrecognized"),  # a later option could take an abbreviation away
+        ("doctor --nothing", 2, "unrecognized arguments: --nothing"),
+        ("smoke --device tpu", 2, "invalid choice: 'tpu'"),
+        ("nothing", 2, "invalid choice: 'nothing'"),
+        ("demo", 2, "invalid choice: 'demo'"),
+    ],
+)
+def test_a_failure_is_one_message_and_under_json_one_document_too(
+    invoke: Invoke, fails: Fails, monkeypatch: pytest.MonkeyPatch, line: str, code: int, words: str
 ) -> None:
     fails(npu_replay.ReplayError("[it] went wrong", where="layer 3", expected=1, got=2, cause="a test"))
-    result = invoke("compare", "x", "y")
-    assert result.exit_code == 1
-    assert "Error: layer 3: [it] went wrong. Expected 1, got 2. Usual cause: a test" in result.stderr
-    assert "Traceback" not in result.stdout + result.stderr
-    assert "--debug" in result.stderr
+    if code == exits.WRONG:  # so it is refused before anything runs
+        monkeypatch.setattr(npu_replay.inspection.inspection, "inspect", pytest.fail)
+    plain, asked = invoke(line), invoke(f"{line} --json")
+    for result in (plain, asked):
+        assert result.exit_code == code
+        assert words in " ".join(result.stderr.split())
+        assert "Traceback" not in result.output
+        assert ("--debug shows" in result.stderr) == (code == exits.FAULT)
+    assert plain.stdout == ""
+    found = json.loads(asked.stdout)
+    assert list(found) == ["error"]
+    assert words in found["error"]
 
 
 def test_an_error_is_folded_and_names_the_page_of_cures(
-    invoke: Callable[..., Result], fails: Callable[[Exception], None], monkeypatch: pytest.MonkeyPatch
+    invoke: Invoke, fails: Fails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fails(npu_replay.ReplayError("routes and rows differ", expected="a " * 50, got=2, cause="a test"))
     monkeypatch.setenv("COLUMNS", "60")
-    said = invoke("compare", "x", "y").stderr
+    said = invoke("compare x y").stderr
     assert max(map(len, said.splitlines())) <= 60
     assert "docs/troubleshooting.md" in said.split("Symptoms and cures: ")[1]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        ("compare x y --json", 1, "layer 3: wrong"),
-        ("doctor --json --out nothing/out.json", 2, "can't be written"),
-        ("smoke --json --tp 2", 2, "multiple of 2 processes"),
-        ("inspect --json", 2, "arguments are required: FILE"),
-        ("inspect nothing --json", 1, "nothing: there is no such file"),
-        ("inspect file --json --out a.txt", 2, "Expected .png for the picture, or .json for the findings"),
-        ("doctor --json --nothing", 2, "unrecognized arguments: --nothing"),
-        ("nothing --json", 2, "invalid choice: 'nothing'"),
-    ],
-)
-def test_under_json_a_failure_is_one_document(
-    invoke: Callable[..., Result],
-    fails: Callable[[Exception], None],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    arguments: str,
-    code: int,
-    words: str,
-) -> None:
-    fails(npu_replay.ReplayError("wrong", where="layer 3"))
-    monkeypatch.chdir(tmp_path)
-    Path("file").touch()
-    result = invoke(*arguments.split())
-    assert result.exit_code == code
-    found = json.loads(result.stdout)
-    assert list(found) == ["error"]
-    assert words in found["error"]
-    assert words in " ".join(result.stderr.split())
-
-
-@pytest.mark.parametrize(
-    ("error", "arguments"),
+    ("error", "line"),
     [
         (npu_replay.ReplayError("wrong"), "--debug compare x y"),  # on either side of the command
         (npu_replay.ReplayError("wrong"), "compare x y --debug"),
@@ -177,56 +163,75 @@ def test_under_json_a_failure_is_one_document(
     ],
 )
 def test_debug_and_a_fault_of_ours_let_the_error_through(
-    invoke: Callable[..., Result], fails: Callable[[Exception], None], error: Exception, arguments: str
+    invoke: Invoke, fails: Fails, error: Exception, line: str
 ) -> None:
     fails(error)
     with pytest.raises(type(error)) as caught:
-        invoke(*arguments.split())
+        invoke(line)
     assert caught.value is error
 
 
-def test_a_missing_package_leads_to_doctor(
-    invoke: Callable[..., Result], fails: Callable[[Exception], None]
-) -> None:
+def test_a_missing_package_leads_to_doctor(invoke: Invoke, fails: Fails) -> None:
     fails(ModuleNotFoundError("No module named 'einops'"))
-    result = invoke("compare", "x", "y")
+    result = invoke("compare x y")
     assert result.exit_code == 1
     assert "No module named 'einops'" in result.stderr
     assert "npu-replay doctor" in result.stderr
 
 
-def test_without_a_command_it_says_which_there_are(invoke: Callable[..., Result]) -> None:
-    result = invoke()
-    assert result.exit_code == 2
-    assert "smoke" in result.stdout
+def test_the_codes_are_those_of_the_page() -> None:
+    told = re.findall(r"(?m)^\| (\d+) \| ", (ROOT / "docs" / "cli.md").read_text())
+    codes = [exits.FAULT, exits.WRONG, exits.INTERRUPTED, exits.CLOSED_PIPE]
+    assert list(map(int, told)) == [0, *codes]
+
+
+# Reports
+
+
+@pytest.mark.parametrize("line", REPORTS)
+def test_out_is_the_document_of_json_in_a_file(invoke: Invoke, line: str) -> None:
+    done = invoke(f"{line} --json --out found.json")
+    assert done.exit_code == 0
+    assert done.stderr == "Wrote found.json\n"
+    assert json.loads(Path("found.json").read_text()) == json.loads(done.stdout)
+    again = invoke(f"{line} --out found.json")
+    assert (again.exit_code, again.stdout) == (2, "")
+    assert "--force" in again.stderr
+    assert invoke(f"{line} --out found.json --force").exit_code == 0
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+@pytest.mark.parametrize("line", REPORTS)
+def test_a_report_fits_and_nothing_is_cut(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, line: str, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns) if columns != 80 else "")
+    done = invoke(line)
+    assert [one for one in done.stdout.splitlines() if len(one) > columns or one != one.rstrip()] == []
+    assert "\x1b" not in done.output
+    assert "…" not in done.output
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "line",
     [
-        ("inspect", "file", "--out", "file/out.png"),
-        ("compare", "file", "file", "--out", "nothing/out.json"),
-        ("doctor", "--out", "nothing/out.json"),
-        ("smoke", "--out", "nothing/out.json"),
-        *((*one, "--out", "folder", "--force") for one in (("inspect", "file"), ("doctor",), ("smoke",))),
+        "inspect a.routes --out a.routes/out.png",
+        "compare a.routes b.routes --out nothing/out.json",
+        "smoke --out nothing/out.json",
+        *(f"{one} --out folder --force" for one in ("inspect a.routes", "doctor", "smoke")),
     ],
-    ids=" ".join,
 )
 def test_where_nothing_can_be_written_is_said_before_the_work(
-    invoke: Callable[..., Result],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    arguments: tuple[str, ...],
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(npu_replay.compat.probe, "require", lambda *_: None)
-    Path("file").touch()
     Path("folder").mkdir()
-    result = invoke(*arguments)
+    result = invoke(line)
     assert result.exit_code == 2
-    assert re.search("can't be written", result.stderr)
+    assert "can't be written" in result.stderr
     assert ".part" not in result.stderr  # a file that nobody has named
-    assert {path.name for path in tmp_path.rglob("*")} == {"file", "folder"}
+    assert {path.name for path in tmp_path.rglob("*")} == {"a.routes", "b.routes", "folder"}
 
 
 def test_a_file_that_came_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
@@ -234,21 +239,3 @@ def test_a_file_that_came_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(npu_replay.ReplayError, match="not overwritten"):
         options.write_out(tmp_path / "x.json", b"ours", force=False)
     assert (tmp_path / "x.json").read_text() == "theirs"
-
-
-def test_without_megatron_smoke_says_what_doctor_says(tmp_path: Path) -> None:
-    (tmp_path / "megatron").mkdir()  # another product's half of the name
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "npu_replay", "smoke"],
-        text=True,
-        capture_output=True,
-        check=False,
-        cwd=tmp_path,
-        env=environment,
-    )
-    assert done.returncode == 1
-    said = done.stdout + done.stderr
-    assert "put Megatron-LM on PYTHONPATH" in said
-    assert "Traceback" not in said
-    assert [path.name for path in tmp_path.iterdir()] == ["megatron"]

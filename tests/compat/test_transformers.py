@@ -7,7 +7,6 @@ import functools
 import importlib
 import inspect
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
@@ -16,126 +15,25 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import npu_replay
 import tiny_vision
 from npu_replay import RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError, NoEffect, RouterError
 from npu_replay.sessions.hooks import Hook
-
-transformers.logging.set_verbosity_error()
-
-# fmt: off
-SIZES = {
-    "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 64,
-    "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}
-# fmt: on
-LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-}
-ONE_GROUP = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-FOUR_GROUPS = ONE_GROUP | {"n_group": 4, "topk_group": 2}
-
-# family, what its config needs beside SIZES, and its decoder layers with experts
-FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
-    "qwen3_moe": ("qwen3_moe", {"num_experts": 8}, (0, 1, 2)),
-    "qwen2_moe": ("qwen2_moe", {"num_experts": 8, "shared_expert_intermediate_size": 16}, (0, 1, 2)),
-    "mixtral": ("mixtral", {"num_local_experts": 8}, (0, 1, 2)),
-    "olmoe": ("olmoe", {"num_experts": 8}, (0, 1, 2)),
-    "gpt_oss": ("gpt_oss", {"num_local_experts": 8}, (0, 1, 2)),
-    "glm4_moe": ("glm4_moe", ONE_GROUP, (1, 2)),
-    "deepseek_v3-1-group": ("deepseek_v3", LATENT | ONE_GROUP, (1, 2)),
-    "deepseek_v3-4-groups": ("deepseek_v3", LATENT | FOUR_GROUPS, (1, 2)),
-    "deepseek_v2-groups": (
-        "deepseek_v2",
-        LATENT | FOUR_GROUPS | {"topk_method": "group_limited_greedy", "n_shared_experts": 1},
-        (1, 2),
-    ),
-}
-RECOMPUTE = (None, "non-reentrant", "reentrant")
-EXPERTS, TOPK = 8, 2
-
-
-def build(family: str, recompute: str | None = None, **changes: Any) -> PreTrainedModel:
-    model_type, special, _ = FAMILIES[family]
-    config = AutoConfig.for_model(model_type, **(SIZES | special | changes))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).train()
-    with torch.no_grad():
-        for router in (router.module for router in routers.find([model])[0]):
-            for weight in router.parameters():  # some start as zeros, and every token would choose alike
-                weight.normal_()
-    if recompute is not None:
-        reentrant = recompute == "reentrant"
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    return model
-
-
-def batches(count: int = 2) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(3, 60, (2, 5 + number), generator=generator) for number in range(count)]
-
-
-def train(model: nn.Module, order: str = "sum", count: int = 2, **inputs: Any) -> list[torch.Tensor | None]:
-    """Losses of some micro-batches and every gradient. `order` is that of the backwards."""
-    model.zero_grad()
-    losses = []
-    for batch in batches(count):
-        losses.append(model(input_ids=batch, labels=batch, use_cache=False, **inputs).loss)
-        if order == "each":
-            losses[-1].backward()
-    if order == "sum":
-        sum(losses).backward()
-    elif order == "reversed":
-        for loss in reversed(losses):
-            loss.backward()
-    elif order == "another thread":
-        raised: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                sum(losses).backward()
-            except BaseException as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        if raised:
-            raise raised[0]
-    gradients = [None if weight.grad is None else weight.grad.clone() for weight in model.parameters()]
-    return [*(loss.detach() for loss in losses), *gradients]
-
-
-def same(one: list[torch.Tensor | None], other: list[torch.Tensor | None]) -> bool:
-    return all(
-        a is b is None or (a is not None and b is not None and torch.equal(a, b))
-        for a, b in zip(one, other, strict=True)
-    )
-
-
-def foreign(model: nn.Module, count: int = 2) -> list[RoutedExperts]:
-    """Random routes that this model would hardly choose."""
-    found = routers.find([model])[0]
-    generator = torch.Generator().manual_seed(3)
-    return [
-        RoutedExperts(
-            ids=torch.rand(batch.numel(), len(found), EXPERTS, generator=generator).topk(TOPK).indices,
-            layers=[router.label for router in found],
-            num_experts=EXPERTS,
-        )
-        for batch in batches(count)
-    ]
+from transformers_cases import (
+    EXPERTS,
+    FAMILIES,
+    RECOMPUTE,
+    TOPK,
+    batches,
+    build,
+    foreign,
+    same,
+    train,
+)
 
 
 def perturb(model: nn.Module) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import jobs
+import json_server
 import npu_replay
 import vllm_outputs
 from npu_replay import ReplayError, RoutedModel
@@ -116,46 +114,21 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     if alone:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = Engine(saved(0))
-    http = ThreadingHTTPServer(("127.0.0.1", 0), handler(engine))
-    threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
-    server = Server(f"http://127.0.0.1:{http.server_address[1]}", str(tmp_path / "0"))
-    server.count(0)
     small = Settings(steps=STEPS, prompts=4, group=2, mini_batches=2, evaluate_every=9, evaluated=2)
 
-    def grpo(arm: str) -> Any:
-        policy = Plain(tmp_path / "0")
-        return Grpo(policy, Answer(server, tmp_path), ARMS[arm], small, 0, tmp_path / "weights")
+    with json_server.serving(engine.answer) as address:
+        server = Server(address, str(tmp_path / "0"))
+        server.count(0)
 
-    yield SimpleNamespace(grpo=grpo, engine=engine, taught=tmp_path / "0", other=saved(1))
-    http.shutdown()
-    http.server_close()
+        def grpo(arm: str) -> Any:
+            policy = Plain(tmp_path / "0")
+            return Grpo(policy, Answer(server, tmp_path), ARMS[arm], small, 0, tmp_path / "weights")
+
+        yield SimpleNamespace(grpo=grpo, engine=engine, taught=tmp_path / "0", other=saved(1))
     if alone:
         dist.destroy_process_group()
     for name in NAMES:
         sys.modules.pop(name, None)
-
-
-def handler(engine: Engine) -> type[BaseHTTPRequestHandler]:
-    one_at_a_time = threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer(None)
-
-        def do_POST(self) -> None:
-            self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-        def _answer(self, body: Any) -> None:
-            with one_at_a_time:
-                text = json.dumps(engine.answer(self.path, body)).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, *_: object) -> None:
-            """Keep the tests' output clean."""
-
-    return Handler
 
 
 @pytest.mark.parametrize("arm", ["none", "R2", "R3"])

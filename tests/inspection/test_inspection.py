@@ -8,8 +8,9 @@ import io
 import json
 import math
 import os
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -244,20 +245,31 @@ def test_a_broken_answer_is_refused_with_the_words_of_from_vllm(
     assert desk.look(desk.answer).layers == []
 
 
+def counted_to(desk: Desk, count: int) -> dict[str, Any]:
+    return desk.counted | {"usage": {"prompt_tokens": PROMPT, "completion_tokens": count}}
+
+
+REFUSED: dict[str, tuple[Callable[[Desk], Any], str]] = {
+    "fewer rows than tokens": (lambda desk: vllm(desk.choice(desk.rows[:70])), "fewer tokens than it ran"),
+    "no rows": (lambda desk: vllm(desk.choice(None)), "no routes.*enable_return_routed_experts"),
+    "fewer rows than counted": (lambda desk: replace(desk, rows=desk.rows[:-2]).counted, "fewer tokens"),
+    # such a count is none, and takes no memory
+    "a huge count": (lambda desk: counted_to(desk, 10**12), "hasn't got the sampled token ids"),
+    "another shape": (lambda desk: desk.rows.reshape(119, -1), r"\[tokens, layers, topk\]"),
+    "no experts": (lambda desk: desk.rows[..., :0], "top-k"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_lacks_something_is_refused(desk: Desk, what: str) -> None:
+    make, words = REFUSED[what]
+    assert re.search(words, desk.refusal(make(desk)))
+
+
 def test_an_engines_rows_need_the_models_config(desk: Desk) -> None:
     for what in (desk.rows, desk.answer, desk.sglang):
         with pytest.raises(ReplayError, match=r"--config, the model's config.json"):
             desk.look(what, config=None)
-
-
-def test_rows_that_lack_are_refused(desk: Desk) -> None:
-    assert "fewer tokens than it ran" in desk.refusal(vllm(desk.choice(desk.rows[:70])))
-
-
-def test_a_choice_without_routes(desk: Desk) -> None:
-    answer = vllm(desk.choice(None))
-    found = desk.look(answer, version="0.23.0")
-    assert all(words in found.bad[0].problem for words in ("no routes", "enable_return_routed_experts"))
 
 
 def test_each_completion_is_judged_and_named_by_its_own_number(
@@ -291,15 +303,6 @@ def test_choices_in_another_order_are_judged_under_the_engines_numbers(desk: Des
     assert desk.look(answer, sample="0").good
 
 
-def test_an_answer_that_only_counts_its_tokens_is_checked_by_the_count(desk: Desk) -> None:
-    found = desk.look(desk.counted)
-    assert found.good
-    assert "alike for other tokens" in found.unchecked[0]
-    assert found.verdicts[0].facts == ()  # no fingerprint of tokens that nobody named
-    desk.rows = desk.rows[:-2]
-    assert "fewer tokens" in desk.refusal(desk.counted)
-
-
 def test_the_prompts_rows_apart_as_vllm_0_21_has_them(desk: Desk) -> None:
     apart = vllm(desk.choice(None, routed_experts=desk.rows[PROMPT:, 1:].tolist()))
     apart["prompt_routed_experts"] = desk.rows[:PROMPT, 1:].tolist()
@@ -318,17 +321,30 @@ def test_prompts_rows_apart_are_the_first_prompts(desk: Desk) -> None:
     assert all(words in found.bad[0].problem for words in ("completion 2", "several prompts"))
 
 
-def test_headers_before_the_body_are_skipped(desk: Desk) -> None:
+def test_headers_before_the_body_are_skipped_and_the_release_is_read_from_it(desk: Desk) -> None:
+    """A live server of 0.30.0 says it so."""
     head = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n"
     assert desk.look(head + json.dumps(desk.answer).encode()).good
-
-
-def test_the_release_that_an_answer_says_itself(desk: Desk) -> None:
-    """A live server of 0.30.0 says it so."""
     answer = desk.answer | {"system_fingerprint": "vllm-0.30.0-e4aeb530"}
     assert desk.look(answer).what == "an answer of vLLM 0.30.0"
     assert desk.look(answer, version="0.31.0").what == "an answer of vLLM 0.31.0"
     assert desk.look(answer | {"system_fingerprint": "ours"}).what == "an answer of vLLM (release not given)"
+
+
+@pytest.mark.parametrize("which", ["counted", "rows", "looping", "sglang"])
+def test_copies_are_no_fault_where_the_tokens_are_not_known(desk: Desk, which: str) -> None:
+    """A model that says one thing again and again may route it alike; 8 copies may be 8 times one token."""
+    if which == "looping":
+        desk.rows[60:] = desk.rows[59]
+    elif which == "rows":
+        stale(desk.rows)
+    what = desk.rows if which in ("rows", "looping") else getattr(desk, which)
+    found = desk.look(what)
+    assert found.good
+    assert "alike for other tokens" in found.unchecked[0]
+    assert found.verdicts[0].facts == ()  # no fingerprint of tokens that nobody named
+    if what is desk.rows:
+        assert not desk.look(desk.rows, **desk.ids).good
 
 
 # SGLang's answers
@@ -339,9 +355,6 @@ def test_an_answer_of_sglang(desk: Desk) -> None:
     assert found.good
     assert found.what == "an answer of SGLang (release not given)"
     assert found.unchecked == []
-    counted = desk.look(desk.sglang)
-    assert counted.good
-    assert "alike for other tokens" in counted.unchecked[0]
 
 
 @BY_NAME
@@ -364,60 +377,19 @@ def test_engine_decides_where_the_answer_does_not(desk: Desk) -> None:
 
 
 def test_an_array_with_its_tokens(desk: Desk) -> None:
-    found = desk.look(desk.rows.astype(np.int32), **desk.ids)
-    assert found.good
-    assert found.unchecked == []
+    """All layers, or those with experts alone; all rows, or from a start on."""
+    for rows, start in ((desk.rows.astype(np.int32), 0), (desk.rows[:, 1:], 0), (desk.rows[50:], 50)):
+        found = desk.look(rows, **desk.ids, start=start)
+        assert found.good
+        assert found.unchecked == []
+        assert [layer["layer"] for layer in found.layers] == list(EACH)
+    for rows in (desk.rows[50:], desk.rows[:0]):
+        assert "fewer tokens" in desk.refusal(rows, **desk.ids)
     stale(desk.rows)
     problem = desk.refusal(desk.rows, engine="vllm", **desk.ids)
     assert all(words in problem for words in ("another token's", "Usual cause"))
     with pytest.raises(ReplayError, match="only --prompt-ids"):
         desk.look(desk.rows, prompt_ids=desk.ids["prompt_ids"])
-
-
-def test_columns_of_the_moe_layers_alone_have_their_labels(desk: Desk) -> None:
-    found = desk.look(desk.rows[:, 1:], **desk.ids)
-    assert found.good
-    assert [layer["layer"] for layer in found.layers] == list(EACH)
-
-
-@pytest.mark.parametrize("form", ["npy", "bytes", "file"])
-def test_a_sample_of_a_file_that_holds_one_sequence_is_refused(desk: Desk, form: str) -> None:
-    """Else a number that is meant for another file would be left aside in silence."""
-    routes = desk.routes()
-    forms = {"npy": desk.rows, "bytes": routes.to_bytes(), "file": routes}
-    assert desk.look(forms[form]).good
-    with pytest.raises(ReplayError, match=r"one sequence in this file.*--sample 3"):
-        desk.look(forms[form], sample="3")
-
-
-@pytest.mark.parametrize("looping", [False, True])
-def test_copies_are_no_fault_where_the_tokens_are_not_known(desk: Desk, looping: bool) -> None:
-    """A model that says one thing again and again may route it alike; 8 copies may be 8 times one token."""
-    if looping:
-        desk.rows[60:] = desk.rows[59]
-    else:
-        stale(desk.rows)
-    found = desk.look(desk.rows)
-    assert found.good
-    assert "alike for other tokens" in found.unchecked[0]
-    assert not desk.look(desk.rows, **desk.ids).good
-
-
-def test_a_count_of_tokens_takes_no_memory(desk: Desk) -> None:
-    bare = desk.counted
-    bare["usage"]["completion_tokens"] = 10**12
-    assert "hasn't got the sampled token ids" in desk.refusal(bare)  # such a count is none
-
-
-def test_rows_from_a_start_on(desk: Desk) -> None:
-    assert desk.look(desk.rows[50:], start=50, **desk.ids).good
-    assert "fewer" in desk.refusal(desk.rows[50:], **desk.ids)
-
-
-def test_an_array_in_another_shape_or_without_rows_is_refused(desk: Desk) -> None:
-    assert "[tokens, layers, topk]" in desk.refusal(desk.rows.reshape(119, -1))
-    assert "fewer tokens" in desk.refusal(desk.rows[:0], **desk.ids)
-    assert "top-k" in desk.refusal(desk.rows[..., :0])
 
 
 @pytest.mark.parametrize("form", ["file", "bytes"])
@@ -440,19 +412,19 @@ def test_routes_of_ours(desk: Desk, form: str) -> None:
         desk.look(routes, prompt_ids=every)
 
 
-@pytest.mark.parametrize("kind", ["changed", "cut"])
-@pytest.mark.parametrize("form", ["file", "bytes"])
-def test_damaged_routes_are_refused(desk: Desk, form: str, kind: str) -> None:
-    path = desk.put(desk.routes() if form == "file" else desk.routes().to_bytes())
+@pytest.mark.parametrize("form", ["npy", "bytes", "file"])
+def test_damage_and_a_sample_of_one_sequence_are_refused(desk: Desk, form: str) -> None:
+    """A number that is meant for another file would be left aside in silence."""
+    routes = desk.routes()
+    path = desk.put({"npy": desk.rows, "bytes": routes.to_bytes(), "file": routes}[form])
     data = bytearray(path.read_bytes())
-    if kind == "cut":
-        del data[-50:]
-    else:
+    with pytest.raises(ReplayError, match=r"one sequence in this file.*--sample 3"):
+        desk.look(bytes(data), sample="3")
+    assert desk.look(bytes(data)).good
+    if form != "npy":
+        assert str(path) in desk.refusal(bytes(data[:-50]), config=None)
         data[-500] ^= 1
-    problem = desk.refusal(bytes(data), config=None)
-    assert str(desk.folder / "data") in problem
-    if kind == "changed":
-        assert "changed after they were written" in problem
+        assert "changed after they were written" in desk.refusal(bytes(data), config=None)
 
 
 @pytest.fixture
@@ -642,23 +614,14 @@ def test_the_picture_has_a_dark_cell_for_each_busy_expert(desk: Desk) -> None:
     assert refused.info["Description"] == desk.refusal(desk.rows)
 
 
-def test_a_picture_is_not_overwritten_unasked(desk: Desk, run: Callable[..., Result]) -> None:
-    out, path = desk.put(b"mine", "picture.png"), desk.put(desk.routes())
-    result = run(path, "--out", out)
-    assert result.exit_code == 2
-    assert "--force" in result.stderr
-    assert result.stdout == ""  # before the work, not after it
-    assert out.read_bytes() == b"mine"
-    assert run(path, "--out", out, "--force").exit_code == 0
-    assert out.read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_a_picture_is_refused_before_the_work(
+def test_a_picture_needs_matplotlib_before_the_work_and_is_written(
     desk: Desk, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path, out = desk.put(desk.routes()), desk.folder / "picture.png"
+    assert run(path, "--out", out).exit_code == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(probe._KNOWN, "matplotlib", ("no_such_module", ""))
-    path = desk.put(desk.routes())
-    result = run(path, "--out", desk.folder / "picture.png")
+    result = run(path, "--out", desk.folder / "other.png")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "pip install matplotlib" in result.stderr
     assert run(path, "--out", desk.folder / "found.json").exit_code == 0

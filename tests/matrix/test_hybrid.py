@@ -8,6 +8,7 @@ import torch
 
 import hybrid_model
 import npu_replay
+from dealt_cases import dealt
 from megatron_cases import (
     DEVICE,
     VARIANTS,
@@ -29,6 +30,7 @@ PATTERNS = {
     "*-*E*E": ({"num_hidden_layers": 3, "first_k_dense_replace": 1}, {4: 1, 6: 2}),
     "MEM*E-ME": ({"num_hidden_layers": 8, "hybrid_override_pattern": "MEM*E-ME"}, {2: 1, 5: 4, 8: 7}),
 }
+ROUTED = ("softmax_after_topk", "groups_sigmoid_bias", "aux_loss")
 ROWS = 9
 
 
@@ -41,8 +43,13 @@ def built(pattern: str, *, again: bool = False, variant: str = "softmax_after_to
     return Trainer(hybrid_model.model(config, pattern).to(DEVICE), None)
 
 
-@pytest.mark.parametrize("variant", ["softmax_after_topk", "groups_sigmoid_bias"])
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    ("variant", "pattern"),
+    [
+        case[:2]
+        for case in dealt(["softmax_after_topk", "groups_sigmoid_bias", "aux_loss"], [*PATTERNS], [None])
+    ],
+)
 def test_a_record_changes_nothing_and_every_recompute_replays_its_own_forward(
     pattern: str, variant: str
 ) -> None:

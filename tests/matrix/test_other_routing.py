@@ -12,6 +12,7 @@ import torch
 
 import fused_kernel
 import npu_replay
+from dealt_cases import dealt
 from fused_kernel import FUSION
 from megatron_cases import (
     FULL,
@@ -70,8 +71,15 @@ def test_what_a_fused_router_chose_is_recorded(kernel: Kernel, recompute: str | 
 
 
 @pytest.mark.capability("fused")
-@pytest.mark.parametrize("recompute", [None, "full", "selective_moe"])
-@pytest.mark.parametrize("variant", ["softmax_after_topk", "groups_sigmoid_bias"])
+@pytest.mark.parametrize(
+    ("recompute", "variant"),
+    [
+        case[:2]
+        for case in dealt(
+            [None, "full", "selective_moe"], ["softmax_after_topk", "groups_sigmoid_bias"], [None]
+        )
+    ],
+)
 def test_a_fused_router_replays_as_an_unfused_one(
     kernel: Kernel, variant: str, recompute: str | None
 ) -> None:
@@ -137,7 +145,9 @@ def check_foreign_routes(changes: dict[str, Any], recompute: str | None) -> None
 
 
 @pytest.mark.capability("sinkhorn")
-@pytest.mark.parametrize("recompute", [None, "full", "layers_non_reentrant"])
+@pytest.mark.parametrize(
+    "recompute", [case[0] for case in dealt([None, "full", "layers_non_reentrant"], [None], [None])]
+)
 def test_sinkhorn_is_recorded_and_replayed(recompute: str | None) -> None:
     sinkhorn = {"moe_router_load_balancing_type": "sinkhorn"}
     check_foreign_routes(sinkhorn, recompute)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import npu_replay
-from dealt_cases import HAND, dealt
+from dealt_cases import dealt
 from megatron_cases import (
     FULL,
     SIGMOID_BIAS,
@@ -151,14 +151,7 @@ FOREIGN = ["softmax_after_topk", "groups_sigmoid_bias", "one_group", "capacity_p
 
 
 @pytest.mark.parametrize(
-    ("variant", "schedule"),
-    [
-        (variant, schedule)
-        for number, variant in enumerate(FOREIGN)
-        for turn, schedule in enumerate(SCHEDULES)
-        if HAND == "all" or (number + turn + int(HAND)) % len(SCHEDULES) == 0
-    ],
-    ids=_named,
+    ("variant", "schedule"), [case[:2] for case in dealt(FOREIGN, SCHEDULES, [None])], ids=_named
 )
 def test_backward_replays_several_micro_batches_first_in_first_out(
     api: UpstreamApi, variant: str, schedule: Schedule
