@@ -27,7 +27,7 @@ LINES = {
     "environment": 71,
     "options": 90,
     "routers": 352,
-    "rollout": 1850,
+    "rollout": 1844,
     "sessions": 4676,
     "parallel": 1906,
     "delivery": 255,
