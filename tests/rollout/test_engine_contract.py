@@ -441,6 +441,13 @@ def test_rows_of_another_token_may_be_left_native(engine: Engine) -> None:
     assert (~left.recorded).nonzero()[:, 0].tolist() == [*range(64, 80), RUN]
 
 
+def test_a_dense_layer_that_has_experts_is_refused(engine: Engine) -> None:
+    rows = engine_rows(ONE)
+    rows[5, 1] = range(8)
+    with refused("layer 1: a dense layer has experts", "row 5"):
+        engine.decode(engine.put(engine.answer(ONE), rows))
+
+
 def test_another_models_rows_are_refused(engine: Engine) -> None:
     answer = engine.put(engine.answer(ONE), engine_rows(ONE))
     other = replace(MODEL, layers=(2, 3, 4), num_layers=5)
