@@ -103,7 +103,7 @@ def capture_refusal(version: str, plan: Plan) -> ReplayError | None:
 def not_captured(version: str) -> ReplayError:
     """Make the error about a release that npu_replay doesn't know."""
     problem = f"npu_replay captures nothing on vllm-ascend {version}, and touches nothing there"
-    cause = f"an unknown release, or 0.21.0rc1, which returns no routes: unset {VLLM_ASCEND}"
+    cause = f"a release that it doesn't know, or 0.21.0rc1, which returns no routes: unset {VLLM_ASCEND}"
     expected = "0.18.0 to 0.20.2rc1, or 0.22.1rc1 to 0.30"
     return ReplayError(problem, where="rollout", expected=expected, got=version, cause=cause)
 
