@@ -21,7 +21,7 @@ from npu_replay.rollout import server_answers
 from npu_replay.rollout.admit import Missing
 from npu_replay.rollout.envelope import from_envelope, is_envelope, of_gateway
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.payloads import TokenIds, as_numpy, from_base64, named
+from npu_replay.rollout.payloads import TokenIds, as_numpy, ids_from_base64, named
 from npu_replay.rollout.release_rules import Source, Symptom, release, tells_release
 from npu_replay.rollout.server_answers import Tokens
 from npu_replay.routes.checks import Array
@@ -146,11 +146,12 @@ class SglangAnswer(server_answers.Answer):
                 size = len(data) // 4 * 3 - (end.count("=") if isinstance(end, str) else end.count(b"="))
                 if size % 4 == 0:  # a wrong count is found before the text is decoded
                     due.skipped(size // 4)
-                most = (due.end + due.past) * model.num_layers * model.topk * 4
-                data = from_base64(data, source=source, most=most)
-            if len(data) % 4:
+                most = (due.end + due.past) * model.num_layers * model.topk
+                data = ids_from_base64(data, source=source, most=most)
+            elif len(data) % 4:
                 raise source.unreadable("these aren't int32", "a multiple of 4 bytes", len(data))
-            data = np.frombuffer(data, "<i4")
+            else:
+                data = np.frombuffer(data, "<i4")
         first = due.skipped(data.size, len(data) if data.ndim == 3 else None)
         rows: Array = data if data.ndim == 3 else data.reshape(-1, model.num_layers, model.topk)
         return rows[first : first + max(0, due.end - due.start)]
@@ -163,18 +164,15 @@ class SglangAnswer(server_answers.Answer):
             _warn_of_retractions(self.source.version)
         if not self.retractions or len(self.weight_spans) < 2:
             return routes
-        newest = self.weight_spans[-1].start
+        spans, newest = self.weight_spans, self.weight_spans[-1].start
         if missing == "error":
-            spans = (
-                f"weights {one.version} for tokens {one.start} to {one.end}" for one in self.weight_spans
-            )
-            raise replace(self.source, faults=()).error(
-                Symptom.STALE_ROWS,
+            problem = (
                 f"the request was retracted {self.retractions} times, and the weights changed under it: the "
-                f"routes of its first {newest} output tokens were computed again, their log-probs weren't",
-                "routes that sampled the tokens (missing='native' leaves those rows without a route)",
-                ", ".join(spans),
+                f"routes of its first {newest} output tokens were computed again, their log-probs weren't"
             )
+            expected = "routes that sampled the tokens (missing='native' leaves those rows without a route)"
+            got = ", ".join(f"weights {one.version} for tokens {one.start} to {one.end}" for one in spans)
+            raise replace(self.source, faults=()).error(Symptom.STALE_ROWS, problem, expected, got)
         recorded = routes.recorded.clone()
         first = max(0, tokens.prompt - 1)  # the row that the first output token was sampled from
         recorded[first : max(0, first + newest)] = False
@@ -233,37 +231,27 @@ class _Due:
             rows, rest = divmod(size, layers * topk)
         wanted, more = self.end - self.start, (0, self.past)
         found = {self.start} if rows - self.end in more else set()
-        if self.sent_from == self.start and rows - wanted in more:
-            found.add(0)
-        if not found and rows == 0 and not self.answer.ended:
+        none = not found and rows == 0 and not self.answer.ended
+        if none or (self.sent_from == self.start and rows - wanted in more):
             found.add(0)
         if len(found) == 1 and not rest:
             return found.pop()
         if found and not rest:
-            raise replace(source, faults=()).error(
-                Symptom.TOO_MANY_ROWS,
-                "so many rows may begin at the first token or at start_len",
-                f"{wanted} from token {self.start} on, or {self.end} from the first on",
-                f"{rows}: the whole sequence's, or those asked for and {self.past} that drafts ran past its "
-                "end (ask without a start, or with another)",
-            )
+            problem = "so many rows may begin at the first token or at start_len (ask with another start)"
+            expected = f"{wanted} from token {self.start} on, or {self.end} from the first on"
+            got = f"{rows}: the whole sequence's, or those asked for and {self.past} of drafts past its end"
+            raise replace(source, faults=()).error(Symptom.TOO_MANY_ROWS, problem, expected, got)
         due = self.end - self.sent_from
-        fits = (
-            "" if shaped else _that_fits(size, wanted, self.model) or _that_fits(size, self.end, self.model)
-        )
+        fits = ""
+        if not shaped:
+            fits = _that_fits(size, wanted, self.model) or _that_fits(size, self.end, self.model)
         if rest or fits:
-            raise source.error(
-                Symptom.COLUMNS,
-                f"{size} ids can't be shaped",
-                f"{due * layers * topk}: {due} rows of {layers} layers with top-{topk}",
-                f"what fits {fits or 'no model of so many tokens'}",
-            )
-        raise source.error(
-            Symptom.TOO_FEW_ROWS if rows < due else Symptom.TOO_MANY_ROWS,
-            "the engine has rows for other tokens than these",
-            f"{due} rows, from token {self.sent_from} on; the last token has none",
-            rows,
-        )
+            expected = f"{due * layers * topk}: {due} rows of {layers} layers with top-{topk}"
+            got = f"what fits {fits or 'no model of so many tokens'}"
+            raise source.error(Symptom.COLUMNS, f"{size} ids can't be shaped", expected, got)
+        symptom = Symptom.TOO_FEW_ROWS if rows < due else Symptom.TOO_MANY_ROWS
+        expected = f"{due} rows, from token {self.sent_from} on; the last token has none"
+        raise source.error(symptom, "the engine has rows for other tokens than these", expected, rows)
 
 
 def _that_fits(size: int, rows: int, model: RoutedModel) -> str:
@@ -336,13 +324,10 @@ def _of_openai(found: Mapping[Any, Any], source: Source) -> SglangAnswer:
     if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
         raise source.unreadable("choices aren't a list of choices", _FORMS, named(choices))
     if len(choices) > 1:
-        raise replace(source, faults=()).error(
-            Symptom.MISSING,
-            "an OpenAI endpoint of SGLang gives the routes of its first choice only",
-            "n=1; or /generate, one answer at a time; or, from 0.5.13 on, a chat with "
-            "return_meta_info=True and choices[i] one by one",
-            f"{len(choices)} choices",
-        )
+        problem = "an OpenAI endpoint of SGLang gives the routes of its first choice only"
+        expected = "n=1; /generate; or, from 0.5.13 on, a chat with return_meta_info=True, choice by choice"
+        got = f"{len(choices)} choices"
+        raise replace(source, faults=()).error(Symptom.MISSING, problem, expected, got)
     choice: Mapping[Any, Any] = choices[0] if choices else {}
     beside, info = _mapping(found, "sglext", source), _mapping(choice, "meta_info", source)
     payload = beside.get("routed_experts")
@@ -366,11 +351,8 @@ def _of_openai(found: Mapping[Any, Any], source: Source) -> SglangAnswer:
             finish=_finish(choice.get("finish_reason")),
             **_weights(_mapping(found, "metadata", source), source),
         )
-    prompt_ids, output_ids, outputs = (
-        choice.get("prompt_token_ids"),
-        _first(choice, _OUTPUT),
-        beside.get("output_ids"),
-    )
+    prompt_ids, output_ids = choice.get("prompt_token_ids"), _first(choice, _OUTPUT)
+    outputs = beside.get("output_ids")
     if output_ids is None:
         output_ids = of_gateway(found, "completion_token_ids")[0]
     if output_ids is None and isinstance(outputs, list) and len(outputs) == 1:  # a list for each choice
@@ -423,11 +405,9 @@ def _weights(found: Mapping[Any, Any], source: Source) -> dict[str, Any]:
         if at != sorted(at) or any(edge < 0 for edge in at):
             raise ValueError("spans that overlap, or lie in no order")
     except (TypeError, LookupError, ValueError, OverflowError) as error:
-        raise source.unreadable(
-            "weight_versions isn't a list of spans, one after the other",
-            "dicts of version, start and end, from 0 on",
-            str(spans)[:_SHORT],
-        ) from error
+        problem = "weight_versions isn't a list of spans, one after the other"
+        expected = "dicts of version, start and end, from 0 on"
+        raise source.unreadable(problem, expected, str(spans)[:_SHORT]) from error
     # «default» is SGLang's placeholder, not a version.
     known = isinstance(version, (str, int)) and version != "default" and len(read) < 2
     return {"weight_version": str(version)[:_SHORT] if known else None, "weight_spans": read}

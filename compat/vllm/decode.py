@@ -116,12 +116,8 @@ def _one_each(given: Any, count: int, name: str) -> list[Any]:
     if not nested and (given is None or name == "prompt_token_ids" or count == 1):
         return [given] * count
     if not nested or len(given) != count:
-        raise ReplayError(
-            f"{name} doesn't fit the completions",
-            where="from_vllm",
-            expected=f"{count} lists of token ids",
-            got=f"{len(given)} lists" if nested else "one list",
-        )
+        problem, got = f"{name} doesn't fit the completions", f"{len(given)} lists" if nested else "one list"
+        raise ReplayError(problem, where="from_vllm", expected=f"{count} lists of token ids", got=got)
     return list(given)
 
 
@@ -151,18 +147,20 @@ class VllmAnswer(server_answers.Answer):
         if apart and self.first_prompt is not None:
             source = replace(self.source, field="prompt_routed_experts")
             if not np.array_equal(token_ids(self.first_prompt, source), tokens.ids[: tokens.prompt]):
-                raise source.error(
-                    Symptom.TOO_FEW_ROWS,
-                    "the answer is to several prompts, and has the rows of the first alone",
-                    "one prompt a request",
-                    "another prompt than the first completion's",
-                )
+                problem = "the answer is to several prompts, and has the rows of the first alone"
+                got = "another prompt than the first completion's"
+                raise source.error(Symptom.TOO_FEW_ROWS, problem, "one prompt a request", got)
         if self.payload is None:
             # The prompt's rows alone are no routes of a completion whose own are lost.
             due = tokens.sampled > 1 if apart else tokens.prompt + tokens.sampled - 1 > start
             dropped = self.stop_string and DROPPED_AT_STOP_STRING.holds(self.source.version)
             if due and self.ended and not (dropped and missing == "native"):
-                raise self._lacking()
+                if not self.finish and not self.http:
+                    problem = "the request isn't finished, and routes come with its last output"
+                    expected = "the output whose finish_reason is set"
+                    raise self.source.error(Symptom.SHAPE, problem, expected, "finish_reason None")
+                problem, got = "the completion has no routes", f"None, finished by «{self.finish or None}»"
+                raise self.source.error(Symptom.MISSING, problem, "an array of expert ids", got)
             if due or not apart:
                 return None
         if apart:
@@ -173,51 +171,31 @@ class VllmAnswer(server_answers.Answer):
             return from_envelope(self.payload, start=start, most=most, source=self.source)
         return any_array(self.payload, source=self.source, most=most)
 
-    def _lacking(self) -> InvalidRoutes:
-        if not self.finish and not self.http:
-            return self.source.error(
-                Symptom.SHAPE,
-                "the request isn't finished, and routes come with its last output",
-                "the output whose finish_reason is set",
-                "finish_reason None",
-            )
-        got = f"None, finished by «{self.finish or None}»"
-        return self.source.error(
-            Symptom.MISSING, "the completion has no routes", "an array of expert ids", got
-        )
-
     def _rows_of_two_parts(self, model: RoutedModel, tokens: Tokens, start: int) -> Array:
         """Join the prompt's rows and the completion's, as 0.21.0 gives them."""
         source, prompt = self.source, replace(self.source, field="prompt_routed_experts")
         if start:
             raise source.error(Symptom.SHAPE, "this release gives all rows of the prompt", "start=0", start)
-        head = _array(self.prompt_payload, tokens.prompt, model, prompt)
+        most = (tokens.prompt + tokens.sampled + _SPARE, model.num_layers, model.topk)
+        head = any_array(self.prompt_payload, source=prompt, most=most)
         if len(head) != tokens.prompt:  # the completion's rows would shift
             problem = "the prompt has another number of rows than tokens"
             raise prompt.error(Symptom.SHAPE, problem, tokens.prompt, len(head))
         parts = [head if tokens.sampled else head[:-1]]  # without a sample the last token was never run
         if self.payload is not None:
             sampled = max(1, tokens.sampled)
-            part = _array(self.payload, sampled, model, source)
+            part = any_array(self.payload, source=source, most=most)
             parts.append(part[:-1] if len(part) == sampled else part)  # with MTP a row for each token
         filled = [part for part in parts if len(part)]
         if len({part.shape[1:] for part in filled}) > 1:
-            raise source.error(
-                Symptom.SHAPE,
-                "the rows of the prompt and of the completion have other shapes",
-                f"[..., {', '.join(map(str, parts[0].shape[1:]))}]",
-                list(parts[1].shape),
-            )
+            problem = "the rows of the prompt and of the completion have other shapes"
+            expected = f"[..., {', '.join(map(str, parts[0].shape[1:]))}]"
+            raise source.error(Symptom.SHAPE, problem, expected, list(parts[1].shape))
         rows = np.concatenate(filled) if filled else parts[0]
         # 0.21.0 puts MoE layers into the first columns, and may add empty ones, as it overlooks
         # first_k_dense_replace when it counts. vllm-ascend 0.21.0rc1 fills the same columns by label.
         used = len(model.sparse)
         return rows if rows[:, used:].any() else rows[:, :used]
-
-
-def _array(value: Any, most: int, model: RoutedModel, source: Source) -> Array:
-    """Return `value` as an array, of little more than `most` rows if its size could be anything."""
-    return any_array(value, source=source, most=(most + _SPARE, model.num_layers, model.topk))
 
 
 # ---- the fields of an answer
@@ -301,12 +279,8 @@ def _choices(answer: Mapping[str, Any]) -> list[tuple[int, Any]]:
         keys = f"the keys {sorted(map(str, answer))[:8]}"
         raise _wrong("the answer has no choices", _ANSWER, keys, "another endpoint")
     if any("delta" in choice for choice in choices):
-        raise _wrong(
-            "this is a piece of a stream of a chat, which carries no routes",
-            "stream=False",
-            f"object {answer.get('object')!r}",
-            "vLLM puts routes into whole answers, and into the last piece of /inference/v1/generate's stream",
-        )
+        problem, got = "this is a piece of a stream of a chat, which has no routes", answer.get("object")
+        raise _wrong(problem, "stream=False", got, "routes are in whole answers alone")
     said = [_count(choice, "index") for choice in choices]
     numbers = [number for number in said if number is not None]
     if len(set(numbers)) < len(choices):

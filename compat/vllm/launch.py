@@ -67,28 +67,24 @@ def engine_arguments(
     except RouterError:  # layers that differ, or run several times
         raise
     except ReplayError as error:
-        raise ReplayError(
-            f"vLLM {version} gives no routes of this model",
-            where="rollout",
-            expected="a model with routed experts",
-            got=error.problem,
-            cause="a dense model, with which vLLM doesn't start (before 0.31.0 with an AttributeError, "
-            "vllm#42593); or a family whose config has other keys, which RoutedModel(...) says by hand",
-        ) from error
+        problem, expected = f"vLLM {version} gives no routes of this model", "a model with routed experts"
+        cause = (
+            "a dense model, with which vLLM doesn't start (vllm#42593); or a family whose config has other "
+            "keys, which RoutedModel(...) says by hand"
+        )
+        got = error.problem
+        raise ReplayError(problem, where="rollout", expected=expected, got=got, cause=cause) from error
     clashes = [row for row in CLASHES if not (capture and row.mended)]
     launch.refuse(launch.clash("vLLM", version, "", plan, clashes))
     needed = {name: value for run, some in NEEDED if run.holds(version) for name, value in some.items()}
     environment = dict(V2) if release(version) >= release(BY_BLOCK) else {}
     if vllm_ascend:
         if release(version) >= release(BY_BLOCK) > release(vllm_ascend):
-            raise ReplayError(
-                f"vllm-ascend {vllm_ascend} has no part in the way that vLLM {version} takes with routes",
-                where="rollout",
-                expected="vLLM 0.30.0 with vllm-ascend 0.30.0rc2, or a vllm-ascend of vLLM's own release",
-                got=f"vLLM {version}",
-                cause="routes went to the AuxOutput connector in 0.31.0: the switch is looked for where it "
-                "no longer is, and nothing is captured",
-            )
+            problem = f"vllm-ascend {vllm_ascend} captures no routes beside vLLM {version}"
+            expected = "vLLM 0.30.0 with vllm-ascend 0.30.0rc2, or a vllm-ascend of vLLM's own release"
+            cause = "routes went to the AuxOutput connector in 0.31.0, so nothing is captured"
+            got = f"vLLM {version}"
+            raise ReplayError(problem, where="rollout", expected=expected, got=got, cause=cause)
         about = {**plan, "quantization": quantization or given.get("quantization"), "soc": soc}
         launch.refuse(ascend.refusal(vllm_ascend, about, version, capture=capture))
         environment |= V2 if ascend.needs_v2(vllm_ascend, plan["model"]) else {}

@@ -74,12 +74,9 @@ def place(layout: Layout, chosen: int) -> Place:
     else:
         found = _split(layout, chosen)
     if found is None:
-        raise ReplayError(
-            f"a layer chose experts of {chosen} rows, and their place in the batch isn't known",
-            expected=f"rows that come about in {layout}",
-            got=f"{chosen} rows",
-            cause="a way to gather or split tokens that this npu_replay doesn't know",
-        )
+        problem = f"a layer chose experts of {chosen} rows, and their place in the batch isn't known"
+        expected, cause = f"rows that come about in {layout}", "an unknown way to gather or split tokens"
+        raise ReplayError(problem, expected=expected, got=f"{chosen} rows", cause=cause)
     return found._replace(tokens=max(0, min(found.tokens, layout.tokens - found.row)))
 
 

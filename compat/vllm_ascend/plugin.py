@@ -76,13 +76,10 @@ def left_out() -> ReplayError | None:
     why = filtered() if wanted() else ""
     if not why:
         return None
-    return ReplayError(
-        f"{VLLM_ASCEND} is set, and npu_replay captures nothing",
-        where="rollout",
-        expected=f"npu_replay installed beside vLLM; where VLLM_PLUGINS is set, {NAME} in it, without spaces",
-        got=why,
-        cause="a filter from before; or npu_replay on PYTHONPATH alone, where vLLM finds no plug-in",
-    )
+    problem = f"{VLLM_ASCEND} is set, and npu_replay captures nothing"
+    expected = f"npu_replay installed beside vLLM; where VLLM_PLUGINS is set, {NAME} in it, without spaces"
+    cause = "a filter from before; or npu_replay on PYTHONPATH alone, where vLLM finds no plug-in"
+    return ReplayError(problem, where="rollout", expected=expected, got=why, cause=cause)
 
 
 def capability(product: Product, vllm: Product) -> Capability:
@@ -190,14 +187,10 @@ def _asked(original: Callable[..., Any], executor: Any, *args: Any, **kwargs: An
     else:
         without = [str(rank) for rank, one in enumerate(told) if not one]
         got = f"none on worker {', '.join(without)} of {len(told)}" if without else ""
-    problem = ReplayError(
-        "not every worker of this engine captures",
-        where="vllm-ascend",
-        expected="npu_replay, its variable and its name in VLLM_PLUGINS, where that is set, on every node",
-        got=got,
-        cause="a node on which npu_replay isn't installed, or that has another environment",
-    )
-    _refuse(problem if got else None)
+    if got:
+        problem, cause = "not every worker of this engine captures", "a node of another environment"
+        expected = "npu_replay, its variable and its name in VLLM_PLUGINS, where that is set, on every node"
+        _refuse(ReplayError(problem, where="vllm-ascend", expected=expected, got=got, cause=cause))
     return made
 
 
@@ -210,15 +203,9 @@ def _made(original: Callable[..., Any], runner: Any, vllm_config: Any, *args: An
     if not getattr(vllm_config.model_config, _FLAG, False):
         logger.warning("[npu_replay] %s is set, but not %s: no routes are captured", VLLM_ASCEND, _FLAG)
     elif not hasattr(runner, _INIT):
-        _refuse(
-            ReplayError(
-                "this model runner knows no routes",
-                where=f"{type(runner).__module__}, vllm-ascend {probe.installed('vllm-ascend')}",
-                expected=f"one that has {_INIT}",
-                got="none there",
-                cause="VLLM_USE_V2_MODEL_RUNNER=1 before 0.28.0rc1: leave it away",
-            )
-        )
+        where = f"{type(runner).__module__}, vllm-ascend {probe.installed('vllm-ascend')}"
+        problem, cause = "this model runner knows no routes", "VLLM_USE_V2_MODEL_RUNNER=1 before 0.28.0rc1"
+        _refuse(ReplayError(problem, where=where, expected=_INIT, got="none there", cause=cause))
     else:
         _refuse(_planned_wrong(vllm_config))
     original(runner, vllm_config, *args, **kwargs)
@@ -262,14 +249,10 @@ def attach(runner: Any) -> Capture:
     # Called again for the same runner: vLLM 0.22 makes a KV cache to measure graphs with, before its own.
     if _attached.has(runner, "execute_model"):
         _attached.undo()
-    ReplayError.unless(
-        not _attached.has(MoECommMethod, "prepare"),
-        "an engine of this process is captured already",
-        "one engine a process",
-        "another model runner",
-        "two LLMs in one process: start each in its own (VLLM_ENABLE_V1_MULTIPROCESSING=1)",
-        where="vllm-ascend",
-    )
+    problem, got = "an engine of this process is captured already", "another model runner"
+    cause = "two LLMs in one process: start each in its own (VLLM_ENABLE_V1_MULTIPROCESSING=1)"
+    fine = not _attached.has(MoECommMethod, "prepare")
+    ReplayError.unless(fine, problem, "one engine a process", got, cause, "vllm-ascend")
     module = sys.modules[_CAPTURER]
     capturer = getattr(runner, "routed_experts_capturer", None) or module.RoutedExpertsCapturer.get_instance()
     buffer = getattr(capturer, "device_buffer", None)
@@ -296,19 +279,11 @@ def _held_against_config(
     """Return the model of the runner's config, after comparing its MoE layers with those found."""
     model = RoutedModel.of(runner.vllm_config.model_config.hf_text_config)
     own = [number for number, module in found.items() if getattr(module, "zero_expert_num", 0)]
-    ReplayError.unless(
-        not own,
-        f"layers {own} choose experts that compute nothing",
-        "layers whose experts are all the trainer's too",
-        "zero experts",
-        where="vllm-ascend",
-    )
-    ReplayError.unless(
-        sorted(found) == list(model.sparse) and buffer.shape[1] > max(found),
-        "the layers that route aren't those of the model's config",
-        f"layers {list(model.sparse)} in {buffer.shape[1]} columns",
-        f"layers {sorted(found)}",
-        "a model whose layers this npu_replay doesn't find in vllm-ascend, or doesn't read in its config",
-        where="vllm-ascend",
-    )
+    problem, expected = f"layers {own} choose experts that compute nothing", "the trainer's experts alone"
+    ReplayError.unless(not own, problem, expected, "zero experts", where="vllm-ascend")
+    fine = sorted(found) == list(model.sparse) and buffer.shape[1] > max(found)
+    expected, got = f"layers {list(model.sparse)} in {buffer.shape[1]} columns", f"layers {sorted(found)}"
+    cause = "layers that this npu_replay doesn't find in vllm-ascend, or doesn't read in the model's config"
+    problem = "the layers that route aren't those of the model's config"
+    ReplayError.unless(fine, problem, expected, got, cause, "vllm-ascend")
     return model

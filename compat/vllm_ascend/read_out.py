@@ -44,13 +44,10 @@ class ReadOut:
         }
         found = {name: how for name, how in around.items() if hasattr(self._capturer, name)}
         if not found:
-            raise ReplayError(
-                "this capturer hands out its rows in a way that isn't known",
-                where=f"{type(self._capturer).__module__}.{type(self._capturer).__qualname__}",
-                expected=f"one of {', '.join(around)}",
-                got="none of them",
-                cause="vLLM isn't of the release that this vllm-ascend is made for",
-            )
+            where = f"{type(self._capturer).__module__}.{type(self._capturer).__qualname__}"
+            problem, expected = "this capturer returns rows in an unknown way", f"one of {', '.join(around)}"
+            cause, got = "vLLM isn't of the release that this vllm-ascend is made for", "none of them"
+            raise ReplayError(problem, where=where, expected=expected, got=got, cause=cause)
         if _SAVE in found and len(self._groups) > 1:
             kinds = ", ".join(type(one.kv_cache_spec).__name__ for one in self._groups)
             raise ReplayError(

@@ -79,13 +79,9 @@ def no_pair(version: str, vllm: str) -> ReplayError | None:
     """Return why npu_replay captures nothing on these two together; None if one is made for the other."""
     if release(of_release(version, vllm))[:2] == release(vllm)[:2]:
         return None
-    return ReplayError(
-        f"npu_replay captures nothing on vllm-ascend {version} beside vLLM {vllm}",
-        where="vllm-ascend",
-        expected="the vLLM that it is made for",
-        got=vllm,
-        cause="one of them was installed without the other; what changed between them isn't known",
-    )
+    problem = f"npu_replay captures nothing on vllm-ascend {version} beside vLLM {vllm}"
+    expected, cause = "the vLLM that it is made for", "one of them was installed without the other"
+    return ReplayError(problem, where="vllm-ascend", expected=expected, got=vllm, cause=cause)
 
 
 def environment() -> dict[str, str]:
@@ -106,14 +102,10 @@ def capture_refusal(version: str, plan: Plan) -> ReplayError | None:
 
 def not_captured(version: str) -> ReplayError:
     """Make the error about a release that npu_replay doesn't know."""
-    return ReplayError(
-        f"npu_replay captures nothing on vllm-ascend {version}, and touches nothing there",
-        where="rollout",
-        expected="0.18.0 to 0.20.2rc1, or 0.22.1rc1 to 0.30",
-        got=version,
-        cause=f"a release that it doesn't know, or 0.21.0rc1, which returns no routes beside vLLM 0.21.0. "
-        f"Without {VLLM_ASCEND} the engine runs as released",
-    )
+    problem = f"npu_replay captures nothing on vllm-ascend {version}, and touches nothing there"
+    cause = f"a release that it doesn't know, or 0.21.0rc1, which returns no routes: unset {VLLM_ASCEND}"
+    expected = "0.18.0 to 0.20.2rc1, or 0.22.1rc1 to 0.30"
+    return ReplayError(problem, where="rollout", expected=expected, got=version, cause=cause)
 
 
 def needs_v2(version: str, model: Any = None) -> bool:

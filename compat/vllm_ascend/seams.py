@@ -36,13 +36,10 @@ def layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
         if hasattr(type(module), "layer_id") and hasattr(module, "moe_config"):
             number = module.layer_id
             if number in found:
-                raise ReplayError(
-                    f"two modules route for layer {number}",
-                    where=name,
-                    expected="one module that routes in each decoder layer",
-                    got=f"{type(found[number]).__name__} and {type(module).__name__}",
-                    cause="a model with a draft, or a second tower of experts, inside",
-                )
+                problem, expected = f"two modules route for layer {number}", "one in each decoder layer"
+                got = f"{type(found[number]).__name__} and {type(module).__name__}"
+                cause = "a model with a draft, or a second tower of experts, inside"
+                raise ReplayError(problem, where=name, expected=expected, got=got, cause=cause)
             found[number] = module
     return found
 
@@ -126,14 +123,10 @@ class Seam:
         before = entry is None
         if entry is None:  # the overlap gate chooses before `prepare`, from the incoming rows
             if logits is None:
-                problem = ReplayError(
-                    "a layer chose experts of tokens that nothing was told of",
-                    where=f"vllm-ascend, layer {layer}",
-                    expected="MoECommMethod.prepare before the choice",
-                    got="a choice alone",
-                    cause="a way through the layer that this npu_replay doesn't know",
-                )
-                capture.fail(problem)
+                problem, cause = "a layer chose experts of unknown tokens", "an unknown way through it"
+                where, expected = f"vllm-ascend, layer {layer}", "MoECommMethod.prepare before the choice"
+                got = "a choice alone"
+                capture.fail(ReplayError(problem, where=where, expected=expected, got=got, cause=cause))
                 return
             entry = capture.enter(logits, sharded=bool(self._extra.flash_comm_v1_enabled), keeps_all=True)
         spread = self._parallel.data_parallel_size > 1
@@ -182,11 +175,7 @@ def refuse_foreign(function: Any, files: tuple[str, ...], where: str) -> None:
     code = function.__code__ if isinstance(function, FunctionType) else None
     own = code is not None and Path(code.co_filename).stem.removeprefix("patch_") in files
     if not own or hasattr(function, "__wrapped__"):
-        raise ReplayError(
-            "somebody else has replaced this function",
-            where=where,
-            expected=f"that of {files[0]}.py, as released",
-            got=f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}",
-            cause="another plug-in or patch that captures routes: only one can. Take it out, or leave "
-            "NPU_REPLAY_VLLM_ASCEND away",
-        )
+        got = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
+        problem, expected = "somebody else has replaced this function", f"that of {files[0]}.py"
+        cause = "another patch that captures routes: take it out, or leave NPU_REPLAY_VLLM_ASCEND away"
+        raise ReplayError(problem, where=where, expected=expected, got=got, cause=cause)

@@ -171,13 +171,11 @@ class SelfCheck:
         found, expected = sorted(slot % block for slot in told), sorted(at % block for at in positions)
         if found == expected and len(set(told)) == len(told) and min(told, default=0) >= 0:
             return
-        raise ReplayError(
-            f"the slots of step {self._seen + 1} aren't those of its tokens",
-            where=f"routes of {self._where}, all layers",
-            expected=f"{len(expected)} slots, at {expected[:8]} of their blocks",
-            got=f"{len(told)} slots, at {found[:8]}",
-            cause="another KV cache group's slots, or rows that don't go with them. " + _REPORT,
-        )
+        problem = f"the slots of step {self._seen + 1} aren't those of its tokens"
+        wanted, got = f"{len(expected)} slots, at {expected[:8]}", f"{len(told)} slots, at {found[:8]}"
+        cause = "another KV cache group's slots, or rows that don't go with them. " + _REPORT
+        where = f"routes of {self._where}, all layers"
+        raise ReplayError(problem, where=where, expected=wanted, got=got, cause=cause)
 
     def before_merge(self, rows: torch.Tensor) -> None:
         """Count the ranks that wrote each row; shape (tokens, decoder layers, k)."""
@@ -196,14 +194,10 @@ class SelfCheck:
         self._refuse(self._covered(rows[:, list(self._layers)]))
         self._refuse(self._chosen(rows))
         order = list(self._expected)
-        ReplayError.unless(
-            order == sorted(order),
-            f"in step {self._seen + 1}, layers chose in the order {order}",
-            "ascending numbers: layers run one after the other",
-            order,
-            "two layers taken for each other. " + _REPORT,
-            where=f"routes of {self._where}",
-        )
+        problem = f"in step {self._seen + 1}, layers chose in the order {order}"
+        expected, cause = "ascending numbers, as layers run", "two layers were mixed up. " + _REPORT
+        where = f"routes of {self._where}"
+        ReplayError.unless(order == sorted(order), problem, expected, order, cause, where)
         rows.clamp_(min=0)
         self._eager += bool(self._expected)
         self._to_compare -= bool(self._expected)

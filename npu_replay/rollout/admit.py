@@ -95,12 +95,10 @@ def admit(
     # An engine that reads its buffer too late gives rows of another token.
     copied = checks.copied_rows(there, known, experts, mine)
     if len(copied):
-        error = source.error(
-            Symptom.STALE_ROWS,
-            f"{len(copied)} rows are another token's in all layers, the first is row {start + copied[0]}",
-            "routes that depend on the token",
-            f"a copy, for token {int(mine[copied[0]])}",
-        )
+        first = copied[0]
+        problem = f"{len(copied)} rows are another token's in all layers, the first is row {start + first}"
+        expected, got = "routes that depend on the token", f"a copy, for token {int(mine[first])}"
+        error = source.error(Symptom.STALE_ROWS, problem, expected, got)
         if missing == "error":
             raise error
         _log.warning("%s. They are left without a route", error)
@@ -130,14 +128,10 @@ def _due_rows(rows: Any, tokens: int, start: int, ended: bool, surplus: int, sou
     # One row more or less would shift them all unnoticed. An aborted request may have none.
     if len(rows) == wanted or (len(rows) == 0 and not ended):
         return rows[:due]
-    few = len(rows) < wanted
     taken_off = f", and {surplus} more that were taken off its end" if surplus else ""
-    raise source.error(
-        Symptom.TOO_FEW_ROWS if few else Symptom.TOO_MANY_ROWS,
-        f"the engine has rows for {'fewer' if few else 'more'} tokens than it ran",
-        f"{wanted} rows ({tokens} tokens from {start} on{taken_off}; the last has none)",
-        len(rows),
-    )
+    expected = f"{wanted} rows ({tokens} tokens from {start} on{taken_off}; the last has none)"
+    few = (Symptom.TOO_FEW_ROWS, "fewer") if len(rows) < wanted else (Symptom.TOO_MANY_ROWS, "more")
+    raise source.error(few[0], f"the engine has rows for {few[1]} tokens than it ran", expected, len(rows))
 
 
 def _routed_columns(rows: Array, model: RoutedModel, start: int, source: Source) -> Array:
@@ -161,13 +155,9 @@ def _check_dense(rows: Array, model: RoutedModel, start: int, source: Source) ->
     dense = rows[:, list(model.dense)]
     if dense.any():
         row, column, _ = np.argwhere(dense)[0]
-        raise source.error(
-            Symptom.DENSE_COLUMN,
-            "a dense layer has experts",
-            "zeros in the columns of dense layers",
-            f"{dense[row, column].tolist()} in row {start + row}",
-            where=f"layer {model.dense[column]}",
-        )
+        problem, expected = "a dense layer has experts", "zeros in the columns of dense layers"
+        got, where = f"{dense[row, column].tolist()} in row {start + row}", f"layer {model.dense[column]}"
+        raise source.error(Symptom.DENSE_COLUMN, problem, expected, got, where=where)
 
 
 def from_batch(

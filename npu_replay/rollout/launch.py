@@ -68,13 +68,9 @@ def _text(name: str, value: Any) -> str:
             return str(value)
         if isinstance(value, Mapping):
             return json.dumps(dict(value))
-    raise ReplayError(
-        "this argument can't be given on a command line",
-        where=name,
-        expected="text, a number, a list of them, or a dict that can be JSON",
-        got=type(value).__name__,
-        cause="an object of the engine's own: start it in Python, with `arguments`",
-    )
+    problem, expected = "this argument can't be given on a command line", "text, numbers, or a dict as JSON"
+    cause = "an object of the engine's own: start it in Python, with `arguments`"
+    raise ReplayError(problem, where=name, expected=expected, got=type(value).__name__, cause=cause)
 
 
 def refusal(product: str, version: str, device: str, faults: Iterable[Fault]) -> ReplayError | None:
@@ -94,13 +90,9 @@ def clash(product: str, version: str, device: str, plan: Plan, table: Iterable[C
         given = [name for name in row.arguments if plan.get(name) is not None]
         names = ", ".join(given)
         problem = row.problem.format_map(plan) or f"gives no routes, or wrong ones, with this {names}"
-        return ReplayError(
-            f"{product} {version} {problem}",
-            where="rollout",
-            expected=row.instead if row.problem else f"{names}: {row.instead}",
-            got=row.got or ", ".join(f"{name}={plan[name]!r}" for name in given),
-            cause=row.why,
-        )
+        expected = row.instead if row.problem else f"{names}: {row.instead}"
+        got, said = row.got or ", ".join(f"{name}={plan[name]!r}" for name in given), f"{product} {version}"
+        return ReplayError(f"{said} {problem}", where="rollout", expected=expected, got=got, cause=row.why)
     return None
 
 
@@ -112,14 +104,10 @@ def refuse(problem: ReplayError | None) -> None:
 
 def refuse_untold(product: str, version: Any, parameter: str, example: str, numbers: int = 2) -> None:
     """Refuse a version that names no release: no table could be applied to it."""
-    ReplayError.unless(
-        tells_release(version, numbers),
-        "this version doesn't tell its release",
-        f'the release that it is nearest to: pass {parameter}="{example}", say',
-        repr(version),
-        "a nightly build, or one from a clone without tags",
-        f"rollout, {product}",
-    )
+    expected = f'the release that it is nearest to: pass {parameter}="{example}", say'
+    cause, where = "a nightly build, or one from a clone without tags", f"rollout, {product}"
+    problem = "this version doesn't tell its release"
+    ReplayError.unless(tells_release(version, numbers), problem, expected, repr(version), cause, where)
 
 
 def read_plan(

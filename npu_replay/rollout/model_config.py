@@ -50,6 +50,7 @@ _LOOPS = re.compile(
 )
 """Matches keys that count the passes over some layers: Inkling-2, Dory, Ouro, LoopCoder, Huginn, HRM."""
 _MODELSLIM = "quant_model_description.json"
+_OF_CLASS = "the family's class knows it: give transformers' config of the model (AutoConfig.from_pretrained)"
 _BY_HAND = "give RoutedModel(layers=..., num_layers=..., num_experts=..., topk=...)"
 
 
@@ -120,11 +121,8 @@ class RoutedModel:
         """Describe a transformers model, or its wrapper (PEFT's, DDP), by the routers found in it."""
         configs = (getattr(inner, "config", None) for inner in module.modules())
         config: Any = next((one for one in configs if hasattr(one, "get_text_config")), None)
-        problem, got = (
-            "the number of decoder layers isn't known",
-            f"{type(module).__name__}, without a config",
-        )
-        ReplayError.unless(config is not None, problem, "a model of transformers", got)
+        got, fine = f"{type(module).__name__}, without a config", config is not None
+        ReplayError.unless(fine, "the number of decoder layers isn't known", "a model of transformers", got)
         check_alike({f"layer {one.label}": (one.topk, one.num_experts) for one in routers})
         _refuse_loops(_Keys.of(config))
         return cls(
@@ -214,11 +212,9 @@ class _Keys:
             if inner is None:
                 return found
             config = inner
-        problem, expected = (
-            "this config holds configs without end",
-            f"a language model's, {_DEEPEST} deep at most",
-        )
-        raise ReplayError(problem, where=found.name, expected=expected, got="another one inside that")
+        problem, got = "this config holds configs without end", "another one inside that"
+        expected = f"a language model's, {_DEEPEST} deep at most"
+        raise ReplayError(problem, where=found.name, expected=expected, got=got)
 
     @staticmethod
     def of_file(path: Path) -> dict[str, Any]:
@@ -229,9 +225,9 @@ class _Keys:
             with plain_file(file) as opened:
                 config: dict[str, Any] = json_text.parse(opened.read())
         except (OSError, ValueError) as error:
-            expected = "a Hugging Face config.json, or the folder that it is in"
-            cause = hub if isinstance(error, FileNotFoundError) else ""
-            raise ReplayError(problem, where=str(file), expected=expected, got=error, cause=cause) from error
+            expected, told = "a Hugging Face config.json, or its folder", isinstance(error, FileNotFoundError)
+            where, cause = str(file), hub if told else ""
+            raise ReplayError(problem, where=where, expected=expected, got=error, cause=cause) from error
         kind = type(config).__name__
         ReplayError.unless(kind == "dict", "this isn't a model's config", "an object", kind, where=str(file))
         return config
@@ -266,13 +262,9 @@ class _Keys:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
         given = [f"{key}={shown(self[key])}" for key in keys if self[key] is not None]
-        raise ReplayError(
-            f"the model's config doesn't say {what}",
-            where=self.name,
-            expected=f"one of {', '.join(keys)}, above 0",
-            got=", ".join(given) or "none of them",
-            cause=f"a model without experts, or a family with other keys: {_BY_HAND}",
-        )
+        problem, expected = f"the model's config doesn't say {what}", f"one of {', '.join(keys)}, above 0"
+        cause, got = f"a model without experts, or other keys: {_BY_HAND}", ", ".join(given) or "none of them"
+        raise ReplayError(problem, where=self.name, expected=expected, got=got, cause=cause)
 
     def whole(self, key: str) -> int | None:
         """Return a whole number, or None if the key isn't there."""
@@ -308,13 +300,10 @@ class _Keys:
 
     def unknown(self, key: str) -> ReplayError:
         """Make the error about a key that says in an unknown way which layers have experts."""
-        return ReplayError(
-            f"the model's config says in an unknown way which layers have experts: {key}",
-            where=self.name,
-            expected="what transformers writes",
-            got=shown(self[key], 200),
-            cause=f"a model family that npu_replay doesn't know yet: {_BY_HAND}",
-        )
+        problem = f"the model's config says in an unknown way which layers have experts: {key}"
+        cause, wanted = f"a family that npu_replay doesn't know yet: {_BY_HAND}", "what transformers writes"
+        got = shown(self[key], 200)
+        return ReplayError(problem, where=self.name, expected=wanted, got=got, cause=cause)
 
 
 def _refuse_loops(config: _Keys) -> None:
@@ -351,20 +340,14 @@ def _sparse_layers(config: _Keys, num_layers: int) -> list[int]:
         if config[key] is not None:
             return [layer for layer in range(num_layers) if layer in named]
     if all(config[key] is None for key in _RULES) and not isinstance(config["moe_layer_freq"], (list, tuple)):
-        # The config has dense and sparse layers; only the family's class in transformers knows which is
-        # which.
+        # It may have dense and sparse layers, and only the family's class knows which is which.
         dense, width = config["intermediate_size"], config["moe_intermediate_size"]
         widths = width if isinstance(width, (list, tuple)) else (width,)
         if dense is not None and width is not None and dense not in widths:
-            raise ReplayError(
-                "the model's config has dense layers, and doesn't say which they are",
-                where=config.name,
-                expected=f"one of {', '.join((*_KINDS, *_RULES))}",
-                got=f"intermediate_size={shown(dense)}, moe_intermediate_size={shown(width)} and none of "
-                "them",
-                cause="a config.json that leaves it to the family's class: give transformers' config of the "
-                f"model (AutoConfig.from_pretrained), or {_BY_HAND}",
-            )
+            problem = "the model's config has dense layers, and doesn't say which they are"
+            got = f"intermediate_size={shown(dense)}, moe_intermediate_size={shown(width)} and none of them"
+            expected, cause = f"one of {', '.join((*_KINDS, *_RULES))}", f"{_OF_CLASS}, or {_BY_HAND}"
+            raise ReplayError(problem, where=config.name, expected=expected, got=got, cause=cause)
     return [layer for layer in range(num_layers) if _by_rules(config, layer)]
 
 

@@ -282,23 +282,16 @@ class Rollout:
         rows, routes, tokens = self._no_rows(len(whole)), turn.routes, len(whole)
         check, where = MicroBatchError.unless, f"{self._where}, turn {self.turns + 1}"
         if routes is None:
-            ReplayError.unless(
-                turn.aborted or self.missing == "native",
-                f"turn {self.turns + 1} has no routes",
-                "routes of each turn that wasn't aborted",
-                None,
-                "an engine that was started without the capture of routes; "
-                'missing="native" leaves such rows to the router',
-                self._where,
-            )
+            cause = 'an engine that captures no routes; missing="native" leaves such rows to the router'
+            expected, problem = "routes of each turn that wasn't aborted", "this turn has no routes"
+            fine = turn.aborted or self.missing == "native"
+            ReplayError.unless(fine, problem, expected, None, cause, where)
             return rows
         fine = isinstance(routes, RoutedExperts)
         check(fine, "these are no routes", "RoutedExperts", shown(routes), where=where)
         wanted = (self.model.layers, self.model.topk, self.model.num_experts)
-        found, expected = (
-            (routes.layers, routes.topk, routes.num_experts),
-            f"(layers, top-k, experts) {wanted}",
-        )
+        found = (routes.layers, routes.topk, routes.num_experts)
+        expected = f"(layers, top-k, experts) {wanted}"
         check(found == wanted, "these are routes of another model", expected, found, where=where)
         mark = fingerprint(whole)
         if routes.fingerprint != mark:  # an engine's routes have no key

@@ -204,7 +204,7 @@ def blank_rows(ids: Array, value: int = 0) -> Array:
     """Return the rows that hold nothing but this value, [n] int64."""
     if ids.size == 0:
         return np.empty(0, np.int64)
-    suspects = np.flatnonzero((ids[:, 0] == value).all(axis=1))
+    suspects = np.flatnonzero(ids[:, 0, 0] == value)  # rules out most rows before all ids are read
     return suspects.compress((ids[suspects] == value).all(axis=(1, 2)))
 
 
@@ -215,13 +215,11 @@ def repeated_rows(ids: Array, tokens: Array) -> Array:
     flat = np.ascontiguousarray(ids).reshape(len(ids), -1).view(np.uint8)
     word = next(size for size in (8, 4, 2, 1) if flat.shape[1] % size == 0)
     weights = np.random.default_rng(0).integers(0, 2**63, flat.shape[1] // word, dtype=np.uint64) * 2 + 1
-    # Plain integers sort fast: the upper half of each key is a hash of its row, the lower half the row's
-    # number. Equal rows become neighbours, in the order of their numbers. The weights are odd, so each
-    # multiplies without losing bits; equal hashes are compared in full below.
-    upper, half = np.uint64(0xFFFF_FFFF_0000_0000), np.uint64(0xFFFF_FFFF)
+    # A key: a hash of the row (odd weights lose no bits) above its number. Equal rows become neighbours.
+    half = np.uint64(0xFFFF_FFFF)
     keys = np.arange(len(flat), dtype=np.uint64)
     for first, block in _blocks(flat):
-        keys[first : first + len(block)] |= (block.view(f"u{word}") @ weights) & upper
+        keys[first : first + len(block)] |= (block.view(f"u{word}") @ weights) & ~half
     keys.sort()
     at = np.flatnonzero((keys[1:] ^ keys[:-1]) <= half)  # the same hash as the one before
     rows, others = (keys[at + 1] & half).astype(np.int64), (keys[at] & half).astype(np.int64)
@@ -250,15 +248,17 @@ def _blocks(ids: Array) -> Iterator[tuple[int, Array]]:
 
 def _may_name_twice(block: Array) -> bool:
     """Return False only if no token-layer names an expert twice."""
-    # The flat ids are compared with themselves, shifted by 1 to topk - 1 places. That also compares ids of
-    # neighbouring token-layers; the marks give every second one a bit that no id has, so these never are
-    # equal.
+    # The flat ids are xored with themselves, shifted by 1 to topk - 1 places; equal ids give 0, and the least
+    # of all shifts is looked at once. Ids of neighbouring token-layers are compared, too: the marks give
+    # every second one a bit that no id has, so these never are equal.
     topk = block.shape[2]
     narrow = np.uint8 if block.max() < 1 << 7 else np.uint16
     marks = _marks(topk, max(_BLOCK, block.size), np.dtype(narrow))[: block.size]
     flat: Array = block.reshape(-1).astype(narrow, copy=False) ^ marks
-    equal = np.empty(len(flat), bool)
-    return any(np.equal(flat[by:], flat[:-by], out=equal[by:]).any() for by in range(1, topk))
+    least = flat[1:] ^ flat[:-1]
+    for by in range(2, topk):
+        np.minimum(least[: 1 - by], flat[by:] ^ flat[:-by], out=least[: 1 - by])
+    return not least.all()
 
 
 @functools.lru_cache(maxsize=4)

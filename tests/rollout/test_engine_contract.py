@@ -6,14 +6,16 @@ Where routes, ids and counts lie, and what is of one engine alone, is in `tests/
 
 from __future__ import annotations
 
+import base64
 import copy
+import itertools
 import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -25,14 +27,19 @@ from npu_replay import RoutedExperts, fingerprint
 from npu_replay.compat.sglang import decode as sglang
 from npu_replay.compat.vllm import decode as vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
+from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.release_rules import Symptom
 from npu_replay.routes.checks import Array
-from vllm_outputs import DEEPSEEK, Sampled, expected, sampled
+from vllm_outputs import DEEPSEEK, QWEN, WIDE, Sampled, expected, sampled
 
 MODEL = DEEPSEEK
 ONE = sampled(MODEL)
 RUN = len(ONE.tokens) - 1
 """Tokens that the engine ran."""
+
+
+Form: TypeAlias = "tuple[str, Any, RoutedModel, Sampled, dict[str, Any]]"
+"""What it is, the answer, its model, what it has to give, and what the decoder is told beside it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class Engine:
         answer: what a sequence is answered with, its token ids in it.
         sampled, start: what its decoder calls the sampled ids, and the first row's token.
         place, payload: the part of an answer that holds the routes, and their name in it.
+        forms: an answer in each form of each release.
         causes: words that an error names once at most.
     """
 
@@ -58,6 +66,7 @@ class Engine:
     output_ids: str
     weigh: Callable[[dict[str, Any], str], None]
     source: Callable[[str], Any]
+    forms: Callable[[], Iterator[Form]]
     releases: tuple[str, ...]
     causes: tuple[str, ...]
 
@@ -100,6 +109,42 @@ def weigh_sglang(answer: dict[str, Any], version: str) -> None:
     answer["meta_info"]["weight_version"] = version
 
 
+def forms_of_vllm() -> Iterator[Form]:
+    """RequestOutputs of all releases, on vllm-ascend too; answers of three endpoints from 0.21 on."""
+    plain = ("0.14.0", "0.16.0", "0.17.1", "0.18.0", "0.19.1", "0.20.0", "0.20.2")
+    minors = (*(f"0.{minor}.0" for minor in range(21, 34)), "0.22.1", "0.25.1", "0.27.1")
+    for version, model, output in itertools.product((*plain, *minors), (DEEPSEEK, QWEN, WIDE), (40, 1)):
+        one = sampled(model, output=output)
+        ascend = {} if output > 1 else {"vllm_ascend": f"{version}rc1"}
+        made = vllm_outputs.request_output(version, model, one)
+        yield f"{version} {model}", made, model, one, {"version": version} | ascend
+        endpoints: tuple[vllm_outputs.Endpoint, ...] = ("completions", "chat", "generate")
+        for endpoint in endpoints if version >= "0.21" else ():
+            given = {"version": version} if version > "0.30" else {"prompt": one.prompt}  # generate lacks it
+            answer = vllm_outputs.answer(version, model, one, endpoint=endpoint)
+            yield f"{version} {endpoint} {model}", json.dumps(answer), model, one, given
+
+
+def forms_of_sglang() -> Iterator[Form]:
+    """meta_info alone, /generate with and without text, both OpenAI endpoints, some without a version."""
+    rows = engine_rows(ONE)
+    for version in sglang_outputs.RELEASES:
+        asked = sglang_outputs.Request(version, ONE.prompt, ONE.output, rows)
+        prompt, both = {"prompt": ONE.prompt}, {"prompt": ONE.prompt, "output": ONE.output}
+        made: list[tuple[Any, dict[str, Any]]] = [
+            (asked.generate(), prompt),
+            (asked.generate(skip_tokenizer_init=True), both),
+            (asked.meta_info(), both | {"version": None}),
+            (asked.generate() | {"prompt_token_ids": ONE.prompt}, {}),
+        ]
+        if version in sglang_outputs.WITH_SGLEXT:
+            kinds = ("chat.completion", "text_completion")
+            made += [(asked.openai(kind), both | {"version": None}) for kind in kinds]
+            made.append(({"sglext": asked.openai()["sglext"]}, both))  # T37: the rest went on without it
+        for number, (answer, given) in enumerate(made):
+            yield f"{version} {number}", answer, MODEL, ONE, {"version": version} | given
+
+
 def meta_info(answer: dict[str, Any]) -> Any:
     return answer["meta_info"]
 
@@ -121,6 +166,7 @@ ENGINES = [
         ids=choice,
         output_ids="token_ids",
         weigh=weigh_vllm,
+        forms=forms_of_vllm,
         source=lambda version: vllm.source(version, ways=("http", "in-process", "alone", "stop string")),
         releases=(
             "",
@@ -149,6 +195,7 @@ ENGINES = [
         output_ids="output_ids",
         weigh=weigh_sglang,
         source=sglang.source,
+        forms=forms_of_sglang,
         releases=("", "0.5.6", "0.5.7", "0.5.9", "0.5.10", "0.5.12", "0.5.13", "0.5.15", "0.5.23"),
         causes=("sglang#26423", "HiCache", "MoE runner", "another model", "decode node"),
     ),
@@ -163,6 +210,13 @@ def refused(*words: str) -> Any:
 
 
 # ---- the forms of an answer
+
+
+def test_each_release_in_each_form_gives_the_true_routes(engine: Engine) -> None:
+    for name, answer, model, one, given in engine.forms():
+        before = copy.deepcopy(answer)
+        assert engine.decode(answer, model, **given) == expected(model, one), name
+        assert json.dumps(before, default=repr) == json.dumps(answer, default=repr), name
 
 
 def test_an_answer_may_be_a_dict_json_or_an_object_of_openais_client(engine: Engine) -> None:
@@ -387,6 +441,13 @@ def test_rows_of_another_token_may_be_left_native(engine: Engine) -> None:
     assert (~left.recorded).nonzero()[:, 0].tolist() == [*range(64, 80), RUN]
 
 
+def test_a_dense_layer_that_has_experts_is_refused(engine: Engine) -> None:
+    rows = engine_rows(ONE)
+    rows[5, 1] = range(8)
+    with refused("layer 1: a dense layer has experts", "row 5"):
+        engine.decode(engine.put(engine.answer(ONE), rows))
+
+
 def test_another_models_rows_are_refused(engine: Engine) -> None:
     answer = engine.put(engine.answer(ONE), engine_rows(ONE))
     other = replace(MODEL, layers=(2, 3, 4), num_layers=5)
@@ -433,6 +494,38 @@ def test_t10_read_only_ids_become_routes_that_can_be_written(engine: Engine, dty
         assert routes == expected(MODEL, ONE)
 
 
+ROWS = engine_rows(ONE)
+SOMETHING_ELSE: dict[str, Any] = {
+    **{f"text {text!r}": text for text in ("%%%%", "QUJD\nQUJD", "QUJDR", "é" * 8, "A" * 800_000)},
+    "cut": base64.b64encode(ROWS.astype("<i4").tobytes()[:-1]).decode(),
+    "an npy cut short": vllm_outputs.npy(ROWS)[:-400],
+    "a pickle": vllm_outputs.npy(np.array([{}], object)),
+    "a flat npy": vllm_outputs.npy(ROWS.reshape(-1)[:-8]),
+    **{f"{value!r}": value for value in (7, 1.5, {"a": 1}, {}, len, [[[1, 2]]], [[1], [2, 3]])},
+    "too many lists": ROWS.tolist() * 40,
+    "floats": torch.zeros(RUN, 7, 8),
+    "bfloat16": torch.zeros(RUN, 7, 8, dtype=torch.bfloat16),
+    "float8": torch.zeros(RUN, 7, 8, dtype=torch.float8_e4m3fn),
+    "bools": torch.zeros(RUN, 7, 8, dtype=torch.bool),
+    "sparse": torch.tensor(ROWS).to_sparse(),
+    **{str(array.dtype): array for array in (np.zeros((RUN, 7, 8)), np.array(["a"]), np.array([None]))},
+    "no axes": np.array(7),
+    "negative": np.where(ROWS[5, 3, 0] == ROWS, -1, ROWS),
+    "of another top-k": ROWS[..., :7],
+    "of other layers": ROWS[:, :4],
+    "an expert twice": np.repeat(ROWS[..., ::2], 2, axis=2),
+    "one row for all": np.repeat(ROWS[:1], RUN, axis=0),
+    "a dense layer that isn't": np.roll(ROWS, 1, axis=1),
+}
+
+
+@pytest.mark.parametrize("value", SOMETHING_ELSE.values(), ids=SOMETHING_ELSE)
+def test_what_are_no_rows_is_refused_with_the_sample_and_the_field(engine: Engine, value: Any) -> None:
+    for missing in ("error", "native"):
+        with refused(f"{engine.name} {engine.version}, request", "routed_experts", ": "):
+            engine.decode(engine.put(engine.answer(ONE), value), missing=missing)
+
+
 # ---- the rest
 
 
@@ -460,7 +553,12 @@ def test_no_cause_is_named_twice(engine: Engine, symptom: Symptom) -> None:
 
 @pytest.mark.parametrize(
     "found",
-    [None, [], [{}], "null", "[1, 2]", 7, "[" * 100_000, b"\xff\xfe\x00", "<html>502</html>", {"choices": 3}],
+    [
+        *(None, [], [{}], "null", "[1, 2]", 7, "[" * 100_000, b"\xff\xfe\x00", "<html>502</html>", "text"),
+        *({"choices": 3}, {"choices": ["a"]}, {"id": "x"}, {"error": {"message": "the model is asleep"}}),
+        *(ROWS, len, [SimpleNamespace(outputs=[])], [{"choices": []}]),
+    ],
+    ids=lambda found: repr(found)[:20],
 )
 def test_what_is_no_answer_is_refused(engine: Engine, found: Any) -> None:
     with refused(engine.name, "Expected"):

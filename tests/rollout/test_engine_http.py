@@ -48,17 +48,6 @@ def ask_sglang(server: EngineServer, prompt: list[int], tokens: int = TOKENS, **
 # SGLang
 
 
-@pytest.mark.parametrize("version", SGLANG)
-def test_generate_of_sglang(version: str) -> None:
-    with EngineServer("sglang", version, MODEL) as server:
-        body = ask_sglang(server, PROMPT)
-        output = server.brain.sample(PROMPT, TOKENS)
-        for answer in (body, body.decode(), json.loads(body), json.loads(body)["meta_info"]):
-            routes = from_sglang(answer, MODEL, prompt_token_ids=PROMPT, output_ids=output, version=version)
-            assert_true(routes, server, PROMPT + output)
-            assert routes.weight_version == "step-1"
-
-
 @pytest.mark.parametrize("version", [version for version in SGLANG if release(version) >= (0, 5, 9)])
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_openai_endpoint_of_sglang(version: str, path: str) -> None:
@@ -136,31 +125,6 @@ def test_a_stream_of_sglang_has_its_routes_in_the_last_event() -> None:
             from_sglang(first, MODEL, prompt_token_ids=PROMPT)
 
 
-@pytest.mark.parametrize("version", SGLANG)
-@pytest.mark.parametrize("started", [True, False])
-def test_routes_that_sglang_wasnt_asked_or_started_for(version: str, started: bool) -> None:
-    with EngineServer("sglang", version, MODEL, capturing=started) as server:
-        body = ask_sglang(server, PROMPT, return_routed_experts=not started)
-    with pytest.raises(InvalidRoutes, match=r"return_routed_experts=True.*enable_return_routed_experts=True"):
-        from_sglang(body, MODEL, prompt_token_ids=PROMPT, version=version)
-
-
-def test_a_start_beyond_the_prompt_is_sglangs_to_refuse() -> None:
-    with (
-        EngineServer("sglang", "0.5.23", MODEL) as server,
-        pytest.raises(urllib.error.HTTPError, match="400"),
-    ):
-        ask_sglang(server, PROMPT, **request_arguments("0.5.23", start_len=21))
-
-
-def test_the_openai_endpoint_of_sglang_0_5_8_has_no_routes() -> None:
-    with EngineServer("sglang", "0.5.8", MODEL) as server:
-        asked = {"prompt": PROMPT, "max_tokens": TOKENS, "return_routed_experts": True}
-        body = post(f"{server.url}/v1/completions", asked)
-        with pytest.raises(InvalidRoutes, match="no routes in the answer"):
-            from_sglang(body, MODEL, prompt_token_ids=PROMPT, output_ids=[1] * TOKENS, version="0.5.8")
-
-
 # vLLM
 
 
@@ -187,25 +151,6 @@ def test_vllm(version: str, endpoint: str, n: int) -> None:
             assert len(found) == n
             for choice, routes in enumerate(found):
                 assert_true(routes, server, prompt + server.brain.sample(prompt, TOKENS, choice))
-
-
-@pytest.mark.parametrize("version", [version for version in VLLM if version != "0.21.0"])
-@pytest.mark.parametrize("start", [1, 19])
-def test_a_start_of_vllm(version: str, start: int) -> None:
-    with EngineServer("vllm", version, MODEL) as server:
-        body = ask_vllm(server, "/inference/v1/generate", routed_experts_prompt_start=start)
-        (routes,) = from_vllm(body, MODEL, prompt_token_ids=PROMPT, start=start, version=version)
-        assert_true(routes, server, PROMPT + server.brain.sample(PROMPT, TOKENS), start)
-
-
-@pytest.mark.parametrize("version", VLLM)
-@pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_routes_that_vllm_wasnt_started_for(version: str, endpoint: str) -> None:
-    prompt = chat_ids(MESSAGES) if "chat" in endpoint else PROMPT
-    with EngineServer("vllm", version, MODEL, capturing=False) as server:
-        body = ask_vllm(server, endpoint)
-        with pytest.raises(InvalidRoutes, match=r"vLLM"):
-            from_vllm(body, MODEL, prompt_token_ids=prompt, version=version)
 
 
 # Both

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import binascii
 import io
 import os
 import struct
@@ -14,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from npu_replay.errors import InvalidRoutes
-from npu_replay.rollout.payloads import from_base64, from_lists, from_npy
+from npu_replay.rollout.payloads import from_base64, from_lists, from_npy, ids_from_base64
 from npu_replay.rollout.release_rules import Fault, Source, Symptom
 
 SOURCE = Source(
@@ -97,6 +100,7 @@ def test_an_npy_of_no_rows_is_read() -> None:
 
 def test_the_header_says_how_large_it_is_before_memory_is_taken(memory: Callable[[], int]) -> None:
     data = raw(claims(f"({2**23}, 61, 8)", "'<i8'"), b"abc")
+    refused(lambda: from_npy(b"", source=SOURCE, most=24))  # the first error keeps the address of a page
     before = memory()
     error = refused(lambda: from_npy(data, source=SOURCE, most=MOST), Symptom.TOO_MANY_ROWS)
     assert memory() - before < 100_000
@@ -375,3 +379,31 @@ def test_nothing_warns_about_data_that_is_right() -> None:
         from_npy(npy(np.ones((1, 1, 1), np.uint8)), source=SOURCE, most=MOST)
         from_base64("AAAA", source=SOURCE, most=MOST)
         from_lists([[[1]]], source=SOURCE, most=SHAPE_MOST)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, 300) | st.integers(-(2**31), 2**31 - 1), max_size=40),
+    repeats=st.sampled_from([1, 700]),
+    change=st.none() | st.tuples(st.integers(0), st.sampled_from("A=!é")),
+    kind=st.sampled_from([str, bytes]),
+)
+def test_int32_ids_in_base64_are_those_of_binascii(
+    ids: list[int], repeats: int, change: Any, kind: Any
+) -> None:
+    """Small ids take a quicker way, block by block; the answer, or the error, is the same."""
+    wanted = np.array(ids * repeats, "<i4")
+    text = base64.b64encode(wanted.tobytes()).decode()
+    if change and text:
+        place = change[0] % len(text)
+        text = text[:place] + change[1] + text[place + 1 :]
+    given_text = text if kind is str else text.encode()
+    try:
+        expected = binascii.a2b_base64(text, strict_mode=True)
+        wanted = np.frombuffer(expected, "<i4")
+    except ValueError:
+        with pytest.raises(InvalidRoutes, match=r"isn't base64|aren't int32|more text"):
+            ids_from_base64(given_text, source=SOURCE, most=len(wanted))
+        return
+    found = ids_from_base64(given_text, source=SOURCE, most=len(wanted))
+    np.testing.assert_array_equal(found, wanted)

@@ -176,7 +176,7 @@ def test_routes_of_other_tokens_are_refused() -> None:
 
 
 def test_a_turn_without_routes_is_an_error_unless_it_was_aborted() -> None:
-    with pytest.raises(ReplayError, match=r"Rollout sample 17: turn 1 has no routes.*capture"):
+    with pytest.raises(ReplayError, match=r"Rollout sample 17, turn 1: this turn has no routes.*capture"):
         Rollout(MODEL, name="sample 17").extend(Turn(prompt=[5, 6], sampled=[7]))
     rollout = Rollout(MODEL, missing="native")
     rollout.extend(Turn(prompt=[5, 6], sampled=[7]))

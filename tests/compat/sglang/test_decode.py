@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import copy
 import json
 import logging
 import os
@@ -74,22 +73,6 @@ def text_of(rows: Array) -> str:
 # Every release's own form
 
 
-@pytest.mark.parametrize("version", RELEASES)
-def test_answers_of_sglang(version: str) -> None:
-    asked = request(version)
-    for without in (False, True):
-        assert_true(decoded(asked.generate(skip_tokenizer_init=without), asked), asked)
-    assert_true(decoded(asked.meta_info(), asked), asked)
-    assert_true(decoded(asked.meta_info(), asked, version=None), asked)
-    for kind in ("chat.completion", "text_completion") if version in WITH_SGLEXT else ():
-        assert_true(decoded(asked.openai(kind), asked), asked)
-    # tokens that the answer repeats
-    routes = from_sglang(asked.generate(), MODEL, prompt_token_ids=asked.prompt, version=version)
-    assert_true(routes, asked)
-    whole = {**asked.generate(), "prompt_token_ids": asked.prompt}
-    assert_true(from_sglang(whole, MODEL, version=version), asked)
-
-
 @pytest.mark.parametrize("version", [version for version in RELEASES if release(version) >= (0, 5, 13)])
 def test_a_choice_with_its_own_meta_info_of_sglang(version: str) -> None:
     """With return_meta_info the choices have them, and from 0.5.19 on sglext hasn't."""
@@ -105,37 +88,6 @@ def test_the_openai_endpoint_gives_one_choices_routes_only() -> None:
     asked = request("0.5.23")
     with refused(r"first choice only.*n=1.*2 choices"):
         decoded(asked.openai(choices=2), asked)
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        lambda rows: torch.from_numpy(rows),
-        lambda rows: torch.from_numpy(rows).flatten(),
-        lambda rows: rows.reshape(len(rows), -1),
-        lambda rows: rows.astype(np.int64),
-        lambda rows: rows.astype(">i4"),
-        lambda rows: rows.tobytes(),
-        lambda rows: bytearray(rows.tobytes()),
-        lambda rows: memoryview(rows.tobytes()),
-        lambda rows: base64.b64encode(rows.tobytes()),
-        lambda rows: rows[:, 1:],
-    ],
-    ids=[
-        *("tensor", "flat tensor", "two axes", "int64", "big endian", "bytes", "bytearray", "memoryview"),
-        *("base64 as bytes", "MoE layers alone, in a shape"),
-    ],
-)
-def test_forms_that_a_framework_makes_of_it(form: Any) -> None:
-    asked = request("0.5.23")
-    assert_true(decoded(with_payload(asked, form(asked.rows)), asked), asked)
-
-
-def test_a_sequence_of_one_token_has_no_rows() -> None:
-    asked = request("0.5.23", prompt=1, output=0)
-    assert asked.meta_info()["routed_experts"] == ""
-    assert_true(decoded(asked.generate(), asked), asked)
-    assert_true(decoded(asked.openai(), asked), asked)  # sglext leaves an empty text out
 
 
 # What is wrong with rows, and the fault of that release that does it
@@ -421,13 +373,6 @@ def test_no_release_of_sglang(version: Any, words: str) -> None:
             decoded(asked.generate(), asked, version=version)
 
 
-def test_the_forms_of_the_encoders() -> None:
-    """As the releases have them: sglext from 0.5.9 on, text under skip_tokenizer_init from 0.5.10 on."""
-    assert set(request("0.5.9").openai()["sglext"]) == {"routed_experts"}
-    for version, kind in (("0.5.9", torch.Tensor), ("0.5.10", str)):
-        assert isinstance(request(version).meta_info(skip_tokenizer_init=True)["routed_experts"], kind)
-
-
 # The old name of the capturer's module
 
 OLD_PATH = """
@@ -595,27 +540,6 @@ def test_T30_rows_that_may_begin_at_either_are_refused() -> None:
     assert_true(decoded(asked.generate(), asked, start_len=3), asked, 3)
 
 
-@pytest.mark.parametrize("version", RELEASES)
-def test_T30_two_turns_make_one_sequence_of_sglang(version: str) -> None:
-    first = request(version)
-    turn = decoded(first.generate(), first)
-    prompt = [*first.prompt, *first.output, 60_001, 60_002]  # a tool's answer
-    tokens, held = len(prompt) + 9, len(first.rows)
-    rows = np.concatenate([first.rows, true_rows(MODEL, tokens - 1 - held, seed=1)])
-    second = Request(version, prompt, list(range(70_000, 70_009)), rows, asked_from=held)
-    rest = decoded(second.generate(), second, start_len=held)
-    joined = torch.cat([turn.ids[:held], rest.ids[held:]])
-    np.testing.assert_array_equal(joined[:-1].numpy(), rows[:, 1:])
-    assert rest.recorded.tolist() == [held <= row < tokens - 1 for row in range(tokens)]
-
-
-@pytest.mark.parametrize("start", [81, 82])
-def test_a_start_at_the_end_has_no_rows_and_may_be_numpys(start: int) -> None:
-    asked = request("0.5.23", asked_from=start)
-    given: Any = np.int64(start)
-    assert decoded(asked.generate(), asked, start_len=given).recorded.tolist() == [False] * 82
-
-
 # How a request ends
 
 
@@ -628,29 +552,6 @@ def test_an_aborted_request_of_sglang(version: str) -> None:
     assert decoded(asked.generate(), asked).recorded.tolist() == [False] * (PROMPT + OUTPUT)
     queued = request(version, output=0)
     assert decoded(queued.aborted_in_the_queue(), queued).recorded.tolist() == [False] * PROMPT
-
-
-@pytest.mark.parametrize("version", [*RELEASES, None])
-def test_an_aborted_request_has_all_its_rows_or_none(version: str | None) -> None:
-    """Fewer are another request's, or begin at a start that nobody told."""
-    asked = request("0.5.23", finish="abort")
-    for rows in (asked.rows[10:], asked.rows[:40], asked.rows[:1]):
-        with refused(r"rows for other tokens.*81 rows"):
-            decoded(with_payload(asked, text_of(rows)), asked, version=version)
-    for nothing in ("", None, []):
-        routes = decoded(with_payload(asked, nothing), asked, version=version, start_len=3)
-        assert routes.recorded.tolist() == [False] * 82
-
-
-def test_a_request_that_ended_has_all_rows_or_is_refused() -> None:
-    asked = request("0.5.23")
-    with refused(r"81 rows.*got 40"):
-        decoded(with_payload(asked, text_of(asked.rows[:40])), asked)
-    for nothing in (None, []):
-        with refused(r"no routes in the answer.*return_routed_experts=True"):
-            decoded(with_payload(asked, nothing), asked)
-    with refused("no routes in the answer"):  # a dict of something else
-        from_sglang({"loss": 1.5}, MODEL, prompt_token_ids=[1], output_ids=[2, 3])
 
 
 def test_tokens_are_taken_away_only_at_a_stop_or_where_the_answer_shows_them() -> None:
@@ -713,14 +614,6 @@ def test_a_usage_of_a_request_that_never_ran() -> None:
     assert not bool(decoded(body, queued).recorded.any())
 
 
-def test_the_last_chunk_of_a_stream_holds_its_own_tokens_only() -> None:
-    asked = request("0.5.23")
-    chunk = {**asked.generate(), "output_ids": asked.output[-1:]}
-    assert_true(decoded(chunk, asked), asked)
-    with refused(r"Expected 70 ids, got 1.*one chunk of a stream"):
-        from_sglang(chunk, MODEL, prompt_token_ids=asked.prompt)
-
-
 @pytest.mark.parametrize("version", WITH_SGLEXT)
 def test_the_chunk_of_an_openai_stream_that_has_the_routes_of_sglang(version: str) -> None:
     """It comes after those of the choices, and has none."""
@@ -742,17 +635,6 @@ def test_the_engines_own_ids_are_found_in_an_openai_answer() -> None:
 
 
 # Weights, and T29
-
-
-@pytest.mark.parametrize("version", RELEASES)
-def test_the_weights_of_sglang(version: str) -> None:
-    asked = request(version, weights=[("step-7", 0)])
-    assert decoded(asked.generate(), asked).weight_version == "step-7"
-    assert decoded(asked.meta_info(), asked, weight_version=8).weight_version == 8
-    unnamed = request(version)
-    assert decoded(unnamed.generate(), unnamed).weight_version is None
-    if version in WITH_SGLEXT:
-        assert decoded(asked.openai(), asked).weight_version == "step-7"
 
 
 @pytest.mark.parametrize("version", ["0.5.19", "0.5.23"])
@@ -817,59 +699,7 @@ def test_T29_a_release_that_cant_say_so_is_warned_of_once(version: str, caplog: 
 # The other bugs of the list
 
 
-def test_T10_routes_share_no_memory_with_the_answer() -> None:
-    asked = request("0.5.9")
-    answer = asked.generate(skip_tokenizer_init=True)
-    routes = decoded(answer, asked)
-    answer["meta_info"]["routed_experts"].zero_()
-    assert_true(routes, asked)
-
-
-@pytest.mark.parametrize("version", WITH_SGLEXT)
-def test_T37_an_answer_is_left_as_it_was_and_neednt_keep_the_routes_of_sglang(version: str) -> None:
-    """prime-rl #2813: a route field in a chat answer breaks who reads it. It can be taken out first."""
-    asked = request(version)
-    for answer in (asked.openai(), asked.generate(), asked.meta_info()):
-        before = copy.deepcopy(answer)
-        decoded(answer, asked)
-        assert answer == before
-    body = asked.openai()
-    kept = {"sglext": body.pop("sglext")}
-    assert "routed_experts" not in json.dumps(body)
-    assert_true(decoded(kept, asked), asked)
-
-
 # Somebody else's data
-
-
-@pytest.mark.parametrize(
-    ("payload", "problem"),
-    [
-        ("%%%%", "isn't base64"),
-        ("QUJD\nQUJD", "isn't base64"),
-        ("QUJDR", "isn't base64"),
-        ("é" * 8, "isn't base64"),
-        (base64.b64encode(b"12345").decode(), "aren't int32"),
-        (b"\x01\x00\x00\x00\x02", "aren't int32"),
-        (1.5, "aren't expert ids"),
-        (7, "aren't expert ids"),
-        ({"a": 1}, "aren't expert ids"),
-        ([[[1, 2]]], "aren't expert ids"),
-        (torch.zeros(81, 6, 4), r"aren't expert ids.*float32"),
-        (torch.zeros(81, 6, 4, dtype=torch.bfloat16), r"aren't expert ids.*torch\.bfloat16"),
-        (torch.zeros(81, 6, 4, dtype=torch.int32).to_sparse(), r"aren't expert ids.*torch\.int32"),
-        (torch.zeros(81, 6, 4, dtype=torch.bool), r"aren't expert ids.*bool"),
-        (np.zeros((81, 6, 4)), r"aren't expert ids.*float64"),
-        (np.array(["a"]), "aren't expert ids"),
-        (np.array([None]), "aren't expert ids"),
-    ],
-    ids=lambda value: repr(value)[:30],
-)
-def test_a_payload_of_something_else(payload: Any, problem: str) -> None:
-    asked = request("0.5.23")
-    where = r"SGLang 0\.5\.23, request 3f9d, meta_info\.routed_experts"
-    with refused(rf"{where}: .*{problem}"):
-        decoded(with_payload(asked, payload), asked)
 
 
 OF_ANOTHER = r"shaped.*81 rows of 6 layers with top-4.*"
@@ -940,22 +770,6 @@ def test_text_far_too_long_is_refused_before_it_is_decoded(
     }
     with refused("aren't those that the engine sampled"):
         decoded(info, request("0.5.23"))
-
-
-NO_ANSWERS: list[Any] = [
-    *(None, [], [{}], "text", b"data: {}", "[" * 100_000, "null", 7),
-    *({"meta_info": []}, {"choices": 3}, {"choices": ["a"]}, {"sglext": "a"}, {"choices": [], "usage": []}),
-    *({"meta_info": {"weight_versions": said}} for said in ([{}], 3, [np.array(1)])),
-    {"choices": [], "object": np.array([])},
-    *({"meta_info": {}, "output_ids": ids} for ids in ("abc", [[1]], [1.5])),
-    {"meta_info": {}, "prompt_token_ids": [None]},
-]
-
-
-@pytest.mark.parametrize("found", NO_ANSWERS, ids=lambda found: repr(found)[:40])
-def test_an_answer_of_something_else(found: Any) -> None:
-    with refused(r"\[npu_replay\] SGLang.*Expected"):
-        from_sglang(found, MODEL, prompt_token_ids=[1], output_ids=[2])
 
 
 @pytest.mark.parametrize("count", [-1, "12", 1.0, True, [], 1.5])

@@ -134,7 +134,7 @@ def test_a_hybrid_models_slots_are_those_of_its_attention() -> None:
 
 
 def test_a_capturer_without_a_known_way_out_is_refused() -> None:
-    with pytest.raises(ReplayError, match="hands out its rows in a way that isn't known"):
+    with pytest.raises(ReplayError, match="returns rows in an unknown way"):
         installed(Runner(), SimpleNamespace())
 
 

@@ -67,7 +67,7 @@ def test_vllm_ascends_own_patch_of_the_capture_is_no_stranger() -> None:
     files = ("routed_experts_capturer", "routed_experts_capture")
     for file in ("routed_experts_capturer.py", "patch_routed_experts_capture.py"):
         refuse_foreign(written_in(file), files, "capture")
-    with pytest.raises(ReplayError, match="only one can"):
+    with pytest.raises(ReplayError, match="another patch that captures routes: take it out"):
         refuse_foreign(written_in("patch_other.py"), files, "capture")
 
 
