@@ -28,7 +28,7 @@ LINES = {
     "options": 90,
     "routers": 336,
     "rollout": 1850,
-    "sessions": 4458,
+    "sessions": 4457,
     "parallel": 1906,
     "delivery": 255,
     "compat.patching": 669,
