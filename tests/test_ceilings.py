@@ -28,7 +28,7 @@ LINES = {
     "options": 90,
     "routers": 336,
     "rollout": 1844,
-    "sessions": 4461,
+    "sessions": 4457,
     "parallel": 1895,
     "delivery": 255,
     "compat.patching": 658,

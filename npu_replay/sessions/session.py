@@ -163,8 +163,6 @@ class Session:
         ReplayError.unless(entered, f"the {self.name} block was never entered", "with ... as session:", self)
         return {"routers": self._count} | self._work.counts()
 
-    # Its life
-
     def __enter__(self: _S) -> _S:
         if self._unentered is not None:
             self._unentered.detach()
@@ -281,8 +279,6 @@ class Session:
             held.clear()
         self.unchanged = Unchanged((), ())
         self._work.clear()
-
-    # Its forwards
 
     def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if in_backward():
