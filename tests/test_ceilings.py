@@ -29,7 +29,7 @@ LINES = {
     "routers": 352,
     "rollout": 1850,
     "sessions": 4676,
-    "parallel": 1895,
+    "parallel": 1900,
     "delivery": 255,
     "compat.patching": 658,
     "compat.probe": 230,
