@@ -139,7 +139,8 @@ def _decoder_layers_in(chunks: Sequence[nn.Module]) -> set[int]:
         if product is not None
         and (isinstance(module, product.TransformerLayer) or llm.is_noop(module))
         and not is_in_mtp(path)
-        and not _is_in_a_tower(module)
+        # A vision tower numbers its layers from 1, too; its config is dense.
+        and ((config := getattr(module, "config", None)) is None or _has_experts(config))
     }
 
 
@@ -151,12 +152,6 @@ def is_in_mtp(path: str) -> bool:
     (True, False)
     """
     return "mtp" in path.split(".")
-
-
-def _is_in_a_tower(layer: nn.Module) -> bool:
-    """Return whether a layer is of a vision tower, which numbers its layers from 1 and has a dense config."""
-    config = getattr(layer, "config", None)
-    return config is not None and not _has_experts(config)
 
 
 def _has_experts(config: Any) -> bool:

@@ -2,8 +2,7 @@
 
 All its routing types but one end in one top-k over the experts, which the seam answers as it does Megatron's.
 
-Asks:     the module that a router's `routing` comes from, its routing type, and the arguments on configs; so
-          a MindSpeed-LLM that is only installed means nothing.
+Asks:     the module that a router's `routing` comes from, its routing type, the arguments on configs.
 Changes:  nothing, and nothing is imported.
 Undone:   there is nothing to undo.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -55,10 +56,14 @@ def exchange(
         here, sends = scratch[: sizes[move.key]], move.source == peers.me
         if sends:
             here.copy_(torch.frombuffer(data[move.key], dtype=torch.uint8))
-        # A batch of one: for single messages NCCL would make a communicator for each pair of ranks.
         peer = peers.ranks[move.target if sends else move.source]
         message = dist.P2POp(dist.isend if sends else dist.irecv, here, peer, peers.group)
-        peers.run(lambda message=message: dist.batch_isend_irecv([message])[0])
+        peers.run(partial(_begin, message))
         if not sends:
             rows[move.key].copy_(here)
     return {move.key: pickle.loads(rows[move.key].numpy().data) for move in moves if move.target == peers.me}
+
+
+def _begin(message: Any) -> Any:
+    # A batch of one: for single messages NCCL would make a communicator for each pair of ranks.
+    return dist.batch_isend_irecv([message])[0]
