@@ -4,8 +4,9 @@ Its collate has the engine's routes and its model calls carry them, but 4.6 cuts
 completions, and shifts those without their last token by one where it pads on the left. So they are laid out
 anew, as the ids are; the callback follows the model, and takes them off its calls.
 
-Waits for the trainer's module and the table of callbacks. Probes: the names and arguments that it wraps.
-Offers: `install`. Undone by `npu_replay.uninstall()`.
+Asks:     when the trainer is imported, the collate's name and arguments.
+Changes:  that collate; the table of callbacks, which gets `npu_replay_R2` and `npu_replay_R3`.
+Undone:   by `npu_replay.uninstall()`.
 """
 
 from __future__ import annotations

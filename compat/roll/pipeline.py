@@ -4,6 +4,11 @@ ROLL's checks allow no replay on fsdp2. Its workers and pipelines drop what a fi
 log-probs. So the worker's answer gets the routes, and the driver's cluster puts them into the batch that it
 sent, where ROLL itself puts R3's. One import in the driver is enough: a mode that is allowed here has a class
 that is imported wherever a worker's config goes.
+
+Asks:     nothing; a name that lacks is an error when its module is imported.
+Changes:  the check of WorkerConfig, `compute_log_probs` of ActorWorker, the methods that a cluster makes, and
+          `DataProto.materialize_concat`.
+Undone:   by `npu_replay.uninstall()`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
 optimizer steps inside `train_step`: before gradients are clipped, the session is closed and all ranks agree.
 The mask, and ROLL's own cut for context parallelism, tell which token sits in which row.
 
-Waits for the strategy's module. Probes: the names and arguments that it wraps. Offers: `install`. Undone by
-`npu_replay.uninstall()`.
+Asks:     when the strategy is imported, the names and arguments that it wraps or calls.
+Changes:  `forward_step`, `train_step`, `_fsdp2_forward` and `_clip_grad_norm` of the strategy.
+Undone:   by `npu_replay.uninstall()`; a strategy that has replayed refuses to go on then.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from npu_replay.rollout import server_answers
 from npu_replay.rollout.admit import Missing
 from npu_replay.rollout.envelope import from_envelope, is_envelope, of_gateway
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.payloads import TokenIds, as_numpy, from_base64, named
+from npu_replay.rollout.payloads import TokenIds, as_numpy, ids_from_base64, named
 from npu_replay.rollout.release_rules import Source, Symptom, release, tells_release
 from npu_replay.rollout.server_answers import Tokens
 from npu_replay.routes.checks import Array
@@ -146,11 +146,12 @@ class SglangAnswer(server_answers.Answer):
                 size = len(data) // 4 * 3 - (end.count("=") if isinstance(end, str) else end.count(b"="))
                 if size % 4 == 0:  # a wrong count is found before the text is decoded
                     due.skipped(size // 4)
-                most = (due.end + due.past) * model.num_layers * model.topk * 4
-                data = from_base64(data, source=source, most=most)
-            if len(data) % 4:
+                most = (due.end + due.past) * model.num_layers * model.topk
+                data = ids_from_base64(data, source=source, most=most)
+            elif len(data) % 4:
                 raise source.unreadable("these aren't int32", "a multiple of 4 bytes", len(data))
-            data = np.frombuffer(data, "<i4")
+            else:
+                data = np.frombuffer(data, "<i4")
         first = due.skipped(data.size, len(data) if data.ndim == 3 else None)
         rows: Array = data if data.ndim == 3 else data.reshape(-1, model.num_layers, model.topk)
         return rows[first : first + max(0, due.end - due.start)]

@@ -5,7 +5,9 @@ gets a RouterReplay instead, whose action is slime's stage (ROUTING_REPLAY_STAGE
 queues; its loops stay. On a Megatron-core with a RouterReplay of its own slime is left alone. As in slime,
 backward has to visit micro-batches in the order of their forwards.
 
-Waits for `<framework>.utils.routing_replay`. Probes: the names in it. Undone by `npu_replay.uninstall()`.
+Asks:     when `<framework>.utils.routing_replay` is imported, its names; whether Megatron has a RouterReplay.
+Changes:  `register_routing_replay`, `get_routing_replay_compute_topk`; what a new router gets.
+Undone:   by `npu_replay.uninstall()`; routers lose their `routing_replay`.
 """
 
 from __future__ import annotations
