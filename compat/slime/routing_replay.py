@@ -41,8 +41,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "set_routing_replay": (),
 }
 _ATTRIBUTE = "routing_replay"
-_WHAT = "routing replay of slime and its kin"
-_patches = Patches(_WHAT)
+_patches = Patches(_WHAT := "routing replay of slime and its kin")
 
 
 def install() -> None:
@@ -160,12 +159,11 @@ class StagedReplay(MegatronRouterReplay):
             ids: torch.Tensor = (self.theirs.pop_backward if backward else self.theirs.pop_forward)()
         except IndexError:
             ids = torch.empty(0)
+        where = "a router" if self.layer_number is None else f"the router of layer_number {self.layer_number}"
         if ids.shape != (rows, topk):
             raise NoTarget(
                 f"stage {self.router_replay_action} has no ids for this call of the router",
-                where="a router"
-                if self.layer_number is None
-                else f"the router of layer_number {self.layer_number}",
+                where=where,
                 expected=f"ids {[rows, topk]}",
                 got=f"{list(ids.shape)}, after {len(self.theirs.top_indices_list)} were recorded",
                 cause="more forwards or recomputes than were recorded or filled; a batch cut otherwise than "

@@ -22,7 +22,7 @@ from npu_replay.compat.patching import class_source, import_hook, known_names
 from npu_replay.compat.patching.patches import Patch, Patches
 from npu_replay.compat.verl import engine_adapter, functions, legacy_actor, router_replay
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
-from npu_replay.compat.verl.engine_pass import serves, without_adapter, wrapped
+from npu_replay.compat.verl.engine_pass import without_adapter, wrapped
 from npu_replay.compat.verl.tensors import UTILS
 from npu_replay.errors import ReplayError, described
 
@@ -159,27 +159,13 @@ def _replace_functions(module: Any) -> None:
     _serve_class(module.RouterReplayHelper)
     for name in _OF_UTILS:
         if hasattr(module, name):
-            _put(module, name, _served(module, name), _IN_A_PASS)
+            _put(module, name, functions.served(getattr(module, name), module.__name__), _IN_A_PASS)
 
 
 def _serve_class(cls: Any) -> None:
     for name in _OF_CLASSES[cls.__name__]:
-        _patches.set(cls, name, staticmethod(_served(cls, name)), _IN_A_PASS)
-
-
-def _served(owner: Any, name: str) -> Callable[..., Any]:
-    """Return a function that is npu_replay's while an engine's pass runs, and verl's own elsewhere."""
-    theirs, ours = getattr(owner, name), getattr(functions, name)
-    if more := inspect.signature(theirs).parameters.keys() - inspect.signature(ours).parameters.keys():
-        where = owner.__name__ if isinstance(owner, ModuleType) else described(owner)
-        known, got = f"{name} with known arguments", f"also {', '.join(sorted(more))}"
-        raise known_names.unknown(_WHAT, where, known, got, "verl")
-
-    @functools.wraps(theirs)
-    def served(*args: Any, **kwargs: Any) -> Any:
-        return (ours if serves() else theirs)(*args, **kwargs)
-
-    return served
+        ours = functions.served(getattr(cls, name), described(cls))
+        _patches.set(cls, name, staticmethod(ours), _IN_A_PASS)
 
 
 def _wrap_engine(module: Any) -> None:
