@@ -1,11 +1,12 @@
 """Adds R2 and R3 to ms-swift's Hugging Face trainer, each by a name among its callbacks.
 
-Its collate has the engine's routes and its model calls carry them, but 4.6 cuts them to the width of the
-completions, and shifts those without their last token by one where it pads on the left. So they are laid out
-anew, as the ids are; the callback follows the model, and takes them off its calls.
+Its collate has the engine's routes, but 4.6 cuts them to the width of the completions, and shifts those
+without their last token where it pads on the left. So they are laid out anew, as the ids are; the callback
+follows the model.
 
-Waits for the trainer's module and the table of callbacks. Probes: the names and arguments that it wraps.
-Offers: `install`. Undone by `npu_replay.uninstall()`.
+Asks:     when the trainer is imported, the collate's name and arguments.
+Changes:  that collate; the table of callbacks, which gets `npu_replay_R2` and `npu_replay_R3`.
+Undone:   by `npu_replay.uninstall()`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ TRAINER, CALLBACKS = "swift.rlhf_trainers.grpo_trainer", "swift.callbacks.mappin
 _COLLATE, _ROUTES = "collate_to_grpo_micro_batch", KEYWORDS[0]
 _WHAT = "routing replay of ms-swift's Hugging Face trainer"
 _patches = Patches(_WHAT)
-_chosen: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-"""The mode of each callback whose training hasn't ended."""
+_chosen: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # callbacks that still train
 
 
 def install() -> None:

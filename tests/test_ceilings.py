@@ -47,7 +47,7 @@ LINES = {
     "compat.sglang": 731,
     "compat.slime": 173,
     "compat.swift": 123,
-    "compat.verl": 3568,
+    "compat.verl": 3544,
     "compat.roll": 356,
     "devices": 84,
     "doctor": 482,

@@ -1,9 +1,12 @@
 """Passes routes through ROLL: into its workers' config, and R2's from the first pass to the update.
 
-ROLL's checks allow no replay on fsdp2. Its workers and pipelines drop what a first pass returns beside
-log-probs. So the worker's answer gets the routes, and the driver's cluster puts them into the batch that it
-sent, where ROLL itself puts R3's. One import in the driver is enough: a mode that is allowed here has a class
-that is imported wherever a worker's config goes.
+ROLL's checks allow no replay on fsdp2, and its workers drop what a first pass returns beside log-probs. So
+the worker's answer gets the routes, and the driver's cluster puts them into the batch that it sent. One
+import in the driver is enough: a mode has a class that is imported wherever a worker's config goes.
+
+Asks:     nothing; a name that lacks is an error when its module is imported.
+Changes:  WorkerConfig's check, `compute_log_probs` of workers and clusters, `DataProto.materialize_concat`.
+Undone:   by `npu_replay.uninstall()`.
 """
 
 from __future__ import annotations
@@ -58,9 +61,9 @@ def _cluster(module: Any) -> None:
 
 
 def _protocol(module: Any) -> None:
-    original = module.DataProto.materialize_concat
+    original, why = module.DataProto.materialize_concat, "R2: routes come into the batch"
     ours = staticmethod(functools.wraps(original)(functools.partial(_fetched, original)))
-    _patches.set(module.DataProto, "materialize_concat", ours, "R2: routes come into the batch")
+    _patches.set(module.DataProto, "materialize_concat", ours, why)
 
 
 def _checked(original: Callable[..., Any], self: Any) -> None:

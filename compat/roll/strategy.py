@@ -4,8 +4,9 @@
 optimizer steps inside `train_step`: before gradients are clipped, the session is closed and all ranks agree.
 The mask, and ROLL's own cut for context parallelism, tell which token sits in which row.
 
-Waits for the strategy's module. Probes: the names and arguments that it wraps. Offers: `install`. Undone by
-`npu_replay.uninstall()`.
+Asks:     the names and arguments that it wraps or calls.
+Changes:  `forward_step`, `train_step`, `_fsdp2_forward` and `_clip_grad_norm` of the strategy.
+Undone:   by `npu_replay.uninstall()`; a strategy that has replayed refuses to go on then.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ _NEEDED = {
     "FSDP2TrainStrategy.train_step": ("batch",),
     "FSDP2TrainStrategy._clip_grad_norm": (),
 }
-"""The names that are wrapped or called, and their arguments in use."""
 _patches = Patches(_WHAT)
 
 
@@ -75,8 +75,7 @@ class StrategyAdapter(WholeModelAdapter):
     """Adapts a strategy of ROLL to a pass."""
 
     kind, entry, strategy = NAME, "_fsdp2_forward", "fsdp2"
-    batch: _Batch | None = None
-    """The batch that it was called with."""
+    batch: _Batch | None = None  # that it was called with
     recorded: torch.Tensor | None = None
     """What the last `forward_step` recorded, [batch, sequence, layers, topk], until it is taken."""
 
@@ -121,18 +120,16 @@ class _Batch:
     def next(self, tokens: torch.Tensor) -> dict[str, Any]:
         """Return the rows of the next micro-batch, which has to hold these tokens."""
         first, self.row = self.row, self.row + len(tokens)
-        names = (TOKENS, _MASK, _RESPONSE, ROUTES)
-        rows = {
-            name: one[first : self.row] for name in names if (one := self.data.batch.get(name)) is not None
-        }
-        if not torch.equal(rows[TOKENS], tokens):
-            raise MicroBatchError(
-                "this micro-batch isn't the next one of the batch",
-                where=f"rows {first} to {self.row - 1}",
-                expected="rows in the batch's order, whole",
-                got=f"other tokens, {list(tokens.shape)}",
-                cause="dynamic batching, which this strategy doesn't do; or a newer ROLL",
-            )
+        names, given = (TOKENS, _MASK, _RESPONSE, ROUTES), self.data.batch
+        rows = {name: given[name][first : self.row] for name in names if given.get(name) is not None}
+        MicroBatchError.unless(
+            torch.equal(rows[TOKENS], tokens),
+            "this micro-batch isn't the next one of the batch",
+            "rows in the batch's order, whole",
+            f"other tokens, {list(tokens.shape)}",
+            "dynamic batching, which this strategy doesn't do; or a newer ROLL",
+            where=f"rows {first} to {self.row - 1}",
+        )
         return rows
 
 
@@ -208,15 +205,15 @@ def _fsdp2_forward(original: Callable[..., Any], self: Any, input_ids: Any, *arg
 
 @functions.timed
 def _give(adapter: StrategyAdapter, rows: dict[str, Any]) -> None:
-    if ROUTES not in rows:
-        raise MicroBatchError(
-            "this micro-batch has no routes",
-            expected=f"{ROUTES} in the batch",
-            got=f"{', '.join(rows)}",
-            cause="R2: old log-probs aren't computed before the update (ROLL decides by the number of steps; "
-            "enable_old_logprobs_recompute has to be true); R3: actor_infer isn't sglang with "
-            "router_replay.mode: R3, the only engine of which ROLL takes routes",
-        )
+    MicroBatchError.unless(
+        ROUTES in rows,
+        "this micro-batch has no routes",
+        f"{ROUTES} in the batch",
+        ", ".join(rows),
+        "R2: old log-probs aren't computed before the update (ROLL decides by the number of steps; "
+        "enable_old_logprobs_recompute has to be true); R3: actor_infer isn't sglang with "
+        "router_replay.mode: R3, the only engine of which ROLL takes routes",
+    )
     replay, chunk = current().replaying()
     mask = None
     if current().r3:

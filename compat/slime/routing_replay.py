@@ -5,7 +5,9 @@ gets a RouterReplay instead, whose action is slime's stage (ROUTING_REPLAY_STAGE
 queues; its loops stay. On a Megatron-core with a RouterReplay of its own slime is left alone. As in slime,
 backward has to visit micro-batches in the order of their forwards.
 
-Waits for `<framework>.utils.routing_replay`. Probes: the names in it. Undone by `npu_replay.uninstall()`.
+Asks:     when `<framework>.utils.routing_replay` is imported, its names; whether Megatron has a RouterReplay.
+Changes:  `register_routing_replay`, `get_routing_replay_compute_topk`; what a new router gets.
+Undone:   by `npu_replay.uninstall()`; routers lose their `routing_replay`.
 """
 
 from __future__ import annotations
@@ -39,8 +41,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "set_routing_replay": (),
 }
 _ATTRIBUTE = "routing_replay"
-_WHAT = "routing replay of slime and its kin"
-_patches = Patches(_WHAT)
+_patches = Patches(_WHAT := "routing replay of slime and its kin")
 
 
 def install() -> None:
@@ -158,12 +159,11 @@ class StagedReplay(MegatronRouterReplay):
             ids: torch.Tensor = (self.theirs.pop_backward if backward else self.theirs.pop_forward)()
         except IndexError:
             ids = torch.empty(0)
+        where = "a router" if self.layer_number is None else f"the router of layer_number {self.layer_number}"
         if ids.shape != (rows, topk):
             raise NoTarget(
                 f"stage {self.router_replay_action} has no ids for this call of the router",
-                where="a router"
-                if self.layer_number is None
-                else f"the router of layer_number {self.layer_number}",
+                where=where,
                 expected=f"ids {[rows, topk]}",
                 got=f"{list(ids.shape)}, after {len(self.theirs.top_indices_list)} were recorded",
                 cause="more forwards or recomputes than were recorded or filled; a batch cut otherwise than "

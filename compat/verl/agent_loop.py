@@ -1,20 +1,20 @@
 """Keeps, cuts and passes on routes in verl's agent loops, from the engine's output to the batch.
 
-`generate` of the engine's clients, and `_run_agent_loop` and `_postprocess` of the worker, are wrapped where
-the rollout was told to return routes, for every agent loop, also a user's own.
-
 Row i of verl's `routed_experts` is token i of prompt and response, in all layers. A row without a route is
 all zeros, which no real row is from a top-k of 2 on; with a top-k of 1 it can't be told from expert 0 in
 every layer. An engine has no row for the token that it sampled last; the next turn has.
 
 docs/dev/verl.md says what verl's releases get wrong without this.
+
+Asks:     when verl's modules are imported, for a worker with the methods that it wraps, and for the clients.
+Changes:  `generate` of the clients; `_run_agent_loop` and `_postprocess` of the worker, and of its instances
+          `_agent_loop_postprocess`, where the rollout returns routes; `_compute_ref_log_prob` of the trainer.
+Undone:   by `npu_replay.uninstall()`, on instances too.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import logging
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -28,14 +28,13 @@ from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl.batch_routes import COLUMN
 from npu_replay.compat.verl.files import ROUTES
+from npu_replay.compat.verl.metrics import warn_seldom
 from npu_replay.compat.verl.r3_store import Putter
 from npu_replay.compat.verl.rollout_checks import RolloutChecks
 from npu_replay.compat.verl.settings import FLAG, ROOT, setting
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.turns import Rows
 from npu_replay.routes.checks import Array, is_ids
-
-logger = logging.getLogger(__name__)
 
 AGENT_LOOP = "verl.experimental.agent_loop.agent_loop"
 CLIENTS = {
@@ -144,7 +143,15 @@ class Turns:
                 "without experts); turn the option off, or take R2",
             )
         tokens = np.concatenate([prompt, sampled])
-        ids = None if routes is None else _usable(_as_array(routes), len(prompt), len(tokens), aborted)
+        ids = None if routes is None else _as_array(routes)
+        if ids is not None and len(ids) < (len(prompt) if aborted else len(tokens) - 1):
+            # Rows begin at the first token; of fewer it isn't known which tokens they are of.
+            said = (
+                "%d turns so far came with too few routes and go without: expected %d rows, got %d. Usual "
+                "cause: an engine that returns the rows of the prompt elsewhere (vllm 0.21), or loses some"
+            )
+            warn_seldom(said, len(tokens) - 1, len(ids))
+            ids = None
         if ids is not None and job is not None and job.checks is not None and not checked:
             ids = job.checks.admitted(ids, tokens, ended=not aborted)
         rows = Rows.empty(len(tokens), (0, 0), np.uint8) if ids is None else self._rows_of(ids, len(tokens))
@@ -324,21 +331,6 @@ def _as_array(routes: Any) -> Array:
     )
 
 
-def _usable(rows: Array, prompt: int, tokens: int, aborted: bool) -> Array | None:
-    """Return rows that begin at the first token; None, with a WARNING, where their tokens aren't known."""
-    if len(rows) >= tokens - 1 or (aborted and len(rows) >= prompt):
-        return rows
-    count = next(_short)
-    if count & (count - 1) == 0:
-        logger.warning(
-            "[npu_replay] rollout: %d turns so far came with too few routes and go without: expected %d rows "
-            "for %d prompt and %d sampled tokens, got %d. Usual cause: an engine that returns the rows of "
-            "the prompt elsewhere (vllm 0.21), or loses some",
-            *(count, tokens - 1, prompt, tokens - prompt, len(rows)),
-        )
-    return None
-
-
 def _narrow(rows: Array) -> Array:
     """Return uint8 as it is, and anything else as int16, which torch can work with."""
     if rows.dtype == np.uint8:
@@ -369,5 +361,4 @@ def _is_aborted(output: Any) -> bool:
     return output.stop_reason in ("aborted", "abort")
 
 
-_short = itertools.count(1)
 _patches = Patches(_WHAT)

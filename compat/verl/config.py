@@ -6,7 +6,10 @@ verl reads one key for the mode and ignores all others; which one depends on the
     0.7.1 on, engine workers                 actor.megatron.router_replay.mode
     0.7.1 on, engine workers, fsdp, fsdp2    actor.fsdp_config.router_replay.mode, read by npu_replay alone
 
-The config and verl's source are asked, never which release it is.
+Asks:     the config, and verl's source where releases differ; never which release it is.
+Changes:  the constructor of verl's ActorRolloutRefWorker and its first method called; `enable_routing_replay`
+          of a worker whose mode is on.
+Undone:   by `npu_replay.uninstall()`; with NPU_REPLAY_STRICT=0 by a config that can't replay.
 """
 
 from __future__ import annotations

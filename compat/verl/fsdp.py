@@ -5,8 +5,9 @@ are wrapped: a pass opens a record or a replay of the whole model, and a step gi
 forward, or takes what it chose. Probing the engine's `prepare_model_inputs` with token numbers tells which
 token sits in which row: packed, padded, or a piece of a sequence-parallel group.
 
-Waits for the module of verl's engine. Probes: the names and arguments that it wraps. Offers: `install`.
-Undone by `npu_replay.uninstall()`.
+Asks:     when verl's engine is imported, the names and arguments that it wraps or calls.
+Changes:  `forward_backward_batch` and `disable_adapter` of FSDPEngine, `forward_step` of its language model.
+Undone:   by `npu_replay.uninstall()`; an engine that has replayed refuses to go on then.
 """
 
 from __future__ import annotations

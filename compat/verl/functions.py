@@ -6,6 +6,7 @@ Functions that a release lacks are not added. Outside an engine's pass verl's ow
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +16,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from npu_replay.compat.patching import known_names
 from npu_replay.compat.verl import tensors
 from npu_replay.compat.verl.engine_adapter import problem_of
-from npu_replay.compat.verl.engine_pass import BACKWARD, RECORD, REPLAY, current
+from npu_replay.compat.verl.engine_pass import BACKWARD, RECORD, REPLAY, current, serves
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError
 from npu_replay.parallel.collect import collect
 from npu_replay.parallel.parallel_layout import ParallelLayout
@@ -27,6 +29,24 @@ from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.replay import StepReplay
 
 logger = logging.getLogger(__name__)
+
+
+def served(theirs: Any, where: str) -> Callable[..., Any]:
+    """Return a function that is the one here while an engine's pass runs, and verl's own elsewhere.
+
+    Raises:
+        ReplayError: verl's takes an argument that the one here doesn't know; `where` names its place.
+    """
+    ours = globals()[theirs.__name__]
+    if more := inspect.signature(theirs).parameters.keys() - inspect.signature(ours).parameters.keys():
+        known, got = f"{theirs.__name__} with known arguments", f"also {', '.join(sorted(more))}"
+        raise known_names.unknown("router replay of verl", where, known, got, "verl")
+
+    @functools.wraps(theirs)
+    def served(*args: Any, **kwargs: Any) -> Any:
+        return (ours if serves() else theirs)(*args, **kwargs)
+
+    return served
 
 
 def timed(function: Any) -> Any:

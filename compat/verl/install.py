@@ -1,10 +1,10 @@
 """Puts npu_replay in the place of verl's router replay, in every release from 0.7.0 on.
 
-Waits for verl's modules. When they are imported, it wraps the pass of an engine; has verl's functions call
-npu_replay's inside one, also where they were bound already; keeps reference passes through the actor out; and
-replaces `apply_router_replay_patch`. Megatron is left as it is.
-
-Probes: the names and signatures that it replaces. Offers: `install`. Undone by `npu_replay.uninstall()`.
+Asks:     when verl's modules are imported, their names and the arguments of what it replaces; whose they are.
+Changes:  `forward_backward_batch` of an engine and of 0.7's actor, `disable_adapter`, reference passes;
+          verl's functions, which call npu_replay's in a pass, also where `from ... import` has bound them;
+          `apply_router_replay_patch`. Megatron's routing is put back where verl's patch came first.
+Undone:   by `npu_replay.uninstall()`, and all of it where one name isn't as expected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from npu_replay.compat.patching import class_source, import_hook, known_names
 from npu_replay.compat.patching.patches import Patch, Patches
 from npu_replay.compat.verl import engine_adapter, functions, legacy_actor, router_replay
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
-from npu_replay.compat.verl.engine_pass import serves, without_adapter, wrapped
+from npu_replay.compat.verl.engine_pass import without_adapter, wrapped
 from npu_replay.compat.verl.tensors import UTILS
 from npu_replay.errors import ReplayError, described
 
@@ -34,9 +34,16 @@ _USERS = (UTILS, ENGINE, MINDSPEED, legacy_actor.ACTOR, legacy_actor.WORKERS)
 
 _WHAT = "router replay of verl"
 
-_NEEDED = {
-    PATCH: ("RouterReplay", "RouterReplayAction", "apply_router_replay_patch"),
-    UTILS: ("merge_router_topk_indices", "pp_gather", "set_router_replay_data", "RouterReplayHelper"),
+_NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
+    PATCH: {"RouterReplay": (), "RouterReplayAction": (), "apply_router_replay_patch": ()},
+    UTILS: {
+        "merge_router_topk_indices": (),
+        "pp_gather": (),
+        "set_router_replay_data": (),
+        "RouterReplayHelper": (),
+    },
+    ENGINE: {"MegatronEngine.forward_backward_batch": ()},
+    legacy_actor.ACTOR: {"MegatronPPOActor.forward_backward_batch": ()},
 }
 _OF_CLASSES = {
     "RouterReplay": (
@@ -86,16 +93,16 @@ def install() -> None:
     if not any(_patches):  # never taken, or given back since
         _shimmed.clear()
         _originals.clear()
-    for module, shim in (
-        (PATCH, _replace_patch),
-        (UTILS, _replace_functions),
-        (ENGINE, _wrap_engine),
-        (legacy_actor.ACTOR, _wrap_actor),
-        (legacy_actor.WORKERS, _wrap_workers),
-        (MINDSPEED, lambda module: None),
-    ):
-        apply = functools.partial(_all_or_nothing, shim)
-        import_hook.when_imported(module, f"{_WHAT} ({module})", apply)
+    shims: dict[str, Callable[[Any], None]] = {
+        PATCH: _replace_patch,
+        UTILS: _replace_functions,
+        ENGINE: _wrap_engine,
+        legacy_actor.ACTOR: _wrap_actor,
+        legacy_actor.WORKERS: _wrap_workers,
+        MINDSPEED: lambda module: None,  # it binds verl's names
+    }
+    for name, shim in shims.items():
+        import_hook.when_imported(name, f"{_WHAT} ({name})", functools.partial(_all_or_nothing, shim))
     if any(_patches) and not _given_up:
         engine_adapter.restore_engines()
         if _handed_over:
@@ -107,6 +114,14 @@ def _all_or_nothing(shim: Callable[[Any], None], module: Any) -> None:
     if _given_up or module in _shimmed:
         return
     try:
+        needed = _NEEDED.get(module.__name__, {})
+        known_names.check(module, needed, _WHAT, "verl")
+        for name in needed:
+            found = getattr(module, name, None)  # None: a method
+            if getattr(found, "__module__", module.__name__) not in (module.__name__, "builtins"):
+                raise _somebody_elses(
+                    f"somebody else has replaced {name}", module.__name__, expected="verl's own", got=found
+                )
         shim(module)
         _rebind_in(module)
         _shimmed.add(module)
@@ -115,28 +130,25 @@ def _all_or_nothing(shim: Callable[[Any], None], module: Any) -> None:
         _patches.undo()
         _originals.clear()
         _shimmed.clear()
-        _refuse_to_start(sys.modules.get(PATCH))
+        patch: Any = sys.modules.get(PATCH)
+        original = getattr(patch, "apply_router_replay_patch", None)
+        if original is None or not environment.strict():  # None where its absence is the problem
+            raise
+
+        @functools.wraps(original)
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            import_hook.refuse_failures()
+            return original(*args, **kwargs)
+
+        why = "says why replay can't be done, when an engine is built"
+        _put(patch, "apply_router_replay_patch", refuse, why)
         raise
-
-
-def _refuse_to_start(patch: Any) -> None:
-    original = getattr(patch, "apply_router_replay_patch", None)  # None where its absence is the problem
-    if original is None or not environment.strict():
-        return
-
-    @functools.wraps(original)
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        import_hook.refuse_failures()
-        return original(*args, **kwargs)
-
-    _put(patch, "apply_router_replay_patch", refuse, "says why replay can't be done, when an engine is built")
 
 
 # What is replaced
 
 
 def _replace_patch(module: Any) -> None:
-    _check_names(module)
     _serve_class(module.RouterReplay)
     router_replay.complete(module.RouterReplay, module.RouterReplayAction, _patches)
     _put(module, "apply_router_replay_patch", apply_router_replay_patch, "leaves Megatron's routing as it is")
@@ -144,43 +156,31 @@ def _replace_patch(module: Any) -> None:
 
 
 def _replace_functions(module: Any) -> None:
-    _check_names(module)
     _serve_class(module.RouterReplayHelper)
     for name in _OF_UTILS:
         if hasattr(module, name):
-            _put(module, name, _served(module, name), _IN_A_PASS)
+            _put(module, name, functions.served(getattr(module, name), module.__name__), _IN_A_PASS)
 
 
 def _serve_class(cls: Any) -> None:
     for name in _OF_CLASSES[cls.__name__]:
-        _patches.set(cls, name, staticmethod(_served(cls, name)), _IN_A_PASS)
-
-
-def _served(owner: Any, name: str) -> Callable[..., Any]:
-    """Return a function that is npu_replay's while an engine's pass runs, and verl's own elsewhere."""
-    theirs, ours = getattr(owner, name), getattr(functions, name)
-    if more := inspect.signature(theirs).parameters.keys() - inspect.signature(ours).parameters.keys():
-        where = owner.__name__ if isinstance(owner, ModuleType) else described(owner)
-        raise _unknown(where, f"{name} with known arguments", f"also {', '.join(sorted(more))}")
-
-    @functools.wraps(theirs)
-    def served(*args: Any, **kwargs: Any) -> Any:
-        return (ours if serves() else theirs)(*args, **kwargs)
-
-    return served
+        ours = functions.served(getattr(cls, name), described(cls))
+        _patches.set(cls, name, staticmethod(ours), _IN_A_PASS)
 
 
 def _wrap_engine(module: Any) -> None:
     cls = module.MegatronEngine
     if hasattr(module, "apply_router_replay_patch"):  # 0.7.0's engine has no router replay
-        _wrap_pass(cls, EngineAdapter)
+        _patches.set(cls, _PASS, wrapped(cls.forward_backward_batch, EngineAdapter), _ONE_PASS)
     if hasattr(cls, "disable_adapter"):
         _patches.wrap(cls, "disable_adapter", without_adapter, _REFERENCE)
 
 
 def _wrap_actor(module: Any) -> None:
-    _wrap_pass(module.MegatronPPOActor, legacy_actor.LegacyActorAdapter)
-    _patches.wrap(module.MegatronPPOActor, "update_policy", legacy_actor.waiting, _WAITS)
+    cls = module.MegatronPPOActor
+    ours = wrapped(cls.forward_backward_batch, legacy_actor.LegacyActorAdapter)
+    _patches.set(cls, _PASS, ours, _ONE_PASS)
+    _patches.wrap(cls, "update_policy", legacy_actor.waiting, _WAITS)
 
 
 def _wrap_workers(module: Any) -> None:
@@ -191,14 +191,7 @@ def _wrap_workers(module: Any) -> None:
 
 _IN_A_PASS = "in a pass of an engine npu_replay answers"
 _REFERENCE, _WAITS = "a reference pass is never replayed", "the action waits for the pass"
-
-
-def _wrap_pass(cls: Any, kind: type[EngineAdapter]) -> None:
-    name = "forward_backward_batch"
-    original = getattr(cls, name, None)
-    if original is None:
-        raise _unknown(described(cls), f"a method {name}", "none")
-    _patches.set(cls, name, wrapped(original, kind), "one pass: ranks leave together, figures")
+_PASS, _ONE_PASS = "forward_backward_batch", "one pass: ranks leave together, figures"
 
 
 def apply_router_replay_patch() -> None:
@@ -208,17 +201,11 @@ def apply_router_replay_patch() -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
     routing: Any = inspect.getattr_static(TopKRouter, "routing")
-    if str(getattr(routing, "__module__", "")).split(".")[0] not in (
-        "megatron",
-        "mindspeed",
-        "mindspeed_llm",
-    ):
-        raise _somebody_elses(
-            "somebody else's routing is in the place of Megatron's",
-            where="TopKRouter.routing",
-            expected="Megatron's own, or MindSpeed's",
-            got=routing,
-        )
+    known = ("megatron", "mindspeed", "mindspeed_llm")
+    if str(getattr(routing, "__module__", "")).split(".")[0] not in known:
+        problem = "somebody else's routing is in the place of Megatron's"
+        expected = "Megatron's own, or MindSpeed's"
+        raise _somebody_elses(problem, "TopKRouter.routing", expected=expected, got=routing)
     _hand_over()
 
 
@@ -247,15 +234,9 @@ def _undo_verls() -> None:
         delattr(cls, mark)
 
 
-def _somebody_elses(problem: str, *, where: str, expected: str, got: Any) -> ReplayError:
-    return ReplayError(
-        problem,
-        where=where,
-        expected=expected,
-        got=described(got),
-        cause="another replay patch in this process; remove it, or turn npu_replay off with "
-        "NPU_REPLAY_DISABLE=1",
-    )
+def _somebody_elses(problem: str, where: str, *, expected: str, got: Any) -> ReplayError:
+    cause = "another replay patch in this process; remove it, or set NPU_REPLAY_DISABLE=1"
+    return ReplayError(problem, where=where, expected=expected, got=described(got), cause=cause)
 
 
 # How it is replaced
@@ -280,19 +261,3 @@ def _rebind_in(module: Any) -> None:
             _patches.set(module, name, ours, "bound here by from ... import")
         elif bound is ours and not _patches.has(module, name):
             _patches.add(Patch(module, name, "bound here by from ... import", original, ours))
-
-
-def _check_names(module: Any) -> None:
-    for name in _NEEDED[module.__name__]:
-        found = getattr(module, name, None)
-        if found is None:
-            raise _unknown(module.__name__, name, "no such name")
-        if getattr(found, "__module__", module.__name__) != module.__name__:
-            raise _somebody_elses(
-                f"somebody else has replaced {name}", where=module.__name__, expected="verl's own", got=found
-            )
-
-
-def _unknown(where: str, expected: str, got: str) -> ReplayError:
-    release = getattr(sys.modules.get("verl"), "__version__", "?")
-    return known_names.unknown("verl's router replay", where, expected, f"{got} in verl {release}", "verl")

@@ -1,15 +1,20 @@
-"""Makes the metrics of a verl engine's pass, and the one line that says that replay is on."""
+"""Makes the metrics of a pass, the one line that says that replay is on, and rare warnings of lost routes."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from typing import Any
 
 from npu_replay.compat import probe
 from npu_replay.environment import METRICS_EVERY, read
+from npu_replay.sessions.effect import is_due
 
 _log = logging.getLogger("npu_replay.job")
+
+logger = logging.getLogger(__name__)
+_warned: Counter[str] = Counter()
 
 PREFIX = "npu_replay/"
 
@@ -88,6 +93,13 @@ def announce(line: str) -> None:
     if all(handler.level > logging.INFO for handler in handlers):
         _log.addHandler(_Stderr())
     _log.info("[npu_replay] %s", line)
+
+
+def warn_seldom(said: str, *told: Any) -> None:
+    """Log a warning at the 1st, 2nd, 4th, 8th time and so on; its first value is how often it happened."""
+    _warned[said] += 1
+    if is_due(_warned[said]):
+        logger.warning("[npu_replay] rollout: %s", said % (_warned[said], *told))
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]

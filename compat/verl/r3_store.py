@@ -6,22 +6,25 @@ column of references, which goes with the samples (`batch_routes`).
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 from npu_replay import delivery
+from npu_replay.compat.megatron.parallel_state import decoder_layers
 from npu_replay.compat.ray import RayCarrier
-from npu_replay.compat.verl.actor_pipeline import cut_of
 from npu_replay.compat.verl.batch_routes import COLUMN, MARK, REFUSED, RoutesByKey, by_reference
-from npu_replay.compat.verl.settings import setting
+from npu_replay.compat.verl.metrics import warn_seldom
+from npu_replay.compat.verl.settings import ROOT, setting
 from npu_replay.delivery.fetching import PATIENCE, fetch_each
 from npu_replay.environment import DELIVERY
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
+from npu_replay.parallel.parallel_layout import ParallelLayout
+from npu_replay.parallel.pipeline_layers import DecoderLayers
 from npu_replay.rollout.admit import from_batch
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import Array
@@ -35,7 +38,12 @@ _STEPS = 3
 """The number of steps that a worker keeps what it has put: trainers may be that far behind."""
 _SAMPLES = 4096
 """The number of samples that a worker keeps in a job that counts no steps."""
-_refused = itertools.count(1)
+_LAYOUT = "pipeline_model_parallel_layout"
+_SPLIT = (
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", _LAYOUT),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+"""The fields of a TransformerConfig about a split, which an override may leave out."""
 
 
 class Putter:
@@ -97,9 +105,7 @@ class Putter:
         try:
             routes = from_batch(torch.from_numpy(rows), self._model, zeros_are_none=True, tokens=tokens)
         except (InvalidRoutes, MicroBatchError) as error:
-            if (count := next(_refused)).bit_count() == 1:
-                said = "[npu_replay] rollout: %d samples so far go without their routes: %s"
-                logger.warning(said, count, error)
+            warn_seldom("%d samples so far go without their routes: %s", error)
         else:
             reference = self._carrier.put(routes.sequence(0, len(routes), fingerprint(tokens)), step=step)
             if self._keeps:
@@ -114,6 +120,40 @@ class Putter:
             del kept[:-_SAMPLES]
         for old in [one for one in self._kept if one <= step - _STEPS]:
             del self._kept[old]
+
+
+def cut_of(config: Any, model: RoutedModel) -> Any:
+    """Return the `cut` of a carrier: a piece a stage; even ones, with a WARNING, if it is unknown."""
+    megatron = setting(config, ROOT, "actor", "megatron")
+    pp, vp = (int(setting(megatron, f"{name}pipeline_model_parallel_size") or 1) for name in ("", "virtual_"))
+    try:
+        decoder = _decoder(dict(setting(megatron, "override_transformer_config") or {}), pp, model)
+        stages = ParallelLayout(
+            pp=pp, vp=vp if decoder.table is None else len(decoder.table[0]), decoder=decoder
+        )
+        stages.moe_layers  # noqa: B018  raises if they can't be dealt out
+    except (ReplayError, ImportError, AssertionError, TypeError, ValueError) as error:
+        even = -(-len(model.layers) // max(1, pp * vp))
+        said = (
+            "[npu_replay] rollout: routes are put away in pieces of %d layers, and a stage may need two, "
+            "since the split of the actor's pipeline isn't known: %s"
+        )
+        logger.warning(said, even, error)
+        return even
+    return stages
+
+
+def _decoder(override: dict[str, Any], pp: int, model: RoutedModel) -> DecoderLayers:
+    """Return the decoder layers of a TransformerConfig with this override; raises Megatron's assertions."""
+    moe = [int(layer in model.layers) for layer in range(model.num_layers)]
+    told = {"num_layers": model.num_layers, "num_moe_experts": model.num_experts, "moe_layer_freq": moe}
+    given = SimpleNamespace(**told | dict.fromkeys(_SPLIT) | override)
+    if (layout := getattr(given, _LAYOUT)) is not None:
+        from megatron.core.transformer import pipeline_parallel_layer_layout as layouts
+
+        stages = layout if isinstance(layout, str) else [list(stage) for stage in layout]
+        given.pipeline_model_parallel_layout = layouts.PipelineParallelLayerLayout(stages, pp)
+    return decoder_layers(given)
 
 
 class R3Store:

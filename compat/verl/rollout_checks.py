@@ -15,6 +15,7 @@ import numpy as np
 from npu_replay import environment
 from npu_replay.compat import probe
 from npu_replay.compat.sglang import decode as sglang
+from npu_replay.compat.verl.metrics import warn_seldom
 from npu_replay.compat.vllm import decode as vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.rollout.admit import admit
@@ -35,7 +36,7 @@ class RolloutChecks:
 
     def __init__(self, model: RoutedModel, source: Source) -> None:
         self.model, self._source = model, source
-        self._passed = self._refused = 0
+        self._passed = 0
 
     @classmethod
     def of(cls, worker: Any, engine: str) -> RolloutChecks | None:
@@ -82,9 +83,7 @@ class RolloutChecks:
         except InvalidRoutes as error:
             if not lenient:
                 raise
-            self._refused += 1
-            if self._refused & (self._refused - 1) == 0:
-                logger.warning("%s. %d turns so far go without their routes", error, self._refused)
+            warn_seldom("%d turns so far go without their routes: %s", error)
             return None
         self._passed += 1
         known = found.recorded.numpy()[: len(rows)]

@@ -2,6 +2,10 @@
 
 Outside an engine's pass each router records or replays by its own action. Megatron's router asks it from 0.16
 on, and the seam before (`megatron_backports.router_init`), so no routing is patched.
+
+Asks:     whether the class has `get_replay_topk`, as from 0.9 on.
+Changes:  that method where it lacks; `set_router_replay_action`, which takes Megatron's actions too.
+Undone:   with `install`, whose patches they are; each instance leaves verl's list with its router.
 """
 
 from __future__ import annotations

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from logging.handlers import BufferingHandler
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -715,6 +717,38 @@ def _files() -> None:
         with pytest.raises(ReplayError, match=r"no routes of these tokens|so does this one"):
             other.log_probs(batch)
         nothing_is_on()
+
+
+@case("the way from verl's flag to a session")
+def _way() -> None:
+    """Few files, and none to which a reader comes back often: docs/dev/architecture.md lists them."""
+    ours = Path(npu_replay.__file__).parents[1]
+    for mode in ("R2", "R3"):
+        tiny = begin(mode=mode)
+        actor = Actor(tiny)
+        routes = job.rollout_routes(tiny) if mode == "R3" else None
+        data = recorded_batch(actor)[0] if routes is None else r3_batch(tiny, routes)
+        entered: dict[str, set[str]] = {}
+        session: list[bool] = []
+
+        def place(frame: Any) -> str:
+            path = Path(frame.f_code.co_filename)
+            return str(path.relative_to(ours)) if path.is_relative_to(ours) else "verl"
+
+        def called(frame: Any, event: str, _: Any) -> None:
+            here, caller = place(frame), place(frame.f_back)
+            if event == "call" and here.startswith(("compat/verl/", "npu_replay/sessions/")) and not session:  # noqa: B023
+                session.extend([True] * (here == "npu_replay/sessions/replay.py"))  # noqa: B023
+                entered.setdefault(here, set()).update({caller} - {here})  # noqa: B023
+
+        sys.setprofile(called)
+        try:
+            actor.update(data)
+        finally:
+            sys.setprofile(None)
+        assert session, "no replay was opened"
+        assert len(entered) <= 13, entered
+        assert max(map(len, entered.values())) <= 3, entered
 
 
 @case("switched off")

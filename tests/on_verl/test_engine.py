@@ -41,6 +41,7 @@ ALIKE = (
     *("R3 by reference: dp2", f"R3 by reference: {DENSE}", "R3 by reference: cp2"),
     "two mini-batches and two epochs",
     "a second engine",
+    "the way from verl's flag to a session",
     "switched off",
     "a setting of one rank's own",
     "a sample that is bad in one stage's layers",

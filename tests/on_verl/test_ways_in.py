@@ -20,7 +20,7 @@ from verl_configs import FSDP, HAS_LEGACY, NEW, OLD, engine_workers_replay
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]
 
-OURS, VERLS = "compat/verl/install.py", "verl/utils/megatron/router_replay_patch.py"
+OURS, VERLS = "compat/verl/functions.py", "verl/utils/megatron/router_replay_patch.py"
 """Files with the code behind verl's global action."""
 CHECKED = "ActorRolloutRefWorker.__init__"
 NO_PLUGINS = {"VERL_USE_EXTERNAL_PLUGINS": "none"}
@@ -56,10 +56,10 @@ WAYS = {
     "modules by the raylet": Way("raylet", {"workers": 2, "uninstall": True}, True, True),
     "modules by the raylet, off by the job": Way("raylet", {"env": OFF}, True, False),
     "a broken shim": Way(
-        "raylet", {"env": {"VERL_USE_EXTERNAL_MODULES": "npu_replay,broken_shim"}, "workers": 2}, True, True
+        "raylet", {"env": {"VERL_USE_EXTERNAL_MODULES": "npu_replay,broken_shim"}}, True, True
     ),
     "no way": Way("job", {}, False, False),
-    "modules by the job": Way("job", {"env": BY_NAME, "workers": 2}, True, True),
+    "modules by the job": Way("job", {"env": BY_NAME}, True, True),
     "plug-in": Way("job", {"env": {"VERL_USE_EXTERNAL_PLUGINS": "auto"}}, True, True),
     "external_lib, legacy": Way("job", {"external_lib": "legacy", "lines": {**R3, OLD: "R3"}}, False, True),
     "external_lib, engine": Way("job", {"external_lib": "engine", "lines": {**R3, NEW: "R3"}}, False, True),
