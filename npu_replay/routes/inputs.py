@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from npu_replay.errors import MicroBatchError, micro_batch
+from npu_replay.errors import EXTRA, RECUT, MicroBatchError, likeliest, micro_batch
 from npu_replay.routes.arguments import is_plain
 from npu_replay.routes.fingerprint import fingerprint
 
@@ -114,10 +114,14 @@ class InputCheck:
                 where=micro_batch(number),
                 expected="the tokens and images of the record, or of the fingerprints, in their places",
                 got=f"those of the routes of {micro_batch(others[0])}" if others else "others",
-                cause="an evaluation or a reference pass inside the block, which belongs outside; "
-                "micro-batches in another order than their routes (a shuffle, dynamic batches); padding on "
-                "another side, to another length or with other ids; or fingerprints of more tokens than the "
-                "model is fed. record(inputs=False), or a layout without fingerprints, checks none",
+                cause=likeliest(
+                    "micro-batches in another order than their routes (a shuffle, dynamic batches)",
+                    RECUT,
+                    "padding on another side, to another length or with other ids",
+                    EXTRA,
+                    "fingerprints of more tokens than the model is fed",
+                )
+                + "\nrecord(inputs=False), or a layout without fingerprints, checks none",
             )
 
     def warn(self, chunks: Sequence[nn.Module]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from npu_replay.errors import MicroBatchError, list_of, micro_batch
+from npu_replay.errors import EXTRA, RECUT, MicroBatchError, likeliest, list_of, micro_batch
 from npu_replay.routers import Model, labels_of
 from npu_replay.routes.inputs import InputCheck
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -120,8 +120,9 @@ class ListedRoutes(RouteSource):
                 where=micro_batch(forward.number),
                 expected=f"{len(self.routes)} forwards in this block",
                 got=f"a forward number {forward.number + 1}",
-                cause="the update cuts the batch into other micro-batches than the routes were laid out for, "
-                "or an extra forward (a reference pass, an evaluation) runs inside the block",
+                cause=likeliest(
+                    "a second epoch over the same batch: replay(model, routes * 2)", RECUT, EXTRA
+                ),
             )
 
     def is_last(self, number: int) -> bool:
@@ -145,9 +146,12 @@ class ListedRoutes(RouteSource):
                 where=micro_batch(done),
                 expected=f"{len(self.routes)} forwards in this block",
                 got=done,
-                cause="a schedule that was cut short, a forward that raised and was skipped (what came after "
-                "it then had the routes before its own), routes of more than this rank's micro-batches, or "
-                "an evaluation inside the record block",
+                cause=likeliest(
+                    RECUT,
+                    "a schedule that was cut short, or routes of more than this rank's micro-batches",
+                    "an evaluation inside the record block",
+                    "a forward that raised and was skipped: what came after it had the routes before its own",
+                ),
             )
 
     def _check_inputs(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from npu_replay.errors import MicroBatchError, RouterError, micro_batch
+from npu_replay.errors import EXTRA, RECUT, MicroBatchError, RouterError, likeliest, micro_batch
 from npu_replay.routers import Router, labels_of
 from npu_replay.routes.arguments import StageLabels
 from npu_replay.routes.inputs import Called
@@ -124,14 +124,12 @@ class RouteSource:
             "padding, packing, sequence or context parallelism that the routes were not laid out for "
             "(TokenLayout does that)"
         )
-        extra = "an evaluation or a reference pass inside the block, which belongs outside"
         if not self.chunks[forward.chunk].training:
-            return f"{extra} (the model is in eval mode); or {laid_out}"
+            return likeliest(f"{EXTRA} (the model is in eval mode)", RECUT, laid_out)
         if self.timeline.had_grad and not forward.grad:
-            return (
-                f"{extra} (this forward runs without grad, earlier ones of the block had it); or {laid_out}"
-            )
-        return f"{laid_out}; or {extra}"
+            why = "this forward runs without grad, earlier ones of the block had it"
+            return likeliest(f"{EXTRA} ({why})", RECUT, laid_out)
+        return likeliest(RECUT, laid_out, EXTRA)
 
 
 class DeviceRoutes:
@@ -189,8 +187,11 @@ def check_fit(routes: RoutedExperts, routers: Sequence[Router], every: Sequence[
                 where=where,
                 expected=f"layers {[router.label for router in routers]}",
                 got=list(routes.layers),
-                cause="routes of another pipeline stage, or counted over the MoE layers only where "
-                "the model has dense layers too",
+                cause=likeliest(
+                    "routes of another model, with another number of layers",
+                    "routes of another pipeline stage",
+                    "layers counted over the MoE layers only where the model has dense layers too",
+                ),
             )
         for what, ours, theirs in (
             ("top-k", router.topk, routes.topk),
