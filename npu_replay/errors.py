@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 _Error = TypeVar("_Error", bound="ReplayError")
 _LONGEST = 2000  # characters of the expected or actual value
+_ONE_LINE = 240  # characters of a message; a longer one begins a line with its cause
 
 
 class ReplayError(RuntimeError):
@@ -36,7 +37,10 @@ class ReplayError(RuntimeError):
         if expected is not None:
             message += f". Expected {as_text(expected)}, got {as_text(got)}"
         if cause:
-            message += f". Usual cause: {cause}"
+            several = cause.startswith("\n")  # likeliest()
+            says = "Usual causes, the likeliest first:" if several else "Usual cause: "
+            message += ".\n" if several or len(message) + len(cause) > _ONE_LINE else ". "
+            message += says + cause
         super().__init__(f"[npu_replay] {message}")
         if hasattr(self, "add_note"):  # Python 3.11; a traceback shows it, and the message stays one sentence
             self.add_note(cures())
@@ -104,6 +108,25 @@ class NoEffect(ReplayError):
 
 class RecomputeError(ReplayError):
     """Raised when a recompute in backward can't be given the routes of its own forward."""
+
+
+def likeliest(*causes: str) -> str:
+    """Return several causes as a list, for the `cause` of an error; the likeliest comes first.
+
+    >>> print(ReplayError("no routes", cause=likeliest("a slip", "a fault")))
+    [npu_replay] no routes.
+    Usual causes, the likeliest first:
+    - a slip
+    - a fault
+    """
+    return "".join(f"\n- {one}" for one in causes)
+
+
+RECUT = (
+    "the update cuts the batch into other micro-batches than the pass that recorded: collect() returns the "
+    "routes of whole sequences, and TokenLayout.gather lays them out again"
+)
+EXTRA = "an evaluation or a reference pass inside the block, which belongs outside"
 
 
 def shown(value: object, most: int = 80) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from npu_replay.errors import MicroBatchError, micro_batch
+from npu_replay.errors import EXTRA, RECUT, MicroBatchError, likeliest, micro_batch
 from npu_replay.routes.arguments import is_plain
 from npu_replay.routes.fingerprint import fingerprint
 
@@ -112,12 +112,14 @@ class InputCheck:
             others = [n for n, one in enumerate(self.known) if one and one.differing(called) == []]
             expected = "the tokens and images of the record, or of the fingerprints, in their places"
             got = f"those of the routes of {micro_batch(others[0])}" if others else "others"
-            cause = (
-                "an evaluation or a reference pass inside the block, which belongs outside; micro-batches "
-                "in another order than their routes; padding on another side, to another length or with "
-                "other ids; or fingerprints of more tokens than the model is fed. record(inputs=False), or a "
-                "layout without fingerprints, checks none"
+            cause = likeliest(
+                "micro-batches in another order than their routes (a shuffle, dynamic batches)",
+                RECUT,
+                "padding on another side, to another length or with other ids",
+                EXTRA,
+                "fingerprints of more tokens than the model is fed",
             )
+            cause += "\nrecord(inputs=False), or a layout without fingerprints, checks none"
             raise MicroBatchError(problem, where=micro_batch(number), expected=expected, got=got, cause=cause)
 
     def warn(self, chunks: Sequence[nn.Module]) -> None:

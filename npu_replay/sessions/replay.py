@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from npu_replay.errors import MicroBatchError, list_of, micro_batch
+from npu_replay.errors import EXTRA, RECUT, MicroBatchError, likeliest, list_of, micro_batch
 from npu_replay.routers import Model, labels_of
 from npu_replay.routes.inputs import InputCheck
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -119,10 +119,7 @@ class ListedRoutes(RouteSource):
                 "there are more micro-batches than routes",
                 f"a forward number {forward.number + 1}",
             )
-            cause = (
-                "the update cuts the batch into other micro-batches than the routes were laid out for, or an "
-                "extra forward (a reference pass, an evaluation) runs inside the block"
-            )
+            cause = likeliest("a second epoch over the same batch: replay(model, routes * 2)", RECUT, EXTRA)
             raise MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
 
     def is_last(self, number: int) -> bool:
@@ -141,9 +138,11 @@ class ListedRoutes(RouteSource):
         self.called.warn(self.chunks)
         done = self.timeline.ended[0]
         where, expected = micro_batch(done), f"{len(self.routes)} forwards in this block"
-        cause = (
-            "a schedule that was cut short, a forward that raised and was skipped (later ones then had the "
-            "routes before their own), other ranks' micro-batches, or an evaluation inside the record block"
+        cause = likeliest(
+            RECUT,
+            "a schedule that was cut short, or routes of more than this rank's micro-batches",
+            "an evaluation inside the record block",
+            "a forward that raised and was skipped: what came after it had the routes before its own",
         )
         fine = done >= len(self.routes)
         MicroBatchError.unless(

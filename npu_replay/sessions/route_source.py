@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from npu_replay.errors import MicroBatchError, RouterError, micro_batch
+from npu_replay.errors import EXTRA, RECUT, MicroBatchError, RouterError, likeliest, micro_batch
 from npu_replay.routers import Router, labels_of
 from npu_replay.routes.arguments import StageLabels
 from npu_replay.routes.inputs import Called
@@ -116,14 +116,12 @@ class RouteSource:
             "padding, packing, sequence or context parallelism that the routes were not laid out for "
             "(TokenLayout does that)"
         )
-        extra = "an evaluation or a reference pass inside the block, which belongs outside"
         if not self.chunks[forward.chunk].training:
-            return f"{extra} (the model is in eval mode); or {laid_out}"
+            return likeliest(f"{EXTRA} (the model is in eval mode)", RECUT, laid_out)
         if self.timeline.had_grad and not forward.grad:
-            return (
-                f"{extra} (this forward runs without grad, earlier ones of the block had it); or {laid_out}"
-            )
-        return f"{laid_out}; or {extra}"
+            why = "this forward runs without grad, earlier ones of the block had it"
+            return likeliest(f"{EXTRA} ({why})", RECUT, laid_out)
+        return likeliest(RECUT, laid_out, EXTRA)
 
 
 class DeviceRoutes:
@@ -178,7 +176,11 @@ def check_fit(routes: RoutedExperts, routers: Sequence[Router], every: Sequence[
         if label not in routes.layers:
             problem = "this decoder layer of the model is missing from the routes"
             expected, got = f"layers {[router.label for router in routers]}", f"{list(routes.layers)}"
-            cause = "routes of another pipeline stage, or labels that count the MoE layers alone"
+            cause = likeliest(
+                "routes of another model, with another number of layers",
+                "routes of another pipeline stage",
+                "labels that count the MoE layers alone",
+            )
         elif (router.topk, router.num_experts) != (routes.topk, routes.num_experts):
             problem = "the routes have another top-k or number of experts than the model"
             expected = f"top-{router.topk} of {router.num_experts}"
