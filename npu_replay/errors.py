@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 _Error = TypeVar("_Error", bound="ReplayError")
 _LONGEST = 2000  # characters of the expected or actual value
-_ONE_LINE = 240  # characters of a message; a longer one begins a line with its cause
+_ONE_LINE = 500  # characters of a message; a longer one begins a line with its cause
 
 
 class ReplayError(RuntimeError):

@@ -204,7 +204,7 @@ def test_rows_padded_to_another_multiple_are_refused_by_the_first_router() -> No
     """T27: padded to a multiple of 8 by the layout and of 4 by the trainer."""
     model = ToyModel()
     laid_out = TokenLayout.packed([9], align=8).gather([made_up(9, (0, 1))])
-    message = "micro-batch 0, layer 0.*Expected 12 rows, got 16.*padding.*TokenLayout does that"
+    message = "(?s)micro-batch 0, layer 0.*Expected 12 rows, got 16.*padding.*TokenLayout does that"
     with pytest.raises(MicroBatchError, match=message), npu_replay.replay(model, [laid_out]):
         model(tokens(0, 12))
 

@@ -1207,12 +1207,14 @@ def test_a_block_on_a_wrapper_whose_module_is_called_says_so(
 
 
 @pytest.mark.parametrize("how", ["eval mode", "without grad"])
-def test_an_evaluation_inside_a_replay_is_named_before_padding(how: str) -> None:
+def test_an_evaluation_inside_a_replay_is_named_first(how: str) -> None:
     model = ToyModel()
     with npu_replay.record(model) as recording:
         run(model, 0, 1)
     with (
-        pytest.raises(MicroBatchError, match=rf"cause: an evaluation .*\(.*{how}.*\); or padding"),
+        pytest.raises(
+            MicroBatchError, match=rf"first:\n- an evaluation .*\(.*{how}.*\)\n- the update cuts.*\n- padding"
+        ),
         npu_replay.replay(model, recording.routes),
     ):
         model(tokens(0)).sum().backward()
@@ -1221,12 +1223,12 @@ def test_an_evaluation_inside_a_replay_is_named_before_padding(how: str) -> None
             model(tokens(1, ROWS - 3))
 
 
-def test_where_nothing_shows_an_evaluation_padding_is_named_first() -> None:
+def test_where_nothing_shows_an_evaluation_another_cut_of_the_batch_is_named_first() -> None:
     model = ToyModel()
     with npu_replay.record(model) as recording:
         run(model, 0)
     with (
-        pytest.raises(MicroBatchError, match=r"cause: padding.*; or an evaluation"),
+        pytest.raises(MicroBatchError, match=r"first:\n- the update cuts.*\n- padding.*\n- an evaluation"),
         npu_replay.replay(model, recording.routes),
     ):
         model(tokens(0, ROWS - 3))
