@@ -41,13 +41,7 @@ def exchange(
     data = outcome.attempt(lambda: {key: bytearray(pickle.dumps(held[key])) for key in sent}) or {}
     sizes = ChainMap(*outcome.agree(peers, {key: len(one) for key, one in data.items()}))
     # All memory is allocated before the first message: a rank that failed between two would hang the others.
-    most = max((sizes[move.key] for move in moves), default=0)
-    room = outcome.attempt(
-        lambda: (
-            {move.key: torch.empty(sizes[move.key], dtype=torch.uint8) for move in moves},
-            torch.empty(most, dtype=torch.uint8, device=peers.device),
-        )
-    )
+    room = outcome.attempt(lambda: _room({move.key: sizes[move.key] for move in moves}, peers.device))
     outcome.agree(peers)
     if outcome.error is not None:
         raise outcome.error
@@ -62,6 +56,12 @@ def exchange(
         if not sends:
             rows[move.key].copy_(here)
     return {move.key: pickle.loads(rows[move.key].numpy().data) for move in moves if move.target == peers.me}
+
+
+def _room(sizes: Mapping[int, int], device: torch.device) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+    """Return host memory for each, and one buffer for the largest where the back end wants it."""
+    rows = {key: torch.empty(size, dtype=torch.uint8) for key, size in sizes.items()}
+    return rows, torch.empty(max(sizes.values(), default=0), dtype=torch.uint8, device=device)
 
 
 def _begin(message: Any) -> Any:

@@ -46,7 +46,8 @@ def recorded(trainer: Trainer, order: str = "each") -> list[RoutedExperts]:
     return recording.routes
 
 
-@pytest.mark.slow  # all together; tests/matrix/test_blocks.py has a choice
+@pytest.mark.slow
+@pytest.mark.long  # all together; tests/matrix/test_blocks.py has a choice
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_record_and_replay_are_bit_equal(variant: str, recompute: str | None) -> None:
@@ -58,7 +59,8 @@ def test_record_and_replay_are_bit_equal(variant: str, recompute: str | None) ->
     assert all(bool(r.recorded.all()) for r in routes)
 
 
-@pytest.mark.slow  # as above
+@pytest.mark.slow
+@pytest.mark.long  # as above
 @pytest.mark.parametrize("order", ["sum", "reversed", "thread"])
 @pytest.mark.parametrize("score", [{}, SIGMOID_BIAS], ids=["softmax", "sigmoid_bias"])
 @pytest.mark.parametrize("recompute", ALL_RECOMPUTE)
