@@ -734,7 +734,7 @@ def _way() -> None:
         def place(frame: Any) -> str:
             path = Path(frame.f_code.co_filename)
             is_ours = any(path.is_relative_to(ours / room) for room in ("compat", "npu_replay"))
-            return str(path.relative_to(ours)) if is_ours else "verl"  # a release of verl may lie in the clone
+            return str(path.relative_to(ours)) if is_ours else "verl"  # whose code may lie in the clone
 
         def called(frame: Any, event: str, _: Any) -> None:
             here, caller = place(frame), place(frame.f_back)
