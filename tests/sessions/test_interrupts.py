@@ -515,9 +515,10 @@ def check(kind: Kind, lines: Sequence[Line]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", KINDS)
-def test_an_interrupt_at_any_line_of_a_block_leaves_nothing_behind(name: str) -> None:
-    check(KINDS[name], lines_of(KINDS[name]))
+def test_an_interrupt_at_any_line_of_a_block_leaves_nothing_behind(name: str, step: int) -> None:
+    check(KINDS[name], lines_of(KINDS[name])[::step])
 
 
 @pytest.mark.parametrize("name", OTHERS)
