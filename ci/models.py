@@ -309,10 +309,11 @@ def _same(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | Non
 
 
 def told(rows: Sequence[Row]) -> str:
-    """The families that work in one line, and a table of the others."""
-    works = ", ".join(f"`{row.family}`" for row in rows if row.verdict == "works")
+    """Return what the page says of these rows: the families that work in one line, and a table of the others."""
+    works = [f"`{row.family}`" for row in rows if row.verdict == "works"]
+    about = f"transformers {transformers.__version__}: {len(works)} of {len(rows)} families work"
     others = (astuple(row) for row in rows if row.verdict != "works")
-    return f"{works}.\n\n{pages.table(['family', 'router', 'what came of it'], others)}"
+    return f"{about}: {', '.join(works)}.\n\n{pages.table(['family', 'router', 'what came of it'], others)}"
 
 
 def main(names: list[str]) -> int:
@@ -324,9 +325,7 @@ def main(names: list[str]) -> int:
         rows.append(attempt(family))
         print(pages.line(astuple(rows[-1])), flush=True)
     if not names:
-        works = sum(row.verdict == "works" for row in rows)
-        about = f"transformers {transformers.__version__}: {works} of {len(rows)} families work:"
-        pages.rewrite(PAGE, MARKS, f"{about} {told(rows)}")
+        pages.rewrite(PAGE, MARKS, told(rows))
     return int(any(row.verdict.startswith("WRONG") for row in rows))
 
 
