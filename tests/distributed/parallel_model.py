@@ -7,6 +7,7 @@ that it can be held against them.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,18 @@ COUNTED = sum(len(tokens) - 1 for tokens in SEQUENCES)
 """Tokens in the loss: all but the last of each sequence."""
 
 
+def end_groups() -> None:
+    """Destroy all process groups but that of all ranks; Megatron forgets its own, and lets them live.
+
+    gloo has threads for each of them, which poll: with 3,000 of them both cores had nothing else to do.
+    """
+    gc.collect()  # engines and optimizers of the case before hold groups, too
+    dist.barrier()
+    for group in [*dist.distributed_c10d._world.pg_map]:
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """How a job is split, and this rank's place in it, as Megatron's parallel state says."""
@@ -62,6 +75,7 @@ class Split:
         from megatron.core import parallel_state, tensor_parallel
 
         parallel_state.destroy_model_parallel()
+        end_groups()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=self.tp,
             context_parallel_size=self.cp,
