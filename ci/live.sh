@@ -2,7 +2,7 @@
 # Runs the tests with a live engine: vLLM for CPUs serves tiny models, and verl's own trainer trains with it, in an
 # environment of its own (3.5 GB, made once).
 #
-#   ci/live.sh                  with a choice of the random sequences, in some five minutes on two cores
+#   ci/live.sh                  with a choice of the random sequences and without what is marked `long`, in some five minutes
 #   ci/live.sh --all            with all of them, 2,000 at least
 #   ci/live.sh ARGUMENT ...     what pytest makes of these: ci/live.sh -k preempt
 set -euo pipefail
@@ -14,11 +14,13 @@ fetch_verl 0.9.1
 fetched
 tests_started=$SECONDS
 status=0
+depth=(-m "not long")
 export NPU_REPLAY_NEEDED=1 # what can't be imported fails, and isn't skipped: tests/needed.py
-run_pytest() { try "pytest with $vllm_pin, $1" python -m pytest -q -rs "${@:2}"; }
+run_pytest() { try "pytest with $vllm_pin, $1" python -m pytest -q -rs "${depth[@]}" "${@:2}"; }
 
 if [[ ${1:-} == --all ]]; then
     export NPU_REPLAY_LIVE_ALL=1
+    depth=()
     shift
 fi
 if [[ $# == 0 ]]; then
@@ -29,6 +31,7 @@ if [[ $# == 0 ]]; then
     join
     PYTHONPATH=$work/live/beside with_verl 0.12.1 0.9.1 run_pytest "verl's whole trainer" tests/verl_live
 else
+    depth=()
     with_megatron 0.12.1 run_pytest "in process and as a server" tests/live "$@"
 fi
 

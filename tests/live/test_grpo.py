@@ -35,6 +35,7 @@ def test_a_step_on_megatron_shows_what_it_has_to(tmp_path: Path, monkeypatch: py
         assert [row["replay_mismatch"] for row in one["rows"]] == [0]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3 * LIMIT)
 def test_an_engine_killed_in_the_middle_ends_the_run_and_the_same_command_goes_on(tmp_path: Path) -> None:
     out, rows = tmp_path / "grpo", tmp_path / "grpo" / "R3-0.jsonl"

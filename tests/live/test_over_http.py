@@ -33,9 +33,14 @@ MESSAGES = [{"role": "user", "content": "w17 w9 w30 w8"}, {"role": "assistant", 
 SEQUENCES = 120 if ALL else 40
 """Of each family, in the random mix."""
 PNG = b"\x89PNG\r\n\x1a\n"
+CHOICE = ("Qwen3Moe", "DeepseekV3")
+"""How rows travel doesn't depend on the family: one without a dense layer, and one with one."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(one, marks=() if one in CHOICE else pytest.mark.long) for one in FAMILIES],
+)
 def served(request: pytest.FixtureRequest, saved: Any) -> Iterator[Live]:
     model, folder = saved(request.param)
     with Server(folder) as server:
