@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+import choice
 import npu_replay
 from progress import Progress
 
@@ -19,7 +20,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Progress(config))
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m long` is asked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    choice.mark_long(items)
     if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
         return
     skip = pytest.mark.skip(

@@ -1,0 +1,70 @@
+"""How much of a test runs in .ci/run, and how much in ci/all.sh alone.
+
+    @pytest.mark.choice            of the product of its tables, cases in which every value of a table meets every
+                                   value of each other one; of two tables, every value once
+    @pytest.mark.choice(every=4)   every fourth case
+    @examples(100)                 a fifth of the examples that hypothesis draws
+
+The cases that are left out are marked `long`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+WHOLE = os.environ.get("NPU_REPLAY_TESTS") == "whole"
+"""ci/test.sh --all sets it."""
+
+
+def examples(most: int) -> settings:
+    """Return the settings of a test of hypothesis that has `most` examples in ci/all.sh."""
+    count = most if WHOLE else max(20, most // 5)
+    return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def some(most: int) -> int:
+    """Return how many of `most` cases drawn by chance a test runs."""
+    return most if WHOLE else (most + 2) // 3
+
+
+def mark_long(items: Iterable[pytest.Item]) -> None:
+    """Mark as long what tests with the marker `choice` leave out of .ci/run."""
+    tests: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("choice") is not None:
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        every = cases[0].get_closest_marker("choice").kwargs.get("every")
+        places = set(range(0, len(cases), every) if every else chosen([one.callspec.indices for one in cases]))
+        for place, case in enumerate(cases):
+            if place not in places:
+                case.add_marker(pytest.mark.long)
+
+
+def chosen(cases: Sequence[Mapping[str, int]]) -> list[int]:
+    """Return the places of few cases that cover what meets in all of them.
+
+    Args:
+        cases: for each case the place of its value in each table. Names of one table have the same places.
+    """
+    tables = {tuple(case[name] for case in cases): name for name in cases[0]}.values()
+    together = 1 if len(tables) < 3 else 2
+    met = [set(combinations([(name, case[name]) for name in tables], together)) for case in cases]
+    left, places = set().union(*met), []
+    turns: Counter[Any] = Counter()  # where cases cover the same, the values that were there least often
+    while left:
+        place = max(
+            range(len(cases)),
+            key=lambda one: (len(met[one] & left), -sum(turns[value] for value in cases[one].items()), -one),
+        )
+        places.append(place)
+        left -= met[place]
+        turns.update(cases[place].items())
+    return places
