@@ -40,7 +40,7 @@ run_pytest() {
 
 # What every release runs in each mode; the first runs also what needs no Megatron.
 quick() {
-    run_pytest "$1" -m "$2not slow and not packaging" --ignore "$parallel" --ignore tests/matrix
+    run_pytest "$1" -m "$2not slow and not packaging and not long" --ignore "$parallel" --ignore tests/matrix
     run_pytest "$1" "$parallel" -k "2-tp2-full or pp2-vp2-full"
 }
 
@@ -52,6 +52,7 @@ rest() {
 }
 
 all() {
+    export NPU_REPLAY_TESTS=whole # every case that a test draws by chance (tests/choice.py)
     run_pytest "$1" ${2:+-m "${2% and }"} --ignore tests/matrix --ignore "$parallel" "${@:3}"
     run_pytest "$1" "$parallel" ${2:+-k "$parallel_choice"}
 }

@@ -115,13 +115,6 @@ def test_what_others_print_is_in_the_log_of_a_smoke_that_failed(tmp_path: Path) 
     assert "npu-replay-smoke" in log.name
 
 
-def test_doctors_json_is_alone_on_stdout_of_a_pipe(tmp_path: Path) -> None:
-    done = run(tmp_path, "doctor", "--json", "--out", "found.json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "found.json").read_text()) == json.loads(done.stdout)
-    assert done.stderr == "Wrote found.json\n"
-
-
 def test_without_megatron_smoke_says_what_doctor_says(tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()  # another product's half of the name
     ours = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -103,8 +103,10 @@ def test_the_states_stand_below_each_other(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_it_takes_its_options(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=("megatron",)))
-    result = run("--json", "--imports", path=str(tmp_path))
-    found = json.loads(result.text)
+    file = tmp_path / "found.json"
+    result = run("--json", "--imports", "--out", str(file), path=str(tmp_path))
+    found = json.loads(result.text)  # stdout has nothing else
+    assert json.loads(file.read_text()) == found
     assert result.code == (0 if found["works"] else 1)
     assert any(one["why"].endswith("; imports") for one in found["capabilities"])
 

@@ -156,6 +156,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("other", LAYOUTS)
 @pytest.mark.parametrize("one", LAYOUTS)
 def test_routes_recorded_in_one_layout_are_replayed_in_another(one: str, other: str) -> None:

@@ -48,6 +48,7 @@ def ask_sglang(server: EngineServer, prompt: list[int], tokens: int = TOKENS, **
 # SGLang
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("version", [version for version in SGLANG if release(version) >= (0, 5, 9)])
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_openai_endpoint_of_sglang(version: str, path: str) -> None:
@@ -139,6 +140,7 @@ def ask_vllm(server: EngineServer, endpoint: str, **extra: Any) -> bytes:
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("version", VLLM)
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 @pytest.mark.parametrize("n", [1, 3])

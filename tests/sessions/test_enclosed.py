@@ -125,6 +125,7 @@ def check_same(
 # One in another
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("order", ["sum", "1, 2, 0"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("inner", HOW)
@@ -143,6 +144,7 @@ def test_a_checkpoint_around_the_loss_and_one_around_the_model(
     check_same(kind, loss, order)
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("hooks", ["save_on_cpu", "own"])
@@ -160,6 +162,7 @@ def test_a_loss_in_a_checkpoint_with_saved_tensor_hooks_around_the_model(
     check_same(kind, loss)
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layers", HOW)
 @pytest.mark.parametrize("inner", HOW)
@@ -185,6 +188,7 @@ def saving(how: str) -> contextlib.AbstractContextManager[Any]:
 # Several forwards in one
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute"])
 @pytest.mark.parametrize("inner", [None, *HOW])
 @pytest.mark.parametrize("how", HOW)
@@ -202,6 +206,7 @@ def test_several_forwards_in_one_checkpoint_are_refused(how: str, inner: str | N
         checkpoint(both, tokens().requires_grad_(), use_reentrant=how == "reentrant").backward()
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("order", ["sum", "1, 2, 0"])
 @pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute"])
 @pytest.mark.parametrize("inner", [None, *HOW])
@@ -263,6 +268,7 @@ def hidden_model(under: str, recompute: str | None = None) -> ToyModel:
 UNDER = ["no_grad", "save_on_cpu", "own"]
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("under", UNDER)
@@ -272,6 +278,7 @@ def test_a_router_that_autograd_does_not_see_is_recomputed_as_it_was(under: str,
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("under", UNDER)
@@ -315,6 +322,7 @@ class Wrapped(Rerun):
         return Rerun.forward(*args)
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("order", ["sum", "1, 2, 0"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["layers", "model", "loss"])
@@ -447,6 +455,7 @@ WRAPS: list[Callable[[Run], Run]] = [
 ]
 
 
+@pytest.mark.choice(every=3)
 @pytest.mark.parametrize("seed", range(60))
 def test_any_of_them_in_any_other(seed: int) -> None:
     """Around each layer, around the model and around the loss, none to two of them, in any order."""

@@ -96,6 +96,7 @@ BLOCKS: dict[str, Callable[[nn.Module, int], Any]] = {
 }
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("at", UNCHECKED)
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("other", [figure_before, others, by_sorting, dropped, mapped])

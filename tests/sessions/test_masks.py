@@ -348,6 +348,7 @@ def test_a_view_of_the_scores_has_the_same_answer(of: Callable[[Scores], Scores]
     assert values.requires_grad
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", ["product", "sum", "where", "minimum"])
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
 def test_a_mask_may_cover_nothing_in_some_micro_batches(kind: str, recompute: str | None) -> None:
@@ -413,6 +414,7 @@ class FirstExperts(torch.utils._python_dispatch.TorchDispatchMode):
         return args[0].gather(1, ids), ids
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("mode", [LastExperts, FirstExperts])
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
@@ -452,6 +454,7 @@ def test_ids_of_several_routers_in_one_buffer_are_refused(monkeypatch: pytest.Mo
         model(tokens(0)), model(tokens(1)), model(tokens(2)), model(tokens(3))
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("when", ["before", "inside", "inside, twice"])
 @pytest.mark.parametrize("number", [0, 3])
 @pytest.mark.parametrize("block", ["record", "replay"])

@@ -464,6 +464,7 @@ def test_routes_are_there_only_when_the_block_has_ended() -> None:
 RECOMPUTE = ["reentrant", "non-reentrant"]
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute"])
 @pytest.mark.parametrize("how", [*RECOMPUTE, "whole reentrant", "whole non-reentrant"])
 def test_leaving_the_block_before_backward_is_an_error(how: str, kind: str) -> None:
@@ -631,6 +632,7 @@ def gradients(model: ToyModel, order: str, loss: Callable[[int], torch.Tensor]) 
     return [p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("layers", [None, *RECOMPUTE])
 @pytest.mark.parametrize("order", ["1f1b", "sum"])
 @pytest.mark.parametrize("how", RECOMPUTE)
@@ -753,6 +755,7 @@ class Called(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("kind", ["record", "replay", "replay with holes", "live mismatch", "pin_recompute"])
 @pytest.mark.parametrize("mode", [Logged, Called])
@@ -1186,6 +1189,7 @@ class Wrapper(nn.Module):
         return out
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("rows", [ROWS, ROWS - 3], ids=["", "other rows"])
 @pytest.mark.parametrize("times", [1, 2])

@@ -126,6 +126,7 @@ def foreign(count: int = 1) -> list[RoutedExperts]:
     ]
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("use", USES)
 def test_a_block_is_recorded_bit_equal_and_its_experts_get_the_routes(use: Use, recompute: str) -> None:

@@ -166,6 +166,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 # Between a forward and its recompute
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("change", [*REPLACING, *UNHOOKING, cleared_hooks_before, wrapped_past_its_call])
@@ -265,6 +266,7 @@ def test_a_second_backward_over_a_kept_graph_is_watched_too() -> None:
 # Before a forward, and at the end
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", [*KINDS, "observe"])
 @pytest.mark.parametrize("change", [*REPLACING, cleared_hooks_after])
 def test_what_is_replaced_before_a_forward_is_told_at_its_beginning(change: Change, kind: str) -> None:
@@ -279,6 +281,7 @@ def test_what_is_replaced_before_a_forward_is_told_at_its_beginning(change: Chan
     assert not reached
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", [*KINDS, "observe"])
 @pytest.mark.parametrize("change", [router, swapped_layers, *UNHOOKING])
 def test_what_is_replaced_after_the_last_forward_is_told_on_leaving(change: Change, kind: str) -> None:
@@ -322,6 +325,7 @@ def test_the_error_names_the_place_and_both_modules() -> None:
 # What is no replacement
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", [None, *HOW])
 @pytest.mark.parametrize("of", ["router", "layer", "layers"])
@@ -396,6 +400,7 @@ def same_weights(model: ToyModel) -> None:
     model.to(torch.float32).train()
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", [None, *HOW])
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def check(trainer: Trainer) -> None:
         assert same(upstream_loop.replay(trainer, recorded), blocks(trainer, recorded))
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "full", "layers_non_reentrant"])
 @pytest.mark.parametrize("variant", CASES)
 def test_a_loop_written_against_upstreams_api_gives_what_a_block_gives(
