@@ -43,22 +43,27 @@ def mark_long(items: Iterable[pytest.Item]) -> None:
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         every = cases[0].get_closest_marker("choice").kwargs.get("every")
-        tables = [one.callspec.indices for one in cases]
-        places = set(range(0, len(cases), every) if every else chosen(tables))
+        values = [one.callspec.params for one in cases]
+        places = set(range(0, len(cases), every) if every else chosen(values))
         for place, case in enumerate(cases):
             if place not in places:
                 case.add_marker(pytest.mark.long)
 
 
-def chosen(cases: Sequence[Mapping[str, int]]) -> list[int]:
+def chosen(cases: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the places of few cases that cover what meets in all of them.
 
     Args:
-        cases: for each case the place of its value in each table. Names of one table have the same places.
+        cases: the values of each case, by name.
     """
-    tables = {tuple(case[name] for case in cases): name for name in cases[0]}.values()
+    numbers: dict[str, dict[int, int]] = {name: {} for name in cases[0]}
+    numbered = [
+        {name: seen.setdefault(id(case[name]), len(seen)) for name, seen in numbers.items()} for case in cases
+    ]
+    # Names that change together are of one table.
+    tables = {tuple(case[name] for case in numbered): name for name in numbers}.values()
     together = 1 if len(tables) < 3 else 2
-    met = [set(combinations([(name, case[name]) for name in tables], together)) for case in cases]
+    met = [set(combinations([(name, case[name]) for name in tables], together)) for case in numbered]
     left, places = set().union(*met), []
     order = list(range(len(cases)))
     random.Random(0).shuffle(order)  # of two like tables, each value would meet itself
