@@ -1,5 +1,6 @@
 """What every test relies on: one thread, and Megatron's tests skipped where there is no Megatron."""
 
+import gc
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -54,6 +55,14 @@ def megatron() -> Iterator[None]:
         megatron_model.start()
         yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def few_objects() -> Iterator[None]:
+    """A collection looks at what the tests of a file make, not at all of torch: 0.4 s each."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -36,7 +36,10 @@ from toys import (
     tokens,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+    pytest.mark.usefixtures("few_objects"),
+]
 
 KINDS = ["record", "replay", "replay with holes", "pin_recompute"]
 HOW = ["reentrant", "non-reentrant"]

@@ -168,6 +168,7 @@ def test_a_top_k_of_the_same_shape_after_the_choice_is_the_routers_own_business(
             model(tokens(seed))
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("rows", [ROWS, 70_000])  # above 131,072 ids
 @pytest.mark.parametrize("block", ["record", "replay"])
@@ -243,6 +244,7 @@ def test_a_router_that_acts_otherwise_in_a_recompute_is_an_error(
         run(model, 1)
 
 
+@pytest.mark.long  # test_faults_in_any_micro_batch.py has less of it
 def test_a_compiled_function_around_the_model_is_never_wrong_in_silence() -> None:
     """It is used for one long micro-batch, which is none of those that are checked as a whole."""
     model = ToyModel()

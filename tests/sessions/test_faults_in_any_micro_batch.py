@@ -977,6 +977,7 @@ def compiled_once(kind: str, part: str, at: int) -> None:
         assert block.routes == recording.routes
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("part", ["model", "layer"])
 @pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute", "follow"])
 def test_a_compiled_function_around_one_micro_batch_is_never_wrong_in_silence(kind: str, part: str) -> None:

@@ -20,6 +20,8 @@ from toys import ToyModel, ToyRouter, ToyRouters, hooks, tokens
 
 TESTS = Path(__file__).parents[1]
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 @pytest.fixture(autouse=True)
 def toy_routers() -> Iterator[None]:
@@ -156,6 +158,7 @@ model(tokens())
 """
 
 
+@pytest.mark.choice(every=2)
 @pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "raise KeyError('theirs')"])
 def test_one_that_lives_until_the_process_ends_warns_then(end: str) -> None:
     path = [str(TESTS), str(Path(npu_replay.__file__).parents[1])]

@@ -30,7 +30,10 @@ from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayE
 from npu_replay.sessions import backward, route_source
 from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
 
-pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+    pytest.mark.usefixtures("few_objects"),
+]
 
 NATIVE = torch.topk, torch.Tensor.topk
 
@@ -853,6 +856,7 @@ def with_copied_hooks(model: ToyModel) -> ToyModel:
     return twin
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_made_inside_a_block_is_a_plain_model(how: str, kind: str) -> None:
@@ -880,6 +884,7 @@ def test_a_pickle_made_inside_a_block_asks_for_nothing_of_ours(kind: str) -> Non
         assert b"npu_replay" not in pickle.dumps(model)
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("how", [None, *RECOMPUTE])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_block_is_no_garbage_that_waits_for_the_collector(kind: str, how: str | None) -> None:
