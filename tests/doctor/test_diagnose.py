@@ -161,6 +161,7 @@ def append(source: Path, line: str) -> int:
 @pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.first_release
+@pytest.mark.choice(every=2)
 @pytest.mark.parametrize(
     ("name", "line", "error"),
     [
@@ -200,7 +201,6 @@ def test_a_fork_whose_routing_has_another_name_is_told(megatron_core: Path) -> N
     assert "no function that routes is known" in megatron
     result = diagnosed(megatron_core, NPU_REPLAY_STRICT="0")
     assert result.code == 0
-    assert diagnosed(megatron_core, NPU_REPLAY_DISABLE="1").code == 0
 
 
 # In this process
