@@ -28,6 +28,7 @@ def out(tmp_path_factory: pytest.TempPathFactory, megatron: None) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_demo_keeps_its_promises(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R3 takes router mismatch and KL away; routes flip in updates unless they are replayed."""
     monkeypatch.syspath_prepend(str(ROOT / "ci"))
@@ -132,6 +133,7 @@ def test_in_a_pipe_the_demo_fits_and_says_what_it_does(tmp_path: Path, columns: 
     assert "Warning" not in done.stdout + done.stderr.replace("Warnings of others", "")
 
 
+@pytest.mark.slow
 def test_without_megatron_the_demo_says_what_doctor_says(tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()  # another product's half of the name
     done = subprocess.run(

@@ -610,6 +610,7 @@ WAYS = {
 PAIRS = [("decoders", "prediction layers"), ("prediction layers", "wrapped"), ("wrapped", "decoders")]
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("pair", PAIRS, ids=", ".join)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_list_of_all_keeps_the_order_of_making(ours: Any, way: str, pair: tuple[str, str]) -> None:
