@@ -97,6 +97,7 @@ def test_a_torch_npu_that_leaves_torch_alone_is_not_blamed_for_it(broken: Path) 
     assert "import torch` fails" not in done.stdout
 
 
+@pytest.mark.slow
 def test_importing_npu_replay_survives_a_torch_npu_that_takes_torch_with_it(broken: Path) -> None:
     assert child("import torch", broken).returncode != 0
     done = child("import npu_replay, os, torch; print(torch.ones(2).sum(), dict(os.environ))", broken)
@@ -125,6 +126,7 @@ def test_the_npu_is_told_without_importing_anything(
 # torch.cuda that lies
 
 
+@pytest.mark.slow
 @simulated
 def test_where_torch_cuda_means_the_npu_nobody_takes_it_for_cuda() -> None:
     code = """

@@ -301,7 +301,13 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("what", ["model", "wrapped model", "layers", "router", "router's forward"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("wrapped model", "layers", "router"),
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("model", "router's forward")),
+    ],
+)
 def test_a_compiled_module_is_replayed_and_its_graphs_stay_as_they_are_s1(what: str) -> None:
     graphs: list[Any] = []
 

@@ -65,6 +65,7 @@ def row(text: str, name: str) -> str:
 # As people run it
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 def test_with_megatron_it_says_that_replay_works_and_exits_0() -> None:
     result = run(path=os.environ.get("PYTHONPATH", ""))
@@ -93,6 +94,7 @@ def test_without_any_framework_it_says_how_to_get_one_and_exits_1(tmp_path: Path
     assert result.text.count("put Megatron-LM on PYTHONPATH") == 1
 
 
+@pytest.mark.slow
 def test_the_states_stand_below_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     text = tables.as_text(diagnose().parts())
@@ -101,6 +103,7 @@ def test_the_states_stand_below_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(set(columns)) == 1
 
 
+@pytest.mark.slow
 def test_it_takes_its_options(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=("megatron",)))
     file = tmp_path / "found.json"
@@ -345,13 +348,10 @@ def test_whatever_happens_to_a_child_is_told(
     ("source", "problem"),
     [
         ("", ""),
-        ("print('noise')", ""),
         ("raise ValueError('why\\nand more')", "doesn't import: ValueError: why"),
         ("raise KeyError", "doesn't import: KeyError"),
         ("def (", "doesn't import: SyntaxError: invalid syntax (product.py, line 1)"),
-        ("import os; os.kill(os.getpid(), 9)", "the process was killed by signal 9"),
         ("import atexit, os; atexit.register(os.abort)", ""),
-        ("raise SystemExit(3)", "the process ended with status 3"),
     ],
 )
 def test_an_import_is_tried_in_another_process(
