@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import jobs
 from npu_replay.compat.verl.metrics import announce
 
 
