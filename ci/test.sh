@@ -41,7 +41,7 @@ run_pytest() {
 # What every release runs in each mode; the first runs also what needs no Megatron.
 quick() {
     run_pytest "$1" -m "$2not slow and not packaging and not long" --ignore "$parallel" --ignore tests/matrix
-    run_pytest "$1" "$parallel" -k "2-tp2-full or pp2-vp2-full"
+    run_pytest "$1" "$parallel" -k "$([[ -z $2 ]] && echo 2-tp2-full || echo pp2-vp2-full)"
 }
 
 # Of the parallel cases, a later release runs a choice. ci/verl.sh runs those with Ray.

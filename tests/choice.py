@@ -15,10 +15,12 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from hypothesis import settings
 
 WHOLE = os.environ.get("NPU_REPLAY_TESTS") == "whole"
 """ci/test.sh --all sets it."""
@@ -26,6 +28,8 @@ WHOLE = os.environ.get("NPU_REPLAY_TESTS") == "whole"
 
 def examples(most: int) -> settings:
     """Return the settings of a test of hypothesis that has `most` examples in ci/all.sh."""
+    from hypothesis import HealthCheck, settings  # tests on a device have pytest alone
+
     count = most if WHOLE else max(20, most // 5)
     return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
 

@@ -11,6 +11,7 @@ import torch
 import choice
 import npu_replay
 from progress import Progress
+from toys import ToyRouters
 
 # Several workers share the cores, and one thread sums in one order.
 torch.set_num_threads(1)
@@ -63,6 +64,14 @@ def few_objects() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def toy_routers() -> Iterator[None]:
+    """The routers of toys.py are known."""
+    npu_replay.routers.register("toy", ToyRouters())
+    yield
+    npu_replay.routers.unregister("toy")
 
 
 @pytest.fixture

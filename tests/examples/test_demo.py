@@ -42,6 +42,7 @@ def test_the_demo_keeps_its_promises(out: Path, monkeypatch: pytest.MonkeyPatch)
         assert row["ratio_min"][-1] < 1 < row["ratio_max"][-1], "the policy moved"
 
 
+@pytest.mark.slow
 def test_the_demo_draws_a_picture_and_overwrites_nothing(
     out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

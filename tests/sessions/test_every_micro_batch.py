@@ -5,7 +5,7 @@ What test_faults_in_any_micro_batch.py, which draws its schedules by chance, doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,32 +13,15 @@ import torch
 from torch import nn
 
 import npu_replay
-from npu_replay import RoutedExperts, routers
 from npu_replay.errors import NoEffect
-from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, plain, tokens
+from toys import EXPERTS, ROWS, ToyModel, ToyRouter, foreign, plain, tokens
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Scores = torch.Tensor
 UNCHECKED = (3, 5, 7)
 
 
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
-
-
-def foreign(micro_batches: int, rows: int = ROWS) -> list[RoutedExperts]:
-    generator = torch.Generator().manual_seed(5)
-    return [
-        RoutedExperts(
-            ids=torch.rand(rows, 2, EXPERTS, generator=generator).topk(TOPK).indices,
-            layers=range(2),
-            num_experts=EXPERTS,
-        )
-        for _ in range(micro_batches)
-    ]
+pytestmark = pytest.mark.usefixtures("toy_routers")
 
 
 class Sometimes:
@@ -123,7 +106,9 @@ def test_ids_written_in_place_are_refused_in_every_size_and_mode(
     block: str, rows: int, inference: bool
 ) -> None:
     model = ToyModel(ToyRouter(), ToyRouter(select=Sometimes(dropped, 3)))
-    opened = npu_replay.record(model) if block == "record" else npu_replay.replay(model, foreign(5, rows))
+    opened = (
+        npu_replay.record(model) if block == "record" else npu_replay.replay(model, foreign(5, rows=rows))
+    )
     mode = torch.inference_mode() if inference else torch.no_grad()
     with pytest.raises(NoEffect, match="micro-batch 3, layer 1"), mode, opened:
         for seed in range(5):

@@ -5,7 +5,7 @@ The truth is the router's own code over the scores that a hook has seen, or an u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import npu_replay
-from npu_replay import NoEffect, RoutedExperts, RouterError, routers
-from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, run, same, tokens
+from npu_replay import NoEffect, RoutedExperts, RouterError
+from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, run, same, tokens
 
 Scores = torch.Tensor
 Pair = Any
@@ -25,11 +25,7 @@ PADDING = torch.arange(ROWS) % 3 == 1
 GROUPS = torch.arange(EXPERTS) // (EXPERTS // 4)
 
 
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
+pytestmark = pytest.mark.usefixtures("toy_routers")
 
 
 def outside(scores: Scores) -> torch.Tensor:

@@ -7,27 +7,19 @@ import logging
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import npu_replay
-from npu_replay import routers
 from npu_replay.errors import ReplayError, RouterError
-from toys import ToyModel, ToyRouter, ToyRouters, hooks, tokens
+from toys import ToyModel, ToyRouter, hooks, tokens
 
 TESTS = Path(__file__).parents[1]
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
-
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
+pytestmark = pytest.mark.usefixtures("few_objects", "toy_routers")
 
 
 def replayed(model: ToyModel) -> Any:

@@ -28,7 +28,7 @@ import npu_replay
 from npu_replay import RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError
 from npu_replay.sessions import backward, route_source
-from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
+from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, foreign, hooks, run, same, tokens
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
@@ -54,16 +54,7 @@ def record(model: ToyModel, *seeds: int) -> list[RoutedExperts]:
 
 
 def random_routes(model: ToyModel, *seeds: int) -> list[RoutedExperts]:
-    generator = torch.Generator().manual_seed(5)
-    layers = len(model.layers)
-    return [
-        RoutedExperts(
-            ids=torch.rand(ROWS, layers, EXPERTS, generator=generator).topk(TOPK).indices,
-            layers=range(layers),
-            num_experts=EXPERTS,
-        )
-        for _ in seeds or (0,)
-    ]
+    return foreign(len(seeds or (0,)), layers=len(model.layers))
 
 
 def check_usable(model: ToyModel, before: object) -> None:

@@ -6,7 +6,7 @@ import copy
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,27 +17,22 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint
 
 import npu_replay
-from npu_replay import RoutedExperts, routers
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.sessions import backward
 from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.replay import StepReplay
-from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, plain, tokens
+from toys import ToyModel, ToyRouter, foreign, plain, tokens
 
-pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+    pytest.mark.usefixtures("toy_routers"),
+]
 
 KINDS = ["record", "replay", "pin_recompute", "StepReplay", "StepRecording"]
 HOW = ["reentrant", "non-reentrant"]
 Change = Callable[[ToyModel], None]
 REPLACED = "the code that routes was replaced inside an open block"
-
-
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
 
 
 class Detached(ToyRouter):
@@ -112,12 +107,6 @@ def other_dictionaries(model: ToyModel) -> None:
 
 REPLACING = [router, layer, all_layers, every_router, swapped_routers, swapped_layers]
 UNHOOKING = [cleared_hooks_after, cleared_hooks_of_all, other_dictionaries]
-
-
-def foreign(count: int) -> list[RoutedExperts]:
-    generator = torch.Generator().manual_seed(5)
-    ids = [torch.rand(ROWS, 2, EXPERTS, generator=generator).topk(TOPK).indices for _ in range(count)]
-    return [RoutedExperts(ids=one, layers=[0, 1], num_experts=EXPERTS) for one in ids]
 
 
 def block(kind: str, model: ToyModel, count: int = 2) -> Any:
