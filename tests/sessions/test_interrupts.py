@@ -39,6 +39,7 @@ from npu_replay.sessions.session import open_sessions
 from toys import EXPERTS, HIDDEN, TOPK, ToyLayer, ToyRouter, ToyRouters, plain
 
 pytestmark = [
+    pytest.mark.usefixtures("few_objects"),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="each run is made in a child of this process"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning"),
 ]
@@ -335,6 +336,7 @@ def frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+@functools.cache
 def lines_of(kind: Kind) -> list[Line]:
     """The first passing of each line; of those of sessions/ also the last, and the first one in backward."""
     _passed(kind)  # what a process imports and learns on the way is passed in its first run alone
