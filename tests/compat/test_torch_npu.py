@@ -81,6 +81,8 @@ def test_doctor_says_that_it_takes_torch_with_it_and_how_to_keep_it_from_that(br
     variables = environment(broken, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     done = subprocess.run(command, env=variables, text=True, capture_output=True, check=False)
     found = json.loads(done.stdout)
+    states = {one["name"]: one["state"] for one in found["capabilities"]}
+    assert (states["CPU"], states["NPU"]) == ("works", "broken")
     (fault,) = [fault for fault in found["faults"] if fault["name"] == "NPU"]
     assert fault["state"] == "broken"
     assert fault["why"] == "ImportError: libhccl.so: cannot open shared object file"

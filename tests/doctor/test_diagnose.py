@@ -114,19 +114,6 @@ def test_it_takes_its_options(tmp_path: Path) -> None:
     assert any(one["why"].endswith("; imports") for one in found["capabilities"])
 
 
-@pytest.mark.slow
-def test_a_torch_npu_that_does_not_import_breaks_neither_doctor_nor_the_cpu(tmp_path: Path) -> None:
-    (tmp_path / "torch_npu").mkdir()
-    (tmp_path / "torch_npu" / "__init__.py").write_text("raise ImportError('libhccl.so: cannot open')")
-    (tmp_path / "torch_npu" / "version.py").write_text("__version__ = '2.7.1'")
-    result = run(path=str(tmp_path))
-    assert result.code == 1
-    assert row(result.text, "CPU").startswith("works")
-    assert row(result.text, "NPU") == "broken ImportError: libhccl.so: cannot open"
-    assert "- NPU: ImportError: libhccl.so: cannot open" in result.text
-    assert "set_env.sh" in result.text
-
-
 # With a Megatron that is broken
 
 
