@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests with Megatron 0.12.1, then those that need Megatron with 0.16.1.
 #
-#   ci/test.sh                  the quick ones, in 8 to 12 minutes on two cores the first time, downloads included: no
-#                               wheels, no smoke jobs, nothing slow, and two of the ways to split a model
+#   ci/test.sh                  the quick ones, in 5 to 8 minutes on two cores the first time, downloads included: no
+#                               wheels, no smoke jobs, nothing slow, and of the ways to split a model one a release
 #   ci/test.sh --rest [...]     what these leave out, except what is marked `long`; further arguments go to pytest
 #   ci/test.sh --all            all of them, long ones too (nor here tests/matrix/, which ci/matrix.sh runs on every release)
 #   ci/test.sh ARGUMENT ...     what pytest makes of these: ci/test.sh tests/sessions/test_session.py -k recompute
