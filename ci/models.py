@@ -309,7 +309,7 @@ def _same(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | Non
 
 
 def told(rows: Sequence[Row]) -> str:
-    """Return what the page says of these rows: the families that work in one line, and a table of the others."""
+    """Return what the page says of these rows: families that work in a line, a table of the others."""
     works = [f"`{row.family}`" for row in rows if row.verdict == "works"]
     about = f"transformers {transformers.__version__}: {len(works)} of {len(rows)} families work"
     others = (astuple(row) for row in rows if row.verdict != "works")
