@@ -22,5 +22,5 @@ python -c 'import sys, torch; print("torch", torch.__version__, "Python", sys.ve
 
 # ci/ wants 3.11, and so do the tests of it; those of single products have scripts of their own.
 left_out=(ci docs test_house.py packaging distributed on_verl on_engines on_vllm_ascend live verl_live npu_patches)
-OMP_NUM_THREADS=1 PYTHONPATH=$megatron python -m pytest -n 2 --dist loadfile -rs -m "not slow" \
+OMP_NUM_THREADS=1 PYTHONPATH=$megatron python -m pytest -n 2 --dist loadfile -rs -m "not slow and not long" \
     "${left_out[@]/#/--ignore=tests/}" "${@:3}"

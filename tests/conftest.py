@@ -1,5 +1,6 @@
 """What every test relies on: one thread, and Megatron's tests skipped where there is no Megatron."""
 
+import gc
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -7,8 +8,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+import choice
 import npu_replay
 from progress import Progress
+from toys import ToyRouters
 
 # Several workers share the cores, and one thread sums in one order.
 torch.set_num_threads(1)
@@ -19,7 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Progress(config))
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m long` is asked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    choice.mark_long(items)
     if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
         return
     skip = pytest.mark.skip(
@@ -51,6 +56,22 @@ def megatron() -> Iterator[None]:
         megatron_model.start()
         yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def few_objects() -> Iterator[None]:
+    """A collection looks at what the tests of a file make, not at all of torch: 0.4 s each."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def toy_routers() -> Iterator[None]:
+    """The routers of toys.py are known."""
+    npu_replay.routers.register("toy", ToyRouters())
+    yield
+    npu_replay.routers.unregister("toy")
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ comes first, npu_replay or a framework, is up to the target. One that is `fresh`
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -259,6 +261,18 @@ def _work(folder: Path, rank: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def printed(code: str, **how: Any) -> Any:
+    """What `code` prints in its last line, JSON, in a process that has imported torch alone."""
+    return run("jobs:_printed", {"code": code}, **how)
+
+
+def _printed(task: Mapping[str, Any]) -> Any:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(task["code"], "<code>", "exec"), {"__name__": "__main__", "json": json, "sys": sys})
+    return json.loads(out.getvalue().splitlines()[-1])
 
 
 def tests(task: Mapping[str, Any]) -> int:

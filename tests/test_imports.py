@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
-import json
-import os
 import pkgutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import jobs
 import npu_replay
 from npu_replay import routers
 from npu_replay.compat.patching import install as installing
@@ -58,11 +56,7 @@ CORE = sorted(
 
 def answer(code: str, path: Path | None = None, **environment: str) -> Any:
     """What `code` prints in a process of its own, which finds modules in `path` too."""
-    found = [str(path), os.environ.get("PYTHONPATH", "")] if path else [os.environ.get("PYTHONPATH", "")]
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, found))} | environment
-    command = [sys.executable, "-c", f"import json, sys\n{code}"]
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, check=True, env=variables)
-    return json.loads(done.stdout)
+    return jobs.printed(code, path=[path] if path else [], env=environment)
 
 
 def under_type_checking(package: ModuleType) -> dict[str, str]:

@@ -12,6 +12,8 @@ import pytest
 
 import npu_replay
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parent
 PACKAGE = Path(npu_replay.__file__).parent
 COMPAT = Path(npu_replay.compat.__file__).parent

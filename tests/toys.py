@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from npu_replay import RoutedExperts
 from npu_replay.routers import Router, RouterKind
 
 HIDDEN, EXPERTS, TOPK, ROWS = 8, 16, 3, 10
@@ -92,6 +93,21 @@ def shows(output: object) -> torch.Tensor:
 
 def tokens(seed: int = 0, rows: int = ROWS) -> torch.Tensor:
     return torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(seed), requires_grad=False)
+
+
+def foreign(
+    count: int = 1,
+    *,
+    layers: int = 2,
+    rows: int = ROWS,
+    recorded: torch.Tensor | None = None,
+) -> list[RoutedExperts]:
+    """Routes of so many micro-batches that no router here would choose."""
+    generator = torch.Generator().manual_seed(5)
+    ids = [torch.rand(rows, layers, EXPERTS, generator=generator).topk(TOPK).indices for _ in range(count)]
+    return [
+        RoutedExperts(ids=one, layers=range(layers), num_experts=EXPERTS, recorded=recorded) for one in ids
+    ]
 
 
 def run(model: nn.Module, *seeds: int) -> tuple[float, list[torch.Tensor | None]]:

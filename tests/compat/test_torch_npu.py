@@ -81,6 +81,8 @@ def test_doctor_says_that_it_takes_torch_with_it_and_how_to_keep_it_from_that(br
     variables = environment(broken, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     done = subprocess.run(command, env=variables, text=True, capture_output=True, check=False)
     found = json.loads(done.stdout)
+    states = {one["name"]: one["state"] for one in found["capabilities"]}
+    assert (states["CPU"], states["NPU"]) == ("works", "broken")
     (fault,) = [fault for fault in found["faults"] if fault["name"] == "NPU"]
     assert fault["state"] == "broken"
     assert fault["why"] == "ImportError: libhccl.so: cannot open shared object file"
@@ -97,6 +99,7 @@ def test_a_torch_npu_that_leaves_torch_alone_is_not_blamed_for_it(broken: Path) 
     assert "import torch` fails" not in done.stdout
 
 
+@pytest.mark.slow
 def test_importing_npu_replay_survives_a_torch_npu_that_takes_torch_with_it(broken: Path) -> None:
     assert child("import torch", broken).returncode != 0
     done = child("import npu_replay, os, torch; print(torch.ones(2).sum(), dict(os.environ))", broken)
@@ -125,6 +128,7 @@ def test_the_npu_is_told_without_importing_anything(
 # torch.cuda that lies
 
 
+@pytest.mark.slow
 @simulated
 def test_where_torch_cuda_means_the_npu_nobody_takes_it_for_cuda() -> None:
     code = """

@@ -96,6 +96,7 @@ def check_repeated(model: nn.Module, run: Callable[[nn.Module], Any] = train) ->
     return recording.routes
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_record_changes_nothing_and_its_replay_repeats_it(family: str, recompute: str | None) -> None:
@@ -104,6 +105,7 @@ def test_a_record_changes_nothing_and_its_replay_repeats_it(family: str, recompu
     assert {one.layers for one in routes} == {FAMILIES[family][2]}
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_routers_follow_the_routes_after_their_weights_changed(
@@ -126,6 +128,7 @@ def test_the_routers_follow_the_routes_after_their_weights_changed(
     assert all(router.module.weight.grad.abs().sum() > 0 for router in routers.find([model])[0])
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("order", ["sum", "each", "reversed", "another thread"])
 @pytest.mark.parametrize("recompute", ["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3-4-groups", "gpt_oss"])
@@ -298,7 +301,13 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("what", ["model", "wrapped model", "layers", "router", "router's forward"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("wrapped model", "layers", "router"),
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("model", "router's forward")),
+    ],
+)
 def test_a_compiled_module_is_replayed_and_its_graphs_stay_as_they_are_s1(what: str) -> None:
     graphs: list[Any] = []
 

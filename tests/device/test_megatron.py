@@ -70,6 +70,7 @@ def test_record_and_replay_are_bit_equal_and_recompute_finds_its_own(
     assert hooks_left(trainer.model) == 0
 
 
+@pytest.mark.long
 def test_the_bench_runs_and_names_the_device(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,22 +10,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import npu_replay
-from npu_replay import RoutedExperts, routers
-from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, tokens
+from toys import ROWS, TOPK, ToyModel, ToyRouter, foreign, tokens
 
 pytestmark = [
     pytest.mark.accelerator,
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+    pytest.mark.usefixtures("toy_routers"),
 ]
 
 SEEDS = (0, 1, 2)
-
-
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
 
 
 class Spread(nn.Module):
@@ -58,19 +50,6 @@ def spread(device: torch.device, how: str | None = None, *, one_place: bool = Fa
     places = [torch.device("cpu")] * 4 if one_place else [device, other] * 2
     made = [ToyRouter(drops=number > 1) for number in range(4)]
     return Spread(ToyModel(*made), places, how)
-
-
-def foreign(holes: bool) -> list[RoutedExperts]:
-    generator = torch.Generator().manual_seed(5)
-    return [
-        RoutedExperts(
-            ids=torch.rand(ROWS, 4, EXPERTS, generator=generator).topk(TOPK).indices,
-            layers=range(4),
-            num_experts=EXPERTS,
-            recorded=torch.arange(ROWS) % 3 != 0 if holes else None,
-        )
-        for _ in SEEDS
-    ]
 
 
 def run(model: nn.Module) -> list[torch.Tensor]:
@@ -107,7 +86,11 @@ def test_a_replay_of_a_spread_model_is_that_of_one_place(
     """A reentrant checkpoint in another runs on another device's thread, without the outer one's frames."""
     found: list[Any] = []
     for model in (spread(device, one_place=True), spread(device, how)):
-        with npu_replay.replay(model, foreign(holes), live_mismatch=True) as session:
+        with npu_replay.replay(
+            model,
+            foreign(len(SEEDS), layers=4, recorded=torch.arange(ROWS) % 3 != 0 if holes else None),
+            live_mismatch=True,
+        ) as session:
             found.append(run(model))
         found.append(session.metrics()["live_mismatch"])
     check_close(found[2], found[0])
@@ -130,5 +113,8 @@ def test_a_spread_model_that_ignores_its_routes_is_an_error(device: torch.device
 
     model = spread(device)
     model.layers[1].router.select = ignores
-    with pytest.raises(npu_replay.ReplayError, match="layer 1"), npu_replay.replay(model, foreign(False)):
+    with (
+        pytest.raises(npu_replay.ReplayError, match="layer 1"),
+        npu_replay.replay(model, foreign(len(SEEDS), layers=4)),
+    ):
         run(model)

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.accelerator, pytest.mark.slow]
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3-4-groups")
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_record_and_replay_repeat_the_run_and_the_cpus(

@@ -13,16 +13,18 @@ import pytest
 
 import jobs
 import tiny_qwen
+from choice import WHOLE
 
 if TYPE_CHECKING:
     import torch
 
 PROCESSES = 2
+WAYS = [*itertools.product(("fp32", "bf16"), ("layers", "layers and routers"), ("sum", "each"))]
+# Any two of the three meet in these.
 CASES = [
-    "-".join(case)
-    for case in itertools.product(
-        ("fp32", "bf16"), ("layers", "layers and routers"), ("kept", "recomputed"), ("sum", "each")
-    )
+    f"{precision}-{wrap}-{recompute}-{order}"
+    for precision, wrap, order in (WAYS if WHOLE else [WAYS[one] for one in (0, 3, 5, 6)])
+    for recompute in ("kept", "recomputed")
 ]
 OF_FSDP1 = [f"{weights}-{recompute}" for weights in ("views", "flat") for recompute in ("kept", "recomputed")]
 """The model's weights as views of what is sharded (use_orig_params), or that itself."""

@@ -61,6 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in RUNS}
 
 
+@pytest.mark.first_release
 def test_four_processes_pass_every_feature(tmp_path: Path) -> None:
     file = tmp_path / "smoke.json"
     arguments = ["--tp", "2", "--pp", "2", "--ep", "2", "--recompute", "--out", str(file)]
@@ -76,16 +77,25 @@ def test_four_processes_pass_every_feature(tmp_path: Path) -> None:
     assert cases == {"softmax", "sigmoid+bias", "groups"}
 
 
-@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_command_as_people_run_it_with_torchrun_and_without(tmp_path: Path, processes: int) -> None:
-    file, command = tmp_path / "smoke.json", [sys.executable]
-    if processes:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", "npu_replay", "smoke", "--device", "cpu", "--recompute", "--out", str(file)]
+@pytest.mark.first_release
+def test_the_command_as_people_run_it_with_torchrun(tmp_path: Path) -> None:
+    """tests/cli/test_output.py runs it without."""
+    file, torchrun = tmp_path / "smoke.json", ["-m", "torch.distributed.run", "--standalone"]
+    command = [
+        sys.executable,
+        *torchrun,
+        "--nproc-per-node=2",
+        "-m",
+        "npu_replay",
+        "smoke",
+        "--device",
+        "cpu",
+    ]
+    command += ["--recompute", "--out", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert tried(json.loads(file.read_text())) == EVERY
-    assert done.stdout.startswith(f"npu-replay smoke: {'2 processes' if processes else '1 process'}, on cpu")
+    assert done.stdout.startswith("npu-replay smoke: 2 processes, on cpu")
 
 
 def test_virtual_stages_pass(runs: dict[str, Found]) -> None:

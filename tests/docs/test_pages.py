@@ -141,6 +141,7 @@ def test_the_quickstart_replays_what_it_recorded(
 R3 = ["README.md", *(f"docs/{one}.md" for one in ("fsdp2", "vllm"))]
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("old_log_probs", ["replayed", "not replayed"])
 @pytest.mark.parametrize("page", R3)
 def test_r3_replays_the_old_log_probs_too(

@@ -55,9 +55,9 @@ def test_the_commands_that_set_all_up_say_how_long_they_take(page: str) -> None:
         script: re.findall(r"\d+", re.split("minutes|分钟", said)[0])
         for script, said in re.findall(r"(?m)^bash ci/(\w+)\.sh +# (.+)$", text_of(page))
     }
-    assert minutes == {"demo": ["3"], "test": ["8", "12"]}
-    assert "8 to 12 minutes on two cores the first time" in text_of("CONTRIBUTING.md")
-    assert "in 8 to 12 minutes on two cores the first time" in text_of("ci/test.sh")
+    assert minutes == {"demo": ["3"], "test": ["5", "8"]}
+    assert "5 to 8 minutes on two cores the first time" in text_of("CONTRIBUTING.md")
+    assert "in 5 to 8 minutes on two cores the first time" in text_of("ci/test.sh")
 
 
 @pytest.mark.parametrize("page", BOTH)

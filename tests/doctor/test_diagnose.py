@@ -65,6 +65,7 @@ def row(text: str, name: str) -> str:
 # As people run it
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 def test_with_megatron_it_says_that_replay_works_and_exits_0() -> None:
     result = run(path=os.environ.get("PYTHONPATH", ""))
@@ -93,6 +94,7 @@ def test_without_any_framework_it_says_how_to_get_one_and_exits_1(tmp_path: Path
     assert result.text.count("put Megatron-LM on PYTHONPATH") == 1
 
 
+@pytest.mark.slow
 def test_the_states_stand_below_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     text = tables.as_text(diagnose().parts())
@@ -101,25 +103,15 @@ def test_the_states_stand_below_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(set(columns)) == 1
 
 
+@pytest.mark.slow
 def test_it_takes_its_options(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=("megatron",)))
-    result = run("--json", "--imports", path=str(tmp_path))
-    found = json.loads(result.text)
+    file = tmp_path / "found.json"
+    result = run("--json", "--imports", "--out", str(file), path=str(tmp_path))
+    found = json.loads(result.text)  # stdout has nothing else
+    assert json.loads(file.read_text()) == found
     assert result.code == (0 if found["works"] else 1)
     assert any(one["why"].endswith("; imports") for one in found["capabilities"])
-
-
-@pytest.mark.slow
-def test_a_torch_npu_that_does_not_import_breaks_neither_doctor_nor_the_cpu(tmp_path: Path) -> None:
-    (tmp_path / "torch_npu").mkdir()
-    (tmp_path / "torch_npu" / "__init__.py").write_text("raise ImportError('libhccl.so: cannot open')")
-    (tmp_path / "torch_npu" / "version.py").write_text("__version__ = '2.7.1'")
-    result = run(path=str(tmp_path))
-    assert result.code == 1
-    assert row(result.text, "CPU").startswith("works")
-    assert row(result.text, "NPU") == "broken ImportError: libhccl.so: cannot open"
-    assert "- NPU: ImportError: libhccl.so: cannot open" in result.text
-    assert "set_env.sh" in result.text
 
 
 # With a Megatron that is broken
@@ -159,6 +151,7 @@ def append(source: Path, line: str) -> int:
 @pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.first_release
+@pytest.mark.choice(every=2)
 @pytest.mark.parametrize(
     ("name", "line", "error"),
     [
@@ -198,7 +191,6 @@ def test_a_fork_whose_routing_has_another_name_is_told(megatron_core: Path) -> N
     assert "no function that routes is known" in megatron
     result = diagnosed(megatron_core, NPU_REPLAY_STRICT="0")
     assert result.code == 0
-    assert diagnosed(megatron_core, NPU_REPLAY_DISABLE="1").code == 0
 
 
 # In this process
@@ -343,13 +335,10 @@ def test_whatever_happens_to_a_child_is_told(
     ("source", "problem"),
     [
         ("", ""),
-        ("print('noise')", ""),
         ("raise ValueError('why\\nand more')", "doesn't import: ValueError: why"),
         ("raise KeyError", "doesn't import: KeyError"),
         ("def (", "doesn't import: SyntaxError: invalid syntax (product.py, line 1)"),
-        ("import os; os.kill(os.getpid(), 9)", "the process was killed by signal 9"),
         ("import atexit, os; atexit.register(os.abort)", ""),
-        ("raise SystemExit(3)", "the process ended with status 3"),
     ],
 )
 def test_an_import_is_tried_in_another_process(

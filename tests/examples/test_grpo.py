@@ -154,6 +154,7 @@ def weights(run: Any) -> list[torch.Tensor]:
     return [weight.detach().clone() for weight in run.policy.model.parameters()]
 
 
+@pytest.mark.choice(every=3)
 @pytest.mark.parametrize(("path", "which"), RESTARTS)
 def test_a_server_that_was_started_again_ends_the_run(job: Any, path: str, which: int) -> None:
     """Also with the weights that it was started with first: it doesn't know how often it was given some."""

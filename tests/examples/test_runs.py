@@ -30,11 +30,13 @@ def example(name: str) -> Path:
     return ROOT / "examples" / f"{name}.py"
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 def test_r2_in_a_megatron_loop() -> None:
     prints_what_it_promises(example("megatron_r2"))
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.first_release
 def test_megatrons_own_api_on_the_oldest_release() -> None:
@@ -42,11 +44,13 @@ def test_megatrons_own_api_on_the_oldest_release() -> None:
     prints_what_it_promises(example("megatron_api_on_0_12"))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_r3_under_fsdp2() -> None:
     prints_what_it_promises(example("fsdp2_r3"))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_page_about_fsdp2_shards_its_model_under_torchrun(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "fsdp2.md").read_text(encoding="utf-8")
@@ -58,6 +62,7 @@ def test_the_page_about_fsdp2_shards_its_model_under_torchrun(tmp_path: Path) ->
     assert done.stdout.count("DTensor") == 2, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_routes_through_a_shared_folder() -> None:
     prints_what_it_promises(example("shared_folder"))

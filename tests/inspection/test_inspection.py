@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import npu_replay
+from choice import examples
 from command_line import Result, invoke
 from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint
 from npu_replay.compat import probe
@@ -540,7 +541,7 @@ def test_ids_that_are_none(desk: Desk, text: str) -> None:
         desk.look(desk.rows, prompt_ids=desk.put(text.encode(), "ids.json"))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(150)
 @given(data=st.data())
 def test_damage_never_crashes_it_and_what_it_lets_through_from_vllm_takes(
     desk: Desk, data: st.DataObject

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from choice import examples
 from npu_replay import DecoderLayers, ParallelLayout, ReplayError, RoutedExperts, TokenLayout, delivery
 from npu_replay.errors import RouterError
 from npu_replay.routers import Router, labels_of
@@ -145,7 +146,7 @@ def picked(moe: tuple[int, ...], named: tuple[int, ...]) -> list[int] | None:
         return None
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(triples())
 def test_the_kth_expert_layer_has_the_kth_routes_or_it_is_an_error(
     triple: tuple[list[str], int, int, tuple[int, ...]],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,16 +12,12 @@ import npu_replay
 from npu_replay import ParallelLayout, RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError
 from npu_replay.routers import Router
-from toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
+from toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, hooks, run, same, tokens
 
-pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-
-
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+    pytest.mark.usefixtures("toy_routers"),
+]
 
 
 def made_up(rows: int, layers: range | tuple[int, ...], seed: int = 5, **about: Any) -> RoutedExperts:
@@ -156,6 +151,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("other", LAYOUTS)
 @pytest.mark.parametrize("one", LAYOUTS)
 def test_routes_recorded_in_one_layout_are_replayed_in_another(one: str, other: str) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import slow_layout
+from choice import examples
 from npu_replay import DecoderLayers, ParallelLayout, routers
 from npu_replay.errors import ReplayError, RouterError
 from toys import ToyModel, ToyRouter, ToyRouters
@@ -77,7 +78,7 @@ def mixes(count: int) -> st.SearchStrategy[int | list[int]]:
     return st.integers(1, 5) | st.lists(st.integers(0, 1), min_size=count, max_size=count)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(pipeline=pipelines(), data=st.data())
 def test_layers_are_where_dealing_them_out_one_by_one_puts_them(
     pipeline: dict[str, Any], data: st.DataObject
@@ -97,7 +98,7 @@ def test_layers_are_where_dealing_them_out_one_by_one_puts_them(
         assert here.moe_layers == tuple(layer for layer in layers if slow_layout.has_router(layer, freq))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     count=st.integers(0, 12),
     pp=st.integers(2, 4),
@@ -242,7 +243,7 @@ def test_the_arguments_of_decoder_layers_stay_as_they_were_given() -> None:
     gathers_rows=st.booleans(),
     times=st.integers(1, 3),
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_alignment_gives_every_rank_an_equal_share(
     tp: int, cp: int, context: str, sequence_parallel: bool, gathers_rows: bool, times: int
 ) -> None:

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import slow_layout
+from choice import examples
 from npu_replay import ParallelLayout, ReplayError, RoutedExperts, TokenLayout, fingerprint
 from npu_replay.errors import InvalidRoutes, MicroBatchError
 
@@ -181,7 +182,7 @@ def test_the_padding_multiple_follows_tp_and_cp_not_dp() -> None:
 # The rows, of every rank, against one token at a time
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(batch=batches())
 def test_rows_are_those_of_one_token_at_a_time(batch: Batch) -> None:
     """T16, T17, T20, T44, T46: every rank's rows."""
@@ -192,7 +193,7 @@ def test_rows_are_those_of_one_token_at_a_time(batch: Batch) -> None:
         assert layout.rows.dtype == torch.int64
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(batch=batches(), seed=st.integers(0, 99))
 def test_gather_and_scatter_over_all_ranks_give_every_token_its_route_back(batch: Batch, seed: int) -> None:
     """T17, T34, T46: on one rank exactly, or on each tensor-parallel rank where rows aren't sliced."""
@@ -211,7 +212,7 @@ def test_gather_and_scatter_over_all_ranks_give_every_token_its_route_back(batch
     assert [counts.tolist() for counts in held] == [[times] * length for length in batch.lengths]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(batch=batches(), data=st.data())
 def test_gather_gives_each_row_the_route_of_its_token_in_the_layers_asked_for(
     batch: Batch, data: st.DataObject
@@ -646,7 +647,7 @@ def test_one_bad_sequence_of_several_is_no_share_and_all_of_them_are() -> None:
         TokenLayout.packed([3, 2]).gather([None, routes(2, 1)], on_bad_route="native", ceiling=0)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(batch=batches(), data=st.data())
 def test_native_takes_nothing_from_the_good_sequences(batch: Batch, data: st.DataObject) -> None:
     """T24b: on every rank, each good sequence has the rows that it has without the bad ones."""
@@ -689,7 +690,7 @@ PADS = st.sampled_from([0, -100, 1, 151_643, 2**31 - 1])
 DTYPES = st.sampled_from([torch.int64, torch.int32])
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(batch=batches(), pad=PADS, dtype=DTYPES, wrapped=st.booleans())
 def test_a_probe_finds_the_same_rows(batch: Batch, pad: int, dtype: torch.dtype, wrapped: bool) -> None:
     """T16, T17, T20, T27, T44: whatever the id of the padding; the caller cuts over context parallel ranks.

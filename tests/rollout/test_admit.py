@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from choice import examples
 from npu_replay import Rollout, RoutedExperts, RouteStore, Turn, fingerprint
 from npu_replay.errors import InvalidRoutes
 from npu_replay.inspection.inspection import inspect
@@ -571,7 +572,7 @@ def rollouts(draw: st.DrawFn) -> tuple[RoutedModel, Array, Array, dict[str, Any]
     return model, tokens, rows, {"start": start, "ended": ended, "surplus": surplus}, seed
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(rollout=rollouts(), columns=st.booleans(), dtype=st.sampled_from(DTYPES[1:]), data=st.data())
 def test_good_rows_come_through_as_they_are_and_their_own_checks_take_them(
     rollout: tuple[RoutedModel, Array, Array, dict[str, Any], int],
@@ -606,7 +607,7 @@ def test_good_rows_come_through_as_they_are_and_their_own_checks_take_them(
     assert again.ids.dtype == routes.ids.dtype
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     rollout=rollouts(),
     columns=st.booleans(),

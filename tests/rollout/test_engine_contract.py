@@ -123,6 +123,13 @@ def forms_of_vllm() -> Iterator[Form]:
             given = {"version": version} if version > "0.30" else {"prompt": one.prompt}  # generate lacks it
             answer = vllm_outputs.answer(version, model, one, endpoint=endpoint)
             yield f"{version} {endpoint} {model}", json.dumps(answer), model, one, given
+        if version >= "0.21":  # T37: a gateway took the routes out, the rest went on without them
+            taken = {key: answer[key] for key in ("prompt_routed_experts",) if key in answer}
+            taken["choices"] = [
+                {"index": 0, "routed_experts": choice["routed_experts"]} for choice in answer["choices"]
+            ]
+            both = {"version": version, "prompt": one.prompt, "output": one.output}
+            yield f"{version} routes alone {model}", taken, model, one, both
 
 
 def forms_of_sglang() -> Iterator[Form]:
@@ -563,6 +570,12 @@ def test_no_cause_is_named_twice(engine: Engine, symptom: Symptom) -> None:
 def test_what_is_no_answer_is_refused(engine: Engine, found: Any) -> None:
     with refused(engine.name, "Expected"):
         engine.decode(found, prompt=[1], output=[2])
+
+
+def test_routes_of_many_requests_are_decoded_one_by_one(engine: Engine) -> None:
+    answer = engine.answer(ONE)
+    with refused("list of 6", "one by one"):
+        engine.decode([answer] * 6)
 
 
 def test_an_int_too_long_for_python_is_refused(engine: Engine) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 import sglang_outputs
 import vllm_outputs
+from choice import examples
 from npu_replay import RoutedExperts, fingerprint
 from npu_replay.compat.sglang.decode import from_sglang
 from npu_replay.compat.vllm.decode import from_vllm
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.timeout(120)
 
 MODEL = RoutedModel(layers=(1, 2), num_layers=3, num_experts=12, topk=2)
 SOURCE = Source(engine="Engine")
-QUIET = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+QUIET = examples(300)
 VLLM = ("0.14.0", "0.15.1", "0.20.2", "0.21.0", "0.22.0", "0.30.0", "0.33.0")
 
 # Junk, from anywhere

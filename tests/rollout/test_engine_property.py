@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import npu_replay
 import sglang_outputs
 import vllm_outputs
+from choice import examples
 from npu_replay import Rollout, RoutedExperts, TokenLayout, Turn, fingerprint, routers
 from npu_replay.compat.sglang.decode import from_sglang
 from npu_replay.compat.vllm.decode import from_vllm
@@ -232,6 +233,7 @@ def other_routers(model: PreTrainedModel) -> Iterator[None]:
             weight.copy_(old)
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_real_rollout_in_each_form_gives_its_routes_again(name: str, family: str) -> None:
@@ -239,7 +241,7 @@ def test_a_real_rollout_in_each_form_gives_its_routes_again(name: str, family: s
     assert one.fits(CASES[name].read(one, 0))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(one=parts(), layout=st.sampled_from(LAYOUTS), data=st.data())
 def test_any_part_of_a_rollout_from_any_row_gives_its_routes_again(
     one: Said, layout: Layout, data: st.DataObject
@@ -248,7 +250,7 @@ def test_any_part_of_a_rollout_from_any_row_gives_its_routes_again(
     assert one.fits(layout.read(one, start), start)
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(family=st.sampled_from(list(FAMILIES)), data=st.data())
 def test_the_model_takes_decoded_routes_without_a_mismatch(family: str, data: st.DataObject) -> None:
     batch = []
@@ -264,7 +266,7 @@ def test_the_model_takes_decoded_routes_without_a_mismatch(family: str, data: st
     assert apart.router_mismatch == 0.0
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(family=st.sampled_from(list(FAMILIES)), seed=st.integers(0, 2), data=st.data())
 def test_turns_in_different_forms_grow_into_the_routes_of_the_whole_t13_t30(
     family: str, seed: int, data: st.DataObject

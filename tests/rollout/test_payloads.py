@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from choice import examples
 from npu_replay.errors import InvalidRoutes
 from npu_replay.rollout.payloads import from_base64, from_lists, from_npy, ids_from_base64
 from npu_replay.rollout.release_rules import Fault, Source, Symptom
@@ -381,7 +382,7 @@ def test_nothing_warns_about_data_that_is_right() -> None:
         from_lists([[[1]]], source=SOURCE, most=SHAPE_MOST)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     ids=st.lists(st.integers(0, 300) | st.integers(-(2**31), 2**31 - 1), max_size=40),
     repeats=st.sampled_from([1, 700]),

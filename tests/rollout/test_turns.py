@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from choice import examples
 from npu_replay import MicroBatchError, ReplayError, Rollout, RoutedExperts, RoutedModel, Turn, fingerprint
 
 MODEL = RoutedModel(layers=(1, 2, 3), num_layers=4, num_experts=300, topk=4)
@@ -321,7 +322,7 @@ def test_what_was_given_out_stays_as_it_was() -> None:
     assert len(tokens) == 4
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_any_conversation_keeps_each_row_of_its_time(data: st.DataObject) -> None:
     """Turns, tools, aborts with and without routes, changing weights: against a table kept by hand."""

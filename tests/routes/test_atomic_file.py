@@ -189,6 +189,7 @@ def test_a_file_that_is_cut_short_after_it_was_loaded_kills_nobody(path: Path) -
     assert (done.returncode, done.stdout) == (0, f"{int(routes(tokens=50_000).ids.sum())}\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_writers_of_one_name_do_not_disturb_each_other_and_a_killed_one_blocks_nobody(path: Path) -> None:
     with hanging_writer(path) as process:
         routes().save(path)
@@ -212,6 +213,7 @@ def test_what_is_no_path_is_refused(given: Any) -> None:
             use(given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [400, 50_000], ids=["at the flush", "at the write"])
 def test_a_full_disk_leaves_nothing_behind(path: Path, tokens: int) -> None:
     """RLIMIT_FSIZE stands in for it. What is small waits in a buffer, and is tried again by the close."""

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from choice import examples
 from npu_replay.routes import checks
 from npu_replay.routes.checks import Array
 
@@ -88,7 +89,7 @@ def slow_repeated(ids: Array, tokens: list[int]) -> Iterator[int]:
         last[key] = token
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(ids=arrays(), seed=st.integers(0, 2**32), hidden=st.sampled_from([0.0, 0.3, 1.0]))
 def test_experts_named_twice_are_found_and_only_in_recorded_rows_t1(
     ids: Array, seed: int, hidden: float
@@ -105,7 +106,7 @@ def test_experts_named_twice_are_found_and_only_in_recorded_rows_t1(
     assert np.array_equal(ids, before)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(ids=arrays())
 def test_constant_columns_and_blank_rows_are_found_t32_t42(ids: Array) -> None:
     columns = [
@@ -121,7 +122,7 @@ def test_constant_columns_and_blank_rows_are_found_t32_t42(ids: Array) -> None:
     assert checks.blank_rows(ids).tolist() == blank
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(ids=arrays(), words=st.integers(1, 9), seed=st.integers(0, 2**32))
 def test_rows_of_another_token_are_found_t31(ids: Array, words: int, seed: int) -> None:
     tokens = np.random.default_rng(seed).integers(0, words, len(ids))
@@ -131,7 +132,7 @@ def test_rows_of_another_token_are_found_t31(ids: Array, words: int, seed: int) 
             assert checks.repeated_rows(ids, tokens).tolist() == list(slow_repeated(ids, tokens.tolist()))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(seed=st.integers(0, 2**32), rows=st.integers(2, 40), copies=st.integers(0, 6), data=st.data())
 def test_rows_of_another_token_are_found_in_wide_rows_t31(
     seed: int, rows: int, copies: int, data: st.DataObject

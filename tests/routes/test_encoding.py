@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import numpy as package
 from safetensors.torch import load_file
 
+from choice import examples
 from forged_routes import KNOWN, MODEL, forged, routes
 from npu_replay import ReplayError, RoutedExperts, RouteStore
 from npu_replay.errors import InvalidRoutes, RouteFileError
@@ -68,6 +69,7 @@ def form(request: pytest.FixtureRequest) -> Form:
 # In all forms
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("experts", [8, 300])
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize("version", [None, 3, "v1"])
@@ -190,6 +192,7 @@ for _name in (*MODEL, *KNOWN):
             CRAFTED[f"{_name} {_value!r}"] = {_part: _whole | {_name: _value}}, _name
 
 
+@pytest.mark.choice(every=4)
 @pytest.mark.parametrize("what", CRAFTED)
 def test_a_crafted_header_is_refused_though_its_digest_is_right(
     form: Form, tmp_path: Path, what: str
@@ -309,7 +312,7 @@ def any_routes(draw: st.DrawFn) -> RoutedExperts:
 
 
 @given(any_routes())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_any_routes_come_back_from_bytes(before: RoutedExperts) -> None:
     after = RoutedExperts.from_bytes(before.to_bytes())
     assert after == before
@@ -352,7 +355,7 @@ def test_the_size_is_the_ids_and_a_byte_a_token() -> None:
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_several_changed_bytes_are_refused(data: st.DataObject) -> None:
     good = routes().to_bytes()
     changed = bytearray(good)
@@ -383,7 +386,7 @@ def test_what_is_no_bytes_and_bytes_with_more_after_them_are_refused() -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_anything_in_the_place_of_a_header_is_refused_with_an_error_of_ours(rest: bytes) -> None:
     for length in (len(rest), len(rest) // 2):
         with pytest.raises(ReplayError):

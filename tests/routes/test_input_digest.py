@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,19 +10,15 @@ import torch
 from torch import nn
 
 import npu_replay
-from npu_replay import MicroBatchError, routers
+from npu_replay import MicroBatchError
 from npu_replay.routes.inputs import digest, input_key, other_inputs
-from toys import HIDDEN, ToyModel, ToyRouter, ToyRouters
+from toys import HIDDEN, ToyModel, ToyRouter
 
 BATCH, LENGTH = 2, 5
 IDS = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
 
 
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
+pytestmark = pytest.mark.usefixtures("toy_routers")
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:

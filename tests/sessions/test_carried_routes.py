@@ -58,6 +58,7 @@ def carried(fed: Fed, routes: list[list[torch.Tensor]], empty: int = 0) -> torch
     return rows.view(*ids.shape, LAYERS, TOPK)
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("keyword", ["routed_experts", "rollout_expert_indices"])
@@ -213,6 +214,7 @@ BAD: dict[str, tuple[Callable[[Fed], dict[str, Any]], str]] = {
 }
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("what", BAD)
 def test_routes_that_cannot_be_the_calls_are_refused(what: str, grad: bool) -> None:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 import npu_replay
-from npu_replay import routers
 from npu_replay.errors import RouterError
 from npu_replay.sessions import torch_state
-from toys import ToyModel, ToyRouters, tokens
+from toys import ToyModel, tokens
 
-
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
+pytestmark = pytest.mark.usefixtures("toy_routers")
 
 
 def stance() -> str:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,35 +20,31 @@ from torch.utils.checkpoint import (
 )
 
 import npu_replay
-from npu_replay import RoutedExperts, routers
+from npu_replay import RoutedExperts
 from npu_replay.errors import MicroBatchError, RecomputeError
 from npu_replay.sessions import backward
 from toys import (
     EXPERTS,
     ROWS,
     SAVED_TENSOR_HOOKS,
-    TOPK,
     ToyLayer,
     ToyModel,
     ToyRouter,
-    ToyRouters,
+    foreign,
     plain,
     tokens,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+    pytest.mark.usefixtures("few_objects"),
+    pytest.mark.usefixtures("toy_routers"),
+]
 
 KINDS = ["record", "replay", "replay with holes", "pin_recompute"]
 HOW = ["reentrant", "non-reentrant"]
 Run = Callable[[torch.Tensor], torch.Tensor]
 Loss = Callable[[nn.Module, torch.Tensor, int], torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
 
 
 @pytest.fixture(params=SAVED_TENSOR_HOOKS)
@@ -74,22 +70,10 @@ class Drifting(ToyRouter):
         return scores.gather(1, ids), ids
 
 
-def foreign(model: ToyModel, count: int, holes: bool) -> list[RoutedExperts]:
-    generator = torch.Generator().manual_seed(5)
-    return [
-        RoutedExperts(
-            ids=torch.rand(ROWS, len(model.layers), EXPERTS, generator=generator).topk(TOPK).indices,
-            layers=range(len(model.layers)),
-            num_experts=EXPERTS,
-            recorded=torch.arange(ROWS) % 3 != 0 if holes else None,
-        )
-        for _ in range(count)
-    ]
-
-
 def block(kind: str, model: ToyModel, count: int) -> Any:
     if kind.startswith("replay"):
-        return npu_replay.replay(model, foreign(model, count, "holes" in kind))
+        recorded = torch.arange(ROWS) % 3 != 0 if "holes" in kind else None
+        return npu_replay.replay(model, foreign(count, layers=len(model.layers), recorded=recorded))
     return getattr(npu_replay, kind)(model)
 
 
@@ -125,6 +109,7 @@ def check_same(
 # One in another
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("order", ["sum", "1, 2, 0"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("inner", HOW)
@@ -143,6 +128,7 @@ def test_a_checkpoint_around_the_loss_and_one_around_the_model(
     check_same(kind, loss, order)
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("hooks", ["save_on_cpu", "own"])
@@ -160,6 +146,7 @@ def test_a_loss_in_a_checkpoint_with_saved_tensor_hooks_around_the_model(
     check_same(kind, loss)
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layers", HOW)
 @pytest.mark.parametrize("inner", HOW)
@@ -185,6 +172,7 @@ def saving(how: str) -> contextlib.AbstractContextManager[Any]:
 # Several forwards in one
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute"])
 @pytest.mark.parametrize("inner", [None, *HOW])
 @pytest.mark.parametrize("how", HOW)
@@ -202,6 +190,7 @@ def test_several_forwards_in_one_checkpoint_are_refused(how: str, inner: str | N
         checkpoint(both, tokens().requires_grad_(), use_reentrant=how == "reentrant").backward()
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("order", ["sum", "1, 2, 0"])
 @pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute"])
 @pytest.mark.parametrize("inner", [None, *HOW])
@@ -215,7 +204,7 @@ def test_two_chunks_in_one_checkpoint_are_told_apart(
     def run(recompute: bool) -> list[torch.Tensor]:
         Drifting.calls = 0
         chunks = [ToyModel(Drifting(), Drifting(), recompute=inner if recompute else None) for _ in range(2)]
-        ids = [torch.cat([one.ids for one in (a, b)], dim=1) for a, b in [foreign(chunks[0], 2, False)] * 3]
+        ids = [torch.cat([one.ids for one in (a, b)], dim=1) for a, b in [foreign(2)] * 3]
         routes = [RoutedExperts(ids=one, layers=range(4), num_experts=EXPERTS) for one in ids]
         both = nn.Sequential(*chunks)
         given = (chunks, routes) if kind == "replay" else (chunks,)
@@ -263,6 +252,7 @@ def hidden_model(under: str, recompute: str | None = None) -> ToyModel:
 UNDER = ["no_grad", "save_on_cpu", "own"]
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("under", UNDER)
@@ -272,6 +262,7 @@ def test_a_router_that_autograd_does_not_see_is_recomputed_as_it_was(under: str,
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("under", UNDER)
@@ -315,6 +306,7 @@ class Wrapped(Rerun):
         return Rerun.forward(*args)
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("order", ["sum", "1, 2, 0"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["layers", "model", "loss"])
@@ -447,6 +439,7 @@ WRAPS: list[Callable[[Run], Run]] = [
 ]
 
 
+@pytest.mark.choice(every=3)
 @pytest.mark.parametrize("seed", range(60))
 def test_any_of_them_in_any_other(seed: int) -> None:
     """Around each layer, around the model and around the loss, none to two of them, in any order."""
@@ -518,7 +511,7 @@ def test_an_interrupt_in_a_recompute_leaves_nothing_to_the_next() -> None:
     for interrupted in (False, True):
         Drifting.calls = 0
         model = ToyModel(Drifting(), Drifting(), recompute="non-reentrant")
-        with npu_replay.replay(model, foreign(model, 2, holes=True)):
+        with npu_replay.replay(model, foreign(2, recorded=torch.arange(ROWS) % 3 != 0)):
             first = checkpoint(model, tokens(0).requires_grad_(), use_reentrant=True).sum()
             second = model(tokens(1).requires_grad_()).sum()
             if interrupted:

@@ -148,6 +148,7 @@ def assert_replayed(seen: Seen, fed: Fed, wanted: Sequence[Sequence[torch.Tensor
     assert any(moved)  # a run without it would have chosen otherwise
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("after", LAYOUTS)
 @pytest.mark.parametrize("before", ["right", "both sides", "packed"])

@@ -166,6 +166,7 @@ KINDS: dict[str, tuple[Sample, Sample, Sample]] = {
 }
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("after", TOGETHER)
 @pytest.mark.parametrize("before", TOGETHER)
 @pytest.mark.parametrize("what", KINDS)

@@ -5,7 +5,7 @@ The truth is the router's own code over the scores that a hook has seen, or an u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import npu_replay
-from npu_replay import NoEffect, RoutedExperts, RouterError, routers
-from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, run, same, tokens
+from npu_replay import NoEffect, RoutedExperts, RouterError
+from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, run, same, tokens
 
 Scores = torch.Tensor
 Pair = Any
@@ -25,11 +25,7 @@ PADDING = torch.arange(ROWS) % 3 == 1
 GROUPS = torch.arange(EXPERTS) // (EXPERTS // 4)
 
 
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
+pytestmark = pytest.mark.usefixtures("toy_routers")
 
 
 def outside(scores: Scores) -> torch.Tensor:
@@ -348,6 +344,7 @@ def test_a_view_of_the_scores_has_the_same_answer(of: Callable[[Scores], Scores]
     assert values.requires_grad
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", ["product", "sum", "where", "minimum"])
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
 def test_a_mask_may_cover_nothing_in_some_micro_batches(kind: str, recompute: str | None) -> None:
@@ -413,6 +410,7 @@ class FirstExperts(torch.utils._python_dispatch.TorchDispatchMode):
         return args[0].gather(1, ids), ids
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("mode", [LastExperts, FirstExperts])
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
@@ -452,6 +450,7 @@ def test_ids_of_several_routers_in_one_buffer_are_refused(monkeypatch: pytest.Mo
         model(tokens(0)), model(tokens(1)), model(tokens(2)), model(tokens(3))
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("when", ["before", "inside", "inside, twice"])
 @pytest.mark.parametrize("number", [0, 3])
 @pytest.mark.parametrize("block", ["record", "replay"])

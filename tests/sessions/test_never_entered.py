@@ -7,25 +7,19 @@ import logging
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import npu_replay
-from npu_replay import routers
 from npu_replay.errors import ReplayError, RouterError
-from toys import ToyModel, ToyRouter, ToyRouters, hooks, tokens
+from toys import ToyModel, ToyRouter, hooks, tokens
 
 TESTS = Path(__file__).parents[1]
 
-
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
+pytestmark = pytest.mark.usefixtures("few_objects", "toy_routers")
 
 
 def replayed(model: ToyModel) -> Any:
@@ -156,6 +150,7 @@ model(tokens())
 """
 
 
+@pytest.mark.choice(every=2)
 @pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "raise KeyError('theirs')"])
 def test_one_that_lives_until_the_process_ends_warns_then(end: str) -> None:
     path = [str(TESTS), str(Path(npu_replay.__file__).parents[1])]

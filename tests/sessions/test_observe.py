@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 import npu_replay
-from npu_replay import RoutedExperts, routers
+from npu_replay import RoutedExperts
 from npu_replay.smoke.checks import differing
-from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouters, tokens
+from toys import EXPERTS, ROWS, TOPK, ToyModel, tokens
 
-
-@pytest.fixture(autouse=True)
-def known() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
+pytestmark = pytest.mark.usefixtures("toy_routers")
 
 
 def random_routes(seed: int) -> RoutedExperts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,17 @@ import torch
 
 import npu_replay
 from judged_rows import RUN, of_engine
-from npu_replay import MicroBatchError, ReplayError, RoutedExperts, RouteStore, TokenLayout, routers
+from npu_replay import MicroBatchError, ReplayError, RoutedExperts, RouteStore, TokenLayout
 from npu_replay.rollout.admit import admit
 from npu_replay.rollout.release_rules import Source
 from npu_replay.routes.checks import Array
 from npu_replay.sessions.replay import StepReplay
-from toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, ToyRouters
+from toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter
 
 FAR = "far from what the routers would choose"
 
 
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
+pytestmark = pytest.mark.usefixtures("toy_routers")
 
 
 def hidden(rows: int, seed: int = 0) -> torch.Tensor:

@@ -32,6 +32,7 @@ def recorded(model: Any, tokens: torch.Tensor) -> RoutedExperts:
     return recording.routes[0]
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("length", [128, 600])
 @pytest.mark.parametrize("size", SIZES)
 def test_right_rows_are_taken_and_wrong_ones_refused(size: str, length: int) -> None:

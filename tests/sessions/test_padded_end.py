@@ -55,6 +55,7 @@ def counts(following: Any) -> tuple[float, ...]:
     return tuple(following.metrics()[name] for name in ("recorded", "replayed", "held"))
 
 
+@pytest.mark.choice(every=5)
 @pytest.mark.parametrize("after", [1, 2, 8, 9, 16, 36])
 @pytest.mark.parametrize("before", [1, 2, 8, 9, 16, 36])
 def test_a_padded_end_is_no_sequence_however_long_it_is(before: int, after: int) -> None:

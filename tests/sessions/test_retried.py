@@ -11,20 +11,16 @@ import torch
 from torch import nn
 
 import npu_replay
-from npu_replay import NoEffect, RoutedExperts, routers
+from npu_replay import NoEffect, RoutedExperts
 from npu_replay.sessions.replay import StepReplay
-from toys import EXPERTS, TOPK, ToyModel, ToyRouter, ToyRouters, tokens
+from toys import EXPERTS, TOPK, ToyModel, ToyRouter, tokens
 
 ROWS = 40
 """Two micro-batches of them are judged for their overlap."""
 MICRO_BATCHES = 4
 
 
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
+pytestmark = pytest.mark.usefixtures("toy_routers")
 
 
 class OutOfMemory(RuntimeError):

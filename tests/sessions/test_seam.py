@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,20 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import npu_replay
-from npu_replay import RoutedExperts, routers
+from npu_replay import RoutedExperts
 from npu_replay.errors import MicroBatchError, NoEffect
 from npu_replay.sessions import backward, seam
-from toys import EXPERTS, ROWS, TOPK, Select, ToyModel, ToyRouter, ToyRouters, run, same, tokens
+from toys import EXPERTS, ROWS, TOPK, Select, ToyModel, ToyRouter, run, same, tokens
 
 Scores = torch.Tensor
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
+pytestmark = pytest.mark.usefixtures("toy_routers")
 
 
 def foreign(layers: int = 2, seed: int = 5) -> RoutedExperts:

@@ -28,9 +28,12 @@ import npu_replay
 from npu_replay import RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError
 from npu_replay.sessions import backward, route_source
-from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
+from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, foreign, hooks, run, same, tokens
 
-pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+    pytest.mark.usefixtures("few_objects"),
+]
 
 NATIVE = torch.topk, torch.Tensor.topk
 
@@ -51,16 +54,7 @@ def record(model: ToyModel, *seeds: int) -> list[RoutedExperts]:
 
 
 def random_routes(model: ToyModel, *seeds: int) -> list[RoutedExperts]:
-    generator = torch.Generator().manual_seed(5)
-    layers = len(model.layers)
-    return [
-        RoutedExperts(
-            ids=torch.rand(ROWS, layers, EXPERTS, generator=generator).topk(TOPK).indices,
-            layers=range(layers),
-            num_experts=EXPERTS,
-        )
-        for _ in seeds or (0,)
-    ]
+    return foreign(len(seeds or (0,)), layers=len(model.layers))
 
 
 def check_usable(model: ToyModel, before: object) -> None:
@@ -464,6 +458,7 @@ def test_routes_are_there_only_when_the_block_has_ended() -> None:
 RECOMPUTE = ["reentrant", "non-reentrant"]
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute"])
 @pytest.mark.parametrize("how", [*RECOMPUTE, "whole reentrant", "whole non-reentrant"])
 def test_leaving_the_block_before_backward_is_an_error(how: str, kind: str) -> None:
@@ -631,6 +626,7 @@ def gradients(model: ToyModel, order: str, loss: Callable[[int], torch.Tensor]) 
     return [p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("layers", [None, *RECOMPUTE])
 @pytest.mark.parametrize("order", ["1f1b", "sum"])
 @pytest.mark.parametrize("how", RECOMPUTE)
@@ -753,6 +749,7 @@ class Called(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("kind", ["record", "replay", "replay with holes", "live mismatch", "pin_recompute"])
 @pytest.mark.parametrize("mode", [Logged, Called])
@@ -850,6 +847,7 @@ def with_copied_hooks(model: ToyModel) -> ToyModel:
     return twin
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_made_inside_a_block_is_a_plain_model(how: str, kind: str) -> None:
@@ -877,6 +875,7 @@ def test_a_pickle_made_inside_a_block_asks_for_nothing_of_ours(kind: str) -> Non
         assert b"npu_replay" not in pickle.dumps(model)
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("how", [None, *RECOMPUTE])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_block_is_no_garbage_that_waits_for_the_collector(kind: str, how: str | None) -> None:
@@ -1186,6 +1185,7 @@ class Wrapper(nn.Module):
         return out
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("rows", [ROWS, ROWS - 3], ids=["", "other rows"])
 @pytest.mark.parametrize("times", [1, 2])

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 import npu_replay
-from npu_replay import RoutedExperts, routers
+from npu_replay import RoutedExperts
 from npu_replay.errors import MicroBatchError, NoEffect, ReplayError, RouterError
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.replay import StepReplay
-from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, hooks, run, same, tokens
+from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, hooks, run, same, tokens
 
-
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toys", ToyRouters())
-    yield
-    routers.unregister("toys")
+pytestmark = pytest.mark.usefixtures("toy_routers")
 
 
 def recorded(model: ToyModel, *seeds: int) -> list[RoutedExperts]:

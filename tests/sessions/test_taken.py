@@ -11,11 +11,11 @@ from torch.nn.functional import one_hot
 from torch.utils.checkpoint import checkpoint
 
 import npu_replay
-from npu_replay import RoutedExperts, routers
+from npu_replay import routers
 from npu_replay.errors import NoEffect, RecomputeError
 from npu_replay.routers import Router, RouterKind
 from npu_replay.sessions import backward, seam
-from toys import EXPERTS, HIDDEN, ROWS, TOPK, hooks, run, same, tokens
+from toys import EXPERTS, HIDDEN, ROWS, TOPK, foreign, hooks, run, same, tokens
 
 Ids = torch.Tensor
 Use = Callable[["Block", torch.Tensor, Ids], Ids]
@@ -114,18 +114,7 @@ def by_gather_first(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
 USES = (by_one_hot, by_cast, by_view, by_index, by_pairs, by_gather_first)
 
 
-def foreign(count: int = 1) -> list[RoutedExperts]:
-    generator = torch.Generator().manual_seed(5)
-    return [
-        RoutedExperts(
-            ids=torch.rand(ROWS, 2, EXPERTS, generator=generator).topk(TOPK).indices,
-            layers=range(2),
-            num_experts=EXPERTS,
-        )
-        for _ in range(count)
-    ]
-
-
+@pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("use", USES)
 def test_a_block_is_recorded_bit_equal_and_its_experts_get_the_routes(use: Use, recompute: str) -> None:

@@ -6,7 +6,7 @@ import copy
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,27 +17,22 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint
 
 import npu_replay
-from npu_replay import RoutedExperts, routers
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.sessions import backward
 from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.replay import StepReplay
-from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters, plain, tokens
+from toys import ToyModel, ToyRouter, foreign, plain, tokens
 
-pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+    pytest.mark.usefixtures("toy_routers"),
+]
 
 KINDS = ["record", "replay", "pin_recompute", "StepReplay", "StepRecording"]
 HOW = ["reentrant", "non-reentrant"]
 Change = Callable[[ToyModel], None]
 REPLACED = "the code that routes was replaced inside an open block"
-
-
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
 
 
 class Detached(ToyRouter):
@@ -114,12 +109,6 @@ REPLACING = [router, layer, all_layers, every_router, swapped_routers, swapped_l
 UNHOOKING = [cleared_hooks_after, cleared_hooks_of_all, other_dictionaries]
 
 
-def foreign(count: int) -> list[RoutedExperts]:
-    generator = torch.Generator().manual_seed(5)
-    ids = [torch.rand(ROWS, 2, EXPERTS, generator=generator).topk(TOPK).indices for _ in range(count)]
-    return [RoutedExperts(ids=one, layers=[0, 1], num_experts=EXPERTS) for one in ids]
-
-
 def block(kind: str, model: ToyModel, count: int = 2) -> Any:
     made: dict[str, Callable[[], Any]] = {
         "record": lambda: npu_replay.record(model),
@@ -166,6 +155,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 # Between a forward and its recompute
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("change", [*REPLACING, *UNHOOKING, cleared_hooks_before, wrapped_past_its_call])
@@ -265,6 +255,7 @@ def test_a_second_backward_over_a_kept_graph_is_watched_too() -> None:
 # Before a forward, and at the end
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", [*KINDS, "observe"])
 @pytest.mark.parametrize("change", [*REPLACING, cleared_hooks_after])
 def test_what_is_replaced_before_a_forward_is_told_at_its_beginning(change: Change, kind: str) -> None:
@@ -279,6 +270,7 @@ def test_what_is_replaced_before_a_forward_is_told_at_its_beginning(change: Chan
     assert not reached
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", [*KINDS, "observe"])
 @pytest.mark.parametrize("change", [router, swapped_layers, *UNHOOKING])
 def test_what_is_replaced_after_the_last_forward_is_told_on_leaving(change: Change, kind: str) -> None:
@@ -322,6 +314,7 @@ def test_the_error_names_the_place_and_both_modules() -> None:
 # What is no replacement
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", [None, *HOW])
 @pytest.mark.parametrize("of", ["router", "layer", "layers"])
@@ -396,6 +389,7 @@ def same_weights(model: ToyModel) -> None:
     model.to(torch.float32).train()
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", [None, *HOW])
 @pytest.mark.parametrize(

@@ -9,14 +9,13 @@ import copy
 import dataclasses
 import inspect
 import pickle
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import jobs
 from npu_replay.compat.megatron import config_flags
 from npu_replay.compat.megatron.config_flags import FLAGS, REPLAY
 from npu_replay.compat.patching.patches import Patches
@@ -132,6 +131,7 @@ def by_dict(config: Any) -> Any:
     return type(config)(**dataclasses.asdict(config))
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("copying", [copy.copy, copy.deepcopy])
 @pytest.mark.parametrize("making", [dataclasses.replace, by_fields, by_dict])
 @pytest.mark.parametrize("names", [REPLAY, REPLAY[:1], REPLAY[1:]], ids=["both", *REPLAY])
@@ -274,10 +274,8 @@ def test_other_unknown_arguments_are_still_errors(config_class: type) -> None:
 
 
 UNDONE = """
-import sys
-first, then = sys.argv[1:]
-modules = {"npu_replay": "npu_replay", "megatron": "megatron.core.transformer.transformer_config"}
-for name in (first, then):
+modules = {{"npu_replay": "npu_replay", "megatron": "megatron.core.transformer.transformer_config"}}
+for name in {order!r}:
     __import__(modules[name])
 import npu_replay
 from megatron.core.transformer.transformer_config import TransformerConfig as Config
@@ -292,11 +290,10 @@ assert not any(where.endswith(".TransformerConfig.__init__") for where in change
 try:
     Config(**sizes, enable_routing_replay=True)
 except TypeError:
-    print("undone")
+    print(json.dumps("undone"))
 """
 
 
 @pytest.mark.parametrize("order", [("npu_replay", "megatron"), ("megatron", "npu_replay")])
 def test_whichever_is_imported_first_uninstall_undoes_it(order: tuple[str, str]) -> None:
-    done = subprocess.run([sys.executable, "-c", UNDONE, *order], capture_output=True, text=True, check=False)
-    assert done.stdout == "undone\n", done.stderr
+    assert jobs.printed(UNDONE.format(order=order)) == "undone"

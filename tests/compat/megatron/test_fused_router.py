@@ -32,6 +32,7 @@ def kernel() -> Iterator[Any]:
         yield moe_utils
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "full", "layers_non_reentrant"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_record_is_bit_equal_to_the_fused_run_and_its_replay_gives_the_same_ids(

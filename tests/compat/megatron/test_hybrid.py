@@ -67,6 +67,7 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, 64, (1, TOKENS), generator=torch.Generator().manual_seed(3))
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("recompute", ["kept", "full", "selective"])
 @pytest.mark.parametrize("pattern", CONFIGS)
 def test_an_engines_rows_reach_the_routers_of_their_layers(pattern: str, recompute: str) -> None:

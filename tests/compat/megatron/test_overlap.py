@@ -13,7 +13,7 @@ from megatron_cases import DEVICE, SIGMOID_BIAS, VOCAB, routers
 from npu_replay import RoutedExperts
 from npu_replay.smoke import megatron_model
 
-pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+pytestmark = [pytest.mark.megatron, pytest.mark.first_release, pytest.mark.usefixtures("megatron")]
 
 SIZES: dict[str, dict[str, Any]] = {
     "top-1 of 16": {"num_moe_experts": 16, "moe_router_topk": 1, "moe_router_pre_softmax": True},

@@ -77,6 +77,7 @@ def test_every_recompute_finds_its_own_micro_batch(
         assert same(checkpointed.run(order), expected)
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_replayed_experts_are_the_recorded_ones_after_the_router_changed(
@@ -266,6 +267,7 @@ def test_chunks_in_one_list_are_merged_by_layer() -> None:
             assert same(([], expected[1]), ([], grads))
 
 
+@pytest.mark.choice(every=2)
 @pytest.mark.parametrize("recompute", ALL_RECOMPUTE)
 def test_pin_recompute_repeats_the_choice_of_its_own_forward(recompute: str) -> None:
     """T35: a recompute that chooses anew gives gradients that belong to no forward."""
@@ -443,6 +445,7 @@ def test_a_saturated_router_under_capacity_drops_whom_it_dropped(factor: float, 
     assert lost > 0 or factor < 3, "room for all: the zeros that were lost have a place"
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("operation", ["scatter", "zeros_like", "unbind", "gather", "any"])
 @pytest.mark.parametrize(
     "variant", ["softmax_after_topk", "groups_sigmoid_bias", "capacity_probs", "aux_loss"]

@@ -77,6 +77,7 @@ def check(trainer: Trainer) -> None:
         assert same(upstream_loop.replay(trainer, recorded), blocks(trainer, recorded))
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "full", "layers_non_reentrant"])
 @pytest.mark.parametrize("variant", CASES)
 def test_a_loop_written_against_upstreams_api_gives_what_a_block_gives(
@@ -609,6 +610,7 @@ WAYS = {
 PAIRS = [("decoders", "prediction layers"), ("prediction layers", "wrapped"), ("wrapped", "decoders")]
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("pair", PAIRS, ids=", ".join)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_list_of_all_keeps_the_order_of_making(ours: Any, way: str, pair: tuple[str, str]) -> None:

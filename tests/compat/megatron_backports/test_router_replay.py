@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
-import os
 import runpy
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import jobs
 from npu_replay.compat.megatron_backports.router_replay import (
     AnotherNumber,
     Asked,
@@ -295,15 +292,7 @@ npu_replay.uninstall()
 after = importlib.util.find_spec(name) is not None
 print(json.dumps([native, found, RouterReplay.__module__, here, after, name in sys.modules]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        cwd=Path(__file__).parents[1],
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    native, found, module, here, after, imported = json.loads(done.stdout.splitlines()[-1])
+    native, found, module, here, after, imported = jobs.printed(script)
     assert found
     name = "megatron.core.transformer.moe.router_replay"
     if native:

@@ -200,6 +200,7 @@ def check(trainer: Trainer) -> None:
     assert hooks_left(trainer.model) == 0
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_routing_type_is_recorded_and_replayed(
@@ -246,6 +247,7 @@ def test_a_replayed_expert_has_the_probability_that_its_score_gives_also_in_a_ma
     assert float(gradient.abs().sum()) > 0
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("order", ["sum", "reversed"])
 @pytest.mark.parametrize("case", ["softmax_topk_norm", "greedy_losses", "pai"])
 def test_a_recompute_takes_the_foreign_experts_of_its_own_micro_batch(

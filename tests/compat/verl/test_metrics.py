@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
+import jobs
 from npu_replay.compat.verl.metrics import announce
 
 
@@ -35,12 +34,15 @@ def logger_as_it_was() -> Iterator[logging.Logger]:
 def test_it_is_seen_once_whatever_logging_a_process_has_set_up(
     logging_of_its_own: str, lines: list[str]
 ) -> None:
-    code = "from npu_replay.compat.verl.metrics import announce; announce('one'); announce('two')"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{logging_of_its_own}\n{code}"], capture_output=True, text=True, check=False
-    )
-    assert done.stderr.splitlines() == lines
-    assert done.stdout == ""
+    code = f"""
+import io
+sys.stderr = io.StringIO()
+{logging_of_its_own}
+from npu_replay.compat.verl.metrics import announce
+announce('one'); announce('two')
+print(json.dumps(sys.stderr.getvalue().splitlines()))
+"""
+    assert jobs.printed(code) == lines
 
 
 def test_it_goes_the_users_way_where_logging_is_set_up(

@@ -54,6 +54,7 @@ def chosen(comm: Comm, batch: tuple[int, ...], tp: int, sharded: bool, newest: b
     return found
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("newest", [False, True], ids=["to 0.26", "from 0.27"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sequence parallel"])
 @pytest.mark.parametrize("comm", ["allgather", "mc2", "fused_mc2", "alltoall"])
