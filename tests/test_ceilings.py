@@ -28,7 +28,7 @@ LINES = {
     "options": 90,
     "routers": 336,
     "rollout": 1844,
-    "sessions": 4458,
+    "sessions": 4453,
     "parallel": 1900,
     "delivery": 255,
     "compat.patching": 658,

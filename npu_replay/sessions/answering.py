@@ -323,11 +323,17 @@ class RouterCalls:
                 call.routes = answering.source.prepare(router, call.forward, rows, hidden.device)
         else:
             call.number = number
+            call.follows |= self._is_block and is_due(number)
             if call.made is not None:
                 call.made.used = self._masked.get(number)
             call.routes = self._again(number, rows, hidden.device)
         if next(reversed(router.module._forward_hooks.values())) is not self.last and not self._is_block:
-            self._look_behind()
+            if self._behind is None:
+                self._behind = Hook(self, self._leaves, router.module)
+                self.block.callback(self._behind.take_off)
+            self._behind.take_off()
+            router.module.register_forward_hook(self._behind)  # behind the hooks of others
+            self.last = self._behind
         call.owner = self
         call.inside = caller_of_hook()
         call.begin()
@@ -374,16 +380,6 @@ class RouterCalls:
         again = call.forward is None
         number = call.number if again else call.forward.number
         self._witness.saw_last(self.router, number, call.ids, output, again=again)
-
-    def _look_behind(self) -> None:
-        """Hang a hook behind the hooks of others."""
-        module = self.router.module
-        if self._behind is None:
-            self._behind = Hook(self, self._leaves, module)
-            self.block.callback(self._behind.take_off)
-        self._behind.take_off()
-        module.register_forward_hook(self._behind)
-        self.last = self._behind
 
     def _live(self) -> tuple[Forward, bool]:
         """Return the forward that this call belongs to, and whether anything may run the call again."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from npu_replay import routers
-from npu_replay.errors import NoEffect, RecomputeError, micro_batch
+from npu_replay.errors import NoEffect, RecomputeError, likeliest, micro_batch
 from npu_replay.routers import Router
 from npu_replay.sessions import seam
 from npu_replay.sessions.micro_batches import Forward, Key
@@ -21,10 +21,11 @@ from npu_replay.sessions.micro_batches import Forward, Key
 _WRITTEN = "the ids that the top-k gave were written into before the forward ended"
 _NOT_SHOWN = "the router's output doesn't show the chosen experts"
 _RULED_OUT = "an expert of the routes has a weight that was made from a mask's number"
-_MASKED_BEFORE = (
+_MASKED_BEFORE = likeliest(
     "the router masks experts and then makes the scores of its top-k (by a softmax, or a bias), so an expert "
-    "that it masks now has a weight of 0 or so, and its own can't be told. Mask after the softmax; or "
-    "describe the router with masks=False where its weights come from other scores than the top-k's"
+    "that it masks now has a weight of 0 or so: mask after the softmax, or describe the router with "
+    "masks=False where its weights come from other scores than the top-k's",
+    "a mask that can't be seen: in a compiled function, or of a router that is described with masks=False",
 )
 _OTHERS_IN_BLOCK = "the block goes on with other experts than its top-k gave"
 _TOPKS = (
@@ -146,6 +147,8 @@ class Witness:
         # torch hides errors that are raised while a checkpoint stops early.
         if call.again > self._took.get((router.label, number), 0):
             self._asked.append((router, number, True, "ids", torch.zeros(1, 1, dtype=torch.bool)))
+        elif call.taken is not None and call.taken.count and call.ids is not None:
+            self._look(router, number, call.taken.shown(), call.ids, again=True)
 
     def saw_last(
         self, router: Router, number: int, ids: torch.Tensor, output: object, *, again: bool
@@ -190,12 +193,13 @@ class Witness:
             if call.given:
                 # -inf comes from an unseen mask, unless too few scores are finite. NaN is a diverged step's.
                 scarce = (call.scores > float("-inf")).sum(dim=1, keepdim=True) < router.topk
-                right = right & ~(held & values.isneginf() & ~scarce)
+                unseen = held & values.isneginf() & ~scarce
+                self._asked.append((router, number, False, "weights", ~unseen))
             if call.made is not None and not call.made.sees(call.scores):
                 # A product with 0 that wasn't seen: exact zeros, though the best score is above zero.
                 scores = call.scores.detach()
                 zeroed = (values == 0).any(dim=1) & (scores.amax(dim=1) > 0) & (scores == 0).any(dim=1)
-                right = right & ~zeroed.any()
+                self._asked.append((router, number, False, "weights", ~zeroed.any().expand_as(held)))
         self._asked.append((router, number, False, "ids", right))
 
     def _look(
@@ -284,9 +288,8 @@ def as_map(shown: torch.Tensor, router: Router) -> torch.Tensor:
         return shown
     experts = router.num_experts
     ids = shown.long().where((shown >= 0) & (shown < experts), experts)
-    return torch.zeros(len(ids), experts + 1, dtype=torch.bool, device=ids.device).scatter(1, ids, True)[
-        :, :experts
-    ]
+    found = torch.zeros(len(ids), experts + 1, dtype=torch.bool, device=ids.device).scatter(1, ids, True)
+    return found[:, :experts]
 
 
 def not_called(router: Router, number: int) -> NoEffect:

@@ -29,7 +29,7 @@ _WRITES = frozenset(
     {"setitem", "index_put", "index_fill", "index_copy", "scatter", "masked_scatter", "copy", "fill", "zero"}
 )
 _COPIES = frozenset({"clone", "contiguous", "to", "type", "float", "double", "half", "bfloat16", "cat"})
-_MOVES = _FILLS | _WRITES | _COPIES
+_MOVES = _FILLS | _WRITES | _COPIES | {"minimum", "fmin"}
 """Functions that only place scores and numbers; all others compute."""
 
 Own: TypeAlias = "Callable[[], torch.Tensor]"

@@ -179,22 +179,17 @@ class Call:
         """Return whether the call answers a top-k with these arguments."""
         count = len(args)
         scores = args[0] if count else kwargs.get("input")
+        k = args[1] if count > 1 else kwargs.get("k")
+        dim = args[2] if count > 2 else kwargs.get("dim", -1)
+        drops = self.drops and self.ids is not None  # then the next one asks which tokens to drop
         return (
             isinstance(scores, torch.Tensor)
             and scores.shape == (self.rows, self.num_experts)
-            and self._wants(
-                args[1] if count > 1 else kwargs.get("k"), args[2] if count > 2 else kwargs.get("dim", -1)
-            )
+            and (dim in (0, -2) if drops else k == self.topk + self.spare and dim in (-1, 1))
             and kwargs.get("largest", True)
             and "out" not in kwargs
             and self._is_running()
         )
-
-    def _wants(self, k: object, dim: object) -> bool:
-        """Return whether a top-k of this k and dimension chooses experts, or which tokens to drop."""
-        if self.drops and self.ids is not None:
-            return dim in (0, -2)
-        return k == self.topk + self.spare and dim in (-1, 1)
 
     def _is_running(self) -> bool:
         """Return whether the router's frame is on the stack; if not, the call is abandoned."""
@@ -205,6 +200,10 @@ class Call:
         while frame is not None:
             if frame is self.inside:
                 return True
+            if frame.f_code.co_name == "checkpoint" and not self.keeps_native_topk:
+                # That recompute would be no call of the router, and choose anew.
+                problem = "the router takes its top-k in a checkpoint of its own"
+                raise RouterError(problem, cause="a router that saves memory: checkpoint its caller instead")
             frame = frame.f_back
         _here.armed = self.outer
         self._stop_watching()
@@ -302,8 +301,12 @@ class Call:
     def decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.keeps_native_topk:
             values, self.own_ids = self.native_topk(scores)
-        elif self.chooses_itself and _others_answer(scores):
-            # Not needed in a recompute, but a foreign mode may count operations in both passes.
+        elif self.chooses_itself and (
+            torch._C._len_torch_dispatch_stack()
+            or type(scores) is not torch.Tensor
+            or (_depth() and any(mode is not _watch for mode in _modes()))
+        ):
+            # Another mode, or a subclass of Tensor, may answer the top-k, or count operations in both passes.
             self.own_ids = self._native_ids(scores.detach())
         with outside_modes():
             ids = self.choose(self)
@@ -345,13 +348,6 @@ def _identity(scores: torch.Tensor) -> tuple[int, int | None]:
 def least_positive(dtype: torch.dtype) -> float:
     """Return the least positive number of a dtype that no device flushes to zero."""
     return max(2.0**-24 if dtype == torch.float16 else 0.0, torch.finfo(torch.float32).tiny)
-
-
-def _others_answer(scores: torch.Tensor) -> bool:
-    """Return whether another mode, or a subclass of Tensor, may answer the top-k."""
-    if torch._C._len_torch_dispatch_stack() or type(scores) is not torch.Tensor:
-        return True
-    return bool(_depth()) and any(mode is not _watch for mode in _modes())
 
 
 class Watch(TorchFunctionMode):

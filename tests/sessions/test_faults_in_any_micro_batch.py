@@ -806,8 +806,13 @@ def _judged(run: Run, block: Any, raised: BaseException | None) -> list[str]:
             return [f"wrong in silence: {untrue[0]}" + (f" and {len(untrue) - 1} more" if untrue[1:] else "")]
         return ["passed, though it is wrong"] if wanted == "wrong" else []
     said = f"{type(raised).__name__} in {' '.join(map(str, run.stage))}: {str(raised)[:160]}"
-    if wanted == "open" and case.fault == "ids_written" and "modified by an inplace" in str(raised):
-        return []  # what torch says of it without a block, too
+    said_without_a_block = "modified by an inplace", "split_with_sizes"
+    if (
+        wanted == "open"
+        and case.fault == "ids_written"
+        and any(one in str(raised) for one in said_without_a_block)
+    ):
+        return []  # torch's own, of what the router did
     if isinstance(raised, CheckpointError) and run.stage[0] == "backward":
         return []  # torch's own, of a recompute with other operations than its forward
     if not isinstance(raised, ReplayError):
@@ -912,6 +917,15 @@ def test_what_is_right_in_every_micro_batch_passes_with_the_truth(bed: str, faul
 @pytest.mark.parametrize("fault", OPEN)
 def test_a_top_k_that_may_go_unseen_is_never_wrong_in_silence(bed: str, fault: str) -> None:
     check([draw(bed, fault, number) for number in range(some(CASES[bed]))])
+
+
+@pytest.mark.long
+@beds
+def test_more_of_what_is_wrong_is_refused_where_it_happens(bed: str) -> None:
+    """With other seeds: 240 schedules of transformers' families, and 80 of Megatron-core on each release."""
+    seeds = range(100, 104 if bed.startswith("megatron") else 108)
+    cases = [draw(bed, fault, seed) for fault in WRONG for seed in seeds]
+    check(cases + [draw(bed, fault, seed, again=True) for fault in IN_RECOMPUTE for seed in seeds])
 
 
 @pytest.mark.parametrize("fault", [fault for fault in WRONG | RIGHT if fault != "other_output"])

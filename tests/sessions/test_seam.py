@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import npu_replay
 from npu_replay import RoutedExperts
-from npu_replay.errors import MicroBatchError, NoEffect
+from npu_replay.errors import MicroBatchError, NoEffect, RouterError
 from npu_replay.sessions import backward, seam
 from toys import EXPERTS, ROWS, TOPK, Select, ToyModel, ToyRouter, run, same, tokens
 
@@ -333,6 +334,32 @@ def test_a_mask_that_cannot_be_seen_is_refused(select: Select) -> None:
         model(tokens())
     with pytest.raises(NoEffect), npu_replay.replay(model, [foreign(1)]):
         model(tokens())
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_mask_of_a_router_that_is_described_without_one_is_named(masks: bool) -> None:
+    model = ToyModel(ToyRouter(select=masked_fill, masks=masks))
+    refused = (
+        contextlib.nullcontext() if masks else pytest.raises(NoEffect, match="a mask that can't be seen")
+    )
+    with refused, npu_replay.replay(model, [foreign(1)]):
+        model(tokens())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_top_k_in_a_checkpoint_of_the_routers_own_is_refused(reentrant: bool) -> None:
+    """Its recompute is no call of the router, so the gradient would go to the router's own choice."""
+
+    def select(router: ToyRouter, scores: Scores) -> Pair:
+        return checkpoint(as_function, router, scores, use_reentrant=reentrant)
+
+    model = ToyModel(ToyRouter(select=select))
+    untouched = run(model)
+    with npu_replay.record(model) as recording:
+        assert same(run(model), untouched)
+    refused = pytest.raises(RouterError, match="a checkpoint of its own")
+    with refused, npu_replay.replay(model, recording.routes):
+        run(model)
 
 
 @pytest.mark.parametrize("masks", [False, True])

@@ -227,6 +227,16 @@ def test_a_block_that_begins_to_shift_is_found_in_the_next_micro_batch_that_is_c
             model(tokens(number))
 
 
+@pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
+def test_a_block_that_shifts_in_a_recompute_alone_is_refused_in_backward(recompute: str) -> None:
+    def shifts_again(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+        return (shifted if backward.in_backward() else by_one_hot)(block, scores, ids)
+
+    model = Model(shifts_again, recompute)
+    with pytest.raises(RecomputeError, match="other experts"), npu_replay.replay(model, foreign()):
+        run(model)
+
+
 # Cost, and what else may be around
 
 
