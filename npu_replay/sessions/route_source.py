@@ -172,7 +172,7 @@ def check_fit(routes: RoutedExperts, routers: Sequence[Router], every: Sequence[
     """Refuse routes that don't fit these routers; `every` holds all routers of this rank."""
     named = labels_of(routers, every).among(routes.layers, place)
     # A stage holds a part of the layers: only labels beyond the whole model's depth are sure to be wrong.
-    depths = [0] if named.whole else [one.depth for one in every]
+    depths = [one.depth for one in every if not one.whole]
     depth = max(*depths, *(one.label + 1 for one in every)) if any(depths) else 0
     model = f" of a model of {depth} decoder layers" if depth else ""
     for router, label in zip(routers, named, strict=True):
