@@ -39,6 +39,7 @@ _DECODER_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 _TOPK = ("top_k", "topk", "moe_top_k")
 _EXPERTS = ("num_experts", "n_routed_experts", "moe_num_experts")
 _LOGITS = "output_router_logits"
+_DEPTH = ("num_hidden_layers", "num_layers", "n_layer")
 _GROUPS = ("num_group", "n_group", "num_expert_groups")
 """Group-limited routing masks the scores of other groups; a router with one group masks nothing."""
 
@@ -70,9 +71,12 @@ class TransformersRouters(RouterKind):
         )
 
     def labelled(self, chunk: nn.Module, routers: list[Router]) -> list[Router]:
-        """Refuse a model in which only some blocks of experts have a router that is known."""
+        """Add the model's depth; refuse a model in which only some blocks of experts have a known router."""
         if not any(_vendor_class(router.module) for router in routers):
             return routers
+        # The deepest part counts: an audio tower, or an encoder, says its own number of layers.
+        depth = max((_own(getattr(one, "config", None), *_DEPTH) or 0 for one in chunk.modules()), default=0)
+        routers = [replace(one, depth=depth) if _vendor_class(one.module) else one for one in routers]
         known = [_within(router.path) for router in routers]
         for name, _ in chunk.named_modules():
             path, _, last = name.rpartition(".")
@@ -166,12 +170,8 @@ def _block(module: nn.Module, kind: type, path: str) -> Router | None:
     experts = _experts(module) or _experts(inside) or _own(config, *_EXPERTS)
     # The forward of another library may call the top-k in a function of its own.
     patched = not getattr(inspect.unwrap(module.forward), "__module__", "").startswith(_PACKAGES)
-    if (
-        isinstance(inside, nn.Module)
-        and (_calls_topk(kind) or patched)
-        and topk is not None
-        and experts is not None
-    ):
+    usable = isinstance(inside, nn.Module) and (_calls_topk(kind) or patched)
+    if usable and topk is not None and experts is not None:
         return _router(module, kind, path, topk, experts, shows=None)
     raise RouterError(
         f"{kind.__name__} can't be replayed: it chooses its experts inside the block, and not by one top-k "
@@ -192,9 +192,7 @@ def _shows(output: object, *, name: str, experts: int, topk: int) -> torch.Tenso
     [rows, experts] shows them, if no row has more than topk that aren't zero.
     """
     values = output if isinstance(output, tuple) else (output,)
-    tensors = [
-        value.flatten(0, -2) for value in values if isinstance(value, torch.Tensor) and value.dim() > 1
-    ]
+    tensors = [one.flatten(0, -2) for one in values if isinstance(one, torch.Tensor) and one.dim() > 1]
     for ids in tensors:
         if not ids.dtype.is_floating_point and ids.shape[1] == topk:
             return ids

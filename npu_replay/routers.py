@@ -72,6 +72,7 @@ class Router:
         row_order: the order of its rows from [batch, sequence]: "sequence" (s*b), "batch" (b*s), or None.
         bypass: why its top-k might never run, as the cause of an error; empty if nothing is known.
         path: its place in the model, filled in by `find`.
+        depth: the number of decoder layers of the whole model, over all stages; 0 if it isn't known.
         whole: the labels of all routers of the model, on any stage, where its layers are counted otherwise
             than in a Hugging Face config; else empty.
     """
@@ -90,6 +91,7 @@ class Router:
     row_order: str | None = None
     bypass: str = ""
     path: str = ""
+    depth: int = 0
     whole: tuple[int, ...] = ()
 
     @property
@@ -297,10 +299,7 @@ def _described(chunk: nn.Module, kinds: Sequence[RouterKind]) -> Iterator[Router
                 router.num_experts <= MAX_EXPERTS,
                 "the router has more experts than ids are kept for",
             )
-            cause, where = (
-                "a layer of another kind that is described as a router",
-                path or "the module itself",
-            )
+            cause, where = "a layer of another kind described as a router", path or "the module itself"
             RouterError.unless(fine, problem, f"up to {MAX_EXPERTS}", router.num_experts, cause, where)
             inside.update(map(id, router.module.modules()))
             yield replace(router, path=path)

@@ -63,6 +63,7 @@ class MegatronRouters(RouterKind):
             topk=int(module.topk),
             shows=_shows_with_drops if drops else _shows,
             layer=None if number is None else int(number) - 1,
+            depth=int(getattr(config, "num_layers", None) or 0),
             drops=drops,
             masks=bool(config.moe_router_group_topk),
             gathers=gathered_ranks(config),
@@ -170,9 +171,7 @@ def _refuse(module: Any, path: str) -> None:
         cause += "capture the attention alone, or train without graphs"
     elif getattr(config, "overlap_moe_expert_parallel_comm", False):
         # It runs pieces of layers of two micro-batches in turn and never calls the model.
-        problem = (
-            "the schedule runs the layers past the model's __call__, so micro-batches can't be told apart"
-        )
+        problem = "the schedule runs layers past the model's __call__, so micro-batches can't be told apart"
         expected = "overlap_moe_expert_parallel_comm=False"
         got = "overlap_moe_expert_parallel_comm=True"
         cause += "combined 1F1B calls build_schedule_plan() instead of the model"

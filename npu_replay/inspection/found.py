@@ -142,7 +142,8 @@ class Inspection:
             "layers": self.layers,
             "unchecked": self.unchecked,
         }
-        return json.dumps(found, indent=2)
+        error = {} if self.good else {"error": self.bad[0].problem if self.bad else "no sequence is in it"}
+        return json.dumps(error | found, indent=2)
 
     def parts(self) -> Iterator[Part]:
         yield [(f"{self.path}: ", "bold"), self.what]

@@ -259,13 +259,8 @@ class _Given:
             if given[part] is None and ids is None:
                 known = count is not None and count < _MOST_TOKENS
                 given[part], named = (np.zeros(count or 0, np.int64) if known else None), False
-        unchecked = [] if named else [_NO_TOKENS]
-        self.found.add(
-            lambda: one.routes(self.needed_model(), *given, self.start),
-            name=name,
-            named=named,
-            unchecked=unchecked,
-        )
+        read = partial(one.routes, self.needed_model(), *given, self.start)
+        self.found.add(read, name=name, named=named, unchecked=[] if named else [_NO_TOKENS])
 
 
 def whose(answer: Any) -> Engine | None:

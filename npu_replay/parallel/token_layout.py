@@ -255,8 +255,7 @@ class TokenLayout:
             layers: only these decoder layers (`ParallelLayout.moe_layers`); all when not given.
             on_bad_route: "native" lets the router choose for a sequence whose routes can't be used, and logs
                 how many there were; see `bad_routes`.
-            ceiling: the largest share of sequences without usable routes. Above 0, one of several is always
-                allowed.
+            ceiling: the largest share of sequences without usable routes; above 0, one of several may be.
 
         Raises:
             MicroBatchError: another number of sequences or of tokens, another sequence's routes, or too many
@@ -284,10 +283,11 @@ class TokenLayout:
         self, good: Mapping[int, RoutedExperts], *, layers: Sequence[int], topk: int, num_experts: int
     ) -> RoutedExperts:
         """Return in the router's rows the routes of sequences, by number, that `bad_routes` accepts."""
-        if not good:
-            return RoutedExperts.unrecorded(len(self.rows), layers=layers, topk=topk, num_experts=num_experts)
-        picked = row_gather.pick(self._runs, len(self.rows), good, layers)
-        return picked.with_known(placed=(self.rows, self.lengths))
+        if good:
+            made = row_gather.pick(self._runs, len(self.rows), good, layers)
+        else:
+            made = RoutedExperts.unrecorded(len(self.rows), layers=layers, topk=topk, num_experts=num_experts)
+        return made.with_known(placed=(self.rows, self.lengths))
 
     @functools.cached_property
     def _runs(self) -> list[row_gather.Run]:

@@ -109,5 +109,5 @@ def _scratch(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, BinaryIO]]:
 
 
 def _is_there(path: Path) -> RouteFileError:
-    cause = "an earlier run; pass overwrite=True (--force on the command line) to replace it"
+    cause = "an earlier run; to replace it: --force on the command line, overwrite=True in Python"
     return RouteFileError("the file is there already and is not overwritten", where=str(path), cause=cause)

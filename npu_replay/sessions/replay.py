@@ -81,14 +81,15 @@ class Replay(Session):
     def metrics(self) -> dict[str, float]:
         """Return plain numbers for any tracker.
 
-        These are micro-batches, rows, rows without a route, samples with bad routes, seconds; micro-batches
-        whose tokens were compared with their routes' (tokens_compared); live_mismatch and overlap where they
-        were measured; capacity_dropped where tokens are dropped.
+        These are micro-batches, rows, rows without a route, those of them that a TokenLayout made as padding,
+        samples with bad routes, seconds; micro-batches whose tokens were compared (tokens_compared);
+        live_mismatch and overlap where measured; capacity_dropped where tokens are dropped.
         """
         done = self._source.routes[: self.done]
         rows, missing = _rows(done)
-        bad = sum(routes.bad_samples for routes in done)
-        figures = {"rows": rows, "rows_without_route": missing, "bad_samples": bad}
+        padding = sum(int((one.placed[0] < 0).sum()) for one in done if one.placed is not None)
+        figures = {"rows": rows, "rows_without_route": missing, "padding": padding}
+        figures["bad_samples"] = sum(routes.bad_samples for routes in done)
         return super().metrics() | figures | {"tokens_compared": self._source.called.compared}
 
 
@@ -109,16 +110,12 @@ class ListedRoutes(RouteSource):
         for number, routes in enumerate(self.routes):
             check_fit(routes, self.all_routers, self.all_routers, micro_batch(number))
             for chunk, routers in enumerate(self.routers):
-                labels = labels_of(routers, self.all_routers)
-                self.given[chunk, number] = DeviceRoutes(routes, labels)
+                self.given[chunk, number] = DeviceRoutes(routes, labels_of(routers, self.all_routers))
 
     def check_forward(self, forward: Forward) -> None:
         if forward.number >= len(self.routes):
             where, expected = micro_batch(forward.number), f"{len(self.routes)} forwards in this block"
-            problem, got = (
-                "there are more micro-batches than routes",
-                f"a forward number {forward.number + 1}",
-            )
+            problem, got = "there are more micro-batches than routes", f"forward number {forward.number + 1}"
             cause = likeliest("a second epoch over the same batch: replay(model, routes * 2)", RECUT, EXTRA)
             raise MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
 
@@ -144,10 +141,8 @@ class ListedRoutes(RouteSource):
             "an evaluation inside the record block",
             "a forward that raised and was skipped: what came after it had the routes before its own",
         )
-        fine = done >= len(self.routes)
-        MicroBatchError.unless(
-            fine, "there were fewer micro-batches than routes", expected, done, cause, where
-        )
+        problem, fine = "there were fewer micro-batches than routes", done >= len(self.routes)
+        MicroBatchError.unless(fine, problem, expected, done, cause, where)
 
     def _check_inputs(self) -> None:
         for number in [one for one in sorted(self.inputs) if one < self.timeline.ended[0]]:
@@ -213,10 +208,6 @@ class SteppedRoutes(RouteSource):
     def check_complete(self) -> None:
         left = [at for at in self.given if at[1] >= self.timeline.ended[at[0]]]
         if left:
-            problem, cause = (
-                "routes were given for a forward that never came",
-                "a schedule that was cut short",
-            )
-            raise MicroBatchError(
-                problem, where=f"{micro_batch(left[0][1])}, chunk {left[0][0]}", cause=cause
-            )
+            problem, cause = "routes were given for a forward that never came", "a schedule cut short"
+            where = f"{micro_batch(left[0][1])}, chunk {left[0][0]}"
+            raise MicroBatchError(problem, where=where, cause=cause)

@@ -171,11 +171,19 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def check_fit(routes: RoutedExperts, routers: Sequence[Router], every: Sequence[Router], place: str) -> None:
     """Refuse routes that don't fit these routers; `every` holds all routers of this rank."""
     named = labels_of(routers, every).among(routes.layers, place)
+    # A stage holds a part of the layers: only labels beyond the whole model's depth are sure to be wrong.
+    depths = [one.depth for one in every if not one.whole]
+    depth = max(*depths, *(one.label + 1 for one in every)) if any(depths) else 0
+    model = f" of a model of {depth} decoder layers" if depth else ""
     for router, label in zip(routers, named, strict=True):
         orders = router.row_order, routes.row_order
-        if label not in routes.layers:
+        if depth and routes.layers[-1:] >= (depth,):
+            problem = "the routes are of a model with more decoder layers"
+            expected, got = f"layers 0 to {depth - 1}{model}", f"layers up to {routes.layers[-1]}"
+            cause = "rollout engine and trainer run different models, or this one was cut to some layers"
+        elif label not in routes.layers:
             problem = "this decoder layer of the model is missing from the routes"
-            expected, got = f"layers {[router.label for router in routers]}", f"{list(routes.layers)}"
+            expected, got = f"layers {[one.label for one in routers]}{model}", f"{list(routes.layers)}"
             cause = likeliest(
                 "routes of another model, with another number of layers",
                 "routes of another pipeline stage",

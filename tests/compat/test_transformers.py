@@ -191,6 +191,16 @@ def test_dense_layers_keep_their_place_in_the_labels_t2_t3() -> None:
     assert [router.label for router in routers.find([inner])[0]] == [3, 4]
 
 
+@pytest.mark.parametrize(("layers", "got"), [(4, "got layers up to 3"), (1, r"got \[0\]")])
+def test_routes_of_a_model_of_another_depth_are_refused_with_both_depths(layers: int, got: str) -> None:
+    model = build("qwen3_moe")
+    like = routers.find([model])[0][0]
+    ids = torch.arange(like.topk).expand(10, layers, like.topk)
+    routes = RoutedExperts(ids=ids, layers=range(layers), num_experts=like.num_experts)
+    with pytest.raises(RouterError, match=f"of a model of 3 decoder layers, {got}"):
+        npu_replay.replay(model, [routes]).__enter__()
+
+
 # Precision, implementations, other ways of running
 
 

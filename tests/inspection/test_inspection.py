@@ -582,7 +582,7 @@ def test_json(desk: Desk, run: Callable[..., Result]) -> None:
     good = run(desk.put(desk.answer), "--config", desk.config, "--json")
     assert good.exit_code == 0
     said = json.loads(good.stdout)
-    assert (said["ok"], said["num_experts"]) == (True, EXPERTS)
+    assert (said["ok"], said["num_experts"], "error" in said) == (True, EXPERTS, False)
     (one,) = said["sequences"]
     assert one.pop("facts") == [f"fingerprint {fingerprint(desk.tokens):#018x}"]
     sizes = {"tokens": 120, "rows": 119, "layers": 7, "topk": 4, "nbytes": 3360}
@@ -591,7 +591,9 @@ def test_json(desk: Desk, run: Callable[..., Result]) -> None:
     named_twice(desk.rows)
     bad = run(desk.put(desk.answer), "--config", desk.config, "--json")
     assert bad.exit_code == 1
-    assert "name an expert twice" in json.loads(bad.stdout)["sequences"][0]["problem"]
+    said = json.loads(bad.stdout)
+    assert "name an expert twice" in said["sequences"][0]["problem"]
+    assert said["error"] == said["sequences"][0]["problem"]
     missing = run(desk.folder / "nothing", "--json")
     assert missing.exit_code == 1
     assert "no such file" in json.loads(missing.stdout)["error"]

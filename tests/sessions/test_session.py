@@ -600,6 +600,23 @@ def test_samples_with_bad_routes_are_counted() -> None:
     assert session.metrics()["rows_without_route"] == 4
 
 
+@pytest.mark.parametrize("usable", [True, False])
+def test_padding_is_counted_apart_from_what_is_missing(usable: bool) -> None:
+    model = ToyModel()
+    whole = record(model, 0)[0].take(range(ROWS - 4))
+    layout = TokenLayout.padded([ROWS - 3], ROWS)  # the last token has no route, and three rows no token
+    batch = (
+        [whole]
+        if usable
+        else [RoutedExperts.unrecorded(ROWS - 3, layers=[0, 1], topk=whole.topk, num_experts=EXPERTS)]
+    )
+    routes = layout.gather(batch, on_bad_route="native", ceiling=1)
+    with npu_replay.replay(model, [routes]) as session:
+        model(tokens(0))
+    metrics = session.metrics()
+    assert (metrics["rows_without_route"], metrics["padding"]) == ((4, 3) if usable else (ROWS, 3))
+
+
 # What reaches past the model's __call__
 
 

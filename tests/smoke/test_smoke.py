@@ -68,7 +68,7 @@ def test_the_model_fits_its_split(sizes: dict[str, int]) -> None:
         (["--patience", "0"], "--patience is a number of seconds above 0"),
         (
             ["--out", __file__],
-            "is not overwritten. Usual cause: an earlier run; pass overwrite=True (--force on the",
+            "is not overwritten. Usual cause: an earlier run; to replace it: --force on the command line",
         ),
     ],
 )

@@ -15,10 +15,11 @@ from torch import nn
 
 import npu_replay
 from megatron_cases import at_stage
-from npu_replay import ParallelLayout, ReplayError
+from npu_replay import ParallelLayout, ReplayError, routers
 from npu_replay.compat.megatron import parallel_state as megatron_layout
 from npu_replay.devices import pick
 from npu_replay.errors import RouterError
+from npu_replay.sessions.route_source import check_fit
 from npu_replay.smoke import megatron_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
@@ -256,6 +257,24 @@ def test_from_megatron_has_the_layers_of_every_built_stage(
         assert layout.moe_layers == tuple(sorted(routers))
         seen += layout.layers
     assert sorted(seen) == list(range(split["num_layers"]))
+
+
+def test_stages_take_routes_of_the_whole_model_and_refuse_those_of_a_deeper_one(
+    at: Callable[..., None],
+) -> None:
+    config = pipeline(2, 2, num_layers=8, moe_layer_freq=[0, 1, 1, 1, 0, 1, 1, 0])
+    whole, deeper = (
+        npu_replay.RoutedExperts.unrecorded(4, layers=range(1, count), topk=2, num_experts=8)
+        for count in (8, 9)
+    )
+    for rank in range(2):
+        chunks = build_stage(config, rank, at)
+        found = routers.find(chunks)
+        every = [router for chunk in found for router in chunk]
+        for part in (*found, every):
+            check_fit(whole, part, every, "here")
+            with pytest.raises(RouterError, match="model of 8 decoder layers, got layers up to 8"):
+                check_fit(deeper, part, every, "here")
 
 
 def test_from_megatron_refuses_a_model_that_megatron_numbered_wrongly(at: Callable[..., None]) -> None:

@@ -228,6 +228,7 @@ def test_every_row_of_a_micro_batch_of_several_sequences_is_kept() -> None:
 def test_chunks_in_one_list_are_merged_by_layer() -> None:
     """T2, T3: entry i holds the i-th forward of every chunk, columns told by label."""
     first, second = build({}, "full"), build({}, "full", seed=8)
+    first.model.config.num_layers = second.model.config.num_layers = 8
     for router in routers(second.model):
         router.module.set_layer_number(router.label + 5)
     chunks = [first.model, second.model]
@@ -259,6 +260,7 @@ def test_chunks_in_one_list_are_merged_by_layer() -> None:
         with npu_replay.replay(chunks[::-1], foreign):
             recomputed = run(order)
         plain = [build({}), build({}, seed=8)]
+        plain[0].model.config.num_layers = plain[1].model.config.num_layers = 8
         for router in routers(plain[1].model):
             router.module.set_layer_number(router.label + 5)
         for trainer, grads in zip(plain, recomputed[1:], strict=True):
