@@ -39,7 +39,7 @@ from npu_replay.compat.ray import RayCarrier
 from npu_replay.delivery.references import Cut, Reference, put_away
 from npu_replay.devices import one_thread
 from npu_replay.options import check_out, write_out
-from npu_replay.tables import Cell, Part, Table, print_json, show
+from npu_replay.tables import Part, Table, print_json, show
 
 SAMPLES, TOKENS = 16, 8192
 LAYERS, TOPK, EXPERTS = 48, 8, 128
@@ -163,7 +163,7 @@ def measured_table(found: list[Row]) -> Table:
     return Table(("", "way", "CPU ms", "x copy", "quartiles"), lines, range(2, 5))
 
 
-def verdicts(found: list[Row]) -> list[Cell]:
+def verdicts(found: list[Row]) -> list[str]:
     """Which targets were met in this run."""
     times = {row.way: row.microseconds for row in found}
     ratios = {row.way: row.ratio for row in found}

@@ -111,7 +111,7 @@ def _shown(about: dict[str, Any], found: list[Row]) -> Iterator[Part]:
     )
     for what, group in itertools.groupby(found, key=lambda row: row.what):
         mine = list(group)
-        yield from ("", (what, "bold"))
+        yield from ("", what)
         yield from _words(what, about, mine)
         yield _table(mine)
 

@@ -23,7 +23,7 @@ class RayCarrier:
 
     Args:
         cut: the job's ParallelLayout, with its decoder: a piece for each pipeline rank, with the layers of
-            all its virtual stages; or the layers of each piece; or the number of layers of a piece.
+            all its virtual stages; or the number of layers of a piece.
 
     Raises:
         ReplayError: Ray isn't installed, or not started in this process.

@@ -38,7 +38,7 @@ def parts(result: dict[str, Any]) -> Iterator[Part]:
         f"Rollout: {about['rollout']}, bfloat16. Trainer: Megatron-core {about['megatron-core']}, float32.\n"
         f"Their difference over {settings['tokens']} sampled tokens:"
     )
-    yield heading, "bold"
+    yield heading
     titles = (
         "trainer",
         "router mismatch",
@@ -52,7 +52,7 @@ def parts(result: dict[str, Any]) -> Iterator[Part]:
         f"The policy over {steps} optimizer steps on one batch.\n"
         "Ratio and KL are against the trainer's log-probs before step 1:"
     )
-    yield heading, "bold"
+    yield heading
     flipped, last = f"token-layers flipped\nfrom step 1 to {steps}", f"ratio at step {steps},\nmin to max"
     yield Table(("update", flipped, "ratio at\nstep 1", last, "KL, nats"), updates, numbers)
 

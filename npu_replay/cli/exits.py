@@ -43,7 +43,7 @@ def ended(work: Callable[[], int | None], arguments: Sequence[str]) -> int:
         else:
             said, hints = str(error), ["npu-replay doctor says what is missing, and how to get it"]
         code = FAULT
-    show([[("Error: ", "bold red"), said], *((hint, "dim") for hint in hints)], to=screen.err())
+    show([f"Error: {said}", *hints], to=screen.err())
     if "--json" in arguments:
         print_json(json.dumps({"error": said}, indent=1))
     return code

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeAlias
 
-from npu_replay.errors import InvalidRoutes, ReplayError, listed, whole_number
+from npu_replay.errors import InvalidRoutes, ReplayError, whole_number
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.routes.routed_experts import RoutedExperts
 
@@ -70,18 +70,6 @@ class Cut:
             ReplayError.unless(fine, problem, "a ParallelLayout with decoder=", cut, cause)
             # One piece per rank: of two, each rank would have to make a joined copy.
             self._blocks = [replace(cut, pp_rank=rank).moe_layers for rank in range(cut.pp)]
-        elif isinstance(cut, (list, tuple)):
-            self._blocks = [
-                tuple(whole_number(layer, "a layer") for layer in listed(one, "a piece")) for one in cut
-            ]
-            every = [layer for block in self._blocks for layer in block]
-            ReplayError.unless(
-                len({*every}) == len(every) and all(list(block) == sorted(block) for block in self._blocks),
-                "these pieces overlap, or have layers out of order",
-                "each layer in one piece, ascending",
-                self._blocks,
-                "both ends of a stage counted in",
-            )
         else:
             self._each = whole_number(cut, "layers a piece", least=1)
 

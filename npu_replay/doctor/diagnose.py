@@ -67,7 +67,7 @@ class Diagnosis:
         yield from self.report.parts()
         told = " ".join(fault.remedy for fault in self.faults)
         found = self.report.capabilities
-        if remedies := [(one.name, (one.remedy, "cyan")) for one in found if one.remedy not in told]:
+        if remedies := [(one.name, one.remedy) for one in found if one.remedy not in told]:
             yield ""
             yield Table(("If you need it", "Do this"), remedies)
         yield ""
@@ -79,12 +79,12 @@ class Diagnosis:
             ]
             devices = " and ".join(device.upper() for device in self.trials)
             tried = f"tried with a small router, with recompute, on {devices}"
-            yield f"Replay works here: {' and '.join(there)}; {tried}.", "bold green"
+            yield f"Replay works here: {' and '.join(there)}; {tried}."
         else:
-            yield "Replay does not work here:", "bold red"
+            yield "Replay does not work here:"
             for fault in self.faults:
                 yield f"- {fault.name}: {fault.why}"
-                yield f"  {fault.remedy}", "cyan"
+                yield f"  {fault.remedy}"
 
 
 def diagnose(*, imports: bool = False) -> Diagnosis:

@@ -20,9 +20,7 @@ from npu_replay.compat.vllm_ascend import plugin
 from npu_replay.compat.vllm_ascend import releases as vllm_ascend
 from npu_replay.sessions import backward
 from npu_replay.sessions.session import OpenSession, open_sessions
-from npu_replay.tables import Cell, Part, Table
-
-_STYLES = {"native": "green", "works": "green", "shimmed": "yellow", "missing": "dim", "broken": "bold red"}
+from npu_replay.tables import Part, Table
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,9 @@ class Report:
     def parts(self) -> Iterator[Part]:
         yield Table(("Installed", "Version", "Where"), list(self._installed()))
         if absent := [one.name for one in self.products if not one.found and not one.problem]:
-            yield f"Not installed: {', '.join(absent)}", "dim"
+            yield f"Not installed: {', '.join(absent)}"
         yield ""
-        states = [(one.name, (one.state, _STYLES[one.state]), one.why) for one in self.capabilities]
+        states = [(one.name, one.state, one.why) for one in self.capabilities]
         yield Table(("What", "State", "Why"), states)
 
     def _process(self) -> Iterator[Part]:
@@ -86,16 +84,16 @@ class Report:
         for patch in self.patches:
             if patch.reason != reason:
                 reason = patch.reason
-                yield f"  for {reason}:", "bold"
+                yield f"  for {reason}:"
             yield f"  - {patch.where}"
-            yield f"    {patch.why}", "dim"
+            yield f"    {patch.why}"
 
-    def _installed(self) -> Iterator[Sequence[Cell]]:
+    def _installed(self) -> Iterator[Sequence[str]]:
         yield "npu_replay", self.version, _place(Path(__file__).parents[1])
         yield "torch", self.torch.version, _place(Path(torch.__file__).parent)
         for product in self.products:
             if product.problem:
-                yield product.name, "?", (product.problem, "bold red")
+                yield product.name, "?", product.problem
             elif product.found:
                 yield product.name, product.version or "?", _place(Path(product.where))
 

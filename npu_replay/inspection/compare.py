@@ -104,8 +104,8 @@ class Comparison:
         return _described(np.sum([np.zeros(len(_COUNTS), np.int64), *self.layers.values()], axis=0))
 
     def parts(self) -> Iterator[Part]:
-        yield [("A: ", "bold"), self.a]
-        yield [("B: ", "bold"), self.b]
+        yield f"A: {self.a}"
+        yield f"B: {self.b}"
         if self.folders:
             alone = f"{self.alone_in_a:,} of A, {self.alone_in_b:,} of B"
             yield f"{self.samples:,} samples compared; without a partner: {alone}"
@@ -117,19 +117,19 @@ class Comparison:
         yield ""
         titles = ("Layer", "Tokens compared", "Tokens with\nother experts", "Experts that\nare others")
         whole, table = self.whole, []
-        lines = [(str(layer), _described(counts), "") for layer, counts in sorted(self.layers.items())]
-        for name, counts, style in [*lines, ("all", whole | {"token_layers": self.tokens}, "bold")]:
+        lines = [(str(layer), _described(counts)) for layer, counts in sorted(self.layers.items())]
+        for name, counts in [*lines, ("all", whole | {"token_layers": self.tokens})]:
             shares = percent(counts["token_share"]), percent(counts["expert_share"])
-            table.append([(cell, style) for cell in (name, f"{counts['token_layers']:,}", *shares)])
+            table.append((name, f"{counts['token_layers']:,}", *shares))
         yield Table(titles, table, numbers=range(1, 4))
         yield ""
         if whole["differing"]:
             shares = percent(whole["token_share"]), percent(whole["expert_share"])
             anywhere = percent(self.differing_tokens / self.tokens)
             words = f"different: {shares[0]} of token-layers, {shares[1]} of experts"
-            yield f"{words}; {anywhere} of tokens differ in some layer", "bold yellow"
+            yield f"{words}; {anywhere} of tokens differ in some layer"
         else:
-            yield "the same: every token compared has the same experts in every layer", "bold green"
+            yield "the same: every token compared has the same experts in every layer"
 
 
 def _described(counts: Array) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class Inspection:
         return json.dumps(error | found, indent=2)
 
     def parts(self) -> Iterator[Part]:
-        yield [(f"{self.path}: ", "bold"), self.what]
+        yield f"{self.path}: {self.what}"
         if seen := [verdict for verdict in self.verdicts if verdict.layers]:
             first = seen[0]
             tokens, rows, size = (
@@ -161,21 +161,21 @@ class Inspection:
             yield self._table()
             yield ""
         for words in self.unchecked:
-            yield f"not checked: {words}", "dim"
+            yield f"not checked: {words}"
         count, bad = len(self.verdicts), self.bad
         if self.good:
             all_of_them = f" ({count:,} sequences)" if count > 1 else ""
             limited = ", as far as it could be checked" if self.unchecked else ""
-            yield f"ok{all_of_them}{limited}", "bold green"
+            yield f"ok{all_of_them}{limited}"
         elif not bad:
-            yield "refused: there is no sequence in it", "bold red"
+            yield "refused: there is no sequence in it"
         elif count == 1:
-            yield [("refused: ", "bold red"), bad[0].problem]
+            yield f"refused: {bad[0].problem}"
         else:
-            yield f"refused: {len(bad):,} of {count:,} sequences", "bold red"
+            yield f"refused: {len(bad):,} of {count:,} sequences"
             yield from (f"- {verdict.name}: {verdict.problem}" for verdict in bad[:_REFUSED])
             if len(bad) > _REFUSED:
-                yield f"- and {len(bad) - _REFUSED:,} more: --json has them all", "dim"
+                yield f"- and {len(bad) - _REFUSED:,} more: --json has them all"
 
     def _table(self) -> Table:
         experts = max(1, self.num_experts)
