@@ -5,25 +5,23 @@
     python ci/contracts.py vllm-ascend==0.23.0 --source FOLDER    # a branch's source, held to that release's
     python ci/contracts.py --all                # every release that pip finds, from the first that is known
     python ci/contracts.py --all megatron-core  # ... of one product
-    python ci/contracts.py --all --write        # ... and rewrite the tables in docs/dev/contracts.md
 
-What is leaned on stands in ci/contracts.toml. A contract that is broken is one line that says where.
+What is leaned on stands in ci/contracts.toml. A contract that is broken is one line that says where: something
+is gone, or there before its time. Then a decoder may read wrongly, or a shim find nothing to change: look at
+that release before you replay what it sends. At run time shims look for names and signatures themselves.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pages
 import tomllib
 from packaging.version import Version
 from source_stubs import differences
@@ -32,9 +30,6 @@ if TYPE_CHECKING:
     from releases import Index
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs" / "dev" / "contracts.md"
-MARKS = "<!-- tables: written by ci/contracts.py -->", "<!-- end of tables -->"
-
 KEPT, NOT_YET, BROKEN = "yes", "–", "BROKEN"
 
 
@@ -160,27 +155,6 @@ def products(text: str) -> dict[str, Product]:
     return found
 
 
-def rewrite(
-    outcomes: Iterable[tuple[Product, Mapping[Version, Mapping[str, str]]]], page: Path = PAGE
-) -> None:
-    """Put the tables into the page, each in the place of the one that it had."""
-    written = pages.between(page.read_text(encoding="utf-8"), MARKS)
-    parts = re.split("^## ", written, flags=re.M)[1:]
-    tables = {part.partition("\n")[0]: f"## {part.strip()}" for part in parts}
-    tables |= {product.package: table(product, outcome) for product, outcome in outcomes}
-    pages.rewrite(page, MARKS, "\n\n".join(tables.values()))
-
-
-def table(product: Product, outcomes: Mapping[Version, Mapping[str, str]]) -> str:
-    """One product's part of the page: releases that came out alike share a line."""
-    rows = []
-    for outcome, group in groupby(sorted(outcomes), key=lambda version: outcomes[version]):
-        versions = list(group)
-        name = str(versions[0]) if len(versions) == 1 else f"{versions[0]} … {versions[-1]} ({len(versions)})"
-        rows.append([name, *(outcome[contract] for contract in product.says)])
-    return f"## {product.package}\n\n{pages.table(['release', *product.says], rows)}"
-
-
 def _moved(file: str, release: Release) -> str:
     """Where a file that isn't there may have gone: to the only other one of its name."""
     paths = release.paths()
@@ -219,29 +193,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("release", nargs="*", help="such as vllm==0.34.0, or vllm; none: all that CI checks")
     parser.add_argument("--all", action="store_true", help="every release that pip finds")
     parser.add_argument("--source", type=Path, help="its source lies there: a clone, or what was unpacked")
-    parser.add_argument("--write", action="store_true", help="with --all: rewrite docs/dev/contracts.md")
     options = parser.parse_args(arguments)
-    if options.write and (not options.all or any("==" in name for name in options.release)):
-        parser.error("--write needs --all: the tables show every release")
     if options.source and not (len(options.release) == 1 and "==" in options.release[0]):
         parser.error("--source is held to the contracts of one release: PACKAGE==VERSION")
     known = products((HERE / "contracts.toml").read_text(encoding="utf-8"))
-    outcomes: dict[str, dict[Version, dict[str, str]]] = {package: {} for package in known}
     wrong = 0
     with Index() as index:
         for product, version in _asked(options.release, options.all, known, index):
             source = contextlib.nullcontext(options.source)
             with source if options.source else index.open(product.package, version) as root:
                 outcome, lines = product.check(version, Release(root))
-            outcomes[product.package][version] = outcome
             wrong += len(lines)
             kept = sum(one == KEPT for one in outcome.values())
             absent = sum(one == NOT_YET for one in outcome.values())
             print(f"{product.package} {version}: {kept} kept, {absent} absent as expected", flush=True)
             for line in lines:
                 print(line, flush=True)
-    if options.write:
-        rewrite((known[package], outcome) for package, outcome in outcomes.items() if outcome)
     return int(wrong > 0)
 
 

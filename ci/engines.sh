@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests with vLLM's and SGLang's own classes, as they were released, one release of each way to hand out
-# rows; then holds a few releases of both, of vllm-ascend and of Megatron-core to their contracts (docs/dev/contracts.md).
+# rows; then holds a few releases of both, of vllm-ascend and of Megatron-core to their contracts (ci/contracts.toml).
 # Arguments go to pytest, each time.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -6,7 +6,6 @@ The real releases are checked by the script itself, in CI a few (ci/engines.sh),
 from __future__ import annotations
 
 import importlib
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -215,40 +214,6 @@ def test_a_release_candidate_comes_before_its_release(check: Any) -> None:
     ]
 
 
-# ---- the page
-
-
-def test_the_page_shows_every_contract_and_joins_releases_that_are_alike(
-    contracts: ModuleType, tmp_path: Path
-) -> None:
-    engine = contracts.products(CONTRACTS)["engine"]
-    page = tmp_path / "page.md"
-    page.write_text(f"head\n{contracts.MARKS[0]}\nold\n{contracts.MARKS[1]}\ntail\n", encoding="utf-8")
-    same = {"rows": "yes", "prompt rows": "–", "encoding": "yes"}
-    outcomes = {contracts.Version(v): same for v in ("0.15.0", "0.14.0")}
-    outcomes[contracts.Version("0.16.0")] = same | {"rows": "BROKEN"}
-    contracts.rewrite([(engine, outcomes)], page)
-    text = page.read_text(encoding="utf-8")
-    assert text.startswith("head\n")
-    assert text.endswith("tail\n")
-    assert "| 0.14.0 … 0.15.0 (2) | yes | – | yes |" in text
-    assert "| 0.16.0 | BROKEN | – | yes |" in text
-    assert "old" not in text
-
-
-def test_the_tables_of_products_that_were_not_asked_for_stay(contracts: ModuleType, tmp_path: Path) -> None:
-    product = contracts.products(CONTRACTS)["engine"]
-    page = tmp_path / "page.md"
-    page.write_text(
-        f"{contracts.MARKS[0]}\n## engine\nold\n\n## other\nits own\n{contracts.MARKS[1]}\n", encoding="utf-8"
-    )
-    contracts.rewrite([(product, {})], page)
-    text = page.read_text(encoding="utf-8")
-    assert text.count("## ") == 2
-    assert "## other\nits own" in text
-    assert "old" not in text
-
-
 # ---- which releases are looked at
 
 
@@ -300,13 +265,9 @@ def test_a_folder_is_held_to_one_releases_contracts(tmp_path: Path, asked: str, 
     assert says in done.stdout + done.stderr
 
 
-def test_the_page_in_docs_is_of_these_contracts(contracts: ModuleType) -> None:
-    """Somebody who edits a contract runs the script over all releases."""
-    page = contracts.PAGE.read_text(encoding="utf-8")
+def test_the_releases_of_ci_are_not_older_than_the_first_one(contracts: ModuleType) -> None:
     known = contracts.products((CI / "contracts.toml").read_text(encoding="utf-8"))
-    assert sorted(re.findall("^## (.*)$", page, flags=re.M)) == sorted(known)
+    assert sorted(known) == ["megatron-core", "sglang", "vllm", "vllm-ascend"]
     for product in known.values():
-        assert f"## {product.package}\n\n| release | {' | '.join(product.says)} |" in page
-        for version in product.ci:
-            assert version >= product.first
-    assert "BROKEN |" not in page
+        assert product.ci
+        assert min(product.ci) >= product.first
