@@ -6,7 +6,7 @@
     python ci/contracts.py --all                # every release that pip finds, from the first that is known
     python ci/contracts.py --all megatron-core  # ... of one product
 
-What is leaned on stands in ci/contracts.toml. A contract that is broken is one line that says where: something
+What is leaned on stands in ci/contracts.toml. A contract that is broken is a line that says where: something
 is gone, or there before its time. Then a decoder may read wrongly, or a shim find nothing to change: look at
 that release before you replay what it sends. At run time shims look for names and signatures themselves.
 """
