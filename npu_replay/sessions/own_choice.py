@@ -286,8 +286,9 @@ def tokens_of(routes: RoutedExperts, rows: Array, at: int) -> str:
         return f"rows {first} to {last}"
     tokens, starts = routes.placed[0], np.cumsum([0, *routes.placed[1]])
     first, last = int(tokens[first]), int(tokens[last])
-    sequence = int(np.searchsorted(starts, first, side="right")) - 1
-    return f"sequence {sequence}, tokens {first - starts[sequence]} to {last - starts[sequence]}"
+    one, other = (int(number) - 1 for number in np.searchsorted(starts, (first, last), side="right"))
+    to = "" if one == other else f"sequence {other}, "
+    return f"sequence {one}, tokens {first - starts[one]} to {to}{last - starts[other]}"
 
 
 class Shift(NamedTuple):
@@ -339,5 +340,5 @@ def _error(place: str, where: str, got: float, least: float, moved: Shift | None
         expected = f"rows in their places: moved by {moved.rows:+} they overlap by {moved.there:.2f}"
         cause = f"a row too many or too few before these, from padding or from another prompt; {cause}"
     problem = "the routes are far from what the routers would choose for these tokens"
-    where, found = f"{place}, {where}", f"{got:.2f}"
-    return MicroBatchError(problem, where=where, expected=expected, got=found, cause=cause)
+    where = f"{place}, {where}"
+    return MicroBatchError(problem, where=where, expected=expected, got=f"{got:.2f}", cause=cause)

@@ -226,6 +226,17 @@ def test_a_stale_tail_of_one_sequence_is_found_among_interleaved_rows_and_named(
         run(model, [layout.gather(samples)], inputs)
 
 
+def test_a_run_of_short_sequences_is_named_by_its_first_and_last() -> None:
+    model, layout = ToyModel(), TokenLayout.packed([RUN // 4] * 8)
+    inputs = hidden(len(layout.rows))
+    (rows,) = own(model, inputs)
+    samples = layout.scatter(rows)
+    for number in range(1, 5):
+        samples[number] = of_engine(random(RUN // 4, seed=number).ids, samples[number])
+    with pytest.raises(MicroBatchError, match=r"sequence 1, tokens \d+ to sequence [45], \d+: "):
+        run(model, [layout.gather(samples)], inputs)
+
+
 @pytest.mark.parametrize("by", [1, -1, 7, -40])
 def test_the_shift_that_would_fit_is_named(by: int) -> None:
     model, inputs = ToyModel(), hidden(6 * RUN)
