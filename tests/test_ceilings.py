@@ -28,7 +28,7 @@ LINES = {
     "options": 90,
     "routers": 335,
     "rollout": 1834,
-    "sessions": 4452,
+    "sessions": 4453,
     "parallel": 1900,
     "delivery": 243,
     "compat.patching": 658,
