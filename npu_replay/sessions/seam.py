@@ -265,8 +265,9 @@ class Call:
         scores = args[0] if args else kwargs["input"]
         try:
             if self.given and _identity(scores) == self._answered and (ids := self.handed) is not None:
-                values = self.values if scores is self.scores else scores.gather(1, ids)
-                return torch.return_types.topk((values, ids))  # type: ignore[arg-type]
+                # Not the values of before: they may have been made without grad, or written into.
+                source = self.unmasked(scores) if scores.requires_grad else self.unmasked(scores).detach()
+                return torch.return_types.topk((source.gather(1, ids), ids))  # type: ignore[arg-type]
             return native(*args, **kwargs)
         finally:
             _here.armed = self
@@ -340,9 +341,9 @@ class Call:
         return self.made.unmasked(scores, self.own) if self.given and self.made is not None else scores
 
 
-def _identity(scores: torch.Tensor) -> tuple[int, int | None]:
-    """Return the address of scores and their version, which inference tensors don't have."""
-    return address(scores), None if scores.is_inference() else scores._version
+def _identity(scores: torch.Tensor) -> tuple[object, ...]:
+    """Return address and strides of scores, and their version, which inference tensors don't have."""
+    return address(scores), scores.stride(), None if scores.is_inference() else scores._version
 
 
 def least_positive(dtype: torch.dtype) -> float:
