@@ -224,8 +224,9 @@ class Call:
         # Disarmed while our own operations run: a top-k among them is not the router's.
         _here.armed = None
         if self.ids is not None:
-            answer_next = self._drop if self.drops else self._answer_again
-            return answer_next(native, args, kwargs, self.ids)
+            if self.drops:
+                return self._drop(native, args, kwargs, self.ids)
+            return self._answer_again(native, args, kwargs)
         if way == "guard":
             self._stop_watching()
         scores = args[0] if args else kwargs.pop("input")
@@ -258,9 +259,7 @@ class Call:
         _here.armed = self if self.counts or (self.given and comes_again) else None
         return torch.return_types.topk((values, handed))
 
-    def _answer_again(
-        self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any], _: torch.Tensor
-    ) -> Any:
+    def _answer_again(self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         self.again += 1
         scores = args[0] if args else kwargs["input"]
         try:
