@@ -266,7 +266,7 @@ class Call:
             if self.given and _identity(scores) == self._answered and (ids := self.handed) is not None:
                 # Not the values of before: they may have been made without grad, or written into.
                 source = self.unmasked(scores) if scores.requires_grad else self.unmasked(scores).detach()
-                return torch.return_types.topk((source.gather(1, ids), ids))  # type: ignore[arg-type]
+                return torch.return_types.topk((source.gather(1, ids), ids))
             return native(*args, **kwargs)
         finally:
             _here.armed = self
