@@ -88,9 +88,10 @@ class StepRecording(Session):
         super().__init__(model, self._answering, errors_wait=errors_wait)
 
     def take(self, chunk: int) -> RoutedExperts:
+        fine = 0 <= chunk < len(self.routers) and self.timeline.ended[chunk] > 0
+        cause = "a forward of another module than this chunk, or a block that isn't open"
+        MicroBatchError.unless(fine, "nothing was recorded yet", cause=cause, where=f"chunk {chunk}")
         number = self.timeline.ended[chunk] - 1
-        cause = "a forward of another module than this chunk"
-        MicroBatchError.unless(number >= 0, "nothing was recorded yet", cause=cause, where=f"chunk {chunk}")
         return micro_batch_routes(self._answering.kept.narrow(), self.routers[chunk], number)
 
     def last(self, router: Router) -> torch.Tensor | None:

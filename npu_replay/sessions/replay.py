@@ -170,6 +170,8 @@ class StepReplay(Session):
 
     def give(self, chunk: int, routes: RoutedExperts) -> None:
         """Set or replace the routes of a chunk's next forward; RouterError if they don't fit its routers."""
+        fine, cause = 0 <= chunk < len(self.routers), "a block that isn't open, or another model's chunk"
+        MicroBatchError.unless(fine, "routes for no chunk of this block", cause=cause, where=f"chunk {chunk}")
         self._source.give(chunk, self.timeline.ended[chunk], routes)
 
     @property

@@ -224,8 +224,9 @@ class Call:
         # Disarmed while our own operations run: a top-k among them is not the router's.
         _here.armed = None
         if self.ids is not None:
-            answer_next = self._drop if self.drops else self._answer_again
-            return answer_next(native, args, kwargs, self.ids)
+            if self.drops:
+                return self._drop(native, args, kwargs, self.ids)
+            return self._answer_again(native, args, kwargs)
         if way == "guard":
             self._stop_watching()
         scores = args[0] if args else kwargs.pop("input")
@@ -258,15 +259,14 @@ class Call:
         _here.armed = self if self.counts or (self.given and comes_again) else None
         return torch.return_types.topk((values, handed))
 
-    def _answer_again(
-        self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any], _: torch.Tensor
-    ) -> Any:
+    def _answer_again(self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         self.again += 1
         scores = args[0] if args else kwargs["input"]
         try:
             if self.given and _identity(scores) == self._answered and (ids := self.handed) is not None:
-                values = self.values if scores is self.scores else scores.gather(1, ids)
-                return torch.return_types.topk((values, ids))  # type: ignore[arg-type]
+                # Not the values of before: they may have been made without grad, or written into.
+                source = self.unmasked(scores) if scores.requires_grad else self.unmasked(scores).detach()
+                return torch.return_types.topk((source.gather(1, ids), ids))
             return native(*args, **kwargs)
         finally:
             _here.armed = self
@@ -340,9 +340,9 @@ class Call:
         return self.made.unmasked(scores, self.own) if self.given and self.made is not None else scores
 
 
-def _identity(scores: torch.Tensor) -> tuple[int, int | None]:
-    """Return the address of scores and their version, which inference tensors don't have."""
-    return address(scores), None if scores.is_inference() else scores._version
+def _identity(scores: torch.Tensor) -> tuple[object, ...]:
+    """Return address and strides of scores, and their version, which inference tensors don't have."""
+    return address(scores), scores.stride(), None if scores.is_inference() else scores._version
 
 
 def least_positive(dtype: torch.dtype) -> float:

@@ -355,11 +355,8 @@ class OpenSession:
 
 def open_sessions() -> tuple[OpenSession, ...]:
     """Return the blocks that answer routers in this process."""
-    found = {id(session): session for session in list(_answered.values())}
-    return tuple(
-        OpenSession(one.name, tuple(sorted(router.label for router in one.all_routers)))
-        for one in found.values()
-    )
+    found = {id(session): session for session in list(_answered.values())}.values()
+    return tuple(OpenSession(one.name, tuple(sorted(r.label for r in one.all_routers))) for one in found)
 
 
 class Unchanged:

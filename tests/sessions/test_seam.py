@@ -91,6 +91,47 @@ def test_the_routing_decision_is_found_however_it_is_called(select: Select) -> N
     assert len(check(select)) == 2
 
 
+def again_with_grad(router: ToyRouter, scores: Scores) -> Pair:
+    """For a figure, and then to route."""
+    with torch.no_grad():
+        torch.topk(scores, router.topk)
+    return torch.topk(scores, router.topk)
+
+
+def again_after_a_write(router: ToyRouter, scores: Scores) -> Pair:
+    torch.topk(scores, router.topk)[0].detach().zero_()
+    return torch.topk(scores, router.topk)
+
+
+def again_in_groups(router: ToyRouter, scores: Scores) -> Pair:
+    masked = scores.masked_fill(groups(scores), float("-inf"))
+    torch.topk(masked.detach(), router.topk)
+    return torch.topk(masked, router.topk)
+
+
+@pytest.mark.parametrize("select", [again_with_grad, again_after_a_write, again_in_groups])
+def test_a_top_k_of_the_same_scores_again_has_values_of_its_own(select: Select) -> None:
+    check(select, masks=select is again_in_groups)
+
+
+def test_a_top_k_over_tokens_is_not_taken_for_the_routing_again() -> None:
+    """Where a micro-batch has as many tokens as experts."""
+    figures: list[tuple[Scores, torch.Tensor]] = []
+
+    def select(router: ToyRouter, scores: Scores) -> Pair:
+        chosen = torch.topk(scores, router.topk)
+        figures.append((scores.detach().t(), torch.topk(scores.t(), router.topk)[1]))
+        return chosen
+
+    ids = torch.arange(TOPK).expand(EXPERTS, 1, TOPK)
+    with npu_replay.replay(
+        ToyModel(ToyRouter(select=select)), [RoutedExperts(ids=ids, layers=[0], num_experts=EXPERTS)]
+    ) as session:
+        session.chunks[0](tokens(rows=EXPERTS))
+    scores, found = figures[0]
+    assert torch.equal(found, scores.topk(TOPK)[1])
+
+
 def test_a_name_taken_early_is_seen_by_the_safety_net_in_every_call() -> None:
     check(through_an_alias)
     model = ToyModel(ToyRouter(select=through_an_alias))

@@ -124,6 +124,23 @@ def test_nothing_can_be_taken_before_a_forward() -> None:
         model(tokens(0))
 
 
+@pytest.mark.parametrize("chunk", [-1, 1])
+def test_a_chunk_that_there_is_not_and_a_block_that_is_left_are_refused(chunk: int) -> None:
+    model = ToyModel()
+    with StepReplay(model) as replay:
+        with pytest.raises(MicroBatchError, match="no chunk of this block"):
+            replay.give(chunk, foreign(0))
+        replay.give(0, foreign(0))
+        model(tokens(0))
+    with StepRecording(model) as recording, torch.no_grad():
+        model(tokens(0))
+        with pytest.raises(MicroBatchError, match="nothing was recorded"):
+            recording.take(chunk)
+    for late in (lambda: recording.take(0), lambda: replay.give(0, foreign(0))):
+        with pytest.raises(MicroBatchError, match="isn't open"):
+            late()
+
+
 def test_a_deferred_error_waits_and_the_forward_goes_on_with_the_routers_own_choices() -> None:
     """A rank that raises inside a schedule leaves the others in a collective until its timeout."""
     model = ToyModel()
