@@ -242,16 +242,30 @@ class _Due:
             got = f"{rows}: the whole sequence's, or those asked for and {self.past} of drafts past its end"
             raise replace(source, faults=()).error(Symptom.TOO_MANY_ROWS, problem, expected, got)
         due = self.end - self.sent_from
-        # As many rows as tokens, with more or fewer ids in each, are another model's.
-        counts = [] if shaped else [count for count in (wanted, self.end) if count and size % count == 0]
-        each = next((size // count for count in counts if size // count not in (0, layers * topk)), 0)
-        if rest or each:
+        fits = ""
+        if not shaped:
+            fits = _that_fits(size, wanted, self.model) or _that_fits(size, self.end, self.model)
+        if rest or fits:
             expected = f"{due * layers * topk}: {due} rows of {layers} layers with top-{topk}"
-            got = f"{each} ids a token" if each else "ids that fit no number of tokens"
+            got = f"what fits {fits or 'no model of so many tokens'}"
             raise source.error(Symptom.COLUMNS, f"{size} ids can't be shaped", expected, got)
         symptom = Symptom.TOO_FEW_ROWS if rows < due else Symptom.TOO_MANY_ROWS
         expected = f"{due} rows, from token {self.sent_from} on; the last token has none"
         raise source.error(symptom, "the engine has rows for other tokens than these", expected, rows)
+
+
+def _that_fits(size: int, rows: int, model: RoutedModel) -> str:
+    """Name a model that would have `size` ids in `rows` rows; empty if there is none."""
+    row, rest = divmod(size, rows) if rows else (0, 0)
+    if rest or row in (0, model.num_layers * model.topk):
+        return ""
+    if row == len(model.sparse) * model.topk:
+        return f"the {len(model.sparse)} MoE layers alone"
+    layers, no_layers = divmod(row, model.topk)
+    topk, no_topk = divmod(row, model.num_layers)
+    fits = [] if no_layers else [f"{layers} layers with top-{model.topk}"]
+    fits += [] if no_topk else [f"top-{topk} in {model.num_layers} layers"]
+    return " or ".join(fits) or f"{row} ids a token"
 
 
 # ---- the fields of an answer

@@ -188,8 +188,7 @@ def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> An
     )
     refusal = next((said for name in ("error", "detail", "message") if (said := found.get(name))), None)
     if refusal is not None and not answered:
-        # An OpenAI server's error is {"message": ...}, FastAPI's detail a list of such.
-        said = str(refusal["message"] if isinstance(refusal, Mapping) and "message" in refusal else refusal)
+        said = _words(refusal)
         raise InvalidRoutes(
             "the server refused the request",
             where=engine,
@@ -199,3 +198,14 @@ def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> An
             or "the answer's HTTP status says so too, and wasn't looked at",
         )
     return found
+
+
+def _words(said: Any) -> str:
+    if isinstance(said, Mapping):
+        message = said.get("message", said.get("msg"))
+        where = said.get("loc")
+        place = f"{'.'.join(map(str, where))}: " if isinstance(where, (list, tuple)) else ""
+        return f"{place}{message}" if isinstance(message, str) else str(said)
+    if isinstance(said, list):
+        return "; ".join(_words(one) for one in said[:8])
+    return str(said)

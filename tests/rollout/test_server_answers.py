@@ -28,7 +28,7 @@ REFUSALS: dict[str, tuple[Any, str]] = {
                 {"type": "int_type", "loc": ["body", "n"], "msg": "not an integer"},
             ]
         },
-        "'msg': 'Field required'",
+        "«body.prompt: Field required; body.n: not an integer»",
     ),
     "no-choices": ({"choices": [], "error": {"message": "asleep"}}, "«asleep»"),
     "a-gateway": ({"message": "no route matched"}, "«no route matched»"),

@@ -692,13 +692,20 @@ def test_T29_a_release_that_cant_say_so_is_warned_of_once(version: str, caplog: 
 
 OF_ANOTHER = r"shaped.*81 rows of 6 layers with top-4.*"
 OTHER_ROWS = {
-    "layers": (lambda _: text_of(np.ones((81, 7, 4))), OF_ANOTHER + "28 ids a token"),
-    "MoE layers alone": (lambda _: text_of(np.ones((81, 5, 4))), OF_ANOTHER + "20 ids a token"),
-    "top-8": (lambda _: text_of(np.ones((81, 6, 8))), OF_ANOTHER + "48 ids a token"),
-    "neither": (lambda _: text_of(np.ones((81, 3, 5))), OF_ANOTHER + "15 ids a token"),
+    "layers": (lambda _: text_of(np.ones((81, 7, 4))), OF_ANOTHER + "7 layers with top-4"),
+    "MoE layers alone": (lambda _: text_of(np.ones((81, 5, 4))), OF_ANOTHER + "the 5 MoE layers alone"),
+    "top-8": (
+        lambda _: text_of(np.ones((81, 6, 8))),
+        OF_ANOTHER + "12 layers with top-4 or top-8 in 6 layers",
+    ),
+    "top-2": (
+        lambda _: text_of(np.ones((81, 6, 2))),
+        OF_ANOTHER + "3 layers with top-4 or top-2 in 6 layers",
+    ),
+    "neither": (lambda _: text_of(np.ones((81, 3, 5))), OF_ANOTHER + "fits 15 ids a token"),
     "one id too few": (
         lambda rows: text_of(rows.reshape(-1)[:-1]),
-        r"1943 ids can't be shaped.*Expected 1944.*no number of tokens",
+        r"1943 ids can't be shaped.*Expected 1944.*no model",
     ),
     "narrow, as sglang#31219 plans": (
         lambda rows: base64.b64encode(rows.astype(np.uint8).tobytes()).decode(),
