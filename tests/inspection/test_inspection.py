@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import npu_replay
@@ -541,7 +541,7 @@ def test_ids_that_are_none(desk: Desk, text: str) -> None:
         desk.look(desk.rows, prompt_ids=desk.put(text.encode(), "ids.json"))
 
 
-@examples(150)
+@examples(150, without=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damage_never_crashes_it_and_what_it_lets_through_from_vllm_takes(
     desk: Desk, data: st.DataObject
