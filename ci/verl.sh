@@ -53,7 +53,7 @@ if [[ $all ]]; then
 fi
 run_with 0.12.1 0.7.1 "${fsdp[@]}" "${of_each[@]}" "$@"
 run_with 0.12.1 0.8.0 "${fsdp[@]:0:4}" tests/on_verl/test_fsdp.py "$@"
-# Two nodes and sixteen ranks of a real Ray, which the packages for verl bring along.
+# Two nodes and eight ranks of a real Ray, which the packages for verl bring along.
 if [[ $# == 0 ]]; then
     unset PYTHONPATH
     try "routes over a real Ray" python -m pytest -q -rs -p no:xdist tests/delivery/test_ray.py tests/docs/test_delivery.py

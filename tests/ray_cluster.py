@@ -24,9 +24,9 @@ from npu_replay import DecoderLayers, ParallelLayout, RoutedExperts, TokenLayout
 from npu_replay.compat.ray import RayCarrier, read_objects
 from npu_replay.errors import InvalidRoutes
 
-STORE = 300 * 2**20
+STORE = 120 * 2**20
 LAYERS, TOPK, EXPERTS = 48, 8, 128
-WHOLE = ParallelLayout(tp=2, pp=4, dp=2, decoder=DecoderLayers(LAYERS))
+WHOLE = ParallelLayout(tp=2, pp=2, dp=2, decoder=DecoderLayers(LAYERS))
 
 
 def made(seed: int, tokens: int) -> RoutedExperts:
@@ -60,7 +60,7 @@ class Rank:
 
     def __init__(self, pp_rank: int) -> None:
         self.kept: list[RoutedExperts | None] = []
-        self.layout = ParallelLayout(pp=4, pp_rank=pp_rank, decoder=WHOLE.decoder)
+        self.layout = ParallelLayout(pp=2, pp_rank=pp_rank, decoder=WHOLE.decoder)
 
     def fetch(self, references: Any, patience: float = 60.0) -> Any:
         """Digests of what was fetched, or what the error says and after how many seconds."""
@@ -93,7 +93,7 @@ def read_in_halves(handles: Any, patience: float) -> Any:
 
 
 class Machine:
-    """Both nodes, "a" and "b"; a node has 8 of the 16 ranks, as Megatron-core numbers them: tp-dp-pp."""
+    """Both nodes, "a" and "b"; a node has 4 of the 8 ranks, as Megatron-core numbers them: tp-dp-pp."""
 
     def __init__(self, cluster: Cluster) -> None:
         def node(name: str) -> dict[str, Any]:
@@ -103,8 +103,8 @@ class Machine:
         head = cluster.add_node(**node("a"), include_dashboard=False)
         self.nodes = {"a": head, "b": cluster.add_node(**node("b"))}
         ray.init(address=self.cluster.address, log_to_driver=False)
-        self.places = [(rank // 4, rank // 2 % 2) for rank in range(16)]  # (pp, dp)
-        self.ranks = [self.on("ab"[rank // 8], Rank, pp) for rank, (pp, _) in enumerate(self.places)]
+        self.places = [(rank // 4, rank // 2 % 2) for rank in range(8)]  # (pp, dp)
+        self.ranks = [self.on("ab"[rank // 4], Rank, pp) for rank, (pp, _) in enumerate(self.places)]
 
     @staticmethod
     def on(node: str, actor: Any, *args: Any) -> Any:
@@ -142,7 +142,7 @@ class Machine:
 
     def replace(self, number: int) -> None:
         """Start a rank anew in the place of one that died."""
-        self.ranks[number] = self.on("ab"[number // 8], Rank, self.places[number][0])
+        self.ranks[number] = self.on("ab"[number // 4], Rank, self.places[number][0])
 
     def resident(self) -> dict[str, int]:
         """The most that each node's object store had in memory so far, copies from other nodes too."""
@@ -172,15 +172,6 @@ def _shared_memory(pid: int) -> int:
     """Bytes of the shared files of a process that have pages."""
     files = {os.stat(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if "/plasma" in os.readlink(fd)}
     return sum({one.st_ino: one.st_blocks * 512 for one in files}.values())
-
-
-def loopback() -> int:
-    """Bytes that ever went over this machine's loopback: between the nodes, and of everybody else."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "lo":
-            return int(counters.split()[0])
-    raise LookupError("this machine has no loopback")
 
 
 @contextlib.contextmanager

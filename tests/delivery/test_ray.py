@@ -1,4 +1,4 @@
-"""Ray's object store as the carrier, on a real Ray: two nodes with a store each, 16 ranks of a training.
+"""Ray's object store as the carrier, on a real Ray: two nodes with a store each, 8 ranks of a training.
 
 ci/verl.sh runs it, whose environment has Ray; `pytest -s` prints the figures of docs/dev/performance.md.
 """
@@ -57,7 +57,7 @@ def put(putters: list[Any], first: int, tokens: int = TOKENS, samples: int = SAM
 
 
 def stage(pp: int) -> range:
-    return range(12 * pp, 12 * pp + 12)
+    return range(24 * pp, 24 * pp + 24)
 
 
 def shares(references: list[Any]) -> list[Any]:
@@ -72,30 +72,29 @@ def test_without_a_started_ray_it_is_said() -> None:
 
 def test_each_rank_gets_its_own_and_each_id_crosses_once(machine: Any, putters: list[Any]) -> None:
     """A stage's samples lie half on its own node, half on the other, which is what has to cross."""
-    before, crossed = machine.resident(), []
+    before = machine.resident()
     unique = SAMPLES * TOKENS * 48 * 8
-    planned = plan(WHOLE, [TOKENS] * SAMPLES, topk=8, num_experts=128)
+    planned = plan(WHOLE, [TOKENS] * SAMPLES, topk=8, num_experts=128, ranks_a_node=4)
     assert planned.unique == unique
-    assert planned.once.sent == planned.once.busiest * 2 == unique // 2 + 2 * SAMPLES * TOKENS
-    for number in range(3):  # others are on the loopback too: the least counts
-        references = put(putters, 100 * number)
-        counted = ray_cluster.loopback()
-        got = machine.fetched(shares(references))
-        crossed.append(ray_cluster.loopback() - counted)
-        for found, (pp, dp) in zip(got, machine.places, strict=True):
-            seeds = range(100 * number + 8 * dp, 100 * number + 8 * dp + 8)
-            assert found == [digest(made(seed, TOKENS).only(stage(pp))) for seed in seeds]
-        if not number:
-            share = unique // 2 + unique // 4  # what it put, and what it was sent
-            most = {node: there - before[node] for node, there in machine.resident().items()}
-            assert share < min(most.values()) <= max(most.values()) < 1.2 * share
-            there = max(most.values())
-            print(f"\na node's store at most {there / 1e6:.1f} MB, {there / share:.2f} x its share")
-            print(f"a reference {len(pickle.dumps(references)) / len(references):.0f} bytes")
-        machine.drop()
-        del references, got
-    assert unique // 2 < min(crossed) < 1.05 * unique // 2, crossed
-    print(f"between nodes {min(crossed) / 1e6:.1f} MB, {2 * min(crossed) / unique:.3f} x the ids that cross")
+    assert planned.once.sent == planned.once.busiest * 2 == unique // 2 + SAMPLES * TOKENS
+    references = put(putters, 0)
+    there = machine.resident()
+    got = machine.fetched(shares(references))
+    after = machine.resident()
+    for found, (pp, dp) in zip(got, machine.places, strict=True):
+        seeds = range(8 * dp, 8 * dp + 8)
+        assert found == [digest(made(seed, TOKENS).only(stage(pp))) for seed in seeds]
+    share = unique // 2 + unique // 4  # what it put, and what it was sent
+    crossed = sum(after.values()) - sum(there.values())  # a copy stays in the asking node's store
+    assert unique // 2 <= crossed < 1.05 * unique // 2
+    most = {node: after[node] - before[node] for node in after}
+    assert share < min(most.values()) <= max(most.values()) < 1.05 * share
+    at_most = max(most.values())
+    print(f"\na node's store at most {at_most / 1e6:.1f} MB, {at_most / share:.2f} x its share")
+    print(f"a reference {len(pickle.dumps(references)) / len(references):.0f} bytes")
+    print(f"copies from the other {crossed / 1e6:.1f} MB, {2 * crossed / unique:.3f} x the ids that cross")
+    machine.drop()
+    del references, got
     assert machine.settled(lambda held: not any(held.values())) == {"a": 0, "b": 0}
 
 
@@ -147,16 +146,16 @@ def test_a_putter_that_dies_in_the_midst_of_a_fetch(machine: Any, putters: list[
         one.read = ray_cluster.read_in_halves
     asked = machine.asked([references] * 2, PATIENCE)
     until = time.monotonic() + 30
-    while len(list(said.glob("half-*"))) < 16 and time.monotonic() < until:
+    while len(list(said.glob("half-*"))) < 8 and time.monotonic() < until:
         time.sleep(0.1)
-    assert len(list(said.glob("half-*"))) == 16
+    assert len(list(said.glob("half-*"))) == 8
     ray.kill(doomed)
     await_death(doomed)
     time.sleep(2)  # the nodes hear of it after the driver
     (said / "go-on").touch()
     got, wanted = ray.get(asked, timeout=90), [made(seed, 200) for seed in (9000, 9001, 9100, 9101)]
-    assert_lost(got[:8], number=2, seconds=20)
-    for found, (pp, _) in zip(got[8:], machine.places[8:], strict=True):
+    assert_lost(got[:4], number=2, seconds=20)
+    for found, (pp, _) in zip(got[4:], machine.places[4:], strict=True):
         if isinstance(found, tuple):
             assert_lost([found], number=2, seconds=20)
         else:  # its own store has the objects yet
@@ -234,9 +233,9 @@ def test_a_putter_that_dies_is_told_by_every_rank_and_the_next_step_works(
     await_death(doomed)
     time.sleep(2)  # the nodes hear of it after the driver
     got = machine.fetched([[*alive, *lost]] * 2, PATIENCE)
-    assert_lost(got[:8], number=4, seconds=10)
+    assert_lost(got[:4], number=4, seconds=10)
     wanted = [made(seed, 200) for seed in (2000, 2001, 2002, 2003, 3000, 3001)]
-    for found, (pp, _) in zip(got[8:], machine.places[8:], strict=True):
+    for found, (pp, _) in zip(got[4:], machine.places[4:], strict=True):
         if isinstance(found, tuple):
             assert_lost([found], number=4, seconds=10)
         else:  # its own store has the objects yet
@@ -246,7 +245,7 @@ def test_a_putter_that_dies_is_told_by_every_rank_and_the_next_step_works(
     assert got == [None, None, *(made(seed, 200) for seed in range(2000, 2004))]
     assert time.monotonic() - begun < 10
     again = put(putters, 4000, 200, 4)
-    assert machine.fetched(shares(again))[15] == [digest(made(s, 200).only(stage(3))) for s in (4002, 4003)]
+    assert machine.fetched(shares(again))[-1] == [digest(made(s, 200).only(stage(1))) for s in (4002, 4003)]
     machine.drop()
 
 
@@ -263,22 +262,20 @@ def test_a_node_that_is_lost_is_told_by_every_rank_and_the_next_step_works(
     machine.drop()
 
 
-def test_a_thousand_steps_leave_nothing(machine: Any, putters: list[Any]) -> None:
-    machine.drop()
+def test_four_hundred_steps_leave_nothing(machine: Any, putters: list[Any]) -> None:
     """More bytes than a store has go through it; Ray's own count says what is used."""
-    ranks, sizes, stores, used = [machine.ranks[0], machine.ranks[15]], [], [], []
-    assert 1000 // 2 * LARGE * 48 * 8 > ray_cluster.STORE
-    for number in range(1000):
+    machine.drop()
+    ranks, sizes, used, steps = [machine.ranks[0], machine.ranks[-1]], [], [], 400
+    assert steps // 2 * LARGE * 48 * 8 > ray_cluster.STORE
+    for number in range(steps):
         references = put(putters[number % 2 :][:1], 8000 + number, LARGE, 1)
         got = ray.get(ranks[number // 2 % 2].fetch.remote(references))
         assert [one[0] for one in got] == [8000 + number]
-        if number % 100 == 99:
+        if number % 40 == 39:
             sizes.append(own_memory())
-            stores.append(machine.resident())
             used.append(max(machine.held().values()))
     del references, got
     assert max(sizes[4:]) - sizes[3] < 4 * 2**20, sizes
-    assert stores[9] == stores[3]
     assert max(used) < 20 * LARGE * 48 * 8, used
     machine.drop()
     assert machine.settled(lambda held: not any(held.values())) == {"a": 0, "b": 0}
