@@ -56,8 +56,8 @@ def test_what_verls_batches_carry_is_what_the_planner_says() -> None:
 
 
 def test_the_measured_plan_is_that_of_the_run() -> None:
-    layout = npu_replay.ParallelLayout(tp=2, pp=4, dp=2, decoder=npu_replay.DecoderLayers(48))
-    planned = plan(layout, [8192] * 16, topk=8, num_experts=128)
+    layout = npu_replay.ParallelLayout(tp=2, pp=2, dp=2, decoder=npu_replay.DecoderLayers(48))
+    planned = plan(layout, [8192] * 16, topk=8, num_experts=128, ranks_a_node=4)
     held = 3 * planned.once.put_held // 2  # it puts half of all, and is sent half of the other half
     assert f"| {planned.once.sent / 1e6:.1f} MB |" in COSTS
     assert f"| {held / 1e6:.1f} MB |" in COSTS
