@@ -16,6 +16,8 @@ import pytest
 import jobs
 from distributed import parallel_cases
 
+KEPT = ("tp2-kept", "pp2-vp2-kept", "hybrid-pp2-kept", "tp2-pp2-kept")
+"""What .ci/run has without recompute. Of the other ways to split it has the case with full recompute alone."""
 LAUNCHES = 4
 """A case that fails takes its launch down; so often are the rest started again."""
 
@@ -89,10 +91,14 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Jobs(tmp_path_factory.mktemp("parallel"), wanted)
 
 
+def depth(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.long] if name.endswith("-kept") and name not in KEPT else []
+
+
 @pytest.mark.parametrize(
     ("processes", "case", "check"),
     [
-        (processes, name, check)
+        pytest.param(processes, name, check, marks=depth(name))
         for processes in parallel_cases.CASES
         for name in parallel_cases.names(processes)
         for check in parallel_cases.checks_of(name)
