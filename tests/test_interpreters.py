@@ -75,6 +75,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "npu_replay.zip"
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("options", [["-OO"], ["-W", "error", "-bb", "-X", "dev", "-O"]], ids=" ".join)
 def test_the_blocks_and_their_errors_are_the_same(options: list[str], place: Path) -> None:
     path = os.pathsep.join([str(place), str(TESTS)])

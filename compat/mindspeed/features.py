@@ -1,4 +1,4 @@
-"""Refuses the features of MindSpeed that can't be replayed, and a MindSpeed that is half imported.
+"""Refuses the features of MindSpeed that can't be replayed, and says whether it fits this Megatron-core.
 
 Its other features call Megatron's TopKRouter as it is. Nothing of MindSpeed is changed or imported: its
 settings are read off the model's config, to which it copies its arguments, and off the arguments themselves,

@@ -139,7 +139,7 @@ class Turns:
                 where="rollout",
                 expected="routed_experts in the output of every turn that wasn't aborted",
                 got=None,
-                cause="an engine that can't capture them (vllm below 0.14, vllm-ascend below 0.15, a model "
+                cause="an engine that can't capture them (vLLM or vllm-ascend below 0.18, a model "
                 "without experts); turn the option off, or take R2",
             )
         tokens = np.concatenate([prompt, sampled])
@@ -177,7 +177,7 @@ class Turns:
                 )
         ids = _narrow(ids[: tokens - 1])
         rows = Rows.empty(tokens, ids.shape[1:], ids.dtype)
-        rows.recorded[: len(ids)] = ids.any(axis=(1, 2)) & (ids >= 0).all(axis=(1, 2))
+        rows.recorded[: len(ids)] = ids.any(axis=(1, 2)) & (ids != -1).any(axis=(1, 2))  # one -1 stays
         rows.ids[rows.recorded] = ids[rows.recorded[: len(ids)]]
         return rows
 

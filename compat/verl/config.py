@@ -199,11 +199,12 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
         )
     legacy, here = key == (_MODE,), where.removesuffix(".mode")
     given = {name: setting(config, "actor", *key, name) for name in ("record_file", "replay_file")}
+    given[environment.DELIVERY] = environment.read(environment.DELIVERY)
     if legacy and any(given.values()):
         yield refused(
-            "these workers don't write or read routes",
-            expected=f"no {here}.record_file and {here}.replay_file, or engine workers",
-            got=given,
+            "these workers don't write or read routes, nor keep any out of the batch",
+            expected=f"no {', '.join(given)}, or engine workers",
+            got={name: value for name, value in given.items() if value},
             cause="0.7's legacy workers; trainer.use_legacy_worker_impl=disable takes the others",
         )
     elif given["replay_file"] and mode != "R3":

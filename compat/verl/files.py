@@ -58,9 +58,8 @@ class Files:
             self._store = RouteStore(self.replay)
         found = [self._store.of(tokens, sample_key=key) for tokens, key in _samples(data)]
         if found:
-            dtype = narrow_dtype(found[0].num_experts)
             batch = tensors.MicroBatch(data[TOKENS], None, None)
-            data[ROUTES] = batch.filled(found, dtype).to(data[TOKENS].device)
+            data[ROUTES] = batch.filled(found, narrow_dtype(found[0].num_experts)).to(data[TOKENS].device)
 
     def keep(self, data: Any, output: Any, config: Any, mode: str) -> None:
         """Write the routes of new samples, after a pass, on the rank that has its output."""

@@ -77,8 +77,8 @@ def summary(mode: str, sums: dict[str, int], stack: str = "") -> str:
         called |= {"mindspeed": "MindSpeed"} if "mindspeed" in sys.modules else {}
         found = {product.name: product.version or "?" for product in probe.products() if product.found}
         stack = ", ".join(f"{called[name]} {found[name]}" for name in called if name in found)
-    by = ", ".join(["seam", *([stack] if stack else ())])
-    return f"{mode}: {routers} routers, {replayed} replayed, {percent} of rows had a route, {ranks} ({by})"
+    by = f" ({stack})" if stack else ""
+    return f"{mode}: {routers} routers, {replayed} replayed, {percent} of rows had a route, {ranks}{by}"
 
 
 def announce(line: str) -> None:

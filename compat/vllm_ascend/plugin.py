@@ -97,7 +97,7 @@ def capability(product: Product, vllm: Product) -> Capability:
     why = filtered()
     if why:
         return Capability(
-            CAPABILITY, "broken", why, f"pip install npu-replay beside vLLM; {NAME} in VLLM_PLUGINS"
+            CAPABILITY, "broken", why, f"pip install npu_replay-*.whl beside vLLM; {NAME} in VLLM_PLUGINS"
         )
     pair = f"vllm-ascend {product.version} beside vLLM {vllm.version}"
     return Capability(

@@ -60,6 +60,8 @@ def lines(mode: str, trainer: str, device: str) -> list[str]:
         given.append(f"{ENV}.NPU_REPLAY_VLLM_ASCEND='1'")
     # The workers of agent loops: 0.9 finds an installed npu_replay by its entry points, which a clone hasn't.
     asks = "verl.plugins" in (verl / "__init__.py").read_text(encoding="utf-8")
+    if asks and (0, 0) < release("vllm") < (0, 22):
+        sys.exit("replay_lines.py: verl 0.9 refuses R3 with vLLM below 0.22. Take R2, or verl 0.8.0.")
     installed = "npu_replay" in {one.name for one in metadata.entry_points(group="verl.plugins")}
     if not (asks and installed):
         given.append(f"{ENV}.VERL_USE_EXTERNAL_MODULES=npu_replay")

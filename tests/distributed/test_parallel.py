@@ -17,7 +17,7 @@ import jobs
 from distributed import parallel_cases
 
 KEPT = ("tp2-kept", "pp2-vp2-kept", "hybrid-pp2-kept", "tp2-pp2-kept")
-"""What .ci/run has without recompute. Of the other ways to split it has the case with full recompute alone."""
+"""What .ci/run has without recompute; of the other ways to split it has full recompute alone."""
 LAUNCHES = 4
 """A case that fails takes its launch down; so often are the rest started again."""
 

@@ -29,6 +29,7 @@ def out(tmp_path_factory: pytest.TempPathFactory, megatron: None) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.first_release
 def test_the_demo_keeps_its_promises(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R3 takes router mismatch and KL away; routes flip in updates unless they are replayed."""
     monkeypatch.syspath_prepend(str(ROOT / "ci"))
@@ -43,6 +44,7 @@ def test_the_demo_keeps_its_promises(out: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
+@pytest.mark.first_release
 def test_the_demo_draws_a_picture_and_overwrites_nothing(
     out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +120,7 @@ def piped(folder: Path, *arguments: str, **variables: str) -> subprocess.Complet
 
 
 @pytest.mark.slow
+@pytest.mark.first_release
 def test_json_is_one_document_and_what_is_in_the_folder(tmp_path: Path) -> None:
     assert json.loads(piped(tmp_path, "--json").stdout) == json.loads(
         (tmp_path / "demo/demo.json").read_text()
@@ -125,6 +128,7 @@ def test_json_is_one_document_and_what_is_in_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.first_release
 def test_in_a_pipe_the_demo_fits_and_says_what_it_does(tmp_path: Path) -> None:
     done = piped(tmp_path, COLUMNS="60")
     assert "\x1b" not in done.stdout + done.stderr
@@ -134,6 +138,7 @@ def test_in_a_pipe_the_demo_fits_and_says_what_it_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.first_release
 def test_without_megatron_the_demo_says_what_doctor_says(tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()  # another product's half of the name
     done = subprocess.run(

@@ -95,7 +95,7 @@ def check_told(lines: list[str], mode: str, share: str) -> None:
     ranks = "1 rank" if world == 1 else f"{world} ranks agree"
     line = (
         f"[npu_replay] {mode}: 3 routers, 3 replayed, {share} of rows had a route, {ranks} "
-        f"(seam, transformers {transformers.__version__}, FSDP2)"
+        f"(transformers {transformers.__version__}, FSDP2)"
     )
     assert lines == [line] * (dist.get_rank() == 0)
 

@@ -177,6 +177,13 @@ def test_files_of_routes_are_refused_where_nothing_reads_them(workers: Workers) 
     workers.check(unread or anew, key="R2", replay="/routes")
 
 
+def test_delivery_is_refused_where_batches_carry_ids(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_REPLAY_DELIVERY", "ray")
+    workers.check(r"nor keep any out of the batch.*'ray'" if workers.legacy else None, key="R2")
+
+
 @pytest.mark.skipif(engine_workers_replay(), reason="0.7.0's engine workers know no replay")
 def test_engine_workers_that_know_no_replay_are_named() -> None:
     Workers(False).check(r"these workers know no replay.*legacy workers alone", **{OLD: "R2"})

@@ -370,6 +370,20 @@ def test_routes_may_come_as_a_tensor_or_in_wide_integers(kind: Any) -> None:  # 
     check_rows(*rows_of(run(Turn([20, 21, 22], change=lambda rows: kind(rows.copy())))))
 
 
+def test_a_row_with_one_id_below_zero_stays_for_the_trainer_to_refuse() -> None:
+    """Only a row of -1 alone has no route."""
+
+    def damaged(rows: np.ndarray) -> np.ndarray:
+        rows = rows.astype(np.int16)
+        rows[0, 0, 0], rows[1] = -1, -1
+        return rows
+
+    _, rows = rows_of(run(Turn([20, 21, 22], change=damaged)))
+    assert rows[0, 0, 0] == -1
+    assert not rows[1].any()
+    assert rows[2].any()
+
+
 def test_routes_of_another_shape_are_refused() -> None:
     with pytest.raises(ReplayError, match="can't be read"):
         run(Turn([20, 21], change=lambda rows: rows.reshape(len(rows), -1)))
