@@ -200,10 +200,10 @@ class _Keys:
 
     @classmethod
     def of(cls, config: Any) -> _Keys:
-        if isinstance(config, (str, os.PathLike)):
-            config = cls.of_file(Path(config))
+        path = config if isinstance(config, (str, os.PathLike)) else None
+        config = config if path is None else cls.of_file(Path(path))
         for _ in range(_DEEPEST):
-            found = cls(config, type(config).__name__)
+            found = cls(config, str(path or type(config).__name__))
             # A config inside this one, such as the language model's, is read in its place.
             inner = None if isinstance(config, Mapping) else getattr(config, "config", None)
             if inner is None or hasattr(config, "num_hidden_layers"):

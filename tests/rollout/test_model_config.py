@@ -507,3 +507,10 @@ def test_a_looped_model_is_refused_by_the_key_that_says_how_often(family: str, t
 )
 def test_keys_that_count_no_passes_are_let_be(keys: dict[str, Any]) -> None:
     assert RoutedModel.from_config(QWEN3_30B | keys) == RoutedModel.from_config(QWEN3_30B)
+
+
+def test_an_error_of_a_file_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ReplayError) as refused:
+        RoutedModel.from_config(tmp_path)
+    assert refused.value.where == str(tmp_path)
