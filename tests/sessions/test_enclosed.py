@@ -7,6 +7,7 @@ import functools
 import gc
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -334,6 +335,78 @@ def test_a_function_with_setup_context_finds_its_own_micro_batch(
         assert all(map(torch.equal, found, expected))
     else:
         check_same(kind, loss, order)
+
+
+class InAThread(Rerun):
+    """The recompute is on this thread, and the backward over it on another: none of its frames is there."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            output = ctx.run(x)
+        with ThreadPoolExecutor(max_workers=1) as other:
+            other.submit(torch.autograd.backward, output, grad).result()
+        return None, x.grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layers", HOW)
+def test_a_checkpoint_that_a_recompute_makes_is_told_on_another_thread(layers: str, kind: str) -> None:
+    def loss(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
+        model.recompute = layers
+        return plainly(lambda x: InAThread.apply(model, x), x, seed)
+
+    check_same(kind, loss)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layers", HOW)
+def test_the_innermost_that_runs_again_tells_the_micro_batch(layers: str, kind: str) -> None:
+    """The backward of one micro-batch runs in the middle of another's recompute."""
+
+    def run(recompute: bool) -> list[torch.Tensor]:
+        Drifting.calls = 0
+        model = ToyModel(Drifting(), Drifting(), recompute=layers if recompute else None)
+        losses: list[torch.Tensor] = []
+
+        def first(x: torch.Tensor) -> torch.Tensor:
+            output = model(x)
+            if backward.in_backward():
+                output.register_hook(lambda grad: losses.pop().backward())
+            return output
+
+        with block(kind, model, 2):
+            x = tokens(0).requires_grad_()
+            outer = plainly(lambda x: Rerun.apply(first, x) if recompute else model(x), x, 0)
+            losses.append(plainly(model, tokens(1).requires_grad_(), 1))
+            outer.backward()
+            if not recompute:
+                losses.pop().backward()
+            del outer
+            assert not losses
+        return [one.grad.clone() for one in model.parameters()]
+
+    assert all(map(torch.equal, run(recompute=True), run(recompute=False)))
+
+
+def test_a_hook_of_the_first_node_of_a_forward_recomputes_that_forward() -> None:
+    """Nothing encloses it: its micro-batch is told by the node's number, that of the end before it."""
+    model, routes, shown = ToyModel(), foreign(2), []
+    forward, router = model.forward, model.layers[0].router
+
+    def hooked(hidden: torch.Tensor) -> torch.Tensor:
+        first = hidden * 1
+        first.register_hook(lambda grad: shown.append(router(hidden.detach())[1]))
+        return forward(first)
+
+    model.forward = hooked
+    with npu_replay.replay(model, routes):
+        outputs = [model(tokens(seed).requires_grad_()) for seed in range(2)]
+        for number in (1, 0):
+            outputs[number].sum().backward()
+            assert torch.equal(shown.pop(), routes[number].layer_ids(0).long())
 
 
 @pytest.mark.parametrize("kind", KINDS)

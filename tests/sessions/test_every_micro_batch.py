@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import npu_replay
-from npu_replay.errors import NoEffect
-from toys import EXPERTS, ROWS, ToyModel, ToyRouter, foreign, plain, tokens
+from npu_replay.errors import NoEffect, RecomputeError
+from npu_replay.sessions import backward
+from toys import EXPERTS, ROWS, ToyModel, ToyRouter, foreign, plain, run, tokens
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Scores = torch.Tensor
@@ -113,6 +114,20 @@ def test_ids_written_in_place_are_refused_in_every_size_and_mode(
     with pytest.raises(NoEffect, match="micro-batch 3, layer 1"), mode, opened:
         for seed in range(5):
             model(tokens(seed, rows))
+
+
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_experts_that_change_their_weights_in_a_recompute_alone_are_refused(how: str) -> None:
+    """Written in place: the output shows the same experts, each with another's weight."""
+
+    def flips(router: ToyRouter, scores: Scores) -> Pair:
+        values, ids = plain(router, scores)
+        return values, ids.copy_(ids.flip(1)) if backward.in_backward() else ids
+
+    model = ToyModel(ToyRouter(), ToyRouter(select=flips), recompute=how)
+    refused = pytest.raises(RecomputeError, match="micro-batch 0, layer 1")
+    with refused, npu_replay.replay(model, foreign()):
+        run(model)
 
 
 class Writes(nn.Module):
