@@ -144,6 +144,13 @@ def foreign(
     return [RoutedExperts(ids=one, layers=layers, num_experts=EXPERTS, recorded=recorded) for one in ids]
 
 
+def opened(kind: str, model: nn.Module, count: int = 1, **of_routes: Any) -> Any:
+    """A block of this kind; the routes of a replay, of so many micro-batches, are foreign."""
+    if kind == "replay":
+        return npu_replay.replay(model, foreign(count, layers=len(model.layers), **of_routes))
+    return getattr(npu_replay, kind)(model)
+
+
 def recorded(model: nn.Module, *seeds: int) -> list[RoutedExperts]:
     """What the model's own routers choose."""
     with torch.no_grad(), npu_replay.record(model) as recording:

@@ -32,6 +32,7 @@ from toys import (
     ToyModel,
     ToyRouter,
     foreign,
+    opened,
     plain,
     tokens,
 )
@@ -72,10 +73,8 @@ class Drifting(ToyRouter):
 
 
 def block(kind: str, model: ToyModel, count: int) -> Any:
-    if kind.startswith("replay"):
-        recorded = torch.arange(ROWS) % 3 != 0 if "holes" in kind else None
-        return npu_replay.replay(model, foreign(count, layers=len(model.layers), recorded=recorded))
-    return getattr(npu_replay, kind)(model)
+    recorded = torch.arange(ROWS) % 3 != 0 if "holes" in kind else None
+    return opened(kind.removesuffix(" with holes"), model, count, recorded=recorded)
 
 
 def gradients(kind: str, model: ToyModel, loss: Loss, order: str) -> list[torch.Tensor]:
@@ -97,13 +96,16 @@ def plainly(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
     return (model(x).sin() * (seed + 1)).square().mean()
 
 
+def plain_model() -> ToyModel:
+    return ToyModel(Drifting(), Drifting())
+
+
 def check_same(
-    kind: str, loss: Loss, order: str = "sum", model: Callable[[], ToyModel] | None = None
+    kind: str, loss: Loss, order: str = "sum", model: Callable[[], ToyModel] = plain_model
 ) -> None:
     """The gradients are those of a model without any checkpoint."""
-    make = model or (lambda: ToyModel(Drifting(), Drifting()))
-    expected = gradients(kind, make(), plainly, order)
-    found = gradients(kind, make(), loss, order)
+    expected = gradients(kind, plain_model(), plainly, order)
+    found = gradients(kind, model(), loss, order)
     assert all(map(torch.equal, found, expected))
 
 
@@ -127,41 +129,6 @@ def test_a_checkpoint_around_the_loss_and_one_around_the_model(
         return checkpoint(whole, x, use_reentrant=outer == "reentrant")
 
     check_same(kind, loss, order)
-
-
-@pytest.mark.choice
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("hooks", ["save_on_cpu", "own"])
-def test_a_loss_in_a_checkpoint_with_saved_tensor_hooks_around_the_model(
-    hooks: str, how: str, kind: str
-) -> None:
-    def loss(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
-        def whole(x: torch.Tensor) -> torch.Tensor:
-            with saving(hooks):
-                hidden = model(x)
-            return (hidden.sin() * (seed + 1)).square().mean()
-
-        return checkpoint(whole, x, use_reentrant=how == "reentrant")
-
-    check_same(kind, loss)
-
-
-@pytest.mark.choice
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layers", HOW)
-@pytest.mark.parametrize("inner", HOW)
-@pytest.mark.parametrize("outer", HOW)
-def test_checkpoints_three_deep(outer: str, inner: str, layers: str, kind: str) -> None:
-    def loss(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
-        def whole(x: torch.Tensor) -> torch.Tensor:
-            hidden = checkpoint(model, x, use_reentrant=inner == "reentrant")
-            return (hidden.sin() * (seed + 1)).square().mean()
-
-        model.recompute = layers
-        return checkpoint(whole, x, use_reentrant=outer == "reentrant")
-
-    check_same(kind, loss)
 
 
 def saving(how: str) -> contextlib.AbstractContextManager[Any]:
@@ -323,18 +290,13 @@ def test_a_function_with_setup_context_finds_its_own_micro_batch(
         return plainly(model, x, seed)
 
     def in_layers() -> ToyModel:
-        model = ToyModel(Drifting(), Drifting())
+        model = plain_model()
         for layer in model.layers:
             forward = layer.forward
             layer.forward = lambda x, forward=forward: function.apply(forward, x)
         return model
 
-    if where == "layers":
-        expected = gradients(kind, ToyModel(Drifting(), Drifting()), plainly, order)
-        found = gradients(kind, in_layers(), loss, order)
-        assert all(map(torch.equal, found, expected))
-    else:
-        check_same(kind, loss, order)
+    check_same(kind, loss, order, in_layers if where == "layers" else plain_model)
 
 
 class InAThread(Rerun):

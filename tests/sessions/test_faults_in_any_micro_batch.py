@@ -172,25 +172,10 @@ def toy_blocks() -> Bed:
 
 
 def transformers_model(family: str) -> Bed:
-    transformers = pytest.importorskip("transformers")
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "intermediate_size": 16,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "num_experts_per_tok": 2,
-        "initializer_range": 0.3,
-        "use_cache": False,
-    }
-    if family == "Qwen3Moe":
-        sizes |= {"num_experts": 8, "moe_intermediate_size": 16, "norm_topk_prob": True}
-    else:
-        sizes |= {"num_local_experts": 8}
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float().train()
+    pytest.importorskip("transformers")
+    import transformers_cases
+
+    model: Any = transformers_cases.build(family, num_hidden_layers=2, use_cache=False)
     found = [router.module for router in routers.find([model])[0]]
 
     def changed(output: Any, chance: random.Random) -> Any:
@@ -205,7 +190,7 @@ def transformers_model(family: str) -> Bed:
         8,
         2,
         follows=True,
-        skipped=(lambda hidden: (hidden, None)) if family == "GptOss" else (lambda hidden: hidden),
+        skipped=(lambda hidden: (hidden, None)) if family == "gpt_oss" else (lambda hidden: hidden),
         used=lambda output: as_map(next(one for one in output if one.dtype == torch.int64), 8),
         changed=changed,
     )
@@ -241,9 +226,9 @@ def megatron_model(variant: str) -> Bed:
 BEDS: dict[str, Callable[[], Bed]] = {
     "toy": lambda: toy(masked=False),
     "masked toy": lambda: toy(masked=True),
-    "Qwen3Moe": lambda: transformers_model("Qwen3Moe"),
-    "Mixtral": lambda: transformers_model("Mixtral"),
-    "GptOss": lambda: transformers_model("GptOss"),
+    "Qwen3Moe": lambda: transformers_model("qwen3_moe"),
+    "Mixtral": lambda: transformers_model("mixtral"),
+    "GptOss": lambda: transformers_model("gpt_oss"),
     "megatron": lambda: megatron_model("softmax_after_topk"),
     "megatron in groups": lambda: megatron_model("groups_sigmoid_bias"),
     "toy blocks": toy_blocks,

@@ -34,6 +34,7 @@ from toys import (
     ToyRouters,
     foreign,
     hooks,
+    opened,
     recorded,
     run,
     same,
@@ -102,16 +103,10 @@ def test_another_top_k_or_number_of_experts_is_refused_on_entering(
 def test_blocks_on_the_same_router_do_not_nest(outer: str, inner: str) -> None:
     model = ToyModel()
     before = run(model, 0)
-    routes = recorded(model)
-    block = {
-        "record": lambda: npu_replay.record(model),
-        "replay": lambda: npu_replay.replay(model, routes),
-        "pin_recompute": lambda: npu_replay.pin_recompute(model),
-    }
-    with block[outer]():
+    with opened(outer, model):
         count = hooks(model)
         message = says("layer 0", f"{inner} can't be opened inside {outer}", "Usual cause")
-        with pytest.raises(RouterError, match=message), block[inner]():
+        with pytest.raises(RouterError, match=message), opened(inner, model):
             pytest.fail("the block was entered")
         assert hooks(model) == count, "the outer block is as it was"
         model(tokens())
@@ -447,15 +442,10 @@ def test_leaving_the_block_before_backward_is_an_error(how: str, kind: str) -> N
     """S1: the recompute after the block would choose anew, in silence."""
     model = ToyModel(recompute=None if "whole" in how else how)
     before = run(model, 0)
-    block = {
-        "record": npu_replay.record(model),
-        "replay": npu_replay.replay(model, random_routes(model)),
-        "pin_recompute": npu_replay.pin_recompute(model),
-    }[kind]
     x = tokens().requires_grad_()
     with (
         pytest.raises(RecomputeError, match=says("micro-batch 0, layer 0", "2 router calls", "inside")),
-        block,
+        opened(kind, model),
     ):
         if "whole" in how:
             loss = checkpoint(model, x, use_reentrant=how == "whole reentrant").sum()
@@ -662,12 +652,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "copied dicts": lambda model: with_copied_hooks(model),
 }
-BLOCKS: dict[str, Callable[[ToyModel], Any]] = {
-    "record": npu_replay.record,
-    "replay": lambda model: npu_replay.replay(model, random_routes(model)),
-    "pin_recompute": npu_replay.pin_recompute,
-    "observe": npu_replay.observe,
-}
+BLOCKS = ["record", "replay", "pin_recompute", "observe"]
 
 
 def with_copied_hooks(model: ToyModel) -> ToyModel:
@@ -686,7 +671,7 @@ def with_copied_hooks(model: ToyModel) -> ToyModel:
 def test_a_copy_made_inside_a_block_is_a_plain_model(how: str, kind: str) -> None:
     model = ToyModel()
     expected = model(tokens(3))
-    block = BLOCKS[kind](model)
+    block = opened(kind, model)
     with block:
         model(tokens())
         twin = COPIES[how](model)
@@ -703,7 +688,7 @@ def test_a_copy_made_inside_a_block_is_a_plain_model(how: str, kind: str) -> Non
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_pickle_made_inside_a_block_asks_for_nothing_of_ours(kind: str) -> None:
     model = ToyModel()
-    with BLOCKS[kind](model):
+    with opened(kind, model):
         model(tokens())
         assert b"npu_replay" not in pickle.dumps(model)
 
@@ -714,12 +699,12 @@ def test_a_pickle_made_inside_a_block_asks_for_nothing_of_ours(kind: str) -> Non
 def test_a_block_is_no_garbage_that_waits_for_the_collector(kind: str, how: str | None) -> None:
     """Megatron's --manual-gc: a cycle would keep each step's routes in host memory."""
     model = ToyModel(recompute=how)
-    with BLOCKS[kind](model):  # the first recompute of a process is probed for
+    with opened(kind, model):  # the first recompute of a process is probed for
         run(model, 0)
     gc.collect()
     gc.disable()
     try:
-        block = BLOCKS[kind](model)
+        block = opened(kind, model)
         with block:
             run(model, 0)
         alive = weakref.ref(block)
@@ -781,7 +766,7 @@ def test_a_skipped_loss_that_is_still_held_is_named() -> None:
 @pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute"])
 def test_a_router_under_vmap_is_refused_by_name(kind: str) -> None:
     model = ToyModel()
-    with BLOCKS[kind](model):
+    with opened(kind, model):
         with pytest.raises(RouterError, match=says("layer 0", "vmap", "torch.vmap")):
             torch.vmap(model)(torch.stack([tokens(), tokens(1)]))
         model(tokens())
@@ -792,7 +777,7 @@ def test_more_experts_than_ids_are_kept_for_are_refused_on_entering(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("toys.EXPERTS", 40_000)
-    with pytest.raises(RouterError, match=says("more experts", "32767", "40000")), BLOCKS[kind](ToyModel()):
+    with pytest.raises(RouterError, match=says("more experts", "32767", "40000")), opened(kind, ToyModel()):
         pass
 
 
