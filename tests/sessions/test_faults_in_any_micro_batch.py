@@ -60,7 +60,6 @@ class Bed:
     routers: list[nn.Module]
     experts: int
     topk: int
-    follows: bool = False
     skipped: Callable[[torch.Tensor], Any] = lambda hidden: hidden
     """What a layer that leaves out its router returns."""
     used: Callable[[Any], Map] | None = None
@@ -152,7 +151,6 @@ def toy(masked: bool) -> Bed:
         [layer.router for layer in model.layers],
         TOY_EXPERTS,
         TOY_TOPK,
-        follows=True,
         changed=changed,
     )
 
@@ -167,7 +165,6 @@ def toy_blocks() -> Bed:
         layers,
         TOY_EXPERTS,
         TOY_TOPK,
-        follows=True,
     )
 
 
@@ -189,7 +186,6 @@ def transformers_model(family: str) -> Bed:
         found,
         8,
         2,
-        follows=True,
         skipped=(lambda hidden: (hidden, None)) if family == "gpt_oss" else (lambda hidden: hidden),
         used=lambda output: as_map(next(one for one in output if one.dtype == torch.int64), 8),
         changed=changed,

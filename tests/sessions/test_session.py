@@ -462,14 +462,6 @@ def test_a_forward_without_grad_needs_no_backward() -> None:
     assert len(recording.routes) == len(output) // ROWS
 
 
-def test_offloaded_activations_are_not_taken_for_a_recompute() -> None:
-    """S1: other saved-tensor hooks look alike."""
-    model = ToyModel()
-    with npu_replay.record(model), torch.autograd.graph.save_on_cpu():
-        output = model(tokens().requires_grad_())
-    output.sum().backward()
-
-
 @pytest.mark.parametrize("how", RECOMPUTE)
 def test_a_recompute_of_a_forward_before_the_block_is_refused(how: str) -> None:
     model = ToyModel(recompute=how)
@@ -556,32 +548,6 @@ def test_padding_is_counted_apart_from_what_is_missing(usable: bool) -> None:
 # What reaches past the model's __call__
 
 
-@pytest.mark.parametrize("how", RECOMPUTE)
-def test_a_custom_function_that_runs_backward_is_not_taken_for_a_checkpoint(how: str) -> None:
-    class Aggregate(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, anchor: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
-            ctx.losses = losses
-            return sum(loss.detach() for loss in losses) + anchor * 0
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-            for loss in ctx.losses:
-                loss.backward()
-            return grad * 0, None
-
-    grads = []
-    for model in (ToyModel(), ToyModel(recompute=how)):
-        with npu_replay.replay(model, random_routes(model, 0, 1, 2)):
-            losses = [model(tokens(seed).requires_grad_()).square().mean() for seed in (0, 1)]
-            total = Aggregate.apply(torch.zeros((), requires_grad=True), losses)
-            with torch.no_grad():
-                model(tokens(2))
-            total.backward()
-        grads.append([p.grad for p in model.parameters()])
-    assert all(map(torch.equal, *grads))
-
-
 class Logged(TorchDispatchMode):
     """What reaches the dispatcher, as a selective checkpoint's own modes see it."""
 
@@ -613,16 +579,11 @@ class Called(TorchFunctionMode):
 def test_no_mode_of_anybodys_sees_our_own_operations(mode: type[Any], kind: str, drops: bool) -> None:
     """A policy that keeps each second scatter would keep another one in the recompute than in the forward."""
     model = ToyModel(ToyRouter(drops=drops), ToyRouter(drops=drops, masks=True))
-    routes = random_routes(model)
-    if kind == "replay with holes":
-        holes = torch.arange(ROWS) % 2 == 0
-        one = routes[0]
-        routes = [RoutedExperts(ids=one.ids, layers=one.layers, num_experts=EXPERTS, recorded=holes)]
-    block = {
-        "record": lambda: npu_replay.record(model),
-        "live mismatch": lambda: npu_replay.replay(model, routes, live_mismatch=True),
-        "pin_recompute": lambda: npu_replay.pin_recompute(model),
-    }.get(kind, lambda: npu_replay.replay(model, routes))
+    recorded = torch.arange(ROWS) % 2 == 0 if kind == "replay with holes" else None
+    if kind == "live mismatch":
+        block = npu_replay.replay(model, foreign(), live_mismatch=True)
+    else:
+        block = opened(kind.partition(" ")[0], model, recorded=recorded)
     passes: list[list[str]] = []
 
     def watched(x: torch.Tensor) -> torch.Tensor:
@@ -634,7 +595,7 @@ def test_no_mode_of_anybodys_sees_our_own_operations(mode: type[Any], kind: str,
         x = tokens().requires_grad_()
         return checkpoint(watched, x, use_reentrant=False).square().mean()
 
-    with block(), set_checkpoint_early_stop(False):
+    with block, set_checkpoint_early_stop(False):
         checkpointed().backward()
     checkpointed()
     # The checkpoint itself detaches in its recompute; a gather is what a top-k is answered with.
@@ -675,6 +636,7 @@ def test_a_copy_made_inside_a_block_is_a_plain_model(how: str, kind: str) -> Non
     with block:
         model(tokens())
         twin = COPIES[how](model)
+        assert b"npu_replay" not in pickle.dumps(model), "who loads it needs nothing of ours"
         assert torch.equal(twin(tokens(3)), expected)
     alive = weakref.ref(model), weakref.ref(block)
     assert hooks(model) == 0
@@ -683,14 +645,6 @@ def test_a_copy_made_inside_a_block_is_a_plain_model(how: str, kind: str) -> Non
     assert [one() for one in alive] == [None, None]
     assert torch.equal(twin(tokens(3)), expected)
     assert len(recorded(twin)) == 1
-
-
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_a_pickle_made_inside_a_block_asks_for_nothing_of_ours(kind: str) -> None:
-    model = ToyModel()
-    with opened(kind, model):
-        model(tokens())
-        assert b"npu_replay" not in pickle.dumps(model)
 
 
 @pytest.mark.choice
@@ -718,12 +672,8 @@ def test_a_block_is_no_garbage_that_waits_for_the_collector(kind: str, how: str 
 def test_ids_are_kept_for_a_recompute_alone(how: str | None) -> None:
     """Of every layer and micro-batch they would be a GB on the device by the end of a long step."""
     model = ToyModel(recompute=how)
-    one = random_routes(model)[0]
-    partial = RoutedExperts(
-        ids=one.ids, layers=one.layers, num_experts=EXPERTS, recorded=torch.arange(ROWS) % 2 == 0
-    )
     kept = []
-    with npu_replay.replay(model, [partial] * 4) as session:
+    with npu_replay.replay(model, foreign(4, recorded=torch.arange(ROWS) % 2 == 0)) as session:
         for seed in range(4):
             loss = model(tokens(seed).requires_grad_()).sum()
             kept.append(len(session._work.kept))
@@ -847,15 +797,7 @@ def test_routes_go_to_the_device_once_narrow_and_one_micro_batch_ahead(
 ) -> None:
     """The layers of this model alone, and never a whole micro-batch as int64."""
     model = ToyModel(ToyRouter(1), ToyRouter(3))
-    whole = [
-        RoutedExperts(
-            ids=torch.rand(ROWS, 4, EXPERTS).topk(TOPK).indices,
-            layers=range(4),
-            num_experts=EXPERTS,
-            recorded=torch.arange(ROWS) != 0,
-        )
-        for _ in range(3)
-    ]
+    whole = foreign(3, layers=4, recorded=torch.arange(ROWS) != 0)
     sent: list[torch.Tensor] = []
     native = route_source.to_device
 
