@@ -12,7 +12,7 @@ import torch
 import choice
 import npu_replay
 from progress import Progress
-from toys import ToyRouters
+from toys import ToyBlocks, ToyRouters
 
 # Several workers share the cores, and one thread sums in one order.
 torch.set_num_threads(1)
@@ -76,10 +76,14 @@ def few_objects() -> Iterator[None]:
 
 @pytest.fixture
 def toy_routers() -> Iterator[None]:
-    """The routers of toys.py are known."""
+    """The routers of toys.py are known; torch's top-k is its own afterwards."""
+    natives = torch.topk, torch.Tensor.topk
     npu_replay.routers.register("toy", ToyRouters())
+    npu_replay.routers.register("toy blocks", ToyBlocks())
     yield
     npu_replay.routers.unregister("toy")
+    npu_replay.routers.unregister("toy blocks")
+    assert (torch.topk, torch.Tensor.topk) == natives
 
 
 @pytest.fixture

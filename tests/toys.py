@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import npu_replay
 from npu_replay import RoutedExperts
 from npu_replay.routers import Router, RouterKind
 
@@ -86,6 +87,39 @@ class ToyRouters(RouterKind):
         return Router(module=module, num_experts=EXPERTS, topk=module.topk, shows=shows, **values)
 
 
+class ToyBlock(nn.Module):
+    """Scores, a top-k and experts in one module, whose output shows no ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
+        self.experts = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        values, ids = torch.topk((hidden @ self.weight.T).softmax(dim=-1), TOPK, dim=-1)
+        return hidden + torch.einsum("tk,tkhg,th->tg", values, self.experts[ids], hidden).tanh()
+
+
+class ToyBlocks(RouterKind):
+    """The RouterKind of ToyBlock."""
+
+    def describe(self, module: nn.Module, path: str) -> Router | None:
+        if not isinstance(module, ToyBlock):
+            return None
+        return Router(module=module, num_experts=EXPERTS, topk=TOPK, shows=None, masks=False)
+
+
+def outside_groups(scores: torch.Tensor) -> torch.Tensor:
+    """Bool [rows, experts]: outside of the best two of four groups. It calls no top-k."""
+    best = scores.view(len(scores), 4, -1).amax(dim=2).argsort(dim=1, descending=True)[:, :2]
+    out = torch.ones(len(scores), 4, dtype=torch.bool).scatter(1, best, False)
+    return out.repeat_interleave(EXPERTS // 4, dim=1)
+
+
+def in_groups(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return plain(router, scores.masked_fill(outside_groups(scores), float("-inf")))
+
+
 def shows(output: object) -> torch.Tensor:
     ids = output[1]
     return torch.zeros(len(ids), EXPERTS, dtype=torch.bool, device=ids.device).scatter(1, ids, True)
@@ -98,16 +132,31 @@ def tokens(seed: int = 0, rows: int = ROWS) -> torch.Tensor:
 def foreign(
     count: int = 1,
     *,
-    layers: int = 2,
+    layers: int | Sequence[int] = 2,
     rows: int = ROWS,
     recorded: torch.Tensor | None = None,
+    seed: int = 5,
 ) -> list[RoutedExperts]:
-    """Routes of so many micro-batches that no router here would choose."""
-    generator = torch.Generator().manual_seed(5)
-    ids = [torch.rand(rows, layers, EXPERTS, generator=generator).topk(TOPK).indices for _ in range(count)]
-    return [
-        RoutedExperts(ids=one, layers=range(layers), num_experts=EXPERTS, recorded=recorded) for one in ids
-    ]
+    """Routes of so many micro-batches that no router here would choose; `layers`: how many, or which."""
+    layers = range(layers) if isinstance(layers, int) else layers
+    generator, shape = torch.Generator().manual_seed(seed), (rows, len(layers), EXPERTS)
+    ids = [torch.rand(shape, generator=generator).topk(TOPK).indices for _ in range(count)]
+    return [RoutedExperts(ids=one, layers=layers, num_experts=EXPERTS, recorded=recorded) for one in ids]
+
+
+def opened(kind: str, model: nn.Module, count: int = 1, **of_routes: Any) -> Any:
+    """A block of this kind; the routes of a replay, of so many micro-batches, are foreign."""
+    if kind == "replay":
+        return npu_replay.replay(model, foreign(count, layers=len(model.layers), **of_routes))
+    return getattr(npu_replay, kind)(model)
+
+
+def recorded(model: nn.Module, *seeds: int) -> list[RoutedExperts]:
+    """What the model's own routers choose."""
+    with torch.no_grad(), npu_replay.record(model) as recording:
+        for seed in seeds or (0,):
+            model(tokens(seed))
+    return recording.routes
 
 
 def run(model: nn.Module, *seeds: int) -> tuple[float, list[torch.Tensor | None]]:

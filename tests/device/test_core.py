@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
 import npu_replay
-from npu_replay import RoutedExperts, devices, routers
+from npu_replay import RoutedExperts, devices
 from npu_replay.doctor import self_test
-from toys import EXPERTS, HIDDEN, ROWS, TOPK, ToyModel, ToyRouters, hooks, tokens
+from toys import EXPERTS, HIDDEN, ROWS, TOPK, ToyModel, foreign, hooks, tokens
 
 pytestmark = [
     pytest.mark.accelerator,
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+    pytest.mark.usefixtures("toy_routers"),
 ]
 
 SEEDS = (0, 1, 2)
 RECOMPUTE = (None, "reentrant", "non-reentrant")
 Result = tuple[list[torch.Tensor], list[torch.Tensor]]
-
-
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
 
 
 def run(model: nn.Module, device: torch.device) -> Result:
@@ -49,19 +42,6 @@ def check_close(a: Result, b: Result) -> None:
     """Equal but for the order in which a device adds; another expert's gradient is far off."""
     for one, other in zip([*a[0], *a[1]], [*b[0], *b[1]], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
-
-
-def foreign(layers: int = 2) -> list[RoutedExperts]:
-    """Routes that no router of the toy model would choose."""
-    generator = torch.Generator().manual_seed(5)
-    return [
-        RoutedExperts(
-            ids=torch.rand(ROWS, layers, EXPERTS, generator=generator).topk(TOPK).indices,
-            layers=range(layers),
-            num_experts=EXPERTS,
-        )
-        for _ in SEEDS
-    ]
 
 
 def replayed(model: nn.Module, routes: list[RoutedExperts], device: torch.device) -> Result:
@@ -88,8 +68,8 @@ def test_foreign_routes_give_the_cpus_losses_and_gradients(
     recompute: str | None, device: torch.device
 ) -> None:
     model = ToyModel(recompute=recompute)
-    expected = replayed(model, foreign(), torch.device("cpu"))
-    found = replayed(model.to(device), foreign(), device)
+    expected = replayed(model, foreign(len(SEEDS)), torch.device("cpu"))
+    found = replayed(model.to(device), foreign(len(SEEDS)), device)
     check_close(found, expected)
     assert not same(run(model, device), found), "the routes were the routers' own"
 
@@ -102,20 +82,17 @@ def test_every_recompute_finds_its_own_micro_batch_from_the_devices_thread(
     threads = set()
     model = ToyModel(recompute=recompute).to(device)
     model.layers[0].router.register_forward_hook(lambda *_: threads.add(threading.get_ident()))
-    found = replayed(model, foreign(), device)
-    check_close(found, replayed(ToyModel().to(device), foreign(), device))
+    found = replayed(model, foreign(len(SEEDS)), device)
+    check_close(found, replayed(ToyModel().to(device), foreign(len(SEEDS)), device))
     assert len(threads) == 2, "backward, and the recompute in it, run on a thread of the device"
 
 
 def test_rows_without_a_route_take_the_routers_own_choice(device: torch.device) -> None:
     holes = torch.arange(ROWS) % 3 == 0
-    partial = [
-        RoutedExperts(ids=one.ids, layers=one.layers, num_experts=EXPERTS, recorded=~holes)
-        for one in foreign()
-    ]
+    partial = foreign(len(SEEDS), recorded=~holes)
     found = replayed(ToyModel(recompute="reentrant").to(device), partial, device)
     check_close(found, replayed(ToyModel(), partial, torch.device("cpu")))
-    assert not same(found, replayed(ToyModel().to(device), foreign(), device))
+    assert not same(found, replayed(ToyModel().to(device), foreign(len(SEEDS)), device))
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
@@ -124,7 +101,9 @@ def test_gathered_routes_go_there_by_pinned_memory(
 ) -> None:
     """Several micro-batches are on their way at once; none of the copies may be let go before it is there."""
     layout = npu_replay.TokenLayout.padded([ROWS - 3, 2], length=ROWS // 2 + 3, order="batch")
-    sequences = [one.take(range(size)) for one, size in zip(foreign(), layout.lengths, strict=False)]
+    sequences = [
+        one.take(range(size)) for one, size in zip(foreign(len(SEEDS)), layout.lengths, strict=False)
+    ]
     gathered = [layout.gather(sequences) for _ in SEEDS]
     rows = len(layout.rows)
     pins = []
@@ -147,7 +126,7 @@ def test_gathered_routes_go_there_by_pinned_memory(
 
 def test_live_mismatch_is_counted(device: torch.device) -> None:
     model = ToyModel().to(device)
-    with npu_replay.replay(model, foreign(), live_mismatch=True) as session:
+    with npu_replay.replay(model, foreign(len(SEEDS)), live_mismatch=True) as session:
         run(model, device)
     assert session.metrics()["live_mismatch"] > 0.5
 

@@ -7,6 +7,7 @@ import functools
 import gc
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from toys import (
     ToyModel,
     ToyRouter,
     foreign,
+    opened,
     plain,
     tokens,
 )
@@ -71,10 +73,8 @@ class Drifting(ToyRouter):
 
 
 def block(kind: str, model: ToyModel, count: int) -> Any:
-    if kind.startswith("replay"):
-        recorded = torch.arange(ROWS) % 3 != 0 if "holes" in kind else None
-        return npu_replay.replay(model, foreign(count, layers=len(model.layers), recorded=recorded))
-    return getattr(npu_replay, kind)(model)
+    recorded = torch.arange(ROWS) % 3 != 0 if "holes" in kind else None
+    return opened(kind.removesuffix(" with holes"), model, count, recorded=recorded)
 
 
 def gradients(kind: str, model: ToyModel, loss: Loss, order: str) -> list[torch.Tensor]:
@@ -96,13 +96,16 @@ def plainly(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
     return (model(x).sin() * (seed + 1)).square().mean()
 
 
+def plain_model() -> ToyModel:
+    return ToyModel(Drifting(), Drifting())
+
+
 def check_same(
-    kind: str, loss: Loss, order: str = "sum", model: Callable[[], ToyModel] | None = None
+    kind: str, loss: Loss, order: str = "sum", model: Callable[[], ToyModel] = plain_model
 ) -> None:
     """The gradients are those of a model without any checkpoint."""
-    make = model or (lambda: ToyModel(Drifting(), Drifting()))
-    expected = gradients(kind, make(), plainly, order)
-    found = gradients(kind, make(), loss, order)
+    expected = gradients(kind, plain_model(), plainly, order)
+    found = gradients(kind, model(), loss, order)
     assert all(map(torch.equal, found, expected))
 
 
@@ -126,41 +129,6 @@ def test_a_checkpoint_around_the_loss_and_one_around_the_model(
         return checkpoint(whole, x, use_reentrant=outer == "reentrant")
 
     check_same(kind, loss, order)
-
-
-@pytest.mark.choice
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("hooks", ["save_on_cpu", "own"])
-def test_a_loss_in_a_checkpoint_with_saved_tensor_hooks_around_the_model(
-    hooks: str, how: str, kind: str
-) -> None:
-    def loss(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
-        def whole(x: torch.Tensor) -> torch.Tensor:
-            with saving(hooks):
-                hidden = model(x)
-            return (hidden.sin() * (seed + 1)).square().mean()
-
-        return checkpoint(whole, x, use_reentrant=how == "reentrant")
-
-    check_same(kind, loss)
-
-
-@pytest.mark.choice
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layers", HOW)
-@pytest.mark.parametrize("inner", HOW)
-@pytest.mark.parametrize("outer", HOW)
-def test_checkpoints_three_deep(outer: str, inner: str, layers: str, kind: str) -> None:
-    def loss(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
-        def whole(x: torch.Tensor) -> torch.Tensor:
-            hidden = checkpoint(model, x, use_reentrant=inner == "reentrant")
-            return (hidden.sin() * (seed + 1)).square().mean()
-
-        model.recompute = layers
-        return checkpoint(whole, x, use_reentrant=outer == "reentrant")
-
-    check_same(kind, loss)
 
 
 def saving(how: str) -> contextlib.AbstractContextManager[Any]:
@@ -322,18 +290,85 @@ def test_a_function_with_setup_context_finds_its_own_micro_batch(
         return plainly(model, x, seed)
 
     def in_layers() -> ToyModel:
-        model = ToyModel(Drifting(), Drifting())
+        model = plain_model()
         for layer in model.layers:
             forward = layer.forward
             layer.forward = lambda x, forward=forward: function.apply(forward, x)
         return model
 
-    if where == "layers":
-        expected = gradients(kind, ToyModel(Drifting(), Drifting()), plainly, order)
-        found = gradients(kind, in_layers(), loss, order)
-        assert all(map(torch.equal, found, expected))
-    else:
-        check_same(kind, loss, order)
+    check_same(kind, loss, order, in_layers if where == "layers" else plain_model)
+
+
+class InAThread(Rerun):
+    """The recompute is on this thread, and the backward over it on another: none of its frames is there."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            output = ctx.run(x)
+        with ThreadPoolExecutor(max_workers=1) as other:
+            other.submit(torch.autograd.backward, output, grad).result()
+        return None, x.grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layers", HOW)
+def test_a_checkpoint_that_a_recompute_makes_is_told_on_another_thread(layers: str, kind: str) -> None:
+    def loss(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
+        model.recompute = layers
+        return plainly(lambda x: InAThread.apply(model, x), x, seed)
+
+    check_same(kind, loss)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layers", HOW)
+def test_the_innermost_that_runs_again_tells_the_micro_batch(layers: str, kind: str) -> None:
+    """The backward of one micro-batch runs in the middle of another's recompute."""
+
+    def run(recompute: bool) -> list[torch.Tensor]:
+        Drifting.calls = 0
+        model = ToyModel(Drifting(), Drifting(), recompute=layers if recompute else None)
+        losses: list[torch.Tensor] = []
+
+        def first(x: torch.Tensor) -> torch.Tensor:
+            output = model(x)
+            if backward.in_backward():
+                output.register_hook(lambda grad: losses.pop().backward())
+            return output
+
+        with block(kind, model, 2):
+            x = tokens(0).requires_grad_()
+            outer = plainly(lambda x: Rerun.apply(first, x) if recompute else model(x), x, 0)
+            losses.append(plainly(model, tokens(1).requires_grad_(), 1))
+            outer.backward()
+            if not recompute:
+                losses.pop().backward()
+            del outer
+            assert not losses
+        return [one.grad.clone() for one in model.parameters()]
+
+    assert all(map(torch.equal, run(recompute=True), run(recompute=False)))
+
+
+def test_a_hook_of_the_first_node_of_a_forward_recomputes_that_forward() -> None:
+    """Nothing encloses it: its micro-batch is told by the node's number, that of the end before it."""
+    model, routes, shown = ToyModel(), foreign(2), []
+    forward, router = model.forward, model.layers[0].router
+
+    def hooked(hidden: torch.Tensor) -> torch.Tensor:
+        first = hidden * 1
+        first.register_hook(lambda grad: shown.append(router(hidden.detach())[1]))
+        return forward(first)
+
+    model.forward = hooked
+    with npu_replay.replay(model, routes):
+        outputs = [model(tokens(seed).requires_grad_()) for seed in range(2)]
+        for number in (1, 0):
+            outputs[number].sum().backward()
+            assert torch.equal(shown.pop(), routes[number].layer_ids(0).long())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -27,16 +27,16 @@ import npu_replay
 from choice import some
 from npu_replay import RoutedExperts, routers
 from npu_replay.errors import ReplayError
-from npu_replay.routers import Router, RouterKind
 from npu_replay.sessions.session import open_sessions
 from toys import EXPERTS as TOY_EXPERTS
-from toys import HIDDEN, ToyLayer, ToyRouter, ToyRouters, plain
+from toys import HIDDEN, ToyBlock, ToyLayer, ToyRouter, in_groups, plain
 from toys import TOPK as TOY_TOPK
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
     pytest.mark.filterwarnings("ignore:Apex is not installed"),
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace"),
+    pytest.mark.usefixtures("toy_routers"),
 ]
 
 NATIVE = torch.topk, torch.Tensor.topk
@@ -60,7 +60,6 @@ class Bed:
     routers: list[nn.Module]
     experts: int
     topk: int
-    follows: bool = False
     skipped: Callable[[torch.Tensor], Any] = lambda hidden: hidden
     """What a layer that leaves out its router returns."""
     used: Callable[[Any], Map] | None = None
@@ -93,13 +92,6 @@ def shifted(ids: torch.Tensor, chance: random.Random, experts: int) -> torch.Ten
     return other
 
 
-def in_groups(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masks the scores of all but two of four groups."""
-    best = scores.view(len(scores), 4, -1).amax(dim=2).argsort(dim=1)[:, 2:]
-    out = torch.ones(len(scores), 4, dtype=torch.bool).scatter(1, best, False)
-    return plain(router, scores.masked_fill(out.repeat_interleave(TOY_EXPERTS // 4, dim=1), float("-inf")))
-
-
 class Layer(ToyLayer):
     def __init__(self, router: ToyRouter) -> None:
         super().__init__(router)
@@ -111,13 +103,9 @@ class Layer(ToyLayer):
         return hidden + torch.einsum("tk,tkhg,th->tg", values, self.experts[ids], hidden).tanh()
 
 
-class Block(nn.Module):
-    """Scores, a top-k and experts in one module, whose output shows no ids."""
-
+class Block(ToyBlock):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(TOY_EXPERTS, HIDDEN))
-        self.experts = nn.Parameter(torch.randn(TOY_EXPERTS, HIDDEN, HIDDEN))
         self.heard = Heard()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -126,13 +114,6 @@ class Block(nn.Module):
         with torch._C.DisableTorchFunction():
             self.heard(ids)
         return hidden + mixed.tanh()
-
-
-class Blocks(RouterKind):
-    def describe(self, module: nn.Module, path: str) -> Router | None:
-        if not isinstance(module, Block):
-            return None
-        return Router(module=module, num_experts=TOY_EXPERTS, topk=TOY_TOPK, shows=None, masks=False)
 
 
 class Toy(nn.Module):
@@ -170,7 +151,6 @@ def toy(masked: bool) -> Bed:
         [layer.router for layer in model.layers],
         TOY_EXPERTS,
         TOY_TOPK,
-        follows=True,
         changed=changed,
     )
 
@@ -185,30 +165,14 @@ def toy_blocks() -> Bed:
         layers,
         TOY_EXPERTS,
         TOY_TOPK,
-        follows=True,
     )
 
 
 def transformers_model(family: str) -> Bed:
-    transformers = pytest.importorskip("transformers")
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "intermediate_size": 16,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "num_experts_per_tok": 2,
-        "initializer_range": 0.3,
-        "use_cache": False,
-    }
-    if family == "Qwen3Moe":
-        sizes |= {"num_experts": 8, "moe_intermediate_size": 16, "norm_topk_prob": True}
-    else:
-        sizes |= {"num_local_experts": 8}
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float().train()
+    pytest.importorskip("transformers")
+    import transformers_cases
+
+    model: Any = transformers_cases.build(family, num_hidden_layers=2, use_cache=False)
     found = [router.module for router in routers.find([model])[0]]
 
     def changed(output: Any, chance: random.Random) -> Any:
@@ -222,8 +186,7 @@ def transformers_model(family: str) -> Bed:
         found,
         8,
         2,
-        follows=True,
-        skipped=(lambda hidden: (hidden, None)) if family == "GptOss" else (lambda hidden: hidden),
+        skipped=(lambda hidden: (hidden, None)) if family == "gpt_oss" else (lambda hidden: hidden),
         used=lambda output: as_map(next(one for one in output if one.dtype == torch.int64), 8),
         changed=changed,
     )
@@ -259,9 +222,9 @@ def megatron_model(variant: str) -> Bed:
 BEDS: dict[str, Callable[[], Bed]] = {
     "toy": lambda: toy(masked=False),
     "masked toy": lambda: toy(masked=True),
-    "Qwen3Moe": lambda: transformers_model("Qwen3Moe"),
-    "Mixtral": lambda: transformers_model("Mixtral"),
-    "GptOss": lambda: transformers_model("GptOss"),
+    "Qwen3Moe": lambda: transformers_model("qwen3_moe"),
+    "Mixtral": lambda: transformers_model("mixtral"),
+    "GptOss": lambda: transformers_model("gpt_oss"),
     "megatron": lambda: megatron_model("softmax_after_topk"),
     "megatron in groups": lambda: megatron_model("groups_sigmoid_bias"),
     "toy blocks": toy_blocks,
@@ -851,14 +814,9 @@ def _left(bed: Bed) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def kinds_of_routers(request: pytest.FixtureRequest) -> Iterator[None]:
+def megatron_if_needed(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("megatron"):
         request.getfixturevalue("megatron")
-    routers.register("toy", ToyRouters())
-    routers.register("blocks of the test", Blocks())
-    yield
-    routers.unregister("toy")
-    routers.unregister("blocks of the test")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -917,15 +875,6 @@ def test_what_is_right_in_every_micro_batch_passes_with_the_truth(bed: str, faul
 @pytest.mark.parametrize("fault", OPEN)
 def test_a_top_k_that_may_go_unseen_is_never_wrong_in_silence(bed: str, fault: str) -> None:
     check([draw(bed, fault, number) for number in range(some(CASES[bed]))])
-
-
-@pytest.mark.long
-@beds
-def test_more_of_what_is_wrong_is_refused_where_it_happens(bed: str) -> None:
-    """With other seeds: 240 schedules of transformers' families, and 80 of Megatron-core on each release."""
-    seeds = range(100, 104 if bed.startswith("megatron") else 108)
-    cases = [draw(bed, fault, seed) for fault in WRONG for seed in seeds]
-    check(cases + [draw(bed, fault, seed, again=True) for fault in IN_RECOMPUTE for seed in seeds])
 
 
 @pytest.mark.parametrize("fault", [fault for fault in WRONG | RIGHT if fault != "other_output"])

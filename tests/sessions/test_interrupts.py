@@ -31,15 +31,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import npu_replay
-from npu_replay import RoutedExperts, routers
-from npu_replay.routers import Router, RouterKind
+from npu_replay import RoutedExperts
 from npu_replay.sessions import backward, seam
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.session import open_sessions
-from toys import EXPERTS, HIDDEN, TOPK, ToyLayer, ToyRouter, ToyRouters, plain
+from toys import HIDDEN, ToyBlock, ToyLayer, ToyRouter, in_groups
+from toys import foreign as foreign_routes
 
 pytestmark = [
-    pytest.mark.usefixtures("few_objects"),
+    pytest.mark.usefixtures("few_objects", "toy_routers"),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="each run is made in a child of this process"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning"),
 ]
@@ -72,33 +72,6 @@ def forget_what_is_known() -> None:
 # What runs
 
 
-class Block(nn.Module):
-    """Scores, a top-k and experts in one module, whose output shows no ids."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
-        self.experts = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        values, ids = torch.topk((hidden @ self.weight.T).softmax(dim=-1), TOPK, dim=-1)
-        return hidden + torch.einsum("tk,tkhg,th->tg", values, self.experts[ids], hidden).tanh()
-
-
-class Blocks(RouterKind):
-    def describe(self, module: nn.Module, path: str) -> Router | None:
-        if not isinstance(module, Block):
-            return None
-        return Router(module=module, num_experts=EXPERTS, topk=TOPK, shows=None, masks=False)
-
-
-def in_groups(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masks the scores of all but two of four groups."""
-    best = torch.topk(scores.view(len(scores), 4, -1).amax(dim=2), 2).indices
-    out = torch.ones(len(scores), 4, dtype=torch.bool).scatter(1, best, False)
-    return plain(router, scores.masked_fill(out.repeat_interleave(EXPERTS // 4, dim=1), float("-inf")))
-
-
 class Model(nn.Module):
     """A masked router in a non-reentrant checkpoint, a plain one in a reentrant one, and a block in none."""
 
@@ -109,7 +82,7 @@ class Model(nn.Module):
         torch.manual_seed(1)
         self.embedding = nn.Embedding(50, HIDDEN)
         masked, other = ToyRouter(select=in_groups, masks=True), ToyRouter(drops=True)
-        self.layers = nn.ModuleList([ToyLayer(masked), ToyLayer(other), Block()])
+        self.layers = nn.ModuleList([ToyLayer(masked), ToyLayer(other), ToyBlock()])
         self.reentrant = [False, True, None]
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.5)
@@ -162,17 +135,7 @@ class Passing(TorchDispatchMode):
 
 def foreign(model: Model, count: int) -> list[RoutedExperts]:
     """Routes that no router here would choose; in each micro-batch a row has none."""
-    generator, layers = torch.Generator().manual_seed(5), len(model.layers)
-    recorded = torch.arange(4) != 2
-    return [
-        RoutedExperts(
-            ids=torch.rand(4, layers, EXPERTS, generator=generator).topk(TOPK).indices,
-            layers=range(layers),
-            num_experts=EXPERTS,
-            recorded=recorded,
-        )
-        for _ in range(count)
-    ]
+    return foreign_routes(count, layers=len(model.layers), rows=4, recorded=torch.arange(4) != 2)
 
 
 @dataclass(frozen=True)
@@ -498,15 +461,6 @@ def _report(lines: Sequence[Line], run: Callable[[Line], list[str]], writes: int
                 break
     finally:
         os._exit(0)
-
-
-@pytest.fixture(autouse=True)
-def kinds_of_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    routers.register("blocks of the test", Blocks())
-    yield
-    routers.unregister("toy")
-    routers.unregister("blocks of the test")
 
 
 def check(kind: Kind, lines: Sequence[Line]) -> None:

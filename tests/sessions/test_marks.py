@@ -16,7 +16,7 @@ from npu_replay import RoutedExperts, routers
 from npu_replay.errors import MicroBatchError, RecomputeError
 from npu_replay.routers import Router
 from npu_replay.sessions.micro_batches import Marks
-from toys import EXPERTS, HIDDEN, ROWS, TOPK, ToyLayer, ToyModel, ToyRouters, hooks, tokens
+from toys import EXPERTS, HIDDEN, ROWS, ToyLayer, ToyModel, ToyRouters, foreign, hooks, tokens
 
 SEEDS = (0, 1, 2)
 
@@ -108,18 +108,9 @@ def marking() -> Iterator[None]:
 
 
 def routes(rows_without: Sequence[int] = ()) -> list[RoutedExperts]:
-    generator = torch.Generator().manual_seed(7)
     recorded = torch.ones(ROWS, dtype=torch.bool)
     recorded[list(rows_without)] = False
-    return [
-        RoutedExperts(
-            ids=torch.rand(ROWS, 2, EXPERTS, generator=generator).topk(TOPK).indices,
-            layers=range(2),
-            num_experts=EXPERTS,
-            recorded=recorded,
-        )
-        for _ in SEEDS
-    ]
+    return foreign(len(SEEDS), recorded=recorded)
 
 
 def gradients_of_autograd(
@@ -143,10 +134,10 @@ def close(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("rows_without", [(), (0, 3)], ids=["every row", "rows without a route"])
 def test_a_marked_recompute_takes_the_routes_of_its_own_micro_batch(rows_without: tuple[int, ...]) -> None:
     model = Interleaved()
-    foreign = routes(rows_without)
-    with npu_replay.replay(model, foreign):
+    given = routes(rows_without)
+    with npu_replay.replay(model, given):
         gradients = model.train(*SEEDS)
-    assert close(gradients, gradients_of_autograd(model, replayed=foreign))
+    assert close(gradients, gradients_of_autograd(model, replayed=given))
     assert not close(gradients, gradients_of_autograd(model))
     assert hooks(model) == 0
 

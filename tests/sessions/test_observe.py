@@ -8,16 +8,10 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay import RoutedExperts
 from npu_replay.smoke.checks import differing
-from toys import EXPERTS, ROWS, TOPK, ToyModel, tokens
+from toys import TOPK, ToyModel, foreign, tokens
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
-
-
-def random_routes(seed: int) -> RoutedExperts:
-    scores = torch.rand(ROWS, 2, EXPERTS, generator=torch.Generator().manual_seed(seed))
-    return RoutedExperts(ids=scores.topk(TOPK)[1], layers=[0, 1], num_experts=EXPERTS)
 
 
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
@@ -28,7 +22,7 @@ def test_it_shows_what_a_hook_reads_off_each_forward(kind: str, recompute: str |
     blocks = {
         "alone": contextlib.nullcontext,
         "around a record": lambda: npu_replay.record(model),
-        "around a replay": lambda: npu_replay.replay(model, [random_routes(3), random_routes(4)]),
+        "around a replay": lambda: npu_replay.replay(model, foreign(2)),
     }
     with npu_replay.observe(model) as observation, blocks[kind]():
         with contextlib.ExitStack() as undo:
@@ -45,7 +39,7 @@ def test_it_shows_what_a_hook_reads_off_each_forward(kind: str, recompute: str |
 
 
 def test_differing_counts_the_token_layers_that_a_loop_finds() -> None:
-    ours, theirs = random_routes(1), random_routes(2)
+    ours, theirs = foreign(2)
     found = sum(
         set(a.tolist()) != set(b.tolist())
         for row, other in zip(ours.ids, theirs.ids, strict=True)

@@ -20,9 +20,7 @@ from npu_replay.rollout.model_config import RoutedModel
 
 UNLIKE = {
     "top-k": ([8, 8, 8], [2, 3, 2]),
-    "the last layer's top-k": ([8, 8, 8], [2, 2, 4]),
     "experts": ([8, 4, 8], [2, 2, 2]),
-    "the first layer's experts": ([4, 8, 8], [2, 2, 2]),
     "both": ([8, 16, 4], [2, 4, 1]),
 }
 PARTS = pytest.mark.parametrize(("experts", "topks"), UNLIKE.values(), ids=UNLIKE)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +10,12 @@ import torch
 
 import npu_replay
 from judged_rows import RUN, of_engine
-from npu_replay import MicroBatchError, ReplayError, RoutedExperts, RouteStore, TokenLayout
+from npu_replay import MicroBatchError, ReplayError, RoutedExperts, TokenLayout
 from npu_replay.rollout.admit import admit
 from npu_replay.rollout.release_rules import Source
 from npu_replay.routes.checks import Array
 from npu_replay.sessions.replay import StepReplay
-from toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter
+from toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, foreign
 
 FAR = "far from what the routers would choose"
 
@@ -39,9 +36,7 @@ def own(model: Any, *inputs: torch.Tensor) -> list[RoutedExperts]:
 
 
 def random(rows: int, layers: tuple[int, ...] = (0, 1), seed: int = 9) -> RoutedExperts:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.rand(rows, len(layers), EXPERTS, generator=generator).topk(TOPK).indices
-    return RoutedExperts(ids=ids, layers=layers, num_experts=EXPERTS, from_engine=True)
+    return foreign(layers=layers, rows=rows, seed=seed)[0].with_known(from_engine=True)
 
 
 def run(model: Any, routes: list[RoutedExperts], *inputs: torch.Tensor, **options: Any) -> dict[str, float]:
@@ -93,35 +88,6 @@ def test_a_limit_that_is_no_share_is_refused(wrong: Any, monkeypatch: pytest.Mon
     monkeypatch.setenv("NPU_REPLAY_MIN_OVERLAP", str(wrong))
     with pytest.raises(ReplayError, match="NPU_REPLAY_MIN_OVERLAP is a share of the experts"):
         npu_replay.replay(ToyModel(), [random(8)])
-
-
-WAYS: dict[str, Callable[[RoutedExperts, Path], RoutedExperts]] = {
-    "bytes": lambda one, _: RoutedExperts.from_bytes(one.to_bytes()),
-    "a pickle": lambda one, _: pickle.loads(pickle.dumps(one)),
-    "take": lambda one, _: one.take(range(len(one))),
-    "concat": lambda one, _: RoutedExperts.concat([one, one]),
-    "only": lambda one, _: one.only([1]),
-    "gather": lambda one, _: TokenLayout.packed([len(one)]).gather([one]),
-}
-
-
-def saved(one: RoutedExperts, folder: Path) -> RoutedExperts:
-    folder.mkdir(exist_ok=True)
-    one.save(folder / "routes")
-    return RoutedExperts.load(folder / "routes")
-
-
-def stored(one: RoutedExperts, folder: Path) -> RoutedExperts:
-    with RouteStore.writer(folder) as writer:
-        writer.add(one, "key")
-    return RouteStore(folder)["key"]
-
-
-@pytest.mark.parametrize("way", [*WAYS, "a file", "a folder"])
-def test_that_an_engine_chose_is_known_wherever_routes_go(way: str, tmp_path: Path) -> None:
-    act = WAYS | {"a file": saved, "a folder": stored}
-    assert act[way](random(RUN), tmp_path).from_engine
-    assert not act[way](random(RUN).with_known(from_engine=False), tmp_path / "other").from_engine
 
 
 def test_what_a_decoder_admits_is_an_engines() -> None:

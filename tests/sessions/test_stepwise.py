@@ -6,26 +6,18 @@ import pytest
 import torch
 
 import npu_replay
+import toys
 from npu_replay import RoutedExperts
 from npu_replay.errors import MicroBatchError, NoEffect, ReplayError, RouterError
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.replay import StepReplay
-from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, hooks, run, same, tokens
+from toys import EXPERTS, ROWS, ToyModel, ToyRouter, hooks, recorded, run, same, tokens
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
 
 
-def recorded(model: ToyModel, *seeds: int) -> list[RoutedExperts]:
-    with npu_replay.record(model) as recording, torch.no_grad():
-        for seed in seeds:
-            model(tokens(seed))
-    return recording.routes
-
-
 def foreign(seed: int, layers: tuple[int, ...] = (0, 1), rows: int = ROWS) -> RoutedExperts:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.rand(rows, len(layers), EXPERTS, generator=generator).topk(TOPK).indices
-    return RoutedExperts(ids=ids, layers=layers, num_experts=EXPERTS)
+    return toys.foreign(layers=layers, rows=rows, seed=seed)[0]
 
 
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
@@ -59,20 +51,6 @@ def test_what_was_tapped_is_what_was_recorded() -> None:
             tapped.append(session.take(0))
             assert {number for _, number in session._work.kept} == {seed}, "what was taken is let go"
     assert tapped == wanted
-
-
-def test_a_tap_keeps_what_a_recompute_may_want() -> None:
-    model = ToyModel(recompute="non-reentrant")
-    wanted = run(model, 0, 1)
-    with StepRecording(model) as session:
-        model.zero_grad()
-        losses = []
-        for seed in (0, 1):
-            losses.append(model(tokens(seed).requires_grad_()).square().mean())
-            session.take(0)
-        loss = sum(losses)
-        loss.backward()
-    assert same(wanted, (loss.item(), [p.grad.clone() for p in model.parameters()]))
 
 
 def test_a_tap_keeps_it_while_forwards_without_a_graph_come_and_go() -> None:
@@ -114,14 +92,6 @@ def test_routes_that_lack_a_layer_are_refused_at_once() -> None:
             session.give(0, foreign(0, layers=(0,)))
         session.give(0, foreign(0))
         session.chunks[0](tokens(0))
-
-
-def test_nothing_can_be_taken_before_a_forward() -> None:
-    model = ToyModel()
-    with StepRecording(model) as session:
-        with pytest.raises(MicroBatchError, match="nothing was recorded yet"):
-            session.take(0)
-        model(tokens(0))
 
 
 @pytest.mark.parametrize("chunk", [-1, 1])

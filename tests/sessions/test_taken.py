@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,24 +11,22 @@ from torch.nn.functional import one_hot
 from torch.utils.checkpoint import checkpoint
 
 import npu_replay
-from npu_replay import routers
 from npu_replay.errors import NoEffect, RecomputeError
-from npu_replay.routers import Router, RouterKind
 from npu_replay.sessions import backward, seam
-from toys import EXPERTS, HIDDEN, ROWS, TOPK, foreign, hooks, run, same, tokens
+from toys import EXPERTS, ROWS, TOPK, ToyBlock, foreign, hooks, run, same, tokens
+
+pytestmark = pytest.mark.usefixtures("toy_routers")
 
 Ids = torch.Tensor
 Use = Callable[["Block", torch.Tensor, Ids], Ids]
 """What a block does with scores and ids: the ids that its experts get, as they get them."""
 
 
-class Block(nn.Module):
-    """Scores, a top-k and experts in one module, whose output shows no ids; `use` is what lies between."""
+class Block(ToyBlock):
+    """`use` is what lies between the top-k and the experts."""
 
     def __init__(self, use: Use) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
-        self.experts = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN))
         self.use = use
         self.got: list[Ids] = []
         self.figure: Callable[[torch.Tensor], object] = lambda scores: None
@@ -65,20 +63,6 @@ class Model(nn.Module):
     def got(self) -> list[list[Ids]]:
         """What the experts got, call by call."""
         return [layer.got for layer in self.layers]
-
-
-class Blocks(RouterKind):
-    def describe(self, module: nn.Module, path: str) -> Router | None:
-        if not isinstance(module, Block):
-            return None
-        return Router(module=module, num_experts=EXPERTS, topk=TOPK, shows=None, masks=False)
-
-
-@pytest.fixture(autouse=True)
-def blocks() -> Iterator[None]:
-    routers.register("blocks of the test", Blocks())
-    yield
-    routers.unregister("blocks of the test")
 
 
 def by_one_hot(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint
 
 import npu_replay
@@ -22,7 +21,7 @@ from npu_replay.sessions import backward
 from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.replay import StepReplay
-from toys import ToyModel, ToyRouter, foreign, plain, tokens
+from toys import ToyModel, ToyRouter, foreign, opened, plain, tokens
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
@@ -110,14 +109,8 @@ UNHOOKING = [cleared_hooks_after, cleared_hooks_of_all, other_dictionaries]
 
 
 def block(kind: str, model: ToyModel, count: int = 2) -> Any:
-    made: dict[str, Callable[[], Any]] = {
-        "record": lambda: npu_replay.record(model),
-        "replay": lambda: npu_replay.replay(model, foreign(count)),
-        "pin_recompute": lambda: npu_replay.pin_recompute(model),
-        "StepReplay": lambda: StepReplay(model),
-        "StepRecording": lambda: StepRecording(model),
-    }
-    return made[kind]()
+    made = {"StepReplay": StepReplay, "StepRecording": StepRecording}
+    return made[kind](model) if kind in made else opened(kind, model, count)
 
 
 def forward(session: Any, model: ToyModel, number: int) -> torch.Tensor:
@@ -175,19 +168,6 @@ def test_what_is_replaced_between_a_forward_and_its_recompute_stops_backward(
     assert not ended, "backward itself says it, before an optimizer steps"
     assert not any(parameter.grad is not None for parameter in model.parameters())
     assert not any(isinstance(one, Hook) for one in every_hook(model))
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_what_is_put_back_after_backward_was_told_too(how: str) -> None:
-    model = ToyModel(Detached(), Detached(), recompute=how)
-    before = model.layers[0].router
-    with pytest.raises(RouterError, match=REPLACED), npu_replay.record(model) as session:
-        loss = forward(session, model, 0)
-        router(model)
-        try:
-            loss.backward()
-        finally:
-            model.layers[0].router = before
 
 
 def test_an_error_in_backward_that_the_loop_swallows_is_raised_again_on_leaving() -> None:
@@ -260,7 +240,7 @@ def test_a_second_backward_over_a_kept_graph_is_watched_too() -> None:
 @pytest.mark.parametrize("change", [*REPLACING, cleared_hooks_after])
 def test_what_is_replaced_before_a_forward_is_told_at_its_beginning(change: Change, kind: str) -> None:
     model = ToyModel()
-    session = npu_replay.observe(model) if kind == "observe" else block(kind, model)
+    session = block(kind, model)
     reached = []
     with pytest.raises(RouterError, match=rf"micro-batch 1, .*{REPLACED}"), session:
         forward(session, model, 0)
@@ -275,7 +255,7 @@ def test_what_is_replaced_before_a_forward_is_told_at_its_beginning(change: Chan
 @pytest.mark.parametrize("change", [router, swapped_layers, *UNHOOKING])
 def test_what_is_replaced_after_the_last_forward_is_told_on_leaving(change: Change, kind: str) -> None:
     model = ToyModel()
-    session = npu_replay.observe(model) if kind == "observe" else block(kind, model)
+    session = block(kind, model)
     with pytest.raises(RouterError, match=f"at the end of the block, .*{REPLACED}"), session:
         for number in range(2):
             forward(session, model, number).backward()
@@ -413,25 +393,6 @@ def test_what_leaves_the_router_where_it_is_changes_nothing(
             change(model)
     found = {name: one.grad for name, one in weights.items() if one.grad is not None}
     assert same(found, untouched(kind, how))
-
-
-@pytest.mark.parametrize("how", [None, "non-reentrant"])
-def test_functional_call_swaps_weights_and_no_module(how: str | None) -> None:
-    model = ToyModel(Detached(), Detached(), recompute=how)
-    found = {name: one.detach().clone().requires_grad_() for name, one in model.named_parameters()}
-
-    def loss(number: int) -> torch.Tensor:
-        output = torch.func.functional_call(model, found, (tokens(number).requires_grad_(),))
-        return (output.sin() * (number + 1)).square().mean()
-
-    with npu_replay.replay(model, foreign(2)):
-        losses = [loss(number) for number in range(2)]
-        if how is None:
-            sum(losses).backward()
-        else:
-            with _reparametrize_module(model, found):  # the recompute's weights are the caller's affair
-                sum(losses).backward()
-    assert same({name: one.grad for name, one in found.items()}, untouched("replay", how))
 
 
 # Nothing is left
