@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -126,19 +125,6 @@ def _rollout() -> Rollout:
 
 def _layout() -> TokenLayout:
     return TokenLayout.packed([4])
-
-
-def _store(folder: Path) -> RouteStore:
-    if not (folder / "store").exists():
-        with RouteStore.writer(folder / "store") as writer:
-            writer.add(routes(), "k")
-    return RouteStore(folder / "store")
-
-
-def _read(folder: Path, **changes: Any) -> Any:
-    text = json.dumps(CONFIG | changes)
-    (folder / "config.json").write_text(text)
-    return RoutedModel.from_config(folder)
 
 
 MODEL = RoutedModel(layers=(1, 3), num_layers=4, num_experts=8, topk=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +23,6 @@ from npu_replay.errors import ReplayError, RouterError
 from toys import ToyModel, ToyRouter, ToyRouters
 
 AXES = ("tp", "cp", "pp", "ep", "etp", "dp")
-
-
-@pytest.fixture
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
 
 
 def says(*words: str) -> str:
