@@ -84,12 +84,13 @@ def test_what_comes_back_is_what_went_in(
 
 
 def test_what_is_cut_short_or_of_which_any_bit_is_flipped_is_refused(form: Form, tmp_path: Path) -> None:
-    """Of each byte one bit, in ci/all.sh all of them; and 0x29, which makes a tab of a space."""
+    """Of each byte one bit, in ci/all.sh all of them; and 0x29, which makes a tab of a space. Of a file every
+    fifth byte: it is read by the same decoder."""
     place = tmp_path / "routes"
     form.write(routes(tokens=8), place)
     [file] = place.iterdir() if place.is_dir() else [place]
     good = file.read_bytes()
-    for at in range(len(good)):
+    for at in range(0, len(good), 1 if WHOLE or form is FORMS["bytes"] else 5):
         bits = range(8) if WHOLE else [at % 8]
         flipped = [bytes([good[at] ^ flip]) for flip in (*(1 << bit for bit in bits), 0x29)]
         for bad in (good[:at], *(good[:at] + one + good[at + 1 :] for one in flipped)):
