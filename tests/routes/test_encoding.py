@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import struct
@@ -22,6 +23,7 @@ from choice import WHOLE, examples
 from forged_routes import KNOWN, MODEL, forged, routes
 from npu_replay import ReplayError, RoutedExperts, RouteStore
 from npu_replay.errors import InvalidRoutes, RouteFileError
+from npu_replay.inspection.inspection import inspect
 from npu_replay.routes import encoding
 
 
@@ -72,7 +74,7 @@ def form(request: pytest.FixtureRequest) -> Form:
 @pytest.mark.choice
 @pytest.mark.parametrize("experts", [8, 300])
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-@pytest.mark.parametrize("version", [None, 3, "v1"])
+@pytest.mark.parametrize("version", [None, 3, "v1\ud800"])
 def test_what_comes_back_is_what_went_in(
     form: Form, tmp_path: Path, tokens: int, experts: int, version: Any
 ) -> None:
@@ -165,7 +167,7 @@ CRAFTED: dict[str, tuple[dict[str, Any], str]] = {
     "a byte less": ({"recorded": b"\1\0\1\1"}, "isn't the one|bytes long"),
     "a byte more": ({"recorded": b"\1\0\1\1\1\1"}, "isn't the one|bytes long"),
 }
-BAD = (True, -1, HUGE, "x", None, [], 1.5)
+BAD = (True, -1, HUGE, "x", None, [], [None], [[0]], 1.5, float("inf"))
 RIGHT = {
     "layers": ([],),
     "fingerprint": (None,),
@@ -187,10 +189,13 @@ for _name in (*MODEL, *KNOWN):
 def test_a_crafted_header_is_refused_though_its_digest_is_right(
     form: Form, tmp_path: Path, what: str
 ) -> None:
+    """And `npu-replay inspect` says so, or that nothing can be read."""
     changes, words = CRAFTED[what]
     form.put(tmp_path / "routes", forged(key=form.key, **changes))
     with pytest.raises(RouteFileError, match=words or None):
         form.read(tmp_path / "routes")
+    with contextlib.suppress(ReplayError):
+        assert not inspect(tmp_path / "routes").good
 
 
 @pytest.mark.parametrize("name", ["layers", "weight_version"])
