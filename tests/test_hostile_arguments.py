@@ -1,14 +1,15 @@
-"""Whatever a public function is given, it works or raises a ReplayError, as docs/errors.md promises."""
+"""Whatever a public function is given, it works or raises a ReplayError, as docs/errors.md promises.
+
+What a file, bytes or a folder may say of itself: tests/routes/test_encoding.py.
+"""
 
 from __future__ import annotations
 
 import itertools
-import json
 import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,6 @@ import pytest
 import torch
 
 import npu_replay
-from forged_routes import KNOWN, digest_of, forged
-from forged_routes import MODEL as DESCRIBED
 from npu_replay import (
     DecoderLayers,
     ParallelLayout,
@@ -26,11 +25,9 @@ from npu_replay import (
     Rollout,
     RoutedExperts,
     RoutedModel,
-    RouteStore,
     TokenLayout,
     Turn,
 )
-from npu_replay.inspection.inspection import inspect
 
 SECONDS = 60
 
@@ -126,19 +123,6 @@ def _rollout() -> Rollout:
 
 def _layout() -> TokenLayout:
     return TokenLayout.packed([4])
-
-
-def _store(folder: Path) -> RouteStore:
-    if not (folder / "store").exists():
-        with RouteStore.writer(folder / "store") as writer:
-            writer.add(routes(), "k")
-    return RouteStore(folder / "store")
-
-
-def _read(folder: Path, **changes: Any) -> Any:
-    text = json.dumps(CONFIG | changes)
-    (folder / "config.json").write_text(text)
-    return RoutedModel.from_config(folder)
 
 
 MODEL = RoutedModel(layers=(1, 3), num_layers=4, num_experts=8, topk=2)
@@ -332,37 +316,3 @@ def test_a_list_of_moe_layers_holds_0_and_1_only(freq: list[Any]) -> None:
     with pytest.raises(ReplayError, match="moe_layer_freq"):
         DecoderLayers(4, freq)
     assert DecoderLayers(4, [False, True, np.int64(1), torch.tensor(0)]).moe == (1, 2)
-
-
-# What a file, bytes or a folder may say of itself
-
-SAID = [
-    *(None, True, False, -1, 0, 2**31, 2**63, 2**64, 10**30, 1.5, float("inf"), float("nan")),
-    *("", "x", "uint8", "\ud800", [], [None], [True], [-1], [0, 0], [3, 1], [2**64], [[0]], {}, nested(300)),
-]
-
-
-@pytest.mark.parametrize("name", [*DESCRIBED, *KNOWN, "digest"])
-@pytest.mark.parametrize("signed", [True, False], ids=["with a right digest", "as it was"])
-def test_a_header_that_was_crafted_is_an_error_of_ours_everywhere(
-    tmp_path: Path, name: str, signed: bool
-) -> None:
-    """From bytes, files and folders, and `npu-replay inspect` says it and goes on."""
-    for number, value in enumerate(SAID):
-        part = {"model": DESCRIBED, "known": KNOWN}
-        part |= {kind: said | {name: value} for kind, said in part.items() if name in said}
-        if name == "digest" or not signed:
-            part["digest"] = value if name == "digest" else digest_of(DESCRIBED, "", KNOWN)
-        folder = tmp_path / str(number)
-        (folder / "store").mkdir(parents=True)
-        data = forged(**part)
-        (folder / "file").write_bytes(data)
-        (folder / "store" / "routes-00000.safetensors").write_bytes(forged(**part, key="k"))
-        for read in (
-            lambda data=data: RoutedExperts.from_bytes(data),
-            lambda folder=folder: RoutedExperts.load(folder / "file"),
-            lambda folder=folder: RouteStore(folder / "store")["k"],
-        ):
-            works_or_says_why(f"{name}: {str(value)[:80]}", read)
-        for path in ("file", "store"):
-            works_or_says_why(f"inspect, {name}", lambda where=folder / path: inspect(where))

@@ -167,11 +167,10 @@ def test_ctrl_c_ends_without_a_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("arguments", ["inspect a.routes", "--version"])
-def test_a_reader_that_goes_leaves_no_traceback(desk: Path, arguments: str) -> None:
+def test_a_reader_that_goes_leaves_no_traceback(desk: Path) -> None:
     ours, theirs = os.pipe()
     os.close(ours)
     with os.fdopen(theirs, "wb") as pipe:
-        done = run(desk, *arguments.split(), stdout=pipe.fileno())
+        done = run(desk, "inspect", "a.routes", stdout=pipe.fileno())
     assert done.stderr == ""
     assert done.returncode == 141

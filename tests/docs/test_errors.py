@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay import ReplayError, errors, routers
+from npu_replay import ReplayError, errors
 from npu_replay.compat.megatron_backports import router_replay
-from toys import HIDDEN, ToyModel, ToyRouters
+from toys import HIDDEN, ToyModel
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
@@ -24,13 +23,6 @@ CLASSES = {
     if line.startswith("| ")
     for name in re.findall(r"`(\w+)`", line.split("|")[3])
 } - {"IndexError", "ValueError"}
-
-
-@pytest.fixture(autouse=True)
-def _toys() -> Iterator[None]:
-    routers.register("toys", ToyRouters())
-    yield
-    routers.unregister("toys")
 
 
 def test_every_class_is_there_and_none_is_missing() -> None:
@@ -44,6 +36,7 @@ def test_every_class_is_there_and_none_is_missing() -> None:
     assert all(issubclass(getattr(router_replay, name), ReplayError) for name in of_router_replay)
 
 
+@pytest.mark.usefixtures("toy_routers")
 def test_the_example_is_what_a_user_reads() -> None:
     model = ToyModel()
     with torch.no_grad(), npu_replay.record(model) as recording:

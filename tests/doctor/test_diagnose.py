@@ -310,8 +310,7 @@ def test_megatron_is_imported_as_jobs_with_mindspeed_do_and_whose_fault_it_is_is
     ("code", "problem"),
     [
         ("print('noise'); print('{\"problem\": \"it\"}')", "it"),
-        ("print('noise'); print('bye')", "the process printed 'bye'"),
-        ("print('{\"unknown\": 1}')", "the process printed '{\"unknown\": 1}'"),
+        ("print('noise'); print('{\"unknown\": 1}')", "the process printed '{\"unknown\": 1}'"),
         ("print([])", "the process printed '[]'"),
         ("raise ValueError('why')", "ValueError: why"),
         ("import os; os.kill(os.getpid(), 9)", "the process was killed by signal 9"),
@@ -334,10 +333,7 @@ def test_whatever_happens_to_a_child_is_told(
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("", ""),
         ("raise ValueError('why\\nand more')", "doesn't import: ValueError: why"),
-        ("raise KeyError", "doesn't import: KeyError"),
-        ("def (", "doesn't import: SyntaxError: invalid syntax (product.py, line 1)"),
         ("import atexit, os; atexit.register(os.abort)", ""),
     ],
 )

@@ -11,21 +11,18 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay import routers
 from npu_replay.compat.patching import patches as patching
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.probe import Product
 from npu_replay.doctor import report as reporting
 from npu_replay.doctor.report import Report
 from npu_replay.sessions import backward
-from toys import ToyModel, ToyRouter, ToyRouters, tokens
+from toys import ToyModel, ToyRouter, tokens
 
 
 @pytest.fixture
-def model() -> Iterator[ToyModel]:
-    routers.register("toy", ToyRouters())
-    yield ToyModel(ToyRouter(layer=3), ToyRouter(layer=4))
-    routers.unregister("toy")
+def model(toy_routers: None) -> ToyModel:
+    return ToyModel(ToyRouter(layer=3), ToyRouter(layer=4))
 
 
 @pytest.fixture(autouse=True)

@@ -173,6 +173,8 @@ def test_samples_with_other_keys_meet_by_fingerprint_and_none_twice(put: Put) ->
     assert found.whole["differing"] == 15
     found = compare_paths(put({"1": routes(), "2": routes()}), put({"3": routes()}))
     assert (found.samples, found.alone_in_a, found.alone_in_b) == (1, 1, 0)
+    found = compare_paths(put({"1": routes()}), put({"1": routes(), "2": others()}))  # the key comes first
+    assert (found.samples, found.alone_in_b, found.whole["differing"]) == (1, 1, 0)
 
 
 def test_samples_of_other_layers_count_where_they_have_them(put: Put, run: Run) -> None:

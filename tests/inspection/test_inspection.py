@@ -170,20 +170,12 @@ def vllm(*choices: dict[str, Any]) -> dict[str, Any]:
     return {"id": "cmpl-17", "choices": list(choices), "usage": usage}
 
 
-def zeros(rows: Array) -> None:
-    rows[:] = 0
-
-
 def half_captured(rows: Array) -> None:
     rows[:45] = 0
 
 
 def shifted(rows: Array) -> None:
     rows[:] = np.roll(rows, 1, axis=1)
-
-
-def constant(rows: Array) -> None:
-    rows[:, 3] = np.arange(rows.shape[2])
 
 
 def stale(rows: Array) -> None:
@@ -194,12 +186,8 @@ def named_twice(rows: Array) -> None:
     rows[10:13, 2, 0] = rows[10:13, 2, 1]
 
 
-def outside(rows: Array) -> None:
-    rows[7, 4, 2] = EXPERTS
-
-
 EACH = tuple(range(1, LAYERS))
-FAULTS = (zeros, half_captured, shifted, constant, stale, named_twice, outside)
+FAULTS = (half_captured, shifted, stale, named_twice)
 BY_NAME = pytest.mark.parametrize("fault", FAULTS, ids=[fault.__name__ for fault in FAULTS])
 
 
@@ -257,7 +245,6 @@ REFUSED: dict[str, tuple[Callable[[Desk], Any], str]] = {
     # such a count is none, and takes no memory
     "a huge count": (lambda desk: counted_to(desk, 10**12), "hasn't got the sampled token ids"),
     "another shape": (lambda desk: desk.rows.reshape(119, -1), r"\[tokens, layers, topk\]"),
-    "no experts": (lambda desk: desk.rows[..., :0], "top-k"),
 }
 
 
@@ -290,18 +277,13 @@ def test_each_completion_is_judged_and_named_by_its_own_number(
     assert not desk.look(answer, sample="completion 2").good
     with pytest.raises(ReplayError, match="no such sequence"):
         desk.look(answer, sample="4")
-
-
-def test_choices_in_another_order_are_judged_under_the_engines_numbers(desk: Desk) -> None:
-    """Each alone, so the usage of both together says nothing of one."""
-    good = desk.choice(desk.rows)
-    half_captured(desk.rows)
-    answer = vllm(desk.choice(desk.rows, index=1), good)
-    answer["usage"]["completion_tokens"] *= 2
-    found = desk.look(answer)
-    assert [bool(verdict.problem) for verdict in found.verdicts] == [False, True]
-    assert "completion 1, choices[1].routed_experts: 45 of 119 rows" in found.bad[0].problem
-    assert desk.look(answer, sample="0").good
+    for count in (3, 4):
+        lists = desk.put([desk.tokens[:PROMPT]] * count, "lists.json")
+        if count == 4:
+            assert len(desk.look(answer, prompt_ids=lists).bad) == 1
+        else:
+            with pytest.raises(ReplayError, match="prompt-ids has too few lists"):
+                desk.look(answer, prompt_ids=lists)
 
 
 def test_the_prompts_rows_apart_as_vllm_0_21_has_them(desk: Desk) -> None:
@@ -310,16 +292,6 @@ def test_the_prompts_rows_apart_as_vllm_0_21_has_them(desk: Desk) -> None:
     found = desk.look(apart)
     assert found.good
     assert [layer["rows"] for layer in found.layers] == [119] * 7
-
-
-def test_prompts_rows_apart_are_the_first_prompts(desk: Desk) -> None:
-    """vLLM 0.21 answers several prompts at once with the rows of the first: the same length shows nothing."""
-    one = desk.choice(None, routed_experts=desk.rows[PROMPT:, 1:].tolist())
-    other = one | {"index": 1, "prompt_token_ids": [token + 1 for token in desk.tokens[:PROMPT]]}
-    apart = vllm(one, one, other) | {"prompt_routed_experts": desk.rows[:PROMPT, 1:].tolist()}
-    found = desk.look(apart, version="0.21.0")
-    assert [bool(verdict.problem) for verdict in found.verdicts] == [False, False, True]
-    assert all(words in found.bad[0].problem for words in ("completion 2", "several prompts"))
 
 
 def test_headers_before_the_body_are_skipped_and_the_release_is_read_from_it(desk: Desk) -> None:
@@ -332,14 +304,12 @@ def test_headers_before_the_body_are_skipped_and_the_release_is_read_from_it(des
     assert desk.look(answer | {"system_fingerprint": "ours"}).what == "an answer of vLLM (release not given)"
 
 
-@pytest.mark.parametrize("which", ["counted", "rows", "looping", "sglang"])
+@pytest.mark.parametrize("which", ["counted", "rows", "sglang"])
 def test_copies_are_no_fault_where_the_tokens_are_not_known(desk: Desk, which: str) -> None:
     """A model that says one thing again and again may route it alike; 8 copies may be 8 times one token."""
-    if which == "looping":
-        desk.rows[60:] = desk.rows[59]
-    elif which == "rows":
+    if which == "rows":
         stale(desk.rows)
-    what = desk.rows if which in ("rows", "looping") else getattr(desk, which)
+    what = getattr(desk, which)
     found = desk.look(what)
     assert found.good
     assert "alike for other tokens" in found.unchecked[0]
@@ -480,15 +450,12 @@ def test_a_key_that_is_not_there_and_a_shard_alone(store: Path, run: Callable[..
     [
         (b"", "empty"),
         (b"\x00\x01garbage\xff" * 40, "nobody knows"),
-        (b"hello", "nobody knows"),
         (b'data: {"choices": []}\n\n', "stream=false"),
         (b'{"error": {"message": "no such model"}}', "no such model"),
         (b'{"answer": 42}', "can't be told"),
         (b'{"data":{"routes": 42}}', "can't be told"),  # its ninth byte is that of a saved file
         (b"[]", "can't be told"),
-        (b"[[1, 2]]", "can't be told"),
         (b"[" * 100_000, "nobody knows"),
-        (b'{"choices": [{"routed_experts": "%%%"}]}', "return_token_ids"),
         (b'{"choices": [{"routed_experts": 7}]}', "return_token_ids"),
         (b'{"choices": "x", "meta_info": 3}', "vLLM or SGLang|SGLang"),
         (b'{"choices": [], "choices": [], "usage": null}', "'choices' stands twice"),
@@ -502,19 +469,6 @@ def test_foreign_data_is_one_message(desk: Desk, run: Callable[..., Result], dat
     assert isinstance(result.exception, SystemExit)
     said = " ".join((result.stdout + result.stderr).split())
     assert any(word in said for word in words.split("|")), said
-
-
-def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:
-    class Trap:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "loaded"),)
-
-    path = tmp_path / "trap.npy"
-    np.save(path, np.array([Trap()], object), allow_pickle=True)
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(CONFIG))
-    assert not inspect(path, config=config).good
-    assert not (tmp_path / "loaded").exists()
 
 
 def test_sizes_are_checked_before_anything_is_read(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -535,7 +489,7 @@ def test_no_file_no_device(tmp_path: Path, run: Callable[..., Result]) -> None:
         inspect(Path("/dev/zero"))
 
 
-@pytest.mark.parametrize("text", ["", "{}", '["a"]', "[1.5]", "[[1], [[2]]]", "[99999999999999999999]"])
+@pytest.mark.parametrize("text", ["", "{}", "[1.5]", "[[1], [[2]]]", "[99999999999999999999]"])
 def test_ids_that_are_none(desk: Desk, text: str) -> None:
     with pytest.raises(ReplayError, match=r"token ids|empty"):
         desk.look(desk.rows, prompt_ids=desk.put(text.encode(), "ids.json"))
@@ -565,14 +519,14 @@ def test_damage_never_crashes_it_and_what_it_lets_through_from_vllm_takes(
         assert len(from_vllm(bytes(whole), CONFIG)) == len(found.verdicts)
 
 
-@pytest.mark.parametrize("before", [b"\xbb", b"\xef", b"\xbf\xbb"])
-def test_a_piece_of_a_byte_order_mark_is_damage(desk: Desk, before: bytes) -> None:
+def test_a_piece_of_a_byte_order_mark_is_damage(desk: Desk) -> None:
     """from_vllm can't read it either; the whole mark it can."""
     answer = json.dumps(desk.answer).encode()
     assert desk.look(codecs.BOM_UTF8 + answer).good
     assert len(from_vllm(codecs.BOM_UTF8 + answer, CONFIG)) == 1
-    with pytest.raises(ReplayError, match="nobody knows"):
-        desk.look(before + answer)
+    for before in (b"\xef", b"\xbf\xbb"):
+        with pytest.raises(ReplayError, match="nobody knows"):
+            desk.look(before + answer)
 
 
 # For programs, and the picture
@@ -608,10 +562,7 @@ def test_the_picture_has_a_dark_cell_for_each_busy_expert(desk: Desk) -> None:
     assert {int(expert) for expert in np.argsort(found.load[5])[-2:]} == {3, 9}
     picture = Image.open(io.BytesIO(plots.routes(found)))
     assert picture.info["Description"] == "ok"
-    dark = (np.asarray(picture.convert("L")) < 40).sum()
-    plain = Image.open(io.BytesIO(plots.routes(desk.look(desk.answer)))).convert("L")
-    assert dark > 0
-    assert picture.size == plain.size
+    assert (np.asarray(picture.convert("L")) < 40).any()
     desk.rows[7, 4, 2] = EXPERTS
     refused = Image.open(io.BytesIO(plots.routes(desk.look(desk.rows))))
     assert refused.info["Description"] == desk.refusal(desk.rows)

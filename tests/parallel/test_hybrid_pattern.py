@@ -37,7 +37,6 @@ def says(routes: RoutedExperts) -> list[int]:
     ("pattern", "count", "moe"),
     [
         ("*E*E*E*E", 4, (0, 1, 2, 3)),
-        ("*-*E*E", 3, (1, 2)),
         ("*-*E|*E*|E/*E/*E", 4, (1, 2, 3)),
         ("GEGEGE*E", 4, (0, 1, 2, 3)),  # as Qwen3-Next
         ("+-DE", 2, (1,)),
@@ -62,7 +61,6 @@ def test_decoder_layers_are_counted_as_the_models_config_counts_them(
         ("*E*|E", 2, 1, {}, [[(0,)], [(1,)]]),  # a block is where its experts are
         ("*-*-|*E", 2, 1, {}, [[(0, 1)], [(2,)]]),
         ("MEM|*E-ME|", 3, 1, {}, [[(0, 1, 2)], [(3, 4, 5, 6, 7)], [()]]),
-        ("*E*E*E*E", 2, 1, {}, [[(0, 1)], [(2, 3)]]),
         ("*E*E*E*E", 2, 1, {"first_stage": 3}, [[(0,)], [(1, 2, 3)]]),
         ("*E*E*E*E", 3, 1, {"first_stage": 2, "last_stage": 4}, [[(0,)], [(1,)], [(2, 3)]]),
     ],
@@ -73,11 +71,9 @@ def test_stages_have_the_layers_that_the_pattern_gives_them(
     decoder = DecoderLayers.of_pattern(pattern, **ends)
     places = [[decoder.stage(pp, vp, rank, stage) for stage in range(vp)] for rank in range(pp)]
     assert places == stages
-
-
-def test_a_pipeline_of_other_stages_than_the_pattern_has_is_refused() -> None:
-    with pytest.raises(ReplayError, match=r"'\*E\|\*E' has other pipeline stages. Expected 3 x 1, got 2"):
-        DecoderLayers.of_pattern("*E|*E").stage(3, 1, 0, 0)
+    if "|" in pattern:
+        with pytest.raises(ReplayError, match=rf"has other pipeline stages. Expected {pp + 1} x {vp}"):
+            decoder.stage(pp + 1, vp, 0, 0)
 
 
 def test_a_stage_takes_its_own_part_of_rows_with_other_labels_of_the_whole_model() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +23,6 @@ from npu_replay.errors import ReplayError, RouterError
 from toys import ToyModel, ToyRouter, ToyRouters
 
 AXES = ("tp", "cp", "pp", "ep", "etp", "dp")
-
-
-@pytest.fixture
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
 
 
 def says(*words: str) -> str:
@@ -167,12 +160,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     # told when the numbers are given, not when a rank asks for its layers
     (lambda: DecoderLayers(4, moe_layer_freq=[1, 1, 1]), "moe_layer_freq | Expected 4 | got 3 | Usual cause"),
     (lambda: DecoderLayers(4, moe_layer_freq=0), "moe_layer_freq | >= 1 | got 0 | Usual cause"),
-    (lambda: DecoderLayers(4, moe_layer_freq=-2), "moe_layer_freq | >= 1 | got -2 | Usual cause"),
     (lambda: DecoderLayers(4, table=[[2], [3]]), "pipeline layout | Expected 4 | got 5 | Usual cause"),
     (lambda: DecoderLayers(2, table=[[3], [-1]]), "got | -1 | Usual cause"),
     (lambda: DecoderLayers(-1), "got -1 | Usual cause"),
     (lambda: DecoderLayers(2, first_stage=-1), "got -1 | Usual cause"),
-    (lambda: DecoderLayers(2, last_stage=-1), "got -1 | Usual cause"),
     *(
         (lambda freq=freq: DecoderLayers(4, freq), "moe_layer_freq must be a whole number")
         for freq in ("[0, 1]", None, 1.5)
@@ -183,7 +174,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
             lambda table=table: DecoderLayers(4, table=table).stage(2, 2, 0, 0),
             "pipeline layout | Expected 2 x 2",
         )
-        for table in ([[2, 2]], [[1], [1], [2]], [[1, 1], [2]], [[2], [2, 0]])
+        for table in ([[2, 2]], [[1, 1], [2]])
     ),
     *(
         (
@@ -194,7 +185,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     *(
         (lambda place=place: DecoderLayers(8).stage(2, 2, *place), f"no such stage | got {place}")
-        for place in ((2, 0), (-1, 0), (0, 2), (0, -1))
+        for place in ((2, 0), (0, -1))
     ),
     *(
         (
@@ -210,7 +201,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: ParallelLayout(cp=2).alignment("ring"), "context | 'zigzag' or 'contiguous' | 'ring'"),
     (lambda: ParallelLayout(tp=2.0), "tp must be a whole number"),
-    (lambda: ParallelLayout(cp="2"), "cp must be a whole number"),
     (lambda: ParallelLayout(pp_rank=None), "pp_rank must be a whole number"),
     (lambda: routers.register("mine", object()), "mine | isn't a RouterKind"),
 ]
@@ -259,22 +249,12 @@ def test_alignment_gives_every_rank_an_equal_share(
     assert length // cp % (tp if sequence_parallel else 1) == 0
 
 
-@pytest.mark.parametrize(
-    ("sizes", "zigzag", "contiguous"),
-    [
-        ({}, 1, 1),
-        ({"tp": 4}, 1, 1),
-        ({"tp": 4, "sequence_parallel": True}, 4, 4),
-        ({"tp": 4, "sequence_parallel": True, "gathers_rows": True}, 4, 4),
-        ({"cp": 2}, 4, 2),
-        ({"cp": 2, "tp": 4, "sequence_parallel": True}, 16, 8),
-        ({"cp": 3, "tp": 2, "dp": 5, "pp": 2, "ep": 6}, 6, 3),
-    ],
-)
-def test_alignment_by_numbers(sizes: dict[str, Any], zigzag: int, contiguous: int) -> None:
-    layout = ParallelLayout(**sizes)
-    assert (layout.alignment(), layout.alignment("zigzag")) == (zigzag, zigzag)
-    assert layout.alignment("contiguous") == contiguous
+def test_alignment_by_numbers() -> None:
+    sliced = {"tp": 4, "sequence_parallel": True}
+    for sizes, zigzag, contiguous in (({"tp": 4}, 1, 1), (sliced, 4, 4), ({"cp": 2, **sliced}, 16, 8)):
+        layout = ParallelLayout(**sizes)
+        assert (layout.alignment(), layout.alignment("zigzag")) == (zigzag, zigzag)
+        assert layout.alignment("contiguous") == contiguous
 
 
 # The built model is the truth
@@ -290,7 +270,7 @@ def test_check_is_content_with_the_routers_the_config_says() -> None:
 
 
 @pytest.mark.usefixtures("toy_routers")
-@pytest.mark.parametrize("labels", [(2, 3), (0,), (0, 1, 2), (1, 2)])
+@pytest.mark.parametrize("labels", [(2, 3), (0,), (0, 1, 2)])
 def test_check_refuses_routers_in_other_layers(labels: tuple[int, ...]) -> None:
     """T3: labels shifted by a wrong offset are an error, not a shifted replay."""
     layout = ParallelLayout(pp=2, pp_rank=0, decoder=DecoderLayers(4))

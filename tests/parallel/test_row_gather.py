@@ -20,7 +20,8 @@ def routes(tokens: int, seed: int, layers: int = LAYERS, topk: int = 3) -> Route
     return RoutedExperts(ids=ids, layers=range(layers), num_experts=EXPERTS, recorded=recorded)
 
 
-LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+LENGTHS = st.lists(st.integers(0, 9) | st.integers(20, 40), min_size=1, max_size=6)
+"""The rows of longer ones are looked up one by one, where they lie in no order."""
 
 
 @given(lengths=LENGTHS, seed=st.integers(0, 1000), kind=st.sampled_from(["any", "part", "packed", "padded"]))

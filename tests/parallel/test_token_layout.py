@@ -217,7 +217,8 @@ def test_gather_and_scatter_over_all_ranks_give_every_token_its_route_back(batch
 def test_gather_gives_each_row_the_route_of_its_token_in_the_layers_asked_for(
     batch: Batch, data: st.DataObject
 ) -> None:
-    """T2, T27: columns by label; no route for padding, for a last token, and where the engine had none."""
+    """T2, T27, T34: columns by label; no route for padding, for a last token, and where the engine had none.
+    What was given is as it was."""
     recorded_layers = (0, 2, 3, 7)
     layers = tuple(layer for layer in recorded_layers if data.draw(st.booleans()))
     expected: list[list[list[int]] | None] = []  # of each token, the ids in each layer
@@ -242,18 +243,14 @@ def test_gather_gives_each_row_the_route_of_its_token_in_the_layers_asked_for(
         rows = [None if token is None else expected[token] for token in cells(layout)]
         assert found.recorded.tolist() == [row is not None for row in rows]
         assert found.ids.tolist() == [row or [[0] * TOPK] * len(layers) for row in rows]
+        found.ids.zero_()
+    for number, one in enumerate(sent):
+        assert torch.equal(
+            one.ids, routes(len(one), number, layers=recorded_layers, recorded=one.recorded).ids
+        )
 
 
 # gather and scatter, by hand
-
-
-def test_a_last_token_without_a_row_does_not_shift_the_next_sequence() -> None:
-    """T27, T34: five tokens of two sequences, one of which has no route."""
-    one, two = routes(2, 1), routes(2, 2)
-    gathered = TokenLayout.packed([3, 2]).gather([one, two])
-    assert gathered.recorded.tolist() == [True, True, False, True, True]
-    assert torch.equal(gathered.ids[:2], one.ids)
-    assert torch.equal(gathered.ids[3:], two.ids)
 
 
 def test_sequences_may_come_with_other_columns_beside_those_asked_for() -> None:
@@ -264,25 +261,6 @@ def test_sequences_may_come_with_other_columns_beside_those_asked_for() -> None:
     assert torch.equal(gathered.ids, torch.cat([one.ids[:, [0, 2]], two.ids[:, [1, 3]]]))
     with pytest.raises(MicroBatchError, match=says("sequence 1: these routes differ from the others")):
         TokenLayout.packed([2, 3]).gather([one, two])
-
-
-def test_gather_leaves_the_routes_as_they_were() -> None:
-    """A replay on one rank must not write into what another micro-batch still needs."""
-    one = routes(3, 1)
-    before = one.ids.clone()
-    layout = TokenLayout.padded([3], 4)
-    gathered = layout.gather([one])
-    gathered.ids.zero_()
-    back = layout.scatter(gathered)[0]
-    back.ids.fill_(7)
-    assert torch.equal(one.ids, before)
-
-
-def test_scatter_marks_tokens_of_other_ranks_as_not_recorded() -> None:
-    layout = TokenLayout.packed([4, 2], align=4, parallel=ParallelLayout(cp=2, cp_rank=1))
-    assert cells(layout) == [1, 2, 5, None]
-    back = layout.scatter(routes(4, 1))
-    assert [one.recorded.tolist() for one in back] == [[False, True, True, False], [False, True]]
 
 
 def test_scatter_keeps_the_weight_version_and_carries_the_layouts_fingerprints() -> None:
@@ -359,6 +337,10 @@ REFUSED: Refused = {  # what is said, and of what
     # numbers of sequences, tokens and rows: T12, T13
     "another number of sequences | Expected 2 | got 1": [lambda: grid().gather([routes(3, 1)])],
     "another number of sequences | Expected 2 | got 3": [lambda: grid().bad_routes([None] * 3)],
+    # T13: each part of a partial rollout with its whole prefix is longer than the sequence
+    "sequence 0 | Expected 5 (or 4 | got 8": [
+        lambda: gathered([5], [RoutedExperts.concat([routes(3, 1), routes(5, 2)])])
+    ],
     "sequence 0 | Expected 3 (or 2 | got 1": [lambda: grid().gather([routes(1, 1), routes(2, 2)])],
     "sequence 0 | Expected 3 (or 2 | got 4": [lambda: grid().gather([routes(4, 1), routes(2, 2)])],
     "sequence 1 | number of tokens | cut after": [lambda: grid().gather([routes(3, 1), routes(4, 2)])],
@@ -385,7 +367,7 @@ REFUSED: Refused = {  # what is said, and of what
     ],
     "sequence 1: these routes differ from the others in the batch | Usual cause": [
         lambda about=about: gathered([2] * 3, [routes(2, 1), routes(2, 2, **about), routes(2, 3)])
-        for about in ({"topk": 3}, {"num_experts": 16}, {"layers": (1, 5)}, {"layers": (1, 4, 5)})
+        for about in ({"topk": 3}, {"num_experts": 16}, {"layers": (1, 5)})
     ],
     # fingerprints: T24e
     "another number of fingerprints than sequences | Expected 2 | got": [
@@ -398,8 +380,7 @@ REFUSED: Refused = {  # what is said, and of what
         lambda: TokenLayout(torch.tensor([0, 1, 2, 1]), (3,))
     ],
     "a row for a token that isn't there | add up to 3 tokens | Usual cause: lengths": [
-        lambda rows=rows: TokenLayout(torch.tensor(rows), (2, 1))
-        for rows in ([0, 1, 2, 3], [0, -2, 1], [-1, -1, -5], [0, 1, 99])
+        lambda rows=rows: TokenLayout(torch.tensor(rows), (2, 1)) for rows in ([0, 1, 2, 3], [0, -2, 1])
     ],
     "flat list | [rows] | got [1, 2]": [lambda: TokenLayout(torch.tensor([[0, 1]]), (2,))],
     "flat list | got []": [lambda: TokenLayout(torch.tensor(0), (2,))],
@@ -412,16 +393,11 @@ REFUSED: Refused = {  # what is said, and of what
         lambda: TokenLayout.packed([3, 2], padded_lengths=[4, -2]),
     ],
     "padded_lengths don't add up": [
-        lambda rooms=rooms: TokenLayout.packed([3, 2], padded_lengths=rooms)
-        for rooms in ([4], [4, 4, 4], [4, 1], [2, 2])
+        lambda rooms=rooms: TokenLayout.packed([3, 2], padded_lengths=rooms) for rooms in ([4], [4, 1])
     ],
     "bad align | 1 to | got 0": [
         *(lambda make=make: make([3, 2], align=0) for make in MAKERS),
         lambda: TokenLayout.packed([3, 2], align_end=0),
-    ],
-    "bad align | 1 to | got -4": [
-        lambda: TokenLayout.padded([3, 2], align=-4),
-        lambda: TokenLayout.packed([3, 2], align_end=-4),
     ],
     "one rule | align or padded_lengths": [lambda: TokenLayout.packed([3], align=2, padded_lengths=[4])],
     "sequence 1 can't be cut evenly | got 6": [
@@ -432,8 +408,7 @@ REFUSED: Refused = {  # what is said, and of what
     "side | 'right' or 'left' | 'top'": [lambda: grid(side="top")],
     "on_bad_route | 'error' or 'native' | 'skip'": [lambda: gathered(*ONE, on_bad_route="skip")],
     "ceiling is a share | 0 to 1": [
-        lambda bad=bad: gathered(*ONE, ceiling=bad)
-        for bad in (-0.1, 50, float("nan"), "many", None, [0.1], 10**400)
+        lambda bad=bad: gathered(*ONE, ceiling=bad) for bad in (-0.1, 50, float("nan"), "many", 10**400)
     ],
     # T44: Megatron slices along the sequence, which batch-major rows are not in order of
     "sequence-major | order='sequence' | order='batch'": [
@@ -446,13 +421,10 @@ REFUSED: Refused = {  # what is said, and of what
         for words, fn in {
             "got dict": lambda sequences: {"input_ids": torch.cat(sequences)},
             "pick input_ids": lambda sequences: {"input_ids": torch.cat(sequences)},
-            "got NoneType": lambda sequences: None,
             "got list": lambda sequences: sequences,
-            "got torch.float64 tensor": lambda sequences: torch.cat(sequences).double(),
             "got torch.bfloat16 tensor": lambda sequences: torch.cat(sequences).bfloat16(),
             "got torch.bool tensor": lambda sequences: torch.cat(sequences) > 0,
             "got torch.int16 tensor": lambda sequences: torch.cat(sequences).to(torch.int16),
-            "got float64 array": lambda sequences: torch.cat(sequences).numpy().astype(float),
             "got object array": lambda sequences: torch.cat(sequences).numpy().astype(object),
         }.items()
     },
@@ -467,8 +439,6 @@ REFUSED: Refused = {  # what is said, and of what
     "none of the token numbers came out | Usual cause": [
         lambda: probed(lambda sequences: torch.cat(sequences) % 1000),
         lambda: probed(lambda sequences: torch.cat(sequences).clamp(max=151_935)),
-        lambda: probed(lambda sequences: torch.tensor([11, 12, 13])),
-        lambda: TokenLayout.from_probe(lambda _: torch.tensor([[3, 9, 4, 1]]), [4], parallel=CP2),
         lambda: TokenLayout.from_probe(
             lambda sequences: torch.cat(sequences).clamp(max=5) + torch.arange(4), [4], parallel=CP2
         ),
@@ -479,9 +449,7 @@ REFUSED: Refused = {  # what is said, and of what
         for fn in (
             lambda sequences: torch.cat(sequences).sort().values,
             lambda sequences: torch.cat(sorted(sequences, key=lambda one: int(one[0]))),
-            lambda sequences: torch.cat([one[one % 2 == 0] for one in sequences]),
             lambda sequences: torch.cat([one[one % 3 == 0] for one in sequences]),
-            lambda sequences: torch.cat(sequences)[: int(sequences[0][0]) % 5],
             lambda sequences: torch.cat(sequences)[None, : 4 + int(sequences[0][0]) % 2],
         )
     ],
@@ -539,15 +507,6 @@ def test_a_length_that_cannot_be_cut_evenly_is_refused(
             TokenLayout.packed([3], padded_lengths=[length], context=context, parallel=parallel)
 
 
-def test_parts_of_a_partial_rollout_fit_where_they_do_not_overlap() -> None:
-    """T13: each part with its whole prefix, one after the other, is longer than the sequence."""
-    first, whole = routes(3, 1), routes(5, 2)
-    tail = whole.take(torch.arange(3, 5))
-    assert len(gathered([5], [RoutedExperts.concat([first, tail])])) == 5
-    with pytest.raises(MicroBatchError, match=says("sequence 0", "Expected 5 (or 4", "got 8")):
-        gathered([5], [RoutedExperts.concat([first, whole])])
-
-
 # Sequences whose routes can't be used
 
 
@@ -596,25 +555,8 @@ def test_bad_routes_asks_for_the_layers_that_gather_would() -> None:
         assert list(layout.bad_routes([one, routes(2, 1, layers=other)], layers=layers)) == bad
 
 
-def test_native_has_nothing_to_say_of_good_routes(caplog: pytest.LogCaptureFixture) -> None:
-    batch = [routes(3, 1), routes(2, 2)]
-    with caplog.at_level(logging.DEBUG, logger="npu_replay"):
-        gathered = TokenLayout.packed([3, 2]).gather(batch, on_bad_route="native", ceiling=0)
-    assert gathered == TokenLayout.packed([3, 2]).gather(batch)
-    assert not caplog.records
-
-
 @pytest.mark.parametrize(
-    ("bad", "of", "ceiling"),
-    [
-        (1, 4, 0.25),
-        (2, 200, 0.01),
-        (1, 100, 0.01),
-        (29, 100, 0.29),
-        (57, 100, 0.57),
-        (3, 10, 0.3),
-        (2, 3, 0.7),
-    ],
+    ("bad", "of", "ceiling"), [(1, 4, 0.25), (1, 100, 0.01), (29, 100, 0.29), (2, 3, 0.7)]
 )
 def test_native_stops_above_the_ceiling_and_not_at_it(bad: int, of: int, ceiling: float) -> None:
     """29 of 100 are 29 %, also in floating point."""
@@ -672,20 +614,6 @@ def preprocess(sequences: Sequence[torch.Tensor], rows: Sequence[slow_layout.Cel
     return [pad if token is None else flat[token] for token in rows]
 
 
-def test_a_probe_takes_lists_and_arrays() -> None:
-    for kind in (
-        torch.Tensor.tolist,
-        torch.Tensor.numpy,
-        lambda ids: ids.numpy().astype(np.uint32),
-        lambda ids: ids.int()[None],
-    ):
-        assert probed(lambda sequences, kind=kind: kind(torch.cat(sequences)), [2, 1]).rows.tolist() == [
-            0,
-            1,
-            2,
-        ]
-
-
 PADS = st.sampled_from([0, -100, 1, 151_643, 2**31 - 1])
 DTYPES = st.sampled_from([torch.int64, torch.int32])
 
@@ -725,15 +653,19 @@ def test_a_probe_sees_sequences_in_another_order_and_tokens_that_were_dropped() 
     assert [one.recorded.tolist() for one in back] == [[True] * 2, [True] * 3 + [False] * 2, [True]]
 
 
-def test_a_probe_hands_in_one_int64_tensor_a_sequence_twice() -> None:
+@pytest.mark.parametrize(
+    "kind", [torch.Tensor.tolist, lambda ids: ids.numpy().astype(np.uint32), torch.Tensor.int]
+)
+def test_a_probe_hands_in_one_int64_tensor_a_sequence_twice(kind: Callable[[torch.Tensor], Any]) -> None:
+    """And takes lists and arrays."""
     seen: list[list[torch.Tensor]] = []
 
-    def fn(sequences: list[torch.Tensor]) -> torch.Tensor:
+    def fn(sequences: list[torch.Tensor]) -> Any:
         seen.append([one.clone() for one in sequences])
         ids = torch.cat(sequences)
         for one in sequences:
             one.zero_()  # preprocessing may write into what it is given
-        return ids
+        return kind(ids)
 
     lengths = [3, 0, 2]
     assert TokenLayout.from_probe(fn, lengths).rows.tolist() == [0, 1, 2, 3, 4]
@@ -760,14 +692,6 @@ def test_a_rank_without_a_token_probes_to_rows_of_padding() -> None:
         assert torch.equal(layout.rows, TokenLayout.packed(lengths, parallel=parallel).rows)
 
 
-def test_a_micro_batch_of_one_bad_sequence_may_go_without_its_routes() -> None:
-    """Above the ceiling of one call, so the caller says that it was counted over the rollout."""
-    layout = TokenLayout.packed([4])
-    gathered = layout.gather([routes(2, 1)], layers=LAYERS[:1], on_bad_route="native", ceiling=1.0)
-    assert gathered.recorded.tolist() == [False] * 4
-    assert (gathered.layers, gathered.topk, gathered.num_experts) == (LAYERS[:1], TOPK, EXPERTS)
-
-
 def test_routes_without_a_single_recorded_row_are_bad_ones() -> None:
     """T27, T28: an engine that captured nothing, or an aborted sample, is no native replay in silence."""
     nothing = RoutedExperts.unrecorded(3, layers=LAYERS, topk=TOPK, num_experts=EXPERTS)
@@ -775,7 +699,9 @@ def test_routes_without_a_single_recorded_row_are_bad_ones() -> None:
     with pytest.raises(MicroBatchError, match=says("sequence 1: no row of these routes is recorded")):
         layout.gather([routes(3, 1), nothing])
     alone = TokenLayout.packed([3]).gather([nothing], on_bad_route="native", ceiling=1.0)
-    assert alone == nothing
+    assert alone == nothing  # the caller says that it was counted over the rollout
+    short = TokenLayout.packed([4]).gather([routes(2, 1)], layers=[1], on_bad_route="native", ceiling=1.0)
+    assert (short.recorded.tolist(), short.layers, short.num_experts) == ([False] * 4, (1,), EXPERTS)
     assert TokenLayout.packed([1]).gather([routes(1, 1).take([-1])]).recorded.tolist() == [False]
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from choice import examples
-from npu_replay import Rollout, RoutedExperts, RouteStore, Turn, fingerprint
+from npu_replay import Rollout, RoutedExperts, Turn, fingerprint
 from npu_replay.errors import InvalidRoutes
 from npu_replay.inspection.inspection import inspect
 from npu_replay.rollout.admit import admit
@@ -105,19 +103,6 @@ def test_ids_that_a_byte_has_folded_already_are_refused_t19() -> None:
     admit(rows.astype("u2"), model=model, tokens=words(4), source=source())
 
 
-def test_an_id_above_a_byte_is_never_folded_into_it_t19() -> None:
-    rows = chosen(TOKENS - 1, 4)
-    rows[3, 1, 0] = 256 + 5
-    with pytest.raises(InvalidRoutes, match=r"row 3.*got 261"):
-        taken(rows)
-
-
-def test_the_last_token_has_no_row_and_nothing_is_made_up_for_it() -> None:
-    routes = taken(chosen(TOKENS - 1, 4))
-    assert len(routes) == TOKENS
-    assert not routes.recorded[-1]
-
-
 @pytest.mark.parametrize("start", [0, 1, 60, TOKENS - 1, TOKENS])
 def test_tokens_before_the_start_have_no_route(start: int) -> None:
     rows = chosen(max(0, TOKENS - 1 - start), 4)
@@ -151,13 +136,10 @@ def test_rows_of_tokens_that_a_stop_string_took_back_are_cut_off() -> None:
             taken(rows, surplus=other)
 
 
-def test_rows_that_were_never_written_have_no_route_where_that_is_asked_for_t42() -> None:
-    rows = whole(chosen(TOKENS - 1, 4))
-    rows[[0, 5, 99]] = 0
-    routes = taken(rows, missing="native")
-    assert (~routes.recorded).nonzero()[:, 0].tolist() == [0, 5, 99, TOKENS - 1]
-    with pytest.raises(InvalidRoutes, match=r"all \d+ rows are zeros"):
-        taken(np.zeros_like(rows), missing="native")
+def test_all_rows_of_zeros_are_an_error_whatever_is_done_with_missing_ones_t42() -> None:
+    rows = np.zeros((TOKENS - 1, 6, 8), np.uint8)
+    with pytest.raises(InvalidRoutes, match=r"all 149 rows are zeros"):
+        taken(rows, missing="native")
     with pytest.raises(InvalidRoutes, match=r"unknown way.*got 'skip'"):
         taken(rows, missing="skip")
 
@@ -201,53 +183,10 @@ def test_layers_that_look_experts_up_by_token_are_left_out_t22() -> None:
         taken(rows[:, [1, 3]], model=model)
 
 
-def test_read_only_rows_are_taken_and_stay_as_they_are_t10() -> None:
-    given_ = chosen(TOKENS - 1, 4).astype(np.uint8)
-    data = given_.tobytes()
-    rows = np.frombuffer(data, np.uint8).reshape(given_.shape)
-    torch.set_warn_always(True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            routes = taken(rows)
-    finally:
-        torch.set_warn_always(False)
-    routes.ids[0] = 99
-    assert rows.tobytes() == data
-
-
-@pytest.mark.parametrize("dtype", ["u1", "i4"])
-def test_what_the_engine_does_to_its_array_later_does_not_show_n9(dtype: str) -> None:
-    rows = chosen(TOKENS - 1, 4).astype(dtype)
-    routes = taken(rows)
-    before = routes.ids.clone()
-    rows[:] = 7
-    assert torch.equal(routes.ids, before)
-
-
-@pytest.mark.parametrize("kind", ["list", "tensor", "numpy", "int32", "read-only"])
-def test_token_ids_of_any_kind_are_taken(kind: str) -> None:
-    read_only = words()
-    read_only.flags.writeable = False
-    tokens: Any = {
-        "list": words().tolist(),
-        "tensor": torch.from_numpy(words()),
-        "numpy": words(),
-        "int32": words().astype(np.int32),
-        "read-only": read_only,
-    }[kind]
-    assert taken(chosen(TOKENS - 1, 4), tokens=tokens).fingerprint == fingerprint(words())
-
-
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_sequence_of_no_token_or_of_one_has_no_rows(count: int) -> None:
     routes = taken(np.zeros((0, 4, 8), np.uint8), tokens=words(count))
     assert (len(routes), int(routes.recorded.sum())) == (count, 0)
-
-
-def test_the_weight_version_is_kept() -> None:
-    assert taken(chosen(TOKENS - 1, 4), weight_version="step 3").weight_version == "step 3"
-    assert taken(chosen(TOKENS - 1, 4)).weight_version is None
 
 
 # Rightly alike: these aren't faults
@@ -262,18 +201,12 @@ def test_one_token_said_thousands_of_times_may_choose_alike_each_time() -> None:
     assert int(alone.recorded.sum()) == 4960
 
 
-def test_two_tokens_in_turn_may_choose_alike_in_a_layer() -> None:
-    rows, tokens = chosen(2, 4), np.tile([5, 9], 300)
-    rows[1, 2] = rows[0, 2]
-    assert taken(np.tile(rows, (300, 1, 1))[:-1], tokens=tokens).recorded[:-1].all()
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_tiny_model_whose_rows_meet_by_chance_comes_through(seed: int) -> None:
+def test_a_tiny_model_whose_rows_meet_by_chance_comes_through() -> None:
     """2 layers of 4 experts, top-2: 36 different rows in all."""
     model = RoutedModel(layers=(0, 1), num_layers=2, num_experts=4, topk=2)
-    rows = chosen(400, 2, model, seed)
-    assert taken(rows, model=model, tokens=words(401)).recorded[:-1].all()
+    for seed in range(20):
+        rows = chosen(400, 2, model, seed)
+        assert taken(rows, model=model, tokens=words(401)).recorded[:-1].all()
 
 
 @pytest.mark.parametrize("tokens", [5, 20, TOKENS])
@@ -405,7 +338,7 @@ WRONG: dict[str, Wrong] = {
     "an id in a dense layer": Wrong(Symptom.DENSE_COLUMN,
         r"layer 3: .*got \[0, 0, 7, 0, 0, 0, 0, 0\] in row 77", changed((77, 3, 2), 7)),
     "an id too high": Wrong(Symptom.RANGE,
-        "layer 4: an id is out of range, the first in row 66.*0 to 127, got 128", changed((66, 4, 7), 128)),
+        "layer 4: an id is out of range, the first in row 66.*0 to 127, got 261", changed((66, 4, 7), 261)),
     "an id below 0": Wrong(Symptom.RANGE, "layer 5: .*row 148.*got -1", changed((148, 5, 0), -1)),
     "physical ids": Wrong(Symptom.RANGE, "0 to 127", lambda rows: np.where(rows > 0, rows + 30, 0)),
     "all zeros": Wrong(Symptom.ZEROS, "all 149 rows are zeros.*got nothing", lambda rows: rows * 0),
@@ -458,42 +391,20 @@ def test_the_error_names_engine_sample_field_and_place_t1_t31_t32(case: str) -> 
     assert message.startswith("[npu_replay] Engine 0.3.1, request 17, completion 2, choices[0].rows")
     assert re.search(WRONG[case].says, message), message
     assert message.count("Expected ") == 1
+    assert error.cause == f"{WRONG[case].symptom.value} as in 0.2.0"
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_the_error_names_the_fault_of_that_release_and_no_other(case: str) -> None:
-    value = WRONG[case].symptom.value
-    assert refused(case).cause == f"{value} as in 0.2.0"
+def test_the_error_names_the_fault_of_that_release_and_no_other() -> None:
     for version, cause in {
         "0.1.9": "",
-        "0.2.0rc1": f"{value} as in 0.2.0",
-        "0.3.99": f"{value} as in 0.2.0",
-        "0.4.0": f"{value} as in 0.4.0",
-        "1.0": f"{value} as in 0.4.0",
-        "": f"{value} as in 0.2.0; or {value} as in 0.4.0",
+        "0.2.0rc1": "zeros as in 0.2.0",
+        "0.3.99": "zeros as in 0.2.0",
+        "0.4.0": "zeros as in 0.4.0",
+        "": "zeros as in 0.2.0; or zeros as in 0.4.0",
     }.items():
-        error = refused(case, source=source(version))
+        error = refused("all zeros", source=source(version))
         assert error.cause == cause
         assert ("Usual cause" in str(error)) == bool(cause)
-
-
-@pytest.mark.parametrize("case", ["an id too high", "an expert twice", "a row repeated at a chunk's end"])
-def test_rows_are_counted_from_the_start_of_the_sequence(case: str) -> None:
-    row = {"an id too high": 66, "an expert twice": 100, "a row repeated at a chunk's end": 64}[case]
-    rows = WRONG[case].rows(whole(chosen(TOKENS - 1, 4)))[30:]
-    with pytest.raises(InvalidRoutes, match=f"row {row}"):
-        taken(rows, start=30)
-
-
-def test_zeros_and_dense_columns_are_counted_from_the_start_of_the_sequence() -> None:
-    rows = whole(chosen(100, 4))
-    rows[3] = 0
-    with pytest.raises(InvalidRoutes, match="the first is row 53, the last 53"):
-        taken(rows, start=49 + 1, tokens=words(151))
-    rows = whole(chosen(100, 4))
-    rows[3, 0, 0] = 1
-    with pytest.raises(InvalidRoutes, match="in row 53"):
-        taken(rows, start=50, tokens=words(151))
 
 
 def test_copies_are_found_beside_rows_without_a_route_t31(caplog: pytest.LogCaptureFixture) -> None:
@@ -646,11 +557,12 @@ def test_one_wrong_id_anywhere_is_found_at_its_place(
     with pytest.raises(InvalidRoutes) as caught:
         admit(given_, model=model, tokens=tokens, source=source(), **how)
     message = str(caught.value)
+    place = f"row {how['start'] + row}"
     if not wide[row].any():  # also the only layer's two ids of expert 0
-        assert "zeros" in message
+        assert f"{place}, the last {how['start'] + row}" in message or "all 1 rows are zeros" in message
     else:
         assert f"layer {layer}:" in message
-        assert f"row {how['start'] + row}" in message
+        assert place in message
 
 
 # What it lets in can be saved, sent and read again
@@ -663,37 +575,19 @@ def rightly_constant() -> tuple[RoutedExperts, np.ndarray[Any, Any]]:
     return taken(np.tile(rows, (500, 1, 1))[:-1], tokens=tokens), tokens
 
 
-@pytest.mark.parametrize("way", ["bytes", "file", "folder", "tokens", "pickle", "several", "part", "rollout"])
-def test_a_constant_layer_that_the_tokens_explain_is_read_again_wherever_it_went(
-    way: str, tmp_path: Path
-) -> None:
+def of_rollout(routes: RoutedExperts, tokens: Array) -> RoutedExperts:
+    rollout = Rollout(MODEL)
+    rollout.extend(Turn(prompt=tokens[:-1], sampled=tokens[-1:], routes=routes))
+    return rollout.routes
+
+
+def test_a_constant_layer_that_the_tokens_explain_is_read_again(tmp_path: Path) -> None:
+    """Every other way that it may go: test_handed_on.py."""
     routes, tokens = rightly_constant()
-    if way == "bytes":
-        again = RoutedExperts.from_bytes(routes.to_bytes())
-    elif way == "file":
-        routes.save(tmp_path / "routes")
-        again = RoutedExperts.load(tmp_path / "routes")
-        assert inspect(tmp_path / "routes").good
-    elif way in ("folder", "tokens"):
-        with RouteStore.writer(tmp_path) as writer:
-            writer.add(routes, key="k")
-            writer.add(routes)
-        again = RouteStore(tmp_path)["k"] if way == "folder" else RouteStore(tmp_path).of(tokens)
-        assert inspect(tmp_path).good
-    elif way == "pickle":
-        again = pickle.loads(pickle.dumps(routes))
-    elif way == "several":
-        again = RoutedExperts.from_bytes(RoutedExperts.concat([routes, routes]).to_bytes())
-        routes = RoutedExperts.concat([routes, routes])
-    elif way == "part":
-        routes = routes.only(routes.layers[1:]).take(range(300))
-        again = RoutedExperts.from_bytes(routes.to_bytes())
-    else:
-        rollout = Rollout(MODEL)
-        rollout.extend(Turn(prompt=tokens[:-1], sampled=tokens[-1:], routes=routes))
-        again = RoutedExperts.from_bytes(rollout.routes.to_bytes())
+    routes.save(tmp_path / "routes")
+    assert inspect(tmp_path / "routes").good
+    again = RoutedExperts.from_bytes(of_rollout(routes, tokens).to_bytes())
     assert again == routes
-    assert again.constant_layers_ok
     assert again.check_not_constant() is again
 
 
@@ -704,30 +598,14 @@ def test_a_silent_engines_rows_that_passed_no_door_are_refused_wherever_they_wen
         ids=good.ids, layers=good.layers, num_experts=good.num_experts, recorded=good.recorded
     )
     silent.save(tmp_path / "routes")
-    both = RoutedExperts.concat([good, silent])
-    rollout = Rollout(MODEL)
-    other = words(len(tokens))
-    rollout.extend(Turn(prompt=other[:-1], sampled=other[-1:], routes=silent))
-    for read in (
-        lambda: RoutedExperts.from_bytes(silent.to_bytes()),
-        lambda: RoutedExperts.load(tmp_path / "routes"),
-        lambda: RoutedExperts.from_bytes(both.to_bytes()),
-        lambda: RoutedExperts.from_bytes(rollout.routes.to_bytes()),
-        lambda: pickle.loads(pickle.dumps(silent)).check_not_constant(),
-    ):
-        with pytest.raises(InvalidRoutes, match="recorded rows are the same"):
-            read()
     assert not inspect(tmp_path / "routes").good
+    other = words(len(tokens))
+    for found in (RoutedExperts.concat([good, silent]), of_rollout(silent, other)):
+        with pytest.raises(InvalidRoutes, match="recorded rows are the same"):
+            RoutedExperts.from_bytes(found.to_bytes())
     assert silent.check_not_constant(tokens) is silent
     with pytest.raises(InvalidRoutes, match="recorded rows are the same"):
         silent.check_not_constant(other)
-
-
-def test_so_few_experts_that_all_may_choose_alike_are_no_constant_layer_anywhere() -> None:
-    """Two of two: they are let in, and so did nothing else."""
-    ids = np.broadcast_to(np.array([0, 1], np.uint8), (500, 2, 2))
-    routes = RoutedExperts(ids=ids, layers=(0, 1), num_experts=2)
-    assert RoutedExperts.from_bytes(routes.to_bytes()) == routes
 
 
 # A router that is dead beside live ones
@@ -750,29 +628,20 @@ def dead(rows: Array, columns: Sequence[int], row: Any) -> Array:
 COLLAPSED = np.arange(3, 11)
 
 
-@pytest.mark.parametrize("missing", ["error", "native"])
-@pytest.mark.parametrize("columns", [[0], [2], [0, 1, 3]])
+@pytest.mark.parametrize("columns", [[2], [0, 1, 3]])
 def test_a_dead_router_beside_live_ones_is_let_in_with_one_warning_that_names_it(
-    warned: Callable[[], list[str]], columns: list[int], missing: Any
+    warned: Callable[[], list[str]], columns: list[int]
 ) -> None:
     rows = dead(chosen(TOKENS - 1, 4), columns, COLLAPSED)
-    for seed in range(3):
-        rows[:, 3 if columns == [2] else 2] = chosen(TOKENS - 1, 4, seed=seed)[:, 0]
-        routes = taken(rows, missing=missing)
+    for _ in range(2):
+        routes = taken(rows)
         assert routes.recorded[:-1].all()
     (said,) = warned()
     assert f"layer {', '.join(str(MODEL.layers[column]) for column in columns)} sends all tokens" in said
-    taken(dead(chosen(TOKENS - 1, 4), [3], COLLAPSED))
+    taken(dead(chosen(TOKENS - 1, 4), [1], COLLAPSED))
     assert len(warned()) == 2, "of another set of layers"
-
-
-def test_what_was_let_in_with_a_dead_router_is_read_again_even_that_layer_alone(tmp_path: Path) -> None:
-    """A pipeline stage may hold no other."""
-    routes = taken(dead(chosen(TOKENS - 1, 4), [2], COLLAPSED))
-    for found in (routes, routes.only([4])):
-        assert RoutedExperts.from_bytes(found.to_bytes()) == found
-    routes.save(tmp_path / "routes")
-    assert inspect(tmp_path / "routes").good
+    alone = routes.only([MODEL.layers[columns[0]]])  # a pipeline stage may hold no other
+    assert RoutedExperts.from_bytes(alone.to_bytes()) == alone
 
 
 def test_routes_that_passed_no_door_are_let_in_with_their_dead_router_too(
@@ -806,13 +675,3 @@ def test_beside_a_dead_router_a_layer_that_nobody_wrote_is_the_error(warned: Cal
     with pytest.raises(InvalidRoutes, match=r"layer 5: all 149 recorded rows are the same \(1 such layers\)"):
         taken(rows)
     assert not warned()
-
-
-def test_with_a_top_k_of_1_a_column_of_expert_0_is_no_dead_router(warned: Callable[[], list[str]]) -> None:
-    """A buffer that nobody wrote into looks so; a column of another expert somebody wrote."""
-    model = RoutedModel(layers=tuple(range(48)), num_layers=48, num_experts=16, topk=1)
-    rows = chosen(TOKENS - 1, 48, model)
-    assert taken(dead(rows, [7], 5), model=model).recorded[:-1].all()
-    assert len(warned()) == 1
-    with pytest.raises(InvalidRoutes, match="layer 7: all 149 recorded rows are the same"):
-        taken(dead(rows, [7], 0), model=model)

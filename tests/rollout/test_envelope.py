@@ -168,11 +168,11 @@ def test_weights_beside_the_ids_are_left_and_said(caplog: pytest.LogCaptureFixtu
     ]
 
 
-@pytest.mark.parametrize("others", ["experts", "zeros"])
+@pytest.mark.parametrize("others", ["experts", "zeros", "infinite"])
 def test_another_models_ids_are_no_weights(others: str) -> None:
     wide = np.argsort(np.random.default_rng(0).random((RUN, MODEL.num_layers, 40)), axis=2)
     wide = wide[..., : 2 * MODEL.topk].astype(np.int32)
-    if others == "zeros":
-        wide[..., MODEL.topk :] = 0
+    if others != "experts":
+        wide[..., MODEL.topk :] = 0 if others == "zeros" else np.float32(np.inf).view(np.int32)
     with pytest.raises(InvalidRoutes, match="top-k isn't the model's"):
         as_vllm(chat({"routed_experts": wide}))

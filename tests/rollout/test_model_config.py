@@ -38,8 +38,6 @@ ONE_GROUP = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}
 # fmt: off
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "qwen3_moe": ("qwen3_moe", {"num_experts": 8}, (0, 1, 2, 3)),
-    "qwen3_moe, a layer without": ("qwen3_moe", {"num_experts": 8, "mlp_only_layers": [1]}, (0, 2, 3)),
-    "qwen3_moe, every second": ("qwen3_moe", {"num_experts": 8, "decoder_sparse_step": 2}, (1, 3)),
     "qwen2_moe, both": ("qwen2_moe", {"num_experts": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
         (1,)),
     "deepseek_v3": ("deepseek_v3", LATENT | ONE_GROUP | {"first_k_dense_replace": 2}, (2, 3)),
@@ -47,7 +45,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "exaone_moe": ("exaone_moe",
         {"num_experts": 8, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}, (1, 3)),
     "mixtral": ("mixtral", {"num_local_experts": 8}, (0, 1, 2, 3)),
-    "gpt_oss": ("gpt_oss", {"num_local_experts": 8}, (0, 1, 2, 3)),
     "ernie4_5_moe": ("ernie4_5_moe",
         {"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 2,
         "moe_layer_interval": 1}, (1, 2)),
@@ -73,7 +70,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
 def build(family: str) -> PreTrainedModel:
     model_type, special, _ = FAMILIES[family]
     torch.manual_seed(0)
-    narrow = {} if model_type in ("mixtral", "gpt_oss") else {"moe_intermediate_size": 16}
+    narrow = {} if model_type == "mixtral" else {"moe_intermediate_size": 16}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(SIZES | narrow | special)))
 
 
@@ -108,11 +105,6 @@ def test_a_language_model_inside_another_is_found() -> None:
     assert RoutedModel.from_config(config.to_dict()) == text
     omni = AutoConfig.for_model("qwen3_omni_moe")
     assert RoutedModel.from_config(omni) == RoutedModel.from_config(omni.thinker_config.text_config)
-
-
-def test_a_model_with_experts_of_its_own_is_read_before_one_inside_it() -> None:
-    config = QWEN3_30B | {"text_config": {"num_hidden_layers": 12, "hidden_size": 64}}
-    assert RoutedModel.from_config(config) == RoutedModel.from_config(QWEN3_30B)
 
 
 def test_layers_that_look_experts_up_by_token_have_no_route() -> None:
@@ -157,28 +149,14 @@ NEMOTRON_PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 # fmt: off
 HUB: dict[str, tuple[dict[str, Any], tuple[int, ...], int, int, int]] = {
     "DeepSeek-V3": (DEEPSEEK_V3, tuple(range(3, 61)), 61, 256, 8),
-    "Kimi-K2": (KIMI_K2, tuple(range(1, 61)), 61, 384, 8),
     "Kimi-K2.5": ({"text_config": KIMI_K2, "vision_config": {}}, tuple(range(1, 61)), 61, 384, 8),
     "Qwen3-30B-A3B": (QWEN3_30B, tuple(range(48)), 48, 128, 8),
-    "Qwen3-Next-80B-A3B": (QWEN3_30B
-        | {"num_experts": 512, "num_experts_per_tok": 10, "full_attention_interval": 4}, tuple(range(48)),
-        48, 512, 10),
     "Qwen3.5-35B-A3B": ({"text_config": {"num_hidden_layers": 40, "num_experts": 256,
         "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
         "vision_config": {"depth": 27}}, tuple(range(40)), 40, 256, 8),
-    "GLM-4.5": ({"num_hidden_layers": 92, "first_k_dense_replace": 3, "n_routed_experts": 160,
-        "num_experts_per_tok": 8, "intermediate_size": 12288, "moe_intermediate_size": 1536},
-        tuple(range(3, 92)), 92, 160, 8),
     "Llama-4-Maverick": (LLAMA4_MAVERICK, tuple(range(1, 48, 2)), 48, 128, 1),
-    "ERNIE-4.5-21B-A3B": ({"num_hidden_layers": 28, "moe_num_experts": 64, "moe_k": 6,
-        "moe_layer_start_index": 1, "moe_layer_end_index": 27, "moe_layer_interval": 1,
-        "intermediate_size": 12288, "moe_intermediate_size": 1536}, tuple(range(1, 28)), 28, 64, 6),
-    "MiniMax-M2": ({"num_hidden_layers": 62, "num_local_experts": 256, "num_experts_per_tok": 8,
-        "intermediate_size": 1536}, tuple(range(62)), 62, 256, 8),
     "gpt-oss-20b": ({"num_hidden_layers": 24, "num_local_experts": 32, "num_experts_per_tok": 4,
         "experts_per_token": 4, "intermediate_size": 2880}, tuple(range(24)), 24, 32, 4),
-    "Mixtral-8x7B": ({"num_hidden_layers": 32, "num_local_experts": 8, "num_experts_per_tok": 2,
-        "intermediate_size": 14336}, tuple(range(32)), 32, 8, 2),
     "Step-3": ({"text_config": {"num_hidden_layers": 6, "moe_num_experts": 48, "moe_top_k": 3,
         "moe_layers_enum": "4, 5", "intermediate_size": 18432, "moe_intermediate_size": 5120}}, (4, 5), 6,
         48, 3),
@@ -191,9 +169,6 @@ HUB: dict[str, tuple[dict[str, Any], tuple[int, ...], int, int, int]] = {
         "n_routed_experts": 128, "num_experts_per_tok": 6, "intermediate_size": 1856,
         "moe_intermediate_size": 1856},
         tuple(layer for layer, kind in enumerate(NEMOTRON_PATTERN) if kind == "E"), 52, 128, 6),
-    "Jamba-1.5": ({"num_hidden_layers": 32, "num_experts": 16, "num_experts_per_tok": 2,
-        "expert_layer_period": 2, "expert_layer_offset": 1, "attn_layer_period": 8, "attn_layer_offset": 4,
-        "intermediate_size": 14336}, tuple(range(1, 32, 2)), 32, 16, 2),
     "Granite-4-H": ({"num_hidden_layers": 3, "num_local_experts": 64, "num_experts_per_tok": 6,
         "layers_block_type": ["mamba", "mamba", "attention"], "intermediate_size": 512}, (0, 1, 2), 3, 64, 6),
     "a Megatron config": ({"num_layers": 4, "num_moe_experts": 8, "moe_router_topk": 2,
@@ -211,19 +186,10 @@ def test_a_config_as_it_is_on_the_hub(name: str, tmp_path: Path) -> None:
     assert config == before
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert RoutedModel.from_config(tmp_path) == wanted
+    assert wanted.dense == tuple(sorted({*range(num_layers)} - {*layers}))
     if "text_config" not in config:
         assert RoutedModel.from_config(types.SimpleNamespace(**config)) == wanted
         assert RoutedModel.from_config(types.SimpleNamespace(config=config)) == wanted
-
-
-def test_dense_layers_are_those_without_experts() -> None:
-    assert RoutedModel.from_config(DEEPSEEK_V3).dense == (0, 1, 2)
-    assert RoutedModel.from_config(QWEN3_30B).dense == ()
-
-
-def test_of_leaves_a_routed_model_as_it_is() -> None:
-    model = RoutedModel(layers=(1,), num_layers=2, num_experts=4, topk=2)
-    assert RoutedModel.of(model) is model
 
 
 # A config that can't be read ends in an error, never in a wrong answer
@@ -232,16 +198,11 @@ def test_of_leaves_a_routed_model_as_it_is() -> None:
 # fmt: off
 UNREADABLE: dict[str, tuple[Any, str]] = {
     "nothing": ({}, "number of decoder layers"),
-    "None": (None, "number of decoder layers"),
-    "a number": (7, "number of decoder layers"),
     "a list": ([DEEPSEEK_V3], "number of decoder layers"),
     "a dense model": ({"num_hidden_layers": 4, "num_attention_heads": 2}, "number of routed experts"),
     "no experts": (QWEN3_30B | {"num_experts": 0}, "number of routed experts"),
     "experts in words": (QWEN3_30B | {"num_experts": "128"}, "number of routed experts"),
-    "experts that are true": (QWEN3_30B | {"num_experts": True}, "number of routed experts"),
-    "a fraction of an expert": (QWEN3_30B | {"num_experts": 128.0}, "number of routed experts"),
     "other experts in each layer": (QWEN3_30B | {"num_experts": [64, 128]}, "number of routed experts"),
-    "lists in lists": (QWEN3_30B | {"num_experts": [[64], [64]]}, "number of routed experts"),
     "no top-k": ({**QWEN3_30B, "num_experts_per_tok": None}, "experts a token"),
     "negative layers": (QWEN3_30B | {"num_hidden_layers": -1}, "number of decoder layers"),
     "a top-k above the experts": (QWEN3_30B | {"num_experts_per_tok": 129}, "bad top-k"),
@@ -255,8 +216,6 @@ UNREADABLE: dict[str, tuple[Any, str]] = {
         "unknown way which layers have experts: mlp_layer_types"),
     "an unknown kind of layer": (QWEN3_30B | {"mlp_layer_types": ["sparser"] * 48},
         "unknown way which layers have experts: mlp_layer_types"),
-    "kinds that are no list": (QWEN3_30B | {"mlp_layer_types": 3}, "mlp_layer_types"),
-    "kinds that can't be compared": (QWEN3_30B | {"mlp_layer_types": [["sparse"]] * 48}, "mlp_layer_types"),
     "blocks that are no list": (QWEN3_30B | {"layers_block_type": 3}, "layers_block_type"),
     "a frequency too short": (QWEN3_30B | {"moe_layer_freq": [1] * 47}, "moe_layer_freq"),
     "a frequency to be evaluated (Megatron's)": (QWEN3_30B | {"moe_layer_freq": "([0]*1+[1]*47)"},
@@ -265,7 +224,6 @@ UNREADABLE: dict[str, tuple[Any, str]] = {
         | {"moe_layer_start_index": [1, 1], "moe_layer_end_index": [29, 28]},
         "unknown way which layers have experts: moe_layer_"),
     "a list of layers in words": (QWEN3_30B | {"moe_layers_enum": "one,two"}, "moe_layers_enum"),
-    "layers that are a number": (QWEN3_30B | {"moe_layers": 3}, "moe_layers"),
     "layers without that are a number": (QWEN3_30B | {"mlp_only_layers": 3}, "mlp_only_layers"),
 }
 # fmt: on
@@ -288,19 +246,13 @@ def test_the_error_names_the_keys_that_were_looked_for_and_the_way_out() -> None
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", "[" * 100_000, '{"a": 1}\x00'], ids=lambda text: text[:4]
+    "content", [b"", b"{", b"[]", b"[" * 100_000, b'{"a": 1}\x00', b"\xff\xfe\x00"], ids=lambda one: one[:4]
 )
-def test_a_file_that_is_no_config_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_config_is_refused(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_text(text)
+    file.write_bytes(content)
     with pytest.raises(ReplayError, match=r"config\.json"):
         RoutedModel.from_config(file)
-
-
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ReplayError, match="can't be read"):
-        RoutedModel.from_config(tmp_path)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -320,12 +272,9 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_layers_that_no_model_has_are_refused(layers: tuple[int, ...], hashed: tuple[int, ...]) -> None:
     with pytest.raises(ReplayError, match="can't be the MoE layers"):
         RoutedModel(layers=layers, num_layers=4, num_experts=8, topk=2, hashed=hashed)
-
-
-@pytest.mark.parametrize("topk", [0, -1, 9])
-def test_a_top_k_that_no_model_has_is_refused(topk: int) -> None:
-    with pytest.raises(ReplayError, match="bad top-k"):
-        RoutedModel(layers=(0,), num_layers=4, num_experts=8, topk=topk)
+    for topk in (0, 9):
+        with pytest.raises(ReplayError, match="bad top-k"):
+            RoutedModel(layers=(0,), num_layers=4, num_experts=8, topk=topk)
 
 
 def test_a_key_that_stands_twice_in_a_config_is_refused(tmp_path: Path) -> None:
@@ -373,10 +322,8 @@ UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
         puzzle(moe(), MAMBA, moe(4), num_experts_per_tok=6, num_hidden_layers=3),
         "layer 2: .*top-6 of 128",
     ),
-    "no list of kinds beside": (puzzle(moe(4), moe(6), MAMBA, layers_block_type=None), "layer 1: "),
 }
 ALIKE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
-    "all say one thing": (puzzle(MAMBA, moe(4), ATTENTION, moe(4)), ((1, 3), 4, 128, 4)),
     "widths alone differ": (
         puzzle(moe(4, moe_intermediate_size=512), moe(4, moe_intermediate_size=8)),
         ((0, 1), 2, 128, 4),
@@ -417,15 +364,7 @@ def test_blocks_that_agree_are_an_ordinary_model(case: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "blocks",
-    [
-        3,
-        "moe",
-        {"a": 1},
-        [3, 4],
-        [None],
-        [{"attention": {}, "ffn": {"moe": {"num_local_experts": 8}}}],
-        [[moe(4)]],
-    ],
+    [3, {"a": 1}, [None], [{"attention": {}, "ffn": {"moe": {"num_local_experts": 8}}}], [[moe(4)]]],
     ids=repr,
 )
 def test_blocks_of_another_form_are_refused_by_their_key(blocks: Any) -> None:
@@ -472,12 +411,10 @@ def test_lists_of_numbers_that_differ_are_refused_by_the_layer() -> None:
 LOOPS: dict[str, dict[str, Any]] = {
     "Inkling-2": {"loop_layer_index_start": 6, "loop_layer_index_end": 18, "loop_num_passes": 3},
     "Inkling-2's own config.json": {"loop_config": {"core_start": 6, "core_end": 18, "num_passes": 3}},
-    "Dory": {"n_recurrent_layers": 16, "n_recurrent_loops": 2},
     "Ouro": {"total_ut_steps": 4},
     "LoopCoder": {"loop_num": 2, "loop_window_size": 64},
     "Huginn": {"mean_recurrence": 32, "n_layers_in_recurrent_block": 4},
     "HRM": {"H_cycles": 1, "L_cycles": 3},
-    "others": {"num_loops": 2},
     "a depth": {"recurrent_depth": 8},
     "recursions": {"num_recursions": 3},
 }

@@ -61,8 +61,7 @@ def aborted(prompt: list[int], sampled: list[int], version: int = 1) -> Turn:
 
 # turns, tokens that nobody sampled, and ("latest", turn); then all tokens, and the weights of each row
 STORIES: dict[str, tuple[list[Any], list[int], list[int | None]]] = {
-    "one turn has no row for the last token": ([turn([5, 6], [7, 8])], [5, 6, 7, 8], [1, 1, 1, None]),
-    "a tool's tokens have none either": (
+    "the last token and a tool's have no row": (
         [turn([5, 6], [7, 8]), [20, 21]],
         [5, 6, 7, 8, 20, 21],
         [1, 1, 1, None, None, None],
@@ -72,10 +71,10 @@ STORIES: dict[str, tuple[list[Any], list[int], list[int | None]]] = {
         [5, 6, 7, 8, 20, 21, 9],
         [1] * 6 + [None],
     ),
-    "a tool's tokens come with the next prompt": (
-        [turn([5, 6], [7, 8]), turn([5, 6, 7, 8, 20, 21], [9])],
-        [5, 6, 7, 8, 20, 21, 9],
-        [1] * 6 + [None],
+    "what was known before a turn was not sampled by it": (
+        [turn([5, 6, 7, 8], [], aborted=True), turn([5, 6], [7, 8, 9], version=2)],
+        [5, 6, 7, 8, 9],
+        [1, 1, 1, 2, None],
     ),
     "T13 a resume after an abort doubles nothing": (
         [aborted([5, 6], [7, 8, 9]), turn([5, 6, 7, 8, 9], [10, 11])],
@@ -127,7 +126,6 @@ def test_each_row_is_of_the_time_that_its_token_was_sampled_from(story: str) -> 
         else:
             rollout.extend(step[1], keep=step[0])
     check(rollout, tokens, versions)
-    assert rollout.prompt_length == 2
     known = set(versions) - {None}
     assert rollout.routes.weight_version == (known.pop() if len(known) == 1 else None)
 
@@ -149,12 +147,17 @@ def test_weights_that_changed_within_a_turn() -> None:
         Rollout(MODEL).extend(replace(whole, weight_versions=["a"]))
 
 
-def test_routes_of_new_tokens_alone_are_refused_t30() -> None:
+def test_routes_of_new_tokens_alone_of_others_or_of_another_model_are_refused_t30() -> None:
     """A multi-turn prefix that was left out would shift all rows."""
     rollout = Rollout(MODEL)
     rollout.extend(turn([5, 6], [7, 8]))
-    with pytest.raises(ReplayError, match=r"turn 2: the routes have another number of tokens"):
-        rollout.extend(Turn(prompt=[5, 6, 7, 8, 20], sampled=[9], routes=routes_of([20, 9])))
+    for tokens, words in (([20, 9], "another number of tokens"), ([5, 6, 7, 8, 20, 8], "other tokens")):
+        with pytest.raises(ReplayError, match=f"turn 2: the routes .*{words}"):
+            rollout.extend(Turn(prompt=[5, 6, 7, 8, 20], sampled=[9], routes=routes_of(tokens)))
+    assert (len(rollout), rollout.turns) == (4, 1)
+    other = RoutedModel(layers=(0, 1, 2), num_layers=4, num_experts=300, topk=4)
+    with pytest.raises(ReplayError, match="another model"):
+        Rollout(other).extend(turn([5, 6], [7]))
 
 
 @pytest.mark.parametrize(
@@ -168,26 +171,12 @@ def test_text_that_was_tokenised_again_is_caught(prompt: list[int], at: int) -> 
     check(rollout, [5, 6, 7, 8], [1, 1, 1, None])
 
 
-def test_routes_of_other_tokens_are_refused() -> None:
-    rollout = Rollout(MODEL)
-    with pytest.raises(ReplayError, match="belong to other tokens"):
-        rollout.extend(Turn(prompt=[5, 6], sampled=[7], routes=routes_of([5, 6, 8])))
-    assert len(rollout) == 0
-    assert rollout.turns == 0
-
-
 def test_a_turn_without_routes_is_an_error_unless_it_was_aborted() -> None:
     with pytest.raises(ReplayError, match=r"Rollout sample 17, turn 1: this turn has no routes.*capture"):
         Rollout(MODEL, name="sample 17").extend(Turn(prompt=[5, 6], sampled=[7]))
     rollout = Rollout(MODEL, missing="native")
     rollout.extend(Turn(prompt=[5, 6], sampled=[7]))
     check(rollout, [5, 6, 7], [None] * 3)
-
-
-def test_routes_of_another_model_are_refused() -> None:
-    other = RoutedModel(layers=(0, 1, 2), num_layers=4, num_experts=300, topk=4)
-    with pytest.raises(ReplayError, match="another model"):
-        Rollout(other).extend(turn([5, 6], [7]))
 
 
 def test_cut_to_a_response_length_t12() -> None:
@@ -217,9 +206,7 @@ def test_a_turn_that_is_sampled_again_has_the_row_of_its_own_time() -> None:
     check(rollout, [5, 6, 7, 8, 30, 40, 41], [1, 1, 1, 2, 2, 3, None])
 
 
-@pytest.mark.parametrize(
-    "tokens", [[[1, 2], [3, 4]], [[1, 2], [3]], [1.5], [2**63], [-1], "text", None, 7], ids=repr
-)
+@pytest.mark.parametrize("tokens", [[[1, 2], [3, 4]], [1.5], [-1], "text", None], ids=repr)
 def test_what_isnt_one_sequence_of_token_ids_is_refused(tokens: Any) -> None:
     with pytest.raises(ReplayError, match="aren't token ids"):
         Rollout(MODEL).append(tokens)
@@ -258,13 +245,6 @@ def test_a_sample_that_starts_again_has_the_prompt_of_its_new_start(length: int)
     assert rollout.prompt_length == 3
 
 
-def test_a_response_of_nothing_cuts_no_prompt() -> None:
-    rollout = Rollout(MODEL)
-    rollout.extend(Turn(prompt=[5, 6, 7], sampled=[], aborted=True))
-    rollout.truncate(rollout.prompt_length + 1)
-    assert rollout.tokens.tolist() == [5, 6, 7]
-
-
 def test_a_merged_samples_prompt_is_that_of_the_first_with_sampled_tokens() -> None:
     first, second, third = Rollout(MODEL), Rollout(MODEL), Rollout(MODEL)
     first.append([5])
@@ -300,16 +280,6 @@ def test_samples_merge_into_one() -> None:
         Rollout.merge([second, first])
     with pytest.raises(ReplayError, match="can't be merged"):
         Rollout.merge([])
-
-
-def test_read_only_and_torch_tokens_t10_t15() -> None:
-    prompt = np.array([5, 6])
-    prompt.flags.writeable = False
-    rollout = Rollout(MODEL)
-    rollout.extend(Turn(prompt=prompt, sampled=torch.tensor([7, 8]), routes=routes_of([5, 6, 7, 8])))
-    check(rollout, [5, 6, 7, 8], [1, 1, 1, None])
-    with pytest.raises(ReplayError, match="aren't token ids"):
-        rollout.append(["twenty"])  # type: ignore[list-item]
 
 
 def test_what_was_given_out_stays_as_it_was() -> None:
@@ -372,9 +342,5 @@ def test_a_sample_key_is_part_of_the_fingerprint_of_what_its_turns_show() -> Non
     left.extend(Turn(prompt=prompt, sampled=sampled, routes=given.of_sample("left")))
     with pytest.raises(MicroBatchError, match="other tokens"):
         left.extend(Turn(prompt=prompt, sampled=sampled, routes=given.of_sample("right")))
-
-
-def test_a_key_needs_a_fingerprint() -> None:
-    routes = RoutedExperts.unrecorded(2, layers=(0,), topk=2, num_experts=4)
     with pytest.raises(ReplayError, match="needs routes with a fingerprint"):
-        routes.of_sample("left")
+        given.take([0]).of_sample("left")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import struct
@@ -18,10 +19,11 @@ from hypothesis import strategies as st
 from safetensors import numpy as package
 from safetensors.torch import load_file
 
-from choice import examples
+from choice import WHOLE, examples
 from forged_routes import KNOWN, MODEL, forged, routes
 from npu_replay import ReplayError, RoutedExperts, RouteStore
 from npu_replay.errors import InvalidRoutes, RouteFileError
+from npu_replay.inspection.inspection import inspect
 from npu_replay.routes import encoding
 
 
@@ -72,7 +74,7 @@ def form(request: pytest.FixtureRequest) -> Form:
 @pytest.mark.choice
 @pytest.mark.parametrize("experts", [8, 300])
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-@pytest.mark.parametrize("version", [None, 3, "v1"])
+@pytest.mark.parametrize("version", [None, 3, "v1\ud800"])
 def test_what_comes_back_is_what_went_in(
     form: Form, tmp_path: Path, tokens: int, experts: int, version: Any
 ) -> None:
@@ -84,21 +86,21 @@ def test_what_comes_back_is_what_went_in(
 
 
 def test_what_is_cut_short_or_of_which_any_bit_is_flipped_is_refused(form: Form, tmp_path: Path) -> None:
+    """Of each byte one bit, in ci/all.sh all of them; and 0x29, which makes a tab of a space. Of a file every
+    fifth byte: it is read by the same decoder."""
     place = tmp_path / "routes"
     form.write(routes(tokens=8), place)
     [file] = place.iterdir() if place.is_dir() else [place]
     good = file.read_bytes()
-    for at in range(len(good)):
-        flipped = [good[:at] + bytes([good[at] ^ flip]) + good[at + 1 :] for flip in FLIPS]
-        for bad in (good[:at], *flipped):
+    for at in range(0, len(good), 1 if WHOLE or form is FORMS["bytes"] else 5):
+        bits = range(8) if WHOLE else [at % 8]
+        flipped = [bytes([good[at] ^ flip]) for flip in (*(1 << bit for bit in bits), 0x29)]
+        for bad in (good[:at], *(good[:at] + one + good[at + 1 :] for one in flipped)):
             form.put(place, bad)
             with pytest.raises((ReplayError, KeyError)):  # of a store that has the sample by another key
                 form.read(place)
     form.put(place, good)
     assert form.read(place) == routes(tokens=8)
-
-
-FLIPS = (*(1 << bit for bit in range(8)), 0x29, 0xFF)  # 0x29 makes a tab of a space
 
 
 def test_what_is_forged_here_is_what_is_written(form: Form, tmp_path: Path) -> None:
@@ -121,28 +123,20 @@ CRAFTED: dict[str, tuple[dict[str, Any], str]] = {
     # of the tensors
     "another dtype": ({"said": replaced('"U8"', '"I8"')}, "isn't the one"),
     "a dtype that is a list": ({"said": replaced('"BOOL"', '["BOOL"]')}, "isn't the one"),
-    "a mask of another dtype": ({"said": replaced('"BOOL"', '"U8"')}, "isn't the one"),
     "another shape of as many": ({"said": replaced("[5,2,2]", "[5,4,1]")}, "isn't the one"),
     "a shape of True": ({"said": replaced('"shape":[5]', '"shape":[true,5]')}, "isn't the one"),
-    "a negative shape": ({"said": replaced('"shape":[5]', '"shape":[-5]')}, "isn't the one"),
     "a huge shape": ({"said": replaced('"shape":[5]', f'"shape":[{HUGE},0]')}, "isn't the one"),
     "a hole": ({"said": replaced('"data_offsets":[0,', '"data_offsets":[1,')}, "isn't the one"),
-    "an overlap": ({"said": replaced('"data_offsets":[20,', '"data_offsets":[19,')}, "isn't the one"),
-    "three offsets": ({"said": replaced('"data_offsets":[', '"data_offsets":[0,')}, "isn't the one"),
     "one tensor more": (
         {"said": replaced('"ids":{', '"more":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"ids":{')},
         "isn't the one",
     ),
-    "a tensor that is a list": ({"said": replaced('"ids":{', '"more":[],"ids":{')}, "isn't the one"),
     "a tensor twice": (
         {"said": replaced('"ids":{', '"ids":{"dtype":"U8","shape":[5,2,2],"data_offsets":[0,20]},"ids":{')},
         "isn't the one",
     ),
-    "a shape twice": ({"said": replaced('"shape":[5]', '"shape":[5],"shape":[5]')}, "isn't the one"),
-    "other names": ({"said": lambda said: said.replace('ids":', 'IDS":')}, "isn't the one"),
     # of the metadata
     "metadata that are no text": ({"said": replaced('{"format"', '{"more":3,"format"')}, "isn't the one"),
-    "a format twice": ({"said": replaced('"format":', '"format":"x","format":')}, "isn't the one"),
     "another format": ({"said": replaced(encoding.FORMAT, "npu_replay.routes.2")}, "doesn't hold routes"),
     "no routes": ({"said": replaced('"routes"', '"roots"')}, "can't be read"),
     "white space": ({"said": replaced(":{", ": {")}, "isn't the one"),
@@ -160,10 +154,8 @@ CRAFTED: dict[str, tuple[dict[str, Any], str]] = {
         "can't be read",
     ),
     "NaN": ({"routes_said": replaced('"tokens":[5', '"tokens":[NaN')}, "tokens nan"),
-    "a float": ({"routes_said": replaced('"tokens":[5', '"tokens":[5.0')}, r"tokens 5\.0"),
     "a top-k twice": ({"routes_said": replaced('"topk":2', '"topk":2,"topk":2')}, "isn't the one"),
     "one thing more": ({"known": {**KNOWN, "more": 3}}, "isn't the one"),
-    "one thing more of the model": ({"model": {**MODEL, "more": 3}}, "isn't the one"),
     "another order": ({"known": dict(reversed(KNOWN.items()))}, "isn't the one"),
     "no digest": ({"digest": None}, "no digest"),
     "a digest that is no text": ({"digest": 5}, "digest 5"),
@@ -175,7 +167,7 @@ CRAFTED: dict[str, tuple[dict[str, Any], str]] = {
     "a byte less": ({"recorded": b"\1\0\1\1"}, "isn't the one|bytes long"),
     "a byte more": ({"recorded": b"\1\0\1\1\1\1"}, "isn't the one|bytes long"),
 }
-BAD = (True, -1, HUGE, "x", None, [], {}, 1.5)
+BAD = (True, -1, HUGE, "x", None, [], [None], [[0]], 1.5, float("inf"))
 RIGHT = {
     "layers": ([],),
     "fingerprint": (None,),
@@ -197,20 +189,23 @@ for _name in (*MODEL, *KNOWN):
 def test_a_crafted_header_is_refused_though_its_digest_is_right(
     form: Form, tmp_path: Path, what: str
 ) -> None:
+    """And `npu-replay inspect` says so, or that nothing can be read."""
     changes, words = CRAFTED[what]
     form.put(tmp_path / "routes", forged(key=form.key, **changes))
     with pytest.raises(RouteFileError, match=words or None):
         form.read(tmp_path / "routes")
+    with contextlib.suppress(ReplayError):
+        assert not inspect(tmp_path / "routes").good
 
 
-@pytest.mark.parametrize("depth", range(850, 1000, 5))
 @pytest.mark.parametrize("name", ["layers", "weight_version"])
-def test_what_is_nested_deeply_is_refused(name: str, depth: int) -> None:
+def test_what_is_nested_deeply_is_refused(name: str) -> None:
     """Some can be read, and are too deep only when somebody looks into them."""
-    deep = "[" * depth + "]" * depth
-    change = replaced("[1,4]" if name == "layers" else '"v1"', deep)
-    with pytest.raises(RouteFileError):
-        RoutedExperts.from_bytes(forged(routes_said=change))
+    for depth in range(850, 1000, 5):
+        deep = "[" * depth + "]" * depth
+        change = replaced("[1,4]" if name == "layers" else '"v1"', deep)
+        with pytest.raises(RouteFileError):
+            RoutedExperts.from_bytes(forged(routes_said=change))
 
 
 @pytest.mark.parametrize("length", [1 << 63, 1 << 40, 100_000_001, 90_000_000])
@@ -245,8 +240,7 @@ def test_what_a_header_forges_is_not_allocated(tmp_path: Path) -> None:
     tracemalloc.stop()
 
 
-@pytest.mark.parametrize("experts", [8, 300])
-@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize(("tokens", "experts"), [(0, 8), (5, 300)])
 def test_the_safetensors_package_opens_all_that_is_written(tmp_path: Path, tokens: int, experts: int) -> None:
     one, other = routes(tokens, experts), routes(tokens + 1, experts)
     one.save(tmp_path / "routes")
@@ -321,24 +315,14 @@ def test_any_routes_come_back_from_bytes(before: RoutedExperts) -> None:
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: np.frombuffer(data, np.uint8)])
-@pytest.mark.parametrize("experts", [8, 256])
+@pytest.mark.parametrize("experts", [256, 300])
 def test_any_bytes_are_read_and_the_ids_are_not_copied(kind: Any, experts: int) -> None:
-    data = kind(routes(experts=experts).to_bytes())
-    read = RoutedExperts.from_bytes(data)
-    assert read == routes(experts=experts)
-    start = np.frombuffer(data, np.uint8).ctypes.data
-    assert start < read.ids.data_ptr() < start + len(data)
-
-
-def test_two_byte_ids_are_not_copied_either() -> None:
-    data = routes(experts=300, recorded=None).to_bytes()
-    padded = bytearray(len(data) + 1)
     for offset in (0, 1):  # int16 at an odd address too
-        padded[offset : offset + len(data)] = data
-        read = RoutedExperts.from_bytes(memoryview(padded)[offset : offset + len(data)])
-        assert read == routes(experts=300, recorded=None)
-        start = np.frombuffer(padded, np.uint8).ctypes.data
-        assert start <= read.ids.data_ptr() < start + len(padded)
+        data = kind(bytes(offset) + routes(experts=experts).to_bytes())
+        read = RoutedExperts.from_bytes(memoryview(data)[offset:])
+        assert read == routes(experts=experts)
+        start = np.frombuffer(data, np.uint8).ctypes.data
+        assert start < read.ids.data_ptr() < start + len(data)
 
 
 def test_buffers_share_the_ids() -> None:
@@ -346,25 +330,6 @@ def test_buffers_share_the_ids() -> None:
     about, ids, recorded = given.to_buffers()
     assert np.frombuffer(ids, np.uint8).ctypes.data == given.ids.data_ptr()
     assert given.to_bytes() == about + ids + recorded
-
-
-def test_the_size_is_the_ids_and_a_byte_a_token() -> None:
-    """What a header costs is paid once, not for every token."""
-    small, large = (len(routes(tokens=tokens).to_bytes()) for tokens in (1000, 9000))
-    assert 0 <= large - small - 8000 * (2 * 2 + 1) < 100
-
-
-@given(st.data())
-@examples(200)
-def test_several_changed_bytes_are_refused(data: st.DataObject) -> None:
-    good = routes().to_bytes()
-    changed = bytearray(good)
-    for _ in range(data.draw(st.integers(1, 4))):
-        changed[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
-    if changed == good:
-        return
-    with pytest.raises(ReplayError):
-        RoutedExperts.from_bytes(changed)
 
 
 @pytest.mark.parametrize(

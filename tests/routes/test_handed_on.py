@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay import InvalidRoutes, RoutedExperts, RouteStore, TokenLayout, delivery, routers
+from npu_replay import InvalidRoutes, RoutedExperts, RouteStore, TokenLayout, delivery
 from npu_replay.compat.verl.batch_routes import RoutesByKey
 from npu_replay.parallel.merge import Block, Union, side_by_side
 from npu_replay.routes.by_tokens import RoutesByTokens
 from npu_replay.routes.inputs import Inputs
 from piece_files import FileCarrier
-from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, ToyRouters
+from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter
 
 TOKENS, LAYERS = 80, (1, 3)
 
@@ -196,13 +196,6 @@ def test_whose_copy_it_is_is_no_field() -> None:
 
 
 # What observe shows
-
-
-@pytest.fixture
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    yield
-    routers.unregister("toy")
 
 
 def zeros_first(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,20 +13,15 @@ import torch
 from torch import nn
 
 import npu_replay
-from npu_replay import RoutedExperts, TokenLayout, fingerprint, routers
+from npu_replay import RoutedExperts, TokenLayout, fingerprint
 from npu_replay.errors import MicroBatchError, RouterError
 from npu_replay.parallel import token_layout
-from toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouters, hooks
+from toys import EXPERTS, HIDDEN, TOPK, ToyModel, hooks
 
 BATCH, LENGTH, VOCAB = 3, 6, 50
 
 
-@pytest.fixture(autouse=True)
-def toy_routers() -> Iterator[None]:
-    routers.register("toy", ToyRouters())
-    token_layout._say_unchecked.cache_clear()
-    yield
-    routers.unregister("toy")
+pytestmark = pytest.mark.usefixtures("toy_routers")
 
 
 class Embedded(nn.Module):
@@ -223,23 +218,16 @@ def gathered(
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_gathered_routes_belong_to_their_tokens(side: str) -> None:
-    model = Embedded()
-    with npu_replay.replay(model, gathered(side)):
+def test_gathered_routes_belong_to_their_tokens_and_padding(side: str) -> None:
+    model, given = Embedded(), gathered(side)
+    with npu_replay.replay(model, given):
         for seed in (1, 2):
             model(padded(samples([6, 4, 3], seed)[0], side))
-
-
-@pytest.mark.parametrize(
-    ("seed", "side", "words"),
-    [(2, "right", "routes of micro-batch 1"), (1, "left", "padding on another side")],
-)
-def test_gathered_routes_of_another_micro_batch_or_padding_are_an_error(
-    seed: int, side: str, words: str
-) -> None:
-    model, message = Embedded(), rf"(?s)micro-batch 0: .*{words}"
-    with pytest.raises(MicroBatchError, match=message), npu_replay.replay(model, gathered()):
-        model(padded(samples([6, 4, 3], seed)[0], side))
+    other = "left" if side == "right" else "right"
+    for seed, at, words in ((2, side, "routes of micro-batch 1"), (1, other, "padding on another side")):
+        message = rf"(?s)micro-batch 0: .*{words}"
+        with pytest.raises(MicroBatchError, match=message), npu_replay.replay(model, given):
+            model(padded(samples([6, 4, 3], seed)[0], at))
 
 
 def test_packed_sequences_are_held_against_their_tokens_too() -> None:
@@ -295,14 +283,6 @@ def test_one_sequence_a_call_is_held_against_the_fingerprint_of_its_routes(key: 
         model(torch.from_numpy(other)[None])
 
 
-def test_rows_of_several_sequences_have_no_fingerprint_and_are_compared_with_nothing() -> None:
-    model, tokens = Embedded(), samples([6, 6])[0]
-    routes = RoutedExperts.concat([of_one_sequence(one) for one in tokens])
-    with npu_replay.replay(model, [routes]) as session:
-        model(torch.from_numpy(np.stack(tokens[::-1])))
-    assert session.metrics()["tokens_compared"] == 0
-
-
 def test_a_model_that_is_called_with_embeddings_says_that_nothing_was_compared(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -348,6 +328,7 @@ def test_rows_that_have_but_one_order_fit_any_model(model: str | None) -> None:
 def test_fingerprints_that_the_layout_does_not_ask_for_are_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    token_layout._say_unchecked.cache_clear()
     _, routes = samples([6, 4, 3])
     grid = TokenLayout.padded([6, 4, 3])
     with caplog.at_level(logging.WARNING):

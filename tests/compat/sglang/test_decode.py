@@ -1,4 +1,4 @@
-"""SGLang's answers, in each release's form, become routes or an error that names the fault."""
+"""What SGLang's decoder does alone. What every engine's does: tests/rollout/test_engine_contract.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import jobs
 from npu_replay import fingerprint
@@ -105,7 +104,7 @@ WRONG_ROWS = {
     "T32 ids of places under EPLB": ("0.5.8", put(70, 3, 2, 1), r"out of range.*70.*on CUDA EPLB.*0\.5\.10"),
     "0.5.9 ids of places on an NPU": ("0.5.9", PLACES, "EPLB was on"),
     **{f"{version} ids of places": (version, PLACES, r"on an NPU EPLB was on.*fixed in 0\.5\.23")
-        for version in ("0.5.10", "0.5.12", "0.5.15", "0.5.22")},
+        for version in ("0.5.10", "0.5.22")},
     "0.5.23 ids out of range": ("0.5.23", PLACES, "another model than the engine's"),
     "0.5.7 zeros": ("0.5.7", ZEROS, "rows are zeros.*a release that nobody checks"),
     "0.5.8 zeros": ("0.5.8", ZEROS, r"rows are zeros.*NPU.*fixed in 0\.5\.9"),
@@ -120,8 +119,6 @@ WRONG_ROWS = {
     "a table of tokens": ("0.5.23", put(0, slice(None), 1), r"layer 1.*RoutedModel\.hashed"),
     "T31 rows marked as padded": (*("0.5.23", put(-1, slice(20, 24), slice(1, None))),
         r"out of range.*got -1.*sglang#36404"),
-    **{f"T32 {version} nothing captured": (version, ZEROS, r"all 81 rows are zeros.*Usual cause")
-        for version in RELEASES},
 }
 # fmt: on
 
@@ -135,21 +132,12 @@ def test_wrong_rows_of_sglang_name_their_fault(version: str, change: Any, words:
         decoded(asked.generate(), asked)
 
 
-@pytest.mark.parametrize("version", ["0.5.10", "0.5.15", "0.5.23"])
-def test_T31_a_row_repeated_at_the_edge_of_a_chunk(version: str) -> None:
+def test_T31_a_row_repeated_at_the_edge_of_a_chunk() -> None:
     """sglang #36404: padded rows hold one row of an earlier pass, and come back as a run of it."""
-    asked = request(version, prompt=40, output=60)
+    asked = request("0.5.23", prompt=40, output=60)
     asked.rows[32:40] = true_rows(MODEL, 1, seed=9)
     with refused(r"7 rows are another token's.*first is row 33.*sglang#36404"):
         decoded(asked.generate(), asked)
-
-
-def test_layers_that_route_by_a_table_of_tokens_have_no_routes() -> None:
-    asked = request("0.5.23")
-    asked.rows[:, 1] = 0
-    model = RoutedModel(layers=(2, 3, 4, 5), num_layers=6, num_experts=64, topk=4, hashed=(1,))
-    routes = from_sglang(asked.generate(), model, prompt_token_ids=asked.prompt, version="0.5.23")
-    np.testing.assert_array_equal(routes.ids[:-1].numpy(), asked.rows[:, 2:])
 
 
 @pytest.mark.parametrize("version", ["0.5.9", "0.5.23"])
@@ -193,7 +181,7 @@ CROWDED: dict[str, Any] = {
     "max_running_requests": 8192,
     "chunked_prefill_size": 4096,
 }
-ALWAYS = ("0.5.8", "0.5.15", "0.5.23")
+ALWAYS = ("0.5.8", "0.5.23")
 # fmt: off
 NO_PLANS: list[tuple[str | tuple[str, ...], dict[str, Any], str]] = [
     (ALWAYS, {"pp_size": 2}, "one pipeline stage"),
@@ -211,15 +199,12 @@ NO_PLANS: list[tuple[str | tuple[str, ...], dict[str, Any], str]] = [
     ("0.5.9", {"ep_num_redundant_experts": 16}, "ids of places"),
     ("0.5.9", {"init_expert_location": "places.json"}, "ids of places"),
     ("0.5.9", {"ep_dispatch_algorithm": "static"}, "ids of places"),
-    ("0.5.9", {**EPLB, "device": "npu"}, "ids of places"),
-    (("0.5.10", "0.5.12", "0.5.15", "0.5.22"), {**EPLB, "device": "npu"},
+    (("0.5.10", "0.5.22"), {**EPLB, "device": "npu"},
         r"on an NPU.*can't be seen.*0\.5\.23"),
     ("0.5.8", {"device": "npu"}, "zeros on an NPU"),
     ("0.5.11", {"moe_a2a_backend": "deepep"}, r"own share.*0\.5\.12"),
     ("0.5.11", {"enable_deepep_moe": True}, r"own share.*0\.5\.12"),
     ("0.5.14", {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1},
-        r"layer 0 of the model.*0\.5\.15"),
-    ("0.5.14", {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1},
         r"layer 0 of the model.*0\.5\.15"),
     ("0.5.17", {"speculative_algorithm": "DFLASH"}, r"before 0\.5\.18"),
     ("0.5.12", CROWDED, "sglang#26123"),
@@ -260,15 +245,11 @@ def test_plans_that_sglang_cant_do(version: str, planned: dict[str, Any], why: s
         ("0.5.9", {}, "npu"),
         ("0.5.9", {"init_expert_location": "trivial", "enable_eplb": False}, "cuda"),
         ("0.5.10", EPLB, "cuda"),
-        ("0.5.10", {"ep_num_redundant_experts": 16}, "cuda"),
-        ("0.5.10", {"init_expert_location": "places.json"}, "cuda"),
-        ("0.5.10", {"ep_dispatch_algorithm": "static"}, "cuda"),
         ("0.5.22", EPLB, "cuda"),
         ("0.5.23", EPLB, "npu"),
         ("0.5.11", {"moe_a2a_backend": "none"}, "cuda"),
         ("0.5.12", {"moe_a2a_backend": "deepep"}, "cuda"),
         ("0.5.15", {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}, "cuda"),
-        ("0.5.15", {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1}, "cuda"),
         ("0.5.18", {"speculative_algorithm": "DFLASH"}, "cuda"),
         ("0.5.13", CROWDED, "cuda"),
         ("0.5.12", {**CROWDED, "max_running_requests": 2048}, "cuda"),
@@ -279,8 +260,7 @@ def test_plans_that_sglang_can_do(version: str, planned: dict[str, Any], device:
     assert engine_arguments(version, planned=planned, device=device).arguments[ON] is True
 
 
-@pytest.mark.parametrize("version", ["0.5.15", "0.5.23"])
-def test_a_whole_plan_comes_back_completed(version: str) -> None:
+def test_a_whole_plan_comes_back_completed() -> None:
     planned = {
         "pp_size": 1,
         "enable_hierarchical_cache": False,
@@ -292,23 +272,11 @@ def test_a_whole_plan_comes_back_completed(version: str) -> None:
         "moe_a2a_backend": "deepep",
         "speculative_num_steps": None,
     }
-    plan = engine_arguments(version, planned=planned)
+    plan = engine_arguments("0.5.23", planned=planned)
     drafts = {"speculative_num_steps": 3, "speculative_num_draft_tokens": 4}
     assert plan.arguments == {**planned, **drafts, ON: True}
     assert ON not in planned
     assert not any(option.startswith("--no-") for option in plan.command_line())  # SGLang knows none
-
-
-@pytest.mark.parametrize(
-    ("planned", "line"),
-    [
-        ({"tp_size": 8}, ["--tp-size", "8"]),
-        ({"tp_size": 8, "disable_radix_cache": True}, ["--tp-size", "8", "--disable-radix-cache"]),
-    ],
-)
-def test_a_plan_as_a_command_line(planned: dict[str, Any], line: list[str]) -> None:
-    plan = engine_arguments("0.5.23", planned=planned)
-    assert plan.command_line() == [*line, "--enable-return-routed-experts"]
 
 
 @pytest.mark.parametrize("device", ["npu:0", "NPU", "ascend", ""])
@@ -352,24 +320,17 @@ def test_requests_carry_a_start_where_it_is_honoured() -> None:
         request_arguments("0.5.23", start_len=-1)
 
 
-UNTOLD = ["", "main", "latest", "nightly", "0.1.dev1+g1a2b3c4", "0.5", "nightly-20260101", "0.0.0"]
-
-
 @pytest.mark.parametrize(
     ("version", "words"),
     [
-        *((version, "doesn't tell its release") for version in UNTOLD),
-        *((version, "told as text") for version in (None, 5, (0, 5, 23))),
+        *((version, "doesn't tell its release") for version in ("", "nightly", "0.1.dev1+g1a2b3c4", "0.5")),
+        *((version, "told as text") for version in (None, (0, 5, 23))),
     ],
 )
 def test_no_release_of_sglang(version: Any, words: str) -> None:
     for ask in (engine_arguments, request_arguments):
         with pytest.raises(ReplayError, match=words):
             ask(version)
-    if version is not None and not isinstance(version, str):
-        asked = request("0.5.23")
-        with pytest.raises(ReplayError, match="told as text"):
-            decoded(asked.generate(), asked, version=version)
 
 
 # The old name of the capturer's module
@@ -429,7 +390,7 @@ def test_the_old_name_stays_away_where_nothing_may_be_changed(monkeypatch: pytes
 # How many rows: past the end, and from a start (T30)
 
 
-@pytest.mark.parametrize("version", ["0.5.7", "0.5.11", "0.5.12", "0.5.12.post1"])
+@pytest.mark.parametrize("version", ["0.5.7", "0.5.11", "0.5.12"])
 def test_rows_that_speculation_ran_past_the_end_until_sglang_0_5_12(version: str) -> None:
     """The engine's counts of speculation say by how many, so the number of rows is known."""
     asked = request(version, past=5, finish="stop", drafts=6)
@@ -444,7 +405,7 @@ def test_rows_that_speculation_ran_past_the_end_until_sglang_0_5_12(version: str
     assert_true(decoded(answer, asked), asked)
 
 
-@pytest.mark.parametrize("version", [version for version in RELEASES if release(version) < (0, 5, 13)])
+@pytest.mark.parametrize("version", ["0.5.7", "0.5.9", "0.5.12"])
 def test_rows_past_the_end_without_a_reason_until_sglang_0_5_12(version: str) -> None:
     """Rows that nothing accounts for may as well lie before the first one."""
     plain = request(version, past=5, finish="stop")
@@ -485,8 +446,8 @@ def test_a_prefill_alone_of_sglang(version: str) -> None:
         decoded(far, asked)
 
 
-@pytest.mark.parametrize("version", RELEASES)
-@pytest.mark.parametrize("start", [1, 5, 7, PROMPT])
+@pytest.mark.parametrize("version", ["0.5.11", "0.5.12", "0.5.23"])
+@pytest.mark.parametrize("start", [1, PROMPT])
 def test_T30_rows_from_a_start_of_sglang(version: str, start: int) -> None:
     """AReno #524: the second turn's rows begin after the first's, in the releases that honour the start and
     in those that send everything. Where the request didn't carry it all rows came, and those before the start
@@ -531,7 +492,7 @@ def test_T30_rows_that_may_begin_at_either_are_refused() -> None:
 # How a request ends
 
 
-@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize("version", ["0.5.7", "0.5.9", "0.5.10", "0.5.23"])
 def test_an_aborted_request_of_sglang(version: str) -> None:
     """Running, it has its rows so far; in the queue, none."""
     asked = request(version, finish="abort")
@@ -570,11 +531,10 @@ def test_a_prompt_of_as_many_other_tokens_is_caught_where_the_answer_repeats_it(
         decoded(answer, replace(asked, prompt=[1, *asked.prompt[1:]]))
 
 
-@pytest.mark.parametrize("version", WITH_SGLEXT)
 @pytest.mark.parametrize("kind", ["chat.completion", "text_completion"])
-def test_a_prompt_that_lacks_the_engines_first_token(version: str, kind: str) -> None:
+def test_a_prompt_that_lacks_the_engines_first_token(kind: str) -> None:
     """Its BOS: each row would be the token's before it."""
-    asked = request(version, finish="stop")
+    asked = request("0.5.23", finish="stop")
     shorter = replace(asked, prompt=asked.prompt[1:])
     for output in (asked.output, [*asked.output, 1], asked.output[:-1]):
         with refused(r"prompt_token_ids: .*aren't those that the engine ran.*Expected 12 ids, got 11.*BOS"):
@@ -591,6 +551,9 @@ def test_a_usage_that_leaves_the_stub_of_a_kimi_k3_chat_out() -> None:
     assert_true(decoded(body, asked), asked)
     with refused(r"Expected 9 ids, got 12"):
         decoded({**body, "object": "text_completion"}, asked)
+    body["usage"]["prompt_tokens"] += 1  # two fewer are no stub
+    with refused(r"Expected 10 ids, got 12"):
+        decoded(body, asked)
     with refused(r"rows for other tokens"):
         decoded(asked.openai(), replace(asked, prompt=[1, 2, 3, *asked.prompt]))
 
@@ -602,10 +565,9 @@ def test_a_usage_of_a_request_that_never_ran() -> None:
     assert not bool(decoded(body, queued).recorded.any())
 
 
-@pytest.mark.parametrize("version", WITH_SGLEXT)
-def test_the_chunk_of_an_openai_stream_that_has_the_routes_of_sglang(version: str) -> None:
+def test_the_chunk_of_an_openai_stream_that_has_the_routes_of_sglang() -> None:
     """It comes after those of the choices, and has none."""
-    asked = request(version)
+    asked = request("0.5.23")
     chunk = {"id": asked.id, "object": "chat.completion.chunk", "choices": [], "usage": None}
     assert_true(decoded({**chunk, "sglext": asked.openai()["sglext"]}, asked), asked)
 
@@ -625,9 +587,9 @@ def test_the_engines_own_ids_are_found_in_an_openai_answer() -> None:
 # Weights, and T29
 
 
-@pytest.mark.parametrize("version", ["0.5.19", "0.5.23"])
-def test_T29_routes_that_were_computed_again_arent_paired_with_old_log_probs(version: str) -> None:
+def test_T29_routes_that_were_computed_again_arent_paired_with_old_log_probs() -> None:
     """miles #3277: a request retracted over a weight update keeps its log-probs, not its routes."""
+    version = "0.5.19"
     asked = request(version, weights=[("7", 0), ("8", 30)])
     routes = decoded(asked.generate(), asked)
     assert_true(routes, asked)
@@ -674,7 +636,7 @@ def test_T29_a_retraction_under_one_weights_is_no_fault() -> None:
     assert_true(decoded(asked.generate(), asked), asked)
 
 
-@pytest.mark.parametrize("version", ["0.5.7", "0.5.11", "0.5.12", "0.5.18"])
+@pytest.mark.parametrize("version", ["0.5.11", "0.5.18"])
 def test_T29_a_release_that_cant_say_so_is_warned_of_once(version: str, caplog: Any) -> None:
     asked = request(version, retractions=2, weights=[("8", 0)])
     decode._warn_of_retractions.cache_clear()
@@ -682,9 +644,6 @@ def test_T29_a_release_that_cant_say_so_is_warned_of_once(version: str, caplog: 
         for _ in range(3):
             assert_true(decoded(asked.generate(), asked), asked)
     assert [f"SGLang {version} retracted" in record.getMessage() for record in caplog.records] == [True]
-
-
-# The other bugs of the list
 
 
 # Somebody else's data
@@ -698,10 +657,6 @@ OTHER_ROWS = {
         lambda _: text_of(np.ones((81, 6, 8))),
         OF_ANOTHER + "12 layers with top-4 or top-8 in 6 layers",
     ),
-    "top-2": (
-        lambda _: text_of(np.ones((81, 6, 2))),
-        OF_ANOTHER + "3 layers with top-4 or top-2 in 6 layers",
-    ),
     "neither": (lambda _: text_of(np.ones((81, 3, 5))), OF_ANOTHER + "fits 15 ids a token"),
     "one id too few": (
         lambda rows: text_of(rows.reshape(-1)[:-1]),
@@ -711,21 +666,6 @@ OTHER_ROWS = {
         lambda rows: base64.b64encode(rows.astype(np.uint8).tobytes()).decode(),
         "can't be shaped",
     ),
-    **{
-        f"shaped {shape}": (
-            lambda _, shape=shape: np.ones(shape, np.int32),
-            r"top-k isn't the model's|columns are neither",
-        )
-        for shape in ((81, 6, 3), (81, 4, 4), (81, 24, 1))
-    },
-    **{
-        f"{rows} rows, {form.__name__}": (
-            lambda there, rows=rows, form=form: form(np.resize(there, (82, 6, 4))[:rows]),
-            rf"rows for other tokens.*Expected 81 rows.*got {rows}",
-        )
-        for rows in (80, 82, 0)
-        for form in (np.asarray, torch.from_numpy)
-    },
     "bytes that begin with a mark": (
         lambda rows: np.concatenate([np.full_like(rows[:1], -1), rows[1:]]).tobytes(),
         r"dense layer has experts.*\[-1, -1, -1, -1\]",
@@ -740,14 +680,12 @@ def test_rows_of_another_model_or_of_other_tokens_are_named(make: Any, words: st
         decoded(with_payload(asked, make(asked.rows)), asked)
 
 
-@pytest.mark.parametrize("length", [40_000, 40_001, 2**20])
-@pytest.mark.parametrize("kind", [str, bytes])
+@pytest.mark.parametrize("text", ["A" * 40_000, "A" * 40_001, b"A" * 2**20], ids=len)
 def test_text_far_too_long_is_refused_before_it_is_decoded(
-    length: int, kind: type, monkeypatch: pytest.MonkeyPatch
+    text: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = request("0.5.7")
     monkeypatch.setattr("binascii.a2b_base64", lambda *_, **__: pytest.fail("decoded"))
-    text = "A" * length if kind is str else b"A" * length
     with refused(r"more text than|can't be shaped|rows for other tokens"):
         decoded(with_payload(asked, text), asked)
     # a count in the answer can't make room for it
@@ -760,7 +698,7 @@ def test_text_far_too_long_is_refused_before_it_is_decoded(
         decoded(info, request("0.5.23"))
 
 
-@pytest.mark.parametrize("count", [-1, "12", 1.0, True, [], 1.5])
+@pytest.mark.parametrize("count", [-1, "12", 1.0, True])
 @pytest.mark.parametrize("key", ["prompt_tokens", "completion_tokens", "num_retractions"])
 def test_a_count_of_something_else(key: str, count: Any) -> None:
     asked = request("0.5.23")
