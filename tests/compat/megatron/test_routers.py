@@ -1,8 +1,10 @@
-"""record, replay and pin_recompute on real Megatron-core: every variant, every way of recomputing."""
+"""record, replay and pin_recompute on real Megatron-core; each variant and recompute: tests/matrix."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,8 +20,8 @@ from megatron_cases import (
     SIGMOID_BIAS,
     VARIANTS,
     Trainer,
+    backward,
     build,
-    check_record_and_replay,
     hooks_left,
     perturbed,
     random_routes,
@@ -44,37 +46,6 @@ def recorded(trainer: Trainer, order: str = "each") -> list[RoutedExperts]:
     with npu_replay.record(trainer.model) as recording:
         trainer.run(order)
     return recording.routes
-
-
-@pytest.mark.slow
-@pytest.mark.long  # all together; tests/matrix/test_blocks.py has a choice
-@pytest.mark.parametrize("recompute", [None, "full"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_record_and_replay_are_bit_equal(variant: str, recompute: str | None) -> None:
-    trainer = build(VARIANTS[variant], recompute)
-    routes = check_record_and_replay(trainer, "sum")
-    dense = variant == "dense_first"
-    assert [r.layers for r in routes] == [(1, 2, 3) if dense else (0, 1, 2, 3)] * 3
-    assert [r.ids.shape for r in routes] == [(ROWS, 3 if dense else 4, 2)] * 3
-    assert all(bool(r.recorded.all()) for r in routes)
-
-
-@pytest.mark.slow
-@pytest.mark.long  # as above
-@pytest.mark.parametrize("order", ["sum", "reversed", "thread"])
-@pytest.mark.parametrize("score", [{}, SIGMOID_BIAS], ids=["softmax", "sigmoid_bias"])
-@pytest.mark.parametrize("recompute", ALL_RECOMPUTE)
-def test_every_recompute_finds_its_own_micro_batch(
-    recompute: str, score: dict[str, object], order: str
-) -> None:
-    """Foreign routes with recompute give the gradients of the same without it: a FIFO doesn't (N6, N7)."""
-    plain, checkpointed = build(score), build(score, recompute)
-    routes = check_record_and_replay(checkpointed, order)
-    foreign = random_routes(routes)
-    with npu_replay.replay(plain.model, foreign):
-        expected = plain.run(order)
-    with npu_replay.replay(checkpointed.model, foreign):
-        assert same(checkpointed.run(order), expected)
 
 
 @pytest.mark.choice
@@ -225,48 +196,42 @@ def test_every_row_of_a_micro_batch_of_several_sequences_is_kept() -> None:
     assert layout.scatter(recording.routes[0]) == alone
 
 
-def test_chunks_in_one_list_are_merged_by_layer() -> None:
-    """T2, T3: entry i holds the i-th forward of every chunk, columns told by label."""
-    first, second = build({}, "full"), build({}, "full", seed=8)
+def two_chunks(recompute: str | None = None) -> tuple[Trainer, Trainer]:
+    """Both virtual stages of a rank, four layers each."""
+    first, second = build({}, recompute), build({}, recompute, seed=8)
     first.model.config.num_layers = second.model.config.num_layers = 8
     for router in routers(second.model):
         router.module.set_layer_number(router.label + 5)
+    return first, second
+
+
+@pytest.mark.parametrize("order", ["sum", "reversed"])
+def test_chunks_in_one_list_are_merged_by_layer(order: str) -> None:
+    """T2, T3: entry i holds the i-th forward of every chunk, columns told by label."""
+    first, second = two_chunks("full")
     chunks = [first.model, second.model]
 
-    def run(order: str) -> list[object]:
+    def run() -> list[Any]:
         losses = []
         for trainer in (first, second):
             trainer.model.zero_grad()
         for tokens in first.batches:  # interleaved, as virtual stages run
             losses += [first.loss(tokens), second.loss(tokens)]
-        if order == "sum":
-            sum(losses).backward()
-        else:
-            for loss in reversed(losses):
-                loss.backward()
-        return [[loss.item() for loss in losses], first.grads(), second.grads()]
+        backward(losses, order)
+        return [([loss.item() for loss in losses], trainer.grads()) for trainer in (first, second)]
 
-    for order in ("sum", "reversed"):
-        untouched = run(order)
-        with npu_replay.record(chunks) as recording:
-            record = run(order)
-        assert [r.layers for r in recording.routes] == [tuple(range(8))] * 3
-        foreign = random_routes(recording.routes)
-        with npu_replay.replay(chunks, recording.routes):
-            replay = run(order)
-        for result in (record, replay):
-            assert result[0] == untouched[0]
-            assert all(same(([], a), ([], b)) for a, b in zip(result[1:], untouched[1:], strict=True))
-        with npu_replay.replay(chunks[::-1], foreign):
-            recomputed = run(order)
-        plain = [build({}), build({}, seed=8)]
-        plain[0].model.config.num_layers = plain[1].model.config.num_layers = 8
-        for router in routers(plain[1].model):
-            router.module.set_layer_number(router.label + 5)
-        for trainer, grads in zip(plain, recomputed[1:], strict=True):
-            with npu_replay.replay(trainer.model, foreign):
-                expected = trainer.run(order)
-            assert same(([], expected[1]), ([], grads))
+    untouched = run()
+    with npu_replay.record(chunks) as recording:
+        assert all(map(same, run(), untouched))
+    assert [r.layers for r in recording.routes] == [tuple(range(8))] * 3
+    with npu_replay.replay(chunks, recording.routes):
+        assert all(map(same, run(), untouched))
+    foreign = random_routes(recording.routes)
+    with npu_replay.replay(chunks[::-1], foreign):
+        recomputed = run()
+    for trainer, (_, grads) in zip(two_chunks(), recomputed, strict=True):
+        with npu_replay.replay(trainer.model, foreign):
+            assert same(([], trainer.run(order)[1]), ([], grads))
 
 
 @pytest.mark.choice(every=2)
@@ -293,21 +258,16 @@ def test_pin_recompute_repeats_the_choice_of_its_own_forward(recompute: str) -> 
         assert same(run_with_a_router_that_changes(), expected)
 
 
-class perturbed_bias:
+@contextmanager
+def perturbed_bias(trainer: Trainer) -> Iterator[None]:
     """Another expert bias: the choice changes, and nothing that has a gradient."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.biases = [router.module.expert_bias for router in routers(trainer.model)]
-        self.kept = [bias.clone() for bias in self.biases]
-
-    def __enter__(self) -> None:
-        for number, bias in enumerate(self.biases):
-            change = torch.randn(bias.shape, generator=torch.Generator().manual_seed(number))
-            bias.add_(change.to(bias.device))
-
-    def __exit__(self, *_: object) -> None:
-        for bias, kept in zip(self.biases, self.kept, strict=True):
-            bias.copy_(kept)
+    biases = [router.module.expert_bias for router in routers(trainer.model)]
+    kept = [bias.clone() for bias in biases]
+    for number, bias in enumerate(biases):
+        bias.add_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(number)).to(bias.device))
+    yield
+    for bias, before in zip(biases, kept, strict=True):
+        bias.copy_(before)
 
 
 def test_mtp_routers_are_left_alone() -> None:
@@ -351,10 +311,7 @@ def test_graph_capture_around_the_router_is_refused_by_configuration(flag: str, 
     setattr(trainer.model.config, flag, "none" if flag == "cuda_graph_impl" else False)
     assert hooks_left(trainer.model) == 0
     assert same(trainer.run(), untouched)
-
-
-def test_a_graph_around_the_attention_alone_is_no_obstacle() -> None:
-    trainer = build({})
+    # one around the attention alone is no obstacle
     trainer.model.config.cuda_graph_impl, trainer.model.config.cuda_graph_scope = "local", ["attn"]
     assert len(routers(trainer.model)) == 4
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 import jobs
 from npu_replay import fingerprint
-from npu_replay.compat.sglang import decode, old_path
+from npu_replay.compat.sglang import decode
 from npu_replay.compat.sglang.decode import from_sglang
 from npu_replay.compat.sglang.launch import engine_arguments, request_arguments
 from npu_replay.errors import InvalidRoutes, ReplayError
@@ -24,7 +23,7 @@ from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.release_rules import release
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
-from sglang_outputs import RELEASES, WITH_SGLEXT, Request, true_rows
+from sglang_outputs import WITH_SGLEXT, Request, true_rows
 
 MODEL = RoutedModel(layers=(1, 2, 3, 4, 5), num_layers=6, num_experts=64, topk=4)
 PROMPT, OUTPUT = 12, 70
@@ -72,7 +71,7 @@ def text_of(rows: Array) -> str:
 # Every release's own form
 
 
-@pytest.mark.parametrize("version", [version for version in RELEASES if release(version) >= (0, 5, 13)])
+@pytest.mark.parametrize("version", ["0.5.13", "0.5.18", "0.5.19"])
 def test_a_choice_with_its_own_meta_info_of_sglang(version: str) -> None:
     """With return_meta_info the choices have them, and from 0.5.19 on sglext hasn't."""
     asked = request(version)
@@ -103,9 +102,7 @@ LATE = put(0, slice(PROMPT, None))
 # fmt: off
 WRONG_ROWS = {
     "T32 ids of places under EPLB": ("0.5.8", put(70, 3, 2, 1), r"out of range.*70.*on CUDA EPLB.*0\.5\.10"),
-    "0.5.9 ids of places on an NPU": ("0.5.9", PLACES, "EPLB was on"),
-    **{f"{version} ids of places": (version, PLACES, r"on an NPU EPLB was on.*fixed in 0\.5\.23")
-        for version in ("0.5.10", "0.5.12", "0.5.15", "0.5.22")},
+    "0.5.22 ids of places": ("0.5.22", PLACES, r"on an NPU EPLB was on.*fixed in 0\.5\.23"),
     "0.5.23 ids out of range": ("0.5.23", PLACES, "another model than the engine's"),
     "0.5.7 zeros": ("0.5.7", ZEROS, "rows are zeros.*a release that nobody checks"),
     "0.5.8 zeros": ("0.5.8", ZEROS, r"rows are zeros.*NPU.*fixed in 0\.5\.9"),
@@ -120,8 +117,6 @@ WRONG_ROWS = {
     "a table of tokens": ("0.5.23", put(0, slice(None), 1), r"layer 1.*RoutedModel\.hashed"),
     "T31 rows marked as padded": (*("0.5.23", put(-1, slice(20, 24), slice(1, None))),
         r"out of range.*got -1.*sglang#36404"),
-    **{f"T32 {version} nothing captured": (version, ZEROS, r"all 81 rows are zeros.*Usual cause")
-        for version in RELEASES},
 }
 # fmt: on
 
@@ -135,10 +130,9 @@ def test_wrong_rows_of_sglang_name_their_fault(version: str, change: Any, words:
         decoded(asked.generate(), asked)
 
 
-@pytest.mark.parametrize("version", ["0.5.10", "0.5.15", "0.5.23"])
-def test_T31_a_row_repeated_at_the_edge_of_a_chunk(version: str) -> None:
+def test_T31_a_row_repeated_at_the_edge_of_a_chunk() -> None:
     """sglang #36404: padded rows hold one row of an earlier pass, and come back as a run of it."""
-    asked = request(version, prompt=40, output=60)
+    asked = request("0.5.10", prompt=40, output=60)
     asked.rows[32:40] = true_rows(MODEL, 1, seed=9)
     with refused(r"7 rows are another token's.*first is row 33.*sglang#36404"):
         decoded(asked.generate(), asked)
@@ -152,15 +146,14 @@ def test_layers_that_route_by_a_table_of_tokens_have_no_routes() -> None:
     np.testing.assert_array_equal(routes.ids[:-1].numpy(), asked.rows[:, 2:])
 
 
-@pytest.mark.parametrize("version", ["0.5.9", "0.5.23"])
-def test_T32_zeros_of_a_top_1_model_are_called_so(version: str) -> None:
+def test_T32_zeros_of_a_top_1_model_are_called_so() -> None:
     """Llama 4 and its like: expert 0 in all of 24 layers is no choice, and no row of another token's."""
     model = RoutedModel(layers=tuple(range(24)), num_layers=24, num_experts=128, topk=1)
-    asked = replace(request(version), rows=true_rows(model, 81))
+    asked = replace(request("0.5.23"), rows=true_rows(model, 81))
 
     def read(rows: Array, **options: Any) -> RoutedExperts:
         answer = with_payload(asked, text_of(rows))
-        return from_sglang(answer, model, prompt_token_ids=asked.prompt, version=version, **options)
+        return from_sglang(answer, model, prompt_token_ids=asked.prompt, version=asked.version, **options)
 
     with refused(r"all 81 rows are zeros.*routes inside its kernel"):
         read(np.zeros_like(asked.rows))
@@ -193,27 +186,25 @@ CROWDED: dict[str, Any] = {
     "max_running_requests": 8192,
     "chunked_prefill_size": 4096,
 }
-ALWAYS = ("0.5.8", "0.5.15", "0.5.23")
 # fmt: off
-NO_PLANS: list[tuple[str | tuple[str, ...], dict[str, Any], str]] = [
-    (ALWAYS, {"pp_size": 2}, "one pipeline stage"),
-    (ALWAYS, {"pp_size": "4"}, "one pipeline stage"),
-    (ALWAYS, {"enable_hierarchical_cache": True}, "sglang#26975"),
-    (ALWAYS, {"enable_lmcache": True}, "another sequence's routes"),
-    (ALWAYS, {"disaggregation_mode": "decode"}, "rows of the prompt"),
-    (ALWAYS, {"speculative_algorithm": "NGRAM"}, "sglang#37949"),
-    (ALWAYS, {"speculative_algorithm": "DSPARK"}, "nothing of the output"),
-    (ALWAYS, {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 4}, "permuted"),
-    (ALWAYS, {"moe_runner_backend": "flashinfer_trtllm"}, "inside its kernel"),
-    (ALWAYS, {"moe_runner_backend": "triton_kernel"}, "inside its kernel"),
-    (ALWAYS, {"chunked_prefill_size": -1}, "sglang#26860"),
+NO_PLANS: list[tuple[str, dict[str, Any], str]] = [
+    ("0.5.23", {"pp_size": 2}, "one pipeline stage"),
+    ("0.5.23", {"enable_hierarchical_cache": True}, "sglang#26975"),
+    ("0.5.23", {"enable_lmcache": True}, "another sequence's routes"),
+    ("0.5.23", {"disaggregation_mode": "decode"}, "rows of the prompt"),
+    ("0.5.23", {"speculative_algorithm": "NGRAM"}, "sglang#37949"),
+    ("0.5.23", {"speculative_algorithm": "DSPARK"}, "nothing of the output"),
+    ("0.5.23", {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 4}, "permuted"),
+    ("0.5.23", {"moe_runner_backend": "flashinfer_trtllm"}, "inside its kernel"),
+    ("0.5.23", {"moe_runner_backend": "triton_kernel"}, "inside its kernel"),
+    ("0.5.23", {"chunked_prefill_size": -1}, "sglang#26860"),
     ("0.5.9", EPLB, "ids of places"),
     ("0.5.9", {"ep_num_redundant_experts": 16}, "ids of places"),
     ("0.5.9", {"init_expert_location": "places.json"}, "ids of places"),
     ("0.5.9", {"ep_dispatch_algorithm": "static"}, "ids of places"),
     ("0.5.9", {**EPLB, "device": "npu"}, "ids of places"),
-    (("0.5.10", "0.5.12", "0.5.15", "0.5.22"), {**EPLB, "device": "npu"},
-        r"on an NPU.*can't be seen.*0\.5\.23"),
+    ("0.5.10", {**EPLB, "device": "npu"}, r"on an NPU.*can't be seen.*0\.5\.23"),
+    ("0.5.22", {**EPLB, "device": "npu"}, r"on an NPU.*can't be seen.*0\.5\.23"),
     ("0.5.8", {"device": "npu"}, "zeros on an NPU"),
     ("0.5.11", {"moe_a2a_backend": "deepep"}, r"own share.*0\.5\.12"),
     ("0.5.11", {"enable_deepep_moe": True}, r"own share.*0\.5\.12"),
@@ -225,28 +216,15 @@ NO_PLANS: list[tuple[str | tuple[str, ...], dict[str, Any], str]] = [
     ("0.5.12", CROWDED, "sglang#26123"),
     ("0.5.9", {"enable_eplb": "true"}, "enable_eplb can't be read.*True or False, got 'true'"),
     ("0.5.9", {"--enable-eplb": True}, "its Python name: enable_eplb, got '--enable-eplb'"),
-    *(("0.5.23", {name: 2}, "its Python name: pp_size")
-        for name in ("pp", "--pp", "pipeline_parallel_size", "--pipeline-parallel-size")),
+    ("0.5.23", {"--pp": 2}, "its Python name: pp_size"),
 ]
 # fmt: on
 
 
-@pytest.mark.parametrize(
-    ("version", "planned", "why"),
-    [
-        (version, planned, why)
-        for versions, planned, why in NO_PLANS
-        for version in ((versions,) if isinstance(versions, str) else versions)
-    ],
-)
+@pytest.mark.parametrize(("version", "planned", "why"), NO_PLANS)
 def test_plans_that_sglang_cant_do(version: str, planned: dict[str, Any], why: str) -> None:
-    with pytest.raises(ReplayError, match=why) as caught:
+    with pytest.raises(ReplayError, match=why):
         engine_arguments(version, planned=planned)
-    assert (
-        f"SGLang {version}" in str(caught.value)
-        or "planned" in str(caught.value)
-        or "read" in str(caught.value)
-    )
     if planned.get("device") == "npu":
         rest = {name: value for name, value in planned.items() if name != "device"}
         with pytest.raises(ReplayError, match=why):
@@ -279,8 +257,7 @@ def test_plans_that_sglang_can_do(version: str, planned: dict[str, Any], device:
     assert engine_arguments(version, planned=planned, device=device).arguments[ON] is True
 
 
-@pytest.mark.parametrize("version", ["0.5.15", "0.5.23"])
-def test_a_whole_plan_comes_back_completed(version: str) -> None:
+def test_a_whole_plan_comes_back_completed() -> None:
     planned = {
         "pp_size": 1,
         "enable_hierarchical_cache": False,
@@ -292,32 +269,19 @@ def test_a_whole_plan_comes_back_completed(version: str) -> None:
         "moe_a2a_backend": "deepep",
         "speculative_num_steps": None,
     }
-    plan = engine_arguments(version, planned=planned)
+    plan = engine_arguments("0.5.15", planned=planned)
     drafts = {"speculative_num_steps": 3, "speculative_num_draft_tokens": 4}
     assert plan.arguments == {**planned, **drafts, ON: True}
     assert ON not in planned
     assert not any(option.startswith("--no-") for option in plan.command_line())  # SGLang knows none
-
-
-@pytest.mark.parametrize(
-    ("planned", "line"),
-    [
-        ({"tp_size": 8}, ["--tp-size", "8"]),
-        ({"tp_size": 8, "disable_radix_cache": True}, ["--tp-size", "8", "--disable-radix-cache"]),
-    ],
-)
-def test_a_plan_as_a_command_line(planned: dict[str, Any], line: list[str]) -> None:
-    plan = engine_arguments("0.5.23", planned=planned)
-    assert plan.command_line() == [*line, "--enable-return-routed-experts"]
-
-
-@pytest.mark.parametrize("device", ["npu:0", "NPU", "ascend", ""])
-def test_a_device_of_another_spelling_is_no_way_past_what_an_npu_cant(device: Any) -> None:
+    plan = engine_arguments("0.5.23", planned={"tp_size": 8, "disable_radix_cache": True})
+    line = ["--tp-size", "8", "--disable-radix-cache", "--enable-return-routed-experts"]
+    assert plan.command_line() == line
     with pytest.raises(ReplayError, match="unknown device"):
-        engine_arguments("0.5.8", device=device)
+        engine_arguments("0.5.8", device="npu:0")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "eagle3", "EAGLE", "NEXTN"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "EAGLE", "NEXTN"])
 def test_one_draft_a_step_where_eagle_would_choose_a_tree(algorithm: str) -> None:
     """Every release chooses four for Grok. SGLang takes the three numbers together or not at all."""
     version = "0.5.8" if "3" in algorithm else "0.5.23"
@@ -335,12 +299,8 @@ def test_one_draft_a_step_where_eagle_would_choose_a_tree(algorithm: str) -> Non
     adaptive = {"speculative_algorithm": algorithm, "speculative_adaptive": True}
     arguments = engine_arguments(version, planned=adaptive).arguments
     assert arguments == {**adaptive, names[0]: 1, ON: True}
-
-
-def test_no_drafts_are_planned_where_nobody_asked_for_them() -> None:
-    for algorithm in (None, "STANDALONE", "DFLASH"):
-        plan = engine_arguments("0.5.23", planned={"speculative_algorithm": algorithm})
-        assert set(plan.arguments) == {"speculative_algorithm", ON}
+    other = engine_arguments("0.5.23", planned={"speculative_algorithm": "STANDALONE"})
+    assert set(other.arguments) == {"speculative_algorithm", ON}
 
 
 def test_requests_carry_a_start_where_it_is_honoured() -> None:
@@ -352,14 +312,11 @@ def test_requests_carry_a_start_where_it_is_honoured() -> None:
         request_arguments("0.5.23", start_len=-1)
 
 
-UNTOLD = ["", "main", "latest", "nightly", "0.1.dev1+g1a2b3c4", "0.5", "nightly-20260101", "0.0.0"]
-
-
 @pytest.mark.parametrize(
     ("version", "words"),
     [
-        *((version, "doesn't tell its release") for version in UNTOLD),
-        *((version, "told as text") for version in (None, 5, (0, 5, 23))),
+        *((version, "doesn't tell its release") for version in ("", "main", "0.1.dev1+g1a2b3c4", "0.5")),
+        *((version, "told as text") for version in (None, 5)),
     ],
 )
 def test_no_release_of_sglang(version: Any, words: str) -> None:
@@ -419,17 +376,10 @@ def test_the_capturers_old_name_of_sglang(
     assert jobs.printed(OLD_PATH, path=[tmp_path], env={"NPU_REPLAY_DISABLE": ""}) == printed
 
 
-def test_the_old_name_stays_away_where_nothing_may_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NPU_REPLAY_DISABLE", "1")
-    before = list(sys.meta_path)
-    old_path.install()
-    assert sys.meta_path == before
-
-
 # How many rows: past the end, and from a start (T30)
 
 
-@pytest.mark.parametrize("version", ["0.5.7", "0.5.11", "0.5.12", "0.5.12.post1"])
+@pytest.mark.parametrize("version", ["0.5.7", "0.5.11", "0.5.12.post1"])
 def test_rows_that_speculation_ran_past_the_end_until_sglang_0_5_12(version: str) -> None:
     """The engine's counts of speculation say by how many, so the number of rows is known."""
     asked = request(version, past=5, finish="stop", drafts=6)
@@ -444,7 +394,7 @@ def test_rows_that_speculation_ran_past_the_end_until_sglang_0_5_12(version: str
     assert_true(decoded(answer, asked), asked)
 
 
-@pytest.mark.parametrize("version", [version for version in RELEASES if release(version) < (0, 5, 13)])
+@pytest.mark.parametrize("version", ["0.5.7", "0.5.8", "0.5.12.post1"])
 def test_rows_past_the_end_without_a_reason_until_sglang_0_5_12(version: str) -> None:
     """Rows that nothing accounts for may as well lie before the first one."""
     plain = request(version, past=5, finish="stop")
@@ -460,15 +410,12 @@ def test_rows_past_the_end_without_a_reason_until_sglang_0_5_12(version: str) ->
             decoded(asked.openai(), asked)
 
 
-def test_rows_past_the_end_are_cut_by_sglang_0_5_13() -> None:
+def test_rows_past_the_end_and_another_requests_in_a_mixed_batch() -> None:
+    """0.5.13 cuts them. Until then, where one request of a batch doesn't ask, the places shift."""
     asked = request("0.5.13", past=5, finish="stop")
     assert_true(decoded(asked.generate(), asked), asked)
     with refused(r"81 rows.*got 86"):
         decoded(with_payload(asked, text_of(asked.rows)), asked)
-
-
-def test_another_requests_routes_in_a_mixed_batch_until_sglang_0_5_12() -> None:
-    """One request of a batch doesn't ask, so the list is shorter and the places shift."""
     asked, other = request("0.5.12"), request("0.5.12", output=30)
     with refused(r"(?s)rows for other tokens.*got 41.*0\.5\.13 another's routes"):
         decoded(with_payload(asked, other.meta_info()["routed_experts"]), asked)
@@ -485,21 +432,16 @@ def test_a_prefill_alone_of_sglang(version: str) -> None:
         decoded(far, asked)
 
 
-@pytest.mark.parametrize("version", RELEASES)
-@pytest.mark.parametrize("start", [1, 5, 7, PROMPT])
+@pytest.mark.parametrize("version", ["0.5.11", "0.5.12", "0.5.13", "0.5.23"])
+@pytest.mark.parametrize("start", [1, 7, PROMPT])
 def test_T30_rows_from_a_start_of_sglang(version: str, start: int) -> None:
     """AReno #524: the second turn's rows begin after the first's, in the releases that honour the start and
     in those that send everything. Where the request didn't carry it all rows came, and those before the start
     are left out; none are taken for rows past the end."""
     for carried in (start, 0):
         asked = request(version, asked_from=carried)
-        assert_true(decoded(asked.generate(), asked, start_len=start), asked, start)
-
-
-@pytest.mark.parametrize("version", ["0.5.11", "0.5.13"])
-def test_T30_a_start_is_told_by_the_count_where_the_release_isnt_known(version: str) -> None:
-    asked = request(version, asked_from=7)
-    assert_true(decoded(asked.generate(), asked, start_len=7, version=None), asked, 7)
+        for told in (version, None):  # by the count, where the release isn't known
+            assert_true(decoded(asked.generate(), asked, start_len=start, version=told), asked, start)
 
 
 def test_T30_a_start_or_a_release_that_from_sglang_wasnt_told() -> None:
@@ -531,7 +473,7 @@ def test_T30_rows_that_may_begin_at_either_are_refused() -> None:
 # How a request ends
 
 
-@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize("version", ["0.5.8", "0.5.9", "0.5.10", "0.5.23"])
 def test_an_aborted_request_of_sglang(version: str) -> None:
     """Running, it has its rows so far; in the queue, none."""
     asked = request(version, finish="abort")
@@ -570,11 +512,10 @@ def test_a_prompt_of_as_many_other_tokens_is_caught_where_the_answer_repeats_it(
         decoded(answer, replace(asked, prompt=[1, *asked.prompt[1:]]))
 
 
-@pytest.mark.parametrize("version", WITH_SGLEXT)
 @pytest.mark.parametrize("kind", ["chat.completion", "text_completion"])
-def test_a_prompt_that_lacks_the_engines_first_token(version: str, kind: str) -> None:
+def test_a_prompt_that_lacks_the_engines_first_token(kind: str) -> None:
     """Its BOS: each row would be the token's before it."""
-    asked = request(version, finish="stop")
+    asked = request("0.5.23", finish="stop")
     shorter = replace(asked, prompt=asked.prompt[1:])
     for output in (asked.output, [*asked.output, 1], asked.output[:-1]):
         with refused(r"prompt_token_ids: .*aren't those that the engine ran.*Expected 12 ids, got 11.*BOS"):
@@ -595,17 +536,13 @@ def test_a_usage_that_leaves_the_stub_of_a_kimi_k3_chat_out() -> None:
         decoded(asked.openai(), replace(asked, prompt=[1, 2, 3, *asked.prompt]))
 
 
-def test_a_usage_of_a_request_that_never_ran() -> None:
+def test_a_usage_of_a_request_that_never_ran_and_the_chunk_of_a_stream() -> None:
+    """The chunk comes after those of the choices, and has none."""
     queued = request("0.5.23", output=0, finish="abort", captured=False)
     body = queued.openai()
     body["usage"]["prompt_tokens"] = 0
     assert not bool(decoded(body, queued).recorded.any())
-
-
-@pytest.mark.parametrize("version", WITH_SGLEXT)
-def test_the_chunk_of_an_openai_stream_that_has_the_routes_of_sglang(version: str) -> None:
-    """It comes after those of the choices, and has none."""
-    asked = request(version)
+    asked = request("0.5.23")
     chunk = {"id": asked.id, "object": "chat.completion.chunk", "choices": [], "usage": None}
     assert_true(decoded({**chunk, "sglext": asked.openai()["sglext"]}, asked), asked)
 
@@ -632,6 +569,8 @@ def test_T29_routes_that_were_computed_again_arent_paired_with_old_log_probs(ver
     routes = decoded(asked.generate(), asked)
     assert_true(routes, asked)
     assert routes.weight_version is None  # weights that changed in place are no one version
+    same = request(version, weights=[("7", 0)], retractions=3)
+    assert_true(decoded(same.generate(), same), same)
     asked = request(version, weights=[("7", 0), ("8", 30)], retractions=1)
     for answer in (asked.generate(), asked.openai(meta_info=True)):
         with refused(r"retracted 1 times.*first 30 output tokens.*weights 7 for tokens 0"):
@@ -644,37 +583,19 @@ def test_T29_routes_that_were_computed_again_arent_paired_with_old_log_probs(ver
     assert routes.fingerprint == fingerprint([*asked.prompt, *asked.output])
 
 
-def spans(edges: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    return [{"version": str(at), "start": start, "end": end} for at, (start, end) in enumerate(edges)]
-
-
 @pytest.mark.parametrize(
-    "edges",
-    [[(0, 5), (-5, 70)], [(-1, 70)], [(0, 40), (30, 70)], [(30, 70), (0, 30)], [(0, 70), (0, 70)], [(9, 8)]],
-    ids=str,
+    "edges", [[(0, 5), (-5, 70)], [(0, 40), (30, 70)], [(30, 70), (0, 30)], [(9, 8)]], ids=str
 )
-@pytest.mark.parametrize("missing", ["error", "native"])
-def test_T29_spans_of_weights_that_cant_be(edges: list[tuple[int, int]], missing: str) -> None:
+def test_T29_spans_of_weights_that_cant_be(edges: list[tuple[int, int]]) -> None:
     """A start before the output, taken at its word, would leave other rows without a route than it means."""
     asked = request("0.5.23", retractions=1)
-    said = {"weight_versions": spans(edges)}
+    said = {"weight_versions": [{"version": "7", "start": start, "end": end} for start, end in edges]}
     for answer in (asked.meta_info() | said, {**asked.openai(), "metadata": said}):
         with refused(r"weight_versions isn't a list of spans, one after the other"):
-            decoded(answer, asked, missing=missing)
+            decoded(answer, asked, missing="native")
 
 
-@pytest.mark.parametrize("edges", [[(0, 30), (30, 70)], [(0, 0), (0, 70)], [(0, 30), (31, 70)]], ids=str)
-def test_T29_spans_of_weights_one_after_the_other(edges: list[tuple[int, int]]) -> None:
-    asked = request("0.5.23")
-    assert_true(decoded(asked.meta_info() | {"weight_versions": spans(edges)}, asked), asked)
-
-
-def test_T29_a_retraction_under_one_weights_is_no_fault() -> None:
-    asked = request("0.5.23", weights=[("7", 0)], retractions=3)
-    assert_true(decoded(asked.generate(), asked), asked)
-
-
-@pytest.mark.parametrize("version", ["0.5.7", "0.5.11", "0.5.12", "0.5.18"])
+@pytest.mark.parametrize("version", ["0.5.11", "0.5.18"])
 def test_T29_a_release_that_cant_say_so_is_warned_of_once(version: str, caplog: Any) -> None:
     asked = request(version, retractions=2, weights=[("8", 0)])
     decode._warn_of_retractions.cache_clear()
@@ -682,9 +603,6 @@ def test_T29_a_release_that_cant_say_so_is_warned_of_once(version: str, caplog: 
         for _ in range(3):
             assert_true(decoded(asked.generate(), asked), asked)
     assert [f"SGLang {version} retracted" in record.getMessage() for record in caplog.records] == [True]
-
-
-# The other bugs of the list
 
 
 # Somebody else's data
@@ -698,10 +616,6 @@ OTHER_ROWS = {
         lambda _: text_of(np.ones((81, 6, 8))),
         OF_ANOTHER + "12 layers with top-4 or top-8 in 6 layers",
     ),
-    "top-2": (
-        lambda _: text_of(np.ones((81, 6, 2))),
-        OF_ANOTHER + "3 layers with top-4 or top-2 in 6 layers",
-    ),
     "neither": (lambda _: text_of(np.ones((81, 3, 5))), OF_ANOTHER + "fits 15 ids a token"),
     "one id too few": (
         lambda rows: text_of(rows.reshape(-1)[:-1]),
@@ -711,21 +625,10 @@ OTHER_ROWS = {
         lambda rows: base64.b64encode(rows.astype(np.uint8).tobytes()).decode(),
         "can't be shaped",
     ),
-    **{
-        f"shaped {shape}": (
-            lambda _, shape=shape: np.ones(shape, np.int32),
-            r"top-k isn't the model's|columns are neither",
-        )
-        for shape in ((81, 6, 3), (81, 4, 4), (81, 24, 1))
-    },
-    **{
-        f"{rows} rows, {form.__name__}": (
-            lambda there, rows=rows, form=form: form(np.resize(there, (82, 6, 4))[:rows]),
-            rf"rows for other tokens.*Expected 81 rows.*got {rows}",
-        )
-        for rows in (80, 82, 0)
-        for form in (np.asarray, torch.from_numpy)
-    },
+    "shaped, one row more": (
+        lambda rows: torch.from_numpy(np.resize(rows, (82, 6, 4))),
+        r"rows for other tokens.*Expected 81 rows.*got 82",
+    ),
     "bytes that begin with a mark": (
         lambda rows: np.concatenate([np.full_like(rows[:1], -1), rows[1:]]).tobytes(),
         r"dense layer has experts.*\[-1, -1, -1, -1\]",
@@ -740,14 +643,12 @@ def test_rows_of_another_model_or_of_other_tokens_are_named(make: Any, words: st
         decoded(with_payload(asked, make(asked.rows)), asked)
 
 
-@pytest.mark.parametrize("length", [40_000, 40_001, 2**20])
-@pytest.mark.parametrize("kind", [str, bytes])
+@pytest.mark.parametrize("text", ["A" * 40_001, b"A" * 2**20], ids=["text", "bytes"])
 def test_text_far_too_long_is_refused_before_it_is_decoded(
-    length: int, kind: type, monkeypatch: pytest.MonkeyPatch
+    text: str | bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = request("0.5.7")
     monkeypatch.setattr("binascii.a2b_base64", lambda *_, **__: pytest.fail("decoded"))
-    text = "A" * length if kind is str else b"A" * length
     with refused(r"more text than|can't be shaped|rows for other tokens"):
         decoded(with_payload(asked, text), asked)
     # a count in the answer can't make room for it
@@ -760,8 +661,8 @@ def test_text_far_too_long_is_refused_before_it_is_decoded(
         decoded(info, request("0.5.23"))
 
 
-@pytest.mark.parametrize("count", [-1, "12", 1.0, True, [], 1.5])
-@pytest.mark.parametrize("key", ["prompt_tokens", "completion_tokens", "num_retractions"])
+@pytest.mark.parametrize("count", [-1, "12", True])
+@pytest.mark.parametrize("key", ["prompt_tokens", "num_retractions"])
 def test_a_count_of_something_else(key: str, count: Any) -> None:
     asked = request("0.5.23")
     with refused(rf"{key} is no count"):

