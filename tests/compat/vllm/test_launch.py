@@ -130,7 +130,7 @@ REFUSED = {
         {"speculative_config": {"model": "deepseek-ai/DSpark_qwen3_8b_block7"}},
         "vLLM 0.28.0 or later"),
     "offload-text": (("0.30.0",), {"kv_offloading_size": "8", "kv_transfer_config": None},
-        "with this kv_offloading_size. Expected kv_offloading_size: no KV connector"),
+        "Expected kv_offloading_size: no KV connector"),
     "adaptive": (AUX_OUTPUT,
         {"speculative_config": {"method": "eagle3", "enable_adaptive_verification": True}},
         "enable_adaptive_verification=False"),
