@@ -105,17 +105,6 @@ def test_another_number_of_moe_layers_in_the_config_is_an_error_with_both(patter
         layout.gather([routes], layers=layers)
 
 
-def test_record_and_replay_of_it_are_bit_equal_and_have_the_configs_labels() -> None:
-    model, ids = built("*-*E*E"), tokens()
-    plain = loss(model, ids)
-    with npu_replay.record(model) as recording:
-        recorded = loss(model, ids)
-    with npu_replay.replay(model, recording.routes):
-        replayed = loss(model, ids)
-    assert plain == recorded == replayed
-    assert recording.routes[0].layers == (1, 2)
-
-
 # The layout
 
 
@@ -219,14 +208,6 @@ def test_a_stage_without_e_is_taken_as_a_dense_stage(stage: Callable[..., list[A
         layer.mlp = torch.nn.Identity()
     with pytest.raises(RouterError, match="no router in this model"):
         find([mixed])
-
-
-def test_experts_of_multi_token_prediction_make_no_stage_an_moe_stage(
-    stage: Callable[..., list[Any]],
-) -> None:
-    (chunk,) = stage("*E|*-*-/*E", 2, 1, mtp_num_layers=1)
-    assert hasattr(chunk, "mtp")
-    assert find([chunk]) == [[]]
 
 
 def test_some_virtual_stages_in_the_place_of_all_are_refused(stage: Callable[..., list[Any]]) -> None:

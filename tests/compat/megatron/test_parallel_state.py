@@ -169,11 +169,9 @@ def test_the_offset_that_megatron_has_wrong_is_not_repeated(at: Callable[..., No
 
 TABLES = [
     ("Et|tt|tL", 3, {}),
-    ("E|ttt|t|L", 4, {}),
     ("Ettt|t|L", 3, {}),
     ("Et|tt|t|ttL", 2, {}),
     ("E|t|tt||t|tL", 3, {}),
-    ("E|tt|t|t|tt|L", 2, {}),
     ("Et|tt|t|mL", 2, {"mtp_num_layers": 1}),
     ("Et|tt|tm|L", 4, {"mtp_num_layers": 1}),
     ([["embedding", "decoder"], ["decoder"] * 3, ["decoder", "loss"]], 3, {}),
@@ -453,42 +451,6 @@ def test_virtual_stages_are_read_from_the_config_or_the_parallel_state(at: Calla
     assert ParallelLayout.from_megatron(config).chunk_layers == ((2, 3), (6, 7))
     at(2, 1, 3, 0)
     assert ParallelLayout.from_megatron().vp == 3
-
-
-def test_a_model_built_before_is_not_looked_at() -> None:
-    """T18: nothing is registered when a model is built, so an orphan can't come first."""
-    orphan = megatron_model.model(megatron_model.config(num_layers=2))
-    model = megatron_model.model(megatron_model.config(moe_layer_freq=2)).to(DEVICE)
-    assert ParallelLayout.from_megatron(model).moe_layers == (0, 2)
-    tokens = torch.arange(8, device=DEVICE)[None]
-    with torch.no_grad(), npu_replay.record(model) as recording:
-        model(input_ids=tokens, **megatron_model.causal(tokens))
-    assert [routes.layers for routes in recording.routes] == [(0, 2)]
-    assert ParallelLayout.from_megatron(orphan).moe_layers == (0, 1)
-
-
-def test_columns_of_dense_layers_are_dropped_by_label_on_the_way_into_megatron() -> None:
-    """T2, T27: the engine reports all layers, the last token of each sequence has no route."""
-    config = megatron_model.config(moe_layer_freq=[0, 1, 0, 1])
-    model = megatron_model.model(config).to(DEVICE)
-    generator = torch.Generator().manual_seed(3)
-    lengths = [5, 8]
-    engine = [
-        npu_replay.RoutedExperts(
-            ids=torch.rand(length - 1, 4, 8, generator=generator).topk(2).indices,
-            layers=range(4),
-            num_experts=8,
-        )
-        for length in lengths
-    ]
-    layout = npu_replay.TokenLayout.padded(lengths, parallel=ParallelLayout.from_megatron(model))
-    gathered = layout.gather(engine, layers=ParallelLayout.from_megatron(model).moe_layers)
-    assert gathered.layers == (1, 3)
-    tokens = torch.randint(0, 64, (2, 8), generator=generator).to(DEVICE)
-    with torch.no_grad(), npu_replay.observe(model) as seen, npu_replay.replay(model, [gathered]):
-        model(input_ids=tokens, **megatron_model.causal(tokens))
-    for theirs, ours in zip(engine, layout.scatter(seen.shown[0]), strict=True):
-        assert npu_replay.compare(theirs, ours.take(range(len(theirs)))).differing == 0
 
 
 # What can't be read

@@ -1,8 +1,11 @@
-"""record, replay and pin_recompute on real Megatron-core: every variant, every way of recomputing."""
+"""record, replay and pin_recompute on real Megatron-core; each variant and recompute: tests/matrix."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,8 +21,8 @@ from megatron_cases import (
     SIGMOID_BIAS,
     VARIANTS,
     Trainer,
+    backward,
     build,
-    check_record_and_replay,
     hooks_left,
     perturbed,
     random_routes,
@@ -46,37 +49,6 @@ def recorded(trainer: Trainer, order: str = "each") -> list[RoutedExperts]:
     return recording.routes
 
 
-@pytest.mark.slow
-@pytest.mark.long  # all together; tests/matrix/test_blocks.py has a choice
-@pytest.mark.parametrize("recompute", [None, "full"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_record_and_replay_are_bit_equal(variant: str, recompute: str | None) -> None:
-    trainer = build(VARIANTS[variant], recompute)
-    routes = check_record_and_replay(trainer, "sum")
-    dense = variant == "dense_first"
-    assert [r.layers for r in routes] == [(1, 2, 3) if dense else (0, 1, 2, 3)] * 3
-    assert [r.ids.shape for r in routes] == [(ROWS, 3 if dense else 4, 2)] * 3
-    assert all(bool(r.recorded.all()) for r in routes)
-
-
-@pytest.mark.slow
-@pytest.mark.long  # as above
-@pytest.mark.parametrize("order", ["sum", "reversed", "thread"])
-@pytest.mark.parametrize("score", [{}, SIGMOID_BIAS], ids=["softmax", "sigmoid_bias"])
-@pytest.mark.parametrize("recompute", ALL_RECOMPUTE)
-def test_every_recompute_finds_its_own_micro_batch(
-    recompute: str, score: dict[str, object], order: str
-) -> None:
-    """Foreign routes with recompute give the gradients of the same without it: a FIFO doesn't (N6, N7)."""
-    plain, checkpointed = build(score), build(score, recompute)
-    routes = check_record_and_replay(checkpointed, order)
-    foreign = random_routes(routes)
-    with npu_replay.replay(plain.model, foreign):
-        expected = plain.run(order)
-    with npu_replay.replay(checkpointed.model, foreign):
-        assert same(checkpointed.run(order), expected)
-
-
 @pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -101,58 +73,28 @@ def test_replayed_experts_are_the_recorded_ones_after_the_router_changed(
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if "capacity" in name])
-def test_with_capacity_every_nonzero_probability_is_a_replayed_expert(variant: str) -> None:
+def test_experts_that_lost_their_token_over_capacity_are_counted(variant: str) -> None:
+    """As the routers' own outputs show them, in the micro-batches 0, 1 and 2, which are checked."""
     trainer = build(VARIANTS[variant])
     routes = recorded(trainer)
-    outputs: dict[int, torch.Tensor] = {}
-    handles = [
-        router.module.register_forward_hook(
-            lambda module, args, output, layer=router.label: outputs.__setitem__(layer, output[0].detach())
-        )
-        for router in routers(trainer.model)
-    ]
-    with perturbed(trainer.model), npu_replay.replay(trainer.model, routes[:1]):
-        trainer.loss(trainer.batches[0])
-    for handle in handles:
-        handle.remove()
-    for layer, probs in outputs.items():
-        chosen = torch.zeros_like(probs, dtype=torch.bool)
-        chosen.scatter_(1, routes[0].layer_ids(layer).long().to(DEVICE), True)
-        used = probs != 0
-        assert bool(used.any())
-        assert not bool((used & ~chosen).any())
-        assert int(used.sum()) < ROWS * 2, "this capacity should drop something"
-
-
-def test_experts_that_lost_their_token_over_capacity_are_counted() -> None:
-    """As the routers' own outputs show them, in the micro-batches 0, 1 and 2, which are checked."""
-    trainer = build(VARIANTS["capacity_probs"])
     probs: dict[int, list[torch.Tensor]] = {}
-    handles = [
+    for router in routers(trainer.model):
         router.module.register_forward_hook(
             lambda module, args, output, layer=router.label: probs.setdefault(layer, []).append(output[0])
         )
-        for router in routers(trainer.model)
-    ]
-    routes = recorded(trainer)
-    probs.clear()
-    with npu_replay.replay(trainer.model, routes) as session:
+    with perturbed(trainer.model), npu_replay.replay(trainer.model, routes) as session:
         for tokens in trainer.batches:
             trainer.loss(tokens)
-    for handle in handles:
-        handle.remove()
-    chosen = [
-        one[number].detach().cpu().gather(1, routes[number].layer_ids(layer).long())
-        for layer, one in probs.items()
-        for number in range(3)
-    ]
-    lost = sum(int((one == 0).sum()) for one in chosen)
-    assert lost
-    assert session.counts() == session.counts() | {
-        "dropped": lost,
-        "chosen": sum(one.numel() for one in chosen),
-    }
-    assert session.metrics()["capacity_dropped"] == lost / sum(one.numel() for one in chosen)
+    lost = 0
+    for layer, number in itertools.product(probs, range(3)):
+        used = probs[layer][number].detach().cpu() != 0
+        ids = routes[number].layer_ids(layer).long()
+        assert not bool((used & ~torch.zeros_like(used).scatter(1, ids, True)).any()), "all are replayed ones"
+        lost += int((~used.gather(1, ids)).sum())
+    chosen = 3 * 4 * ROWS * 2
+    assert 0 < lost < chosen
+    assert session.counts() == session.counts() | {"dropped": lost, "chosen": chosen}
+    assert session.metrics()["capacity_dropped"] == lost / chosen
     unused = npu_replay.record(trainer.model).__enter__()
     assert "capacity_dropped" not in unused.metrics()
     unused.__exit__(KeyError, None, None)
@@ -178,10 +120,8 @@ def test_rows_without_a_route_take_the_routers_own_choice_also_in_the_recompute(
 
 
 def test_all_zero_rows_from_outside_never_reach_the_dispatcher() -> None:
-    """T1: duplicates break the dispatcher's splits; they are refused where the routes are made."""
+    """T1: duplicates break the dispatcher's splits; only rows without a route may have them."""
     zeros = torch.zeros(ROWS, 4, 2, dtype=torch.int32)
-    with pytest.raises(npu_replay.ReplayError, match="twice"):
-        RoutedExperts(ids=zeros, layers=range(4), num_experts=8)
     trainer = build({})
     nothing = RoutedExperts(ids=zeros, layers=range(4), num_experts=8, recorded=torch.zeros(ROWS).bool())
     untouched = trainer.run()
@@ -225,48 +165,42 @@ def test_every_row_of_a_micro_batch_of_several_sequences_is_kept() -> None:
     assert layout.scatter(recording.routes[0]) == alone
 
 
-def test_chunks_in_one_list_are_merged_by_layer() -> None:
-    """T2, T3: entry i holds the i-th forward of every chunk, columns told by label."""
-    first, second = build({}, "full"), build({}, "full", seed=8)
+def two_chunks(recompute: str | None = None) -> tuple[Trainer, Trainer]:
+    """Both virtual stages of a rank, four layers each."""
+    first, second = build({}, recompute), build({}, recompute, seed=8)
     first.model.config.num_layers = second.model.config.num_layers = 8
     for router in routers(second.model):
         router.module.set_layer_number(router.label + 5)
+    return first, second
+
+
+@pytest.mark.parametrize("order", ["sum", "reversed"])
+def test_chunks_in_one_list_are_merged_by_layer(order: str) -> None:
+    """T2, T3: entry i holds the i-th forward of every chunk, columns told by label."""
+    first, second = two_chunks("full")
     chunks = [first.model, second.model]
 
-    def run(order: str) -> list[object]:
+    def run() -> list[Any]:
         losses = []
         for trainer in (first, second):
             trainer.model.zero_grad()
         for tokens in first.batches:  # interleaved, as virtual stages run
             losses += [first.loss(tokens), second.loss(tokens)]
-        if order == "sum":
-            sum(losses).backward()
-        else:
-            for loss in reversed(losses):
-                loss.backward()
-        return [[loss.item() for loss in losses], first.grads(), second.grads()]
+        backward(losses, order)
+        return [([loss.item() for loss in losses], trainer.grads()) for trainer in (first, second)]
 
-    for order in ("sum", "reversed"):
-        untouched = run(order)
-        with npu_replay.record(chunks) as recording:
-            record = run(order)
-        assert [r.layers for r in recording.routes] == [tuple(range(8))] * 3
-        foreign = random_routes(recording.routes)
-        with npu_replay.replay(chunks, recording.routes):
-            replay = run(order)
-        for result in (record, replay):
-            assert result[0] == untouched[0]
-            assert all(same(([], a), ([], b)) for a, b in zip(result[1:], untouched[1:], strict=True))
-        with npu_replay.replay(chunks[::-1], foreign):
-            recomputed = run(order)
-        plain = [build({}), build({}, seed=8)]
-        plain[0].model.config.num_layers = plain[1].model.config.num_layers = 8
-        for router in routers(plain[1].model):
-            router.module.set_layer_number(router.label + 5)
-        for trainer, grads in zip(plain, recomputed[1:], strict=True):
-            with npu_replay.replay(trainer.model, foreign):
-                expected = trainer.run(order)
-            assert same(([], expected[1]), ([], grads))
+    untouched = run()
+    with npu_replay.record(chunks) as recording:
+        assert all(map(same, run(), untouched))
+    assert [r.layers for r in recording.routes] == [tuple(range(8))] * 3
+    with npu_replay.replay(chunks, recording.routes):
+        assert all(map(same, run(), untouched))
+    foreign = random_routes(recording.routes)
+    with npu_replay.replay(chunks[::-1], foreign):
+        recomputed = run()
+    for trainer, (_, grads) in zip(two_chunks(), recomputed, strict=True):
+        with npu_replay.replay(trainer.model, foreign):
+            assert same(([], trainer.run(order)[1]), ([], grads))
 
 
 @pytest.mark.choice(every=2)
@@ -293,21 +227,16 @@ def test_pin_recompute_repeats_the_choice_of_its_own_forward(recompute: str) -> 
         assert same(run_with_a_router_that_changes(), expected)
 
 
-class perturbed_bias:
+@contextmanager
+def perturbed_bias(trainer: Trainer) -> Iterator[None]:
     """Another expert bias: the choice changes, and nothing that has a gradient."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.biases = [router.module.expert_bias for router in routers(trainer.model)]
-        self.kept = [bias.clone() for bias in self.biases]
-
-    def __enter__(self) -> None:
-        for number, bias in enumerate(self.biases):
-            change = torch.randn(bias.shape, generator=torch.Generator().manual_seed(number))
-            bias.add_(change.to(bias.device))
-
-    def __exit__(self, *_: object) -> None:
-        for bias, kept in zip(self.biases, self.kept, strict=True):
-            bias.copy_(kept)
+    biases = [router.module.expert_bias for router in routers(trainer.model)]
+    kept = [bias.clone() for bias in biases]
+    for number, bias in enumerate(biases):
+        bias.add_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(number)).to(bias.device))
+    yield
+    for bias, before in zip(biases, kept, strict=True):
+        bias.copy_(before)
 
 
 def test_mtp_routers_are_left_alone() -> None:
@@ -317,22 +246,6 @@ def test_mtp_routers_are_left_alone() -> None:
     assert [router.path for router in routers(trainer.model)] == [
         f"decoder.layers.{layer}.mlp.router" for layer in range(4)
     ]
-
-
-def test_live_mismatch_is_counted_when_asked_for() -> None:
-    trainer = build({})
-    routes = recorded(trainer)
-    with npu_replay.replay(trainer.model, routes, live_mismatch=True) as session:
-        trainer.run()
-    assert session.metrics()["live_mismatch"] == 0
-    with perturbed(trainer.model), npu_replay.observe(trainer.model) as live:
-        trainer.run()
-    with perturbed(trainer.model), npu_replay.replay(trainer.model, routes, live_mismatch=True) as session:
-        trainer.loss(trainer.batches[0])
-        first_layer = npu_replay.compare(live.shown[0], routes[0]).layer_mismatch[0]
-        trainer.loss(trainer.batches[1]), trainer.loss(trainer.batches[2])
-    assert session.metrics()["live_mismatch"] > 0
-    assert first_layer > 0
 
 
 @pytest.mark.parametrize(
@@ -351,10 +264,7 @@ def test_graph_capture_around_the_router_is_refused_by_configuration(flag: str, 
     setattr(trainer.model.config, flag, "none" if flag == "cuda_graph_impl" else False)
     assert hooks_left(trainer.model) == 0
     assert same(trainer.run(), untouched)
-
-
-def test_a_graph_around_the_attention_alone_is_no_obstacle() -> None:
-    trainer = build({})
+    # one around the attention alone is no obstacle
     trainer.model.config.cuda_graph_impl, trainer.model.config.cuda_graph_scope = "local", ["attn"]
     assert len(routers(trainer.model)) == 4
 

@@ -175,15 +175,3 @@ def test_the_towers_layers_are_not_taken_for_those_of_a_missing_chunk(stages: li
         RouterError, match=r"isn't all that this rank has.*got 1 with decoder layers \[0, 1\]"
     ):
         megatron_layout.check_chunks(stages[:1])
-
-
-def test_a_stage_of_dense_decoder_layers_may_have_a_tower(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core import parallel_state
-
-    model = build(num_layers=2, moe_layer_freq=[0, 1])
-    del model.language_model.decoder.layers[1]
-    model.language_model.mtp = nn.ModuleList()
-    model.config.pipeline_model_parallel_size = 2
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
-    assert megatron_layout.is_dense_stage([model])

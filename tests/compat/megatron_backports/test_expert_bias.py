@@ -1,6 +1,7 @@
 """compat.router_init: padding stays out of the counts for the expert bias; else the mask is as it was.
 
-Megatron-core 0.16 to 0.19 lay the mask over the experts; 0.12 to 0.15 know no mask.
+Megatron-core 0.16 to 0.19 lay the mask over the experts; 0.12 to 0.15 know no mask. Through whole models:
+tests/matrix/test_padding_mask.py.
 """
 
 from __future__ import annotations
@@ -183,63 +184,3 @@ def arguments(router: Any) -> dict[str, Any]:
         if name in named:
             return {"config": router.config, name: getattr(moe_utils, default)()}
     return {"config": router.config}
-
-
-# A padding_mask through whole models
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "bias": cases.SIGMOID_BIAS,
-    "aux_loss": cases.VARIANTS["aux_loss"],
-    "seq_aux_loss": cases.VARIANTS["seq_aux_loss"],
-    "z_loss": cases.VARIANTS["z_loss"],
-}
-
-
-class Padded(cases.Trainer):
-    """A trainer whose batches have padding, if it is asked for."""
-
-    mask: torch.Tensor | None = None
-
-    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        inputs = megatron_model.causal(tokens) | ({} if self.mask is None else {"padding_mask": self.mask})
-        losses: torch.Tensor = self.model(input_ids=tokens, labels=tokens.roll(-1, 1), **inputs)
-        return losses.mean()
-
-    def counted(self) -> Any:
-        """Losses and gradients of a run, and the tokens that it counted for the bias."""
-        routers = [one.module for one in cases.routers(self.model)]
-        for one in routers:
-            if getattr(one, "local_tokens_per_expert", None) is not None:
-                one.local_tokens_per_expert.zero_()
-        found = self.run()
-        counts = [getattr(one, "local_tokens_per_expert", None) for one in routers]
-        return found, [None if one is None else one.tolist() for one in counts]
-
-
-def same(a: Any, b: Any) -> bool:
-    return cases.same(a[0], b[0]) and a[1] == b[1]
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("recompute", [None, "full"])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.usefixtures("megatron")
-def test_a_padding_mask_passes_through_record_and_replay(variant: str, recompute: str | None) -> None:
-    """T7: routing functions of frameworks' own drop it, or fail on it."""
-    npu_replay.install()
-    trainer = Padded(cases.build(VARIANTS[variant], recompute).model, None)
-    if not takes_mask(cases.routers(trainer.model)[0].module):
-        trainer.mask = padding(cases.LENGTH, cases.BATCH).T
-        with pytest.raises(TypeError, match="padding_mask"):
-            trainer.run()
-        return
-    unmasked = trainer.counted()
-    trainer.mask = padding(cases.LENGTH, cases.BATCH).T
-    untouched = trainer.counted()
-    assert not same(untouched, unmasked), "the mask reaches the router"
-    with npu_replay.record(trainer.model) as recording:
-        assert same(trainer.counted(), untouched)
-    for aux_loss in ("live", "replayed"):  # of the same experts, so all is the same
-        with npu_replay.replay(trainer.model, recording.routes, aux_loss=aux_loss):
-            assert same(trainer.counted(), untouched)

@@ -1,6 +1,7 @@
 """compat.moe_functions: what frameworks import from later releases gives what it gives there, bit by bit.
 
-Compared with the releases that lie beside the one on the path, as the scripts of ci/ lay them.
+Compared with the releases that lie beside the one on the path, as the scripts of ci/ lay them. What each
+function means by itself, and how all of it comes and goes, is in tests/matrix on every release.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import pytest
 import torch
 
 import fused_kernel
-import jobs
 import moe_function_cases as cases
 import npu_replay
 from npu_replay.compat.megatron_backports import moe_utils as moe_functions
@@ -87,10 +87,6 @@ def has_replay() -> bool:
     return found is not None and "router_replay" in [argument.arg for argument in found.args.args]
 
 
-def lines() -> list[str]:
-    return [patch.where for patch in npu_replay.report().patches if patch.reason == moe_functions._WHAT]
-
-
 def differ(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, tuple):
         return len(ours) != len(theirs) or any(
@@ -128,73 +124,6 @@ def test_signatures_are_those_of_later_releases(later: tuple[str, Any]) -> None:
         if name == "topk_routing_with_score_function" and before_0_17:
             theirs = [*theirs, "dense_output=False"]
         assert ours == (theirs if before_0_16 else theirs[: len(ours)]), name
-
-
-def test_what_a_release_has_is_left_alone() -> None:
-    """No name of its own is replaced but the one that takes no router_replay."""
-    wanted = {f"{module}.{name}" for name, module in cases.FUNCTIONS.items() if not native(name)}
-    if not has_replay():
-        wanted.add(f"{moe_functions.MODULE}.topk_routing_with_score_function")
-    if not definitions(moe_functions.STAGES):
-        import_module(moe_functions.STAGES)
-        wanted = {name for name in wanted if not name.startswith(moe_functions.STAGES)} | {
-            moe_functions.STAGES
-        }
-    import_module(moe_functions.STAGES)
-    assert set(lines()) == wanted
-    assert len(lines()) == len(wanted)
-    for name, module in cases.FUNCTIONS.items():
-        theirs = cases.function(name).__module__ == module
-        assert theirs == (native(name) and f"{module}.{name}" not in wanted), name
-
-
-def test_twice_is_as_good_as_once() -> None:
-    before = {name: cases.function(name) for name in cases.FUNCTIONS}
-    reported = lines()
-    npu_replay.install()
-    moe_functions.install()
-    assert {name: cases.function(name) for name in cases.FUNCTIONS} == before
-    assert lines() == reported
-
-
-ROUND_TRIP = """
-import json, sys
-from types import ModuleType
-order = sys.argv[1]
-if order == "npu_replay first":
-    import npu_replay
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.transformer.moe import moe_utils, router
-def names():
-    return {name: dict(vars(module)) for name, module in sys.modules.items() if name.startswith("megatron")}
-before = names()
-import npu_replay
-from megatron.core.pipeline_parallel.utils import is_vp_first_stage
-ours = moe_utils.topk_routing_with_score_function
-report = sorted(patch.where for patch in npu_replay.report().patches)
-one = vars(router).get(ours.__name__, ours) is ours
-npu_replay.uninstall()
-def is_ours(value):
-    loader = getattr(getattr(value, "__spec__", None), "loader", None)
-    return any(str(getattr(one, "__module__", "")).startswith("npu_replay") for one in (value, loader))
-after = names()
-left = [f"{name}.{key}" for name, held in after.items() for key, value in held.items() if is_ours(value)]
-for name, held in before.items() if order == "megatron first" else ():
-    left += [f"{name}.{key}" for key, value in held.items() if after[name].get(key) is not value]
-    more = after[name].keys() - held.keys()
-    left += [f"{name}.{key}" for key in more if not isinstance(after[name][key], ModuleType)]
-print(json.dumps([report, one, is_vp_first_stage(0, 2), left]))
-"""
-
-
-@pytest.mark.slow
-def test_whichever_is_imported_first_all_is_the_same_and_undone() -> None:
-    orders = ("npu_replay first", "megatron first")
-    said = [jobs.printed(f"sys.argv[1:] = [{order!r}]\n{ROUND_TRIP}") for order in orders]
-    assert said[0] == said[1]
-    report, one_function_everywhere, first, left = said[0]
-    assert (one_function_everywhere, first, left) == (True, True, [])
-    assert any(moe_functions.MODULE in line for line in report) != has_replay()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import functools
 import gc
 import inspect
 import pickle
-import threading
 import types
 import weakref
 from collections.abc import Iterator
@@ -17,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-import fused_kernel
 import npu_replay
 import upstream_loop
-from megatron_cases import BATCH, LENGTH, SIGMOID_BIAS, VARIANTS, Trainer, perturbed, routers, same
+from megatron_cases import BATCH, LENGTH, VARIANTS, Trainer, perturbed, routers, same
 from npu_replay import RoutedExperts
 from npu_replay.compat.megatron_backports import router_init, router_replay
 from npu_replay.compat.patching import import_hook
@@ -35,7 +33,6 @@ SINKHORN: dict[str, Any] = {
     "moe_aux_loss_coeff": 0.0,
     "moe_router_score_function": "softmax",
 }
-FORCED: dict[str, Any] = {"moe_router_force_load_balancing": True}
 QUANTILE: dict[str, Any] = {"moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.0}
 CASES = {
     name: VARIANTS[name]
@@ -87,17 +84,6 @@ def test_a_loop_written_against_upstreams_api_gives_what_a_block_gives(
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
-@pytest.mark.parametrize("variant", ["softmax", "groups"])
-def test_a_fused_router_is_recorded_and_replayed_by_upstreams_api(
-    variant: str, recompute: str | None
-) -> None:
-    """T45, N1: upstream's own neither records nor replays, and says nothing."""
-    groups = SIGMOID_BIAS | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
-    with fused_kernel.lent():
-        check(build_replayed(({} if variant == "softmax" else groups) | fused_kernel.FUSION, recompute))
-
-
-@pytest.mark.parametrize("recompute", [None, "full"])
 def test_sinkhorn_is_recorded_and_replayed_by_upstreams_api(recompute: str | None) -> None:
     """N2."""
     check(build_replayed(SINKHORN, recompute))
@@ -118,26 +104,6 @@ def as_maps(recorded: list[list[torch.Tensor]]) -> list[torch.Tensor]:
         for layers in recorded
         for ids in layers
     ]
-
-
-def test_a_forced_load_balance_is_recorded_and_replayed() -> None:
-    """Its scores are drawn anew in each call."""
-    if not has("moe_router_force_load_balancing"):
-        pytest.skip("this Megatron-core has no moe_router_force_load_balancing: 0.13 is the first")
-    trainer = build_replayed(FORCED)
-    maps = shown(trainer)
-    _, recorded = upstream_loop.record(trainer)
-    assert all(map(torch.equal, maps, as_maps(recorded)))
-    maps.clear()
-    upstream_loop.replay(trainer, recorded)
-    assert all(map(torch.equal, maps, as_maps(recorded)))
-    maps.clear()
-    trainer.run("each")
-    assert not all(map(torch.equal, maps, as_maps(recorded)))
-    maps.clear()
-    blocks(trainer, recorded)
-    assert len(maps) == 12
-    assert all(map(torch.equal, maps, as_maps(recorded)))
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
@@ -195,12 +161,6 @@ def test_a_flag_that_is_set_on_the_built_config_counts(flag: str) -> None:
     assert [type(one.module.router_replay) for one in routers(model)] == [api()[0]] * 4
 
 
-def test_without_the_flag_there_is_no_router_replay() -> None:
-    model = megatron_model.model(megatron_model.config())
-    assert [getattr(one.module, "router_replay", None) for one in routers(model)] == [None] * 4
-    assert not api()[0].global_router_replay_instances
-
-
 @pytest.mark.parametrize("flag", ["moe_enable_routing_replay", "enable_routing_replay"])
 def test_a_model_of_a_copy_with_the_flag_off_is_not_replayed(flag: str) -> None:
     """The reference model's config is the actor's, copied. It would have doubled the list of all."""
@@ -217,40 +177,29 @@ def test_a_model_of_a_copy_with_the_flag_off_is_not_replayed(flag: str) -> None:
 
 
 class Foreign:
-    """A framework's own, whose patch of the router reads it; verl's before 0.9 is such a class."""
+    """A framework's own, whose patch of the router reads it, as verl's before 0.9; `asked` by its routing."""
 
     router_replay_action = "replay_forward"
-
-
-def test_what_a_framework_hangs_on_a_router_for_its_own_routing_is_left_to_it() -> None:
-    """It was asked for a method that it hasn't got, in every forward."""
-    trainer = upstream_loop.build({})
-    if has("moe_enable_routing_replay"):
-        pytest.skip("upstream's own routing asks whatever hangs there")
-    untouched = trainer.run("each")
-    for router in routers(trainer.model):
-        router.module.router_replay = Foreign()
-    assert same(trainer.run("each"), untouched)
+    asked = 0
 
 
 class ForeignThatIsAsked(Foreign):
     """verl 0.9's, where npu_replay left its patch alone: its routing asks by itself."""
 
-    def __init__(self) -> None:
-        self.asked = 0
-
     def get_replay_topk(self, *_: Any) -> None:
         self.asked += 1
 
 
-def test_a_routing_that_a_framework_brought_asks_its_own_replay_alone(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("own", [Foreign, ForeignThatIsAsked])
+def test_what_a_framework_hangs_on_a_router_for_its_own_routing_is_left_to_it(
+    own: type[Foreign], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was asked a second time, so its queue for recomputes ran dry; or nobody asked, an error."""
+    """One was asked for a method that it hasn't got; the other a second time, so its queue ran dry."""
     trainer = upstream_loop.build({})
     if has("moe_enable_routing_replay"):
         pytest.skip("upstream's own routing asks whatever hangs there")
     untouched = trainer.run("each")
+    replays = [own() for _ in routers(trainer.model)]
     kind = type(routers(trainer.model)[0].module)
     plain = kind.routing
 
@@ -258,12 +207,12 @@ def test_a_routing_that_a_framework_brought_asks_its_own_replay_alone(
         self.router_replay.get_replay_topk()
         return plain(self, *args, **kwargs)
 
-    monkeypatch.setattr(kind, "routing", routing)
-    replays = [ForeignThatIsAsked() for _ in routers(trainer.model)]
+    if own is ForeignThatIsAsked:
+        monkeypatch.setattr(kind, "routing", routing)
     for router, replay in zip(routers(trainer.model), replays, strict=True):
         router.module.router_replay = replay
     assert same(trainer.run("each"), untouched)
-    assert {replay.asked for replay in replays} == {len(trainer.batches)}
+    assert {replay.asked for replay in replays} == {0 if own is Foreign else len(trainer.batches)}
 
 
 # Where the release lacks it
@@ -312,22 +261,6 @@ def test_layer_numbers_follow_the_router(ours: Any) -> None:
     module = routers(trainer.model)[0].module
     module.set_layer_number(9)
     assert (module.layer_number, module.router_replay.layer_number) == (9, 9)
-
-
-def test_backward_in_another_order_is_an_error_where_rows_differ(ours: Any) -> None:
-    """A queue can't know better; npu_replay.replay can."""
-    trainer = build_replayed({}, "full")
-    trainer.batches[1] = trainer.batches[1][:1]
-    _, recorded = upstream_loop.record(trainer)
-    action, losses = api()[1], []
-    for tokens, ids in zip(trainer.batches[:2], recorded, strict=False):
-        ours.set_global_router_replay_action(action.REPLAY_FORWARD)
-        ours.set_replay_data(ids)
-        losses.append(trainer.loss(tokens))
-    ours.set_global_router_replay_action(action.REPLAY_BACKWARD)
-    with pytest.raises(RouterError, match=r"layer_number 4.*no ids for this call.*order of their forwards"):
-        losses[1].backward()
-    ours.clear_global_router_replay_action()
 
 
 def test_a_router_that_reaches_no_top_k_is_no_silent_no_op(
@@ -444,34 +377,6 @@ def test_a_wrapped_get_replay_topk_is_asked_without_an_action_too(monkeypatch: p
     with npu_replay.record(trainer.model):
         assert same(trainer.run("each"), untouched)
     assert len(asked) == 24
-
-
-def test_threads_that_share_a_router_leave_nothing_on_it(ours: Any) -> None:
-    trainer = build_replayed(VARIANTS["aux_loss"])
-    _, recorded = upstream_loop.record(trainer)
-    modules = [router.module for router in routers(trainer.model)]
-    before = [dict(vars(module)) for module in modules]
-    ours.set_global_router_replay_action(api()[1].REPLAY_FORWARD)
-    ours.set_replay_data(recorded[0])
-    done: list[bool] = []
-
-    def call() -> None:
-        """The routers alone: a dispatcher of Megatron's can't be shared."""
-        for module in modules * 5:
-            module(torch.randn(LENGTH, BATCH, module.config.hidden_size))
-        done.append(True)
-
-    threads = [threading.Thread(target=call) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert done == [True] * 3
-    ours.clear_global_router_replay_action()
-    name = "apply_load_balancing_loss"
-    for module, kept in zip(modules, before, strict=True):
-        assert vars(module).keys() == kept.keys()
-        assert vars(module).get(name) is kept.get(name)
 
 
 def test_a_copy_and_a_pickle_of_a_router_have_a_replay_of_their_own(ours: Any) -> None:
@@ -607,28 +512,25 @@ WAYS = {
     "one while it was off": "1-2+-+",
 }
 """Models 1 and 2 are built, and npu_replay goes (-) and comes (+)."""
-PAIRS = [("decoders", "prediction layers"), ("prediction layers", "wrapped"), ("wrapped", "decoders")]
 
 
-@pytest.mark.choice
-@pytest.mark.parametrize("pair", PAIRS, ids=", ".join)
+@pytest.mark.parametrize("first", MODELS)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_list_of_all_keeps_the_order_of_making(ours: Any, way: str, pair: tuple[str, str]) -> None:
+@pytest.mark.choice
+def test_the_list_of_all_keeps_the_order_of_making(ours: Any, way: str, first: str) -> None:
     """However npu_replay comes and goes, and whatever the collector has moved meanwhile."""
-    for collects in (False, True):
-        made = []
-        config = megatron_model.config(**FLAG, num_layers=2, mtp_num_layers=2)  # of both
-        with contextlib.ExitStack() as stack:
-            for step in WAYS[way]:
-                if step == "-":
-                    stack.enter_context(uninstalled())
-                elif step == "+":
-                    stack.close()
-                else:
-                    model = MODELS[pair[int(step) - 1]](config)
-                    made.append(model)  # the last one has a name of its own as well: the collector minds
-                if collects:
-                    gc.collect()
-        wanted = [id(router.router_replay) for model in made for router in replayed_routers(model)]
-        there = [id(one) for one in ours.global_router_replay_instances if id(one) in set(wanted)]
-        assert there == wanted
+    makes = [MODELS[first], *(make for name, make in MODELS.items() if name != first)]
+    made: list[Any] = []
+    config = megatron_model.config(**FLAG, num_layers=2, mtp_num_layers=2)  # of both
+    with contextlib.ExitStack() as stack:
+        for step in WAYS[way]:
+            if step == "-":
+                stack.enter_context(uninstalled())
+            elif step == "+":
+                stack.close()
+            else:
+                made.append(makes[len(made)](config))
+            gc.collect()
+    wanted = [id(router.router_replay) for model in made for router in replayed_routers(model)]
+    there = [id(one) for one in ours.global_router_replay_instances if id(one) in set(wanted)]
+    assert there == wanted

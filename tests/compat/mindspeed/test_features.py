@@ -60,8 +60,10 @@ def test_a_feature_that_overrides_the_choice_is_refused_with_the_reason(
     check_usable(trainer)
 
 
-@pytest.mark.parametrize("applied", [(True, False), (True, True), (False, False)])
-@pytest.mark.parametrize("imported", [True, False])
+@pytest.mark.parametrize(
+    ("applied", "imported"),
+    [((True, False), False), ((True, False), True), ((True, True), False), ((False, False), False)],
+)
 def test_a_half_imported_mindspeed_is_refused(
     monkeypatch: pytest.MonkeyPatch, applied: tuple[bool, bool], imported: bool
 ) -> None:
@@ -77,6 +79,8 @@ def test_a_half_imported_mindspeed_is_refused(
             message = r"half imported. Expected all 2 .* got 1, without megatron\.core\.part1.*python -c"
             with pytest.raises(RouterError, match=message), npu_replay.record(trainer.model):
                 pass
+        else:
+            check_usable(trainer)
     check_usable(trainer)
 
 
@@ -164,14 +168,6 @@ def test_observe_that_is_refused_leaves_no_hook() -> None:
         assert hooks_left(trainer.model) == 0
     trainer.model.config.moe_fb_overlap = False
     check_usable(trainer)
-
-
-def test_routing_code_that_was_replaced_before_the_block_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.transformer.moe import router as product
-
-    original = product.TopKRouter.routing
-    monkeypatch.setattr(product.TopKRouter, "routing", lambda self, *a, **k: original(self, *a, **k))
-    check_usable(build({}))
 
 
 # Megatron's own replay, from 0.16 on

@@ -54,22 +54,15 @@ def patches(nothing_else_is_patched: None) -> Iterator[Patches]:
     assert patching.applied() == []
 
 
-@pytest.mark.parametrize("name", ["value", "method", "static", "of_class", "prop"])
+@pytest.mark.parametrize("name", ["value", "method", "static", "of_class", "prop", "inherited"])
 def test_an_attribute_of_a_class_comes_back_identical(patches: Patches, name: str) -> None:
     before = dict(vars(Owner))
     patches.set(Owner, name, lambda *_: "patched", "to see")
-    assert vars(Owner)[name] is not before[name]
+    assert vars(Owner)[name] is not before.get(name)
     assert patches.undo() == []
     assert dict(vars(Owner)) == before
-    assert vars(Owner)[name] is before[name]
-
-
-def test_an_inherited_attribute_is_taken_away_again(patches: Patches) -> None:
-    patches.set(Owner, "inherited", lambda self: "patched", "to see")
-    assert Owner().inherited() == "patched"
-    patches.undo()
-    assert "inherited" not in vars(Owner)
-    assert Owner().inherited() == "base"
+    assert vars(Owner).get(name) is before.get(name)
+    assert patches.undo() == []
 
 
 @pytest.mark.parametrize("owner", [Owner, Owner(), ModuleType("somebody"), SimpleNamespace()])
@@ -113,17 +106,6 @@ def test_a_wrapped_function_keeps_its_face_and_what_is_awaited_stays_so(patches:
     assert (owner.ask, owner.wait) == (ask, wait)
 
 
-def test_undoing_twice_does_nothing(patches: Patches) -> None:
-    patches.set(Owner, "value", 2, "once")
-    assert patches.undo() == []
-    Owner.value = 5
-    try:
-        assert patches.undo() == []
-        assert Owner.value == 5
-    finally:
-        Owner.value = 1
-
-
 def test_what_somebody_else_replaced_meanwhile_is_left_and_named(patches: Patches) -> None:
     owner = ModuleType("somebody")
     owner.value = 1
@@ -134,13 +116,17 @@ def test_what_somebody_else_replaced_meanwhile_is_left_and_named(patches: Patche
     assert owner.value == 3
 
 
-@pytest.mark.parametrize("older_first", [True, False])
+@pytest.mark.parametrize("older_first", [True, False, None])
 def test_two_groups_on_one_name_leave_nothing_in_whatever_order_they_go(
-    patches: Patches, older_first: bool
+    patches: Patches, older_first: bool | None
 ) -> None:
     later = Patches("another")
     patches.set(Owner, "value", 2, "first")
     later.set(Owner, "value", 3, "second")
+    if older_first is None:
+        assert patching.undo_all() == []
+        assert Owner.value == 1
+        return
     groups = [patches, later] if older_first else [later, patches]
     assert groups[0].undo() == []
     assert Owner.value == (3 if older_first else 2)
@@ -155,15 +141,6 @@ def test_what_could_not_be_undone_is_refused_and_left_as_it_was(patches: Patches
         patches.set(module, "weight", torch.nn.Parameter(torch.zeros(2, 2)), "it hides in _parameters")
     assert module.weight is weight
     assert patching.applied() == []
-
-
-def test_undo_all_undoes_every_group_newest_first(patches: Patches) -> None:
-    later = Patches("another")
-    patches.set(Owner, "value", 2, "first")
-    later.set(Owner, "value", 3, "second")
-    assert patching.undo_all() == []
-    assert Owner.value == 1
-    assert patching.undo_all() == []
 
 
 def test_report_says_what_where_why_and_for_what(patches: Patches) -> None:

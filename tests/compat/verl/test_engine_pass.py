@@ -95,14 +95,11 @@ def test_nothing_is_left_when_a_pass_raises() -> None:
     with pytest.raises(MemoryError):
         engine.forward_backward_batch(schedule)
     assert not current().action
-    assert hooks(engine.module[0]) == 0
-
-
-def test_an_action_doesnt_outlive_what_expected_it() -> None:
     with pytest.raises(ZeroDivisionError), Actions().entered():
         current().set(RECORD)
         raise ZeroDivisionError
     assert not current().action
+    assert hooks(engine.module[0]) == 0
 
 
 def test_no_action_has_an_effect_in_a_reference_pass_whatever_runs_inside() -> None:
@@ -145,27 +142,6 @@ def test_an_engine_without_replay_is_answered_that_none_is_on() -> None:
     assert not serves()
 
 
-def test_a_pass_without_an_action_is_left_alone() -> None:
-    """A reference pass of the same engine."""
-    engine = Engine()
-    engine.forward_backward_batch(lambda model: model(tokens(0)), forward_only=True)
-    assert hooks(engine.module[0]) == 0
-
-
-def test_a_forward_without_routes_is_raised_when_the_pass_ends() -> None:
-    engine = Engine()
-    after: list[str] = []
-
-    def schedule(model: ToyModel) -> None:
-        current().set(REPLAY)
-        model(tokens(0)).sum().backward()
-        after.append("went on")
-
-    with pytest.raises(MicroBatchError, match="no routes were given"):
-        engine.forward_backward_batch(schedule)
-    assert after == ["went on"]
-
-
 def test_an_engine_refuses_to_go_on_in_silence_after_uninstall() -> None:
     engine = Engine()
     record(engine)
@@ -174,11 +150,10 @@ def test_an_engine_refuses_to_go_on_in_silence_after_uninstall() -> None:
         engine.forward_backward_batch(lambda model: None)
 
 
-@pytest.mark.parametrize("told", ["often", "1 in 2"])
-def test_a_setting_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+def test_a_setting_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
     routes = record(engine)
-    monkeypatch.setenv("NPU_REPLAY_METRICS_EVERY", told)
+    monkeypatch.setenv("NPU_REPLAY_METRICS_EVERY", "1 in 2")
     with pytest.raises(ReplayError, match="NPU_REPLAY_METRICS_EVERY must be a whole number"):
         replay(engine, routes)
 

@@ -51,19 +51,25 @@ def test_each_release_gets_what_turns_routes_on(version: str, added: dict[str, A
     assert found.environment == ({"VLLM_USE_V2_MODEL_RUNNER": "1"} if version in AUX_OUTPUT else {})
 
 
-def test_what_is_planned_stays_and_what_is_none_is_filled_in() -> None:
-    planned = {"async_scheduling": False, "enable_prefix_caching": None, "max_model_len": 4096}
-    found = engine_arguments("0.21.0", planned=planned)
-    assert found.arguments == {
+def test_what_is_planned_stays_and_is_passed_on_as_what_it_means() -> None:
+    planned = {
         "async_scheduling": False,
-        "enable_prefix_caching": False,
-        "max_model_len": 4096,
-        SWITCH: True,
+        "enable_prefix_caching": None,
+        "tensor_parallel_size": "4",
+        "seed": "7",
     }
-    assert engine_arguments("0.22.0").arguments == {SWITCH: True}
+    found = engine_arguments("0.21.0", planned=planned).arguments
+    assert found == planned | {"enable_prefix_caching": False, "tensor_parallel_size": 4, SWITCH: True}
 
 
-@pytest.mark.parametrize("version", ["0.17.1", "0.15.1", "0.13.0", "0.9.2", "0.10", "0.11.1rc2.dev123+gabc"])
+@pytest.mark.parametrize(
+    "version", ["v0.33.0", "0.33", "0.33.0rc1", "0.33.1.dev7+g1234567", "0.34.0", "1.0.0"]
+)
+def test_a_build_is_its_release_and_a_newer_one_the_newest(version: str) -> None:
+    assert engine_arguments(version) == engine_arguments("0.33.0")
+
+
+@pytest.mark.parametrize("version", ["0.17.1", "0.9.2", "0.11.1rc2.dev123+gabc"])
 def test_a_release_before_the_oldest_that_is_checked_is_refused(version: str) -> None:
     words = (f"vLLM {version} is older than 0.18.0", "0.18.0 and later", f"got {version}", "nobody checks")
     with refused(*words):
@@ -72,9 +78,7 @@ def test_a_release_before_the_oldest_that_is_checked_is_refused(version: str) ->
         engine_arguments(version, vllm_ascend="0.18.0", capture=True)
 
 
-@pytest.mark.parametrize(
-    "version", ["0.1.dev123+g1234567", "0.10.dev5", "nightly", "latest", "", "33", None, 0.33, ("0", "33")]
-)
+@pytest.mark.parametrize("version", ["0.1.dev123+g1234567", "nightly", "", "33", None, 0.33])
 def test_a_version_that_doesnt_tell_its_release_is_asked_for(version: Any) -> None:
     with refused("this version doesn't tell its release", 'pass version="0.23.0"', repr(version)):
         engine_arguments(version)
@@ -85,16 +89,6 @@ def test_a_version_that_doesnt_tell_its_release_is_asked_for(version: Any) -> No
         return
     with refused("vllm-ascend: this version doesn't tell its release", 'pass vllm_ascend="0.23.0"'):
         engine_arguments("0.23.0", vllm_ascend=version)
-
-
-@pytest.mark.parametrize("version", ["v0.33.0", "0.33", "0.33.0rc1", "0.33.1.dev7+g1234567", "0.33.0+cu129"])
-def test_a_version_that_tells_its_release_isnt(version: str) -> None:
-    assert engine_arguments(version).arguments == engine_arguments("0.33.0").arguments
-
-
-@pytest.mark.parametrize("version", ["0.34.0", "0.40.1", "1.0.0"])
-def test_a_newer_release_is_treated_as_the_newest(version: str) -> None:
-    assert engine_arguments(version) == engine_arguments("0.33.0")
 
 
 # ---- what is refused, by argument
@@ -135,17 +129,16 @@ REFUSED = {
     "dspark-by-name": (("0.27.0",),
         {"speculative_config": {"model": "deepseek-ai/DSpark_qwen3_8b_block7"}},
         "vLLM 0.28.0 or later"),
-    "dp-ep-text": (("0.19.1",), {"data_parallel_size": "2", "enable_expert_parallel": True},
-        "vLLM 0.20.0 or later"),
-    "offload-text": (("0.30.0",), {"kv_offloading_size": "8"}, "vLLM 0.31.0 or later"),
+    "offload-text": (("0.30.0",), {"kv_offloading_size": "8", "kv_transfer_config": None},
+        "Expected kv_offloading_size: no KV connector"),
     "adaptive": (AUX_OUTPUT,
         {"speculative_config": {"method": "eagle3", "enable_adaptive_verification": True}},
         "enable_adaptive_verification=False"),
     "monolithic": (("0.20.2", "0.26.0"), {"moe_backend": "flashinfer-trtllm"}, "vLLM 0.27.0 or later"),
-    **{f"{name}-{form.__name__}": (AUX_OUTPUT, {"kv_transfer_config": form(name)}, "connectors that offload")
-        for name in ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector")
-        for form in (connector, nested)},
-    "Mooncake": (AUX_OUTPUT, {"kv_transfer_config": nested("MooncakeConnector")}, "Mooncake"),
+    "nixl": (AUX_OUTPUT, {"kv_transfer_config": connector("NixlPullConnector")}, "connectors that offload"),
+    "moriio": (("0.33.0",), {"kv_transfer_config": SimpleNamespace(**connector("MoRIIOConnector"))},
+        "connectors that offload"),
+    "mooncake": (AUX_OUTPUT, {"kv_transfer_config": nested("MooncakeConnector")}, "Mooncake"),
 }
 # fmt: on
 
@@ -164,11 +157,6 @@ def test_an_argument_that_the_release_cant_is_refused_by_name(
     argument = next(iter(planned))
     with refused(f"rollout: vLLM {version} gives no routes, or wrong ones", argument, remedy):
         engine_arguments(version, planned=planned)
-
-
-def test_an_error_names_those_of_a_rows_arguments_that_are_planned() -> None:
-    with refused("with this kv_offloading_size. Expected kv_offloading_size: no KV connector"):
-        engine_arguments("0.30.0", planned={"kv_offloading_size": 8.0, "kv_transfer_config": None})
 
 
 # fmt: off
@@ -220,12 +208,8 @@ def test_an_argument_that_the_release_can_is_passed_on(version: str, planned: di
 @pytest.mark.parametrize(
     ("written", "python"),
     [
-        *(
-            (name, "enable_eplb")
-            for name in ("--enable-eplb", "enable-eplb", "--enable_eplb", "_enable_eplb")
-        ),
-        *(("-pp", "pipeline_parallel_size"), ("--tp", "tensor_parallel_size"), ("dp", "data_parallel_size")),
-        ("no_enable_prefix_caching", "enable_prefix_caching=False"),
+        *((name, "enable_eplb") for name in ("--enable-eplb", "_enable_eplb")),
+        *(("-pp", "pipeline_parallel_size"), ("dp", "data_parallel_size")),
         ("--no-enable-prefix-caching", "enable_prefix_caching=False"),
         ("speculative_config.method", "speculative_config"),
         ("--kv-transfer-config.kv_connector", "kv_transfer_config"),
@@ -238,66 +222,33 @@ def test_a_name_as_on_a_command_line_is_refused_with_the_python_name(written: st
         engine_arguments("0.33.0", planned={written: True})
 
 
-def test_what_is_checked_is_passed_on_as_what_it_means() -> None:
-    planned = {"enable_eplb": True, "tensor_parallel_size": "4", "quantization": "fp8", "seed": "7"}
-    assert engine_arguments("0.33.0", planned=planned).arguments == {
-        "enable_eplb": True,
-        "tensor_parallel_size": 4,
-        "quantization": "fp8",
-        "seed": "7",
-        "enable_prefix_caching": True,
-        SWITCH: True,
-    }
-
-
 UNREADABLE = [
     {3: 1},
-    *({"enable_eplb": text} for text in ("true", "False", "yes")),
-    {"enable_eplb": 1},
-    {"enable_eplb": [True]},
+    *({"enable_eplb": other} for other in ("true", 1, [True])),
     {"enable_prefix_caching": ""},
-    {"pipeline_parallel_size": True},
-    {"pipeline_parallel_size": 0},
-    {"pipeline_parallel_size": -2},
-    {"pipeline_parallel_size": "two"},
-    {"pipeline_parallel_size": "2.0"},
-    {"pipeline_parallel_size": 2.0},
-    {"data_parallel_size": [2]},
-    {"kv_offloading_size": "much"},
-    {"kv_offloading_size": True},
-    {"moe_backend": 3},
+    *({"pipeline_parallel_size": other} for other in (True, 0, "two", 2.0)),
+    *({"kv_offloading_size": other} for other in ("much", True)),
     {"runner": ["generate"]},
     {"quantization": True},
-    *({"kv_transfer_config": other} for other in ('{"kv_connector": "NixlConnector"}', "", 3, {1, 2}, [1])),
+    *({"kv_transfer_config": other} for other in ('{"kv_connector": "NixlConnector"}', 3, [1])),
 ]
 
 
 @pytest.mark.parametrize("planned", UNREADABLE, ids=lambda planned: str(planned)[:50])
-@pytest.mark.parametrize("version", ["0.18.0", "0.33.0"])
-def test_what_cant_be_read_is_refused_by_name(version: str, planned: dict[Any, Any]) -> None:
+def test_what_cant_be_read_is_refused_by_name(planned: dict[Any, Any]) -> None:
     """Taken for its default it would start, and give no routes."""
     with refused("rollout: ", str(next(iter(planned)))):
-        engine_arguments(version, planned=planned)
-
-
-def test_vllms_own_config_objects_are_read_too() -> None:
-    config = SimpleNamespace(kv_connector="NixlConnector", kv_connector_extra_config={})
-    with refused("kv_transfer_config", "connectors that offload"):
-        engine_arguments("0.33.0", planned={"kv_transfer_config": config})
+        engine_arguments("0.33.0", planned=planned)
 
 
 # ---- models
 
 
-@pytest.mark.parametrize("version", EVERY)
+@pytest.mark.parametrize("version", ["0.18.0", "0.33.0"])
 def test_a_model_without_experts_is_refused(version: str) -> None:
     with refused(f"vLLM {version} gives no routes of this model", "routed experts", "vllm#42593"):
         engine_arguments(version, model=DENSE)
     engine_arguments(version, model=QWEN3)
-
-
-@pytest.mark.parametrize("version", EVERY)
-def test_a_looped_model_and_one_of_unlike_layers_are_refused_by_their_keys(version: str) -> None:
     with refused("a looped model", "loop_num_passes=3"):
         engine_arguments(version, model=QWEN3 | {"loop_num_passes": 3})
     blocks = [{"block_type": "moe", "num_experts_per_tok": topk} for topk in (4, 6)]
@@ -305,7 +256,7 @@ def test_a_looped_model_and_one_of_unlike_layers_are_refused_by_their_keys(versi
         engine_arguments(version, model=QWEN3 | {"num_hidden_layers": 2, "block_configs": blocks})
 
 
-@pytest.mark.parametrize("version", EVERY)
+@pytest.mark.parametrize("version", [*SHARED_MEMORY, "0.21.0", "0.33.0"])
 def test_t23_hybrid_models_are_refused_before_0_21_0(version: str) -> None:
     if version not in SHARED_MEMORY:
         engine_arguments(version, model=QWEN3_NEXT)
@@ -314,7 +265,7 @@ def test_t23_hybrid_models_are_refused_before_0_21_0(version: str) -> None:
         engine_arguments(version, model=QWEN3_NEXT)
 
 
-@pytest.mark.parametrize("version", [*SHARED_MEMORY, "0.21.0"])
+@pytest.mark.parametrize("version", ["0.18.0", "0.21.0"])
 def test_a_family_whose_top_k_has_another_key_is_refused_before_0_22_0(version: str) -> None:
     with refused(f"vLLM {version} doesn't find this model's top-k", "0.22.0 or later", "top_k_experts"):
         engine_arguments(version, model=GEMMA4)
@@ -327,8 +278,6 @@ def test_a_model_may_be_given_in_many_forms(tmp_path: Path) -> None:
         engine_arguments("0.33.0", model=tmp_path)
     with refused("gives no routes of this model"):
         engine_arguments("0.33.0", planned={"model": str(tmp_path)})
-    with refused("linear attention"):
-        engine_arguments("0.20.2", model=SimpleNamespace(**QWEN3_NEXT))
     with refused("linear attention"):
         engine_arguments("0.20.2", model=SimpleNamespace(to_dict=lambda: QWEN3_NEXT, **QWEN3_NEXT))
     engine_arguments("0.20.2", model=RoutedModel(layers=(0,), num_layers=1, num_experts=4, topk=2))
@@ -359,27 +308,6 @@ def test_every_clash_is_of_some_release_that_is_checked() -> None:
 # ---- on Ascend
 
 
-SPREAD: dict[str, Any] = {"tensor_parallel_size": 8, "enable_expert_parallel": True}
-
-
-@pytest.mark.parametrize(
-    ("vllm_ascend", "about", "words"),
-    [
-        ("0.26.0rc1", {}, ["gives zeros for every id"]),
-        ("0.23.0", {"planned": {"quantization": "ascend"}}, ["captures no quantized experts"]),
-        ("0.23.0", {"quantization": "ascend"}, ["captures no quantized experts"]),
-        ("0.23.0", {"model": QWEN3_NEXT}, ["linear attention"]),
-        ("0.20.2rc1", {"planned": {"data_parallel_size": 2}}, ["data parallelism", "data_parallel_size=2"]),
-        ("0.23.0", {"planned": SPREAD, "soc": "A3"}, ["captures one token in 8 on A3"]),
-    ],
-)
-def test_on_ascend_the_plugins_release_is_checked(
-    vllm_ascend: str, about: dict[str, Any], words: list[str]
-) -> None:
-    with refused(f"vllm-ascend {vllm_ascend}", *words):
-        engine_arguments(vllm_ascend.partition("rc")[0], vllm_ascend=vllm_ascend, **about)
-
-
 @pytest.mark.parametrize(
     ("version", "vllm_ascend", "model", "needed"),
     [
@@ -393,14 +321,6 @@ def test_on_ascend_the_second_model_runner_is_in_the_environment(
 ) -> None:
     found = engine_arguments(version, vllm_ascend=vllm_ascend, model=model)
     assert (found.environment.get("VLLM_USE_V2_MODEL_RUNNER") == "1") == needed
-
-
-@pytest.mark.parametrize(("version", "vllm_ascend"), [("0.22.1", "0.22.1rc1"), ("0.20.2", "0.20.2rc1")])
-def test_on_ascend_asynchronous_scheduling_is_off_before_0_23_0(version: str, vllm_ascend: str) -> None:
-    assert engine_arguments(version, vllm_ascend=vllm_ascend).arguments["async_scheduling"] is False
-    with refused(f"vllm-ascend {vllm_ascend}", "async_scheduling=False"):
-        engine_arguments(version, vllm_ascend=vllm_ascend, planned={"async_scheduling": True})
-    assert "async_scheduling" not in engine_arguments("0.23.0", vllm_ascend="0.23.0").arguments
 
 
 def test_on_ascend_0_31_0_has_no_counterpart_yet() -> None:

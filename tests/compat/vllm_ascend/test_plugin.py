@@ -8,6 +8,7 @@ import pickle
 import sys
 import types
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -68,15 +69,33 @@ def config(*, asks: bool = True, **parallel: object) -> SimpleNamespace:
     )
 
 
-def test_nothing_is_touched_unless_it_is_switched_on(
-    installed: dict[str, str], runners: ModuleType, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("release", ["0.23.0", "0.17.1.dev9+g5487946"])
+def test_a_runner_is_guarded_until_uninstall_where_it_is_switched_on(
+    installed: dict[str, str],
+    runners: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    release: str,
 ) -> None:
+    """A build that images carry goes by its vLLM."""
+    (entry,) = importlib.metadata.entry_points(group=plugin.GROUP, name=plugin.NAME)
+    assert entry.load() is plugin.register
     for name, value in (("NPU_REPLAY_VLLM_ASCEND", "0"), ("NPU_REPLAY_DISABLE", "1")):
         with monkeypatch.context() as patched:
             patched.setenv(name, value)
             plugin.register()
             assert "__init__" not in vars(runners.NPUModelRunner)
             assert not import_hook._waiting.get(V1)
+    installed["vllm-ascend"] = ""
+    plugin.register()
+    assert "there is no vllm-ascend here: nothing is changed" in caplog.text
+    installed["vllm-ascend"] = release
+    for _ in range(2):
+        plugin.register()
+    changed = {"__init__", "init_routed_experts_capturer"}
+    assert changed <= vars(runners.NPUModelRunner).keys()
+    npu_replay.uninstall()
+    assert changed.isdisjoint(vars(runners.NPUModelRunner))
 
 
 def test_workers_of_ray_are_told(
@@ -200,14 +219,6 @@ def test_workers_are_asked_once_where_routes_are_wanted(
     assert "initialize_from_config" not in vars(executors)
 
 
-def test_uninstall_takes_everything_back(installed: dict[str, str], runners: ModuleType) -> None:
-    plugin.register()
-    plugin.register()
-    assert {"__init__", "init_routed_experts_capturer"} <= vars(runners.NPUModelRunner).keys()
-    npu_replay.uninstall()
-    assert vars(runners.NPUModelRunner).keys().isdisjoint({"__init__", "init_routed_experts_capturer"})
-
-
 @pytest.mark.parametrize(
     ("ascend", "vllm", "says"),
     [
@@ -234,31 +245,6 @@ def test_an_unknown_release_ends_the_start(
     plugin.register()
     assert "The engine runs as released" in caplog.text
     assert "__init__" not in vars(runners.NPUModelRunner)
-
-
-@pytest.mark.parametrize(
-    ("ascend", "vllm"),
-    [
-        ("0.18.0", "0.18.0"),
-        ("0.23.0.post1", "0.23.0"),
-        ("0.30.0rc2", "0.30.0"),
-        ("0.17.1.dev9+g5487946", "0.18.0"),
-    ],
-)
-def test_a_known_release_is_guarded(
-    installed: dict[str, str], runners: ModuleType, ascend: str, vllm: str
-) -> None:
-    installed.update({"vllm-ascend": ascend, "vllm": vllm})
-    plugin.register()
-    assert "__init__" in vars(runners.NPUModelRunner)
-
-
-def test_without_vllm_ascend_one_line_says_so(
-    installed: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
-    installed["vllm-ascend"] = ""
-    plugin.register()
-    assert "there is no vllm-ascend here: nothing is changed" in caplog.text
 
 
 def test_an_engine_that_is_not_asked_for_routes_starts_and_says_so(
@@ -312,92 +298,61 @@ def test_a_hybrid_model_is_refused_where_vllm_keeps_too_few_slots(
         runners.NPUModelRunner(made)
 
 
-def test_engine_arguments_lift_what_the_plug_in_mends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    planned = {"tensor_parallel_size": 4, "data_parallel_size": 2, "enable_expert_parallel": True}
-    with pytest.raises(ReplayError, match="captures no quantized experts"):
-        engine_arguments("0.23.0", vllm_ascend="0.23.0", quantization="ascend", planned=planned, soc="A3")
-    made = engine_arguments(
-        "0.23.0", vllm_ascend="0.23.0", quantization="ascend", planned=planned, soc="A3", capture=True
-    )
-    assert made.environment == {"NPU_REPLAY_VLLM_ASCEND": "1"}
-    assert (
-        engine_arguments("0.18.0", vllm_ascend="0.18.0", capture=True).arguments["async_scheduling"] is False
-    )
-
-
+SPREAD = {"tensor_parallel_size": 4, "data_parallel_size": 2, "enable_expert_parallel": True}
 MTP = {"speculative_config": {"method": "mtp"}}
 
 
 @pytest.mark.parametrize(
-    ("version", "planned", "says"),
+    ("version", "about", "says"),
     [
-        ("0.18.0", {"data_parallel_size": 2, "enable_expert_parallel": True}, "data_parallel_size"),
-        ("0.18.0", MTP, "speculative_config"),
-        ("0.23.0", MTP, "speculative_config"),
+        ("0.23.0", {"planned": SPREAD, "quantization": "ascend", "soc": "A3"}, "no quantized experts"),
+        ("0.18.0", {"planned": SPREAD}, "data_parallel_size"),  # vLLM's own
+        ("0.23.0", {"planned": MTP}, "speculative_config"),
     ],
-    ids=str,
+    ids=["quantized", "spread", "mtp"],
 )
-def test_engine_arguments_lift_what_the_plug_in_mends_of_vllms_own(
-    version: str, planned: dict[str, object], says: str
-) -> None:
-    with pytest.raises(ReplayError, match=says):
-        engine_arguments(version, vllm_ascend=version, planned=planned)
-    assert engine_arguments(version, vllm_ascend=version, planned=planned, capture=True)
-
-
-@pytest.mark.parametrize("build", ["0.17.1.dev9+g5487946", "0.1.dev1+g5487946"])
-@pytest.mark.parametrize("version", ["0.18.0", "0.23.0"])
-def test_a_build_that_images_carry_goes_by_its_vllm(version: str, build: str) -> None:
-    made = engine_arguments(version, vllm_ascend=build, capture=True)
-    released = engine_arguments(version, vllm_ascend=version, capture=True)
-    assert made == released
-
-
-def test_engine_arguments_refuse_two_releases_that_are_no_pair() -> None:
-    with pytest.raises(ReplayError, match=r"vllm-ascend 0\.23\.0 beside vLLM 0\.24\.0"):
-        engine_arguments("0.24.0", vllm_ascend="0.23.0", capture=True)
-
-
-@pytest.mark.parametrize(
-    ("filter_", "given"),
-    [("", "npu_replay"), ("ascend,mine", "ascend,mine,npu_replay"), ("npu_replay,mine", None), (None, None)],
-)
-def test_engine_arguments_let_the_plug_in_pass_a_filter(
-    monkeypatch: pytest.MonkeyPatch, filter_: str | None, given: str | None
+def test_engine_arguments_lift_what_the_plug_in_mends(
+    monkeypatch: pytest.MonkeyPatch, version: str, about: dict[str, Any], says: str
 ) -> None:
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    if filter_ is not None:
-        monkeypatch.setenv("VLLM_PLUGINS", filter_)
-    made = engine_arguments("0.23.0", vllm_ascend="0.23.0", capture=True)
-    assert made.environment.get("VLLM_PLUGINS") == given
+    with pytest.raises(ReplayError, match=says):
+        engine_arguments(version, vllm_ascend=version, **about)
+    made = engine_arguments(version, vllm_ascend=version, capture=True, **about)
+    assert made.environment == {"NPU_REPLAY_VLLM_ASCEND": "1"}
+    assert made == engine_arguments(version, vllm_ascend="0.1.dev1+g5487946", capture=True, **about)
+    assert made.arguments.get("async_scheduling") is (False if version == "0.18.0" else None)
 
 
 @pytest.mark.parametrize(
-    ("planned", "says"),
+    ("version", "vllm_ascend", "planned", "says"),
     [
-        ({"additional_config": {"xlite_graph_config": {"enabled": True}}}, "under xlite"),
-        ({"enable_dbo": True}, "two half batches"),
+        ("0.24.0", "0.23.0", {}, r"vllm-ascend 0\.23\.0 beside vLLM 0\.24\.0"),
+        ("0.23.0", None, {}, "npu_replay captures there alone"),
+        ("0.23.0", "0.23.0", {"enable_dbo": True}, "two half batches"),
         (
+            *("0.23.0", "0.23.0"),
             {"compilation_config": {"pass_config": {"enable_sp": True}}, "tensor_parallel_size": 2},
             "a compiler's pass",
         ),
     ],
-    ids=str,
 )
-def test_engine_arguments_refuse_what_the_plug_in_would(planned: dict[str, object], says: str) -> None:
+def test_engine_arguments_refuse_what_the_plug_in_would(
+    version: str, vllm_ascend: str | None, planned: dict[str, object], says: str
+) -> None:
     with pytest.raises(ReplayError, match=says):
-        engine_arguments("0.23.0", vllm_ascend="0.23.0", planned=planned, capture=True)
+        engine_arguments(version, vllm_ascend=vllm_ascend, planned=planned, capture=True)
 
 
-def test_a_capture_is_for_vllm_ascend_alone() -> None:
-    with pytest.raises(ReplayError, match="npu_replay captures there alone"):
-        engine_arguments("0.23.0", capture=True)
-
-
-def test_the_entry_point_leads_to_the_plug_in() -> None:
-    (found,) = importlib.metadata.entry_points(group=plugin.GROUP, name=plugin.NAME)
-    assert found.load() is plugin.register
+@pytest.mark.parametrize(
+    ("filter_", "given"),
+    [("", "npu_replay"), ("ascend,mine", "ascend,mine,npu_replay"), ("npu_replay,mine", None)],
+)
+def test_engine_arguments_let_the_plug_in_pass_a_filter(
+    monkeypatch: pytest.MonkeyPatch, filter_: str, given: str | None
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", filter_)
+    made = engine_arguments("0.23.0", vllm_ascend="0.23.0", capture=True)
+    assert made.environment.get("VLLM_PLUGINS") == given
 
 
 def test_doctor_says_what_keeps_it_from_capturing(

@@ -72,6 +72,8 @@ def test_slots_that_fill_up_a_graph_are_cut_off() -> None:
     runner.execute_model(step())
     capturer.save_captured_experts(indices=[*range(32, 32 + TOKENS), -1, -1])
     assert kept == [list(range(32, 32 + TOKENS))]
+    runner.execute_model(step(2), dummy_run=True)  # which begins nothing
+    assert runner.capture.scheduled == TOKENS
 
 
 @pytest.mark.parametrize(
@@ -94,15 +96,6 @@ def test_drafts_that_were_rejected_a_step_ago_leave_slots_unchecked() -> None:
     installed(runner, capturer)
     runner.execute_model(step(done=3))
     capturer.save_captured_experts(list(range(32, 32 + TOKENS)))
-
-
-def test_a_dummy_step_begins_nothing() -> None:
-    runner, capturer = Runner(), saver([])
-    installed(runner, capturer)
-    runner.execute_model(step())
-    capturer.save_captured_experts(list(range(TOKENS)))
-    runner.execute_model(step(2), dummy_run=True)
-    assert runner.capture.scheduled == TOKENS
 
 
 def test_a_hybrid_models_slots_are_those_of_its_attention() -> None:
