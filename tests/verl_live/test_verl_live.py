@@ -36,7 +36,6 @@ ENVIRONMENT: dict[str, str | None] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
-    "RAY_worker_niceness": "0",  # Ray gives its workers 15
     "TORCHELASTIC_USE_AGENT_STORE": None,  # Ray's workers have a store of their own
 }
 
