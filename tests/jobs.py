@@ -14,11 +14,13 @@ import json
 import multiprocessing
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,7 @@ _QUIET = {
     # A busy machine takes more than Ray's half a minute to start a node.
     "RAY_agent_register_timeout_ms": "150000",
     "RAY_raylet_start_wait_time_s": "150",
+    "RAY_worker_niceness": "0",  # Ray gives its workers 15, and beside another test they hardly run
 }
 
 
@@ -87,6 +90,7 @@ def start(
     *,
     ranks: int = 1,
     fresh: bool = False,
+    before: str = "",
     env: Mapping[str, str | None] | None = None,
     path: Sequence[Path | str] = (),
     timeout: float = 500,
@@ -100,6 +104,8 @@ def start(
             file for a FileStore) in it too. Each has RANK, WORLD_SIZE and a store that outlives it in its
             environment, as torchrun has them: `init_process_group("gloo")` is all it takes.
         folder: where the processes may leave files; one of their own, which goes with them, if none is given.
+        before: what all ranks need and takes long, as what they import: a target, called with rank 0's task
+            in one process, and the ranks are forks of it.
         env: variables to change in the process; None takes one away.
         path: folders that come first in sys.path, and in PYTHONPATH of its children.
         timeout: seconds until all are killed.
@@ -111,9 +117,10 @@ def start(
         files.mkdir(exist_ok=True)
         rendezvous = _rendezvous(ranks)
         given = {**(task or {}), "world": ranks, "folder": str(files), "store": str(own / "store")}
-        processes = [
-            _Process(own, rank, target, given, fresh, env or {}, path, rendezvous) for rank in range(ranks)
-        ]
+        processes = [_Process(own, rank, target, given, env or {}, path, rendezvous) for rank in range(ranks)]
+        leader = _forked(_lead, own, ranks, before) if before else None
+        for process in processes:
+            process.start(leader, fresh)
         try:
             why = _wait(processes, files, timeout, silence)
         finally:
@@ -138,7 +145,6 @@ class _Process:
         rank: int,
         target: str,
         task: dict[str, Any],
-        fresh: bool,
         env: Mapping[str, str | None],
         path: Sequence[Path | str],
         rendezvous: Any,
@@ -146,6 +152,7 @@ class _Process:
         ranks = task["world"]
         self.name = f"{target}, rank {rank} of {ranks}"
         self._folder, self._rank = folder, rank
+        self._ended = folder / f"{rank}.code"  # of a leader's
         token = folder / f"{rank}.token"  # Ray would write one into the home folder
         token.write_text(secrets.token_hex(32))
         changes: dict[str, str | None] = _QUIET | {"TMPDIR": str(folder), "RAY_AUTH_TOKEN_PATH": str(token)}
@@ -157,18 +164,32 @@ class _Process:
         changes |= env
         given = {"target": target, "task": task | {"rank": rank}, "path": first, "env": changes}
         (folder / f"{rank}.task").write_text(json.dumps(given), encoding="utf-8")
-        self._process = _fresh(folder, rank, changes) if fresh else _forked(folder, rank)
+        self._changes = changes
+
+    def start(self, leader: multiprocessing.process.BaseProcess | None, fresh: bool) -> None:
+        self._leader = leader
+        if fresh:
+            self._process: Any = _fresh(self._folder, self._rank, self._changes)
+        else:
+            self._process = leader or _forked(_work, self._folder, self._rank)
 
     def code(self) -> int | None:
         """Its exit code; None while it runs."""
         if isinstance(self._process, subprocess.Popen):
             return self._process.poll()
-        return self._process.exitcode
+        ended = self._process.exitcode  # first: a leader writes before it ends
+        if self._leader is not None and self._ended.exists():
+            return int(self._ended.read_text())
+        return int(ended) if ended is not None else None
 
     def kill(self) -> None:
-        if self.code() is None:
+        if self.code() is not None:
+            return
+        if self._leader is not None:
+            self._process.terminate()  # it kills its ranks
+        else:
             self._process.kill()
-            self._process.wait() if isinstance(self._process, subprocess.Popen) else self._process.join()
+        self._process.wait() if isinstance(self._process, subprocess.Popen) else self._process.join()
 
     def ended(self, why: str) -> Ended:
         answer = self._folder / f"{self._rank}.answer"
@@ -201,10 +222,48 @@ _context.set_forkserver_preload(
 )
 
 
-def _forked(folder: Path, rank: int) -> multiprocessing.process.BaseProcess:
-    process = _context.Process(target=_work, args=(folder, rank))
+def _forked(target: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
+    process = _context.Process(target=target, args=args)
     process.start()
     return process
+
+
+def _lead(folder: Path, ranks: int, before: str) -> None:
+    """In a process: do what comes before the ranks, fork them, and note how each of them ended."""
+    task = _enter(folder, 0)["task"]
+    running: dict[int, int] = {}
+
+    def stop(*_: Any) -> None:
+        for process in list(running):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        os._exit(1)
+
+    try:
+        _called(before, task)
+        sys.stdout.flush()
+        signal.signal(signal.SIGTERM, stop)
+        for rank in range(ranks):
+            process = os.fork()
+            if process == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                _work(folder, rank)
+            running[process] = rank
+        while running:
+            process, status = os.wait()
+            code = folder / f"{running.pop(process)}.code"
+            written = code.with_suffix(".written")
+            written.write_text(str(os.waitstatus_to_exitcode(status)), encoding="utf-8")
+            written.rename(code)
+    except BaseException:
+        traceback.print_exc()
+        stop()
+    os._exit(0)
+
+
+def _called(target: str, task: Mapping[str, Any]) -> Any:
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)(task)
 
 
 def _wait(processes: Sequence[_Process], files: Path, timeout: float, silence: float | None) -> str:
@@ -230,7 +289,26 @@ def _work(folder: Path, rank: int) -> None:
 
     The interpreter doesn't end by itself: gloo's threads may make an abort of that.
     """
-    given = json.loads((folder / f"{rank}.task").read_text(encoding="utf-8"))
+    given = _enter(folder, rank)
+    code = 1
+    try:
+        found = _called(given["target"], given["task"])
+        (folder / f"{rank}.answer").write_text(json.dumps(found), encoding="utf-8")
+        code = 0
+    except SystemExit as stopped:
+        code = int(bool(stopped.code))
+        print(stopped, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _enter(folder: Path, rank: int) -> dict[str, Any]:
+    """Take a rank's output, folder, variables and path; what it was given."""
+    given: dict[str, Any] = json.loads((folder / f"{rank}.task").read_text(encoding="utf-8"))
     output = os.open(folder / f"{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
@@ -244,23 +322,7 @@ def _work(folder: Path, rank: int) -> None:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     sys.path[:] = [*given["path"], *(entry for entry in sys.path if entry not in given["path"])]
-    code = 1
-    try:
-        module, _, function = given["target"].partition(":")
-        found = getattr(importlib.import_module(module), function)(given["task"])
-        (folder / f"{rank}.answer").write_text(json.dumps(found), encoding="utf-8")
-        code = 0
-    except SystemExit as stopped:
-        code = int(bool(stopped.code))
-        print(stopped, file=sys.stderr)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    return given
 
 
 def printed(code: str, **how: Any) -> Any:

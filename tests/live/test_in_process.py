@@ -133,6 +133,14 @@ def test_rows_from_a_start_on(live: Any, start: int) -> None:
     assert_right(live.model, [*output.prompt_token_ids, *output.outputs[0].token_ids], routes, start)
 
 
+def test_T11_an_engine_that_was_started_without_the_switch(saved: Any) -> None:
+    _, folder = saved("Qwen3Moe")
+    llm = in_process(folder, capture=False)
+    (output,) = llm.generate([{"prompt_token_ids": prompt(8, 20)}], use_tqdm=False)
+    with pytest.raises(InvalidRoutes, match=r"no routes.*enable_return_routed_experts"):
+        from_vllm(output, folder)
+
+
 def test_T19_more_experts_than_a_byte_can_name(saved: Any) -> None:
     model, folder = saved("Qwen3Moe", num_experts=300, num_hidden_layers=4, num_experts_per_tok=8)
     llm = in_process(folder)

@@ -18,6 +18,8 @@ from npu_replay import Rollout, Turn, from_vllm
 
 SEQUENCES = 450 if ALL else 80
 """Of each family."""
+SHORT = ("Qwen3Moe", "DeepseekV3")
+"""One without a dense layer and with a prefix cache, and one the other way round."""
 
 
 def completions(output: Any, start: int) -> list[Sequence]:
@@ -92,7 +94,9 @@ class Mix:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=[pytest.mark.long] * (one not in SHORT)) for one in FAMILIES]
+)
 def test_a_random_mix_in_process(family: str, saved: Any) -> None:
     model, folder = saved(family)
     live = Live(

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +19,7 @@ import openai
 import pytest
 
 from engine_server import events, post
-from live.engine import Live, Server
+from live.engine import Live
 from live.families import FAMILIES, VOCABULARY
 from live.gateway import gateway
 from live.held import Trainer, assert_right
@@ -33,18 +32,16 @@ MESSAGES = [{"role": "user", "content": "w17 w9 w30 w8"}, {"role": "assistant", 
 SEQUENCES = 120 if ALL else 40
 """Of each family, in the random mix."""
 PNG = b"\x89PNG\r\n\x1a\n"
-CHOICE = ("Qwen3Moe", "DeepseekV3")
-"""How rows travel doesn't depend on the family: one without a dense layer, and one with one."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(one, marks=() if one in CHOICE else pytest.mark.long) for one in FAMILIES],
+    params=[pytest.param(one, marks=[pytest.mark.long] * (one != "Qwen3Moe")) for one in FAMILIES],
 )
-def served(request: pytest.FixtureRequest, saved: Any) -> Iterator[Live]:
-    model, folder = saved(request.param)
-    with Server(folder) as server:
-        yield Live(model, folder, server)
+def served(request: pytest.FixtureRequest, server_of: Any) -> Live:
+    """How rows travel doesn't depend on the family."""
+    found: Live = server_of(request.param)
+    return found
 
 
 def prompt(seed: int, length: int) -> list[int]:

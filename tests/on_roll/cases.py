@@ -6,24 +6,22 @@ of these tests saw (sharded_qwen.witnessed).
 
 from __future__ import annotations
 
-import logging
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 
 import npu_replay
 import sharded_qwen
+from case_jobs import shared_folder, told
 from npu_replay.errors import ReplayError
 from on_roll import job
 from on_roll.job import EXPERTS, LENGTHS, TOPK, Actor, Tiny
-from sharded_qwen import LABELS, Call, other_routers, save_model, whole, witnessed
+from sharded_qwen import LABELS, Call, check_told, other_routers, save_model, whole, witnessed
 
 WAYS: dict[str, dict[str, Any]] = {
     "reentrant": {},
@@ -31,7 +29,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "no recompute": {"plain": True},
     "cp2": {"cp": 2},
 }
-Settings = dict[str, Any]
 
 
 def check_calls(calls: Sequence[Call], tiny: Tiny, batch: Any, times: int) -> None:
@@ -54,28 +51,6 @@ def _by_token(batch: Any) -> dict[int, torch.Tensor]:
         batch.batch["input_ids"][mask].tolist(), batch.batch["routed_experts"][mask].long(), strict=True
     )
     return dict(pairs)
-
-
-@contextmanager
-def told() -> Iterator[list[str]]:
-    """What npu_replay says meanwhile that it is on."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("npu_replay.job")
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
-
-
-def check_told(lines: list[str], mode: str, share: str) -> None:
-    world = dist.get_world_size()
-    ranks = "1 rank" if world == 1 else f"{world} ranks agree"
-    line = (
-        f"[npu_replay] {mode}: 3 routers, 3 replayed, {share} of rows had a route, {ranks} "
-        f"(transformers {transformers.__version__}, FSDP2)"
-    )
-    assert lines == [line] * (dist.get_rank() == 0), lines
 
 
 def r2(folder: str, **settings: Any) -> None:
@@ -282,32 +257,29 @@ def uninstalled(folder: str, **settings: Any) -> None:
     actor.update(batch)
 
 
-CASES: dict[str, tuple[Callable[..., None], Settings]] = {
-    **{f"R2: {way}": (r2, settings) for way, settings in WAYS.items()},
-    **{f"R3: {way}": (r3, settings) for way, settings in WAYS.items()},
-    "optimizer steps and epochs": (two_steps_and_epochs, {}),
-    "reference of a LoRA actor": (reference_of_lora, {}),
-    "on policy it changes nothing": (on_policy_it_changes_nothing, {}),
-    "one rank fails": (one_rank_fails, {}),
-    "another order": (another_order, {}),
-    "routes are missing": (routes_are_missing, {}),
-    "uninstalled": (uninstalled, {}),
+def prepare() -> None:
+    job.prepare()
+
+
+@functools.cache
+def _weights_in() -> str:
+    return save_model(shared_folder())
+
+
+def _run(case: Callable[..., None], settings: dict[str, Any]) -> None:
+    case(_weights_in(), **settings)
+    nothing_is_on()
+
+
+CASES: dict[str, Callable[[], None]] = {
+    **{f"R2: {way}": partial(_run, r2, settings) for way, settings in WAYS.items()},
+    **{f"R3: {way}": partial(_run, r3, settings) for way, settings in WAYS.items()},
+    "optimizer steps and epochs": partial(_run, two_steps_and_epochs, {}),
+    "reference of a LoRA actor": partial(_run, reference_of_lora, {}),
+    "on policy it changes nothing": partial(_run, on_policy_it_changes_nothing, {}),
+    "one rank fails": partial(_run, one_rank_fails, {}),
+    "another order": partial(_run, another_order, {}),
+    "routes are missing": partial(_run, routes_are_missing, {}),
+    "uninstalled": partial(_run, uninstalled, {}),
 }
 ALONE = ("R2: reentrant", "R3: non-reentrant")
-
-
-def main(task: dict[str, Any]) -> dict[str, str]:
-    """Run cases one after the other; why each went wrong on this rank, empty if it didn't."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    job.prepare()
-    found: dict[str, str] = {}
-    for name in task["cases"]:
-        run, settings = CASES[name]
-        try:
-            run(save_model(task["folder"]), **settings)
-            nothing_is_on()
-            found[name] = ""
-        except BaseException:
-            found[name] = traceback.format_exc()
-            break  # the ranks part for good where it goes wrong on one
-    return found

@@ -8,31 +8,27 @@ from __future__ import annotations
 
 import pytest
 
-import jobs
+from case_jobs import Notes, check, noted
 from on_roll import cases
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1200)]
-ENV = {"NPU_REPLAY_MIN_OVERLAP": "0"}
-"""R3's routes are such as no router would choose."""
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[int, list[dict[str, str]]]:
-    return {}
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Notes:
+    return noted(request, tmp_path_factory, "on_roll.cases", ranks=1)
 
 
-def _check(found: dict[int, list[dict[str, str]]], ranks: int, every: tuple[str, ...], case: str) -> None:
-    if ranks not in found:
-        found[ranks] = jobs.run_ranks("on_roll.cases:main", {"cases": every}, ranks, env=ENV, timeout=1000)
-    problems = [one.get(case, "not run: a case before it failed") for one in found[ranks]]
-    assert not any(problems), "\n\n".join(problems)
+@pytest.fixture(scope="module")
+def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Notes:
+    return noted(request, tmp_path_factory, "on_roll.cases", ranks=2)
 
 
 @pytest.mark.parametrize("case", cases.ALONE)
-def test_rolls_own_strategy_alone(found: dict[int, list[dict[str, str]]], case: str) -> None:
-    _check(found, 1, cases.ALONE, case)
+def test_rolls_own_strategy_alone(alone: Notes, case: str) -> None:
+    check(alone, case)
 
 
 @pytest.mark.parametrize("case", cases.CASES)
-def test_rolls_own_strategy_in_two_processes(found: dict[int, list[dict[str, str]]], case: str) -> None:
-    _check(found, 2, tuple(cases.CASES), case)
+def test_rolls_own_strategy_in_two_processes(together: Notes, case: str) -> None:
+    check(together, case)

@@ -6,15 +6,13 @@ Each case asserts on every rank.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-import logging
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import npu_replay
+from case_jobs import shared_folder, told
 from distributed.parallel_model import EXPERTS
 from npu_replay import RoutedExperts
 from npu_replay.compat.verl import engine_adapter, found_routes, r2_store, r3_store
@@ -60,16 +59,6 @@ def case(name: str) -> Callable[[Any], Any]:
         return run
 
     return add
-
-
-@contextlib.contextmanager
-def told() -> Iterator[list[str]]:
-    """The lines for an operator; they are there after the block."""
-    log, handler, lines = logging.getLogger("npu_replay.job"), BufferingHandler(1000), list[str]()
-    log.addHandler(handler)
-    yield lines
-    log.removeHandler(handler)
-    lines += [record.getMessage() for record in handler.buffer]
 
 
 # What is expected
@@ -636,13 +625,6 @@ def _same_weights(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def shared_folder() -> str:
-    """A new one, the same on all ranks."""
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
-    return folder[0]
-
-
 def _routes_freely(actor: Any, plain: Any) -> None:
     """A pass without an action is as one of a job without replay, and says nothing."""
     with npu_replay.observe(actor.chunks) as live, told() as lines, torch.no_grad():
@@ -731,14 +713,18 @@ def _way() -> None:
         entered: dict[str, set[str]] = {}
         session: list[bool] = []
 
-        def place(frame: Any) -> str:
-            path = Path(frame.f_code.co_filename)
+        @functools.cache  # it is asked at every call and return
+        def place(file: str) -> str:
+            path = Path(file)
             is_ours = any(path.is_relative_to(ours / room) for room in ("compat", "npu_replay"))
             return str(path.relative_to(ours)) if is_ours else "verl"  # whose code may lie in the clone
 
         def called(frame: Any, event: str, _: Any) -> None:
-            here, caller = place(frame), place(frame.f_back)
-            if event == "call" and here.startswith(("compat/verl/", "npu_replay/sessions/")) and not session:  # noqa: B023
+            if event != "call" or session:  # noqa: B023
+                return
+            here = place(frame.f_code.co_filename)
+            if here.startswith(("compat/verl/", "npu_replay/sessions/")):
+                caller = place(frame.f_back.f_code.co_filename)
                 session.extend([True] * (here == "npu_replay/sessions/replay.py"))  # noqa: B023
                 entered.setdefault(here, set()).update({caller} - {here})  # noqa: B023
 

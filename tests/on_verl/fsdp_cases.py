@@ -22,6 +22,7 @@ import npu_replay
 import sharded_qwen
 import tiny_qwen
 import tiny_vision
+from case_jobs import shared_folder, told
 from distributed.parallel_model import EXPERTS
 from npu_replay.compat.verl.batch_routes import keys_in
 from npu_replay.compat.verl.fsdp import FsdpAdapter
@@ -29,10 +30,10 @@ from npu_replay.environment import DELIVERY
 from npu_replay.errors import ReplayError
 from on_verl import engine_job
 from on_verl import fsdp_job as job
-from on_verl.engine_cases import leave, nothing_is_on, r3_batch_of, shared_folder, told
+from on_verl.engine_cases import leave, nothing_is_on, r3_batch_of
 from on_verl.engine_job import LENGTHS
 from on_verl.fsdp_job import Actor, Tiny, prepare
-from sharded_qwen import LABELS, Call, other_routers, routers, save_model, whole, witnessed
+from sharded_qwen import LABELS, Call, check_told, other_routers, routers, save_model, whole, witnessed
 
 __all__ = ["CASES", "prepare"]
 CASES: dict[str, Callable[[], None]] = {}
@@ -87,17 +88,6 @@ def check_calls(calls: Sequence[Call], tiny: Tiny, routes: Sequence[torch.Tensor
 def share_of_others(calls: Sequence[Call], tiny: Tiny, routes: Sequence[torch.Tensor]) -> float:
     """In how many of a rank's token-layers another set of experts was chosen than in R2's routes."""
     return sharded_qwen.share_of_others(calls, job.by_token(tiny, routes))
-
-
-def check_told(lines: list[str], mode: str, share: str) -> None:
-    """Once, on rank 0: what it is on, too."""
-    world = dist.get_world_size()
-    ranks = "1 rank" if world == 1 else f"{world} ranks agree"
-    line = (
-        f"[npu_replay] {mode}: 3 routers, 3 replayed, {share} of rows had a route, {ranks} "
-        f"(transformers {transformers.__version__}, FSDP2)"
-    )
-    assert lines == [line] * (dist.get_rank() == 0)
 
 
 def plain_of(actor: Actor, **changes: Any) -> Actor:

@@ -3,94 +3,102 @@
 Not run, for want of what they take: FSDP1 (torch syncs a model's states between devices alone, and verl asks
 for it; FSDP1 by itself: tests/distributed/test_fsdp2.py), activation offload (pinned memory), flash-attn,
 whose sequence-parallel attention the ids don't depend on.
+
+Each release packs in each way at least once; the rest is `long`.
 """
 
 from __future__ import annotations
 
-import os
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 
-from on_verl.launches import Notes, check, noted
+from case_jobs import Notes, check, noted
 
-ALONE = ("R2: packed, recompute", "R3: padded, recompute", "without its adapter")
-BY_RELEASE = (
-    *("R2: packed, recompute", "R3: padded", "R2: dynamic, recompute"),
-    *("R3: sp2", "R2: sp2, dynamic, recompute"),
-    "mini-batches and epochs",
-    "R2 by reference",
-    "R3 by reference",
-)
-"""Where verl's own code differs from release to release."""
-ALIKE = (
-    *("R3: packed", "R2: padded, recompute", "R3: dynamic", "R2: to a length"),
-    *("R2: sp2, recompute", "R3: sp2, dynamic", "R3: sp2, to a length, recompute"),
-    "without replay it would have differed",
-    "without its adapter",
-    "one rank has bad routes in the first step",
-    "routes are missing",
-    "a record changes nothing",
-    "gradients of one process",
-    "more experts than a byte holds",
-    "a checkpoint in between",
-    "routes in files",
-    "a sample without routes",
-    "bad samples after the first step",
-    "routes far from the routers' own choice",
-    "one rank fails in a way that nobody has thought of",
-    "images, which are cut after their embedding",
-    "a model without experts",
-    "uninstalled and installed again",
-)
+NPU_BLOCK = "verl's block for an NPU"
+"""It stays in the process, so it comes last."""
+BY_RELEASE = {
+    "0.7": ("R3: padded", "R2: dynamic, recompute", "R3: sp2"),
+    "0.8": (
+        *("R3: padded", "R2: dynamic, recompute", "R3: sp2", "R2: sp2, dynamic, recompute"),
+        *("mini-batches and epochs", "R3 by reference"),
+    ),
+    "0.9": (
+        *("R2: packed, recompute", "R3: padded", "R2: dynamic, recompute", "R3: sp2"),
+        *("R2: sp2, dynamic, recompute", "R3: to a length", "R2: sp2, to a length, recompute"),
+        *("mini-batches and epochs", "R2 by reference", "R3 by reference"),
+        "without replay it would have differed",
+        "without its adapter",
+        "one rank has bad routes in the first step",
+        "routes are missing",
+        "a record changes nothing",
+        "gradients of one process",
+        "more experts than a byte holds",
+        "a checkpoint in between",
+        "routes in files",
+        "a sample without routes",
+        "bad samples after the first step",
+        "routes far from the routers' own choice",
+        "one rank fails in a way that nobody has thought of",
+        "images, which are cut after their embedding",
+        "a model without experts",
+        "uninstalled and installed again",
+    ),
+}
+ALONE = {
+    "0.7": ("R2: packed, recompute",),
+    "0.8": ("without its adapter",),
+    "0.9": ("R2: packed, recompute", "R3: padded, recompute", "mini-batches and epochs"),
+}
 WAYS = ("packed", "padded", "dynamic", "to a length", "sp2", "sp2, dynamic", "sp2, to a length")
+FULLY = (*BY_RELEASE["0.8"], "R2: packed, recompute", "R2 by reference")
 EVERY = [f"{mode}: {way}{also}" for mode in ("R2", "R3") for way in WAYS for also in ("", ", recompute")]
-REST = [case for case in EVERY if case not in {*BY_RELEASE, *ALIKE}]
-"""The other ways, which `ci/verl.sh --all` runs."""
+RELEASE = version("verl")
+IS_NEWEST = RELEASE >= "0.9"
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1800)]
-if version("verl") >= "0.9":
+ENV = {"VERL_USE_EXTERNAL_MODULES": "npu_replay"}
+if IS_NEWEST:
     ENV = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_live.cpu_platform,npu_replay"}
-else:
-    ENV = {"VERL_USE_EXTERNAL_MODULES": "npu_replay"}
-IMAGES = [pytest.param("the same question about other images", marks=pytest.mark.newest)]
-"""Of a model of transformers 5."""
-newest = [pytest.param(case, marks=pytest.mark.newest) for case in ALIKE]
-rest = [
-    pytest.param(case, marks=pytest.mark.newest) for case in REST if os.environ.get("NPU_REPLAY_VERL_ALL")
-]
+
+
+def _alone() -> list[Any]:
+    # Of a model of transformers 5.
+    images = ["the same question about other images"] if IS_NEWEST else []
+    return [*ALONE.get(RELEASE[:3], ALONE["0.9"]), *images]
+
+
+def _together() -> list[Any]:
+    here = BY_RELEASE.get(RELEASE[:3], BY_RELEASE["0.9"])
+    rest = EVERY if IS_NEWEST else FULLY
+    found = [*here, *(pytest.param(one, marks=pytest.mark.long) for one in rest if one not in here)]
+    patches = pytest.mark.skipif(
+        RELEASE.startswith("0.8"), reason="its patches want transformers 5, and its block transformers 4"
+    )
+    return [*found, pytest.param(NPU_BLOCK, marks=patches)]
 
 
 @pytest.fixture(scope="module")
 def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Notes:
-    return noted(request, tmp_path_factory, "fsdp_cases", ranks=1, env=ENV)
+    return _noted(request, tmp_path_factory, 1)
 
 
 @pytest.fixture(scope="module")
 def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Notes:
-    return noted(request, tmp_path_factory, "fsdp_cases", ranks=2, env=ENV)
+    return _noted(request, tmp_path_factory, 2)
 
 
-@pytest.mark.parametrize(
-    "case", [*ALONE, pytest.param("mini-batches and epochs", marks=pytest.mark.newest), *IMAGES]
-)
+def _noted(request: pytest.FixtureRequest, folders: pytest.TempPathFactory, ranks: int) -> Notes:
+    workers = ("verl.workers.engine_workers",)
+    return noted(request, folders, "on_verl.fsdp_cases", ranks=ranks, imports=workers, env=ENV)
+
+
+@pytest.mark.parametrize("case", _alone())
 def test_verls_own_fsdp_engine_alone(alone: Notes, case: str) -> None:
     check(alone, case)
 
 
-@pytest.mark.parametrize("case", [*BY_RELEASE, *newest, *rest])
+@pytest.mark.parametrize("case", _together())
 def test_verls_own_fsdp_engine_in_two_processes(together: Notes, case: str) -> None:
     check(together, case)
-
-
-@pytest.fixture(scope="module")
-def patched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Notes:
-    return noted(request, tmp_path_factory, "fsdp_cases", ranks=2, env=ENV)
-
-
-@pytest.mark.skipif(
-    version("verl").startswith("0.8"), reason="its patches want transformers 5, and its block transformers 4"
-)
-@pytest.mark.parametrize("case", ["verl's block for an NPU"])
-def test_verls_own_fsdp_engine_with_its_block_for_an_npu(patched: Notes, case: str) -> None:
-    check(patched, case)

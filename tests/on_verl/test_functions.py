@@ -114,6 +114,7 @@ class Recorded:
                 assert a is b or torch.equal(a, b)
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("variant", CASES)
 def test_record_replay_and_backward_through_verls_functions(

@@ -35,7 +35,7 @@ def found() -> Found:
             # From 0.9 on verl loads an installed npu_replay by itself; the order is the test's here.
             env = {"VERL_USE_EXTERNAL_PLUGINS": "none"}
             task = {"first": first, "cases": cases}
-            answers.update(jobs.run("on_verl.install_worker:main", task, fresh=True, env=env))
+            answers.update(jobs.run("on_verl.install_worker:main", task, env=env))
         return answers[case]
 
     return of

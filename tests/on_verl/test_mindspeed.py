@@ -34,8 +34,8 @@ def test_record_and_replay_with_a_repatch_before_and_after(product: str) -> None
 @pytest.mark.slow
 def test_the_engine_that_verl_takes_on_an_npu_records_and_replays(product: str) -> None:
     """MindspeedEngineWithLMHead, in two processes: the actor's repatches, and then another one's."""
-    if version("verl").startswith("0.7.0"):
-        pytest.skip("0.7.0's engines know no replay")
+    if version("verl").startswith(("0.7.0", "0.8")):
+        pytest.skip("0.7.0's engines know no replay, and 0.8's is between 0.7.1's and 0.9's, which run here")
     for found in processes.run_ranks(
         product, "on_verl.mindspeed_worker:engine", {"cases": CASES}, 2, timeout=280
     ):

@@ -1,4 +1,7 @@
-"""The lines of config in docs/verl-ascend.md and docs/verl-cuda.md: verl composes them, and replay is on."""
+"""The lines of config in docs/verl-ascend.md and docs/verl-cuda.md: verl composes them, and replay is on.
+
+The pages in Chinese have the same (tests/docs).
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,13 @@ from verl_configs import CONFIGS, HAS_LEGACY, engine_workers_replay, job
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"```bash\n((?:\"?\+?(?:actor_rollout_ref|ray_kwargs)\.[^\n]+\n)+)```")
 LINES = [
-    (page.parent.name, page.stem, found.group(1))
-    for page in [*DOCS.glob("verl-*.md"), *DOCS.glob("zh/verl-*.md")]
+    (page.stem, found.group(1))
+    for page in DOCS.glob("verl-*.md")
     for found in BLOCK.finditer(page.read_text(encoding="utf-8"))
 ]
-IMAGES = [
-    found
-    for page in ("verl-ascend", "zh/verl-ascend")
-    for found in re.findall(
-        r"vllm-ascend (0\.\d+)[^\n]*\n\n" + BLOCK.pattern, (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    )
-]
+IMAGES = re.findall(
+    r"vllm-ascend (0\.\d+)[^\n]*\n\n" + BLOCK.pattern, (DOCS / "verl-ascend.md").read_text(encoding="utf-8")
+)
 """Of each block of R3: the vllm-ascend that the line above it names."""
 REPLAY = "actor_rollout_ref.actor.megatron.router_replay"
 YAML = [
@@ -43,9 +42,9 @@ YAML = [
 
 
 def test_the_pages_have_such_blocks() -> None:
-    assert [page for _, page, _ in LINES].count("verl-cuda") == 5
-    assert [page for _, page, _ in LINES].count("verl-ascend") == 14, "seven in each language"
-    assert [ascend for ascend, _ in IMAGES] == ["0.18", "0.23", "0.18", "0.18"] * 2
+    assert [page for page, _ in LINES].count("verl-cuda") == 5
+    assert [page for page, _ in LINES].count("verl-ascend") == 7
+    assert [ascend for ascend, _ in IMAGES] == ["0.18", "0.23", "0.18", "0.18"]
 
 
 def typed(block: str) -> list[str]:
@@ -74,8 +73,8 @@ def config_of(block: str) -> tuple[DictConfig, bool]:
     return config, legacy
 
 
-@pytest.mark.parametrize(("folder", "page", "block"), LINES)
-def test_lines_that_a_page_gives_switch_replay_on(folder: str, page: str, block: str) -> None:
+@pytest.mark.parametrize(("page", "block"), LINES)
+def test_lines_that_a_page_gives_switch_replay_on(page: str, block: str) -> None:
     config, legacy = config_of(block)
     actor = config.actor_rollout_ref
     verl_config.check_actor(actor, legacy=legacy)
@@ -98,9 +97,7 @@ def test_lines_of_an_image_suit_its_vllm_ascend(
             verl_config.check_actor(config_of(without)[0].actor_rollout_ref, legacy=legacy)
 
 
-@pytest.mark.parametrize(
-    "page", [*DOCS.glob("verl*.md"), *DOCS.glob("zh/verl*.md")], ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", [*DOCS.glob("verl*.md")], ids=lambda page: page.stem)
 def test_variables_that_a_page_puts_into_rays_environment_are_text(page: Path) -> None:
     """Ray refuses a number, and ends the job with a TypeError."""
     from ray._private.runtime_env.validation import parse_and_validate_env_vars

@@ -129,7 +129,7 @@ def test_what_the_caller_adds_counts_last(tmp_path: Path) -> None:
 def test_the_lines_are_those_of_the_pages(tmp_path: Path) -> None:
     """For each mode, trainer and device there is a block of docs/verl-*.md with just these lines."""
     environment = python_that_shows(tmp_path)
-    pages = [{*typed(block)} for _, _, block in LINES]
+    pages = [{*typed(block)} for _, block in LINES]
     for asked in [("R2", "megatron"), ("R3", "megatron"), ("R2", "fsdp2"), ("R3", "fsdp2")]:
         done = subprocess.run(
             [sys.executable, FOLDER / "replay_lines.py", *asked, "npu"],

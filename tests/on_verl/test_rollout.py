@@ -603,7 +603,7 @@ def copied(kind: Any) -> Any:
             for second in (torch.from_numpy, np.copy)
         ),
         pytest.param(
-            [Turn([20, 21], 1, "aborted"), Turn([22, 23, 24], 2, "aborted", NO_ROUTES), Turn([25, 26], 3)],
+            [Turn([20, 21], 1, "aborted"), Turn([22, 23, 24], 2, "abort", NO_ROUTES), Turn([25, 26], 3)],
             [(1, 0, 7), (None, 7, 10), (3, 10, 12)],
             id="T28: an aborted turn without routes shifts nothing",
         ),

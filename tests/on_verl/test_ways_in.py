@@ -1,7 +1,8 @@
-"""Every way into a verl job, with a real Ray: what is changed in its workers, and how to change nothing.
+"""Every way into a verl job: what is changed in its workers, and how to change nothing.
 
-Three Rays (ways_worker.py), with a job for each way. What a Ray is started with is the raylet's environment;
-the runtime_env is the job's.
+With a real Ray (ways_worker.py): variables, which verl reads when it is imported. What a Ray is started with
+is the raylet's environment; the runtime_env is the job's, or one worker's own. `external_lib` comes later, in
+a method of the worker, and needs no Ray.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import verl
 
 import jobs
 from verl_configs import FSDP, HAS_LEGACY, NEW, OLD, engine_workers_replay
@@ -23,14 +23,14 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]
 OURS, VERLS = "compat/verl/functions.py", "verl/utils/megatron/router_replay_patch.py"
 """Files with the code behind verl's global action."""
 CHECKED = "ActorRolloutRefWorker.__init__"
-NO_PLUGINS = {"VERL_USE_EXTERNAL_PLUGINS": "none"}
-BY_NAME = {"VERL_USE_EXTERNAL_MODULES": "npu_replay"}
+NO_PLUGINS, ALL_PLUGINS = ({"VERL_USE_EXTERNAL_PLUGINS": which} for which in ("none", "auto"))
+BY_NAME, NONE_BY_NAME = ({"VERL_USE_EXTERNAL_MODULES": which} for which in ("npu_replay", ""))
 OFF = {"NPU_REPLAY_DISABLE": "1"}
 CLEAN = {"VERL_USE_EXTERNAL_MODULES": None, "NPU_REPLAY_DISABLE": None, "NPU_REPLAY_STRICT": None}
 HERE = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent)])
 RAYS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "raylet": ({**NO_PLUGINS, **BY_NAME, "PYTHONPATH": HERE}, {}),
-    "job": ({}, NO_PLUGINS),
+    "job": ({}, {**NO_PLUGINS, **BY_NAME}),
     "off": (OFF, {**NO_PLUGINS, **BY_NAME}),
 }
 """The raylet's environment, and the runtime_env."""
@@ -46,42 +46,31 @@ class Way:
     ours: bool
 
 
-R3 = {
-    "actor_rollout_ref.model.load_tokenizer": False,
-    "actor_rollout_ref.model.external_lib": "npu_replay",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 1,
-}
 WAYS = {
     "modules by the raylet": Way("raylet", {"workers": 2, "uninstall": True}, True, True),
     "modules by the raylet, off by the job": Way("raylet", {"env": OFF}, True, False),
     "a broken shim": Way(
         "raylet", {"env": {"VERL_USE_EXTERNAL_MODULES": "npu_replay,broken_shim"}}, True, True
     ),
-    "no way": Way("job", {}, False, False),
-    "modules by the job": Way("job", {"env": BY_NAME}, True, True),
-    "plug-in": Way("job", {"env": {"VERL_USE_EXTERNAL_PLUGINS": "auto"}}, True, True),
-    "external_lib, legacy": Way("job", {"external_lib": "legacy", "lines": {**R3, OLD: "R3"}}, False, True),
-    "external_lib, engine": Way("job", {"external_lib": "engine", "lines": {**R3, NEW: "R3"}}, False, True),
-    "external_lib, fsdp2": Way(
-        "job",
-        {
-            "external_lib": "engine",
-            "trainer": "ppo_trainer",
-            "lines": {**R3, FSDP: "R3", "actor_rollout_ref.actor.strategy": "fsdp2"},
-        },
-        False,
-        True,
-    ),
+    "no way": Way("raylet", {"env": NONE_BY_NAME}, False, False),
+    "plug-in": Way("raylet", {"env": {**NONE_BY_NAME, **ALL_PLUGINS}}, True, True),
+    "modules by the job": Way("job", {}, True, True),
     "modules by the job, off by the raylet": Way("off", {}, True, False),
 }
-HERE_ARE = {
-    "plug-in": "verl.plugins" in (Path(verl.__path__[0]) / "__init__.py").read_text(encoding="utf-8"),
-    "external_lib, legacy": HAS_LEGACY,
-    "external_lib, engine": engine_workers_replay(),
-    "external_lib, fsdp2": engine_workers_replay(),
+
+R3 = {
+    "actor_rollout_ref.model.load_tokenizer": False,
+    "actor_rollout_ref.model.external_lib": "npu_replay",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 1,
 }
-"""Ways that not every release has. The others are Ray's and verl's import, the same in all."""
+FSDP2 = {**R3, FSDP: "R3", "actor_rollout_ref.actor.strategy": "fsdp2"}
+EXTERNAL_LIB: dict[str, tuple[dict[str, Any], bool]] = {
+    "legacy": ({"lines": {**R3, OLD: "R3"}}, HAS_LEGACY),
+    "engine": ({"lines": {**R3, NEW: "R3"}}, engine_workers_replay()),
+    "engine, fsdp2": ({"lines": FSDP2, "trainer": "ppo_trainer"}, engine_workers_replay()),
+}
+"""A job by its workers, and whether this release has them."""
 
 
 @dataclass
@@ -95,7 +84,7 @@ class Found:
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
+def found(request: pytest.FixtureRequest) -> Callable[[str], Found]:
     """A Ray runs the jobs of all tests that were selected when the first of them asks."""
     answers: dict[str, Found] = {}
     items = [item for item in request.session.items if item.path == request.path]
@@ -104,13 +93,11 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     def of(name: str) -> Found:
         if name not in answers:
             raylet, runtime_env = RAYS[WAYS[name].ray]
-            wanted = {name, *selected} & {one for one in WAYS if HERE_ARE.get(one, True)}
-            names = [one for one in WAYS if one in wanted and WAYS[one].ray == WAYS[name].ray]
+            names = [one for one in WAYS if one in {name, *selected} and WAYS[one].ray == WAYS[name].ray]
             tasks = [WAYS[one].task for one in names]
-            model = tiny_model(tmp_path_factory.mktemp("model"))
             (driver,) = jobs.start(
                 "on_verl.ways_worker:main",
-                {"runtime_env": runtime_env, "jobs": tasks, "model": model},
+                {"runtime_env": runtime_env, "jobs": tasks},
                 fresh=True,
                 env={**CLEAN, **raylet},
                 timeout=580,
@@ -124,13 +111,6 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return of
 
 
-def tiny_model(folder: Path) -> str:
-    from transformers import Qwen3MoeConfig
-
-    Qwen3MoeConfig(num_hidden_layers=2, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(folder)
-    return str(folder)
-
-
 def check_in_place(workers: list[dict[str, Any]], ours: bool) -> None:
     for worker in workers:
         assert worker["replays"]
@@ -140,17 +120,12 @@ def check_in_place(workers: list[dict[str, Any]], ours: bool) -> None:
         assert not ours or any(CHECKED in where for where in worker["changed"])
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param(
-            name,
-            marks=[
-                pytest.mark.skipif(not HERE_ARE.get(name, True), reason="not in this release"),
-                *([] if name.startswith("external_lib") else [pytest.mark.newest]),
-            ],
-        )
-        for name in WAYS
+        pytest.param(name, marks=[] if way.ray == "raylet" else [pytest.mark.long])
+        for name, way in WAYS.items()
     ],
 )
 def test_each_way_in_reaches_every_worker_of_its_job_and_off_is_off(
@@ -159,10 +134,37 @@ def test_each_way_in_reaches_every_worker_of_its_job_and_off_is_off(
     wanted, workers = WAYS[way], found(way).workers
     assert all(worker["imported_with_verl"] == wanted.imported for worker in workers)
     check_in_place(workers, wanted.ours)
-    if way.startswith("external_lib"):  # it comes late, and is there before a step: R3 without the flag
-        for worker in workers:
-            assert worker["stopped"].startswith("ReplayError: "), worker["stopped"]
-            assert "needs the rollout's routes" in worker["stopped"]
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each worker with `external_lib` has found; one process imports verl, and they are its forks."""
+    from transformers import Qwen3MoeConfig
+
+    folder = tmp_path_factory.mktemp("model")
+    Qwen3MoeConfig(num_hidden_layers=2, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(folder)
+    tasks = {name: {"external_lib": name, **task} for name, (task, here) in EXTERNAL_LIB.items() if here}
+    given = {"jobs": tasks, "model": str(folder)}
+    found: dict[str, dict[str, Any]] = jobs.run("on_verl.ways_worker:late", given, env=CLEAN | NO_PLUGINS)
+    return found
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(name, marks=pytest.mark.skipif(not here, reason="not in this release"))
+        for name, (_, here) in EXTERNAL_LIB.items()
+    ],
+)
+def test_external_lib_comes_late_and_is_there_before_a_step(
+    late: dict[str, dict[str, Any]], way: str
+) -> None:
+    """R3 without the flag is refused by then."""
+    worker = late[way]
+    assert not worker["imported_with_verl"]
+    check_in_place([worker], True)
+    assert worker["stopped"].startswith("ReplayError: "), worker["stopped"]
+    assert "needs the rollout's routes" in worker["stopped"]
 
 
 @pytest.mark.newest

@@ -1,18 +1,23 @@
 """Jobs of Ray workers, as verl makes them: what npu_replay has changed in each.
 
-The task: the variables of ray_kwargs.ray_init.runtime_env.env_vars as `runtime_env`, the folder of a `model`,
-and `jobs`, a list of
+The task of `main`: the variables of ray_kwargs.ray_init.runtime_env.env_vars as `runtime_env`, and `jobs`, a
+list of
 
     workers         how many; one if not said
     env             variables of these workers alone
-    external_lib    run verl's own init_model with actor_rollout_ref.model.external_lib=npu_replay
+    uninstall       then undo npu_replay's changes in every worker
+
+The task of `late`, without Ray: the folder of a `model`, and by their names `jobs` that run verl's own
+init_model with actor_rollout_ref.model.external_lib=npu_replay:
+
+    external_lib    in which workers, 0.7's "legacy" ones or others
     lines           lines of that job's config
     trainer         whose config that is, by its name; if not said Megatron's
-    uninstall       then undo npu_replay's changes in every worker
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import time
@@ -46,25 +51,19 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
         count: RayResourcePool([count], use_gpu=False, max_colocate_count=1)
         for count in {job.get("workers", 1) for job in task["jobs"]}
     }
-    answers = [run(job, pools[job.get("workers", 1)], task["model"]) for job in task["jobs"]]
+    answers = [run(job, pools[job.get("workers", 1)]) for job in task["jobs"]]
     store = ray.get(ray.remote(num_cpus=0)(read).remote([ray.put(routes())]))
     ray.shutdown()
     return {"jobs": answers, "store": store}
 
 
-def run(task: dict[str, Any], pool: Any, model: str) -> tuple[list[Any], list[Any]]:
+def run(task: dict[str, Any], pool: Any) -> tuple[list[Any], list[Any]]:
     """One job's workers, until they have answered, and once more after an uninstall()."""
     import ray
     from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
     cls = RayClassWithInitArgs(ray.remote(worker_class()))
     group = RayWorkerGroup(pool, cls, device_name="cpu", worker_env=task.get("env", {}))
-    if "external_lib" in task:
-        from verl_configs import job
-
-        lines = {"actor_rollout_ref.model.path": model, **task["lines"]}
-        name = task.get("trainer", "ppo_megatron_trainer")
-        task["config"] = job(lines, trainer=name).actor_rollout_ref
     workers, after = group.execute_all_sync("found", task), []
     if task.get("uninstall"):
         import npu_replay
@@ -76,6 +75,22 @@ def run(task: dict[str, Any], pool: Any, model: str) -> tuple[list[Any], list[An
     for worker in group.workers:
         ray.kill(worker)
     return workers, after
+
+
+def late(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Workers that are started without npu_replay and have imported verl, each a fork of this process."""
+    import transformers_4
+    from verl_configs import job
+
+    transformers_4.lend()
+    for name in MODULES:
+        _imported(name)
+    for one in task["jobs"].values():
+        lines = {"actor_rollout_ref.model.path": task["model"], **one["lines"]}
+        name = one.get("trainer", "ppo_megatron_trainer")
+        one["config"] = job(lines, trainer=name).actor_rollout_ref
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        return dict(zip(task["jobs"], pool.map(found, task["jobs"].values(), chunksize=1), strict=True))
 
 
 def routes() -> Any:

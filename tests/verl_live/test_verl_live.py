@@ -36,7 +36,6 @@ ENVIRONMENT: dict[str, str | None] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
-    "RAY_worker_niceness": "0",  # Ray gives its workers 15
     "TORCHELASTIC_USE_AGENT_STORE": None,  # Ray's workers have a store of their own
 }
 
@@ -154,9 +153,12 @@ def named_vllm(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["ids", "ray"])
+@pytest.fixture(scope="module", params=[pytest.param("ids", marks=pytest.mark.long), "ray"])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Batches carry ids, or references to Ray's object store."""
+    """Batches carry ids, or references to Ray's object store, which go a longer way.
+
+    Of the shorter one each part is in tests/on_verl by itself.
+    """
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "ray":
