@@ -2,9 +2,9 @@
 
     python ci/matrix_run.py [--all] [--check] [NAME ...]     # ci/matrix.sh fetches, and calls it
 
-What a test shows is told by its mark; what the release has by itself, by a process without npu_replay
-(tests/capabilities.py). What came of it goes to docs/dev/matrix/, and docs/dev/matrix.md is made of that,
-never by hand. Exit status 1: a test failed, or with --check the page says something else.
+What a test shows is told by its mark; what the release has by itself, by a process that has not imported
+npu_replay yet (tests/megatron_snapshot.py). What came of it goes to docs/dev/matrix/, and docs/dev/matrix.md
+is made of that, never by hand. Exit status 1: a test failed, or with --check the page says something else.
 """
 
 from __future__ import annotations
@@ -96,6 +96,15 @@ def run(release: matrix.Release, cases: str) -> Outcome:
     started = time.monotonic()
     log, result = LOGS / f"{release.name}.log", LOGS / f"{release.name}.json"
     result.unlink(missing_ok=True)
+    snapshots: dict[str, Any] = {}
+    for came in ("first", "last") if release.product == "megatron" else ():
+        # Here, and not in test_report.py, whose process would start a server of its own to fork from.
+        ended = _process(release, "megatron_snapshot:with_npu_replay", {"came": came}, {})
+        snapshots[came] = ended.answer or {}
+        file = result.with_suffix(f".{came}.json")
+        file.unlink(missing_ok=True)
+        if ended.answer:
+            file.write_text(json.dumps(ended.answer), encoding="utf-8")
     select = ["tests/matrix", "--ignore", TRANSFORMERS_TESTS]
     arguments = ["-q", "-rsfE", "-p", "no:cacheprovider"]
     arguments += select if release.product == "megatron" else [TRANSFORMERS_TESTS]
@@ -104,10 +113,8 @@ def run(release: matrix.Release, cases: str) -> Outcome:
     status = ended.code or ended.answer
     log.write_text(ended.output, encoding="utf-8")
     found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
-    # Where it fails its tests fail too, and say why.
-    asked = {"product": release.product}
-    native = _process(release, "capabilities:natives", asked, {"NPU_REPLAY_DISABLE": "1"}).answer
-    native = native or dict.fromkeys(CAPABILITIES[release.product], False)
+    # Where it failed its tests fail too, and say why. Of transformers nothing is native.
+    native = snapshots.get("last", {}).get("native") or dict.fromkeys(CAPABILITIES[release.product], False)
     shown, problems = judge(release.product, found, native, "all" if cases == "all" else "a choice")
     if found and found.get(release.package) != release.version:
         problems = [f"what ran was {release.package} {found.get(release.package)}"]
@@ -174,8 +181,7 @@ def run_all(releases: Sequence[matrix.Release], every_case: bool) -> Iterator[Ou
     """Run them side by side, one process a core, and say on stderr how it goes; each as it is done."""
     hands = {release.name: str(hand) for hand, release in enumerate(matrix.read().releases)}
     LOGS.mkdir(parents=True, exist_ok=True)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(cores) as pool:
+    with ThreadPoolExecutor(_cores()) as pool:
         jobs = [pool.submit(run, one, "all" if every_case else hands[one.name]) for one in releases]
         for done, job in enumerate(as_completed(jobs), 1):
             outcome = job.result()

@@ -2,7 +2,7 @@
 
 For a process of tests/jobs.py: npu_replay is imported before Megatron or after it. The answer has a snapshot
 a stage, `untouched` (where it came last), `installed`, `uninstalled`; what a second install and an uninstall
-left different; and the report.
+left different; and the report. Where it came last it says also what the release has by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
+
+import capabilities
 
 MODULES = (
     "megatron.core.parallel_state",
@@ -119,6 +121,7 @@ def with_npu_replay(task: Mapping[str, Any]) -> dict[str, Any]:
         import_megatron()
         before = objects()
         answer["untouched"] = described(before)
+        answer["native"] = capabilities.natives({"product": "megatron"})
     import npu_replay
     from npu_replay.compat.patching.install import install
 

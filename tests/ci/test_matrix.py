@@ -129,13 +129,20 @@ def test_hands_that_follow_each_other_hold_every_pair_once(start: int) -> None:
     assert sorted(pairs) == sorted(itertools.product(FIRST, SECOND))
 
 
-def test_every_hand_shows_recompute_and_every_order_and_three_hands_every_variant() -> None:
-    every = hands(3 * len(SECOND))
+def test_every_hand_has_several_recomputes_and_orders_and_five_hands_every_variant() -> None:
+    every = hands(SHARES * len(SECOND))
     for number, hand in enumerate(every):
-        assert len({case[1] for case in hand}) == len(hand), "one has no recompute at most"
-        assert {case[2] for case in hand} == set(THIRD)
-        three = itertools.chain(*every[number : number + SHARES])
-        assert {case[0] for case in three} == set(FIRST) or number + SHARES > len(every)
+        assert len({case[1] for case in hand}) == len({case[2] for case in hand}) == len(hand) == 3
+        following = itertools.chain(*every[number : number + SHARES])
+        assert {case[0] for case in following} == set(FIRST) or number + SHARES > len(every)
+
+
+def test_a_short_axis_has_one_value_in_each_hand() -> None:
+    assert [dealt("abc", "xy", [None], str(hand)) for hand in range(3)] == [
+        [("a", "x", None)],
+        [("b", "x", None)],
+        [("c", "x", None)],
+    ]
 
 
 def test_the_releases_together_hold_every_value_and_no_case_twice(matrix: Any) -> None:
@@ -205,8 +212,8 @@ def test_another_release_than_was_asked_for_is_a_problem_and_so_is_none(
     def start(target: str, task: dict[str, Any], **given: Any) -> Any:
         (folder,) = given["path"]
         assert str(folder).endswith("megatron/0.15.3")
-        if target == "capabilities:natives":
-            return [jobs.Ended("", 0, dict.fromkeys(rows, False), "")]
+        if target == "megatron_snapshot:with_npu_replay":
+            return [jobs.Ended("", 0, {"native": dict.fromkeys(rows, False)}, "")]
         if ran_on is not None:
             found = {"megatron-core": ran_on, "capabilities": dict.fromkeys(rows, ran(passed=1))}
             Path(given["env"]["NPU_REPLAY_MATRIX_RESULT"]).write_text(json.dumps(found))

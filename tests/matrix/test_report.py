@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,13 @@ SERVED = "module None"
 
 @functools.cache
 def snapshot(came: str) -> dict[str, Any]:
-    """What a process found in which npu_replay was imported first, before Megatron, or last."""
+    """What a process found in which npu_replay was imported first, before Megatron, or last.
+
+    ci/matrix_run.py has one server for all processes of all releases, and lays down what they found.
+    """
+    made = Path(os.environ.get("NPU_REPLAY_MATRIX_RESULT", "none")).with_suffix(f".{came}.json")
+    if made.exists():
+        return json.loads(made.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
     found: dict[str, Any] = jobs.run(
         "megatron_snapshot:with_npu_replay", {"came": came}, env={"NPU_REPLAY_DISABLE": "0"}
     )

@@ -14,6 +14,7 @@ import torch
 
 import npu_replay
 import transformers_cases as cases
+from dealt_cases import HAND
 from megatron_cases import random_routes
 from npu_replay.routers import find
 from transformers_cases import build, foreign, same, train
@@ -49,6 +50,13 @@ BLOCKS = (
     "minimax",
 )
 """Those that choose inside their block in 4; all of them make a mask of the ids by `one_hot`."""
+IN_TURN = [
+    (family, way)
+    for number, family in enumerate(BLOCKS)
+    for turn, way in enumerate(CHECKPOINTS)
+    if HAND == "all" or (number + int(HAND) - turn) % len(CHECKPOINTS) == 0
+]
+"""Each family with each way to checkpoint, or with the one whose turn it is on this release."""
 
 
 @contextlib.contextmanager
@@ -66,8 +74,7 @@ def _masked() -> Iterator[list[torch.Tensor]]:
 
 
 @pytest.mark.capability("families")
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("family", BLOCKS)
+@pytest.mark.parametrize(("family", "checkpoint"), IN_TURN)
 def test_the_experts_get_the_routes_in_forward_and_recompute(
     table: Any, family: str, checkpoint: str
 ) -> None:

@@ -13,6 +13,7 @@ GROUPS, TOP_GROUPS = 4, 2
 BLOCK = 16
 """Tokens in a block of the KV cache."""
 
+AS_RELEASED, WITH_PLUGIN = "as released", "with the plug-in"
 REGISTERED = "registered schemes"
 """What a release has of them stands in the results under this name, beside the cases."""
 

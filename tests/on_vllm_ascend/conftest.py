@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from on_vllm_ascend.cases import AS_RELEASED, WITH_PLUGIN, Case
+
 HERE = Path(__file__).parent
 LIMIT = 1500
 """Seconds for all cases of a start."""
@@ -41,21 +43,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def told(request: pytest.FixtureRequest) -> Callable[[bool, str], Told]:
-    """What the rig told of all cases of this session, with or without the plug-in, on a kind of device."""
-    cases = {
-        item.callspec.params["path"].case
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and "path" in getattr(item, "callspec", _Without).params
-    }
-    found: dict[tuple[bool, str], Told] = {}
+def told(request: pytest.FixtureRequest) -> Callable[[str, str], Told]:
+    """What the rig told of all cases of this session, AS_RELEASED or WITH_PLUGIN, on a kind of device."""
+    wanted: dict[str, dict[str, dict[str, Case]]] = {}
+    for item in request.session.items:
+        path = getattr(item, "callspec", _Without).params.get("path")
+        if path is not None:
+            kind = AS_RELEASED if item.path.stem == "test_as_released" else WITH_PLUGIN
+            wanted.setdefault(path.case.device, {}).setdefault(kind, {})[path.case.name] = path.case
+    found: dict[str, dict[str, Told]] = {}
 
-    def of(plugin: bool, device: str) -> Told:
-        if (plugin, device) not in found:
-            asked = sorted((case for case in cases if case.device == device), key=lambda case: case.name)
-            found[plugin, device] = run_rig([case.as_json() for case in asked], plugin, device)
-            keep(plugin, found[plugin, device])
-        return found[plugin, device]
+    def of(kind: str, device: str) -> Told:
+        if device not in found:
+            found[device] = run_rig(wanted[device], device)
+            keep(found[device])
+        return found[device][kind]
 
     return of
 
@@ -64,18 +66,21 @@ class _Without:
     params: dict[str, Any] = {}  # noqa: RUF012
 
 
-def run_rig(cases: list[dict[str, Any]], plugin: bool, device: str) -> Told:
+def run_rig(wanted: dict[str, dict[str, Case]], device: str) -> dict[str, Told]:
+    """The answers of one start, by kind and by case."""
+    cases = {kind: [by[name].as_json() for name in sorted(by)] for kind, by in wanted.items()}
     with tempfile.TemporaryDirectory() as folder:
-        asked, answer = Path(folder, "cases.json"), Path(folder, "results.json")
+        asked = Path(folder, "cases.json")
         asked.write_text(json.dumps(cases))
-        command = [sys.executable, "-m", "on_vllm_ascend.rig", str(asked), str(answer), "--device", device]
+        command = [sys.executable, "-m", "on_vllm_ascend.rig", str(asked), folder, "--device", device]
         done = subprocess.run(
-            [*command, *(["--plugin"] if plugin else [])],
+            command,
             env=os.environ
             | {
                 "PYTHONPATH": f"{HERE.parent}:{os.environ['PYTHONPATH']}",
                 "VLLM_VERSION": version("vllm"),  # unpacked, vLLM calls itself a dev build
-                **SETTINGS,
+                "VLLM_LOGGING_LEVEL": "ERROR",
+                "OMP_NUM_THREADS": "1",
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -84,9 +89,11 @@ def run_rig(cases: list[dict[str, Any]], plugin: bool, device: str) -> Told:
             timeout=LIMIT,
         )
         print(done.stdout)
-        if done.returncode or not answer.exists():
-            return Broken(done.stdout[-4000:])
-        return dict(json.loads(answer.read_text()))
+        files = {kind: Path(folder, kind) for kind in cases}
+        return {
+            kind: json.loads(file.read_text()) if file.exists() else Broken(done.stdout[-4000:])
+            for kind, file in files.items()
+        }
 
 
 class Broken(dict[str, Any]):
@@ -100,15 +107,13 @@ class Broken(dict[str, Any]):
         self.said = said
 
 
-SETTINGS = {"VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
-
-
-def keep(plugin: bool, told: Told) -> None:
+def keep(told: dict[str, Told]) -> None:
     """Write it into the folder that NPU_REPLAY_VLLM_ASCEND_RESULTS names, a file a release."""
     place = os.environ.get("NPU_REPLAY_VLLM_ASCEND_RESULTS")
     if place:
         path = Path(place, f"{release()}.json")
         kept = json.loads(path.read_text()) if path.exists() else {}
-        kept.setdefault("with the plug-in" if plugin else "as released", {}).update(told)
+        for kind, found in told.items():
+            kept.setdefault(kind, {}).update(found)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(kept, indent=1, sort_keys=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,11 +42,11 @@ class Path:
     quick: bool = True
 
 
-def marked(found: list[Path], release: str) -> list[Any]:
-    """Those that a release has, for pytest; what --quick leaves out is slow."""
-    marks = {True: (), False: (pytest.mark.slow,)}
+def marked(found: list[Path], release: str, quick: Collection[str] | None = None) -> list[Any]:
+    """Those that a release has, for pytest; what --quick leaves out is slow. `quick` names the others."""
+    kept = {path.case.name for path in found if path.quick} if quick is None else quick
     return [
-        pytest.param(path, id=path.case.name, marks=marks[path.quick])
+        pytest.param(path, id=path.case.name, marks=() if path.case.name in kept else pytest.mark.slow)
         for path in found
         if release in path.as_released
     ]

@@ -1,13 +1,16 @@
 """Runs cases on the real vllm-ascend and its real vLLM that are on the path:
 
-    python -m on_vllm_ascend.rig CASES.json RESULTS.json [--plugin] [--device A3]
+    python -m on_vllm_ascend.rig CASES.json RESULTS.json [--device A3]
 
-It imports both once (some 15 seconds), then forks the ranks of each case: each is a new worker.
+CASES.json has a list for the release as it is and one for it with the plug-in. A process of each, forked from
+one that has imported what comes before plug-ins, imports the rest and forks the ranks of its cases: each is a
+new worker.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -20,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from on_vllm_ascend import npu_stand_in
-from on_vllm_ascend.cases import REGISTERED, Case
+from on_vllm_ascend.cases import REGISTERED, WITH_PLUGIN, Case
 
 LIMIT = 40
 """Seconds for a case."""
@@ -29,9 +32,13 @@ AFTER_ERROR = 3
 FORK = multiprocessing.get_context("fork")
 
 
-def import_engine(plugin: bool, device: str) -> None:
+def import_first() -> None:
+    """What a worker has imported before it loads plug-ins: of vLLM no model, of vllm-ascend no patch."""
+    import vllm.engine.arg_utils  # noqa: F401
+
+
+def import_engine(plugin: bool) -> None:
     """In a worker's order: general plug-ins, the platform's patches, the runner."""
-    npu_stand_in.stand_in(device)
     if plugin:
         os.environ["NPU_REPLAY_VLLM_ASCEND"] = "1"
         load_plugin()
@@ -118,22 +125,35 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def main() -> None:
-    said = argparse.ArgumentParser()
-    said.add_argument("cases", type=Path)
-    said.add_argument("results", type=Path)
-    said.add_argument("--plugin", action="store_true")
-    said.add_argument("--device", default="A3")
-    asked = said.parse_args()
+def run_all(kind: str, cases: list[dict[str, Any]], results: Path) -> None:
+    """In a process of its own: all cases of a kind, into a file of its name."""
     started = time.monotonic()
-    import_engine(asked.plugin, asked.device)
-    print(f"imported in {time.monotonic() - started:.0f} s", flush=True)
+    import_engine(kind == WITH_PLUGIN)
+    gc.freeze()  # what a collection looks at is copied in every rank
+    print(f"{kind}: imported in {time.monotonic() - started:.0f} s", flush=True)
     found: dict[str, Any] = {REGISTERED: registered()}
-    for one in map(Case.from_json, json.loads(asked.cases.read_text())):
+    for one in map(Case.from_json, cases):
         print("==", one.name, flush=True)
         found[one.name] = run(one)
         print(found[one.name], flush=True)
-        asked.results.write_text(json.dumps(found, indent=1))
+    (results / kind).write_text(json.dumps(found, indent=1))
+
+
+def main() -> None:
+    said = argparse.ArgumentParser()
+    said.add_argument("cases", type=Path)
+    said.add_argument("results", type=Path, help="a folder")
+    said.add_argument("--device", default="A3")
+    asked = said.parse_args()
+    started = time.monotonic()
+    npu_stand_in.stand_in(asked.device)
+    import_first()
+    gc.freeze()
+    print(f"imported in {time.monotonic() - started:.0f} s", flush=True)
+    for kind, cases in json.loads(asked.cases.read_text()).items():
+        process = FORK.Process(target=run_all, args=(kind, cases, asked.results))
+        process.start()
+        process.join()
 
 
 if __name__ == "__main__":

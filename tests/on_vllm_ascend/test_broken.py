@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from on_vllm_ascend.cases import Case
+from on_vllm_ascend.cases import WITH_PLUGIN, Case
 from on_vllm_ascend.conftest import Told, release
 from on_vllm_ascend.paths import Path, marked
 
@@ -39,8 +39,8 @@ def paths() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", marked(paths(), release()))
-def test_the_self_check_finds_it(path: Path, told: Callable[[bool, str], Told]) -> None:
-    found = told(True, path.case.device)[path.case.name]
+def test_the_self_check_finds_it(path: Path, told: Callable[[str, str], Told]) -> None:
+    found = told(WITH_PLUGIN, path.case.device)[path.case.name]
     assert "right" not in found or found["right"] == 0, found
     assert any(str(path.as_released[release()]) in error for error in found["errors"]), found
 
@@ -50,10 +50,10 @@ STALE = Case(comm="MC2", tp=2, steps=((13,), (5,)), broken="rows_of_earlier_step
 
 @pytest.mark.parametrize("path", [Path(STALE, {release(): 0})], ids=[STALE.name])
 def test_without_the_clear_rows_are_mixed_with_an_earlier_step_s(
-    path: Path, told: Callable[[bool, str], Told]
+    path: Path, told: Callable[[str, str], Told]
 ) -> None:
     """Nobody looks any more once the first steps are checked: the clear alone keeps them apart."""
-    found = told(True, path.case.device)[path.case.name]
+    found = told(WITH_PLUGIN, path.case.device)[path.case.name]
     assert "errors" not in found, found
     assert found["earlier"] + found["other"] > 0, found
     assert found["zeros"] == 0, found
@@ -65,8 +65,8 @@ ORDER = Case(tp=2, steps=((3,),) * 18, broken="the_second_ranks_order_is_another
 
 @pytest.mark.parametrize("path", [Path(ORDER, {release(): 0})], ids=[ORDER.name])
 def test_ranks_that_order_experts_otherwise_are_no_alarm(
-    path: Path, told: Callable[[bool, str], Told]
+    path: Path, told: Callable[[str, str], Told]
 ) -> None:
-    found = told(True, path.case.device)[path.case.name]
+    found = told(WITH_PLUGIN, path.case.device)[path.case.name]
     assert "errors" not in found, found
     assert found["right"] == found["of"] == 18 * 3 * 3

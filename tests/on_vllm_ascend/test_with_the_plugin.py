@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from on_vllm_ascend.cases import TOP_K
+from on_vllm_ascend.cases import TOP_K, WITH_PLUGIN
 from on_vllm_ascend.conftest import Told, release
 from on_vllm_ascend.paths import NEW, Path, marked, paths
 
 
 @pytest.mark.parametrize("path", marked(paths(), release()))
-def test_every_row_is_right(path: Path, told: Callable[[bool, str], Told]) -> None:
-    found = told(True, path.case.device)[path.case.name]
+def test_every_row_is_right(path: Path, told: Callable[[str, str], Told]) -> None:
+    found = told(WITH_PLUGIN, path.case.device)[path.case.name]
     assert "errors" not in found, found
     assert found["right"] == found["of"] > 0, found
     assert found["decoded"] == found["of"], found
