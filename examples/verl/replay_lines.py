@@ -53,6 +53,8 @@ def lines(mode: str, trainer: str, device: str) -> list[str]:
         given += [f"{ACTOR}.megatron.router_replay.mode={mode}"]
     if mode == "R2":
         return given
+    if device == "npu" and (0, 0) < release("vllm") < (0, 18):
+        sys.exit("replay_lines.py: vllm-ascend captures no routes before 0.18. Take R2.")
     given.append(f"{ROLLOUT}.enable_rollout_routing_replay=True")
     if release("vllm") < (0, 22):  # older ones hand out another step's rows under asynchronous scheduling
         given.append(f"+{ROLLOUT}.engine_kwargs.vllm.no_async_scheduling=True")
