@@ -106,13 +106,25 @@ def test_ids_written_in_place_are_refused_in_every_size_and_mode(
             model(tokens(seed, rows))
 
 
+def flipped(router: ToyRouter, scores: Scores) -> Pair:
+    """Written in place: the output shows the same experts, each with another's weight."""
+    values, ids = plain(router, scores)
+    return values, ids.copy_(ids.flip(1))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_experts_that_change_their_weights_in_one_micro_batch_are_refused(mode: Any) -> None:
+    model = ToyModel(ToyRouter(), ToyRouter(select=Sometimes(flipped, 3)))
+    refused = pytest.raises(NoEffect, match=r"micro-batch 3, layer 1 .*were written into")
+    with refused, mode(), npu_replay.replay(model, foreign(5)):
+        for seed in range(5):
+            model(tokens(seed))
+
+
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
 def test_experts_that_change_their_weights_in_a_recompute_alone_are_refused(how: str) -> None:
-    """Written in place: the output shows the same experts, each with another's weight."""
-
     def flips(router: ToyRouter, scores: Scores) -> Pair:
-        values, ids = plain(router, scores)
-        return values, ids.copy_(ids.flip(1)) if backward.in_backward() else ids
+        return (flipped if backward.in_backward() else plain)(router, scores)
 
     model = ToyModel(ToyRouter(), ToyRouter(select=flips), recompute=how)
     refused = pytest.raises(RecomputeError, match="micro-batch 0, layer 1")
