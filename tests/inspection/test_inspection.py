@@ -328,9 +328,8 @@ def test_an_answer_of_sglang(desk: Desk) -> None:
     assert found.unchecked == []
 
 
-@BY_NAME
-def test_a_broken_answer_of_sglang(desk: Desk, fault: Callable[[Any], None]) -> None:
-    fault(desk.rows)
+def test_a_broken_answer_of_sglang(desk: Desk) -> None:
+    shifted(desk.rows)
     found = desk.look([desk.sglang], version="0.5.12", prompt_ids=desk.ids["prompt_ids"])
     assert found.bad[0].problem.startswith("SGLang 0.5.12, request a1")
     assert "Usual cause" in found.bad[0].problem

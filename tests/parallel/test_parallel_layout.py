@@ -134,6 +134,8 @@ def test_layers_of_real_models() -> None:
     here = ParallelLayout(pp=2, pp_rank=1, vp=2, decoder=interleaved)
     assert here.chunk_layers == ((2, 3), (6, 7))
     assert (here.layers, here.moe_layers) == ((2, 3, 6, 7), (2, 6))
+    counted = DecoderLayers(7, loss_counts=True)  # the loss is in the last virtual stage of the last rank
+    assert [counted.stage(2, 2, 1, stage) for stage in range(2)] == [(2, 3), (6,)]
     dense = DecoderLayers(4, moe_layer_freq=[0, 0, 1, 1])
     stages = [ParallelLayout(pp=2, pp_rank=rank, decoder=dense).moe_layers for rank in range(2)]
     assert stages == [(), (2, 3)], "none on a stage of dense layers"

@@ -106,16 +106,10 @@ def test_sglang_behind_dynamo_sends_its_own_form() -> None:
 WRONG = {
     "another start": (envelope(20), r"begin at another token.*start=0.*start 20"),
     "no shape": (envelope(shape=None), r"unknown form.*shape None"),
-    "two axes": (envelope(shape=[RUN, 8]), r"unknown form.*shape \["),
-    "negative": (envelope(shape=[-1, 2, 3]), r"unknown form"),
     "of bool": (envelope(shape=[True, 2, 3]), r"unknown form"),
     "huge": (envelope(shape=[1 << 40, 4, 2]), r"more than the sequence"),
     "float": (envelope() | {"dtype": "float32"}, r"unknown form.*dtype float32"),
     "cut": (envelope(data=envelope()["data"][:-8]), r"cut short or lengthened"),
-    "longer": (
-        envelope(data=base64.b64encode(ROWS.astype("u2").tobytes() + b"\0" * 2).decode()),
-        r"cut short",
-    ),
     "an odd byte": (
         envelope(data=base64.b64encode(ROWS.astype("u2").tobytes() + b"\0").decode()),
         r"cut short",
@@ -124,9 +118,7 @@ WRONG = {
     "not base64": (envelope(data="§" * 8), r"base64"),
     "not integers": (envelope(data=[0.5] * ROWS.size), r"unknown form"),
     "numbers missing": (envelope(data=ROWS.flatten().tolist()[1:]), r"cut short"),
-    "nothing": (envelope(data=None), r"unknown form"),
     "unnamed keys": ({"bytes": "AA=="}, r"expert ids"),
-    "a number": (7, r"expert ids"),
 }
 
 

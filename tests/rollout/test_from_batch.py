@@ -10,7 +10,6 @@ from npu_replay import RoutedExperts, RoutedModel
 from npu_replay.compat.verl.tensors import MicroBatch
 from npu_replay.errors import InvalidRoutes
 from npu_replay.rollout.admit import from_batch
-from npu_replay.routes import checks
 
 MODEL = RoutedModel(layers=tuple(range(32)), num_layers=32, num_experts=8, topk=2)
 TOKENS = 96
@@ -39,17 +38,6 @@ def test_a_trainers_own_routers_may_choose_so() -> None:
     routes = from_batch(rows_with_a_constant_layer(), MODEL, zeros_are_none=True, from_engine=False)
     assert routes.recorded.all()
     assert len(RoutedExperts.from_bytes(routes.to_bytes())) == TOKENS, "a file of the record is read again"
-
-
-def test_a_dead_router_beside_live_ones_is_let_in(caplog: pytest.LogCaptureFixture) -> None:
-    checks._warn_of_dead_routers.cache_clear()
-    rows = rows_with_a_constant_layer()
-    rows[:, 5] = torch.tensor([3, 6])
-    for _ in range(2):
-        assert from_batch(rows, MODEL, zeros_are_none=True).only([5]).recorded.all()
-    assert [record.getMessage()[:50] for record in caplog.records] == [
-        "[npu_replay] layer 5 sends all tokens to the same "
-    ]
 
 
 def test_experts_in_the_column_of_a_dense_layer_are_refused() -> None:

@@ -47,12 +47,9 @@ def read_by_argparse(words: list[str]) -> dict[str, Any]:
 
 def test_a_server_reads_what_was_planned() -> None:
     assert read_by_argparse(EngineArguments(PLAN).command_line()) == PLAN
-
-
-def test_the_order_and_the_words_are_plain() -> None:
-    words = EngineArguments({"tp_size": 8, "enable_return_routed_experts": True}).command_line()
-    assert words == ["--tp-size", "8", "--enable-return-routed-experts"]
-    assert EngineArguments({}).command_line() == []
+    mapping = MappingProxyType({"max_bytes": 1 << 40})
+    words = EngineArguments({"tp_size": 8, "empty": [], "aux_output_config": mapping}).command_line()
+    assert words == ["--tp-size", "8", "--aux-output-config", '{"max_bytes": 1099511627776}']
 
 
 def test_what_is_off_is_left_out_where_a_server_knows_no_negation() -> None:
@@ -60,15 +57,6 @@ def test_what_is_off_is_left_out_where_a_server_knows_no_negation() -> None:
     plan = {"disable_radix_cache": False, "enable_return_routed_experts": True}
     assert EngineArguments(plan, negates=False).command_line() == ["--enable-return-routed-experts"]
     assert EngineArguments(plan).command_line()[0] == "--no-disable-radix-cache"
-
-
-def test_an_empty_list_is_no_option() -> None:
-    assert EngineArguments({"served_model_name": [], "model": "m"}).command_line() == ["--model", "m"]
-
-
-def test_a_mapping_of_any_kind_becomes_json() -> None:
-    words = EngineArguments({"aux_output_config": MappingProxyType({"max_bytes": 1 << 40})}).command_line()
-    assert words == ["--aux-output-config", '{"max_bytes": 1099511627776}']
 
 
 @pytest.mark.parametrize(

@@ -426,20 +426,15 @@ def test_t32_wrong_rows_name_the_release_that_makes_them(
         from_vllm(output, model, version=version, vllm_ascend=vllm_ascend)
 
 
-@pytest.mark.parametrize(
-    ("version", "vllm_ascend", "cause", "others"),
-    [
-        ("0.20.2+cpu", None, "on a CPU", ("NVIDIA", "Ascend")),
-        ("0.20.2", "0.20.2rc1", "vllm-ascend 0.20.2rc1 captures no quantized experts", ("NVIDIA", "CPU")),
-    ],
-)
-def test_on_a_cpu_zeros_are_its_kernels_and_on_ascend_they_arent(
-    version: str, vllm_ascend: str | None, cause: str, others: tuple[str, ...]
-) -> None:
-    with pytest.raises(InvalidRoutes) as caught:
-        from_vllm(broken("0.20.2", QWEN, zero), QWEN, version=version, vllm_ascend=vllm_ascend)
-    assert caught.value.cause.startswith(cause)
-    assert not any(other in caught.value.cause for other in others)
+def test_on_a_cpu_zeros_are_its_kernels_and_on_ascend_they_arent() -> None:
+    ascend = "vllm-ascend 0.20.2rc1 captures no quantized experts"
+    for version, vllm_ascend, cause in (("0.20.2+cpu", None, "on a CPU"), ("0.20.2", "0.20.2rc1", ascend)):
+        with pytest.raises(InvalidRoutes) as caught:
+            from_vllm(broken("0.20.2", QWEN, zero), QWEN, version=version, vllm_ascend=vllm_ascend)
+        assert caught.value.cause.startswith(cause)
+        assert not any(
+            other in caught.value.cause for other in ("NVIDIA", "Ascend" if "cpu" in version else "CPU")
+        )
 
 
 def test_t32_zeros_where_nothing_is_captured_are_refused_even_with_one_expert_a_token() -> None:
