@@ -542,13 +542,6 @@ def test_beam_search_has_an_error_of_its_own() -> None:
         from_vllm(beams, QWEN)
 
 
-@pytest.mark.parametrize("word", [np.ones(2), 7, {}])
-def test_reasons_and_names_that_are_no_words_are_passed_over(word: Any) -> None:
-    sent = answer("0.33.0", QWEN, one := sampled(QWEN))
-    sent["id"] = sent["choices"][0]["finish_reason"] = sent["choices"][0]["stop_reason"] = word
-    assert only(from_vllm(sent, QWEN)) == expected(QWEN, one)
-
-
 def test_decoding_takes_little_more_than_twice_the_ids() -> None:
     """Once decoded from base64, once as RoutedExperts; the checks need next to nothing beside it."""
     answer, model = bench_decode.sample().answer, bench_decode.MODEL
