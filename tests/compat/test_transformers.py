@@ -1,9 +1,11 @@
-"""Real transformers models, small and random: recording changes nothing, replay repeats it all."""
+"""Real transformers models, small and random: recording changes nothing, replay repeats it all.
+
+What is the session's, whatever the model (copies, inference mode, selective checkpoints), is in
+tests/sessions; each family with each checkpoint, on every release of transformers, in tests/matrix.
+"""
 
 from __future__ import annotations
 
-import copy
-import functools
 import importlib
 import inspect
 import sys
@@ -16,13 +18,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import npu_replay
 import tiny_vision
 from npu_replay import RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError, NoEffect, RouterError
-from npu_replay.sessions.hooks import Hook
 from transformers_cases import (
     EXPERTS,
     FAMILIES,
@@ -81,10 +81,10 @@ class Shown:
         )
 
 
-# The promise, for each family with and without activation recompute
+# The promise
 
 
-def check_repeated(model: nn.Module, run: Callable[[nn.Module], Any] = train) -> list[RoutedExperts]:
+def check_repeated(model: nn.Module, run: Callable[[nn.Module], Any] = train) -> None:
     """A record changes nothing, and its replay repeats it."""
     untouched = run(model)
     with npu_replay.record(model) as recording:
@@ -93,16 +93,6 @@ def check_repeated(model: nn.Module, run: Callable[[nn.Module], Any] = train) ->
         replayed = run(model)
     assert same(untouched, recorded)
     assert same(recorded, replayed)
-    return recording.routes
-
-
-@pytest.mark.choice
-@pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_record_changes_nothing_and_its_replay_repeats_it(family: str, recompute: str | None) -> None:
-    routes = check_repeated(build(family, recompute))
-    assert [len(one) for one in routes] == [10, 12]
-    assert {one.layers for one in routes} == {FAMILIES[family][2]}
 
 
 @pytest.mark.choice
@@ -114,6 +104,8 @@ def test_the_routers_follow_the_routes_after_their_weights_changed(
     model = build(family, recompute)
     with npu_replay.record(model) as recording:
         train(model)
+    assert [len(one) for one in recording.routes] == [10, 12]
+    assert {one.layers for one in recording.routes} == {FAMILIES[family][2]}
     perturb(model)
     with Shown(model) as shown:
         train(model)
@@ -143,11 +135,6 @@ def test_foreign_routes_give_the_same_gradients_with_recompute_as_without(
         found = train(recomputing, order, 3)
     assert same(wanted, found)
     assert not same(wanted, train(plain, order, 3))
-
-
-@pytest.mark.parametrize("recompute", ["non-reentrant", "reentrant"])
-def test_a_record_whose_backward_runs_in_another_thread_changes_nothing(recompute: str) -> None:
-    check_repeated(build("qwen3_moe", recompute), functools.partial(train, order="another thread"))
 
 
 # Weights and groups
@@ -235,21 +222,6 @@ def test_every_implementation_of_the_experts_is_replayed_s1(experts: str) -> Non
     check_recorded_and_replayed(model)
 
 
-def test_routes_recorded_under_inference_mode_are_replayed_in_training_s2() -> None:
-    model = build("qwen3_moe", "non-reentrant")
-    with torch.inference_mode():
-        with npu_replay.record(model) as recording:
-            for batch in batches():
-                model(input_ids=batch, use_cache=False)
-        cut = [RoutedExperts.concat([one.take(range(len(one)))]) for one in recording.routes]
-    with npu_replay.record(model) as again:
-        recorded = train(model)
-    with npu_replay.replay(model, cut):
-        replayed = train(model)
-    assert recording.routes == again.routes
-    assert same(recorded, replayed)
-
-
 def test_the_routes_of_generate_are_those_of_one_pass_over_the_text() -> None:
     """One micro-batch a forward."""
     model = build("qwen3_moe").eval()
@@ -280,13 +252,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize(
-    "what",
-    [
-        *("wrapped model", "layers", "router"),
-        *(pytest.param(one, marks=pytest.mark.long) for one in ("model", "router's forward")),
-    ],
-)
+@pytest.mark.parametrize("what", ["wrapped model", "layers", "router"])
 def test_a_compiled_module_is_replayed_and_its_graphs_stay_as_they_are_s1(what: str) -> None:
     graphs: list[Any] = []
 
@@ -296,18 +262,11 @@ def test_a_compiled_module_is_replayed_and_its_graphs_stay_as_they_are_s1(what: 
 
     model = build("qwen3_moe", num_hidden_layers=1)
     called: Any = model
-    if what == "model":
-        model.compile(backend=backend)
-    elif what == "wrapped model":
+    if what == "wrapped model":
         called = torch.compile(model, backend=backend)
-    elif what == "layers":
-        for layer in model.model.layers:
-            layer.compile(backend=backend)
-    elif what == "router":
-        model.model.layers[0].mlp.gate.compile(backend=backend)
     else:
-        router = model.model.layers[0].mlp.gate
-        router.forward = torch.compile(router.forward, backend=backend)
+        layer = model.model.layers[0]
+        (layer if what == "layers" else layer.mlp.gate).compile(backend=backend)
     untouched = train(called, count=1)
     before = len(graphs)
     with npu_replay.record(called) as recording:
@@ -324,52 +283,6 @@ def test_a_compiled_module_is_replayed_and_its_graphs_stay_as_they_are_s1(what: 
     with npu_replay.replay(called, recording.routes), Shown(model) as shown:
         train(called, count=1)
     assert shown.follow(recording.routes)
-
-
-# Copies
-
-
-def test_a_copy_made_inside_a_block_records_nothing_and_can_have_a_block_of_its_own_s3() -> None:
-    model = build("qwen3_moe")
-    with npu_replay.record(model) as recording:
-        train(model)
-        twin = copy.deepcopy(model)
-        train(twin)
-        train(twin)
-    assert len(recording.routes) == 2
-    left = [h for m in twin.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
-    assert not any(isinstance(hook, Hook) for hook in left)
-    perturb(twin)
-    with npu_replay.replay(twin, recording.routes), Shown(twin) as shown:
-        train(twin)
-    assert shown.follow(recording.routes)
-
-
-# Selective checkpoints
-
-COUNTED = ["scatter", "zeros_like", "unbind", "gather", "topk", "any"]
-
-
-@pytest.mark.parametrize("operation", COUNTED)
-def test_a_selective_checkpoint_that_keeps_an_operation_of_ours_is_not_shifted(operation: str) -> None:
-    def policy(ctx: Any, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
-        keep = op.name().split("::")[1].split(".")[0] == operation
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    found = []
-    for selective in (False, True):
-        model = build("qwen3_moe")
-        for layer in model.model.layers if selective else ():
-            layer.forward = functools.partial(
-                checkpoint,
-                layer.forward,
-                use_reentrant=False,
-                context_fn=functools.partial(create_selective_checkpoint_contexts, policy),
-            )
-        with npu_replay.replay(model, foreign(model)), Shown(model) as shown:
-            found.append(train(model))
-        assert shown.follow(foreign(model))
-    assert same(*found)
 
 
 # Routes of another micro-batch, or in Megatron's rows

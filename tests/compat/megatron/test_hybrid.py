@@ -218,15 +218,6 @@ def test_some_virtual_stages_in_the_place_of_all_are_refused(stage: Callable[...
         find(chunks[:1])
 
 
-def test_a_rank_of_virtual_stages_takes_the_part_of_all_its_chunks(stage: Callable[..., list[Any]]) -> None:
-    chunks = stage("ME|M*|E-|ME", 2, 0, 2)
-    ids = torch.arange(4).view(1, 2, 2).expand(TOKENS, 2, 2)
-    block = npu_replay.replay(chunks, [npu_replay.RoutedExperts(ids=ids, layers=(1, 4), num_experts=8)])
-    block.__enter__()
-    assert [list(block.labels(chunk)) for chunk in (0, 1)] == [[1], [4]]
-    block.__exit__(KeyboardInterrupt, None, None)
-
-
 def test_the_decoder_alone_is_taken_where_it_is_the_whole_model(stage: Callable[..., list[Any]]) -> None:
     assert [router.label for router in find([built("*-*E").decoder])[0]] == [1]
     (chunk,) = stage("*E|*E", 2, 1)

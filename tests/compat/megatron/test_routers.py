@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import npu_replay
 from megatron_cases import (
@@ -355,33 +353,6 @@ def test_a_saturated_router_under_capacity_drops_whom_it_dropped(factor: float, 
         assert bool((kept_again | ~(kept & chosen)).all()), "who had a place keeps it"
         lost += int((chosen & ~kept & kept_again).sum())
     assert lost > 0 or factor < 3, "room for all: the zeros that were lost have a place"
-
-
-@pytest.mark.choice
-@pytest.mark.parametrize("operation", ["scatter", "zeros_like", "unbind", "gather", "any"])
-@pytest.mark.parametrize(
-    "variant", ["softmax_after_topk", "groups_sigmoid_bias", "capacity_probs", "aux_loss"]
-)
-def test_a_selective_checkpoint_that_keeps_an_operation_of_ours_is_not_shifted(
-    variant: str, operation: str
-) -> None:
-    def policy(ctx: object, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
-        keep = op.name().split("::")[1].split(".")[0] == operation
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    found = []
-    for selective in (False, True):
-        trainer = build(VARIANTS[variant])
-        for layer in trainer.model.decoder.layers if selective else ():
-            layer.forward = functools.partial(
-                checkpoint,
-                layer.forward,
-                use_reentrant=False,
-                context_fn=functools.partial(create_selective_checkpoint_contexts, policy),
-            )
-        with npu_replay.replay(trainer.model, random_routes(recorded(build(VARIANTS[variant])))):
-            found.append(trainer.run("sum"))
-    assert same(*found)
 
 
 def test_swapped_micro_batches_and_a_layout_of_another_order_are_refused() -> None:

@@ -161,21 +161,6 @@ def test_a_flag_that_is_set_on_the_built_config_counts(flag: str) -> None:
     assert [type(one.module.router_replay) for one in routers(model)] == [api()[0]] * 4
 
 
-@pytest.mark.parametrize("flag", ["moe_enable_routing_replay", "enable_routing_replay"])
-def test_a_model_of_a_copy_with_the_flag_off_is_not_replayed(flag: str) -> None:
-    """The reference model's config is the actor's, copied. It would have doubled the list of all."""
-    config = megatron_model.config(**FLAG)
-    megatron_model.model(config)
-    reference = copy.deepcopy(config)
-    setattr(reference, flag, False)
-    if flag == "enable_routing_replay" and has("moe_enable_routing_replay"):
-        reference.moe_enable_routing_replay = False  # upstream goes by its own name
-    api()[0].clear_global_router_replay_instances()
-    model = megatron_model.model(reference)
-    assert [one.module.router_replay for one in routers(model)] == [None] * 4
-    assert not api()[0].global_router_replay_instances
-
-
 class Foreign:
     """A framework's own, whose patch of the router reads it, as verl's before 0.9; `asked` by its routing."""
 
@@ -261,22 +246,6 @@ def test_layer_numbers_follow_the_router(ours: Any) -> None:
     module = routers(trainer.model)[0].module
     module.set_layer_number(9)
     assert (module.layer_number, module.router_replay.layer_number) == (9, 9)
-
-
-def test_a_router_that_reaches_no_top_k_is_no_silent_no_op(
-    ours: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = build_replayed({})
-
-    def by_a_kernel(self: Any, logits: torch.Tensor) -> Any:
-        flat = logits.view(-1, 8)
-        return torch.softmax(flat, -1), flat > flat.mean()
-
-    monkeypatch.setattr(type(routers(trainer.model)[0].module), "routing", by_a_kernel)
-    ours.set_global_router_replay_action(api()[1].RECORD)
-    with pytest.raises(NoEffect, match="calls no top-k that could ask it"):
-        trainer.loss(trainer.batches[0])
-    ours.clear_global_router_replay_action()
 
 
 def test_a_block_refuses_a_router_that_is_replaying_and_names_a_replay_begun_inside_it(ours: Any) -> None:

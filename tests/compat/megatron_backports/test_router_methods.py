@@ -1,10 +1,12 @@
-"""compat.router_init: a router gets the methods that its class lacks, and gives them back."""
+"""compat.router_init: a router gets the methods that its class lacks, and gives them back.
+
+What they say of a real router, on every release: tests/matrix/test_names.py.
+"""
 
 from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import pickle
 import types
 import weakref
@@ -17,11 +19,8 @@ import npu_replay
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.patching import patches as patching
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.smoke import megatron_model
 
 NAMES = ("get_aux_loss_coeff", "is_aux_loss_enabled")
-SIGNATURES = {"get_aux_loss_coeff": ["self", "aux_loss_type"], "is_aux_loss_enabled": ["self"]}
-"""Upstream's, from 0.14 on."""
 
 
 class Router(torch.nn.Module):
@@ -62,6 +61,11 @@ def test_a_method_of_the_class_is_left_alone() -> None:
     assert bound(router) == ["is_aux_loss_enabled"]
     assert router.get_aux_loss_coeff("none") == 7.0
     assert router.is_aux_loss_enabled() is True, "and it is asked"
+    own = equipped(Router("seq_aux_loss"))
+    asked = [own.get_aux_loss_coeff(kind) for kind in ("none", "aux_loss", "seq_aux_loss")]
+    assert asked == [0.0, 0.0, 0.25]
+    without = equipped(Router("none"))
+    assert (own.is_aux_loss_enabled(), without.is_aux_loss_enabled()) == (True, False)
 
 
 def test_a_method_of_the_instance_is_left_alone() -> None:
@@ -122,37 +126,3 @@ def test_undone_all_routers_that_are_alive_are_as_before() -> None:
     assert npu_replay.report().patches == ()
     assert bound(equipped(routers[0])) == list(NAMES), "and they can be had again"
     assert len(npu_replay.report().patches) == 1
-
-
-# Real routers
-
-
-KINDS = {
-    "none": {"moe_aux_loss_coeff": 0.0},
-    "aux_loss": {"moe_aux_loss_coeff": 1e-2},
-    "seq_aux_loss": {"moe_aux_loss_coeff": 1e-2},
-    "sinkhorn": {"moe_aux_loss_coeff": 0.0},
-}
-
-
-def built(kind: str) -> Any:
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    config = megatron_model.config(num_layers=1, moe_router_load_balancing_type=kind, **KINDS[kind])
-    (router,) = (one for one in megatron_model.model(config).modules() if isinstance(one, TopKRouter))
-    return equipped(router)
-
-
-@pytest.mark.megatron
-@pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_release_says_the_same_of_its_aux_loss(kind: str) -> None:
-    """Frameworks call them on 0.12 and 0.13 too."""
-    router = built(kind)
-    coefficients = {asked: router.get_aux_loss_coeff(asked) for asked in (*KINDS, "global_aux_loss")}
-    assert coefficients == dict.fromkeys(coefficients, 0.0) | {kind: KINDS[kind]["moe_aux_loss_coeff"]}
-    assert router.is_aux_loss_enabled() is kind.endswith("aux_loss")
-    for name, wanted in SIGNATURES.items():
-        method = getattr(router, name)
-        assert isinstance(method, types.MethodType)
-        assert ["self", *inspect.signature(method).parameters] == wanted

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import npu_replay
-from megatron_cases import Trainer, build, hooks_left, perturbed, routers, same
+from megatron_cases import Trainer, build, hooks_left, routers
 from npu_replay.compat.mindspeed.features import capability
 from npu_replay.compat.probe import Capability, Product
 from npu_replay.errors import RouterError
@@ -189,26 +189,6 @@ def test_megatrons_own_replay_and_ours_at_once_are_refused(action: str) -> None:
         pass
     replay.RouterReplay.clear_global_router_replay_action()
     check_usable(trainer)
-
-
-def test_a_model_that_is_built_for_megatrons_own_replay_takes_ours_right() -> None:
-    """Its first-in-first-out recompute would give each micro-batch another's routes."""
-    replay = upstream()
-    trainer = build({"moe_enable_routing_replay": True}, "full")
-    replay.RouterReplay.set_global_router_replay_action(replay.RouterReplayAction.RECORD)
-    plain = trainer.run("sum")
-    with npu_replay.record(trainer.model) as recording:
-        assert same(trainer.run("sum"), plain)
-    with (
-        perturbed(trainer.model),
-        npu_replay.observe(trainer.model) as seen,
-        npu_replay.replay(trainer.model, recording.routes),
-    ):
-        trainer.run("sum")
-    for shown, routes in zip(seen.shown, recording.routes, strict=True):
-        assert torch.equal(shown.ids.sort(-1).values, routes.ids.sort(-1).values)
-    theirs = [own.router_replay.recorded_topk_idx for own in (r.module for r in routers(trainer.model))]
-    assert all(ids is not None for ids in theirs)
 
 
 # Arguments that a release, MindSpeed-LLM or a fork adds to a router's call

@@ -23,7 +23,7 @@ from npu_replay.errors import ReplayError
 V1 = "vllm_ascend.worker.model_runner_v1"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The releases that are found here; a test changes them."""
     found = {"vllm-ascend": "0.23.0", "vllm": "0.23.0"}
@@ -46,7 +46,7 @@ class Runner:
     def init_routed_experts_capturer(self) -> None: ...
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def runners(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = types.ModuleType(V1)
     module.NPUModelRunner = type("NPUModelRunner", (Runner,), {})  # type: ignore[attr-defined]
@@ -98,9 +98,7 @@ def test_a_runner_is_guarded_until_uninstall_where_it_is_switched_on(
     assert changed.isdisjoint(vars(runners.NPUModelRunner))
 
 
-def test_workers_of_ray_are_told(
-    installed: dict[str, str], runners: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_of_ray_are_told(runners: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are given the variables that this one names; vLLM's own reading of it: tests/on_vllm_ascend."""
     monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "MINE, ")
     for _ in range(2):
@@ -116,10 +114,7 @@ def test_workers_of_ray_are_told(
 
 
 def test_without_strict_a_capture_that_cannot_be_attached_leaves_the_engine_as_released(
-    installed: dict[str, str],
-    runners: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    runners: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(runner: object) -> None:
         raise ReplayError("somebody else has replaced this function")
@@ -137,7 +132,7 @@ def test_without_strict_a_capture_that_cannot_be_attached_leaves_the_engine_as_r
 
 
 def test_a_runner_that_knows_no_routes_is_refused(
-    installed: dict[str, str], runners: ModuleType, monkeypatch: pytest.MonkeyPatch
+    runners: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Model Runner V2 to 0.26."""
     monkeypatch.delattr(Runner, "init_routed_experts_capturer")
@@ -148,7 +143,7 @@ def test_a_runner_that_knows_no_routes_is_refused(
 
 
 def test_a_runner_that_cannot_be_guarded_ends_the_start(
-    installed: dict[str, str], runners: ModuleType, monkeypatch: pytest.MonkeyPatch
+    runners: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody opens a block in a worker, where such a failure would be said: it would run as released."""
     monkeypatch.delattr(runners, "NPUModelRunner")
@@ -209,7 +204,7 @@ def test_an_engine_with_a_worker_that_does_not_capture_ends(
 
 
 def test_workers_are_asked_once_where_routes_are_wanted(
-    installed: dict[str, str], runners: ModuleType, executors: type[Executor]
+    runners: ModuleType, executors: type[Executor]
 ) -> None:
     plugin.register()
     made = [executors([True, True]), executors([False], asks=False)]
@@ -248,7 +243,7 @@ def test_an_unknown_release_ends_the_start(
 
 
 def test_an_engine_that_is_not_asked_for_routes_starts_and_says_so(
-    installed: dict[str, str], runners: ModuleType, caplog: pytest.LogCaptureFixture
+    runners: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     plugin.register()
     made = config(asks=False, pipeline_parallel_size=2)
@@ -270,7 +265,6 @@ def test_an_engine_that_is_not_asked_for_routes_starts_and_says_so(
     ids=str,
 )
 def test_what_cannot_be_captured_ends_the_start_before_weights_are_loaded(
-    installed: dict[str, str],
     runners: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -201,7 +201,7 @@ def test_flash_comm_hands_out_wrong_rows_where_tokens_are_shared_out(version: st
     [
         *(("0.23.0", "0.23.0", "0.23.0"), ("0.18.1.dev45+g1", "0.18.0", "0.18.0")),
         *(("0.17.0rc2.dev109+g5487946", "0.18.0", "0.18.0"), ("0.1.dev1+g1", "0.23.0", "0.23.0")),
-        *(("0.30.0rc2", "", "0.30.0rc2"), ("nightly", "0.23.0", "0.23.0"), ("", "0.23.0", "")),
+        *(("0.30.0rc2", "0.30.0", "0.30.0rc2"), ("nightly", "0.23.0", "0.23.0"), ("", "0.23.0", "")),
     ],
 )
 def test_a_build_between_releases_has_the_rules_of_its_vllm(version: str, vllm: str, rules: str) -> None:
