@@ -14,7 +14,7 @@ SAMPLES = [96 + 8 + 12 * number for number in range(32)]
 
 
 def test_a_start_is_decoded_counted_and_held_against_another(saved: Any, tmp_path: Path) -> None:
-    model, folder = saved("Qwen3Moe")
+    model, folder = saved("Qwen3Moe", num_hidden_layers=2)
     command = [sys.executable, str(ROOT / "ci" / "rollout_device.py"), str(folder)]
     for name, against in (("first", ()), ("second", ("--against", str(tmp_path / "first.out")))):
         out = tmp_path / f"{name}.out"

@@ -369,10 +369,12 @@ def _files() -> None:
     tiny = tiny_of(mode="R3", files={"replay_file": folder}, packed=False, micro=1)
     other = Actor(tiny)
     with other_routers(other.model), witnessed(other.model) as calls:
-        other.update(r3_batch(tiny, None))
+        metrics = other.update(r3_batch(tiny, None))
     for one in routes:
         one[-1] = 0  # R3 leaves the last token to the router: nothing comes after it
     check_calls(calls, tiny, routes, times=1)
+    left = len(LENGTHS) / sum(map(sum, LENGTHS))
+    assert metrics["npu_replay/rows_without_route"][0] == pytest.approx(left)
     nothing_is_on()
 
 
