@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,13 @@ MARKS = "<!-- verified -->", "<!-- end of verified -->"
 SMOKE, DEVICE = "npu_replay smoke", "npu_replay device"
 DEVICES = {"npu": "NPU", "cuda": "CUDA", "cpu": "CPU"}
 _AXES = ("tp", "cp", "pp", "vp", "ep", "etp")
+RESULTS = {SMOKE: ("results", {"PASS", "FAIL", "SKIP"}), DEVICE: ("parts", {"PASS", "FAIL", "MISSING"})}
+"""Where the results of each kind of report are, and what one may be."""
 
-# What a report has to hold: types, or a dict of what is in it.
-_TEXT, _COUNT, _FLAG, _LIST = (str,), (int,), (bool,), (list,)
-_SECONDS, _NUMBER_OR_NONE = (float, int), (int, type(None))
+# What a report has to hold: types, a dict of what is in it, or a list of what each of its entries holds.
+_TEXT, _COUNT, _FLAG, _NONE = str, int, bool, type(None)
+_VERSIONS = ("npu_replay", "python", "torch", "megatron-core", "mindspeed", "torch_npu", "numpy")
+_OF_DEVICE = (*_VERSIONS, "transformers", "pytest")
 _BOTH: dict[str, Any] = {
     "schema": _COUNT,
     "kind": _TEXT,
@@ -38,12 +40,37 @@ _BOTH: dict[str, Any] = {
     "date": _TEXT,
     "machine": dict.fromkeys(("device", "name", "cann", "cuda", "processor", "system"), _TEXT),
 }
-_VERSIONS = ("npu_replay", "python", "torch", "megatron-core", "mindspeed", "torch_npu", "numpy")
-
-_MACHINE, _SENT = (
-    ("device", "CANN or CUDA", "torch, Python", "Megatron-core"),
-    ("npu_replay", "day", "from", "report"),
-)
+SCHEMAS: dict[str, dict[str, Any]] = {
+    SMOKE: _BOTH
+    | {
+        "versions": dict.fromkeys(_VERSIONS, _TEXT),
+        "options": dict.fromkeys(_AXES, _COUNT) | {"recompute": _FLAG, "model": _TEXT, "device": _TEXT},
+        "processes": _COUNT,
+        "sizes": dict.fromkeys(("layers", "experts", "topk", "micro_batches"), _COUNT),
+        "seconds": (dict,),
+        "results": [
+            dict.fromkeys(("feature", "case", "result", "why"), _TEXT)
+            | {"rank": (int, _NONE), "seconds": (float, int), "trace": (list,)}
+        ],
+    },
+    DEVICE: _BOTH
+    | {
+        "versions": dict.fromkeys(_OF_DEVICE, _TEXT),
+        "quick": _FLAG,
+        "devices": _COUNT,
+        "parts": [
+            dict.fromkeys(("part", "result", "why"), _TEXT)
+            | {"passed": _COUNT, "skipped": (list,), "rc": (int, _NONE)}
+            | {"seconds": (float, int), "found": (dict, _NONE)}
+        ],
+    },
+}
+_MACHINE = ("device", "CANN or CUDA", "torch, Python", "Megatron-core")
+_SENT = ("npu_replay", "day", "from", "report")
+TITLES = {
+    SMOKE: (*_MACHINE, "MindSpeed", "processes", "features", *_SENT),
+    DEVICE: (*_MACHINE, "transformers", "passed", "failed", "not tried", *_SENT),
+}
 
 
 def smoke_row(found: dict[str, Any], name: str) -> list[str]:
@@ -95,77 +122,43 @@ def _about(found: dict[str, Any], name: str) -> list[str]:
     return [found["versions"]["npu_replay"], found["date"][:10], sender if known else "this project", link]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of report: what it holds, where its results are, what each of them holds, and its table."""
-
-    schema: dict[str, Any]
-    inside: str
-    entry: dict[str, Any]
-    results: tuple[str, ...]
-    titles: Sequence[str]
-    row: Callable[[dict[str, Any], str], list[str]]
-
-
-_OPTIONS = dict.fromkeys(_AXES, _COUNT) | {"recompute": _FLAG} | dict.fromkeys(("model", "device"), _TEXT)
-_COUNTS = dict.fromkeys(("layers", "experts", "topk", "micro_batches"), _COUNT)
-_OF_SMOKE = {"options": _OPTIONS, "processes": _COUNT, "sizes": _COUNTS, "results": _LIST, "seconds": (dict,)}
-_RESULT = dict.fromkeys(("feature", "case", "result", "why"), _TEXT)
-_PART = dict.fromkeys(("part", "result", "why"), _TEXT) | {"passed": _COUNT, "skipped": _LIST}
-KINDS = {
-    SMOKE: Kind(
-        _BOTH | _OF_SMOKE | {"versions": dict.fromkeys(_VERSIONS, _TEXT)},
-        "results",
-        _RESULT | {"rank": _NUMBER_OR_NONE, "seconds": _SECONDS, "trace": _LIST},
-        ("PASS", "FAIL", "SKIP"),
-        (*_MACHINE, "MindSpeed", "processes", "features", *_SENT),
-        smoke_row,
-    ),
-    DEVICE: Kind(
-        _BOTH
-        | {"quick": _FLAG, "devices": _COUNT, "parts": _LIST}
-        | {"versions": dict.fromkeys((*_VERSIONS, "transformers", "pytest"), _TEXT)},
-        "parts",
-        _PART | {"rc": _NUMBER_OR_NONE, "seconds": _SECONDS, "found": (dict, type(None))},
-        ("PASS", "FAIL", "MISSING"),
-        (*_MACHINE, "transformers", "passed", "failed", "not tried", *_SENT),
-        device_row,
-    ),
-}
-
-
 def problems(found: Any) -> list[str]:
     """What is wrong with a report; nothing if it is one."""
-    name = DEVICE if isinstance(found, dict) and found.get("kind") == DEVICE else SMOKE
-    kind = KINDS[name]
-    if wrong := list(_differences(found, kind.schema, "the report")):
+    kind = DEVICE if isinstance(found, dict) and found.get("kind") == DEVICE else SMOKE
+    if wrong := list(_differences(found, SCHEMAS[kind], "the report")):
         return wrong
-    if (found["schema"], found["kind"]) != (1, name):
+    if (found["schema"], found["kind"]) != (1, kind):
         return [f"schema {found['schema']} of {found['kind']!r} isn't known here"]
-    one = kind.inside.removesuffix("s")
-    for number, entry in enumerate(found[kind.inside]):
-        wrong += _differences(entry, kind.entry, f"{one} {number}")
-        if not wrong and entry["result"] not in kind.results:
-            wrong.append(f"{one} {number} is {entry['result']!r}")
-    results = {entry["result"] for entry in found[kind.inside]} if not wrong else set()
+    inside, known = RESULTS[kind]
+    results = [entry["result"] for entry in found[inside]]
+    wrong = [
+        f"{inside.removesuffix('s')} {number} is {result!r}"
+        for number, result in enumerate(results)
+        if result not in known
+    ]
     if not wrong and found["passed"] != ("FAIL" not in results and "PASS" in results):
-        wrong.append(f"passed doesn't agree with the {kind.inside}")
+        wrong.append(f"passed doesn't agree with the {inside}")
     return wrong
 
 
 def _differences(found: Any, wanted: Any, where: str) -> Iterator[str]:
-    if isinstance(wanted, tuple):
-        if type(found) not in wanted:
-            yield f"{where} is {type(found).__name__}"
-        return
-    if not isinstance(found, dict):
-        yield f"{where} is no object"
-        return
-    if found.keys() != wanted.keys():
-        yield f"{where}: {', '.join(sorted(found.keys() ^ wanted.keys()))} missing or not known"
-        return
-    for name, inner in wanted.items():
-        yield from _differences(found[name], inner, f"{where}, {name}")
+    kinds = wanted if isinstance(wanted, tuple) else (wanted if isinstance(wanted, type) else type(wanted),)
+    if type(found) not in kinds:
+        yield f"{where} is {type(found).__name__}"
+    elif isinstance(wanted, list):
+        for number, entry in enumerate(found):
+            yield from _differences(entry, wanted[0], f"{where.removesuffix('s')} {number}")
+    elif isinstance(wanted, dict):
+        if found.keys() != wanted.keys():
+            yield f"{where}: {', '.join(sorted(found.keys() ^ wanted.keys()))} missing or not known"
+            return
+        for name, inner in wanted.items():
+            yield from _differences(found[name], inner, name if where == "the report" else f"{where}, {name}")
+
+
+def row(found: dict[str, Any], name: str) -> list[str]:
+    """A report as a row of its kind's table."""
+    return (smoke_row if found["kind"] == SMOKE else device_row)(found, name)
 
 
 def bench_table(reports: dict[str, dict[str, Any]]) -> str:
@@ -195,16 +188,16 @@ def table(folder: Path = FOLDER) -> str:
         ValueError: one isn't a report; says which and why.
     """
     tables = []
-    for which, kind in KINDS.items():
-        reports = of_kind(which, folder)
-        rows = [kind.row(report, name) for name, report in reports.items()]
+    for kind, titles in TITLES.items():
+        reports = of_kind(kind, folder)
+        rows = [row(report, name) for name, report in reports.items()]
         seen = {report["machine"]["device"] for report in reports.values()}
         nobodys = [
-            [f"{DEVICES[one]}: no report yet", *[""] * (len(kind.titles) - 1)]
+            [f"{DEVICES[one]}: no report yet", *[""] * (len(titles) - 1)]
             for one in DEVICES
             if one not in seen
         ]
-        tables.append(pages.table(kind.titles, [*rows, *nobodys]))
+        tables.append(pages.table(titles, [*rows, *nobodys]))
     return "\n\n".join(tables)
 
 
@@ -234,7 +227,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         for path in files:
             report = read(path)
-            print(pages.line(KINDS[report["kind"]].row(report, path.stem)))
+            print(pages.line(row(report, path.stem)))
         rows = "" if files else table()
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -97,7 +97,7 @@ def test_a_row_says_what_failed_and_on_what(verified: ModuleType) -> None:
     found["machine"]["name"] = "a | b\n| c"  # a cell can't break the table
     line = verified.pages.line(verified.smoke_row(found, "lab--910b3"))
     assert line.endswith("| lab | [lab--910b3](dev/verified/lab--910b3.json) |")
-    assert line.count("|") == len(verified.KINDS[verified.SMOKE].titles) + 1
+    assert line.count("|") == len(verified.TITLES[verified.SMOKE]) + 1
 
 
 def test_accelerators_come_first(verified: ModuleType, tmp_path: Path) -> None:
