@@ -153,12 +153,9 @@ def named_vllm(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[pytest.param("ids", marks=pytest.mark.long), "ray"])
+@pytest.fixture(scope="module", params=["ids", pytest.param("ray", marks=pytest.mark.long)])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Batches carry ids, or references to Ray's object store, which go a longer way.
-
-    Of the shorter one each part is in tests/on_verl by itself.
-    """
+    """Batches carry ids, or references to Ray's store: in .ci/run tests/on_verl/test_delivery.py shows these."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "ray":
