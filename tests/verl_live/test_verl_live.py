@@ -155,7 +155,7 @@ def named_vllm(folder: Path) -> Path:
 
 @pytest.fixture(scope="module", params=["ids", pytest.param("ray", marks=pytest.mark.long)])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Batches carry ids, or references to Ray's store: in .ci/run tests/on_verl/test_delivery.py shows these."""
+    """Batches carry ids, or references to Ray's store, which tests/on_verl/test_delivery.py has, too."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "ray":
