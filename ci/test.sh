@@ -47,7 +47,7 @@ quick() {
 # Of the parallel cases, a later release runs a choice. ci/verl.sh runs those with Ray.
 rest() {
     run_pytest "$1" -m "$2(slow or packaging) and not long" --ignore "$parallel" --ignore tests/matrix \
-        --ignore tests/delivery/test_ray.py "${@:3}"
+        --ignore tests/delivery/test_ray.py --ignore tests/docs/test_delivery.py "${@:3}"
     if [[ $# == 2 ]]; then run_pytest "$1" "$parallel" ${2:+-k "$parallel_choice"} -m "not long"; fi
 }
 
