@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.user_properties += [(_MARK, name) for name in _capabilities(item)]
+
+
+@pytest.fixture(autouse=True)
+def _no_losses_of_a_smaller_model() -> None:
+    """Megatron keeps aux losses for the process, in tensors of the first model's number of layers."""
+    for name in ("megatron.core.parallel_state", "megatron.core.transformer.moe.moe_utils"):
+        module: Any = sys.modules.get(name)
+        if hasattr(module, "get_moe_metrics_tracker"):  # from 0.18 on
+            module.get_moe_metrics_tracker().metrics.clear()
+        elif hasattr(module, "get_moe_layer_wise_logging_tracker"):
+            module.get_moe_layer_wise_logging_tracker().clear()
 
 
 def pytest_collection_finish() -> None:
