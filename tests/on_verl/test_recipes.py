@@ -154,3 +154,18 @@ def test_a_clone_on_the_path_is_imported_by_the_workers_of_agent_loops_too(
     module = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=npu_replay"
     assert module in given.lines("R3", "megatron", "npu")
     assert module not in given.lines("R2", "megatron", "npu"), "external_lib does"
+
+
+def test_lines_that_verl_would_refuse_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    given = importlib.import_module("replay_lines")
+    monkeypatch.setattr(given, "release", lambda package: (0, 13))
+    with pytest.raises(SystemExit, match=r"no routes before 0\.18. Take R2"):
+        given.lines("R3", "megatron", "npu")
+    assert given.lines("R2", "megatron", "npu")
+    monkeypatch.setattr(given, "release", lambda package: (0, 18))
+    if VLLM == "0.18.0":  # what this verl goes with
+        assert given.lines("R3", "megatron", "npu")
+    else:
+        with pytest.raises(SystemExit, match=r"verl 0\.9 refuses R3 with vLLM below 0\.22"):
+            given.lines("R3", "megatron", "npu")
