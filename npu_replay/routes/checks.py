@@ -161,7 +161,7 @@ def find_constant(
         return None
     column = int(wrong[0])
     return Finding(
-        f"all {len(at)} recorded rows are the same ({len(wrong)} such layers)",
+        f"all {len(at)} recorded rows are the same (in {len(wrong)} of the layers)",
         "routes that depend on the token",
         f"{ids[at[0], column].tolist()} in every row",
         column,

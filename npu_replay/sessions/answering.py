@@ -120,7 +120,7 @@ class Answering(Work):
             problem = (
                 f"the block ended before {len(due)} router calls were recomputed; they would choose anew"
             )
-            expected, got = "backward inside the block", "a graph with checkpoints that is still alive"
+            expected, got = "backward inside the block", "a graph whose backward has not run"
             cause = (
                 "loss.backward() after the with block; a loss that was skipped (NaN, say) and is still held: "
                 "`del loss` inside the block; or outputs of a forward that lacks torch.no_grad()"
