@@ -198,7 +198,7 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
             cause="R2 together with the rollout's own log-probs. Use R3, or switch bypass mode off",
         )
     legacy, here = key == (_MODE,), where.removesuffix(".mode")
-    given = {name: setting(config, "actor", *key, name) for name in ("record_file", "replay_file")}
+    given = {f"{here}.{one}": setting(config, "actor", *key, one) for one in ("record_file", "replay_file")}
     given[environment.DELIVERY] = environment.read(environment.DELIVERY)
     if legacy and any(given.values()):
         yield refused(
@@ -207,7 +207,7 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
             got={name: value for name, value in given.items() if value},
             cause="0.7's legacy workers; trainer.use_legacy_worker_impl=disable takes the others",
         )
-    elif given["replay_file"] and mode != "R3":
+    elif given[f"{here}.replay_file"] and mode != "R3":
         yield refused(
             f"{where}={mode} records anew, and {here}.replay_file asks for a replay",
             expected=f"{where}=R3",

@@ -258,12 +258,17 @@ class Rerun(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            output = ctx.run(x)
-        torch.autograd.backward(output, grad)
-        return None, x.grad
+        return None, rerun(ctx, grad, torch.autograd.backward)
+
+
+def rerun(ctx: Any, grad: torch.Tensor, backward: Callable[..., None]) -> torch.Tensor | None:
+    """Run what was saved again and go backward over it; the gradient of its input."""
+    (x,) = ctx.saved_tensors
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        output = ctx.run(x)
+    backward(output, grad)
+    return x.grad  # type: ignore[no-any-return]
 
 
 class Wrapped(Rerun):
@@ -304,13 +309,10 @@ class InAThread(Rerun):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            output = ctx.run(x)
         with ThreadPoolExecutor(max_workers=1) as other:
-            other.submit(torch.autograd.backward, output, grad).result()
-        return None, x.grad
+            return None, rerun(
+                ctx, grad, lambda *given: other.submit(torch.autograd.backward, *given).result()
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
