@@ -14,6 +14,7 @@ import os
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +33,20 @@ def examples(most: int, without: Iterable[HealthCheck] = ()) -> settings:
     Args:
         without: the health checks that hypothesis leaves out; it makes all others.
     """
-    from hypothesis import settings  # tests on a device have pytest alone
+    from hypothesis import HealthCheck, settings  # tests on a device have pytest alone
 
     count = most if WHOLE else max(20, most // 5)
-    return settings(max_examples=count, deadline=None, suppress_health_check=list(without))
+    return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow, *without])
+
+
+def without_clocks() -> None:
+    """Let hypothesis fail no test because it took long: a busy machine isn't a defect."""
+    with suppress(ModuleNotFoundError):  # tests on a device have pytest alone
+        from hypothesis import HealthCheck, settings
+
+        slow = [HealthCheck.too_slow]
+        settings.register_profile("without clocks", deadline=None, suppress_health_check=slow)
+        settings.load_profile("without clocks")
 
 
 def some(most: int) -> int:

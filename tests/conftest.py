@@ -19,6 +19,7 @@ torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    choice.without_clocks()
     if getattr(config.option, "numprocesses", None):  # the process that hands the tests to workers
         config.pluginmanager.register(Progress(config))
 

@@ -22,9 +22,10 @@ NAME = "waited_for"
 
 @pytest.fixture(autouse=True)
 def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package on the path that nobody has imported, and a hook that waits for nothing else."""
+    """A package on the path that nobody has imported, and a hook that waits for and serves nothing else."""
     monkeypatch.setattr(import_hook, "_waiting", {})
     monkeypatch.setattr(import_hook, "_failures", {})
+    monkeypatch.setattr(import_hook, "_served", {})
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     package = tmp_path / NAME
     package.mkdir()
