@@ -56,19 +56,6 @@ def test_without_a_python_that_will_do_it_says_which_one_it_needs(
     assert not (clone / ".venv").exists()
 
 
-@pytest.mark.skipif(
-    not (REPOSITORY / ".work" / "megatron" / "0.12.1").is_dir(), reason="ci/environment.sh fetches Megatron"
-)
-def test_the_demo_can_be_run_again(clone: Path) -> None:
-    """Over what it wrote into its own folder; tests/examples/test_demo.py refuses it in another one."""
-    out = clone / "out" / "demo" / "demo.json"
-    out.parent.mkdir(parents=True)
-    out.write_text("of another run")
-    done = script(clone, "demo.sh", "--steps", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert '"steps": 1' in out.read_text()
-
-
 @pytest.mark.parametrize(("needed", "code", "told"), [("", 5, "1 skipped"), ("1", 2, "1 error")])
 def test_a_product_that_is_missing_fails_in_the_script_that_is_there_for_it(
     needed: str, code: int, told: str
@@ -103,6 +90,7 @@ def test_the_demo_with_vllm_has_the_environment_with_vllm(
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("the live environment" in done.stdout) == live
     assert f"python -m examples.demo {' '.join(arguments)} --out" in done.stdout
+    assert "/out/demo --force" in done.stdout, "it can be run again, over what it wrote"
     given = script(clone, "demo.sh", *arguments, "--out", "elsewhere")
     assert given.stdout.count("--out elsewhere") == 1
     assert "--force" not in given.stdout, "what lies elsewhere is somebody's"

@@ -20,12 +20,31 @@ pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 pytest.importorskip("transformers", reason="the demo's rollout is a model of transformers")
 
 
+def piped(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A demo in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.demo", *arguments],
+        cwd=ROOT,
+        env=os.environ | variables,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory, megatron: None) -> Path:
-    """The folder of a demo that ran."""
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a demo that ran over another one's report, and what it printed."""
     folder = tmp_path_factory.mktemp("demo")
-    assert demo.main(["--steps", "3", "--out", str(folder)]) == 0
-    return folder
+    (folder / "demo.json").write_text("of another run")
+    return folder, piped("--steps", "3", "--json", "--force", "--out", str(folder)).stdout
+
+
+@pytest.fixture
+def out(ran: tuple[Path, str]) -> Path:
+    return ran[0]
 
 
 @pytest.mark.slow
@@ -104,33 +123,17 @@ def test_a_demo_without_the_engine_that_was_asked_for_says_what_to_install(
     assert not (tmp_path / "demo").exists()
 
 
-def piped(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A demo of one step in a process of its own."""
-    known = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.demo", "--steps", "1", "--out", str(folder / "demo"), *arguments],
-        cwd=ROOT,
-        env=known | variables,
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
 @pytest.mark.slow
 @pytest.mark.first_release
-def test_json_is_one_document_and_what_is_in_the_folder(tmp_path: Path) -> None:
-    assert json.loads(piped(tmp_path, "--json").stdout) == json.loads(
-        (tmp_path / "demo/demo.json").read_text()
-    )
+def test_json_is_one_document_and_what_is_in_the_folder(ran: tuple[Path, str]) -> None:
+    folder, printed = ran
+    assert json.loads(printed) == json.loads((folder / "demo.json").read_text())
 
 
 @pytest.mark.slow
 @pytest.mark.first_release
 def test_in_a_pipe_the_demo_fits_and_says_what_it_does(tmp_path: Path) -> None:
-    done = piped(tmp_path, COLUMNS="60")
+    done = piped("--steps", "1", "--out", str(tmp_path / "demo"), COLUMNS="60")
     assert "\x1b" not in done.stdout + done.stderr
     assert [line for line in done.stdout.splitlines() if len(line) > 60] == []
     assert [line[:3] for line in done.stderr.splitlines() if "/5 " in line] == [f"{n}/5" for n in range(1, 6)]
