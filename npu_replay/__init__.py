@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from npu_replay.compat.vllm.decode import from_vllm
     from npu_replay.doctor.report import report
     from npu_replay.parallel.collect import collect
-    from npu_replay.parallel.pipeline_layers import DecoderLayers
+    from npu_replay.parallel.parallel_layout import DecoderLayers
     from npu_replay.parallel.token_layout import TokenLayout
     from npu_replay.rollout.model_config import RoutedModel
     from npu_replay.rollout.turns import Rollout, Turn
@@ -56,7 +56,7 @@ __all__ = [
 # fmt: on
 
 _HOMES = {
-    "DecoderLayers": "parallel.pipeline_layers",
+    "DecoderLayers": "parallel.parallel_layout",
     "Following": "sessions.follow",
     "Observation": "sessions.observe",
     "Pinning": "sessions.record",

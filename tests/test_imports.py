@@ -22,7 +22,7 @@ PACKAGE = Path(npu_replay.__file__).parent
 COMPAT = Path(npu_replay.compat.__file__).parent
 AT_IMPORT = {
     *("beside", "environment", "errors", "lazy", "routers", "torch_loading"),
-    *("parallel", "parallel.parallel_layout", "parallel.pipeline_layers"),
+    *("parallel", "parallel.parallel_layout"),
     *("routes", "routes.arguments", "routes.checks", "routes.fingerprint"),
     *("compat", "compat.patching", "compat.patching.import_hook", "compat.patching.install"),
     "compat.patching.patches",

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from npu_replay.errors import ReplayError, RouterError
-from npu_replay.parallel.pipeline_layers import DecoderLayers, pattern_labels
+from npu_replay.parallel.parallel_layout import DecoderLayers, pattern_labels
 from npu_replay.routers import Router
 
 _NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern")

@@ -11,8 +11,7 @@ from torch import nn
 from npu_replay.compat.megatron import hybrid
 from npu_replay.compat.mindspeed import llm
 from npu_replay.errors import ReplayError, RouterError
-from npu_replay.parallel.parallel_layout import ParallelLayout
-from npu_replay.parallel.pipeline_layers import DecoderLayers
+from npu_replay.parallel.parallel_layout import DecoderLayers, ParallelLayout
 from npu_replay.routers import chunks_of
 
 _STATE = "megatron.core.parallel_state"

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from npu_replay.errors import ReplayError, RouterError
-from npu_replay.parallel.pipeline_layers import DecoderLayers
+from npu_replay.parallel.parallel_layout import DecoderLayers
 
 _NOOP = "mindspeed.core.pipeline_parallel.noop_layers.adaptor"
 

@@ -30,8 +30,8 @@ from npu_replay.compat.verl.found_routes import FoundRoutes
 from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, compares, figures, summary
 from npu_replay.environment import BAD_SAMPLES, DELIVERY, read
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError
-from npu_replay.parallel.bad_samples import CEILING, above_ceiling
 from npu_replay.parallel.rank_failures import agreed, all_here
+from npu_replay.parallel.row_gather import CEILING, above_ceiling
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.replay import StepReplay
 

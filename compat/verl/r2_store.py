@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 from npu_replay.compat.verl.batch_routes import RoutesByKey
-from npu_replay.parallel.exchange import exchange
+from npu_replay.parallel.collect import exchange
 from npu_replay.routes.routed_experts import RoutedExperts
 
 _STEPS = 2

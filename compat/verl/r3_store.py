@@ -20,11 +20,10 @@ from npu_replay.compat.ray import RayCarrier
 from npu_replay.compat.verl.batch_routes import COLUMN, MARK, REFUSED, RoutesByKey, by_reference
 from npu_replay.compat.verl.metrics import warn_seldom
 from npu_replay.compat.verl.settings import ROOT, setting
-from npu_replay.delivery.fetching import PATIENCE, fetch_each
+from npu_replay.delivery.references import PATIENCE, fetch_each
 from npu_replay.environment import DELIVERY
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
-from npu_replay.parallel.parallel_layout import ParallelLayout
-from npu_replay.parallel.pipeline_layers import DecoderLayers
+from npu_replay.parallel.parallel_layout import DecoderLayers, ParallelLayout
 from npu_replay.rollout.admit import from_batch
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import Array

@@ -22,8 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from npu_replay.compat.megatron import hybrid, parallel_state
 from npu_replay.compat.verl.batch_routes import Routes, RoutesByKey, are_keys, rows_of
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
-from npu_replay.parallel.parallel_layout import ParallelLayout
-from npu_replay.parallel.pipeline_layers import DecoderLayers
+from npu_replay.parallel.parallel_layout import DecoderLayers, ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.rollout.admit import from_batch
 from npu_replay.rollout.model_config import RoutedModel

@@ -1,6 +1,5 @@
 """Moves each id once: a sample's routes are stored where it ends, ranks fetch them by references."""
 
-from npu_replay.delivery.fetching import fetch
-from npu_replay.delivery.references import Reference
+from npu_replay.delivery.references import Reference, fetch
 
 __all__ = ["Reference", "fetch"]

@@ -1,4 +1,7 @@
-"""Reference: takes the place of a sample's routes in a batch; the routes are stored elsewhere in pieces."""
+"""Reference: takes the place of a sample's routes in a batch; the routes are stored elsewhere in pieces.
+
+`fetch` turns references into the routes that a rank needs.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,21 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from npu_replay.errors import InvalidRoutes, ReplayError, whole_number
+from npu_replay.errors import InvalidRoutes, ReplayError, RouterError, one_of, whole_number
+from npu_replay.parallel.merge import side_by_side
 from npu_replay.parallel.parallel_layout import ParallelLayout
+from npu_replay.routes import arguments
+from npu_replay.routes.arguments import StageLabels
 from npu_replay.routes.routed_experts import RoutedExperts
 
 Read: TypeAlias = "Callable[[Sequence[Any], float], list[RoutedExperts | Exception]]"
 """Reads handles within so many seconds; returns an exception in the place of each that can't be read."""
 LAYERS_A_PIECE = 8
 """The number used if the pipeline's split isn't known."""
+PATIENCE = 60.0
+"""The seconds for everything that one call reads."""
 
 
 # No dataclass: a batch's container may be pydantic's, which turns dataclasses into dicts.
@@ -80,11 +88,8 @@ class Cut:
             return [routes.only(layers[first : first + each]) for first in range(0, len(layers), each)]
         blocks = [tuple(layer for layer in block if layer in {*layers}) for block in self._blocks]
         lost = {*layers} - {layer for block in blocks for layer in block}
-        problem, cause = (
-            "the cut has no piece for some layers",
-            "the layout of another model, or of a part of it",
-        )
-        wanted = f"a piece for each of {list(layers)}"
+        problem, wanted = "the cut has no piece for some layers", f"a piece for each of {list(layers)}"
+        cause = "the layout of another model, or of a part of it"
         ReplayError.unless(not lost, problem, wanted, f"none for {sorted(lost)}", cause)
         return [routes.only(block) for block in blocks if block]
 
@@ -114,3 +119,107 @@ def put_away(
         )
         for one, each in zip(given, pieces, strict=True)
     ]
+
+
+def fetch(
+    references: Sequence[Any],
+    parallel: ParallelLayout | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    on_bad_route: Literal["error", "native"] = "error",
+    patience: float = PATIENCE,
+) -> list[RoutedExperts | None]:
+    """Return the routes of these samples, in their order, of the layers that this rank needs.
+
+        samples = delivery.fetch(batch["routes"], parallel)
+        rows = layout.gather(samples, layers=parallel.moe_layers)
+
+    Each piece is read once, even if its sample is repeated. Ids aren't checked again. Call it once a step:
+    its result is for all passes, chunks and epochs of that step.
+
+    Args:
+        references: of `RayCarrier.put`, a list or an object array; with "native" also None.
+        parallel: the rank whose layers are read; `layers` names them instead; without either all are read.
+        on_bad_route: "native" returns None for a sample that can't be read, which `gather` accepts with the
+            same setting, and counts.
+        patience: seconds that may pass until all is read.
+
+    Raises:
+        InvalidRoutes: something that is no reference; a sample that was freed or lost; layers that were never
+            put.
+    """
+    one_of(on_bad_route, ("error", "native"), "on_bad_route")
+    given = list(references)
+    for number, one in enumerate(given):
+        InvalidRoutes.unless(
+            isinstance(one, Reference) or (one is None and on_bad_route == "native"),
+            "this is no reference",
+            "what RayCarrier.put returned",
+            type(one).__name__,
+            "a sample whose routes nobody put: a rollout without them, or a worker without npu_replay",
+            f"sample {number}",
+        )
+    wanted = parallel.moe_layers if layers is None and parallel is not None else layers
+    asked = None if wanted is None else arguments.labels(wanted)
+    found = iter(fetch_each([one for one in given if one is not None], asked, patience))
+    each = [None if one is None else next(found) for one in given]
+    for number, routes in enumerate(each):
+        if isinstance(routes, InvalidRoutes) and on_bad_route == "error":
+            raise routes.at(f"sample {number}")
+    return [one if isinstance(one, RoutedExperts) else None for one in each]
+
+
+def fetch_each(
+    references: Sequence[Reference], layers: tuple[int, ...] | None, patience: float
+) -> list[RoutedExperts | InvalidRoutes]:
+    """Return the routes of each sample, or the error of it; the same object for the same sample."""
+    if isinstance(layers, StageLabels):
+        for one in references:
+            put, problem = tuple(sorted(one.layers)), "the pieces have other labels than the model's"
+            fine, cause = layers.among(put) == layers, "a cut by another count of its layers"
+            RouterError.unless(fine, problem, layers.whole, put, cause, repr(one))
+    samples, wanted = {one.key: one for one in references}, None if layers is None else {*layers}
+    asked = [
+        (one, handle)
+        for one in samples.values()
+        for block, handle in zip(one.blocks, one.handles, strict=True)
+        if wanted is None or not wanted.isdisjoint(block)
+    ]
+    pieces: dict[int, list[object]] = {key: [] for key in samples}
+    if asked:
+        found = asked[0][0].read([handle for _, handle in asked], patience)
+        for (one, _), piece in zip(asked, found, strict=True):
+            pieces[one.key].append(piece)
+    joined = {key: _joined(one, pieces[key], layers) for key, one in samples.items()}
+    return [joined[one.key] for one in references]
+
+
+def _joined(
+    one: Reference, pieces: Sequence[object], asked: tuple[int, ...] | None
+) -> RoutedExperts | InvalidRoutes:
+    """Return a sample's pieces side by side, or the error of it."""
+    parts = [piece for piece in pieces if isinstance(piece, RoutedExperts)]
+    for piece in pieces:
+        if not isinstance(piece, RoutedExperts):
+            return InvalidRoutes(
+                "the routes of this sample can't be read",
+                where=repr(one),
+                expected="routes that were put and not yet freed",
+                got=f"{type(piece).__name__}: {piece}"[:300],
+                cause="a step that is over, whose routes were freed; a worker or a node that died with them",
+            )
+    if len(parts) == 1 and parts[0].layers == asked:  # the usual case: a stage's own piece
+        return parts[0]
+    labels = one.layers if asked is None else asked
+    if lacking := {*labels} - {layer for part in parts for layer in part.layers}:
+        return InvalidRoutes(
+            f"nobody put decoder layer {min(lacking)} of this sample",
+            where=repr(one),
+            expected=list(labels),
+            got=list(one.layers),
+            cause="a rank whose layers are another model's, or counted otherwise",
+        )
+    parts = [part.only([layer for layer in part.layers if layer in {*labels}]) for part in parts]
+    if not parts:  # a rank of dense layers
+        return RoutedExperts.unrecorded(one.tokens, layers=(), topk=one.topk, num_experts=one.num_experts)
+    return side_by_side(parts)

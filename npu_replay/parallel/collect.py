@@ -1,14 +1,17 @@
-"""collect: merges the routes recorded on all ranks into one RoutedExperts per sequence.
+"""Moves routes between ranks: `collect` merges what all recorded, `exchange` sends what one rank lacks.
 
 Every rank has what its routers saw: some rows (sequence and context parallelism) of some layers (pipeline
 stages). Ranks first exchange what each has. A rank with an error carries it through every group, so that all
 ranks leave together. Then each block of rows and layers is sent once, as bytes, since back ends lack narrow
-integers, in pieces that go straight into the result.
+integers, in pieces that go straight into the result. `exchange` sends whole sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import pickle
+from collections import ChainMap
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -17,7 +20,7 @@ import torch.distributed as dist
 from npu_replay.errors import MicroBatchError, ReplayError, list_of, micro_batch
 from npu_replay.parallel.merge import Block, Part, Union
 from npu_replay.parallel.parallel_layout import ParallelLayout
-from npu_replay.parallel.rank_failures import Outcome, RankGroup
+from npu_replay.parallel.rank_failures import PATIENCE, Outcome, RankGroup
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.record import Recording
@@ -87,8 +90,7 @@ def collect(
     ]
     outcome = Outcome()
     outcome.error = error
-    layouts = outcome.attempt(_checked_layouts, layouts, groups) or []
-    blocks = outcome.attempt(_blocks, routes, layouts) or []
+    layouts, blocks = outcome.attempt(_given, routes, layouts, groups) or ([], [])
     for peers in each_group:
         blocks = _exchanged(peers, outcome, blocks, layouts, everywhere)
     merged = None
@@ -129,10 +131,10 @@ def _process_groups(groups: Groups) -> list[Any]:
     return [group for group in found if dist.get_world_size(group) > 1]
 
 
-def _checked_layouts(layouts: Any, groups: Groups) -> list[TokenLayout]:
-    """Return the layouts, if they were made for this rank."""
-    found = list_of(layouts, TokenLayout, "layouts", kind=MicroBatchError)
-    for number, layout in enumerate(found):
+def _given(routes: Any, layouts: Any, groups: Groups) -> tuple[list[TokenLayout], Blocks]:
+    """Return the layouts, if they were made for this rank, and what it recorded, without its padding."""
+    made = list_of(layouts, TokenLayout, "layouts", kind=MicroBatchError)
+    for number, layout in enumerate(made):
         made_for = layout.parallel
         if isinstance(groups, ParallelLayout) and made_for is not None:
             here, there = (
@@ -143,29 +145,18 @@ def _checked_layouts(layouts: Any, groups: Groups) -> list[TokenLayout]:
             cause = "the layouts of another rank, or a ParallelLayout that was changed in between"
             fine = made_for.cut == groups.cut
             MicroBatchError.unless(fine, problem, here, there, cause, micro_batch(number))
-    return found
-
-
-def _blocks(routes: Any, layouts: list[TokenLayout]) -> Blocks:
-    """Return what this rank recorded, without its padding."""
     given = routes.routes if isinstance(routes, Recording) else routes
     recorded = list_of(given, RoutedExperts, "routes", kind=MicroBatchError)
-    MicroBatchError.unless(
-        len(recorded) == len(layouts),
-        "another number of layouts than micro-batches were recorded",
-        f"{len(recorded)}, one TokenLayout a micro-batch",
-        len(layouts),
-        "forwards that belong to no micro-batch inside the record block",
-    )
+    problem = "another number of layouts than micro-batches were recorded"
+    expected = f"{len(recorded)}, one TokenLayout a micro-batch"
+    cause = "forwards that belong to no micro-batch inside the record block"
+    MicroBatchError.unless(len(recorded) == len(made), problem, expected, len(made), cause)
     blocks: Blocks = []
-    for number, (one, layout) in enumerate(zip(recorded, layouts, strict=True)):
-        if not one.layers:
-            blocks.append(None)
-            continue
-        row_of = layout.row_of(one, micro_batch(number))
+    for number, (one, layout) in enumerate(zip(recorded, made, strict=True)):
+        row_of = layout.row_of(one, micro_batch(number)) if one.layers else torch.empty(0)
         held = row_of >= 0
-        blocks.append(Block(held, one.take(row_of[held])))
-    return blocks
+        blocks.append(Block(held, one.take(row_of[held])) if one.layers else None)
+    return made, blocks
 
 
 def _exchanged(
@@ -186,8 +177,18 @@ class _Plan:
     """Plans who sends what in one group, with the memory for it; refuses parts that don't fit."""
 
     def __init__(self, peers: RankGroup, blocks: Blocks, offers: list[_Offer]) -> None:
-        _check_offers(offers)
-        self._peers, self._blocks, self._everywhere = peers, blocks, offers[0].everywhere
+        theirs, first = [offer.everywhere for offer in offers], offers[0]
+        problem = "the ranks disagree about who gets the result"
+        expected = "the same `everywhere` on all ranks"
+        cause = "everywhere=rank == 0: the first rank of the groups gets it anyway"
+        ReplayError.unless(len({*theirs}) == 1, problem, expected, theirs, cause)
+        problem = "the ranks have layouts of other sequences"
+        expected = f"the lengths and fingerprints of rank 0, {len(first.batches)} micro-batches"
+        cause = "ranks of different data-parallel replicas in one group, or batches cut differently"
+        for rank, offer in enumerate(offers):
+            same, got = offer.batches == first.batches, f"others, {len(offer.batches)} micro-batches"
+            MicroBatchError.unless(same, problem, expected, got, cause, f"rank {rank} of the group")
+        self._peers, self._blocks, self._everywhere = peers, blocks, first.everywhere
         receives = self._everywhere or peers.me == 0
         self._unions: list[Union | None] = []
         self._pieces: list[tuple[int, int, Part, int, int]] = []  # micro-batch, rank, part, first row, end
@@ -204,54 +205,27 @@ class _Plan:
         self._there = self._buffer.to(peers.device)
 
     def carried_out(self) -> Blocks:
-        """Send and receive all pieces; return what this rank then has of each micro-batch."""
-        outcome = Outcome()  # an error is told afterwards, as the others go on sending
+        """Send each piece to each rank that gets the result; return what this rank then has."""
+        outcome, peers = Outcome(), self._peers  # an error is told afterwards, as the others go on sending
         for number, rank, part, first, end in self._pieces:
-            data = self._moved(self._blocks[number], rank, first, end, (end - first) * part.row_bytes)
-            if (union := self._unions[number]) is not None:
-                outcome.attempt(union.put, part, first, data)
+            size, block, union = (end - first) * part.row_bytes, self._blocks[number], self._unions[number]
+            mine, sent = self._buffer[:size], self._there[:size]
+            if rank == peers.me and block is not None:
+                mine = block.rows(first, end)
+                sent = mine if peers.device.type == "cpu" else sent.copy_(mine)
+            if self._everywhere:
+                peers.run(partial(dist.broadcast, sent, peers.ranks[rank], peers.group, async_op=True))
+            elif rank != 0 and peers.me == rank:
+                peers.run(partial(dist.isend, sent, peers.ranks[0], peers.group))
+            elif rank != 0 and peers.me == 0:
+                peers.run(partial(dist.irecv, sent, peers.ranks[rank], peers.group))
+            if sent.device != mine.device and rank != peers.me:
+                mine.copy_(sent)
+            if union is not None:
+                outcome.attempt(union.put, part, first, mine)
         if outcome.error is not None:
             raise outcome.error
         return [None if union is None else union.block() for union in self._unions]
-
-    def _moved(self, block: Block | None, rank: int, first: int, end: int, size: int) -> torch.Tensor:
-        """Send some rows of a rank's block, as bytes, to each rank that gets the result."""
-        peers = self._peers
-        mine, sent = self._buffer[:size], self._there[:size]
-        if rank == peers.me and block is not None:
-            mine = block.rows(first, end)
-            sent = mine if peers.device.type == "cpu" else sent.copy_(mine)
-        if self._everywhere:
-            source = peers.ranks[rank]
-            peers.run(lambda: dist.broadcast(sent, source, peers.group, async_op=True))
-        elif rank != 0 and peers.me == rank:
-            peers.run(lambda: dist.isend(sent, peers.ranks[0], peers.group))
-        elif rank != 0 and peers.me == 0:
-            peers.run(lambda: dist.irecv(sent, peers.ranks[rank], peers.group))
-        if sent.device != mine.device and rank != peers.me:
-            mine.copy_(sent)
-        return mine
-
-
-def _check_offers(offers: list[_Offer]) -> None:
-    """Refuse ranks that want different results, or have different sequences."""
-    ReplayError.unless(
-        len({offer.everywhere for offer in offers}) == 1,
-        "the ranks disagree about who gets the result",
-        "the same `everywhere` on all ranks",
-        [offer.everywhere for offer in offers],
-        "everywhere=rank == 0: the first rank of the groups gets it anyway",
-    )
-    first = offers[0]
-    for rank, offer in enumerate(offers):
-        MicroBatchError.unless(
-            offer.batches == first.batches,
-            "the ranks have layouts of other sequences",
-            f"the lengths and fingerprints of rank 0, {len(first.batches)} micro-batches",
-            f"others, {len(offer.batches)} micro-batches",
-            "ranks of different data-parallel replicas in one group, or batches cut differently",
-            f"rank {rank} of the group",
-        )
 
 
 def _senders(number: int, parts: list[Part | None]) -> dict[int, Part]:
@@ -260,7 +234,7 @@ def _senders(number: int, parts: list[Part | None]) -> dict[int, Part]:
     for rank, part in enumerate(parts):
         if part is None:
             continue
-        twin, theirs = first.setdefault((part.tokens, part.layers), (rank, part))
+        twin, theirs = first.setdefault((part.tokens, part.like.layers), (rank, part))
         if theirs != part:
             raise MicroBatchError(
                 "two ranks recorded the same tokens and layers differently",
@@ -301,3 +275,59 @@ def _sequences(blocks: Blocks, layouts: Sequence[TokenLayout], groups: Groups) -
         MicroBatchError.unless(layers == wanted, problem, list(wanted), list(layers), cause, where)
         found += layout.sequences(block.routes)
     return found
+
+
+class _Move(NamedTuple):
+    """Says which rank sends the routes of this key to which other, by their places in the group."""
+
+    key: int
+    source: int
+    target: int
+
+
+def exchange(
+    held: Mapping[int, RoutedExperts], lacking: Sequence[int], group: Any, *, patience: float = PATIENCE
+) -> dict[int, RoutedExperts]:
+    """Return the routes that this rank lacks and another one holds, by key; every rank must call it.
+
+    Keys that no rank holds are left out. Raises ReplayError on all ranks if one fails, or doesn't come within
+    `patience` seconds.
+    """
+    cause = "a rank that failed before, or another number of updates on it"
+    peers = RankGroup(group, patience, "not all ranks came to exchange routes", cause)
+    outcome = Outcome()
+    asked = outcome.agree(peers, sorted(set(lacking)))
+    offered = outcome.agree(peers, held.keys() & {key for keys in asked for key in keys})
+    holder = {key: rank for rank in reversed(range(len(offered))) for key in offered[rank]}  # the first
+    wanted = ((key, target) for target, keys in enumerate(asked) for key in keys if key in holder)
+    moves = [_Move(key, holder[key], target) for key, target in wanted if peers.me in (holder[key], target)]
+    sent = {move.key for move in moves if move.source == peers.me}
+    data = outcome.attempt(lambda: {key: bytearray(pickle.dumps(held[key])) for key in sent}) or {}
+    sizes = ChainMap(*outcome.agree(peers, {key: len(one) for key, one in data.items()}))
+    # All memory is allocated before the first message: a rank that failed between two would hang the others.
+    room = outcome.attempt(lambda: _room({move.key: sizes[move.key] for move in moves}, peers.device))
+    outcome.agree(peers)
+    if outcome.error is not None:
+        raise outcome.error
+    rows, scratch = room or ({}, torch.empty(0))
+    for move in moves:  # in the same order on all ranks, so each finds its partner
+        here, sends = scratch[: sizes[move.key]], move.source == peers.me
+        if sends:
+            here.copy_(torch.frombuffer(data[move.key], dtype=torch.uint8))
+        peer = peers.ranks[move.target if sends else move.source]
+        message = dist.P2POp(dist.isend if sends else dist.irecv, here, peer, peers.group)
+        peers.run(partial(_begin, message))
+        if not sends:
+            rows[move.key].copy_(here)
+    return {move.key: pickle.loads(rows[move.key].numpy().data) for move in moves if move.target == peers.me}
+
+
+def _room(sizes: Mapping[int, int], device: torch.device) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+    """Return host memory for each, and one buffer for the largest where the back end wants it."""
+    rows = {key: torch.empty(size, dtype=torch.uint8) for key, size in sizes.items()}
+    return rows, torch.empty(max(sizes.values(), default=0), dtype=torch.uint8, device=device)
+
+
+def _begin(message: Any) -> Any:
+    # A batch of one: for single messages NCCL would make a communicator for each pair of ranks.
+    return dist.batch_isend_irecv([message])[0]

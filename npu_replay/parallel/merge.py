@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from npu_replay.errors import MicroBatchError, micro_batch
 from npu_replay.routers import PART_BY_PART
 from npu_replay.routes.arguments import known_of_all
-from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
+from npu_replay.routes.routed_experts import RoutedExperts
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,10 @@ class Block:
 
     def part(self) -> Part:
         """Describe the block without its ids."""
-        routes, tokens = self.routes, self.held.to(torch.uint8)
-        tokens[self.held] += routes.recorded
-        return Part(
-            tokens=zlib.compress(tokens.numpy().data, 1),
-            layers=routes.layers,
-            rows=len(routes),
-            topk=routes.topk,
-            num_experts=routes.num_experts,
-            weight_version=routes.weight_version,
-            constant_layers_ok=routes.constant_layers_ok,
-            from_engine=routes.from_engine,
-            content=blake2b(self.rows(0, len(routes)).numpy().data, digest_size=16).hexdigest(),
-        )
+        tokens, rows = self.held.to(torch.uint8), len(self.routes)
+        tokens[self.held] += self.routes.recorded
+        content = blake2b(self.rows(0, rows).numpy().data, digest_size=16).hexdigest()
+        return Part(zlib.compress(tokens.numpy().data, 1), self.routes.sequence(0, 0), rows, content)
 
     def rows(self, first: int, end: int) -> torch.Tensor:
         """Return the ids of these rows as bytes, on the block's own memory."""
@@ -46,36 +37,36 @@ class Block:
 
 @dataclass(frozen=True)
 class Part:
-    """Describes a rank's block before its ids are sent; `content` is their digest.
+    """Describes a rank's block before its ids are sent.
 
-    `tokens` has one byte per token of the micro-batch, compressed: 0 not here, 1 without a route, 2 with one.
+    Attributes:
+        tokens: one byte per token of the micro-batch, compressed: 0 not here, 1 without a route, 2 with one.
+        like: routes of no token, which have the block's layers and model.
+        rows: the rows of the block.
+        content: the digest of its ids.
     """
 
     tokens: bytes
-    layers: tuple[int, ...]
+    like: RoutedExperts = field(hash=False)
     rows: int
-    topk: int
-    num_experts: int
-    weight_version: int | str | None
-    constant_layers_ok: bool
-    from_engine: bool
     content: str
 
     @property
     def row_bytes(self) -> int:
         """Return the bytes of one token's ids."""
-        return len(self.layers) * self.topk * narrow_dtype(self.num_experts).itemsize
+        return self.like.ids.shape[1:].numel() * self.like.ids.itemsize
 
 
 class Union:
     """Merges the parts of one micro-batch, all tokens and layers, as their ids arrive."""
 
     def __init__(self, number: int, parts: list[Part]) -> None:
-        kinds = {f"top-{part.topk} of {part.num_experts} experts" for part in parts}
+        like = [part.like for part in parts]
+        kinds = {f"top-{one.topk} of {one.num_experts} experts" for one in like}
         problem, expected = "the ranks recorded routers of another shape", "one top-k and number of experts"
         got, cause = " and ".join(sorted(kinds)), f"different models on the ranks; or {PART_BY_PART}"
         MicroBatchError.unless(len(kinds) == 1, problem, expected, got, cause, micro_batch(number))
-        self._number, self._parts = number, parts
+        self._number, self._like = number, like
         all_tokens = [np.frombuffer(zlib.decompress(part.tokens), np.uint8) for part in parts]
         self._held = torch.from_numpy(np.any(all_tokens, axis=0))
         # A token's row is its rank among the held ones.
@@ -84,16 +75,15 @@ class Union:
         self._recorded = torch.ones(int(self._held.sum()), dtype=torch.bool)
         for part, tokens in zip(parts, all_tokens, strict=True):
             self._recorded[self._rows[part]] &= torch.from_numpy(tokens[tokens > 0] == 2)
-        self._labels = sorted({layer for part in parts for layer in part.layers})
+        self._labels = sorted({layer for one in like for layer in one.layers})
         self._known = torch.zeros(len(self._recorded), len(self._labels), dtype=torch.bool)
-        shape = *self._known.shape, parts[0].topk
-        self._ids = torch.empty(shape, dtype=narrow_dtype(parts[0].num_experts))
+        self._ids = torch.empty(*self._known.shape, like[0].topk, dtype=like[0].ids.dtype)
 
     def put(self, part: Part, first: int, data: torch.Tensor) -> None:
         """Store ids, as bytes, of the part's rows from `first` on; refuse a second, different route."""
-        ids = data.view(self._ids.dtype).view(-1, len(part.layers), part.topk)
+        ids = data.view(self._ids.dtype).view(-1, *part.like.ids.shape[1:])
         rows = self._rows[part][first : first + len(ids)]
-        for layer, theirs in zip(part.layers, ids.unbind(1), strict=True):
+        for layer, theirs in zip(part.like.layers, ids.unbind(1), strict=True):
             column = self._labels.index(layer)
             # Layouts may overlap: a place that another part has filled must hold the same route.
             twice = self._known[rows, column]
@@ -125,10 +115,10 @@ class Union:
         routes = RoutedExperts(
             ids=self._ids,
             layers=self._labels,
-            num_experts=self._parts[0].num_experts,
+            num_experts=self._like[0].num_experts,
             recorded=self._recorded,
             copy=False,
-            **known_of_all(self._parts),
+            **known_of_all(self._like),
         )
         return Block(self._held, routes)
 

@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from npu_replay.errors import MicroBatchError, ReplayError, listed, one_of, share, shown, whole_number
-from npu_replay.parallel import bad_samples, probed_layout, row_gather
+from npu_replay.parallel import probed_layout, row_gather
 from npu_replay.parallel.parallel_layout import Context, ParallelLayout
 from npu_replay.routes import arguments
 from npu_replay.routes.arguments import is_plain
@@ -64,12 +64,34 @@ class TokenLayout:
     fed: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        sizes = _sizes(self.lengths)
+        sizes, given = _sizes(self.lengths), self.rows
+        try:
+            rows = torch.as_tensor(given).detach().cpu()
+            if not is_plain(rows) or rows.is_complex():
+                raise TypeError("no plain tensor")
+            if rows.numel() and (rows.is_floating_point() or rows.dtype == torch.bool):
+                raise TypeError(rows.dtype)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            problem = "the rows of a layout are whole numbers in a plain tensor"
+            got = f"{shown(given)} ({error})"[:200]
+            raise MicroBatchError(problem, expected="int64", got=got) from error
+        _check(rows.dim() == 1, "the rows of a layout are a flat list", "[rows]", list(rows.shape))
+        rows = rows.to(torch.int64, copy=True)
+        least, most = (int(rows.min()), int(rows.max())) if len(rows) else (-1, -1)
+        expected = f"-1 to {sum(sizes) - 1}: the lengths add up to {sum(sizes)} tokens"
+        problem, cause = "the layout has a row for a token that isn't there", "lengths of another micro-batch"
+        _check(least >= -1 and most < sum(sizes), problem, expected, f"{least} to {most}", cause)
+        counts = torch.bincount(rows[rows >= 0], minlength=1)
+        most, token = int(counts.max()), int(counts.argmax())
+        where = f"token {token}, rows {(rows == token).nonzero()[:, 0].tolist()}"
+        problem = "the layout overlaps itself: a token sits in two rows"
+        cause = "padding that repeats a token, or slices of two ranks in one layout"
+        _check(most <= 1, problem, "each token in one row at most", most, cause, where)
         object.__setattr__(self, "lengths", sizes)
-        object.__setattr__(self, "rows", _checked_rows(self.rows, sum(sizes)))
+        object.__setattr__(self, "rows", rows)
         if self.fingerprints is not None:
-            given = listed(self.fingerprints, "fingerprints")
-            marks = tuple(None if one is None else whole_number(one, "a fingerprint") for one in given)
+            all_marks = listed(self.fingerprints, "fingerprints")
+            marks = tuple(None if one is None else whole_number(one, "a fingerprint") for one in all_marks)
             object.__setattr__(self, "fingerprints", marks)
             problem = "another number of fingerprints than sequences"
             _check(len(marks) == len(sizes), problem, len(sizes), len(marks))
@@ -237,7 +259,7 @@ class TokenLayout:
         *,
         layers: Sequence[int] | None = None,
         on_bad_route: Literal["error", "native"] = "error",
-        ceiling: float = bad_samples.CEILING,
+        ceiling: float = row_gather.CEILING,
     ) -> RoutedExperts:
         """Return the routes in the router's rows, from one RoutedExperts per sequence.
 
@@ -265,7 +287,7 @@ class TokenLayout:
         ceiling = share(ceiling, "ceiling", "samples", kind=MicroBatchError)
         layers = None if layers is None else arguments.labels(layers)
         if bad := self.bad_routes(batch, layers=layers):
-            bad_samples.tolerate(bad, len(batch), 0.0 if on_bad_route == "error" else ceiling)
+            row_gather.tolerate(bad, len(batch), 0.0 if on_bad_route == "error" else ceiling)
         real = {n: routes for n, routes in enumerate(batch) if isinstance(routes, RoutedExperts)}
         if not real:
             raise next(iter(bad.values()), MicroBatchError("an empty batch", expected=">= 1 sequence", got=0))
@@ -304,7 +326,7 @@ class TokenLayout:
         Raises:
             MicroBatchError: another number of sequences than the layout has.
         """
-        return bad_samples.find(batch, self.lengths, self.fingerprints, layers)
+        return row_gather.find_bad(batch, self.lengths, self.fingerprints, layers)
 
     def scatter(self, routes: RoutedExperts) -> list[RoutedExperts]:
         """Return one RoutedExperts per sequence, from the router's rows; the inverse of `gather`.
@@ -403,29 +425,3 @@ def _cut(slots: torch.Tensor, pieces: int, mine: list[int], what: str, why: str)
     cause = "padding to another multiple than the trainer's: align= or length= is what it pads to"
     _check(size % pieces == 0, f"{what} can't be cut evenly ({why})", f"a multiple of {pieces}", size, cause)
     return slots.view(*slots.shape[:-1], pieces, size // pieces)[..., mine, :].flatten(-2)
-
-
-def _checked_rows(given: Any, tokens: int) -> torch.Tensor:
-    """Return an int64 copy of a layout's rows, after checking that they are tokens of its sequences."""
-    try:
-        rows = torch.as_tensor(given).detach().cpu()
-        if not is_plain(rows) or rows.is_complex():
-            raise TypeError("no plain tensor")
-        if rows.numel() and (rows.is_floating_point() or rows.dtype == torch.bool):
-            raise TypeError(rows.dtype)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        problem, got = "the rows of a layout are whole numbers in a plain tensor", f"{shown(given)} ({error})"
-        raise MicroBatchError(problem, expected="int64", got=got[:200]) from error
-    _check(rows.dim() == 1, "the rows of a layout are a flat list", "[rows]", list(rows.shape))
-    rows = rows.to(torch.int64, copy=True)
-    least, most = (int(rows.min()), int(rows.max())) if len(rows) else (-1, -1)
-    expected = f"-1 to {tokens - 1}: the lengths add up to {tokens} tokens"
-    problem, cause = "the layout has a row for a token that isn't there", "lengths of another micro-batch"
-    _check(least >= -1 and most < tokens, problem, expected, f"{least} to {most}", cause)
-    counts = torch.bincount(rows[rows >= 0], minlength=1)
-    most, token = int(counts.max()), int(counts.argmax())
-    where = f"token {token}, rows {(rows == token).nonzero()[:, 0].tolist()}"
-    problem = "the layout overlaps itself: a token sits in two rows"
-    cause = "padding that repeats a token, or slices of two ranks in one layout"
-    _check(most <= 1, problem, "each token in one row at most", most, cause, where)
-    return rows

@@ -60,7 +60,7 @@ def admit(
     """
     one_of(missing, ("error", "native"), "way with missing rows", "missing", InvalidRoutes)
     ids = token_ids(tokens, source)
-    rows = _routed_columns(_due_rows(rows, len(ids), start, ended, surplus, source), model, start, source)
+    rows = _routed_rows(rows, model, len(ids), start, ended, surplus, source)
     mine, experts = ids[start : start + len(rows)], model.num_experts
 
     def refuse(symptom: Symptom, found: Finding | None) -> None:
@@ -116,38 +116,38 @@ def admit(
     )
 
 
-def _due_rows(rows: Any, tokens: int, start: int, ended: bool, surplus: int, source: Source) -> Array:
-    """Return the rows, if their number is the number of tokens that the engine ran."""
+def _routed_rows(
+    rows: Any, model: RoutedModel, tokens: int, start: int, ended: bool, surplus: int, source: Source
+) -> Array:
+    """Return the rows of the tokens, in the columns of the MoE layers; refuse another number of either."""
     if not checks.is_ids(rows):
         raise not_ids(source, rows)
     if not 0 <= start <= tokens:
         problem = "the first row's token isn't in the sequence"
         raise source.error(Symptom.SHAPE, problem, f"0 to {tokens}", start)
-    due = max(0, tokens - start - (surplus == 0))  # where tokens were taken off, the last one left ran too
-    wanted = max(0, tokens - 1 - start + surplus)
     # One row more or less would shift them all unnoticed. An aborted request may have none.
-    if len(rows) == wanted or (len(rows) == 0 and not ended):
-        return rows[:due]
-    taken_off = f", and {surplus} more that were taken off its end" if surplus else ""
-    expected = f"{wanted} rows ({tokens} tokens from {start} on{taken_off}; the last has none)"
-    few = (Symptom.TOO_FEW_ROWS, "fewer") if len(rows) < wanted else (Symptom.TOO_MANY_ROWS, "more")
-    raise source.error(few[0], f"the engine has rows for {few[1]} tokens than it ran", expected, len(rows))
-
-
-def _routed_columns(rows: Array, model: RoutedModel, start: int, source: Source) -> Array:
-    """Return the columns of the MoE layers."""
+    wanted = max(0, tokens - 1 - start + surplus)
+    if len(rows) != wanted and (len(rows) or ended):
+        taken_off = f", and {surplus} more that were taken off its end" if surplus else ""
+        expected = f"{wanted} rows ({tokens} tokens from {start} on{taken_off}; the last has none)"
+        few = len(rows) < wanted
+        problem = f"the engine has rows for {'fewer' if few else 'more'} tokens than it ran"
+        symptom = Symptom.TOO_FEW_ROWS if few else Symptom.TOO_MANY_ROWS
+        raise source.error(symptom, problem, expected, len(rows))
+    rows = rows[: tokens - start]  # the others are of tokens that were taken off; the last one left ran, too
     columns, topk = rows.shape[1:]
     if topk != model.topk:
         problem = "the engine's top-k isn't the model's"
         raise source.error(Symptom.TOPK, problem, f"{model.topk} ids", topk)
-    wanted = model.routed_columns(columns)
-    if wanted is None:
+    wanted_columns = model.routed_columns(columns)
+    if wanted_columns is None:
         problem = "the engine's columns are neither all decoder layers nor the MoE layers"
         expected = f"{model.num_layers}, or {len(model.sparse)}"
         raise source.error(Symptom.COLUMNS, problem, expected, columns)
     if columns == model.num_layers:
         _check_dense(rows, model, start, source)
-    return rows[:, wanted]
+    found: Array = rows[:, wanted_columns]
+    return found
 
 
 def _check_dense(rows: Array, model: RoutedModel, start: int, source: Source) -> None:

@@ -59,35 +59,28 @@ def from_envelope(
     if type(first) is not int or first != start:
         problem = "the rows of the envelope begin at another token than this call says"
         raise source.unreadable(problem, f"start={start}", f"start {str(first)[:80]}")
-    size = math.prod(shape)
-    if isinstance(data, list):
-        rows = np.array(data, np.int64) if all(type(one) is int for one in data) else None
-    elif isinstance(data, np.ndarray):
-        rows = data if data.dtype.kind in "iu" else None
+    size, dtype, rows = math.prod(shape), value.get("dtype"), None
+    if isinstance(data, list) and all(type(one) is int for one in data):
+        rows = np.array(data, np.int64)
+    elif isinstance(data, np.ndarray) and data.dtype.kind in "iu":
+        rows = data
     elif isinstance(data, (str, bytes, bytearray, memoryview)):
-        rows = _from_bytes(data, size, value.get("dtype"), source)
-    else:
-        rows = None
+        if dtype is not None and dtype not in _DTYPES:
+            raise _other_form(source, f"dtype {str(dtype)[:80]}")
+        widths = [1, 2, 4, 8] if dtype is None else [np.dtype(_DTYPES[dtype]).itemsize]
+        raw = data if isinstance(data, str) else bytes(data)
+        if isinstance(raw, str) or len(raw) not in [size * width for width in widths]:
+            raw = from_base64(raw, source=source, most=size * widths[-1])
+        width = len(raw) // size if size else widths[0]
+        if len(raw) != size * width or width not in widths:
+            expected = " or ".join(str(size * width) for width in widths)
+            raise _cut(source, f"{expected} bytes", len(raw))
+        rows = np.frombuffer(raw, f"<u{width}" if dtype is None else _DTYPES[dtype])
     if rows is None:
         raise _other_form(source, f"data {named(data)}")
     if rows.size != size:
         raise _cut(source, f"{size} ids, as its shape says", rows.size)
     return rows.reshape(shape)
-
-
-def _from_bytes(data: Any, size: int, dtype: Any, source: Source) -> Array:
-    """Read the array's bytes, or their base64, of `size` ids."""
-    if dtype is not None and dtype not in _DTYPES:
-        raise _other_form(source, f"dtype {str(dtype)[:80]}")
-    widths = [1, 2, 4, 8] if dtype is None else [np.dtype(_DTYPES[dtype]).itemsize]
-    raw = data if isinstance(data, str) else bytes(data)
-    if isinstance(raw, str) or len(raw) not in [size * width for width in widths]:
-        raw = from_base64(raw, source=source, most=size * widths[-1])
-    width = len(raw) // size if size else widths[0]
-    if len(raw) != size * width or width not in widths:
-        expected = " or ".join(str(size * width) for width in widths)
-        raise _cut(source, f"{expected} bytes", len(raw))
-    return np.frombuffer(raw, f"<u{width}" if dtype is None else _DTYPES[dtype])
 
 
 def _cut(source: Source, expected: str, got: int) -> InvalidRoutes:

@@ -127,28 +127,27 @@ def read_plan(
         if written != name:
             raise unreadable(written, f"its Python name: {name}", repr(written))
     # A value that can't be read is refused: taken for the default, it would pass the checks.
-    return {
-        name: _read(name, value, kinds[name]) if name in kinds and value is not None else value
-        for name, value in planned.items()
-    }
+    read = dict(planned)
+    for name, value in planned.items():
+        if value is None or name not in kinds:
+            continue
+        kind = kinds[name]
+        if isinstance(value, str) and kind in ("count", "number"):  # as configs have it
+            with suppress(ValueError):
+                value = int(value) if kind == "count" else float(value)
+        wanted, expected = _KINDS[kind]
+        fits = isinstance(value, wanted) or (kind == "keys" and hasattr(value, "__dict__"))
+        # A bool is an int for Python, and no count here.
+        fits = fits and isinstance(value, bool) == (kind == "flag") and (kind != "count" or value > 0)
+        if not fits:
+            raise unreadable(name, expected, repr(value)[:80])
+        read[name] = value
+    return read
 
 
 def unreadable(name: str, expected: str, got: str) -> ReplayError:
     problem = f"the argument {name} can't be read, so it can't be checked"
     return ReplayError(problem, where="rollout", expected=expected, got=got)
-
-
-def _read(name: str, value: Any, kind: Kind) -> Any:
-    """Return a value of that kind. A number may be text, as configs have it."""
-    wanted, expected = _KINDS[kind]
-    if isinstance(value, str) and kind in ("count", "number"):
-        with suppress(ValueError):
-            value = int(value) if kind == "count" else float(value)
-    fits = isinstance(value, wanted) or (kind == "keys" and hasattr(value, "__dict__"))
-    # A bool is an int for Python, and no count here.
-    if fits and isinstance(value, bool) == (kind == "flag") and (kind != "count" or value > 0):
-        return value
-    raise unreadable(name, expected, repr(value)[:80])
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:

@@ -88,26 +88,25 @@ def shared_tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
-def labels(layers: Any) -> tuple[int, ...]:
-    """Return a caller's layer labels as Python integers; StageLabels as they are."""
-    if isinstance(layers, StageLabels):
-        return layers
-    given = listed(layers, "the layer labels", most=MAX_LAYERS, kind=InvalidRoutes)
-    return tuple(whole_number(layer, "a layer label", kind=InvalidRoutes) for layer in given)
+def labels(layers: Any, columns: int | None = None) -> tuple[int, ...]:
+    """Return a caller's layer labels as Python integers, StageLabels as they are.
 
-
-def check_columns(labels: tuple[int, ...], columns: int) -> None:
-    """Refuse labels that aren't one per column, ascending and below MAX_LAYERS."""
-    short = str(labels) if len(labels) <= 8 else f"({labels[0]}, {labels[1]}, ..., {labels[-1]})"
-    problem, expected = (
-        "ids has more or fewer columns than layer labels",
-        f"{len(labels)}, for layers {short}",
-    )
-    cause = "an engine that reports every layer against labels of the MoE layers only, or the reverse"
-    InvalidRoutes.unless(len(labels) == columns, problem, expected, columns, cause)
-    fine = list(labels) == sorted({*labels}) and (not labels or 0 <= labels[0] <= labels[-1] < MAX_LAYERS)
-    problem = "layer labels must be ascending 0-based decoder layers, each once"
-    InvalidRoutes.unless(fine, problem, f"for example (0, 1, 2), below {MAX_LAYERS}", short)
+    With `columns` they must be one per column, ascending and below MAX_LAYERS.
+    """
+    found: tuple[int, ...] = layers
+    if not isinstance(layers, StageLabels):
+        given = listed(layers, "the layer labels", most=MAX_LAYERS, kind=InvalidRoutes)
+        found = tuple(whole_number(layer, "a layer label", kind=InvalidRoutes) for layer in given)
+    if columns is not None:
+        short = str(found) if len(found) <= 8 else f"({found[0]}, {found[1]}, ..., {found[-1]})"
+        problem = "ids has more or fewer columns than layer labels"
+        expected = f"{len(found)}, for layers {short}"
+        cause = "an engine that reports every layer against labels of the MoE layers only, or the reverse"
+        InvalidRoutes.unless(len(found) == columns, problem, expected, columns, cause)
+        fine = list(found) == sorted({*found}) and (not found or 0 <= found[0] <= found[-1] < MAX_LAYERS)
+        problem = "layer labels must be ascending 0-based decoder layers, each once"
+        InvalidRoutes.unless(fine, problem, f"for example (0, 1, 2), below {MAX_LAYERS}", short)
+    return found
 
 
 def mask(recorded: IdArray | None, *, tokens: int) -> torch.Tensor:

@@ -50,6 +50,7 @@ CONSTANT_CAUSE = (
 """The usual causes, for callers that know no better one."""
 
 _MOST_SHIFTS = 64  # a larger top-k is sorted, as each shift costs a pass
+_PLACES = 8  # words of a row
 _BLOCK = 1 << 17  # ids; the fastest of 2**14 to 2**20, for ids of one byte and of two
 
 
@@ -212,31 +213,45 @@ def repeated_rows(ids: Array, tokens: Array) -> Array:
     """Return the rows, [n] int64, that equal an earlier one, the nearest of which is another token's."""
     if len(ids) < 2 or ids.size == 0:
         return np.empty(0, np.int64)
-    flat = np.ascontiguousarray(ids).reshape(len(ids), -1).view(np.uint8)
-    word = next(size for size in (8, 4, 2, 1) if flat.shape[1] % size == 0)
-    weights = np.random.default_rng(0).integers(0, 2**63, flat.shape[1] // word, dtype=np.uint64) * 2 + 1
-    # A key: a hash of the row (odd weights lose no bits) above its number. Equal rows become neighbours.
+    words = _words(ids)
+    # A key: a hash of the row above its number. Equal rows become neighbours.
     half = np.uint64(0xFFFF_FFFF)
-    keys = np.arange(len(flat), dtype=np.uint64)
-    for first, block in _blocks(flat):
-        keys[first : first + len(block)] |= (block.view(f"u{word}") @ weights) & ~half
-    keys.sort()
+    keys = np.sort(_hashes(words) & ~half | np.arange(len(words), dtype=np.uint64))
     at = np.flatnonzero((keys[1:] ^ keys[:-1]) <= half)  # the same hash as the one before
     rows, others = (keys[at + 1] & half).astype(np.int64), (keys[at] & half).astype(np.int64)
     apart = tokens[rows] != tokens[others]
     rows, others = rows[apart], others[apart]
-    return np.sort(rows[(flat[rows] == flat[others]).all(axis=1)])
+    return np.sort(rows[(words[rows] == words[others]).all(axis=1)])
 
 
 def copied_rows(ids: Array, recorded: Array, num_experts: int, tokens: Array) -> Array:
     """Return the rows of `repeated_rows` if they are too many, else none; see `find_constant`."""
-    if not tells_apart(ids.shape[1], num_experts, ids.shape[2]):
-        return np.empty(0, np.int64)
+    none, least = np.empty(0, np.int64), int(recorded.sum()) // COPIED_PART + 1
+    if ids.size == 0 or not tells_apart(ids.shape[1], num_experts, ids.shape[2]):
+        return none
+    # Few rows of a right sample agree in a few places of all layers, which is seen before all ids are read.
+    words = _words(ids)
+    few = np.sort((_hashes(words[:, :: -(-words.shape[1] // _PLACES)]) >> 32).astype(np.uint32))
+    if (few[1:] == few[:-1]).sum() < least:
+        return none
     if not recorded.all():  # rows of zeros get one token, so none copies another's
         tokens = np.where(recorded, tokens[: len(ids)], -1)
     rows = repeated_rows(ids, tokens)
-    many = len(rows) * COPIED_PART > recorded.sum() and len(np.unique(tokens[rows])) >= COPIED_TOKENS
-    return rows if many else rows[:0]
+    return rows if len(rows) >= least and len(np.unique(tokens[rows])) >= COPIED_TOKENS else none
+
+
+def _words(ids: Array) -> Array:
+    """View each row as words, [tokens, words], the largest that it can be cut into."""
+    flat = np.ascontiguousarray(ids).reshape(len(ids), -1).view(np.uint8)
+    words: Array = flat.view(next(f"u{size}" for size in (8, 4, 2, 1) if flat.shape[1] % size == 0))
+    return words
+
+
+def _hashes(words: Array) -> Array:
+    """Return a hash of each row, [tokens] uint64."""
+    weights = np.random.default_rng(0).integers(0, 2**63, words.shape[1], dtype=np.uint64)
+    hashes: Array = words @ (weights * 2 + 1)  # odd weights lose no bits
+    return hashes
 
 
 def _blocks(ids: Array) -> Iterator[tuple[int, Array]]:
@@ -256,9 +271,11 @@ def _may_name_twice(block: Array) -> bool:
     marks = _marks(topk, max(_BLOCK, block.size), np.dtype(narrow))[: block.size]
     flat: Array = block.reshape(-1).astype(narrow, copy=False) ^ marks
     least = flat[1:] ^ flat[:-1]
+    room = np.empty_like(least)
     for by in range(2, topk):
-        np.minimum(least[: 1 - by], flat[by:] ^ flat[:-by], out=least[: 1 - by])
-    return not least.all()
+        xored = np.bitwise_xor(flat[by:], flat[:-by], out=room[: 1 - by])
+        np.minimum(least[: 1 - by], xored, out=least[: 1 - by])
+    return bool(least.min() == 0)
 
 
 @functools.lru_cache(maxsize=4)

@@ -86,10 +86,18 @@ class Header:
         cause = "safetensors of something else (a checkpoint?), or of another version of npu_replay"
         RouteFileError.unless(found == FORMAT, "this doesn't hold routes", expected, found, cause)
         said = json.loads(about["routes"])
-        for name in _FIELDS:
+        for name, (types, least, most) in _FIELDS.items():
             if name not in said:
                 raise ValueError(f"no {name}")
-            _check(name, [said[name]] if name in ("topk", "num_experts") else said[name])
+            # A list at a time, as that is fast. `type`, not isinstance: a bool is an int.
+            values = [said[name]] if name in ("topk", "num_experts") else said[name]
+            listed = type(values) is list
+            wrong = [value for value in values if type(value) not in types] if listed else [values]
+            numbers = [] if wrong else [value for value in values if type(value) is int]
+            if numbers and not least <= min(numbers) <= max(numbers) <= most:
+                wrong.append(max(numbers, key=abs))
+            if wrong:
+                raise ValueError(f"{name} {shown(wrong[0])}")
         rows = zip(*(said[name] for name in _SAMPLE), strict=True)
         each = zip(said["keys"], rows, strict=True)
         samples = {key: dict(zip(_SAMPLE, row, strict=True)) for key, row in each}
@@ -172,15 +180,3 @@ def _digest(model: dict[str, Any], key: str, known: dict[str, Any], ids: Array, 
 
 def _json(said: Any) -> str:
     return json.dumps(said, separators=(",", ":"))
-
-
-def _check(name: str, values: Any) -> None:
-    """Refuse a value of all samples that a header may not have; a list at a time, as that is fast."""
-    # `type`, not isinstance: a bool is an int.
-    types, least, most = _FIELDS[name]
-    wrong = [value for value in values if type(value) not in types] if type(values) is list else [values]
-    numbers = [] if wrong else [value for value in values if type(value) is int]
-    if numbers and not least <= min(numbers) <= max(numbers) <= most:
-        wrong.append(max(numbers, key=abs))
-    if wrong:
-        raise ValueError(f"{name} {shown(wrong[0])}")

@@ -114,8 +114,8 @@ class RoutedExperts:
         copy: bool = True,
         _like: RoutedExperts | None = None,
     ) -> None:
-        wide, labels = arguments.ids(ids), tuple(arguments.labels(layers))
-        arguments.check_columns(labels, wide.shape[1])
+        wide = arguments.ids(ids)
+        labels = tuple(arguments.labels(layers, wide.shape[1]))
         rows = arguments.mask(recorded, tokens=len(wide))
         num_experts = arguments.num_experts(num_experts, wide.shape[2])
         _refuse(checks.find_outside(wide.numpy(), num_experts, rows.numpy()), labels, checks.OUTSIDE_CAUSE)
@@ -212,12 +212,10 @@ class RoutedExperts:
         whole = index.dtype in arguments.INTEGERS
         largest = int(index.max()) if whole and index.numel() else -1
         got = f"{index.dtype}, shape {tuple(index.shape)}" + (f", largest {largest}" if whole else "")
-        problem, fine = (
-            "take() was asked for rows that aren't there",
-            index.dim() == 1 and largest < len(self),
-        )
+        problem = "take() was asked for rows that aren't there"
         cause = "the routes of another sequence, or a layout made for other lengths"
-        InvalidRoutes.unless(whole and fine, problem, expected, got, cause)
+        fine = whole and index.dim() == 1 and largest < len(self)
+        InvalidRoutes.unless(fine, problem, expected, got, cause)
         ids, recorded = self.ids, self.recorded
         # All rows are negative then, and np.take below needs a row to read.
         if not len(self):
@@ -272,11 +270,8 @@ class RoutedExperts:
         num_experts = arguments.num_experts(num_experts, topk)
         tokens = whole_number(tokens, "number of tokens", least=0, most=checks.MAX_TOKENS, kind=InvalidRoutes)
         ids = torch.zeros(tokens, len(labels), topk, dtype=narrow_dtype(num_experts))
-        none, known = (
-            torch.zeros(tokens, dtype=torch.bool),
-            dict[str, Any](constant_layers_ok=True, copy=False),
-        )
-        return cls(ids=ids, layers=labels, num_experts=num_experts, recorded=none, **known)
+        none = torch.zeros(tokens, dtype=torch.bool)
+        return cls(ids=ids, layers=labels, num_experts=num_experts, recorded=none, constant_layers_ok=True)
 
     def only(self, layers: Sequence[int]) -> RoutedExperts:
         """Return the routes of these decoder layers, ascending.

@@ -24,9 +24,9 @@ from npu_replay.errors import (
 )
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routers import Model, Router
-from npu_replay.routes.by_tokens import RoutesByTokens
 from npu_replay.routes.fingerprint import SampleKey, find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
+from npu_replay.routes.store import RoutesByTokens
 from npu_replay.sessions import backward
 from npu_replay.sessions.answering import Answering
 from npu_replay.sessions.fed_sequences import (

@@ -277,9 +277,11 @@ def _fail(parallel: ParallelLayout, rank: int, tell: Callable[[str, object], Non
         def __iter__(self) -> Any:
             raise FileNotFoundError("no such file")
 
-    def other(one: RoutedExperts, **changes: Any) -> RoutedExperts:
+    def other(one: RoutedExperts, first: int = 0, **changes: Any) -> RoutedExperts:
         about = {"layers": one.layers, "num_experts": EXPERTS, "recorded": one.recorded} | changes
-        return RoutedExperts(ids=(one.ids.long() + 1) % EXPERTS, **about)
+        ids = one.ids.long()
+        ids[first:] = (ids[first:] + 1) % EXPERTS
+        return RoutedExperts(ids=ids, **about)
 
     every = _by_hand(_layouts(ParallelLayout()))
     mine = _recorded(ParallelLayout(pp=2, pp_rank=parallel.pp_rank), every)
@@ -292,7 +294,7 @@ def _fail(parallel: ParallelLayout, rank: int, tell: Callable[[str, object], Non
         "not routes": ([1, 2] if last else recorded, layouts),
         "an exception": (Raises() if last else recorded, layouts),
         "other batch": (recorded[:1] if last else recorded, layouts[:1] if last else layouts),
-        "twins differ": ([other(one) for one in mine] if last else mine, every),
+        "twins differ": ([other(one, first=1) for one in mine] if last else mine, every),
         "overlap": ([other(mine[0]).take(range(6)), recorded[1]], [shifted, layouts[1]])
         if last
         else (recorded, layouts),

@@ -163,7 +163,7 @@ def _killed(rank: int, moment: int) -> Any:
         return mock.MagicMock()
     if moment == 0:
         gone = mock.Mock(side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        return mock.patch.object(collecting, "_checked_layouts", gone)
+        return mock.patch.object(collecting, "_given", gone)
     return mock.patch.object(rank_failures.RankGroup, "_wait", until_then)
 
 

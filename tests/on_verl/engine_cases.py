@@ -30,7 +30,7 @@ from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.compat.verl.engine_pass import current
 from npu_replay.environment import DELIVERY
 from npu_replay.errors import InvalidRoutes, ReplayError
-from npu_replay.parallel import exchange
+from npu_replay.parallel import collect as collecting
 from on_verl import engine_job as job
 from on_verl.engine_job import LENGTHS, Actor, LegacyActor, Split, Tiny, prepare
 
@@ -451,7 +451,7 @@ def _stays_and_fails() -> None:
         patch.setenv(DELIVERY, "ray")
         data, _ = recorded_batch(actor)
         there = elsewhere(data)
-        for module, name in ((found_routes, "keys_in"), (exchange, "_room")):
+        for module, name in ((found_routes, "keys_in"), (collecting, "_room")):
             with pytest.MonkeyPatch.context() as breaking:
                 if dist.get_rank() == 1:
                     breaking.setattr(module, name, broken)

@@ -114,6 +114,10 @@ WRONG = {
         envelope(data=base64.b64encode(ROWS.astype("u2").tobytes() + b"\0").decode()),
         r"cut short",
     ),
+    "three bytes an id": (
+        envelope(data=base64.b64encode(b"\0" * (3 * ROWS.size)).decode()) | {"dtype": None},
+        r"cut short or lengthened",
+    ),
     "as many characters as bytes": (envelope(data="A" * (2 * ROWS.size)), r"cut short"),
     "not base64": (envelope(data="§" * 8), r"base64"),
     "not integers": (envelope(data=[0.5] * ROWS.size), r"unknown form"),

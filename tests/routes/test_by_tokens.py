@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from npu_replay import InvalidRoutes, RoutedExperts
-from npu_replay.routes.by_tokens import RoutesByTokens
+from npu_replay.routes.store import RoutesByTokens
 
 
 def routes(seed: int, version: int | None = None) -> RoutedExperts:

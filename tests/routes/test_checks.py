@@ -126,6 +126,22 @@ def test_rows_of_another_token_are_found_t31(ids: Array, words: int, seed: int) 
             assert checks.repeated_rows(ids, tokens).tolist() == list(slow_repeated(ids, tokens.tolist()))
 
 
+@examples(150)
+@given(ids=arrays(), seed=st.integers(0, 2**32), hidden=st.sampled_from([0.0, 0.3]))
+def test_copies_count_if_they_are_many_and_of_several_tokens_t31(
+    ids: Array, seed: int, hidden: float
+) -> None:
+    drawn = np.random.default_rng(seed)
+    tokens, recorded = drawn.integers(0, 9, len(ids)), drawn.random(len(ids)) >= hidden
+    tokens[~recorded] = -1
+    rows = [*slow_repeated(ids, tokens.tolist())]
+    many = len(rows) * 20 > recorded.sum() and len({*tokens[rows].tolist()}) >= 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "tells_apart", lambda *model: True)
+        found = checks.copied_rows(ids, recorded, 2**15, tokens)
+    assert found.tolist() == (rows if many else [])
+
+
 def test_rows_that_differ_in_one_id_are_not_taken_for_each_other_t31() -> None:
     for place in range(0, 27 * 6, 7):
         ids = np.zeros((201, 27 * 6), np.uint8)
@@ -144,7 +160,7 @@ def test_rows_that_share_a_number_are_compared_id_by_id_t31() -> None:
 @pytest.mark.parametrize(("topk", "dtype"), [(2, "u1"), (5, "i4"), (16, ">i4")])
 def test_a_fault_at_the_edge_of_a_block_is_found_t1_t32(topk: int, dtype: str) -> None:
     layers = 3
-    step = (1 << 17) // (layers * topk)
+    step = checks._BLOCK // (layers * topk)
     tokens = 2 * step + 3
     rows = np.tile(np.arange(topk), (tokens, layers, 1))
     rows += (np.arange(tokens) % 50)[:, None, None]

@@ -16,8 +16,8 @@ import npu_replay
 from npu_replay import InvalidRoutes, RoutedExperts, RouteStore, TokenLayout, delivery
 from npu_replay.compat.verl.batch_routes import RoutesByKey
 from npu_replay.parallel.merge import Block, Union, side_by_side
-from npu_replay.routes.by_tokens import RoutesByTokens
 from npu_replay.routes.inputs import Inputs
+from npu_replay.routes.store import RoutesByTokens
 from piece_files import FileCarrier
 from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter
 

@@ -205,7 +205,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"ids": torch.zeros((6, 2, 9), dtype=torch.int64)}, "bad top-k"),
     # labels: T2, T3
     ({"layers": (1, 2, 3)}, r"3, for layers \(1, 2, 3\), got 2"),
-    *(({"layers": bad}, re.escape(f"got {bad}")) for bad in ((4, 1), (1, 1), (-1, 2))),
+    *(({"layers": bad}, re.escape(f"got {bad}")) for bad in ((4, 1), (1, 1), (-1, 2), (1, 4096))),
     *(({"layers": bad}, "label") for bad in ((0.5, 1.5), ("a", "b"), 3, None)),
     # the mask
     *(
