@@ -85,7 +85,7 @@ def admit(
         raise source.error(Symptom.ZEROS, problem, different, "nothing that was captured")
     if len(blank) and missing == "error":
         problem = f"{len(blank)} of {len(rows)} rows are zeros in all layers"
-        got = f"the first is row {start + blank[0]}, the last {start + blank[-1]}"
+        got = f"zeros, the first in row {start + blank[0]}, the last in row {start + blank[-1]}"
         raise source.error(Symptom.ZERO_ROWS, problem, different, got)
     known[blank] = False
 

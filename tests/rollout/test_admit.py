@@ -322,7 +322,7 @@ WRONG: dict[str, Wrong] = {
         "layer 4: an id is out of range, the first in row 66.*0 to 127, got 261", changed((66, 4, 7), 261)),
     "an id below 0": Wrong(Symptom.RANGE, "layer 5: .*row 148.*got -1", changed((148, 5, 0), -1)),
     "all zeros": Wrong(Symptom.ZEROS, "all 149 rows are zeros.*got nothing", lambda rows: rows * 0),
-    "a cached prefix of zeros": Wrong(Symptom.ZERO_ROWS, "48 of 149 rows .*the first is row 0, the last 47",
+    "a cached prefix of zeros": Wrong(Symptom.ZERO_ROWS, "48 of 149 .*first in row 0, the last in row 47",
         changed(slice(48), 0)),
     "a layer never captured": Wrong(Symptom.CONSTANT_LAYER,
         r"layer 4: all 149 recorded rows are the same \(in 1 of the layers\).*got \[0, 0, 0, 0, 0, 0, 0, 0\]",
@@ -539,7 +539,10 @@ def test_one_wrong_id_anywhere_is_found_at_its_place(
     message = str(caught.value)
     place = f"row {how['start'] + row}"
     if not wide[row].any():  # also the only layer's two ids of expert 0
-        assert f"{place}, the last {how['start'] + row}" in message or "all 1 rows are zeros" in message
+        assert (
+            f"in {place}, the last in row {how['start'] + row}" in message
+            or "all 1 rows are zeros" in message
+        )
     else:
         assert f"layer {layer}:" in message
         assert place in message
