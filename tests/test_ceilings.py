@@ -28,7 +28,7 @@ LINES = {
     "options": 90,
     "routers": 335,
     "rollout": 1836,
-    "sessions": 4453,
+    "sessions": 4356,
     "parallel": 1828,
     "delivery": 230,
     "compat.patching": 658,

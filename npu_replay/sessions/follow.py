@@ -23,8 +23,9 @@ from npu_replay.errors import (
     shown,
 )
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.routers import Model, Router
+from npu_replay.routers import Model, Router, labels_of
 from npu_replay.routes.fingerprint import SampleKey, find_other_tokens, fingerprint
+from npu_replay.routes.inputs import parameter_names
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.store import RoutesByTokens
 from npu_replay.sessions import backward
@@ -35,8 +36,6 @@ from npu_replay.sessions.fed_sequences import (
     FedSequences,
     carried_routes,
     fed_sequences,
-    named,
-    take_off,
 )
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, KeptIds
 from npu_replay.sessions.own_choice import OwnChoice
@@ -100,36 +99,28 @@ def follow(
             sequence that no call has recorded; on leaving, as `record` and `replay`.
     """
     one_of(mode, ("R2", "R3"), "mode")
-    following = Following(
-        model,
-        OwnChoice(live_mismatch=live_mismatch, min_overlap=min_overlap),
-        records=mode == "R2",
-        max_bytes=max_bytes,
-        eval_mode=eval_mode,
-    )
-    return to_enter(following)
+    source = TokenRoutes(records_new=mode == "R2", max_bytes=max_bytes)
+    own = OwnChoice(live_mismatch=live_mismatch, min_overlap=min_overlap)
+    return to_enter(Following(model, source, own, eval_mode=eval_mode))
 
 
 class Following(Session):
-    """Records or replays every call of a model by its tokens, until the block ends or `close` is called."""
+    """Records or replays every call of a model by its tokens, until the block ends or `close` is called.
+
+    Attributes:
+        left_alone: how many calls were left alone, by reason.
+    """
 
     name = "follow"
 
-    def __init__(
-        self, model: Model, own: OwnChoice, *, records: bool, max_bytes: int, eval_mode: bool
-    ) -> None:
-        self._source = TokenRoutes(records_new=records, max_bytes=max_bytes)
-        self._answering = Answering(self._source, own, lasts=True)
+    def __init__(self, model: Model, source: TokenRoutes, own: OwnChoice, *, eval_mode: bool) -> None:
+        self._source, self.left_alone = source, source.left_alone
+        self._answering = Answering(source, own, lasts=True)
         super().__init__(model, self._answering)
         count = len(self.chunks)
         RouterError.unless(count == 1, "follow takes one model", "a module", f"{count} chunks")
         self._eval_mode = eval_mode
         self._paused = self._warned = self._has_rollouts = False
-
-    @property
-    def left_alone(self) -> Counter[str]:
-        """Return how many calls were left alone, by reason."""
-        return self._source.left_alone
 
     def open(self) -> Following:
         """Begin, where no `with` can go around the loop."""
@@ -186,37 +177,31 @@ class Following(Session):
         tokens; calls left alone; live_mismatch if asked for; overlap as in `replay`.
         """
         sequences, store = self._source.sequences, self._source.store
-        return super().metrics() | {
-            "recorded": sequences["recorded"],
-            "replayed": sequences["replayed"],
-            "carried": sequences["carried"],
-            "held": len(store),
-            "held_bytes": store.bytes,
-            "dropped": store.dropped,
-            "replaced": store.replaced,
-            "left_alone": sum(self.left_alone.values()),
-        }
-
-    def _attach(self) -> None:
-        self._variant = routers.variant(self.chunks[0])
-        self._policy = self._variant()
-        super()._attach()
+        figures = {name: sequences[name] for name in ("recorded", "replayed", "carried")}
+        figures |= {"held": len(store), "held_bytes": store.bytes, "dropped": store.dropped}
+        figures |= {"replaced": store.replaced, "left_alone": sum(self.left_alone.values())}
+        return super().metrics() | figures
 
     def _check_complete(self) -> None:
         if self.done or not self.left_alone:
             super()._check_complete()
 
-    # Which calls
-
     def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        carried, others = take_off(kwargs)
+        given = [kwargs[name] for name in KEYWORDS if kwargs.get(name) is not None]
+        problem, got = "a call carries its routes twice", " and ".join(KEYWORDS)
+        MicroBatchError.unless(len(given) < 2, problem, "one of them", got)
+        carried = given[0] if given else None
+        others = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
         keys = others.pop("sample_key", None)
-        if not backward.in_backward():
-            self._call_begins(args, others, keys, carried)
-        return None if len(others) == len(kwargs) else (args, others)
-
-    def _call_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any], keys: Any, carried: Any) -> None:
-        call = named(self.chunks[0], args, kwargs)
+        fed = None if len(others) == len(kwargs) else (args, others)  # what the model is called with instead
+        if backward.in_backward():
+            return fed
+        names = parameter_names(self.chunks[0]) if args else []
+        fine, problem = len(args) <= len(names), "this call's arguments have no names"
+        cause = "a wrapper: follow the model in it, or name them"
+        MicroBatchError.unless(fine, problem, f"at most {len(names)} without", len(args), cause)
+        call = dict(zip(names, args, strict=False)) | others
+        call = {name: value for name, value in call.items() if value is not None}
         # A reentrant checkpoint around the model runs the update's first pass without grad.
         grad = torch.is_grad_enabled() or bool(backward.enclosing(functions=True))
         why = self._why_left_alone(call, grad)
@@ -225,15 +210,23 @@ class Following(Session):
             self._source.look_up(call, keys, grad, carried)
             self._answering.seconds += time.perf_counter() - started
             self._source.is_on = True
-            super()._chunk_begins(0, args, kwargs)
+            super()._chunk_begins(0, args, others)
         elif grad:
             problem, where = f"a call with grad can't be followed {why}", micro_batch(self.done)
             cause = "a reference pass or a generation that lacks torch.no_grad()"
             raise MicroBatchError(problem, where=where, cause=cause)
         else:
             self.left_alone[why] += 1
-            if why == _EVAL and not self._warned:
-                self._warn_of_routes(call, keys, carried)
+            if why == _EVAL and not self._warned:  # it may be a pass for old log-probs
+                has_rollout = self._has_rollouts and self._source.has_rollout(call, keys)
+                self._warned = carried is not None or has_rollout
+                if self._warned:
+                    logger.warning(
+                        "[npu_replay] a call in eval mode has a rollout's routes and isn't replayed: it is "
+                        "taken for an evaluation. If it takes old log-probs, they don't go with the update, "
+                        "which is replayed: follow(model, eval_mode=True), and evaluations into paused()"
+                    )
+        return fed
 
     def _chunk_ends(self, chunk: int, args: tuple[Any, ...], output: object) -> None:
         if backward.in_backward():
@@ -245,24 +238,14 @@ class Following(Session):
     def _why_left_alone(self, call: dict[str, Any], grad: bool) -> str | None:
         if self._paused:
             return "while paused"
-        now = {"adapters of each sample": call.get("adapter_names")} | self._variant()
-        if other := [name for name in now if now[name] != self._policy.get(name)]:
+        now = {"adapters of each sample": call.get("adapter_names")} | self._source.variant()
+        if other := [name for name in now if now[name] != self._source.policy.get(name)]:
             return f"of another variant of the model ({', '.join(other)})"
         if "past_key_values" in call or call.get("cache") is not None or call.get("use_cache"):
             return "with a cache"
         if not (grad or self._eval_mode or self.chunks[0].training):
             return _EVAL
         return None
-
-    def _warn_of_routes(self, call: dict[str, Any], keys: Any, carried: Any) -> None:
-        """Warn of a call in eval mode that has a rollout's routes: it may be a pass for old log-probs."""
-        self._warned = carried is not None or (self._has_rollouts and self._source.has_rollout(call, keys))
-        if self._warned:
-            logger.warning(
-                "[npu_replay] a call in eval mode has a rollout's routes and isn't replayed: it is taken for "
-                "an evaluation. If it takes old log-probs, they don't go with the update, which is replayed: "
-                "follow(model, eval_mode=True), and evaluations into paused()"
-            )
 
 
 class TokenRoutes(RouteSource):
@@ -271,6 +254,7 @@ class TokenRoutes(RouteSource):
     Attributes:
         is_on: the running call is followed.
         left_alone: how many calls were not followed, by reason.
+        variant, policy: what describes the model's variant, and what it said when the block opened.
         sequences: how many were recorded and replayed, and how many calls carried their routes.
     """
 
@@ -292,14 +276,15 @@ class TokenRoutes(RouteSource):
 
     def enters(self, session: Session) -> None:
         super().enters(session)
+        self.variant = routers.variant(self.chunks[0])
+        self.policy = self.variant()
         for router in self.all_routers:
             if router.row_order == "sequence":
+                problem, expected = "follow needs rows that are batch-major", "a model of transformers"
                 got = f"{type(router.module).__name__}, whose rows are sequence-major"
                 cause = "a model of Megatron's: its pipelines see no token ids; use record and replay"
-                problem, expected = "follow needs rows that are batch-major", "a model of transformers"
-                raise RouterError(
-                    problem, where=f"layer {router.label}", expected=expected, got=got, cause=cause
-                )
+                where = f"layer {router.label}"
+                raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)
 
     def answers(self, router: Router) -> bool:
         if not self.is_on and torch.is_grad_enabled():
@@ -312,7 +297,7 @@ class TokenRoutes(RouteSource):
         number, self._fed, self._new = self.timeline.ended[0], None, []
         try:
             if carried is None:
-                given = self._found(self._fed_by(call, keys), grad)
+                given = self._found(fed_sequences(call, self._placeholders, keys), grad)
             else:
                 given = carried_routes(carried, call, self._model, self._placeholders.get("padding", 0))
         except (MicroBatchError, InvalidRoutes) as error:
@@ -322,33 +307,32 @@ class TokenRoutes(RouteSource):
 
     def has_rollout(self, call: dict[str, Any], keys: Any) -> bool:
         with contextlib.suppress(MicroBatchError):
-            fed = self._fed_by(call, keys)
+            fed = fed_sequences(call, self._placeholders, keys)
             return any(self.store.get(mark)[1] for mark in fed.marks + fed.of_tokens)
         return False  # a call without token ids
 
     def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
         self.given.clear()
         fed, self.records = self._fed, False
-        if complete and fed is None:
+        if not complete:
+            return
+        if fed is None:
             self.sequences["carried"] += 1
-        elif complete and fed is not None:
-            self.sequences.update(recorded=len(self._new), replayed=self._replayed)
-            if self._new:
-                rows = micro_batch_routes(kept.narrow(), list(self.routers[0]), forward.number)
-                self._keep(fed, self._new, rows)
+            return
+        self.sequences.update(recorded=len(self._new), replayed=self._replayed)
+        if self._new:
+            rows = micro_batch_routes(kept.narrow(), list(self.routers[0]), forward.number)
+            problem = "the routers saw another number of rows than the model was called with"
+            where, cause = micro_batch(forward.number), self.why_other_rows
+            MicroBatchError.unless(len(rows) == fed.rows, problem, fed.rows, len(rows), cause, where)
+            for at in self._new:
+                mark = fed.marks[at]
+                self.store.put(mark, rows.sequence(*fed.spans[at], mark), rollout=False)
 
     def clear(self) -> None:
         super().clear()
         self.store.clear()
         self._fed, self._new = None, []
-
-    def _keep(self, fed: FedSequences, new: list[int], rows: RoutedExperts) -> None:
-        problem = "the routers saw another number of rows than the model was called with"
-        where, cause = micro_batch(self.timeline.ended[0] - 1), self.why_other_rows
-        MicroBatchError.unless(len(rows) == fed.rows, problem, fed.rows, len(rows), cause, where)
-        for at in new:
-            mark = fed.marks[at]
-            self.store.put(mark, rows.sequence(*fed.spans[at], mark), rollout=False)
 
     @functools.cached_property
     def _model(self) -> RoutedModel:
@@ -356,31 +340,41 @@ class TokenRoutes(RouteSource):
 
     @functools.cached_property
     def _placeholders(self) -> dict[str, int]:
+        """Return the token ids that stand for images and the like, and for "padding".
+
+        Looked up with the first call, since a trainer may set the model's padding id when it starts.
+        """
         configs = [one.config for one in self.chunks[0].modules() if hasattr(one, "config")]
         names = [(kind, f"{kind}_token_{end}") for kind in MODALITIES for end in ("id", "index")]
         names.append(("padding", "pad_token_id"))
         found = [(kind, getattr(one, name, None)) for one in configs for kind, name in names]
         return {kind: token for kind, token in found if token is not None}
 
-    def _fed_by(self, call: dict[str, Any], keys: Any) -> FedSequences:
-        return fed_sequences(call, self._placeholders, keys)
-
     def _found(self, fed: FedSequences, grad: bool) -> RoutedExperts:
-        found, padding = {}, set()
+        """Return the routes of a call's sequences in its rows; rows of padding and of new ones have none."""
+        found, here = {}, self.routers[0]
+        self._fed = fed
         for at, (mark, (first, end)) in enumerate(zip(fed.marks, fed.spans, strict=True)):
             self.store.move(fed.of_tokens[at], mark)
             routes, rollout = self.store.get(mark, update=grad)
-            if routes is None and fed.padded[at]:
-                padding.add(at)
-            elif routes is None and (grad or not self._records_new):
-                raise self._unknown(at, fed)
             if routes is not None and (rollout or grad):
                 if other := find_other_tokens(len(routes), mark, end - first, mark):
                     raise other.error(MicroBatchError, f"sequence {at}")
                 found[at] = routes
-        self._fed, self._replayed = fed, len(found)
-        self._new = [at for at in range(len(fed.marks)) if at not in found and at not in padding]
-        return fed.in_rows(found, self.routers[0])
+            elif routes is not None or not fed.padded[at]:
+                if routes is None and (grad or not self._records_new):
+                    raise self._unknown(at, fed)
+                self._new.append(at)
+        self._replayed = len(found)
+        labels, topk, experts = labels_of(here), here[0].topk, here[0].num_experts
+        if not found:
+            return RoutedExperts.unrecorded(fed.rows, layers=labels, topk=topk, num_experts=experts)
+        index, begin = torch.full((fed.rows,), -1), 0
+        for at, routes in found.items():
+            first = fed.spans[at][0]
+            index[first : first + len(routes)] = torch.arange(begin, begin + len(routes))
+            begin += len(routes)
+        return RoutedExperts.concat(list(found.values()), labels).take(index)
 
     def _unknown(self, at: int, fed: FedSequences) -> MicroBatchError:
         known = sum(self.store.get(mark)[0] is not None for mark in fed.marks)

@@ -5,14 +5,13 @@ It reads outputs after the fact, so it shows whether a replay had an effect.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from npu_replay.errors import ReplayError
 from npu_replay.routers import Model, Router
-from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype, without_layers
+from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 from npu_replay.sessions import seam
 from npu_replay.sessions.answering import called_again, hidden_states
 from npu_replay.sessions.backward import in_backward
@@ -20,6 +19,7 @@ from npu_replay.sessions.effect import as_map, not_called
 from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.masks import IdUses
 from npu_replay.sessions.micro_batches import Key, Marks
+from npu_replay.sessions.record import micro_batch_routes
 from npu_replay.sessions.session import Session, Work, to_enter
 
 
@@ -54,10 +54,6 @@ class Observation(Session):
         super().__init__(model, self._reading)
         self._shown: list[RoutedExperts] | None = None
 
-    def _holds(self) -> str:
-        rows = "" if self._shown is None else f", {sum(map(len, self._shown))} rows"
-        return super()._holds() + rows
-
     @property
     def shown(self) -> list[RoutedExperts]:
         """Return one RoutedExperts a micro-batch.
@@ -71,8 +67,16 @@ class Observation(Session):
         return self._shown
 
     def _finish(self) -> None:
-        routers = sorted(self.all_routers, key=lambda router: router.label)
-        self._shown = [self._reading.micro_batch(routers, number) for number in range(self.done)]
+        routers, ids, whole = self.all_routers, self._reading.ids, self._reading.whole
+        shown: list[RoutedExperts] = []
+        for number in range(self.done):
+            for router in routers:
+                if (router.label, number) not in ids:
+                    raise not_called(router, number)
+            rows = [whole[router.label, number] for router in routers]
+            recorded = torch.stack(rows).all(dim=0) if rows else None
+            shown.append(micro_batch_routes(ids, routers, number, recorded))
+        self._shown, self._results = shown, f", {sum(map(len, shown))} rows"
 
 
 class Reading(Work):
@@ -82,7 +86,8 @@ class Reading(Work):
 
     def __init__(self) -> None:
         self._taking: dict[int, IdUses] = {}
-        self._seen: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.ids: dict[Key, torch.Tensor] = {}
+        self.whole: dict[Key, torch.Tensor] = {}  # bool [rows], which rows show top-k experts
 
     def enters(self, session: Session) -> None:
         self._timeline = session.timeline
@@ -94,7 +99,8 @@ class Reading(Work):
         session.after(router.module, Hook(self, Reading._reads, router.module, router, chunk, marks))
 
     def clear(self) -> None:
-        self._seen.clear()
+        self.ids.clear()
+        self.whole.clear()
 
     def _follows(self, router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = hidden_states(args, kwargs)
@@ -126,22 +132,8 @@ class Reading(Work):
             order = shown.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
             ids = order[:, : router.topk].to(narrow_dtype(router.num_experts))
             whole = shown.sum(dim=1) == router.topk
-        self._seen[router.label, forward.number] = ids.cpu(), whole.cpu()
-
-    def micro_batch(self, routers: Sequence[Router], number: int) -> RoutedExperts:
-        if not routers:
-            return without_layers()
-        for router in routers:
-            if (router.label, number) not in self._seen:
-                raise not_called(router, number)
-        seen = [self._seen[router.label, number] for router in routers]
-        return RoutedExperts(
-            ids=torch.stack([ids for ids, _ in seen], dim=1),
-            layers=[router.label for router in routers],
-            num_experts=routers[0].num_experts,
-            recorded=torch.stack([whole for _, whole in seen]).all(dim=0),
-            constant_layers_ok=True,
-        )
+        key = router.label, forward.number
+        self.ids[key], self.whole[key] = ids.cpu(), whole.cpu()
 
 
 def _unfollow(taking: dict[int, IdUses]) -> None:

@@ -8,19 +8,16 @@ overlap of each token's routes with the choices of all other tokens (docs/dev/ov
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
 
-from npu_replay import environment
-from npu_replay.environment import MIN_OVERLAP, read
+from npu_replay.environment import AUX_LOSS, MIN_OVERLAP, read
 from npu_replay.errors import MicroBatchError, micro_batch, one_of, share
 from npu_replay.routers import Handle, Router, check_losses
 from npu_replay.routes.checks import Array
@@ -32,6 +29,16 @@ from npu_replay.sessions.micro_batches import Forward
 from npu_replay.sessions.route_source import DeviceRoutes
 
 AuxLoss: TypeAlias = Literal["live", "replayed"]
+
+RUN = 64
+"""The least number of judged rows, and the length of judged runs of consecutive tokens."""
+_LEAST, _MOST = 0.15, 0.25
+"""Limits of the expected overlap, as a part of the way from chance to 1.
+
+Right routes at 4 bits had 0.19 and more, wrong ones less than 0.1, a wrong layer among right ones up to 0.2.
+"""
+_SHIFTS = 64
+_LAYERS = 8  # number of layers compared for a shift
 
 
 class OwnChoice:
@@ -46,14 +53,13 @@ class OwnChoice:
     ) -> None:
         if aux_loss is not None:
             one_of(aux_loss, ("live", "replayed"), "aux_loss")
-        self._aux_loss = environment.read(environment.AUX_LOSS, "live") if aux_loss is None else aux_loss
+        self._aux_loss = read(AUX_LOSS, "live") if aux_loss is None else aux_loss
         self._counts_live = False
         self._overlap = OverlapCheck(min_overlap)
         self._is_compared = live_mismatch
-        self._differing = Count()
-        self._compared = 0
+        self._differing, self._compared = Count(), 0
+        # For each call in the running forward: a flag for each row, and the number of compared rows.
         self._running: list[tuple[torch.Tensor, int]] = []
-        """Holds for each call in the running forward a flag for each row, and the number of compared rows."""
 
     def enters(self, routers: Sequence[Router]) -> None:
         losses = any(router.aux_losses is not None for router in routers)
@@ -61,10 +67,19 @@ class OwnChoice:
 
     def recount(self, router: Router, calls: object) -> Handle | None:
         """Make a router's aux losses count as `aux_loss` says in these calls; None if they do so already."""
-        losses = router.aux_losses
-        if losses is None or losses.follow == (self._aux_loss == "replayed"):
+        losses, replayed = router.aux_losses, self._aux_loss == "replayed"
+        if losses is None or losses.follow == replayed:
             return None
-        return losses.recount(functools.partial(_counted, weakref.ref(calls), self._aux_loss))
+        owner = weakref.ref(calls)
+
+        def counted() -> tuple[torch.Tensor, torch.Tensor] | None:
+            call = None if (alive := owner()) is None else seam.running(alive)
+            if call is None or call.ids is None:
+                return None
+            ids = call.ids if replayed else call.own_ids
+            return None if ids is None else (ids, call.ids)
+
+        return losses.recount(counted)
 
     def check_losses(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Refuse a call of the model with a loss that can't count the replayed experts as asked."""
@@ -106,26 +121,10 @@ class OwnChoice:
         return figures | {"shared": self._overlap.shared, "given": self._overlap.given}
 
 
-def _counted(calls: weakref.ref[Any], aux_loss: AuxLoss) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the ids that the aux losses should count and those that the router uses; None outside a call."""
-    owner = calls()
-    call = None if owner is None else seam.running(owner)
-    if call is None or call.ids is None:
-        return None
-    counted = call.ids if aux_loss == "replayed" else call.own_ids
-    return None if counted is None else (counted, call.ids)
-
-
-RUN = 64
-"""The least number of judged rows, and the length of judged runs of consecutive tokens."""
-
-_LEAST, _MOST = 0.15, 0.25
-"""Limits of the expected overlap, as a part of the way from chance to 1.
-
-Right routes at 4 bits had 0.19 and more, wrong ones less than 0.1, a wrong layer among right ones up to 0.2.
-"""
-_SHIFTS = 64
-_LAYERS = 8  # number of layers compared for a shift
+class _Call(NamedTuple):
+    hits: torch.Tensor  # [rows], how many of the experts that a row was given are its own choice, too
+    loads: torch.Tensor  # int64 [2, num_experts], how many rows were given an expert, or would choose it
+    own: torch.Tensor  # [rows, topk], its own choice
 
 
 class OverlapCheck:
@@ -147,7 +146,8 @@ class OverlapCheck:
         self.shared = 0  # of these, experts that the routers chose, too
         self._judged: set[int] = set()
         self._calls: dict[int, _Call] = {}  # by layer, in the running forward
-        self._before: dict[int, _Seen] = {}  # by chunk, forwards so far with fewer than 64 rows
+        # By chunk, hits and loads of its forwards so far, which together had fewer than 64 rows.
+        self._before: dict[int, tuple[Array, Array]] = {}
 
     def asks(self, forward: Forward, routes: RoutedExperts) -> bool:
         """Return whether the routers' own choice is needed in this forward. It costs a top-k."""
@@ -181,93 +181,83 @@ class OverlapCheck:
         calls, self._calls = self._calls, {}
         if number is None or given is None or not calls:
             return
-        routes = given.routes
+        labels, routes, before = sorted(calls), given.routes, 0
         rows = rows_by_token(routes)
-        seen = _Seen.of(calls, rows, self._before.pop(chunk, None))
-        if seen.hits.shape[1] < RUN:
-            self._before[chunk] = seen
+        hits = np.stack([calls[label].hits.cpu().numpy() for label in labels])[:, rows]  # [layers, rows]
+        loads = np.stack([calls[label].loads.cpu().numpy() for label in labels])
+        if chunk in self._before:
+            earlier, their_loads = self._before.pop(chunk)
+            hits, loads, before = np.concatenate([earlier, hits], 1), their_loads + loads, earlier.shape[1]
+        if hits.shape[1] < RUN:
+            self._before[chunk] = hits, loads
             return
         self._judged.add(chunk)
-        self.shared += int(seen.hits.sum(dtype=np.int64))
-        self.given += seen.hits.size * routes.topk
-        where, got, least = self._low_layers(seen, sorted(calls), routes.topk)
-        at, run, floor = self._lowest_run(seen, routes.topk)
-        if not where and run < floor:
-            where, got, least = tokens_of(routes, rows, at), run, floor
-        chance = float(seen.chance(routes.topk).mean())
-        # Wrong rows fit better almost anywhere else: so a shift is named only if rows fit well there.
-        moved = find_shift(calls, rows, given.ids.numpy()[rows], at, (1 + chance) / 2 if where else chance)
-        if where or moved is not None:
-            raise _error(f"{micro_batch(number)}, chunk {chunk}", where, got, least, moved)
+        self.shared += int(hits.sum(dtype=np.int64))
+        self.given += hits.size * routes.topk
+        where, got, least, at, fits = self._judge(hits, loads, before, labels, routes, rows)
+        moved = find_shift(calls, rows, given.ids.numpy()[rows], at, fits)
+        if not where and moved is None:
+            return
+        expected = f"an overlap of {least:.2f} or more with the routers' own choice"
+        cause = (
+            "routes of another sample, another micro-batch or other weights; rows in another order "
+            "(TokenLayout's order=, side=); layers in another order; or an engine that returned rows of "
+            "an earlier request. "
+            f"min_overlap= or {MIN_OVERLAP} sets what is expected, and 0 switches this check off"
+        )
+        if moved is not None:
+            by, there, got = moved
+            expected = f"rows in their places: moved by {by:+} they overlap by {there:.2f}"
+            cause = f"a row too many or too few before these, from padding or from another prompt; {cause}"
+        problem = "the routes are far from what the routers would choose for these tokens"
+        where = f"{micro_batch(number)}, chunk {chunk}, {where or 'all layers'}"
+        raise MicroBatchError(problem, where=where, expected=expected, got=f"{got:.2f}", cause=cause)
 
-    def _floor(self, chance: Array, way: float, deviation: Array, rows: int) -> Array:
-        """Return the least overlap of this number of rows: two standard errors below the expected one."""
-        expected = chance + way * (1 - chance) if self._least is None else self._least
-        floor: Array = expected - 2 * deviation / np.sqrt(rows)
-        return floor
+    def _judge(
+        self, hits: Array, loads: Array, before: int, labels: list[int], routes: RoutedExperts, rows: Array
+    ) -> tuple[str, float, float, int, float]:
+        """Find layers, or else 64 consecutive tokens, that overlap too little.
 
-    def _low_layers(self, seen: _Seen, labels: list[int], topk: int) -> tuple[str, float, float]:
-        """Return the names of the layers that are too low, "" for none; overlap and floor of the lowest."""
-        shares = seen.hits / topk
-        overlap = shares.mean(axis=1)
-        floor = self._floor(seen.chance(topk), seen.way(topk), shares.std(axis=1), shares.shape[1])
-        low = np.flatnonzero(overlap < floor)
-        if not len(low):
-            return "", 1.0, 0.0
-        named = ", ".join(str(labels[one]) for one in low[:8]) + (", ..." if len(low) > 8 else "")
-        worst = low[(overlap - floor)[low].argmin()]
-        where = f"all {len(low)} layers" if len(low) == len(labels) > 1 else f"layer {named}"
-        return where, float(overlap[worst]), float(floor[worst])
-
-    def _lowest_run(self, seen: _Seen, topk: int) -> tuple[int, float, float]:
-        """Return the first row of the lowest 64 consecutive rows, their overlap and its floor."""
-        each = seen.hits[:, seen.before :].sum(axis=0, dtype=np.int64) / (topk * len(seen.hits))
-        if len(each) < RUN:
-            return 0, 1.0, 0.0
-        sums = np.concatenate([[0.0], each.cumsum()])
-        at = int((sums[RUN:] - sums[:-RUN]).argmin())
-        here = each[at : at + RUN]
-        floor = self._floor(seen.chance(topk).mean(), seen.way(topk), here.std(), RUN)
-        return at, float(here.mean()), float(floor)
-
-
-@dataclass(frozen=True)
-class _Call:
-    hits: torch.Tensor  # [rows], how many of the experts that a row was given are its own choice, too
-    loads: torch.Tensor  # int64 [2, num_experts], how many rows were given an expert, or would choose it
-    own: torch.Tensor  # [rows, topk], its own choice
-
-
-@dataclass(frozen=True)
-class _Seen:
-    hits: Array  # [layers, rows], in the order of tokens
-    loads: Array  # [layers, 2, num_experts]
-    before: int  # number of rows of earlier forwards
-
-    @classmethod
-    def of(cls, calls: dict[int, _Call], rows: Array, before: _Seen | None) -> _Seen:
-        labels = sorted(calls)
-        hits = np.stack([calls[label].hits.cpu().numpy() for label in labels])[:, rows]
-        loads = np.stack([calls[label].loads.cpu().numpy() for label in labels])
-        if before is None:
-            return cls(hits, loads, 0)
-        return cls(np.concatenate([before.hits, hits], axis=1), before.loads + loads, before.hits.shape[1])
-
-    def chance(self, topk: int) -> Array:
-        rows = self.hits.shape[1]
-        pairs = (self.loads[:, 0] * self.loads[:, 1]).sum(axis=1) - self.hits.sum(axis=1, dtype=np.int64)
-        chance: Array = pairs / (topk * rows * (rows - 1))
-        return chance
-
-    def way(self, topk: int) -> float:
-        """Return the expected overlap as a part of the way from chance to 1, 0.15 to 0.25.
-
-        It is a quarter of the best layer's: a coarsely quantized rollout lowers all layers. A wrong layer
-        lowers those behind it too, since their inputs come from other experts; those before it stay high.
+        Returns:
+            their name, "" if there are none; their overlap and its floor; the first row of the lowest 64;
+            the overlap that rows must have elsewhere for a shift to be named.
         """
-        chance = self.chance(topk)
-        ways = (self.hits.mean(axis=1) / topk - chance) / np.maximum(1 - chance, 1e-9)
-        return float(np.clip(ways.max() / 4, _LEAST, _MOST))
+        topk, count = routes.topk, hits.shape[1]
+        shares = hits / topk
+        overlap = shares.mean(axis=1)
+        # Chance: the pairs of a given and a chosen expert in different rows that are the same expert.
+        pairs = (loads[:, 0] * loads[:, 1]).sum(axis=1) - hits.sum(axis=1, dtype=np.int64)
+        chance = pairs / (topk * count * (count - 1))
+        # A quarter of the best layer's way: a coarsely quantized rollout lowers all layers. A wrong layer
+        # lowers those behind it too, since their inputs come from other experts; those before it stay high.
+        best = ((overlap - chance) / np.maximum(1 - chance, 1e-9)).max()
+        way = float(np.clip(best / 4, _LEAST, _MOST))
+
+        def floor_of(chance: Array, deviation: Array, rows: int) -> Array:
+            # Two standard errors below the expected overlap of this number of rows.
+            expected = chance + way * (1 - chance) if self._least is None else self._least
+            floor: Array = expected - 2 * deviation / np.sqrt(rows)
+            return floor
+
+        where, at = "", 0
+        floor = floor_of(chance, shares.std(axis=1), count)
+        got, least = overlap[0], floor[0]
+        if len(low := np.flatnonzero(overlap < floor)):
+            named = ", ".join(str(labels[one]) for one in low[:8]) + (", ..." if len(low) > 8 else "")
+            where = f"all {len(low)} layers" if len(low) == len(labels) > 1 else f"layer {named}"
+            worst = low[(overlap - floor)[low].argmin()]
+            got, least = overlap[worst], floor[worst]
+        each = shares[:, before:].mean(axis=0)
+        if len(each) >= RUN:  # the lowest of all runs of consecutive tokens
+            sums = np.concatenate([[0.0], each.cumsum()])
+            at = int((sums[RUN:] - sums[:-RUN]).argmin())
+            run = each[at : at + RUN]
+            floor = floor_of(chance.mean(), run.std(), RUN)
+            if not where and run.mean() < floor:
+                where, got, least = tokens_of(routes, rows, at), run.mean(), floor
+        # Wrong rows fit better almost anywhere else: so a shift is named only if rows fit well there.
+        fits = (1 + chance.mean()) / 2 if where else chance.mean()
+        return where, float(got), float(least), at, float(fits)
 
 
 def rows_by_token(routes: RoutedExperts) -> Array:
@@ -291,16 +281,10 @@ def tokens_of(routes: RoutedExperts, rows: Array, at: int) -> str:
     return f"sequence {one}, tokens {first - starts[one]} to {to}{last - starts[other]}"
 
 
-class Shift(NamedTuple):
-    """Describes rows that fit `rows` later than they lie: their overlap there, and here."""
-
-    rows: int
-    there: float
-    here: float
-
-
-def find_shift(calls: dict[int, _Call], rows: Array, given: Array, at: int, least: float) -> Shift | None:
-    """Return the shift at which the routes fit better than where they lie, or None.
+def find_shift(
+    calls: dict[int, _Call], rows: Array, given: Array, at: int, least: float
+) -> tuple[int, float, float] | None:
+    """Return by how many rows routes that fit better elsewhere are moved, and the overlap there and here.
 
     Neighbouring tokens choose alike, so a shift must overlap by four standard errors more, and by `least`.
     Compares 256 rows from `at` on, in eight layers.
@@ -324,21 +308,5 @@ def find_shift(calls: dict[int, _Call], rows: Array, given: Array, at: int, leas
         gain = there - here[kept]
         if gain.mean() > 4 * gain.std() / math.sqrt(len(gain)) and there.mean() > least:
             least = float(there.mean())
-            best = Shift(-shift, least, float(here[kept].mean()))
+            best = -shift, least, float(here[kept].mean())
     return best
-
-
-def _error(place: str, where: str, got: float, least: float, moved: Shift | None) -> MicroBatchError:
-    expected = f"an overlap of {least:.2f} or more with the routers' own choice"
-    cause = (
-        "routes of another sample, another micro-batch or other weights; rows in another order "
-        "(TokenLayout's order=, side=); layers in another order; or an engine that returned rows of an "
-        f"earlier request. min_overlap= or {MIN_OVERLAP} sets what is expected, and 0 switches this check off"
-    )
-    if moved is not None:
-        where, got = where or "all layers", moved.here
-        expected = f"rows in their places: moved by {moved.rows:+} they overlap by {moved.there:.2f}"
-        cause = f"a row too many or too few before these, from padding or from another prompt; {cause}"
-    problem = "the routes are far from what the routers would choose for these tokens"
-    where = f"{place}, {where}"
-    return MicroBatchError(problem, where=where, expected=expected, got=f"{got:.2f}", cause=cause)

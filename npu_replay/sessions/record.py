@@ -51,10 +51,6 @@ class Recording(Session):
         super().__init__(model, self._answering)
         self._routes: list[RoutedExperts] | None = None
 
-    def _holds(self) -> str:
-        rows = "" if self._routes is None else f", routes of {sum(map(len, self._routes))} rows"
-        return super()._holds() + rows
-
     @property
     def routes(self) -> list[RoutedExperts]:
         """Return one RoutedExperts a micro-batch, in forward order; rows as the routers had them."""
@@ -66,10 +62,10 @@ class Recording(Session):
     def _finish(self) -> None:
         ids, called = self._answering.kept.narrow(), self._answering.source.inputs
         count = self.timeline.ended[0]
-        self._routes = [micro_batch_routes(ids, self.all_routers, number) for number in range(count)]
+        found = [micro_batch_routes(ids, self.all_routers, number) for number in range(count)]
         for number in called.keys() & range(count):
-            inputs = Inputs.recorded(called[number].on_host())
-            self._routes[number] = self._routes[number].with_known(inputs=inputs)
+            found[number] = found[number].with_known(inputs=Inputs.recorded(called[number].on_host()))
+        self._routes, self._results = found, f", routes of {sum(map(len, found))} rows"
 
 
 class StepRecording(Session):
@@ -101,20 +97,29 @@ class StepRecording(Session):
         return ids[router.label, max(numbers)] if numbers else None
 
 
-def micro_batch_routes(ids: dict[Key, torch.Tensor], routers: list[Router], number: int) -> RoutedExperts:
+def micro_batch_routes(
+    ids: dict[Key, torch.Tensor], routers: list[Router], number: int, recorded: torch.Tensor | None = None
+) -> RoutedExperts:
+    """Return the routes of one micro-batch from the ids of its calls, [rows, topk] each."""
     if not routers:
         return without_layers()
     routers = sorted(routers, key=lambda router: router.label)
-    rows = {router.label: len(ids[router.label, number]) for router in routers}
+    found = {router.label: ids[router.label, number] for router in routers}
+    rows = {label: len(one) for label, one in found.items()}
     problem, cause = "the routers differ in rows", "pass the parts of the model to record() one by one"
     expected, where = "the same number in each layer", micro_batch(number)
     RouterError.unless(len({*rows.values()}) == 1, problem, expected, rows, cause, where)
-    found = [ids[router.label, number] for router in routers]
-    if len({one.device for one in found}) > 1:
-        found = [one.cpu() for one in found]
-    experts, labels = routers[0].num_experts, [router.label for router in routers]
-    stacked = torch.stack(found, dim=1).to(narrow_dtype(experts)).cpu()
-    return RoutedExperts(ids=stacked, layers=labels, num_experts=experts, constant_layers_ok=True, copy=False)
+    on_one_device = len({one.device for one in found.values()}) == 1
+    stacked = torch.stack([one if on_one_device else one.cpu() for one in found.values()], dim=1)
+    experts = routers[0].num_experts
+    return RoutedExperts(
+        ids=stacked.to(narrow_dtype(experts)).cpu(),
+        layers=list(found),
+        num_experts=experts,
+        recorded=recorded,
+        constant_layers_ok=True,
+        copy=False,
+    )
 
 
 def pin_recompute(model: Model) -> Pinning:

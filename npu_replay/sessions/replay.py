@@ -73,7 +73,7 @@ class Replay(Session):
         self._source = ListedRoutes(routes)
         super().__init__(model, Answering(self._source, own))
 
-    def _holds(self) -> str:
+    def _progress(self) -> str:
         rows, missing = _rows(self._source.routes)
         count = f"{self.done} of {len(self._source.routes)} micro-batches"
         return f"{count}, {rows} rows, {missing} without a route"

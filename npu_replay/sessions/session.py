@@ -1,6 +1,7 @@
 """Define Session, the context manager behind every block: it hangs hooks on a model and removes them.
 
-Its `Work` is what it does with the routers: `Answering` answers their top-k, `Reading` reads their outputs.
+Read it from the top: entering, the hooks of a model chunk, leaving. What is done with the routers is its
+`Work`: `Answering` answers their top-k, `Reading` reads their outputs.
 """
 
 from __future__ import annotations
@@ -33,28 +34,234 @@ _answered: WeakValueDictionary[int, Session] = WeakValueDictionary()
 """Maps the id of a router to the open session that answers it; a router has at most one."""
 
 
-class Undo:
-    """Collects the actions that undo a block, and runs them in reverse order.
+class Session:
+    """Hangs hooks on the chunks and routers of a model. Use it as a context manager, once.
 
-    An interrupt may stop `close`, which is then called again: so each action must be safe to run twice, and
-    none may hold the session, since the death of the session triggers the undo.
+    Args:
+        model: a module, or the list of its virtual-pipeline chunks. One micro-batch is one `__call__`
+            of the module (of every chunk).
+        work: what is done with the routers.
+        errors_wait: keep the first error until the block is left, and go on with the routers' own choices. A
+            rank that raises in the middle of a schedule would leave the others in a collective until its
+            timeout; the kept error is raised when the schedule is over, before an optimizer steps.
     """
 
-    def __init__(self) -> None:
-        self._acts: list[Callable[[], object]] = []
+    name = "session"
+    failed: ReplayError | None = None  # the error kept by `errors_wait`
+    _unentered: weakref.finalize[..., Any] | None = None
+    _results = ""  # how much was found, for repr
 
-    def callback(self, act: Callable[..., object], *args: Any) -> None:
-        """Add an undo action. Call this before the change that it undoes."""
-        self._acts.append(functools.partial(act, *args))
+    def __init__(self, model: Model, work: Work, *, errors_wait: bool = False) -> None:
+        self.chunks = chunks_of(model)
+        self.errors_wait = errors_wait
+        self.timeline = Timeline(len(self.chunks))
+        self.routers: list[list[Router]] = []  # by chunk, while the block is open
+        self.marks: list[Marks] = []
+        self.unchanged = Unchanged((), ())
+        self.undo = Undo()
+        self._work = work
+        self._count = 0
+        self._state = "new"
 
-    def __len__(self) -> int:
-        return len(self._acts)
+    def __enter__(self: _S) -> _S:
+        if self._unentered is not None:
+            self._unentered.detach()
+        fresh = self._state == "new"
+        ReplayError.unless(fresh, f"this {self.name} block was entered before", "a new one", "a used one")
+        self.routers = find(self.chunks)
+        found = self.all_routers
+        if self._work.puts_together:
+            check_alike({f"layer {one.label}, {one.path}": (one.topk, one.num_experts) for one in found})
+        self._count = len(found)
+        for router in found if self._work.answers_topk else ():
+            if (other := _answered.get(id(router.module))) is not None:
+                problem = f"{self.name} can't be opened inside {other.name} on the same router"
+                where, got = f"layer {router.label}", f"an open {other.name} block"
+                cause = "a log-prob pass that the update calls, or an earlier block that was never left"
+                expected = "one open block for a router"
+                raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)
+        # An interrupt may skip `__exit__`, or its last line; then garbage collection undoes the block.
+        weakref.finalize(self, _dropped, self.undo, self.name).atexit = False
+        try:
+            self._state = "open"
+            self.timeline = Timeline(len(self.chunks))
+            self.unchanged = Unchanged(self.chunks, self.routers)
+            self._work.enters(self)
+            for chunk, module in enumerate(self.chunks):
+                self._attach(chunk, module)
+            return self
+        except BaseException:
+            self._end()
+            raise
 
-    def close(self) -> None:
-        # Popped only after it ran: an interrupt in between makes the next `close` run it again.
-        while self._acts:
-            self._acts[-1]()
-            self._acts.pop()
+    def _attach(self, chunk: int, module: nn.Module) -> None:
+        marks = Marks(functools.partial(self.timeline.number, chunk))
+        self.marks.append(marks)
+        # The chunk's hook first: a chunk may itself be the router, and begins before its top-k.
+        self.before(module, Hook(self, self.may_wait(type(self)._chunk_begins), module, chunk))
+        ends = Hook(self, self.may_wait(type(self)._chunk_ends), module, chunk)
+        if self._work.goes_first:
+            self.after(module, ends)
+        for router in self.routers[chunk]:
+            if self._work.answers_topk:
+                self.undo.callback(_answered.pop, id(router.module), None)
+                _answered[id(router.module)] = self
+            self._work.attach(self, router, chunk, marks)
+        if not self._work.goes_first:
+            self.after(module, ends)
+        for handle in routers.mark(module, self.routers[chunk], marks):
+            self.undo.callback(handle.remove)
+
+    def before(self, module: nn.Module, hook: Hook) -> None:
+        self.undo.callback(hook.take_off)
+        self._hung(module, module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def after(self, module: nn.Module, hook: Hook) -> None:
+        self.undo.callback(hook.take_off)
+        first = self._work.goes_first
+        self._hung(module, module.register_forward_hook(hook, prepend=first, always_call=True))
+
+    def _hung(self, module: nn.Module, handle: Any) -> None:
+        self.unchanged.hold(type(module).__name__, handle.hooks_dict_ref(), handle.id)
+        for hooks in ("_forward_pre_hooks", "_forward_hooks"):
+            self.unchanged.hold(type(module).__name__, vars(module), hooks)
+
+    def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if in_backward():
+            self.unchanged.check("in a recompute of the model")
+            return
+        self._work.comes(chunk)
+        self.unchanged.check(micro_batch(self.timeline.ended[chunk]))
+        self.marks[chunk].clear()
+        self._work.begins(self.timeline.begin(chunk), args, kwargs)
+
+    def _chunk_ends(self, chunk: int, args: tuple[Any, ...], output: object) -> None:
+        if in_backward():
+            return
+        ended = self.timeline.end(chunk, output)
+        if ended is None and output is not None:
+            where = f"chunk {chunk}, {micro_batch(self.timeline.ended[chunk] - 1)}"
+            cause = "a forward hook of your own that calls the model, for a metric or a second view"
+            raise MicroBatchError("the model was called inside its own forward", where=where, cause=cause)
+        if ended is None or not self._work.ends(*ended, output):
+            return
+        # Autograd may run its routers again: check once more that they are in place when backward begins, at
+        # the nodes of the output.
+        session, where = weakref.ref(self), f"{micro_batch(ended[0].number)}, in backward"
+
+        def begins(_: object) -> None:
+            if (alive := session()) is not None:
+                alive.may_wait(alive.unchanged.check)(where)
+
+        parts = [*output.values()] if isinstance(output, Mapping) else output
+        for part in parts if isinstance(parts, list | tuple) else [parts]:
+            if isinstance(part, torch.Tensor) and part.grad_fn is not None:
+                part.grad_fn.register_prehook(begins)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                if self.failed is not None:
+                    raise self.failed
+                self.unchanged.check("at the end of the block")
+                self.undo.close()
+                self._check_complete()
+                self._work.check_complete()
+                self._finish()
+        finally:
+            self._end()
+
+    def _check_complete(self) -> None:
+        if (bypassed := self.timeline.bypassed) is not None:
+            problem = "the routers ran, but not through the __call__ of the module that was passed"
+            raise MicroBatchError(problem, where=micro_batch(bypassed.number), cause=CALLED_INSIDE)
+        ended, problem = self.timeline.ended, f"nothing ran inside this {self.name} block"
+        expected = "at least one __call__ of the module that was passed"
+        cause = "the training loop calls another module (an outer wrapper, or a copy)"
+        MicroBatchError.unless(max(ended) > 0, problem, expected, 0, cause)
+        problem, expected = "the chunks ran different numbers of forwards", "each chunk once a micro-batch"
+        cause = "a schedule that was cut short, or a chunk that is missing from the list"
+        MicroBatchError.unless(min(ended) == max(ended), problem, expected, ended, cause)
+
+    def _finish(self) -> None:
+        """Build the results. Called after a body that raised nothing, with nothing outstanding."""
+
+    def _end(self) -> None:
+        self.undo.close()
+        if self._state == "open":
+            self._state = "closed"
+        for held in (self.chunks, self.routers, self.marks):
+            held.clear()
+        self.unchanged = Unchanged((), ())
+        self._work.clear()
+
+    def may_wait(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `act`; under `errors_wait`, a version that keeps its errors until the block is left."""
+        if not self.errors_wait:
+            return act
+        session = weakref.ref(self)
+
+        def waits(*args: Any) -> Any:
+            try:
+                return act(*args)
+            except ReplayError as error:
+                if (alive := session()) is not None:
+                    alive.defer(error)
+                return None
+
+        return waits
+
+    def defer(self, error: ReplayError) -> None:
+        """Keep this error and raise it when the block is left, unless an earlier one is kept."""
+        if self.failed is None:
+            self.failed = error
+            # Logged at once, since another error before the end of the block would hide it.
+            logger.error("[npu_replay] %s; the pass goes on, and stops at its end", error.line)
+
+    @property
+    def done(self) -> int:
+        return max(self.timeline.ended, default=0)
+
+    @property
+    def all_routers(self) -> list[Router]:
+        return [router for routers in self.routers for router in routers]
+
+    def labels(self, chunk: int) -> StageLabels:
+        return labels_of(self.routers[chunk], self.all_routers)
+
+    def metrics(self) -> dict[str, float]:
+        """Return plain numbers for any tracker: micro-batches, routers, seconds spent in npu_replay.
+
+        `capacity_dropped` is added where tokens over an expert's capacity are dropped: the share of chosen
+        experts that lost their token, in the micro-batches whose outputs are checked (0, 1, 2, 4, 8, ...).
+        `live_mismatch` and `overlap` are added where the routes were compared with the routers' own choice.
+        """
+        counted = self.counts()
+        seconds = counted.get("microseconds", 0) / 1e6
+        figures = {"micro_batches": self.done, "routers": self._count, "seconds": seconds}
+        for name, part, of in (
+            ("capacity_dropped", "dropped", "chosen"),
+            ("live_mismatch", "differing", "compared"),
+            ("overlap", "shared", "given"),
+        ):
+            if counted.get(of):
+                figures[name] = counted[part] / counted[of]
+        return figures
+
+    def counts(self) -> dict[str, int]:
+        """Return the whole numbers behind `metrics`, which ranks can add up. Waits for the device."""
+        entered = self._state != "new"
+        ReplayError.unless(entered, f"the {self.name} block was never entered", "with ... as session:", self)
+        return {"routers": self._count} | self._work.counts()
+
+    def __repr__(self) -> str:
+        states = {"new": "not entered", "open": f"open on {self._count} routers", "closed": "ended"}
+        return f"{type(self).__name__}({states[self._state]}, {self._progress()}{self._results})"
+
+    def _progress(self) -> str:
+        return f"{self.done} micro-batches"
 
 
 class Work:
@@ -91,240 +298,28 @@ class Work:
         return {}
 
 
-class Session:
-    """Hangs hooks on the chunks and routers of a model. Use it as a context manager, once.
+class Undo:
+    """Collects the actions that undo a block, and runs them in reverse order.
 
-    Args:
-        model: a module, or the list of its virtual-pipeline chunks. One micro-batch is one `__call__`
-            of the module (of every chunk).
-        work: what is done with the routers.
-        errors_wait: keep the first error until the block is left, and go on with the routers' own choices. A
-            rank that raises in the middle of a schedule would leave the others in a collective until its
-            timeout; the kept error is raised when the schedule is over, before an optimizer steps.
+    An interrupt may stop `close`, which is then called again: so each action must be safe to run twice, and
+    none may hold the session, since the death of the session triggers the undo.
     """
 
-    name = "session"
-    failed: ReplayError | None = None  # the error kept by `errors_wait`
-    _unentered: weakref.finalize[..., Any] | None = None
+    def __init__(self) -> None:
+        self._acts: list[Callable[[], object]] = []
 
-    def __init__(self, model: Model, work: Work, *, errors_wait: bool = False) -> None:
-        self.chunks = chunks_of(model)
-        self.errors_wait = errors_wait
-        self.timeline = Timeline(len(self.chunks))
-        self.routers: list[list[Router]] = []  # by chunk, while the block is open
-        self.marks: list[Marks] = []
-        self.unchanged = Unchanged((), ())
-        self.undo = Undo()
-        self._work = work
-        self._count = 0
-        self._state = "new"
+    def callback(self, act: Callable[..., object], *args: Any) -> None:
+        """Add an undo action. Call this before the change that it undoes."""
+        self._acts.append(functools.partial(act, *args))
 
-    def __repr__(self) -> str:
-        states = {"new": "not entered", "open": f"open on {self._count} routers", "closed": "ended"}
-        return f"{type(self).__name__}({states[self._state]}, {self._holds()})"
+    def __len__(self) -> int:
+        return len(self._acts)
 
-    def _holds(self) -> str:
-        return f"{self.done} micro-batches"
-
-    def labels(self, chunk: int) -> StageLabels:
-        return labels_of(self.routers[chunk], self.all_routers)
-
-    @property
-    def done(self) -> int:
-        return max(self.timeline.ended, default=0)
-
-    @property
-    def all_routers(self) -> list[Router]:
-        return [router for routers in self.routers for router in routers]
-
-    def metrics(self) -> dict[str, float]:
-        """Return plain numbers for any tracker: micro-batches, routers, seconds spent in npu_replay.
-
-        `capacity_dropped` is added where tokens over an expert's capacity are dropped: the share of chosen
-        experts that lost their token, in the micro-batches whose outputs are checked (0, 1, 2, 4, 8, ...).
-        `live_mismatch` and `overlap` are added where the routes were compared with the routers' own choice.
-        """
-        counted = self.counts()
-        seconds = counted.get("microseconds", 0) / 1e6
-        figures = {"micro_batches": self.done, "routers": self._count, "seconds": seconds}
-        shares = (
-            ("capacity_dropped", "dropped", "chosen"),
-            ("live_mismatch", "differing", "compared"),
-            ("overlap", "shared", "given"),
-        )
-        for name, part, of in shares:
-            if counted.get(of):
-                figures[name] = counted[part] / counted[of]
-        return figures
-
-    def counts(self) -> dict[str, int]:
-        """Return the whole numbers behind `metrics`, which ranks can add up. Waits for the device."""
-        entered = self._state != "new"
-        ReplayError.unless(entered, f"the {self.name} block was never entered", "with ... as session:", self)
-        return {"routers": self._count} | self._work.counts()
-
-    def __enter__(self: _S) -> _S:
-        if self._unentered is not None:
-            self._unentered.detach()
-        fresh = self._state == "new"
-        ReplayError.unless(fresh, f"this {self.name} block was entered before", "a new one", "a used one")
-        self.routers = find(self.chunks)
-        if self._work.puts_together:
-            found = self.all_routers
-            check_alike({f"layer {one.label}, {one.path}": (one.topk, one.num_experts) for one in found})
-        self._count = len(self.all_routers)
-        for router in self.all_routers if self._work.answers_topk else ():
-            if (other := _answered.get(id(router.module))) is not None:
-                problem = f"{self.name} can't be opened inside {other.name} on the same router"
-                where, got = f"layer {router.label}", f"an open {other.name} block"
-                cause = "a log-prob pass that the update calls, or an earlier block that was never left"
-                expected = "one open block for a router"
-                raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)
-        # An interrupt may skip `__exit__`, or its last line; then garbage collection undoes the block.
-        weakref.finalize(self, _dropped, self.undo, self.name).atexit = False
-        try:
-            self._state = "open"
-            self.timeline = Timeline(len(self.chunks))
-            self.unchanged = Unchanged(self.chunks, self.routers)
-            self._work.enters(self)
-            self._attach()
-            return self
-        except BaseException:
-            self._close()
-            self._clear()
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                if self.failed is not None:
-                    raise self.failed
-                self.unchanged.check("at the end of the block")
-                self._close()
-                self._check_complete()
-                self._work.check_complete()
-                self._finish()
-        finally:
-            self._close()
-            self._clear()
-
-    def _finish(self) -> None:
-        """Build the results. Called after a body that raised nothing, with nothing outstanding."""
-
-    def _attach(self) -> None:
-        for chunk, module in enumerate(self.chunks):
-            marks = Marks(functools.partial(self.timeline.number, chunk))
-            self.marks.append(marks)
-            # The chunk's hook first: a chunk may itself be the router, and begins before its top-k.
-            self.before(module, Hook(self, self.may_wait(type(self)._chunk_begins), module, chunk))
-            ends = Hook(self, self.may_wait(type(self)._chunk_ends), module, chunk)
-            if self._work.goes_first:
-                self.after(module, ends)
-            for router in self.routers[chunk]:
-                if self._work.answers_topk:
-                    self.undo.callback(_answered.pop, id(router.module), None)
-                    _answered[id(router.module)] = self
-                self._work.attach(self, router, chunk, marks)
-            if not self._work.goes_first:
-                self.after(module, ends)
-            for handle in routers.mark(module, self.routers[chunk], marks):
-                self.undo.callback(handle.remove)
-
-    def before(self, module: nn.Module, hook: Hook) -> None:
-        self.undo.callback(hook.take_off)
-        self._hung(module, module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def after(self, module: nn.Module, hook: Hook) -> None:
-        self.undo.callback(hook.take_off)
-        first = self._work.goes_first
-        self._hung(module, module.register_forward_hook(hook, prepend=first, always_call=True))
-
-    def _hung(self, module: nn.Module, handle: Any) -> None:
-        self.unchanged.hold(type(module).__name__, handle.hooks_dict_ref(), handle.id)
-        for hooks in ("_forward_pre_hooks", "_forward_hooks"):
-            self.unchanged.hold(type(module).__name__, vars(module), hooks)
-
-    def may_wait(self, act: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `act`; under `errors_wait`, a version that keeps its errors until the block is left."""
-        if not self.errors_wait:
-            return act
-        session = weakref.ref(self)
-
-        def waits(*args: Any) -> Any:
-            try:
-                return act(*args)
-            except ReplayError as error:
-                if (alive := session()) is not None:
-                    alive.defer(error)
-                return None
-
-        return waits
-
-    def defer(self, error: ReplayError) -> None:
-        """Keep this error and raise it when the block is left, unless an earlier one is kept."""
-        if self.failed is None:
-            self.failed = error
-            # Logged at once, since another error before the end of the block would hide it.
-            logger.error("[npu_replay] %s; the pass goes on, and stops at its end", error.line)
-
-    def _close(self) -> None:
-        self.undo.close()
-        if self._state == "open":
-            self._state = "closed"
-
-    def _clear(self) -> None:
-        for held in (self.chunks, self.routers, self.marks):
-            held.clear()
-        self.unchanged = Unchanged((), ())
-        self._work.clear()
-
-    def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if in_backward():
-            self.unchanged.check("in a recompute of the model")
-            return
-        self._work.comes(chunk)
-        self.unchanged.check(micro_batch(self.timeline.ended[chunk]))
-        self.marks[chunk].clear()
-        self._work.begins(self.timeline.begin(chunk), args, kwargs)
-
-    def _chunk_ends(self, chunk: int, args: tuple[Any, ...], output: object) -> None:
-        if in_backward():
-            return
-        ended = self.timeline.end(chunk, output)
-        if ended is not None:
-            if self._work.ends(*ended, output):
-                self._check_in_backward(output, ended[0].number)
-        elif output is not None:
-            where = f"chunk {chunk}, {micro_batch(self.timeline.ended[chunk] - 1)}"
-            cause = "a forward hook of your own that calls the model, for a metric or a second view"
-            raise MicroBatchError("the model was called inside its own forward", where=where, cause=cause)
-
-    def _check_in_backward(self, output: object, number: int) -> None:
-        """Check again that routers are in place when backward reaches the nodes of the output."""
-        session = weakref.ref(self)
-
-        def begins(_: object) -> None:
-            if (alive := session()) is not None:
-                alive.may_wait(alive.unchanged.check)(f"{micro_batch(number)}, in backward")
-
-        parts = [*output.values()] if isinstance(output, Mapping) else output
-        for part in parts if isinstance(parts, list | tuple) else [parts]:
-            if isinstance(part, torch.Tensor) and part.grad_fn is not None:
-                part.grad_fn.register_prehook(begins)
-
-    def _check_complete(self) -> None:
-        if (bypassed := self.timeline.bypassed) is not None:
-            problem = "the routers ran, but not through the __call__ of the module that was passed"
-            raise MicroBatchError(problem, where=micro_batch(bypassed.number), cause=CALLED_INSIDE)
-        ended, problem = self.timeline.ended, f"nothing ran inside this {self.name} block"
-        expected = "at least one __call__ of the module that was passed"
-        cause = "the training loop calls another module (an outer wrapper, or a copy)"
-        MicroBatchError.unless(max(ended) > 0, problem, expected, 0, cause)
-        problem, expected = "the chunks ran different numbers of forwards", "each chunk once a micro-batch"
-        cause = "a schedule that was cut short, or a chunk that is missing from the list"
-        MicroBatchError.unless(min(ended) == max(ended), problem, expected, ended, cause)
+    def close(self) -> None:
+        # Popped only after it ran: an interrupt in between makes the next `close` run it again.
+        while self._acts:
+            self._acts[-1]()
+            self._acts.pop()
 
 
 def to_enter(session: _S) -> _S:

@@ -16,6 +16,9 @@ from npu_replay.sessions.fed_sequences import fed_sequences
 from tiny_vision import EXPERTS, LAYERS, TOPK, Sample, call, make, sample
 
 pytest.importorskip("transformers", minversion="5")
+
+from sessions.test_follow import move
+
 Call = dict[str, Any]
 
 
@@ -33,10 +36,6 @@ def replayed(model: Any, routes: list[RoutedExperts], *calls: Call) -> dict[str,
     return session.metrics()
 
 
-def changed(of: Call, **values: Any) -> Call:
-    return of | values
-
-
 PAIRS: dict[str, tuple[Call, Call]] = {
     "image": (call(sample(1)), call(sample(2))),
     "video": (call(sample(1, video=True)), call(sample(2, video=True))),
@@ -45,12 +44,12 @@ PAIRS: dict[str, tuple[Call, Call]] = {
     "one image of a batch": (call(sample(1), sample(2)), call(sample(1), sample(3))),
     "a grid of the same pixels": (call(sample(1, grid=(8, 4))), call(sample(1, grid=(4, 8)))),
     "bf16": (
-        changed(call(sample(1)), pixel_values=sample(1)[1]["pixel_values"].bfloat16()),
-        changed(call(sample(1)), pixel_values=sample(2)[1]["pixel_values"].bfloat16()),
+        call(sample(1)) | {"pixel_values": sample(1)[1]["pixel_values"].bfloat16()},
+        call(sample(1)) | {"pixel_values": sample(2)[1]["pixel_values"].bfloat16()},
     ),
     "one patch": (
         call(sample(1)),
-        changed(call(sample(1)), pixel_values=sample(1)[1]["pixel_values"].index_fill(0, torch.tensor(9), 0)),
+        call(sample(1)) | {"pixel_values": sample(1)[1]["pixel_values"].index_fill(0, torch.tensor(9), 0)},
     ),
 }
 
@@ -90,8 +89,8 @@ def test_an_image_that_is_cast_or_moved_between_the_passes_is_the_same() -> None
     model, first = make(), PAIRS["image"][0]
     routes = recorded(model, first)
     pixels = first["pixel_values"].bfloat16()
-    replayed(model, routes, changed(first, pixel_values=pixels))
-    replayed(model, routes, changed(first, pixel_values=pixels.T.contiguous().T))
+    replayed(model, routes, first | {"pixel_values": pixels})
+    replayed(model, routes, first | {"pixel_values": pixels.T.contiguous().T})
 
 
 def test_an_image_that_the_update_lacks_is_an_error() -> None:
@@ -142,13 +141,6 @@ class Chosen:
     @staticmethod
     def _ids(out: Any) -> torch.Tensor:
         return next(one for one in out if one.dtype == torch.int64).detach().sort(1).values
-
-
-def move(model: Any) -> None:
-    with torch.no_grad():
-        for path, weight in model.named_parameters():
-            if path.endswith("gate.weight"):
-                weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(9)))
 
 
 TOGETHER = {
@@ -246,6 +238,11 @@ def test_inputs_that_cannot_be_dealt_out_never_make_two_samples_one() -> None:
     assert first[0] != first[1]
     assert fed(one, other) == first
     assert not {*fed(other, one), *fed(one), *fed(other)} & {*first}
+
+
+def test_a_call_of_padding_alone_has_no_sequences_also_with_images() -> None:
+    padding = {"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.zeros(1, 4)}
+    assert fed_sequences(padding | {"pixel_values": torch.ones(2, 9)}, {"image": IMAGE}).marks == []
 
 
 def test_follow_never_takes_the_routes_of_another_image() -> None:

@@ -106,6 +106,15 @@ def test_below_64_rows_nothing_is_said_and_several_micro_batches_are_taken_toget
         run(model, [random(40, seed=seed) for seed in range(3)], *few)
 
 
+def test_rows_are_named_within_the_micro_batch_that_brings_them_to_64() -> None:
+    model, inputs = ToyModel(), [hidden(40), hidden(3 * RUN, seed=1)]
+    before, right = own(model, *inputs)
+    ids = right.ids.clone()
+    ids[2 * RUN :] = random(RUN).ids
+    with pytest.raises(MicroBatchError, match=f"micro-batch 1, chunk 0, rows 12. to {3 * RUN - 1}: .*{FAR}"):
+        run(model, [before, of_engine(ids, right)], *inputs)
+
+
 def test_only_the_first_rows_are_judged_and_cost_a_top_k() -> None:
     model, inputs = ToyModel(), [hidden(RUN, seed) for seed in range(3)]
     first, *_ = own(model, inputs[0])
