@@ -6,6 +6,7 @@ since a list made when the model was built could be out of date.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -248,6 +249,7 @@ def chunks_of(model: Model) -> list[nn.Module]:
 
 
 def labels_of(found: Sequence[Router], here: Iterable[Router] = ()) -> StageLabels:
+    """Return the labels of these routers; `here` are all of this rank."""
     labels, every = ([router.label for router in each] for each in (found, here))
     return StageLabels(labels, found[0].whole if found else (), sorted(every))
 
@@ -295,12 +297,9 @@ def _described(chunk: nn.Module, kinds: Sequence[RouterKind]) -> Iterator[Router
             router = kind.describe(module, path)
             if router is None:
                 continue
-            fine, problem = (
-                router.num_experts <= MAX_EXPERTS,
-                "the router has more experts than ids are kept for",
-            )
+            count, problem = router.num_experts, "the router has more experts than ids are kept for"
             cause, where = "a layer of another kind described as a router", path or "the module itself"
-            RouterError.unless(fine, problem, f"up to {MAX_EXPERTS}", router.num_experts, cause, where)
+            RouterError.unless(count <= MAX_EXPERTS, problem, f"up to {MAX_EXPERTS}", count, cause, where)
             inside.update(map(id, router.module.modules()))
             yield replace(router, path=path)
             break
@@ -317,7 +316,7 @@ def _labelled(found: list[list[Router]]) -> list[list[Router]]:
         problem = "some routers know their decoder layer and some don't"
         raise RouterError(problem, where=nameless.path, expected=expected, got=got, cause=cause)
     if not numbered:
-        count = iter(range(len(everything)))
+        count = itertools.count()
         found = [[replace(router, layer=next(count)) for router in routers] for routers in found]
     seen: dict[int, str] = {}
     cause = (

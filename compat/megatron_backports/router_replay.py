@@ -26,6 +26,7 @@ from npu_replay.compat.megatron.routers import IDLE_WITHOUT_ACTION, action_of, i
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.sessions import seam
+from npu_replay.sessions.masks import Masks
 
 MODULE = "megatron.core.transformer.moe.router_replay"
 
@@ -279,15 +280,10 @@ class Asked(seam.Call):
         compares: bool = False,
         spare: int = 0,
     ) -> None:
-        super().__init__(
-            rows,
-            num_experts,
-            topk,
-            seam.Call.own,
-            masks=bool(groups[1]),
-            watch=True,  # the dispatch mode also sees group masking, and a top-k imported by name
-            given=is_replaying(replay),
-        )
+        super().__init__(rows, num_experts, topk, seam.Call.own)
+        self.given = is_replaying(replay)
+        self.watching = True  # the function mode also sees group masking, and a top-k imported by name
+        self.made = Masks(rows, num_experts) if groups[1] else None
         self.drops = True  # a second top-k of the same scores is the aux loss's: it stays live
         self.spare, self.replay, self._compares, self._groups = spare, replay, compares, groups
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from npu_replay import routers
 from npu_replay.errors import MicroBatchError, RecomputeError, RouterError, micro_batch
@@ -24,8 +22,7 @@ from npu_replay.routes.inputs import copied
 from npu_replay.routes.routed_experts import narrow_dtype
 from npu_replay.sessions import backward, seam, torch_state
 from npu_replay.sessions.effect import Witness, is_due
-from npu_replay.sessions.hooks import Hook, caller_of_hook, restore_functions
-from npu_replay.sessions.masks import Path
+from npu_replay.sessions.masks import Masks, Path
 from npu_replay.sessions.micro_batches import (
     CALLED_INSIDE,
     FEW,
@@ -39,6 +36,7 @@ from npu_replay.sessions.micro_batches import (
 from npu_replay.sessions.own_choice import OwnChoice
 from npu_replay.sessions.route_source import RouteSource, to_device
 from npu_replay.sessions.session import Session, Undo, Work
+from npu_replay.sessions.torch_state import Hook, caller_of_hook, restore_functions
 
 _MOST_MASKED = 10_000
 """The places of masks are kept for at most this number of micro-batches, for their recomputes."""
@@ -78,21 +76,21 @@ class Answering(Work):
         self.timeline = Timeline(0)
         self._lasts = lasts
         self._calls: list[RouterCalls] = []
-        self._chunks: Sequence[nn.Module] = []
         self._chunk_of: dict[int, int] = {}
         self._undo: Undo | None = None
 
     # The block
 
     def enters(self, session: Session) -> None:
-        self.timeline, self._chunks = session.timeline, session.chunks
+        self.timeline = session.timeline
         self._chunk_of = {one.label: at for at, found in enumerate(session.routers) for one in found}
         self.source.enters(session)
         if self.own is not None:
             self.own.enters(session.all_routers)
         self._undo = undo = session.undo
         undo.callback(torch_state.let_go, undo)
-        torch_state.hold_eager(session.chunks, session.routers, undo)
+        paths = [[router.path for router in found] for found in session.routers]
+        torch_state.hold_eager(session.chunks, paths, undo)
         undo.callback(seam.guard.remove, undo)
         seam.guard.install(undo)
         undo.callback(seam.unwind, undo)
@@ -152,7 +150,8 @@ class Answering(Work):
         self.witness.check_ids()
 
     def begins(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        chunk, number, source = self._chunks[forward.chunk], forward.number, self.source
+        number, source = forward.number, self.source
+        chunk = source.chunks[forward.chunk]
         forward.checked = is_due(number) or source.is_last(number)
         source.check_forward(forward)
         wanted = forward.chunk == 0 and source.wants_inputs_of(number)
@@ -181,12 +180,12 @@ class Answering(Work):
         source.ends(forward, complete, self.kept)
         if source.keeps is not None and len(self.kept) > len(self.recomputes):
             before = self.timeline.ended[chunk] - source.keeps
-            for label, number in self.kept:
-                is_old = self._chunk_of[label] == chunk and number < before
-                if is_old and (label, number) not in self.recomputes:
-                    self.kept.drop((label, number))
+            for key in list(self.kept):
+                is_old = self._chunk_of[key[0]] == chunk and key[1] < before
+                if is_old and key not in self.recomputes:
+                    self.kept.drop(key)
         if self._lasts:
-            oldest = self.recomputes.oldest
+            oldest = next(iter(self.recomputes), None)
             self.timeline.forget(None if oldest is None else (self._chunk_of[oldest[0]], oldest[1]))
         return complete and bool(self.recomputes)
 
@@ -201,76 +200,22 @@ class Answering(Work):
             self.recomputes.drop(key)
             self.kept.drop(key)
 
-    # The ids of a router's call
-
-    def choose_own(self, call: seam.Call) -> torch.Tensor:
-        """Return the ids of a router's call in a forward, int64 [rows, topk]: its own choice."""
-        ids = call.own()
-        key = call.owner.label, call.forward.number
-        if self.source.records or key in self.recomputes:
-            self.kept.keep(key, ids, call.owner.narrow)
-        return ids
-
-    def choose_given(self, call: seam.Call) -> torch.Tensor:
-        """Return the given ids, int64 [rows, topk]; rows without a route take the router's own choice."""
-        routes, narrow, missing, given = call.routes
-        label = call.owner.label
-        ids, call.handed = given[label]
-        chosen: torch.Tensor = ids.long()
-        if call.handed is not None and call.handed._version:  # a forward that raised has written into it
-            call.handed = chosen.clone()
-        if self.own is not None:
-            self.own.compare(call, chosen, missing, routes)
-        if missing is not None:  # never in place: layers may share their storage
-            chosen, call.handed = chosen.index_copy(0, missing, call.own(missing)), None
-        key = label, call.forward.number
-        if self.source.records or key in self.recomputes:
-            if missing is None:
-                self.kept.keep_narrow(key, narrow[:, routes.columns[label]])
-            else:
-                self.kept.keep(key, chosen, call.owner.narrow)
-        return chosen
-
-    def choose_again(self, call: seam.Call) -> torch.Tensor:
-        if self.own is not None:
-            self.own.count_in(call)
-        ids: torch.Tensor = call.routes.long()
-        if call.chooses_itself and call.asked is not None and call.asked[1].get("sorted"):
-            # Megatron-core from 0.18 on requests sorted ids only with grad, which is off in a checkpoint's
-            # forward. In another order of experts their outputs would be summed with other rounding.
-            order = call.scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)
-            ids = ids.gather(1, order)
-        return ids
-
-    def again(self, router: Router, number: int, device: torch.device) -> torch.Tensor:
-        """Return the ids [rows, topk] of the forward's call, for a recompute."""
-        if (ids := self.kept.get((router.label, number))) is not None:
-            return ids
-        given = self.source.given.get((self._chunk_of[router.label], number))
-        if given is None or given.missing is not None:
-            problem = "this recompute was not foreseen when its forward ran, so its ids were not kept"
-            cause = "recomputing by other means than torch's checkpoint or a custom autograd Function"
-            raise RecomputeError(problem, where=micro_batch(number, router.label), cause=cause)
-        return to_device(given.ids[:, given.columns[router.label]], device)
-
 
 class RouterCalls:
+    """Answers the top-k of one router: begins and ends its calls, in forwards and in recomputes."""
+
     def __init__(
         self, answering: Answering, session: Session, router: Router, chunk: int, marks: Marks
     ) -> None:
         self._is_given = given = answering.own is not None
         self.block = session.undo  # identifies its calls in `seam.unwind`
         self.router, self.label = router, router.label
-        self.narrow = narrow_dtype(router.num_experts)  # the dtype in which its ids are kept
         self.last: Hook | None = None  # our last hook: `ends`, or `leaves` behind later hooks
-        self._answering = answering
-        self._witness = answering.witness
-        self._choose = answering.choose_given if given else answering.choose_own
+        self._narrow = narrow_dtype(router.num_experts)  # the dtype in which its ids are kept
+        self._answering, self._source, self._witness = answering, answering.source, answering.witness
+        self._chunk, self._marks, self._timeline = chunk, marks, session.timeline
         self._may_keep_native = backward.TELLS_REGIONS and not (given or router.masks or router.spare)
         self._leaves = session.may_wait(RouterCalls.leaves)
-        self._chunk = chunk
-        self._marks = marks
-        self._timeline = session.timeline
         self._is_block = router.shows is None
         self._mend = router.mend if given else None
         # How its top-k was caught last, in eval mode and in training: where by the guard, Watch stays off.
@@ -295,22 +240,18 @@ class RouterCalls:
         number = self._marks.take_announced(router.module)
         if number is None and backward.in_backward():
             number = self._timeline.recomputed(self._chunk, self.label)
-        if number is None and not answering.source.answers(router):
+        if number is None and not self._source.answers(router):
             return
-        expected = self._ways.get(router.module.training)
-        call = seam.Call(
-            rows,
-            router.num_experts,
-            router.topk,
-            self._choose if number is None else answering.choose_again,
-            masks=router.masks,
-            watch=router.masks or expected != "guard",
-            given=self._is_given,
-            paths=self._paths,
-        )
-        call.drops, call.spare = router.drops, router.spare
-        call.expected, call.counts, call.chooses_itself = expected, self._is_block, not self._is_given
+        choose = self._choose_given if self._is_given else self._choose_own
+        choose = choose if number is None else self._choose_again
+        call = seam.Call(rows, router.num_experts, router.topk, choose)
+        call.owner, call.given, call.chooses_itself = self, self._is_given, not self._is_given
+        call.drops, call.spare, call.counts = router.drops, router.spare, self._is_block
+        call.expected = self._ways.get(router.module.training)
+        call.watching = router.masks or call.expected != "guard"
         call.follows = self._is_block and self._witness.follows(self.label)
+        if router.masks:
+            call.made = Masks(rows, router.num_experts, self._paths)
         if number is None:
             call.forward, enclosed = self._live()
             call.keeps_native_topk = self._may_keep_native and not enclosed
@@ -320,7 +261,7 @@ class RouterCalls:
             elif rows * router.topk <= FEW and not torch.is_inference_mode_enabled():
                 call.keeps = False
             if self._is_given:
-                call.routes = answering.source.prepare(router, call.forward, rows, hidden.device)
+                call.routes = self._source.prepare(router, call.forward, rows, hidden.device)
         else:
             call.number = number
             call.follows |= self._is_block and is_due(number)
@@ -334,10 +275,79 @@ class RouterCalls:
             self._behind.take_off()
             router.module.register_forward_hook(self._behind)  # behind the hooks of others
             self.last = self._behind
-        call.owner = self
         call.inside = caller_of_hook()
         call.begin()
         answering.seconds += time.perf_counter() - started
+
+    def _live(self) -> tuple[Forward, bool]:
+        """Return the forward that this call belongs to, and whether anything may run the call again."""
+        forward, label = self._timeline.live(self._chunk), self.label
+        if label in forward.called:
+            raise called_again(self.router, forward, self._timeline)
+        forward.called.add(label)
+        around = self._timeline.enclosing(forward)
+        if (foreseen := self._marks.take_foreseen(self.router.module)) is not None:
+            around = [*around, foreseen]
+        if around:
+            self._answering.recomputes.expect((label, forward.number), around)
+        return forward, bool(around)
+
+    def _again(self, number: int, rows: int, device: torch.device) -> torch.Tensor:
+        """Return the ids [rows, topk] of the forward's call, for a recompute."""
+        where = micro_batch(number, self.label)
+        ids = self._answering.kept.narrow().get((self.label, number))
+        if ids is None:
+            given = self._source.given.get((self._chunk, number))
+            if given is None or given.missing is not None:
+                problem = "this recompute was not foreseen when its forward ran, so its ids were not kept"
+                cause = "recomputing by other means than torch's checkpoint or a custom autograd Function"
+                raise RecomputeError(problem, where=where, cause=cause)
+            ids = to_device(given.ids[:, given.columns[self.label]], device)
+        if len(ids) != rows:
+            problem = "the recompute has another number of tokens than its forward"
+            cause, expected = "a forward of something else that a gradient hook runs", f"{len(ids)} rows"
+            raise RecomputeError(problem, where=where, expected=expected, got=rows, cause=cause)
+        self._answering.recomputes.ran.add((self.label, number))
+        return ids
+
+    def _choose_own(self, call: seam.Call) -> torch.Tensor:
+        """Return the ids of a call in a forward, int64 [rows, topk]: the router's own choice."""
+        ids, key = call.own(), (self.label, call.forward.number)
+        if self._source.records or key in self._answering.recomputes:
+            self._answering.kept.keep(key, ids, self._narrow)
+        return ids
+
+    def _choose_given(self, call: seam.Call) -> torch.Tensor:
+        """Return the given ids, int64 [rows, topk]; rows without a route take the router's own choice."""
+        routes, narrow, missing, given = call.routes
+        ids, call.handed = given[self.label]
+        chosen: torch.Tensor = ids.long()
+        if call.handed is not None and call.handed._version:  # a forward that raised has written into it
+            call.handed = chosen.clone()
+        answering = self._answering
+        if answering.own is not None:
+            answering.own.compare(call, chosen, missing, routes)
+        if missing is not None:  # never in place: layers may share their storage
+            chosen, call.handed = chosen.index_copy(0, missing, call.own(missing)), None
+        key = self.label, call.forward.number
+        if self._source.records or key in answering.recomputes:
+            if missing is None:
+                answering.kept[key] = narrow[:, routes.columns[self.label]]
+            else:
+                answering.kept.keep(key, chosen, self._narrow)
+        return chosen
+
+    def _choose_again(self, call: seam.Call) -> torch.Tensor:
+        """Return the ids of the forward's call, int64 [rows, topk], for its recompute."""
+        if self._answering.own is not None:
+            self._answering.own.count_in(call)
+        ids: torch.Tensor = call.routes.long()
+        if call.chooses_itself and call.asked is not None and call.asked[1].get("sorted"):
+            # Megatron-core from 0.18 on requests sorted ids only with grad, which is off in a checkpoint's
+            # forward. In another order of experts their outputs would be summed with other rounding.
+            order = call.scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)
+            ids = ids.gather(1, order)
+        return ids
 
     def ends(self, args: tuple[Any, ...], output: object) -> object:
         """End the router's forward; a result that isn't None replaces the output."""
@@ -375,34 +385,13 @@ class RouterCalls:
     def leaves(self, args: tuple[Any, ...], output: object) -> None:
         """Check the output again, after the hooks of others, which may have replaced it."""
         (ours, call), self._ended = self._ended or (output, None), None
-        if output is None or output is ours or call is None or call.ids is None:
+        shows = self.router.shows
+        if output is None or output is ours or call is None or call.ids is None or shows is None:
             return
         again = call.forward is None
-        number = call.number if again else call.forward.number
-        self._witness.saw_last(self.router, number, call.ids, output, again=again)
-
-    def _live(self) -> tuple[Forward, bool]:
-        """Return the forward that this call belongs to, and whether anything may run the call again."""
-        forward, label = self._timeline.live(self._chunk), self.label
-        if label in forward.called:
-            raise called_again(self.router, forward, self._timeline)
-        forward.called.add(label)
-        around = self._timeline.enclosing(forward)
-        if (foreseen := self._marks.take_foreseen(self.router.module)) is not None:
-            around = [*around, foreseen]
-        if around:
-            self._answering.recomputes.expect((label, forward.number), around)
-        return forward, bool(around)
-
-    def _again(self, number: int, rows: int, device: torch.device) -> torch.Tensor:
-        ids = self._answering.again(self.router, number, device)
-        if len(ids) != rows:
-            problem = "the recompute has another number of tokens than its forward"
-            cause, expected = "a forward of something else that a gradient hook runs", f"{len(ids)} rows"
-            where = micro_batch(number, self.label)
-            raise RecomputeError(problem, where=where, expected=expected, got=rows, cause=cause)
-        self._answering.recomputes.ran((self.label, number))
-        return ids
+        number, shown = call.number if again else call.forward.number, shows(output)
+        if shown is not call.ids:
+            self._witness.look(self.router, number, shown, call.ids, again=again)
 
 
 def called_again(router: Router, forward: Forward, timeline: Timeline) -> MicroBatchError:
@@ -419,6 +408,7 @@ def called_again(router: Router, forward: Forward, timeline: Timeline) -> MicroB
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the first tensor that a router is called with."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value

@@ -43,7 +43,6 @@ _pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_h
 
 _NO_NUMBER = 2**64 - 1  # AccumulateGrad's
 _NEVER = object()
-_first = itemgetter(0)
 
 _RUN_BACKWARD = {
     method.__code__
@@ -51,11 +50,11 @@ _RUN_BACKWARD = {
     if (method := vars(BackwardCFunction).get(name)) is not None
 }
 
-
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
+    """Return whether autograd runs backward on this thread."""
     return _graph_task() != -1
 
 
@@ -73,7 +72,30 @@ def enclosing(*, functions: bool) -> list[Any]:
     """
     if not functions and _top_hooks is not None and _top_hooks(True) is None:
         return []
-    return [*_open_regions(), *(_running_functions() if functions else ())]
+    found = list(_running_functions()) if functions else []
+    if _top_hooks is None:
+        return [*_regions_on_stack(), *found]
+    # torch shows the innermost saved-tensor hooks only, so all are popped and pushed back. This is one line
+    # that runs in C alone, since an interrupt between pop and push would lose the user's hooks.
+    top, pop = iter(partial(_top_hooks, True), None), iter(_pop_hooks, _NEVER)
+    lifted: Any = [hooks := [*zip(top, pop)], *starmap(_push_hooks, map(itemgetter(0), reversed(hooks)))][0]  # noqa: B905
+    regions = []
+    for (_, unpack), _ in lifted:
+        # Hooks that never recompute, such as those for CPU offload, belong to no checkpoint.
+        if "checkpoint" in (getattr(unpack, "__module__", None) or ""):
+            names = unpack.__code__.co_freevars if isinstance(unpack, FunctionType) else ()
+            has_frame = "frame" in names
+            regions.append(unpack.__closure__[names.index("frame")].cell_contents if has_frame else unpack)
+    return regions + found
+
+
+def _regions_on_stack() -> Iterator[Any]:
+    """Yield the open regions on torch 2.7, where hooks are hidden, except those of `checkpoint(module)`."""
+    for frame in _frames():
+        if frame.f_code.co_name == "checkpoint" and "gen" in frame.f_code.co_varnames:
+            running = getattr(frame.f_locals.get("gen"), "gi_frame", None)
+            if running is not None and "new_frame" in running.f_locals:
+                yield running.f_locals["new_frame"]
 
 
 def recomputing() -> list[Any]:
@@ -95,6 +117,11 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+_codes: dict[int, tuple[bool, CodeType]] = {}
+"""Maps a code's id to whether it is a forward's; hashing the code itself would cost more than the walk."""
+_MOST_CODES = 10_000
+
+
 def _running_functions() -> Iterator[Any]:
     """Yield the ctx of every custom autograd Function that is in its `forward`: a node of the graph to be.
 
@@ -103,25 +130,18 @@ def _running_functions() -> Iterator[Any]:
     """
     found: set[int] = set()
     for frame in _frames():
-        if (_codes.get(id(frame.f_code)) or _asked(frame.f_code))[0]:
-            first: Any = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+        code = frame.f_code
+        if (known := _codes.get(id(code))) is None:
+            if len(_codes) >= _MOST_CODES:
+                _codes.clear()
+            known = _codes[id(code)] = any(_code_of(kind) is code for kind in _subclasses(Function)), code
+        if known[0]:
+            first: Any = frame.f_locals.get(next(iter(code.co_varnames), ""))
             shown = isinstance(first, BackwardCFunction)
-            for ctx in [first] if shown else _unshown(frame.f_code):
+            for ctx in [first] if shown else _unshown(code):
                 if not ctx._input_metadata and id(ctx) not in found:
                     found.add(id(ctx))
                     yield ctx
-
-
-_codes: dict[int, tuple[bool, CodeType]] = {}
-"""Maps a code's id to whether it is a forward's; hashing the code itself would cost more than the walk."""
-_MOST_CODES = 10_000
-
-
-def _asked(code: CodeType) -> tuple[bool, CodeType]:
-    if len(_codes) >= _MOST_CODES:
-        _codes.clear()
-    _codes[id(code)] = any(_code_of(kind) is code for kind in _subclasses(Function)), code
-    return _codes[id(code)]
 
 
 def _subclasses(kind: Any) -> Iterator[Any]:
@@ -131,8 +151,9 @@ def _subclasses(kind: Any) -> Iterator[Any]:
 
 
 def _code_of(function: Any) -> Any:
+    """Return the code of a Function's forward, beneath decorators and partials."""
     forward = inspect.unwrap(function.forward)
-    while isinstance(forward, functools.partial):
+    while isinstance(forward, partial):
         forward = inspect.unwrap(forward.func)
     return getattr(forward, "__code__", None)
 
@@ -141,42 +162,15 @@ def _unshown(code: CodeType) -> list[Any]:
     """Find the running ctxs of Functions with `setup_context`, whose forward with this code gets no ctx."""
     # The garbage collector's objects, youngest first: a running ctx has just been made.
     for generation in range(3):
-        if found := [one for one in gc.get_objects(generation=generation) if _runs(one, code)]:
+        found = []
+        for one in gc.get_objects(generation=generation):
+            # By `type`: isinstance would ask objects of others for their __class__.
+            known = issubclass(type(one), BackwardCFunction)
+            if known and not one._input_metadata and _code_of(one._forward_cls) is code:
+                found.append(one)
+        if found:
             return found
     return []
-
-
-def _runs(ctx: Any, code: CodeType) -> bool:
-    known = issubclass(type(ctx), BackwardCFunction)
-    return known and not ctx._input_metadata and _code_of(ctx._forward_cls) is code
-
-
-def _open_regions() -> list[Any]:
-    """Return the region of each non-reentrant checkpoint around this place, innermost first."""
-    if _top_hooks is None:
-        return list(_regions_on_stack())
-    # torch shows the innermost saved-tensor hooks only, so all are popped and pushed back. This is one line
-    # that runs in C alone, since an interrupt between pop and push would lose the user's hooks.
-    top, pop = iter(partial(_top_hooks, True), None), iter(_pop_hooks, _NEVER)
-    lifted: Any = [hooks := [*zip(top, pop)], *starmap(_push_hooks, map(_first, reversed(hooks)))][0]  # noqa: B905
-    return [region for (_, unpack), _ in lifted if (region := _region(unpack)) is not None]
-
-
-def _region(unpack: Any) -> Any:
-    """Return the region of this hook; None for one that never recomputes, such as one for CPU offload."""
-    if "checkpoint" not in (getattr(unpack, "__module__", None) or ""):
-        return None
-    names = unpack.__code__.co_freevars if isinstance(unpack, FunctionType) else ()
-    return unpack.__closure__[names.index("frame")].cell_contents if "frame" in names else unpack
-
-
-def _regions_on_stack() -> Iterator[Any]:
-    """Yield the open regions on torch 2.7, where hooks are hidden, except those of `checkpoint(module)`."""
-    for frame in _frames():
-        if frame.f_code.co_name == "checkpoint" and "gen" in frame.f_code.co_varnames:
-            running = getattr(frame.f_locals.get("gen"), "gi_frame", None)
-            if running is not None and "new_frame" in running.f_locals:
-                yield running.f_locals["new_frame"]
 
 
 @functools.cache
@@ -185,46 +179,38 @@ def probe() -> str | None:
     # On a thread of its own no backward runs and no checkpoint is open, so this may be called anywhere.
     with ThreadPoolExecutor(max_workers=1) as other:
         try:
-            return other.submit(_probe).result()
+            return other.submit(lambda: _fails(reentrant=True) or _fails(reentrant=False)).result()
         except Exception as error:  # noqa: BLE001  private names may be gone, or raise anything
             place = traceback.extract_tb(error.__traceback__)[-1]
             return f"{type(error).__name__}: {error}, raised in {place.filename}, line {place.lineno}"
 
 
-def _probe() -> str | None:
-    with torch.enable_grad():
-        for reentrant in (True, False):
-            seen: list[tuple[int | None, bool]] = []
-            around: list[Any] = []
-            watch = functools.partial(_watched, seen=seen, around=around, reentrant=reentrant)
-            weight = torch.ones(2, requires_grad=True)
-            outputs, ends = [], []
-            for _ in range(2):
-                outputs.append(checkpoint(watch, weight, use_reentrant=reentrant))
-                ends.append(sequence_number())
-            kind = "reentrant" if reentrant else "non-reentrant"
-            if in_backward() or seen or [len(found) for found in around] != [1, 1]:
-                return f"a {kind} checkpoint can't be told while its forward runs"
-            sum(output.sum() for output in outputs).backward()
-            numbers = [-1 if number is None else number for number, _ in seen]
-            if len(numbers) != 2 or not (numbers[1] < ends[0] <= numbers[0] < ends[1]):
-                return f"a {kind} checkpoint's recompute doesn't lead back to its own forward"
-            if not all(enclosed for _, enclosed in seen):
-                return f"a {kind} checkpoint's recompute isn't inside what enclosed its forward"
-            del outputs
+@torch.enable_grad()
+def _fails(*, reentrant: bool) -> str | None:
+    seen: list[
+        tuple[int, bool]
+    ] = []  # of each recompute, the running node's number, and whether its own runs
+    around: list[Any] = []  # what encloses each forward
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        if in_backward():
+            own, number = around[1 - len(seen)], running_node_number()  # backward begins with the last one
+            seen.append((-1 if number is None else number, any(one is own[0] for one in recomputing())))
+        else:
+            around.append(enclosing(functions=reentrant))
+        return (x * 2).sin()
+
+    kind = "reentrant" if reentrant else "non-reentrant"
+    weight = torch.ones(2, requires_grad=True)
+    outputs, ends = [], []
+    for _ in range(2):
+        outputs.append(checkpoint(watched, weight, use_reentrant=reentrant))
+        ends.append(sequence_number())
+    if in_backward() or seen or [len(found) for found in around] != [1, 1]:
+        return f"a {kind} checkpoint can't be told while its forward runs"
+    sum(output.sum() for output in outputs).backward()
+    if len(seen) != 2 or not (seen[1][0] < ends[0] <= seen[0][0] < ends[1]):
+        return f"a {kind} checkpoint's recompute doesn't lead back to its own forward"
+    if not all(enclosed for _, enclosed in seen):
+        return f"a {kind} checkpoint's recompute isn't inside what enclosed its forward"
     return None
-
-
-def _watched(
-    x: torch.Tensor,
-    *,
-    seen: list[tuple[int | None, bool]],
-    around: list[Any],
-    reentrant: bool,
-) -> torch.Tensor:
-    if in_backward():
-        own = around[1 - len(seen)]  # backward starts with the last micro-batch
-        seen.append((running_node_number(), any(one is own[0] for one in recomputing())))
-    else:
-        around.append(enclosing(functions=reentrant))
-    return (x * 2).sin()

@@ -9,28 +9,25 @@ checked micro-batches), so that the host doesn't wait.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
 from npu_replay import routers
-from npu_replay.errors import NoEffect, RecomputeError, likeliest, micro_batch
+from npu_replay.errors import NoEffect, RecomputeError, ReplayError, likeliest, micro_batch
 from npu_replay.routers import Router
 from npu_replay.sessions import seam
 from npu_replay.sessions.micro_batches import Forward, Key
 
-_WRITTEN = "the ids that the top-k gave were written into before the forward ended"
-_NOT_SHOWN = "the router's output doesn't show the chosen experts"
-_RULED_OUT = "an expert of the routes has a weight that was made from a mask's number"
-_MASKED_BEFORE = likeliest(
-    "the router masks experts and then makes the scores of its top-k (by a softmax, or a bias), so an expert "
-    "that it masks now has a weight of 0 or so: mask after the softmax, or describe the router with "
-    "masks=False where its weights come from other scores than the top-k's",
-    "a mask that can't be seen: in a compiled function, or of a router that is described with masks=False",
+Why: TypeAlias = "tuple[str, str]"
+"""A problem and its cause, as an error says them."""
+
+_CHANGED = (
+    "code after the top-k that changes the ids (a forced load balance), or an output that npu_replay misreads"
 )
-_OTHERS_IN_BLOCK = "the block goes on with other experts than its top-k gave"
-_TOPKS = (
-    "the block takes another number of top-ks of that shape than in the micro-batch that was checked, so it "
-    "can't be told which of them routes"
+_CHANGED_IN_BLOCK = (
+    "code after the top-k that changes the ids (a forced load balance), or another integer tensor "
+    "[rows, topk] in the block, from a second choice for one"
 )
 _PAST_CALL = (
     "a graph that was compiled or captured and runs no hook (torch.compile: pass the compiled module itself, "
@@ -42,22 +39,40 @@ _NO_TOPK = (
     "torch.topk inside the block), or a compiled function around the model (torch.compile: pass the compiled "
     "module itself, and compile before the block)"
 )
-_PAST_TORCH = (
-    "a kernel that is given them past torch's functions, or a block that doesn't route by this top-k: no "
-    "function of torch was given an integer tensor [rows, topk] after it"
+_WRITTEN = "the ids that the top-k gave were written into before the forward ended", _CHANGED
+_NOT_SHOWN = "the router's output doesn't show the chosen experts", _CHANGED
+_RULED_OUT = (
+    "an expert of the routes has a weight that was made from a mask's number",
+    likeliest(
+        "the router masks experts and then makes the scores of its top-k (by a softmax, or a bias), so an "
+        "expert that it masks now has a weight of 0 or so: mask after the softmax, or describe the router "
+        "with masks=False where its weights come from other scores than the top-k's",
+        "a mask that can't be seen: in a compiled function, or of a router that is "
+        "described with masks=False",
+    ),
 )
-_CHANGED_IN_BLOCK = (
-    "code after the top-k that changes the ids (a forced load balance), or another integer tensor "
-    "[rows, topk] in the block, from a second choice for one"
+_UNUSED_IN_BLOCK = (
+    "nothing takes in the ids of the block's top-k",
+    (
+        "a kernel that is given them past torch's functions, or a block that doesn't route by this top-k: no "
+        "function of torch was given an integer tensor [rows, topk] after it"
+    ),
 )
-CHANGED = (
-    "code after the top-k that changes the ids (a forced load balance), or an output that npu_replay misreads"
+_OTHERS_IN_BLOCK = "the block goes on with other experts than its top-k gave", _CHANGED_IN_BLOCK
+_TOPKS = (
+    (
+        "the block takes another number of top-ks of that shape than in the micro-batch that was checked, "
+        "so it can't be told which of them routes"
+    ),
+    _CHANGED_IN_BLOCK,
 )
-_OTHERS_IN_RECOMPUTE = "the recompute of this router goes on with other experts than its forward"
-_OTHERS_IN_KERNEL = "a fused router chose other experts in a recompute than in its forward"
-_NEAR_TIE = (
-    "a near tie, which fell the other way, and the kernel can't be given experts; with "
-    "moe_router_fusion=False a recompute takes the experts of its forward"
+_OTHERS_IN_RECOMPUTE = "the recompute of this router goes on with other experts than its forward", _CHANGED
+_OTHERS_IN_KERNEL = (
+    "a fused router chose other experts in a recompute than in its forward",
+    (
+        "a near tie, which fell the other way, and the kernel can't be given experts; with "
+        "moe_router_fusion=False a recompute takes the experts of its forward"
+    ),
 )
 
 
@@ -94,92 +109,84 @@ class Witness:
     def __init__(self) -> None:
         self.dropped = Count()  # chosen experts that lost the token, over their capacity
         self.chosen = 0  # experts that were chosen in these outputs
-        # Checks that wait for their device: router, micro-batch, whether it is a recompute, kind, and the ids
-        # that passed, bool [rows, topk]. Kinds: the output shows the "ids"; no mask made the "weights";
-        # a "fused" router chose what its forward chose.
-        self._asked: list[tuple[Router, int, bool, str, torch.Tensor]] = []
+        # Checks that wait for their device: router, micro-batch, whether it is a recompute, what is wrong
+        # where they fail, and what passed, bool [rows, topk].
+        self._asked: list[tuple[Router, int, bool, Why, torch.Tensor]] = []
         # By layer, the number of further top-ks of a block in a checked micro-batch. A block that has some is
         # followed in each call: the top-k that was answered may be one for a metric.
         self._topks: dict[int, int] = {}
         self._took: dict[Key, int] = {}  # by call, as its recompute must have the same number
         self._lost: dict[Key, torch.Tensor] = {}  # dropped experts in calls of the running forward
-        self._refused: dict[Key, tuple[str, str]] = {}  # problem and cause of a call that is wrong
-
-    def saw(self, router: Router, forward: Forward, call: seam.Call, output: object) -> None:
-        """Check a call of a router that has ended in a forward."""
-        if (ids := call.ids) is None:
-            cause = routers.explained(router, call.seen) or _NO_TOPK
-            self._refused[router.label, forward.number] = "the router never reached its top-k", cause
-            return
-        forward.ended.append((router, ids, call.handed, call.written))
-        if call.ruled_out is not None:
-            self._asked.append((router, forward.number, False, "weights", ~call.ruled_out))
-        if router.shows is None:
-            self._saw_block(router, forward, call)
-        elif forward.checked or router.drops:
-            self._saw_all(router, forward, call, as_map(router.shows(output), router))
-        elif (shown := router.shows(output)) is not ids:
-            self._look(router, forward.number, shown, ids)
+        self._refused: dict[Key, Why] = {}  # of a call that is wrong
 
     def follows(self, label: int) -> bool:
         """Return whether the use of this block's ids has to be followed in every call."""
         return self._topks.get(label, 0) > 0
+
+    def saw(self, router: Router, forward: Forward, call: seam.Call, output: object) -> None:
+        """Check a call of a router that has ended in a forward."""
+        number, key = forward.number, (router.label, forward.number)
+        if (ids := call.ids) is None:
+            cause = routers.explained(router, call.seen) or _NO_TOPK
+            self._refused[key] = "the router never reached its top-k", cause
+            return
+        forward.ended.append((router, ids, call.handed, call.written))
+        if call.ruled_out is not None:
+            self._asked.append((router, number, False, _RULED_OUT, ~call.ruled_out))
+        if router.shows is not None:
+            shown = router.shows(output)
+            if forward.checked or router.drops:
+                self._saw_all(router, forward, call, as_map(shown, router))
+            elif shown is not ids:
+                self.look(router, number, shown, ids)
+            return
+        # A block's output shows no ids: the functions that use them do, or else how many top-ks it takes.
+        if call.again:
+            self._took[key] = call.again
+        if forward.checked:
+            self._topks[router.label] = call.again
+        elif call.again != self._topks.get(router.label, 0):
+            self._refused[key] = _TOPKS
+            return
+        if not call.follows:
+            if call.handed is not None and call.handed is not ids:
+                self.look(router, number, call.handed, ids)
+        elif call.taken is None or not call.taken.count:
+            self._refused[key] = _UNUSED_IN_BLOCK
+        else:
+            self._saw_all(router, forward, call, call.taken.shown())
 
     def saw_again(self, router: Router, number: int, call: seam.Call, output: object) -> None:
         """Check a recompute of a call that has ended."""
         if call.ids is None:
             return
         if call.strayed is not None:
-            self._asked.append((router, number, True, "fused", ~call.strayed[None, None]))
+            self._asked.append((router, number, True, _OTHERS_IN_KERNEL, ~call.strayed[None, None]))
         elif router.shows is None:
             if call.again != self._took.get((router.label, number), 0):
-                raise _strayed(router, number, _TOPKS, _CHANGED_IN_BLOCK)
+                raise _error(router, number, *_TOPKS, again=True)
             if call.taken is not None:
-                self._look(router, number, call.taken.shown(), call.ids, again=True)
+                self.look(router, number, call.taken.shown(), call.ids, again=True)
         elif _is_written(call.handed, call.written, call.ids):
-            raise _strayed(router, number)
+            raise _error(router, number, *_OTHERS_IN_RECOMPUTE, again=True)
         else:
-            self._look(router, number, router.shows(output), call.ids, again=True)
+            self.look(router, number, router.shows(output), call.ids, again=True)
         self.check_ids(on_accelerators=False)
 
     def saw_stopped(self, router: Router, number: int, call: seam.Call) -> None:
         """Check a block's recompute that its checkpoint stopped early; an error is raised later."""
         # torch hides errors that are raised while a checkpoint stops early.
         if call.again > self._took.get((router.label, number), 0):
-            self._asked.append((router, number, True, "ids", torch.zeros(1, 1, dtype=torch.bool)))
+            none = torch.zeros(1, 1, dtype=torch.bool)
+            self._asked.append((router, number, True, _OTHERS_IN_RECOMPUTE, none))
         elif call.taken is not None and call.taken.count and call.ids is not None:
-            self._look(router, number, call.taken.shown(), call.ids, again=True)
-
-    def saw_last(
-        self, router: Router, number: int, ids: torch.Tensor, output: object, *, again: bool
-    ) -> None:
-        """Check the output that the hooks of others have made of a call's."""
-        if router.shows is not None and (shown := router.shows(output)) is not ids:
-            self._look(router, number, shown, ids, again=again)
-
-    def _saw_block(self, router: Router, forward: Forward, call: seam.Call) -> None:
-        """Check a block, whose output shows no ids, by the functions that use its ids, or its top-ks."""
-        key = router.label, forward.number
-        if call.again:
-            self._took[key] = call.again
-        if forward.checked:
-            self._topks[router.label] = call.again
-        elif call.again != self._topks.get(router.label, 0):
-            self._refused[key] = _TOPKS, _CHANGED_IN_BLOCK
-            return
-        if not call.follows:
-            if call.handed is not None and call.ids is not None and call.handed is not call.ids:
-                self._look(router, forward.number, call.handed, call.ids)
-        elif call.taken is None or not call.taken.count:
-            self._refused[key] = "nothing takes in the ids of the block's top-k", _PAST_TORCH
-        else:
-            self._saw_all(router, forward, call, call.taken.shown())
+            self.look(router, number, call.taken.shown(), call.ids, again=True)
 
     def _saw_all(self, router: Router, forward: Forward, call: seam.Call, shown: torch.Tensor) -> None:
         """Check that an output shows each of the ids and no other expert, and check their weights."""
         ids, number = call.ids, forward.number
         if ids is None or shown.shape != (call.rows, router.num_experts):
-            self._refused[router.label, number] = _NOT_SHOWN, CHANGED
+            self._refused[router.label, number] = _NOT_SHOWN
             return
         held = shown.gather(1, ids)
         if router.drops:
@@ -194,15 +201,15 @@ class Witness:
                 # -inf comes from an unseen mask, unless too few scores are finite. NaN is a diverged step's.
                 scarce = (call.scores > float("-inf")).sum(dim=1, keepdim=True) < router.topk
                 unseen = held & values.isneginf() & ~scarce
-                self._asked.append((router, number, False, "weights", ~unseen))
+                self._asked.append((router, number, False, _RULED_OUT, ~unseen))
             if call.made is not None and not call.made.sees(call.scores):
                 # A product with 0 that wasn't seen: exact zeros, though the best score is above zero.
                 scores = call.scores.detach()
                 zeroed = (values == 0).any(dim=1) & (scores.amax(dim=1) > 0) & (scores == 0).any(dim=1)
-                self._asked.append((router, number, False, "weights", ~zeroed.any().expand_as(held)))
-        self._asked.append((router, number, False, "ids", right))
+                self._asked.append((router, number, False, _RULED_OUT, ~zeroed.any().expand_as(held)))
+        self._asked.append((router, number, False, _shows_others(router), right))
 
-    def _look(
+    def look(
         self, router: Router, number: int, shown: torch.Tensor, ids: torch.Tensor, *, again: bool = False
     ) -> None:
         """Check that a result of `Router.shows`, bool [rows, experts] or ids [rows, topk], shows the ids."""
@@ -213,9 +220,11 @@ class Witness:
             held = shown.sort(dim=1).values == ids.sort(dim=1).values  # any order is right
         else:
             held = torch.zeros_like(ids, dtype=torch.bool)
-        self._asked.append((router, number, again, "ids", held))
+        why = _OTHERS_IN_RECOMPUTE if again else _shows_others(router)
+        self._asked.append((router, number, again, why, held))
 
     def forget(self, key: Key) -> None:
+        """Drop what is known of a call whose forward raised."""
         for kept in (self._lost, self._took, self._refused):
             kept.pop(key, None)
         gone = *key, False
@@ -233,13 +242,13 @@ class Witness:
                 if router.label not in forward.called:
                     raise not_called(router, forward.number)
                 if (refused := self._refused.pop((router.label, forward.number), None)) is not None:
-                    raise _no_effect(router, forward.number, *refused)
+                    raise _error(router, forward.number, *refused)
                 if router.label not in seen:
-                    raise _no_effect(router, forward.number, "the router's output was not seen", _NO_TOPK)
+                    raise _error(router, forward.number, "the router's output was not seen", _NO_TOPK)
         for router, ids, handed, written in forward.ended:
             # Compared inline first: the function call costs more than the comparison.
             if (written is None or handed._version != written) and _is_written(handed, written, ids):
-                raise _no_effect(router, forward.number, _WRITTEN, CHANGED)
+                raise _error(router, forward.number, *_WRITTEN)
         forward.ended.clear()
         self.check_ids(on_accelerators=forward.checked)
         for router in found if self._lost else ():
@@ -257,20 +266,13 @@ class Witness:
                 return
         except RuntimeError:  # other top-ks, or several devices: they can't be concatenated
             pass
-        wrong = next((one for one in asked if not bool(one[4].all())), None)
-        if wrong is None:
-            return
-        router, number, again, about, _ = wrong
-        if about == "fused":
-            raise _strayed(router, number, _OTHERS_IN_KERNEL, _NEAR_TIE)
-        if again:
-            raise _strayed(router, number)
-        why = (_NOT_SHOWN, CHANGED)
-        if about == "weights":
-            why = _RULED_OUT, _MASKED_BEFORE
-        elif router.shows is None:
-            why = _OTHERS_IN_BLOCK, _CHANGED_IN_BLOCK
-        raise _no_effect(router, number, *why)
+        for router, number, again, why, held in asked:
+            if not bool(held.all()):
+                raise _error(router, number, *why, again=again)
+
+
+def _shows_others(router: Router) -> Why:
+    return _OTHERS_IN_BLOCK if router.shows is None else _NOT_SHOWN
 
 
 def _is_written(handed: torch.Tensor | None, written: int | None, ids: torch.Tensor | None) -> bool:
@@ -292,17 +294,15 @@ def as_map(shown: torch.Tensor, router: Router) -> torch.Tensor:
     return found[:, :experts]
 
 
-def not_called(router: Router, number: int) -> NoEffect:
-    return _no_effect(router, number, "the router was not called", _PAST_CALL)
+def not_called(router: Router, number: int) -> ReplayError:
+    """Return the error for a router that a forward has left out."""
+    return _error(router, number, "the router was not called", _PAST_CALL)
 
 
-def _no_effect(router: Router, number: int, problem: str, cause: str) -> NoEffect:
-    where = f"{micro_batch(number, router.label)} ({router.path or 'the module itself'})"
+def _error(router: Router, number: int, problem: str, cause: str, *, again: bool = False) -> ReplayError:
+    where = micro_batch(number, router.label)
+    if again:
+        return RecomputeError(problem, where=where, cause=cause)
+    where += f" ({router.path or 'the module itself'})"
     expected = f"a top-{router.topk} over {router.num_experts} experts whose result is used"
     return NoEffect(problem, where=where, expected=expected, got="none, or another selection", cause=cause)
-
-
-def _strayed(
-    router: Router, number: int, problem: str = _OTHERS_IN_RECOMPUTE, cause: str = CHANGED
-) -> RecomputeError:
-    return RecomputeError(problem, where=micro_batch(number, router.label), cause=cause)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from npu_replay.sessions.hooks import outside_modes
+from npu_replay.sessions.torch_state import address, outside_modes
 
 _FILLS = frozenset({"masked_fill", "where"})
 _WRITES = frozenset(
@@ -73,10 +73,12 @@ class Masks:
         self._steps: list[_Step] = []
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a function of torch, and keep it as a step if it makes scores, or writes into them."""
         name = getattr(func, "__name__", "")
         short = name.strip("_")
+        in_place = short == "setitem" or name.startswith("__i") or (name[-1:] == "_" and name[-2:] != "__")
+        written = _whole(args[0]) if in_place and args and isinstance(args[0], torch.Tensor) else None
         made: Any
-        written = _written(name, short, args)
         if written is not None and self._is_scores(written):
             made, sources = written, [(written.clone(), address(written))]
             if short == "copy":  # what it overwrites may be anything, scores of an earlier call too
@@ -91,7 +93,7 @@ class Masks:
         if isinstance(made, torch.Tensor) and self._is_scores(made):
             place = address(made)
             if written is not None or all(lay != place for _, lay in sources):  # else a view of its source
-                given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+                given = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
                 learns = short not in _MOVES and any(
                     one.requires_grad and not self._is_scores(_whole(one)) for one in given
                 )
@@ -142,54 +144,53 @@ class Masks:
         if source < 0:
             return self._after(number, like), self._steps[number].place
         tensor, lay = self._steps[number].sources[source]
-        return self._as_scores(tensor, like), lay
+        return tensor.reshape(self._shape).to(like.dtype), lay
 
-    def _after(self, number: int, scores: torch.Tensor) -> torch.Tensor:
+    def _after(self, number: int, like: torch.Tensor) -> torch.Tensor:
         """Return the result of a step; a later write in place has kept a copy of what it overwrote."""
-        place = self._steps[number].place
+        place, made = self._steps[number].place, self._steps[number].made
         for step in self._steps[number + 1 :]:
             if step.place == place and step.sources and step.sources[0][1] == place:
-                return self._as_scores(step.sources[0][0], scores)
-        return self._as_scores(self._steps[number].made, scores)
+                made = step.sources[0][0]
+                break
+        return made.reshape(self._shape).to(like.dtype)
 
     def _path(self, scores: torch.Tensor, own: Own) -> Path:
+        """Return where the masks of these scores are: known by the names of the steps, or found now."""
         names = tuple(step.name for step in self._steps)
         if self.used is not None and self.used[0] == names:
             return self.used[1]
-        path = self._paths.get(names)
-        if path is None:
-            with outside_modes():
-                path, is_sure = self._walk(scores, own)
-            if is_sure:
-                self._paths[names] = path
+        if (path := self._paths.get(names)) is not None:
+            self.used = names, path
+            return path
+        path, masks = Path([], []), 0  # masks: length of the open path up to its last mask
+        place, later = address(scores), scores.detach()
+        is_open = is_sure = True  # sure: it holds for other calls, too
+        with outside_modes():
+            for number in reversed(range(len(self._steps))):
+                step = self._steps[number]
+                if step.place != place:
+                    continue
+                before, is_mask = self._judge(number, later, own)
+                if before is None:
+                    is_open, is_sure = False, is_sure and step.name not in _WRITES
+                    if len(step.sources) != 1:
+                        break
+                    before = number, 0
+                else:
+                    is_sure &= is_mask or step.name in _COPIES
+                    if is_open:
+                        path.open.append((number, before))
+                        masks = len(path.open) if is_mask else masks
+                    elif is_mask:
+                        path.shut.append((number, before))
+                later, place = self._scores(before, scores)
+                later = later.detach()
+        del path.open[masks:]
+        if is_sure:
+            self._paths[names] = path
         self.used = names, path
         return path
-
-    def _walk(self, scores: torch.Tensor, own: Own) -> tuple[Path, bool]:
-        """Walk back from these scores; return where the masks are, and whether that holds for other calls."""
-        path, masks = Path([], []), 0  # masks: length of the open path up to its last mask
-        place, later, is_sure, is_open = address(scores), scores.detach(), True, True
-        for number in reversed(range(len(self._steps))):
-            step = self._steps[number]
-            if step.place != place:
-                continue
-            before, is_mask = self._judge(number, later, own)
-            if before is None:
-                is_open, is_sure = False, is_sure and step.name not in _WRITES
-                if len(step.sources) != 1:
-                    break
-                before = number, 0
-            else:
-                is_sure &= is_mask or step.name in _COPIES
-                if is_open:
-                    path.open.append((number, before))
-                    masks = len(path.open) if is_mask else masks
-                elif is_mask:
-                    path.shut.append((number, before))
-            later, place = self._scores(before, scores)
-            later = later.detach()
-        del path.open[masks:]
-        return path, is_sure
 
     def _judge(self, number: int, later: torch.Tensor, own: Own) -> tuple[_Scores | None, bool]:
         """Return which scores this step may have masked, and whether it changed any of them.
@@ -220,9 +221,6 @@ class Masks:
         rows, experts = self._shape
         return tensor.numel() == rows * experts and tensor.is_floating_point()
 
-    def _as_scores(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return tensor.reshape(self._shape).to(like.dtype)
-
 
 def _keeps(name: str, earlier: torch.Tensor, later: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Return bool [rows, 1]: in which rows this step may have been a mask.
@@ -239,22 +237,8 @@ def _keeps(name: str, earlier: torch.Tensor, later: torch.Tensor, own: torch.Ten
     return (rules_out | (earlier == later)).all(dim=1, keepdim=True)
 
 
-def address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's data, under the wrappers of torch.func."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor.data_ptr()
-
-
-def _written(name: str, short: str, args: Sequence[Any]) -> torch.Tensor | None:
-    """Return the tensor that a function of this name writes into, or the base of that view."""
-    in_place = short == "setitem" or name.startswith("__i") or (name[-1:] == "_" and name[-2:] != "__")
-    if not in_place or not args or not isinstance(args[0], torch.Tensor):
-        return None
-    return _whole(args[0])
-
-
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that this one is a view of, or itself."""
     return tensor if tensor._base is None else tensor._base
 
 
@@ -268,9 +252,7 @@ class IdUses:
 
     def __init__(self, rows: int, topk: int, num_experts: int, ids: torch.Tensor | None = None) -> None:
         self.count = 0  # tensors so far
-        self._shape = (rows, topk)
-        self._num_experts = num_experts
-        self._ids = ids
+        self._shape, self._num_experts, self._ids = (rows, topk), num_experts, ids
         self._held: torch.Tensor | None = None
         # In such a small batch a mask over experts, or the list of used experts, may have this shape, too.
         self._first_alone = rows == topk or (topk == 1 and rows <= num_experts)
@@ -279,11 +261,21 @@ class IdUses:
         """Return for each such tensor among these arguments a bool [rows, topk]: which ids it holds."""
         if self._first_alone and self.count:
             return []
-        found = [one for one in _tensors(args, kwargs) if self._is_ids(one)]
-        if not found:
-            return []
-        with outside_modes():
-            return [self._same(one) for one in found]
+        held: list[torch.Tensor] = []
+        for one in _tensors(args, kwargs):
+            dtype = one.dtype
+            if (
+                one.shape != self._shape
+                or (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+                # Stride 0 is a row index that was expanded to the shape of the ids.
+                or (one.stride(1) == 0 and self._shape[1] > 1)
+            ):
+                continue
+            with outside_modes():
+                if self._ids is None:
+                    self._ids = one.clone()
+                held.append(one.to(self._ids) == self._ids)
+        return held
 
     def add(self, held: Sequence[torch.Tensor]) -> None:
         """Count tensors that a function has used to make a tensor."""
@@ -300,18 +292,6 @@ class IdUses:
         inside = self._held & (self._ids >= 0) & (self._ids < experts)
         shown = torch.zeros(rows, experts + 1, dtype=torch.bool, device=self._ids.device)
         return shown.scatter(1, self._ids.where(inside, experts).long(), True)[:, :experts]
-
-    def _is_ids(self, tensor: torch.Tensor) -> bool:
-        dtype = tensor.dtype
-        if tensor.shape != self._shape or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-            return False
-        # Stride 0 is a row index that was expanded to the shape of the ids.
-        return tensor.stride(1) != 0 or self._shape[1] == 1
-
-    def _same(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._ids is None:
-            self._ids = tensor.clone()
-        return tensor.to(self._ids) == self._ids
 
 
 def run_seen(

@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -27,7 +27,7 @@ from torch import nn
 
 from npu_replay.errors import MicroBatchError, RecomputeError, RouterError, micro_batch
 from npu_replay.sessions import backward
-from npu_replay.sessions.masks import address
+from npu_replay.sessions.torch_state import address
 
 CALLED_INSIDE = (
     "the block was given a wrapper, and the loop calls the module inside it (model.module, say) or forward() "
@@ -40,12 +40,14 @@ Owner: TypeAlias = "tuple[int, int]"
 
 @dataclass
 class Forward:
+    """Describes a running forward of a chunk."""
+
     chunk: int
     number: int
     grad: bool
     made: int  # autograd's sequence number when it began
-    enclosing: list[Any]  # objects that may run it again
-    handling: BaseException | None  # the exception being handled when it began
+    enclosing: list[Any] = field(default_factory=list)  # objects that may run it again
+    handling: BaseException | None = None  # the exception being handled when it began
     called: set[int] = field(default_factory=set)  # layer labels of the routers called so far
     ended: list[Any] = field(default_factory=list)  # calls: router, ids, handed, version
     checked: bool = False  # the whole effect is checked, not only that outputs show the ids
@@ -69,12 +71,13 @@ class Timeline:
         self._thread: int | None = None
         self._opened_on = threading.get_ident()
         self._since = backward.sequence_number()  # nodes below are older than the block
+        # Weak, since what may run a forward again dies with its graph, and the block must not hold that.
         self._noted: WeakKeyDictionary[Any, set[Owner]] = WeakKeyDictionary()
 
     def begin(self, chunk: int) -> Forward:
         """Begin a chunk's forward; one that an exception left open is dropped."""
         self._check_thread(chunk)
-        if (left := self.running(chunk)) is not None:  # an interrupt runs no forward hook
+        if (left := self._open[chunk]) is not None:  # an interrupt runs no forward hook
             self._withdraw(left)
         grad = torch.is_grad_enabled()
         self.had_grad |= grad
@@ -112,11 +115,8 @@ class Timeline:
         if self.bypassed is None or self.bypassed.chunk != chunk:
             self._check_thread(chunk)
             made = backward.sequence_number()
-            self.bypassed = Forward(chunk, self.ended[chunk], torch.is_grad_enabled(), made, [], None)
+            self.bypassed = Forward(chunk, self.ended[chunk], torch.is_grad_enabled(), made)
         return self.bypassed
-
-    def number(self, chunk: int) -> int:
-        return self.live(chunk).number
 
     def enclosing(self, forward: Forward) -> list[Any]:
         """Return all that may repeat the router's call that begins now; each lives as long as it may."""
@@ -176,6 +176,7 @@ class Timeline:
             del self.ends[:gone]
 
     def _owner_by_number(self, where: str) -> Owner | None:
+        """Return the forward between whose neighbours' ends the running node was made; None if of none."""
         number = backward.running_node_number()
         if number is None:
             problem = "a forward was run in backward, but by no node of the model's graph"
@@ -199,10 +200,11 @@ class Timeline:
             owners.discard(forward.owner)
 
     def _check_thread(self, chunk: int) -> None:
+        """Refuse a second thread: each has sequence numbers of its own, which order nothing between two."""
         thread = threading.get_ident()
         if self._thread is None:
             self._thread = thread
-            if thread != self._opened_on:  # each thread has its own sequence numbers
+            if thread != self._opened_on:
                 self._since = backward.sequence_number()
         if thread != self._thread:
             problem, where = "the forwards of one block come from two threads", micro_batch(self.ended[chunk])
@@ -213,10 +215,14 @@ class Timeline:
 class Marks:
     """Holds what is known of the next call of each router of one chunk."""
 
-    def __init__(self, running: Callable[[], int]) -> None:
-        self.running = running
+    def __init__(self, timeline: Timeline, chunk: int) -> None:
+        self._timeline, self._chunk = timeline, chunk
         self._foreseen: dict[int, Any] = {}
         self._announced: dict[int, int] = {}
+
+    def running(self) -> int:
+        """Return the number of the micro-batch that runs."""
+        return self._timeline.live(self._chunk).number
 
     def foresee(self, router: nn.Module, token: object) -> None:
         """Note that the router's next forward may be run again while `token` lives; it is held weakly."""
@@ -252,109 +258,88 @@ class _Around(weakref.ref[Any]):
     key: Key
 
 
-class Recomputes:
-    """Tracks the router calls that autograd may still run again, and those that it has."""
+class Recomputes(dict[Key, list[_Around]]):
+    """Holds the router calls that autograd may still run again, the oldest first, with what encloses each.
+
+    `ran` holds those of them that it has run again.
+    """
 
     def __init__(self) -> None:
-        self._around: dict[Key, list[_Around]] = {}
-        self._ran: set[Key] = set()
+        self.ran: set[Key] = set()
         self._dead: deque[_Around] = deque()
-
-    def __len__(self) -> int:
-        return len(self._around)
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._around
-
-    @property
-    def oldest(self) -> Key | None:
-        return next(iter(self._around), None)
 
     def expect(self, key: Key, around: list[Any]) -> None:
         """Note that autograd may recompute this call while any of `around`, which enclose it, lives."""
         # The callback is a C function, since an interrupt in a weak reference's Python callback is lost.
-        self._around[key] = [_Around(one, self._dead.append) for one in around]
-        for one in self._around[key]:
+        self[key] = [_Around(one, self._dead.append) for one in around]
+        for one in self[key]:
             one.key = key
 
-    def ran(self, key: Key) -> None:
-        self._ran.add(key)
-
     def drop(self, key: Key) -> None:
-        self._around.pop(key, None)
-        self._ran.discard(key)
+        self.pop(key, None)
+        self.ran.discard(key)
 
     def settle(self, release: Callable[[Key], object]) -> None:
         """Drop the calls whose graphs have died since, and call `release` with each."""
         while self._dead:
             key = getattr(self._dead[0], "key", None)
-            if key in self._around and not self._may_come(key):
+            if key is not None and key in self and not self._may_come(key):
                 release(key)
                 self.drop(key)
-            self._dead.popleft()
+            self._dead.popleft()  # at last: after an interrupt the next `settle` does it again
 
     def due(self) -> list[Key]:
         """Return the calls that autograd may still recompute and hasn't."""
-        return [key for key in self._around if key not in self._ran and self._may_come(key)]
+        return [key for key in self if key not in self.ran and self._may_come(key)]
 
     def clear(self) -> None:
-        self._around.clear()
-        self._ran.clear()
+        super().clear()
+        self.ran.clear()
 
     def _may_come(self, key: Key) -> bool:
-        return any(one() is not None for one in self._around.get(key, ()))
+        return any(one() is not None for one in self[key])
 
 
-class KeptIds:
-    """Keeps the ids of routers' calls in a narrow dtype, for their recomputes and for a record."""
+class KeptIds(dict[Key, torch.Tensor]):
+    """Keeps the ids of routers' calls in a narrow dtype, for their recomputes and for a record.
+
+    Few ids stay int64 until `narrow`: a cast of each small tensor costs more than one of all.
+    """
 
     def __init__(self) -> None:
-        self._ids: dict[Key, torch.Tensor] = {}
-        self._wide: dict[Key, tuple[torch.Tensor, torch.dtype]] = {}
-        # int64 ids and their dtype to be: a cast for each small tensor costs more than one for all of them.
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter([*self._ids, *self._wide])
-
-    def __len__(self) -> int:
-        return len(self._ids) + len(self._wide)
+        self._wide: dict[Key, torch.dtype] = {}  # of ids that are int64 still, the dtype to be
 
     def keep(self, key: Key, ids: torch.Tensor, dtype: torch.dtype) -> None:
-        """Keep int64 ids of a call in this dtype; the tensor itself is held until `narrow` or `get`."""
+        """Keep int64 ids of a call in this dtype; the tensor itself is held until `narrow`."""
         if ids.numel() <= FEW and not ids.is_inference():
-            self._wide[key] = ids, dtype
+            self[key], self._wide[key] = ids, dtype
         else:
             # A tensor made under inference_mode can't be saved for backward; its int64 copy can.
-            self._ids[key] = ids.to(dtype)
-
-    def keep_narrow(self, key: Key, ids: torch.Tensor) -> None:
-        self._ids[key] = ids
+            self[key] = ids.to(dtype)
 
     def narrow(self) -> dict[Key, torch.Tensor]:
         """Cast what is still int64, tensors of one size together, and return all."""
-        wide, self._wide = self._wide, {}
         alike: dict[object, list[Key]] = {}
-        for key, (ids, dtype) in wide.items():
+        places: dict[int, Key] = {}
+        for key, dtype in self._wide.items():
+            ids = self[key]
             alike.setdefault((ids.shape, ids.device, dtype), []).append(key)
-        # A buffer in which several routers' ids lie holds only the last of them now.
-        places = {address(ids): key for key, (ids, _) in wide.items() if ids.numel()}
-        if len(places) < sum(bool(ids.numel()) for ids, _ in wide.values()):
-            layer, number = next(key for key in wide if key not in places.values())
-            problem = "the top-ks of several routers return their ids in one buffer, which is overwritten"
-            cause = "a patched torch.topk, or a mode, that returns a static buffer (for graph capture)"
-            raise RouterError(problem, where=micro_batch(number, layer), cause=cause)
+            # A buffer in which several routers' ids lie holds only the last of them now.
+            if ids.numel() and (first := places.setdefault(address(ids), key)) != key:
+                self._wide.clear()
+                problem = "the top-ks of several routers return their ids in one buffer, which is overwritten"
+                cause = "a patched torch.topk, or a mode, that returns a static buffer (for graph capture)"
+                raise RouterError(problem, where=micro_batch(first[1], first[0]), cause=cause)
         for keys in alike.values():
-            cast = torch.stack([wide[key][0] for key in keys]).to(wide[keys[0]][1])
-            self._ids.update(zip(keys, cast.unbind(), strict=True))
-        return self._ids
-
-    def get(self, key: Key) -> torch.Tensor | None:
-        return self.narrow().get(key)
+            cast = torch.stack([self[key] for key in keys]).to(self._wide[keys[0]])
+            self.update(zip(keys, cast.unbind(), strict=True))
+        self._wide.clear()
+        return self
 
     def drop(self, key: Key) -> None:
-        self._ids.pop(key, None)
+        self.pop(key, None)
         self._wide.pop(key, None)
 
     def clear(self) -> None:
-        self._ids.clear()
+        super().clear()
         self._wide.clear()

@@ -16,11 +16,11 @@ from npu_replay.sessions import seam
 from npu_replay.sessions.answering import called_again, hidden_states
 from npu_replay.sessions.backward import in_backward
 from npu_replay.sessions.effect import as_map, not_called
-from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.masks import IdUses
 from npu_replay.sessions.micro_batches import Key, Marks
 from npu_replay.sessions.record import micro_batch_routes
 from npu_replay.sessions.session import Session, Work, to_enter
+from npu_replay.sessions.torch_state import Hook
 
 
 def observe(model: Model) -> Observation:

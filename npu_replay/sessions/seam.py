@@ -6,9 +6,9 @@ after.) The ids are found without grad and the scores are gathered, also in a re
 checkpoint compares saved tensors of forward and recompute, so all passes must build the same graph.
 
 Two ways to catch the top-k, measured in docs/dev/architecture.md: `torch.topk` and `torch.Tensor.topk` are
-replaced while a session is open (cheap, but misses `from torch import topk`); `Watch`, a TorchFunctionMode,
-sees every operation, at 2 µs each, and is on where scores are masked before the top-k, in the first call of
-each router, and where the use of the ids is followed (`masks.py`).
+replaced while a session is open (`Guard`: cheap, but misses `from torch import topk`); `Watch`, a
+TorchFunctionMode, sees every operation, at 2 µs each, and is on where scores are masked before the top-k, in
+the first call of each router, and where the use of the ids is followed (`masks.py`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from npu_replay.errors import RouterError
-from npu_replay.sessions.hooks import outside_modes
-from npu_replay.sessions.masks import IdUses, Masks, Path, address, run_seen
-from npu_replay.sessions.torch_state import Guard
+from npu_replay.sessions.masks import IdUses, Masks, run_seen
+from npu_replay.sessions.torch_state import address, dynamo_forgets, dynamo_knows, outside_modes
 
 Choose: TypeAlias = "Callable[[Call], torch.Tensor]"
 """Takes a call, and returns the ids to use, int64 [rows, topk]."""
@@ -92,25 +91,19 @@ def follow(taker: IdUses) -> None:
 def unfollow(taker: IdUses) -> None:
     """Undo `follow`, also one that was interrupted."""
     _watch.leave(taker.depth)
-    _dismiss(taker)
-
-
-def _dismiss(taker: IdUses) -> None:
     _here.takers = tuple(one for one in _here.takers if one is not taker)
 
 
 class Call:
     """Represents one call of one router, from its forward pre-hook to its forward hook.
 
-    Args:
-        choose: returns the ids to use.
-        masks: this router masks its scores before the top-k; needs `watch`.
-        watch: also enter `Watch`, until the top-k is caught.
-        given: the ids may differ from the router's own choice.
-        paths: see Masks.
+    `choose` returns the ids to use, int64 [rows, topk].
     """
 
-    # Set by the caller before `begin`:
+    # Set by the caller before `begin`. Class attributes, so that a call sets only what differs:
+    given = False  # the ids may differ from the router's own choice
+    made: Masks | None = None  # follows masks before the top-k; needs `watching`
+    watching = False  # Watch is on, until the top-k is caught
     owner: Any = None
     forward: Any = None
     routes: Any = None
@@ -142,26 +135,12 @@ class Call:
     outer: Call | None = None  # the previously armed call
     _depth = 0
 
-    def __init__(
-        self,
-        rows: int,
-        num_experts: int,
-        topk: int,
-        choose: Choose,
-        *,
-        masks: bool = False,
-        watch: bool = False,
-        given: bool = False,
-        paths: dict[tuple[str, ...], Path] | None = None,
-    ) -> None:
-        self.rows, self.num_experts, self.topk = rows, num_experts, topk
-        self.choose = choose
-        self.watching = watch
-        self.given = given
+    def __init__(self, rows: int, num_experts: int, topk: int, choose: Choose) -> None:
+        self.rows, self.num_experts, self.topk, self.choose = rows, num_experts, topk, choose
         self.seen: list[str] = []  # functions called before the top-k was caught, while Watch was on
-        self.made = Masks(rows, num_experts, paths) if masks else None
 
     def begin(self) -> None:
+        """Answer the next top-k of this thread that matches, until `end`."""
         self.watching |= self.follows
         self.outer, self.below, self._depth = _here.armed, _here.running, _depth()
         _here.armed = _here.running = self
@@ -169,10 +148,11 @@ class Call:
             _watch.enter()
 
     def end(self) -> None:
+        """Undo `begin`, also one that was interrupted."""
         if self.watching:
             _watch.leave(self._depth)
         if self.taken is not None:
-            _dismiss(self.taken)
+            unfollow(self.taken)
         _here.armed, _here.running = self.outer, self.below
 
     def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -182,32 +162,27 @@ class Call:
         k = args[1] if count > 1 else kwargs.get("k")
         dim = args[2] if count > 2 else kwargs.get("dim", -1)
         drops = self.drops and self.ids is not None  # then the next one asks which tokens to drop
-        return (
+        if not (
             isinstance(scores, torch.Tensor)
             and scores.shape == (self.rows, self.num_experts)
             and (dim in (0, -2) if drops else k == self.topk + self.spare and dim in (-1, 1))
             and kwargs.get("largest", True)
             and "out" not in kwargs
-            and self._is_running()
-        )
-
-    def _is_running(self) -> bool:
-        """Return whether the router's frame is on the stack; if not, the call is abandoned."""
-        if self.inside is None:
-            return True
+        ):
+            return False
         # The stack is walked, not indexed: a wrapper more or less must not matter.
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            if frame is self.inside:
-                return True
+        frame: FrameType | None = None if self.inside is None else sys._getframe()
+        while frame is not self.inside:
+            if frame is None:  # the router's frame is gone, so this call was abandoned
+                _here.armed = self.outer
+                self._stop_watching()
+                return False
             if frame.f_code.co_name == "checkpoint" and not self.keeps_native_topk:
                 # That recompute would be no call of the router, and choose anew.
                 problem = "the router takes its top-k in a checkpoint of its own"
                 raise RouterError(problem, cause="a router that saves memory: checkpoint its caller instead")
             frame = frame.f_back
-        _here.armed = self.outer
-        self._stop_watching()
-        return False
+        return True
 
     def _stop_watching(self) -> None:
         """Leave Watch once the top-k is caught; from inside Watch this has no effect."""
@@ -224,9 +199,7 @@ class Call:
         # Disarmed while our own operations run: a top-k among them is not the router's.
         _here.armed = None
         if self.ids is not None:
-            if self.drops:
-                return self._drop(native, args, kwargs, self.ids)
-            return self._answer_again(native, args, kwargs)
+            return (self._drop if self.drops else self._answer_again)(native, args, kwargs, self.ids)
         if way == "guard":
             self._stop_watching()
         scores = args[0] if args else kwargs.pop("input")
@@ -252,6 +225,7 @@ class Call:
             self.written = handed._version
         if self.follows:
             self.taken = IdUses(self.rows, self.topk, self.num_experts, ids)
+            self.taken.depth = self._depth
             _here.takers = (*_here.takers, self.taken)
         if self.given:
             self._answered = _identity(scores)
@@ -259,19 +233,20 @@ class Call:
         _here.armed = self if self.counts or (self.given and comes_again) else None
         return torch.return_types.topk((values, handed))
 
-    def _answer_again(self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def _answer_again(self, native: Callable[..., Any], args: Any, kwargs: Any, ids: torch.Tensor) -> Any:
+        """Answer a further top-k: one of the same scores has the same ids, another is the router's own."""
         self.again += 1
         scores = args[0] if args else kwargs["input"]
         try:
-            if self.given and _identity(scores) == self._answered and (ids := self.handed) is not None:
+            if self.given and _identity(scores) == self._answered and (handed := self.handed) is not None:
                 # Not the values of before: they may have been made without grad, or written into.
                 source = self.unmasked(scores) if scores.requires_grad else self.unmasked(scores).detach()
-                return torch.return_types.topk((source.gather(1, ids), ids))
+                return torch.return_types.topk((source.gather(1, handed), handed))
             return native(*args, **kwargs)
         finally:
             _here.armed = self
 
-    def _drop(self, native: Callable[..., Any], args: Any, kwargs: dict[str, Any], ids: torch.Tensor) -> Any:
+    def _drop(self, native: Callable[..., Any], args: Any, kwargs: Any, ids: torch.Tensor) -> Any:
         """Choose the tokens to drop; choose anew for experts that lost a token which was routed to them.
 
         A given expert may have a probability of exactly zero, and its token must not lose its place to one
@@ -299,6 +274,7 @@ class Call:
         self.ids, self.way = ids, "kernel"
 
     def decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return values, float [rows, topk], and ids for the router's top-k of these scores."""
         if self.keeps_native_topk:
             values, self.own_ids = self.native_topk(scores)
         elif self.chooses_itself and (
@@ -307,7 +283,7 @@ class Call:
             or (_depth() and any(mode is not _watch for mode in _modes()))
         ):
             # Another mode, or a subclass of Tensor, may answer the top-k, or count operations in both passes.
-            self.own_ids = self._native_ids(scores.detach())
+            self.own()
         with outside_modes():
             ids = self.choose(self)
             if self.given and self.made is not None:
@@ -323,17 +299,15 @@ class Call:
         if self.own_ids is not None:
             return self.own_ids if rows is None else self.own_ids.index_select(0, rows)
         scores = self.scores.detach()  # half the cost of no_grad()
-        if rows is not None:
-            return self._native_ids(scores.index_select(0, rows))
-        self.own_ids = self._native_ids(scores)
-        return self.own_ids
+        ids: torch.Tensor = self.native_topk(scores if rows is None else scores.index_select(0, rows))[1]
+        if self.spare:
+            ids = ids[:, : self.topk]
+        if rows is None:
+            self.own_ids = ids
+        return ids
 
     def native_topk(self, scores: torch.Tensor) -> Any:
         return self._native(scores, *self.asked[0], **self.asked[1])
-
-    def _native_ids(self, scores: torch.Tensor) -> torch.Tensor:
-        ids: torch.Tensor = self._native(scores, *self.asked[0], **self.asked[1])[1]
-        return ids[:, : self.topk] if self.spare else ids
 
     def unmasked(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores before masking, where other experts may be given; else the scores."""
@@ -351,6 +325,8 @@ def least_positive(dtype: torch.dtype) -> float:
 
 
 class Watch(TorchFunctionMode):
+    """Shows each function of torch to the armed call, until its top-k, and to the `takers` after it."""
+
     def enter(self) -> None:
         _push(self)
 
@@ -379,4 +355,84 @@ class Watch(TorchFunctionMode):
 _watch = Watch()
 
 
-guard = Guard(_here)
+class _Guarded:
+    """Replaces one of torch's two names for top-k by a function that asks the thread's armed call, if any."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner, self.native = owner, owner.topk
+        self.own_attribute = "topk" in vars(owner)  # Tensor's is inherited from its C base
+        self.is_laid = False
+        native = self.native
+
+        def topk(*args: Any, **kwargs: Any) -> Any:
+            call = _here.armed
+            if call is not None and call.matches(args, kwargs):
+                return call.answer(native, args, kwargs, "guard")
+            if call is None and not guard.is_open:  # a wrapper from inside the block has restored ours
+                self.lay_back()
+            return native(*args, **kwargs)
+
+        topk.__doc__ = native.__doc__
+        self.answered = topk
+
+    def lay_back(self) -> None:
+        """Restore the name. If it was wrapped meanwhile, ours stays below and passes all calls on."""
+        if self.owner.topk is self.answered:
+            if self.own_attribute:
+                self.owner.topk = self.native
+            else:
+                del self.owner.topk
+
+
+class Guard:
+    """Replaces torch's two names for top-k while at least one block is open.
+
+    It takes no lock, which an interrupt could leave locked: each step may run twice, from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._holders: set[object] = set()
+        self._dynamo_knew = False
+        self._names: list[_Guarded] = []
+        self.is_open = False
+
+    def install(self, holder: object) -> None:
+        """Replace the names for a holder, until `remove` is called with it; each may be called repeatedly."""
+        self._holders.add(holder)
+        if not self.is_open:
+            for left in self._names:
+                left.lay_back()
+            self._dynamo_knew = dynamo_knows()
+            self._names = [_Guarded(torch), _Guarded(torch.Tensor)]
+            # TorchScript finds operators by the id of a function, and can't compile ours: it stands for the
+            # operator while it is there.
+            if (operators := _script_table()) is not None:
+                operators[id(self._names[0].answered)] = "aten::topk"
+            self.is_open = True
+        for name in self._names:
+            if not name.is_laid:
+                name.owner.topk, name.is_laid = name.answered, True
+
+    def remove(self, holder: object) -> None:
+        """Release a holder. The last one restores the names."""
+        self._holders.discard(holder)
+        if self._holders or not self.is_open:
+            return
+        for name in self._names:
+            name.lay_back()
+        if (operators := _script_table()) is not None:  # if made meanwhile, it lacks torch's own
+            operators.pop(id(self._names[0].answered), None)
+            operators[id(self._names[0].native)] = "aten::topk"
+        if not self._dynamo_knew:
+            dynamo_forgets()
+        self.is_open = False
+        if self._holders:  # another thread installed in between
+            self.install(self)
+            self._holders.discard(self)
+
+
+def _script_table() -> dict[int, str] | None:
+    return getattr(sys.modules.get("torch.jit._builtins"), "_builtin_table", None)
+
+
+guard = Guard()

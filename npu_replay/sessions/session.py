@@ -23,8 +23,8 @@ from npu_replay.errors import MicroBatchError, ReplayError, RouterError, describ
 from npu_replay.routers import Model, Router, check_alike, chunks_of, find, labels_of
 from npu_replay.routes.arguments import StageLabels
 from npu_replay.sessions.backward import in_backward
-from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks, Timeline
+from npu_replay.sessions.torch_state import Hook
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Session:
             raise
 
     def _attach(self, chunk: int, module: nn.Module) -> None:
-        marks = Marks(functools.partial(self.timeline.number, chunk))
+        marks = Marks(self.timeline, chunk)
         self.marks.append(marks)
         # The chunk's hook first: a chunk may itself be the router, and begins before its top-k.
         self.before(module, Hook(self, self.may_wait(type(self)._chunk_begins), module, chunk))

@@ -1,107 +1,104 @@
-"""Change process-wide state of torch while a block is open, and undo it.
+"""Change what is torch's own, and undo it: hooks on modules, modes, its compilers' tables, the stance.
 
-- torch's two names for top-k are replaced (`Guard`).
-- Compilers keep tables of torch's functions. The first torch.compile of a process makes dynamo's: made inside
-  a block, it would lack the real top-k, and code compiled later would break its graph there, or fail with
-  fullgraph=True. So such a table is dropped. TorchScript's, by id, can't compile our function: there ours
-  stands for the operator while the block is open.
-- A compiled graph skips hooks that come later, so modules with a router run eagerly (`hold_eager`).
+Compilers keep tables of torch's functions. The first torch.compile of a process makes dynamo's: made while
+torch's top-k is replaced, it would lack the real one, and code compiled later would break its graph there, or
+fail with fullgraph=True. So such a table is dropped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-
-from npu_replay.errors import RouterError
-from npu_replay.routers import Router
+from torch.utils._python_dispatch import _disable_current_modes
 
 
-class _Guarded:
-    """Replaces one of torch's two names for top-k by a function that asks the thread's armed call, if any."""
+class Hook:
+    """Calls `act(owner, *at, args, last)` as a forward hook, or a pre-hook with keywords, of one module.
 
-    def __init__(self, owner: Any, guard: Guard) -> None:
-        self.owner = owner
-        self.own_attribute = "topk" in vars(owner)  # Tensor's is inherited from its C base
-        self.native = native = owner.topk
-        self.is_laid = False
-        here = guard.here
-
-        def topk(*args: Any, **kwargs: Any) -> Any:
-            call = here.armed
-            if call is None:
-                if not guard.is_open:  # a wrapper from inside the block has restored ours after it
-                    self.lay_back()
-                return native(*args, **kwargs)
-            if not call.matches(args, kwargs):
-                return native(*args, **kwargs)
-            return call.answer(native, args, kwargs, "guard")
-
-        topk.__doc__ = native.__doc__
-        self.answered = topk
-
-    def lay_back(self) -> None:
-        """Restore the name. If it was wrapped meanwhile, ours stays below and passes all calls on."""
-        if self.owner.topk is not self.answered:
-            return
-        if self.own_attribute:
-            self.owner.topk = self.native
-        else:
-            del self.owner.topk
-
-
-class Guard:
-    """Replaces torch's two names for top-k while at least one block is open.
-
-    It takes no lock, which an interrupt could leave locked: each step may run twice, from any thread. The
-    `armed` of `here` is this thread's call that answers the next top-k that it `matches`, or None.
+    `last` is the module's output, or a pre-hook's keywords; the result of `act` is the hook's. Module and
+    owner are held weakly: a hook without its owner does nothing, and a copy of the model keeps nothing alive.
+    A shallow copy of the module shares its hooks, which ignore it. In a deep copy or a pickle the hook
+    becomes a function that does nothing.
     """
 
-    def __init__(self, here: Any) -> None:
-        self.here = here
-        self._holders: set[object] = set()
-        self._dynamo_knew = False
-        self._names: list[_Guarded] = []
-        self.is_open = False
+    __slots__ = ("__weakref__", "_act", "_at", "_module", "_owner")
 
-    def install(self, holder: object) -> None:
-        """Replace the names for a holder, until `remove` is called with it; each may be called repeatedly."""
-        self._holders.add(holder)
-        if not self.is_open:
-            for left in self._names:
-                left.lay_back()
-            self._dynamo_knew = dynamo_knows()
-            self._names = [_Guarded(torch, self), _Guarded(torch.Tensor, self)]
-            if (operators := _script_table()) is not None:
-                operators[id(self._names[0].answered)] = "aten::topk"
-            self.is_open = True
-        for name in self._names:
-            if not name.is_laid:
-                name.owner.topk, name.is_laid = name.answered, True
+    def __init__(self, owner: object, act: Callable[..., Any], module: nn.Module, *at: Any) -> None:
+        self._owner, self._module = weakref.ref(owner), weakref.ref(module)
+        self._act, self._at = act, at
 
-    def remove(self, holder: object) -> None:
-        """Release a holder. The last one restores the names."""
-        self._holders.discard(holder)
-        if self._holders or not self.is_open:
-            return
-        for name in self._names:
-            name.lay_back()
-        if (operators := _script_table()) is not None:  # if made meanwhile, it lacks torch's own
-            operators.pop(id(self._names[0].answered), None)
-            operators[id(self._names[0].native)] = "aten::topk"
-        if not self._dynamo_knew:
-            dynamo_forgets()
-        self.is_open = False
-        if self._holders:  # another thread installed in between
-            self.install(self)
-            self._holders.discard(self)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], last: Any) -> Any:
+        owner = self._owner()
+        if owner is None or module is not self._module():
+            return None
+        with outside_modes():
+            return self._act(owner, *self._at, args, last)
+
+    def take_off(self) -> None:
+        """Remove the hook from its module, also where it isn't attached yet."""
+        # Not by torch's handle: an interrupt may come between the attaching and our keeping of the handle.
+        module = self._module()
+        for name in ("_forward_pre_hooks", "_forward_hooks") if module is not None else ():
+            hooks = vars(module)[name]
+            for key in [key for key, hook in hooks.items() if hook is self]:
+                for kind in ("with_kwargs", "always_called"):
+                    vars(module).get(f"{name}_{kind}", {}).pop(key, None)
+                del hooks[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Reduce to a built-in that takes any arguments: loading the pickle then needs no npu_replay."""
+        return getattr, (contextlib.nullcontext, "__exit__")
+
+
+def caller_of_hook() -> FrameType | None:
+    """Return the frame that called our innermost running hook; it lives until the module's call ends."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not Hook.__call__.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_back
+
+
+def outside_modes() -> AbstractContextManager[None]:
+    """Return a context in which no dispatch mode and no function mode sees our operations.
+
+    A selective checkpoint or a user's mode counts operations, and ours run in a forward but not in its
+    recompute.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        return _outside_dispatch()
+    return torch._C.DisableTorchFunction()  # implemented in C++: half a µs
+
+
+@contextlib.contextmanager
+def _outside_dispatch() -> Any:
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def restore_functions(handled: bool) -> None:
+    """Switch torch's handling of functions on again, after an interrupt before a hook's end."""
+    if handled and not torch._C._is_torch_function_enabled():
+        never_entered = torch._C.DisableTorchFunction()  # its exit switches handling on
+        never_entered.__exit__(None, None, None)
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's data, under the wrappers of torch.func."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.data_ptr()
 
 
 def dynamo_knows() -> bool:
+    """Return whether dynamo has its table of torch's functions."""
     table = _dynamo_table()
     return table is not None and bool(table.cache_info().currsize)
 
@@ -118,46 +115,33 @@ def _dynamo_table() -> Any:
     return table if hasattr(table, "cache_clear") and hasattr(table, "cache_info") else None
 
 
-def _script_table() -> dict[int, str] | None:
-    return getattr(sys.modules.get("torch.jit._builtins"), "_builtin_table", None)
+_holders: set[object] = set()
+_stances: list[Any] = []
+"""Holds the context that restores the stance, while it is ours."""
 
 
-def hold_eager(chunks: Sequence[nn.Module], routers: Sequence[Sequence[Router]], holder: object) -> None:
-    """Run modules that contain a router eagerly, until `let_go(holder)`; RouterError before torch 2.6.
+def hold_eager(chunks: Sequence[nn.Module], paths: Sequence[Sequence[str]], holder: object) -> None:
+    """Run modules that contain a router, by its path, eagerly until `let_go(holder)`.
 
-    Does nothing where none of them is compiled: the stance is the whole process's, and functions that a
-    framework compiled for itself should stay so.
+    A compiled graph skips hooks that come later. Nothing is done where none of them is compiled: the stance
+    is the whole process's, and functions that a framework compiled for itself should stay so.
     """
-    compiled = [
-        path
-        for chunk, found in zip(chunks, routers, strict=True)
+    if any(
+        is_compiled(module) and any(path in ("", one) or one.startswith(f"{path}.") for one in inside)
+        for chunk, inside in zip(chunks, paths, strict=True)
         for path, module in chunk.named_modules()
-        if is_compiled(module)
-        and any(path in ("", router.path) or router.path.startswith(f"{path}.") for router in found)
-    ]
-    if not compiled:
-        return
-    if not hasattr(torch.compiler, "set_stance"):
-        problem = "a compiled module contains a router, and its graph would skip the hooks"
-        expected, got = "torch 2.6 or newer, which can run it eagerly meanwhile", f"torch {torch.__version__}"
-        cause = "torch.compile on the model or a layer; compile the attention and the experts instead"
-        where = compiled[0] or "the module itself"
-        raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)
-    _holders.add(holder)
-    if not _stances:
-        _stances.append(torch.compiler.set_stance("force_eager"))
+    ):
+        _holders.add(holder)
+        if not _stances:
+            _stances.append(torch.compiler.set_stance("force_eager"))
 
 
 def let_go(holder: object) -> None:
+    """Release a holder. The last one restores the stance."""
     _holders.discard(holder)
     if not _holders and _stances:
         _stances[0].__exit__(None, None, None)
         _stances.clear()
-
-
-_holders: set[object] = set()
-_stances: list[Any] = []
-"""Holds the context that restores the stance, while it is ours."""
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -508,7 +508,7 @@ def test_pin_recompute_stays_small_where_a_graph_is_always_in_flight(how: str | 
             if len(losses) > 2:
                 losses.pop(0).backward()
             pending = session._work.recomputes
-            held = session.timeline.ends, session._work.kept, pending, pending._ran
+            held = session.timeline.ends, session._work.kept, pending, pending.ran
             assert max(map(len, held)) <= 2 * 4
         for loss in losses:
             loss.backward()

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import npu_replay
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.sessions import backward
-from npu_replay.sessions.hooks import Hook
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.replay import StepReplay
+from npu_replay.sessions.torch_state import Hook
 from toys import ToyModel, ToyRouter, foreign, opened, plain, tokens
 
 pytestmark = [
