@@ -19,8 +19,8 @@ from typing import Any
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.roll import strategy
+from npu_replay.compat.verl.config import OFF
 from npu_replay.compat.verl.files import ROUTES
-from npu_replay.compat.verl.settings import OFF
 
 CONFIG = "roll.configs.worker_config"
 WORKER = "roll.pipeline.base_worker"
@@ -44,26 +44,22 @@ class _Answers(list[Any]):
 
 
 def install() -> None:
-    for module, shim in ((CONFIG, _config), (WORKER, _worker), (PROTOCOL, _protocol), (CLUSTER, _cluster)):
-        import_hook.when_imported(module, f"{_WHAT} ({module})", shim)
+    for module in (CONFIG, WORKER, PROTOCOL, CLUSTER):
+        import_hook.when_imported(module, f"{_WHAT} ({module})", _wrap)
 
 
-def _config(module: Any) -> None:
-    _patches.wrap(module.WorkerConfig, "__post_init__", _checked, "R2 and R3 are fine with fsdp2_train")
-
-
-def _worker(module: Any) -> None:
-    _patches.wrap(module.ActorWorker, _PASS, _answered, "R2: routes go with the log-probs")
-
-
-def _cluster(module: Any) -> None:
-    _patches.wrap(module, "func_generator", _bound, "R2: routes come into the batch")
-
-
-def _protocol(module: Any) -> None:
-    original, why = module.DataProto.materialize_concat, "R2: routes come into the batch"
-    ours = staticmethod(functools.wraps(original)(functools.partial(_fetched, original)))
-    _patches.set(module.DataProto, "materialize_concat", ours, why)
+def _wrap(module: Any) -> None:
+    name, into_batch = module.__name__, "R2: routes come into the batch"
+    if name == CONFIG:
+        _patches.wrap(module.WorkerConfig, "__post_init__", _checked, "R2 and R3 are fine with fsdp2_train")
+    elif name == WORKER:
+        _patches.wrap(module.ActorWorker, _PASS, _answered, "R2: routes go with the log-probs")
+    elif name == CLUSTER:
+        _patches.wrap(module, "func_generator", _bound, into_batch)
+    else:
+        original = module.DataProto.materialize_concat
+        ours = staticmethod(functools.wraps(original)(functools.partial(_fetched, original)))
+        _patches.set(module.DataProto, "materialize_concat", ours, into_batch)
 
 
 def _checked(original: Callable[..., Any], self: Any) -> None:

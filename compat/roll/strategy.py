@@ -11,8 +11,8 @@ Undone:   by `npu_replay.uninstall()`; a strategy that has replayed refuses to g
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +23,11 @@ from npu_replay import environment
 from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import engine_adapter, functions, tensors
+from npu_replay.compat.verl.config import OFF
 from npu_replay.compat.verl.engine_adapter import problem_of
 from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, EnginePass, current
 from npu_replay.compat.verl.files import ROUTES, TOKENS
 from npu_replay.compat.verl.fsdp import WholeModelAdapter
-from npu_replay.compat.verl.settings import OFF
 from npu_replay.errors import MicroBatchError
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
@@ -79,6 +79,16 @@ class StrategyAdapter(WholeModelAdapter):
     recorded: torch.Tensor | None = None
     """What the last `forward_step` recorded, [batch, sequence, layers, topk], until it is taken."""
 
+    @contextmanager
+    def running(self, data: Any, *, trains: bool) -> Iterator[_Batch]:
+        """Hold the batch that the strategy was called with, for the length of a block."""
+        self.batch = batch = _Batch(self, data, trains)
+        try:
+            with batch.open:
+                yield batch
+        finally:
+            self.batch = None
+
     @property
     def settings(self) -> SimpleNamespace:
         return SimpleNamespace(mode=mode_of(self.engine.worker_config))
@@ -86,9 +96,6 @@ class StrategyAdapter(WholeModelAdapter):
     @property
     def chunks(self) -> list[Any]:
         return [self.engine.model]
-
-
-# A pass
 
 
 @dataclass
@@ -143,32 +150,24 @@ def recorded(strategy: Any) -> torch.Tensor | None:
 
 def _forward_step(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     recorded(self)
-    if batch.meta_info.get("disable_adapter", False):  # a LoRA actor's reference pass
+    adapter = StrategyAdapter.of(self)
+    if adapter is None or batch.meta_info.get("disable_adapter", False):  # a LoRA actor's reference pass
         return original(self, batch, *args, **kwargs)
-    output, ran = _run(original, self, batch, False, *args, **kwargs)
-    if ran is not None and ran.taken:
-        ran.adapter.recorded = torch.cat(ran.taken)
+    with adapter.running(batch, trains=False) as running:
+        output = original(self, batch, *args, **kwargs)
+    if running.taken:
+        adapter.recorded = torch.cat(running.taken)
     return output
 
 
 def _train_step(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    output, ran = _run(original, self, batch, True, *args, **kwargs)
-    if ran is not None and ran.job is not None:
-        output.update(ran.job.metrics)
-    return output
-
-
-def _run(
-    original: Callable[..., Any], self: Any, batch: Any, trains: bool, *args: Any, **kwargs: Any
-) -> tuple[Any, _Batch | None]:
     if (adapter := StrategyAdapter.of(self)) is None:
-        return original(self, batch, *args, **kwargs), None
-    adapter.batch = running = _Batch(adapter, batch, trains)
-    try:
-        with running.open:
-            return original(self, batch, *args, **kwargs), running
-    finally:
-        adapter.batch = None
+        return original(self, batch, *args, **kwargs)
+    with adapter.running(batch, trains=True) as running:
+        output = original(self, batch, *args, **kwargs)
+    if running.job is not None:
+        output.update(running.job.metrics)
+    return output
 
 
 def _clip_grad_norm(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -176,9 +175,6 @@ def _clip_grad_norm(original: Callable[..., Any], self: Any, *args: Any, **kwarg
     if running is not None:
         running.open.close()
     return original(self, *args, **kwargs)
-
-
-# A micro-batch
 
 
 def _fsdp2_forward(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +199,7 @@ def _fsdp2_forward(original: Callable[..., Any], self: Any, input_ids: Any, *arg
     return logits
 
 
-@functions.timed
+@functions.timed()
 def _give(adapter: StrategyAdapter, rows: dict[str, Any]) -> None:
     MicroBatchError.unless(
         ROUTES in rows,

@@ -15,8 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,13 +32,11 @@ from npu_replay.errors import RouterError
 
 FAMILY = ("slime", "vime", "miles")
 _ENABLED, _STAGE, _OFF = "ENABLE_ROUTING_REPLAY", "ROUTING_REPLAY_STAGE", "fallthrough"
-_METHODS = ("all_routing_replays", "record", "pop_forward", "pop_backward", "clear_all")
-_NEEDED: dict[str, tuple[str, ...]] = {
-    **{f"RoutingReplay.{name}": () for name in _METHODS},
-    "register_routing_replay": (),
-    "get_routing_replay_compute_topk": (),
-    "set_routing_replay": (),
-}
+_NEEDED = (
+    *("RoutingReplay.all_routing_replays", "RoutingReplay.record", "RoutingReplay.pop_forward"),
+    *("RoutingReplay.pop_backward", "RoutingReplay.clear_all", "register_routing_replay"),
+    *("get_routing_replay_compute_topk", "set_routing_replay"),
+)
 _ATTRIBUTE = "routing_replay"
 _patches = Patches(_WHAT := "routing replay of slime and its kin")
 
@@ -51,7 +48,8 @@ def install() -> None:
 
 
 def _wrap(module: Any) -> None:
-    known_names.check(module, _NEEDED, "framework's routing replay", module.__name__.partition(".")[0])
+    framework = module.__name__.partition(".")[0]
+    known_names.check(module, dict.fromkeys(_NEEDED, ()), "framework's routing replay", framework)
     # Not before Megatron's routers are imported: MindSpeed patches Megatron first.
     import_hook.when_imported(
         router_init.MODULE, f"{_WHAT} ({module.__name__})", lambda _: _take_over(module)
@@ -79,25 +77,19 @@ def _topk(original: Callable[..., Any], old_compute_topk: Any) -> Any:
 
     @functools.wraps(theirs)
     def compute_topk(*args: Any, **kwargs: Any) -> Any:
-        with _disabled():
+        _muted.append(before := _enabled())
+        os.environ[_ENABLED] = "0"
+        try:
             return theirs(*args, **kwargs)
+        finally:
+            os.environ[_ENABLED] = before
+            _muted.pop()
 
     return compute_topk
 
 
 _muted: list[str] = []
 """The value of the process's variable while slime's function sees another."""
-
-
-@contextmanager
-def _disabled() -> Iterator[None]:
-    _muted.append(before := _enabled())
-    os.environ[_ENABLED] = "0"
-    try:
-        yield
-    finally:
-        os.environ[_ENABLED] = before
-        _muted.pop()
 
 
 def _enabled() -> str:

@@ -27,11 +27,10 @@ from npu_replay import environment
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl.batch_routes import COLUMN
+from npu_replay.compat.verl.config import FLAG, ROOT, setting
 from npu_replay.compat.verl.files import ROUTES
-from npu_replay.compat.verl.metrics import warn_seldom
 from npu_replay.compat.verl.r3_store import Putter
-from npu_replay.compat.verl.rollout_checks import RolloutChecks
-from npu_replay.compat.verl.settings import FLAG, ROOT, setting
+from npu_replay.compat.verl.rollout_checks import RolloutChecks, warn_seldom
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.turns import Rows
 from npu_replay.routes.checks import Array, is_ids
@@ -55,13 +54,22 @@ _WIDEST = np.iinfo(np.int16).max
 
 def install() -> None:
     """Wrap verl's agent loops and its trainer, now or when their modules are imported."""
-    import_hook.when_imported(TRAINER, f"{_WHAT}: what the reference is sent", _wrap_trainer)
-    import_hook.when_imported(AGENT_LOOP, _WHAT, _wrap_worker)
-    for module in CLIENTS:
-        import_hook.when_imported(module, f"{_WHAT}: the clients of {module}", _wrap_clients)
+    for module in (TRAINER, *CLIENTS):
+        import_hook.when_imported(module, f"{_WHAT} ({module})", _wrap)
 
 
-def _wrap_worker(module: Any) -> None:
+def _wrap(module: Any) -> None:
+    if module.__name__ == TRAINER:
+        if hasattr(module.RayPPOTrainer, "_compute_ref_log_prob"):  # 0.7.1 on
+            why = "a reference is never replayed, and a dispatch carries all of a batch to every rank"
+            _patches.wrap(module.RayPPOTrainer, "_compute_ref_log_prob", _without_routes, why)
+        return
+    for name in CLIENTS[module.__name__]:
+        kind = getattr(module, name, None)
+        if kind is not None and "generate" in vars(kind):
+            _patches.wrap(kind, "generate", _generate, _KEEP)
+    if module.__name__ != AGENT_LOOP:
+        return
     found: list[Any] = [getattr(module, name, None) for name in ("AgentLoopWorkerBase", "AgentLoopWorker")]
     workers = [kind for kind in found if isinstance(kind, type) and vars(kind).keys() >= set(_OF_WORKER)]
     if not workers:
@@ -76,19 +84,6 @@ def _wrap_worker(module: Any) -> None:
         _patches.wrap(kind, "_postprocess", _postprocess, _FILL)
 
 
-def _wrap_clients(module: Any) -> None:
-    for name in CLIENTS[module.__name__]:
-        kind = getattr(module, name, None)
-        if kind is not None and "generate" in vars(kind):
-            _patches.wrap(kind, "generate", _generate, _KEEP)
-
-
-def _wrap_trainer(module: Any) -> None:
-    if hasattr(module.RayPPOTrainer, "_compute_ref_log_prob"):  # 0.7.1 on
-        why = "a reference is never replayed, and a dispatch carries all of a batch to every rank"
-        _patches.wrap(module.RayPPOTrainer, "_compute_ref_log_prob", _without_routes, why)
-
-
 def _without_routes(original: Any, self: Any, batch: Any) -> Any:
     """Send the reference a batch without routes, unless it is the actor without its adapter."""
     # With the actor as reference 0.7 needs the routes. Trainers over TransferQueue send keys alone, and their
@@ -99,15 +94,12 @@ def _without_routes(original: Any, self: Any, batch: Any) -> Any:
     return original(self, batch.select(names - {ROUTES}, columns - {COLUMN}))
 
 
-# One sample
-
-
 class Turns:
     """Holds what an engine ran for one sample, turn by turn: the tokens, and their routes.
 
-    As in `Rollout`, a row is taken from the turn that sampled from it, of that time and those weights; it
-    stays missing if that turn had no routes. Here the model may be unknown, and turns may share only their
-    beginning. `job` is None for a call outside any, and `step` if nobody trains on the sample.
+    As in `Rollout`, a row is taken from the turn that sampled from it; it stays missing if that turn had no
+    routes. Here the model may be unknown, and turns may share only their beginning. `job` is None for a call
+    outside any, and `step` if nobody trains on the sample.
     """
 
     def __init__(self, job: _Job | None = None, step: int | None = None) -> None:
@@ -121,11 +113,9 @@ class Turns:
     def add(
         self, prompt: Array, sampled: Array, routes: Any, *, aborted: bool, checked: bool = False
     ) -> None:
-        """Add one turn.
+        """Add one turn: what the engine was given and what it returned; without the latter it is ignored.
 
         Args:
-            prompt: [tokens], what the engine was given.
-            sampled: [tokens], what it returned. A turn without any is ignored.
             routes: [tokens - 1, layers, topk] of both, or None.
             aborted: it was stopped from outside, and may have fewer rows.
             checked: it was put together from parts that were checked.
@@ -242,9 +232,6 @@ _resumed: ContextVar[tuple[Any, Turns] | None] = ContextVar("npu_replay_resumed"
 """The client whose `generate` is running, and the turns of that call, which may make several."""
 
 
-# The wrappers
-
-
 async def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `generate`, and set the merged routes of one that calls its base class again after an abort.
 
@@ -313,9 +300,6 @@ def _postprocess(original: Any, self: Any, inputs: Sequence[Any], *args: Any, **
             if one.routed_experts is None:
                 one.routed_experts = torch.zeros_like(having)
     return original(self, inputs, *args, **kwargs)
-
-
-# Rows
 
 
 def _as_array(routes: Any) -> Array:

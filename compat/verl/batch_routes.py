@@ -1,17 +1,20 @@
 """Defines what a batch of verl carries for routes, and the store of the routes that keys stand for.
 
 A batch has ids, int16 [tokens, columns, topk] a sample. In their place it may have a mark a token beside a
-column of references (R3, by `r3_store`), or a key of five int16 a token (R2, by `r2_store`). Marks and keys
-are padded, cut, packed and reordered as rows of ids are. During a pass an R3 batch always has keys, and its
-engine's `RoutesByKey` holds the routes behind them, of this rank's layers.
+column of references (R3, by `r3_store`), or a key of five int16 a token (R2): all ranks of a replica compute
+it alike, and each keeps the rows of whole samples in its own layers. Marks and keys are padded, cut, packed
+and reordered as rows of ids are. During a pass an R3 batch always has keys, and its engine's `RoutesByKey`
+holds the routes behind them, of this rank's layers.
 
 Probes nothing and changes nothing. NPU_REPLAY_DELIVERY is read here alone, by `by_reference`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ import torch
 
 from npu_replay.environment import DELIVERY, read
 from npu_replay.errors import InvalidRoutes
+from npu_replay.parallel.collect import exchange
 from npu_replay.parallel.merge import side_by_side
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -35,6 +39,12 @@ _STAYED = 1
 """The key of a sample whose reference didn't come along."""
 _WORDS = 5
 _FIELDS = "extra_fields"
+_STEPS = 2
+"""The number of steps that routes are kept: a trainer may record a step before it trains on the last one."""
+_PASSES = 8
+"""The number of passes taken for one step if none was trained on, as while only a critic is trained.
+verl's trainers record a step in one.
+"""
 
 Routes = RoutedExperts | InvalidRoutes
 """The routes of a sample, or why there are none."""
@@ -72,13 +82,10 @@ class RoutesByKey:
         known = self._held.get(key, (0, None))[1]
         self.keep(key, side_by_side([known, routes]) if isinstance(known, RoutedExperts) else routes, step)
 
-    def renew(self, steps: Mapping[int, int]) -> None:
-        """Move samples that are held to other steps."""
-        held = self._held.items()
-        self._held = {key: (steps.get(key, step), routes) for key, (step, routes) in held}
-
-    def drop_before(self, step: int) -> None:
-        self._held = {key: one for key, one in self._held.items() if one[0] >= step}
+    def drop_before(self, oldest: int, steps: Mapping[int, int] | None = None) -> None:
+        """Drop the routes of older steps; `steps` are the new ones of samples that are held."""
+        held = ((key, (steps or {}).get(key, step), one) for key, (step, one) in self._held.items())
+        self._held = {key: (step, one) for key, step, one in held if step >= oldest}
 
     def lacking(self, keys: Iterable[int]) -> list[int]:
         return sorted(set(keys) - self._held.keys())
@@ -158,7 +165,49 @@ class RoutesByKey:
         return found.with_rows(found.ids, found.recorded & here[: len(found)])
 
 
-# Keys and marks
+class R2Store:
+    """Keeps what the passes of one engine record, and gives each sample its key.
+
+    A sample that another replica trains on moves once, before its first update.
+    """
+
+    def __init__(self, held: RoutesByKey) -> None:
+        self._held = held
+        self._step = self._passes = 0
+        self._trained = False
+        self._place = ""
+        self._seen: Counter[int] = Counter()
+
+    def begin(self, salt: int, replica: int) -> None:
+        """Begin a pass that records; drops what is older than the step before.
+
+        The salt is a random number of the pass, equal on all ranks, so that no other pass has its keys, also
+        one of restarted workers. The replica is the data-parallel rank.
+        """
+        if self._trained or self._passes == _PASSES:
+            self._step, self._passes, self._trained = self._step + 1, 0, False
+            self._held.drop_before(self._step - _STEPS + 1)
+        self._passes += 1
+        self._place = f"{salt} {replica}"
+        self._seen.clear()
+
+    def trained(self) -> None:
+        """Note that a pass trains: the next one that records begins a step."""
+        self._trained = True
+
+    def keep(self, chunk: int, samples: int, routes: Sequence[RoutedExperts]) -> list[int]:
+        """Keep the routes of a chunk's next micro-batch, none if its layers are dense; return the keys."""
+        places = (f"{self._place} {self._seen[chunk]} {number}".encode() for number in range(samples))
+        keys = [int.from_bytes(blake2b(one, digest_size=8).digest(), "little") for one in places]
+        self._seen[chunk] += 1
+        for key, one in zip(keys, routes, strict=False):
+            self._held.add_layers(key, one, self._step)
+        return keys
+
+    def fetch(self, lacking: Sequence[int], group: Any) -> None:
+        """Fetch what another data-parallel rank recorded. Every rank of the group has to call it."""
+        for key, routes in exchange(self._held.usable, lacking, group).items():
+            self._held.keep(key, routes, self._step)
 
 
 def rows_of(key: int | None, tokens: int) -> torch.Tensor:

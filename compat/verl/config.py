@@ -1,4 +1,4 @@
-"""Checks when a verl job's workers are built that its config can replay.
+"""Reads a verl job's config, and checks when its workers are built that it can replay.
 
 verl reads one key for the mode and ignores all others; which one depends on the release and on the workers:
 
@@ -15,9 +15,10 @@ Undone:   by `npu_replay.uninstall()`; with NPU_REPLAY_STRICT=0 by a config that
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,22 @@ from npu_replay.compat import probe
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.install import undo_everything
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.compat.verl.rollout_engines import engine_without_routes, late_rows
-from npu_replay.compat.verl.settings import (
-    FLAG,
-    FSDP,
-    OFF,
-    ROOT,
-    names,
-    refused,
-    setting,
-    whole,
-    without_keys,
-)
+from npu_replay.compat.sglang import launch as sglang
+from npu_replay.compat.vllm import launch as vllm
+from npu_replay.compat.vllm import releases as vllm_releases
+from npu_replay.compat.vllm_ascend import plugin
+from npu_replay.compat.vllm_ascend import releases as vllm_ascend
 from npu_replay.errors import ReplayError
+from npu_replay.rollout.launch import number
+from npu_replay.rollout.release_rules import release
 
 logger = logging.getLogger(__name__)
+
+ROOT, OFF = "actor_rollout_ref", "disabled"
+FSDP = ("fsdp", "fsdp2")
+"""The strategies whose mode npu_replay reads: verl's engines carry the key, and do nothing with it."""
+FLAG = "enable_rollout_routing_replay"
+"""The rollout's key that asks the engine for routes."""
 
 ENGINE_WORKERS = "verl.workers.engine_workers"
 LEGACY_WORKERS = ("verl.workers.megatron_workers", "verl.workers.fsdp_workers")
@@ -106,14 +108,13 @@ def check_actor(config: Any, *, legacy: bool = False) -> None:
     undo_everything()
 
 
-# ---- problems of a config
-
-
 def _misspelt_keys(config: Any) -> Iterator[ReplayError]:
     """Yield keys that are nearly router_replay or one of its own: a line with + adds any name."""
     for section in [(), *((engine,) for engine in _ENGINES)]:
         for path, known in ((section, (_MODE,)), ((*section, _MODE), _KEYS)):
-            for name in names(setting(config, "actor", *path)):
+            section_there = setting(config, "actor", *path)
+            is_mapping = isinstance(section_there, Mapping)
+            for name in map(str, section_there if is_mapping else getattr(section_there, "__dict__", ())):
                 if name not in known and (meant := difflib.get_close_matches(name, known, 1, 0.75)):
                     where = ".".join((ROOT, "actor", *path))
                     yield refused(
@@ -187,9 +188,9 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
             cause=f"R3 is meant: set {where}=R3. Or R2 is: set {flag}=False",
         )
     if mode == "R3" and sent:
-        yield from engine_without_routes(config)
-        yield from late_rows(config)
-    bypass = setting(whole(config), "algorithm", "rollout_correction", "bypass_mode")
+        yield from _engine_without_routes(config)
+    root = getattr(config, "_get_root", None)  # the job's config, where this one is a part of it
+    bypass = setting(config if root is None else root(), "algorithm", "rollout_correction", "bypass_mode")
     if mode == "R2" and (bypass or setting(config, "actor", "policy_loss", "loss_mode") == "bypass_mode"):
         yield refused(  # T20
             f"{where}=R2 records while old log-probs are computed, and bypass mode leaves that pass out",
@@ -239,7 +240,98 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
         )
 
 
-# ---- reading a config
+def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
+    """Yield errors for a rollout engine, or a release of it, that gives no routes or another step's."""
+    rollout = functools.partial(setting, config, "rollout")
+    name, options = str(rollout("name")), functools.partial(rollout, "engine_kwargs", "vllm")
+    # The source of each of verl's rollout servers tells whether it asks its engine for routes.
+    asked = {"hf": False, "naive": False}
+    for folder in _of_verl("workers/rollout/*_rollout"):
+        sources = (file.read_text(encoding="utf-8", errors="replace") for file in folder.rglob("*.py"))
+        asked[folder.name.removesuffix("_rollout")] = any(FLAG in source for source in sources)
+    if asked.get(name, True) is False:  # an engine that isn't verl's own is accepted
+        yield refused(
+            f"{ROOT}.rollout.name={name} gives no routes: this verl never asks {name} for them",
+            expected="a rollout that verl asks for routes: " + " or ".join(sorted(filter(asked.get, asked))),
+            got=name,
+            cause="R3 with an engine that can't. Use R2, or another rollout engine",
+        )
+        return
+    found = {product.name: product for product in probe.products() if product.found}
+    beside, ascend = (found[one].version if one in found else "" for one in ("vllm", "vllm-ascend"))
+    ascend = vllm_ascend.of_release(ascend, beside)
+    for product in found.values():
+        problem: ReplayError | None = None
+        if not product.version:
+            continue
+        if product.name == "vllm-ascend" and name == "vllm":
+            told = {  # the settings that decide whether its routes are right
+                "model": setting(config, "model", "path"),
+                "quantization": rollout("quantization"),
+                "data_parallel_size": rollout("data_parallel_size"),
+                "tensor_parallel_size": rollout("tensor_model_parallel_size"),
+                "enable_expert_parallel": number(rollout("expert_parallel_size")) > 1,
+                "additional_config": options("additional_config"),
+            }
+            problem = plugin.left_out() or vllm_ascend.refusal(ascend, told, beside, capture=plugin.wanted())
+        elif product.name == name == "sglang":
+            problem = sglang.refusal(product.version, "npu" if "torch_npu" in found else "cuda")
+        elif product.name == name == "vllm" and release(product.version)[:2] == (0, 21):
+            problem = ReplayError(
+                "no routes",
+                expected="vllm 0.18 to 0.20, or 0.22 and later",
+                got=f"vllm {product.version}",
+                cause="0.21 splits what verl takes for one array",  # no fault elsewhere: from_vllm reads it
+            )
+        elif product.name == name == "vllm":
+            problem = vllm.refusal(product.version, ascend)
+        if problem is not None:
+            yield refused(
+                f"{product.name} {product.version} gives no routes that verl can use",
+                expected=problem.expected,
+                got=f"{problem.got} ({product.where})",
+                cause=f"{problem.cause}. R2 needs no routes of the engine",
+            )
+    # vLLM schedules asynchronously by itself; verl passes on a key that is True, and drops one that is False.
+    engine, version, rules = (
+        ("vllm-ascend", ascend, vllm_ascend) if ascend else ("vllm", beside, vllm_releases)
+    )
+    off = options("no_async_scheduling") or options("no-async-scheduling")
+    if name == "vllm" and version and rules.needs_sync(version) and not off:
+        yield refused(
+            f"{engine} {version} hands out other rows than the request's under asynchronous scheduling, "
+            "which is on by itself",
+            expected=f"+{ROOT}.rollout.engine_kwargs.vllm.no_async_scheduling=True",
+            got=f"async_scheduling={options('async_scheduling')}",
+            cause="rows are read from a buffer that the next step fills again. verl drops "
+            "async_scheduling=False. From vLLM 0.22.0 and vllm-ascend 0.23.0 on this isn't needed",
+        )
+
+
+def setting(config: Any, *path: str) -> Any:
+    """Return the value at a path of a DictConfig, dict or dataclass; None where the path ends before."""
+    for name in path:
+        if config is None or isinstance(config, str):
+            return None
+        get = getattr(config, "get", None)
+        config = getattr(config, name, None) if get is None else get(name, None)
+    return config
+
+
+def without_keys(given: Any, key: str) -> ReplayError | None:
+    """Return the error for a router_replay that is a value, no section: `router_replay=R2` sets no mode."""
+    if given is None or isinstance(given, Mapping) or hasattr(given, "mode"):
+        return None
+    return refused(
+        f"{key} is a value and no section, so it sets no mode",
+        expected=f"{key}.mode=R2 (or R3)",
+        got=f"{key}={given}",
+        cause="the line lacks .mode",
+    )
+
+
+def refused(problem: str, *, expected: object, got: object, cause: str) -> ReplayError:
+    return ReplayError(problem, where="verl's config", expected=expected, got=got, cause=cause)
 
 
 def _key_that_is_read(config: Any, legacy: bool) -> tuple[str, ...] | None:
@@ -247,9 +339,8 @@ def _key_that_is_read(config: Any, legacy: bool) -> tuple[str, ...] | None:
     strategy, own = setting(config, "actor", "strategy"), setting(config, "actor", _MODE)
     if strategy in FSDP:
         # The engine workers of 0.7.0 don't tell their engines of a replay.
-        where = next((product.where for product in probe.products() if product.name == "verl"), "")
-        source = Path(where, "workers", "engine_workers.py")
-        carried = source.is_file() and "enable_routing_replay" in source.read_text(encoding="utf-8")
+        sources = (file.read_text(encoding="utf-8") for file in _of_verl("workers/engine_workers.py"))
+        carried = any("enable_routing_replay" in source for source in sources)
         return _FSDP_KEY if carried and not legacy else None
     if legacy:
         return (_MODE,) if strategy == "megatron" and own is not None else None
@@ -258,15 +349,18 @@ def _key_that_is_read(config: Any, legacy: bool) -> tuple[str, ...] | None:
     return None
 
 
+def _of_verl(pattern: str) -> list[Path]:
+    """Return the files or folders of verl's source that match; none where verl isn't found."""
+    where = next((product.where for product in probe.products() if product.name == "verl"), "")
+    return [*Path(where).glob(pattern)] if where else []
+
+
 def _mode_at(config: Any, key: tuple[str, ...], role: str = "actor") -> str:
     return str(setting(config, role, *key, "mode") or OFF)
 
 
 def _dotted(key: tuple[str, ...], role: str = "actor") -> str:
     return ".".join((ROOT, role, *key, "mode"))
-
-
-# ---- where the check runs
 
 
 def _guard_workers(module: Any) -> None:
@@ -293,7 +387,7 @@ def _guard_workers(module: Any) -> None:
 
 def _check_worker(worker: Any, legacy: bool) -> None:
     config = getattr(worker, "config", None)
-    if not list(_patches) or worker in _checked or config is None or "actor" not in str(worker.role):
+    if not any(_patches) or worker in _checked or config is None or "actor" not in str(worker.role):
         return
     check_actor(config, legacy=legacy)
     if mode_of(config, legacy=legacy) != OFF:

@@ -10,11 +10,10 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from npu_replay.compat.patching.patches import when_undone
-from npu_replay.compat.verl.batch_routes import RoutesByKey
+from npu_replay.compat.verl.batch_routes import R2Store, RoutesByKey
+from npu_replay.compat.verl.config import OFF
 from npu_replay.compat.verl.files import Files
-from npu_replay.compat.verl.r2_store import R2Store
 from npu_replay.compat.verl.r3_store import R3Store
-from npu_replay.compat.verl.settings import OFF
 from npu_replay.errors import ReplayError
 
 
@@ -22,11 +21,10 @@ class EngineAdapter:
     """Gives a pass what it needs of one engine, without keeping the engine alive.
 
     Attributes:
-        kind: the kind of engine, by which `restore_engines` finds it.
+        kind: by which `restore_engines` finds it.
         entry: the method that refuses to run after npu_replay was uninstalled.
         stack: what the engine runs on, for the line that says that replay is on; Megatron if empty.
         acts: whether its passes set the action themselves, since the framework doesn't.
-        files: files of its routes, if they are written or read.
         routes: the routes on this rank by key, for the passes of a step; filled by `r2` and `r3`.
         updates: how many passes have trained.
         announced: whether the line that replay is on was logged.
@@ -78,6 +76,18 @@ class EngineAdapter:
     def model(self) -> Any:
         """Return the model's TransformerConfig or RoutedModel."""
         return self.engine.tf_config
+
+
+class LegacyActorAdapter(EngineAdapter):
+    """Adapts verl 0.7's own MegatronPPOActor, whose workers set the action before its pass."""
+
+    @property
+    def settings(self) -> Any:
+        return self.engine.config.router_replay
+
+    @property
+    def chunks(self) -> Sequence[nn.Module]:
+        return self.engine.actor_module  # type: ignore[no-any-return]
 
 
 def problem_of(what: str, function: Callable[..., object], *arguments: Any) -> ReplayError | None:

@@ -14,12 +14,11 @@ import logging
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from npu_replay.compat.megatron.parallel_state import unwrapped
 from npu_replay.compat.megatron.routers import action_of
@@ -27,8 +26,8 @@ from npu_replay.compat.verl.batch_routes import keys_in_place
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, problem_of
 from npu_replay.compat.verl.files import ROUTES
 from npu_replay.compat.verl.found_routes import FoundRoutes
-from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, compares, figures, summary
-from npu_replay.environment import BAD_SAMPLES, DELIVERY, read
+from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, figures, summary
+from npu_replay.environment import BAD_SAMPLES, DELIVERY, METRICS_EVERY, read
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError
 from npu_replay.parallel.rank_failures import agreed, all_here
 from npu_replay.parallel.row_gather import CEILING, above_ceiling
@@ -41,111 +40,57 @@ RECORD, REPLAY, BACKWARD = "record", "replay_forward", "replay_backward"
 """The values of verl's RouterReplayAction, and of Megatron's."""
 
 
-class Actions:
-    """Keeps the action that verl sets until an engine's pass inside opens it.
+class EnginePass:
+    """Runs one schedule of an engine; without an engine, keeps the action that verl sets for a pass inside.
 
     Args:
+        trains: whether the schedule runs backward.
+        flagged: whether verl's flag in the batch asks for a record or a replay.
         is_off: no action has an effect, as in a reference pass through the actor's own functions.
 
     Attributes:
-        engine: the engine whose schedule runs; None here.
         action: the current action; empty without one.
-        r3: whether the routes come from a rollout engine.
-        tolerant: whether samples with bad routes are counted instead of raised.
-        keeps: whether what is recorded stays on this rank.
-    """
-
-    engine: EngineAdapter | None = None
-    flagged = trains = r3 = tolerant = keeps = False
-
-    def __init__(self, *, is_off: bool = False) -> None:
-        self.is_off, self.action = is_off, ""
-
-    def set(self, action: str) -> None:
-        if not self.is_off:
-            self.action = action
-
-    def clear(self) -> None:
-        self.action = ""
-
-    def count(self, **counted: int) -> None:
-        """Add to the figures of this pass; there are none without an engine."""
-
-    def replaying(self, model: Any = None, stage: int | None = None) -> tuple[StepReplay, int]:
-        """Return the open replay, and the number of the chunk; raises MicroBatchError if none is open."""
-        return self._opened(StepReplay, model, stage)
-
-    def recording(self, model: Any = None, stage: int | None = None) -> tuple[StepRecording, int]:
-        """Return the open record, and the number of the chunk; raises MicroBatchError if none is open."""
-        return self._opened(StepRecording, model, stage)
-
-    def _opened(self, kind: Any, model: Any, stage: int | None) -> tuple[Any, int]:
-        raise MicroBatchError(
-            f"no {'record' if kind is StepRecording else 'replay'} is on for this model",
-            expected="verl's action before the forward, in a pass of its engine",
-            got=f"action {self.action or None}",
-            cause="a forward step outside the engine's forward_backward_batch",
-        )
-
-    def defer(self, error: ReplayError) -> None:
-        """Raise an error when all ranks can leave: at once here, since no schedule runs."""
-        raise error
-
-    @contextmanager
-    def entered(self) -> Iterator[Any]:
-        """Make this the current pass for the length of a block."""
-        outer = current()
-        self.is_off = self.is_off or outer.is_off  # a reference asks for log-probs as an actor does
-        self.action = "" if self.is_off else outer.action
-        _passes.append(self)
-        try:
-            yield self
-        except BaseException:
-            self.action = ""
-            raise
-        finally:
-            _passes.remove(self)
-            if not self.is_off and serves():
-                outer.action = self.action
-
-
-class EnginePass(Actions):
-    """Runs one schedule of an engine.
-
-    Args:
-        trains: whether it runs backward.
-        flagged: whether verl's flag in the batch asks for a record or a replay.
-
-    Attributes:
         session: the open record or replay.
         found: the routes of its batch.
+        r3: whether the routes come from a rollout engine.
+        tolerant: whether samples with bad routes are counted instead of raised.
         metrics: plain numbers, once the ranks have left.
     """
 
-    engine: EngineAdapter
-
-    def __init__(self, engine: EngineAdapter, *, trains: bool, flagged: bool = False) -> None:
-        super().__init__()
-        self.engine, self.trains, self.flagged = engine, trains, flagged
+    def __init__(
+        self,
+        engine: EngineAdapter | None = None,
+        *,
+        trains: bool = False,
+        flagged: bool = False,
+        is_off: bool = False,
+    ) -> None:
+        self.engine: Any = engine
+        self.trains, self.flagged, self.is_off = trains, flagged, is_off
+        self.action = ""
         self.session: StepReplay | StepRecording | None = None
         self.found = FoundRoutes(engine)
+        self.r3 = engine is not None and engine.mode == "R3"
+        self.tolerant = (
+            engine is not None and engine.updates > 0
+        )  # an error in the first step is in every step
         self.metrics: dict[str, float] = {}
-        self.r3 = engine.mode == "R3"
-        self.tolerant = engine.updates > 0  # an error in the first step is in every step
         self._counted: Counter[str] = Counter()
         self._ceiling = 0
         """The tolerated share of bad samples, in millionths; equal on all ranks once begun."""
 
     @property
-    def keeps(self) -> bool:  # type: ignore[override]
+    def keeps(self) -> bool:
+        """Return whether what is recorded stays on this rank."""
         return self.found.stays and self.action == RECORD
 
     def count(self, **counted: int) -> None:
         self._counted.update(counted)
 
     def set(self, action: str) -> None:
-        before, self.action = self.action, action
-        if self.session is not None and before == action:
+        """Begin a record or a replay; in no engine's pass, keep the action for one."""
+        before, self.action = self.action, "" if self.is_off else action
+        if self.engine is None or (self.session is not None and before == action):
             return
         # verl sets replay first and then, in a record, record: a session that saw no forward is dropped.
         if self.session is not None and self.session.done:
@@ -153,34 +98,60 @@ class EnginePass(Actions):
         self._abandon()
         self._open()
 
+    def clear(self) -> None:
+        self.action = ""
+
     def defer(self, error: ReplayError) -> None:
         """Raise an error when all ranks can leave: after the schedule, if a session is open."""
         if self.session is None:
             raise error
         self.session.defer(error)
 
+    def replaying(self, model: Any = None, stage: int | None = None) -> tuple[StepReplay, int]:
+        return self._opened(StepReplay, model, stage)
+
+    def recording(self, model: Any = None, stage: int | None = None) -> tuple[StepRecording, int]:
+        return self._opened(StepRecording, model, stage)
+
     def _opened(self, kind: Any, model: Any, stage: int | None) -> tuple[Any, int]:
+        """Return the open session, and the number of the chunk; raises MicroBatchError if none is open."""
         if not isinstance(self.session, kind):
-            return super()._opened(kind, model, stage)
+            raise MicroBatchError(
+                f"no {'record' if kind is StepRecording else 'replay'} is on for this model",
+                expected="verl's action before the forward, in a pass of its engine",
+                got=f"action {self.action or None}",
+                cause="a forward step outside the engine's forward_backward_batch",
+            )
         wanted = model[0] if isinstance(model, list | tuple) else model
         chunks = self.session.chunks
         for number, chunk in enumerate(chunks):
             if wanted is not None and any(one is wanted for one in unwrapped(chunk)):
                 return self.session, number
-        return self.session, _stage(chunks, stage)
+        # verl reads the stage off the model, and takes 0 if the model has none: Megatron-core 0.12's
+        # schedules set it in the parallel state instead; newer ones don't.
+        if len(chunks) == 1:
+            return self.session, 0
+        if all(any(hasattr(one, "vp_stage") for one in unwrapped(chunk)) for chunk in chunks):
+            return self.session, stage or 0
+        from megatron.core import parallel_state
+
+        return self.session, int(parallel_state.get_virtual_pipeline_model_parallel_rank() or 0)
 
     def _open(self) -> None:
-        record, engine = self.action == RECORD, self.engine
+        record, updates = self.action == RECORD, self.engine.updates
 
         def opened() -> None:
             """Open a session whose errors wait for the end of the schedule."""
-            replay = functools.partial(
-                StepReplay,
-                live_mismatch=self.trains and compares(engine.updates),
-                min_overlap=0 if engine.updates else None,
-            )
-            kind: Any = StepRecording if record else replay
-            self.session = kind(list(engine.chunks), errors_wait=True).__enter__()
+            if record:
+                self.session = StepRecording(list(self.engine.chunks), errors_wait=True).__enter__()
+                return
+            every = int(read(METRICS_EVERY, 10))  # each n-th update, as it costs a top-k
+            self.session = StepReplay(
+                list(self.engine.chunks),
+                errors_wait=True,
+                live_mismatch=self.trains and every > 0 and updates % every == 0,
+                min_overlap=0 if updates else None,
+            ).__enter__()
 
         self._begin(problem_of("record" if record else "replay", opened), records=record)
 
@@ -196,26 +167,46 @@ class EnginePass(Actions):
             session.__exit__(ReplayError, None, None)
 
     @contextmanager
-    def entered(self) -> Iterator[Any]:
+    def entered(self) -> Iterator[EnginePass]:
+        """Make this the current pass for the length of a block."""
+        outer = current()
+        self.is_off = self.is_off or outer.is_off  # a reference asks for log-probs as an actor does
+        self.action = "" if self.is_off else outer.action
+        _passes.append(self)
+        try:
+            if self.engine is None:
+                yield self
+            else:
+                with self._running():
+                    yield self
+        except BaseException:
+            self.action = ""
+            raise
+        finally:
+            _passes.remove(self)
+            if not self.is_off and serves():
+                outer.action = self.action
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
         """Open the current action, and settle with all ranks at the end."""
         self.engine.routes.lent = self.found.carried
         try:
-            with super().entered():
-                try:
-                    if self.engine.acts and self.flagged:
-                        self.set(REPLAY if self.r3 or self.trains else RECORD)
-                    elif self.action:
-                        self._open()
-                    yield self
-                    if self.engine.acts:
-                        self.clear()
-                except ReplayError as error:
-                    if not error.shared:
-                        logger.error("%s", error)  # other ranks may never reach the collective
-                        self._settle(self.session, error)
-                    raise
-                session = self.session
-                self._settle(session, problem_of("end a pass", self._close))
+            try:
+                if self.engine.acts and self.flagged:
+                    self.set(REPLAY if self.r3 or self.trains else RECORD)
+                elif self.action:
+                    self._open()
+                yield
+                if self.engine.acts:
+                    self.clear()
+            except ReplayError as error:
+                if not error.shared:
+                    logger.error("%s", error)  # other ranks may never reach the collective
+                    self._settle(self.session, error)
+                raise
+            session = self.session
+            self._settle(session, problem_of("end a pass", self._close))
         finally:
             self._abandon()
             self.engine.routes.lent = {}
@@ -290,11 +281,11 @@ class EnginePass(Actions):
             engine.updates += 1
 
 
-_passes = [Actions()]
+_passes = [EnginePass()]
 """The last is the current pass; the first is outside of any engine's pass, and has no action."""
 
 
-def current() -> Actions:
+def current() -> EnginePass:
     """Return the current pass; outside of an engine's pass, one without an engine."""
     return _passes[-1]
 
@@ -312,7 +303,7 @@ def wrapped(original: Callable[..., Any], kind: type[EngineAdapter]) -> Any:
     def forward_backward_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (engine := kind.of(self)) is None:
             # verl asks for the action here too; its own function fails on Megatron-core 0.12.1 (T40).
-            with Actions(is_off=True).entered():
+            with EnginePass(is_off=True).entered():
                 return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs).arguments
         data = given["data"]
@@ -351,8 +342,24 @@ def wrapped(original: Callable[..., Any], kind: type[EngineAdapter]) -> Any:
 @contextmanager
 def without_adapter(original: Callable[[Any], Any], engine: Any) -> Iterator[Any]:
     """Set no action while a LoRA actor stands in for its reference."""
-    with Actions(is_off=True).entered(), original(engine) as given:
+    with EnginePass(is_off=True).entered(), original(engine) as given:
         yield given
+
+
+def waiting(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keep an action of 0.7's workers for the pass that runs inside, which says whose chunks it means."""
+    with EnginePass().entered():
+        return original(*args, **kwargs)
+
+
+def reference(original: Any, self: Any, data: Any) -> Any:
+    """Set no action in a LoRA actor's reference pass, which goes through 0.7's compute_log_prob."""
+    with EnginePass(is_off=True).entered():
+        output = original(self, data)
+    batch = getattr(output, "batch", None)
+    if batch is not None and ROUTES in batch.keys():  # noqa: SIM118  a TensorDict iterates over rows
+        del batch[ROUTES]
+    return output
 
 
 def _refuse_own_actions(engine: EngineAdapter) -> None:
@@ -372,16 +379,3 @@ def _refuse_own_actions(engine: EngineAdapter) -> None:
 def _raise_on_every_rank(problem: ReplayError) -> None:
     """Raise an error that all ranks have found; the first rank has the whole message."""
     agreed(problem if not dist.is_initialized() or dist.get_rank() == 0 else None, {})
-
-
-def _stage(chunks: Sequence[nn.Module], told: int | None) -> int:
-    """Return the virtual stage that is meant: of verl's reading, or of the parallel state."""
-    # verl reads it off the model, and takes 0 if the model has none: Megatron-core 0.12's schedules set it
-    # in the parallel state instead; newer ones don't.
-    if len(chunks) == 1:
-        return 0
-    if all(any(hasattr(one, "vp_stage") for one in unwrapped(chunk)) for chunk in chunks):
-        return told or 0
-    from megatron.core import parallel_state
-
-    return int(parallel_state.get_virtual_pipeline_model_parallel_rank() or 0)

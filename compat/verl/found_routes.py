@@ -17,9 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from npu_replay.compat.verl.batch_routes import Routes, are_keys, by_reference, keys_in, references_in
+from npu_replay.compat.verl.config import setting
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, problem_of
 from npu_replay.compat.verl.files import ROUTES, TOKENS
-from npu_replay.compat.verl.settings import setting
 from npu_replay.compat.verl.tensors import MicroBatch
 from npu_replay.environment import DELIVERY
 from npu_replay.errors import InvalidRoutes, ReplayError, as_text
@@ -30,7 +30,7 @@ from npu_replay.routers import find, labels_of
 logger = logging.getLogger(__name__)
 
 _WORDS = 16
-_MORE = {"problem": "these routes can't be used, as others before them"}
+"""The number of errors whose full text other ranks are told: enough where a whole node is lost."""
 
 
 class FoundRoutes:
@@ -44,29 +44,28 @@ class FoundRoutes:
         counted: microseconds and bytes.
     """
 
-    def __init__(self, engine: EngineAdapter) -> None:
-        self._engine = engine
+    def __init__(self, engine: EngineAdapter | None) -> None:
+        self._engine: Any = engine
         self.problem: ReplayError | None = None
         self.keys: list[int | None] = []
         self.carried: dict[int, Routes] = {}
         self.stays = False
         self.counted: Counter[str] = Counter()
-        self._stages: Any = None
+        self._stages: Any = None  # the ranks of this one's pipeline, which hold other layers of `carried`
+        # R3 by reference: why samples have no routes on this rank, then on any, by key; the keys of those
+        # that verl hasn't rejected.
         self._lost: dict[int, Routes] = {}
-        """By key, why samples of references have no routes on this rank, then on any."""
         self._due: set[int] = set()
-        """The keys of those that verl hasn't rejected."""
+        # R2 by key: data-parallel rank and group; the batch's keys, and those whose routes are elsewhere.
         self._replica: tuple[int, Any] = 0, None
         self._wanted: list[int] = []
         self._lacking: list[int] = []
-        """R2's keys in the batch, and those of them whose routes are on another rank."""
 
     def find(self, data: Any) -> None:
         """Get the routes of a batch, as far as this rank can before the schedule."""
-        take_in = self._receive if self._engine.mode == "R3" else self._stay
-        files = self._engine.files
-        if files is not None:
+        if (files := self._engine.files) is not None:
             self.problem = problem_of("read or write files of routes", files.give, data)
+        take_in = self._receive if self._engine.mode == "R3" else self._stay
         self.problem = self.problem or problem_of("have its routes here", take_in, data)
 
     def _receive(self, data: Any) -> None:
@@ -139,10 +138,8 @@ class FoundRoutes:
         if sums["lacking"]:
             agreed(problem_of("exchange routes", engine.r2.fetch, self._lacking, self._replica[1]), {})
         if sums["bad"] and self._stages is not None:
-            told = problem_of(
-                "tell which samples are bad", _tell, self.carried, self._stages, "pipeline rank"
-            )
-            agreed(told, {})
+            what = "tell which samples are bad"
+            agreed(problem_of(what, _tell, self.carried, self._stages, "pipeline rank"), {})
         if sums["lost"]:
             agreed(problem_of("tell which samples are lost", self._tell_lost), {})
             due: list[Any] = [one for key, one in self._lost.items() if key in self._due]
@@ -157,18 +154,16 @@ class FoundRoutes:
 
 def _tell(found: dict[int, Routes], ranks: Any, called: str) -> None:
     """Mark as bad on all ranks of a group what is bad on any. Every one of them has to call it."""
-
-    def said(error: InvalidRoutes) -> dict[str, Any]:
-        """Return an error as text, for other ranks."""
-        told = {name: getattr(error, name) for name in ("expected", "got")}
-        told = {name: None if one is None else as_text(one) for name, one in told.items()}
-        return {"problem": error.problem, "where": error.where, "cause": error.cause, **told}
-
     group = RankGroup(ranks, PATIENCE, "not all ranks told which samples are bad", "a rank that failed")
     outcome = Outcome()
     bad = {key: one for key, one in found.items() if isinstance(one, InvalidRoutes)}
-    # The full text of the first errors is enough where a whole node is lost.
-    mine = {key: said(one) if number < _WORDS else _MORE for number, (key, one) in enumerate(bad.items())}
+    mine: dict[int, Any] = {
+        key: {"problem": "these routes can't be used, as others before them"} for key in bad
+    }
+    for key, error in itertools.islice(bad.items(), _WORDS):
+        values = {"expected": error.expected, "got": error.got}
+        told = {name: None if value is None else as_text(value) for name, value in values.items()}
+        mine[key] = {"problem": error.problem, "where": error.where, "cause": error.cause, **told}
     for rank, theirs in enumerate(outcome.agree(group, mine)):
         for key in theirs.keys() - bad.keys():
             bad[key] = found[key] = InvalidRoutes(**theirs[key]).at(f"{called} {rank}")

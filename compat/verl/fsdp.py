@@ -24,10 +24,10 @@ from npu_replay import environment
 from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import engine_adapter, functions, tensors
+from npu_replay.compat.verl.config import FSDP, OFF, ROOT, setting, without_keys
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, problem_of
 from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, current, without_adapter, wrapped
 from npu_replay.compat.verl.files import IMAGES, ROUTES, TOKENS
-from npu_replay.compat.verl.settings import FSDP, OFF, ROOT, setting, without_keys
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.rollout.model_config import RoutedModel
@@ -121,9 +121,6 @@ class FsdpAdapter(WholeModelAdapter):
         return SimpleNamespace(**found | {"mode": (known and found["mode"]) or OFF})
 
 
-# A pass
-
-
 def _step(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `forward_step`. An error waits for the end of the pass: the other ranks are in its collectives."""
     running = current()
@@ -144,7 +141,7 @@ def _step(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any)
     return loss, output
 
 
-@functions.timed
+@functions.timed()
 def _give(adapter: FsdpAdapter, micro_batch: Any) -> None:
     replay, chunk = current().replaying()
     tokens, routes = micro_batch[TOKENS], functions.present(micro_batch.get(ROUTES, None))
@@ -154,9 +151,6 @@ def _give(adapter: FsdpAdapter, micro_batch: Any) -> None:
         mask = functions.build_r3_replay_mask(tokens, micro_batch["response_mask"])
     batch = tensors.MicroBatch(aligned, None, adapter.model)
     functions.give(replay, chunk, batch, layout_of(adapter.engine, micro_batch, adapter.layouts), mask)
-
-
-# The rows of a micro-batch
 
 
 def layout_of(engine: Any, micro_batch: Any, kept: dict[Any, TokenLayout]) -> TokenLayout:
@@ -170,29 +164,25 @@ def layout_of(engine: Any, micro_batch: Any, kept: dict[Any, TokenLayout]) -> To
     key = (lengths, size, rank, bool(getattr(unpad, "data", unpad)), *padding)
     if key in kept:
         kept[key] = kept.pop(key)  # the least recently used is dropped first
-    else:
-        parallel = ParallelLayout(cp=size, cp_rank=rank)
-        fed = functools.partial(_fed, engine, micro_batch, parallel)
-        kept[key] = TokenLayout.from_probe(fed, lengths, order="batch", parallel=parallel)
-        if len(kept) > _MOST_LAYOUTS:
-            del kept[next(iter(kept))]
+        return kept[key]
+    tokens, parallel = micro_batch[TOKENS], ParallelLayout(cp=size, cp_rank=rank)
+
+    def fed(sequences: list[torch.Tensor]) -> torch.Tensor:
+        """Return what the model's routers see of these sequences, by the engine's own preprocessing."""
+        copy = micro_batch.clone(recurse=False)
+        if IMAGES in copy.keys():  # noqa: SIM118  a TensorDict iterates over rows
+            del copy[IMAGES]  # as large as all the rest, and no token
+        numbers = torch.cat(sequences).to(tokens.device)
+        copy[TOKENS] = torch.nested.nested_tensor_from_jagged(numbers, tensors.offsets(tokens))
+        inputs, outputs = engine.prepare_model_inputs(micro_batch=copy)
+        whole: torch.Tensor = inputs[TOKENS]
+        piece = outputs["input_ids_rmpad_rolled"].numel()  # labels are always cut
+        if size > 1 and whole.numel() == size * piece:
+            # A model with images cuts its embeddings; what it is fed is whole.
+            whole = whole[..., rank * piece : (rank + 1) * piece]
+        return whole
+
+    kept[key] = TokenLayout.from_probe(fed, lengths, order="batch", parallel=parallel)
+    if len(kept) > _MOST_LAYOUTS:
+        del kept[next(iter(kept))]
     return kept[key]
-
-
-def _fed(
-    engine: Any, micro_batch: Any, parallel: ParallelLayout, sequences: list[torch.Tensor]
-) -> torch.Tensor:
-    """Return what the model's routers see of these sequences, by the engine's own preprocessing."""
-    tokens = micro_batch[TOKENS]
-    copy = micro_batch.clone(recurse=False)
-    if IMAGES in copy.keys():  # noqa: SIM118  a TensorDict iterates over rows
-        del copy[IMAGES]  # as large as all the rest, and no token
-    numbers = torch.cat(sequences).to(tokens.device)
-    copy[TOKENS] = torch.nested.nested_tensor_from_jagged(numbers, tensors.offsets(tokens))
-    inputs, outputs = engine.prepare_model_inputs(micro_batch=copy)
-    fed: torch.Tensor = inputs[TOKENS]
-    piece = outputs["input_ids_rmpad_rolled"].numel()  # labels are always cut
-    if parallel.cp > 1 and fed.numel() == parallel.cp * piece:
-        # A model with images cuts its embeddings; what it is fed is whole.
-        fed = fed[..., parallel.cp_rank * piece : (parallel.cp_rank + 1) * piece]
-    return fed

@@ -1,6 +1,8 @@
 """Answers verl's functions of router replay from the current pass, with their names, arguments and results.
 
-Functions that a release lacks are not added. Outside an engine's pass verl's own run (`install`).
+Functions that a release lacks are not added. Outside an engine's pass verl's own run (`install`), and each
+router records or replays by the action of its RouterReplay, as after verl's own patch. Megatron's router asks
+that from 0.16 on, and the seam before (`megatron_backports.router_init`), so no routing is patched.
 """
 
 from __future__ import annotations
@@ -9,14 +11,18 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from npu_replay.compat.megatron.routers import IDLE_WITHOUT_ACTION
 from npu_replay.compat.patching import known_names
+from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import tensors
 from npu_replay.compat.verl.engine_adapter import problem_of
 from npu_replay.compat.verl.engine_pass import BACKWARD, RECORD, REPLAY, current, serves
@@ -49,21 +55,14 @@ def served(theirs: Any, where: str) -> Callable[..., Any]:
     return served
 
 
-def timed(function: Any) -> Any:
-    """Add the time of a function to the current pass."""
-
-    @functools.wraps(function)
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            current().count(microseconds=int((time.perf_counter() - started) * 1e6))
-
-    return timed
-
-
-# Record
+@contextmanager
+def timed() -> Iterator[None]:
+    """Add the time of a block, or of each call of a function, to the current pass."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        current().count(microseconds=int((time.perf_counter() - started) * 1e6))
 
 
 def merge_router_topk_indices(
@@ -81,7 +80,7 @@ def merge_router_topk_indices(
     context parallel group has to call it. An error waits for the end of the schedule; rows are blank then.
     """
     batch = tensors.MicroBatch(input_ids, attention_mask, tf_config, local_cp_size)
-    groups: list[Any] = []  # over which the rows of one stage are spread
+    groups = []  # over which the rows of one stage are spread
     if dist.is_initialized():
         from megatron.core import parallel_state
 
@@ -94,7 +93,7 @@ def merge_router_topk_indices(
     mini_layer_topk_idx_list.append(tensors.viewed(merged, torch.uint8) if as_bytes else merged)
 
 
-@timed
+@timed()
 def take(
     session: StepRecording,
     chunk: int,
@@ -107,14 +106,13 @@ def take(
     layouts: list[TokenLayout] = []
     routes: list[RoutedExperts] = []
     running: Any = current()
-    labels = [router.label for router in session.routers[chunk]]
+    whole: list[RoutedExperts] = []
 
     def lay_out() -> None:
         layouts.append(layout_of())
         routes.append(session.take(chunk))
 
-    whole: list[RoutedExperts] = []
-    if labels:
+    if labels := [router.label for router in session.routers[chunk]]:
         problem = problem_of("lay out what it recorded", lay_out)
         try:
             # A stage's ranks run micro-batches together; only a checkpoint or a slow step separates them.
@@ -153,7 +151,7 @@ def reorder_and_merge_vpp_layers(
     return tensors.batched(samples, jagged=micro_batch_tensor_list[0].is_nested)
 
 
-@timed
+@timed()
 def pp_gather(local_layers_router_map: torch.Tensor, tf_config: Any) -> torch.Tensor:
     """Gather the MoE layers of all pipeline stages, in order; on the CPU.
 
@@ -168,14 +166,21 @@ def pp_gather(local_layers_router_map: torch.Tensor, tf_config: Any) -> torch.Te
 
 
 def _of_all_stages(local: torch.Tensor, config: Any) -> torch.Tensor:
+    """Gather decoder layers, one a column, chunk by chunk, and sort them by their labels."""
     from megatron.core import parallel_state
 
     labels: list[int] = []
     samples: list[Any] = []
     error: Exception | None = None
-    said = None
+    said: str | None = None
     try:
-        labels, samples = _of_this_stage(local.detach().cpu(), config)
+        samples = [sample.numpy() for sample in local.detach().cpu().unbind()]
+        parallel = ParallelLayout.from_megatron(config)
+        moe = {*parallel.moe_layers}
+        labels = [layer for chunk in parallel.chunk_layers for layer in chunk if layer in moe]
+        columns = samples[0].shape[1] if samples else len(labels)
+        if columns != len(labels):
+            raise MicroBatchError(f"{columns} recorded layers for the {len(labels)} MoE layers of this stage")
     except Exception as problem:  # noqa: BLE001  the other stages wait to hear of it, whatever it is
         error, said = problem, problem.line if isinstance(problem, ReplayError) else repr(problem)
     group = parallel_state.get_pipeline_model_parallel_group()
@@ -192,22 +197,7 @@ def _of_all_stages(local: torch.Tensor, config: Any) -> torch.Tensor:
     return tensors.batched(whole, jagged=local.is_nested)
 
 
-def _of_this_stage(local: torch.Tensor, config: Any) -> tuple[list[int], list[Any]]:
-    """Return this stage's decoder layers, one a column, chunk by chunk, and its samples."""
-    samples = [sample.numpy() for sample in local.unbind()]
-    parallel = ParallelLayout.from_megatron(config)
-    moe = set(parallel.moe_layers)
-    labels = [layer for chunk in parallel.chunk_layers for layer in chunk if layer in moe]
-    columns = samples[0].shape[1] if samples else len(labels)
-    if columns != len(labels):
-        raise MicroBatchError(f"{columns} recorded layers for the {len(labels)} MoE layers of this stage")
-    return labels, samples
-
-
-# Replay
-
-
-@timed
+@timed()
 def set_router_replay_data(
     layers_topk_idx: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
@@ -316,9 +306,6 @@ _BAD = "npu_replay_bad_samples"
 """The attribute of aligned routes with the errors of samples that couldn't be aligned, by number."""
 
 
-# Actions
-
-
 def set_global_router_replay_action(router_replay_action: Any) -> None:
     """Begin a record or a replay, by an action of verl's enum, Megatron's or another with their values."""
     value = getattr(router_replay_action, "value", None)
@@ -362,3 +349,51 @@ def is_replay_forward_action(tf_config: Any, vp_rank: int | None = None, model: 
 def is_replay_backward_action(tf_config: Any, vp_rank: int | None = None, model: Any = None) -> bool:
     """Return False: a replay is ready for a forward at any time."""
     return False
+
+
+def complete(kind: Any, actions: Any, patches: Patches) -> None:
+    """Let Megatron's routers ask verl's RouterReplay (`kind`), and let it take Megatron's actions too."""
+
+    def set_router_replay_action(original: Any, self: Any, action: Any) -> None:
+        original(self, None if action is None else actions(getattr(action, "value", action)))
+
+    patches.set(kind, IDLE_WITHOUT_ACTION, True, "without an action a router need not ask it")
+    patches.wrap(kind, "set_router_replay_action", set_router_replay_action, "takes Megatron's actions too")
+    if not hasattr(kind, "get_replay_topk"):  # below 0.9
+        patches.set(kind, "get_replay_topk", get_replay_topk, "Megatron's routers ask it, unpatched")
+
+
+def get_replay_topk(
+    self: Any,
+    scores: torch.Tensor,
+    topk: int,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    default_compute_topk: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a router's top-k under its action, as verl's own patch of the routing does."""
+    action, ids = getattr(self.router_replay_action, "value", None), None
+    if action == REPLAY:
+        ids = self.target_topk_idx
+    elif action == BACKWARD and self.replay_backward_list:
+        ids = self.replay_backward_list.pop(0)
+    if ids is not None:
+        ids = ids.to(scores.device, torch.int64)
+        return scores.gather(1, ids), ids
+    values, ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+    if action == RECORD:
+        self.record_indices(ids)
+    return values, ids
+
+
+def made_for(kind: Any, router: Any) -> Any:
+    """Make a router's RouterReplay, which leaves verl's list when the router is garbage."""
+    made = kind()
+    # A weak reference, so that the finalizer doesn't keep the instance alive.
+    everyone, mine = kind.router_instances, weakref.ref(made)
+
+    def leave() -> None:
+        everyone[:] = [one for one in everyone if one is not mine()]
+
+    weakref.finalize(router, leave).atexit = False
+    return made

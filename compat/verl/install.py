@@ -3,8 +3,11 @@
 Asks:     when verl's modules are imported, their names and the arguments of what it replaces; whose they are.
 Changes:  `forward_backward_batch` of an engine and of 0.7's actor, `disable_adapter`, reference passes;
           verl's functions, which call npu_replay's in a pass, also where `from ... import` has bound them;
-          `apply_router_replay_patch`. Megatron's routing is put back where verl's patch came first.
-Undone:   by `npu_replay.uninstall()`, and all of it where one name isn't as expected.
+          `apply_router_replay_patch`; RouterReplay's `set_router_replay_action`, which takes Megatron's
+          actions too, and `get_replay_topk`, which lacks below 0.9. Megatron's routing is put back where
+          verl's patch came first.
+Undone:   by `npu_replay.uninstall()`, and all of it where one name isn't as expected; each RouterReplay
+          leaves verl's list with its router.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -20,31 +22,32 @@ from npu_replay import environment
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.patching import class_source, import_hook, known_names
 from npu_replay.compat.patching.patches import Patch, Patches
-from npu_replay.compat.verl import engine_adapter, functions, legacy_actor, router_replay
-from npu_replay.compat.verl.engine_adapter import EngineAdapter
-from npu_replay.compat.verl.engine_pass import without_adapter, wrapped
+from npu_replay.compat.verl import engine_adapter, functions
+from npu_replay.compat.verl.engine_adapter import EngineAdapter, LegacyActorAdapter
+from npu_replay.compat.verl.engine_pass import reference, waiting, without_adapter, wrapped
 from npu_replay.compat.verl.tensors import UTILS
 from npu_replay.errors import ReplayError, described
 
 PATCH = "verl.utils.megatron.router_replay_patch"
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 MINDSPEED = "verl.workers.engine.mindspeed.transformer_impl"
-_USERS = (UTILS, ENGINE, MINDSPEED, legacy_actor.ACTOR, legacy_actor.WORKERS)
-"""Modules that bind names of PATCH and UTILS with `from ... import`."""
+ACTOR, WORKERS = "verl.workers.actor.megatron_actor", "verl.workers.megatron_workers"
+"""Those of 0.7's own actor."""
 
 _WHAT = "router replay of verl"
+_IN_A_PASS = "in a pass of an engine npu_replay answers"
+_REFERENCE, _WAITS = "a reference pass is never replayed", "the action waits for the pass"
+_PASS, _ONE_PASS = "forward_backward_batch", "one pass: ranks leave together, figures"
 
-_NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
-    PATCH: {"RouterReplay": (), "RouterReplayAction": (), "apply_router_replay_patch": ()},
-    UTILS: {
-        "merge_router_topk_indices": (),
-        "pp_gather": (),
-        "set_router_replay_data": (),
-        "RouterReplayHelper": (),
-    },
-    ENGINE: {"MegatronEngine.forward_backward_batch": ()},
-    legacy_actor.ACTOR: {"MegatronPPOActor.forward_backward_batch": ()},
+_NEEDED: dict[str, tuple[str, ...]] = {
+    PATCH: ("RouterReplay", "RouterReplayAction", "apply_router_replay_patch"),
+    UTILS: ("merge_router_topk_indices", "pp_gather", "set_router_replay_data", "RouterReplayHelper"),
+    ENGINE: (f"MegatronEngine.{_PASS}",),
+    ACTOR: (f"MegatronPPOActor.{_PASS}",),
+    WORKERS: (),
+    MINDSPEED: (),
 }
+"""The modules that have router replay or bind its names with `from ... import`, and what has to be there."""
 _OF_CLASSES = {
     "RouterReplay": (
         *("set_global_router_replay_action", "clear_global_router_replay_action"),
@@ -93,36 +96,28 @@ def install() -> None:
     if not any(_patches):  # never taken, or given back since
         _shimmed.clear()
         _originals.clear()
-    shims: dict[str, Callable[[Any], None]] = {
-        PATCH: _replace_patch,
-        UTILS: _replace_functions,
-        ENGINE: _wrap_engine,
-        legacy_actor.ACTOR: _wrap_actor,
-        legacy_actor.WORKERS: _wrap_workers,
-        MINDSPEED: lambda module: None,  # it binds verl's names
-    }
-    for name, shim in shims.items():
-        import_hook.when_imported(name, f"{_WHAT} ({name})", functools.partial(_all_or_nothing, shim))
+    for name in _NEEDED:
+        import_hook.when_imported(name, f"{_WHAT} ({name})", _all_or_nothing)
     if any(_patches) and not _given_up:
         engine_adapter.restore_engines()
         if _handed_over:
             _hand_over()
 
 
-def _all_or_nothing(shim: Callable[[Any], None], module: Any) -> None:
-    """Run a shim; if it fails, put verl's own back everywhere, and have verl refuse to start."""
+def _all_or_nothing(module: Any) -> None:
+    """Change a module; if that fails, put verl's own back everywhere, and have verl refuse to start."""
     if _given_up or module in _shimmed:
         return
     try:
-        needed = _NEEDED.get(module.__name__, {})
-        known_names.check(module, needed, _WHAT, "verl")
+        needed = _NEEDED[module.__name__]
+        known_names.check(module, dict.fromkeys(needed, ()), _WHAT, "verl")
         for name in needed:
             found = getattr(module, name, None)  # None: a method
             if getattr(found, "__module__", module.__name__) not in (module.__name__, "builtins"):
                 raise _somebody_elses(
                     f"somebody else has replaced {name}", module.__name__, expected="verl's own", got=found
                 )
-        shim(module)
+        _change(module)
         _rebind_in(module)
         _shimmed.add(module)
     except Exception as error:
@@ -145,53 +140,42 @@ def _all_or_nothing(shim: Callable[[Any], None], module: Any) -> None:
         raise
 
 
-# What is replaced
-
-
-def _replace_patch(module: Any) -> None:
-    _serve_class(module.RouterReplay)
-    router_replay.complete(module.RouterReplay, module.RouterReplayAction, _patches)
-    _put(module, "apply_router_replay_patch", apply_router_replay_patch, "leaves Megatron's routing as it is")
-    _undo_verls()
-
-
-def _replace_functions(module: Any) -> None:
-    _serve_class(module.RouterReplayHelper)
-    for name in _OF_UTILS:
-        if hasattr(module, name):
-            _put(module, name, functions.served(getattr(module, name), module.__name__), _IN_A_PASS)
+def _change(module: Any) -> None:
+    if module.__name__ == PATCH:
+        _serve_class(module.RouterReplay)
+        functions.complete(module.RouterReplay, module.RouterReplayAction, _patches)
+        _put(
+            module,
+            "apply_router_replay_patch",
+            apply_router_replay_patch,
+            "leaves Megatron's routing as it is",
+        )
+        _undo_verls()
+    elif module.__name__ == UTILS:
+        _serve_class(module.RouterReplayHelper)
+        for name in _OF_UTILS:
+            if hasattr(module, name):
+                _put(module, name, functions.served(getattr(module, name), module.__name__), _IN_A_PASS)
+    elif module.__name__ == ENGINE:
+        cls = module.MegatronEngine
+        if hasattr(module, "apply_router_replay_patch"):  # 0.7.0's engine has no router replay
+            _patches.set(cls, _PASS, wrapped(cls.forward_backward_batch, EngineAdapter), _ONE_PASS)
+        if hasattr(cls, "disable_adapter"):
+            _patches.wrap(cls, "disable_adapter", without_adapter, _REFERENCE)
+    elif module.__name__ == ACTOR:
+        cls = module.MegatronPPOActor
+        _patches.set(cls, _PASS, wrapped(cls.forward_backward_batch, LegacyActorAdapter), _ONE_PASS)
+        _patches.wrap(cls, "update_policy", waiting, _WAITS)
+    elif module.__name__ == WORKERS:
+        cls = module.ActorRolloutRefWorker
+        _patches.wrap(cls, "compute_ref_log_prob", reference, _REFERENCE)
+        _patches.wrap(cls, "compute_log_prob", waiting, _WAITS)
 
 
 def _serve_class(cls: Any) -> None:
     for name in _OF_CLASSES[cls.__name__]:
         ours = functions.served(getattr(cls, name), described(cls))
         _patches.set(cls, name, staticmethod(ours), _IN_A_PASS)
-
-
-def _wrap_engine(module: Any) -> None:
-    cls = module.MegatronEngine
-    if hasattr(module, "apply_router_replay_patch"):  # 0.7.0's engine has no router replay
-        _patches.set(cls, _PASS, wrapped(cls.forward_backward_batch, EngineAdapter), _ONE_PASS)
-    if hasattr(cls, "disable_adapter"):
-        _patches.wrap(cls, "disable_adapter", without_adapter, _REFERENCE)
-
-
-def _wrap_actor(module: Any) -> None:
-    cls = module.MegatronPPOActor
-    ours = wrapped(cls.forward_backward_batch, legacy_actor.LegacyActorAdapter)
-    _patches.set(cls, _PASS, ours, _ONE_PASS)
-    _patches.wrap(cls, "update_policy", legacy_actor.waiting, _WAITS)
-
-
-def _wrap_workers(module: Any) -> None:
-    cls = module.ActorRolloutRefWorker
-    _patches.wrap(cls, "compute_ref_log_prob", legacy_actor.reference, _REFERENCE)
-    _patches.wrap(cls, "compute_log_prob", legacy_actor.waiting, _WAITS)
-
-
-_IN_A_PASS = "in a pass of an engine npu_replay answers"
-_REFERENCE, _WAITS = "a reference pass is never replayed", "the action waits for the pass"
-_PASS, _ONE_PASS = "forward_backward_batch", "one pass: ranks leave together, figures"
 
 
 def apply_router_replay_patch() -> None:
@@ -214,7 +198,7 @@ def _hand_over() -> None:
     global _handed_over
     _handed_over = True
     kind = sys.modules[PATCH].RouterReplay
-    router_init.hand_over(functools.partial(router_replay.made_for, kind))
+    router_init.hand_over(functools.partial(functions.made_for, kind))
 
 
 def _undo_verls() -> None:
@@ -239,15 +223,12 @@ def _somebody_elses(problem: str, where: str, *, expected: str, got: Any) -> Rep
     return ReplayError(problem, where=where, expected=expected, got=described(got), cause=cause)
 
 
-# How it is replaced
-
-
 def _put(module: ModuleType, name: str, ours: Any, why: str) -> None:
     """Replace a name, also in the modules that bind it."""
     original = getattr(module, name)
     _patches.set(module, name, ours, why)
     _originals[name] = original, ours
-    for user in _USERS:
+    for user in _NEEDED:
         _rebind_in(sys.modules.get(user))
 
 

@@ -1,22 +1,14 @@
-"""Makes the metrics of a pass, the one line that says that replay is on, and rare warnings of lost routes."""
+"""Makes the metrics of a pass, and the one line that says that replay is on."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
 from typing import Any
 
 from npu_replay.compat import probe
-from npu_replay.environment import METRICS_EVERY, read
-from npu_replay.sessions.effect import is_due
 
 _log = logging.getLogger("npu_replay.job")
-
-logger = logging.getLogger(__name__)
-_warned: Counter[str] = Counter()
-
-PREFIX = "npu_replay/"
 
 COUNTED = (
     *("rows", "routed", "samples", "bad_samples"),
@@ -24,12 +16,6 @@ COUNTED = (
     *("replayed", "routers", "microseconds", "bytes"),
 )
 """The counters of each rank in a pass."""
-
-
-def compares(updates: int) -> bool:
-    """Return whether `live_mismatch` is counted after so many updates: each n-th, as it costs a top-k."""
-    every = int(read(METRICS_EVERY, 10))
-    return every > 0 and updates % every == 0
 
 
 def figures(sums: dict[str, int]) -> dict[str, float]:
@@ -46,7 +32,7 @@ def figures(sums: dict[str, int]) -> dict[str, float]:
         found["overlap"] = sums["shared"] / sums["given"]
     if sums["chosen"]:
         found["capacity_dropped"] = sums["dropped"] / sums["chosen"]
-    return {PREFIX + name: value for name, value in found.items()}
+    return {"npu_replay/" + name: value for name, value in found.items()}
 
 
 def add_metrics(output: Any, metrics: dict[str, float]) -> None:
@@ -93,13 +79,6 @@ def announce(line: str) -> None:
     if all(handler.level > logging.INFO for handler in handlers):
         _log.addHandler(_Stderr())
     _log.info("[npu_replay] %s", line)
-
-
-def warn_seldom(said: str, *told: Any) -> None:
-    """Log a warning at the 1st, 2nd, 4th, 8th time and so on; its first value is how often it happened."""
-    _warned[said] += 1
-    if is_due(_warned[said]):
-        logger.warning("[npu_replay] rollout: %s", said % (_warned[said], *told))
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]

@@ -18,12 +18,12 @@ from npu_replay import delivery
 from npu_replay.compat.megatron.parallel_state import decoder_layers
 from npu_replay.compat.ray import RayCarrier
 from npu_replay.compat.verl.batch_routes import COLUMN, MARK, REFUSED, RoutesByKey, by_reference
-from npu_replay.compat.verl.metrics import warn_seldom
-from npu_replay.compat.verl.settings import ROOT, setting
+from npu_replay.compat.verl.config import ROOT, setting
+from npu_replay.compat.verl.rollout_checks import warn_seldom
 from npu_replay.delivery.references import PATIENCE, fetch_each
 from npu_replay.environment import DELIVERY
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
-from npu_replay.parallel.parallel_layout import DecoderLayers, ParallelLayout
+from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.rollout.admit import from_batch
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import Array
@@ -37,9 +37,9 @@ _STEPS = 3
 """The number of steps that a worker keeps what it has put: trainers may be that far behind."""
 _SAMPLES = 4096
 """The number of samples that a worker keeps in a job that counts no steps."""
-_LAYOUT = "pipeline_model_parallel_layout"
 _SPLIT = (
-    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", _LAYOUT),
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+    "pipeline_model_parallel_layout",
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
 """The fields of a TransformerConfig about a split, which an override may leave out."""
@@ -97,8 +97,7 @@ class Putter:
     def put(self, rows: Array, tokens: Array, step: int) -> tuple[Array, delivery.Reference | None]:
         """Put the rows of one sample away; return its marks, int16 [tokens, 1, 1], and the reference.
 
-        Rows are [tokens, columns, topk], zeros for a token without a route. Routes that can't be right are
-        not put: the trainer counts the sample as a bad one.
+        Routes that can't be right are not put: the trainer counts the sample as a bad one.
         """
         reference = None
         try:
@@ -108,29 +107,33 @@ class Putter:
         else:
             reference = self._carrier.put(routes.sequence(0, len(routes), fingerprint(tokens)), step=step)
             if self._keeps:
-                self._keep(reference, step)
+                kept = self._kept.setdefault(step, [])
+                kept.append(reference)
+                if step < 0:
+                    del kept[:-_SAMPLES]
+                self._kept = {one: those for one, those in self._kept.items() if one > step - _STEPS}
         mark = REFUSED if reference is None else MARK
         return np.full((len(rows), 1, 1), mark, np.int16), reference
-
-    def _keep(self, reference: delivery.Reference, step: int) -> None:
-        kept = self._kept.setdefault(step, [])
-        kept.append(reference)
-        if step < 0:
-            del kept[:-_SAMPLES]
-        for old in [one for one in self._kept if one <= step - _STEPS]:
-            del self._kept[old]
 
 
 def cut_of(config: Any, model: RoutedModel) -> Any:
     """Return the `cut` of a carrier: a piece a stage; even ones, with a WARNING, if it is unknown."""
     megatron = setting(config, ROOT, "actor", "megatron")
     pp, vp = (int(setting(megatron, f"{name}pipeline_model_parallel_size") or 1) for name in ("", "virtual_"))
+    moe = [int(layer in model.layers) for layer in range(model.num_layers)]
+    told = {"num_layers": model.num_layers, "num_moe_experts": model.num_experts, "moe_layer_freq": moe}
     try:
-        decoder = _decoder(dict(setting(megatron, "override_transformer_config") or {}), pp, model)
-        stages = ParallelLayout(
-            pp=pp, vp=vp if decoder.table is None else len(decoder.table[0]), decoder=decoder
-        )
-        stages.moe_layers  # noqa: B018  raises if they can't be dealt out
+        override = dict(setting(megatron, "override_transformer_config") or {})
+        given = SimpleNamespace(**told | dict.fromkeys(_SPLIT) | override)
+        if (layout := given.pipeline_model_parallel_layout) is not None:
+            from megatron.core.transformer import pipeline_parallel_layer_layout as layouts
+
+            stages = layout if isinstance(layout, str) else [list(stage) for stage in layout]
+            given.pipeline_model_parallel_layout = layouts.PipelineParallelLayerLayout(stages, pp)
+        decoder = decoder_layers(given)
+        chunks = vp if decoder.table is None else len(decoder.table[0])
+        cut = ParallelLayout(pp=pp, vp=chunks, decoder=decoder)
+        cut.moe_layers  # noqa: B018  raises if they can't be dealt out
     except (ReplayError, ImportError, AssertionError, TypeError, ValueError) as error:
         even = -(-len(model.layers) // max(1, pp * vp))
         said = (
@@ -139,20 +142,7 @@ def cut_of(config: Any, model: RoutedModel) -> Any:
         )
         logger.warning(said, even, error)
         return even
-    return stages
-
-
-def _decoder(override: dict[str, Any], pp: int, model: RoutedModel) -> DecoderLayers:
-    """Return the decoder layers of a TransformerConfig with this override; raises Megatron's assertions."""
-    moe = [int(layer in model.layers) for layer in range(model.num_layers)]
-    told = {"num_layers": model.num_layers, "num_moe_experts": model.num_experts, "moe_layer_freq": moe}
-    given = SimpleNamespace(**told | dict.fromkeys(_SPLIT) | override)
-    if (layout := getattr(given, _LAYOUT)) is not None:
-        from megatron.core.transformer import pipeline_parallel_layer_layout as layouts
-
-        stages = layout if isinstance(layout, str) else [list(stage) for stage in layout]
-        given.pipeline_model_parallel_layout = layouts.PipelineParallelLayerLayout(stages, pp)
-    return decoder_layers(given)
+    return cut
 
 
 class R3Store:
@@ -178,9 +168,8 @@ class R3Store:
         # Without steps, each batch that has only new samples counts as one.
         self._batches += len(wanted) == len(given) > 0
         steps = {one.key: self._batches if one.step < 0 else one.step for one in given}
-        self._held.renew(steps)
         oldest = [one.step if one.step >= 0 else self._batches - _STEPS + 1 for one in given]
-        self._held.drop_before(min(oldest, default=0))
+        self._held.drop_before(min(oldest, default=0), steps)
         for one, routes in zip(wanted, fetch_each(wanted, self._held.layers, PATIENCE), strict=True):
             if tokens is not None:  # refuse routes of a sample with other token ids
                 mark = fingerprint(tokens[one.key])

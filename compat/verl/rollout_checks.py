@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +16,16 @@ import numpy as np
 from npu_replay import environment
 from npu_replay.compat import probe
 from npu_replay.compat.sglang import decode as sglang
-from npu_replay.compat.verl.metrics import warn_seldom
 from npu_replay.compat.vllm import decode as vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.rollout.admit import admit
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.release_rules import Source
 from npu_replay.routes.checks import Array
+from npu_replay.sessions.effect import is_due
 
 logger = logging.getLogger(__name__)
+_warned: Counter[str] = Counter()
 
 PROOF = 64
 """The number of turns that have to pass before a failing one is taken for a single case: what is wrong with
@@ -97,3 +99,10 @@ def _say_unchecked(why: str) -> None:
         "else is checked in the trainer. %s",
         why,
     )
+
+
+def warn_seldom(said: str, *told: Any) -> None:
+    """Log a warning at the 1st, 2nd, 4th, 8th time and so on; its first value is how often it happened."""
+    _warned[said] += 1
+    if is_due(_warned[said]):
+        logger.warning("[npu_replay] rollout: %s", said % (_warned[said], *told))

@@ -1,8 +1,7 @@
 """Converts verl's route tensors to RoutedExperts, and back.
 
 verl carries routes as [batch, sequence, layers, topk] with zeros where there is no token, or as a jagged
-tensor of [tokens, layers, topk]. Token numbers that pass through verl's own preprocessing tell which token
-sits in which row of a router.
+tensor of [tokens, layers, topk].
 """
 
 from __future__ import annotations
@@ -60,9 +59,8 @@ class MicroBatch:
         """Return the model as a RoutedModel, with its layers."""
         if isinstance(self.config, RoutedModel):
             return self.config
-        decoder = decoder_of(self.config)
-        layers = tuple(decoder.moe)
-        return RoutedModel(layers=layers, num_layers=decoder.count, **self.model)  # type: ignore[arg-type]
+        decoder, known = decoder_of(self.config), self.model
+        return RoutedModel(layers=tuple(decoder.moe), num_layers=decoder.count, **known)  # type: ignore[arg-type]
 
     @property
     def lengths(self) -> list[int]:
@@ -83,8 +81,27 @@ class MicroBatch:
         return self.mask.detach().cpu().bool()
 
     def layout(self) -> TokenLayout:
-        """Return the layout of this rank's rows; raises MicroBatchError where preprocessing can't be read."""
-        pack, arguments = self._packer()
+        """Return the layout of this rank's rows: token numbers that pass through verl's packing tell it."""
+        names = _PACKERS if self.tokens.is_nested else ("preprocess_packed_seqs",)
+        pack: Any = next((getattr(utils(), name) for name in names if hasattr(utils(), name)), None)
+        if pack is None:
+            raise MicroBatchError(
+                "this verl packs its batches otherwise",
+                where=UTILS,
+                expected=" or ".join(names),
+                got="neither",
+                cause="a release of verl that npu_replay doesn't know",
+            )
+        # The arguments that verl's own router replay gives it, as far as this release has them.
+        sparse = getattr(self.config, "experimental_attention_variant", None) == "dsv4_hybrid"
+        wanted = {
+            "use_fp8_padding": getattr(self.config, "fp8", None) in ("e4m3", "hybrid"),
+            "cp_layout": "contiguous" if sparse else "zigzag",
+            "min_local_rows": self.config.csa_window_size if sparse else None,
+            "local_cp_size": self.local_cp_size,
+        }
+        known = inspect.signature(pack).parameters
+        arguments = {name: value for name, value in wanted.items() if name in known}
 
         def packed(sequences: list[torch.Tensor]) -> torch.Tensor:
             if self.tokens.is_nested:
@@ -96,28 +113,6 @@ class MicroBatch:
 
         parallel = ParallelLayout.from_megatron(self.config)
         return TokenLayout.from_probe(packed, self.lengths, parallel=parallel)
-
-    def _packer(self) -> tuple[Any, dict[str, Any]]:
-        """Return verl's packing of tokens, and the arguments that verl's own router replay gives it."""
-        names = _PACKERS if self.tokens.is_nested else ("preprocess_packed_seqs",)
-        pack = next((getattr(utils(), name) for name in names if hasattr(utils(), name)), None)
-        if pack is None:
-            raise MicroBatchError(
-                "this verl packs its batches otherwise",
-                where=UTILS,
-                expected=" or ".join(names),
-                got="neither",
-                cause="a release of verl that npu_replay doesn't know",
-            )
-        sparse = getattr(self.config, "experimental_attention_variant", None) == "dsv4_hybrid"
-        wanted = {
-            "use_fp8_padding": getattr(self.config, "fp8", None) in ("e4m3", "hybrid"),
-            "cp_layout": "contiguous" if sparse else "zigzag",
-            "min_local_rows": self.config.csa_window_size if sparse else None,
-            "local_cp_size": self.local_cp_size,
-        }
-        known = inspect.signature(pack).parameters
-        return pack, {name: value for name, value in wanted.items() if name in known}
 
     def samples(self) -> list[torch.Tensor]:
         """Return each sequence's tokens, which are routes, [tokens, layers, topk], on the CPU."""
@@ -143,13 +138,8 @@ class MicroBatch:
     ) -> tuple[dict[int, RoutedExperts], dict[int, ReplayError]]:
         """Return the routes of each sequence, by its number, and why those of others can't be used.
 
-        The tokens are routes, [batch, tokens, layers, topk] of all decoder layers or of the MoE layers, or
-        keys of routes in `held`.
-
-        Args:
-            mask: jagged or [batch, tokens], the rows to replay; all when not given.
-            zeros_are_none: a row of zeros in all layers is a token that the engine gave no route.
-            from_engine: False where this trainer's own routers chose.
+        The tokens are ids of all decoder layers or of the MoE layers, or keys of routes in `held`. The mask,
+        jagged or [batch, tokens], has the rows to replay; `zeros_are_none`, `from_engine`: see `from_batch`.
         """
         each = self.samples()
         masks = [None] * len(each) if mask is None else list(mask.unbind())
@@ -159,8 +149,7 @@ class MicroBatch:
         keys = are_keys(self.tokens, fetched=bool(held.layers))
         good: dict[int, RoutedExperts] = {}
         bad: dict[int, ReplayError] = {}
-
-        def take(number: int, ids: torch.Tensor, keep: torch.Tensor | None) -> None:
+        for number, (ids, keep) in enumerate(zip(each, masks, strict=True)):
             how: Any = {"keep": keep, "zeros_are_none": zeros_are_none, "from_engine": from_engine}
             try:
                 one = held.of_sample(ids, keep, routed) if keys else from_batch(ids, routed, **how)
@@ -168,9 +157,6 @@ class MicroBatch:
                 bad[number] = error.with_traceback(None).at(f"sample {number} of the micro-batch")
             else:
                 good[number] = one
-
-        for number, (ids, keep) in enumerate(zip(each, masks, strict=True)):
-            take(number, ids, keep)
         return good, bad
 
     def checked(self, layers: Sequence[int], tokens: torch.Tensor | None) -> dict[int, Routes]:

@@ -348,6 +348,7 @@ def test_the_image_of_cann_8_5_0_runs_r2_and_is_told_what_r3_takes(
         ([("vllm", "0.22.0")], False),
         ([("vllm-ascend", "0.18.0"), ("vllm", "0.18.0")], True),
         ([("vllm-ascend", "0.22.1rc1"), ("vllm", "0.22.1")], True),
+        ([("vllm-ascend", "0.23.0.dev45"), ("vllm", "0.22.1")], True),  # has the rules of its vLLM
         ([("vllm-ascend", "0.23.0"), ("vllm", "0.23.0")], False),
         ([], False),
     ],

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 import npu_replay
 from benchmarks.delivery_plan import MARKS
 from npu_replay import InvalidRoutes, ReplayError, RoutedExperts, RoutedModel, fingerprint
-from npu_replay.compat.verl import batch_routes, metrics, r3_store, rollout_checks
+from npu_replay.compat.verl import batch_routes, r3_store, rollout_checks
 from npu_replay.compat.verl.batch_routes import COLUMN, RoutesByKey, keys_in
 from npu_replay.compat.verl.r3_store import cut_of
 from npu_replay.compat.verl.tensors import MicroBatch
@@ -301,7 +301,7 @@ def test_routes_that_the_door_refuses_are_a_bad_sample(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rollout_checks, "PROOF", 0)
-    metrics._warned.clear()
+    rollout_checks._warned.clear()
     monkeypatch.setattr(r3_store, "from_batch", lambda *a, **k: (_ for _ in ()).throw(InvalidRoutes("bad")))
     data, model = batch_of(Turn(SAMPLED[:4], change=deep))
     assert data.non_tensor_batch[COLUMN].tolist() == [None]

@@ -25,7 +25,7 @@ import npu_replay
 from npu_replay import ReplayError
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.verl import agent_loop as verl_rollout
-from npu_replay.compat.verl import metrics, rollout_checks
+from npu_replay.compat.verl import rollout_checks
 from npu_replay.errors import InvalidRoutes
 
 transformers = pytest.importorskip("transformers", reason="verl imports transformers")
@@ -391,7 +391,7 @@ def test_routes_of_another_shape_are_refused() -> None:
 
 def test_rows_that_cannot_be_placed_are_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
     """vllm 0.21 returned the sampled tokens' rows alone: at the prompt's place they would be wrong."""
-    metrics._warned.clear()
+    rollout_checks._warned.clear()
     worker = make_worker(Engine(Turn([20, 21, 22]), Turn([20, 21, 22], change=lambda rows: rows[6:])))
     with caplog.at_level(logging.WARNING):
         batch = batch_of(worker, 2)["routed_experts"]
@@ -470,7 +470,7 @@ def test_a_bad_turn_after_many_good_ones_goes_without_its_bad_rows(
     words: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollout_checks, "PROOF", 2)
-    metrics._warned.clear()
+    rollout_checks._warned.clear()
     turns = [Turn(SAMPLED, change=deep), Turn(SAMPLED, change=deep), Turn(SAMPLED, change=FAULTY[words])]
     batch = batch_of(guarded(*turns), 3)["routed_experts"]
     assert words in caplog.text

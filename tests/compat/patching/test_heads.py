@@ -12,7 +12,7 @@ SHIMS = (
     *("megatron.hybrid", "mindspeed.features", "mindspeed.llm"),
     *("mindspeed.fb_overlap", "mindspeed.repatch", "sglang.old_path"),
     *("vllm_ascend.plugin", "vllm_ascend.read_out", "vllm_ascend.seams"),
-    *("verl.install", "verl.fsdp", "verl.router_replay", "verl.config", "verl.agent_loop"),
+    *("verl.install", "verl.fsdp", "verl.config", "verl.agent_loop"),
     *("roll.pipeline", "roll.strategy", "slime.routing_replay", "swift"),
 )
 

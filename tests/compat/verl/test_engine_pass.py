@@ -11,7 +11,7 @@ import torch
 
 from npu_replay import routers
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, refuse_engines
-from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, Actions, EnginePass, current, serves, wrapped
+from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, EnginePass, current, serves, wrapped
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.sessions.replay import StepReplay
 from toys import ROWS, TOPK, ToyModel, ToyRouters, hooks, tokens
@@ -95,8 +95,8 @@ def test_nothing_is_left_when_a_pass_raises() -> None:
     with pytest.raises(MemoryError):
         engine.forward_backward_batch(schedule)
     assert not current().action
-    with Actions().entered():
-        with pytest.raises(ZeroDivisionError), Actions().entered():
+    with EnginePass().entered():
+        with pytest.raises(ZeroDivisionError), EnginePass().entered():
             current().set(RECORD)
             raise ZeroDivisionError
         assert not current().action, "nor in what runs it"
@@ -106,7 +106,7 @@ def test_nothing_is_left_when_a_pass_raises() -> None:
 def test_no_action_has_an_effect_in_a_reference_pass_whatever_runs_inside() -> None:
     """0.7's worker sets the action in its log-probs, which a LoRA actor's reference pass asks for."""
     engine = Engine()
-    with Actions(is_off=True).entered(), Actions().entered():
+    with EnginePass(is_off=True).entered(), EnginePass().entered():
         current().set(RECORD)
         engine.forward_backward_batch(lambda model: model(tokens(0)), forward_only=True)
         assert not current().action
@@ -121,7 +121,7 @@ def test_an_action_that_waits_is_the_engines_and_over_when_the_engine_ends_it() 
         model(tokens(0))
         current().recording(None, 0)
 
-    with Actions().entered():
+    with EnginePass().entered():
         current().set(RECORD)
         engine.forward_backward_batch(schedule, forward_only=True)
         assert current().action == RECORD

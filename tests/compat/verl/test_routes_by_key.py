@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from npu_replay import InvalidRoutes, RoutedExperts, RoutedModel
-from npu_replay.compat.verl import r2_store
-from npu_replay.compat.verl.batch_routes import RoutesByKey, keys_in, keys_in_place, rows_of
-from npu_replay.compat.verl.r2_store import R2Store
+from npu_replay.compat.verl import batch_routes
+from npu_replay.compat.verl.batch_routes import R2Store, RoutesByKey, keys_in, keys_in_place, rows_of
 
 MODEL = RoutedModel(layers=(1, 3), num_layers=4, num_experts=8, topk=2)
 TOKENS = 6
@@ -40,7 +39,7 @@ def test_routes_are_held_for_the_step_that_recorded_them_and_the_next() -> None:
 
 
 def test_passes_that_nothing_trains_on_are_a_step_after_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(r2_store, "_PASSES", 3)
+    monkeypatch.setattr(batch_routes, "_PASSES", 3)
     held, store = filled()
     most = 0
     for number in range(20):
