@@ -3,9 +3,11 @@
     with npu_replay.compat.cpu.lend():
         model = GPTModel(...)          # built, run and trained on the CPU
 
-Only while the block is open, and only what is missing; with CUDA that is one name that Megatron lacks
-without Transformer Engine. Found by running Megatron-core 0.12 to 0.19 on a CPU; docs/dev/megatron.md has
-a list.
+What it is was found by running Megatron-core 0.12 to 0.19 on a CPU; docs/dev/megatron.md has a list.
+
+Asks:     whether there is CUDA; with it one name is missing, where there is no Transformer Engine.
+Changes:  names of `torch.cuda`, factories of torch, gloo's collectives, Megatron's CUDA generator.
+Undone:   when the block ends.
 """
 
 from __future__ import annotations
@@ -63,9 +65,7 @@ class Stream:
 
 
 _STREAM = Stream()
-_FACTORIES = (
-    *("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like"),
-)
+_FACTORIES = "empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like"
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import contextlib
 import importlib.metadata
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -107,11 +107,8 @@ def installed(name: str) -> str:
 def require(name: str, by: str) -> None:
     """Raise a ReplayError with doctor's remedy where a capability that `by` needs is missing."""
     found = next(one for one in capabilities(products()) if one.name == name)
-    if not found.there:
-        raise ReplayError(
-            f"{by} can't run here: {found.why}",
-            cause=f"it isn't installed whole, or isn't on PYTHONPATH. Do this: {found.remedy}",
-        )
+    cause = f"it isn't installed whole, or isn't on PYTHONPATH. Do this: {found.remedy}"
+    ReplayError.unless(found.there, f"{by} can't run here: {found.why}", cause=cause)
 
 
 def find(name: str) -> ModuleSpec | None:
@@ -121,23 +118,19 @@ def find(name: str) -> ModuleSpec | None:
     >>> probe.find("json.decoder").name, probe.find("json.no_such_module")
     ('json.decoder', None)
     """
-    parent, _, _ = name.rpartition(".")
-    if not parent:
-        return _ask_finders(name, None)
-    package = find(parent)
-    if package is None or package.submodule_search_locations is None:
-        return None  # a plain module has no submodules; None would search sys.path
-    return _ask_finders(name, list(package.submodule_search_locations))
-
-
-def _ask_finders(name: str, path: list[str] | None) -> ModuleSpec | None:
+    parent, path = name.rpartition(".")[0], None
+    if parent:
+        package = find(parent)
+        if package is None or package.submodule_search_locations is None:
+            return None  # a plain module has no submodules; None would search sys.path
+        path = list(package.submodule_search_locations)
     loaded = sys.modules.get(name)
     if loaded is not None:
         made_by_hand = ModuleSpec(name, None, origin=getattr(loaded, "__file__", None) or "sys.modules")
         return getattr(loaded, "__spec__", None) or made_by_hand
     for finder in sys.meta_path:
         try:
-            with import_hook.asking.about(name):
+            with import_hook.asking(name):
                 spec = finder.find_spec(name, path)
         except (ModuleNotFoundError, KeyError):
             return None  # as an import would; or a bare folder in another
@@ -183,48 +176,41 @@ def _text(source: Path) -> str:
 def capabilities(found: Iterable[Product]) -> tuple[Capability, ...]:
     """Return what these products make possible, as far as their source tells."""
     by_name = {product.name: product for product in found}
-    plots = by_name["matplotlib"]
-    return (
-        *_megatron(by_name["megatron-core"], by_name["mindspeed"]),
-        _transformers(by_name["transformers"]),
-        Capability(PLOTS, "works", "the picture of inspect")
-        if plots.usable
-        else Capability(PLOTS, "missing", plots.lacking, "pip install matplotlib"),
-    )
+    names = "megatron-core", "mindspeed", "transformers", "matplotlib"
+    megatron, mindspeed, transformers, plots = (by_name[name] for name in names)
+    said: list[Capability] = []
+    own, config = "Megatron's own replay", Path(megatron.where, "transformer/transformer_config.py")
+    if megatron.usable:
+        fields = set(re.findall(r"^    (\w+)\s*:", _text(config), re.MULTILINE))
+        fused = "; moe_router_fusion too" if "moe_router_fusion" in fields else ""
+        whose = "TopKRouter is recognised" + (", with MindSpeed's patches too" if mindspeed.usable else "")
+        said.append(Capability(MEGATRON, "works", whose + fused))
+        there = Path(megatron.where, "transformer/moe/router_replay.py").is_file()
+        if there and "moe_enable_routing_replay" in fields:
+            says = "router_replay.py; off unless asked for, and npu_replay leaves it alone"
+            said.append(Capability(own, "native", says))
+        elif environment.disabled():
+            said.append(Capability(own, "missing", "this Megatron has none; npu_replay doesn't need it"))
+        else:
+            says = "this Megatron has none: npu_replay serves RouterReplay and its flags"
+            said.append(Capability(own, "shimmed", says))
+    else:
+        said += unusable(MEGATRON, megatron, _GET_MEGATRON), Capability(own, "missing", megatron.lacking)
+    remedy = "pip install 'transformers>=5'"
+    if not transformers.usable:
+        said.append(unusable(TRANSFORMERS, transformers, remedy))
+    elif re.search(r"^class \w+Router\b", _text(Path(transformers.where, _QWEN)), re.MULTILINE):
+        said.append(Capability(TRANSFORMERS, "works", "router modules are recognised"))
+    else:
+        why = "only families whose router is a module; that of Qwen3-MoE is not, here"
+        said.append(Capability(TRANSFORMERS, "works", why, remedy))
+    if plots.usable:
+        said.append(Capability(PLOTS, "works", "the picture of inspect"))
+    else:
+        said.append(Capability(PLOTS, "missing", plots.lacking, "pip install matplotlib"))
+    return tuple(said)
 
 
 def unusable(name: str, product: Product, remedy: str = "") -> Capability:
     """Return a capability that is lost with a product: broken with it, or missing."""
     return Capability(name, "broken" if product.problem else "missing", product.lacking, remedy)
-
-
-def _megatron(product: Product, mindspeed: Product) -> Iterator[Capability]:
-    own = "Megatron's own replay"
-    if not product.usable:
-        yield unusable(MEGATRON, product, _GET_MEGATRON)
-        yield Capability(own, "missing", product.lacking)
-        return
-    config = _text(Path(product.where, "transformer/transformer_config.py"))
-    fields = set(re.findall(r"^    (\w+)\s*:", config, re.MULTILINE))
-    fused = "; moe_router_fusion too" if "moe_router_fusion" in fields else ""
-    whose = "TopKRouter is recognised" + (", with MindSpeed's patches too" if mindspeed.usable else "")
-    yield Capability(MEGATRON, "works", whose + fused)
-    there = Path(product.where, "transformer/moe/router_replay.py").is_file()
-    if there and "moe_enable_routing_replay" in fields:
-        says = "router_replay.py; off unless asked for, and npu_replay leaves it alone"
-        yield Capability(own, "native", says)
-    elif environment.disabled():
-        yield Capability(own, "missing", "this Megatron has none; npu_replay doesn't need it")
-    else:
-        says = "this Megatron has none: npu_replay serves RouterReplay and its flags"
-        yield Capability(own, "shimmed", says)
-
-
-def _transformers(product: Product) -> Capability:
-    remedy = "pip install 'transformers>=5'"
-    if not product.usable:
-        return unusable(TRANSFORMERS, product, remedy)
-    if re.search(r"^class \w+Router\b", _text(Path(product.where, _QWEN)), re.MULTILINE):
-        return Capability(TRANSFORMERS, "works", "router modules are recognised")
-    why = "only families whose router is a module; that of Qwen3-MoE is not, here"
-    return Capability(TRANSFORMERS, "works", why, remedy)

@@ -21,7 +21,7 @@ from torch import nn
 
 from npu_replay.compat import peft, torch_npu
 from npu_replay.environment import AUX_LOSS
-from npu_replay.errors import NoEffect, RouterError
+from npu_replay.errors import NoEffect, RouterError, described
 from npu_replay.routers import Router, RouterKind
 
 _PACKAGES = (
@@ -54,7 +54,17 @@ class TransformersRouters(RouterKind):
     def variant(self, model: nn.Module) -> Callable[[], Mapping[str, object]]:
         """Return a function that tells which PEFT adapters run, and whether the model generates."""
         adapters = peft.adapters(model)
-        return lambda: {"adapters": adapters(), "generate()": _generates()}
+
+        def generates() -> bool:
+            """Return whether transformers' generation is the caller, which may run without a cache."""
+            frame = sys._getframe(1).f_back
+            while frame is not None:
+                if frame.f_globals.get("__name__", "").startswith("transformers.generation."):
+                    return True
+                frame = frame.f_back
+            return False
+
+        return lambda: {"adapters": adapters(), "generate()": generates()}
 
     def check_losses(self, chunk: nn.Module, call: Mapping[str, object]) -> None:
         """Refuse to return the routers' logits: the models' loss takes a top-k of these itself."""
@@ -84,16 +94,13 @@ class TransformersRouters(RouterKind):
             if last != "experts" or any(inside.startswith(one) or one.startswith(inside) for one in known):
                 continue
             block = chunk.get_submodule(path)
-            if _vendor_class(block) is None:
-                kind = type(block)
-                raise RouterError(
-                    "this block of experts has no router that is known, and others of the model have one",
-                    where=path,
-                    expected="each block's router, or none",
-                    got=f"{kind.__module__}.{kind.__name__}",
-                    cause="a compiler or a patch that wrote some classes of transformers anew: switch it "
-                    "off, or teach npu_replay its router (docs/routers.md)",
-                )
+            problem = "this block of experts has no router that is known, and others of the model have one"
+            expected, got = "each block's router, or none", described(type(block))
+            cause = (
+                "a compiler or a patch that wrote some classes of transformers anew: switch it off, or "
+                "teach npu_replay its router (docs/routers.md)"
+            )
+            RouterError.unless(_vendor_class(block) is not None, problem, expected, got, cause, path)
         return routers
 
     def describe(self, module: nn.Module, path: str) -> Router | None:
@@ -126,13 +133,10 @@ class TransformersRouters(RouterKind):
             )
             return None
         if topk is None or experts is None:
-            raise RouterError(
-                f"{kind.__name__} can't be replayed",
-                where=path,
-                expected="a router with a top-k and a number of experts of its own",
-                got=f"top-k {topk}, experts {experts}",
-                cause="a model family that npu_replay doesn't know yet (docs/models.md lists those it does)",
-            )
+            problem, got = f"{kind.__name__} can't be replayed", f"top-k {topk}, experts {experts}"
+            expected = "a router with a top-k and a number of experts of its own"
+            cause = "a model family that npu_replay doesn't know yet (docs/models.md lists those it does)"
+            raise RouterError(problem, where=path, expected=expected, got=got, cause=cause)
         shows = functools.partial(_shows, name=kind.__name__, experts=experts, topk=topk)
         sorts = kind.__name__.endswith(_SORTS)
         return _router(module, kind, path, topk, experts, None if sorts else shows)
@@ -211,16 +215,6 @@ def _shows(output: object, *, name: str, experts: int, topk: int) -> torch.Tenso
     )
 
 
-def _generates() -> bool:
-    """Return whether transformers' generation is the caller, which may run without a cache."""
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("transformers.generation."):
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _vendor_class(module: nn.Module) -> type | None:
     """Return the transformers class that a module is or derives from."""
     for kind in type(module).__mro__:
@@ -241,9 +235,8 @@ def _holds_experts(module: nn.Module) -> bool:
 
 def _is_router(module: nn.Module) -> bool:
     kind = _vendor_class(module)
-    if kind is None or not _ROUTER_NAME.search(kind.__name__):
-        return False
-    return _experts(module) is not None or _calls_topk(kind)
+    named = kind is not None and _ROUTER_NAME.search(kind.__name__)
+    return bool(named) and (_experts(module) is not None or _calls_topk(kind))
 
 
 @functools.cache

@@ -30,13 +30,12 @@ class _Beside:
     ) -> ModuleSpec | None:
         if name != _NAME:
             return None
-        spec = _look(_PACKAGE.parent)
-        if spec is None:
-            raise ImportError(
-                f"npu_replay in {_PACKAGE} lacks its other half: copy the clone's compat/ too, to "
-                f"{_PACKAGE.parent / 'compat'}, or install it: pip install --no-deps CLONE"
-            )
-        return spec
+        if (spec := _look(_PACKAGE.parent)) is not None:
+            return spec
+        raise ImportError(
+            f"npu_replay in {_PACKAGE} lacks its other half: copy the clone's compat/ too, to "
+            f"{_PACKAGE.parent / 'compat'}, or install it: pip install --no-deps CLONE"
+        )
 
 
 # At the front: an editable install of another clone would find that clone's compat.

@@ -28,14 +28,12 @@ def pick(name: str) -> torch.device:
     found = available()
     if name == "auto":
         return torch.device(found[0])
-    if name not in found:
-        raise ReplayError(
-            f"there is no {name} device here",
-            expected=" or ".join(found),
-            got=name,
-            cause="torch built without it, a driver that is not loaded, or a package for it that fails to "
-            "import; npu-replay doctor says which",
-        )
+    cause = (
+        "torch built without it, a driver that is not loaded, or a package for it that fails to import; "
+        "npu-replay doctor says which"
+    )
+    problem, expected = f"there is no {name} device here", " or ".join(found)
+    ReplayError.unless(name in found, problem, expected, name, cause)
     return torch.device(name)
 
 

@@ -164,9 +164,8 @@ def whole_number(
         if abs(number) >= 1 << 64:
             raise ValueError("no count, size or id has so many digits")
     except (TypeError, ValueError, RuntimeError) as error:  # several numbers, or a meta tensor
-        raise kind(
-            f"{what} must be a whole number", where=where, expected="an integer", got=shown(value)
-        ) from error
+        problem, got = f"{what} must be a whole number", shown(value)
+        raise kind(problem, where=where, expected="an integer", got=got) from error
     fits = (least is None or number >= least) and (most is None or number <= most)
     kind.unless(fits, f"bad {what}", f"{least} to {most}", number, where=where)
     return number
@@ -209,12 +208,10 @@ def list_of(
     wrong = [type(one).__name__ for one in found or () if not isinstance(one, item)]
     if found is not None and not wrong:
         return found
-    raise kind(
-        f"{what} are given as a list",
-        expected=f"one {item.__name__} a micro-batch",
-        got=f"a single {item.__name__}" if single else wrong or shown(value),
-        cause=f"[{what}] was meant" if single else cause,
-    )
+    expected, got = f"one {item.__name__} a micro-batch", wrong or shown(value)
+    if single:
+        got, cause = f"a single {item.__name__}", f"[{what}] was meant"
+    raise kind(f"{what} are given as a list", expected=expected, got=got, cause=cause)
 
 
 def one_of(

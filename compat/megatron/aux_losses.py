@@ -57,8 +57,7 @@ class _Recounted:
         self._ids: Ids | None = ids
         self._before = {name: vars(router).get(name) for name in names}
         for name in names:
-            change = _in_partial if name == _BY_PARTIAL else _in_arguments
-            setattr(router, name, types.MethodType(change(_unbound(router, name), self), router))
+            setattr(router, name, types.MethodType(_counted(router, name, self), router))
 
     def ids(self, router: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the ids to count and the ids in use for a router's call; None leaves it alone."""
@@ -73,33 +72,28 @@ class _Recounted:
         self._router = self._ids = None  # a copy may still have the methods
 
 
-def _unbound(router: Any, name: str) -> Callable[..., Any]:
-    """Return a method as a function of the router that is called, which may be a copy."""
-    method = getattr(router, name)
-    if isinstance(method, types.MethodType) and method.__self__ is router:
-        return method.__func__
-    return functools.wraps(method)(lambda _, *args, **kwargs: method(*args, **kwargs))
+def _counted(router: Any, name: str, recount: _Recounted) -> Callable[..., Any]:
+    """Return a router's method, as a function of the router that is called, with other ids counted."""
+    method = bound = getattr(router, name)
+    if isinstance(bound, types.MethodType) and bound.__self__ is router:
+        method = bound.__func__  # the call may be a copy's
+    else:
+        method = functools.wraps(bound)(lambda _, *args, **kwargs: bound(*args, **kwargs))
 
-
-def _in_arguments(method: Callable[..., Any], recount: _Recounted) -> Callable[..., Any]:
     @functools.wraps(method)
-    def counted(self: Any, probs: Any, scores: Any, routing_map: Any, *args: Any, **kwargs: Any) -> Any:
+    def in_partial(self: Any, activation: torch.Tensor, load_balancing_loss_func: Any) -> Any:
+        loss = recounted(load_balancing_loss_func, recount.ids(self))
+        return method(self, activation=activation, load_balancing_loss_func=loss)
+
+    @functools.wraps(method)
+    def in_arguments(self: Any, probs: Any, scores: Any, routing_map: Any, *args: Any, **kwargs: Any) -> Any:
         asked = recount.ids(self)
         if asked is not None:
             padding = ~routing_map.any(dim=1, keepdim=True)  # rows that a padding_mask removed
             routing_map = _map(asked[0], routing_map).masked_fill(padding, 0)
         return method(self, probs, scores, routing_map, *args, **kwargs)
 
-    return counted
-
-
-def _in_partial(method: Callable[..., Any], recount: _Recounted) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def counted(self: Any, activation: torch.Tensor, load_balancing_loss_func: Any) -> Any:
-        loss = recounted(load_balancing_loss_func, recount.ids(self))
-        return method(self, activation=activation, load_balancing_loss_func=loss)
-
-    return counted
+    return in_partial if name == _BY_PARTIAL else in_arguments
 
 
 def recounted(loss: Any, ids: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
@@ -126,7 +120,9 @@ def recounted(loss: Any, ids: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
             wanted = torch.where(moved, wanted, known["routing_map"])
         known = known | {"routing_map": wanted}
     elif "tokens_per_expert" in known:
-        known = known | {"tokens_per_expert": _counts(chosen, known["tokens_per_expert"])}
+        like, flat = known["tokens_per_expert"], chosen.flatten()
+        counts = torch.zeros_like(like).index_add(0, flat, torch.ones_like(flat, dtype=like.dtype))
+        known = known | {"tokens_per_expert": counts}
     else:
         _say_unknown(loss)
         return loss
@@ -135,12 +131,6 @@ def recounted(loss: Any, ids: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
 
 def _map(ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(like).scatter(1, ids, 1)
-
-
-def _counts(ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Count each expert among ids [rows, topk]."""
-    flat = ids.flatten()
-    return torch.zeros_like(like).index_add(0, flat, torch.ones_like(flat, dtype=like.dtype))
 
 
 @functools.cache

@@ -89,35 +89,30 @@ def _config_init(init: Callable[..., None]) -> Any:
         if rebuilt:
             carried = {name: kwargs[name] for name in FLAGS if name in kwargs}
             given |= _taken_over(self, kwargs["init_method"], given, carried)
-        _keep(self, given)
+        # Every flag is set on the config; `given` are those passed beside its own fields.
+        flags, replay = _flags(self) | given, _agreed(given, self)
+        if replay is None:
+            replay = any(flags[name] for name in REPLAY)
+        flags |= dict.fromkeys(REPLAY, replay)
+        for name, value in {**flags, _BUILT: replay}.items():
+            if not hasattr(inspect.getattr_static(type(self), name, None), "__set__"):  # a subclass' property
+                setattr(self, name, value)
+        # The mark lies on the `init_method` that the config made; an earlier mark stays.
+        made = getattr(self, "init_method", None)
+        closure = isinstance(made, FunctionType) and "<locals>" in made.__qualname__
+        if (closure or isinstance(made, functools.partial)) and not hasattr(made, _MARK):
+            setattr(made, _MARK, {"family": uuid.uuid4().hex, "said": flags})
         return None
 
     return config_init
 
 
-def _keep(config: Any, given: Flags) -> None:
-    """Set every flag on a config that was just built; `given` are those passed beside its own fields."""
-    flags = _flags(config) | given
-    replay = _agreed(given, config)
-    if replay is None:
-        replay = any(flags[name] for name in REPLAY)
-    flags |= dict.fromkeys(REPLAY, replay)
-    for name, value in {**flags, _BUILT: replay}.items():
-        if not hasattr(inspect.getattr_static(type(config), name, None), "__set__"):  # a subclass' property
-            setattr(config, name, value)
-    _mark(config, flags)
-
-
 def _agreed(given: Flags, config: Any) -> bool | None:
     """Return the value of the flag with two names; None if neither was given."""
     replay = {name: given[name] for name in REPLAY if name in given}
-    if len(set(replay.values())) > 1:
-        raise ReplayError(
-            "two names of one flag were given different values",
-            where=type(config).__name__,
-            expected=f"{' or '.join(REPLAY)}, or both alike",
-            got=replay,
-        )
+    expected, where = f"{' or '.join(REPLAY)}, or both alike", type(config).__name__
+    problem = "two names of one flag were given different values"
+    ReplayError.unless(len(set(replay.values())) < 2, problem, expected, replay, "", where)
     return next(iter(replay.values()), None)
 
 
@@ -146,14 +141,6 @@ _MARK = "npu_replay_mark"
 """The mark's attribute; a plain dict, which can be unpickled where npu_replay isn't installed."""
 
 
-def _mark(config: Any, flags: Flags) -> None:
-    """Leave a config's flags on the `init_method` that it made; an earlier mark stays."""
-    made = getattr(config, "init_method", None)
-    closure = isinstance(made, FunctionType) and "<locals>" in made.__qualname__
-    if (closure or isinstance(made, functools.partial)) and not hasattr(made, _MARK):
-        setattr(made, _MARK, {"family": uuid.uuid4().hex, "said": flags})
-
-
 def _taken_over(new: Any, init_method: Any, given: Flags, carried: Flags) -> Flags:
     """Return the flags of the config whose fields a new one was made from, where none were given.
 
@@ -173,16 +160,16 @@ def _taken_over(new: Any, init_method: Any, given: Flags, carried: Flags) -> Fla
     found = [_flags(one) | dict.fromkeys(REPLAY, asks_for_replay(one)) for one in fitting or sources] or [
         mark["said"]
     ]
+    cause = (
+        "copies of one config with different flags, and fields that were read elsewhere than where the "
+        "constructor is called"
+    )
     for name in set(FLAGS) - said:
-        if len({flags[name] for flags in found}) > 1:
-            raise ReplayError(
-                f"a config was made from another's fields, and {name} can't be told",
-                where=type(new).__name__,
-                expected=f"{name}=True or False beside the fields, or dataclasses.replace",
-                got=f"{len(found)} configs that it may have been made from, which differ in it",
-                cause="copies of one config with different flags, and fields that were read elsewhere than "
-                "where the constructor is called",
-            )
+        problem = f"a config was made from another's fields, and {name} can't be told"
+        expected = f"{name}=True or False beside the fields, or dataclasses.replace"
+        got = f"{len(found)} configs that it may have been made from, which differ in it"
+        alike = len({flags[name] for flags in found}) < 2
+        ReplayError.unless(alike, problem, expected, got, cause, type(new).__name__)
     taken = {name: value for name, value in found[0].items() if name not in said}
     if any(taken.values()):
         logger.info("[npu_replay] a config was made from another's fields; taken over: %s", taken)
@@ -199,22 +186,18 @@ def _sources(init_method: Any, family: str, new: Any) -> list[Any]:
         mark = getattr(vars(value).get("init_method"), _MARK, None)
         return mark is not None and mark["family"] == family
 
-    held = {id(value): value for value in _caller(new).f_locals.values() if is_kin(value)}
-    kin = list(held.values()) or [one for one in alive(kind) if is_kin(one)]
-    # A deep copy has an init_method of its own.
-    return [one for one in kin if vars(one)["init_method"] is init_method] or kin
-
-
-def _caller(new: Any) -> FrameType:
-    """Return the innermost frame that doesn't hold `new`: those of constructors and their wrappers do."""
-
     def holds(value: object) -> bool:
         return value is new or (type(value) is tuple and any(one is new for one in value))
 
-    frame = sys._getframe(1)
+    # The caller is the innermost frame that doesn't hold `new`: those of constructors and wrappers do.
+    # Not this frame itself: its f_locals, which it keeps, would hold it and `new` in a cycle.
+    frame: FrameType = sys._getframe(1)
     while frame.f_back is not None and any(map(holds, frame.f_locals.values())):
         frame = frame.f_back
-    return frame
+    held = {id(value): value for value in frame.f_locals.values() if is_kin(value)}
+    kin = list(held.values()) or [one for one in alive(kind) if is_kin(one)]
+    # A deep copy has an init_method of its own.
+    return [one for one in kin if vars(one)["init_method"] is init_method] or kin
 
 
 _patches = Patches(_WHAT, beneath=repatch.undo)

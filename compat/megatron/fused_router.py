@@ -79,12 +79,11 @@ def _ids(output: Any, call: seam.Call) -> torch.Tensor:
     """Return the experts in a map [rows, experts], ascending: int64 [rows, topk]."""
     routing_map = output[1] if isinstance(output, tuple) and len(output) > 1 else None
     if not isinstance(routing_map, torch.Tensor) or routing_map.shape != (call.rows, call.num_experts):
-        raise NoEffect(
-            "the fused router's output can't be read",
-            expected=f"(probs, routing_map), the map of shape {[call.rows, call.num_experts]}",
-            got=type(output) if routing_map is None else getattr(routing_map, "shape", type(routing_map)),
-            cause="another Transformer Engine than is known; set moe_router_fusion=False",
-        )
+        problem = "the fused router's output can't be read"
+        expected = f"(probs, routing_map), the map of shape {[call.rows, call.num_experts]}"
+        got = type(output) if routing_map is None else getattr(routing_map, "shape", type(routing_map))
+        cause = "another Transformer Engine than is known; set moe_router_fusion=False"
+        raise NoEffect(problem, expected=expected, got=got, cause=cause)
     # A top-k over the map: nonzero() would synchronise with the device.
     ids = routing_map.detach().to(torch.float32).topk(call.topk, dim=1).indices
     return ids.sort(dim=1).values

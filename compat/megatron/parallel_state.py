@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -27,7 +27,14 @@ _AXES = {
 
 
 def read(model: Any, sequence_parallel: bool | None) -> ParallelLayout:
-    state = _running_state()
+    state: Any = sys.modules.get(_STATE)
+    problem, got = "Megatron-core isn't running in this process", f"{_STATE} was never imported"
+    expected = "from_megatron() after megatron.core.parallel_state.initialize_model_parallel()"
+    cause = "called on the driver; give the numbers by hand there: ParallelLayout(tp=..., tp_rank=...)"
+    ReplayError.unless(state is not None, problem, expected, got, cause)
+    problem, got = "Megatron-core's parallel state isn't initialised", "no model parallel groups"
+    expected = "from_megatron() after initialize_model_parallel()"
+    ReplayError.unless(state.model_parallel_is_initialized(), problem, expected, got)
     config = config_of(model)
     pattern = hybrid.pattern_of(config) if config is model else hybrid.pattern_in(chunks_of(model))
     sizes = {axis: _of_axis(state, axis, "world_size") for axis in _AXES}
@@ -52,15 +59,11 @@ def config_of(model: Any) -> Any:
     """Return the TransformerConfig of a model, its chunks or a wrapper around one; None for None."""
     if model is None or hasattr(model, "pipeline_model_parallel_size"):
         return model
-    config = _config_in(chunks_of(model))
-    if config is not None:
-        return config
-    raise ReplayError(
-        "this model has no Megatron config",
-        expected="a Megatron module, the list of its chunks, or its TransformerConfig",
-        got=type(model).__name__,
-        cause="a model of transformers, which has no parallel layout to read",
-    )
+    config, problem = _config_in(chunks_of(model)), "this model has no Megatron config"
+    expected = "a Megatron module, the list of its chunks, or its TransformerConfig"
+    cause = "a model of transformers, which has no parallel layout to read"
+    ReplayError.unless(config is not None, problem, expected, type(model).__name__, cause)
+    return config
 
 
 def decoder_layers(config: Any, pattern: str | None = None) -> DecoderLayers:
@@ -100,15 +103,11 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
     stage = _stage(chunks)
     if stage is None or stage.vp == 1:
         return
-    here = _decoder_layers_in(chunks)
-    if len(here) < len(stage.layers):
-        raise RouterError(
-            "this isn't all that this rank has of the model",
-            where=f"pipeline rank {stage.pp_rank} of {stage.pp}, {stage.vp} virtual stages",
-            expected=f"the list of all chunks, decoder layers {list(stage.layers)}",
-            got=f"{len(chunks)} with decoder layers {sorted(here)}",
-            cause="model[0] in the place of model",
-        )
+    here, problem = _decoder_layers_in(chunks), "this isn't all that this rank has of the model"
+    where = f"pipeline rank {stage.pp_rank} of {stage.pp}, {stage.vp} virtual stages"
+    expected = f"the list of all chunks, decoder layers {list(stage.layers)}"
+    got, cause = f"{len(chunks)} with decoder layers {sorted(here)}", "model[0] in the place of model"
+    RouterError.unless(len(here) >= len(stage.layers), problem, expected, got, cause, where)
 
 
 def _stage(chunks: Sequence[nn.Module]) -> ParallelLayout | None:
@@ -170,38 +169,15 @@ def unwrapped(module: Any) -> Iterator[Any]:
         module = getattr(module, "module", None)
 
 
-def _running_state() -> Any:
-    state: Any = sys.modules.get(_STATE)
-    if state is None:
-        raise ReplayError(
-            "Megatron-core isn't running in this process",
-            expected="from_megatron() after megatron.core.parallel_state.initialize_model_parallel()",
-            got="megatron.core.parallel_state was never imported",
-            cause="called on the driver; give the numbers by hand there: ParallelLayout(tp=..., tp_rank=...)",
-        )
-    if not state.model_parallel_is_initialized():
-        raise ReplayError(
-            "Megatron-core's parallel state isn't initialised",
-            expected="from_megatron() after initialize_model_parallel()",
-            got="no model parallel groups",
-        )
-    return state
-
-
 def _of_axis(state: Any, axis: str, what: str) -> int:
     return int(_ask(state, f"get_{_AXES[axis]}_{what}"))
 
 
 def _ask(state: Any, name: str) -> Any:
-    function: Callable[[], Any] | None = getattr(state, name, None)
-    if function is None:
-        raise ReplayError(
-            "this Megatron-core doesn't say how it is split",
-            expected=f"parallel_state.{name}()",
-            got="no such function",
-            cause="a release that npu_replay doesn't know; give the numbers by hand: ParallelLayout(...)",
-        )
-    return function()
+    problem, expected = "this Megatron-core doesn't say how it is split", f"parallel_state.{name}()"
+    cause = "a release that npu_replay doesn't know; give the numbers by hand: ParallelLayout(...)"
+    ReplayError.unless(hasattr(state, name), problem, expected, "no such function", cause)
+    return getattr(state, name)()
 
 
 def _virtual_stages(state: Any, config: Any) -> int:
@@ -214,14 +190,10 @@ def _virtual_stages(state: Any, config: Any) -> int:
 
 def _slices(config: Any, told: bool | None, tp: int) -> bool:
     found = told if config is None else bool(config.sequence_parallel)
-    if told is not None and found != told:
-        raise ReplayError(
-            "sequence_parallel is another in the model's config", expected=told, got=config.sequence_parallel
-        )
-    if found is None and tp > 1:
-        raise ReplayError(
-            "whether rows are sliced over the tensor-parallel ranks isn't known",
-            expected="from_megatron(model), or from_megatron(sequence_parallel=True or False)",
-            got=f"from_megatron() with tensor parallelism {tp}",
-        )
+    problem = "sequence_parallel is another in the model's config"
+    ReplayError.unless(told is None or found == told, problem, told, found)
+    problem = "whether rows are sliced over the tensor-parallel ranks isn't known"
+    expected = "from_megatron(model), or from_megatron(sequence_parallel=True or False)"
+    got = f"from_megatron() with tensor parallelism {tp}"
+    ReplayError.unless(found is not None or tp == 1, problem, expected, got)
     return bool(found)

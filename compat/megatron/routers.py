@@ -40,13 +40,10 @@ class MegatronRouters(RouterKind):
             return None
         if parallel_state.is_in_mtp(path):
             return None
-        if not isinstance(module, product.TopKRouter):
-            raise RouterError(
-                f"{type(module).__name__} can't be replayed",
-                where=path,
-                expected="a TopKRouter or a subclass",
-                got=f"another subclass of Router ({type(module).__module__})",
-            )
+        topk_router = isinstance(module, product.TopKRouter)
+        problem = f"{type(module).__name__} can't be replayed"
+        got = f"another subclass of Router ({type(module).__module__})"
+        RouterError.unless(topk_router, problem, "a TopKRouter or a subclass", got, "", path)
         import_hook.refuse_failures()
         features.refuse_half_import()
         if llm.looks_up(module):
@@ -135,12 +132,9 @@ def _pair(output: object) -> tuple[torch.Tensor, torch.Tensor]:
         probs, routing_map = output[:2]
         if isinstance(probs, torch.Tensor) and isinstance(routing_map, torch.Tensor):
             return probs, routing_map
-    raise NoEffect(
-        "the router's output can't be read",
-        expected="(probs, routing_map)",
-        got=type(output).__name__,
-        cause="a fork of Megatron-core whose router returns something else",
-    )
+    problem = "the router's output can't be read"
+    cause = "a fork of Megatron-core whose router returns something else"
+    raise NoEffect(problem, expected="(probs, routing_map)", got=type(output).__name__, cause=cause)
 
 
 def _without_exact_zeros(output: object, ids: torch.Tensor) -> object:
@@ -160,8 +154,18 @@ def gathered_ranks(config: Any) -> int:
 
 def _refuse(module: Any, path: str) -> None:
     """Refuse configurations that can't be replayed, and a router whose RouterReplay is replaying."""
-    config = module.config
-    graphs, action, ranks = _captures(config), _upstream_replay(module), _ranks_of_top_k(module)
+    config, action = module.config, _upstream_replay(module)
+    # The flags by which a graph captures the router.
+    graphs = [flag for flag in ("enable_cuda_graph", "external_cuda_graph") if getattr(config, flag, False)]
+    implementation = getattr(config, "cuda_graph_impl", None)
+    if implementation not in (None, "none"):
+        scope = getattr(config, "cuda_graph_scope", None) or "full"
+        names = scope if isinstance(scope, list | tuple) else [scope]
+        if any(str(getattr(name, "value", name)).split(".")[-1] != "attn" for name in names):
+            graphs.append(f"cuda_graph_impl={implementation!r} with cuda_graph_scope={scope!r}")
+    # Over how many ranks one top-k runs: in quantile balancing over the tokens of all.
+    quantile = module.routing_type == "quantile_balancing" and module.tp_cp_group is not None
+    ranks = int(module.tp_cp_group.size()) if quantile else 1
     cause = "the model's config; "
     if graphs:
         # A captured graph replays its kernels and runs no hook.
@@ -186,25 +190,6 @@ def _refuse(module: Any, path: str) -> None:
     else:
         return
     raise RouterError(problem, where=path, expected=expected, got=got, cause=cause)
-
-
-def _captures(config: Any) -> list[str]:
-    """Return the flags by which a graph captures the router."""
-    flags = [flag for flag in ("enable_cuda_graph", "external_cuda_graph") if getattr(config, flag, False)]
-    implementation = getattr(config, "cuda_graph_impl", None)
-    if implementation not in (None, "none"):
-        scope = getattr(config, "cuda_graph_scope", None) or "full"
-        names = scope if isinstance(scope, list | tuple) else [scope]
-        if any(str(getattr(name, "value", name)).split(".")[-1] != "attn" for name in names):
-            flags.append(f"cuda_graph_impl={implementation!r} with cuda_graph_scope={scope!r}")
-    return flags
-
-
-def _ranks_of_top_k(router: Any) -> int:
-    """Return over how many ranks one top-k runs: in quantile balancing over the tokens of all."""
-    if router.routing_type != "quantile_balancing" or router.tp_cp_group is None:
-        return 1
-    return int(router.tp_cp_group.size())
 
 
 def is_replaying(replay: Any) -> bool:

@@ -13,7 +13,6 @@ Undone:   the names are put back, or taken away, wherever they still are ours.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -22,10 +21,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from npu_replay.compat.megatron_backports.router_replay import Asked, asked, is_idle
+from npu_replay.compat.megatron_backports.router_replay import Asked, asked, is_idle, no_top_k
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Change, Patches
-from npu_replay.errors import NoEffect, ReplayError
+from npu_replay.errors import ReplayError
 
 MODULE = "megatron.core.transformer.moe.moe_utils"
 STAGES = "megatron.core.pipeline_parallel.utils"
@@ -57,18 +56,30 @@ def _add_routing(module: Any) -> None:
     native = getattr(module, _TOPK, None)
     known = {} if native is None else inspect.signature(native).parameters
     if native is None:
-        if not hasattr(module, "topk_softmax_with_capacity"):
-            raise ReplayError(
-                "no function that routes is known",
-                where=module.__name__,
-                expected=f"{_TOPK} or topk_softmax_with_capacity",
-                got="neither",
-                cause="a fork of Megatron-core, or a release that npu_replay hasn't seen",
-            )
-        ours = _with_replay(functools.partial(_without_capacity, module))
-        _patches.set(module, _TOPK, ours, _ADDED)
+        expected, got = f"{_TOPK} or topk_softmax_with_capacity", "neither"
+        cause = "a fork of Megatron-core, or a release that npu_replay hasn't seen"
+        known_one = hasattr(module, "topk_softmax_with_capacity")
+        problem = "no function that routes is known"
+        ReplayError.unless(known_one, problem, expected, got, cause, module.__name__)
+
+        def without_capacity(logits: torch.Tensor, topk: int, *, fused: bool, **how: Any) -> Pair:
+            if fused:
+                _refuse_fused(_TOPK)
+            probs, routing_map, _ = module.topk_softmax_with_capacity(logits, topk, **how)
+            return probs, routing_map
+
+        _patches.set(module, _TOPK, _with_replay(without_capacity), _ADDED)
     elif "router_replay" not in known and not any(one.kind is one.VAR_KEYWORD for one in known.values()):
-        _put_everywhere(module, _TOPK, native, _with_replay(native), "takes router_replay")
+        # Every module that holds the function: MindSpeed replaces those that hold the same one.
+        ours = _with_replay(native)
+
+        def undo() -> bool:
+            held = vars(module).get(_TOPK) is ours
+            _rebind(_TOPK, ours, native)
+            return held
+
+        _rebind(_TOPK, native, ours)
+        _patches.add(Change(f"{module.__name__}.{_TOPK}", "takes router_replay", undo))
     _add(module, apply_router_token_dropping, compute_routing_scores_for_aux_loss)
 
 
@@ -86,18 +97,6 @@ def _add(module: Any, *functions: Callable[..., Any]) -> None:
             _patches.set(module, function.__name__, function, _ADDED)
 
 
-def _put_everywhere(module: Any, name: str, native: Any, ours: Any, why: str) -> None:
-    """Replace a function in every module that holds it: MindSpeed replaces those that hold the same one."""
-
-    def undo() -> bool:
-        held = vars(module).get(name) is ours
-        _rebind(name, ours, native)
-        return held
-
-    _rebind(name, native, ours)
-    _patches.add(Change(f"{module.__name__}.{name}", why, undo))
-
-
 def _rebind(name: str, old: Any, new: Any) -> None:
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
@@ -110,6 +109,8 @@ def _rebind(name: str, old: Any, new: Any) -> None:
 
 
 def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
+    def own_topk(scores: Any, topk: int, num_groups: Any, group_topk: Any, own: Any) -> Any:
+        return own(scores, topk, num_groups=num_groups, group_topk=group_topk)
 
     def topk_routing_with_score_function(
         logits: torch.Tensor,
@@ -133,13 +134,9 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
             `dense_output` the probabilities and the ids, int64, in the order of the top-k; both [rows, topk].
         """
         if dense_output and fused:
-            raise NoFusedRouter(
-                "the fused router has no dense output",
-                where=_TOPK,
-                expected="fused=False, or dense_output=False",
-                got="both on",
-                cause="its kernel returns a map, without an order of the experts; upstream returns that map",
-            )
+            problem, expected = "the fused router has no dense output", "fused=False, or dense_output=False"
+            cause = "its kernel returns a map, without an order of the experts; upstream returns that map"
+            raise NoFusedRouter(problem, where=_TOPK, expected=expected, got="both on", cause=cause)
         how = {
             "use_pre_softmax": use_pre_softmax,
             "num_groups": num_groups,
@@ -152,35 +149,19 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
         if is_idle(router_replay):
             if not dense_output:
                 return native(logits, topk, **how)
-            router_replay = SimpleNamespace(get_replay_topk=_own_topk)  # only to learn the ids of the top-k
-        rows, num_experts = logits.shape[0], logits.shape[-1]
-        call = Asked(router_replay, rows, num_experts, topk, groups=(num_groups, group_topk))
+            router_replay = SimpleNamespace(get_replay_topk=own_topk)  # only to learn the ids of the top-k
+        call = Asked(router_replay, logits.shape[0], logits.shape[-1], topk, (num_groups, group_topk))
         with asked(call, fused=fused):
             probs, routing_map = native(logits, topk, **how)
         if not dense_output:
             return probs, routing_map
         if call.ids is None:
-            raise NoEffect(
-                "this release's routing calls no top-k, so there is no order for a dense output",
-                where=_TOPK,
-                expected=f"a top-{call.topk} over {call.num_experts} experts",
-                got=", ".join(dict.fromkeys(call.seen)) or "nothing",
-                cause="another function in the place of Megatron's, such as MindSpeed's fix_router",
-            )
+            problem = "this release's routing calls no top-k, so there is no order for a dense output"
+            cause = "another function in the place of Megatron's, such as MindSpeed's fix_router"
+            raise no_top_k(problem, call, cause, _TOPK)
         return probs.gather(1, call.ids), call.ids
 
     return topk_routing_with_score_function
-
-
-def _own_topk(scores: Any, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Any) -> Any:
-    return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-
-
-def _without_capacity(module: Any, logits: torch.Tensor, topk: int, *, fused: bool, **how: Any) -> Pair:
-    if fused:
-        _refuse_fused(_TOPK)
-    probs, routing_map, _ = module.topk_softmax_with_capacity(logits, topk, **how)
-    return probs, routing_map
 
 
 def apply_router_token_dropping(
@@ -239,14 +220,12 @@ def compute_routing_scores_for_aux_loss(
 
 
 def _refuse_fused(name: str) -> None:
-    raise NoFusedRouter(
-        "the fused router isn't there",
-        where=name,
-        expected="fused=False",
-        got="fused=True",
-        cause="moe_router_fusion=True with Megatron-core 0.12 or 0.13, which call no kernel of "
-        "Transformer Engine's; it came with 0.14",
+    cause = (
+        "moe_router_fusion=True with Megatron-core 0.12 or 0.13, which call no kernel of "
+        "Transformer Engine's; it came with 0.14"
     )
+    problem, expected = "the fused router isn't there", "fused=False"
+    raise NoFusedRouter(problem, where=name, expected=expected, got="fused=True", cause=cause)
 
 
 # Virtual pipeline stages

@@ -39,9 +39,9 @@ from npu_replay.sessions import seam
 MODULE = "megatron.core.transformer.moe.router"
 
 _WHAT = "routers that are replayed"
-_WHY = "gives each router what this release lacks, as it is built"
 _REPLAY = "router_replay"
 _OF_EACH = f"{_REPLAY} of each TopKRouter"
+_EVERYONE = "global_router_replay_instances"
 _LOSSES = ("aux_loss", "seq_aux_loss")
 """The auxiliary losses of the releases that lack the methods about them."""
 _COUNT = "_apply_expert_bias"
@@ -57,11 +57,44 @@ def _wrap(module: Any) -> None:
     kind = module.TopKRouter
     if _patches.has(kind, "__init__"):
         return
+
+    def equipping(init: Callable[..., None]) -> Any:
+        @functools.wraps(init)
+        def router_init(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            if list(_patches):  # else uninstalled, and somebody still calls it
+                # A fork's router may lack an attribute: its model is built all the same.
+                import_hook.attempt(described(type(self)), _WHAT, lambda: _equip(self))
+
+        return router_init
+
+    def take_back() -> bool:
+        """Remove each `router_replay` from routers and copies of routers, and from the list of all."""
+        for router, had in list(_given.items()):
+            replay = vars(router).pop(_REPLAY, None)
+            if had:
+                router.router_replay = None
+            if hasattr(type(replay), _EVERYONE):
+                _leave(replay, type(replay))
+        _given.clear()
+        for copy in alive(kind):
+            if isinstance(vars(copy).get(_REPLAY), MegatronRouterReplay):
+                delattr(copy, _REPLAY)
+        return True
+
     try:
-        repatch.wrap_init(_patches, kind, _router_init, _WHY)
-        _patches.add(Change(_OF_EACH, "what upstream's have", functools.partial(_take_back, kind)))
-        for router in in_order(kind):
-            _equip(router)  # built before npu_replay was imported, or before an uninstall()
+        why = "gives each router what this release lacks, as it is built"
+        repatch.wrap_init(_patches, kind, equipping, why)
+        _patches.add(Change(_OF_EACH, "what upstream's have", take_back))
+        # Those built before npu_replay was imported, or before an uninstall(), in the order of their
+        # creation: routers without a number are younger.
+        found = alive(kind)
+        numbered = all(one in _numbers for one in found)
+        places = {id(one): place for place, one in enumerate([] if numbered else alive_in_models(kind))}
+        last = math.inf
+        found.sort(key=lambda one: (_numbers.get(one, last), places.get(id(one), last)))
+        for router in found:
+            _equip(router)
     except Exception:
         _patches.undo()  # all or nothing
         raise
@@ -71,32 +104,24 @@ _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _next = itertools.count()
 
 
-def in_order(kind: type) -> list[Any]:
-    """Return the live routers in the order of creation; those without a number are younger."""
-    found = alive(kind)
-    numbered = all(one in _numbers for one in found)
-    places = {id(one): place for place, one in enumerate(() if numbered else alive_in_models(kind))}
-    return sorted(found, key=lambda one: (_numbers.get(one, math.inf), places.get(id(one), math.inf)))
-
-
-def _router_init(init: Callable[..., None]) -> Any:
-    @functools.wraps(init)
-    def router_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if list(_patches):  # else uninstalled, and somebody still calls it
-            # A fork's router may lack an attribute: its model is built all the same.
-            import_hook.attempt(described(type(self)), _WHAT, lambda: _equip(self))
-
-    return router_init
-
-
 def _equip(router: Any) -> None:
     _numbers.setdefault(router, next(_next))
-    names = missing(router)
-    kind = _router_replay()
-    _give(router, kind)
+    names, kind = missing(router), _router_replay()
+    ours = kind is MegatronRouterReplay
+    # A RouterReplay if the config asks for it, and None otherwise, as from 0.16 on.
+    before = getattr(router, _REPLAY, _ABSENT)
+    if before is None or before is _ABSENT:
+        made = (make(router) for make in _makers) if ours else ()
+        own = next((one for one in made if one is not None), None)
+        if own is None and asks_for_replay(router.config):
+            own = kind()
+        if own is not None or before is _ABSENT:
+            router.router_replay, _given[router] = own, before is None
+        if own is not None and ours:
+            own.layer_number = router.layer_number
+            _leave_with(router, own, kind)
     _hand_over_one(router)
-    if kind is MegatronRouterReplay:
+    if ours:
         names += ["forward", "routing", "set_layer_number"]
         losses = aux_losses.of(router)
         if losses is not None and losses.follow:
@@ -219,16 +244,11 @@ def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwarg
         return plain(*args, **kwargs)
     inputs = next(iter((*args, *kwargs.values())))  # hidden states or logits: the last dimension isn't tokens
     config, losses = router.config, aux_losses.of(router)
-    call = router_replay.Asked(
-        replay,
-        inputs.numel() // inputs.shape[-1] * gathered_ranks(config),
-        int(router.num_experts),
-        int(router.topk),
-        groups=(config.moe_router_num_groups, config.moe_router_group_topk),
-        spare=spare(router),
-        compares=losses is not None and is_replaying(replay) and losses.follow_the_call_of(router),
-    )
-    call.owner = router
+    rows = inputs.numel() // inputs.shape[-1] * gathered_ranks(config)
+    groups = config.moe_router_num_groups, config.moe_router_group_topk
+    call = router_replay.Asked(replay, rows, int(router.num_experts), int(router.topk), groups)
+    call.owner, call.spare = router, spare(router)
+    call.compares = losses is not None and is_replaying(replay) and losses.follow_the_call_of(router)
     with router_replay.asked(call, fused=fused_router.is_on(config)):
         return plain(*args, **kwargs)
 
@@ -248,44 +268,13 @@ def lacks_replay() -> bool:
     return _router_replay() is MegatronRouterReplay
 
 
+_ABSENT = object()
 _given: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 """The routers that got their `router_replay` here, and whether they had the attribute before, as None."""
-
-
-def _give(router: Any, kind: Any) -> None:
-    """Give a router a RouterReplay if its config asks for it, and None otherwise, as from 0.16 on."""
-    had = hasattr(router, _REPLAY)
-    if had and router.router_replay is not None:
-        return
-    made = (make(router) for make in _makers) if kind is MegatronRouterReplay else ()
-    own = next((one for one in made if one is not None), None)
-    if own is None and asks_for_replay(router.config):
-        own = kind()
-    if own is not None or not had:
-        router.router_replay = own
-        _given[router] = had
-    if own is not None and kind is MegatronRouterReplay:
-        own.layer_number = router.layer_number
-        router_replay.leave_with(router, own, kind)
-
-
-def _take_back(topk_router: type) -> bool:
-    """Remove each `router_replay` from routers and copies of routers, and from the list of all instances."""
-    for router, had in list(_given.items()):
-        replay = vars(router).pop(_REPLAY, None)
-        if had:
-            router.router_replay = None
-        if hasattr(type(replay), _EVERYONE):
-            router_replay.leave(replay, type(replay))
-    _given.clear()
-    for copy in alive(topk_router):
-        if isinstance(vars(copy).get(_REPLAY), MegatronRouterReplay):
-            delattr(copy, _REPLAY)
-    return True
-
-
 _makers: list[Callable[[Any], MegatronRouterReplay | None]] = []
 """Functions of frameworks that ask for a replay by other means than the config's flag."""
+_framework: list[Callable[[Any], Any]] = []
+"""The function that makes a framework's own instance, after `hand_over`."""
 
 
 def made_by(make: Callable[[Any], MegatronRouterReplay | None]) -> None:
@@ -299,19 +288,26 @@ def made_by(make: Callable[[Any], MegatronRouterReplay | None]) -> None:
     _patches.add(Change("the routers that are replayed", "as a framework asks for them", forget))
 
 
-_EVERYONE = "global_router_replay_instances"
-_framework: list[Callable[[Any], Any]] = []
-"""The function that makes a framework's own instance, after `hand_over`."""
-
-
 def hand_over(of: Callable[[Any], Any]) -> None:
     """Use a framework's own `of(router)` in each router that asks for replay, built already or later."""
     install()  # before a line is added to `_patches`, which would look installed
-    kind: Any = sys.modules[MODULE].TopKRouter
+    topk_router: Any = sys.modules[MODULE].TopKRouter
+
+    def hand_back() -> bool:
+        _framework.clear()
+        kind = _router_replay()
+        for router in alive(topk_router):
+            theirs = getattr(router, _REPLAY, None)
+            if theirs is not None and not hasattr(type(theirs), _EVERYONE):
+                own = kind()
+                _leave(own, kind)  # the instance of a copied router is in no list
+                _swap(router, own, theirs, kind)
+        return True
+
     if not _framework:
-        _patches.add(Change(_OF_EACH, "the framework's own", functools.partial(_hand_back, kind)))
+        _patches.add(Change(_OF_EACH, "the framework's own", hand_back))
     _framework[:] = [of]
-    for router in alive(kind):
+    for router in alive(topk_router):
         _hand_over_one(router)
 
 
@@ -321,25 +317,25 @@ def _hand_over_one(router: Any) -> None:
         _swap(router, _framework[0](router), own, type(own))
 
 
-def _hand_back(topk_router: type) -> bool:
-    _framework.clear()
-    kind = _router_replay()
-    for router in alive(topk_router):
-        theirs = getattr(router, _REPLAY, None)
-        if theirs is not None and not hasattr(type(theirs), _EVERYONE):
-            own = kind()
-            router_replay.leave(own, kind)  # the instance of a copied router is in no list
-            _swap(router, own, theirs, kind)
-    return True
-
-
 def _swap(router: Any, new: Any, old: Any, kind: Any) -> None:
     """Replace the instance also in Megatron's list of all, so that its API reaches the new one."""
     everyone = getattr(kind, _EVERYONE)
     everyone[:] = [new if one is old else one for one in everyone]
     new.layer_number = getattr(old, "layer_number", None)
     router.router_replay = new
-    router_replay.leave_with(router, new, kind)
+    _leave_with(router, new, kind)
+
+
+def _leave(replay: Any, kind: Any) -> None:
+    everyone = getattr(kind, _EVERYONE)
+    everyone[:] = [one for one in everyone if one is not replay]
+
+
+def _leave_with(router: Any, replay: Any, kind: Any) -> None:
+    """Remove an instance from the list of all when its router is garbage."""
+    # A weak reference: the finalizer would otherwise keep the instance alive as long as its router.
+    dead = weakref.ref(replay)
+    weakref.finalize(router, lambda: _leave(dead(), kind)).atexit = False
 
 
 _patches = Patches(_WHAT, beneath=repatch.undo)

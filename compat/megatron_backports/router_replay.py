@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import nn
 
 from npu_replay.compat.megatron import fused_router
 from npu_replay.compat.megatron.routers import IDLE_WITHOUT_ACTION, action_of, is_replaying
@@ -32,6 +30,7 @@ MODULE = "megatron.core.transformer.moe.router_replay"
 
 Topk = Callable[..., "tuple[torch.Tensor, torch.Tensor]"]
 """Maps (scores, topk, num_groups, group_topk) to (values, ids), each [rows, topk]."""
+Groups = tuple[int | None, int | None]
 
 
 def install() -> None:
@@ -168,12 +167,9 @@ class MegatronRouterReplay:
         if self.static_buffer is not None:
             place = self.static_buffer[: len(topk_indices)]
             if place.shape != topk_indices.shape:
-                raise RouterError(
-                    "the static buffer doesn't fit what is recorded",
-                    where=_place(self),
-                    expected=f"at least {list(topk_indices.shape)}",
-                    got=list(self.static_buffer.shape),
-                )
+                problem = "the static buffer doesn't fit what is recorded"
+                expected, got = f"at least {list(topk_indices.shape)}", list(self.static_buffer.shape)
+                raise RouterError(problem, where=_place(self), expected=expected, got=got)
             place.copy_(topk_indices)
             topk_indices = place
         self.recorded_topk_idx = topk_indices
@@ -188,12 +184,9 @@ class MegatronRouterReplay:
         try:
             found = None if action is None else RouterReplayAction(getattr(action, "value", action))
         except ValueError:
-            raise RouterError(
-                "this is no action of a RouterReplay",
-                where=_place(self),
-                expected="RouterReplayAction." + ", ".join(one.name for one in RouterReplayAction),
-                got=action,
-            ) from None
+            problem = "this is no action of a RouterReplay"
+            expected = "RouterReplayAction." + ", ".join(one.name for one in RouterReplayAction)
+            raise RouterError(problem, where=_place(self), expected=expected, got=action) from None
         self.router_replay_action = found
 
     def clear_router_replay_action(self) -> None:
@@ -232,22 +225,18 @@ class MegatronRouterReplay:
 
     def _target(self, rows: int, topk: int) -> torch.Tensor:
         """Return the ids of a replayed call; a subclass may keep them elsewhere."""
-        backward = self.router_replay_action is RouterReplayAction.REPLAY_BACKWARD
-        if backward:
+        ids = self.target_topk_idx
+        cause = "set_replay_data() was not called before this forward, or with ids of another"
+        if self.router_replay_action is RouterReplayAction.REPLAY_BACKWARD:
             ids = self.replay_backward_list.pop(0) if self.replay_backward_list else None
-        else:
-            ids = self.target_topk_idx
-        if ids is None or ids.shape != (rows, topk):
-            raise NoTarget(
-                f"{self.router_replay_action} has no ids for this call of the router",
-                where=_place(self),
-                expected=f"targets of shape {[rows, topk]}",
-                got="none" if ids is None else list(ids.shape),
-                cause="more recomputes than targets since clear_global_indices(), or a backward that doesn't "
+            cause = (
+                "more recomputes than targets since clear_global_indices(), or a backward that doesn't "
                 "go through the micro-batches in the order of their forwards"
-                if backward
-                else "set_replay_data() was not called before this forward, or with ids of another",
             )
+        if ids is None or ids.shape != (rows, topk):
+            problem = f"{self.router_replay_action} has no ids for this call of the router"
+            expected, got = f"targets of shape {[rows, topk]}", "none" if ids is None else list(ids.shape)
+            raise NoTarget(problem, where=_place(self), expected=expected, got=got, cause=cause)
         return ids
 
 
@@ -266,26 +255,20 @@ def is_idle(replay: Any) -> bool:
 class Asked(seam.Call):
     """Lets the top-k of a router's call ask a RouterReplay, ours or a framework's.
 
-    `groups` are the number of groups and of chosen ones; with `compares` the live choice is computed too.
+    `groups` are the number of groups and of chosen ones.
     """
 
+    watching = True  # the function mode also sees group masking, and a top-k imported by name
+    drops = True  # a second top-k of the same scores is the aux loss's: it stays live
+    compares = False  # compute the live choice, too
+
     def __init__(
-        self,
-        replay: Any,
-        rows: int,
-        num_experts: int,
-        topk: int,
-        *,
-        groups: tuple[int | None, int | None] = (None, None),
-        compares: bool = False,
-        spare: int = 0,
+        self, replay: Any, rows: int, num_experts: int, topk: int, groups: Groups = (None, None)
     ) -> None:
         super().__init__(rows, num_experts, topk, seam.Call.own)
         self.given = is_replaying(replay)
-        self.watching = True  # the function mode also sees group masking, and a top-k imported by name
         self.made = Masks(rows, num_experts) if groups[1] else None
-        self.drops = True  # a second top-k of the same scores is the aux loss's: it stays live
-        self.spare, self.replay, self._compares, self._groups = spare, replay, compares, groups
+        self.replay, self._groups = replay, groups
 
     def decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         outer = self.outer
@@ -301,7 +284,7 @@ class Asked(seam.Call):
                 seam.arm(None)
             return values[:, : self.topk], ids[:, : self.topk]
 
-        if self._compares:
+        if self.compares:
             self.own()
         values, ids = self.replay.get_replay_topk(self.unmasked(scores), self.topk, *self._groups, own)
         if isinstance(outer, Asked) and outer.replay is self.replay:
@@ -333,28 +316,20 @@ def asked(call: Asked, *, fused: bool = False) -> Iterator[None]:
         if kernel is not None:
             kernel.remove()
     if call.ids is None and action_of(call.replay) is not None:
-        raise NoEffect(
-            "RouterReplay has an action, and this router calls no top-k that could ask it",
-            expected=f"a top-{call.topk} over {call.num_experts} experts",
-            got=", ".join(dict.fromkeys(call.seen)) or "nothing",
-            cause="a selection that is made without torch.topk: by a hash, by a kernel, or in turn",
-        )
+        problem = "RouterReplay has an action, and this router calls no top-k that could ask it"
+        cause = "a selection that is made without torch.topk: by a hash, by a kernel, or in turn"
+        raise no_top_k(problem, call, cause)
+
+
+def no_top_k(problem: str, call: Asked, cause: str, where: str = "") -> NoEffect:
+    """Return the error for a call of a router in which no top-k asked."""
+    expected = f"a top-{call.topk} over {call.num_experts} experts"
+    got = ", ".join(dict.fromkeys(call.seen)) or "nothing"
+    return NoEffect(problem, where=where, expected=expected, got=got, cause=cause)
 
 
 def _everyone() -> list[MegatronRouterReplay]:
     return MegatronRouterReplay.global_router_replay_instances
-
-
-def leave(replay: Any, kind: Any) -> None:
-    everyone = kind.global_router_replay_instances
-    everyone[:] = [one for one in everyone if one is not replay]
-
-
-def leave_with(router: nn.Module, replay: Any, kind: Any) -> None:
-    """Remove an instance from the list of all when its router is garbage."""
-    # A weak reference: the finalizer would otherwise keep the instance alive as long as its router.
-    dead = weakref.ref(replay)
-    weakref.finalize(router, lambda: leave(dead(), kind)).atexit = False
 
 
 def _place(replay: Any) -> str:
@@ -365,19 +340,13 @@ def _place(replay: Any) -> str:
 def _check_ids(ids: Any, replay: Any) -> None:
     is_tensor = isinstance(ids, torch.Tensor)
     if not is_tensor or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise RouterError(
-            "these are no expert ids",
-            where=_place(replay),
-            expected="a tensor of integers, [rows, topk]",
-            got=f"{ids.dtype} {list(ids.shape)}" if is_tensor else ids,
-        )
+        problem, expected = "these are no expert ids", "a tensor of integers, [rows, topk]"
+        got = f"{ids.dtype} {list(ids.shape)}" if is_tensor else ids
+        raise RouterError(problem, where=_place(replay), expected=expected, got=got)
 
 
 def _check_count(got: int, of: str) -> None:
-    if got != len(_everyone()):
-        raise AnotherNumber(
-            f"another number of {of} than of routers with a replay",
-            expected=len(_everyone()),
-            got=got,
-            cause="layers of another pipeline stage, or a second model in this process with the flag",
-        )
+    if got != (wanted := len(_everyone())):
+        cause = "layers of another pipeline stage, or a second model in this process with the flag"
+        problem = f"another number of {of} than of routers with a replay"
+        raise AnotherNumber(problem, expected=wanted, got=got, cause=cause)

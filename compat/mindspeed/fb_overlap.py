@@ -12,6 +12,7 @@ Undone:   the hooks go with the block, the inputs with their graph; nothing of M
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from types import MethodType
@@ -30,19 +31,18 @@ _SIGNS = {"checkpoint", "bwd_layer_graph"}
 
 def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
     """Register the hooks on a chunk's overlapped layers; refuse recomputes in layers of an unknown kind."""
+    problem = "moe_fb_overlap recomputes in a place that npu_replay doesn't know"
+    expected = f"a layer whose own forward takes {' and '.join(sorted(_SIGNS))}"
+    cause = (
+        "a branch of MindSpeed that is built otherwise, or moe_fb_overlap set after the model was built; "
+        "turn activation recompute or moe_fb_overlap off"
+    )
     layers = [(router, _overlapped_layer(chunk, router)) for router in routers]
     for router, layer in layers:
         config: Any = getattr(router.module, "config", None)
         recomputes = getattr(config, "moe_fb_overlap", False) and config.recompute_granularity == "full"
-        if layer is None and recomputes:
-            raise RouterError(
-                "moe_fb_overlap recomputes in a place that npu_replay doesn't know",
-                where=router.path,
-                expected=f"a layer whose own forward takes {' and '.join(sorted(_SIGNS))}",
-                got="none around this router",
-                cause="a branch of MindSpeed that is built otherwise, or moe_fb_overlap set after the model "
-                "was built; turn activation recompute or moe_fb_overlap off",
-            )
+        known = layer is not None or not recomputes
+        RouterError.unless(known, problem, expected, "none around this router", cause, router.path)
     return [_Overlapped(layer, router, marks) for router, layer in layers if layer is not None]
 
 
@@ -50,13 +50,8 @@ class _Rerun:
     """Represents one run of a layer that MindSpeed may repeat; lives as long as the layer's graph."""
 
     def __init__(self, router: nn.Module, marks: Marks) -> None:
-        self._router = router
-        self._marks = marks
-        self._number = marks.running()
+        self.begins = functools.partial(marks.announce, router, marks.running())
         marks.foresee(router, self)
-
-    def begins(self) -> None:
-        self._marks.announce(self._router, self._number)
 
 
 class _Inputs(tuple[Any, ...]):
@@ -75,8 +70,7 @@ class _Overlapped:
     """Holds the two hooks of a layer, until they are removed."""
 
     def __init__(self, layer: nn.Module, router: Router, marks: Marks) -> None:
-        self._router = router
-        self._marks = marks
+        self._router, self._marks = router, marks
         self._expected: _Rerun | None = None
         begins, ends = Hook(self, _Overlapped._begins, layer), Hook(self, _Overlapped._ends, layer)
         self._handles = (
@@ -94,26 +88,20 @@ class _Overlapped:
     def _ends(self, args: tuple[Any, ...], output: object) -> None:
         if self._expected is None:
             return
-        graph = _graph(output, self._router)
+        # The LayerGraph among what a layer returns: (hidden states, context, graph, ...).
+        graph: Any = output[2] if isinstance(output, tuple) and len(output) > 2 else None
+        inputs = getattr(graph, "layer_inputs", None)
+        if not (getattr(graph, "checkpointed", False) and isinstance(inputs, tuple)):
+            problem = "moe_fb_overlap keeps what it runs again in a place that npu_replay doesn't know"
+            expected = "a graph with checkpointed and layer_inputs, third in what the layer returns"
+            got = type(output).__name__ if graph is None else f"{type(graph).__name__} without them"
+            cause = "a branch of MindSpeed that is built otherwise; turn off recompute or moe_fb_overlap"
+            raise RecomputeError(problem, where=self._router.path, expected=expected, got=got, cause=cause)
         if not isinstance(graph.layer_inputs, _Inputs):
             graph.layer_inputs = _Inputs(graph.layer_inputs)
             graph.layer_inputs.reruns = []
         graph.layer_inputs.reruns.append(self._expected)
         self._expected = None
-
-
-def _graph(output: object, router: Router) -> Any:
-    """Return the LayerGraph among what a layer returns: (hidden states, context, graph, ...)."""
-    graph = output[2] if isinstance(output, tuple) and len(output) > 2 else None
-    if getattr(graph, "checkpointed", False) and isinstance(getattr(graph, "layer_inputs", None), tuple):
-        return graph
-    raise RecomputeError(
-        "moe_fb_overlap keeps what it runs again in a place that npu_replay doesn't know",
-        where=router.path,
-        expected="a graph with checkpointed and layer_inputs, third in what the layer returns",
-        got=type(output).__name__ if graph is None else f"{type(graph).__name__} without them",
-        cause="a branch of MindSpeed that is built otherwise; turn off recompute or moe_fb_overlap",
-    )
 
 
 def _overlapped_layer(chunk: nn.Module, router: Router) -> nn.Module | None:

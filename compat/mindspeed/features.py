@@ -48,15 +48,14 @@ def _release(product: Product) -> list[str]:
 
 def refuse_features(config: Any, path: str) -> None:
     """Refuse a router whose choice MindSpeed overrides; the error names the feature and the reason."""
+    # MindSpeed's arguments, once it has read them: Megatron's own where those are set.
+    product: Any = sys.modules.get("mindspeed.args_utils")
+    read = product is not None and {_ADAPTOR, "mindspeed_llm"} & sys.modules.keys()
+    arguments = product.get_full_args() if read else None
     for feature, reason in _REFUSED.items():
-        if getattr(config, feature, False) or getattr(_arguments(), feature, False):
-            raise RouterError(
-                f"MindSpeed's {feature} can't be replayed",
-                where=path,
-                expected=f"{feature}=False",
-                got=f"{feature}=True",
-                cause=reason,
-            )
+        off = not (getattr(config, feature, False) or getattr(arguments, feature, False))
+        problem, expected = f"MindSpeed's {feature} can't be replayed", f"{feature}=False"
+        RouterError.unless(off, problem, expected, f"{feature}=True", reason, path)
 
 
 def refuse_half_import() -> None:
@@ -65,26 +64,16 @@ def refuse_half_import() -> None:
     applied = [name for name, patch in known.items() if patch.is_applied]
     if not applied or len(applied) == len(known) or _ADAPTOR in sys.modules:
         return
-    missing = next(name for name in known if name not in applied)
-    raise RouterError(
-        "MindSpeed is half imported",
-        where=f"import {_ADAPTOR}",
-        expected=f"all {len(known)} of its patches in place",
-        got=f"{len(applied)}, without {missing}",
-        cause="its import raised, and somebody caught it; «python -c 'import mindspeed.megatron_adaptor'» "
-        "shows it (a Megatron of another release than this MindSpeed's, a torch_npu that doesn't load)",
+    got = f"{len(applied)}, without {next(name for name in known if name not in applied)}"
+    problem, expected = "MindSpeed is half imported", f"all {len(known)} of its patches in place"
+    cause = (
+        "its import raised, and somebody caught it; «python -c 'import mindspeed.megatron_adaptor'» "
+        "shows it (a Megatron of another release than this MindSpeed's, a torch_npu that doesn't load)"
     )
+    raise RouterError(problem, where=f"import {_ADAPTOR}", expected=expected, got=got, cause=cause)
 
 
 def patches() -> dict[str, Any]:
     """Return MindSpeed's patches by the full name of what they change; none where it isn't imported."""
     product: Any = sys.modules.get("mindspeed.patch_utils")
     return {} if product is None else product.MindSpeedPatchesManager.patches_info
-
-
-def _arguments() -> Any:
-    """Return MindSpeed's arguments, once it has read them: Megatron's own where those are set."""
-    product: Any = sys.modules.get("mindspeed.args_utils")
-    if product is None or not {_ADAPTOR, "mindspeed_llm"} & sys.modules.keys():
-        return None
-    return product.get_full_args()

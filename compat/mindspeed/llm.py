@@ -41,10 +41,16 @@ def refuse(module: nn.Module, path: str) -> None:
     config: Any = module.config
     kind = _routing_type(module)
     groups: Any = getattr(module, "n_group", None) or getattr(config, "moe_router_num_groups", None)
+    # With the allgather dispatcher the router hands out a handle.
+    asynchronous = (
+        config.moe_token_dispatcher_type == "allgather"
+        and getattr(config, "moe_permutation_async_comm", False)
+        and (config.sequence_parallel or config.expert_model_parallel_size > 1)
+    )
     if kind == "sparsemixer_topk":
         expected, got = "a routing type with a top-k, or this one without a replay", "two arg-max with noise"
         cause = "the type draws its experts one after the other, and there is no top-k that could be answered"
-    elif kind == "pai_megatron_aux_loss" and _hands_out_a_handle(config):
+    elif kind == "pai_megatron_aux_loss" and asynchronous:
         expected, got = "moe_permutation_async_comm=False", "moe_permutation_async_comm=True"
         cause = "with the allgather dispatcher the router then returns a map that is still under way"
     elif (
@@ -57,13 +63,8 @@ def refuse(module: nn.Module, path: str) -> None:
         cause = "the top-k over the groups can't be told from the one over the experts"
     else:
         return
-    raise RouterError(
-        f"MindSpeed-LLM's moe_router_load_balancing_type={kind!r} can't be replayed",
-        where=path,
-        expected=expected,
-        got=got,
-        cause=cause,
-    )
+    problem = f"MindSpeed-LLM's moe_router_load_balancing_type={kind!r} can't be replayed"
+    raise RouterError(problem, where=path, expected=expected, got=got, cause=cause)
 
 
 def looks_up(module: nn.Module) -> bool:
@@ -125,14 +126,6 @@ def _routing_type(module: nn.Module) -> Any:
     return getattr(module, "routing_type", config.moe_router_load_balancing_type)
 
 
-def _hands_out_a_handle(config: Any) -> bool:
-    return bool(
-        config.moe_token_dispatcher_type == "allgather"
-        and getattr(config, "moe_permutation_async_comm", False)
-        and (config.sequence_parallel or config.expert_model_parallel_size > 1)
-    )
-
-
 def _looks_up(config: Any, kind: Any) -> bool:
     return bool(
         (getattr(config, "n_hash_layers", 0) or 0) >= 1
@@ -149,6 +142,5 @@ def _numbers(given: Any, name: str) -> list[int]:
     try:
         return [int(part) for part in parts] if isinstance(parts, Iterable) else [int(parts)]
     except (TypeError, ValueError) as error:
-        raise ReplayError(
-            f"{name} can't be read", expected="numbers, or a string like '3,7'", got=repr(given)
-        ) from error
+        expected = "numbers, or a string like '3,7'"
+        raise ReplayError(f"{name} can't be read", expected=expected, got=repr(given)) from error

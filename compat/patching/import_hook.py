@@ -11,7 +11,6 @@ Undone:   by `forget` and, for modules that were served, by `patches.undo_all`.
 
 from __future__ import annotations
 
-import functools
 import importlib.abc
 import logging
 import sys
@@ -34,19 +33,6 @@ Shim = Callable[[Any], object]
 
 
 @dataclass(frozen=True)
-class _Awaited:
-    """Holds what waits for a module: called with it once its code has run, or earlier, with what is there."""
-
-    act: Shim
-    early: bool
-    ends: bool
-
-
-_waiting: dict[str, dict[str, _Awaited]] = {}
-_failures: dict[str, str] = {}
-
-
-@dataclass
 class _Served:
     fill: Shim
     why: str
@@ -54,32 +40,33 @@ class _Served:
     patches: Patches
 
 
+_waiting: dict[str, dict[str, tuple[Shim, bool, bool]]] = {}
+"""What waits for a module, by the module's name and its own: the shim, `early` and `ends`."""
 _served: dict[str, _Served] = {}
+_failures: dict[str, str] = {}
 
 
 # ---- the interface
 
 
-def when_imported(module: str, name: str, shim: Shim, *, ends: bool = False) -> None:
+def when_imported(module: str, name: str, shim: Shim, *, early: bool = False, ends: bool = False) -> None:
     """Call `shim(module)` when `module` is imported, or now if it is; messages call it `name`.
 
     With NPU_REPLAY_DISABLE=1 nothing is done. A shim that raises is logged as an ERROR; the import goes on,
-    and the first block is refused (`refuse_failures`). `ends=True` has the import fail, for a process that
-    opens no block.
+    and the first block is refused (`refuse_failures`).
 
     >>> from npu_replay.compat.patching.import_hook import when_imported
     >>> when_imported("json", "an example", lambda module: print("told of", module.__name__))
     told of json
+
+    Args:
+        early: call it before the code of `module` runs, with what is there of it; so shims are imported.
+        ends: the import fails with the shim, for a process that opens no block.
     """
-    _await(module, name, _Awaited(shim, early=False, ends=ends))
-
-
-def before_import(module: str, name: str, prepare: Callable[[], object]) -> None:
-    """Call `prepare()` before the code of `module` runs, or now if it has begun; messages call it `name`.
-
-    A package's own shims are imported so. Failures are treated as those of a shim.
-    """
-    _await(module, name, _Awaited(lambda _: prepare(), early=True, ends=False))
+    if not environment.disabled():
+        _waiting.setdefault(module, {})[name] = shim, early, ends
+        _look_out()
+        _run_if_there(module)
 
 
 def serve(
@@ -105,12 +92,12 @@ def serve(
         _look_out()
 
 
-def attempt(module: str, name: str, action: Callable[[], object]) -> None:
+def attempt(module: str, name: str, action: Callable[..., object], *arguments: Any) -> None:
     """Change something in `module`; a failure is logged as an ERROR, and the first block is refused."""
     if environment.disabled():
         return
     try:
-        action()
+        action(*arguments)
     except Exception as error:  # noqa: BLE001  a shim may raise anything, and the import goes on
         said = f"{type(error).__name__}: {error}"
         if _failures.get(name) != said:  # logged once for many routers
@@ -123,7 +110,7 @@ def refuse_failures() -> None:
     for module in list(_waiting):  # a finder before ours in sys.meta_path may have found it
         _run_if_there(module)
     if _failures and environment.strict():
-        raise _failed()
+        _refuse()
 
 
 def forget() -> None:
@@ -134,25 +121,43 @@ def forget() -> None:
         sys.meta_path.remove(_finder)
 
 
+_thread = threading.local()
+
+
+@contextmanager
+def asking(name: str) -> Iterator[None]:
+    """Mark a module as one that this thread asks other finders for, which may ask ours again.
+
+    In it a module is also looked up without preparing anything.
+    """
+    before = _asked()
+    _thread.names = before | {name}
+    try:
+        yield
+    finally:
+        _thread.names = before
+
+
 # ---- the implementation
 
 
-def _failed() -> ReplayError:
-    return ReplayError(
-        f"{'; '.join(f'{name} failed: {error}' for name, error in _failures.items())}",
-        where="at import",
-        expected="a release that npu_replay knows how to change",
-        got="another; it was left as it was",
-        cause="a new release, or a patch of somebody else's in the same place. NPU_REPLAY_STRICT=0 goes on "
-        "without, NPU_REPLAY_DISABLE=1 changes nothing at all",
+def _asked() -> frozenset[str]:
+    return getattr(_thread, "names", frozenset())
+
+
+def _refuse() -> None:
+    problem = "; ".join(f"{name} failed: {error}" for name, error in _failures.items())
+    expected, got = "a release that npu_replay knows how to change", "another; it was left as it was"
+    cause = (
+        "a new release, or a patch of somebody else's in the same place. NPU_REPLAY_STRICT=0 goes on "
+        "without, NPU_REPLAY_DISABLE=1 changes nothing at all"
     )
+    raise ReplayError(problem, where="at import", expected=expected, got=got, cause=cause)
 
 
-def _await(module: str, name: str, what: _Awaited) -> None:
-    if not environment.disabled():
-        _waiting.setdefault(module, {})[name] = what
-        _look_out()
-        _run_if_there(module)
+def _look_out() -> None:
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
 
 
 def _run_if_there(module: str) -> None:
@@ -163,38 +168,13 @@ def _run_if_there(module: str) -> None:
 def _run(module: str, *, ran: bool) -> None:
     """Run what waits for a module: what is early, and all of it if the module's code has `ran`."""
     waiting = _waiting.get(module, {})
-    for name, what in list(waiting.items()):
-        if ran or what.early:
+    for name, (shim, early, ends) in list(waiting.items()):
+        if ran or early:
             del waiting[name]
-            attempt(module, name, functools.partial(what.act, sys.modules.get(module)))
-            if what.ends and name in _failures and environment.strict():
-                waiting[name] = what  # a second import fails too
-                raise _failed()
-
-
-def _look_out() -> None:
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
-
-
-class Asking(threading.local):
-    """Holds the modules that this thread asks other finders for, which may ask ours again."""
-
-    def __init__(self) -> None:
-        self.names: frozenset[str] = frozenset()
-
-    @contextmanager
-    def about(self, name: str) -> Iterator[None]:
-        """Mark a module as asked for; also used to look a module up without preparing anything."""
-        before = self.names
-        self.names |= {name}
-        try:
-            yield
-        finally:
-            self.names = before
-
-
-asking = Asking()
+            attempt(module, name, shim, sys.modules.get(module))
+            if ends and name in _failures and environment.strict():
+                waiting[name] = shim, early, ends  # a second import fails too
+                _refuse()
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -204,10 +184,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         awaited, served = _waiting.get(fullname), _served.get(fullname)
-        if fullname in asking.names or not (awaited or served):
+        if fullname in _asked() or not (awaited or served):
             return None
         others = [one for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]
-        with asking.about(fullname):
+        with asking(fullname):
             found = (finder.find_spec(fullname, path, target) for finder in others)
             spec = next((one for one in found if one is not None), None)
             parent = sys.modules.get(fullname.rpartition(".")[0])
@@ -227,31 +207,29 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         name = module.__name__
         served = _served[name]
         served.fill(module)
+
+        def take_away() -> bool:
+            """Remove the module from sys.modules and its package, unless it was replaced since."""
+            package, _, child = name.rpartition(".")
+            places: list[tuple[dict[str, Any], str]] = [(sys.modules, name)]
+            places += [] if package not in sys.modules else [(vars(sys.modules[package]), child)]
+            for names, key in places:
+                if getattr(getattr(names.get(key), "__spec__", None), "loader", None) is self:
+                    del names[key]
+            return True
+
         if not any(served.patches):  # else it was reloaded, or removed from sys.modules
-            served.patches.add(Change(name, served.why, functools.partial(_take_away, name)))
+            served.patches.add(Change(name, served.why, take_away))
 
 
 _finder = _Finder()
-
-
-def _take_away(name: str) -> bool:
-    """Remove a served module from sys.modules and its package, unless it was replaced since."""
-    package, _, child = name.rpartition(".")
-    parent = sys.modules.get(package)
-    places: list[tuple[dict[str, Any], str]] = [(sys.modules, name)]
-    places += [] if parent is None else [(vars(parent), child)]
-    for names, key in places:
-        if getattr(getattr(names.get(key), "__spec__", None), "loader", None) is _finder:
-            del names[key]
-    return True
 
 
 class _Loader(importlib.abc.Loader):
     """Wraps another loader for one import: it restores the module's spec, and runs the shims afterwards."""
 
     def __init__(self, loader: Any, module: str) -> None:
-        self._loader = loader
-        self._module = module
+        self._loader, self._module = loader, module
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+from functools import partial
 
 from npu_replay.compat.patching import import_hook, patches
 from npu_replay.errors import ReplayError
-from npu_replay.lazy import lazy
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,11 @@ def install() -> None:
     for package, shims in _SHIMS.items():
         for shim in shims:
             module = f"npu_replay.compat.{shim}"
-            import_hook.before_import(package, module, lazy(f"{module}:install"))
+            import_hook.when_imported(package, module, partial(_install, module), early=True)
+
+
+def _install(shim: str, _: object) -> None:
+    importlib.import_module(shim).install()
 
 
 def uninstall() -> None:
@@ -58,14 +63,9 @@ def uninstall() -> None:
     """
     from npu_replay.sessions.session import open_sessions  # here: it imports most of npu_replay
 
-    blocks = open_sessions()
-    if blocks:
-        raise ReplayError(
-            "uninstall() inside an open block",
-            expected="no open record, replay or pin_recompute block",
-            got="; ".join(map(str, blocks)),
-            cause="it was called from the training step; call it after the block has ended",
-        )
+    got, cause = open_sessions(), "it was called from the training step; call it after the block has ended"
+    problem, expected = "uninstall() inside an open block", "no open record, replay or pin_recompute block"
+    ReplayError.unless(not got, problem, expected, "; ".join(map(str, got)), cause)
     undo_everything()
 
 

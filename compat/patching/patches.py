@@ -118,7 +118,8 @@ class Patches:
             _groups.append(self)
 
     def has(self, owner: Any, name: str) -> bool:
-        return any(patch.owner is owner and patch.name == name for patch in self._attributes())
+        patches = (one for one in self._applied if isinstance(one, Patch))
+        return any(patch.owner is owner and patch.name == name for patch in patches)
 
     def undo(self) -> list[Applied]:
         """Undo all, newest first; return those that were replaced by others since."""
@@ -132,19 +133,15 @@ class Patches:
         """Undo a patch that isn't on top: another group of ours, or somebody else, has patched it again."""
         if not isinstance(one, Patch):
             return False
-        return any(group._take_over(one) for group in _groups) or bool(self._beneath and self._beneath(one))
-
-    def _take_over(self, below: Patch) -> bool:
-        """If this group patched the name on top of `below`, make it restore the original of `below`."""
-        for patch in self._attributes():
-            same = patch.owner is below.owner and patch.name == below.name and patch is not below
-            if same and patch.original is below.replacement:
-                self._applied[self._applied.index(patch)] = replace(patch, original=below.original)
-                return True
-        return False
-
-    def _attributes(self) -> list[Patch]:
-        return [one for one in self._applied if isinstance(one, Patch)]
+        for group in _groups:
+            for place, patch in enumerate(group._applied):
+                if not isinstance(patch, Patch) or patch is one:
+                    continue
+                same = patch.owner is one.owner and patch.name == one.name
+                if same and patch.original is one.replacement:
+                    group._applied[place] = replace(patch, original=one.original)
+                    return True
+        return bool(self._beneath and self._beneath(one))
 
     def __iter__(self) -> Iterator[Applied]:
         return iter(self._applied)

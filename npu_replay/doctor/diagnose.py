@@ -72,14 +72,10 @@ class Diagnosis:
             yield Table(("If you need it", "Do this"), remedies)
         yield ""
         if self.works:
-            there = [
-                one.name.removeprefix("replay ")
-                for one in found
-                if one.there and one.name in (_MEGATRON, _TRANSFORMERS)
-            ]
+            there = [one.name for one in found if one.there and one.name in (_MEGATRON, _TRANSFORMERS)]
+            where = " and ".join(name.removeprefix("replay ") for name in there)
             devices = " and ".join(device.upper() for device in self.trials)
-            tried = f"tried with a small router, with recompute, on {devices}"
-            yield f"Replay works here: {' and '.join(there)}; {tried}."
+            yield f"Replay works here: {where}; tried with a small router, with recompute, on {devices}."
         else:
             yield "Replay does not work here:"
             for fault in self.faults:
@@ -130,21 +126,19 @@ def diagnose(*, imports: bool = False) -> Diagnosis:
                 capabilities[other] = Capability(other, "missing", f"{_MEGATRON} is broken")
     if imports and capabilities[_TRANSFORMERS].there:
         put(_TRANSFORMERS, _try(__name__, _QWEN), (_QWEN,))
-    faults = tuple(_faults(capabilities.values()))
-    return Diagnosis(replace(found, capabilities=tuple(capabilities.values())), trials, faults)
-
-
-def _faults(found: Iterable[Capability]) -> Iterator[Capability]:
-    """Yield the capabilities without which replay fails; other missing ones only affect what needs them."""
+    # The capabilities without which replay fails; other missing ones only affect what needs them.
     decisive = {*_PRODUCTS, "CPU", *(kind.upper() for kind in _ACCELERATORS)}
-    for one in found:
-        lost = one.name == "recompute" and not one.there
-        if lost or (one.name in decisive and one.state == "broken"):
-            yield one
-    frameworks = [one for one in found if one.name in (_MEGATRON, _TRANSFORMERS)]
+    every = tuple(capabilities.values())
+    faults = [
+        one
+        for one in every
+        if (one.name in decisive and one.state == "broken") or (one.name == "recompute" and not one.there)
+    ]
+    frameworks = [one for one in every if one.name in (_MEGATRON, _TRANSFORMERS)]
     if not any(one.there for one in frameworks):
         remedy = "; or ".join(one.remedy for one in frameworks)
-        yield Capability("routers", "missing", "no framework whose routers are recognised", remedy)
+        faults.append(Capability("routers", "missing", "no framework whose routers are recognised", remedy))
+    return Diagnosis(replace(found, capabilities=every), trials, tuple(faults))
 
 
 def _try(module: str, *arguments: str) -> str:
@@ -152,8 +146,9 @@ def _try(module: str, *arguments: str) -> str:
     # torch_npu is imported explicitly: its autoload by `import torch` would hide why it fails.
     variables = os.environ | {torch_npu.AUTOLOAD: "0"}
     try:
+        command = [sys.executable, "-m", module, *arguments]
         done = subprocess.run(
-            [sys.executable, "-m", module, *arguments],
+            command,
             env=variables,
             timeout=_PATIENCE,
             text=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +66,17 @@ class Report:
         return tables.as_text([*self.parts(), *self._process()])
 
     def parts(self) -> Iterator[Part]:
-        yield Table(("Installed", "Version", "Where"), list(self._installed()))
+        """Yield what is installed and what it can do."""
+        rows = [
+            ("npu_replay", self.version, _place(Path(__file__).parents[1])),
+            ("torch", self.torch.version, _place(Path(torch.__file__).parent)),
+        ]
+        for product in self.products:
+            if product.problem:
+                rows.append((product.name, "?", product.problem))
+            elif product.found:
+                rows.append((product.name, product.version or "?", _place(Path(product.where))))
+        yield Table(("Installed", "Version", "Where"), rows)
         if absent := [one.name for one in self.products if not one.found and not one.problem]:
             yield f"Not installed: {', '.join(absent)}"
         yield ""
@@ -87,15 +97,6 @@ class Report:
                 yield f"  for {reason}:"
             yield f"  - {patch.where}"
             yield f"    {patch.why}"
-
-    def _installed(self) -> Iterator[Sequence[str]]:
-        yield "npu_replay", self.version, _place(Path(__file__).parents[1])
-        yield "torch", self.torch.version, _place(Path(torch.__file__).parent)
-        for product in self.products:
-            if product.problem:
-                yield product.name, "?", product.problem
-            elif product.found:
-                yield product.name, product.version or "?", _place(Path(product.where))
 
 
 def _place(folder: Path) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -114,12 +115,8 @@ class _ToyRouters(routers.RouterKind):
     def describe(self, module: nn.Module, path: str) -> routers.Router | None:
         if not isinstance(module, _ToyRouter):
             return None
-
-        def shows(output: Any) -> torch.Tensor:
-            return output[1]  # type: ignore[no-any-return]
-
-        about: dict[str, Any] = {"module": module, "num_experts": _EXPERTS, "topk": _TOPK, "path": path}
-        return routers.Router(**about, shows=shows, masks=False)
+        about: dict[str, Any] = {"num_experts": _EXPERTS, "topk": _TOPK, "shows": itemgetter(1)}
+        return routers.Router(module=module, masks=False, **about)
 
 
 if __name__ == "__main__":

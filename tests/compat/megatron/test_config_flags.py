@@ -149,6 +149,13 @@ def test_fields_of_copies_that_differ_are_an_error_where_nobody_says_of_which(co
     assert config_class(**fields).enable_routing_replay is True
 
 
+def test_what_a_config_said_stays_with_its_fields(config_class: type) -> None:
+    """Also where another config without replay was made from them since, and both are garbage."""
+    fields = fields_of(config_class(**SIZES, enable_routing_replay=True))
+    config_class(**fields | {"enable_routing_replay": False})
+    assert config_class(**fields).enable_routing_replay is True
+
+
 def test_a_deep_copy_is_known_by_its_own_init_method(config_class: type) -> None:
     """Also where the caller of the constructor holds the fields alone."""
     configs = [config_class(**SIZES)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,6 +245,19 @@ def test_mtp_routers_are_left_alone() -> None:
     assert [router.path for router in routers(trainer.model)] == [
         f"decoder.layers.{layer}.mlp.router" for layer in range(4)
     ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_quantile_balancing_over_the_tokens_of_several_ranks_is_refused(ranks: int) -> None:
+    model = build({}).model
+    for layer in model.decoder.layers:
+        layer.mlp.router.routing_type = "quantile_balancing"
+        layer.mlp.router.tp_cp_group = SimpleNamespace(size=lambda: ranks)
+    if ranks == 1:
+        assert len(routers(model)) == 4
+        return
+    with pytest.raises(RouterError, match=r"decoder.layers.0.mlp.router.*got 2 ranks"):
+        routers(model)
 
 
 @pytest.mark.parametrize(

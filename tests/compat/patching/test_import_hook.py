@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import logging
@@ -89,10 +88,11 @@ def test_a_module_that_another_finder_found_is_changed_before_the_first_block(
 def test_asked_for_by_the_module_itself_it_waits_for_its_end(product: Path) -> None:
     (product / "__init__.py").write_text(
         "from npu_replay.compat.patching import import_hook\n"
-        "import_hook.when_imported('waited_for', 'doubles', lambda module: setattr(module, 'value', 2))\n"
+        "import_hook.when_imported('waited_for', 'doubles', lambda module: module.value)\n"
         "value = 1\n"
     )
     assert importlib.import_module(NAME).value == 1
+    assert not import_hook._failures, "it ran too early, without a value"
     # Nobody was told: the finder had answered before. It is not lost, but done with the next call.
     import_hook.when_imported(NAME, "doubles", double)
     assert sys.modules[NAME].value == 2
@@ -142,7 +142,7 @@ def test_disable_changes_nothing(
 
 def test_forgotten_shims_do_not_run() -> None:
     import_hook.when_imported(NAME, "doubles", double)
-    import_hook.before_import(NAME, "fails", lambda: pytest.fail("ran"))
+    import_hook.when_imported(NAME, "fails", lambda _: pytest.fail("ran"), early=True)
     import_hook.forget()
     assert importlib.import_module(NAME).value == 1
     assert import_hook._finder not in sys.meta_path
@@ -164,7 +164,7 @@ def said(product: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def prepares(said: list[str]) -> None:
-    import_hook.before_import(NAME, "prepares", lambda: said.append("prepared"))
+    import_hook.when_imported(NAME, "prepares", lambda _: said.append("prepared"), early=True)
 
 
 def test_a_preparation_comes_before_the_code_of_the_package_and_once(said: list[str]) -> None:
@@ -177,8 +177,11 @@ def test_a_preparation_comes_before_the_code_of_the_package_and_once(said: list[
 def test_what_a_preparation_waits_for_is_not_missed(said: list[str], product: Path) -> None:
     """The package's own code imports the module that is waited for, as verl's does."""
     (product / "__init__.py").write_text("from waited_for.inner import value\n")
-    waits = functools.partial(import_hook.when_imported, f"{NAME}.inner", "doubles", double)
-    import_hook.before_import(NAME, "waits", waits)
+
+    def waits(_: object) -> None:
+        import_hook.when_imported(f"{NAME}.inner", "doubles", double)
+
+    import_hook.when_imported(NAME, "waits", waits, early=True)
     assert importlib.import_module(NAME).value == 2
 
 
@@ -210,10 +213,10 @@ def test_a_package_that_another_finder_found_is_prepared_for_before_the_first_bl
 def test_a_preparation_that_fails_is_one_error_and_the_import_goes_on(
     said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken() -> None:
+    def broken(_: object) -> None:
         raise ImportError("half installed")
 
-    import_hook.before_import(NAME, "its shims", broken)
+    import_hook.when_imported(NAME, "its shims", broken, early=True)
     prepares(said)
     importlib.import_module(NAME)
     assert said == ["prepared", "code"]
