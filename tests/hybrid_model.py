@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from npu_replay.smoke import hybrid_model, megatron_model
-from npu_replay.smoke.hybrid_model import missing
+from npu_replay.smoke import megatron_model
+from npu_replay.smoke.megatron_model import hybrid_lacks as missing
 from npu_replay.smoke.model import Norm
 
 __all__ = ["chunks", "config", "labels", "missing", "model", "symbols"]
@@ -48,7 +48,7 @@ def config(pattern: str, **changes: Any) -> Any:
 def model(cfg: Any, pattern: str, *, norm: type = Norm, **about: Any) -> Any:
     """Build a HybridModel, or a chunk of one; about: arguments of smoke's."""
     parts = {"mamba_layer": _state_space(norm)} | ({"mtp_block_spec": _mtp(norm)} if "/" in pattern else {})
-    return hybrid_model.model(cfg, pattern, norm=norm, parts=parts, **about)
+    return megatron_model.hybrid(cfg, pattern, norm=norm, parts=parts, **about)
 
 
 def chunks(cfg: Any, pattern: str, **about: Any) -> list[Any]:

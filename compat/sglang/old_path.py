@@ -19,23 +19,16 @@ NEW = "sglang.srt.state_capturer.routed_experts"
 
 def install() -> None:
     """Let the old name be imported if SGLang has only the new one."""
-    import_hook.serve(
-        OLD,
-        _fill,
-        f"the old name of {NEW}, which verl imports",
-        reason="SGLang's routes in verl",
-        where=_new_is_there,
-    )
 
+    def fill(module: ModuleType) -> None:
+        names = vars(importlib.import_module(NEW))
+        vars(module).update({name: value for name, value in names.items() if not name.startswith("__")})
 
-def _fill(module: ModuleType) -> None:
-    """Fill the module with everything that it has under its new name."""
-    names = vars(importlib.import_module(NEW))
-    vars(module).update({name: value for name, value in names.items() if not name.startswith("__")})
+    def new_is_there() -> bool:
+        try:
+            return importlib.util.find_spec(NEW) is not None
+        except ModuleNotFoundError:  # its package is missing, too
+            return False
 
-
-def _new_is_there() -> bool:
-    try:
-        return importlib.util.find_spec(NEW) is not None
-    except ModuleNotFoundError:  # its package is missing, too
-        return False
+    what, reason = f"the old name of {NEW}, which verl imports", "SGLang's routes in verl"
+    import_hook.serve(OLD, fill, what, reason=reason, where=new_is_there)

@@ -11,17 +11,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from npu_replay import environment
 from npu_replay.compat.vllm_ascend.placing import Layout, place
+from npu_replay.compat.vllm_ascend.self_check import Choice, SelfCheck
 from npu_replay.errors import ReplayError
-
-if TYPE_CHECKING:
-    from npu_replay.compat.vllm_ascend.self_check import Choice, SelfCheck
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +46,11 @@ class Capture:
     """
 
     def __init__(self, buffer: torch.Tensor, check: SelfCheck, group: Any) -> None:
-        self.buffer = buffer
-        self.check = check
+        self.buffer, self.check = buffer, check
         self.scheduled = 0
         self.entry: Entry | None = None
         self._group = group
-        self._merged = True
-        self._heard = False
-        self._given_up = False
+        self._merged, self._heard, self._given_up = True, False, False
         self._problem: ReplayError | None = None
 
     def fail(self, problem: ReplayError) -> None:

@@ -65,14 +65,27 @@ def place(layout: Layout, chosen: int) -> Place:
     >>> place(Layout(comm="mc2", tokens=13, entered=13, tp_rank=1, tp_size=2), 7)  # padded to 14
     Place(first=0, tokens=6, row=7)
     """
+    found = None
     if layout.comm == "allgather":
-        found = _gathered(layout, chosen)
+        # The tokens of all data-parallel ranks, one after the other. They are padded to the longest; or,
+        # gathered from parts, left as they are (to 0.26) or each padded to equal parts (from 0.27 on).
+        own = layout.across_dp or (layout.tokens,)
+        rank = layout.dp_rank if layout.across_dp else 0
+        in_parts = [_filled(tokens, layout.tp_size) for tokens in own]
+        for lengths in [own, in_parts] if layout.sharded else [[max(own)] * len(own)]:
+            if chosen == sum(lengths):  # if both fit, they are the same
+                found = Place(sum(lengths[:rank]), layout.tokens, 0)
     elif layout.comm == "none" or layout.sharded or layout.keeps_all:
-        filled = layout.sharded and "mc2" in layout.comm and chosen == _part_of_longest(layout)
-        fits = chosen == layout.entered or filled
-        found = Place(0, layout.entered, layout.begin) if fits else None
+        filled = layout.sharded and "mc2" in layout.comm and chosen * layout.tp_size == _longest(layout)
+        if chosen == layout.entered or filled:
+            found = Place(0, layout.entered, layout.begin)
     else:
-        found = _split(layout, chosen)
+        # Each tensor-parallel rank takes a part, as `torch.tensor_split` cuts them.
+        alltoall, rank = layout.comm == "alltoall", layout.tp_rank
+        total = max(layout.tokens, layout.tp_size) if alltoall else _longest(layout)
+        each, more = divmod(total, layout.tp_size)
+        if chosen == each + (rank < more):
+            found = Place(0, chosen, rank * each + min(rank, more))
     if found is None:
         problem = f"a layer chose experts of {chosen} rows, and their place in the batch isn't known"
         expected, cause = f"rows that come about in {layout}", "an unknown way to gather or split tokens"
@@ -80,34 +93,9 @@ def place(layout: Layout, chosen: int) -> Place:
     return found._replace(tokens=max(0, min(found.tokens, layout.tokens - found.row)))
 
 
-def _gathered(layout: Layout, chosen: int) -> Place | None:
-    """Return the place among the tokens of all data-parallel ranks, one after the other."""
-    # They are padded to the longest; or, gathered from parts, left as they are (to 0.26) or each padded to
-    # equal parts (from 0.27 on).
-    own = layout.across_dp or (layout.tokens,)
-    rank = layout.dp_rank if layout.across_dp else 0
-    in_parts = [_filled(tokens, layout.tp_size) for tokens in own]
-    for lengths in [own, in_parts] if layout.sharded else [[max(own)] * len(own)]:
-        if chosen == sum(lengths):  # if both fit, they are the same
-            return Place(sum(lengths[:rank]), layout.tokens, 0)
-    return None
-
-
-def _split(layout: Layout, chosen: int) -> Place | None:
-    """Return the place where each tensor-parallel rank takes a part, as `torch.tensor_split` cuts them."""
-    if layout.comm == "alltoall":
-        total = max(layout.tokens, layout.tp_size)
-    else:
-        total = _part_of_longest(layout) * layout.tp_size
-    each, more = divmod(total, layout.tp_size)
-    rank = layout.tp_rank
-    fits = chosen == each + (rank < more)
-    return Place(0, chosen, rank * each + min(rank, more)) if fits else None
-
-
-def _part_of_longest(layout: Layout) -> int:
-    """Return the size that MC2 pads to: an equal part of the longest data-parallel rank's tokens."""
-    return _filled(max(layout.across_dp, default=layout.tokens), layout.tp_size) // layout.tp_size
+def _longest(layout: Layout) -> int:
+    """Return the rows that MC2 pads to: the longest data-parallel rank's tokens, in equal parts."""
+    return _filled(max(layout.across_dp, default=layout.tokens), layout.tp_size)
 
 
 def _filled(tokens: int, parts: int) -> int:

@@ -86,7 +86,7 @@ def capability(product: Product, vllm: Product) -> Capability:
     """Return whether npu_replay captures routes here."""
     if not product.usable:
         return unusable(CAPABILITY, product)
-    problem = _unknown(product.version, vllm.version)
+    problem = releases.unknown(product.version, vllm.version)
     if problem is not None:
         return Capability(CAPABILITY, "broken" if wanted() else "missing", problem.problem, problem.cause)
     if environment.disabled():
@@ -96,13 +96,11 @@ def capability(product: Product, vllm: Product) -> Capability:
         return Capability(CAPABILITY, "missing", "it is off; this release is known", remedy)
     why = filtered()
     if why:
-        return Capability(
-            CAPABILITY, "broken", why, f"pip install npu_replay-*.whl beside vLLM; {NAME} in VLLM_PLUGINS"
-        )
+        remedy = f"pip install npu_replay-*.whl beside vLLM; {NAME} in VLLM_PLUGINS"
+        return Capability(CAPABILITY, "broken", why, remedy)
     pair = f"vllm-ascend {product.version} beside vLLM {vllm.version}"
-    return Capability(
-        CAPABILITY, "works", f"{pair}: every quantization and layout, checked in the first steps"
-    )
+    words = f"{pair}: every quantization and layout, checked in the first steps"
+    return Capability(CAPABILITY, "works", words)
 
 
 def register() -> None:
@@ -111,13 +109,10 @@ def register() -> None:
         return
     version, vllm = probe.installed("vllm-ascend"), probe.installed("vllm")
     if not version:
-        logger.warning(
-            "[npu_replay] %s is set, and there is no vllm-ascend here: nothing is changed", VLLM_ASCEND
-        )
+        words = "[npu_replay] %s is set, and there is no vllm-ascend here: nothing is changed"
+        logger.warning(words, VLLM_ASCEND)
         return
-    problem = _unknown(version, vllm)
-    if problem is not None:
-        _refuse(problem)
+    if _refuse(releases.unknown(version, vllm)):
         return
     _tell_workers_of_ray()
     for module in _RUNNERS:
@@ -133,8 +128,8 @@ def register() -> None:
 def _tell_workers_of_ray() -> None:
     """Add our variables to those that vLLM's Ray executor copies to its workers."""
     # Without them each worker would run as released, without an error.
-    named = [name.strip() for name in os.environ.get(_TO_RAY, "").split(",")]
     before = os.environ.get(_TO_RAY)
+    named = [name.strip() for name in (before or "").split(",")]
     told = ",".join(dict.fromkeys([*filter(None, named), VLLM_ASCEND, STRICT]))
     if told == before:
         return
@@ -148,12 +143,6 @@ def _tell_workers_of_ray() -> None:
 
     os.environ[_TO_RAY] = told
     _patches.add(Change(_TO_RAY, "workers of Ray have the switch", take_back))
-
-
-def _unknown(version: str, vllm: str) -> ReplayError | None:
-    """Return why these releases aren't touched."""
-    known = releases.captures(releases.of_release(version, vllm))
-    return releases.no_pair(version, vllm) or (None if known else releases.not_captured(version))
 
 
 def _refuse(problem: ReplayError | None) -> bool:
@@ -233,7 +222,7 @@ def _planned_wrong(vllm_config: Any) -> ReplayError | None:
         "enforce_eager": getattr(model, "enforce_eager", None),
         "model": model.hf_text_config,
     }
-    return releases.capture_refusal(_version(), plan)
+    return releases.refusal(_version(), plan, capture=True)
 
 
 def _version() -> str:

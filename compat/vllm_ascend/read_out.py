@@ -37,11 +37,7 @@ class ReadOut:
 
     def install(self, patches: Patches) -> None:
         """Wrap both ends of a step, by whichever of the known methods the capturer has."""
-        around: dict[str, Callable[..., Any]] = {
-            _SAVE: self._save,
-            _BUFFER: self._hand_out,
-            _SNAPSHOT: self._snapshot,
-        }
+        around: dict[str, Any] = {_SAVE: self._save, _BUFFER: self._hand_out, _SNAPSHOT: self._snapshot}
         found = {name: how for name, how in around.items() if hasattr(self._capturer, name)}
         if not found:
             where = f"{type(self._capturer).__module__}.{type(self._capturer).__qualname__}"
@@ -70,15 +66,12 @@ class ReadOut:
     def _begin(self, original: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("dummy_run"):
             self._capture.begin(scheduled.total_num_scheduled_tokens)
-            self._positions = positions(scheduled) if self._tells_positions() else None
+            # A late scheduler doesn't know yet which drafts of the last step were rejected.
+            drafts = getattr(self._runner, "speculative_config", None) is not None
+            late = getattr(self._runner.scheduler_config, "async_scheduling", False)
+            known = self._capture.check.ground < 0 and not (drafts and late)
+            self._positions = positions(scheduled) if known else None
         return original(scheduled, *args, **kwargs)
-
-    def _tells_positions(self) -> bool:
-        """Return whether the scheduler knows the positions of a step's tokens."""
-        # It doesn't know yet which drafts of the last step were rejected.
-        drafts = getattr(self._runner, "speculative_config", None) is not None
-        late = getattr(self._runner.scheduler_config, "async_scheduling", False)
-        return self._capture.check.ground < 0 and not (drafts and late)
 
     def _save(self, original: Callable[..., Any], indices: Any) -> None:
         slots = indices[: self._capture.scheduled]  # the rest is -1, which would index the last slot

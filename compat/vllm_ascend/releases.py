@@ -56,7 +56,8 @@ def refusal(
     """
     plan = plan or {}
     if capture:
-        return (no_pair(version, vllm) if vllm else None) or capture_refusal(version, plan)
+        other = unknown(version, vllm or None)
+        return other or launch.clash("npu_replay on vllm-ascend", version, "", plan, CAPTURE_CLASHES)
     never = launch.refusal("vllm-ascend", version, "", (OLDER, *FAULTS))
     quantization = plan.get("quantization") or model_config.quantization(plan.get("model"))
     known = {**plan, "quantization": quantization}
@@ -70,18 +71,20 @@ def of_release(version: str, vllm: str) -> str:
     return vllm if version and between and tells_release(vllm) else version
 
 
-def captures(version: str) -> bool:
-    """Return whether npu_replay knows how this release chooses experts and returns them."""
-    return any(run.holds(version) for run in _CAPTURED) and release(version) != (0, 0, 0)
-
-
-def no_pair(version: str, vllm: str) -> ReplayError | None:
-    """Return why npu_replay captures nothing on these two together; None if one is made for the other."""
-    if release(of_release(version, vllm))[:2] == release(vllm)[:2]:
+def unknown(version: str, vllm: str | None = None) -> ReplayError | None:
+    """Return why npu_replay captures nothing on this release, or beside this vLLM; None if it does."""
+    rules = version if vllm is None else of_release(version, vllm)
+    problem = f"npu_replay captures nothing on vllm-ascend {version}"
+    if vllm is not None and release(rules)[:2] != release(vllm)[:2]:
+        expected, cause = "the vLLM that it is made for", "one of them was installed without the other"
+        problem += f" beside vLLM {vllm}"
+        return ReplayError(problem, where="vllm-ascend", expected=expected, got=vllm, cause=cause)
+    if release(rules) != (0, 0, 0) and any(run.holds(rules) for run in _CAPTURED):
         return None
-    problem = f"npu_replay captures nothing on vllm-ascend {version} beside vLLM {vllm}"
-    expected, cause = "the vLLM that it is made for", "one of them was installed without the other"
-    return ReplayError(problem, where="vllm-ascend", expected=expected, got=vllm, cause=cause)
+    problem += ", and touches nothing there"
+    cause = f"a release that it doesn't know, or 0.21.0rc1, which returns no routes: unset {VLLM_ASCEND}"
+    expected = "0.18.0 to 0.20.2rc1, or 0.22.1rc1 to 0.30"
+    return ReplayError(problem, where="rollout", expected=expected, got=version, cause=cause)
 
 
 def environment() -> dict[str, str]:
@@ -91,21 +94,6 @@ def environment() -> dict[str, str]:
     if allowed is None or PLUGIN in allowed.split(","):
         return {VLLM_ASCEND: "1"}
     return {VLLM_ASCEND: "1", "VLLM_PLUGINS": ",".join(filter(None, (allowed, PLUGIN)))}
-
-
-def capture_refusal(version: str, plan: Plan) -> ReplayError | None:
-    """Return why npu_replay captures nothing with this release and plan; None if it captures."""
-    if not captures(version):
-        return not_captured(version)
-    return launch.clash("npu_replay on vllm-ascend", version, "", plan, CAPTURE_CLASHES)
-
-
-def not_captured(version: str) -> ReplayError:
-    """Make the error about a release that npu_replay doesn't know."""
-    problem = f"npu_replay captures nothing on vllm-ascend {version}, and touches nothing there"
-    cause = f"a release that it doesn't know, or 0.21.0rc1, which returns no routes: unset {VLLM_ASCEND}"
-    expected = "0.18.0 to 0.20.2rc1, or 0.22.1rc1 to 0.30"
-    return ReplayError(problem, where="rollout", expected=expected, got=version, cause=cause)
 
 
 def needs_v2(version: str, model: Any = None) -> bool:

@@ -53,11 +53,9 @@ class Seam:
         from vllm.forward_context import get_forward_context
         from vllm_ascend.ascend_forward_context import _EXTRA_CTX
 
-        self._capture = capture
-        self._modules = modules
+        self._capture, self._modules = capture, modules
         self._tp, self._parallel = tp, parallel
-        self._extra = _EXTRA_CTX
-        self._context = get_forward_context
+        self._extra, self._context = _EXTRA_CTX, get_forward_context
         self._layer: int | None = None
 
     def install(self, patches: Patches, capturer: Any, selects: bool) -> None:

@@ -53,30 +53,27 @@ class Choice:
 
 def expected(logits: torch.Tensor, choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sorted experts, (rows, k), that logits (rows, experts) choose, and the certain rows."""
+    # A row is uncertain if the last chosen score and the next are near.
     near = _NEAR[logits.dtype]
     scores = _SCORES[choice.scoring](logits.float())
     if choice.bias is not None:
         scores = scores + choice.bias.to(logits.dtype).float()
     sure = torch.ones(len(scores), dtype=torch.bool, device=scores.device)
     if choice.groups > choice.kept:
-        # A row is uncertain if the last chosen score and the next are near.
-        scores, sure = _within_groups(scores, choice, near)
+        # A group is as good as its two best (group_select_mode=1).
+        by_group = scores.reshape(len(scores), choice.groups, -1)
+        of_group = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
+        best = of_group.topk(choice.kept + 1, dim=-1)
+        kept = best.indices[:, :-1]
+        # A release that scores a group by its best expert only may choose other groups.
+        by_best = by_group.amax(-1).topk(choice.kept, dim=-1).indices
+        sure = (by_best.sort(dim=-1).values == kept.sort(dim=-1).values).all(-1)
+        sure &= ~_close(best.values, near)
+        left = torch.zeros_like(of_group, dtype=torch.bool).scatter(-1, kept, True)
+        scores = by_group.masked_fill(~left.unsqueeze(-1), -torch.inf).flatten(-2)
     best = scores.topk(choice.top_k + 1, dim=-1)
     sure &= ~_close(best.values, near)
     return best.indices[:, :-1].sort(dim=-1).values, sure
-
-
-def _within_groups(scores: torch.Tensor, choice: Choice, near: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep the scores of the best groups; a group is as good as its two best (group_select_mode=1)."""
-    by_group = scores.reshape(len(scores), choice.groups, -1)
-    of_group = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
-    best = of_group.topk(choice.kept + 1, dim=-1)
-    sure = ~_close(best.values, near)
-    # A release that scores a group by its best expert only may choose other groups.
-    by_best = by_group.amax(-1).topk(choice.kept, dim=-1).indices.sort(dim=-1).values
-    sure &= (by_best == best.indices[:, :-1].sort(dim=-1).values).all(-1)
-    kept = torch.zeros_like(of_group, dtype=torch.bool).scatter(-1, best.indices[:, :-1], True)
-    return by_group.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2), sure
 
 
 def _close(best: torch.Tensor, near: float) -> torch.Tensor:
@@ -111,13 +108,10 @@ class SelfCheck:
         steps: int = STEPS,
         speaks: bool = True,
     ) -> None:
-        self._layers = dict(sorted(layers.items()))
-        self._experts = experts
-        self._group = group
-        self._where = where
+        self._layers, self._experts = dict(sorted(layers.items())), experts
+        self._group, self._where, self._speaks = group, where, speaks
         self._each = self._left = steps
         self._seen = 0
-        self._speaks = speaks
         self._to_compare = COMPARED
         self._ways: set[str] = set()
         self._again = False
@@ -191,8 +185,35 @@ class SelfCheck:
         """Check the rows of all ranks, and set zeros where nothing routes; all ranks raise together."""
         if not self._left:
             return
-        self._refuse(self._covered(rows[:, list(self._layers)]))
-        self._refuse(self._chosen(rows))
+        # Of each fault, the number of rows per layer that have it.
+        own = rows[:, list(self._layers)]
+        apart = (own < 0).any(-1) & (self._writers > 0)
+        ids = own.sort(-1).values
+        faults = [
+            ((self._writers == 0).sum(0), "were written by no rank: a layer or tokens are missing"),
+            ((self._writers > 1).sum(0), "were written by more than one rank"),
+            (apart.sum(0), "weren't put together from all ranks"),
+            ((ids >= self._experts).any(-1).sum(0), f"have an expert above {self._experts - 1}"),
+            ((ids[..., 1:] == ids[..., :-1]).any(-1).sum(0), "have one expert twice"),
+        ]
+        self._refuse(faults)
+        # Of each layer, the rows that differ from the logits, if more than precision explains.
+        wrong = torch.zeros(len(self._layers), dtype=torch.int64, device=rows.device)
+        for place, layer in enumerate(self._layers):
+            if layer in self._expected:
+                chosen, sure, row = self._expected[layer]
+                of_layer = rows[row : row + len(chosen), layer].sort(-1).values
+                differ = (of_layer != chosen[: len(of_layer)]).any(-1) & sure[: len(of_layer)]
+                allowed = max(1, int(_MAY_DIFFER * len(of_layer)))
+                wrong[place] = torch.where(differ.sum() > allowed, differ.sum(), 0)
+        none = torch.tensor(0)
+        again = torch.stack([self._twice.get(layer, none).to(rows.device) for layer in self._layers])
+        found = torch.stack([again, wrong]).int()
+        if self._group is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group.device_group)
+        other = "were chosen twice, and otherwise: by another layer, such as a draft's, taken for it"
+        words = "aren't the top-k of the router's logits: other experts, or other tokens' rows"
+        self._refuse([(found[0], other), (found[1], words)])
         order = list(self._expected)
         problem = f"in step {self._seen + 1}, layers chose in the order {order}"
         expected, cause = "ascending numbers, as layers run", "two layers were mixed up. " + _REPORT
@@ -206,39 +227,13 @@ class SelfCheck:
         self._left -= 1
         self._seen += 1
         if not self._left and self._speaks:
-            self._say()
-
-    def _covered(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, str]]:
-        """Return for each fault the number of rows per layer that have it."""
-        apart = (rows < 0).any(-1) & (self._writers > 0)
-        ids = rows.sort(-1).values
-        return [
-            ((self._writers == 0).sum(0), "were written by no rank: a layer or tokens are missing"),
-            ((self._writers > 1).sum(0), "were written by more than one rank"),
-            (apart.sum(0), "weren't put together from all ranks"),
-            ((ids >= self._experts).any(-1).sum(0), f"have an expert above {self._experts - 1}"),
-            ((ids[..., 1:] == ids[..., :-1]).any(-1).sum(0), "have one expert twice"),
-        ]
-
-    def _chosen(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, str]]:
-        """Return for each layer the rows that differ from the logits, if more than precision explains."""
-        wrong = torch.zeros(len(self._layers), dtype=torch.int64, device=rows.device)
-        for place, layer in enumerate(self._layers):
-            if layer in self._expected:
-                ids, sure, row = self._expected[layer]
-                of_layer = rows[row : row + len(ids), layer].sort(-1).values
-                differ = (of_layer != ids[: len(of_layer)]).any(-1) & sure[: len(of_layer)]
-                allowed = max(1, int(_MAY_DIFFER * len(of_layer)))
-                wrong[place] = torch.where(differ.sum() > allowed, differ.sum(), 0)
-        none = torch.tensor(0)
-        again = torch.stack([self._twice.get(layer, none).to(rows.device) for layer in self._layers])
-        found = torch.stack([again, wrong]).int()
-        if self._group is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group.device_group)
-        return [
-            (found[0], "were chosen twice, and otherwise: by another layer, such as a draft's, taken for it"),
-            (found[1], "aren't the top-k of the router's logits: other experts, or other tokens' rows"),
-        ]
+            unseen = len(self._layers) - len(self._compared)
+            logger.warning(
+                "[npu_replay] routes of %d layers are captured on %s. Checked over %d steps: every row "
+                "written; ids held against the routers' logits in %d of them%s",
+                *(len(self._layers), self._where, self._seen, self._eager),
+                f", but not of {unseen} layers, which choose in a way of their own" if unseen else "",
+            )
 
     def _refuse(self, found: Collection[tuple[torch.Tensor, str]]) -> None:
         for count, words in found:
@@ -253,15 +248,3 @@ class SelfCheck:
                     cause="a path of this release that npu_replay doesn't know, or somebody's patch of it. "
                     + _REPORT,
                 )
-
-    def _say(self) -> None:
-        unseen = len(self._layers) - len(self._compared)
-        logger.warning(
-            "[npu_replay] routes of %d layers are captured on %s. Checked over %d steps: every row written; "
-            "ids held against the routers' logits in %d of them%s",
-            len(self._layers),
-            self._where,
-            self._seen,
-            self._eager,
-            f", but not of {unseen} layers, which choose in a way of their own" if unseen else "",
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +129,7 @@ def _inspect(given: Namespace) -> int:
         start=given.start,
         sample=given.sample,
     )
-    if ending == ".png":
-        from npu_replay.inspection import plots
-
-        _end(given, found, partial(plots.routes, found))
-    else:
-        _end(given, found)
+    _end(given, found, found.picture if ending == ".png" else None)
     return 0 if found.good else FAULT
 
 

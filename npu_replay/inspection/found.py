@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,8 @@ from npu_replay.tables import Part, Table
 
 _REFUSED = 20
 """The number of refused sequences that are named one by one."""
+_WRONG, _RIGHT = "#b3452c", "#2f8a5b"
+_COLOURS = ("#ffffff", "#9dbbd8", "#3b6ea5", "#12263d")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +153,7 @@ class Inspection:
     def parts(self) -> Iterator[Part]:
         yield f"{self.path}: {self.what}"
         if seen := [verdict for verdict in self.verdicts if verdict.layers]:
-            first = seen[0]
+            first, experts = seen[0], max(1, self.num_experts)
             tokens, rows, size = (
                 sum(getattr(one, name) for one in seen) for name in ("tokens", "rows", "nbytes")
             )
@@ -158,7 +163,11 @@ class Inspection:
             if len(seen) == 1 and first.facts:
                 yield ", ".join(first.facts)
             yield ""
-            yield self._table()
+            even, most = f"even: {1 / experts:.2%}", f"of {math.log2(experts):.2f}"
+            used, entropy = f"Experts used\nof {experts}", f"Entropy, bits\n{most}"
+            cells = "{layer}|{rows:,}|{used:,}|{busiest_share:.2%} (expert {busiest})|{entropy:.2f}"
+            rows_of_table = [cells.format(**one).split("|") for one in self.layers]
+            yield Table(("Layer", "Rows", used, f"Busiest\n{even}", entropy), rows_of_table, range(1, 5))
             yield ""
         for words in self.unchecked:
             yield f"not checked: {words}"
@@ -177,10 +186,38 @@ class Inspection:
             if len(bad) > _REFUSED:
                 yield f"- and {len(bad) - _REFUSED:,} more: --json has them all"
 
-    def _table(self) -> Table:
-        experts = max(1, self.num_experts)
-        even, most = f"even: {1 / experts:.2%}", f"of {math.log2(experts):.2f}"
-        heads = "Layer", "Rows", f"Experts used\nof {experts}", f"Busiest\n{even}", f"Entropy, bits\n{most}"
-        cells = "{layer}|{rows:,}|{used:,}|{busiest_share:.2%} (expert {busiest})|{entropy:.2f}"
-        rows = [cells.format(**one).split("|") for one in self.layers]
-        return Table(heads, rows, numbers=range(1, 5))
+    def picture(self) -> bytes:
+        """Draw the load as PNG: layers against experts, and how often each was named. Needs matplotlib."""
+        from matplotlib.colors import LinearSegmentedColormap
+        from matplotlib.figure import Figure
+
+        layers = sorted(self.load)
+        figure = Figure(
+            figsize=(9, min(9.0, max(3.2, 1.8 + 0.14 * len(layers)))), layout="constrained", dpi=110
+        )
+        figure.suptitle(f"{Path(self.path).name}: {self.what}", x=0.01, ha="left", weight="bold")
+        if layers:
+            shares = np.zeros((len(layers), self.num_experts))
+            for place, layer in enumerate(layers):
+                counts = self.load[layer]
+                shares[place, : len(counts)] = counts / max(1, counts.sum()) * self.num_experts
+            axes = figure.subplots()
+            colours = LinearSegmentedColormap.from_list("load", _COLOURS)
+            top = max(2.0, float(np.percentile(shares, 99.5)))
+            image = axes.imshow(shares, aspect="auto", interpolation="none", cmap=colours, vmin=0, vmax=top)
+            bar = figure.colorbar(image, ax=axes, extend="max", pad=0.02, aspect=30)
+            bar.set_label("times the even share", fontsize=9)
+            bar.outline.set_visible(False)
+            axes.set(xlabel="expert", ylabel="decoder layer")
+            axes.set_title("Load: how often each expert was named; white is never", loc="left", fontsize=10)
+            places = range(0, len(layers), max(1, -(-len(layers) // 12)))
+            axes.set_yticks(list(places), [str(layers[place]) for place in places])
+            axes.spines[:].set_visible(False)
+        wrong = [verdict.problem for verdict in self.bad]
+        several = f"{len(wrong)} of {len(self.verdicts)} refused. " if len(self.verdicts) > 1 else ""
+        said = several + (wrong[0] if wrong else "ok")
+        words = textwrap.fill(textwrap.shorten(said, 380), 120)
+        figure.supxlabel(words, x=0.01, ha="left", fontsize=10, color=_WRONG if wrong else _RIGHT)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", metadata={"Description": said})
+        return buffer.getvalue()

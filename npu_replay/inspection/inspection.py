@@ -230,7 +230,8 @@ class _Given:
                 cause="an engine or a request that wasn't asked for routes, or a file of something else; "
                 "--engine vllm or sglang names the engine",
             )
-        self.needed_model()
+        model = self.needed_model()
+        several: list[tuple[str, int, Any]]
         if engine == "vllm":
             version = version or (vllm.said_release(answer) if isinstance(answer, dict) else "")
             read = vllm.read(answer, version)
@@ -243,24 +244,21 @@ class _Given:
         problem, wanted = "no such sequence in this answer", f"0 to {len(several) - 1}"
         ReplayError.unless(bool(chosen), problem, wanted, self.sample, where=str(self.path))
         for name, number, one in chosen:
-            self._add_one(engine, version, one, number, name if len(several) > 1 else "")
-
-    def _add_one(self, engine: Engine, version: str, one: Any, number: int, name: str) -> None:
-        """Add one sequence of an answer. Unknown tokens all get one id, so that equal rows are no fault."""
-        if engine == "sglang":
+            called = name if len(several) > 1 else ""
             try:
-                one = sglang.read(one, version)
+                said = sglang.read(one, version) if engine == "sglang" else one
             except ReplayError as error:
-                self.found.refuse(name, error)
-                return
-        given, named = list(self.ids(number)), True
-        said = ((one.prompt_ids, one.prompt_tokens), (one.output_ids, one.completion_tokens))
-        for part, (ids, count) in enumerate(said):
-            if given[part] is None and ids is None:
-                known = count is not None and count < _MOST_TOKENS
-                given[part], named = (np.zeros(count or 0, np.int64) if known else None), False
-        read = partial(one.routes, self.needed_model(), *given, self.start)
-        self.found.add(read, name=name, named=named, unchecked=[] if named else [_NO_TOKENS])
+                self.found.refuse(called, error)
+                continue
+            # Unknown tokens all get one id, so that equal rows are no fault.
+            given, named = list(self.ids(number)), True
+            known = ((said.prompt_ids, said.prompt_tokens), (said.output_ids, said.completion_tokens))
+            for part, (ids, count) in enumerate(known):
+                if given[part] is None and ids is None:
+                    fits = count is not None and count < _MOST_TOKENS
+                    given[part], named = (np.zeros(count or 0, np.int64) if fits else None), False
+            routes = partial(said.routes, model, given[0], given[1], self.start)
+            self.found.add(routes, name=called, named=named, unchecked=[] if named else [_NO_TOKENS])
 
 
 def whose(answer: Any) -> Engine | None:

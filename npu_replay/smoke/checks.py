@@ -11,33 +11,45 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import npu_replay
+from npu_replay.errors import ReplayError
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.routes.mismatch import differing_token_layers
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.smoke.job import Job, Wrong
 from npu_replay.smoke.model import StepOutcome, build, perturbed, plan, routers_of, step
+from npu_replay.smoke.options import Options
 
 CLOSE = 1e-3
 """The tolerance of losses and gradients on devices that don't add in a fixed order.
 
 Other experts change both by far more.
 """
+_OTHERS = "show other experts than were replayed"
+
+
+class Wrong(ReplayError):
+    """Raised when a feature doesn't work, after all of its collectives have ended."""
 
 
 class Trial:
-    """Holds one way of routing on this rank: the model, its micro-batches, and the untouched step."""
+    """Holds one way of routing on this rank: the model, its micro-batches, and the untouched step.
 
-    def __init__(self, job: Job, routing: str) -> None:
-        self.job, self.routing = job, routing
-        self.chunks = build(job.options, routing, job.device)
+    `share` tells all ranks a value under a name, and returns those of all, or gives up after some seconds.
+    """
+
+    def __init__(
+        self, options: Options, routing: str, device: torch.device, share: Callable[..., list[Any]]
+    ) -> None:
+        self.options, self.routing, self.device, self.share = options, routing, device, share
+        self.chunks = build(options, routing, device)
         self.parallel = ParallelLayout.from_megatron(self.chunks)
-        self.batches = plan(job.options, self.parallel, job.device)
+        self.batches = plan(options, self.parallel, device)
 
     @functools.cached_property
     def untouched(self) -> tuple[StepOutcome, list[RoutedExperts]]:
@@ -51,7 +63,7 @@ class Trial:
 
     def random_routes(self, *, holes: bool = False) -> list[RoutedExperts]:
         """Return routes that no router would choose; with `holes`, every third row has none."""
-        generator = torch.Generator().manual_seed(13 + self.job.rank)
+        generator = torch.Generator().manual_seed(13 + dist.get_rank())
         return [
             RoutedExperts(
                 ids=torch.rand(*one.ids.shape[:2], one.num_experts, generator=generator).topk(one.topk)[1],
@@ -65,18 +77,18 @@ class Trial:
 
 def collectives(trial: Trial) -> str:
     """Check the results of the collectives that npu_replay uses, in the groups that it uses."""
-    device, rank, problems = trial.job.device, trial.job.rank, []
+    rank, problems = dist.get_rank(), []
     groups = [dist.group.WORLD, *(one for one in trial.parallel.groups if dist.get_world_size(one) > 1)]
     for number, group in enumerate(groups):
         ranks = dist.get_process_group_ranks(group)
         where = f"group {number} of {len(ranks)} ranks"
         for dtype, one in ((torch.int64, 2**40 + 1), (torch.float32, 0.5)):  # above what a float32 can count
-            given = torch.tensor([one, rank], dtype=dtype, device=device)
+            given = torch.tensor([one, rank], dtype=dtype, device=trial.device)
             dist.all_reduce(given, group=group)
             expected = [one * len(ranks), sum(ranks)]
             if given.tolist() != expected:
                 problems.append(f"all_reduce of {dtype} over {where} gave {given.tolist()}, not {expected}")
-        data = torch.full((5,), rank % 251, dtype=torch.uint8, device=device)
+        data = torch.full((5,), rank % 251, dtype=torch.uint8, device=trial.device)
         dist.broadcast(data, ranks[-1], group)
         if data.tolist() != [ranks[-1] % 251] * 5:
             problems.append(f"broadcast of uint8 over {where} gave {data.tolist()}")
@@ -95,34 +107,32 @@ def record(trial: Trial) -> str:
     untouched, routes = trial.untouched
     with npu_replay.observe(trial.chunks) as observation, npu_replay.record(trial.chunks) as recording:
         outcome = trial.step()
-    recorded = recording.routes
-    _same(recorded, observation.shown, "were recorded otherwise than npu_replay.observe saw them")
-    count = _same(recorded, routes, "were recorded otherwise than the untouched step chose")
+    _same(recording.routes, observation.shown, "were recorded otherwise than npu_replay.observe saw them")
+    count = _same(recording.routes, routes, "were recorded otherwise than the untouched step chose")
     close = _close(outcome, untouched, "a recorded step and an untouched one are")
     return f"{count} token-layers as the routers show, step {close}"
 
 
 def collect(trial: Trial) -> str:
     """Check by the losses of all tokens that collected routes fit other micro-batches of the sequences."""
+    patience = trial.options.patience
     with npu_replay.record(trial.chunks) as recording:
         plain = trial.step(forward_only=True)
     layouts = [batch.layout for batch in trial.batches]
-    merged = npu_replay.collect(recording, layouts, trial.parallel, patience=trial.job.options.patience)
+    merged = npu_replay.collect(recording, layouts, trial.parallel, patience=patience)
     numbers = [number for batch in trial.batches for number in batch.numbers]
     samples = dict(zip(numbers, merged or [], strict=True))
     # Padded to another length, so other ranks hold other tokens.
-    other = plan(trial.job.options, trial.parallel, trial.job.device, other=True)
+    other = plan(trial.options, trial.parallel, trial.device, other=True)
     layers = trial.parallel.moe_layers
     routes = [one.layout.gather([samples[n] for n in one.numbers], layers=layers) for one in other]
     with npu_replay.replay(trial.chunks, routes):
         again = step(trial.chunks, other, forward_only=True)
-    # Gather the losses of all ranks; keyed by data-parallel rank, since each has its own sequences.
-    mine, job = (trial.parallel.dp_rank, again.losses, plain.losses), trial.job
-    everyone = job.share(f"losses {trial.routing}", mine, job.options.patience)
-    after, before = StepOutcome(), StepOutcome()
-    for rank, *found in everyone:
-        for outcome, losses in zip((after, before), found, strict=True):
-            outcome.losses |= {(rank, *token): loss for token, loss in losses.items()}
+    # Compare the losses of all ranks; keyed by data-parallel rank, since each has its own sequences.
+    mine, after, before = (trial.parallel.dp_rank, again.losses, plain.losses), StepOutcome(), StepOutcome()
+    for rank, ours, theirs in trial.share(f"losses {trial.routing}", mine, patience):
+        after.losses |= {(rank, *token): loss for token, loss in ours.items()}
+        before.losses |= {(rank, *token): loss for token, loss in theirs.items()}
     ends = ": they aren't the routes of their tokens"
     _close(after, before, "replayed in other micro-batches, the collected routes give losses that are", ends)
     return f"{len(before.losses)} tokens have their own routes in other micro-batches too"
@@ -145,7 +155,8 @@ def replay(trial: Trial) -> str:
     session = npu_replay.replay(trial.chunks, routes)
     with perturbed(trial.chunks), npu_replay.observe(trial.chunks) as observation, session:
         trial.step()
-    return f"with them, all {_replayed(observation.shown, routes)} token-layers show the recorded experts"
+    count = _same(observation.shown, routes, _OTHERS)
+    return f"with them, all {count} token-layers show the recorded experts"
 
 
 def recompute(trial: Trial) -> str:
@@ -153,13 +164,13 @@ def recompute(trial: Trial) -> str:
     routes = trial.random_routes()
     with npu_replay.replay(trial.chunks, routes):
         kept = trial.step()
-    chunks = build(trial.job.options, trial.routing, trial.job.device, recompute=True)
+    chunks = build(trial.options, trial.routing, trial.device, recompute=True)
     session, routers, calls = npu_replay.replay(chunks, routes), routers_of(chunks), []
     with contextlib.ExitStack() as undo, npu_replay.observe(chunks) as observation, session:
         for router in routers:
             undo.callback(router.module.register_forward_hook(lambda *_: calls.append(1)).remove)
         again = step(chunks, trial.batches)
-    _replayed(observation.shown, routes)
+    _same(observation.shown, routes, _OTHERS)
     due = len(routers) * len(trial.batches)
     lacking = 2 * due - len(calls)
     Wrong.unless(not lacking, f"{lacking} calls of routers were not recomputed, of {due}")
@@ -186,7 +197,7 @@ def own_choice(trial: Trial) -> str:
     session = npu_replay.replay(trial.chunks, routes)
     with npu_replay.observe(trial.chunks) as observation, session:
         trial.step()
-    _replayed(observation.shown, routes)
+    _same(observation.shown, routes, _OTHERS)
     count, said = sum(int((~one.recorded).sum()) for one in routes), session.metrics()
     right = said["rows_without_route"] == count
     Wrong.unless(right, f"{count} rows have no route; metrics() says otherwise: {said}")
@@ -227,10 +238,6 @@ def left_behind(chunks: Iterable[nn.Module], topk: tuple[object, object]) -> str
 
 def differing(ours: list[RoutedExperts], theirs: list[RoutedExperts]) -> int:
     return sum(int(differing_token_layers(*pair).sum()) for pair in zip(ours, theirs, strict=True))
-
-
-def _replayed(shown: list[RoutedExperts], routes: list[RoutedExperts]) -> int:
-    return _same(shown, routes, "show other experts than were replayed")
 
 
 def _same(ours: list[RoutedExperts], theirs: list[RoutedExperts], differ: str) -> int:

@@ -23,7 +23,7 @@ from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.routers import Router, find
 from npu_replay.routes.fingerprint import fingerprint
-from npu_replay.smoke import hybrid_model, megatron_model
+from npu_replay.smoke import megatron_model
 from npu_replay.smoke.options import Options
 
 TOPK = 2
@@ -32,8 +32,6 @@ BATCH = 2
 
 Token: TypeAlias = "tuple[int, ...]"
 """The number of a sequence, and a position in it."""
-
-
 _SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 _GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5}
 _SOFTMAX = dict.fromkeys(_GROUPS) | dict(zip(_SIGMOID, ("softmax", False), strict=True))
@@ -100,47 +98,44 @@ class Attention(nn.Module):
         return (query.tanh() * (key + value).repeat_interleave(heads, 2)).flatten(2)
 
 
+@torch.no_grad()
 def build(
     options: Options, routing: str, device: torch.device, *, recompute: bool = False
 ) -> list[nn.Module]:
     """Build this rank's chunks of the model, one a virtual stage, with the same weights at each call."""
+    from megatron.core import parallel_state
+
     about: dict[str, Any] = {"vocab": options.vocabulary, "norm": Norm, "attention": Attention}
     again = megatron_model.FULL_RECOMPUTE
     if options.model == "hybrid":
-        again = hybrid_model.recompute()
-        about |= {"build": hybrid_model.model, "pattern": options.pattern}
+        again = megatron_model.hybrid_recompute()
+        about |= {"build": megatron_model.hybrid, "pattern": options.pattern}
     cfg = config(options, **ROUTINGS[routing], **(again if recompute else {}))
     built = megatron_model.chunks(cfg, length=8 * options.alignment + 64, **about)
-    chunks: list[nn.Module] = [chunk.to(device) for chunk in built]
-    with torch.no_grad():  # large enough that each expert changes the loss
-        for chunk in chunks:
-            for name, weight in chunk.named_parameters():
-                noise = _noise(_identity(name, weight, chunk), weight)
-                weight.copy_(1 + 0.1 * noise if weight.dim() == 1 else 0.15 * noise)
-        for router in routers_of(chunks) if cfg.moe_router_enable_expert_bias else ():
-            bias = router.module.get_buffer("expert_bias")
-            bias.copy_(0.1 * _noise(f"bias {router.label}", bias))
+    chunks: list[Any] = [chunk.to(device) for chunk in built]
+    for chunk in chunks:
+        for name, weight in chunk.named_parameters():
+            # The seed is a name in the whole model, the same on all ranks that hold this weight: each rank
+            # numbers its layers and experts from 0.
+            seed, axis = name, "tensor_model_parallel"
+            if "local_experts" in name:
+                seed += f" ep {parallel_state.get_expert_model_parallel_rank()}"
+                axis = "expert_tensor_parallel"
+            if getattr(weight, "tensor_model_parallel", False):
+                seed += f" tp {getattr(parallel_state, f'get_{axis}_rank')()}"
+            if inner := re.search(r"layers\.(\d+)\.", name):
+                number = chunk.decoder.layers[int(inner[1])].layer_number
+                seed = f"{seed.replace(inner[0], '')} layer {number}"
+            noise = _noise(seed, weight)  # large enough that each expert changes the loss
+            weight.copy_(1 + 0.1 * noise if weight.dim() == 1 else 0.15 * noise)
+    for router in routers_of(chunks) if cfg.moe_router_enable_expert_bias else ():
+        bias = router.module.get_buffer("expert_bias")
+        bias.copy_(0.1 * _noise(f"bias {router.label}", bias))
     return chunks
 
 
 def routers_of(chunks: Sequence[nn.Module]) -> list[Router]:
     return list(itertools.chain.from_iterable(find(chunks)))
-
-
-def _identity(name: str, weight: nn.Parameter, chunk: Any) -> str:
-    """Return a name for a weight of the whole model, the same on all ranks that hold it."""
-    from megatron.core import parallel_state
-
-    # Each rank numbers its layers and experts from 0.
-    place, axis = "", "tensor_model_parallel"
-    if "local_experts" in name:
-        place, axis = f" ep {parallel_state.get_expert_model_parallel_rank()}", "expert_tensor_parallel"
-    if getattr(weight, "tensor_model_parallel", False):
-        place += f" tp {getattr(parallel_state, f'get_{axis}_rank')()}"
-    if inner := re.search(r"layers\.(\d+)\.", name):
-        place += f" layer {chunk.decoder.layers[int(inner[1])].layer_number}"
-        name = name.replace(inner[0], "")
-    return name + place
 
 
 def _noise(seed: str, like: torch.Tensor) -> torch.Tensor:
@@ -151,17 +146,15 @@ def _noise(seed: str, like: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def perturbed(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Change the weights of the routers inside the block: they choose otherwise for many tokens."""
-    weights: list[tuple[int, Any]] = [(router.label, router.module.weight) for router in routers_of(chunks)]
-    kept = [weight.detach().clone() for _, weight in weights]
-    with torch.no_grad():
-        for label, weight in weights:
-            weight.add_((0.3 * _noise(f"perturbed {label}", weight)).to(weight.device))
+    weights: dict[int, Any] = {router.label: router.module.weight for router in routers_of(chunks)}
+    kept = {label: weight.data for label, weight in weights.items()}
+    for label, weight in weights.items():
+        weight.data = weight.data + (0.3 * _noise(f"perturbed {label}", weight)).to(weight.device)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for (_, weight), before in zip(weights, kept, strict=True):
-                weight.copy_(before)
+        for label, weight in weights.items():
+            weight.data = kept[label]
 
 
 # Micro-batches

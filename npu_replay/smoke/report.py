@@ -5,6 +5,7 @@ It names versions, sizes and results; no host, no user and no path.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -111,11 +112,11 @@ class Report:
         return wrapped(f"npu-replay smoke: {what}, on {where}\n{', '.join(names)}", width())
 
     def lines(self, feature: str) -> str:
-        mine = [one for one in self.results if one.feature == feature]
-        told = []
-        for one in (one for one in mine if one.result == FAIL):
-            rank = f"rank {one.rank}" if one.rank is not None else ""
-            told.append((FAIL, ": ".join(filter(None, (one.case, rank, " ".join(one.why.split()))))))
+        mine, told = [one for one in self.results if one.feature == feature], []
+        for one in mine:
+            if one.result == FAIL:
+                rank = f"rank {one.rank}" if one.rank is not None else ""
+                told.append((FAIL, ": ".join(filter(None, (one.case, rank, " ".join(one.why.split()))))))
         if not told:
             tried = [one for one in mine if one.result == PASS]
             skipped = [f"{one.case} not tried: {one.why}" for one in mine if one.result == SKIP and tried]
@@ -144,21 +145,17 @@ def versions() -> dict[str, str]:
     known = {"npu_replay": __version__, "python": platform.python_version(), "torch": torch.__version__}
     found = {product.name: product for product in probe.products()}
     for name in ("megatron-core", "mindspeed", "torch_npu", "numpy"):
-        known[name] = found[name].version or "?" if found[name].found else ""
-        if known[name] and name in ("megatron-core", "mindspeed") and (commit := _commit(found[name].where)):
-            known[name] += f" ({commit})"
+        product = found[name]
+        known[name] = product.version or "?" if product.found else ""
+        if product.found and name in ("megatron-core", "mindspeed"):
+            folders = [*Path(product.where, ".").parents][:3]
+            git, said = next((one / ".git" for one in folders if (one / ".git").is_dir()), None), ""
+            with contextlib.suppress(OSError):  # a packed ref
+                said = Path(git, "HEAD").read_text().strip() if git else ""
+                if git and said.startswith("ref: "):
+                    said = Path(git, said[5:]).read_text().strip()
+            known[name] += f" ({said[:8]})" if re.fullmatch(r"[0-9a-f]{40}", said) else ""
     return known
-
-
-def _commit(folder: str) -> str:
-    git = next((git for place in [*Path(folder, ".").parents][:3] if (git := place / ".git").is_dir()), None)
-    try:
-        said = Path(git, "HEAD").read_text().strip() if git else ""
-        if git and said.startswith("ref: "):
-            said = Path(git, said[5:]).read_text().strip()
-    except OSError:  # a packed ref
-        return ""
-    return said[:8] if re.fullmatch(r"[0-9a-f]{40}", said) else ""
 
 
 def machine(device: torch.device | None) -> dict[str, str]:

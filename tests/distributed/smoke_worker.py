@@ -29,7 +29,6 @@ from npu_replay.sessions.record import Recording
 from npu_replay.smoke import checks as smoke_checks
 from npu_replay.smoke import model as smoke_model
 from npu_replay.smoke import run as smoke
-from npu_replay.smoke.job import Job
 from npu_replay.smoke.model import ROUTINGS
 from npu_replay.smoke.options import Options
 
@@ -37,7 +36,7 @@ Break = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def groups_fail() -> Any:
-    return mock.patch.object(Job, "initialise", side_effect=RuntimeError("no such group"))
+    return mock.patch.object(smoke.Smoke, "initialise", side_effect=RuntimeError("no such group"))
 
 
 def int64_isnt_summed() -> Any:
@@ -102,7 +101,7 @@ def one_rank_raises() -> Any:
     """In the middle of the schedule, where the other rank waits for this one."""
 
     def failing(trial: Any) -> Any:
-        if trial.job.rank == 1:
+        if dist.get_rank() == 1:
             router = smoke_model.routers_of(trial.chunks)[-1]
             router.module.register_forward_pre_hook(_raise)
         return smoke_checks.replay(trial)
@@ -204,22 +203,19 @@ def options_of(arguments: Sequence[str]) -> Options:
 def runs(task: dict[str, Any]) -> None:
     """Smoke with the arguments of each of the task's "runs", by name."""
     warnings.simplefilter("ignore")  # Megatron's
-    job = None
+    store = smoke.Smoke(Options()).store
     for name, arguments in task["runs"].items():
-        options = options_of(arguments)
-        job = job or Job(options)
-        job.options = options
-        one_run(job, name, Path(task["folder"]))
+        one_run(store, options_of(arguments), name, Path(task["folder"]))
 
 
-def one_run(job: Job, name: str, folder: Path, routings: Sequence[str] = (*ROUTINGS,)) -> None:
+def one_run(
+    store: Any, options: Options, name: str, folder: Path, routings: Sequence[str] = (*ROUTINGS,)
+) -> None:
     """Run smoke with a job's process groups, and let rank 0 leave what it reported."""
-    job.store = dist.PrefixStore(name, job.store)
-    with mock.patch.object(smoke, "Job", return_value=job):
-        run = smoke.Smoke(job.options, routings)
-        run.run()
+    run = smoke.Smoke(options, routings, dist.PrefixStore(name, store))
+    run.run()
     code = run.end()
-    if job.rank == 0:
+    if run.rank == 0:
         found = json.loads(run.report.to_json()) | {"code": code, "heading": run.report.heading()}
         (folder / f"{name}.json").write_text(json.dumps(found))
 
@@ -228,17 +224,17 @@ def breaks(task: dict[str, Any]) -> None:
     """A run with each break, and one in which a rank hangs, which ends the job."""
     warnings.simplefilter("ignore")
     folder, options = Path(task["folder"]), options_of(["--tp", "2", "--ep", "2", "--patience", "6"])
-    job = Job(options)
+    store = smoke.Smoke(options).store
     for broken in BREAKS:
-        job.options = replace(options, recompute=broken in RECOMPUTED)
+        asked = replace(options, recompute=broken in RECOMPUTED)
         with broken():
-            one_run(job, broken.__name__, folder, ["softmax"])
+            one_run(store, asked, broken.__name__, folder, ["softmax"])
 
     def hanging(trial: Any) -> Any:
-        if trial.job.rank == 1:
+        if dist.get_rank() == 1:
             time.sleep(1000)
         return smoke_checks.replay(trial)
 
-    job.options = replace(options, recompute=False, out=folder / "one_rank_hangs.json")
+    asked = replace(options, recompute=False, out=folder / "one_rank_hangs.json")
     with mock.patch.dict(smoke_checks.FEATURES, replay=hanging):
-        one_run(job, "hang", folder, ["softmax"])
+        one_run(store, asked, "hang", folder, ["softmax"])

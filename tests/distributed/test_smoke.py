@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import jobs
-from npu_replay.smoke import hybrid_model
+from npu_replay.smoke import megatron_model
 
 FEATURES = (
     "start",
@@ -110,7 +110,7 @@ def test_context_parallelism_passes_and_recompute_is_tried_only_if_asked_for(run
 
 @pytest.mark.parametrize("name", [name for name in RUNS if "hybrid" in name])
 def test_a_hybrid_model_passes_or_the_release_says_from_which_on(runs: dict[str, Found], name: str) -> None:
-    found, why = runs[name], hybrid_model.missing("|" if "--vp" in RUNS[name] else "E")
+    found, why = runs[name], megatron_model.hybrid_lacks("|" if "--vp" in RUNS[name] else "E")
     assert found["heading"].startswith("npu-replay smoke: HybridModel, ")
     assert found["options"]["model"] == "hybrid"
     if not why:

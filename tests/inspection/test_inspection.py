@@ -28,7 +28,7 @@ from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint
 from npu_replay.compat import probe
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes
-from npu_replay.inspection import inspection, plots
+from npu_replay.inspection import inspection
 from npu_replay.inspection.found import Inspection
 from npu_replay.inspection.inspection import inspect
 from npu_replay.routes.checks import Array
@@ -268,6 +268,7 @@ def test_each_completion_is_judged_and_named_by_its_own_number(
     answer = vllm(good, good, desk.choice(desk.rows), good)
     found = desk.look(answer)
     assert [bool(verdict.problem) for verdict in found.verdicts] == [False, False, True, False]
+    assert [verdict.name for verdict in found.verdicts] == [f"completion {number}" for number in range(4)]
     assert "completion 2, choices[2].routed_experts: 45 of 119 rows" in found.bad[0].problem
     assert [layer["rows"] for layer in found.layers] == [3 * 119] * 7
     text = run(desk.put(answer), "--config", desk.config).stdout
@@ -326,6 +327,13 @@ def test_an_answer_of_sglang(desk: Desk) -> None:
     assert found.good
     assert found.what == "an answer of SGLang (release not given)"
     assert found.unchecked == []
+
+
+def test_one_of_several_answers_that_cant_be_read_is_refused_alone(desk: Desk) -> None:
+    broken = desk.sglang | {"meta_info": desk.sglang["meta_info"] | {"completion_tokens": "many"}}
+    found = desk.look([desk.sglang, broken], prompt_ids=desk.ids["prompt_ids"])
+    assert [bool(one.problem) for one in found.verdicts] == [False, True]
+    assert "completion_tokens is no count" in found.verdicts[1].problem
 
 
 def test_a_broken_answer_of_sglang(desk: Desk) -> None:
@@ -559,11 +567,12 @@ def test_the_picture_has_a_dark_cell_for_each_busy_expert(desk: Desk) -> None:
     desk.rows[:, 5] = np.where(np.arange(119)[:, None] % 2, [3, 9, 11, 30], [3, 9, 12, 31])
     found = desk.look(desk.rows)
     assert {int(expert) for expert in np.argsort(found.load[5])[-2:]} == {3, 9}
-    picture = Image.open(io.BytesIO(plots.routes(found)))
+    picture = Image.open(io.BytesIO(found.picture()))
     assert picture.info["Description"] == "ok"
-    assert (np.asarray(picture.convert("L")) < 40).any()
+    colours = (0x12, 0x26, 0x3D)
+    assert (np.abs(np.asarray(picture.convert("RGB")).astype(int) - colours).max(-1) < 4).sum() > 100
     desk.rows[7, 4, 2] = EXPERTS
-    refused = Image.open(io.BytesIO(plots.routes(desk.look(desk.rows))))
+    refused = Image.open(io.BytesIO(desk.look(desk.rows).picture()))
     assert refused.info["Description"] == desk.refusal(desk.rows)
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from command_line import invoke
 from npu_replay import DecoderLayers, ParallelLayout
-from npu_replay.smoke import job
+from npu_replay.compat.probe import Product
+from npu_replay.smoke import report as reports
 from npu_replay.smoke import run as smoke
 from npu_replay.smoke.options import Options
 from npu_replay.smoke.report import FAIL, PASS, SKIP, Report, Result, first_to_fail
@@ -109,8 +110,8 @@ def test_help_and_errors_are_the_command_lines_own(arguments: list[str]) -> None
 def test_a_start_that_fails_is_a_result_too(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(job, "import_mindspeed", lambda: 1 / 0)
-    monkeypatch.setattr(job.Job, "leave", lambda self: None)  # it ends the groups of other tests, too
+    monkeypatch.setattr(smoke, "import_mindspeed", lambda: 1 / 0)
+    monkeypatch.setattr(smoke.Smoke, "leave", lambda self: None)  # it ends the groups of other tests, too
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -147,3 +148,17 @@ def test_lines_name_what_fails_and_what_was_not_tried() -> None:
     assert report.lines("collect") == "FAIL  collect       softmax: rank 3: others came back"
     assert not report.passed
     assert report.verdict().startswith("FAIL: collect, after")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_checkout_is_named_by_its_commit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packed: bool
+) -> None:
+    (tmp_path / ".git/refs").mkdir(parents=True)
+    (tmp_path / ".git/HEAD").write_text("ref: refs/main\n")
+    if not packed:
+        (tmp_path / ".git/refs/main").write_text("0123456789" * 4 + "\n")
+    names = ("mindspeed", "torch_npu", "numpy")
+    found = [Product("megatron-core", True, "0.16.1", str(tmp_path / "megatron"))]
+    monkeypatch.setattr(reports.probe, "products", lambda: [*found, *(Product(one, False) for one in names)])
+    assert reports.versions()["megatron-core"] == ("0.16.1" if packed else "0.16.1 (01234567)")

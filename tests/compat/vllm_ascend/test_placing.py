@@ -103,6 +103,13 @@ def test_rows_that_cannot_come_about_are_refused(comm: Comm, sharded: bool, rows
         place(layout, rows)
 
 
+def test_a_part_is_filled_up_to_the_longest_ranks_under_mc2_alone() -> None:
+    part = {"tokens": 6, "entered": 3, "sharded": True, "tp_size": 2, "across_dp": (6, 12)}
+    assert place(Layout(comm="mc2", **part), 6) == (0, 3, 0)
+    with pytest.raises(ReplayError, match="6 rows"):
+        place(Layout(comm="alltoall", **part), 6)
+
+
 def test_the_way_of_communication_decides_where_sizes_are_equal() -> None:
     """One token on two ranks: each has one row, and in two of three ways the second one's is no token."""
     second = {"tokens": 1, "entered": 1, "tp_rank": 1, "tp_size": 2}

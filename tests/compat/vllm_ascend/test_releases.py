@@ -206,3 +206,7 @@ def test_flash_comm_hands_out_wrong_rows_where_tokens_are_shared_out(version: st
 )
 def test_a_build_between_releases_has_the_rules_of_its_vllm(version: str, vllm: str, rules: str) -> None:
     assert vllm_ascend.of_release(version, vllm) == rules
+
+
+def test_a_release_that_nobody_tells_isnt_captured() -> None:
+    assert "captures nothing on vllm-ascend nightly" in str(refusal("nightly", capture=True))

@@ -71,6 +71,7 @@ def test_right_steps_pass_and_one_line_says_so(caplog: pytest.LogCaptureFixture)
     assert f"routes of {len(LAYERS)} layers are captured on here" in line
     assert f"Checked over {STEPS} steps" in line
     assert f"in {COMPARED} of them" in line
+    assert "but not of" not in line
     assert not capture.buffer[:, 0].any(), "a layer that doesn't route is zeros, as vLLM has it"
 
 
@@ -230,6 +231,8 @@ def test_groups_are_chosen_first() -> None:
     assert 0 in free[0].tolist()
     assert grouped[0].tolist() == [2, 3]
     assert not sure[0], "a release that takes a group's best expert would choose the first"
+    near = torch.tensor([[3.0, 2.0, 3.0, 2.0 + 1e-7], [3.0, 2.0, 1.0, 0.0]])
+    assert expected(near, Choice(1, "sigmoid", groups=2, kept=1))[1].tolist() == [False, True]
 
 
 def test_what_a_kernel_may_round_otherwise_is_not_held_against_it() -> None:
