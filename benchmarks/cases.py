@@ -174,11 +174,7 @@ def _only_watch(way: Way) -> Callable[[], contextlib.AbstractContextManager[Any]
 
     @contextlib.contextmanager
     def watched() -> Iterator[None]:
-        with (
-            mock.patch.object(seam.guard, "install"),
-            mock.patch.object(seam.guard, "remove"),
-            way.block(),
-        ):
+        with mock.patch.object(seam.guard, "install"), mock.patch.object(seam.guard, "remove"), way.block():
             yield
 
     return watched

@@ -95,8 +95,12 @@ def main(
 
 
 def _shown(planned: Plan, found: list[Row]) -> Iterator[Part]:
+    ranks, nodes = (
+        f"{number:,} {what}{'s' * (number != 1)}"
+        for number, what in ((planned.ranks, "rank"), (planned.nodes, "node"))
+    )
     yield (
-        f"Planned: {_counted(planned.ranks, 'rank')} on {_counted(planned.nodes, 'node')}, "
+        f"Planned: {ranks} on {nodes}, "
         f"{planned.tokens:,} tokens a step, "
         f"{_gigabytes(planned.unique)} GB of ids"
     )
@@ -105,14 +109,6 @@ def _shown(planned: Plan, found: list[Row]) -> Iterator[Part]:
     yield f"Measured here: samples of {TOKENS:,} tokens, the processor's time, one thread"
     yield measured_table(found)
     yield from verdicts(found)
-
-
-def _counted(number: int, what: str) -> str:
-    """
-    >>> _counted(1, "rank"), _counted(1024, "rank")
-    ('1 rank', '1,024 ranks')
-    """
-    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def summary(planned: Plan) -> dict[str, Any]:
@@ -240,19 +236,18 @@ def fetches(carriers: dict[str, Put]) -> list[Way]:
 
 def out_of_band(routes: Sequence[RoutedExperts]) -> list[Reference]:
     """Put what Ray's store would hold: what pieces cost beside Ray's own copy, and its get."""
-    return put_away(routes, Cut(CUT), _pickled, _unpickled)
 
+    def pickled(pieces: Sequence[RoutedExperts]) -> list[Any]:
+        buffers: list[list[pickle.PickleBuffer]] = [[] for _ in pieces]
+        return [
+            (pickle.dumps(piece, 5, buffer_callback=each.append), each)
+            for piece, each in zip(pieces, buffers, strict=True)
+        ]
 
-def _pickled(pieces: Sequence[RoutedExperts]) -> list[Any]:
-    buffers: list[list[pickle.PickleBuffer]] = [[] for _ in pieces]
-    return [
-        (pickle.dumps(piece, 5, buffer_callback=each.append), each)
-        for piece, each in zip(pieces, buffers, strict=True)
-    ]
+    def unpickled(handles: Sequence[Any], patience: float) -> Any:
+        return [pickle.loads(data, buffers=each) for data, each in handles]
 
-
-def _unpickled(handles: Sequence[Any], patience: float) -> Any:
-    return [pickle.loads(data, buffers=each) for data, each in handles]
+    return put_away(routes, Cut(CUT), pickled, unpickled)
 
 
 def gathers() -> list[Way]:

@@ -141,7 +141,7 @@ def plan(
     size = narrow_array_dtype(whole_number(num_experts, "num_experts", least=1)).itemsize
     grid = _Grid(parallel, whole_number(ranks_a_node, "ranks_a_node", least=1))
     ends = np.arange(parallel.dp + 1) * len(sizes) // parallel.dp
-    samples, tokens = np.diff(ends), np.diff(np.concatenate([[0], np.cumsum(sizes)])[ends])
+    samples, tokens = np.diff(ends), np.diff(_sums(sizes)[ends])
     moe = np.array([len(replace(parallel, pp_rank=rank).moe_layers) for rank in range(parallel.pp)])
     apart = rollout_nodes is not None
     homes = grid.nodes if rollout_nodes is None else whole_number(rollout_nodes, "rollout_nodes", least=1)
@@ -199,13 +199,17 @@ class _Grid:
 
     def cells(self, amounts: Array) -> Array:
         """What comes to each node if each group needs an amount of its own, [pp, dp]."""
-        return _between(_sums(amounts.reshape(-1)), *self._groups)
+        (first, end), sums = self._groups, _sums(amounts.reshape(-1))
+        needed: Array = sums[end] - sums[first]
+        return needed
 
     def shares(self, amounts: Array) -> Array:
         """The same if groups of all stages need that of their share, [dp]."""
         first, end = self._groups
         start = first % self._dp
-        return _between(_sums(np.tile(amounts, 2)), start, start + np.minimum(end - first, self._dp))
+        sums = _sums(np.tile(amounts, 2))
+        needed: Array = sums[start + np.minimum(end - first, self._dp)] - sums[start]
+        return needed
 
     def own(self, amounts: Array) -> Array:
         """The same if each rank needs its own, [pp, dp]."""
@@ -218,7 +222,3 @@ class _Grid:
 
 def _sums(amounts: Array) -> Array:
     return np.concatenate([[0], np.cumsum(amounts)])
-
-
-def _between(sums: Array, first: Array, end: Array) -> Array:
-    return sums[end] - sums[first]

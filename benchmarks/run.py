@@ -50,7 +50,7 @@ def main(
         seconds = sum(part.seconds for part in wanted)
         screen.err().write(f"Measuring takes about {_rounded(seconds)} on two idle CPU cores\n")
         begun = time.perf_counter()
-        about, found = _measured(where, wanted, screen.progress(len(wanted)))
+        about, found = measured(where, wanted, screen.progress(len(wanted)))
         screen.err().write(f"Measured in {time.perf_counter() - begun:.0f} s\n")
         result = {"about": about, "rows": [asdict(row) for row in found]}
         if as_json:
@@ -70,21 +70,9 @@ def _rounded(seconds: float) -> str:
 
 
 def measured(
-    device: torch.device, pairs: int, tell: Callable[[str], None]
-) -> tuple[dict[str, Any], list[Row]]:
-    """What was measured on, and all rows.
-
-    Args:
-        device: where the model's cases run.
-        pairs: rounds of the quick cases.
-        tell: called with what is measured next.
-    """
-    return _measured(device, list(cases.parts(device, pairs, quick=False)), tell)
-
-
-def _measured(
     device: torch.device, wanted: Sequence[cases.Part], tell: Callable[[str], None]
 ) -> tuple[dict[str, Any], list[Row]]:
+    """Return what was measured on, and all rows; `tell` is called with what is measured next."""
     found: list[Row] = []
     with one_thread(), megatron_on(device):
         megatron_model.start(device)

@@ -71,15 +71,12 @@ class Case:
             self._run(way, self.repeats)
             ended = self.clock()
             self._run(way, self.after)
-        self._wait()
+        self._run(way, 0)
         return (ended if self.before else self.clock()) - started
 
     def _run(self, way: Way, times: int) -> None:
         for _ in range(times):
             way.run()
-        self._wait()
-
-    def _wait(self) -> None:
         if self.device.type != "cpu":
             getattr(torch, self.device.type).synchronize()
 

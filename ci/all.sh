@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 source ci/environment.sh
 status=0
 try "all tests" ci/test.sh --all
-fetch_megatron 0.15.3
+fetch megatron 0.15.3
 try "parallel training, a choice, on 0.15.3" with_megatron 0.15.3 python -m pytest -q tests/distributed/test_parallel.py -k "$parallel_choice"
 try "the whole matrix" ci/matrix.sh --all
 try "verl" ci/verl.sh --all

@@ -38,18 +38,10 @@ def path_of(name: str) -> str:
     return ", ".join([quantized, comm, *sizes, *told])
 
 
-def cell(found: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
-    """Right rows by itself, and with the plug-in all of them; empty where a release hasn't got the path."""
-    if not found:
-        return ""
-    rows = sum(after["of"] for _, after in found)
-    failed = next((error.partition(":")[0] for before, _ in found for error in before.get("errors", ())), "")
-    right = failed or sum(before["right"] for before, _ in found)
-    return f"all {rows}" if right == rows else f"{right} → all {rows}"
-
-
 def table(results: Results) -> str:
     """A column a release, and a row for the paths that came out alike.
+
+    A cell has the right rows by itself, and with the plug-in all; empty where a release lacks the path.
 
     Raises:
         ValueError: with the plug-in something isn't right.
@@ -67,9 +59,15 @@ def table(results: Results) -> str:
     alike: dict[tuple[str, ...], list[str]] = {}
     for path, by in sorted(of.items(), key=lambda pair: (not pair[0].startswith("un"), pair[0])):
         kind, _, rest = path.partition(", ")
-        alike.setdefault((kind, *(cell(by.get(release, ())) for release in results)), []).append(rest)
-    rows = [[f"{kind}: {'; '.join(rests)}", *cells] for (kind, *cells), rests in alike.items()]
-    return pages.table(["path", *results], rows)
+        cells = []
+        for pairs in (by.get(release, []) for release in results):
+            rows = sum(after["of"] for _, after in pairs)
+            errors = [error.partition(":")[0] for before, _ in pairs for error in before.get("errors", ())]
+            right = errors[0] if errors else sum(before["right"] for before, _ in pairs)
+            cells.append("" if not pairs else f"all {rows}" if right == rows else f"{right} → all {rows}")
+        alike.setdefault((kind, *cells), []).append(rest)
+    lines = [[f"{kind}: {'; '.join(rests)}", *cells] for (kind, *cells), rests in alike.items()]
+    return pages.table(["path", *results], lines)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -65,11 +66,10 @@ if sys.argv[3] == "quick":
     cases.TOKENS, cases.ROUTER, pairs = (64,), cases.ROUTER | {"hidden_size": 64}, 1
 else:
     pairs = 20
-about, rows = run.measured(devices.pick(sys.argv[2]), pairs, print)
+device = devices.pick(sys.argv[2])
+about, rows = run.measured(device, list(cases.parts(device, pairs, quick=False)), print)
 json.dump({"about": about, "rows": [asdict(row) for row in rows]}, open(sys.argv[1], "w"))
 """
-
-
 CAPTURED = "[npu_replay] routes of "
 """How the line begins with which a worker says that it captures, and what it checked."""
 
@@ -115,12 +115,19 @@ class Result:
 
 def parts(kind: str, count: int, *, quick: bool) -> list[Part]:
     """What is tried on so many devices of a kind."""
+    # Options of the project's own that need plug-ins are left out: pytest alone is enough.
+    alone = ("-p", "no:cacheprovider", "-o", "addopts=--strict-markers --import-mode=importlib")
+    config = ("--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "--junitxml", "{out}")
+    pytest = ("-m", "pytest", "-q", "-m", "accelerator", *alone, *config)
     tests = [
-        _tests("test_core.py", (), 90),
-        _tests("test_spread.py", (), 60),
-        _tests("test_transformers.py", ("transformers",), 120),
-        _tests("test_sharded.py", ("transformers",), 90),
-        _tests("test_megatron.py", ("megatron.core", "einops"), 150),
+        Part(file, ("pytest", *needs), seconds, (*pytest, str(ROOT / "tests" / "device" / file)))
+        for file, needs, seconds in (
+            ("test_core.py", (), 90),
+            ("test_spread.py", (), 60),
+            ("test_transformers.py", ("transformers",), 120),
+            ("test_sharded.py", ("transformers",), 90),
+            ("test_megatron.py", ("megatron.core", "einops"), 150),
+        )
     ]
     splits = {8: "--tp 2 --pp 2 --ep 4", 4: "--tp 2 --pp 2 --ep 2", 2: "--tp 2 --ep 2", 1: ""}
     split = next(sizes for ranks, sizes in splits.items() if count % ranks == 0)
@@ -135,25 +142,15 @@ def parts(kind: str, count: int, *, quick: bool) -> list[Part]:
     ]
 
 
-def _tests(file: str, needs: tuple[str, ...], seconds: float) -> Part:
-    # Options of the project's own that need plug-ins are left out: pytest alone is enough.
-    alone = ("-p", "no:cacheprovider", "-o", "addopts=--strict-markers --import-mode=importlib")
-    command = ("-m", "pytest", "-q", "-m", "accelerator", *alone, "--rootdir", str(ROOT))
-    config = ("-c", str(ROOT / "pyproject.toml"), "--junitxml", "{out}")
-    return Part(file, ("pytest", *needs), seconds, (*command, *config, str(ROOT / "tests" / "device" / file)))
-
-
 def rollouts(models: Sequence[Path], tensor_parallel_size: int) -> list[Part]:
     """Three starts of each model: eager, with graphs and held against the first, and without routes."""
+    script, tp = str(ROOT / "ci" / "rollout_device.py"), str(tensor_parallel_size)
     found = []
     for model in models:
-        first = f"rollout {model.name} eager"
-        for mode in ("eager", "graph", "off"):
-            name = f"rollout {model.name} {mode}"
-            command = [str(ROOT / "ci" / "rollout_device.py"), str(model), "{out}", "--mode", mode]
-            command += ["--tp", str(tensor_parallel_size)]
-            command += ["--against", f"{{folder}}/{first}.out"] if mode == "graph" else []
-            found.append(Part(name, ("vllm",), OF_A_ROLLOUT, tuple(command)))
+        against = ("--against", f"{{folder}}/rollout {model.name} eager.out")
+        for mode, more in (("eager", ()), ("graph", against), ("off", ())):
+            command = (script, str(model), "{out}", "--mode", mode, "--tp", tp, *more)
+            found.append(Part(f"rollout {model.name} {mode}", ("vllm",), OF_A_ROLLOUT, command))
     return found
 
 
@@ -176,20 +173,17 @@ class Bench:
         if seconds <= 0:
             return Result(part.name, FAIL, f"no time left of {self._budget:g} s for all parts")
         started = time.monotonic()
-        words = [
-            word.replace("{out}", str(out)).replace("{folder}", str(self._folder)) for word in part.command
-        ]
+        places = {"{out}": str(out), "{folder}": str(self._folder)}
+        words = [re.sub(r"\{(out|folder)\}", lambda one: places[one[0]], word) for word in part.command]
         rc, said = self.call(words, seconds, part.name)
-        result = Result(
-            part.name, PASS if rc == 0 else FAIL, rc=rc, seconds=round(time.monotonic() - started, 1)
-        )
+        spent = round(time.monotonic() - started, 1)
+        result = Result(part.name, PASS if rc == 0 else FAIL, rc=rc, seconds=spent)
         if rc is None:
             result.why = f"stopped after {seconds:.0f} s"
         elif rc:
-            result.why = "; ".join(_plain(said.splitlines())[-3:])
+            result.why = "; ".join(_plain(said)[-3:])
         if out.exists():
-            _read(result, out)
-            _captured(result, said)
+            _read(result, out, said)
         return result
 
     def call(self, arguments: Sequence[str], seconds: float, name: str) -> tuple[int | None, str]:
@@ -215,34 +209,29 @@ class Bench:
         return rc, log.read_text(encoding="utf-8", errors="replace")
 
 
-def _captured(result: Result, said: str) -> None:
-    """On vllm-ascend a start that npu_replay captures says so in a worker. Without that line the rows that
-    were counted are the release's own."""
-    found = result.found if isinstance(result.found, dict) else {}
-    if not found.get("vllm_ascend") or found.get("mode") == "off":
-        return
-    _, begun, line = next((line for line in said.splitlines() if CAPTURED in line), "").partition(CAPTURED)
-    found["captured"] = begun + line
-    if result.result == PASS and not begun:
-        result.result, result.why = FAIL, f"no worker said «{CAPTURED} ...»"
-
-
-def _plain(lines: list[str]) -> list[str]:
+def _plain(said: str) -> list[str]:
     """Without empty lines, and without this machine's paths."""
-    clean = (line.strip().replace(str(ROOT), ".").replace(str(Path.home()), "~") for line in lines)
-    return [line for line in clean if line]
+    lines = said.replace(str(ROOT), ".").replace(str(Path.home()), "~").splitlines()
+    return [line.strip() for line in lines if line.strip()]
 
 
-def _read(result: Result, out: Path) -> None:
+def _read(result: Result, out: Path, said: str) -> None:
     """What a part left: a test report, or JSON."""
     if not result.part.endswith(".py"):
         with contextlib.suppress(ValueError):  # it was stopped while it wrote
             result.found = json.loads(out.read_text(encoding="utf-8"))
+        found = result.found if isinstance(result.found, dict) else {}
+        # On vllm-ascend a start that npu_replay captures says so in a worker. Without that line the rows that
+        # were counted are the release's own.
+        if found.get("vllm_ascend") and found.get("mode") != "off":
+            line = next((line for line in said.splitlines() if CAPTURED in line), "")
+            found["captured"] = line[line.find(CAPTURED) :] if line else ""
+            if result.result == PASS and not line:
+                result.result, result.why = FAIL, f"no worker said «{CAPTURED} ...»"
         return
     failed = []
     for case in ElementTree.parse(out).getroot().iter("testcase"):
-        name = str(case.get("name"))
-        skip = case.find("skipped")
+        name, skip = str(case.get("name")), case.find("skipped")
         if skip is not None:
             result.skipped.append(f"{name}: {skip.get('message')}")
         elif case.find("failure") is not None or case.find("error") is not None:
@@ -252,10 +241,8 @@ def _read(result: Result, out: Path) -> None:
     if failed:
         result.why = f"{len(failed)} failed: {', '.join(failed[:8])}; {result.why}"
     elif result.result == PASS and not result.passed:
-        result.result, result.why = (
-            MISSING,
-            f"all were skipped: {result.skipped[0] if result.skipped else '-'}",
-        )
+        why = f"all were skipped: {result.skipped[0] if result.skipped else '-'}"
+        result.result, result.why = MISSING, why
 
 
 @contextlib.contextmanager
@@ -271,17 +258,15 @@ def environment(wheels: Path | None, device: str) -> Iterator[tuple[dict[str, st
         if device == "cpu":
             variables |= {"NPU_REPLAY_TEST_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         before = variables.get("PYTHONPATH", "")
-        variables["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *([before] if before else [])])
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, paths), before]))
         variables["PYTHONDONTWRITEBYTECODE"] = "1"
         # vLLM looks for npu_replay's plug-in in installed distributions.
-        about = folder / "npu_replay-0.dist-info"
-        about.mkdir()
-        metadata_text = "Metadata-Version: 2.1\nName: npu-replay\nVersion: 0\n"
-        (about / "METADATA").write_text(metadata_text, encoding="utf-8")
         project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         line = project.partition(f'[project.entry-points."{PLUGINS}"]\n')[2].partition("\n")[0]
-        announced = f"[{PLUGINS}]\n{line.replace(chr(34), '')}\n"
-        (about / "entry_points.txt").write_text(announced, encoding="utf-8")
+        about = folder / "npu_replay-0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: npu-replay\nVersion: 0\n")
+        (about / "entry_points.txt").write_text(f"[{PLUGINS}]\n{line.replace(chr(34), '')}\n")
         yield variables, folder
 
 
@@ -309,17 +294,10 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="FILE", default=ROOT / "out" / "device.json")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "npu", "simulated"), default="auto")
     parser.add_argument("--quick", action="store_true", help="some of it, to try this script")
-    parser.add_argument(
-        "--rollout",
-        type=Path,
-        nargs="+",
-        metavar="MODEL",
-        default=[],
-        help="instead of all else: start vLLM with these models, folders of Hugging Face's form",
-    )
-    parser.add_argument(
-        "--tp", type=int, default=1, help="tensor-parallel ranks of these, with their experts spread"
-    )
+    words = "instead of all else: start vLLM with these models, folders of Hugging Face's form"
+    parser.add_argument("--rollout", type=Path, nargs="+", metavar="MODEL", default=[], help=words)
+    words = "tensor-parallel ranks of these, with their experts spread"
+    parser.add_argument("--tp", type=int, default=1, help=words)
     told = parser.parse_args(arguments)
     if missing := [str(one) for one in told.rollout if not (one / "config.json").is_file()]:
         parser.error(f"--rollout {missing[0]} has no config.json")
@@ -341,21 +319,19 @@ def main(arguments: Sequence[str]) -> int:
         wanted = "npu" if told.device == "simulated" else told.device
         rc, said = bench.call(["-c", _LOOK, wanted], 120, "device")
         if rc:
-            print(f"ci/device.sh: the device can't be used: {'; '.join(_plain(said.splitlines())[-2:])}")
+            print(f"ci/device.sh: the device can't be used: {'; '.join(_plain(said)[-2:])}")
             return NOT_HERE
         seen = json.loads(said.splitlines()[-1])
-        machine = seen["machine"]
-        if machine["device"] == "cpu" and told.device != "cpu":
-            print(
-                "ci/device.sh: torch finds no accelerator here (--device cpu or simulated tries the script)"
-            )
+        kind, name = seen["machine"]["device"], seen["machine"]["name"]
+        if kind == "cpu" and told.device != "cpu":
+            tries = "(--device cpu or simulated tries the script)"
+            print(f"ci/device.sh: torch finds no accelerator here {tries}")
             return NOT_HERE
-        print(f"{seen['count']} x {machine['name'] or 'CPU'}, torch {seen['versions']['torch']}", flush=True)
+        print(f"{seen['count']} x {name or 'CPU'}, torch {seen['versions']['torch']}", flush=True)
         results = []
-        wanted_parts = rollouts(models, told.tp) or parts(machine["device"], seen["count"], quick=told.quick)
-        for part in wanted_parts:
-            results.append(bench.run(part))
-            last = results[-1]
+        for part in rollouts(models, told.tp) or parts(kind, seen["count"], quick=told.quick):
+            last = bench.run(part)
+            results.append(last)
             about = f"{last.passed} passed, {len(last.skipped)} skipped" if last.passed else ""
             print(f"{last.result:7}  {last.part:20} {last.seconds:6.1f} s  {last.why or about}", flush=True)
     report = {
@@ -366,7 +342,7 @@ def main(arguments: Sequence[str]) -> int:
         "quick": told.quick,
         "devices": seen["count"],
         "versions": seen["versions"],
-        "machine": machine,
+        "machine": seen["machine"],
         "parts": [asdict(one) for one in results],
     }
     out.write_text(json.dumps(report, indent=1), encoding="utf-8")

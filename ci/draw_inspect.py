@@ -33,17 +33,16 @@ def main(folder: Path, picture: Path = PICTURE) -> int:
         How many of the answers are refused.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    model = qwen3_moe(
-        0,
-        torch.device("cpu"),
-        num_hidden_layers=LAYERS,
-        mlp_only_layers=[0],
-        num_experts=64,
-        max_position_embeddings=TOKENS,
-    )
+    sizes = {"num_hidden_layers": LAYERS, "mlp_only_layers": [0], "num_experts": 64}
+    model = qwen3_moe(0, torch.device("cpu"), max_position_embeddings=TOKENS, **sizes)
     model.config.save_pretrained(folder)
     tokens = torch.randint(0, model.config.vocab_size, (TOKENS,))
-    rows = routed(model, tokens)
+    with torch.inference_mode(), npu_replay.record(model) as recording:
+        model(tokens[None])
+    (routes,) = recording.routes
+    # A row for each token but the last, [tokens - 1, decoder layers, top-k].
+    rows = np.zeros((TOKENS - 1, LAYERS, routes.topk), np.uint8)
+    rows[:, list(routes.layers)] = routes.ids.numpy()[:-1]
     (folder / "answer.json").write_text(json.dumps(answer(tokens.tolist(), rows)))
     rows[:64] = 0
     (folder / "damaged.json").write_text(json.dumps(answer(tokens.tolist(), rows)))
@@ -53,16 +52,6 @@ def main(folder: Path, picture: Path = PICTURE) -> int:
         command = [sys.executable, "-m", "npu_replay", *words, *more]
         refused += subprocess.run(command, cwd=folder, check=False).returncode
     return refused
-
-
-def routed(model: Any, tokens: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A row for each token but the last, [tokens - 1, decoder layers, top-k]."""
-    with torch.inference_mode(), npu_replay.record(model) as recording:
-        model(tokens[None])
-    (routes,) = recording.routes
-    rows = np.zeros((len(tokens) - 1, LAYERS, routes.topk), np.uint8)
-    rows[:, list(routes.layers)] = routes.ids.numpy()[:-1]
-    return rows
 
 
 def answer(tokens: list[int], rows: np.ndarray[Any, Any]) -> dict[str, Any]:

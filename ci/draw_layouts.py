@@ -14,7 +14,6 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 
 from npu_replay import ParallelLayout, TokenLayout
 
@@ -44,32 +43,27 @@ ROADS: tuple[Road, ...] = (
 
 def main(picture: Path) -> None:
     """Draw all roads, two a line."""
-    ranks = [len(_ranks(*road[1:])) for road in ROADS]
-    heights = [max(pair) + 1.1 for pair in zip(ranks[::2], ranks[1::2], strict=True)]
+    ranks = [_ranks(*road[1:]) for road in ROADS]
+    heights = [max(map(len, pair)) + 1.1 for pair in zip(ranks[::2], ranks[1::2], strict=True)]
     figure = plt.figure(figsize=(8.6, 0.3 * sum(heights) + 0.5), layout="constrained")
     grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
-    for number, road in enumerate(ROADS):
-        line, column = divmod(number, 2)
-        _draw(road, figure.add_subplot(grid[line, column]), heights[line] - 1.1)
+    for number, (road, layouts) in enumerate(zip(ROADS, ranks, strict=True)):
+        at, column = divmod(number, 2)
+        ax = figure.add_subplot(grid[at, column])
+        for line, (name, layout) in enumerate(layouts):
+            for row, token in enumerate(layout.rows.tolist()):
+                colour = "#e4e4e4" if token < 0 else COLOURS[token >= LENGTHS[0]]
+                ax.add_patch(plt.Rectangle((row, -line), 0.94, -0.86, color=colour, linewidth=0))
+                if token >= 0:
+                    place = {"ha": "center", "va": "center", "fontsize": 9}
+                    ax.text(row + 0.47, -line - 0.45, NAMES[token], color="white", **place)
+            ax.text(-0.25, -line - 0.45, name, ha="right", va="center", fontsize=8, color="#444444")
+        ax.set(xlim=(-3.2, 16.2), ylim=(1 - heights[at], 0.15))
+        ax.set_title(road[0], loc="left", fontsize=9, family="monospace")
+        ax.axis("off")
     title = "The rows of each rank's router, in order: sequences abcdefg and wxyz, padding in grey"
     figure.suptitle(title, fontsize=11)
     figure.savefig(picture, dpi=110)
-
-
-def _draw(road: Road, ax: Axes, lines: float) -> None:
-    title, make, arguments, sizes = road
-    for line, (name, layout) in enumerate(_ranks(make, arguments, sizes)):
-        for row, token in enumerate(layout.rows.tolist()):
-            second = token >= LENGTHS[0]
-            colour = "#e4e4e4" if token < 0 else COLOURS[second]
-            ax.add_patch(plt.Rectangle((row, -line), 0.94, -0.86, color=colour, linewidth=0))
-            if token >= 0:
-                place = {"ha": "center", "va": "center", "fontsize": 9}
-                ax.text(row + 0.47, -line - 0.45, NAMES[token], color="white", **place)
-        ax.text(-0.25, -line - 0.45, name, ha="right", va="center", fontsize=8, color="#444444")
-    ax.set(xlim=(-3.2, 16.2), ylim=(-lines - 0.1, 0.15))
-    ax.set_title(title, loc="left", fontsize=9, family="monospace")
-    ax.axis("off")
 
 
 def _ranks(

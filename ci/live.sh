@@ -29,7 +29,7 @@ if [[ $# == 0 ]]; then
     beside run_pytest "as a server" "${served[@]}"
     with_megatron 0.12.1 run_pytest "in process" tests/live "${served[@]/#/--ignore=}"
     join
-    PYTHONPATH=$work/live/beside with_verl 0.12.1 0.9.1 run_pytest "verl's whole trainer" tests/verl_live
+    PYTHONPATH=$work/live/beside with_releases "megatron/0.12.1 verl/0.9.1" run_pytest "verl's whole trainer" tests/verl_live
 else
     depth=()
     with_megatron 0.12.1 run_pytest "in process and as a server" tests/live "$@"

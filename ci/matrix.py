@@ -5,7 +5,7 @@
     python ci/matrix.py pip megatron 0.18.0         # pip's arguments for a release
     python ci/matrix.py beside megatron 0.18.0      # what has to lie beside it
 
-A name is a release (0.15.3), or product and release (megatron-0.15.3, megatron-core-0.15.3).
+A name is a release (0.15.3), or product and release (megatron-0.15.3).
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tomllib
 
 TOML = Path(__file__).resolve().with_name("matrix.toml")
-TIERS = "tiers"
 KEYS = {"python", "beside"}
 
 
@@ -30,8 +28,7 @@ class Release:
 
     package: str
     version: str
-    python: str = ""
-    """The oldest Python that it says it runs on, where that is newer than the tests'; "" elsewhere."""
+    python: str = ""  # the oldest that it says it runs on, where that is newer than the tests'
     beside: tuple[str, ...] = ()
 
     @property
@@ -45,7 +42,8 @@ class Release:
 
     def is_forced_onto(self, python: str) -> bool:
         """Does it say that this Python, such as 3.11.7, is too old?"""
-        return bool(self.python) and _pair(python) < _pair(self.python)
+        asked, there = (tuple(map(int, one.split(".")[:2])) for one in (self.python or "0.0", python))
+        return there < asked
 
     def pip_arguments(self) -> list[str]:
         """What `pip install --target` gets. Its own requirements are left out: they are many."""
@@ -67,31 +65,17 @@ class Matrix:
         Raises:
             ValueError: a name that means none of them; it names all.
         """
-        asked = {_plain(name): name for name in names}
-        found = [release for release in self.releases if {release.name, release.version} & asked.keys()]
+        asked = set(names)
+        found = [release for release in self.releases if {release.name, release.version} & asked]
         known = {word for release in found for word in (release.name, release.version)}
-        if unknown := [name for plain, name in asked.items() if plain not in known]:
-            raise ValueError(
-                f"ci/matrix.toml has no {', '.join(unknown)}. It has "
-                f"{', '.join(release.name for release in self.releases)}"
-            )
+        if unknown := sorted(asked - known):
+            every = ", ".join(release.name for release in self.releases)
+            raise ValueError(f"ci/matrix.toml has no {', '.join(unknown)}. It has {every}")
         return found if asked else list(self.releases)
 
     def one(self, product: str, version: str) -> Release:
-        """The release of this product.
-
-        Raises:
-            ValueError: it isn't in the file.
-        """
+        """The release of this product; a ValueError if it isn't in the file."""
         return self.of([f"{product}-{version}"])[0]
-
-
-def _plain(name: str) -> str:
-    return name.replace("megatron-core-", "megatron-")
-
-
-def _pair(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def read(path: Path = TOML) -> Matrix:
@@ -101,33 +85,31 @@ def read(path: Path = TOML) -> Matrix:
         ValueError: a key that isn't known, or a tier of a release that isn't there.
     """
     found = tomllib.loads(path.read_text(encoding="utf-8"))
-    tiers = found.pop(TIERS, {})
-    releases = tuple(_release(package, *line) for package, lines in found.items() for line in lines.items())
-    matrix = Matrix(releases, {})
-    return Matrix(releases, {tier: tuple(matrix.of(names)) for tier, names in tiers.items()})
-
-
-def _release(package: str, version: str, line: Mapping[str, Any]) -> Release:
-    if unknown := line.keys() - KEYS:
-        raise ValueError(f"{package} {version}: {', '.join(sorted(unknown))} isn't known; {sorted(KEYS)} are")
-    return Release(package, version, line.get("python", ""), tuple(line.get("beside", ())))
-
-
-def answer(asked: str, names: Sequence[str]) -> list[str]:
-    """The lines that a script asked for."""
-    matrix = read()
-    if asked == "names":
-        return [f"{release.product} {release.version}" for release in matrix.of(names)]
-    if asked == "tier":
-        return [release.version for release in matrix.tiers[names[0]]]
-    release = matrix.one(*names)
-    return release.pip_arguments() if asked == "pip" else list(release.beside)
+    tiers = found.pop("tiers", {})
+    releases = []
+    for package, lines in found.items():
+        for version, line in lines.items():
+            if unknown := sorted(line.keys() - KEYS):
+                raise ValueError(f"{package} {version}: {', '.join(unknown)} isn't known; {sorted(KEYS)} are")
+            beside = tuple(line.get("beside", ()))
+            releases.append(Release(package, version, line.get("python", ""), beside))
+    matrix = Matrix(tuple(releases), {})
+    return Matrix(matrix.releases, {tier: tuple(matrix.of(names)) for tier, names in tiers.items()})
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the answer; return 2 where there is none."""
+    """Print what a script asked for; return 2 where there is no answer."""
+    asked, *names = arguments
+    matrix = read()
     try:
-        print(*answer(arguments[0], arguments[1:]), sep="\n")
+        if asked == "names":
+            print(*(f"{release.product} {release.version}" for release in matrix.of(names)), sep="\n")
+        elif asked == "tier":
+            print(*(release.version for release in matrix.tiers[names[0]]), sep="\n")
+        elif asked == "pip":
+            print(*matrix.one(*names).pip_arguments(), sep="\n")
+        else:
+            print(*matrix.one(*names).beside, sep="\n")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -81,11 +81,6 @@ class Outcome:
     seconds: float
     said: str = ""
 
-    def line(self) -> str:
-        verdict = f"{len(self.problems)} PROBLEMS" if self.problems else "ok"
-        counts = f"{self.shown.passed} passed, {self.shown.skipped} not for this release"
-        return f"{self.release.name}: {verdict}, {counts}, {self.seconds:.0f} s"
-
 
 def run(release: matrix.Release, cases: str) -> Outcome:
     """Run the tests on one release.
@@ -97,9 +92,15 @@ def run(release: matrix.Release, cases: str) -> Outcome:
     log, result = LOGS / f"{release.name}.log", LOGS / f"{release.name}.json"
     result.unlink(missing_ok=True)
     snapshots: dict[str, Any] = {}
+    folder = ROOT / ".work" / release.product / release.version
+
+    def process(target: str, task: Mapping[str, Any], environment: Mapping[str, str]) -> jobs.Ended:
+        """One of tests/jobs.py, with the release on its path."""
+        return jobs.start(target, task, path=[folder], env=environment, timeout=3600)[0]
+
     for came in ("first", "last") if release.product == "megatron" else ():
         # Here, and not in test_report.py, whose process would start a server of its own to fork from.
-        ended = _process(release, "megatron_snapshot:with_npu_replay", {"came": came}, {})
+        ended = process("megatron_snapshot:with_npu_replay", {"came": came}, {})
         snapshots[came] = ended.answer or {}
         file = result.with_suffix(f".{came}.json")
         file.unlink(missing_ok=True)
@@ -109,7 +110,7 @@ def run(release: matrix.Release, cases: str) -> Outcome:
     arguments = ["-q", "-rsfE", "-p", "no:cacheprovider"]
     arguments += select if release.product == "megatron" else [TRANSFORMERS_TESTS]
     told = {"NPU_REPLAY_MATRIX_RESULT": str(result), "NPU_REPLAY_MATRIX_CASES": cases}
-    ended = _process(release, "jobs:tests", {"arguments": arguments}, told)
+    ended = process("jobs:tests", {"arguments": arguments}, told)
     status = ended.code or ended.answer
     log.write_text(ended.output, encoding="utf-8")
     found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
@@ -124,14 +125,6 @@ def run(release: matrix.Release, cases: str) -> Outcome:
     lines = ended.output.splitlines()[-30:] if status or not found else []
     said = "\n".join(f"    {line}" for line in lines)
     return Outcome(release, shown, tuple(problems), time.monotonic() - started, said)
-
-
-def _process(
-    release: matrix.Release, target: str, task: Mapping[str, Any], environment: Mapping[str, str]
-) -> jobs.Ended:
-    """One of tests/jobs.py, with the release on its path."""
-    folder = ROOT / ".work" / release.product / release.version
-    return jobs.start(target, task, path=[folder], env=environment, timeout=3600)[0]
 
 
 def judge(
@@ -181,19 +174,16 @@ def run_all(releases: Sequence[matrix.Release], every_case: bool) -> Iterator[Ou
     """Run them side by side, one process a core, and say on stderr how it goes; each as it is done."""
     hands = {release.name: str(hand) for hand, release in enumerate(matrix.read().releases)}
     LOGS.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(_cores()) as pool:
-        jobs = [pool.submit(run, one, "all" if every_case else hands[one.name]) for one in releases]
-        for done, job in enumerate(as_completed(jobs), 1):
-            outcome = job.result()
-            told = "\n".join(filter(None, [outcome.line(), outcome.said]))
-            print(f"[{done}/{len(jobs)}] {told}", file=sys.stderr, flush=True)
-            yield outcome
-
-
-def _cores() -> int:
-    if workers := os.environ.get("NPU_REPLAY_WORKERS"):
-        return int(workers)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(int(os.environ.get("NPU_REPLAY_WORKERS") or cores)) as pool:
+        running = [pool.submit(run, one, "all" if every_case else hands[one.name]) for one in releases]
+        for done, job in enumerate(as_completed(running), 1):
+            one = job.result()
+            verdict = f"{len(one.problems)} PROBLEMS" if one.problems else "ok"
+            counts = f"{one.shown.passed} passed, {one.shown.skipped} not for this release"
+            line = f"[{done}/{len(running)}] {one.release.name}: {verdict}, {counts}, {one.seconds:.0f} s"
+            print(*filter(None, [line, one.said]), sep="\n", file=sys.stderr, flush=True)
+            yield one
 
 
 # The page
@@ -206,17 +196,17 @@ def read(folder: Path = FOLDER) -> dict[str, Shown]:
 
 def tables(releases: Sequence[matrix.Release], known: Mapping[str, Shown]) -> str:
     """What stands between the marks: what the releases of each product have, and what they were run with."""
+    known_here = [release for release in releases if release.name in known]
     parts: list[str] = []
-    for package, group in groupby(releases, key=lambda release: release.package):
-        if ours := [release for release in group if release.name in known]:
-            parts += [f"### {package}", capabilities(ours, known)]
+    for package, group in groupby(known_here, key=lambda release: release.package):
+        parts += [f"### {package}", capabilities(list(group), known)]
     titles = ["", "Python", "torch", "cases", "tests passed", "not for this release", "day"]
     rows = []
-    for release in releases:
-        if (shown := known.get(release.name)) is not None:
-            counts = [str(shown.passed), str(shown.skipped)]
-            name = f"{release.package} {release.version}"
-            rows.append([name, shown.python, shown.torch, shown.cases, *counts, shown.day])
+    for release in known_here:
+        shown = known[release.name]
+        counts = [str(shown.passed), str(shown.skipped)]
+        name = f"{release.package} {release.version}"
+        rows.append([name, shown.python, shown.torch, shown.cases, *counts, shown.day])
     return "\n\n".join([*parts, "### What each was run with", pages.table(titles, rows)])
 
 
@@ -232,16 +222,22 @@ def capabilities(releases: Sequence[matrix.Release], known: Mapping[str, Shown])
             notes.append(why)
         return f"{cell} ({notes.index(why) + 1})"
 
+    def forced(release: matrix.Release) -> str:
+        """What is to be said of a release that ran on an older Python than it asks for."""
+        python = known[release.name].python
+        older = (
+            f"it says that it needs Python {release.python}, and was forced onto {python.rpartition('.')[0]}"
+        )
+        return older if release.is_forced_onto(python) else ""
+
     def says(release: matrix.Release) -> tuple[object, ...]:
-        shown = known[release.name]
-        return shown.cells, shown.reasons, _forced(release, shown)
+        return known[release.name].cells, known[release.name].reasons, forced(release)
 
     columns = [list(same) for _, same in groupby(releases, key=says)]
     titles = [""]
     for column in columns:
-        first, last = column[0], column[-1]
-        title = first.version if first is last else f"{first.version} to {last.version}"
-        titles.append(noted(title, _forced(first, known[first.name])))
+        ends = dict.fromkeys([column[0].version, column[-1].version])
+        titles.append(noted(" to ".join(ends), forced(column[0])))
     rows = []
     for name, capability in CAPABILITIES[releases[0].product].items():
         of_each = [known[column[0].name] for column in columns]
@@ -249,14 +245,6 @@ def capabilities(releases: Sequence[matrix.Release], known: Mapping[str, Shown])
         rows.append([capability.says, *cells])
     said = [f"{number}. {text[0].upper()}{text[1:].rstrip('.')}." for number, text in enumerate(notes, 1)]
     return "\n".join([pages.table(titles, rows), "", *said]).rstrip()
-
-
-def _forced(release: matrix.Release, shown: Shown) -> str:
-    """What is to be said of a release that ran on an older Python than it asks for."""
-    if not release.is_forced_onto(shown.python):
-        return ""
-    older = shown.python.rpartition(".")[0]
-    return f"it says that it needs Python {release.python}, and was forced onto {older}"
 
 
 def main(arguments: Sequence[str]) -> int:

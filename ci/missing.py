@@ -1,10 +1,14 @@
-"""Print what an active environment lacks to run the tests and the demo: one requirement a line.
+"""Print what an active environment lacks to run the tests and the demo, and how to get it.
+
+Nothing is printed where it has all.
 
 The requirements are those of pyproject.toml; arguments name other extras than `demo` and `dev`. It has to
 work where nothing but pip is installed, so the parser that it needs is pip's own copy. It imports
 none of the packages it asks about.
 """
 
+import os
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -39,20 +43,30 @@ def is_there(requirement: Requirement) -> bool:
         return False
 
 
-def is_installed(project_name: str) -> bool:
-    """Whether this checkout is what the environment has installed, with its command and entry points."""
-    spec = find_spec("npu_replay")
-    from_here = spec is not None and spec.origin == str(REPOSITORY / "npu_replay" / "__init__.py")
-    return from_here and is_there(Requirement(project_name))
-
-
 def main() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = requirements(project, sys.argv[1:] or ["demo", "dev"])
-    for line in sorted({str(requirement) for requirement in needed if not is_there(requirement)}):
-        print(line)
-    if not is_installed(project["name"]):
-        print(project["name"])
+    missing = {str(one): one.name for one in needed if not is_there(one)}
+    # The environment has to have this checkout itself, with its command and entry points.
+    spec = find_spec("npu_replay")
+    from_here = spec is not None and spec.origin == str(REPOSITORY / "npu_replay" / "__init__.py")
+    if not from_here or not is_there(Requirement(project["name"])):
+        missing[project["name"]] = project["name"]
+    if not missing:
+        return
+    place = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
+    print(f"The active environment ({place}) lacks, and is left as it is:")
+    print(*(f"    {line}" for line in sorted(missing)), sep="\n")
+    # torch belongs to the device, so whoever owns the environment picks its build.
+    if "torch" in missing.values():
+        pins = (REPOSITORY / "ci" / "constraints.txt").read_text(encoding="utf-8")
+        pin = re.search(r"(?m)^torch==.*", pins)[0]
+        print(f"torch: the build for your device, or the tested one: pip install {pin}")
+    # Without the constraints: they would move what is there already, numpy for one.
+    if others := [f"'{line}'" for line in sorted(missing) if missing[line] not in ("torch", project["name"])]:
+        print("the rest: pip install", *others)
+    if project["name"] in missing:
+        print(f"npu-replay from here: pip install --no-deps -e {REPOSITORY}")
 
 
 if __name__ == "__main__":

@@ -131,27 +131,18 @@ class Row:
 
 def families() -> list[str]:
     """The names of transformers' model folders that have experts."""
+    kind = r"(?m)^class \w*(Router|Gating|Experts|MoE|Moe|MoeBlock|MoELayer)\(nn\.(Module|Linear)\)"
     found = []
     for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         code = file.read_text(encoding="utf-8")
-        if "experts" in code and re.search(
-            r"^class \w*(Router|Gating|Experts|MoE|Moe|MoeBlock|MoELayer)\(nn\.(Module|Linear)\)",
-            code,
-            re.MULTILINE,
-        ):
+        if "experts" in code and re.search(kind, code):
             found.append(file.parent.name)
     return found
 
 
 def build(family: str) -> PreTrainedModel:
     """A small model of this family, with random weights."""
-    kind = _model_class(importlib.import_module(f"transformers.models.{family}.modeling_{family}"))
-    torch.manual_seed(0)
-    special = (SPECIAL | SPECIAL_OF_4 if MAJOR == 4 else SPECIAL).get(family, {})
-    return kind(_small_config(kind.config_class(), special)).eval()
-
-
-def _model_class(module: Any) -> type[PreTrainedModel]:
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     kinds = [
         kind
         for kind in vars(module).values()
@@ -160,23 +151,16 @@ def _model_class(module: Any) -> type[PreTrainedModel]:
         and kind.__module__ == module.__name__
         and "PreTrained" not in kind.__name__
     ]
-    for ending in ("ForCausalLM", "ForConditionalGeneration", "TextModel", "Model", ""):
-        for kind in kinds:
-            if kind.__name__.endswith(ending):
-                return kind
-    raise LookupError(f"no model class in {module.__name__}")
-
-
-def _small_config(config: Any, special: dict[str, Any]) -> Any:
+    endings = ("ForCausalLM", "ForConditionalGeneration", "TextModel", "Model", "")
+    kind = next(kind for ending in endings for kind in kinds if kind.__name__.endswith(ending))
+    config = kind.config_class()
     small = _shrunk(config.to_dict())
-    for name, value in special.items():
+    for name, value in (SPECIAL | SPECIAL_OF_4 if MAJOR == 4 else SPECIAL).get(family, {}).items():
         *inside, last = name.split(".")
-        place = small
-        for part in inside:
-            place = place[part]
-        place[last] = value
+        functools.reduce(dict.__getitem__, inside, small)[last] = value
     small["use_cache"] = False  # some hybrid caches can't do without the layers that are left out here
-    return type(config).from_dict(small)
+    torch.manual_seed(0)
+    return kind(type(config).from_dict(small)).eval()
 
 
 def _shrunk(numbers: dict[str, Any]) -> dict[str, Any]:
@@ -189,36 +173,34 @@ def _shrunk(numbers: dict[str, Any]) -> dict[str, Any]:
             small[name] = _shrunk(value)
         elif isinstance(value, (list, tuple)) and layers > LAYERS and len(value) == layers:
             continue  # one entry a layer: the config makes its own for fewer
-        elif re.search(r"num_key_value_heads|kv_heads", name) and isinstance(value, int):
+        elif isinstance(value, bool) or not isinstance(value, int):
+            small[name] = value
+        elif re.search(r"num_key_value_heads|kv_heads", name):
             latent = "kv_lora_rank" in numbers or value == numbers.get("num_attention_heads")
             small[name] = 4 if latent else min(value, 2)
+        elif name.endswith("token_id") and value > 100:
+            small[name] = 100 + sum(map(ord, name)) % 27
         else:
-            small[name] = _small(name, value)
+            fitting = (min(value, number) for pattern, number in SMALL if re.search(pattern, name))
+            small[name] = next(fitting, value)
     return small
-
-
-def _small(name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int):
-        return value
-    if name.endswith("token_id") and value > 100:
-        return 100 + sum(map(ord, name)) % 27
-    return next((min(value, number) for pattern, number in SMALL if re.search(pattern, name)), value)
 
 
 def attempt(family: str) -> Row:
     """Record and replay with a small model of this family; say what came of it."""
     model = build(family)
-    names = ", ".join(sorted(set(_router_names(model))))
+    kinds = {type(module).__name__ for module in model.modules()}
+    names = {name for name in kinds if re.search(r"(Router|TopKGating|MoEV1Gate|MoEGate)$", name)}
     try:
         npu_replay.record(model).__enter__().__exit__(KeyboardInterrupt, None, None)
     except ReplayError as error:
-        return Row(family, names, f"refused on entering: {error.problem}")
-    blocks = {type(one.module).__name__ for one in routers.find([model])[0] if one.shows is None}
-    names = ", ".join(sorted({*filter(None, names.split(", ")), *blocks}))
+        return Row(family, ", ".join(sorted(names)), f"refused on entering: {error.problem}")
+    names |= {type(one.module).__name__ for one in routers.find([model])[0] if one.shows is None}
     try:
-        return Row(family, names, _verdict(model))
+        verdict = _verdict(model)
     except ReplayError as error:
-        return Row(family, names, f"refused in the first forward: {error.problem}")
+        verdict = f"refused in the first forward: {error.problem}"
+    return Row(family, ", ".join(sorted(names)), verdict)
 
 
 def _verdict(model: PreTrainedModel) -> str:
@@ -284,13 +266,6 @@ def _is(seen: torch.Tensor, ids: torch.Tensor) -> bool:
     if seen.dim() == 1:
         return torch.equal(seen, ids.flatten().bincount(minlength=len(seen))[: len(seen)])
     return torch.equal(seen.sort().values, ids.sort().values)
-
-
-def _router_names(model: nn.Module) -> Iterator[str]:
-    for module in model.modules():
-        name = type(module).__name__
-        if re.search(r"(Router|TopKGating|MoEV1Gate|MoEGate)$", name):
-            yield name
 
 
 def _run(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:

@@ -35,16 +35,6 @@ def version(tree: Path = ROOT) -> str:
     raise SystemExit("npu_replay/__init__.py has no __version__")
 
 
-def with_address(page: str, address: str, of: str) -> str:
-    """Markdown whose links into the repository are whole; pictures go to the file itself."""
-
-    def whole(found: re.Match[str]) -> str:
-        picture, text, target = found.groups()
-        return f"{picture}[{text}]({address}/{'raw' if picture else 'blob'}/v{of}/{target})"
-
-    return _LINK.sub(whole, page)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Print the version, or change a tree."""
     if arguments == ["--version"]:
@@ -55,10 +45,15 @@ def main(arguments: Sequence[str]) -> int:
         print(f"expected the repository's address, https://..., got {address}", file=sys.stderr)
         return 1
     of = version(tree)
+
+    def whole(found: re.Match[str]) -> str:
+        """A link into the repository by its address; pictures go to the file itself."""
+        picture, text, target = found.groups()
+        return f"{picture}[{text}]({address}/{'raw' if picture else 'blob'}/v{of}/{target})"
+
     readme, project = tree / "README.md", tree / "pyproject.toml"
-    readme.write_text(with_address(readme.read_text(encoding="utf-8"), address, of), encoding="utf-8")
-    text = project.read_text(encoding="utf-8")
-    before, scripts, after = text.partition("\n[project.scripts]\n")
+    readme.write_text(_LINK.sub(whole, readme.read_text(encoding="utf-8")), encoding="utf-8")
+    before, scripts, after = project.read_text(encoding="utf-8").partition("\n[project.scripts]\n")
     urls = _URLS.format(address=address, version=of)
     project.write_text(f"{before}{urls}{scripts}{after}", encoding="utf-8")
     return 0

@@ -97,33 +97,24 @@ class Index:
                 for chunk in answer.iter_content(1 << 20):
                     file.write(chunk)
             file.seek(0)
-            for path, content in _wheel_code(file) if link.is_wheel else _source_code(file):
+            for path, content in _code(file, link.is_wheel):
+                if path.startswith("/") or ".." in path.split("/"):
+                    raise ValueError(f"an archive holds {path!r}, which leads out of its folder")
                 target = folder / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
 
 
-def _wheel_code(file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
-    with zipfile.ZipFile(file) as archive:
-        for name in archive.namelist():
-            if name.endswith(CODE):
-                yield _inside(name), archive.read(name)
-
-
-def _source_code(file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
+def _code(file: IO[bytes], is_wheel: bool) -> Iterator[tuple[str, bytes]]:
+    """What of an archive is unpacked, by its path; a source archive has all in one folder."""
+    if is_wheel:
+        with zipfile.ZipFile(file) as wheel:
+            yield from ((name, wheel.read(name)) for name in wheel.namelist() if name.endswith(CODE))
+        return
     with tarfile.open(fileobj=file) as archive:
         for member in archive:
             if member.isfile() and member.name.endswith(CODE):
-                content = archive.extractfile(member)
-                assert content is not None
-                yield _inside(member.name.partition("/")[2]), content.read()
-
-
-def _inside(path: str) -> str:
-    """The path, if it stays where it is put."""
-    if path.startswith("/") or ".." in path.split("/"):
-        raise ValueError(f"an archive holds {path!r}, which leads out of its folder")
-    return path
+                yield member.name.partition("/")[2], archive.extractfile(member).read()
 
 
 def main(release: str, folder: str) -> int:

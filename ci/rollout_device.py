@@ -50,7 +50,12 @@ def run(folder: Path, mode: str, tensor_parallel_size: int) -> tuple[dict[str, A
     from vllm import LLM, SamplingParams  # after the environment is set
 
     engine = LLM(**arguments)
-    prompts = _prompts(folder)
+    # Prompts that all begin alike, and end at other lengths.
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    words = min(config.get("vocab_size") or config["text_config"]["vocab_size"], 30_000)
+    random = np.random.default_rng(7)
+    prefix = random.integers(3, words, PREFIX).tolist()
+    prompts = [[*prefix, *random.integers(3, words, 8 + 12 * at).tolist()] for at in range(PROMPTS)]
     asked = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
     given = [{"prompt_token_ids": ids} for ids in prompts]
     engine.generate(given[:2], asked)  # what is slow once
@@ -67,14 +72,6 @@ def run(folder: Path, mode: str, tensor_parallel_size: int) -> tuple[dict[str, A
     return found, np.sort(np.concatenate(rows), axis=-1)
 
 
-def _prompts(folder: Path) -> list[list[int]]:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    words = min(config.get("vocab_size") or config["text_config"]["vocab_size"], 30_000)
-    random = np.random.default_rng(7)
-    prefix = random.integers(3, words, PREFIX).tolist()
-    return [[*prefix, *random.integers(3, words, 8 + 12 * number).tolist()] for number in range(PROMPTS)]
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run one start and write what was found; 1 if its rows differ too much from those it is held against."""
     parser = argparse.ArgumentParser(prog="ci/rollout_device.py")
@@ -89,14 +86,13 @@ def main(arguments: Sequence[str]) -> int:
     found, rows = run(told.model, told.mode, told.tp)
     np.save(told.out.with_suffix(".npy"), rows)
     if told.against is not None:
-        differ = (rows != np.load(told.against.with_suffix(".npy"))).any(-1).mean()
-        found["differs_from_eager"] = round(float(differ), 5)
+        wrong = (rows != np.load(told.against.with_suffix(".npy"))).any(-1)
+        found["differs_from_eager"] = round(float(wrong.mean()), 5)
     told.out.write_text(json.dumps(found), encoding="utf-8")
     print(json.dumps(found, indent=1))
-    if found.get("differs_from_eager", 0) > MAY_DIFFER:
-        print(
-            f"{found['differs_from_eager']:.1%} of the prompts' token-layers differ, above {MAY_DIFFER:.0%}"
-        )
+    differ = found.get("differs_from_eager", 0)
+    if differ > MAY_DIFFER:
+        print(f"{differ:.1%} of the prompts' token-layers differ, above {MAY_DIFFER:.0%}")
         return 1
     return 0
 

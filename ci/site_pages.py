@@ -12,13 +12,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = {
-    name: f"project/{name.lower()}"
-    for name in (
-        *("README.md", "README.zh.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"),
-        "examples/README.md",
-    )
-}
+_PAGES = "README.md README.zh.md CONTRIBUTING.md CHANGELOG.md SECURITY.md examples/README.md"
+OUTSIDE = {name: f"project/{name.lower()}" for name in _PAGES.split()}
 """Pages of the clone that docs/ links to, and where they lie in the site."""
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
 SHOWN = {
@@ -72,16 +67,11 @@ def on_files(files: Any, *, config: Any) -> Any:
 
     for name, place in OUTSIDE.items():
         files.append(File.generated(config, place, content=(ROOT / name).read_text(encoding="utf-8")))
-    for name, place in SHOWN.items():
-        alone = InclusionLevel.NOT_IN_NAV
-        files.append(File.generated(config, place, content=shown(name), inclusion=alone))
+    for name, place in SHOWN.items():  # the page of a file that is no page
+        file = ROOT / name
+        code = f"# {file.name}\n\n```{LANGUAGES[file.suffix]}\n{file.read_text(encoding='utf-8')}```\n"
+        files.append(File.generated(config, place, content=code, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
-
-
-def shown(name: str) -> str:
-    """The page of a file that is no page."""
-    file = ROOT / name
-    return f"# {file.name}\n\n```{LANGUAGES[file.suffix]}\n{file.read_text(encoding='utf-8')}```\n"
 
 
 def loaded_from_elsewhere(page: str) -> list[str]:
@@ -149,8 +139,7 @@ def relinked(markdown: str, page: str, known: set[str]) -> str:
         place = (OUTSIDE | SHOWN).get(path, elsewhere)
         if place not in known:
             return words
-        return (
-            f"{image}[{words}]({posixpath.relpath(place, posixpath.dirname(page) or '.')}{hash_sign}{anchor})"
-        )
+        place = posixpath.relpath(place, posixpath.dirname(page) or ".")
+        return f"{image}[{words}]({place}{hash_sign}{anchor})"
 
     return _LINK.sub(link, markdown)

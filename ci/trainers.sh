@@ -30,14 +30,8 @@ install_swift() {
 case ${1:-} in
     trl)
         get_packages trl-tests
-        if [[ ! -d $work/trl/$trl ]]; then
-            echo "Fetching TRL $trl ..."
-            fill "$work/trl/$trl" pip_into --no-deps "trl==$trl" || fail "could not fetch TRL $trl"
-        fi
-        if [[ ! -d $work/deepspeed/$deepspeed ]]; then
-            echo "Fetching DeepSpeed $deepspeed ..."
-            fill "$work/deepspeed/$deepspeed" deepspeed_into || fail "could not fetch DeepSpeed $deepspeed"
-        fi
+        once "$work/trl/$trl" "TRL $trl" pip_into --no-deps "trl==$trl"
+        once "$work/deepspeed/$deepspeed" "DeepSpeed $deepspeed" deepspeed_into
         export PYTHONPATH=$work/trl/$trl${PYTHONPATH:+:$PYTHONPATH}:$work/deepspeed/$deepspeed
         tests="tests/on_trl tests/compat/test_peft.py tests/on_deepspeed"
         ;;

@@ -28,43 +28,10 @@ DEVICES = {"npu": "NPU", "cuda": "CUDA", "cpu": "CPU"}
 _AXES = ("tp", "cp", "pp", "vp", "ep", "etp")
 RESULTS = {SMOKE: ("results", {"PASS", "FAIL", "SKIP"}), DEVICE: ("parts", {"PASS", "FAIL", "MISSING"})}
 """Where the results of each kind of report are, and what one may be."""
-
-# What a report has to hold: types, a dict of what is in it, or a list of what each of its entries holds.
-_TEXT, _COUNT, _FLAG, _NONE = str, int, bool, type(None)
-_VERSIONS = ("npu_replay", "python", "torch", "megatron-core", "mindspeed", "torch_npu", "numpy")
-_OF_DEVICE = (*_VERSIONS, "transformers", "pytest")
-_BOTH: dict[str, Any] = {
-    "schema": _COUNT,
-    "kind": _TEXT,
-    "passed": _FLAG,
-    "date": _TEXT,
-    "machine": dict.fromkeys(("device", "name", "cann", "cuda", "processor", "system"), _TEXT),
-}
-SCHEMAS: dict[str, dict[str, Any]] = {
-    SMOKE: _BOTH
-    | {
-        "versions": dict.fromkeys(_VERSIONS, _TEXT),
-        "options": dict.fromkeys(_AXES, _COUNT) | {"recompute": _FLAG, "model": _TEXT, "device": _TEXT},
-        "processes": _COUNT,
-        "sizes": dict.fromkeys(("layers", "experts", "topk", "micro_batches"), _COUNT),
-        "seconds": (dict,),
-        "results": [
-            dict.fromkeys(("feature", "case", "result", "why"), _TEXT)
-            | {"rank": (int, _NONE), "seconds": (float, int), "trace": (list,)}
-        ],
-    },
-    DEVICE: _BOTH
-    | {
-        "versions": dict.fromkeys(_OF_DEVICE, _TEXT),
-        "quick": _FLAG,
-        "devices": _COUNT,
-        "parts": [
-            dict.fromkeys(("part", "result", "why"), _TEXT)
-            | {"passed": _COUNT, "skipped": (list,), "rc": (int, _NONE)}
-            | {"seconds": (float, int), "found": (dict, _NONE)}
-        ],
-    },
-}
+LIKE = {SMOKE: "cpu-megatron-0.16.1.json", DEVICE: "device-cpu-quick.json"}
+"""A report of each kind: others have its keys, with values of its types."""
+FREE = {"seconds", "found", "rank", "rc", "trace", "skipped"}
+"""What is now of one type and now of another, or empty."""
 _MACHINE = ("device", "CANN or CUDA", "torch, Python", "Megatron-core")
 _SENT = ("npu_replay", "day", "from", "report")
 TITLES = {
@@ -73,92 +40,83 @@ TITLES = {
 }
 
 
-def smoke_row(found: dict[str, Any], name: str) -> list[str]:
-    """A report of the smoke test as a row of its table."""
-    machine, versions, options = found["machine"], found["versions"], found["options"]
-    device = machine["name"] or {"cpu": "a CPU"}.get(machine["device"], machine["device"])
-    sizes = [f"{axis} {options[axis]}" for axis in _AXES if options[axis] > 1]
-    sizes += ["recompute"] if options["recompute"] else []
-    sizes += ["HybridModel"] if options["model"] == "hybrid" else []
-    torch = versions["torch"] + (f" ({versions['torch_npu']})" if versions["torch_npu"] else "")
-    named = {one["feature"]: one["result"] for one in found["results"] if one["result"] != "SKIP"}
-    failed = dict.fromkeys(one["feature"] for one in found["results"] if one["result"] == "FAIL")
+def row(found: dict[str, Any], name: str) -> list[str]:
+    """A report as a row of its kind's table."""
+    machine, versions = found["machine"], found["versions"]
+    torch, device = (
+        versions["torch"],
+        machine["name"] or {"cpu": "a CPU"}.get(machine["device"], machine["device"]),
+    )
+    if found["kind"] == SMOKE:
+        options = found["options"]
+        sizes = [str(found["processes"]), *(f"{axis} {options[axis]}" for axis in _AXES if options[axis] > 1)]
+        sizes += ["recompute"] * options["recompute"] + ["HybridModel"] * (options["model"] == "hybrid")
+        torch += f" ({versions['torch_npu']})" if versions["torch_npu"] else ""
+        tried = {one["feature"] for one in found["results"] if one["result"] != "SKIP"}
+        failed = dict.fromkeys(one["feature"] for one in found["results"] if one["result"] == "FAIL")
+        features = f"not {', '.join(failed)}" if failed else f"all {len(tried)}"
+        of_kind = [versions["mindspeed"], ", ".join(sizes), features]
+    else:
+        device = f"{found['devices']} x {device}"
+        of_kind = [versions["transformers"]]
+        for result in ("PASS", "FAIL", "MISSING"):
+            those = [part for part in found["parts"] if part["result"] == result]
+            of_kind.append(
+                ", ".join(
+                    f"{one['part']} ({one['passed']})" if one["passed"] else one["part"] for one in those
+                )
+            )
+    sender, known, _ = name.partition("--")
     return [
         f"{device}, {machine['processor']}",
         machine["cann"] or machine["cuda"],
         f"{torch}, {versions['python']}",
         versions["megatron-core"],
-        versions["mindspeed"],
-        ", ".join([str(found["processes"]), *sizes]),
-        f"not {', '.join(failed)}" if failed else f"all {len(named)}",
-        *_about(found, name),
+        *of_kind,
+        versions["npu_replay"],
+        found["date"][:10],
+        sender if known else "this project",
+        f"[{name}](dev/verified/{name}.json)",
     ]
-
-
-def device_row(found: dict[str, Any], name: str) -> list[str]:
-    """A report of ci/device.sh as a row of its table."""
-    machine, versions = found["machine"], found["versions"]
-    return [
-        f"{found['devices']} x {machine['name'] or 'a CPU'}, {machine['processor']}",
-        machine["cann"] or machine["cuda"],
-        f"{versions['torch']}, {versions['python']}",
-        versions["megatron-core"],
-        versions["transformers"],
-        *(
-            ", ".join(
-                f"{part['part']} ({part['passed']})" if part["passed"] else part["part"]
-                for part in found["parts"]
-                if part["result"] == result
-            )
-            for result in ("PASS", "FAIL", "MISSING")
-        ),
-        *_about(found, name),
-    ]
-
-
-def _about(found: dict[str, Any], name: str) -> list[str]:
-    sender, known, _ = name.partition("--")
-    link = f"[{name}](dev/verified/{name}.json)"
-    return [found["versions"]["npu_replay"], found["date"][:10], sender if known else "this project", link]
 
 
 def problems(found: Any) -> list[str]:
     """What is wrong with a report; nothing if it is one."""
     kind = DEVICE if isinstance(found, dict) and found.get("kind") == DEVICE else SMOKE
-    if wrong := list(_differences(found, SCHEMAS[kind], "the report")):
+    like = json.loads((FOLDER / LIKE[kind]).read_text(encoding="utf-8"))
+    if wrong := list(_differences(found, with_model(like), "the report")):
         return wrong
     if (found["schema"], found["kind"]) != (1, kind):
         return [f"schema {found['schema']} of {found['kind']!r} isn't known here"]
     inside, known = RESULTS[kind]
     results = [entry["result"] for entry in found[inside]]
-    wrong = [
-        f"{inside.removesuffix('s')} {number} is {result!r}"
-        for number, result in enumerate(results)
-        if result not in known
-    ]
+    what = inside.removesuffix("s")
+    wrong = [f"{what} {at} is {result!r}" for at, result in enumerate(results) if result not in known]
     if not wrong and found["passed"] != ("FAIL" not in results and "PASS" in results):
         wrong.append(f"passed doesn't agree with the {inside}")
     return wrong
 
 
-def _differences(found: Any, wanted: Any, where: str) -> Iterator[str]:
-    kinds = wanted if isinstance(wanted, tuple) else (wanted if isinstance(wanted, type) else type(wanted),)
-    if type(found) not in kinds:
+def _differences(found: Any, like: Any, where: str) -> Iterator[str]:
+    if type(found) is not type(like):
         yield f"{where} is {type(found).__name__}"
-    elif isinstance(wanted, list):
+    elif isinstance(like, list):
         for number, entry in enumerate(found):
-            yield from _differences(entry, wanted[0], f"{where.removesuffix('s')} {number}")
-    elif isinstance(wanted, dict):
-        if found.keys() != wanted.keys():
-            yield f"{where}: {', '.join(sorted(found.keys() ^ wanted.keys()))} missing or not known"
+            yield from _differences(entry, like[0], f"{where.removesuffix('s')} {number}")
+    elif isinstance(like, dict):
+        if found.keys() != like.keys():
+            yield f"{where}: {', '.join(sorted(found.keys() ^ like.keys()))} missing or not known"
             return
-        for name, inner in wanted.items():
-            yield from _differences(found[name], inner, name if where == "the report" else f"{where}, {name}")
+        for name in like.keys() - FREE:
+            place = name if where == "the report" else f"{where}, {name}"
+            yield from _differences(found[name], like[name], place)
 
 
-def row(found: dict[str, Any], name: str) -> list[str]:
-    """A report as a row of its kind's table."""
-    return (smoke_row if found["kind"] == SMOKE else device_row)(found, name)
+def with_model(report: Any) -> Any:
+    """Older reports of smoke don't name the model: there was no other."""
+    if isinstance(report, dict) and isinstance(report.get("options"), dict):
+        report["options"].setdefault("model", "gpt")
+    return report
 
 
 def bench_table(reports: dict[str, dict[str, Any]]) -> str:
@@ -191,13 +149,10 @@ def table(folder: Path = FOLDER) -> str:
     for kind, titles in TITLES.items():
         reports = of_kind(kind, folder)
         rows = [row(report, name) for name, report in reports.items()]
-        seen = {report["machine"]["device"] for report in reports.values()}
-        nobodys = [
-            [f"{DEVICES[one]}: no report yet", *[""] * (len(titles) - 1)]
-            for one in DEVICES
-            if one not in seen
-        ]
-        tables.append(pages.table(titles, [*rows, *nobodys]))
+        missing = DEVICES.keys() - {report["machine"]["device"] for report in reports.values()}
+        empty = [""] * (len(titles) - 1)
+        rows += [[f"{told}: no report yet", *empty] for one, told in DEVICES.items() if one in missing]
+        tables.append(pages.table(titles, rows))
     return "\n\n".join(tables)
 
 
@@ -211,11 +166,9 @@ def of_kind(kind: str, folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
 def read(path: Path) -> dict[str, Any]:
     """A report that was checked."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = with_model(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path.name}: {error}") from error
-    if found.get("kind") == SMOKE and isinstance(found.get("options"), dict):
-        found["options"].setdefault("model", "gpt")  # older reports don't name it: there was no other
     if wrong := problems(found):
         raise ValueError(f"{path.name}: {'; '.join(wrong)}")
     return found
@@ -225,18 +178,14 @@ def main(arguments: Sequence[str]) -> int:
     """Print the rows; return 1 if a report is none."""
     files = [Path(name) for name in arguments if name != "--write"]
     try:
-        for path in files:
-            report = read(path)
-            print(pages.line(row(report, path.stem)))
-        rows = "" if files else table()
+        rows = "\n".join(pages.line(row(read(path), path.stem)) for path in files) or table()
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    if not files:
-        print(rows)
-        if "--write" in arguments:
-            pages.rewrite(PAGE, MARKS, rows)
-            pages.rewrite(COSTS, MARKS, bench_table(of_kind(DEVICE)))
+    print(rows)
+    if "--write" in arguments and not files:
+        pages.rewrite(PAGE, MARKS, rows)
+        pages.rewrite(COSTS, MARKS, bench_table(of_kind(DEVICE)))
     return 0
 
 

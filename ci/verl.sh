@@ -17,12 +17,12 @@ if [[ ${1:-} == --all ]]; then
 fi
 source ci/environment.sh
 for release in 0.7.1 0.8.0 0.9.1; do fetch_verl $release; done
-if [[ $all ]]; then for release in 0.13.1 0.15.3; do fetch_megatron $release; done; fi
+if [[ $all ]]; then for release in 0.13.1 0.15.3; do fetch megatron $release; done; fi
 fetch transformers 4.57.6
 datasets=$work/beside/datasets==4.0.0 # verl imports it, and newer ones want a newer huggingface-hub
-if [[ ! -d $datasets ]]; then fill "$datasets" pip_into --no-deps datasets==4.0.0 || fail "could not fetch datasets"; fi
+once "$datasets" datasets pip_into --no-deps datasets==4.0.0
 swift=$work/ms-swift-source/4.6.0 # its code alone
-if [[ ! -d $swift ]]; then fill "$swift" code_into ms-swift==4.6.0 swift || fail "could not fetch ms-swift"; fi
+once "$swift" ms-swift code_into ms-swift==4.6.0 swift
 
 fetched
 tests_started=$SECONDS
@@ -33,7 +33,7 @@ status=0
 # run_with MEGATRON VERL MARKERS ARGUMENT ...
 run_with() {
     try "pytest with verl $2 on megatron-core $1" \
-        with_verl "$1" "$2" python -m pytest -n "${NPU_REPLAY_WORKERS:-2}" --dist loadfile -rs -m "$3" "${@:4}"
+        with_releases "megatron/$1 verl/$2" python -m pytest -n "${NPU_REPLAY_WORKERS:-2}" --dist loadfile -rs -m "$3" "${@:4}"
 }
 
 quick="not long"

@@ -69,11 +69,11 @@ def test_what_is_newer_than_python_3_11_is_forced(matrix: Any, monkeypatch: pyte
     assert read.one("megatron", "0.17.0").pip_arguments() == ["--no-deps", "megatron-core==0.17.0"]
 
 
-def test_a_release_goes_by_three_names_and_none_means_all(
+def test_a_release_goes_by_two_names_and_none_means_all(
     matrix: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read = matrix.read()
-    for name in ("0.15.3", "megatron-0.15.3", "megatron-core-0.15.3"):
+    for name in ("0.15.3", "megatron-0.15.3"):
         assert [release.name for release in read.of([name])] == ["megatron-0.15.3"]
     assert [one.version for one in read.of(["5.24.0", "0.16.1", "0.12.0"])] == ["0.12.0", "0.16.1", "5.24.0"]
     assert read.of([]) == list(read.releases)

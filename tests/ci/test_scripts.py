@@ -56,6 +56,30 @@ def test_without_a_python_that_will_do_it_says_which_one_it_needs(
     assert not (clone / ".venv").exists()
 
 
+def test_an_active_environment_is_told_what_it_lacks(clone: Path) -> None:
+    done = script(clone, "demo.sh", PYTHONPATH="")
+    assert done.returncode == 1
+    assert "lacks, and is left as it is:\n    npu-replay\nnpu-replay from here: pip install" in done.stderr
+    assert f"--no-deps -e {clone}\n" in done.stderr
+
+
+def test_a_half_made_folder_is_never_taken_for_a_whole_one(clone: Path) -> None:
+    (clone / "ci" / "tried.sh").write_text(
+        'source "$(dirname "$0")/environment.sh"\n'
+        'made() { mkdir "$2"; echo "$1"; return "$1"; }\n'
+        'once "$repository/there/it" "a thing" made 0\n'
+        'once "$repository/there/it" "a thing" made 7\n'
+        'once "$repository/there/other" "another" made 1\n'
+    )
+    done = script(clone, "tried.sh")
+    assert (done.returncode, done.stdout.splitlines()[-4:]) == (
+        1,
+        ["Fetching a thing ...", "0", "Fetching another ...", "1"],
+    )
+    assert "could not fetch another" in done.stderr
+    assert [one.name for one in (clone / "there").iterdir()] == ["it"]
+
+
 @pytest.mark.parametrize(("needed", "code", "told"), [("", 5, "1 skipped"), ("1", 2, "1 error")])
 def test_a_product_that_is_missing_fails_in_the_script_that_is_there_for_it(
     needed: str, code: int, told: str

@@ -1,4 +1,4 @@
-"""vLLM and SGLang in these tests: a release of each is on the path (with_engines of ci/environment.sh).
+"""vLLM and SGLang in these tests: a release of each is on the path (ci/engines.sh puts them there).
 
 Neither needs a GPU for what is used here. What an engine imports is in the engine-tests extra.
 """
@@ -15,9 +15,7 @@ HERE = Path(__file__).parent
 ENGINES = {"test_vllm.py": "vllm", "test_sglang.py": "sglang"}
 
 
-CURE = (
-    "Put a release on PYTHONPATH (with_engines of ci/environment.sh does) and install the engine-tests extra"
-)
+CURE = "Put a release on PYTHONPATH (ci/engines.sh does) and install the engine-tests extra"
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:

@@ -1,4 +1,4 @@
-"""verl in these tests: one release on the path (ci/environment.sh has with_verl), as it was released.
+"""verl in these tests: one release on the path (ci/verl.sh puts it there), as it was released.
 
 What can't be installed beside the rest isn't there, and nothing stands in for it: vLLM, SGLang, Transformer
 Engine and flash-attn are imported by verl where they are used. The exception is one name of transformers 4
@@ -21,9 +21,7 @@ NEEDED = ("verl", "ray", "tensordict", "hydra")
 
 
 absent = needed.missing(*NEEDED)
-CURE = (
-    "Put a verl release on PYTHONPATH (with_verl of ci/environment.sh does) and install the verl-tests extra"
-)
+CURE = "Put a verl release on PYTHONPATH (ci/verl.sh does) and install the verl-tests extra"
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:

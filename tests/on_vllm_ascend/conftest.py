@@ -1,4 +1,4 @@
-"""A release of vllm-ascend, with its vLLM, is on the path: with_ascend of ci/environment.sh."""
+"""A release of vllm-ascend, with its vLLM, is on the path: ci/vllm_ascend.sh puts it there."""
 
 from __future__ import annotations
 
