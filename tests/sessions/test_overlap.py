@@ -39,6 +39,15 @@ def random(rows: int, layers: tuple[int, ...] = (0, 1), seed: int = 9) -> Routed
     return foreign(layers=layers, rows=rows, seed=seed)[0].with_known(from_engine=True)
 
 
+def flipped(right: RoutedExperts, share: float) -> torch.Tensor:
+    """The ids [rows, layers, topk], some of them others than the row has."""
+    generator = torch.Generator().manual_seed(1)
+    ids = right.ids.long()
+    unused = torch.ones(*ids.shape[:2], EXPERTS).scatter(2, ids, 0)
+    others = torch.multinomial(unused.flatten(0, 1), TOPK, generator=generator).view(ids.shape)
+    return torch.where(torch.rand(ids.shape, generator=generator) < share, others, ids)
+
+
 def run(model: Any, routes: list[RoutedExperts], *inputs: torch.Tensor, **options: Any) -> dict[str, float]:
     with npu_replay.replay(model, routes, **options) as session:
         for one in inputs:
@@ -220,6 +229,29 @@ def test_the_shift_that_would_fit_is_named(by: int) -> None:
         run(model, [of_engine(right.ids.roll(by, 0), right)], inputs)
 
 
+def test_a_shift_after_which_rows_would_still_fit_badly_is_not_named() -> None:
+    model, inputs = ToyModel(), hidden(6 * RUN)
+    (right,) = own(model, inputs)
+    moved = of_engine(flipped(right, 0.7).roll(7, 0), right)
+    with pytest.raises(MicroBatchError, match=r"an overlap of 0.[12]. or more"):
+        run(model, [moved], inputs)
+
+
+@pytest.mark.parametrize(("share", "way"), [(0.0, 0.25), (0.3, 0.18), (0.6, 0.15)])
+def test_a_layer_is_held_against_a_quarter_of_the_best_ones_way_from_chance(share: float, way: float) -> None:
+    """Where all layers overlap little, as after a coarse rollout, less is asked of each; 0.15 at least."""
+    model, inputs = ToyModel(), hidden(10 * RUN)
+    (right,) = own(model, inputs)
+    ids = flipped(right, share)
+    ids[:, 1] = random(len(ids), (0,)).ids[:, 0]
+    chance = TOPK / EXPERTS
+    with pytest.raises(MicroBatchError, match="chunk 0, layer 1: ") as caught:
+        run(model, [of_engine(ids, right)], inputs)
+    (floor,) = re.findall(r"an overlap of (\S+) or more", str(caught.value))
+    # Two standard errors below it, of shares that are spread by about a fifth.
+    assert float(floor) == pytest.approx(chance + way * (1 - chance) - 2 * 0.2 / (10 * RUN) ** 0.5, abs=0.02)
+
+
 def test_rows_without_a_route_are_not_judged() -> None:
     model, inputs = ToyModel(), hidden(3 * RUN)
     (right,) = own(model, inputs)
@@ -250,12 +282,8 @@ def test_flipped_experts_all_over_are_right(share: float) -> None:
     """A coarse rollout: of each row some experts are others."""
     model, inputs = ToyModel(*(ToyRouter(layer) for layer in range(4))), hidden(10 * RUN)
     (right,) = own(model, inputs)
-    generator = torch.Generator().manual_seed(1)
-    ids = right.ids.long()
-    unused = torch.ones(*ids.shape[:2], EXPERTS).scatter(2, ids, 0)
-    others = torch.multinomial(unused.flatten(0, 1), TOPK, generator=generator).view(ids.shape)
-    flipped = torch.where(torch.rand(ids.shape, generator=generator) < share, others, ids)
-    assert run(model, [of_engine(flipped, right)], inputs)["overlap"] == pytest.approx(1 - share, abs=0.1)
+    routes = of_engine(flipped(right, share), right)
+    assert run(model, [routes], inputs)["overlap"] == pytest.approx(1 - share, abs=0.1)
 
 
 def test_all_experts_for_each_token_are_right() -> None:
