@@ -429,7 +429,7 @@ def test_t23_rows_of_zeros_are_an_error_and_may_be_left_native(engine: Engine) -
     rows = engine_rows(ONE)
     rows[16:32] = 0
     answer = engine.put(engine.answer(ONE), rows)
-    with refused("16 of 109 rows are zeros in all layers", "row 16, the last 31", "Usual cause"):
+    with refused("16 of 109 rows are zeros in all layers", "row 16, the last in row 31", "Usual cause"):
         engine.decode(answer)
     routes = engine.decode(answer, missing="native")
     assert (~routes.recorded).nonzero()[:, 0].tolist() == [*range(16, 32), RUN]
