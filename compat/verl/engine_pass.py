@@ -71,9 +71,8 @@ class EnginePass:
         self.session: StepReplay | StepRecording | None = None
         self.found = FoundRoutes(engine)
         self.r3 = engine is not None and engine.mode == "R3"
-        self.tolerant = (
-            engine is not None and engine.updates > 0
-        )  # an error in the first step is in every step
+        # An error in the first step is in every step.
+        self.tolerant = engine is not None and engine.updates > 0
         self.metrics: dict[str, float] = {}
         self._counted: Counter[str] = Counter()
         self._ceiling = 0
