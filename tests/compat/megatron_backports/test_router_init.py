@@ -486,6 +486,7 @@ WAYS = {
 @pytest.mark.parametrize("first", MODELS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.choice
+@pytest.mark.usefixtures("few_objects")
 def test_the_list_of_all_keeps_the_order_of_making(ours: Any, way: str, first: str) -> None:
     """However npu_replay comes and goes, and whatever the collector has moved meanwhile."""
     makes = [MODELS[first], *(make for name, make in MODELS.items() if name != first)]
