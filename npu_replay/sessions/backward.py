@@ -187,9 +187,8 @@ def probe() -> str | None:
 
 @torch.enable_grad()
 def _fails(*, reentrant: bool) -> str | None:
-    seen: list[
-        tuple[int, bool]
-    ] = []  # of each recompute, the running node's number, and whether its own runs
+    # Of each recompute, the number of the running node, and whether what encloses its forward runs it.
+    seen: list[tuple[int, bool]] = []
     around: list[Any] = []  # what encloses each forward
 
     def watched(x: torch.Tensor) -> torch.Tensor:
