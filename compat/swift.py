@@ -82,13 +82,11 @@ def _collated(original: Callable[..., Any], samples: Sequence[Any], *args: Any, 
     inputs, batch = original(samples, *args, **kwargs)
     if _ROUTES in inputs and _chosen:  # absent for all if one sample has none
         if "R2" in _chosen.values():
-            raise ReplayError(
-                "npu_replay_R2 replays its own record, and the rollout sends other routes",
-                where="ms-swift's callbacks",
-                expected="vllm_engine_kwargs without enable_return_routed_experts",
-                got="samples with routed_experts",
-                cause="R3 is meant: --callbacks npu_replay_R3",
-            )
+            problem = "npu_replay_R2 replays its own record, and the rollout sends other routes"
+            where = "ms-swift's callbacks"
+            expected = "vllm_engine_kwargs without enable_return_routed_experts"
+            got, cause = "samples with routed_experts", "R3 is meant: --callbacks npu_replay_R3"
+            raise ReplayError(problem, where=where, expected=expected, got=got, cause=cause)
         inputs[_ROUTES] = laid_out([sample.routed_experts for sample in samples], inputs)
     return inputs, batch
 
@@ -112,12 +110,10 @@ def laid_out(routes: Sequence[Any], call: Mapping[str, Any]) -> torch.Tensor:
     out = torch.zeros(places.real.size, *given[0].shape[1:], dtype=torch.int32)
     for number, (rows, (first, end)) in enumerate(zip(given, places.spans, strict=False)):
         if rows.shape[1:] != out.shape[1:] or len(rows) not in (end - first, end - first - 1):
-            raise InvalidRoutes(
-                "a sample's routes don't go with its tokens",
-                where=f"sample {number} of the micro-batch",
-                expected=f"{end - first} rows, or one less, of {list(out.shape[1:])}",
-                got=list(rows.shape),
-                cause="a text that was cut or encoded anew after the rollout; routes of one turn of several",
-            )
+            problem = "a sample's routes don't go with its tokens"
+            where = f"sample {number} of the micro-batch"
+            expected, got = f"{end - first} rows, or one less, of {list(out.shape[1:])}", list(rows.shape)
+            cause = "a text that was cut or encoded anew after the rollout; routes of one turn of several"
+            raise InvalidRoutes(problem, where=where, expected=expected, got=got, cause=cause)
         out[first : first + len(rows)] = rows
     return out.view(*places.real.shape, *out.shape[1:]).to(call["input_ids"].device)

@@ -27,10 +27,6 @@ def check(module: Any, needed: Mapping[str, tuple[str, ...]], what: str, product
 
 def unknown(what: str, where: str, expected: str, got: str, product: str) -> ReplayError:
     """Return the error for a part of a product that npu_replay doesn't know."""
-    return ReplayError(
-        f"this {what} is another than npu_replay knows",
-        where=where,
-        expected=expected,
-        got=got,
-        cause=f"another release of {product}; update npu_replay, or turn it off with NPU_REPLAY_DISABLE=1",
-    )
+    problem = f"this {what} is another than npu_replay knows"
+    cause = f"another release of {product}; update npu_replay, or turn it off with NPU_REPLAY_DISABLE=1"
+    return ReplayError(problem, where=where, expected=expected, got=got, cause=cause)

@@ -73,12 +73,10 @@ def _wrap(module: Any) -> None:
     found: list[Any] = [getattr(module, name, None) for name in ("AgentLoopWorkerBase", "AgentLoopWorker")]
     workers = [kind for kind in found if isinstance(kind, type) and vars(kind).keys() >= set(_OF_WORKER)]
     if not workers:
-        raise ReplayError(
-            "verl's agent loop worker isn't there",
-            where=module.__name__,
-            expected=f"AgentLoopWorker or AgentLoopWorkerBase, with {', '.join(_OF_WORKER)}",
-            got=", ".join(name for name in vars(module) if "Worker" in name) or "no worker",
-        )
+        problem, where = "verl's agent loop worker isn't there", module.__name__
+        expected = f"AgentLoopWorker or AgentLoopWorkerBase, with {', '.join(_OF_WORKER)}"
+        got = ", ".join(name for name in vars(module) if "Worker" in name) or "no worker"
+        raise ReplayError(problem, where=where, expected=expected, got=got)
     for kind in workers:
         _patches.wrap(kind, "_run_agent_loop", _run_agent_loop, _KEEP)
         _patches.wrap(kind, "_postprocess", _postprocess, _FILL)
@@ -124,14 +122,13 @@ class Turns:
             return
         job = self.job
         if routes is None and job is not None and not aborted and environment.strict():
-            raise ReplayError(
-                "enable_rollout_routing_replay is on, but the rollout engine returned no routes",
-                where="rollout",
-                expected="routed_experts in the output of every turn that wasn't aborted",
-                got=None,
-                cause="an engine that can't capture them (vLLM or vllm-ascend below 0.18, a model "
-                "without experts); turn the option off, or take R2",
+            problem = "enable_rollout_routing_replay is on, but the rollout engine returned no routes"
+            expected = "routed_experts in the output of every turn that wasn't aborted"
+            cause = (
+                "an engine that can't capture them (vLLM or vllm-ascend below 0.18, a model "
+                "without experts); turn the option off, or take R2"
             )
+            raise ReplayError(problem, where="rollout", expected=expected, got=None, cause=cause)
         tokens = np.concatenate([prompt, sampled])
         ids = None if routes is None else _as_array(routes)
         if ids is not None and len(ids) < (len(prompt) if aborted else len(tokens) - 1):
@@ -159,12 +156,9 @@ class Turns:
         for _, known in self._ran:
             columns = known.ids.shape[1:]
             if columns not in (ids.shape[1:], (0, 0)):
-                raise ReplayError(
-                    "two turns of one sample have routes of different layers or top-k",
-                    where="rollout",
-                    expected=f"[tokens, {columns[0]}, {columns[1]}]",
-                    got=list(ids.shape),
-                )
+                problem = "two turns of one sample have routes of different layers or top-k"
+                expected, got = f"[tokens, {columns[0]}, {columns[1]}]", list(ids.shape)
+                raise ReplayError(problem, where="rollout", expected=expected, got=got)
         ids = _narrow(ids[: tokens - 1])
         rows = Rows.empty(tokens, ids.shape[1:], ids.dtype)
         rows.recorded[: len(ids)] = ids.any(axis=(1, 2)) & (ids != -1).any(axis=(1, 2))  # one -1 stays
@@ -306,13 +300,10 @@ def _as_array(routes: Any) -> Array:
     rows = routes.detach().cpu().numpy() if isinstance(routes, torch.Tensor) else np.asarray(routes)
     if is_ids(rows):
         return rows
-    raise ReplayError(
-        "the rollout engine's routes can't be read",
-        where="rollout",
-        expected="whole numbers, [tokens, layers, topk]",
-        got=f"{type(routes).__name__} of {rows.dtype}, {list(rows.shape)}",
-        cause="an engine of a release that this verl wasn't made for",
-    )
+    problem, expected = "the rollout engine's routes can't be read", "whole numbers, [tokens, layers, topk]"
+    got = f"{type(routes).__name__} of {rows.dtype}, {list(rows.shape)}"
+    cause = "an engine of a release that this verl wasn't made for"
+    raise ReplayError(problem, where="rollout", expected=expected, got=got, cause=cause)
 
 
 def _narrow(rows: Array) -> Array:
@@ -320,13 +311,9 @@ def _narrow(rows: Array) -> Array:
     if rows.dtype == np.uint8:
         return rows
     if rows.size and rows.max() > _WIDEST:
-        raise ReplayError(
-            "an expert id of the rollout engine is too large",
-            where="rollout",
-            expected=f"at most {_WIDEST}",
-            got=int(rows.max()),
-            cause="memory that was never written, or physical ids",
-        )
+        problem, expected = "an expert id of the rollout engine is too large", f"at most {_WIDEST}"
+        got, cause = int(rows.max()), "memory that was never written, or physical ids"
+        raise ReplayError(problem, where="rollout", expected=expected, got=got, cause=cause)
     return rows.astype(np.int16)
 
 

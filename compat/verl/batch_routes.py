@@ -120,12 +120,10 @@ class RoutesByKey:
         if found is not None:
             raise found
         if not key:
-            raise InvalidRoutes(
-                "these routes were refused when the rollout handed them over",
-                expected="routes that passed validation at rollout",
-                got="none",
-                cause="the log of the agent loops' worker has the error",
-            )
+            problem = "these routes were refused when the rollout handed them over"
+            expected = "routes that passed validation at rollout"
+            cause = "the log of the agent loops' worker has the error"
+            raise InvalidRoutes(problem, expected=expected, got="none", cause=cause)
         raise InvalidRoutes(
             "the routes behind this sample's key aren't here",
             where=f"key {key:016x}",

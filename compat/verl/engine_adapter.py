@@ -130,9 +130,8 @@ def restore_engines(kind: str = EngineAdapter.kind) -> None:
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
-    raise ReplayError(
-        "npu_replay was uninstalled after this engine had replayed with it",
-        expected="uninstall() before the engine is built, or NPU_REPLAY_DISABLE=1 from the start",
-        got="uninstall() in the middle of a job",
-        cause="start the workers anew to go on without npu_replay, or npu_replay.install() to go on with it",
-    )
+    problem = "npu_replay was uninstalled after this engine had replayed with it"
+    expected = "uninstall() before the engine is built, or NPU_REPLAY_DISABLE=1 from the start"
+    got = "uninstall() in the middle of a job"
+    cause = "start the workers anew to go on without npu_replay, or npu_replay.install() to go on with it"
+    raise ReplayError(problem, expected=expected, got=got, cause=cause)

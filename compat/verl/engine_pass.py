@@ -115,12 +115,11 @@ class EnginePass:
     def _opened(self, kind: Any, model: Any, stage: int | None) -> tuple[Any, int]:
         """Return the open session, and the number of the chunk; raises MicroBatchError if none is open."""
         if not isinstance(self.session, kind):
-            raise MicroBatchError(
-                f"no {'record' if kind is StepRecording else 'replay'} is on for this model",
-                expected="verl's action before the forward, in a pass of its engine",
-                got=f"action {self.action or None}",
-                cause="a forward step outside the engine's forward_backward_batch",
-            )
+            problem = f"no {'record' if kind is StepRecording else 'replay'} is on for this model"
+            expected = "verl's action before the forward, in a pass of its engine"
+            got = f"action {self.action or None}"
+            cause = "a forward step outside the engine's forward_backward_batch"
+            raise MicroBatchError(problem, expected=expected, got=got, cause=cause)
         wanted = model[0] if isinstance(model, list | tuple) else model
         chunks = self.session.chunks
         for number, chunk in enumerate(chunks):

@@ -90,12 +90,11 @@ def _samples(data: Any) -> Iterator[tuple[torch.Tensor, str | None]]:
     """Yield the token ids of each sample of a jagged batch, and a key of its images."""
     tokens = data[TOKENS]
     if not tokens.is_nested:
-        raise ReplayError(
-            "a padded batch has no place for routes from files",
-            where="router_replay.record_file, replay_file",
-            expected="model.use_remove_padding=True, and verl's engine workers",
-            got=f"input_ids {list(tokens.shape)}",
-        )
+        problem = "a padded batch has no place for routes from files"
+        where = "router_replay.record_file, replay_file"
+        expected = "model.use_remove_padding=True, and verl's engine workers"
+        got = f"input_ids {list(tokens.shape)}"
+        raise ReplayError(problem, where=where, expected=expected, got=got)
     each = tokens.detach().cpu().unbind()
     images = listed(data.get(IMAGES, None)) or [None] * len(each)
     for ids, inputs in zip(each, images, strict=True):

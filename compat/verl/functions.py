@@ -137,12 +137,11 @@ def reorder_and_merge_vpp_layers(
 
     table = get_schedule_table(num_microbatches, vpp_size, microbatch_group_size_per_vp_stage)
     if len(micro_batch_tensor_list) != len(table):
-        raise MicroBatchError(
-            "the recorded forwards don't match the interleaved schedule",
-            expected=f"{len(table)}: {num_microbatches} micro-batches of {vpp_size} chunks",
-            got=len(micro_batch_tensor_list),
-            cause="a chunk whose forwards weren't recorded, or a schedule with another group size",
-        )
+        problem = "the recorded forwards don't match the interleaved schedule"
+        expected = f"{len(table)}: {num_microbatches} micro-batches of {vpp_size} chunks"
+        got = len(micro_batch_tensor_list)
+        cause = "a chunk whose forwards weren't recorded, or a schedule with another group size"
+        raise MicroBatchError(problem, expected=expected, got=got, cause=cause)
     keeps = current().keeps  # each chunk has the same keys
     of_chunk: list[list[torch.Tensor]] = [[] for _ in range(vpp_size)]
     for (_, chunk), one in zip(table, micro_batch_tensor_list, strict=True):
@@ -226,13 +225,12 @@ def present(routes: torch.Tensor | None) -> torch.Tensor:
     """Return the routes that came with a micro-batch; raises MicroBatchError where none came."""
     if routes is not None:
         return routes
-    raise MicroBatchError(
-        "this micro-batch has no routes",
-        expected="routed_experts in the batch",
-        got="None",
-        cause="R2: the old log-probs weren't computed by the actor in this step (bypass mode); R3: "
-        "the rollout didn't hand its routes on (enable_rollout_routing_replay=False)",
+    problem, expected = "this micro-batch has no routes", "routed_experts in the batch"
+    cause = (
+        "R2: the old log-probs weren't computed by the actor in this step (bypass mode); R3: "
+        "the rollout didn't hand its routes on (enable_rollout_routing_replay=False)"
     )
+    raise MicroBatchError(problem, expected=expected, got="None", cause=cause)
 
 
 def give(

@@ -66,21 +66,16 @@ class Putter:
         if not by_reference():
             return None
         if model is None:
-            raise ReplayError(
-                "routes can't be put away: nothing says which layers of the model route",
-                where=DELIVERY,
-                expected="the policy's config.json, read by the worker of the agent loops",
-                got="none",
-                cause="a worker of one's own; leave the variable out, and batches carry the routes",
-            )
+            problem = "routes can't be put away: nothing says which layers of the model route"
+            expected = "the policy's config.json, read by the worker of the agent loops"
+            cause = "a worker of one's own; leave the variable out, and batches carry the routes"
+            raise ReplayError(problem, where=DELIVERY, expected=expected, got="none", cause=cause)
         config = worker.config
         if interval := setting(config, "actor_rollout_ref", "rollout", "moe_load_balance_metrics_interval"):
-            raise ReplayError(
-                "verl's MoE load metrics read ids in batches, which have none",
-                where="actor_rollout_ref.rollout.moe_load_balance_metrics_interval",
-                expected=f"0, or no {DELIVERY}",
-                got=interval,
-            )
+            problem = "verl's MoE load metrics read ids in batches, which have none"
+            where = "actor_rollout_ref.rollout.moe_load_balance_metrics_interval"
+            expected = f"0, or no {DELIVERY}"
+            raise ReplayError(problem, where=where, expected=expected, got=interval)
         cut = cut_of(config, model)
         queued = any(kind.__module__ == _QUEUED for kind in type(worker).__mro__)
         return cls(RayCarrier(cut=cut), model, keeps=queued)

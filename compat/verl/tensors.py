@@ -72,12 +72,10 @@ class MicroBatch:
     def kept(self) -> torch.Tensor:
         """Return the mask of a padded batch, bool, on the CPU; raises MicroBatchError where there is none."""
         if self.mask is None:
-            raise MicroBatchError(
-                "a padded batch without an attention mask",
-                expected="attention_mask [batch, sequence], or a jagged batch",
-                got="None",
-                cause="use_remove_padding=False, which router replay doesn't work with",
-            )
+            problem = "a padded batch without an attention mask"
+            expected = "attention_mask [batch, sequence], or a jagged batch"
+            cause = "use_remove_padding=False, which router replay doesn't work with"
+            raise MicroBatchError(problem, expected=expected, got="None", cause=cause)
         return self.mask.detach().cpu().bool()
 
     def layout(self) -> TokenLayout:
@@ -85,13 +83,9 @@ class MicroBatch:
         names = _PACKERS if self.tokens.is_nested else ("preprocess_packed_seqs",)
         pack: Any = next((getattr(utils(), name) for name in names if hasattr(utils(), name)), None)
         if pack is None:
-            raise MicroBatchError(
-                "this verl packs its batches otherwise",
-                where=UTILS,
-                expected=" or ".join(names),
-                got="neither",
-                cause="a release of verl that npu_replay doesn't know",
-            )
+            problem, expected = "this verl packs its batches otherwise", " or ".join(names)
+            cause = "a release of verl that npu_replay doesn't know"
+            raise MicroBatchError(problem, where=UTILS, expected=expected, got="neither", cause=cause)
         # The arguments that verl's own router replay gives it, as far as this release has them.
         sparse = getattr(self.config, "experimental_attention_variant", None) == "dsv4_hybrid"
         wanted = {
@@ -241,13 +235,10 @@ def wrong_length(rows: int, tokens: int, where: str = "") -> MicroBatchError | N
     """Return the error for so many rows of a sample; None for a row a token, or none for the last."""
     if rows in (tokens, tokens - 1):
         return None
-    return MicroBatchError(
-        "the routes have another number of tokens than the sample",
-        where=where,
-        expected=f"{tokens} (or {tokens - 1}: the last token has no route)",
-        got=rows,
-        cause="a response that was cut after the rollout, or routes of another sequence",
-    )
+    problem = "the routes have another number of tokens than the sample"
+    expected = f"{tokens} (or {tokens - 1}: the last token has no route)"
+    cause = "a response that was cut after the rollout, or routes of another sequence"
+    return MicroBatchError(problem, where=where, expected=expected, got=rows, cause=cause)
 
 
 def batched(samples: Sequence[torch.Tensor], *, jagged: bool) -> torch.Tensor:

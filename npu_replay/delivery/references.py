@@ -201,24 +201,17 @@ def _joined(
     parts = [piece for piece in pieces if isinstance(piece, RoutedExperts)]
     for piece in pieces:
         if not isinstance(piece, RoutedExperts):
-            return InvalidRoutes(
-                "the routes of this sample can't be read",
-                where=repr(one),
-                expected="routes that were put and not yet freed",
-                got=f"{type(piece).__name__}: {piece}"[:300],
-                cause="a step that is over, whose routes were freed; a worker or a node that died with them",
-            )
+            problem, where = "the routes of this sample can't be read", repr(one)
+            expected, got = "routes that were put and not yet freed", f"{type(piece).__name__}: {piece}"[:300]
+            cause = "a step that is over, whose routes were freed; a worker or a node that died with them"
+            return InvalidRoutes(problem, where=where, expected=expected, got=got, cause=cause)
     if len(parts) == 1 and parts[0].layers == asked:  # the usual case: a stage's own piece
         return parts[0]
     labels = one.layers if asked is None else asked
     if lacking := {*labels} - {layer for part in parts for layer in part.layers}:
-        return InvalidRoutes(
-            f"nobody put decoder layer {min(lacking)} of this sample",
-            where=repr(one),
-            expected=list(labels),
-            got=list(one.layers),
-            cause="a rank whose layers are another model's, or counted otherwise",
-        )
+        problem, where = f"nobody put decoder layer {min(lacking)} of this sample", repr(one)
+        cause, here = "a rank whose layers are another model's, or counted otherwise", list(one.layers)
+        return InvalidRoutes(problem, where=where, expected=list(labels), got=here, cause=cause)
     parts = [part.only([layer for layer in part.layers if layer in {*labels}]) for part in parts]
     if not parts:  # a rank of dense layers
         return RoutedExperts.unrecorded(one.tokens, layers=(), topk=one.topk, num_experts=one.num_experts)

@@ -167,13 +167,11 @@ def compare_paths(a: Path, b: Path) -> Comparison:
     for pair in pairs:
         found.add(*pair)
     if not found.tokens:
-        raise InvalidRoutes(
-            "no token has a route on both sides",
-            where=f"{a} and {b}",
-            expected="a sample with rows recorded in both",
-            got=f"{found.samples:,} samples, {found.rows:,} rows",
-            cause="a run whose routes were lost: npu-replay inspect says what is in each",
-        )
+        problem, where = "no token has a route on both sides", f"{a} and {b}"
+        expected = "a sample with rows recorded in both"
+        got = f"{found.samples:,} samples, {found.rows:,} rows"
+        cause = "a run whose routes were lost: npu-replay inspect says what is in each"
+        raise InvalidRoutes(problem, where=where, expected=expected, got=got, cause=cause)
     return found
 
 

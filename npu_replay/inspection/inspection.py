@@ -137,12 +137,9 @@ class _Given:
 
     def needed_model(self) -> RoutedModel:
         if self.model is None:
-            raise ReplayError(
-                "an engine's rows don't say which layers and experts they are of",
-                where=str(self.path),
-                expected="--config, the model's config.json or its folder",
-                got="no --config",
-            )
+            problem, where = "an engine's rows don't say which layers and experts they are of", str(self.path)
+            expected, got = "--config, the model's config.json or its folder", "no --config"
+            raise ReplayError(problem, where=where, expected=expected, got=got)
         return self.model
 
     def refuse_sample(self) -> None:
@@ -309,13 +306,10 @@ def _parsed(path: Path) -> Any:
         return json_text.parse(text)
     except ValueError as error:
         streamed = text[:5] == b"data:"
-        raise RouteFileError(
-            "this is a stream of pieces" if streamed else "nobody knows what this file is",
-            where=str(path),
-            expected=KINDS,
-            got=f"a file that begins with {text[:24]!r} ({str(error)[:200]})",
-            cause="routes come with whole answers: ask for one with stream=false" if streamed else "",
-        ) from error
+        problem = "this is a stream of pieces" if streamed else "nobody knows what this file is"
+        where, got = str(path), f"a file that begins with {text[:24]!r} ({str(error)[:200]})"
+        cause = "routes come with whole answers: ask for one with stream=false" if streamed else ""
+        raise RouteFileError(problem, where=where, expected=KINDS, got=got, cause=cause) from error
 
 
 def _token_lists(path: Path | None) -> tuple[Array, ...]:

@@ -96,7 +96,7 @@ def collect(
     merged = None
     if everywhere or all(peers.me == 0 for peers in each_group):
         merged = outcome.attempt(_sequences, blocks, layouts, groups)
-    for peers in each_group:
+    for peers in each_group:  # no rank leaves with a result before all have theirs
         peers.patience += patience * len(each_group)
         outcome.agree(peers)
     if outcome.error is not None:
@@ -201,6 +201,7 @@ class _Plan:
                 spans = [(first, min(first + step, part.rows)) for first in range(0, part.rows, step)]
                 self._pieces += [(number, rank, part, *span) for span in spans]
                 most = max(most, min(step, part.rows) * part.row_bytes)
+        # One buffer for the largest piece, and the same on the device: the same memory where that is the CPU.
         self._buffer = torch.empty(most, dtype=torch.uint8)
         self._there = self._buffer.to(peers.device)
 
@@ -221,7 +222,7 @@ class _Plan:
                 peers.run(partial(dist.irecv, sent, peers.ranks[rank], peers.group))
             if sent.device != mine.device and rank != peers.me:
                 mine.copy_(sent)
-            if union is not None:
+            if union is not None:  # this rank gets the result
                 outcome.attempt(union.put, part, first, mine)
         if outcome.error is not None:
             raise outcome.error
@@ -236,14 +237,14 @@ def _senders(number: int, parts: list[Part | None]) -> dict[int, Part]:
             continue
         twin, theirs = first.setdefault((part.tokens, part.like.layers), (rank, part))
         if theirs != part:
-            raise MicroBatchError(
-                "two ranks recorded the same tokens and layers differently",
-                where=micro_batch(number),
-                expected="the same routes on ranks with the same rows",
-                got=f"others on rank {rank} than on rank {twin} of the group",
-                cause="sequence parallelism that the layouts don't know of, or ranks whose weights or inputs "
-                "have drifted apart",
+            problem = "two ranks recorded the same tokens and layers differently"
+            where, expected = micro_batch(number), "the same routes on ranks with the same rows"
+            got = f"others on rank {rank} than on rank {twin} of the group"
+            cause = (
+                "sequence parallelism that the layouts don't know of, or ranks whose weights or inputs have "
+                "drifted apart"
             )
+            raise MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
     return dict(first.values())
 
 
@@ -253,21 +254,16 @@ def _sequences(blocks: Blocks, layouts: Sequence[TokenLayout], groups: Groups) -
     for number, (block, layout) in enumerate(zip(blocks, layouts, strict=True)):
         where = micro_batch(number)
         if block is None:
-            raise MicroBatchError(
-                "no rank recorded any layer",
-                where=where,
-                expected="routes of at least one MoE layer on some rank of the groups",
-                got="none",
-                cause="a dense model, or groups that don't reach the stages with MoE layers",
-            )
-        if not bool(block.held.all()):
-            raise MicroBatchError(
-                f"{int((~block.held).sum())} tokens were recorded by no rank",
-                where=f"{where}, token {int((~block.held).nonzero()[0])}",
-                expected=f"all {len(block.held)} tokens on some rank of the groups",
-                got=int(block.held.sum()),
-                cause="layouts that don't cover the batch, or groups without some cp or sp ranks",
-            )
+            problem = "no rank recorded any layer"
+            expected = "routes of at least one MoE layer on some rank of the groups"
+            cause = "a dense model, or groups that don't reach the stages with MoE layers"
+            raise MicroBatchError(problem, where=where, expected=expected, got="none", cause=cause)
+        if len(lacking := (~block.held).nonzero()):
+            problem, count = f"{len(lacking)} tokens were recorded by no rank", len(block.held)
+            expected, got = f"all {count} tokens on some rank of the groups", count - len(lacking)
+            cause = "layouts that don't cover the batch, or groups without some cp or sp ranks"
+            place = f"{where}, token {int(lacking[0])}"
+            raise MicroBatchError(problem, where=place, expected=expected, got=got, cause=cause)
         problem = "some MoE layers of the model were recorded by no rank"
         cause = "groups that leave out pipeline stages, or routers that were not in the record block"
         layers = block.routes.layers

@@ -26,7 +26,7 @@ class Block:
     def part(self) -> Part:
         """Describe the block without its ids."""
         tokens, rows = self.held.to(torch.uint8), len(self.routes)
-        tokens[self.held] += self.routes.recorded
+        tokens[self.held] += self.routes.recorded  # 1 for a held token, and 2 if it has a route
         content = blake2b(self.rows(0, rows).numpy().data, digest_size=16).hexdigest()
         return Part(zlib.compress(tokens.numpy().data, 1), self.routes.sequence(0, 0), rows, content)
 
@@ -72,6 +72,7 @@ class Union:
         # A token's row is its rank among the held ones.
         place = self._held.cumsum(0) - 1
         self._rows = {part: place[tokens > 0] for part, tokens in zip(parts, all_tokens, strict=True)}
+        # A token has a route only if each part that holds it says so: some layers alone are of no use.
         self._recorded = torch.ones(int(self._held.sum()), dtype=torch.bool)
         for part, tokens in zip(parts, all_tokens, strict=True):
             self._recorded[self._rows[part]] &= torch.from_numpy(tokens[tokens > 0] == 2)
@@ -87,15 +88,12 @@ class Union:
             column = self._labels.index(layer)
             # Layouts may overlap: a place that another part has filled must hold the same route.
             twice = self._known[rows, column]
-            differ = (self._ids[rows[twice], column] != theirs[twice]).any(dim=1)
-            MicroBatchError.unless(
-                not bool(differ.any()),
-                "two ranks recorded the same token differently",
-                "layouts that don't overlap, or the same routes where they do",
-                f"{int(differ.sum())} tokens with two routes",
-                "layouts of another rank, or of another context parallel cut than the trainer's",
-                micro_batch(self._number, layer),
-            )
+            differ = int((self._ids[rows[twice], column] != theirs[twice]).any(dim=1).sum())
+            problem = "two ranks recorded the same token differently"
+            expected = "layouts that don't overlap, or the same routes where they do"
+            cause = "layouts of another rank, or of another context parallel cut than the trainer's"
+            got, where = f"{differ} tokens with two routes", micro_batch(self._number, layer)
+            MicroBatchError.unless(differ == 0, problem, expected, got, cause, where)
             self._ids[rows, column] = theirs
             self._known[rows, column] = True
 
@@ -103,14 +101,12 @@ class Union:
         """Return all of it, after every part's ids are stored; refuse a token that lacks some layers."""
         if not bool(self._known.all()):
             row, column = (~self._known).nonzero()[0].tolist()
-            token = int(self._held.nonzero()[row])
-            raise MicroBatchError(
-                f"{int((~self._known).sum())} token-layers were recorded by no rank",
-                where=f"{micro_batch(self._number)}, token {token}, layer {self._labels[column]}",
-                expected="every token in every layer on some rank of the group",
-                got="none",
-                cause="layouts that don't cover the batch, or a rank that isn't in the group",
-            )
+            token, layer = int(self._held.nonzero()[row]), self._labels[column]
+            problem = f"{int((~self._known).sum())} token-layers were recorded by no rank"
+            expected = "every token in every layer on some rank of the group"
+            cause = "layouts that don't cover the batch, or a rank that isn't in the group"
+            where = f"{micro_batch(self._number)}, token {token}, layer {layer}"
+            raise MicroBatchError(problem, where=where, expected=expected, got="none", cause=cause)
         self._ids[~self._recorded] = 0  # recorded by some ranks, and not by others
         routes = RoutedExperts(
             ids=self._ids,
@@ -131,7 +127,7 @@ def side_by_side(parts: Sequence[RoutedExperts]) -> RoutedExperts:
     ids = torch.cat([part.ids for part in parts], dim=1)
     together = [layer for part in parts for layer in part.layers]
     order = sorted(together)
-    if together != order:
+    if together != order:  # interleaved stages: a rank's layers aren't neighbours
         ids = ids[:, [together.index(layer) for layer in order]]
     known = known_of_all(parts) | {"layers": tuple(order), "fingerprint": first.fingerprint}
     return first.with_rows(ids, first.recorded, **known)

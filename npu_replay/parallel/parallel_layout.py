@@ -142,8 +142,10 @@ class DecoderLayers:
                 sizes = [counts[rank][stage] for stage in range(vp) for rank in range(pp)]
             problem = f"{self.pattern!r} has other pipeline stages"
             _check(len(sizes) == pp * vp, problem, f"{pp} x {vp}", len(sizes))
+            # A stage has as many decoder layers as symbols with a label: mixers of a block have none.
             spans = zip(sizes, accumulate(sizes), strict=True)
             found = [sum(label is not None for label in labels[end - size : end]) for size, end in spans]
+            # Stages are in the order of the layers: rank 0, 1, ..., and again from rank 0 with interleaving.
             return [found[rank::pp] for rank in range(pp)]
         if self.table is not None:
             shape = [len(stage) for stage in self.table]
@@ -158,6 +160,7 @@ class DecoderLayers:
         problem = "an uneven pipeline can't count embedding or loss as layers"
         fine = not told or not (embedding or loss)
         _check(fine, problem, "one or the other, as Megatron-core has it", "both")
+        # What the ends leave is shared evenly; the embedding and the loss each take one layer's place in it.
         rest = self.count + embedding + loss - sum(told.values())
         others = pp - len(told)
         _check(others > 0 or rest == 0, "first and last stage leave layers over", 0, rest)
@@ -305,26 +308,27 @@ class ParallelLayout:
     def moe_layers(self) -> tuple[int, ...]:
         """Return the layers on this rank that have a router; empty on a stage of dense layers."""
         decoder = self._known_decoder()
+        # A HybridModel counts its mixers too: its labels are matched by their place among all routers.
         whole = () if decoder.pattern is None else decoder.moe
         return StageLabels(sorted({*self.layers}.intersection(decoder.moe)), whole)
 
     def _known_decoder(self) -> DecoderLayers:
         if self.decoder is None:
-            raise ReplayError(
-                "this layout doesn't know the model's decoder layers",
-                expected="ParallelLayout(decoder=DecoderLayers(...)) or from_megatron(model)",
-                got="decoder=None",
-            )
+            problem = "this layout doesn't know the model's decoder layers"
+            expected = "ParallelLayout(decoder=DecoderLayers(...)) or from_megatron(model)"
+            raise ReplayError(problem, expected=expected, got="decoder=None")
         return self.decoder
 
     @property
     def slices_rows(self) -> int:
         """Return the number of slices of the router's rows in the tensor-parallel group."""
+        # Routers that gather before their top-k see the rows of all slices.
         return self.tp if self.sequence_parallel and not self.gathers_rows else 1
 
     @property
     def cut(self) -> tuple[int, ...]:
         """Return what decides this rank's rows: context parallel size and rank, slices, its slice."""
+        # Ranks that don't slice rows have the same ones, so their place in the group doesn't count.
         slices = self.slices_rows
         return self.cp, self.cp_rank, slices, self.tp_rank if slices > 1 else 0
 
@@ -337,6 +341,7 @@ class ParallelLayout:
 
     def alignment(self, context: Context = "zigzag") -> int:
         """Return the multiple that sequences are padded to, in tokens, for equal shares on all ranks."""
+        # By tp also where routers gather the rows: the model itself slices them before.
         return self.context_pieces(context) * (self.tp if self.sequence_parallel else 1)
 
     def check(self, model: Model) -> None:
@@ -348,15 +353,14 @@ class ParallelLayout:
         """
         chunks = chunks_of(model)
         found = sorted(router.label for routers in find(chunks) for router in routers)
-        RouterError.unless(
-            tuple(found) == self.moe_layers,
-            "the routers of the model are in other decoder layers than its config says",
-            list(self.moe_layers),
-            found,
+        problem = "the routers of the model are in other decoder layers than its config says"
+        cause = (
             "another pipeline split than the config's, or layer numbers that come out wrong "
-            "(Megatron-core 0.12 and 0.13, virtual stages and only num_layers_in_last_pipeline_stage)",
-            f"pipeline rank {self.pp_rank} of {self.pp}, {self.vp} virtual stages",
+            "(Megatron-core 0.12 and 0.13, virtual stages and only num_layers_in_last_pipeline_stage)"
         )
+        where = f"pipeline rank {self.pp_rank} of {self.pp}, {self.vp} virtual stages"
+        fine, expected = tuple(found) == self.moe_layers, list(self.moe_layers)
+        RouterError.unless(fine, problem, expected, found, cause, where)
 
 
 _readers: dict[str, Callable[[Any, bool | None], ParallelLayout]] = {}

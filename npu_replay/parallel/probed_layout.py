@@ -54,19 +54,20 @@ def _probed(fn: Preprocessing, sizes: tuple[int, ...], padding_alone: bool, turn
     """Return the packed token in each place of what `fn` returns. `turned` counts the numbers backwards."""
     tokens = sum(sizes)
     last = _FIRST_NUMBER + 2 * tokens + 9  # odd for a token whose first number is even
+    # Turned, no token has the number that it had before: code that looks at ids then does otherwise.
     numbers = torch.arange(tokens)
     numbers = last - numbers if turned else _FIRST_NUMBER + numbers
     made = _fed(fn, list(torch.split(numbers, list(sizes))))
     found = last - made if turned else made - _FIRST_NUMBER
     found = torch.where((found >= 0) & (found < tokens), found, -1)
+    # A rank of context parallelism may get one padding id alone; anywhere else that is a fault.
     padding = not made.numel() or (padding_alone and bool((made == made.flatten()[0]).all()))
     if tokens and not padding and not bool((found >= 0).any()):
-        raise MicroBatchError(
-            "none of the token numbers came out of the preprocessing",
-            expected="the numbers that it was given, in the places of the token ids",
-            got=f"{made.numel()} values from {int(made.min())} to {int(made.max())}",
-            cause="fn tokenises, clamps, or uses other data than its argument",
-        )
+        problem = "none of the token numbers came out of the preprocessing"
+        expected = "the numbers that it was given, in the places of the token ids"
+        got = f"{made.numel()} values from {int(made.min())} to {int(made.max())}"
+        cause = "fn tokenises, clamps, or uses other data than its argument"
+        raise MicroBatchError(problem, expected=expected, got=got, cause=cause)
     return found
 
 
@@ -79,12 +80,13 @@ def _fed(fn: Preprocessing, sequences: list[torch.Tensor]) -> torch.Tensor:
         made = torch.from_numpy(made.astype(np.int64))
     if not isinstance(made, torch.Tensor) or made.dtype not in (torch.int32, torch.int64) or made.is_nested:
         kind = "tensor" if isinstance(made, torch.Tensor) else "array"
-        raise MicroBatchError(
-            "the preprocessing returns something else than token ids",
-            expected="an integer tensor, as the model is fed",
-            got=f"{made.dtype} {kind}" if hasattr(made, "dtype") else type(made).__name__,
-            cause="fn returns a batch or a mask: pick input_ids",
+        problem = "the preprocessing returns something else than token ids"
+        got = f"{made.dtype} {kind}" if hasattr(made, "dtype") else type(made).__name__
+        cause, expected = (
+            "fn returns a batch or a mask: pick input_ids",
+            "an integer tensor, as a model is fed",
         )
+        raise MicroBatchError(problem, expected=expected, got=got, cause=cause)
     made = made.detach().cpu().to(torch.int64)
     if made.dim() == 2 and made.shape[0] == 1:
         made = made[0]

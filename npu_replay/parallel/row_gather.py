@@ -89,13 +89,11 @@ def pick(
     topk, experts = like.topk, like.num_experts
     for number, one in used.items():
         if one.topk != topk or one.num_experts != experts:  # words are built only for an error
-            raise InvalidRoutes(
-                "the samples of a batch have another top-k or number of experts",
-                where=f"sequence {number}",
-                expected=f"top-{topk} of {experts}",
-                got=f"top-{one.topk} of {one.num_experts}",
-                cause="routes of different models",
-            )
+            problem = "the samples of a batch have another top-k or number of experts"
+            expected, got = f"top-{topk} of {experts}", f"top-{one.topk} of {one.num_experts}"
+            where, cause = f"sequence {number}", "routes of different models"
+            raise InvalidRoutes(problem, where=where, expected=expected, got=got, cause=cause)
+    # Samples of one engine share their layers, so the columns are looked up once for each kind.
     columns = {of: one.columns(labels) for of, one in {one.layers: one for one in used.values()}.items()}
     width = len(labels) * topk
     given = {
@@ -112,7 +110,7 @@ def pick(
             out[run.rows] = flat[run.tokens]
         else:
             _records(out)[run.rows] = _records(flat)[run.tokens]
-    if not flags.all():
+    if not flags.all():  # rows that no run has written, or that have no route in their sample
         out[~flags] = 0
     return like.with_rows(
         torch.from_numpy(out).view(rows, len(labels), topk),
@@ -157,12 +155,10 @@ def find_bad(
     for number, (routes, size, mark, of) in enumerate(zip(batch, lengths, marks, kinds, strict=True)):
         wrong = _find_wrong(routes, size, mark, labels)
         if wrong is None and of != usual:
-            wrong = Finding(
-                "these routes differ from the others in the batch",
-                f"({'layers, ' if labels is None else ''}top-k, experts) {usual}",
-                of,
-                cause="routes of different models, or of engines that report other columns",
-            )
+            problem = "these routes differ from the others in the batch"
+            expected = f"({'layers, ' if labels is None else ''}top-k, experts) {usual}"
+            cause = "routes of different models, or of engines that report other columns"
+            wrong = Finding(problem, expected, of, cause=cause)
         if wrong is not None:
             found[number] = wrong.error(MicroBatchError, f"sequence {number}")
     return found
@@ -180,21 +176,16 @@ def _find_wrong(
     # A stage of dense layers has fetched nothing. Most often the first row is recorded, so it is read first.
     flags = routes.recorded.numpy()
     if size > 1 and routes.layers and not (flags[0] or flags.any()):
-        return Finding(
-            "no row of these routes is recorded",
-            "a route for most tokens",
-            f"none for {len(routes)} tokens",
-            cause="a sample that was aborted, or an engine that captured nothing",
-        )
+        problem, expected = "no row of these routes is recorded", "a route for most tokens"
+        got = f"none for {len(routes)} tokens"
+        cause = "a sample that was aborted, or an engine that captured nothing"
+        return Finding(problem, expected, got, cause=cause)
     if isinstance(layers, StageLabels):
         layers = layers.among(routes.layers)
     if layers and (lacking := set(layers).difference(routes.layers)):
-        return Finding(
-            f"nobody recorded decoder layer {min(lacking)}",
-            f"layers {list(layers)}",
-            list(routes.layers),
-            cause="routes of another pipeline stage, or columns that count the MoE layers only",
-        )
+        problem, expected = f"nobody recorded decoder layer {min(lacking)}", f"layers {list(layers)}"
+        cause = "routes of another pipeline stage, or columns that count the MoE layers only"
+        return Finding(problem, expected, list(routes.layers), cause=cause)
     return None
 
 
@@ -205,13 +196,11 @@ def above_ceiling(
     # One of several is tolerated whatever its share, unless nothing is.
     if bad == 0 or bad / samples <= ceiling or (ceiling > 0 and bad == 1 < samples):
         return None
-    return MicroBatchError(
-        f"{bad} of {samples} samples have routes that can't be used",
-        where=where,
-        expected=f"one of several, or at most {ceiling:.1%} of them ({setting}={ceiling:g})",
-        got=f"{bad / samples:.1%}" + (f", the first of them: {first}" if first else ""),
-        cause="a fault of the rollout engine or of the decoder, not of single samples",
-    )
+    problem = f"{bad} of {samples} samples have routes that can't be used"
+    expected = f"one of several, or at most {ceiling:.1%} of them ({setting}={ceiling:g})"
+    got = f"{bad / samples:.1%}" + (f", the first of them: {first}" if first else "")
+    cause = "a fault of the rollout engine or of the decoder, not of single samples"
+    return MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
 
 
 def tolerate(bad: dict[int, ReplayError], samples: int, ceiling: float) -> None:

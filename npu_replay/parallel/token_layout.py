@@ -76,12 +76,12 @@ class TokenLayout:
             got = f"{shown(given)} ({error})"[:200]
             raise MicroBatchError(problem, expected="int64", got=got) from error
         _check(rows.dim() == 1, "the rows of a layout are a flat list", "[rows]", list(rows.shape))
-        rows = rows.to(torch.int64, copy=True)
+        rows = rows.to(torch.int64, copy=True)  # the caller may write into its own later
         least, most = (int(rows.min()), int(rows.max())) if len(rows) else (-1, -1)
         expected = f"-1 to {sum(sizes) - 1}: the lengths add up to {sum(sizes)} tokens"
         problem, cause = "the layout has a row for a token that isn't there", "lengths of another micro-batch"
         _check(least >= -1 and most < sum(sizes), problem, expected, f"{least} to {most}", cause)
-        counts = torch.bincount(rows[rows >= 0], minlength=1)
+        counts = torch.bincount(rows[rows >= 0], minlength=1)  # a layout without tokens has a maximum, too
         most, token = int(counts.max()), int(counts.argmax())
         where = f"token {token}, rows {(rows == token).nonzero()[:, 0].tolist()}"
         problem = "the layout overlaps itself: a token sits in two rows"
@@ -191,6 +191,7 @@ class TokenLayout:
             cut = [_context_cut(one, rank, context, f"sequence {number}") for number, one in enumerate(slots)]
             here = _joined(cut, end)
         else:
+            # The stream is padded before it is cut: so each rank's piece is a multiple of `align_end`.
             stream = _joined(slots, end * rank.context_pieces(context))
             here = _context_cut(stream, rank, context, "the whole stream")
         return cls._of_places(here, "sequence", sizes, fingerprints, parallel)
@@ -243,13 +244,15 @@ class TokenLayout:
         rank = parallel or _ALONE
         one_of(order, ("sequence", "batch"), "order", kind=MicroBatchError)
         batch_major = order == "batch" and places.dim() == 2
+        # A slice is of the sequence dimension, whose places are no neighbours in batch-major rows.
         slices = rank.slices_rows
         problem = "sequence parallelism slices sequence-major rows"
         _check(not batch_major or slices == 1, problem, "order='sequence'", "order='batch'")
         what, why = "what this rank has of the sequence", f"sequence parallel {slices}"
         here = _cut(places, slices, [rank.tp_rank], what, why)
         rows = (here if batch_major or here.dim() == 1 else here.T).reshape(-1)
-        alike = places.dim() == 1 or 1 in places.shape
+        alike = places.dim() == 1 or 1 in places.shape  # both orders then give the same rows
+        # `fed` is compared with whole sequences, of which context parallelism leaves a rank a part.
         fed = places.reshape(-1) if rank.cp == 1 else None
         return cls(rows, sizes, fingerprints, parallel, None if alike else order, fed)
 

@@ -71,6 +71,7 @@ def admit(
     refuse(Symptom.RANGE, checks.find_outside(rows, experts, first_row=start))
     room = np.zeros((len(ids), len(model.layers), model.topk), narrow_array_dtype(experts))
     recorded = np.zeros(len(ids), bool)
+    # Views: what is marked in them is marked in the result.
     there, known = room[start : start + len(rows)], recorded[start : start + len(rows)]
     np.copyto(there, rows, casting="unsafe")
     known[:] = True
@@ -103,6 +104,7 @@ def admit(
             raise error
         _log.warning("%s. They are left without a route", error)
         there[copied], known[copied] = 0, False
+        # A layer may vary by its copies alone, so the rows that are left are looked at again.
         refuse(Symptom.CONSTANT_LAYER, checks.find_constant(there, known, experts, mine, model.layers))
     return RoutedExperts.of_checked(
         ids=torch.from_numpy(room),
@@ -182,18 +184,17 @@ def from_batch(
     count = rows.shape[-2]
     columns = model.routed_columns(count)
     if columns is None:
-        raise MicroBatchError(
-            "the routes have another number of layers than the model",
-            expected=f"{model.num_layers}, one a decoder layer, or {len(model.sparse)}, one a MoE layer",
-            got=count,
-            cause="an engine that counts multi-token prediction as a layer, or the config of another model",
-        )
+        problem = "the routes have another number of layers than the model"
+        expected = f"{model.num_layers}, one a decoder layer, or {len(model.sparse)}, one a MoE layer"
+        cause = "an engine that counts multi-token prediction as a layer, or the config of another model"
+        raise MicroBatchError(problem, expected=expected, got=count, cause=cause)
     rows = rows.detach().cpu()
     if model.dense and count == model.num_layers:
         # An engine's labels may have shifted: then its dense layers have experts.
         wide = rows.to(torch.int64)
         _check_dense(wide.where(wide != -1, 0).numpy(), model, 0, Source(engine=""))
     ids = rows[:, columns]
+    # torch compares no unsigned integers but uint8.
     ids = ids.to(torch.int64) if ids.dtype in (torch.uint16, torch.uint32, torch.uint64) else ids
     given = arguments.ids(ids).numpy()
     recorded = np.ones(len(given), np.bool_) if keep is None else keep.detach().cpu().bool().numpy().copy()

@@ -152,7 +152,7 @@ def unreadable(name: str, expected: str, got: str) -> ReplayError:
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
     """Return an argument of several keys as a mapping: given as one, as JSON, or as an object."""
-    if isinstance(value, str):
+    if isinstance(value, str):  # as a shell script or a YAML file has it
         try:
             value = json.loads(value)
         except ValueError:

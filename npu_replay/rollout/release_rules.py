@@ -161,13 +161,9 @@ class Source:
                 one_of = ("" if self.device else fault.device) if told else fault.cause
                 causes.setdefault(one_of, fault.cause)
         parts = (f"{self.engine} {self.version}".rstrip(), self.sample, self.field, where)
-        return InvalidRoutes(
-            problem,
-            where=", ".join(part for part in parts if part),
-            expected=expected,
-            got=got,
-            cause="; or ".join([*dict.fromkeys(causes.values())][:_CAUSES]),
-        )
+        where = ", ".join(part for part in parts if part)
+        cause = "; or ".join([*dict.fromkeys(causes.values())][:_CAUSES])
+        return InvalidRoutes(problem, where=where, expected=expected, got=got, cause=cause)
 
     def unreadable(self, problem: str, expected: object, got: object) -> InvalidRoutes:
         """Make an error about data of the wrong kind."""

@@ -88,6 +88,7 @@ class Answer(ABC):
         rows = self.rows(model, tokens, start, missing)
         rows = None if rows is None else without_weights(rows, model.topk, self.source)
         source, device = self.source, self.source.device or "cuda"
+        # Some releases give zeros whatever they are started with.
         zeros = [one for one in source.faults if one.always and one.symptom is Symptom.ZEROS]
         never = tells_release(source.version) and any(one.holds(source.version, device) for one in zeros)
         if never and rows is not None and len(rows) and not rows.any():
@@ -123,6 +124,7 @@ class Answer(ABC):
         if self.prompt_tokens is not None and len(ids) - self.prompt_tokens not in (0, self.unbilled):
             raise self.other_tokens(0, f"{self.prompt_tokens} ids", len(ids))
         sampled, theirs = self._both(1, output, self.output_ids)
+        # The engine may have run more tokens than the caller kept: a stop string is cut off, say.
         ran = len(sampled) if self.completion_tokens is None else self.completion_tokens
         if theirs is not None and self.completion_tokens in (None, len(theirs)):
             ran = len(theirs)
@@ -148,12 +150,9 @@ class Answer(ABC):
 
     def other_tokens(self, which: Literal[0, 1], expected: object, got: object) -> InvalidRoutes:
         """Make the error about token ids, of the prompt or sampled, that aren't the engine's."""
-        return replace(self.source, field=self.arguments[which]).error(
-            Symptom.TOKENS,
-            f"the token ids given here aren't those that the engine {('ran', 'sampled')[which]}",
-            expected,
-            got,
-        )
+        problem = f"the token ids given here aren't those that the engine {('ran', 'sampled')[which]}"
+        source = replace(self.source, field=self.arguments[which])
+        return source.error(Symptom.TOKENS, problem, expected, got)
 
 
 def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> Any:
@@ -168,15 +167,11 @@ def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> An
         except (ValueError, RecursionError) as error:
             shown = found[:40] if isinstance(found, str) else bytes(found[:40])
             began = shown.lstrip()[:1] in ("{", "[", b"{", b"[")
-            raise InvalidRoutes(
-                "the answer isn't JSON",
-                where=engine,
-                expected=f"{expected}, whole",
-                got=f"{shown!r} ({type(error).__name__})",
-                cause="an answer that was cut off on its way, or several in one text"
-                if began
-                else "a stream, whose pieces begin with «data:», or an error page of something between",
-            ) from error
+            cause = "a stream, whose pieces begin with «data:», or an error page of something between"
+            cause = "an answer that was cut off on its way, or several in one text" if began else cause
+            problem, got = "the answer isn't JSON", f"{shown!r} ({type(error).__name__})"
+            expected = f"{expected}, whole"
+            raise InvalidRoutes(problem, where=engine, expected=expected, got=got, cause=cause) from error
     elif hasattr(found, "choices") and callable(getattr(found, "model_dump", None)):
         found = found.model_dump()
     if not isinstance(found, Mapping):
@@ -189,14 +184,11 @@ def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> An
     refusal = next((said for name in ("error", "detail", "message") if (said := found.get(name))), None)
     if refusal is not None and not answered:
         said = _words(refusal)
-        raise InvalidRoutes(
-            "the server refused the request",
-            where=engine,
-            expected=expected,
-            got=f"«{' '.join(said[:300].split())}»",
-            cause=(said == "Not Found" and not_found)
-            or "the answer's HTTP status says so too, and wasn't looked at",
-        )
+        problem, got = "the server refused the request", f"«{' '.join(said[:300].split())}»"
+        cause = (
+            said == "Not Found" and not_found
+        ) or "the answer's HTTP status says so too, and wasn't looked at"
+        raise InvalidRoutes(problem, where=engine, expected=expected, got=got, cause=cause)
     return found
 
 

@@ -86,6 +86,7 @@ class Rows:
             # A row that only `others` sampled from replaces a known one: what followed it here was cut off.
             taken &= ~self.sampled_from[:there] & (~self.recorded[:there] | others.sampled_from)
         if taken.any():
+            # Rows of a wider dtype widen the array, so that no id is cut.
             self.ids = self.ids.astype(np.result_type(self.ids, others.ids), copy=False)
             self.ids[:there][taken] = others.ids[taken]
             self.versions[:there][taken] = others.versions[taken]
@@ -205,6 +206,7 @@ class Rollout:
         whole = np.concatenate([prompt, sampled])
         self._check_goes_on(whole)
         rows = self._rows_of(turn, whole)
+        # The first sampled token came from the row of the last one before it, prompt or earlier turn.
         sampled_from = max(len(prompt), len(self)) - 1
         if len(whole) - 1 > sampled_from:
             rows.sampled_from[max(0, sampled_from) : len(whole) - 1] = True
@@ -249,7 +251,7 @@ class Rollout:
         self._tokens = self._tokens[:length].copy()
         if length < len(self._rows.sampled_from):
             self._rows = self._rows.first(length)
-        if length <= self.prompt_length:
+        if length <= self.prompt_length:  # no sampled token is left
             self._first_sampled = None
 
     def _no_rows(self, tokens: int) -> Rows:
@@ -268,14 +270,12 @@ class Rollout:
         at = int(differ[0]) if len(differ) else length
         near = slice(max(0, at - 2), at + 3)
         ours, theirs = (f"... {ids[near].tolist()} ({len(ids)} tokens)" for ids in (self._tokens, whole))
-        raise ReplayError(
-            f"turn {self.turns + 1} doesn't go on from the tokens so far: they part at token {at}",
-            where=self._where,
-            expected=ours,
-            got=theirs,
-            cause="text that was decoded and tokenised again (pass token ids on), a chat template that "
-            "rewrites earlier turns (it drops their reasoning, say), or a turn of another sample",
+        problem = f"turn {self.turns + 1} doesn't go on from the tokens so far: they part at token {at}"
+        cause = (
+            "text that was decoded and tokenised again (pass token ids on), a chat template that rewrites "
+            "earlier turns (it drops their reasoning, say), or a turn of another sample"
         )
+        raise ReplayError(problem, where=self._where, expected=ours, got=theirs, cause=cause)
 
     def _rows_of(self, turn: Turn, whole: Array) -> Rows:
         """Return the rows of a turn, one per token, if they are this sample's."""
@@ -299,6 +299,7 @@ class Rollout:
         other = find_other_tokens(len(routes), routes.fingerprint, tokens, mark)
         if other is not None:
             raise other.error(MicroBatchError, where)
+        # Routes may lack the last token, whose row then stays unknown until the next turn.
         rows.ids[: len(routes)] = routes.ids.numpy()
         rows.recorded[: len(routes)] = routes.recorded.numpy()
         versions = np.full(tokens, routes.weight_version, object)

@@ -104,7 +104,7 @@ def find_outside(
     found = [np.empty((0, 3), np.int64)]
     unsigned = ids.view(ids.dtype.str.replace("i", "u"))  # an id below 0 becomes a large one: one test
     for first, block in _blocks(unsigned):
-        if block.max() >= num_experts:
+        if block.max() >= num_experts:  # hardly ever, so the places are looked for only then
             wrong = block >= num_experts
             if recorded is not None:
                 wrong &= recorded[first : first + len(block), None, None]
@@ -113,13 +113,10 @@ def find_outside(
     if not len(places):
         return None
     row, column, slot = places[0].tolist()
-    return Finding(
-        f"an id is out of range, the first in row {first_row + row} "
-        f"({len(np.unique(places[:, :2], axis=0))} such token-layers)",
-        f"ids from 0 to {num_experts - 1}",
-        int(ids[row, column, slot]),
-        column,
-    )
+    count = len(np.unique(places[:, :2], axis=0))
+    problem = f"an id is out of range, the first in row {first_row + row} ({count} such token-layers)"
+    expected, got = f"ids from 0 to {num_experts - 1}", int(ids[row, column, slot])
+    return Finding(problem, expected, got, column)
 
 
 def find_twice(ids: Array, recorded: Array, first_row: int = 0) -> Finding | None:
@@ -128,12 +125,9 @@ def find_twice(ids: Array, recorded: Array, first_row: int = 0) -> Finding | Non
     if not len(places):
         return None
     row, column = places[0].tolist()
-    return Finding(
-        f"{len(places)} token-layers name an expert twice, the first in row {first_row + row}",
-        f"{ids.shape[2]} different experts a token",
-        ids[row, column].tolist(),
-        column,
-    )
+    problem = f"{len(places)} token-layers name an expert twice, the first in row {first_row + row}"
+    expected, got = f"{ids.shape[2]} different experts a token", ids[row, column].tolist()
+    return Finding(problem, expected, got, column)
 
 
 def find_constant(
@@ -153,6 +147,7 @@ def find_constant(
     if (different - 1) * choice(num_experts, ids.shape[2]) < SURE_BITS:
         return None
     columns = constant_columns(ids if len(at) == len(ids) else ids[at])
+    # What a buffer holds that was never written: zeros, or 0 to k - 1 in order.
     row = ids[at[0], columns]
     unwritten = (row == 0).all(axis=1) | (row == np.arange(ids.shape[2])).all(axis=1)
     wrong = columns if len(columns) == ids.shape[1] else columns[unwritten]
@@ -161,12 +156,9 @@ def find_constant(
             _warn_of_dead_routers(tuple(layers[column] for column in columns))
         return None
     column = int(wrong[0])
-    return Finding(
-        f"all {len(at)} recorded rows are the same (in {len(wrong)} of the layers)",
-        "routes that depend on the token",
-        f"{ids[at[0], column].tolist()} in every row",
-        column,
-    )
+    problem = f"all {len(at)} recorded rows are the same (in {len(wrong)} of the layers)"
+    expected, got = "routes that depend on the token", f"{ids[at[0], column].tolist()} in every row"
+    return Finding(problem, expected, got, column)
 
 
 @functools.cache  # warns once per process

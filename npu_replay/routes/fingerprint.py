@@ -53,20 +53,15 @@ def with_key(mark: int, sample_key: SampleKey) -> int:
 def find_other_tokens(rows: int, theirs: int | None, tokens: int, mark: int | None) -> Finding | None:
     """Find why rows of routes can't be those of these tokens; a fingerprint of None fits any."""
     if rows not in (tokens, tokens - 1):
-        return Finding(
-            "the routes have another number of tokens than the sequence",
-            f"{tokens} (or {tokens - 1}: the last token has no route)",
-            rows,
-            cause="a response that was cut after the rollout, a turn's new tokens alone, another sequence",
-        )
+        problem = "the routes have another number of tokens than the sequence"
+        expected = f"{tokens} (or {tokens - 1}: the last token has no route)"
+        cause = "a response that was cut after the rollout, a turn's new tokens alone, another sequence"
+        return Finding(problem, expected, rows, cause=cause)
     if mark is None or theirs is None or theirs == mark:
         return None
-    return Finding(
-        "the routes belong to other tokens",
-        f"fingerprint {mark:#018x}",
-        f"{theirs:#018x}",
-        cause="retokenised text, a shuffled batch, parts merged in another order, another sample or its key",
-    )
+    problem, expected = "the routes belong to other tokens", f"fingerprint {mark:#018x}"
+    cause = "retokenised text, a shuffled batch, parts merged in another order, another sample or its key"
+    return Finding(problem, expected, f"{theirs:#018x}", cause=cause)
 
 
 def as_token_ids(value: Any) -> Array | None:

@@ -89,7 +89,7 @@ def compare(
         raise ReplayError(problem, expected=expected, got=f"{type(a).__name__} and {type(b).__name__}")
     ReplayError.unless(mask is None, "a mask goes with log-probs; routings say themselves which rows count")
     ours, theirs = (one if isinstance(one, RoutedExperts) else RoutedExperts.concat(one) for one in (a, b))
-    layers, both = check_comparable(ours, theirs)
+    layers, both = check_comparable(ours, theirs)  # one common row at least, so nothing is divided by 0
     differ, compared = differing_token_layers(ours, theirs), both * len(layers)
     differing = int(differ.sum())
     by_layer = dict(zip(layers, (differ.sum(dim=0) / both).tolist(), strict=True))
@@ -100,6 +100,7 @@ def compare(
 def differing_token_layers(a: RoutedExperts, b: RoutedExperts) -> torch.Tensor:
     """Return where the sets of experts differ, bool [tokens, layers], among rows recorded on both sides."""
     layers = [layer for layer in a.layers if layer in b.layers]
+    # Sorted, since engines and trainers return the same set of experts in another order.
     ours = a.ids[:, [a.layers.index(layer) for layer in layers]].sort(dim=2).values
     theirs = b.ids[:, [b.layers.index(layer) for layer in layers]].sort(dim=2).values
     return (ours != theirs).any(dim=2) & (a.recorded & b.recorded)[:, None]
@@ -129,6 +130,7 @@ def _compare_log_probs(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | No
     shapes = sorted({tuple(tensor.shape) for tensor in given})
     ReplayError.unless(len(shapes) == 1, "the log-probs have different shapes", tuple(a.shape), shapes)
     chosen = torch.ones_like(a, dtype=torch.bool) if mask is None else mask.bool()
+    # In double: log-probs that differ by 1e-7 would lose that in the exponential of a float32.
     ours, theirs = (x.detach()[chosen].double().cpu() for x in (a, b))
     ReplayError.unless(ours.numel() > 0, "there is no token to compare", ">= 1", 0)
     finite = bool(torch.isfinite(ours).all() & torch.isfinite(theirs).all())

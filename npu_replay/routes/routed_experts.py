@@ -124,8 +124,9 @@ class RoutedExperts:
             narrow = narrow.masked_fill(~rows[:, None, None], 0)
         _refuse(checks.find_twice(narrow.numpy(), rows.numpy()), labels, checks.TWICE_CAUSE)
         narrow = narrow.contiguous()
+        # A conversion above has made a copy already, unless the memory is still the caller's.
         given = ids.ctypes.data if isinstance(ids, np.ndarray) else ids.data_ptr()
-        if _like is not None and ids is _like.ids:
+        if _like is not None and ids is _like.ids:  # `dataclasses.replace` that keeps the rows
             self._set(**{name: getattr(_like, name) for name in _OF_MICRO_BATCH})
         self._set(
             ids=narrow.clone() if copy and narrow.data_ptr() == given else narrow,
@@ -255,6 +256,7 @@ class RoutedExperts:
                 problem = f"part {number} of concat() has other {what}"
                 InvalidRoutes.unless(ours == theirs, problem, ours, theirs, cause)
         labels = first.layers if layers is None else arguments.labels(layers)
+        # Once for each set of layers, as most parts share one.
         columns = {of: part.columns(labels) for of, part in {part.layers: part for part in parts}.items()}
         return first.with_rows(
             torch.cat([part.ids[:, columns[part.layers]] for part in parts]),

@@ -116,6 +116,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
         Raises:
             RouteFileError: the store has no routes of this sample, or several samples have these tokens.
         """
+        # The upper half of a fingerprint is the tokens', the lower the sample key's.
         mark = fingerprint(tokens, sample_key=sample_key)
         key, same = key_of(mark), self._of_tokens.get(mark >> 32, [])
         if sample_key is None and len(same) > 1:
@@ -137,7 +138,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
         with reading("the shard can't be read", _DAMAGED, f"{shard}, {key}"), plain_file(shard) as file:
             header, read = self._open(shard, file)
             found = header.arguments(read, key)
-            if header.samples[key] != known:
+            if header.samples[key] != known:  # the index was read from the shard before it
                 raise ValueError("the shard was replaced since the folder was opened")
             return RoutedExperts(**found, copy=False).check_not_constant(tokens)
 
@@ -209,6 +210,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
             cause = f"two samples of the same tokens: {own}; or one added twice"
             raise self._error("the key is taken", "another key", key, cause)
         model = routes.layers, routes.topk, routes.num_experts
+        # A shard holds one model's routes, in arrays of one width; its header is read as a whole.
         if model != self._model or len(self._waiting) >= SHARD_SAMPLES:
             self.flush()
             self._model = model
@@ -222,6 +224,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         """Write the waiting samples as one shard; return its name without an ending, or None."""
         if not self._waiting:
             return None
+        # Counted before it is written: a shard that failed half-way is never written over.
         shard, self._shards = self._file(self._shards), self._shards + 1
         samples = {key: routes.encodable() for key, routes in self._waiting.items()}
         write_whole(shard, *encode(samples), overwrite=False)
@@ -284,6 +287,7 @@ class RoutesByTokens:
         """Hold these routes; warn the first time that the oldest are dropped for them."""
         before, _ = self.get(mark)
         differ = before is not None and not torch.equal(before.ids, routes.ids)
+        # An update takes a mark out of the waiting ones; until then a second sample is a mix-up.
         if before is not None and differ and rollout and mark in self._waiting:
             problem = "two samples have the same tokens and other routes, and nothing tells them apart"
             expected = "sample_key=, in put() and in the model's call"
