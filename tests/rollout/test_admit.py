@@ -100,14 +100,6 @@ def test_rows_of_tokens_that_a_stop_string_took_back_are_cut_off() -> None:
             taken(rows, surplus=other)
 
 
-def test_all_rows_of_zeros_are_an_error_whatever_is_done_with_missing_ones_t42() -> None:
-    rows = np.zeros((TOKENS - 1, 6, 8), np.uint8)
-    with pytest.raises(InvalidRoutes, match=r"all 149 rows are zeros"):
-        taken(rows, missing="native")
-    with pytest.raises(InvalidRoutes, match=r"unknown way.*got 'skip'"):
-        taken(rows, missing="skip")
-
-
 def test_a_row_of_zeros_is_expert_0_where_there_is_one_expert_a_token() -> None:
     model = RoutedModel(layers=(0, 1), num_layers=2, num_experts=16, topk=1)
     rows = np.random.default_rng(0).integers(0, 16, (TOKENS - 1, 2, 1))
@@ -150,23 +142,6 @@ def test_layers_that_look_experts_up_by_token_are_left_out_t22() -> None:
 # Rightly alike: these aren't faults
 
 
-def test_one_token_said_thousands_of_times_may_choose_alike_each_time() -> None:
-    rows, tokens = chosen(5000, 4), words(1000)[:1000]
-    tokens = np.concatenate([tokens[:40], np.full(4961, tokens[40])])
-    rows[40:] = rows[40]
-    assert taken(rows, tokens=tokens).recorded[:-1].all()
-    alone = taken(rows[40:], tokens=tokens, start=40)  # all rows that there are, are the same
-    assert int(alone.recorded.sum()) == 4960
-
-
-def test_a_tiny_model_whose_rows_meet_by_chance_comes_through() -> None:
-    """2 layers of 4 experts, top-2: 36 different rows in all."""
-    model = RoutedModel(layers=(0, 1), num_layers=2, num_experts=4, topk=2)
-    for seed in range(20):
-        rows = chosen(400, 2, model, seed)
-        assert taken(rows, model=model, tokens=words(401)).recorded[:-1].all()
-
-
 @pytest.mark.parametrize("tokens", [5, 20, TOKENS])
 def test_the_first_rows_of_a_sequence_may_be_alike_in_all_layers(tokens: int) -> None:
     """The first two were, in all of a live Mixtral's 24 layers, and transformers agrees."""
@@ -174,27 +149,6 @@ def test_the_first_rows_of_a_sequence_may_be_alike_in_all_layers(tokens: int) ->
     rows = chosen(tokens - 1, 24, model)
     rows[:4] = rows[0]
     assert taken(rows, model=model, tokens=words(tokens)).recorded[:-1].all()
-
-
-def test_a_few_tokens_that_choose_alike_in_all_layers_explain_any_number_of_copies() -> None:
-    rows, tokens = chosen(TOKENS - 1, 4), words()
-    tokens[50:140] = np.tile(tokens[[50, 51, 52]], 30)
-    rows[50:140] = rows[50]
-    assert taken(rows, tokens=tokens).recorded[:-1].all()
-    alone = taken(rows[50:140], tokens=tokens[:141], start=50)  # all rows that there are, are the same
-    assert int(alone.recorded.sum()) == 90
-    tokens[100] = 2000  # the fourth
-    with pytest.raises(InvalidRoutes, match="rows are another token's"):
-        taken(rows, tokens=tokens)
-
-
-def test_copies_are_a_fault_from_a_twentieth_of_the_rows_on() -> None:
-    rows = chosen(TOKENS - 1, 4)
-    rows[142:] = rows[:7]
-    assert taken(rows).recorded[:-1].all()
-    rows[141:] = rows[:8]
-    with pytest.raises(InvalidRoutes, match=r"8 rows are another token's.*first is row 141"):
-        taken(rows)
 
 
 def test_copies_are_a_fault_where_there_are_96_bits_of_choice() -> None:

@@ -398,7 +398,9 @@ def test_rows_that_were_lost_are_an_error_and_may_be_left_native(
         engine.decode(answer)
     routes = engine.decode(answer, missing="native")
     assert (~routes.recorded).nonzero()[:, 0].tolist() == [*range(lost.start, lost.stop), RUN]
-    for missing in ("error", "native"):  # an engine that captures nothing isn't one that loses rows
+    with pytest.raises(ReplayError, match="unknown way"):
+        engine.decode(answer, missing="skip")
+    for missing in ("error", "native"):  # T42: an engine that captures nothing isn't one that loses rows
         with refused("all 109 rows are zeros", "Usual cause"):
             engine.decode(engine.put(engine.answer(ONE), rows * 0), missing=missing)
 

@@ -207,17 +207,6 @@ def test_broken_base64_is_decoded_or_refused(data: st.DataObject, most: int) -> 
     assert base64.b64decode(text) == found
 
 
-@QUIET
-@given(value=broken(np.arange(24).reshape(4, 3, 2).tolist()) | JUNK)
-def test_broken_lists_are_read_or_refused(value: Any) -> None:
-    try:
-        found = payloads.from_lists(value, source=SOURCE, most=(5, 3, 2))
-    except InvalidRoutes:
-        return
-    assert found.dtype == np.int64
-    assert found.tolist() == (value if value else [])
-
-
 # The engines'
 
 

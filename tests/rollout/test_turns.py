@@ -220,19 +220,6 @@ def test_the_prompt_ends_where_the_first_token_was_sampled() -> None:
     assert Rollout.merge([first, rollout]).prompt_length == 3
 
 
-def test_samples_and_turns_are_equal_to_themselves_alone() -> None:
-    one, other = Rollout(MODEL), Rollout(MODEL)
-    one.append([5])
-    other.append([6])
-    running = [one, other]
-    running.remove(other)
-    assert running == [one]
-    assert len({one, other}) == 2
-    turns = [Turn(prompt=np.array([5, 6]), sampled=np.array([7])) for _ in range(2)]
-    assert turns.index(turns[1]) == 1
-    assert len(set(turns)) == 2
-
-
 def test_samples_merge_into_one() -> None:
     """Frameworks that make a sample of each turn; the versions of rows come along."""
     first, second, third = Rollout(MODEL), Rollout(MODEL), Rollout(MODEL)

@@ -49,24 +49,6 @@ def test_integers_of_any_dtype_are_taken(dtype: Any) -> None:
         assert torch.equal(built.ids.long(), ids(tokens))
 
 
-def test_numpy_that_is_a_view_is_taken() -> None:
-    wide = np.zeros((6, 4, 2), dtype=np.int32)
-    wide[:, ::2] = ids().numpy()
-    assert torch.equal(routes(ids=wide[:, ::2]).ids.long(), ids())
-    backwards = np.ascontiguousarray(ids().numpy()[::-1])[::-1]
-    assert torch.equal(routes(ids=backwards).ids.long(), ids())
-    by_column = ids().to(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1)
-    assert routes(ids=by_column).ids.is_contiguous()
-
-
-def test_ids_that_need_a_gradient_history_or_inference_mode_are_taken() -> None:
-    with torch.inference_mode():
-        made = ids()
-    built = routes(ids=made)
-    assert not built.ids.is_inference()
-    (torch.rand(8, requires_grad=True)[built.ids.long()]).sum().backward()
-
-
 # What comes out
 
 
@@ -128,22 +110,17 @@ def test_concat_puts_rows_one_after_the_other_and_keeps_a_weight_version_that_al
     assert RoutedExperts.concat([routes(fingerprint=1), routes(fingerprint=1)]).fingerprint is None
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_equal_means_everything_is_equal() -> None:
+    assert routes() == routes() != "routes"
+    for change in (
         {"ids": ids().flip(0)},
         {"layers": (0, 4)},
         {"num_experts": 16},
         {"recorded": torch.tensor([True] * 5 + [False])},
         {"fingerprint": 1},
         {"weight_version": 1},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_equal_means_everything_is_equal(change: dict[str, Any]) -> None:
-    assert routes() == routes()
-    assert routes() != routes(**change)
-    assert routes() != "routes"
+    ):
+        assert routes() != routes(**change)
 
 
 # What is refused

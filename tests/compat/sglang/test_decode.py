@@ -129,14 +129,6 @@ def test_wrong_rows_of_sglang_name_their_fault(version: str, change: Any, words:
         decoded(asked.generate(), asked)
 
 
-def test_T31_a_row_repeated_at_the_edge_of_a_chunk() -> None:
-    """sglang #36404: padded rows hold one row of an earlier pass, and come back as a run of it."""
-    asked = request("0.5.23", prompt=40, output=60)
-    asked.rows[32:40] = true_rows(MODEL, 1, seed=9)
-    with refused(r"7 rows are another token's.*first is row 33.*sglang#36404"):
-        decoded(asked.generate(), asked)
-
-
 @pytest.mark.parametrize("version", ["0.5.9", "0.5.23"])
 def test_T32_zeros_of_a_top_1_model_are_called_so(version: str) -> None:
     """Llama 4 and its like: expert 0 in all of 24 layers is no choice, and no row of another token's."""
@@ -426,13 +418,6 @@ def test_T30_a_start_or_a_release_that_from_sglang_wasnt_told() -> None:
     asked = request("0.5.12", asked_from=7)
     with refused(r"Expected 81 rows, from token 0 on.*got 74"):
         decoded(asked.generate(), asked, start_len=7, version="0.5.11")
-
-
-def test_T30_a_start_and_rows_past_the_end_together() -> None:
-    for version in ("0.5.11", "0.5.12"):
-        for carried in (3, 0):
-            asked = request(version, asked_from=carried, past=4, finish="stop", drafts=6)
-            assert_true(decoded(asked.generate(), asked, start_len=3), asked, 3)
 
 
 def test_T30_rows_that_may_begin_at_either_are_refused() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import vllm_outputs
 from benchmarks import decode as bench_decode
@@ -140,14 +139,6 @@ def test_usage_of_several_choices_tells_nothing_of_one() -> None:
         from_vllm(sent, QWEN, **given)
 
 
-@pytest.mark.parametrize("usage", [7, {"prompt_tokens": "70"}])
-def test_a_usage_that_says_nothing_is_passed_over(usage: Any) -> None:
-    one = sampled(QWEN)
-    sent = answer("0.23.0", QWEN, one, with_ids=False) | {"usage": usage}
-    found = from_vllm(sent, QWEN, prompt_token_ids=one.prompt, output_token_ids=one.output)
-    assert only(found) == expected(QWEN, one)
-
-
 # ---- which completion
 
 
@@ -184,21 +175,6 @@ def test_the_last_output_of_an_aborted_stream_of_pieces_gets_all_ids_from_the_ca
     assert only(from_vllm(output, QWEN, output_token_ids=[one.output])) == expected(QWEN, one)
     with refused("more tokens than it ran"):
         from_vllm(output, QWEN, output_token_ids=[one.output[:-1]])
-
-
-def test_ids_of_several_completions_may_be_the_rows_of_an_array() -> None:
-    first, second = siblings(QWEN, 2)
-    second = replace(second, output=second.output[:1], rows=second.rows[: len(second.prompt) + 1])
-    first = replace(first, output=first.output[:1], rows=first.rows[: len(first.prompt) + 1])
-    sent = answer("0.33.0", QWEN, first, second, with_ids=False)
-    for make in (np.array, torch.tensor):
-        found = from_vllm(
-            sent,
-            QWEN,
-            prompt_token_ids=make([first.prompt, second.prompt]),
-            output_token_ids=make([first.output, second.output]),
-        )
-        assert found == [expected(QWEN, first), expected(QWEN, second)]
 
 
 @pytest.mark.parametrize("given", [[[1], [2], [3]], [1, 2]])
@@ -407,17 +383,6 @@ def test_t32_wrong_rows_name_the_release_that_makes_them(
     output = broken("0.20.2", model, change, **tokens)
     with refused(f"vLLM {version}".rstrip(), "request 17", *words):
         from_vllm(output, model, version=version, vllm_ascend=vllm_ascend)
-
-
-def test_on_a_cpu_zeros_are_its_kernels_and_on_ascend_they_arent() -> None:
-    ascend = "vllm-ascend 0.20.2rc1 captures no quantized experts"
-    for version, vllm_ascend, cause in (("0.20.2+cpu", None, "on a CPU"), ("0.20.2", "0.20.2rc1", ascend)):
-        with pytest.raises(InvalidRoutes) as caught:
-            from_vllm(broken("0.20.2", QWEN, zero), QWEN, version=version, vllm_ascend=vllm_ascend)
-        assert caught.value.cause.startswith(cause)
-        assert not any(
-            other in caught.value.cause for other in ("NVIDIA", "Ascend" if "cpu" in version else "CPU")
-        )
 
 
 def test_t32_zeros_where_nothing_is_captured_are_refused_even_with_one_expert_a_token() -> None:
