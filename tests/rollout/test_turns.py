@@ -71,6 +71,11 @@ STORIES: dict[str, tuple[list[Any], list[int], list[int | None]]] = {
         [5, 6, 7, 8, 20, 21, 9],
         [1] * 6 + [None],
     ),
+    "what was known before a turn was not sampled by it": (
+        [turn([5, 6, 7, 8], [], aborted=True), turn([5, 6], [7, 8, 9], version=2)],
+        [5, 6, 7, 8, 9],
+        [1, 1, 1, 2, None],
+    ),
     "T13 a resume after an abort doubles nothing": (
         [aborted([5, 6], [7, 8, 9]), turn([5, 6, 7, 8, 9], [10, 11])],
         [5, 6, 7, 8, 9, 10, 11],
