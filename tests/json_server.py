@@ -1,10 +1,11 @@
-"""A server on loopback that answers each request with JSON."""
+"""A server on loopback that answers each request with JSON, and its clients."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -42,3 +43,19 @@ def serving(answer: Callable[[str, Any], Any]) -> Iterator[str]:
         finally:
             listening.shutdown()
             thread.join()
+
+
+def post(url: str, body: dict[str, Any]) -> bytes:
+    """Post JSON and return the answer's body as it came; urllib raises on a status of 400 and above."""
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return bytes(answer.read())
+
+
+def events(stream: bytes) -> Iterator[dict[str, Any]]:
+    """The objects of a stream of server-sent events."""
+    for line in stream.decode().splitlines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))

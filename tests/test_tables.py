@@ -49,18 +49,6 @@ def test_words_fold_at_the_width_and_a_number_never(monkeypatch: pytest.MonkeyPa
         ).split() == (words.split())
 
 
-def test_words_and_titles_fold_before_what_stands_beside_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = ("10.00% (expert 2)", "some words that fold")
-    table = Table(("the title of a number", "Where"), [cells], numbers=range(1))
-    monkeypatch.setenv("COLUMNS", "31")
-    assert as_text([table]).splitlines() == [
-        "    the title of a",
-        "            number  Where",
-        " 10.00% (expert 2)  some words",
-        "                    that fold",
-    ]
-
-
 def test_a_line_folds_between_words_and_a_path_stays_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -71,9 +59,3 @@ def test_a_line_folds_between_words_and_a_path_stays_whole(
         "    layer 3 in",
         "    /a/very/long/path/to/a-file.npy",
     ]
-
-
-def test_a_pipe_has_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS")
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert max(map(len, as_text(["word " * 40]).splitlines())) == 79

@@ -27,7 +27,6 @@ from npu_replay import (
     delivery,
 )
 from npu_replay.compat.ray import RayCarrier
-from npu_replay.routes import checks
 from piece_files import FileCarrier
 
 EXPERTS, TOPK = 16, 3
@@ -108,15 +107,6 @@ def test_virtual_stages_of_a_rank_are_one_piece(make: Make) -> None:
     assert delivery.fetch([reference], replace(whole, pp_rank=1)) == [sample.only(reference.blocks[1])]
 
 
-def test_what_is_fetched_is_gathered_as_ever(make: Make) -> None:
-    samples = [routes(seed, tokens) for seed, tokens in enumerate((12, 9, 20))]
-    fetched = delivery.fetch(make(cut=5).put_all(samples), layers=(4, 5, 6))
-    for rank in range(4):
-        parallel = ParallelLayout(tp=2, tp_rank=rank % 2, cp=2, cp_rank=rank // 2, sequence_parallel=True)
-        layout = TokenLayout.packed([12, 9, 20], parallel=parallel)
-        assert layout.gather(fetched, layers=(5, 6)) == layout.gather(samples, layers=(5, 6))
-
-
 def test_one_call_reads_all_its_pieces_at_once(make: Make) -> None:
     """So that it has one deadline."""
     samples, asked = make(cut=5).put_all([routes(seed) for seed in range(3)]), list[Any]()
@@ -129,14 +119,6 @@ def test_one_call_reads_all_its_pieces_at_once(make: Make) -> None:
     delivery.fetch(samples, layers=())
     delivery.fetch([])
     assert len(asked) == 1
-
-
-def test_ids_that_were_checked_are_not_checked_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = routes(0)
-    references = make().put_all([sample])
-    for name in ("find_outside", "find_twice", "find_constant"):
-        monkeypatch.setattr(checks, name, lambda *given: pytest.fail("checked again"))
-    assert delivery.fetch(references) == [sample]
 
 
 def test_what_is_gone_or_no_reference_is_an_error_in_words(make: Make, tmp_path: Path) -> None:

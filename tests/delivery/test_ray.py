@@ -224,31 +224,6 @@ def await_death(actor: Any) -> None:
     raise AssertionError(f"the actor still answers, {PATIENCE:.0f} s after it was killed")
 
 
-def test_a_putter_that_dies_is_told_by_every_rank_and_the_next_step_works(
-    machine: Any, putters: list[Any]
-) -> None:
-    doomed = machine.on("b", ray_cluster.Putter)
-    alive, lost = put(putters, 2000, 200, 4), put([doomed], 3000, 200, 2)
-    ray.kill(doomed)
-    await_death(doomed)
-    time.sleep(2)  # the nodes hear of it after the driver
-    got = machine.fetched([[*alive, *lost]] * 2, PATIENCE)
-    assert_lost(got[:4], number=4, seconds=10)
-    wanted = [made(seed, 200) for seed in (2000, 2001, 2002, 2003, 3000, 3001)]
-    for found, (pp, _) in zip(got[4:], machine.places[4:], strict=True):
-        if isinstance(found, tuple):
-            assert_lost([found], number=4, seconds=10)
-        else:  # its own store has the objects yet
-            assert found == [digest(one.only(stage(pp))) for one in wanted]
-    begun = time.monotonic()
-    got = delivery.fetch([*lost, *alive], on_bad_route="native", patience=PATIENCE)
-    assert got == [None, None, *(made(seed, 200) for seed in range(2000, 2004))]
-    assert time.monotonic() - begun < 10
-    again = put(putters, 4000, 200, 4)
-    assert machine.fetched(shares(again))[-1] == [digest(made(s, 200).only(stage(1))) for s in (4002, 4003)]
-    machine.drop()
-
-
 def test_a_node_that_is_lost_is_told_by_every_rank_and_the_next_step_works(
     machine: Any, putters: list[Any]
 ) -> None:

@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from engine_server import post
+from json_server import post
 from live.families import LONGEST
 from npu_replay.compat.vllm import engine_arguments
 from npu_replay.rollout.launch import EngineArguments

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from engine_server import post
-from json_server import serving
+from json_server import post, serving
 
 
 def gateway(behind: str) -> AbstractContextManager[str]:

@@ -18,7 +18,7 @@ import numpy as np
 import openai
 import pytest
 
-from engine_server import events, post
+from json_server import events, post
 from live.engine import Live
 from live.families import FAMILIES, VOCABULARY
 from live.gateway import gateway

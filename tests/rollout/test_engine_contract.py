@@ -1,17 +1,14 @@
 """What the decoder of every engine promises, whichever it is: one table of engines, one list of tests.
 
-Where routes, ids and counts lie, and what is of one engine alone, is in `tests/compat/vllm` and
-`tests/compat/sglang`; every release's own form in `test_engine_property.py`.
+What is of one engine alone is in `tests/compat/vllm` and `tests/compat/sglang`.
 """
 
 from __future__ import annotations
 
 import base64
-import copy
 import itertools
 import json
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -23,7 +20,7 @@ import torch
 
 import sglang_outputs
 import vllm_outputs
-from npu_replay import RoutedExperts, fingerprint
+from npu_replay import RoutedExperts
 from npu_replay.compat.sglang import decode as sglang
 from npu_replay.compat.vllm import decode as vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
@@ -111,9 +108,11 @@ def weigh_sglang(answer: dict[str, Any], version: str) -> None:
 
 def forms_of_vllm() -> Iterator[Form]:
     """RequestOutputs of all releases, on vllm-ascend too; answers of three endpoints from 0.21 on."""
-    plain = ("0.14.0", "0.16.0", "0.17.1", "0.18.0", "0.19.1", "0.20.0", "0.20.2")
-    minors = (*(f"0.{minor}.0" for minor in range(21, 34)), "0.22.1", "0.25.1", "0.27.1")
-    for version, model, output in itertools.product((*plain, *minors), (DEEPSEEK, QWEN, WIDE), (40, 1)):
+    models = (DEEPSEEK, QWEN, WIDE)
+    every = [(version, model) for version in ("0.14.0", "0.21.0", "0.33.0") for model in models]
+    versions = ("0.16.0", "0.18.0", "0.20.2", *(f"0.{minor}.0" for minor in range(22, 33)))
+    every += [(version, models[number % 3]) for number, version in enumerate(versions)]
+    for (version, model), output in itertools.product(every, (40, 1)):
         one = sampled(model, output=output)
         ascend = {} if output > 1 else {"vllm_ascend": f"{version}rc1"}
         made = vllm_outputs.request_output(version, model, one)
@@ -175,18 +174,7 @@ ENGINES = [
         weigh=weigh_vllm,
         forms=forms_of_vllm,
         source=lambda version: vllm.source(version, ways=("http", "in-process", "alone", "stop string")),
-        releases=(
-            "",
-            "0.13.0",
-            "0.17.1",
-            "0.18.0",
-            "0.20.2",
-            "0.21.0",
-            "0.22.0",
-            "0.27.0",
-            "0.31.0",
-            "0.33.0",
-        ),
+        releases=("", "0.13.0", "0.18.0", "0.20.2", "0.21.0", "0.22.0", "0.27.0", "0.31.0", "0.33.0"),
         causes=("enable_return_routed_experts", "beam search", "a stream", "another model's", "NeMo-RL"),
     ),
     Engine(
@@ -221,19 +209,17 @@ def refused(*words: str) -> Any:
 
 def test_each_release_in_each_form_gives_the_true_routes(engine: Engine) -> None:
     for name, answer, model, one, given in engine.forms():
-        before = copy.deepcopy(answer)
+        before = json.dumps(answer, default=repr)
         assert engine.decode(answer, model, **given) == expected(model, one), name
-        assert json.dumps(before, default=repr) == json.dumps(answer, default=repr), name
+        assert before == json.dumps(answer, default=repr), name  # T37: it isn't changed
 
 
 def test_an_answer_may_be_a_dict_json_or_an_object_of_openais_client(engine: Engine) -> None:
     answer = engine.answer(ONE)
-    before = copy.deepcopy(answer)
-    client = SimpleNamespace(choices=[], model_dump=lambda: answer)
     text = json.dumps(answer)
-    for form in (answer, text, text.encode(), bytearray(text.encode()), client):
+    client = SimpleNamespace(choices=[], model_dump=lambda: answer)
+    for form in (text, text.encode(), bytearray(text.encode()), client):
         assert engine.decode(form) == expected(MODEL, ONE)
-    assert answer == before  # T37: it isn't changed
 
 
 def test_the_model_may_be_its_config(engine: Engine) -> None:
@@ -245,18 +231,16 @@ def test_the_model_may_be_its_config(engine: Engine) -> None:
 
 
 def test_an_answer_of_a_release_that_isnt_told_is_decoded(engine: Engine) -> None:
-    for version in (None, "", "main", "nightly", "0.1.dev123+g1a2b3c"):
+    for version in (None, "", "main", "0.1.dev123+g1a2b3c"):
         assert engine.decode(engine.answer(ONE), version=version) == expected(MODEL, ONE)
-    with pytest.raises(ReplayError, match="a release is told as text"):
+    with pytest.raises(ReplayError, match="told as text"):
         engine.decode(engine.answer(ONE), version=0.33)
 
 
 # ---- token ids
 
 
-@pytest.mark.parametrize(
-    "container", [list, tuple, np.array, torch.tensor, lambda ids: np.array(ids, np.uint32)]
-)
+@pytest.mark.parametrize("container", [tuple, torch.tensor, lambda ids: np.array(ids, np.uint32)])
 def test_token_ids_may_come_in_any_container(engine: Engine, container: Any) -> None:
     answer = engine.without_ids(ONE)
     given = {"prompt": container(ONE.prompt), "output": container(ONE.output)}
@@ -269,74 +253,56 @@ def test_token_ids_may_come_in_any_container(engine: Engine, container: Any) -> 
 @pytest.mark.parametrize(
     ("ids", "got"),
     [
-        ([1, 2.5], "got list [1, 2.5]"),
-        (["1", "2"], "got list ['1', '2']"),
-        ([float("nan")], "got list [nan]"),
-        ([None], "got list [None]"),
-        ([1, -1], "got -1 to 1"),
-        (np.array([1, 2**63], np.uint64), "got uint64 [2]"),
-        ([True, False], "got list [True, False]"),
-        ([2**70], "got list [1180591620717411303424]"),
-        (7, "got int 7"),
-        ("text", "got str text"),
-        (b"text", "got bytes"),
-        ({1: 2}, "got dict"),
-        (torch.ones(109, dtype=torch.bfloat16), "got torch.bfloat16 [109]"),
-        (torch.ones(109, dtype=torch.int64).to_sparse(), "got torch.sparse_coo of torch.int64 [109]"),
+        ([1, 2.5], "list [1, 2.5]"),
+        ([1, -1], "-1 to 1"),
+        ("text", "str text"),
+        (torch.ones(109, dtype=torch.bfloat16), "torch.bfloat16 [109]"),
     ],
 )
 def test_token_ids_that_are_none_are_refused(engine: Engine, ids: Any, got: str) -> None:
-    words = ("these aren't token ids", got)
-    for which, name in (("prompt", "prompt_token_ids"), ("output", engine.sampled)):
-        with refused(f"{engine.name} {engine.version}, request", f"{name}: ", *words):
+    for which, name, key in (
+        ("prompt", "prompt_token_ids", "prompt_token_ids"),
+        ("output", engine.sampled, engine.output_ids),
+    ):
+        words = (f"{engine.name} {engine.version}, request", f"{name}: ", "aren't token ids", f"got {got}")
+        with refused(*words):
             engine.decode(engine.answer(ONE), **{which: ids})
-    for key, name in (("prompt_token_ids", "prompt_token_ids"), (engine.output_ids, engine.sampled)):
         answer = engine.answer(ONE)
         engine.ids(answer)[key] = ids
-        with refused(f"{engine.name} {engine.version}, request", f"{name}: ", *words):
+        with refused(*words):
             engine.decode(answer)
 
 
 def test_token_ids_that_the_answer_lacks_must_be_given(engine: Engine) -> None:
     answer = engine.without_ids(ONE)
-    with refused("hasn't got the prompt token ids", "prompt_token_ids= here, got neither"):
+    with refused("prompt_token_ids= here, got neither"):
         engine.decode(answer)
-    with refused("hasn't got the sampled token ids", f"{engine.sampled}= here, got neither"):
+    with refused(f"{engine.sampled}= here, got neither"):
         engine.decode(answer, prompt=ONE.prompt)
 
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize(
-    ("prompt", "output", "which", "expected", "got"),
+    ("prompt", "output", "which", "words"),
     [
-        (ONE.prompt[1:], ONE.output, 0, "70 ids", "69"),  # without the BOS that the engine puts in front
-        ([7, *ONE.prompt], ONE.output, 0, "70 ids", "71"),
-        (ONE.prompt[:-1], ONE.tokens[69:], 0, "70 ids", "69"),  # a token moved to the output
-        (ONE.prompt, [*ONE.output, 7], 1, "40 ids", "41"),
+        (ONE.prompt[1:], ONE.output, 0, ("70 ids", "69")),  # without the BOS that the engine puts in front
+        (ONE.prompt[:-1], ONE.tokens[69:], 0, ("70 ids", "69")),  # a token moved to the output
+        (ONE.prompt, [*ONE.output, 7], 1, ("40 ids", "41")),
+        ([7, *ONE.prompt[1:]], ONE.output, 0, ("70 ids, as in", "70 others")),
+        (ONE.prompt, [7, *ONE.output[1:]], 1, ("40 ids, as in", "40 others")),
+        (ONE.prompt, ONE.output[1:], 1, ("40 ids", "39")),  # the first is gone, the others are its own
     ],
 )
 def test_other_token_ids_than_the_engine_ran_are_refused(
-    engine: Engine, prompt: list[int], output: list[int], which: int, expected: str, got: str, named: bool
+    engine: Engine, prompt: list[int], output: list[int], which: int, words: tuple[str, str], named: bool
 ) -> None:
     """Else each row would be the next token's. By the ids in the answer, or by how many it counts."""
+    if not named and len(prompt) == 70 and len(output) <= 40:
+        return  # as many: the answer has to name them
     answer = engine.answer(ONE) if named else engine.without_ids(ONE)
-    said = ("ran", "sampled")[which]
     name = ("prompt_token_ids", engine.sampled)[which]
-    words = (f"{name}: the token ids given here aren't those that the engine {said}", f"Expected {expected}")
-    with refused(*words, f"got {got}", "tokenised again"):
+    with refused(f"{name}: the token ids given here aren't those", f"Expected {words[0]}", f"got {words[1]}"):
         engine.decode(answer, prompt=prompt, output=output)
-
-
-def test_as_many_other_token_ids_are_refused(engine: Engine) -> None:
-    answer = engine.answer(ONE)
-    with refused("prompt_token_ids: ", "aren't those that the engine ran", "70 ids, as in", "got 70 others"):
-        engine.decode(answer, prompt=[7, *ONE.prompt[1:]])
-    with refused(
-        f"{engine.sampled}: ", "aren't those that the engine sampled", "40 ids, as in", "got 40 others"
-    ):
-        engine.decode(answer, output=[7, *ONE.output[1:]])
-    with refused("aren't those that the engine sampled"):  # the first token is gone, the others are its own
-        engine.decode(answer, output=ONE.output[1:])
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -372,22 +338,15 @@ def test_rows_before_the_start_have_no_route(engine: Engine, start: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("start", "words"),
-    [
-        *((start, "start(_len)? must be a whole number") for start in ("1", 1.5, None)),
-        *(
-            (start, f"the first row's token isn't in the sequence. Expected 0 to 110, got {start}")
-            for start in (-1, 111)
-        ),
-    ],
+    ("start", "words"), [(1.5, "whole number"), (None, "whole number"), (-1, "0 to 110"), (111, "0 to 110")]
 )
 def test_a_start_that_is_none_is_refused(engine: Engine, start: Any, words: str) -> None:
     with pytest.raises(ReplayError, match=words):
         engine.decode(engine.answer(ONE), start=start)
 
 
-@pytest.mark.parametrize("finish", ["length", "stop", "abort"])
-@pytest.mark.parametrize("rows", [slice(90), slice(10, None), slice(RUN - 1), None])
+@pytest.mark.parametrize("finish", ["length", "abort"])
+@pytest.mark.parametrize("rows", [slice(10, None), slice(RUN - 1), None])
 def test_rows_for_other_tokens_are_refused_whether_aborted_or_not(
     engine: Engine, finish: str, rows: slice | None
 ) -> None:
@@ -407,59 +366,50 @@ def test_t28_an_aborted_request_has_all_its_rows_or_none(engine: Engine) -> None
         assert engine.decode(answer) == expected(MODEL, one, rows=0)
 
 
-@pytest.mark.parametrize("missing", ["error", "native"])
-def test_a_request_that_ended_without_routes_is_refused(engine: Engine, missing: str) -> None:
+def test_a_request_that_ended_without_routes_is_refused(engine: Engine) -> None:
     answer = engine.answer(ONE)
     del engine.place(answer)["routed_experts"]
-    words = (f"{engine.name} {engine.version}, request", "routed_experts: ", "no routes")
-    with refused(*words, "enable_return_routed_experts=True"):
-        engine.decode(answer, missing=missing)
-
-
-def test_one_token_without_a_sample_has_no_rows(engine: Engine) -> None:
-    for finish in ("length", "abort"):
+    words = (f"{engine.name} {engine.version}, request", "no routes", "enable_return_routed_experts=True")
+    for missing in ("error", "native"):
+        with refused(*words):
+            engine.decode(answer, missing=missing)
+    for finish in ("length", "abort"):  # one token without a sample has no rows
         one = sampled(MODEL, prompt=1, output=0, finish_reason=finish)
         assert engine.decode(engine.answer(one)) == expected(MODEL, one)
-    two = sampled(MODEL, prompt=2, output=0)
     with refused("no routes"):
-        engine.decode(engine.put(engine.answer(two), None))
+        engine.decode(engine.put(engine.answer(sampled(MODEL, prompt=2, output=0)), None))
 
 
-def test_t23_rows_of_zeros_are_an_error_and_may_be_left_native(engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("lost", "source", "words"),
+    [
+        (slice(16, 32), None, ("16 of 109 rows are zeros", "row 16, the last in row 31")),
+        (slice(64, 80), slice(16), ("16 rows are another token's",)),
+    ],
+    ids=["t23", "t31"],
+)
+def test_rows_that_were_lost_are_an_error_and_may_be_left_native(
+    engine: Engine, lost: slice, source: slice | None, words: tuple[str, ...]
+) -> None:
     rows = engine_rows(ONE)
-    rows[16:32] = 0
+    rows[lost] = 0 if source is None else rows[source]
     answer = engine.put(engine.answer(ONE), rows)
-    with refused("16 of 109 rows are zeros in all layers", "row 16, the last in row 31", "Usual cause"):
+    with refused(*words, "Usual cause"):
         engine.decode(answer)
     routes = engine.decode(answer, missing="native")
-    assert (~routes.recorded).nonzero()[:, 0].tolist() == [*range(16, 32), RUN]
-    for missing in ("error", "native"):  # an engine that captures nothing isn't one that loses rows
+    assert (~routes.recorded).nonzero()[:, 0].tolist() == [*range(lost.start, lost.stop), RUN]
+    with pytest.raises(ReplayError, match="unknown way"):
+        engine.decode(answer, missing="skip")
+    for missing in ("error", "native"):  # T42: an engine that captures nothing isn't one that loses rows
         with refused("all 109 rows are zeros", "Usual cause"):
             engine.decode(engine.put(engine.answer(ONE), rows * 0), missing=missing)
 
 
-def test_rows_of_another_token_may_be_left_native(engine: Engine) -> None:
-    rows = engine_rows(ONE)
-    rows[64:80] = rows[:16]
-    answer = engine.put(engine.answer(ONE), rows)
-    with refused("16 rows are another token's", "Usual cause"):
-        engine.decode(answer)
-    left = engine.decode(answer, missing="native")
-    assert (~left.recorded).nonzero()[:, 0].tolist() == [*range(64, 80), RUN]
-
-
-def test_a_dense_layer_that_has_experts_is_refused(engine: Engine) -> None:
-    rows = engine_rows(ONE)
-    rows[5, 1] = range(8)
-    with refused("layer 1: a dense layer has experts", "row 5"):
-        engine.decode(engine.put(engine.answer(ONE), rows))
-
-
 def test_another_models_rows_are_refused(engine: Engine) -> None:
     answer = engine.put(engine.answer(ONE), engine_rows(ONE))
-    other = replace(MODEL, layers=(2, 3, 4), num_layers=5)
     for model, words in (
-        (other, ("neither all decoder layers nor the MoE layers", "5, or 3, got 7")),
+        (replace(MODEL, layers=(2, 3, 4), num_layers=5), ("5, or 3, got 7",)),
+        (replace(MODEL, layers=(3, 4, 5, 6)), ("layer 2: a dense layer has experts", "row 0")),
         (replace(MODEL, topk=6), ("top-k isn't the model's", "6 ids, got 8")),
         (replace(MODEL, num_experts=64), ("out of range", "0 to 63", "another model")),
     ):
@@ -467,62 +417,39 @@ def test_another_models_rows_are_refused(engine: Engine) -> None:
             engine.decode(answer, model)
 
 
-@pytest.fixture
-def read_only_is_an_error() -> Iterator[None]:
-    """torch says once a process that it was given an array that can't be written, and goes on."""
-    before = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            with pytest.raises(UserWarning, match="not writable"):
-                torch.from_numpy(np.frombuffer(b"1234", np.int32))
-            yield
-    finally:
-        torch.set_warn_always(before)
-
-
-@pytest.mark.usefixtures("read_only_is_an_error")
-@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8, np.int16, ">u2"])
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8, ">u2"])
 def test_t10_read_only_ids_become_routes_that_can_be_written(engine: Engine, dtype: Any) -> None:
     """verl #5519: what is decoded from text is read-only, and torch warns or crashes."""
     rows = engine_rows(ONE).astype(dtype)
     payload = np.frombuffer(rows.tobytes(), dtype).reshape(rows.shape)
-    assert not payload.flags.writeable
-    for form in (payload, payload[:, 2:], np.asfortranarray(rows)):
-        routes = engine.decode(engine.put(engine.answer(ONE), form))
-        assert routes == expected(MODEL, ONE)
-        routes.ids.zero_()
-        np.testing.assert_array_equal(payload, rows)
-    if rows.dtype.isnative and rows.dtype != np.uint16:
-        held = torch.from_numpy(rows)
-        routes = engine.decode(engine.put(engine.answer(ONE), held))
-        held.zero_()
-        assert routes == expected(MODEL, ONE)
+    torch.set_warn_always(True)  # else only the first time in a process
+    try:
+        for form in (payload, payload[:, 2:], np.asfortranarray(rows)):
+            routes = engine.decode(engine.put(engine.answer(ONE), form))
+            assert routes == expected(MODEL, ONE)
+            routes.ids.zero_()
+            np.testing.assert_array_equal(payload, rows)
+    finally:
+        torch.set_warn_always(False)
 
 
 ROWS = engine_rows(ONE)
 SOMETHING_ELSE: dict[str, Any] = {
-    **{f"text {text!r}": text for text in ("%%%%", "QUJD\nQUJD", "QUJDR", "é" * 8, "A" * 800_000)},
+    "no base64": "%%%%",
     "cut": base64.b64encode(ROWS.astype("<i4").tobytes()[:-1]).decode(),
     "an npy cut short": vllm_outputs.npy(ROWS)[:-400],
     "a pickle": vllm_outputs.npy(np.array([{}], object)),
     "a flat npy": vllm_outputs.npy(ROWS.reshape(-1)[:-8]),
-    **{f"{value!r}": value for value in (7, 1.5, {"a": 1}, {}, len, [[[1, 2]]], [[1], [2, 3]])},
+    **{f"{value!r}": value for value in (7, {"a": 1}, {}, len, [[[1, 2]]])},
     "too many lists": ROWS.tolist() * 40,
     "floats": torch.zeros(RUN, 7, 8),
-    "bfloat16": torch.zeros(RUN, 7, 8, dtype=torch.bfloat16),
     "float8": torch.zeros(RUN, 7, 8, dtype=torch.float8_e4m3fn),
-    "bools": torch.zeros(RUN, 7, 8, dtype=torch.bool),
     "sparse": torch.tensor(ROWS).to_sparse(),
-    **{str(array.dtype): array for array in (np.zeros((RUN, 7, 8)), np.array(["a"]), np.array([None]))},
-    "no axes": np.array(7),
+    **{str(array.dtype): array for array in (np.zeros((RUN, 7, 8)), np.array(["a"]), np.array(7))},
     "negative": np.where(ROWS[5, 3, 0] == ROWS, -1, ROWS),
-    "of another top-k": ROWS[..., :7],
-    "of other layers": ROWS[:, :4],
     "an expert twice": np.repeat(ROWS[..., ::2], 2, axis=2),
     "one row for all": np.repeat(ROWS[:1], RUN, axis=0),
-    "a dense layer that isn't": np.roll(ROWS, 1, axis=1),
 }
 
 
@@ -538,16 +465,10 @@ def test_what_are_no_rows_is_refused_with_the_sample_and_the_field(engine: Engin
 
 def test_the_weights_are_the_callers_or_the_answers(engine: Engine) -> None:
     answer = engine.answer(ONE)
-    assert engine.decode(answer).weight_version is None
-    engine.weigh(answer, "default")  # which the engine says by itself
-    assert engine.decode(answer).weight_version is None
-    engine.weigh(answer, "step-7")
-    assert engine.decode(answer).weight_version == "step-7"
-    assert engine.decode(answer, weight_version=8).weight_version == 8
-
-
-def test_the_fingerprint_is_that_of_prompt_and_output(engine: Engine) -> None:
-    assert engine.decode(engine.answer(ONE)).fingerprint == fingerprint(ONE.tokens)
+    for said, given, found in ((None, None, None), ("default", None, None), ("7", None, "7"), ("7", 8, 8)):
+        if said:  # «default» is what the engine says by itself
+            engine.weigh(answer, said)
+        assert engine.decode(answer, weight_version=given).weight_version == found
 
 
 @pytest.mark.parametrize("symptom", Symptom)
@@ -558,26 +479,36 @@ def test_no_cause_is_named_twice(engine: Engine, symptom: Symptom) -> None:
         assert len(set(cause.split("; or "))) == len(cause.split("; or ")), (version, cause)
 
 
-@pytest.mark.parametrize(
-    "found",
-    [
-        *(None, [], [{}], "null", "[1, 2]", 7, "[" * 100_000, b"\xff\xfe\x00", "<html>502</html>", "text"),
-        *({"choices": 3}, {"choices": ["a"]}, {"id": "x"}, {"error": {"message": "the model is asleep"}}),
-        *(ROWS, len, [SimpleNamespace(outputs=[])], [{"choices": []}]),
-    ],
-    ids=lambda found: repr(found)[:20],
-)
-def test_what_is_no_answer_is_refused(engine: Engine, found: Any) -> None:
-    with refused(engine.name, "Expected"):
-        engine.decode(found, prompt=[1], output=[2])
+# what the server said instead, and the words that quote it or say what it is
+REFUSED: list[tuple[Any, str]] = [
+    ({"error": {"message": "The model `m` does not exist.", "code": 404}}, "«The model `m` does not exist.»"),
+    ({"object": "error", "message": "too long", "type": "BadRequestError"}, "«too long»"),
+    ({"error": "out of memory"}, "«out of memory»"),
+    (
+        {"detail": [{"loc": ["body", "prompt"], "msg": "Field required"}, {"loc": ["n"], "msg": "no int"}]},
+        "«body.prompt: Field required; n: no int»",
+    ),
+    ({"choices": [], "error": {"message": "x" * 10_000}}, "x" * 300 + "»"),
+    ({"detail": {"code": 7}}, "{'code': 7}"),
+    *(('{"choices": [{', "cut off on its way"), ("[" * 100_000, "cut off on its way")),
+    *(('data: {"id": 1}\n\n', "a stream"), (b"<html>502</html>", "a stream"), (b"\xff\xfe\x00", "a stream")),
+    ('{"meta_info": {"prompt_tokens": ' + "9" * 10_000 + "}}", "cut off"),
+    ([{"choices": []}] * 6, "one by one"),
+    *((found, "") for found in (None, [{}], "null", 7, {"choices": 3}, {"choices": ["a"]}, {"id": "x"})),
+    *((found, "") for found in (ROWS, len, [SimpleNamespace(outputs=[])])),
+]
 
 
-def test_routes_of_many_requests_are_decoded_one_by_one(engine: Engine) -> None:
-    answer = engine.answer(ONE)
-    with refused("list of 6", "one by one"):
-        engine.decode([answer] * 6)
+@pytest.mark.parametrize(("found", "words"), REFUSED, ids=lambda found: repr(found)[:20])
+def test_what_is_no_answer_is_refused_with_what_it_is(engine: Engine, found: Any, words: str) -> None:
+    for form in (found, json.dumps(found)) if isinstance(found, dict) else (found,):
+        with refused(engine.name, "Expected", words) as caught:
+            engine.decode(form, prompt=[1], output=[2])
+        assert len(str(caught.value)) < 1000
 
 
-def test_an_int_too_long_for_python_is_refused(engine: Engine) -> None:
-    with refused("isn't JSON"):
-        engine.decode('{"meta_info": {"prompt_tokens": ' + "9" * 10_000 + "}}")
+def test_an_endpoint_that_isnt_there_has_its_flag_named(engine: Engine) -> None:
+    """vLLM 0.30.0 and 0.31.0 answer «Not Found»; later ones name it themselves."""
+    with refused("Not Found") as caught:
+        engine.decode({"detail": "Not Found"}, prompt=[1], output=[2])
+    assert ("--enable-scale-out" in str(caught.value)) == (engine.name == "vLLM")

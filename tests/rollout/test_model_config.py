@@ -43,7 +43,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "deepseek_v3": ("deepseek_v3", LATENT | ONE_GROUP | {"first_k_dense_replace": 2}, (2, 3)),
     "exaone_moe": ("exaone_moe",
         {"num_experts": 8, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}, (1, 3)),
-    "mixtral": ("mixtral", {"num_local_experts": 8}, (0, 1, 2, 3)),
     "ernie4_5_moe": ("ernie4_5_moe",
         {"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 2,
         "moe_layer_interval": 1}, (1, 2)),
@@ -52,12 +51,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         "moe_layer_interval": 2}, (1, 3)),
     "llama4, by a step": ("llama4_text",
         {"num_local_experts": 8, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 48}, (1, 3)),
-    "llama4, by a list": ("llama4_text",
-        {"num_local_experts": 8, "moe_layers": [0, 2], "intermediate_size_mlp": 48}, (0, 2)),
     "jamba": ("jamba",
         {"num_experts": 8, "expert_layer_period": 3, "expert_layer_offset": 1, "use_mamba_kernels": False},
         (1,)),
-    "afmoe": ("afmoe", {"num_experts": 8, "num_dense_layers": 2}, (2, 3)),
     "nemotron_h": ("nemotron_h",
         {"n_routed_experts": 8, "n_group": 1, "topk_group": 1,
         "layers_block_type": ["mamba", "moe", "attention", "moe"], "mamba_num_heads": 4, "mamba_head_dim": 8,
@@ -69,7 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
 def build(family: str) -> PreTrainedModel:
     model_type, special, _ = FAMILIES[family]
     torch.manual_seed(0)
-    narrow = {} if model_type == "mixtral" else {"moe_intermediate_size": 16}
+    narrow = {"moe_intermediate_size": 16}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(SIZES | narrow | special)))
 
 
@@ -157,14 +153,10 @@ HUB: dict[str, tuple[dict[str, Any], tuple[int, ...], int, int, int]] = {
     "MiMo-V2-Flash": ({"num_hidden_layers": 4, "n_routed_experts": 256, "num_experts_per_tok": 8,
         "moe_layer_freq": [0, 1, 1, 1], "intermediate_size": 16384, "moe_intermediate_size": 2048},
         (1, 2, 3), 4, 256, 8),
-    "Hunyuan-A13B": ({"num_hidden_layers": 32, "num_experts": 64, "moe_topk": [8] * 32,
-        "intermediate_size": 3072, "moe_intermediate_size": [3072] * 32}, tuple(range(32)), 32, 64, 8),
     "Nemotron-3-Nano": ({"num_hidden_layers": 52, "hybrid_override_pattern": NEMOTRON_PATTERN,
         "n_routed_experts": 128, "num_experts_per_tok": 6, "intermediate_size": 1856,
         "moe_intermediate_size": 1856},
         tuple(layer for layer, kind in enumerate(NEMOTRON_PATTERN) if kind == "E"), 52, 128, 6),
-    "Granite-4-H": ({"num_hidden_layers": 3, "num_local_experts": 64, "num_experts_per_tok": 6,
-        "layers_block_type": ["mamba", "mamba", "attention"], "intermediate_size": 512}, (0, 1, 2), 3, 64, 6),
     "a Megatron config": ({"num_layers": 4, "num_moe_experts": 8, "moe_router_topk": 2,
         "moe_layer_freq": [0, 1, 1, 1]}, (1, 2, 3), 4, 8, 2),
 }
@@ -192,30 +184,23 @@ def test_a_config_as_it_is_on_the_hub(name: str, tmp_path: Path) -> None:
 # fmt: off
 UNREADABLE: dict[str, tuple[Any, str]] = {
     "nothing": ({}, "number of decoder layers"),
-    "a list": ([DEEPSEEK_V3], "number of decoder layers"),
     "a dense model": ({"num_hidden_layers": 4, "num_attention_heads": 2}, "number of routed experts"),
     "no experts": (QWEN3_30B | {"num_experts": 0}, "number of routed experts"),
-    "experts in words": (QWEN3_30B | {"num_experts": "128"}, "number of routed experts"),
     "other experts in each layer": (QWEN3_30B | {"num_experts": [64, 128]}, "number of routed experts"),
     "no top-k": ({**QWEN3_30B, "num_experts_per_tok": None}, "experts a token"),
-    "negative layers": (QWEN3_30B | {"num_hidden_layers": -1}, "number of decoder layers"),
     "a top-k above the experts": (QWEN3_30B | {"num_experts_per_tok": 129}, "bad top-k"),
     "dense throughout": (DEEPSEEK_V3 | {"first_k_dense_replace": 61}, "can't be the MoE layers"),
     "a switch that is off": (QWEN3_30B | {"enable_moe_block": False}, "can't be the MoE layers"),
-    "Doge without experts": (QWEN3_30B | {"is_moe": False}, "can't be the MoE layers"),
     "zero experts (LongCat)": (DEEPSEEK_V3 | {"zero_expert_num": 256}, "zero experts"),
     "dense layers, but which?": ({key: value for key, value in DEEPSEEK_V3.items()
         if key != "first_k_dense_replace"}, "doesn't say which"),
     "an unknown kind of layer": (QWEN3_30B | {"mlp_layer_types": ["sparser"] * 48},
         "unknown way which layers have experts: mlp_layer_types"),
-    "blocks that are no list": (QWEN3_30B | {"layers_block_type": 3}, "layers_block_type"),
-    "a frequency too short": (QWEN3_30B | {"moe_layer_freq": [1] * 47}, "moe_layer_freq"),
     "a frequency to be evaluated (Megatron's)": (QWEN3_30B | {"moe_layer_freq": "([0]*1+[1]*47)"},
         "moe_layer_freq"),
     "two starts (ERNIE-4.5-VL)": (QWEN3_30B
         | {"moe_layer_start_index": [1, 1], "moe_layer_end_index": [29, 28]},
         "unknown way which layers have experts: moe_layer_"),
-    "layers without that are a number": (QWEN3_30B | {"mlp_only_layers": 3}, "mlp_only_layers"),
 }
 # fmt: on
 
@@ -236,23 +221,22 @@ def test_the_error_names_the_keys_that_were_looked_for_and_the_way_out() -> None
     assert "RoutedModel(layers=..." in message
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"[" * 100_000, b'{"a": 1}\x00', b"\xff\xfe\x00"], ids=lambda one: one[:4]
-)
-def test_a_file_that_is_no_config_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_no_config_or_is_not_there_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_bytes(content)
-    with pytest.raises(ReplayError, match=r"config\.json"):
-        RoutedModel.from_config(file)
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ReplayError, match="nowhere"):
-        RoutedModel.from_config(tmp_path / "nowhere")
-    with pytest.raises(ReplayError, match=r"Qwen/Qwen3-30B-A3B.*on a hub, which isn't looked up"):
-        RoutedModel.from_config("Qwen/Qwen3-30B-A3B")
-    with pytest.raises(ReplayError, match=r"config\.json"):
-        RoutedModel.from_config(tmp_path)
+    said = dict.fromkeys((b"", b"[]", b"[" * 100_000, b'{"a": 1}\x00', b"\xff\xfe\x00", b"{}"), "")
+    for content, words in {**said, b'{"a": 8, "a": 16}': "'a' stands twice"}.items():
+        file.write_bytes(content)
+        with pytest.raises(ReplayError, match=words or None) as refused:
+            RoutedModel.from_config(tmp_path)
+        assert str(tmp_path) in str(refused.value.where)
+    file.unlink()
+    for missing, words in (
+        (tmp_path / "nowhere", "nowhere"),
+        ("Qwen/Qwen3-30B-A3B", r"Qwen/Qwen3-30B-A3B.*on a hub, which isn't looked up"),
+        (tmp_path, r"config\.json"),
+    ):
+        with pytest.raises(ReplayError, match=words):
+            RoutedModel.from_config(missing)
 
 
 @pytest.mark.parametrize(
@@ -266,13 +250,6 @@ def test_layers_that_no_model_has_are_refused(layers: tuple[int, ...], hashed: t
     for topk in (0, 9):
         with pytest.raises(ReplayError, match="bad top-k"):
             RoutedModel(layers=(0,), num_layers=4, num_experts=8, topk=topk)
-
-
-def test_a_key_that_stands_twice_in_a_config_is_refused(tmp_path: Path) -> None:
-    text = '{"num_hidden_layers": 4, "num_experts": 8, "num_experts": 16, "num_experts_per_tok": 2}'
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ReplayError, match=r"'num_experts' stands twice"):
-        RoutedModel.from_config(tmp_path)
 
 
 # Layers with numbers of their own, and layers that run several times
@@ -319,7 +296,6 @@ ALIKE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
         puzzle(moe(4), MAMBA, num_experts_per_tok=6),
         ((0,), 2, 128, 4),
     ),
-    "some say what all do": (puzzle(moe(), MAMBA, moe(6), num_experts_per_tok=6), ((0, 2), 3, 128, 6)),
     "experts in the blocks alone": (
         puzzle(moe(4, n_routed_experts=64), MAMBA, n_routed_experts=None),
         ((0,), 2, 64, 4),
@@ -328,7 +304,6 @@ ALIKE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
         puzzle(moe(4), moe(4, n_routed_experts=0), moe(4)),
         ((0, 2), 3, 128, 4),
     ),
-    "no list of kinds beside": (puzzle(MAMBA, moe(4), layers_block_type=None), ((1,), 2, 128, 4)),
 }
 
 
@@ -364,7 +339,6 @@ def test_blocks_of_another_form_are_refused_by_their_key(blocks: Any) -> None:
     [
         ({1: {"num_experts_per_tok": 3}}, "per_layer_config, layer 1: .*got top-3 of 8"),
         ({0: {"num_experts": 4}, 2: {"num_experts": 4}}, "layers differ in top-k or experts"),
-        ({3: {"num_local_experts": 4}}, "per_layer_config, layer 3: .*got top-2 of 4"),
         ({1: {"skip": ["mlp"]}}, "unknown way which layers have experts: per_layer_config"),
         ({1: {"num_experts": 0}}, ((0, 2, 3), 2)),
         ({1: {"head_dim": 16}}, ((0, 1, 2, 3), 2)),
@@ -400,7 +374,6 @@ LOOPS: dict[str, dict[str, Any]] = {
     "Inkling-2's own config.json": {"loop_config": {"core_start": 6, "core_end": 18, "num_passes": 3}},
     "Ouro": {"total_ut_steps": 4},
     "LoopCoder": {"loop_num": 2, "loop_window_size": 64},
-    "Huginn": {"mean_recurrence": 32, "n_layers_in_recurrent_block": 4},
     "HRM": {"H_cycles": 1, "L_cycles": 3},
 }
 
@@ -429,10 +402,3 @@ def test_a_looped_model_is_refused_by_the_key_that_says_how_often(family: str, t
 )
 def test_keys_that_count_no_passes_are_let_be(keys: dict[str, Any]) -> None:
     assert RoutedModel.from_config(QWEN3_30B | keys) == RoutedModel.from_config(QWEN3_30B)
-
-
-def test_an_error_of_a_file_names_the_file(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ReplayError) as refused:
-        RoutedModel.from_config(tmp_path)
-    assert refused.value.where == str(tmp_path)

@@ -31,6 +31,7 @@ SOURCE = Source(
 )
 MOST = 1 << 20
 SHAPE_MOST = (100, 10, 8)
+TOO_MANY = Symptom.TOO_MANY_ROWS
 
 
 def npy(array: Any, version: tuple[int, int] | None = None) -> bytes:
@@ -85,52 +86,44 @@ def test_an_npy_of_integers_is_read(order: Any, version: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_an_npy_is_not_copied(kind: Callable[[bytes], Any], memory: Callable[[], int]) -> None:
-    array = np.zeros((1000, 10, 8), np.uint8)
-    data = kind(npy(array))
-    before = memory()
-    found = from_npy(data, source=SOURCE, most=array.nbytes)
-    assert memory() - before < 20_000
+def test_an_npy_is_not_copied(kind: Callable[[bytes], Any]) -> None:
+    data = kind(npy(np.zeros((1000, 10, 8), np.uint8)))
+    found = from_npy(data, source=SOURCE, most=80_000)
     assert np.shares_memory(found, np.frombuffer(data, np.uint8))
 
 
-def test_the_header_says_how_large_it_is_before_memory_is_taken(memory: Callable[[], int]) -> None:
-    data = raw(claims(f"({2**23}, 61, 8)", "'<i8'"), b"abc")
+def test_sizes_are_checked_before_memory_is_taken(memory: Callable[[], int]) -> None:
+    shapes = f"({2**23}, 61, 8)", f"({2**40}, 61, 8)", f"({2**62}, 0, 8)", "(-1, 3, 2)", "(True, 1, 1)"
+    data = [raw(claims(shape, "'<i8'"), b"abc") for shape in (*shapes, "(1, 1)", "(" + "1, " * 65 + ")")]
+    text = base64.b64encode(bytes(3_000_000)).decode()
+    lists = [[[1] * 8] * 10] * 1_000_000
     refused(lambda: from_npy(b"", source=SOURCE, most=24))  # the first error keeps the address of a page
     before = memory()
-    error = refused(lambda: from_npy(data, source=SOURCE, most=MOST), Symptom.TOO_MANY_ROWS)
+    for number, one in enumerate(data):
+        refused(lambda: from_npy(one, source=SOURCE, most=MOST), TOO_MANY if number == 0 else Symptom.SHAPE)  # noqa: B023
+    assert refused(lambda: from_base64(text, source=SOURCE, most=1_000_000), TOO_MANY).got == "some 3000000"
+    refused(lambda: from_lists(lists, source=SOURCE, most=SHAPE_MOST))
     assert memory() - before < 100_000
-    assert error.expected == f"at most {MOST} bytes"
+    from_base64(text, source=SOURCE, most=3_000_000)
+    assert memory() - before < 3_200_000
+
+
+def test_what_is_a_byte_longer_than_it_may_be_is_refused() -> None:
     array = np.zeros((4, 3, 2), np.uint8)
     assert len(from_npy(npy(array), source=SOURCE, most=24)) == 4
-    refused(lambda: from_npy(npy(array), source=SOURCE, most=23), Symptom.TOO_MANY_ROWS)
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        *(f"({2**40}, 61, 8)", f"({2**62}, 0, 8)", f"(0, {2**70}, 8)", "(-1, 3, 2)", "(True, 1, 1)"),
-        *("()", "(1, 1)", "(1, 1, 1, 1)", "(" + "1, " * 65 + ")"),
-    ],
-    ids=lambda shape: shape[:20],
-)
-def test_a_shape_that_is_no_array_of_ids_is_refused(shape: str, memory: Callable[[], int]) -> None:
-    before = memory()
-    error = refused(lambda: from_npy(raw(claims(shape), b"\x01"), source=SOURCE, most=MOST), Symptom.SHAPE)
-    assert memory() - before < 100_000
-    assert error.problem == "this isn't an array of expert ids"
-
-
-@pytest.mark.parametrize("change", [-1, 1, -24, 10_000])
-def test_an_npy_that_was_cut_or_lengthened_is_refused(change: int) -> None:
-    data = npy(np.ones((4, 3, 2), np.uint8))
-    cut = data[:change] if change < 0 else data + bytes(change)
-    error = refused(lambda: from_npy(cut, source=SOURCE, most=MOST))
-    assert (error.expected, error.got) == ("24 bytes", 24 + change)
+    refused(lambda: from_npy(npy(array), source=SOURCE, most=23), TOO_MANY)
+    refused(lambda: from_base64("AAAAAAAA", source=SOURCE, most=2), TOO_MANY)
+    for change in (-1, 1, -24, 10_000):
+        cut = npy(array)[:change] if change < 0 else npy(array) + bytes(change)
+        error = refused(lambda: from_npy(cut, source=SOURCE, most=MOST))  # noqa: B023
+        assert (error.expected, error.got) == ("24 bytes", 24 + change)
+    for most in ((3, 3, 2), (4, 2, 2), (4, 3, 1)):
+        error = refused(lambda: from_lists(array.tolist(), source=SOURCE, most=most))  # noqa: B023
+        assert str(list(most)) in str(error.expected)
 
 
 class _Touch:
-    """A pickle that makes a file when it is loaded."""
+    """A pickle that makes a folder when it is loaded."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -152,28 +145,21 @@ def test_a_pickle_in_an_npy_is_never_loaded(tmp_path: Path) -> None:
     assert made.exists()  # it would have worked
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f8", "?", "U3", "S3", "c8", "M8[s]", "i4,i4"])
-def test_an_npy_of_something_else_is_refused(dtype: str) -> None:
-    error = refused(lambda: from_npy(npy(np.zeros((2, 1, 1), dtype)), source=SOURCE, most=MOST))
-    assert error.expected == "integers"
-
-
 GOOD = claims("(1, 1, 1)")
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        *(b"", b"\x93NUMPY", b"\x93NUMPY\x01\x00\xff", b"PK\x03\x04" + bytes(60), b"\x80\x04K\x01."),
-        *(None, "text", [1]),  # no bytes
-        b"\x93NUMPZ\x01\x00" + raw(GOOD, b"\x01")[8:],
+        *(b"", b"\x93NUMPY\x01\x00\xff", b"PK\x03\x04" + bytes(60), b"\x80\x04K\x01.", None, "text", [1]),
+        *(npy(np.zeros((2, 1, 1), dtype)) for dtype in ("f4", "?", "U3", "M8[s]", "i4,i4")),
         *(raw(GOOD, b"\x01", version) for version in (3, 9)),
         *(
             raw(header, b"\x01")
             for header in (
-                *("", "{", "'''", "[" * 3000, "-" * 3000 + "1", "\\", b"\xff\xfe\x00", "{}", "  x\n y"),
+                *("", "{", "[" * 3000, "-" * 3000 + "1", b"\xff\xfe\x00", "{}"),
                 "__import__('os').mkdir('/tmp/never')",
-                *(claims("(1, 1, 1)", descr) for descr in ("('<i4',)", "[]", "None", "'|u3'")),
+                *(claims("(1, 1, 1)", descr) for descr in ("('<i4',)", "None", "'|u3'")),
                 *(claims(shape) for shape in ("[1, 1, 1]", "(1, 1, 'a')", "(" + "9" * 5000 + ", 1, 1)")),
                 GOOD + " " * 5000,
                 GOOD.replace("False", "7"),
@@ -184,11 +170,11 @@ GOOD = claims("(1, 1, 1)")
     ids=lambda data: repr(data)[:40],
 )
 @pytest.mark.filterwarnings("error")
-def test_a_header_that_is_none_is_refused(data: Any) -> None:
+def test_what_is_no_npy_of_integers_is_refused(data: Any) -> None:
     refused(lambda: from_npy(data, source=SOURCE, most=MOST))
 
 
-# base64
+# base64 and nested lists; broken ones by the hundred: test_engine_fuzz.py
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 1000])
@@ -199,53 +185,20 @@ def test_base64_is_decoded(size: int) -> None:
         assert from_base64(given_text, source=SOURCE, most=size) == data
 
 
-def test_base64_of_more_than_the_sequence_can_have_is_not_decoded(memory: Callable[[], int]) -> None:
-    text = base64.b64encode(bytes(3_000_000)).decode()
-    before = memory()
-    error = refused(lambda: from_base64(text, source=SOURCE, most=1_000_000), Symptom.TOO_MANY_ROWS)
-    assert memory() - before < 20_000
-    assert error.got == "some 3000000"
-    refused(lambda: from_base64(text[:8], source=SOURCE, most=2), Symptom.TOO_MANY_ROWS)
-
-
-def test_base64_takes_no_more_memory_than_it_decodes_to(memory: Callable[[], int]) -> None:
-    text = base64.b64encode(bytes(3_000_000)).decode()
-    before = memory()
-    from_base64(text, source=SOURCE, most=3_000_000)
-    assert memory() - before < 3_100_000
-
-
 @pytest.mark.parametrize(
     "text",
-    [
-        *("AAAA\n", "AA\nAA", " AAAA", "AAA", "A", "=", "====", "AA=A", "AA==AAAA", "AAA==", "AA==="),
-        *("AA-_", "AA\x00A", "AÄAA", "AAAA\udc80AAA", b"AA\xffA", b"AA AA"),  # the first: of web addresses
-        *(None, 3, [65], bytearray(b"AAAA")),
-    ],
+    ["AAAA\n", "AAA", "AA=A", "AA==AAAA", "AA===", "AA-_", "AÄAA", "AAAA\udc80AAA", None, [65]],
     ids=repr,
 )
 def test_what_is_no_base64_is_refused(text: Any) -> None:
-    error = refused(lambda: from_base64(text, source=SOURCE, most=MOST))
-    assert error.problem == "this isn't base64"
-
-
-# Nested lists
+    assert refused(lambda: from_base64(text, source=SOURCE, most=MOST)).problem == "this isn't base64"
 
 
 def test_lists_of_integers_are_read() -> None:
-    array = np.arange(24).reshape(4, 3, 2)
-    found = from_lists(array.tolist(), source=SOURCE, most=(4, 3, 2))
-    assert found.dtype == np.int64
-    assert np.array_equal(found, array)
-    large = [[[2**63 - 1, -(2**63)]]]
-    assert from_lists(large, source=SOURCE, most=(1, 1, 2)).tolist() == large
+    for value in (np.arange(24).reshape(4, 3, 2).tolist(), [[[2**63 - 1, -(2**63)]]]):
+        found = from_lists(value, source=SOURCE, most=(4, 3, 2))
+        assert (found.dtype, found.tolist()) == (np.int64, value)
     assert from_lists([], source=SOURCE, most=SHAPE_MOST).shape == (0, 0, 0)
-
-
-@pytest.mark.parametrize("most", [(3, 3, 2), (4, 2, 2), (4, 3, 1), (0, 0, 0)], ids=str)
-def test_lists_that_are_longer_than_they_may_be_are_refused(most: tuple[int, int, int]) -> None:
-    error = refused(lambda: from_lists(np.zeros((4, 3, 2), int).tolist(), source=SOURCE, most=most))
-    assert str(list(most)) in str(error.expected)
 
 
 def nested(depth: int) -> list[Any]:
@@ -258,23 +211,14 @@ def nested(depth: int) -> list[Any]:
 @pytest.mark.parametrize(
     "value",
     [
-        *(None, "AAAA", {"data": [[[1]]]}, ((((1,),),),), [1], [[1]], [[[]]], [[[[1]]]]),
-        *([[[1.0]]], [[[True]]], [[["1"]]], [[[None]]], [[[2**63]]], [[[10**400]]], [[[np.int64(1)]]]),
-        *([[[1, 2]], [[1]]], [[[1]], []], [[[1]], None], [[[1]], "a"], [[[1]], ["a"]]),
-        *([np.ones((1, 1), int)], [{}], nested(100_000), [[nested(5000)]]),
+        *(None, "AAAA", {"data": [[[1]]]}, [1], [[[]]], [[[[1]]]], [[[1.0]]], [[[True]]], [[["1"]]]),
+        *([[[2**63]]], [[[10**400]]], [[[np.int64(1)]]], [[[1, 2]], [[1]]], [[[1]], []], [[[1]], "a"]),
+        *([np.ones((1, 1), int)], nested(100_000), [[nested(5000)]]),
     ],
     ids=lambda value: str(type(value)),
 )
 def test_what_is_no_array_in_lists_is_refused(value: Any) -> None:
     refused(lambda: from_lists(value, source=SOURCE, most=SHAPE_MOST))
-
-
-def test_lists_are_told_too_long_before_memory_is_taken(memory: Callable[[], int]) -> None:
-    row = [[1] * 8] * 10
-    value = [row] * 1_000_000
-    before = memory()
-    refused(lambda: from_lists(value, source=SOURCE, most=SHAPE_MOST))
-    assert memory() - before < 20_000
 
 
 @examples(60)

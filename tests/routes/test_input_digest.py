@@ -38,13 +38,8 @@ class AnyModel(nn.Module):
 
 IDENTIFY: dict[str, Callable[[int], dict[str, Any]]] = {
     "Qwen-VL's patches": lambda seed: {"pixel_values": noise(32, 96, seed=seed)},
-    "bytes": lambda seed: {"images": torch.randint(256, (3, 8, 8), dtype=torch.uint8).add(seed)},
     "a grid": lambda seed: {"image_grid_thw": torch.tensor([[1, 4 + seed, 4]])},
     "Qwen2-Audio's features": lambda seed: {"input_features": noise(3, 16, 30, seed=seed)},
-    "Gemma3n's two": lambda seed: {
-        "input_features": noise(1, 20, 16, seed=seed),
-        "pixel_values": noise(1, 3, 8, 8),
-    },
     "a name that nobody knows": lambda seed: {"point_cloud": noise(70, 3, seed=seed)},
     "a row a sample": lambda seed: {"touch": noise(BATCH, 64, seed=seed)},
     "a list of lists": lambda seed: {
@@ -59,18 +54,15 @@ IDENTIFY: dict[str, Callable[[int], dict[str, Any]]] = {
         "audio_spectrum": torch.polar(noise(9, 9).abs(), noise(9, 9, seed=seed))
     },
     "nothing and something": lambda seed: {"pixel_values": noise(4 * (seed % 2), 6)},
-    "more rows of zeros": lambda seed: {"pixel_values": torch.zeros(4 + seed, 6)},
 }
 DONT: dict[str, Callable[[int], dict[str, Any]]] = {
     "a float mask": lambda seed: {"attention_mask": torch.rand(BATCH, 1, LENGTH, LENGTH) + seed},
-    "a padding mask": lambda seed: {"feature_attention_mask": torch.full((3, 30), seed)},
     "float positions": lambda seed: {"position_ids": torch.full((3, BATCH, LENGTH), 0.5 + seed)},
     "a rotary table": lambda seed: {"position_embeddings": (noise(1, 9, 8, seed=seed), noise(1, 9, 8))},
     "dropout seeds": lambda seed: {
         "dropout_seeds": noise(4, 2, seed=seed),
         "temperature": noise(1, seed=seed),
     },
-    "a state of a generator": lambda seed: {"rng_state": torch.Generator().manual_seed(seed).get_state()},
     "labels and advantages": lambda seed: {
         "labels": torch.full((BATCH, LENGTH), seed),
         "advantages": noise(BATCH, LENGTH - 1, seed=seed),
@@ -78,7 +70,6 @@ DONT: dict[str, Callable[[int], dict[str, Any]]] = {
     "a figure a token but the first": lambda seed: {"ratio": noise(BATCH, LENGTH - 1, seed=seed)},
     "a figure a sample": lambda seed: {"scale": noise(BATCH, 1, seed=seed)},
     "embeddings, of weights": lambda seed: {"inputs_embeds": noise(7, BATCH, 8, seed=seed)},
-    "some tensor of theirs": lambda seed: {"activations": noise(LENGTH, BATCH, 8, seed=seed)},
     "nothing": lambda seed: {"pixel_values": None, "images": []},
 }
 
@@ -86,8 +77,6 @@ DONT: dict[str, Callable[[int], dict[str, Any]]] = {
 @pytest.mark.parametrize("what", IDENTIFY)
 def test_what_identifies_a_sample_is_held_against_its_routes(what: str) -> None:
     model, first, second = AnyModel(), IDENTIFY[what](1), IDENTIFY[what](2)
-    if what == "bytes":
-        second = {"images": first["images"].flip(0)}
     with npu_replay.record(model) as recording:
         model(input_ids=IDS, **first), model(input_ids=IDS, **second)
     with npu_replay.replay(model, recording.routes):
@@ -165,24 +154,9 @@ def test_a_small_part_of_a_large_input_counts(changed: tuple[int, int]) -> None:
     assert int(digest(pixels)) != before
 
 
-def test_every_element_of_a_smaller_one_counts() -> None:
-    pixels = torch.zeros(256, 256)
-    found = {int(digest(pixels.flatten().index_fill(0, torch.tensor(n), 1))) for n in range(0, 65536, 61)}
-    assert len(found) == len(range(0, 65536, 61))
-
-
 def test_the_host_does_not_wait_and_the_digest_stays_where_its_input_is() -> None:
     found = digest(torch.empty(9, 9, device="meta"))
     assert (found.device.type, found.dtype, found.dim()) == ("meta", torch.int64, 0)
-
-
-def test_a_digest_made_under_inference_mode_leaves_nothing_behind() -> None:
-    from npu_replay.routes import inputs
-
-    inputs._weights.cache_clear()
-    with torch.inference_mode():
-        first = int(digest(noise(5, 5)))
-    assert int(digest(noise(5, 5).requires_grad_())) == first
 
 
 def test_a_key_names_what_it_is_made_of() -> None:

@@ -247,13 +247,6 @@ def test_preprocessing_that_feeds_a_part_of_each_sequence_is_no_error(cut: str) 
     assert session.metrics()["tokens_compared"] == 0
 
 
-def test_a_rank_with_a_part_of_each_sequence_checks_no_tokens() -> None:
-    tokens, routes = samples([8, 8])
-    rank, marks = npu_replay.ParallelLayout(cp=2, cp_rank=1), [fingerprint(one) for one in tokens]
-    part = TokenLayout.packed([8, 8], parallel=rank, fingerprints=marks)
-    assert (part.fed, part.gather(routes).inputs) == (None, None)
-
-
 # Routes of one sequence, as an engine's decoder gives them
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
 import pickle
 from pathlib import Path
@@ -15,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint
+from npu_replay import RoutedExperts, RouteStore, fingerprint
 from npu_replay.errors import InvalidRoutes, RouteFileError
 from npu_replay.routes import encoding
 from npu_replay.routes import store as route_store
-from writers import go_on, hanging_writer
+from npu_replay.routes.store import RoutesByTokens
 
 
 def sample(number: int, tokens: int = 20, experts: int = 64) -> RoutedExperts:
@@ -104,13 +103,6 @@ def test_a_key_of_two_writers_with_other_routes_is_an_error_and_no_other_key_is(
     assert RouteStore(tmp_path, shard="c-00000")["k"] == sample(2)
 
 
-def test_a_sample_that_two_writers_have_alike_is_one(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        found = store(tmp_path, (sample(1), None), name=name)
-    assert found.of(tokens_of(1)) == sample(1)
-    assert len(found) == 1
-
-
 def test_samples_of_the_same_tokens_are_found_by_their_key_alone(tmp_path: Path) -> None:
     """The same question about two images, of two ranks; and of one, whose digests are the same."""
     tokens = tokens_of(1)
@@ -165,30 +157,15 @@ def test_a_full_disk_loses_nothing_and_hides_nobodys_error(
         store(tmp_path, (sample(1), None), name="x")
 
 
-def test_samples_of_other_models_lie_in_other_shards(tmp_path: Path) -> None:
-    samples = (sample(1), sample(2), sample(3, experts=300), sample(4).only([1]), sample(5).only([1]))
-    found = store(tmp_path, *((one, str(number)) for number, one in enumerate(samples)))
-    assert [found[str(number)] == one for number, one in enumerate(samples)] == [True] * 5
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_a_shard_has_no_more_samples_than_its_header_can_name(
+def test_a_shard_has_no_more_samples_than_its_header_can_name_and_one_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(route_store, "SHARD_SAMPLES", 2)
-    assert len(store(tmp_path, *((sample(number), None) for number in range(5)))) == 5
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_a_header_that_nobody_could_read_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(encoding, "_LONGEST_HEADER", 1000)
-    writer = RouteStore.writer(tmp_path)
-    writer.add(sample(1), key="k" * 900)
-    with pytest.raises(RouteFileError, match="header is too long"):
-        writer.flush()
-    assert not list(tmp_path.iterdir())
+    whole = sample(1)
+    samples = (whole, whole, whole.sequence(2, 8), sample(2, experts=300), whole.only([1]))  # shared memory
+    found = store(tmp_path, *((one, str(number)) for number, one in enumerate(samples)))
+    assert tuple(found.values()) == samples
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_the_header_of_a_full_shard_is_one_that_can_be_read() -> None:
@@ -220,23 +197,6 @@ def test_a_folder_with_a_file_of_something_else_is_refused_by_its_name(tmp_path:
     assert RouteStore(tmp_path, shard="routes-00000")["k"] == found["k"] == sample(1)
 
 
-def _write(folder: str, rank: int) -> None:
-    with RouteStore.writer(folder, name=f"rank-{rank}") as writer:
-        for number in range(rank * 10, rank * 10 + 10):
-            writer.add(sample(number))
-
-
-def test_each_rank_writes_its_own(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_write, args=(str(tmp_path), rank)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(60)
-    store = RouteStore(tmp_path)
-    assert [store.of(tokens_of(number)) == sample(number) for number in range(20)] == [True] * 20
-
-
 def test_a_job_that_dies_leaves_whole_shards(tmp_path: Path) -> None:
     writer = RouteStore.writer(tmp_path, shard_bytes=1)
     writer.add(sample(1))
@@ -244,13 +204,6 @@ def test_a_job_that_dies_leaves_whole_shards(tmp_path: Path) -> None:
     writer.add(sample(2))
     del writer
     assert list(RouteStore(tmp_path)) == [f"{fingerprint(tokens_of(1)):016x}"]
-
-
-def test_samples_that_share_memory_are_written(tmp_path: Path) -> None:
-    whole = sample(1)
-    samples = (whole, whole, whole.only([1]), whole.only([5]), whole.sequence(0, 5), whole.sequence(2, 8))
-    found = store(tmp_path, *((one, str(number)) for number, one in enumerate(samples)))
-    assert tuple(found.values()) == samples
 
 
 @pytest.mark.parametrize(
@@ -317,15 +270,6 @@ def test_samples_whose_keys_have_changed_places_are_refused(tmp_path: Path) -> N
             RouteStore(tmp_path)[key]
 
 
-def test_a_writer_that_is_at_work_blocks_no_name(tmp_path: Path) -> None:
-    """Nor does one that was killed: test_atomic_file.py."""
-    with hanging_writer(tmp_path / "other-00000.safetensors") as process:
-        RouteStore.writer(tmp_path, name="other")
-        go_on(process)
-    with pytest.raises(RouteFileError, match="under this name"):
-        RouteStore.writer(tmp_path, name="other")
-
-
 def test_routes_of_other_tokens_under_the_key_of_these_are_refused(tmp_path: Path) -> None:
     keys = [route_store.key_of(fingerprint(tokens_of(number))) for number in (2, 4)]
     found = store(tmp_path, (sample(1), keys[0]), (sample(3, tokens=7).take(range(7)), keys[1]))
@@ -333,20 +277,6 @@ def test_routes_of_other_tokens_under_the_key_of_these_are_refused(tmp_path: Pat
         found.of(tokens_of(2))
     with pytest.raises(RouteFileError, match=r"another number of tokens.*20 .*got 7"):
         found.of(tokens_of(4))  # which say nothing of their tokens
-
-
-def test_what_can_not_be_written_to_is_an_error_of_ours(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for folder, name in (
-        (tmp_path / "file", "routes"),
-        (tmp_path, "x" * 300),
-        (tmp_path / ("y" * 300), "routes"),
-    ):
-        with pytest.raises(RouteFileError), RouteStore.writer(folder, name=name) as writer:
-            writer.add(sample(1))
-    for bad in (None, "1", 2.5):
-        with pytest.raises(ReplayError, match="shard_bytes"):
-            RouteStore.writer(tmp_path, shard_bytes=bad)  # type: ignore[arg-type]
 
 
 # Layers that are the same in all rows
@@ -368,3 +298,57 @@ def test_a_constant_layer_in_a_folder_is_refused_but_where_the_tokens_explain_it
         with pytest.raises(InvalidRoutes, match="layer 2: all 100 recorded rows are the same") as caught:
             read()
         assert "routes-00000.safetensors" in caught.value.where
+
+
+# A run's routes by their tokens
+
+
+def by_seed(seed: int, version: int | None = None) -> RoutedExperts:
+    ids = torch.rand(5, 2, 8, generator=torch.Generator().manual_seed(seed)).topk(2).indices
+    return RoutedExperts(ids=ids, layers=[0, 1], num_experts=8, weight_version=version)
+
+
+def test_other_rollouts_of_the_same_fingerprint_are_an_error_until_an_update_took_the_first() -> None:
+    held = RoutesByTokens(1 << 20)
+    held.put(7, by_seed(1), rollout=True)
+    held.put(7, by_seed(1), rollout=True)
+    with pytest.raises(InvalidRoutes, match="two samples have the same tokens"):
+        held.put(7, by_seed(2), rollout=True)
+    assert held.get(7) == (by_seed(1), True), "what was there stays"
+    assert (held.bytes, len(held)) == (by_seed(1).ids.nbytes + 5, 1)
+    with pytest.raises(InvalidRoutes, match="two samples have the same tokens"):
+        held.put(7, by_seed(2), rollout=True)
+    held.get(7, update=True)
+    held.put(7, by_seed(2), rollout=True)
+    assert held.get(7) == (by_seed(2), True)
+
+
+def test_newer_weights_and_newer_records_take_the_place_of_older_ones() -> None:
+    held = RoutesByTokens(1 << 20)
+    held.put(7, by_seed(1, version=1), rollout=True)
+    held.put(7, by_seed(2, version=2), rollout=True)
+    held.put(8, by_seed(1), rollout=False)
+    held.put(8, by_seed(2), rollout=False)
+    assert held.get(7) == (by_seed(2, version=2), True)
+    assert held.replaced == 2
+
+
+def test_what_was_dropped_or_cleared_is_waited_for_no_longer() -> None:
+    held = RoutesByTokens(by_seed(1).ids.nbytes + 5)
+    held.put(7, by_seed(1), rollout=True)
+    held.put(8, by_seed(2), rollout=True)
+    held.put(7, by_seed(3), rollout=True)
+    held.clear()
+    held.put(7, by_seed(4), rollout=True)
+    assert held.get(7) == (by_seed(4), True)
+
+
+def test_routes_without_a_key_move_to_the_first_sample_that_asks() -> None:
+    held = RoutesByTokens(1 << 20)
+    held.put(7, by_seed(1), rollout=True)
+    held.put(8, by_seed(2), rollout=False)
+    for mark, to in ((7, 7), (7, 71), (7, 72), (8, 81), (9, 91)):
+        held.move(mark, to)
+    assert held.get(71) == (by_seed(1), True)
+    assert [held.get(mark)[0] for mark in (7, 72, 81, 91)] == [None] * 4
+    assert held.get(8) == (by_seed(2), False), "a record has its own key"
