@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 EXPERTS, TOPK = 4, 2
@@ -57,84 +57,74 @@ GROUPED = {"moe_grouped_gemm": True}
 SEQ_MODULE = "megatron.core.transformer.moe.legacy_a2a_token_dispatcher"
 SEQ = {"moe_token_dispatcher_type": "alltoall_seq", "moe_permutation_async_comm": True}
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-OVERLAP = {"moe_alltoall_overlap_comm": True} | GROUPED
-OFF = ("moe_alltoall_overlap_comm", "moe_zero_memory")
-FB_OVERLAP = {"moe_fb_overlap": True} | GROUPED
+GATHER = {"moe_token_dispatcher_type": "allgather", "moe_permutation_async_comm": True} | GROUPED
+FUSION = {"moe_permute_fusion": True, "use_fused_moe_token_permute_and_unpermute": True}
 
+PERMUTE = Case(
+    shows="fused_moe_permute.permute",
+    flag="use_fused_moe_token_permute_and_unpermute",
+    args=FUSION,
+    reference=tuple(FUSION),
+)
+ALLTOALL_SEQ = Case(
+    module=SEQ_MODULE,
+    shows="MoEAlltoAllSEQTokenDispatcher",
+    args=SEQ,
+    reference=("moe_token_dispatcher_type",),
+)
+OVERLAP = Case(
+    shows="MindSpeedAlltoAllOverlapMoeLayerAdaptor",
+    flag="moe_alltoall_overlap_comm",
+    args={"moe_alltoall_overlap_comm": True} | GROUPED,
+    expert=2,
+    reference=("moe_alltoall_overlap_comm", "moe_zero_memory"),
+)
+FB_OVERLAP = Case(
+    shows="MindSpeedFbOverlapMoELayer",
+    flag="moe_fb_overlap",
+    args={"moe_fb_overlap": True} | GROUPED,
+    expert=2,
+    schedule="overlap",
+    reference=("moe_fb_overlap",),
+)
+BALANCED = replace(
+    FB_OVERLAP,
+    own_gradients=True,
+    shows="BalancedMoELayer",
+    flag="balanced_moe_experts",
+    args=FB_OVERLAP.args | {"balanced_moe_experts": True, "balanced_moe_hot_expert_num": 2},
+    reference=("moe_fb_overlap", "balanced_moe_experts"),
+)
 CASES: dict[str, Case] = {
     "none": Case(shows="moe_layer.MoELayer"),
-    "permute_fusion": Case(
-        shows="fused_moe_permute.permute",
-        flag="use_fused_moe_token_permute_and_unpermute",
-        args={"moe_permute_fusion": True, "use_fused_moe_token_permute_and_unpermute": True},
-        reference=("moe_permute_fusion", "use_fused_moe_token_permute_and_unpermute"),
-    ),
-    "permute_fusion_ep2": Case(
-        shows="fused_moe_permute.permute",
-        flag="use_fused_moe_token_permute_and_unpermute",
-        args={"moe_permute_fusion": True, "use_fused_moe_token_permute_and_unpermute": True},
-        expert=2,
-        reference=("moe_permute_fusion", "use_fused_moe_token_permute_and_unpermute"),
-    ),
+    "permute_fusion": PERMUTE,
+    "permute_fusion_ep2": replace(PERMUTE, expert=2),
     "grouped_gemm": Case(shows="MindSpeedGmmExperts", args=GROUPED),
-    "alltoall_seq": Case(
-        module=SEQ_MODULE,
-        shows="MoEAlltoAllSEQTokenDispatcher",
-        args=SEQ,
-        reference=("moe_token_dispatcher_type",),
-    ),
-    "alltoall_seq_tp2": Case(
-        module=SEQ_MODULE,
-        shows="MoEAlltoAllSEQTokenDispatcher",
-        args=SEQ | TENSOR,
-        tensor=2,
-        reference=("moe_token_dispatcher_type",),
-    ),
+    "alltoall_seq": ALLTOALL_SEQ,
+    "alltoall_seq_tp2": replace(ALLTOALL_SEQ, args=SEQ | TENSOR, tensor=2),
     "capacity": Case(
         shows="moe_utils.topk_softmax_with_capacity",  # Megatron's up to 2.3.0, MindSpeed's after
         flag="fix_router",
         args={"moe_expert_capacity_factor": 0.75},
         drops=True,
-        recompute=True,
     ),
-    "alltoall_overlap": Case(
-        shows="MindSpeedAlltoAllOverlapMoeLayerAdaptor",
-        flag="moe_alltoall_overlap_comm",
-        args=OVERLAP,
-        expert=2,
-        reference=OFF,
-    ),
-    "alltoall_seq_overlap": Case(
+    "alltoall_overlap": OVERLAP,
+    "alltoall_seq_overlap": replace(
+        OVERLAP,
         module=SEQ_MODULE,
         shows="MindSpeedAlltoAllSeqOverlapMoeLayerAdaptor",
-        flag="moe_alltoall_overlap_comm",
-        args=OVERLAP | SEQ,
-        expert=2,
-        reference=OFF,
+        args=OVERLAP.args | SEQ,
     ),
-    "zero_memory_level0": Case(
-        shows="MindSpeedAlltoAllOverlapMoeLayerAdaptor",
-        flag="moe_zero_memory",
-        args=OVERLAP | {"moe_zero_memory": "level0"},
-        expert=2,
-        reference=OFF,
-    ),
-    "zero_memory_level1": Case(
-        shows="MindSpeedAlltoAllOverlapMoeLayerAdaptor",
-        flag="moe_zero_memory",
-        args=OVERLAP | {"moe_zero_memory": "level1"},
-        expert=2,
-        reference=OFF,
-    ),
+    **{
+        f"zero_memory_{level}": replace(
+            OVERLAP, flag="moe_zero_memory", args=OVERLAP.args | {"moe_zero_memory": level}
+        )
+        for level in ("level0", "level1")
+    },
     "allgather_overlap": Case(
         shows="MindSpeedAllGatherOverlapMoeLayerAdaptor",
         flag="moe_allgather_overlap_comm",
-        args={
-            "moe_allgather_overlap_comm": True,
-            "moe_token_dispatcher_type": "allgather",
-            "moe_permutation_async_comm": True,
-        }
-        | GROUPED,
+        args={"moe_allgather_overlap_comm": True} | GATHER,
         expert=2,
         reference=("moe_allgather_overlap_comm",),
     ),
@@ -145,51 +135,11 @@ CASES: dict[str, Case] = {
         expert=2,
         reference=("moe_alltoall_mc2",),
     ),
-    "fb_overlap": Case(
-        shows="MindSpeedFbOverlapMoELayer",
-        flag="moe_fb_overlap",
-        args=FB_OVERLAP,
-        expert=2,
-        schedule="overlap",
-        reference=("moe_fb_overlap",),
-    ),
-    "fb_overlap_no_recompute": Case(
-        shows="MindSpeedFbOverlapMoELayer",
-        flag="moe_fb_overlap",
-        args=FB_OVERLAP,
-        expert=2,
-        schedule="overlap",
-        recompute=False,
-        reference=("moe_fb_overlap",),
-    ),
-    "fb_overlap_dense_first": Case(
-        shows="MindSpeedFbOverlapMoELayer",
-        flag="moe_fb_overlap",
-        args=FB_OVERLAP,
-        config={"moe_layer_freq": [0, 1, 1]},
-        expert=2,
-        schedule="overlap",
-        reference=("moe_fb_overlap",),
-    ),
-    "balanced_moe": Case(
-        own_gradients=True,
-        shows="BalancedMoELayer",
-        flag="balanced_moe_experts",
-        args=FB_OVERLAP | {"balanced_moe_experts": True, "balanced_moe_hot_expert_num": 2},
-        expert=2,
-        schedule="overlap",
-        recompute=False,
-        reference=("moe_fb_overlap", "balanced_moe_experts"),
-    ),
-    "balanced_moe_recompute": Case(
-        own_gradients=True,
-        shows="BalancedMoELayer",
-        flag="balanced_moe_experts",
-        args=FB_OVERLAP | {"balanced_moe_experts": True, "balanced_moe_hot_expert_num": 2},
-        expert=2,
-        schedule="overlap",
-        reference=("moe_fb_overlap", "balanced_moe_experts"),
-    ),
+    "fb_overlap": FB_OVERLAP,
+    "fb_overlap_no_recompute": replace(FB_OVERLAP, recompute=False),
+    "fb_overlap_dense_first": replace(FB_OVERLAP, config={"moe_layer_freq": [0, 1, 1]}),
+    "balanced_moe": replace(BALANCED, recompute=False),
+    "balanced_moe_recompute": BALANCED,
     "fix_router": Case(
         shows="mindspeed.core.transformer.moe.moe_utils.topk_softmax_with_capacity",
         flag="fix_router",

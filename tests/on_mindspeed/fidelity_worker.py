@@ -25,6 +25,7 @@ SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
 FLAG = {"enable_routing_replay": True}
 MOE = {"moe_grouped_gemm": True, "moe_permutation_async_comm": True, "num_experts": 8, "moe_router_topk": 2}
 MOE |= {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 2, "moe_expert_capacity_factor": None}
+NO_REPLACE = "AttributeError: '{}' object has no attribute 'moe_zero_memory_num_layers'"
 FEATURES: dict[str, dict[str, Any]] = {
     "moe_alltoall_overlap_comm": {"moe_token_dispatcher_type": "alltoall"},
     "moe_alltoall_overlap_comm seq": {"moe_token_dispatcher_type": "alltoall_seq"},
@@ -51,45 +52,19 @@ def outcome(ask: Callable[[], Any]) -> Any:
 
 
 def first() -> dict[str, Any]:
-    found: dict[str, Any] = {"activation": activation()}
-    return found | {
-        "restores_methods": restores_methods(),
-        "imports": imports(),
+    from mindspeed import megatron_adaptor  # noqa: F401
+
+    newer = restores_methods()
+    return {
         "torch": torch_side_effects(),
         "manager": manager(),
         "config": config(),
         "subclass": subclass(),
         "arguments": arguments(),
-        "third_party": third_party(),
+        "wraps": wraps_of_others(newer),
         "features": features(),
         "signatures": signatures(),
     }
-
-
-def activation() -> dict[str, Any]:
-    """Suppressed at first, then done by hand, once."""
-    from mindspeed.deprecate import NoExecuteFunction
-
-    compile_before = torch.compile
-    with NoExecuteFunction():
-        from mindspeed import features_manager, megatron_adaptor
-    from mindspeed.patch_utils import MindSpeedPatchesManager as Manager
-
-    found: dict[str, Any] = {
-        "suppressed": not Manager.patches_info and torch.compile is compile_before,
-        "no_features": len(megatron_adaptor.MindSpeedFeaturesManager.FEATURES_LIST),
-        "transfer_first": "torch_npu.contrib.transfer_to_npu" in sys.modules,
-    }
-    features_manager.set_default_features_list()
-    megatron_adaptor.patch_features()
-    found["patched"] = torch.compile is not compile_before
-    patched = torch.compile
-    before = {name: len(patch.wrappers) for name, patch in Manager.patches_info.items()}
-    megatron_adaptor.patch_features()
-    found["once"] = torch.compile is patched and before == {
-        n: len(p.wrappers) for n, p in Manager.patches_info.items()
-    }
-    return found
 
 
 def restores_methods() -> bool:
@@ -103,29 +78,21 @@ def restores_methods() -> bool:
     return "isclass" in inspect.getsource(patch_utils)
 
 
-def imports() -> dict[str, Any]:
-    from megatron.core.tensor_parallel import layers
+def torch_side_effects() -> dict[str, Any]:
     from megatron.core.transformer.moe import moe_utils
 
-    return {"HAVE_TE": moe_utils.HAVE_TE, "accumulation": layers._grad_accum_fusion_available}
-
-
-def torch_side_effects() -> dict[str, Any]:
     def named(one: int, two: int = 2) -> int:
         return one + two
 
     grid = torch.arange(6).reshape(2, 3).t()
-    view = grid.view(6)
-    view[0] = 100
-    compiled = {
-        kind: make(named) for kind, make in (("compile", torch.compile), ("script", torch.jit.script))
-    }
+    grid.view(6)[0] = 100
+    compiled = [torch.compile(named), torch.jit.script(named)]
     return {
-        "signature": {kind: str(inspect.signature(one)) for kind, one in compiled.items()},
-        "name": {kind: one.__name__ for kind, one in compiled.items()},
-        "runs": [one(1) for one in compiled.values()],
-        "with_arguments": torch.compile(dynamic=True)(named)(1),
-        "view_aliases": bool(grid.flatten()[0] == 100 or grid[0, 0] == 100),
+        "HAVE_TE": moe_utils.HAVE_TE,
+        "signatures": [str(inspect.signature(one)) for one in compiled],
+        "names": [one.__name__ for one in compiled],
+        "runs": [one(1) for one in (*compiled, torch.compile(dynamic=True)(named))],
+        "a view aliases": bool(grid.flatten()[0] == 100 or grid[0, 0] == 100),
     }
 
 
@@ -156,26 +123,20 @@ def manager() -> dict[str, Any]:
     path, found = "toy_owner.work", {}
 
     Manager.register_patch(path, one_wrapper)
-    found["not_yet"] = owner.work()
-    found["is_applied_before"] = Manager.patches_info[path].is_applied
-    Manager.apply_patches()
     patch = Manager.patches_info[path]
-    found["is_applied_after"] = patch.is_applied
-    found["wrapped"] = [module.work() for module in (owner, alias, inside)]
-    Manager.register_patch(path, two_decorator)
-    Manager.register_patch(path, two_decorator)
-    found["is_applied_anew"] = patch.is_applied
+    applied, found["registered"] = [patch.is_applied], owner.work()
+    Manager.apply_patches()
+    applied.append(patch.is_applied)
+    found["everywhere"] = [module.work() for module in (owner, alias, inside)]
+    for _ in range(2):
+        Manager.register_patch(path, two_decorator)
+    found["is_applied"] = [*applied, patch.is_applied]
     Manager.apply_patches()
     found["stacked"] = owner.work()
     Manager.register_patch(path, plain)
     Manager.apply_patches()
     found["replaced"] = owner.work()
-    found["second_replace"] = outcome(lambda: Manager.register_patch(path, original))
-    Manager.register_patch(path, original, force_patch=True)
-    Manager.remove_wrappers(path, "one_wrapper")
-    Manager.apply_patches()
-    found["forced"] = owner.work()
-    found["orig_kept"] = patch.orig_func is original
+    found["replaced twice"] = outcome(lambda: Manager.register_patch(path, original))
 
     # somebody wraps over it, and an alias keeps what MindSpeed set
     owner.work = third_party(owner.work)
@@ -185,77 +146,63 @@ def manager() -> dict[str, Any]:
     found["forgotten"] = [len(patch.wrappers), patch.patch_func is None, path in Manager.patches_info]
     Manager.register_patch(path, one_wrapper)
     Manager.apply_patches()
-    found["reapplied"] = owner.work()
-    patch.remove_patch()
-    patch.remove_wrappers()
-    Manager.apply_patches()
-    found["off"] = owner.work()
+    found["applied again"] = [owner.work(), patch.orig_func is original]
 
     # one alias of three is wrapped first: the others are passed by
     owner.other = alias.other = stock.other = original
     alias.other = third_party(original)
     Manager.register_patch("toy_alias.other", one_wrapper)
     Manager.apply_patches()
-    found["alias_hazard"] = [module.other() for module in (alias, owner, stock)]
-
-    Manager.register_patch("toy_dummy.inner.work", create_dummy=True)
-    Manager.apply_patches()
-    found["dummy"] = outcome(sys.modules["toy_dummy.inner"].work)
-    for name in (path, "toy_alias.other", "toy_dummy.inner.work"):
+    found["a wrapped alias"] = [module.other() for module in (alias, owner, stock)]
+    for name in (path, "toy_alias.other"):
         del Manager.patches_info[name]
     return found
 
 
 def config() -> dict[str, Any]:
-    """Facts 1, 2, 5 and the table of operations on a config that carries the flag."""
+    """What becomes of an unknown argument, and of a config that carries it."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from mindspeed.megatron_adaptor import repatch
 
     one = TransformerConfig(**SMALL, **FLAG)
     own = {field.name for field in dataclasses.fields(TransformerConfig)}
     extra = [field for field in dataclasses.fields(one) if field.name not in own]
-    missing = dataclasses.MISSING
+    rebuilt = TransformerConfig(**{name: getattr(one, name) for name in own})
     found: dict[str, Any] = {
-        "unknown": one.enable_routing_replay,
-        "unknown_mla": MLATransformerConfig(**SMALL, **FLAG).enable_routing_replay,
-        "absent": hasattr(TransformerConfig(**SMALL), "enable_routing_replay"),
-        "class_is_own": type(one) is TransformerConfig,
-        "isinstance": isinstance(one, TransformerConfig),
-        "class_name": f"{type(one).__module__}.{type(one).__qualname__}",
-        "class_per_instance": type(one) is type(TransformerConfig(**SMALL)),
-        "extra_fields": len(extra) > 0,
-        "extra_in_init": any(field.init for field in extra),
-        "extra_defaults": any(
-            field.default is not missing or field.default_factory is not missing for field in extra
-        ),
+        "an unknown argument": one.enable_routing_replay,
+        "of MLA": MLATransformerConfig(**SMALL, **FLAG).enable_routing_replay,
+        "isn't given": hasattr(TransformerConfig(**SMALL), "enable_routing_replay"),
+        "its class": f"{type(one).__module__}.{type(one).__qualname__}",
+        "is one": isinstance(one, TransformerConfig),
+        "classes": len({TransformerConfig, type(one), type(TransformerConfig(**SMALL))}),
+        "more fields, in init, with defaults": [
+            len(extra) > 0,
+            any(field.init for field in extra),
+            any({field.default, field.default_factory} != {dataclasses.MISSING} for field in extra),
+        ],
         "copy": copy.copy(one).enable_routing_replay,
         "deepcopy": copy.deepcopy(one).enable_routing_replay,
-        "asdict": outcome(lambda: dataclasses.asdict(one)["enable_routing_replay"]),
-        "asdict_extras": set(dataclasses.asdict(one)) >= {field.name for field in extra},
+        "asdict": set(dataclasses.asdict(one)) >= {field.name for field in extra},
         "replace": outcome(lambda: dataclasses.replace(one, num_layers=3).num_layers),
         "type": outcome(lambda: type(one)(**SMALL).num_layers),
-        "type_with_flag": outcome(lambda: type(one)(**SMALL, **FLAG).num_layers),
-        "rebuilt": hasattr(
-            TransformerConfig(**{name: getattr(one, name) for name in own}), "enable_routing_replay"
-        ),
+        "type with the flag": outcome(lambda: type(one)(**SMALL, **FLAG).num_layers),
+        "made of its fields": hasattr(rebuilt, "enable_routing_replay"),
         "pickle": outcome(lambda: len(pickle.dumps(one))),
     }
     TransformerConfig.enable_routing_replay = False
-    found["class_attribute_drops"] = TransformerConfig(**SMALL, **FLAG).enable_routing_replay
+    dropped = [TransformerConfig(**SMALL, **FLAG).enable_routing_replay]
     repatch(FLAG)
-    found["class_attribute_drops_repatch"] = TransformerConfig(**SMALL).enable_routing_replay
+    found["on the class"] = [*dropped, TransformerConfig(**SMALL).enable_routing_replay]
     del TransformerConfig.enable_routing_replay
-    found["repatch_reaches_all"] = [
-        TransformerConfig(**SMALL).enable_routing_replay,
-        MLATransformerConfig(**SMALL).enable_routing_replay,
-    ]
+    kinds = (TransformerConfig, MLATransformerConfig)
+    found["repatched"] = [kind(**SMALL).enable_routing_replay for kind in kinds]
     repatch({"enable_routing_replay": False, "moe_router_topk": 4})
-    found["filled"] = TransformerConfig(**SMALL).moe_router_topk
-    found["explicit_wins"] = TransformerConfig(**SMALL, moe_router_topk=3).moe_router_topk
+    filled = TransformerConfig(**SMALL), TransformerConfig(**SMALL, moe_router_topk=3)
+    found["filled"] = [one.moe_router_topk for one in filled]
     repatch({"moe_router_topk": 2})
-    found["signature_written"] = signature_written(TransformerConfig)
+    found["in the signature"] = signature_written(TransformerConfig)
     repatch({})
-    found["signature_mended"] = TransformerConfig(**SMALL, **FLAG).enable_routing_replay
+    found["after a repatch"] = TransformerConfig(**SMALL, **FLAG).enable_routing_replay
     return found
 
 
@@ -283,13 +230,16 @@ def subclass() -> dict[str, Any]:
     def made() -> Any:
         return Provider(**SMALL, **FLAG)
 
+    asked = (
+        lambda: made().enable_routing_replay,
+        lambda: type(made()) is Provider,
+        lambda: dataclasses.replace(made(), num_layers=3).enable_routing_replay,
+        lambda: pickle.loads(pickle.dumps(made())).enable_routing_replay,
+    )
+    lives = f"{TransformerConfig.__module__}.TransformerConfig.__init_subclass__" in Manager.patches_info
+    answers = {outcome(ask) for ask in asked}
     return {
-        "registered": f"{TransformerConfig.__module__}.TransformerConfig.__init_subclass__"
-        in Manager.patches_info,
-        "made": outcome(lambda: made().enable_routing_replay),
-        "own_class": outcome(lambda: type(made()) is Provider),
-        "replaced": outcome(lambda: dataclasses.replace(made(), num_layers=3).enable_routing_replay),
-        "pickled": outcome(lambda: pickle.loads(pickle.dumps(made())).enable_routing_replay),
+        "as its branch has it": answers == {True if lives else NO_REPLACE.format("Provider")},
         "unknown": outcome(lambda: Provider(**SMALL, no_such_flag=1).no_such_flag),
     }
 
@@ -302,26 +252,24 @@ def arguments() -> dict[str, Any]:
     from mindspeed.megatron_adaptor import repatch
 
     repatch({"toy": 1})
+    own, checked = get_mindspeed_args(), lambda: TransformerConfig(**SMALL, moe_fb_overlap=True)
     found: dict[str, Any] = {
-        "own": get_full_args() is get_mindspeed_args(),
-        "kept": get_mindspeed_args().toy,
-        "level": get_mindspeed_args().optimization_level,
-        "defaults_fresh": hasattr(get_mindspeed_args(get_defaults=True), "toy"),
-        "checked": outcome(lambda: TransformerConfig(**SMALL, moe_fb_overlap=True).num_layers),
+        "its own": [get_full_args() is own, own.toy, own.optimization_level],
+        "defaults": hasattr(get_mindspeed_args(get_defaults=True), "toy"),
+        "a config is checked": outcome(checked),
     }
-    theirs = copy.copy(get_mindspeed_args())
+    theirs = copy.copy(own)
     theirs.toy = 2
     global_vars.set_args(theirs)
-    found["training"] = [get_full_args() is theirs, TransformerConfig(**SMALL).toy]
+    found["megatron.training's"] = [get_full_args() is theirs, TransformerConfig(**SMALL).toy]
     repatch({"toy": 3})
-    found["repatch_training"] = [theirs.toy, get_mindspeed_args().toy]
+    found["repatched"] = [theirs.toy, own.toy]
     global_vars.set_args(None)
-    found["back"] = get_full_args() is get_mindspeed_args()
     return found
 
 
-def third_party() -> dict[str, Any]:
-    """Facts 3 and 4: wraps that came after MindSpeed, through a repatch; by name, is it still there?"""
+def wraps_of_others(newer: bool) -> dict[str, Any]:
+    """Wraps that came after MindSpeed, through a removal and a repatch."""
     from megatron.core.transformer import transformer_config
     from megatron.core.transformer.moe import router
     from mindspeed.megatron_adaptor import repatch
@@ -341,21 +289,19 @@ def third_party() -> dict[str, Any]:
         setattr(cls, name, wrapped(vars(cls)[name]))
     ours = [vars(cls)[name] for cls, name in places]
     Manager.remove_patches()
-    found["after_removal"] = {
-        f"{cls.__name__}.{name}": vars(cls)[name] is one
-        for (cls, name), one in zip(places, ours, strict=True)
-    }
-    repatch({})
-    found["after_repatch"] = {
-        f"{cls.__name__}.{name}": vars(cls)[name] is one
-        for (cls, name), one in zip(places, ours, strict=True)
-    }
+    for when, then in (("removed", lambda: None), ("repatched", lambda: repatch({}))):
+        then()
+        still = zip(places, ours, strict=True)
+        found[f"lost when {when}"] = [
+            f"{cls.__name__}.{name}" for (cls, name), one in still if vars(cls)[name] is not one
+        ]
     for (cls, name), one in list(zip(places, before, strict=True))[3:]:
         setattr(cls, name, one)
-    # Without a wrap over it: does removal put a method back?
+    # Without a wrap over it removal puts a method back on newer branches.
     Manager.remove_patches()
     patch = Manager.patches_info[f"{transformer_config.__name__}.TransformerConfig.__init__"]
-    found["method_restored"] = transformer_config.TransformerConfig.__init__ is patch.orig_func
+    restored = transformer_config.TransformerConfig.__init__ is patch.orig_func
+    found["a method is put back as its branch does"] = restored == newer
     repatch({})
     # Once a feature has been on, its place is registered for good.
     turn_on("moe_tp_extend_ep")
@@ -363,7 +309,7 @@ def third_party() -> dict[str, Any]:
     stock = router.TopKRouter.routing
     router.TopKRouter.routing = wrapped(stock)
     repatch({})
-    found["once_registered"] = router.TopKRouter.routing is stock
+    found["once registered"] = router.TopKRouter.routing is stock
     return found
 
 
@@ -409,19 +355,13 @@ def in_place() -> dict[str, Any]:
     }
 
 
-def replaced_by(feature: str, stock: dict[str, Any]) -> dict[str, Any]:
-    from megatron.core.transformer.moe import moe_layer
-
+def replaced_by(feature: str, stock: dict[str, Any]) -> list[Any]:
+    """The layer, whether it is a Megatron MoELayer, and what else is another."""
     turn_on(feature)
     now = in_place()
-    changed = [name for name, one in now.items() if one is not stock[name] and name != "layer"]
-    return {
-        "layer": now["layer"].__name__,
-        "is_base": issubclass(now["layer"], moe_layer.BaseMoELayer),
-        "is_stock": issubclass(now["layer"], stock["layer"]),
-        "changed": sorted(changed),
-        "routing": now["routing"].__name__,
-    }
+    is_stock = issubclass(now["layer"], stock["layer"])
+    changed = (name for name, one in now.items() if one is not stock[name] and name != "layer")
+    return [now["layer"].__name__, is_stock, *sorted(changed)]
 
 
 def turn_on(feature: str) -> None:
@@ -471,8 +411,7 @@ def signatures() -> dict[str, Any]:
 
 
 def late(task: dict[str, Any]) -> dict[str, Any]:
-    sys.argv = ["pretrain.py", "--a-flag", "--a-list", "1", "2", "--a-value=3", "-q"]
-    from megatron.core.tensor_parallel import layers
+    sys.argv = ["pretrain.py", "--a-flag", "--a-list", "1", "2", "--a-value=3"]
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -491,19 +430,15 @@ def late(task: dict[str, Any]) -> dict[str, Any]:
         from mindspeed import megatron_adaptor
     from mindspeed.args_utils import get_mindspeed_args
 
-    args = get_mindspeed_args()
     found: dict[str, Any] = {
-        "without_mindspeed": without,
+        "without MindSpeed": without,
         "HAVE_TE": moe_utils.HAVE_TE,
-        "accumulation": layers._grad_accum_fusion_available,
-        "args": [args.a_flag, args.a_list, args.a_value, vars(args).get("", "")],
-        "poisoned": outcome(lambda: TransformerConfig(**SMALL).num_layers),
+        "arguments": [getattr(get_mindspeed_args(), f"a_{name}") for name in ("flag", "list", "value")],
     }
-    del vars(args)[""]
     for _ in range(2):
         megatron_adaptor.repatch({})
     TransformerConfig(**SMALL)
-    found["survivor"] = calls
+    found["a wrap from before"] = calls
     store = f"file://{task['store']}"
     dist.init_process_group("gloo", init_method=store, rank=task["rank"], world_size=task["world"])
     sums = {}

@@ -1,4 +1,4 @@
-"""One process with MindSpeed in it: `features`, `orders` and `bad_input` are its targets.
+"""One process with MindSpeed in it: `features`, `orders` and `half_imported` are its targets.
 
 test_features.py and test_orders.py judge what they return. npu_replay is imported where a target says so, and
 no earlier: which comes first is a part of what is tried.
@@ -467,6 +467,7 @@ def orders(task: dict[str, Any]) -> dict[str, Any]:
         found["another model"] = tried(trainer, lambda: repatch(a_name=7, moe_router_topk=2))
         kept["after another repatch"] = flags_kept()
         found["model of a repatched config"] = tried(Trainer(CASES["none"], recompute=True))
+        found["repatch in a block"] = said_of(Trainer(CASES["none"], recompute=False), repatched_inside)
     found |= {name: ways(name) for name in CLASSES}
     npu_replay.uninstall()
     found["torch restored"] = torch.topk is top_k
@@ -545,45 +546,44 @@ def tried_flag(make: Callable[[], Any], name: str = FLAGS[0]) -> Any:
 # What users run into
 
 
-def bad_input(task: dict[str, Any]) -> dict[str, Any]:
-    """A MindSpeed whose import breaks off half way, or a repatch in the middle of a block."""
-    half = task["case"] == "half imported"
-    if half:
-        import_half()
-    else:
-        import_in_turn(["mindspeed"])
+def half_imported(task: dict[str, Any]) -> dict[str, Any]:
+    """A MindSpeed whose import breaks off half way."""
+    import_half()
     import npu_replay
 
-    def error_of(act: Callable[[], object]) -> str:
+    with npu_replay.compat.cpu.lend(), process_group(task), parallel(CASES["none"]):
+        return said_of(Trainer(CASES["none"], recompute=False), lambda trainer: None)
+
+
+def said_of(trainer: Trainer, then: Callable[[Trainer], object]) -> dict[str, Any]:
+    """The error of a block in which `then` comes after a micro-batch, what is left of it, the next one's."""
+    import npu_replay
+
+    def recorded(then: Callable[[Trainer], object]) -> str:
         try:
-            act()
+            with npu_replay.record(trainer.model):
+                trainer.loss(trainer.batches[0])
+                then(trainer)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    with npu_replay.compat.cpu.lend(), process_group(task), parallel(CASES["none"]):
-        trainer = Trainer(CASES["none"], recompute=False)
+    error = recorded(then)
+    modules = list(trainer.model.modules())
+    hooks = sum(len(one._forward_pre_hooks) + len(one._forward_hooks) for one in modules)
+    return {"error": error, "hooks": hooks, "usable": recorded(lambda trainer: None)}
 
-        def recorded(then: Callable[[], object] = lambda: None) -> None:
-            with npu_replay.record(trainer.model):
-                trainer.loss(trainer.batches[0])
-                then()
 
-        def repatched() -> None:
-            """With a feature that takes other routing code: what was checked no longer holds."""
-            feature = {"fix_router": True, "moe_token_dispatcher_type": "alltoall"}
-            if "fix_router" not in known_arguments():  # core_r0.16.0
-                feature = {"moe_tp_extend_ep": True, "moe_token_dispatcher_type": "alltoall_seq"}
-            repatch(**feature)
-            try:
-                trainer.loss(trainer.batches[1])
-            finally:
-                repatch(**dict.fromkeys(feature, False) | {"moe_token_dispatcher_type": "alltoall"})
-
-        found: dict[str, Any] = {"error": error_of(recorded if half else lambda: recorded(repatched))}
-        modules = list(trainer.model.modules())
-        found["hooks"] = sum(len(one._forward_pre_hooks) + len(one._forward_hooks) for one in modules)
-        return found | {"usable": error_of(recorded)}
+def repatched_inside(trainer: Trainer) -> None:
+    """With a feature that takes other routing code: what was checked no longer holds."""
+    feature = {"fix_router": True, "moe_token_dispatcher_type": "alltoall"}
+    if "fix_router" not in known_arguments():  # core_r0.16.0
+        feature = {"moe_tp_extend_ep": True, "moe_token_dispatcher_type": "alltoall_seq"}
+    repatch(**feature)
+    try:
+        trainer.loss(trainer.batches[1])
+    finally:
+        repatch(**dict.fromkeys(feature, False) | {"moe_token_dispatcher_type": "alltoall"})
 
 
 def import_half() -> None:

@@ -14,16 +14,6 @@ from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.placing import Layout, Place, place
 from npu_replay.compat.vllm_ascend.seams import Seam
 from npu_replay.compat.vllm_ascend.self_check import SelfCheck
-from on_vllm_ascend import read_out
-
-
-def a_layer_left_out() -> None:
-    in_layer = Seam._in_layer
-
-    def run(self: Seam, number: int) -> Any:
-        return in_layer(self, number) if number != 2 else lambda original, *a, **k: original(*a, **k)
-
-    Seam._in_layer = run
 
 
 def ranks_in_the_wrong_order() -> None:
@@ -42,18 +32,6 @@ def rows_one_too_far() -> None:
     _place(further)
 
 
-def physical_ids() -> None:
-    _take(lambda layer, ids: (layer, (ids * 5 + 3) % 16))
-
-
-def two_layers_swapped() -> None:
-    _take(lambda layer, ids: ({1: 2, 2: 1}.get(layer, layer), ids))
-
-
-def one_column_for_all() -> None:
-    _take(lambda layer, ids: (layer, ids[:, :1].expand_as(ids)))
-
-
 def nothing_put_together() -> None:
     _reduce(lambda *_, **__: None)
 
@@ -70,11 +48,6 @@ def rows_of_earlier_steps_after_the_check() -> None:
     """Not found: it is what the clear of each step is for."""
     rows_of_earlier_steps()
     plugin.SelfCheck = functools.partial(SelfCheck, steps=0)
-
-
-def slots_off_by_one() -> None:
-    slots = read_out.Road.slots
-    read_out.Road.slots = lambda self, tokens: slots(self, tokens) + 1
 
 
 def a_layer_that_never_ends() -> None:
@@ -106,11 +79,6 @@ def the_second_ranks_order_is_another() -> None:
 
 def _place(other: Callable[[Layout, int], Place]) -> None:
     capture.place = other
-
-
-def _take(change: Callable[[int, Any], tuple[int, Any]]) -> None:
-    take = Capture.take
-    Capture.take = lambda self, layer, ids, *rest: take(self, *change(layer, ids), *rest)
 
 
 def _reduce(other: Callable[..., None]) -> None:

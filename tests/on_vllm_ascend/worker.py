@@ -349,7 +349,7 @@ MODEL = {
     "intermediate_size": HIDDEN,
     "moe_intermediate_size": HIDDEN,
     "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
     "num_experts": EXPERTS,

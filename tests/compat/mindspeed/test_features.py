@@ -14,7 +14,7 @@ import torch
 import npu_replay
 from megatron_cases import Trainer, build, hooks_left, routers
 from npu_replay.compat.mindspeed.features import capability
-from npu_replay.compat.probe import Capability, Product
+from npu_replay.compat.probe import Product
 from npu_replay.errors import RouterError
 from npu_replay.routers import functions
 
@@ -39,10 +39,12 @@ def check_usable(trainer: Trainer) -> None:
     assert len(recording.routes) == 1
 
 
-@pytest.mark.parametrize("said_by", ["the config", "the arguments"])
 @pytest.mark.parametrize(
-    ("feature", "reason"),
-    [("fix_router", "takes experts in turn"), ("moe_tp_extend_ep", "drops score function")],
+    ("feature", "reason", "said_by"),
+    [
+        ("fix_router", "takes experts in turn", "the config"),
+        ("moe_tp_extend_ep", "drops score function", "the arguments"),
+    ],
 )
 def test_a_feature_that_overrides_the_choice_is_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, feature: str, reason: str, said_by: str
@@ -84,8 +86,15 @@ def test_a_half_imported_mindspeed_is_refused(
     check_usable(trainer)
 
 
-@pytest.mark.parametrize("when", ["between two micro-batches", "after the last"])
-@pytest.mark.parametrize("which", ["TopKRouter.routing", "TopKRouter.forward", "topk"])
+@pytest.mark.parametrize(
+    ("which", "when"),
+    [
+        ("TopKRouter.routing", "between two micro-batches"),
+        ("TopKRouter.forward", "after the last"),
+        ("topk", "between two micro-batches"),
+        ("topk", "after the last"),
+    ],
+)
 def test_routing_code_that_is_replaced_inside_a_block_is_named(
     monkeypatch: pytest.MonkeyPatch, which: str, when: str
 ) -> None:
@@ -142,20 +151,13 @@ def test_routing_code_of_one_router_that_is_replaced_inside_a_block_is_named(own
     check_usable(trainer)
 
 
-class Anew:
-    """A wrapper as tracing tools put it there: bound anew at each access."""
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-
-    def __get__(self, instance: Any, owner: Any) -> Any:
-        return functools.partial(self.function, instance)
-
-
 def test_a_wrapper_that_binds_anew_at_each_access_is_no_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tracing tools put it there."""
     from megatron.core.transformer.moe import router as product
 
-    monkeypatch.setattr(product.TopKRouter, "routing", Anew(product.TopKRouter.routing))
+    routing = product.TopKRouter.routing
+    anew = type("Anew", (), {"__get__": lambda self, instance, owner: functools.partial(routing, instance)})
+    monkeypatch.setattr(product.TopKRouter, "routing", anew())
     check_usable(build({}))
 
 
@@ -224,20 +226,6 @@ def test_more_arguments_of_a_routers_call_reach_it_untouched(
 # What doctor says, from source alone
 
 
-def installed(tmp_path: Path, *, megatron: str, mindspeed: str, training: bool) -> Capability:
-    """The capability for trees of these releases on the path."""
-    core = tmp_path / "megatron" / "core"
-    core.mkdir(parents=True)
-    (core / "__init__.py").touch()
-    if training:
-        (core.with_name("training")).mkdir()
-        (core.with_name("training") / "__init__.py").touch()
-    return capability(
-        Product("mindspeed", True, mindspeed, str(tmp_path / "mindspeed")),
-        Product("megatron-core", True, megatron, str(core)),
-    )
-
-
 @pytest.mark.parametrize(
     ("about", "state", "words"),
     [
@@ -254,8 +242,14 @@ def test_doctor_says_whether_mindspeed_fits_the_megatron_beside_it(
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    sizes = {"megatron": "0.12.1", "mindspeed": "0.12.1", "training": True}
-    found = installed(tmp_path, **sizes | about)
+    core = tmp_path / "megatron" / "core"
+    for part in (core, *([core.with_name("training")] if about.get("training", True) else [])):
+        part.mkdir(parents=True)
+        (part / "__init__.py").touch()
+    found = capability(
+        Product("mindspeed", True, about.get("mindspeed", "0.12.1"), str(tmp_path / "mindspeed")),
+        Product("megatron-core", True, about.get("megatron", "0.12.1"), str(core)),
+    )
     assert found.state == state
     assert words in found.why
     assert (found.remedy != "") == (state == "broken")

@@ -409,29 +409,19 @@ def test_a_router_that_returns_its_logits_too_is_replayed(
     check_tower(tower)
 
 
-def built_by_mindspeed_llm(config: Any) -> list[int]:
-    """The layers that get a router, by the condition that its block asks for each layer it builds."""
-    moe = []
-    for number in range(config.num_layers):
-        routed = True
-        if config.first_k_dense_replace and config.moe_layer_freq:
-            routed = number >= config.first_k_dense_replace and number % config.moe_layer_freq == 0
-        if routed and number not in (config.noop_layers or ()):
-            moe.append(number)
-    return moe
-
-
 @pytest.mark.parametrize("noop", [None, {3}, {0, 5}])
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("first", [1, 2, 3, -1])
 def test_dense_layers_are_those_that_mindspeed_llm_builds(
     first: int, every: int, noop: set[int] | None
 ) -> None:
+    """By the condition that its block asks for each layer it builds."""
+    built = [number for number in range(8) if number >= first and number % every == 0]
     config = SimpleNamespace(
         num_layers=8, first_k_dense_replace=first, moe_layer_freq=every, noop_layers=noop
     )
-    kinds = llm.layer_kinds(config)
-    assert list(DecoderLayers(8, moe_layer_freq=kinds).moe) == built_by_mindspeed_llm(config)
+    found = DecoderLayers(8, moe_layer_freq=llm.layer_kinds(config)).moe
+    assert [*found] == [number for number in built if number not in (noop or ())]
 
 
 @pytest.mark.parametrize(
@@ -483,9 +473,11 @@ def noop(monkeypatch: pytest.MonkeyPatch) -> type[NoopTransformerLayer]:
 
 
 def test_a_parallel_layout_is_read_off_a_model_with_dense_first_and_noop_layers(
-    noop: type[NoopTransformerLayer],
+    noop: type[NoopTransformerLayer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The built model is the witness: `from_megatron` holds the layout's layers against its routers."""
+    from megatron.core import parallel_state
+
     config = megatron_model.config(num_layers=6, moe_layer_freq=[0, 0, 1, 1, 1, 1])
     model = megatron_model.model(config)
     model.decoder.layers[4] = noop(5)
@@ -494,13 +486,7 @@ def test_a_parallel_layout_is_read_off_a_model_with_dense_first_and_noop_layers(
     config.first_k_dense_replace = 1
     with pytest.raises(RouterError, match="in other decoder layers than its config says"):
         ParallelLayout.from_megatron(model)
-
-
-def test_a_stage_of_dense_and_noop_layers_is_no_missing_router(
-    noop: type[NoopTransformerLayer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.core import parallel_state
-
+    # A stage of a dense and a noop layer is no missing router.
     trainer = Trainer(megatron_model.model(megatron_model.config(num_layers=2, moe_layer_freq=[0, 0])), None)
     trainer.model.to(DEVICE)
     trainer.model.decoder.layers[1] = noop(2)

@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import pickle
 import sys
-import types
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,21 +20,9 @@ from npu_replay.compat.vllm import engine_arguments
 from npu_replay.compat.vllm_ascend import plugin
 from npu_replay.errors import ReplayError
 
-V1 = "vllm_ascend.worker.model_runner_v1"
-
-
-@pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The releases that are found here; a test changes them."""
-    found = {"vllm-ascend": "0.23.0", "vllm": "0.23.0"}
-    monkeypatch.setattr(probe, "installed", lambda name: found.get(name, ""))
-    monkeypatch.setenv("NPU_REPLAY_VLLM_ASCEND", "1")
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "")  # changed, and so put back
-    yield found
-    npu_replay.uninstall()
-    monkeypatch.undo()  # else install() would find none of the products that are really here
-    npu_replay.install()
+V1, EXECUTOR = "vllm_ascend.worker.model_runner_v1", "vllm.v1.executor.abstract"
+COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+RELEASED = "The engine runs as released"
 
 
 class Runner:
@@ -44,113 +32,6 @@ class Runner:
         self.vllm_config = vllm_config
 
     def init_routed_experts_capturer(self) -> None: ...
-
-
-@pytest.fixture(autouse=True)
-def runners(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = types.ModuleType(V1)
-    module.NPUModelRunner = type("NPUModelRunner", (Runner,), {})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, V1, module)
-    return module
-
-
-def config(*, asks: bool = True, **parallel: object) -> SimpleNamespace:
-    additional = parallel.pop("additional_config", {})
-    transfer = parallel.pop("kv_transfer_config", None)
-    text = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
-    model = SimpleNamespace(enable_return_routed_experts=asks, hf_text_config=text, enforce_eager=False)
-    return SimpleNamespace(
-        model_config=model,
-        parallel_config=SimpleNamespace(**{"tensor_parallel_size": 1} | parallel),
-        scheduler_config=SimpleNamespace(async_scheduling=parallel.pop("async_scheduling", False)),
-        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
-        additional_config=additional,
-        kv_transfer_config=transfer,
-    )
-
-
-@pytest.mark.parametrize("release", ["0.23.0", "0.17.1.dev9+g5487946"])
-def test_a_runner_is_guarded_until_uninstall_where_it_is_switched_on(
-    installed: dict[str, str],
-    runners: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    release: str,
-) -> None:
-    """A build that images carry goes by its vLLM."""
-    (entry,) = importlib.metadata.entry_points(group=plugin.GROUP, name=plugin.NAME)
-    assert entry.load() is plugin.register
-    for name, value in (("NPU_REPLAY_VLLM_ASCEND", "0"), ("NPU_REPLAY_DISABLE", "1")):
-        with monkeypatch.context() as patched:
-            patched.setenv(name, value)
-            plugin.register()
-            assert "__init__" not in vars(runners.NPUModelRunner)
-            assert not import_hook._waiting.get(V1)
-    installed["vllm-ascend"] = ""
-    plugin.register()
-    assert "there is no vllm-ascend here: nothing is changed" in caplog.text
-    installed["vllm-ascend"] = release
-    for _ in range(2):
-        plugin.register()
-    changed = {"__init__", "init_routed_experts_capturer"}
-    assert changed <= vars(runners.NPUModelRunner).keys()
-    npu_replay.uninstall()
-    assert changed.isdisjoint(vars(runners.NPUModelRunner))
-
-
-def test_workers_of_ray_are_told(runners: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are given the variables that this one names; vLLM's own reading of it: tests/on_vllm_ascend."""
-    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "MINE, ")
-    for _ in range(2):
-        plugin.register()
-    told = os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"]
-    assert told.split(",") == ["MINE", "NPU_REPLAY_VLLM_ASCEND", "NPU_REPLAY_STRICT"]
-    npu_replay.uninstall()
-    assert os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] == "MINE, "
-    monkeypatch.delenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")
-    plugin.register()
-    npu_replay.uninstall()
-    assert "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY" not in os.environ
-
-
-def test_without_strict_a_capture_that_cannot_be_attached_leaves_the_engine_as_released(
-    runners: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(runner: object) -> None:
-        raise ReplayError("somebody else has replaced this function")
-
-    monkeypatch.setattr(plugin, "attach", fails)
-    plugin.register()
-    runner = runners.NPUModelRunner(config())
-    with pytest.raises(ReplayError, match="somebody else"):
-        runner.init_routed_experts_capturer()
-    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
-    runner.init_routed_experts_capturer()
-    assert "somebody else has replaced this function" in caplog.text
-    assert "The engine runs as released" in caplog.text
-    assert "init_routed_experts_capturer" not in vars(runners.NPUModelRunner)
-
-
-def test_a_runner_that_knows_no_routes_is_refused(
-    runners: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Model Runner V2 to 0.26."""
-    monkeypatch.delattr(Runner, "init_routed_experts_capturer")
-    plugin.register()
-    assert not import_hook._failures
-    with pytest.raises(ReplayError, match="this model runner knows no routes"):
-        runners.NPUModelRunner(config())
-
-
-def test_a_runner_that_cannot_be_guarded_ends_the_start(
-    runners: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody opens a block in a worker, where such a failure would be said: it would run as released."""
-    monkeypatch.delattr(runners, "NPUModelRunner")
-    with pytest.raises(ReplayError, match="capture of routed experts failed: AttributeError"):
-        plugin.register()
-    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
-    plugin.register()
 
 
 class Executor:
@@ -170,12 +51,119 @@ class Executor:
         return self.answers
 
 
-@pytest.fixture
-def executors(monkeypatch: pytest.MonkeyPatch) -> type[Executor]:
-    module = types.ModuleType("vllm.v1.executor.abstract")
-    module.Executor = type("Executor", (Executor,), {})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module.Executor  # type: ignore[no-any-return]
+class Worker:
+    """The releases that are found here, vLLM's classes, and what a test changes and reads."""
+
+    def __init__(self, env: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+        self.env, self.log = env, log
+        self.releases = {"vllm-ascend": "0.23.0", "vllm": "0.23.0"}
+        for module, kind in ((V1, Runner), (EXECUTOR, Executor)):
+            name = "NPUModelRunner" if kind is Runner else "Executor"
+            env.setitem(sys.modules, module, ModuleType(module))
+            setattr(sys.modules[module], name, type(name, (kind,), {}))
+        self.module: Any = sys.modules[V1]
+        self.runner: Any = self.module.NPUModelRunner
+        self.executor: Any = sys.modules[EXECUTOR].Executor  # type: ignore[attr-defined]
+
+    def refuses(self, what: Any, *given: object, says: str) -> Any:
+        """What it returns without strict; with it, an error."""
+        with pytest.raises(ReplayError, match=says):
+            what(*given)
+        self.env.setenv("NPU_REPLAY_STRICT", "0")
+        return what(*given)
+
+
+@pytest.fixture(autouse=True)
+def worker(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Worker]:
+    made = Worker(monkeypatch, caplog)
+    monkeypatch.setattr(probe, "installed", lambda name: made.releases.get(name, ""))
+    monkeypatch.setenv("NPU_REPLAY_VLLM_ASCEND", "1")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setenv(COPIED, "")  # changed, and so put back
+    yield made
+    npu_replay.uninstall()
+    monkeypatch.undo()  # else install() would find none of the products that are really here
+    npu_replay.install()
+
+
+def config(*, asks: bool = True, **parallel: object) -> SimpleNamespace:
+    additional = parallel.pop("additional_config", {})
+    transfer = parallel.pop("kv_transfer_config", None)
+    text = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
+    model = SimpleNamespace(enable_return_routed_experts=asks, hf_text_config=text, enforce_eager=False)
+    return SimpleNamespace(
+        model_config=model,
+        parallel_config=SimpleNamespace(**{"tensor_parallel_size": 1} | parallel),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
+        additional_config=additional,
+        kv_transfer_config=transfer,
+    )
+
+
+def test_a_runner_is_guarded_until_uninstall_where_it_is_switched_on(worker: Worker) -> None:
+    (entry,) = importlib.metadata.entry_points(group=plugin.GROUP, name=plugin.NAME)
+    assert entry.load() is plugin.register
+    for name, value in (("NPU_REPLAY_VLLM_ASCEND", "0"), ("NPU_REPLAY_DISABLE", "1")):
+        with worker.env.context() as patched:
+            patched.setenv(name, value)
+            plugin.register()
+            assert "__init__" not in vars(worker.runner)
+            assert not import_hook._waiting.get(V1)
+    worker.releases["vllm-ascend"] = ""
+    plugin.register()
+    assert "there is no vllm-ascend here: nothing is changed" in worker.log.text
+    for release in ("0.23.0", "0.17.1.dev9+g5487946"):  # a build that images carry goes by its vLLM
+        worker.releases["vllm-ascend"] = release
+        for _ in range(2):
+            plugin.register()
+        changed = {"__init__", "init_routed_experts_capturer"}
+        assert changed <= vars(worker.runner).keys()
+        npu_replay.uninstall()
+        assert changed.isdisjoint(vars(worker.runner))
+
+
+def test_workers_of_ray_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are given the variables that this one names; vLLM's own reading of it: tests/on_vllm_ascend."""
+    monkeypatch.setenv(COPIED, "MINE, ")
+    for _ in range(2):
+        plugin.register()
+    assert os.environ[COPIED].split(",") == ["MINE", "NPU_REPLAY_VLLM_ASCEND", "NPU_REPLAY_STRICT"]
+    npu_replay.uninstall()
+    assert os.environ[COPIED] == "MINE, "
+    monkeypatch.delenv(COPIED)
+    plugin.register()
+    npu_replay.uninstall()
+    assert COPIED not in os.environ
+
+
+def test_without_strict_a_capture_that_cannot_be_attached_leaves_the_engine_as_released(
+    worker: Worker,
+) -> None:
+    def fails(runner: object) -> None:
+        raise ReplayError("somebody else has replaced this function")
+
+    worker.env.setattr(plugin, "attach", fails)
+    plugin.register()
+    worker.refuses(worker.runner(config()).init_routed_experts_capturer, says="somebody else")
+    assert "somebody else has replaced this function" in worker.log.text
+    assert RELEASED in worker.log.text
+    assert "init_routed_experts_capturer" not in vars(worker.runner)
+
+
+def test_a_runner_that_knows_no_routes_is_refused(worker: Worker) -> None:
+    """Model Runner V2 to 0.26."""
+    worker.env.delattr(Runner, "init_routed_experts_capturer")
+    plugin.register()
+    assert not import_hook._failures
+    with pytest.raises(ReplayError, match="this model runner knows no routes"):
+        worker.runner(config())
+
+
+def test_a_runner_that_cannot_be_guarded_ends_the_start(worker: Worker) -> None:
+    """Nobody opens a block in a worker, where such a failure would be said: it would run as released."""
+    worker.env.delattr(worker.module, "NPUModelRunner")
+    worker.refuses(plugin.register, says="capture of routed experts failed: AttributeError")
 
 
 @pytest.mark.parametrize(
@@ -186,32 +174,18 @@ def executors(monkeypatch: pytest.MonkeyPatch) -> type[Executor]:
     ],
 )
 def test_an_engine_with_a_worker_that_does_not_capture_ends(
-    installed: dict[str, str],
-    runners: ModuleType,
-    executors: type[Executor],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    answers: object,
-    says: str,
+    worker: Worker, answers: object, says: str
 ) -> None:
-    """As on a node where npu_replay isn't installed: its rows would be zeros."""
+    """As on a node where npu_replay isn't installed: its rows would be zeros. Asked where routes are."""
     plugin.register()
-    with pytest.raises(ReplayError, match=f"not every worker of this engine captures.*{says}"):
-        executors(answers).initialize_from_config([1])
-    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
-    assert executors(answers).initialize_from_config([1]) == "1 caches"
-    assert says in caplog.text
-
-
-def test_workers_are_asked_once_where_routes_are_wanted(
-    runners: ModuleType, executors: type[Executor]
-) -> None:
-    plugin.register()
-    made = [executors([True, True]), executors([False], asks=False)]
+    made = [worker.executor([True, True]), worker.executor([False], asks=False)]
     assert [one.initialize_from_config([]) for one in made] == ["0 caches"] * 2
     assert [one.asked for one in made] == [1, 0]
+    start = worker.executor(answers).initialize_from_config
+    assert worker.refuses(start, [1], says=f"not every worker of this engine captures.*{says}") == "1 caches"
+    assert says in worker.log.text
     npu_replay.uninstall()
-    assert "initialize_from_config" not in vars(executors)
+    assert "initialize_from_config" not in vars(worker.executor)
 
 
 @pytest.mark.parametrize(
@@ -224,31 +198,18 @@ def test_workers_are_asked_once_where_routes_are_wanted(
         ("0.23.1.dev4+g1234567", "0.31.0", "captures nothing on vllm-ascend 0.23.1.dev4"),
     ],
 )
-def test_an_unknown_release_ends_the_start(
-    installed: dict[str, str],
-    runners: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    ascend: str,
-    vllm: str,
-    says: str,
-) -> None:
-    installed.update({"vllm-ascend": ascend, "vllm": vllm})
-    with pytest.raises(ReplayError, match=says):
-        plugin.register()
-    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
-    plugin.register()
-    assert "The engine runs as released" in caplog.text
-    assert "__init__" not in vars(runners.NPUModelRunner)
+def test_an_unknown_release_ends_the_start(worker: Worker, ascend: str, vllm: str, says: str) -> None:
+    worker.releases.update({"vllm-ascend": ascend, "vllm": vllm})
+    worker.refuses(plugin.register, says=says)
+    assert RELEASED in worker.log.text
+    assert "__init__" not in vars(worker.runner)
 
 
-def test_an_engine_that_is_not_asked_for_routes_starts_and_says_so(
-    runners: ModuleType, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_is_not_asked_for_routes_starts_and_says_so(worker: Worker) -> None:
     plugin.register()
     made = config(asks=False, pipeline_parallel_size=2)
-    assert runners.NPUModelRunner(made, "npu").vllm_config is made
-    assert "but not enable_return_routed_experts: no routes are captured" in caplog.text
+    assert worker.runner(made, "npu").vllm_config is made
+    assert "but not enable_return_routed_experts: no routes are captured" in worker.log.text
 
 
 @pytest.mark.parametrize(
@@ -265,31 +226,20 @@ def test_an_engine_that_is_not_asked_for_routes_starts_and_says_so(
     ids=str,
 )
 def test_what_cannot_be_captured_ends_the_start_before_weights_are_loaded(
-    runners: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    planned: dict[str, object],
-    says: str,
+    worker: Worker, planned: dict[str, object], says: str
 ) -> None:
     plugin.register()
-    with pytest.raises(ReplayError, match=says):
-        runners.NPUModelRunner(config(**planned), "npu")
-    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
-    runner = runners.NPUModelRunner(config(**planned), "npu")
-    runner.init_routed_experts_capturer()
-    assert caplog.text.count("The engine runs as released") == 2
+    worker.refuses(worker.runner, config(**planned), says=says).init_routed_experts_capturer()
+    assert worker.log.text.count(RELEASED) == 2
 
 
-@pytest.mark.parametrize("release", ["0.18.0", "0.20.2rc1"])
-def test_a_hybrid_model_is_refused_where_vllm_keeps_too_few_slots(
-    installed: dict[str, str], runners: ModuleType, release: str
-) -> None:
-    installed.update({"vllm-ascend": release, "vllm": release.removesuffix("rc1")})
+def test_a_hybrid_model_is_refused_where_vllm_keeps_too_few_slots(worker: Worker) -> None:
+    worker.releases.update({"vllm-ascend": "0.20.2rc1", "vllm": "0.20.2"})
     plugin.register()
     made = config()
     made.model_config.hf_text_config["layer_types"] = ["linear_attention", "full_attention"]
     with pytest.raises(ReplayError, match="captures no model with linear attention"):
-        runners.NPUModelRunner(made)
+        worker.runner(made)
 
 
 SPREAD = {"tensor_parallel_size": 4, "data_parallel_size": 2, "enable_expert_parallel": True}
@@ -305,10 +255,7 @@ MTP = {"speculative_config": {"method": "mtp"}}
     ],
     ids=["quantized", "spread", "mtp"],
 )
-def test_engine_arguments_lift_what_the_plug_in_mends(
-    monkeypatch: pytest.MonkeyPatch, version: str, about: dict[str, Any], says: str
-) -> None:
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+def test_engine_arguments_lift_what_the_plug_in_mends(version: str, about: dict[str, Any], says: str) -> None:
     with pytest.raises(ReplayError, match=says):
         engine_arguments(version, vllm_ascend=version, **about)
     made = engine_arguments(version, vllm_ascend=version, capture=True, **about)
@@ -317,17 +264,15 @@ def test_engine_arguments_lift_what_the_plug_in_mends(
     assert made.arguments.get("async_scheduling") is (False if version == "0.18.0" else None)
 
 
+PASS = {"compilation_config": {"pass_config": {"enable_sp": True}}, "tensor_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
     ("version", "vllm_ascend", "planned", "says"),
     [
         ("0.24.0", "0.23.0", {}, r"vllm-ascend 0\.23\.0 beside vLLM 0\.24\.0"),
         ("0.23.0", None, {}, "npu_replay captures there alone"),
-        ("0.23.0", "0.23.0", {"enable_dbo": True}, "two half batches"),
-        (
-            *("0.23.0", "0.23.0"),
-            {"compilation_config": {"pass_config": {"enable_sp": True}}, "tensor_parallel_size": 2},
-            "a compiler's pass",
-        ),
+        ("0.23.0", "0.23.0", PASS, "a compiler's pass"),
     ],
 )
 def test_engine_arguments_refuse_what_the_plug_in_would(
@@ -342,26 +287,25 @@ def test_engine_arguments_refuse_what_the_plug_in_would(
     [("", "npu_replay"), ("ascend,mine", "ascend,mine,npu_replay"), ("npu_replay,mine", None)],
 )
 def test_engine_arguments_let_the_plug_in_pass_a_filter(
-    monkeypatch: pytest.MonkeyPatch, filter_: str, given: str | None
+    worker: Worker, filter_: str, given: str | None
 ) -> None:
-    monkeypatch.setenv("VLLM_PLUGINS", filter_)
+    worker.env.setenv("VLLM_PLUGINS", filter_)
     made = engine_arguments("0.23.0", vllm_ascend="0.23.0", capture=True)
     assert made.environment.get("VLLM_PLUGINS") == given
 
 
-def test_doctor_says_what_keeps_it_from_capturing(
-    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_says_what_keeps_it_from_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     ascend, vllm = Product("vllm-ascend", True, "0.23.0", "here"), Product("vllm", True, "0.23.0", "here")
     found = plugin.capability(ascend, vllm)
     assert (found.state, "vllm-ascend 0.23.0 beside vLLM 0.23.0" in found.why) == ("works", True)
-    monkeypatch.setenv("VLLM_PLUGINS", "ascend, other")
-    assert plugin.capability(ascend, vllm).why == "VLLM_PLUGINS=ascend, other leaves npu_replay out"
-    assert plugin.left_out() is not None
-    monkeypatch.setenv("VLLM_PLUGINS", "ascend, npu_replay")
-    assert "leaves npu_replay out" in str(plugin.left_out()), "vLLM looks for it with the space"
-    monkeypatch.setenv("VLLM_PLUGINS", "ascend,npu_replay")
-    assert plugin.left_out() is None
+    for filter_, left_out in (
+        ("ascend, other", "VLLM_PLUGINS=ascend, other leaves npu_replay out"),
+        ("ascend, npu_replay", "leaves npu_replay out"),  # vLLM looks for it with the space
+        ("ascend,npu_replay", "None"),
+    ):
+        monkeypatch.setenv("VLLM_PLUGINS", filter_)
+        assert left_out in str(plugin.left_out())
+        assert (left_out in plugin.capability(ascend, vllm).why) == (left_out != "None")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     assert "isn't installed as a distribution" in plugin.capability(ascend, vllm).why
     monkeypatch.setenv("NPU_REPLAY_VLLM_ASCEND", "0")

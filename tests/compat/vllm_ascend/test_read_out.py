@@ -18,11 +18,8 @@ from npu_replay.compat.vllm_ascend.read_out import ReadOut
 from npu_replay.compat.vllm_ascend.self_check import SelfCheck
 from npu_replay.errors import ReplayError
 
-BLOCK, TOKENS = 16, 6
-
-
-def group(block: int = BLOCK) -> SimpleNamespace:
-    return SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=block))
+TOKENS = 6
+GROUP = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
 
 
 class Runner:
@@ -30,14 +27,25 @@ class Runner:
 
     def __init__(self, **more: Any) -> None:
         self.scheduler_config = SimpleNamespace(async_scheduling=False)
-        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group()])
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[GROUP])
+        self.kept: list[list[int]] = []
         self.__dict__ |= more
-        self.capture: Any = None
 
     def execute_model(self, scheduled: Any, dummy_run: bool = False) -> None:
         tokens = scheduled.total_num_scheduled_tokens
         ids = torch.ones(tokens, 1, dtype=torch.int32)
         self.capture.take(0, ids, None, Layout(comm="none", tokens=tokens, entered=tokens))
+
+    def install(self, capturer: Any = None) -> Any:
+        """Install it; returns the capturer, by itself that of the releases to 0.20.2."""
+        if capturer is None:
+            capturer = SimpleNamespace(save_captured_experts=lambda indices: self.kept.append([*indices]))
+        self.capture = Capture(
+            torch.zeros(32, 1, 1, dtype=torch.int32), SelfCheck({0: "layer 0"}, 2, None, "here"), None
+        )
+        self.patches = Patches("a test")
+        ReadOut(self, capturer, self.capture).install(self.patches)
+        return capturer
 
 
 def step(tokens: int = TOKENS, done: int = 0) -> SimpleNamespace:
@@ -49,29 +57,13 @@ def step(tokens: int = TOKENS, done: int = 0) -> SimpleNamespace:
     )
 
 
-def installed(runner: Runner, capturer: Any) -> Patches:
-    buffer = torch.zeros(32, 1, 1, dtype=torch.int32)
-    runner.capture = Capture(buffer, SelfCheck({0: "layer 0"}, 2, None, "here"), None)
-    patches = Patches("a test")
-    ReadOut(runner, capturer, runner.capture).install(patches)
-    return patches
-
-
-def saver(kept: list[Any]) -> SimpleNamespace:
-    def save_captured_experts(indices: Any) -> None:
-        kept.append(list(indices))
-
-    return SimpleNamespace(save_captured_experts=save_captured_experts)
-
-
 def test_slots_that_fill_up_a_graph_are_cut_off() -> None:
     """To 0.20.2: they are -1, which numpy takes for the cache's last slot."""
-    kept: list[Any] = []
-    runner, capturer = Runner(), saver(kept)
-    installed(runner, capturer)
+    runner = Runner()
+    capturer = runner.install()
     runner.execute_model(step())
     capturer.save_captured_experts(indices=[*range(32, 32 + TOKENS), -1, -1])
-    assert kept == [list(range(32, 32 + TOKENS))]
+    assert runner.kept == [list(range(32, 32 + TOKENS))]
     runner.execute_model(step(2), dummy_run=True)  # which begins nothing
     assert runner.capture.scheduled == TOKENS
 
@@ -81,21 +73,32 @@ def test_slots_that_fill_up_a_graph_are_cut_off() -> None:
     [lambda slot: slot + 1, lambda slot: 32, lambda slot: slot - 64],
     ids=["one further", "all the same", "below zero"],
 )
-def test_slots_of_other_tokens_are_an_error(change: Callable[[int], int]) -> None:
-    runner, capturer = Runner(), saver([])
-    installed(runner, capturer)
+def test_slots_of_other_tokens_are_an_error_and_without_strict_give_zeros(
+    change: Callable[[int], int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = Runner()
+    capturer = runner.install()
     runner.execute_model(step(done=3))
     with pytest.raises(ReplayError, match="the slots of step 1 aren't those of its tokens"):
         capturer.save_captured_experts([change(slot) for slot in range(35, 35 + TOKENS)])
+    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
+    runner = Runner()
+    capturer = runner.install()
+    for done in (3, 9):
+        runner.execute_model(step(done=done))
+        capturer.save_captured_experts([change(slot) for slot in range(32 + done, 32 + done + TOKENS)])
+        assert not runner.capture.buffer.any()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "the slots of step 1 aren't those of its tokens" in caplog.text
 
 
 def test_drafts_that_were_rejected_a_step_ago_leave_slots_unchecked() -> None:
     """The scheduler counts them still, under asynchronous scheduling."""
-    runner, capturer = Runner(speculative_config=object()), saver([])
-    runner.scheduler_config.async_scheduling = True
-    installed(runner, capturer)
+    runner = Runner(speculative_config=object(), scheduler_config=SimpleNamespace(async_scheduling=True))
+    capturer = runner.install()
     runner.execute_model(step(done=3))
     capturer.save_captured_experts(list(range(32, 32 + TOKENS)))
+    assert len(runner.kept) == 1
 
 
 def test_a_hybrid_models_slots_are_those_of_its_attention() -> None:
@@ -109,57 +112,38 @@ def test_a_hybrid_models_slots_are_those_of_its_attention() -> None:
         runner.routed_experts_slot_mapping_device[:8].copy_(tables[0].slot_mapping.gpu[:8])
         return "made"
 
-    runner = Runner(
-        kv_cache_config=SimpleNamespace(kv_cache_groups=[group(), group()]),
+    runner: Any = Runner(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[GROUP, GROUP]),
         routed_experts_attn_gid=1,
         routed_experts_slot_mapping_device=torch.zeros(16, dtype=torch.int64),
         input_batch=SimpleNamespace(block_table=tables),
         _build_attention_metadata=_build_attention_metadata,
     )
     capturer = SimpleNamespace(get_device_buffer=lambda: runner.capture.buffer, clear_buffer=lambda: None)
-    patches = installed(runner, capturer)
+    runner.install(capturer)
     runner.execute_model(step())
     assert runner._build_attention_metadata() == "made"
     assert runner.routed_experts_slot_mapping_device[:TOKENS].tolist() == list(range(32, 32 + TOKENS))
     assert capturer.get_device_buffer()[:TOKENS, 0, 0].tolist() == [1] * TOKENS
-    assert not patches.undo()
+    assert not runner.patches.undo()
     assert runner._build_attention_metadata is _build_attention_metadata
 
 
-def test_a_capturer_without_a_known_way_out_is_refused() -> None:
+def test_what_gives_no_right_slots_is_refused() -> None:
+    """To 0.20.2 vLLM keeps the first group's: those of a sliding window are given back meanwhile."""
     with pytest.raises(ReplayError, match="returns rows in an unknown way"):
-        installed(Runner(), SimpleNamespace())
-
-
-def test_slots_of_several_groups_are_refused_where_vllm_keeps_the_firsts() -> None:
-    """To 0.20.2: those of a sliding window are given back, and other requests' rows come instead."""
-    runner = Runner(kv_cache_config=SimpleNamespace(kv_cache_groups=[group(), group()]))
+        Runner().install(SimpleNamespace())
     with pytest.raises(ReplayError, match="2 groups: SimpleNamespace, SimpleNamespace"):
-        installed(runner, saver([]))
-
-
-def test_without_strict_slots_of_other_tokens_give_zeros(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
-    runner, capturer = Runner(), saver([])
-    installed(runner, capturer)
-    for done in (3, 9):
-        runner.execute_model(step(done=done))
-        capturer.save_captured_experts([slot + 1 for slot in range(32 + done, 32 + done + TOKENS)])
-        assert not runner.capture.buffer.any()
-    assert [record.levelname for record in caplog.records] == ["ERROR"]
-    assert "the slots of step 1 aren't those of its tokens" in caplog.text
+        Runner(kv_cache_config=SimpleNamespace(kv_cache_groups=[GROUP, GROUP])).install()
 
 
 def test_drafts_that_vllm_leaves_out_of_a_step_are_not_missed() -> None:
     """From 0.28 on with adaptive verification, fewer tokens run than are scheduled."""
-    left_out = 2
-    runner = Runner()
-    runner.execute_model = lambda scheduled: Runner.execute_model(runner, step(TOKENS - left_out))
-    slots = torch.arange(32, 64)
+    ran = TOKENS - 2
+    runner: Any = Runner()
+    runner.execute_model = lambda scheduled: Runner.execute_model(runner, step(ran))
     capturer = SimpleNamespace(attn_gid=0, get_routed_experts=lambda slots, tokens: tokens)
-    installed(runner, capturer)
+    runner.install(capturer)
     runner.execute_model(step())
-    assert capturer.get_routed_experts([slots], TOKENS - left_out) == TOKENS - left_out
-    assert runner.capture.buffer[:TOKENS, 0, 0].tolist()[: TOKENS - left_out] == [1] * (TOKENS - left_out)
+    assert capturer.get_routed_experts([torch.arange(32, 64)], ran) == ran
+    assert runner.capture.buffer[:ran, 0, 0].tolist() == [1] * ran

@@ -39,25 +39,26 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     return found
 
 
-def test_every_holder_of_the_function_is_found(modules: dict[str, ModuleType]) -> None:
-    ((function, holders),) = selectors()
-    assert function is OWN
-    assert {one.__name__ for one in holders} == modules.keys()
-
-
 @functools.wraps(OWN)
 def wrapped() -> None: ...
 
 
-@pytest.mark.parametrize("where", [HOME, HOLDER])
 @pytest.mark.parametrize(
-    "foreign",
-    [written_in("my_patch.py"), wrapped, functools.partial(OWN), print],
+    ("where", "foreign"),
+    [
+        (HOME, written_in("my_patch.py")),
+        (HOLDER, wrapped),
+        (HOLDER, functools.partial(OWN)),
+        (HOLDER, print),
+    ],
     ids=["another file", "a wrapper", "a partial", "no Python"],
 )
 def test_somebody_elses_function_is_refused_where_it_stands(
     modules: dict[str, ModuleType], where: str, foreign: Any
 ) -> None:
+    ((function, holders),) = selectors()
+    assert function is OWN
+    assert {one.__name__ for one in holders} == modules.keys()
     modules[where].select_experts = foreign  # type: ignore[attr-defined]
     with pytest.raises(ReplayError, match=rf"{where}\.select_experts: somebody else has replaced"):
         list(selectors())

@@ -35,21 +35,19 @@ class Patch:
         self.is_applied = False
         self.set_patch_func(_missing(orig_func_name) if new_func is None else new_func)
 
-    def set_patch_func(self, new_func: Any, force_patch: bool = False) -> None:
+    def set_patch_func(self, new_func: Any) -> None:
         """Stack a wrapper, or set the one replacement."""
         if getattr(new_func, "__name__", "").endswith(("wrapper", "decorator")):
             if new_func not in self.wrappers:
                 self.wrappers.append(new_func)
-        elif self.patch_func and not force_patch:
+        elif self.patch_func:
             raise RuntimeError(f"the patch of {self.orig_func_name} exist !")
         else:
             self.patch_func = new_func
         self.is_applied = False
 
-    def remove_wrappers(self, names: str | list[str] | None = None) -> None:
-        """Forget the wrappers of these names; without names, all of them."""
-        gone = [names] if isinstance(names, str) else names
-        self.wrappers = [one for one in self.wrappers if gone is not None and one.__name__ not in gone]
+    def remove_wrappers(self) -> None:
+        self.wrappers = []
 
     def apply_patch(self) -> None:
         """Set it on the owner, whatever stands there by now, and on every module with the same object."""
@@ -136,26 +134,13 @@ class MindSpeedPatchesManager:
     patches_info: dict[str, Patch] = {}  # noqa: RUF012 - one for the process, as in the original
 
     @staticmethod
-    def register_patch(
-        orig_func_name: str, new_func: Any = None, force_patch: bool = False, create_dummy: bool = False
-    ) -> None:
+    def register_patch(orig_func_name: str, new_func: Any = None, *, create_dummy: bool = False) -> None:
         """Note a patch; `apply_patches` makes it."""
         patches = MindSpeedPatchesManager.patches_info
         if orig_func_name in patches:
-            patches[orig_func_name].set_patch_func(new_func, force_patch)
+            patches[orig_func_name].set_patch_func(new_func)
         else:
             patches[orig_func_name] = Patch(orig_func_name, new_func, create_dummy)
-
-    @staticmethod
-    def remove_wrappers(orig_func_name: str, wrappers_name: Any, remove_check: bool = True) -> None:
-        """Forget wrappers of one name."""
-        patch = MindSpeedPatchesManager.patches_info.get(orig_func_name)
-        if patch is None:
-            raise ValueError(f"The function <{orig_func_name}> not exist.")
-        before = len(patch.wrappers)
-        patch.remove_wrappers(wrappers_name)
-        if remove_check and before == len(patch.wrappers):
-            raise RuntimeError("Remove wrappers has not remove anything.")
 
     @staticmethod
     def remove_patches() -> None:

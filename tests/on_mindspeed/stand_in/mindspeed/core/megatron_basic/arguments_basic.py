@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspeed.args_utils import get_full_args
 from mindspeed.branch import BRANCH
-from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
+from mindspeed.features_manager import MindSpeedFeaturesManager
 
 
 def transformer_config_post_init_wrapper(fn: Callable[..., None]) -> Callable[..., None]:
@@ -20,7 +20,6 @@ def transformer_config_post_init_wrapper(fn: Callable[..., None]) -> Callable[..
     def wrapper(self: Any) -> None:
         MindSpeedFeaturesManager.pre_validate_features_args(self)
         fn(self)
-        MindSpeedFeaturesManager.post_validate_features_args(args=self)
         MindSpeedFeaturesManager.validate_features_args(args=self)
 
     return wrapper
