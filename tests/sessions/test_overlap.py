@@ -111,7 +111,7 @@ def test_what_a_decoder_admits_is_an_engines() -> None:
 def test_below_64_rows_nothing_is_said_and_several_micro_batches_are_taken_together() -> None:
     model, few = ToyModel(), [hidden(40, seed) for seed in range(3)]
     assert "overlap" not in run(model, [random(40)], few[0])
-    with pytest.raises(MicroBatchError, match=f"micro-batch 1, .*{FAR}"):
+    with pytest.raises(MicroBatchError, match=rf"micro-batch 1, .*{FAR}"):
         run(model, [random(40, seed=seed) for seed in range(3)], *few)
 
 
@@ -120,7 +120,7 @@ def test_rows_are_named_within_the_micro_batch_that_brings_them_to_64() -> None:
     before, right = own(model, *inputs)
     ids = right.ids.clone()
     ids[2 * RUN :] = random(RUN).ids
-    with pytest.raises(MicroBatchError, match=f"micro-batch 1, chunk 0, rows 12. to {3 * RUN - 1}: .*{FAR}"):
+    with pytest.raises(MicroBatchError, match=rf"micro-batch 1, chunk 0, rows 12. to {3 * RUN - 1}: .*{FAR}"):
         run(model, [before, of_engine(ids, right)], *inputs)
 
 

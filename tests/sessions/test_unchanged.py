@@ -173,7 +173,7 @@ def test_what_is_replaced_between_a_forward_and_its_recompute_stops_backward(
 def test_an_error_in_backward_that_the_loop_swallows_is_raised_again_on_leaving() -> None:
     model = ToyModel(recompute="reentrant")
     with (
-        pytest.raises(RouterError, match=f"at the end of the block.*{REPLACED}"),
+        pytest.raises(RouterError, match=rf"at the end of the block.*{REPLACED}"),
         npu_replay.record(model) as one,
     ):
         loss = forward(one, model, 0)
@@ -187,7 +187,7 @@ def test_a_rank_in_a_schedule_goes_on_and_raises_when_its_block_is_left() -> Non
     model = ToyModel(recompute="reentrant")
     session = StepReplay(model, errors_wait=True)
     ended = False
-    with pytest.raises(RouterError, match=f"in backward.*{REPLACED}"), session:
+    with pytest.raises(RouterError, match=rf"in backward.*{REPLACED}"), session:
         loss = forward(session, model, 0)
         router(model)
         loss.backward()
@@ -215,7 +215,7 @@ def test_the_form_of_the_models_output_does_not_matter(form: type) -> None:
 
     model = Formed(Detached(), Detached(), recompute="reentrant")
     with (
-        pytest.raises(RouterError, match=f"micro-batch 0, in backward, .*{REPLACED}"),
+        pytest.raises(RouterError, match=rf"micro-batch 0, in backward, .*{REPLACED}"),
         npu_replay.record(model),
     ):
         output = model(tokens().requires_grad_())
@@ -225,7 +225,7 @@ def test_the_form_of_the_models_output_does_not_matter(form: type) -> None:
 
 def test_a_second_backward_over_a_kept_graph_is_watched_too() -> None:
     model = ToyModel(Detached(), Detached(), recompute="reentrant")
-    with pytest.raises(RouterError, match=f"in backward, .*{REPLACED}"), npu_replay.record(model) as session:
+    with pytest.raises(RouterError, match=rf"in backward, .*{REPLACED}"), npu_replay.record(model) as session:
         loss = forward(session, model, 0)
         loss.backward(retain_graph=True)
         router(model)
@@ -256,7 +256,7 @@ def test_what_is_replaced_before_a_forward_is_told_at_its_beginning(change: Chan
 def test_what_is_replaced_after_the_last_forward_is_told_on_leaving(change: Change, kind: str) -> None:
     model = ToyModel()
     session = block(kind, model)
-    with pytest.raises(RouterError, match=f"at the end of the block, .*{REPLACED}"), session:
+    with pytest.raises(RouterError, match=rf"at the end of the block, .*{REPLACED}"), session:
         for number in range(2):
             forward(session, model, number).backward()
         change(model)
