@@ -14,7 +14,6 @@ from npu_replay import MicroBatchError, ReplayError, RoutedExperts, TokenLayout
 from npu_replay.rollout.admit import admit
 from npu_replay.rollout.release_rules import Source
 from npu_replay.routes.checks import Array
-from npu_replay.sessions.replay import StepReplay
 from toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, foreign
 
 FAR = "far from what the routers would choose"
@@ -131,22 +130,6 @@ def test_only_the_first_rows_are_judged_and_cost_a_top_k() -> None:
     assert figures["overlap"] == 1.0
 
 
-def test_a_forward_that_raised_is_not_judged_and_its_next_try_is() -> None:
-    model, inputs = ToyModel(), hidden(RUN)
-    (right,) = own(model, inputs)
-
-    def fail(*_: Any) -> None:
-        raise OSError("once")
-
-    with npu_replay.replay(model, [right]) as session:
-        handle = model.layers[1].register_forward_pre_hook(fail)
-        with pytest.raises(OSError, match="once"):
-            model(inputs)
-        handle.remove()
-        model(inputs)
-    assert session.metrics()["overlap"] == 1.0
-
-
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
 def test_wrong_rows_are_refused_before_backward_under_recompute(recompute: str) -> None:
     model = ToyModel(recompute=recompute)
@@ -156,15 +139,6 @@ def test_wrong_rows_are_refused_before_backward_under_recompute(recompute: str) 
         pytest.fail("the forward ended")
     right = own(ToyModel(recompute=recompute), hidden(RUN))
     assert run(model, right, inputs)["overlap"] == 1.0
-
-
-def test_where_errors_wait_it_is_raised_on_leaving() -> None:
-    model = ToyModel()
-    session = StepReplay(model, errors_wait=True)
-    with pytest.raises(MicroBatchError, match=FAR), session:
-        session.give(0, random(RUN))
-        model(hidden(RUN))
-        assert session.failed is not None
 
 
 # Where
