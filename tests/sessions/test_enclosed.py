@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -302,6 +303,67 @@ def test_a_hook_of_the_first_node_of_a_forward_recomputes_that_forward() -> None
         for number in (1, 0):
             outputs[number].sum().backward()
             assert torch.equal(shown.pop(), routes[number].layer_ids(0).long())
+
+
+def test_only_the_function_that_runs_is_found_among_many() -> None:
+    alive = [Rerun.apply(torch.sin, tokens(seed).requires_grad_()) for seed in range(3)]
+    seen: list[Any] = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        seen.extend(backward.enclosing(functions=True))
+        return x * 2
+
+    output = Rerun.apply(run, tokens().requires_grad_())
+    assert [one is output.grad_fn for one in seen] == [True]
+    assert len(alive) == 3
+
+
+def function_made_here(how: str) -> type[torch.autograd.Function]:
+    """Each call makes a class of its own, of the same code."""
+    if how == "setup_context":
+
+        class Unshown(Rerun):
+            @staticmethod
+            def forward(run: Run, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+                return run(x)
+
+        return Unshown
+
+    def forward(ctx: Any, run: Run, x: torch.Tensor) -> torch.Tensor:
+        ctx.run, ctx.x = run, x
+        return run(x)
+
+    wrap: dict[str, Callable[..., Any]] = {
+        "wrapped": functools.partial(torch.amp.custom_fwd, device_type="cpu"),
+        "partial": functools.partial,
+    }
+
+    class Shown(torch.autograd.Function):
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+            forward(ctx, ctx.run, ctx.x)
+            return None, grad
+
+    Shown.forward = staticmethod(wrap.get(how, lambda plain: plain)(forward))  # type: ignore[method-assign]
+    return Shown
+
+
+@pytest.mark.parametrize("how", ["ctx", "setup_context", "wrapped", "partial"])
+def test_a_function_is_found_in_its_forward_alone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # no class of another case
+    monkeypatch.setattr(backward, "_codes", {})
+    seen: list[list[Any]] = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        seen.append(backward.enclosing(functions=True))
+        return x * 2
+
+    for _ in range(2):
+        output = function_made_here(how).apply(run, tokens().requires_grad_())
+        assert [one is output.grad_fn for one in seen.pop()] == [True]
+        output.sum().backward()
+        if how != "setup_context":
+            assert seen.pop() == []  # in its backward, the same forward with the same ctx
 
 
 # Any of them in any other

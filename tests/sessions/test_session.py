@@ -297,6 +297,24 @@ def test_forwards_from_two_threads_are_refused() -> None:
 # Exceptions
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_inside_a_router_leaves_nothing(error: type[BaseException]) -> None:
+    model = ToyModel(ToyRouter(), ToyRouter(masks=True))
+    before = run(model, 0)
+
+    def fail(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise error("in the router")
+
+    model.layers[1].router.select, kept = fail, model.layers[1].router.select
+    with pytest.raises(error, match="in the router"), npu_replay.record(model):
+        model(tokens())
+    model.layers[1].router.select = kept
+    assert torch.overrides._get_current_function_mode() is None
+    scores = torch.rand(ROWS, EXPERTS)
+    assert torch.equal(torch.topk(scores, TOPK).indices, scores.topk(TOPK).indices)
+    check_usable(model, before)
+
+
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
 def test_a_forward_that_raised_owes_no_recompute(how: str) -> None:
     """Its exception keeps its frames, and they its graph, alive."""
