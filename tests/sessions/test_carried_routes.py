@@ -277,7 +277,7 @@ def of_two(routes: torch.Tensor, model: RoutedModel, **call: Any) -> RoutedExper
     return carried_routes(routes, {"input_ids": ids, "position_ids": positions} | call, model)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64])
 @pytest.mark.parametrize("topk", [1, 2, 3])
 def test_rows_of_minus_one_have_no_route(topk: int, dtype: torch.dtype) -> None:
     """With a top-k of 1 they would be expert 0."""
@@ -349,23 +349,3 @@ def test_ids_of_any_integers_stay_what_they_are() -> None:
     for far in (65_535, 2**32 - 1, 2**32 + 1):
         with pytest.raises(InvalidRoutes, match="out of range"):
             of_two(torch.full((1, 10, 2, 1), far).to(torch.uint16 if far == 65_535 else torch.int64), model)
-
-
-@pytest.mark.parametrize("empty", [0, -1])
-def test_a_top_1_models_last_tokens_choose_by_themselves(empty: int) -> None:
-    followed = make("Qwen3Moe", 0, num_hidden_layers=2, num_experts=EXPERTS, num_experts_per_tok=1).train()
-    fed, places = LAYOUTS["packed"](texts())
-    generator = torch.Generator().manual_seed(0)
-    routes = torch.randint(1, EXPERTS, (1, fed["input_ids"].numel(), 2, 1), generator=generator)
-    ends = torch.tensor([int(place[-1]) for place in places])
-    routes[0, ends] = empty
-    outputs: list[Any] = []
-    for layer in followed.model.layers:
-        layer.mlp.gate.register_forward_hook(lambda gate, args, out: outputs.append((gate, args[0], out[-1])))
-    with npu_replay.follow(followed, mode="R3"):
-        followed(**fed, routed_experts=routes)
-    for number, (gate, hidden, ids) in enumerate(outputs):
-        own = (hidden.reshape(len(ids), -1) @ gate.weight.T).argmax(1, keepdim=True)
-        expected = routes[0, :, number].index_copy(0, ends, own[ends])
-        assert torch.equal(ids, expected)
-        assert own[ends].any(), "none of them chooses expert 0 alone"

@@ -844,37 +844,16 @@ def check(cases: Sequence[Case]) -> None:
     assert not wrong, f"{len(wrong)} of {len(cases)} cases\n{told}"
 
 
-beds = pytest.mark.parametrize(
-    "bed",
-    [
-        pytest.param(name, marks=[pytest.mark.megatron] if name.startswith("megatron") else [])
-        for name in CASES
-    ],
+@pytest.mark.parametrize(
+    "bed", [pytest.param(name, marks=[pytest.mark.megatron] * name.startswith("megatron")) for name in CASES]
 )
-
-
-@beds
-@pytest.mark.parametrize("fault", WRONG)
-def test_what_is_wrong_in_one_micro_batch_is_refused_in_it(bed: str, fault: str) -> None:
-    check([draw(bed, fault, number) for number in range(some(CASES[bed]))])
-
-
-@beds
-@pytest.mark.parametrize("fault", IN_RECOMPUTE)
-def test_what_is_wrong_in_one_recompute_is_refused_in_backward(bed: str, fault: str) -> None:
-    check([draw(bed, fault, number, again=True) for number in range(some(CASES[bed]))])
-
-
-@beds
-@pytest.mark.parametrize("fault", RIGHT)
-def test_what_is_right_in_every_micro_batch_passes_with_the_truth(bed: str, fault: str) -> None:
-    check([draw(bed, fault, number) for number in range(some(CASES[bed]))])
-
-
-@beds
-@pytest.mark.parametrize("fault", OPEN)
-def test_a_top_k_that_may_go_unseen_is_never_wrong_in_silence(bed: str, fault: str) -> None:
-    check([draw(bed, fault, number) for number in range(some(CASES[bed]))])
+@pytest.mark.parametrize(
+    ("fault", "again"), [*((fault, False) for fault in FAULTS), *((fault, True) for fault in IN_RECOMPUTE)]
+)
+def test_what_is_wrong_in_one_micro_batch_is_refused_in_it_and_the_rest_is_right(
+    bed: str, fault: str, again: bool
+) -> None:
+    check([draw(bed, fault, number, again=again) for number in range(some(CASES[bed]))])
 
 
 @pytest.mark.parametrize("fault", [fault for fault in WRONG | RIGHT if fault != "other_output"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -171,14 +170,6 @@ def test_an_update_takes_what_was_recorded_in_whatever_layout(
             assert len(seen.calls) == LAYERS * (2 if recompute else 1)
             assert_replayed(seen, fed, [wanted[n] for n in part])
         assert following.metrics()["replayed"] == following.metrics()["recorded"] == 5
-
-
-def test_a_record_leaves_the_outputs_bit_equal() -> None:
-    followed, (fed, _) = model(), padded(texts(), left=1, right=1)
-    with torch.no_grad():
-        wanted = followed(**fed).logits
-        with npu_replay.follow(followed):
-            assert torch.equal(followed(**fed).logits, wanted)
 
 
 def test_gradients_are_those_of_a_replay_that_was_given_the_routes() -> None:
@@ -462,13 +453,12 @@ def test_two_models_at_once() -> None:
         assert_replayed(eyes, fed, routes)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_a_copy_of_the_model_is_not_followed(copied: Callable[[Any], Any]) -> None:
+def test_a_copy_of_the_model_is_not_followed() -> None:
     """A reference model that is made of the policy in the middle of a run."""
     followed, fed = model(), padded(texts())
     with npu_replay.follow(followed) as following:
         record(followed, fed)
-        other = copied(followed)
+        other = copy.deepcopy(followed)
         before = trace(following)
         record(other, padded(texts(seed=1)))
         learn(other, padded(texts(seed=2)))
@@ -488,27 +478,6 @@ def test_a_checkpoint_around_the_model_is_an_update() -> None:
         out.sum().backward()
         assert following.metrics()["recorded"] == 5
     assert len(seen.calls) == 2 * LAYERS
-    assert_replayed(seen, fed, wanted)
-
-
-def test_a_forward_that_raised_leaves_nothing() -> None:
-    followed, fed = model(), padded(texts())
-    broken = followed.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
-    seen = Seen(followed)
-    with npu_replay.follow(followed) as following:
-        with pytest.raises(ZeroDivisionError):
-            record(followed, fed)
-        assert following.metrics()["held"] == 0
-        broken.remove()
-        seen.calls.clear()
-        wanted = record(followed, fed, seen)
-        move(followed)
-        broken = followed.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            learn(followed, fed)
-        broken.remove()
-        seen.calls.clear()
-        learn(followed, fed)
     assert_replayed(seen, fed, wanted)
 
 
@@ -541,22 +510,6 @@ def test_a_rollout_s_routes_are_replayed_in_every_pass_and_stay() -> None:
                 assert torch.equal(updated[at][layer][:-1], given[at][:, layer])
             else:
                 assert torch.equal(updated[at][layer], recorded[at][layer])
-
-
-def test_from_vllm_fills_the_same_store() -> None:
-    followed, tokens = model(), [11, 12, 13, 14]
-    _, ids = rollout(torch.tensor(tokens))
-    choice = {"prompt_token_ids": tokens[:2], "token_ids": tokens[2:], "routed_experts": ids.tolist()}
-    config = npu_replay.RoutedModel(
-        layers=tuple(range(LAYERS)), num_layers=LAYERS, num_experts=EXPERTS, topk=TOPK
-    )
-    fed, seen = padded([torch.tensor(tokens)], right=3), Seen(followed)
-    with npu_replay.follow(followed) as following:
-        for routes in npu_replay.from_vllm({"choices": [choice]}, config):
-            following.put(routes)
-        learn(followed, fed)
-        [got] = seen.of(fed[1])
-    assert all(torch.equal(got[layer][:-1], ids[:, layer]) for layer in range(LAYERS))
 
 
 def test_routes_that_do_not_fit_are_refused_as_they_are_put() -> None:

@@ -18,11 +18,7 @@ from npu_replay import RouterError
 from npu_replay.errors import MicroBatchError
 from npu_replay.rollout.model_config import RoutedModel
 
-UNLIKE = {
-    "top-k": ([8, 8, 8], [2, 3, 2]),
-    "experts": ([8, 4, 8], [2, 2, 2]),
-    "both": ([8, 16, 4], [2, 4, 1]),
-}
+UNLIKE = {"top-k": ([8, 8, 8], [2, 3, 2]), "both": ([8, 16, 4], [2, 4, 1])}
 PARTS = pytest.mark.parametrize(("experts", "topks"), UNLIKE.values(), ids=UNLIKE)
 
 

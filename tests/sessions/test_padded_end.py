@@ -10,7 +10,7 @@ import torch
 
 import npu_replay
 from npu_replay import MicroBatchError, ReplayError, RoutedExperts
-from npu_replay.sessions.fed_sequences import Places, fed_sequences
+from npu_replay.sessions.fed_sequences import fed_sequences
 
 pytest.importorskip("transformers")
 
@@ -195,12 +195,3 @@ def test_keys_are_those_of_the_sequences_alone() -> None:
             fed_sequences(fed, {}, [*"abcdefg"[:few]])
     single = fed | {"position_ids": fed["position_ids"].clone().index_fill_(1, torch.arange(35, 40), 0)}
     assert fed_sequences(single, {}, [*"abcde"]).marks == alone.marks
-
-
-@pytest.mark.parametrize("padding", [0, -1])
-def test_embeddings_have_no_padded_end(padding: int) -> None:
-    """Some configs say -1 for a model without a padding id."""
-    fed, _ = packed(texts())
-    places = Places.of({"inputs_embeds": torch.zeros(1, 35, 4), "position_ids": fed["position_ids"]}, padding)
-    assert (len(places.spans), places.padded.any()) == (5, False)
-    assert not Places.of(fed, padding).padded.any()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from npu_replay.sessions import backward, route_source
 from toys import (
     EXPERTS,
     ROWS,
+    SAVED_TENSOR_HOOKS,
     TOPK,
     ToyModel,
     ToyRouter,
@@ -49,10 +52,6 @@ pytestmark = [
 NATIVE = torch.topk, torch.Tensor.topk
 
 
-def random_routes(model: ToyModel, *seeds: int) -> list[RoutedExperts]:
-    return foreign(len(seeds or (0,)), layers=len(model.layers))
-
-
 def check_usable(model: ToyModel, before: object) -> None:
     """After an error nothing is left, and the model works as it did."""
     assert hooks(model) == 0
@@ -61,38 +60,24 @@ def check_usable(model: ToyModel, before: object) -> None:
     assert len(recorded(model)) == 1
 
 
-def says(*words: str) -> str:
-    """A pattern for a message that has all these words, in this order."""
-    return "(?s)" + ".*".join(re.escape(word) for word in words)
-
-
 # Bad input: refused on entering
 
 
-def test_a_layer_that_the_routes_lack_is_refused_on_entering() -> None:
-    model = ToyModel()
-    before = run(model, 0)
-    routes = RoutedExperts(ids=recorded(model)[0].ids[:, :1], layers=[0], num_experts=EXPERTS)
-    message = says("micro-batch 0, layer 1", "missing", "Expected layers [0, 1]", "got [0]", "Usual cause")
-    with pytest.raises(RouterError, match=message), npu_replay.replay(model, [routes]):
-        pytest.fail("the block was entered")
-    check_usable(model, before)
-
-
 @pytest.mark.parametrize(
-    ("ids", "experts", "words"),
+    ("ids", "layers", "experts", "words"),
     [
-        (torch.arange(2).expand(ROWS, 2, 2), EXPERTS, ("another top-k", "top-3 of 16", "top-2")),
-        (torch.arange(3).expand(ROWS, 2, 3), 8, ("number of experts", "top-3 of 16", "of 8")),
+        (torch.arange(3).expand(ROWS, 1, 3), [0], EXPERTS, "layer 1.*missing.*0, 1.*got .0"),
+        (torch.arange(2).expand(ROWS, 2, 2), [0, 1], EXPERTS, "layer 0.*another top-k.*top-3.*top-2"),
+        (torch.arange(3).expand(ROWS, 2, 3), [0, 1], 8, "layer 0.*number of experts.*top-3 of 16.*of 8"),
     ],
 )
-def test_another_top_k_or_number_of_experts_is_refused_on_entering(
-    ids: torch.Tensor, experts: int, words: tuple[str, ...]
+def test_routes_of_another_model_are_refused_on_entering(
+    ids: torch.Tensor, layers: list[int], experts: int, words: str
 ) -> None:
     model = ToyModel()
     before = run(model, 0)
-    routes = RoutedExperts(ids=ids, layers=[0, 1], num_experts=experts)
-    message = says("micro-batch 0, layer 0", *words, "Usual cause")
+    routes = RoutedExperts(ids=ids, layers=layers, num_experts=experts)
+    message = f"micro-batch 0, {words}"
     with pytest.raises(RouterError, match=message), npu_replay.replay(model, [routes]):
         pytest.fail("the block was entered")
     check_usable(model, before)
@@ -105,7 +90,7 @@ def test_blocks_on_the_same_router_do_not_nest(outer: str, inner: str) -> None:
     before = run(model, 0)
     with opened(outer, model):
         count = hooks(model)
-        message = says("layer 0", f"{inner} can't be opened inside {outer}", "Usual cause")
+        message = f"layer 0.*{inner} can't be opened inside {outer}"
         with pytest.raises(RouterError, match=message), opened(inner, model):
             pytest.fail("the block was entered")
         assert hooks(model) == count, "the outer block is as it was"
@@ -115,21 +100,20 @@ def test_blocks_on_the_same_router_do_not_nest(outer: str, inner: str) -> None:
 
 def test_a_model_without_routers_is_refused() -> None:
     """T36: an architecture that isn't known must not be passed over."""
-    with pytest.raises(RouterError, match=says("Linear", "no router", "toy", "Usual cause")):
+    with pytest.raises(RouterError, match=r"Linear.*no router.*toy"):
         npu_replay.record(torch.nn.Linear(2, 2)).__enter__()
 
 
 def test_labels_must_be_clear() -> None:
-    twice = ToyModel(ToyRouter(layer=3), ToyRouter(layer=3))
-    with pytest.raises(RouterError, match=says("layer 3", "two routers", "layers.0", "layers.1")):
-        npu_replay.record(twice).__enter__()
     some = ToyModel(ToyRouter(layer=3), ToyRouter())
-    with pytest.raises(RouterError, match=says("layers.1", "some don't", "1 of 2")):
-        npu_replay.record(some).__enter__()
-    with pytest.raises(RouterError, match="is in two chunks"):
-        npu_replay.record([some, some]).__enter__()
-    numbered = ToyModel(ToyRouter(layer=7), ToyRouter(layer=2))
-    assert recorded(numbered)[0].layers == (2, 7)
+    for wrong, words in (
+        (ToyModel(ToyRouter(layer=3), ToyRouter(layer=3)), "layer 3.*two routers.*layers.0.*layers.1"),
+        (some, "layers.1.*some don't.*1 of 2"),
+        ([some, some], "is in two chunks"),
+    ):
+        with pytest.raises(RouterError, match=words):
+            npu_replay.record(wrong).__enter__()
+    assert recorded(ToyModel(ToyRouter(layer=7), ToyRouter(layer=2)))[0].layers == (2, 7)
 
 
 def test_what_is_no_model_and_no_list_of_routes_is_said_in_words() -> None:
@@ -157,34 +141,26 @@ def test_another_token_count_is_refused_in_the_forward() -> None:
     model = ToyModel()
     before = run(model, 0)
     routes = recorded(model, 0, 1)
-    message = says("micro-batch 1, layer 0", "number of tokens", "Expected 7 rows", "got 10", "Usual cause")
+    message = "micro-batch 1, layer 0.*number of tokens.*Expected 7 rows, got 10"
     with pytest.raises(MicroBatchError, match=message), npu_replay.replay(model, routes):
         model(tokens(0))
         model(tokens(1, rows=7))
     check_usable(model, before)
 
 
-def test_one_micro_batch_too_many_is_refused_at_its_beginning() -> None:
+def test_one_micro_batch_too_many_or_too_few_is_refused() -> None:
     model = ToyModel()
     before = run(model, 0)
     reached = []
-    with (
-        pytest.raises(MicroBatchError, match=says("micro-batch 1", "more micro-batches", "Usual cause")),
-        npu_replay.replay(model, recorded(model)),
-    ):
+    many = pytest.raises(MicroBatchError, match=r"micro-batch 1.*more micro-batches")
+    with many, npu_replay.replay(model, recorded(model)):
         model(tokens(0))
         model.layers[0].register_forward_pre_hook(lambda *_: reached.append(1))
         model(tokens(1))
     model.layers[0]._forward_pre_hooks.clear()
-    assert not reached
-    check_usable(model, before)
-
-
-def test_too_few_micro_batches_are_refused_on_leaving() -> None:
-    model = ToyModel()
-    before = run(model, 0)
-    message = says("micro-batch 1", "fewer micro-batches", "Expected 2", "got 1", "Usual cause")
-    with pytest.raises(MicroBatchError, match=message), npu_replay.replay(model, recorded(model, 0, 1)):
+    assert not reached, "it is refused at its beginning"
+    few = pytest.raises(MicroBatchError, match=r"micro-batch 1.*fewer micro-batches.*Expected 2.*got 1")
+    with few, npu_replay.replay(model, recorded(model, 0, 1)):
         model(tokens(0))
     check_usable(model, before)
 
@@ -201,56 +177,35 @@ def by_sorting(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, t
     return values[:, : router.topk], ids[:, : router.topk]
 
 
-def forced(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.topk(scores, router.topk, dim=-1)
-    ids = torch.arange(len(scores) * router.topk).view(len(scores), -1) % EXPERTS
-    return scores.gather(1, ids), ids
-
-
-@pytest.mark.parametrize(
-    ("select", "words"),
-    [(by_sorting, "never reached its top-k"), (forced, "doesn't show the chosen experts")],
-)
-@pytest.mark.parametrize("kind", ["record", "replay"])
-def test_a_router_without_an_effect_is_an_error_at_the_end_of_the_first_micro_batch(
-    kind: str, select: object, words: str
-) -> None:
-    routes = random_routes(ToyModel())
-    model = ToyModel(ToyRouter(), ToyRouter(select=select, bypass="the reason that its compat module knows"))
+def test_a_router_without_a_top_k_is_refused_before_an_optimizer_can_step() -> None:
+    """In other micro-batches than the first, and in other ways: test_faults_in_any_micro_batch.py."""
+    model = ToyModel(ToyRouter(), ToyRouter(select=by_sorting, bypass="why its kind has none"))
     before = run(model, 0)
-    ended = False
-    block = npu_replay.record(model) if kind == "record" else npu_replay.replay(model, routes)
-    with pytest.raises(NoEffect, match=says("micro-batch 0, layer 1", words, "Usual cause")) as caught, block:
+    message = "micro-batch 0, layer 1.*never reached its top-k.*why its kind has none"
+    with pytest.raises(NoEffect, match=message), npu_replay.record(model):
         model(tokens())
-        ended = True
-    assert not ended, "the error must come before an optimizer can step"
-    if select is by_sorting:
-        assert "the reason that its compat module knows" in str(caught.value)
+        pytest.fail("the forward ended")
     assert hooks(model) == 0
     assert same(run(model, 0), before)
 
 
-def ignoring(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.topk(scores, router.topk, dim=-1)
-    return by_sorting(router, scores)
-
-
-@pytest.mark.parametrize("before_the_step", [1, 2, 3, 5])
-def test_a_router_that_ignores_its_routes_shows_after_the_optimizer_stepped(
-    before_the_step: int,
-) -> None:
+@pytest.mark.parametrize("before_the_step", [1, 3])
+def test_a_router_that_ignores_its_routes_shows_after_the_optimizer_stepped(before_the_step: int) -> None:
     """Until then it chooses what the routes say: they were recorded from it."""
-    model = ToyModel(ToyRouter(), ToyRouter(select=ignoring))
+
+    def ignores(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.topk(scores, router.topk, dim=-1)
+        return by_sorting(router, scores)
+
+    model = ToyModel(ToyRouter(), ToyRouter(select=ignores))
     routes = recorded(model)
-    ran = 0
-    message = says(f"micro-batch {before_the_step}, layer 1", "doesn't show the chosen experts")
+    message = f"micro-batch {before_the_step}, layer 1.*doesn't show the chosen experts"
     with pytest.raises(NoEffect, match=message), npu_replay.replay(model, routes * 7):
         for ran in range(7):
             if ran == before_the_step:
                 with torch.no_grad():
                     model.layers[1].router.weight.neg_()
             model(tokens())
-    assert ran == before_the_step
 
 
 def showing_fewer(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -273,15 +228,8 @@ def test_a_fused_gating_operator_is_named_in_the_error() -> None:
     library.impl("npu_moe_gating_top_k", lambda x, k: torch.ops.aten.topk(x, k), "CompositeExplicitAutograd")
     operator = torch.ops.npu_replay_test.npu_moe_gating_top_k
     model = ToyModel(ToyRouter(select=lambda router, scores: operator(scores, router.topk)))
-    message = says("layer 0", "never reached its top-k", "npu_moe_gating_top_k", "moe_router_fusion=False")
+    message = "layer 0.*never reached its top-k.*npu_moe_gating_top_k.*moe_router_fusion=False"
     with pytest.raises(NoEffect, match=message), npu_replay.record(model):
-        model(tokens())
-
-
-def test_a_router_that_is_not_called_is_an_error_at_the_end_of_the_forward() -> None:
-    model = ToyModel()
-    model.layers[1].forward = lambda hidden: hidden
-    with pytest.raises(NoEffect, match=says("layer 1", "was not called")), npu_replay.record(model):
         model(tokens())
 
 
@@ -289,12 +237,10 @@ def test_a_forward_past_call_is_an_error_at_the_second_live_call() -> None:
     """S1: it has no end, so every micro-batch would be number 0."""
     model = ToyModel()
     before = run(model, 0)
-    with npu_replay.replay(model, random_routes(model)) as session:
+    past = pytest.raises(MicroBatchError, match=r"micro-batch 0, layer 0.*past the __call__")
+    with past, npu_replay.replay(model, foreign()):
         model.forward(tokens())
-        with pytest.raises(MicroBatchError, match=says("micro-batch 0, layer 0", "past the __call__")):
-            model.forward(tokens())
-        session.timeline.bypassed = None
-        model(tokens())
+        model.forward(tokens())
     check_usable(model, before)
 
 
@@ -304,11 +250,10 @@ def sorted_with_grad(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Ten
 
 
 @pytest.mark.parametrize("opens", [npu_replay.record, npu_replay.pin_recompute])
-@pytest.mark.parametrize("topk", [2, 4, 8])
-def test_a_recompute_sorts_what_its_forward_left_unsorted(opens: Any, topk: int) -> None:
+def test_a_recompute_sorts_what_its_forward_left_unsorted(opens: Any) -> None:
     model = ToyModel(*(ToyRouter(select=sorted_with_grad) for _ in range(2)), recompute="reentrant")
     for layer in model.layers:
-        layer.router.topk = topk
+        layer.router.topk = 4
     plain = run(model, 0, 1)
     with opens(model):
         assert same(run(model, 0, 1), plain)
@@ -320,7 +265,7 @@ def test_a_router_called_twice_in_one_forward_is_an_error() -> None:
     twice.layers[1] = twice.layers[0]
     shared.layers[1].router = shared.layers[0].router
     for model in (twice, shared):
-        message = says("layer 0", "called again", "layers that share one router")
+        message = "layer 0.*called again.*layers that share one router"
         with pytest.raises(MicroBatchError, match=message), npu_replay.record(model):
             model(tokens())
 
@@ -368,27 +313,6 @@ def test_an_exception_inside_a_router_leaves_nothing(error: type[BaseException])
     scores = torch.rand(ROWS, EXPERTS)
     assert torch.equal(torch.topk(scores, TOPK).indices, scores.topk(TOPK).indices)
     check_usable(model, before)
-
-
-def test_a_forward_that_raised_and_is_tried_again_does_not_shift_the_routes() -> None:
-    """S1: what is kept is keyed by micro-batch, not appended to a list."""
-    model = ToyModel()
-    expected = recorded(model, 0, 1)
-    second = model.layers[1]
-    with npu_replay.record(model) as recording:
-        model(tokens(0))
-        handle = second.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(tokens(5))
-        handle.remove()
-        model(tokens(1))
-    assert recording.routes == expected
-    with npu_replay.replay(model, expected):
-        handle = second.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(tokens(0))
-        handle.remove()
-        model(tokens(0)), model(tokens(1))
 
 
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
@@ -443,10 +367,8 @@ def test_leaving_the_block_before_backward_is_an_error(how: str, kind: str) -> N
     model = ToyModel(recompute=None if "whole" in how else how)
     before = run(model, 0)
     x = tokens().requires_grad_()
-    with (
-        pytest.raises(RecomputeError, match=says("micro-batch 0, layer 0", "2 router calls", "inside")),
-        opened(kind, model),
-    ):
+    early = pytest.raises(RecomputeError, match=r"micro-batch 0, layer 0.*2 router calls.*inside")
+    with early, opened(kind, model):
         if "whole" in how:
             loss = checkpoint(model, x, use_reentrant=how == "whole reentrant").sum()
         else:
@@ -455,21 +377,14 @@ def test_leaving_the_block_before_backward_is_an_error(how: str, kind: str) -> N
     check_usable(model, before)
 
 
-def test_a_forward_without_grad_needs_no_backward() -> None:
-    model = ToyModel(recompute="reentrant")
-    with npu_replay.record(model) as recording, torch.no_grad():
-        output = model(tokens().requires_grad_())
-    assert len(recording.routes) == len(output) // ROWS
-
-
 @pytest.mark.parametrize("how", RECOMPUTE)
 def test_a_recompute_of_a_forward_before_the_block_is_refused(how: str) -> None:
     model = ToyModel(recompute=how)
     before = run(model, 0)
     loss = model(tokens().requires_grad_()).sum()
-    with npu_replay.replay(model, random_routes(model)):
+    with npu_replay.replay(model, foreign()):
         model(tokens())
-        with pytest.raises(RecomputeError, match=says("in backward", "no forward of this block")):
+        with pytest.raises(RecomputeError, match=r"in backward.*no forward of this block"):
             loss.backward()
     check_usable(model, before)
 
@@ -478,79 +393,80 @@ def test_a_torch_that_hides_its_autograd_facts_refuses_recompute(monkeypatch: py
     model = ToyModel(recompute="reentrant")
     monkeypatch.setattr(backward, "probe", lambda: "_current_autograd_node is gone")
     with npu_replay.record(model):
-        with pytest.raises(RecomputeError, match=says("layer 1", "_current_autograd_node is gone", "turn")):
+        with pytest.raises(RecomputeError, match=r"layer 1.*_current_autograd_node is gone.*turn"):
             run(model, 0)
         gc.collect()
 
 
-def test_a_second_backward_recomputes_again() -> None:
-    for how in RECOMPUTE:
-        model, plain = ToyModel(recompute=how), ToyModel()
-        routes = random_routes(model)
-        grads = []
-        for one in (plain, model):
-            with npu_replay.replay(one, routes):
-                loss = one(tokens().requires_grad_()).sum()
-                loss.backward(retain_graph=True)
-                loss.backward()
-            grads.append([p.grad for p in one.parameters()])
-        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+@pytest.mark.parametrize("told", SAVED_TENSOR_HOOKS)
+def test_the_autograd_facts_hold_on_a_torch_that_tells_its_hooks_and_on_one_that_does_not(
+    told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if told == "hooks not told":
+        monkeypatch.setattr(backward, "_top_hooks", None)
+    backward.probe.cache_clear()
+    assert backward.probe() is None
 
 
-@pytest.mark.parametrize("how", [None, "reentrant", "non-reentrant"])
-def test_pin_recompute_stays_small_where_a_graph_is_always_in_flight(how: str | None) -> None:
-    """As in a pipeline: a backward comes two forwards after its own."""
+def test_what_fails_when_torch_is_asked_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A package that torch imports for a checkpoint may be broken; that is no fault of torch's."""
+    broken = tmp_path / "triton_of_another_build.py"
+    broken.write_text("def get():\n    raise ImportError('no symbol _ZN in libtriton.so')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, broken.stem, raising=False)
+    monkeypatch.setattr(backward, "checkpoint", lambda *_, **__: import_module(broken.stem).get())
+    backward.probe.cache_clear()
+    try:
+        said = backward.probe()
+    finally:
+        backward.probe.cache_clear()
+    assert said == f"ImportError: no symbol _ZN in libtriton.so, raised in {broken}, line 2"
+
+
+@pytest.mark.parametrize("how", RECOMPUTE)
+def test_a_second_backward_recomputes_again(how: str) -> None:
+    grads = []
+    for model in (ToyModel(), ToyModel(recompute=how)):
+        with npu_replay.replay(model, foreign()):
+            loss = model(tokens().requires_grad_()).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("kind", ["pin_recompute", "replay"])
+@pytest.mark.parametrize("how", [None, *RECOMPUTE])
+def test_little_is_held_where_a_graph_is_always_in_flight(how: str | None, kind: str) -> None:
+    """As in a pipeline: a backward comes two forwards after its own. All ids would be a GB on the device."""
     model = ToyModel(recompute=how)
-    with npu_replay.pin_recompute(model) as session:
+    with opened(kind, model, 30, recorded=torch.arange(ROWS) % 2 == 0) as session:
         losses: list[torch.Tensor] = []
         for seed in range(30):
             losses.append(model(tokens(seed).requires_grad_()).square().mean())
             if len(losses) > 2:
                 losses.pop(0).backward()
             pending = session._work.recomputes
-            held = session.timeline.ends, session._work.kept, pending, pending.ran
-            assert max(map(len, held)) <= 2 * 4
+            assert max(map(len, (session._work.kept, pending, pending.ran))) <= (8 if how else 0)
+            assert kind == "replay" or len(session.timeline.ends) <= 8
         for loss in losses:
             loss.backward()
-
-
-def test_metrics_are_plain_numbers() -> None:
-    model = ToyModel()
-    with npu_replay.replay(model, recorded(model, 0, 1)) as session:
-        model(tokens(0)), model(tokens(1))
-    metrics = session.metrics()
-    assert {k: metrics[k] for k in ("micro_batches", "rows", "rows_without_route")} == {
-        "micro_batches": 2,
-        "rows": 2 * ROWS,
-        "rows_without_route": 0,
-    }
-    assert 0 < metrics["seconds"] < 10
 
 
 @pytest.mark.parametrize("usable", [True, False])
 def test_padding_is_counted_apart_from_what_is_missing(usable: bool) -> None:
     model = ToyModel()
-    whole = recorded(model, 0)[0].take(range(ROWS - 4))
+    batch = recorded(model, 0)[0].take(range(ROWS - 4))
     layout = TokenLayout.padded([ROWS - 3], ROWS)  # the last token has no route, and three rows no token
-    batch = (
-        [whole]
-        if usable
-        else [RoutedExperts.unrecorded(ROWS - 3, layers=[0, 1], topk=whole.topk, num_experts=EXPERTS)]
-    )
-    routes = layout.gather(batch, on_bad_route="native", ceiling=1)
-    with npu_replay.replay(model, [routes]) as session:
+    if not usable:
+        batch = RoutedExperts.unrecorded(ROWS - 3, layers=[0, 1], topk=TOPK, num_experts=EXPERTS)
+    routes = layout.gather([batch], on_bad_route="native", ceiling=1)
+    with npu_replay.replay(model, [routes], live_mismatch=True) as session:
         model(tokens(0))
     metrics = session.metrics()
     assert (metrics["rows_without_route"], metrics["padding"]) == ((4, 3) if usable else (ROWS, 3))
     assert metrics["bad_samples"] == (not usable)
-
-
-def test_rows_without_a_route_do_not_count_as_differing() -> None:
-    model = ToyModel()
-    routes = recorded(model)[0].take([-1, *range(1, ROWS)])
-    with npu_replay.replay(model, [routes], live_mismatch=True) as session:
-        model(tokens())
-    assert session.metrics()["live_mismatch"] == 0
+    assert metrics.get("live_mismatch", 0) == 0, "rows without a route don't count as differing"
 
 
 # What reaches past the model's __call__
@@ -676,56 +592,41 @@ def test_a_block_is_no_garbage_that_waits_for_the_collector(kind: str, how: str 
         gc.enable()
 
 
-@pytest.mark.parametrize("how", [None, *RECOMPUTE])
-def test_ids_are_kept_for_a_recompute_alone(how: str | None) -> None:
-    """Of every layer and micro-batch they would be a GB on the device by the end of a long step."""
-    model = ToyModel(recompute=how)
-    kept = []
-    with npu_replay.replay(model, foreign(4, recorded=torch.arange(ROWS) % 2 == 0)) as session:
-        for seed in range(4):
-            loss = model(tokens(seed).requires_grad_()).sum()
-            kept.append(len(session._work.kept))
-            loss.backward()
-            del loss
-    assert kept == ([0] * 4 if how is None else [len(model.layers)] * 4)
-
-
 # Odd but legitimate use
 
 
-def test_a_top_k_after_an_interrupt_is_the_callers_own() -> None:
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_top_k_after_an_interrupt_is_the_callers_own(masks: bool) -> None:
     def interrupt(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise KeyboardInterrupt
 
-    for masks in (False, True):
-        model = ToyModel(ToyRouter(), ToyRouter(masks=masks))
-        scores = torch.rand(ROWS, EXPERTS)
-        native = NATIVE[0](scores, TOPK).indices
-        with npu_replay.replay(model, random_routes(model)):
-            model.layers[1].router.select, kept = interrupt, model.layers[1].router.select
-            try:
-                model(tokens())
-            except KeyboardInterrupt:
-                assert torch.equal(torch.topk(scores, TOPK).indices, native)
-            assert torch.equal(scores.topk(TOPK, dim=-1).indices, native)
-            assert torch.overrides._get_current_function_mode() is None
-            model.layers[1].router.select = kept
+    model, scores = ToyModel(ToyRouter(), ToyRouter(masks=masks)), torch.rand(ROWS, EXPERTS)
+    before, native = run(model, 0), NATIVE[0](scores, TOPK).indices
+    with npu_replay.replay(model, foreign()):
+        model.layers[1].router.select, kept = interrupt, model.layers[1].router.select
+        try:
             model(tokens())
+        except KeyboardInterrupt:
+            assert torch.equal(torch.topk(scores, TOPK).indices, native)
+        assert torch.equal(scores.topk(TOPK, dim=-1).indices, native)
+        assert torch.overrides._get_current_function_mode() is None
+        model.layers[1].router.select = kept
+        model(tokens())
+    check_usable(model, before)
 
 
 def test_a_skipped_loss_that_is_still_held_is_named() -> None:
     model = ToyModel(recompute="non-reentrant")
-    with pytest.raises(RecomputeError, match=says("`del loss`")), npu_replay.record(model):
+    with pytest.raises(RecomputeError, match="`del loss`"), npu_replay.record(model):
         run(model, 0)
         loss = model(tokens().requires_grad_() * float("nan")).sum()
     assert loss.isnan()
 
 
-@pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute"])
-def test_a_router_under_vmap_is_refused_by_name(kind: str) -> None:
+def test_a_router_under_vmap_is_refused_by_name() -> None:
     model = ToyModel()
-    with opened(kind, model):
-        with pytest.raises(RouterError, match=says("layer 0", "vmap", "torch.vmap")):
+    with npu_replay.record(model):
+        with pytest.raises(RouterError, match=r"layer 0.*vmap.*torch.vmap"):
             torch.vmap(model)(torch.stack([tokens(), tokens(1)]))
         model(tokens())
 
@@ -735,7 +636,7 @@ def test_more_experts_than_ids_are_kept_for_are_refused_on_entering(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("toys.EXPERTS", 40_000)
-    with pytest.raises(RouterError, match=says("more experts", "32767", "40000")), opened(kind, ToyModel()):
+    with pytest.raises(RouterError, match=r"more experts.*32767.*40000"), opened(kind, ToyModel()):
         pass
 
 
@@ -750,10 +651,9 @@ def test_a_router_alone_is_a_model() -> None:
     assert npu_replay.compare(seen.shown, routes).differing == 0
 
 
-@pytest.mark.parametrize("kind", ["record", "pin_recompute"])
-def test_a_step_that_diverged_is_not_reported_as_ours(kind: str) -> None:
+def test_a_step_that_diverged_is_not_reported_as_ours() -> None:
     model = ToyModel()
-    with getattr(npu_replay, kind)(model):
+    with npu_replay.record(model):
         output = model(tokens() * float("nan"))
     assert bool(output.isnan().all())
 
@@ -770,34 +670,31 @@ def test_a_graph_in_a_cycle_of_garbage_needs_no_backward(how: str) -> None:
 @pytest.mark.parametrize(
     ("leaf", "words"),
     [
-        (True, ("in backward", "by no node of the model's graph", "gradient hook")),
-        (False, ("micro-batch 0, layer 0", "another number of tokens", "Expected 10 rows, got 7")),
+        (True, "in backward.*by no node of the model's graph.*gradient hook"),
+        (False, "micro-batch 0, layer 0.*another number of tokens.*Expected 10 rows, got 7"),
     ],
 )
-def test_a_forward_in_a_gradient_hook_is_not_taken_for_a_recompute(
-    leaf: bool, words: tuple[str, ...]
-) -> None:
+def test_a_forward_in_a_gradient_hook_is_not_taken_for_a_recompute(leaf: bool, words: str) -> None:
     model = ToyModel()
     x = tokens().requires_grad_()
-    with npu_replay.replay(model, random_routes(model)):
+    with npu_replay.replay(model, foreign()):
         hooked = x if leaf else x * 1
         loss = model(hooked).sum()
         hooked.register_hook(lambda grad: model(tokens(1, rows=7)).sum() * 0 + grad)
-        with pytest.raises(RecomputeError, match=says(*words)):
+        with pytest.raises(RecomputeError, match=words):
             loss.backward()
 
 
 def test_a_shallow_copy_does_not_take_the_hooks_away() -> None:
     model = ToyModel()
-    with npu_replay.record(model) as recording:
+    with npu_replay.record(model) as recording, npu_replay.observe(model) as observation:
         model(tokens(0))
         copy.copy(model.layers[0].router)(tokens(1))
+        copy.deepcopy(model)(tokens(5))
         model(tokens(1))
+    assert npu_replay.compare(observation.shown, recording.routes).differing == 0
     assert len(recording.routes) == 2
     assert hooks(model) == 0
-
-
-# observe
 
 
 def test_routes_go_to_the_device_once_narrow_and_one_micro_batch_ahead(
@@ -823,17 +720,6 @@ def test_routes_go_to_the_device_once_narrow_and_one_micro_batch_ahead(
     assert [tuple(one.shape) for one in sent[::2]] == [(ROWS, 2, TOPK)] * 3
     assert {one.dtype for one in sent[::2]} == {torch.uint8}
     assert all(torch.equal(one, routes.ids[:, [1, 3]]) for one, routes in zip(sent[::2], whole, strict=True))
-
-
-def test_observe_shows_the_routers_own_choice_and_counts_no_copy() -> None:
-    model = ToyModel()
-    expected = recorded(model, 0, 1)
-    with npu_replay.observe(model) as observation:
-        model(tokens(0))
-        copy.deepcopy(model)(tokens(5))
-        model(tokens(1))
-    assert npu_replay.compare(observation.shown, expected).differing == 0
-    assert hooks(model) == 0
 
 
 def test_observe_is_never_empty_in_silence() -> None:
@@ -876,7 +762,7 @@ class Wrapper(nn.Module):
 
 
 @pytest.mark.choice
-@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("recompute", [None, *RECOMPUTE])
 @pytest.mark.parametrize("rows", [ROWS, ROWS - 3], ids=["", "other rows"])
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("block", ["record", "replay", "pin_recompute", "observe"])
@@ -884,44 +770,25 @@ def test_a_block_on_a_wrapper_whose_module_is_called_says_so(
     block: str, times: int, rows: int, recompute: str | None
 ) -> None:
     wrapper = Wrapper(ToyModel(recompute=recompute))
-    with torch.no_grad(), npu_replay.record(wrapper) as recording:
-        for seed in range(2):
-            wrapper(tokens(seed))
-    given = (recording.routes,) if block == "replay" else ()
-    with (
-        pytest.raises(ReplayError, match="given a wrapper, and the loop calls the module inside it"),
-        getattr(npu_replay, block)(wrapper, *given),
-    ):
+    given = (foreign(2),) if block == "replay" else ()
+    wrong = pytest.raises(ReplayError, match="given a wrapper, and the loop calls the module inside it")
+    with wrong, getattr(npu_replay, block)(wrapper, *given):
         for seed in range(times):
             wrapper.module(tokens(seed, rows).requires_grad_()).sum().backward()
 
 
-@pytest.mark.parametrize("how", ["eval mode", "without grad"])
-def test_an_evaluation_inside_a_replay_is_named_first(how: str) -> None:
-    model = ToyModel()
+@pytest.mark.parametrize("how", ["eval mode", "without grad", None])
+def test_an_evaluation_inside_a_replay_is_named_first_where_something_shows_it(how: str | None) -> None:
+    model, causes = ToyModel(), [r"the update cuts.*", r"padding.*"]
+    causes.insert(0 if how else 2, rf"an evaluation.*{how or ''}.*")
     with npu_replay.record(model) as recording:
         run(model, 0, 1)
-    with (
-        pytest.raises(
-            MicroBatchError, match=rf"first:\n- an evaluation .*\(.*{how}.*\)\n- the update cuts.*\n- padding"
-        ),
-        npu_replay.replay(model, recording.routes),
-    ):
+    wrong = pytest.raises(MicroBatchError, match=r"first:\n- " + "\n- ".join(causes))
+    with wrong, npu_replay.replay(model, recording.routes):
         model(tokens(0)).sum().backward()
         model.train(how != "eval mode")
-        with torch.no_grad():
+        with torch.set_grad_enabled(how is None):
             model(tokens(1, ROWS - 3))
-
-
-def test_where_nothing_shows_an_evaluation_another_cut_of_the_batch_is_named_first() -> None:
-    model = ToyModel()
-    with npu_replay.record(model) as recording:
-        run(model, 0)
-    with (
-        pytest.raises(MicroBatchError, match=r"first:\n- the update cuts.*\n- padding.*\n- an evaluation"),
-        npu_replay.replay(model, recording.routes),
-    ):
-        model(tokens(0, ROWS - 3))
 
 
 def test_repr_says_what_a_block_holds() -> None:

@@ -224,16 +224,6 @@ def test_a_block_that_shifts_in_a_recompute_alone_is_refused_in_backward(recompu
 # Cost, and what else may be around
 
 
-def test_micro_batches_that_are_not_checked_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, entered = Model(by_one_hot), []
-    enter = seam.Watch.enter
-    monkeypatch.setattr(seam.Watch, "enter", lambda watch: (entered.append(number), enter(watch)))
-    with npu_replay.replay(model, foreign(8)):
-        for number in range(8):
-            model(tokens(number))
-    assert sorted(set(entered)) == [0, 1, 2, 4, 7]  # the last of a replay, too
-
-
 def test_a_mode_that_the_block_enters_itself_hides_nothing() -> None:
     def use(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
         with torch.device("cpu"):
@@ -362,16 +352,3 @@ def test_a_forward_that_raised_leaves_no_count_of_top_ks_to_its_retry(recompute:
             model(tokens())
         model.fails = False
         model(tokens().requires_grad_()).square().mean().backward()
-
-
-def test_a_top_k_of_a_block_after_its_routing_is_let_be_in_the_recompute_too() -> None:
-    def use(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
-        torch.topk(scores * 1.0, TOPK).values.mean()
-        return by_one_hot(block, scores, ids)
-
-    routes = [foreign()[0]] * 5
-    model = Model(use, "non-reentrant")
-    with npu_replay.replay(model, routes):
-        run(model, *range(5))
-    for layer, got in enumerate(model.got()):
-        assert all(torch.equal(ids, routes[0].layer_ids(layer).long()) for ids in got)
