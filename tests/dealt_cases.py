@@ -22,7 +22,8 @@ def dealt(
     """A case for every eighth value of the first and longest axis, the values of the others in turn.
 
     `SHARES` times as many hands that follow each other as the second axis is long hold each pair of the two
-    first axes once. The next as many have other triples than these. An axis of fewer than `SHARES` values gives each hand one of them.
+    first axes once. The next as many have other triples than these. An axis of fewer than `SHARES` values
+    gives each hand one of them.
 
     Args:
         hand: any number from 0 on, or `all`: each with each with each.

@@ -59,6 +59,6 @@ def test_what_the_stages_need_is_fetched_before_them() -> None:
     fetching = {
         name for name in scripts if "\nfetched\n" in (ROOT / f"ci/{name}.sh").read_text(encoding="utf-8")
     }
-    assert scripts - fetching == {"test", "demo"}, "these need what ci/environment.sh has fetched, and no more"
+    assert scripts - fetching == {"test", "demo"}, "ci/environment.sh has fetched what they need"
     for name in fetching:
         assert f'"{name}.sh' in text
