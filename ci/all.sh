@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs what .ci/run leaves out for its time, in hours: before a release. Every way to split a model and every long test, every case of
-# the matrix on every release, every random sequence on a live vLLM, all of vllm-ascend's and verl's cases.
+# the matrix on every release, split models on 0.15.3 and 0.16.1, every random sequence on a live vLLM, all of vllm-ascend's and verl's cases.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/environment.sh

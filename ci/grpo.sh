@@ -23,7 +23,7 @@ try "GRPO on Megatron-core $release, vLLM in its process" \
     with_megatron $release python examples/grpo/run.py --arms none R2 R3 --steps 5 --out out/grpo/megatron
 try "GRPO under FSDP2, vLLM over HTTP" \
     python examples/grpo/run.py --trainer fsdp --arms R3 --steps 2 --road store --out out/grpo/fsdp
-try "what both show" python ci/check_grpo.py out/grpo/{megatron,fsdp}/grpo.json
+try "what both show" python ci/check.py grpo out/grpo/{megatron,fsdp}/grpo.json
 
 echo "setup $((grpo_started - setup_started)) s (downloads included), GRPO $((SECONDS - grpo_started)) s"
 exit $status

@@ -1,6 +1,7 @@
 """What every test relies on: one thread, and Megatron's tests skipped where there is no Megatron."""
 
 import gc
+import re
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -25,10 +26,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave files without a test of Megatron unread where ci/test.sh asks for such tests alone."""
-    if collection_path.suffix != ".py" or not str(config.option.markexpr).startswith("megatron and "):
+    """Leave files unread that have none of the tests that ci/test.sh asks for: of Megatron, or slow ones."""
+    asked = str(config.option.markexpr)
+    text = collection_path.read_text(encoding="utf-8") if collection_path.suffix == ".py" else ""
+    if not text or collection_path.name in ("conftest.py", "__init__.py"):
         return None
-    return None if "mark.megatron" in collection_path.read_text(encoding="utf-8") else True
+    without_megatron = asked.startswith("megatron and ") and "mark.megatron" not in text
+    without_slow = "(slow or packaging)" in asked and not re.search(r"mark\.(slow|packaging)", text)
+    return True if without_megatron or without_slow else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m long` is asked

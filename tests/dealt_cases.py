@@ -12,18 +12,18 @@ C = TypeVar("C")
 
 HAND = os.environ.get("NPU_REPLAY_MATRIX_CASES", "0")
 """The number of a hand, or `all` for every case; ci/matrix.sh says it."""
-SHARES = 5
+SHARES = 8
 """So many hands that follow each other hold each value of the first axis once, where it has so many."""
 
 
 def dealt(
     first: Sequence[A], second: Sequence[B], third: Sequence[C], hand: str = HAND
 ) -> list[tuple[A, B, C]]:
-    """A case for every fifth value of the first and longest axis, the values of the others in turn.
+    """A case for every eighth value of the first and longest axis, the values of the others in turn.
 
     `SHARES` times as many hands that follow each other as the second axis is long hold each pair of the two
-    first axes once, where the two numbers have no common divisor. The next as many have other triples than
-    these. An axis of fewer than `SHARES` values gives each hand one of them.
+    first axes once. The next as many have other triples than these. An axis of fewer than `SHARES` values
+    gives each hand one of them.
 
     Args:
         hand: any number from 0 on, or `all`: each with each with each.
@@ -31,8 +31,10 @@ def dealt(
     if hand == "all":
         return [(a, b, c) for a in first for b in second for c in third]
     number, shares = int(hand), min(SHARES, len(first))
-    turn = number // shares + number // (shares * len(second))
+    turn = number // shares
+    # One more, so that a hand of one case has another order than the plainest, which comes first.
+    other = 1 + turn + turn // len(second)
     return [
-        (first[i], second[(i + number) % len(second)], third[(i // shares + turn) % len(third)])
+        (first[i], second[(i + turn) % len(second)], third[(i // shares + other) % len(third)])
         for i in range(number % shares, len(first), shares)
     ]

@@ -1,12 +1,16 @@
 """ci/contracts.py: every way in which a release can break a contract is one line, on made-up sources.
 
-The real releases are checked by the script itself, in CI a few (ci/engines.sh), by hand all.
+The real releases are checked by the script itself, in CI a few (ci/engines.sh), by hand all; here the
+Megatron-core on the path, with one change for each of its contracts, such as a next release might bring.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -80,22 +84,16 @@ def contracts() -> Iterator[ModuleType]:
         yield importlib.import_module("contracts")
 
 
-@pytest.fixture(scope="module")
-def differences(contracts: ModuleType) -> Callable[[str, str], list[str]]:
-    found: Callable[[str, str], list[str]] = contracts.differences
-    return found
-
-
 @pytest.fixture
-def check(contracts: ModuleType, tmp_path: Path) -> Callable[..., dict[str, list[str] | None]]:
-    """What comes of the engine's contracts, in a release of these files."""
+def check(contracts: ModuleType) -> Callable[..., dict[str, list[str] | None]]:
+    """What comes of the engine's contracts, in a release of these files; of a line what is before « do, »."""
     engine = contracts.products(CONTRACTS)["engine"]
 
     def check(version: str, files: Mapping[str, str]) -> Any:
-        for path, source in files.items():
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_text(source, encoding="utf-8")
-        return engine.check(contracts.Version(version), contracts.read_in(tmp_path))
+        found = engine.check(contracts.Version(version), files.get)
+        return {
+            name: lines and [line.partition(" do, ")[0] for line in lines] for name, lines in found.items()
+        }
 
     return check
 
@@ -139,9 +137,9 @@ def check(contracts: ModuleType, tmp_path: Path) -> Callable[..., dict[str, list
     ],
 )
 def test_what_is_not_there_is_said_in_one_line(
-    differences: Callable[[str, str], list[str]], stub: str, source: str, line: str
+    contracts: ModuleType, stub: str, source: str, line: str
 ) -> None:
-    assert differences(stub, source) == [line]
+    assert contracts.differences(stub, source) == [line]
 
 
 @pytest.mark.parametrize(
@@ -164,57 +162,59 @@ def test_what_is_not_there_is_said_in_one_line(
         ("from m import a", "def f():\n  from m import b, a as c"),
     ],
 )
-def test_what_is_there_in_another_guise_is_found(
-    differences: Callable[[str, str], list[str]], stub: str, source: str
-) -> None:
-    assert differences(stub, source) == []
+def test_what_is_there_in_another_guise_is_found(contracts: ModuleType, stub: str, source: str) -> None:
+    assert contracts.differences(stub, source) == []
 
 
-def test_a_source_of_another_python_is_a_line_too(differences: Callable[[str, str], list[str]]) -> None:
-    assert "can't parse it" in differences("x: ...", "def f(:")[0]
+def test_a_source_of_another_python_is_a_line_too(contracts: ModuleType) -> None:
+    assert "can't parse it" in contracts.differences("x: ...", "def f(:")[0]
 
 
 # ---- what a release is held to
 
 
-def test_releases_that_keep_their_contracts(check: Any) -> None:
-    assert check("0.20.0", OLD) == {"rows": [], "prompt rows": None, "encoding": []}
+KEPT = {"rows": [], "prompt rows": None, "encoding": []}
 
 
-def test_a_release_of_tomorrow_is_held_to_the_newest_range(check: Any) -> None:
-    assert check("0.34.0", NEW) == {"rows": [], "prompt rows": None, "encoding": []}
-
-
-def test_a_field_that_is_gone(check: Any) -> None:
-    gone = NEW | {"engine/outputs.py": OUTPUTS.replace("routed_experts", "expert_ids")}
-    lines = ["engine 0.34.0: engine/outputs.py: CompletionOutput has no field routed_experts"]
-    assert check("0.34.0", gone) == {"rows": lines, "prompt rows": None, "encoding": []}
-
-
-def test_a_file_that_moved(check: Any) -> None:
-    found = check("0.34.0", {"engine/outputs.py": OUTPUTS, "engine/coding/utils.py": UTILS})
-    assert found["encoding"] == ["engine 0.34.0: engine/utils.py: no such file"]
-
-
-def test_what_should_have_gone_and_has_not(check: Any) -> None:
-    back = OUTPUTS + "class RequestOutput:\n    prompt_routed_experts: list\n"
-    found = check("0.34.0", NEW | {"engine/outputs.py": back})
-    assert [line.partition(" do, ")[0] for line in found["prompt rows"]] == [
-        "engine 0.34.0: engine/outputs.py: holds «prompt rows» as releases from 0.21.0 to before 0.22.0"
-    ]
+@pytest.mark.parametrize(
+    ("version", "files", "found"),
+    [
+        ("0.20.0", OLD, {}),
+        ("0.34.0", NEW, {}),  # a release of tomorrow is held to the newest range
+        ("0.28.0rc1", OLD, {}),  # a candidate comes before its release
+        (
+            "0.34.0",
+            NEW | {"engine/outputs.py": OUTPUTS.replace("routed_experts", "expert_ids")},
+            {"rows": ["engine/outputs.py: CompletionOutput has no field routed_experts"]},
+        ),
+        ("0.34.0", {"engine/outputs.py": OUTPUTS}, {"encoding": ["engine/utils.py: no such file"]}),
+        (
+            "0.34.0",
+            NEW | {"engine/outputs.py": OUTPUTS + "class RequestOutput:\n    prompt_routed_experts: list\n"},
+            {
+                "prompt rows": [
+                    "engine/outputs.py: holds «prompt rows» as releases from 0.21.0 to before 0.22.0"
+                ]
+            },
+        ),
+        (
+            "0.34.0",
+            NEW | OLD,
+            {"encoding": ["engine/serving.py: holds «encoding» as releases from 0.14.0 to before 0.28.0"]},
+        ),
+    ],
+)
+def test_what_a_release_is_held_to(
+    check: Any, version: str, files: dict[str, str], found: dict[str, list[str]]
+) -> None:
+    lines = {name: [f"engine {version}: {line}" for line in those] for name, those in found.items()}
+    assert check(version, files) == KEPT | lines
 
 
 def test_what_other_releases_may_hold_too(contracts: ModuleType) -> None:
     text = CONTRACTS.replace('until = "0.28.0"\n', 'until = "0.28.0"\nelsewhere = true\n')
     engine = contracts.products(text)["engine"]
     assert engine.check(contracts.Version("0.34.0"), (NEW | OLD).get)["encoding"] == []
-
-
-def test_a_release_candidate_comes_before_its_release(check: Any) -> None:
-    assert check("0.28.0rc1", OLD)["encoding"] == []
-    assert [line.partition(" do, ")[0] for line in check("0.28.0", NEW)["encoding"]] == [
-        "engine 0.28.0: engine/serving.py: holds «encoding» as releases from 0.14.0 to before 0.28.0"
-    ]
 
 
 # ---- which releases are looked at
@@ -224,8 +224,6 @@ def test_a_release_candidate_comes_before_its_release(check: Any) -> None:
     ("names", "everything", "expected"),
     [
         ([], False, ["0.14.0"]),
-        ([], True, ["0.13.0", "0.14.0", "0.34.0"]),
-        (["engine"], False, ["0.14.0"]),
         (["engine"], True, ["0.13.0", "0.14.0", "0.34.0"]),
         (["engine==0.12.0"], True, ["0.12.0"]),
     ],
@@ -259,3 +257,133 @@ def test_the_releases_of_ci_are_not_older_than_the_first_one(contracts: ModuleTy
     for product in known.values():
         assert product.ci
         assert min(product.ci) >= product.first
+
+
+# ---- Megatron-core
+
+CORE = "megatron/core/"
+ROUTER = "megatron/core/transformer/moe/router.py"
+FUNCTIONS = "megatron/core/transformer/moe/moe_utils.py"
+REPLAY = "megatron/core/transformer/moe/router_replay.py"
+CONFIG = "megatron/core/transformer/transformer_config.py"
+
+CHANGES = [
+    ("router", ROUTER, "self.layer_number = layer_number", "self.layer_idx = layer_number"),
+    ("router", ROUTER, "self.routing(logits", "self.route(logits"),
+    ("router", ROUTER, "self.topk = ", "self.num_chosen = "),
+    ("top-k in one", FUNCTIONS, "torch.topk(scores, k=topk, dim=1)", "own_topk(scores, topk)"),
+    ("top-k in one", FUNCTIONS, "return topk_masked_gates, topk_map, tokens", "return topk_map, tokens"),
+    ("top-k apart", FUNCTIONS, "torch.topk(scores, k=topk", "own_topk(scores, k=topk"),
+    ("top-k apart", FUNCTIONS, "def apply_router_token_dropping(", "def drop_tokens("),
+    ("groups", FUNCTIONS, "scores.masked_fill(~score_mask.bool(), float('-inf'))", "scores * score_mask"),
+    ("sinkhorn", ROUTER, "torch.topk(norm_logits", "own_topk(norm_logits"),
+    ("quantiles", FUNCTIONS, ".topk(k + 1, dim=1)", ".topk(k, dim=1)"),
+    ("fused router", FUNCTIONS, "return fused_topk_with_score_function(", "return fused.topk("),
+    ("fused router", CONFIG, "moe_router_fusion: bool", "moe_fused_router: bool"),
+    (
+        "padding mask",
+        ROUTER,
+        "self._apply_expert_bias(routing_map, padding_mask=",
+        "self._count(routing_map, mask=",
+    ),
+    ("losses by partial", ROUTER, "load_balancing_loss_func=aux_loss_func", "loss=aux_loss_func"),
+    ("losses of the replay", ROUTER, "tokens_per_expert=tokens_per_expert", "tokens_per_expert=live.sum(0)"),
+    ("losses of the live", FUNCTIONS, "return routing_map, scores", "return scores, routing_map"),
+    ("losses of the live", ROUTER, "routing_map=loss_routing_map", "routing_map=routing_map"),
+    ("losses by map", ROUTER, "def _apply_seq_aux_loss(", "def _seq_loss("),
+    ("losses by map", ROUTER, "def is_aux_loss_enabled(", "def has_aux_loss("),
+    ("RouterReplay", REPLAY, "def get_replay_topk(", "def compute_topk("),
+    ("RouterReplay", FUNCTIONS, "router_replay.get_replay_topk(", "router_replay.topk("),
+    ("RouterReplay", CONFIG, "moe_enable_routing_replay: bool", "moe_routing_replay: bool"),
+    ("static buffers", REPLAY, "def set_static_buffer(", "def set_buffer("),
+    ("numbered replay", REPLAY, "self.layer_number", "self.layer"),
+    ("config", CONFIG, "@dataclass\nclass TransformerConfig", "class TransformerConfig"),
+    ("config", CONFIG, "moe_expert_capacity_factor", "moe_capacity_factor"),
+    ("config", f"{CORE}model_parallel_config.py", "    sequence_parallel: bool", "    sp: bool"),
+    ("model", f"{CORE}models/gpt/gpt_model.py", "self.decoder = ", "self.blocks = "),
+    ("model", f"{CORE}models/gpt/gpt_model.py", "self.mtp = ", "self.multi_token = "),
+    (
+        "model",
+        f"{CORE}transformer/transformer_layer.py",
+        "self.mlp.set_layer_number(self.layer_number)",
+        "self.mlp.set_layer_number(layer_number)",
+    ),
+    (
+        "layer tables",
+        f"{CORE}transformer/pipeline_parallel_layer_layout.py",
+        "self.layout = layout",
+        "self.stages = layout",
+    ),
+    (
+        "parallel state",
+        f"{CORE}parallel_state.py",
+        "def get_tensor_and_context_parallel_group(",
+        "def get_tp_cp_group(",
+    ),
+    ("virtual stages", f"{CORE}pipeline_parallel/utils.py", "def is_vp_last_stage(", "def is_last_stage("),
+    ("gathered rows", ROUTER, "gather_from_sequence_parallel_region(logits)", "logits"),
+    (
+        "flex dispatcher",
+        f"{CORE}transformer/moe/token_dispatcher.py",
+        "torch.topk(probs, ",
+        "own_topk(probs, ",
+    ),
+    ("CPU", f"{CORE}tensor_parallel/random.py", "def _set_cuda_rng_state(", "def _set_rng_state("),
+]
+
+Check = Callable[..., dict[str, list[str] | None]]
+
+
+@pytest.fixture(scope="module")
+def product(contracts: ModuleType) -> Any:
+    return contracts.products((CI / "contracts.toml").read_text(encoding="utf-8"))["megatron-core"]
+
+
+@pytest.fixture(scope="module")
+def held(contracts: Any, product: Any) -> Check:
+    """Hold the release on the path to some contracts, or all, some files with other text."""
+    try:
+        version = contracts.Version(importlib.metadata.version("megatron-core"))
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("a source tree doesn't say which release it is")
+
+    read = contracts.read_in(root())
+
+    def held(*names: str, **changed: str) -> Any:
+        some = {name: product.contracts[name] for name in names or product.contracts}
+        one = dataclasses.replace(product, contracts=some)
+        return one.check(version, lambda path: changed.get(path) or read(path))
+
+    return held
+
+
+def root() -> Path:
+    spec = find_spec("megatron.core")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parents[2]
+
+
+@pytest.mark.megatron
+def test_the_release_keeps_its_contracts(held: Check) -> None:
+    found = list(held().values())
+    assert not any(found)
+    assert found.count([]) > 10
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(("contract", "file", "before", "after"), CHANGES)
+def test_a_change_to_its_source_breaks_that_contract(
+    held: Check, contract: str, file: str, before: str, after: str
+) -> None:
+    path = root() / file
+    source = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if before not in source or held(contract)[contract] is None:
+        pytest.skip("this release does it another way")
+    lines = held(contract, **{file: source.replace(before, after)})[contract]
+    assert any(f": {file}: " in line for line in lines)
+
+
+@pytest.mark.megatron
+def test_every_contract_has_such_a_change(product: Any) -> None:
+    assert {contract for contract, *_ in CHANGES} == product.contracts.keys()

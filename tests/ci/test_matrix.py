@@ -129,10 +129,10 @@ def test_hands_that_follow_each_other_hold_every_pair_once(start: int) -> None:
     assert sorted(pairs) == sorted(itertools.product(FIRST, SECOND))
 
 
-def test_every_hand_has_several_recomputes_and_orders_and_five_hands_every_variant() -> None:
+def test_so_many_hands_as_there_are_shares_have_every_variant() -> None:
     every = hands(SHARES * len(SECOND))
     for number, hand in enumerate(every):
-        assert len({case[1] for case in hand}) == len({case[2] for case in hand}) == len(hand) == 3
+        assert len({case[1] for case in hand}) == len({case[2] for case in hand}) == len(hand) in (1, 2)
         following = itertools.chain(*every[number : number + SHARES])
         assert {case[0] for case in following} == set(FIRST) or number + SHARES > len(every)
 
@@ -140,7 +140,7 @@ def test_every_hand_has_several_recomputes_and_orders_and_five_hands_every_varia
 def test_a_short_axis_has_one_value_in_each_hand() -> None:
     assert [dealt("abc", "xy", [None], str(hand)) for hand in range(3)] == [
         [("a", "x", None)],
-        [("b", "x", None)],
+        [("b", "y", None)],
         [("c", "x", None)],
     ]
 
@@ -149,7 +149,7 @@ def test_the_releases_together_hold_every_value_and_no_case_twice(matrix: Any) -
     """All triples where there are enough releases."""
     count = sum(release.product == "megatron" for release in matrix.read().releases)
     triples = list(itertools.chain(*hands(count)))
-    assert len(set(triples)) == len(triples) == count * len(FIRST) // SHARES
+    assert len(set(triples)) == len(triples) >= 2 * len(FIRST)
     assert [set(values) for values in zip(*triples, strict=True)] == [set(FIRST), set(SECOND), set(THIRD)]
     turns = set(itertools.chain(*hands(SHARES * len(SECOND) * len(THIRD))))
     assert turns == set(dealt(FIRST, SECOND, THIRD, "all"))

@@ -54,7 +54,7 @@ def test_a_file_shows_what_a_run_has_to_and_its_page_how_it_ran(
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "ci"))
     found = result(name)
-    assert importlib.import_module("check_grpo").check(found) == []
+    assert importlib.import_module("check").grpo(found) == []
     command = found["command"].replace("python examples/grpo/run.py", "bash ci/grpo.sh")
     assert command in words(page) or found["command"] in words(page)
     assert f"{found['seconds']:,} s beside other work" in words(page)

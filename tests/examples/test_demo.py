@@ -53,7 +53,7 @@ def test_the_demo_keeps_its_promises(out: Path, monkeypatch: pytest.MonkeyPatch)
     """R3 takes router mismatch and KL away; routes flip in updates unless they are replayed."""
     monkeypatch.syspath_prepend(str(ROOT / "ci"))
     result: dict[str, Any] = json.loads((out / "demo.json").read_text())
-    assert importlib.import_module("check_demo").check(result) == []
+    assert importlib.import_module("check").demo(result) == []
     against = result["rollout_against_trainer"]
     layers = against["none"]["routing"]["token_layers"]
     assert against["r3"]["routing"]["token_layers"] == layers > 0

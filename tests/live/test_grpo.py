@@ -30,7 +30,7 @@ def test_a_step_on_megatron_shows_what_it_has_to(tmp_path: Path, monkeypatch: py
     told, _ = run.communicate(timeout=LIMIT)
     assert run.returncode == 0, told
     result = json.loads((tmp_path / "grpo.json").read_text())
-    assert importlib.import_module("check_grpo").check(result) == []
+    assert importlib.import_module("check").grpo(result) == []
     for one in result["runs"]:
         assert [row["replay_mismatch"] for row in one["rows"]] == [0]
 
