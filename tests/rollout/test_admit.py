@@ -71,6 +71,19 @@ def taken(rows: Any, **changes: Any) -> RoutedExperts:
 # What is right comes through
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", ["all layers", "MoE layers"])
+def test_any_dtype_and_both_sets_of_columns_come_through_t19(columns: str, dtype: str) -> None:
+    rows = chosen(TOKENS - 1, 4)
+    routes = taken((whole(rows) if columns == "all layers" else rows).astype(dtype))
+    assert torch.equal(routes.ids[:-1].long(), torch.from_numpy(rows))
+    assert routes.layers == (1, 2, 4, 5)
+    assert routes.ids.dtype == torch.uint8
+    assert routes.recorded.tolist() == [True] * (TOKENS - 1) + [False]
+    assert not routes.ids[-1].any()
+    assert routes.fingerprint == fingerprint(words())
+
+
 @pytest.mark.parametrize(("experts", "dtype"), [(256, torch.uint8), (257, torch.int16), (700, torch.int16)])
 def test_ids_above_a_byte_keep_their_value_t19(experts: int, dtype: torch.dtype) -> None:
     model = RoutedModel(layers=(0, 1, 2), num_layers=3, num_experts=experts, topk=8)
@@ -90,6 +103,21 @@ def test_ids_that_a_byte_has_folded_already_are_refused_t19() -> None:
     admit(rows.astype("u2"), model=model, tokens=words(4), source=source())
 
 
+@pytest.mark.parametrize("start", [0, 1, 60, TOKENS - 1, TOKENS])
+def test_tokens_before_the_start_have_no_route(start: int) -> None:
+    rows = chosen(max(0, TOKENS - 1 - start), 4)
+    routes = taken(rows, start=start)
+    there = np.arange(start, start + len(rows))
+    assert torch.equal(routes.ids[there].long(), torch.from_numpy(rows))
+    assert routes.recorded.nonzero()[:, 0].tolist() == there.tolist()
+
+
+@pytest.mark.parametrize("rows", [0, TOKENS - 1])
+def test_an_aborted_request_has_rows_for_all_that_it_ran_or_none_t28(rows: int) -> None:
+    routes = taken(chosen(rows, 4), ended=False)
+    assert routes.recorded.tolist() == [True] * rows + [False] * (TOKENS - rows)
+
+
 def test_rows_of_tokens_that_a_stop_string_took_back_are_cut_off() -> None:
     rows = chosen(TOKENS + 3, 4)
     routes = taken(rows, surplus=4)
@@ -98,6 +126,14 @@ def test_rows_of_tokens_that_a_stop_string_took_back_are_cut_off() -> None:
     for other in (3, 5, 0):
         with pytest.raises(InvalidRoutes, match="more tokens" if other < 4 else "fewer tokens"):
             taken(rows, surplus=other)
+
+
+def test_all_rows_of_zeros_are_an_error_whatever_is_done_with_missing_ones_t42() -> None:
+    rows = np.zeros((TOKENS - 1, 6, 8), np.uint8)
+    with pytest.raises(InvalidRoutes, match=r"all 149 rows are zeros"):
+        taken(rows, missing="native")
+    with pytest.raises(InvalidRoutes, match=r"unknown way.*got 'skip'"):
+        taken(rows, missing="skip")
 
 
 def test_a_row_of_zeros_is_expert_0_where_there_is_one_expert_a_token() -> None:
@@ -139,7 +175,30 @@ def test_layers_that_look_experts_up_by_token_are_left_out_t22() -> None:
         taken(rows[:, [1, 3]], model=model)
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_sequence_of_no_token_or_of_one_has_no_rows(count: int) -> None:
+    routes = taken(np.zeros((0, 4, 8), np.uint8), tokens=words(count))
+    assert (len(routes), int(routes.recorded.sum())) == (count, 0)
+
+
 # Rightly alike: these aren't faults
+
+
+def test_one_token_said_thousands_of_times_may_choose_alike_each_time() -> None:
+    rows, tokens = chosen(5000, 4), words(1000)[:1000]
+    tokens = np.concatenate([tokens[:40], np.full(4961, tokens[40])])
+    rows[40:] = rows[40]
+    assert taken(rows, tokens=tokens).recorded[:-1].all()
+    alone = taken(rows[40:], tokens=tokens, start=40)  # all rows that there are, are the same
+    assert int(alone.recorded.sum()) == 4960
+
+
+def test_a_tiny_model_whose_rows_meet_by_chance_comes_through() -> None:
+    """2 layers of 4 experts, top-2: 36 different rows in all."""
+    model = RoutedModel(layers=(0, 1), num_layers=2, num_experts=4, topk=2)
+    for seed in range(20):
+        rows = chosen(400, 2, model, seed)
+        assert taken(rows, model=model, tokens=words(401)).recorded[:-1].all()
 
 
 @pytest.mark.parametrize("tokens", [5, 20, TOKENS])
@@ -149,6 +208,27 @@ def test_the_first_rows_of_a_sequence_may_be_alike_in_all_layers(tokens: int) ->
     rows = chosen(tokens - 1, 24, model)
     rows[:4] = rows[0]
     assert taken(rows, model=model, tokens=words(tokens)).recorded[:-1].all()
+
+
+def test_a_few_tokens_that_choose_alike_in_all_layers_explain_any_number_of_copies() -> None:
+    rows, tokens = chosen(TOKENS - 1, 4), words()
+    tokens[50:140] = np.tile(tokens[[50, 51, 52]], 30)
+    rows[50:140] = rows[50]
+    assert taken(rows, tokens=tokens).recorded[:-1].all()
+    alone = taken(rows[50:140], tokens=tokens[:141], start=50)  # all rows that there are, are the same
+    assert int(alone.recorded.sum()) == 90
+    tokens[100] = 2000  # the fourth
+    with pytest.raises(InvalidRoutes, match="rows are another token's"):
+        taken(rows, tokens=tokens)
+
+
+def test_copies_are_a_fault_from_a_twentieth_of_the_rows_on() -> None:
+    rows = chosen(TOKENS - 1, 4)
+    rows[142:] = rows[:7]
+    assert taken(rows).recorded[:-1].all()
+    rows[141:] = rows[:8]
+    with pytest.raises(InvalidRoutes, match=r"8 rows are another token's.*first is row 141"):
+        taken(rows)
 
 
 def test_copies_are_a_fault_where_there_are_96_bits_of_choice() -> None:
@@ -171,6 +251,12 @@ def test_an_expert_0_that_all_tokens_choose_was_never_captured_where_one_is_chos
     rows[:, 30] = 0
     with pytest.raises(InvalidRoutes, match="layer 30: all 149 recorded rows are the same"):
         taken(rows, model=model)
+
+
+def test_a_model_that_uses_every_expert_chooses_alike_always() -> None:
+    model = RoutedModel(layers=(0, 1), num_layers=2, num_experts=2, topk=2)
+    rows = np.broadcast_to(np.array([0, 1], np.uint8), (TOKENS - 1, 2, 2))
+    assert taken(rows, model=model).recorded[:-1].all()
 
 
 def test_fewer_rows_than_64_are_not_called_constant() -> None:
@@ -214,33 +300,52 @@ def swapped(*order: int) -> Callable[[Array], Array]:
 # fmt: off
 WRONG: dict[str, Wrong] = {
     "fractions": Wrong(Symptom.SHAPE, r"got float64 \[149, 6, 8\]", lambda rows: rows.astype(float)),
+    "flat": Wrong(Symptom.SHAPE, r"got int64 \[149, 48\]", lambda rows: rows.reshape(149, 48)),
+    "a list": Wrong(Symptom.SHAPE, "got list", lambda rows: rows.tolist()),
     "a start after the end": Wrong(Symptom.SHAPE, "0 to 150, got 151", lambda rows: rows[:0], {"start": 151}),
+    "a start before 0": Wrong(Symptom.SHAPE, "0 to 150, got -1", lambda rows: rows, {"start": -1}),
     "a row missing": Wrong(Symptom.TOO_FEW_ROWS, r"Expected 149 rows \(150 tokens from 0 on.*got 148",
         lambda rows: rows[:-1]),
     "a row for the last token": Wrong(Symptom.TOO_MANY_ROWS, r"Expected 149 rows .*got 150",
         lambda rows: np.concatenate([rows, rows[:1]])),
+    "the prompt's rows too": Wrong(Symptom.TOO_MANY_ROWS,
+        r"Expected 109 rows \(150 tokens from 40 on.*got 149", lambda rows: rows, {"start": 40}),
+    "too many of an aborted": Wrong(Symptom.TOO_MANY_ROWS, "got 298",
+        lambda rows: np.concatenate([rows, rows]), {"ended": False}),
     "another top-k": Wrong(Symptom.TOPK, "Expected 8 ids, got 6", lambda rows: rows[..., :6]),
     "layers missing": Wrong(Symptom.COLUMNS, "Expected 6, or 4, got 5", lambda rows: rows[:, :5]),
     "columns shifted": Wrong(Symptom.DENSE_COLUMN,
         r"layer 0: a dense layer has experts.*got \[\d+.*\] in row 0", swapped(1, 2, 3, 4, 5, 0)),
+    "an id in a dense layer": Wrong(Symptom.DENSE_COLUMN,
+        r"layer 3: .*got \[0, 0, 7, 0, 0, 0, 0, 0\] in row 77", changed((77, 3, 2), 7)),
     "an id too high": Wrong(Symptom.RANGE,
         "layer 4: an id is out of range, the first in row 66.*0 to 127, got 261", changed((66, 4, 7), 261)),
+    "an id below 0": Wrong(Symptom.RANGE, "layer 5: .*row 148.*got -1", changed((148, 5, 0), -1)),
+    "all zeros": Wrong(Symptom.ZEROS, "all 149 rows are zeros.*got nothing", lambda rows: rows * 0),
     "a cached prefix of zeros": Wrong(Symptom.ZERO_ROWS, "48 of 149 .*first in row 0, the last in row 47",
         changed(slice(48), 0)),
     "a layer never captured": Wrong(Symptom.CONSTANT_LAYER,
         r"layer 4: all 149 recorded rows are the same \(in 1 of the layers\).*got \[0, 0, 0, 0, 0, 0, 0, 0\]",
         changed((slice(None), 4), 0)),
+    "two layers of one row": Wrong(Symptom.CONSTANT_LAYER,
+        r"layer 2: .*\(in 2 of the layers\).*got \[0, 1, 2, 3, 4, 5, 6, 7\]",
+        changed((slice(None), [2, 5]), np.arange(8))),
     "one row in all layers": Wrong(Symptom.CONSTANT_LAYER,
         r"layer 1: .*\(in 4 of the layers\).*got \[3, 4, 5, 6, 7, 8, 9, 10\]",
         changed((slice(None), [1, 2, 4, 5]), np.arange(3, 11))),
     "an expert twice": Wrong(Symptom.DUPLICATES,
         "layer 5: 1 token-layers name an expert twice, the first in row 100",
         lambda rows: changed((100, 5, 7), rows[100, 5, 0])(rows)),
+    "a layer of zeros in one row": Wrong(Symptom.DUPLICATES,
+        r"layer 2: 3 token-layers .*row 8.*got \[0, 0, 0, 0, 0, 0, 0, 0\]", changed(([8, 9, 10], 2), 0)),
     "a row repeated at a chunk's end": Wrong(Symptom.STALE_ROWS,
         f"8 rows are another token's in all layers, the first is row 64.*for token {words()[64]}",
         copied(slice(64, 72), 63)),
+    "rows of another request": Wrong(Symptom.STALE_ROWS, "49 rows are",
+        lambda rows: changed(slice(100, 149), rows[:49])(rows)),
     "tokens that are fractions": Wrong(Symptom.UNREADABLE, "token ids", lambda rows: rows,
         {"tokens": words() * 1.0}),
+    "no tokens": Wrong(Symptom.UNREADABLE, "token ids.*got None", lambda rows: rows, {"tokens": None}),
 }
 # fmt: on
 
@@ -260,6 +365,19 @@ def test_the_error_names_engine_sample_field_and_place_t1_t31_t32(case: str) -> 
     assert re.search(WRONG[case].says, message), message
     assert message.count("Expected ") == 1
     assert error.cause == f"{WRONG[case].symptom.value} as in 0.2.0"
+
+
+def test_the_error_names_the_fault_of_that_release_and_no_other() -> None:
+    for version, cause in {
+        "0.1.9": "",
+        "0.2.0rc1": "zeros as in 0.2.0",
+        "0.3.99": "zeros as in 0.2.0",
+        "0.4.0": "zeros as in 0.4.0",
+        "": "zeros as in 0.2.0; or zeros as in 0.4.0",
+    }.items():
+        error = refused("all zeros", source=source(version))
+        assert error.cause == cause
+        assert ("Usual cause" in str(error)) == bool(cause)
 
 
 @pytest.mark.parametrize(("case", "row"), [("an id too high", 66), ("an expert twice", 100)])
@@ -287,6 +405,13 @@ def test_copies_are_found_beside_rows_without_a_route_t31(caplog: pytest.LogCapt
     rows[67] = rows[59]
     with pytest.raises(InvalidRoutes, match=f"8 rows are .* row 70.*for token {tokens[60]}"):
         taken(rows, tokens=later, start=10)
+
+
+def test_a_source_of_which_little_is_known_says_what_it_can() -> None:
+    with pytest.raises(InvalidRoutes) as caught:
+        taken(np.zeros((TOKENS - 1, 6, 8), np.uint8), source=Source(engine="Engine"))
+    assert str(caught.value).startswith("[npu_replay] Engine: all 149 rows are zeros")
+    assert caught.value.cause == ""
 
 
 def test_the_likeliest_cause_is_named_of_the_release_and_device_that_are_known() -> None:
@@ -439,6 +564,16 @@ def of_rollout(routes: RoutedExperts, tokens: Array) -> RoutedExperts:
     return rollout.routes
 
 
+def test_a_constant_layer_that_the_tokens_explain_is_read_again(tmp_path: Path) -> None:
+    """Every other way that it may go: test_handed_on.py."""
+    routes, tokens = rightly_constant()
+    routes.save(tmp_path / "routes")
+    assert inspect(tmp_path / "routes").good
+    again = RoutedExperts.from_bytes(of_rollout(routes, tokens).to_bytes())
+    assert again == routes
+    assert again.check_not_constant() is again
+
+
 def test_a_silent_engines_rows_that_passed_no_door_are_refused_wherever_they_went(tmp_path: Path) -> None:
     """Nor can they slip in beside others that did."""
     good, tokens = rightly_constant()
@@ -503,4 +638,11 @@ def test_what_nobody_wrote_stays_an_error(
     for missing in ("error", "native"):
         with pytest.raises(InvalidRoutes, match=r"are the same"):
             taken(dead(chosen(TOKENS - 1, 4), columns, row), missing=missing)
+    assert not warned()
+
+
+def test_beside_a_dead_router_a_layer_that_nobody_wrote_is_the_error(warned: Callable[[], list[str]]) -> None:
+    rows = dead(dead(chosen(TOKENS - 1, 4), [0], COLLAPSED), [3], 0)
+    with pytest.raises(InvalidRoutes, match=r"layer 5: all 149 .*are the same \(in 1 of the layers\)"):
+        taken(rows)
     assert not warned()

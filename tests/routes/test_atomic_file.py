@@ -272,3 +272,33 @@ def test_what_is_no_file_of_routes_is_refused_by_name(path: Path, what: str) -> 
     with pytest.raises(RouteFileError, match=words or None) as caught:
         RoutedExperts.load(path)
     assert caught.value.where == str(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [400, 50_000], ids=["at the flush", "at the write"])
+def test_a_full_disk_leaves_nothing_behind(path: Path, tokens: int) -> None:
+    """RLIMIT_FSIZE stands in for it. What is small waits in a buffer, and is tried again by the close."""
+    program = (
+        "import resource, sys, torch\n"
+        "from npu_replay import ReplayError, RoutedExperts, RouteStore\n"
+        "from pathlib import Path\n"
+        "ids = torch.rand(int(sys.argv[2]), 2, 8).topk(2).indices\n"
+        "routes = RoutedExperts(ids=ids, layers=(1, 4), num_experts=8)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "path = Path(sys.argv[1])\n"
+        "for write in (routes.save, lambda path: write_store(path, routes)):\n"
+        "    try:\n"
+        "        write(path)\n"
+        "    except ReplayError as error:\n"
+        "        print(error.problem)\n"
+    )
+    store = (
+        "def write_store(path, routes):\n"
+        "    with RouteStore.writer(path.parent / 'store') as writer:\n"
+        "        writer.add(routes, 'k')\n"
+    )
+    given = [sys.executable, "-c", store + program, str(path), str(tokens)]
+    done = subprocess.run(given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("can't be written") == 2
+    assert [str(left.relative_to(path.parent)) for left in path.parent.rglob("*")] == ["store"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,6 +17,18 @@ from npu_replay.routes.checks import Array
 DTYPES = ["u1", "u2", "i2", "i4", "i8", ">i4"]
 LAYOUTS = ["plain", "read-only", "by column", "every second column", "last row first", "of a wider array"]
 BLOCKS = [1, 7, 64, 1 << 17]
+
+
+def test_a_large_top_k_takes_no_memory_of_its_own() -> None:
+    """A mask for each shift would be gigabytes, for a message of kilobytes."""
+    ids = np.tile(np.arange(3000, dtype=np.int16), (2, 2, 1))
+    ids[1, 1, 2999] = 5
+    tracemalloc.start()
+    found = checks.named_twice(ids, np.ones(2, bool))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.tolist() == [[1, 1]]
+    assert peak < 1_000_000
 
 
 @st.composite
@@ -142,3 +155,60 @@ def test_rows_that_share_a_number_are_compared_id_by_id_t31() -> None:
     rows = np.random.default_rng(0).integers(0, 256, (400_000, 1, 8), np.uint8)
     assert len(np.unique(rows.view(np.uint64))) == len(rows)
     assert checks.repeated_rows(rows, np.arange(len(rows))).tolist() == []
+
+
+@pytest.mark.parametrize(("topk", "dtype"), [(2, "u1"), (5, "i4"), (16, ">i4")])
+def test_a_fault_at_the_edge_of_a_block_is_found_t1_t32(topk: int, dtype: str) -> None:
+    layers = 3
+    step = checks._BLOCK // (layers * topk)
+    tokens = 2 * step + 3
+    rows = np.tile(np.arange(topk), (tokens, layers, 1))
+    rows += (np.arange(tokens) % 50)[:, None, None]
+    recorded = np.ones(tokens, bool)
+    clean = rows.astype(dtype)
+    assert len(checks.named_twice(clean, recorded)) == 0
+    for row in (0, step - 1, step, 2 * step - 1, 2 * step, tokens - 1):
+        for column in (0, layers - 1):
+            broken = clean.copy()
+            broken[row, column, -1] = broken[row, column, 0]
+            assert checks.named_twice(broken, recorded).tolist() == [[row, column]]
+    constant = clean.copy()
+    constant[:, 1] = clean[0, 1]
+    assert checks.constant_columns(constant).tolist() == [1]
+    for row in (1, step - 1, step, tokens - 2):
+        broken = constant.copy()
+        broken[row, 1, topk - 1] += 1
+        assert checks.constant_columns(broken).tolist() == []
+
+
+def test_neighbouring_token_layers_may_share_an_expert_t1() -> None:
+    """The ids of one token-layer end where those of the next begin."""
+    ids = np.array([[[0, 1], [1, 2]], [[2, 3], [3, 0]], [[0, 1], [1, 0]]], np.uint8)
+    assert checks.named_twice(ids, np.ones(3, bool)).tolist() == []
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 2), (3, 0, 2), (0, 0, 0), (3, 2, 0)], ids=str)
+def test_an_array_without_ids_has_no_fault(shape: tuple[int, int, int]) -> None:
+    ids = np.zeros(shape, np.uint8)
+    assert len(checks.named_twice(ids, np.ones(shape[0], bool))) == 0
+    assert len(checks.constant_columns(ids)) == 0
+    assert len(checks.blank_rows(ids)) == 0
+    assert len(checks.repeated_rows(ids, np.arange(shape[0]))) == 0
+
+
+def test_a_read_only_array_stays_as_it_was_t10() -> None:
+    data = np.random.default_rng(0).integers(0, 9, (50, 3, 4), np.uint8).tobytes()
+    ids = np.frombuffer(data, np.uint8).reshape(50, 3, 4)
+    checks.named_twice(ids, np.ones(50, bool))
+    checks.constant_columns(ids)
+    checks.blank_rows(ids)
+    checks.repeated_rows(ids, np.arange(50))
+    assert ids.tobytes() == data
+
+
+@pytest.mark.parametrize(("first", "gap"), [(0, 3), (120, 3), (1000, 256)])
+def test_right_ids_are_not_sorted_whatever_their_size(first: int, gap: int) -> None:
+    """Sorting takes many times as long; neighbouring token-layers share experts here."""
+    ids = np.tile(first + np.array([0, 1, 2, gap, gap + 1, gap + 2], np.int16), (40, 3, 1))
+    ids[:, 1] = ids[:, 1, ::-1]
+    assert not checks._may_name_twice(ids)

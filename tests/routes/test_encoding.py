@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import struct
 import tracemalloc
@@ -121,9 +122,15 @@ HUGE = 2**64
 CRAFTED: dict[str, tuple[dict[str, Any], str]] = {
     # of the tensors
     "another dtype": ({"said": replaced('"U8"', '"I8"')}, "isn't the one"),
+    "a dtype that is a list": ({"said": replaced('"BOOL"', '["BOOL"]')}, "isn't the one"),
     "another shape of as many": ({"said": replaced("[5,2,2]", "[5,4,1]")}, "isn't the one"),
     "a shape of True": ({"said": replaced('"shape":[5]', '"shape":[true,5]')}, "isn't the one"),
+    "a huge shape": ({"said": replaced('"shape":[5]', f'"shape":[{HUGE},0]')}, "isn't the one"),
     "a hole": ({"said": replaced('"data_offsets":[0,', '"data_offsets":[1,')}, "isn't the one"),
+    "one tensor more": (
+        {"said": replaced('"ids":{', '"more":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"ids":{')},
+        "isn't the one",
+    ),
     "a tensor twice": (
         {"said": replaced('"ids":{', '"ids":{"dtype":"U8","shape":[5,2,2],"data_offsets":[0,20]},"ids":{')},
         "isn't the one",
@@ -133,6 +140,8 @@ CRAFTED: dict[str, tuple[dict[str, Any], str]] = {
     "another format": ({"said": replaced(encoding.FORMAT, "npu_replay.routes.2")}, "doesn't hold routes"),
     "no routes": ({"said": replaced('"routes"', '"roots"')}, "can't be read"),
     "white space": ({"said": replaced(":{", ": {")}, "isn't the one"),
+    "escapes": ({"said": replaced('"U8"', '"\\u0055' + '8"')}, "isn't the one"),
+    "metadata that are a list": ({"said": lambda said: '{"__metadata__":[]}'}, "doesn't hold routes"),
     **{
         f"a header of {one[:5]}": ({"said": lambda said, one=one: one}, "")
         for one in ("[]", "3", "{}", "[" * 5000)
@@ -146,15 +155,19 @@ CRAFTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "NaN": ({"routes_said": replaced('"tokens":[5', '"tokens":[NaN')}, "tokens nan"),
     "a top-k twice": ({"routes_said": replaced('"topk":2', '"topk":2,"topk":2')}, "isn't the one"),
+    "one thing more": ({"known": {**KNOWN, "more": 3}}, "isn't the one"),
     "another order": ({"known": dict(reversed(KNOWN.items()))}, "isn't the one"),
     "no digest": ({"digest": None}, "no digest"),
+    "a digest that is no text": ({"digest": 5}, "digest 5"),
     "another digest": ({"digest": "x"}, "changed after"),
     "no layers": ({"model": MODEL | {"layers": []}}, "isn't the one"),
+    "fewer tokens": ({"known": KNOWN | {"tokens": 4}}, "isn't the one"),
     "tokens that nobody could have": ({"known": KNOWN | {"tokens": 1 << 48}}, "isn't the one"),
     "a mask of 2": ({"recorded": b"\1\0\1\2\1"}, "isn't a mask"),
+    "a byte less": ({"recorded": b"\1\0\1\1"}, "isn't the one|bytes long"),
     "a byte more": ({"recorded": b"\1\0\1\1\1\1"}, "isn't the one|bytes long"),
 }
-BAD = (True, -1, HUGE, "x", None, [], [None], 1.5)
+BAD = (True, -1, HUGE, "x", None, [], [None], [[0]], 1.5, float("inf"))
 RIGHT = {
     "layers": ([],),
     "fingerprint": (None,),
@@ -185,11 +198,29 @@ def test_a_crafted_header_is_refused_though_its_digest_is_right(
         assert not inspect(tmp_path / "routes").good
 
 
+@pytest.mark.parametrize("name", ["layers", "weight_version"])
+def test_what_is_nested_deeply_is_refused(name: str) -> None:
+    """Some can be read, and are too deep only when somebody looks into them."""
+    for depth in range(850, 1000, 5):
+        deep = "[" * depth + "]" * depth
+        change = replaced("[1,4]" if name == "layers" else '"v1"', deep)
+        with pytest.raises(RouteFileError):
+            RoutedExperts.from_bytes(forged(routes_said=change))
+
+
 @pytest.mark.parametrize("length", [1 << 63, 1 << 40, 100_000_001, 90_000_000])
 def test_a_forged_length_allocates_nothing(form: Form, tmp_path: Path, length: int) -> None:
     form.put(tmp_path / "routes", struct.pack("<Q", length) + forged(key=form.key)[8:])
     with pytest.raises(RouteFileError, match="header is cut short"):
         form.read(tmp_path / "routes")
+
+
+def test_a_header_that_is_longer_than_any_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "routes"
+    path.write_bytes(struct.pack("<Q", 100_000_001))
+    os.truncate(path, 100_000_100)  # sparse: it takes no room
+    with pytest.raises(RouteFileError, match="header is cut short"):
+        RoutedExperts.load(path)
 
 
 def test_what_a_header_forges_is_not_allocated(tmp_path: Path) -> None:
@@ -311,6 +342,14 @@ def test_foreign_bytes_are_refused(foreign: bytes) -> None:
         RoutedExperts.from_bytes(foreign)
 
 
+def test_what_is_no_bytes_and_bytes_with_more_after_them_are_refused() -> None:
+    for other in ("routes", 5, None, [1], object()):
+        with pytest.raises(RouteFileError, match="can't be read as routes"):
+            RoutedExperts.from_bytes(other)  # type: ignore[arg-type]
+    with pytest.raises(RouteFileError, match="bytes long, and its header says"):
+        RoutedExperts.from_bytes(routes().to_bytes() + b"\0")
+
+
 @given(st.binary(max_size=200))
 @examples(100)
 def test_anything_in_the_place_of_a_header_is_refused_with_an_error_of_ours(rest: bytes) -> None:
@@ -332,3 +371,14 @@ def test_pickles_carry_the_ids_out_of_band() -> None:
     assert again == given
     assert again.ids.data_ptr() == given.ids.data_ptr()
     assert pickle.loads(pickle.dumps(given, protocol=4)) == given
+
+
+def test_a_pickled_slice_is_no_larger_than_it_is() -> None:
+    part = routes(tokens=50_000).sequence(10, 20)
+    tracemalloc.start()
+    data = pickle.dumps(part)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(data) < 2000
+    assert peak < 100_000
+    assert torch.equal(pickle.loads(data).ids, part.ids)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import warnings
 from typing import Any
 
 import numpy as np
@@ -49,7 +51,47 @@ def test_integers_of_any_dtype_are_taken(dtype: Any) -> None:
         assert torch.equal(built.ids.long(), ids(tokens))
 
 
+@pytest.mark.parametrize("dtype", ["u1", "i8"])
+def test_read_only_numpy_is_taken_without_a_warning_t10(dtype: str) -> None:
+    array = ids().numpy().astype(dtype)
+    array.flags.writeable = False
+    torch.set_warn_always(True)  # else only the first time in a process
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            built = routes(ids=array)
+    finally:
+        torch.set_warn_always(False)
+    assert torch.equal(built.ids.long(), ids())
+
+
+def test_numpy_that_is_a_view_is_taken() -> None:
+    wide = np.zeros((6, 4, 2), dtype=np.int32)
+    wide[:, ::2] = ids().numpy()
+    assert torch.equal(routes(ids=wide[:, ::2]).ids.long(), ids())
+    backwards = np.ascontiguousarray(ids().numpy()[::-1])[::-1]
+    assert torch.equal(routes(ids=backwards).ids.long(), ids())
+    by_column = ids().to(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1)
+    assert routes(ids=by_column).ids.is_contiguous()
+
+
+def test_ids_that_need_a_gradient_history_or_inference_mode_are_taken() -> None:
+    with torch.inference_mode():
+        made = ids()
+    built = routes(ids=made)
+    assert not built.ids.is_inference()
+    (torch.rand(8, requires_grad=True)[built.ids.long()]).sum().backward()
+
+
 # What comes out
+
+
+def test_the_result_is_frozen() -> None:
+    built = routes()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        built.ids = ids()  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        built.fingerprint = 3  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("last", [True, False], ids=["all recorded", "one row not recorded"])
@@ -65,6 +107,14 @@ def test_what_the_caller_does_to_his_arrays_later_does_not_show_n9(kind: str, la
     recorded.fill_(False)
     assert torch.equal(built.ids, before)
     assert built.recorded.tolist() == [True] * 5 + [last]
+
+
+def test_sizes_and_labels_can_be_asked() -> None:
+    built = routes(layers=[1, 4], fingerprint=2**64 - 1, weight_version="step 3")
+    assert (len(built), built.layers, built.topk, built.num_experts) == (6, (1, 4), 2, EXPERTS)
+    assert (built.fingerprint, built.weight_version) == (2**64 - 1, "step 3")
+    assert torch.equal(built.layer_ids(4).long(), ids()[:, 1])
+    assert repr(built) == "RoutedExperts(6 tokens, 2 layers, top-2 of 8, 0 rows without a route)"
 
 
 # Rows without a route
@@ -100,6 +150,19 @@ def test_take_accepts_rows_a_mask_and_nothing(make: Any) -> None:
         assert len(built.take(make([False] * 6))) == 0
 
 
+def test_take_returns_rows_in_the_order_asked_in_memory_of_their_own() -> None:
+    built = routes(weight_version=4, fingerprint=9)
+    taken = built.take([3, 0, 3])
+    assert torch.equal(taken.ids, built.ids[[3, 0, 3]])
+    assert taken.recorded.all()
+    assert (taken.layers, taken.weight_version) == (built.layers, 4)
+    assert taken.fingerprint is None  # another sequence
+    for other in (built.take(range(6)), RoutedExperts.concat([built])):
+        other.ids.fill_(3)
+        assert torch.equal(built.ids, routes().ids)
+    assert len(routes(ids=ids(tokens=0)).take([-1, -1])) == 2
+
+
 def test_concat_puts_rows_one_after_the_other_and_keeps_a_weight_version_that_all_have() -> None:
     one, two = routes(), routes(recorded=torch.tensor([True, False] * 3))
     both = RoutedExperts.concat([one, two])
@@ -110,17 +173,22 @@ def test_concat_puts_rows_one_after_the_other_and_keeps_a_weight_version_that_al
     assert RoutedExperts.concat([routes(fingerprint=1), routes(fingerprint=1)]).fingerprint is None
 
 
-def test_equal_means_everything_is_equal() -> None:
-    assert routes() == routes() != "routes"
-    for change in (
+@pytest.mark.parametrize(
+    "change",
+    [
         {"ids": ids().flip(0)},
         {"layers": (0, 4)},
         {"num_experts": 16},
         {"recorded": torch.tensor([True] * 5 + [False])},
         {"fingerprint": 1},
         {"weight_version": 1},
-    ):
-        assert routes() != routes(**change)
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_equal_means_everything_is_equal(change: dict[str, Any]) -> None:
+    assert routes() == routes()
+    assert routes() != routes(**change)
+    assert routes() != "routes"
 
 
 # What is refused
@@ -181,6 +249,15 @@ def test_take_refuses_rows_that_are_not_there(rows: Any, words: str) -> None:
 def test_concat_refuses_nothing_and_routes_of_another_model(parts: list[RoutedExperts], words: str) -> None:
     with pytest.raises(InvalidRoutes, match=words):
         RoutedExperts.concat(parts)
+
+
+@pytest.mark.parametrize(("dtype", "experts"), [(torch.uint8, 257), (torch.int8, 129)])
+def test_ids_of_a_dtype_that_cant_hold_them_all_are_refused_t19(dtype: torch.dtype, experts: int) -> None:
+    """Those above were cut off on the way, and what is left looks like any other id."""
+    given = torch.tensor([[[0, 1]], [[2, 3]]]).to(dtype)
+    assert len(RoutedExperts(ids=given, layers=[0], num_experts=experts - 1)) == 2
+    with pytest.raises(InvalidRoutes, match=r"the ids' dtype can't hold every expert.*narrowed on the way"):
+        RoutedExperts(ids=given, layers=[0], num_experts=experts)
 
 
 @pytest.mark.parametrize("bad", [-1, EXPERTS, 70_000])
