@@ -194,9 +194,6 @@ class Job:
     def grads(self) -> list[torch.Tensor | None]:
         return [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
 
-    def labels(self) -> list[int]:
-        return [router.label for router in routers(self.model)]
-
 
 def backward_sum(losses: list[torch.Tensor]) -> None:
     torch.stack(losses).sum().backward()
@@ -226,14 +223,12 @@ def packed(routes: torch.Tensor, verl: Verl) -> torch.Tensor:
     """[all tokens, layers, topk] of what verl carries."""
     if routes.is_nested:
         return torch.cat(list(routes.unbind()))
-    samples = [sequence for sequences in batches() for sequence in sequences]
-    groups, rows, at = batches(), [], 0
-    for sequences in groups:
+    rows, at = [], 0
+    for sequences in batches():
         _, mask = verl.batch(sequences)
         assert mask is not None
         rows += [routes[at + row][mask[row].bool()] for row in range(len(sequences))]
         at += len(sequences)
-    assert len(rows) == len(samples)
     return torch.cat(rows)
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import importlib
-import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,16 +39,8 @@ from verl_loop import (
 pytestmark = [pytest.mark.megatron]
 
 CASES = (
-    "softmax_after_topk",
-    "softmax_before_topk",
-    "sigmoid_bias_scaling",
-    "groups_softmax",
-    "groups_sigmoid_bias",
-    "aux_loss",
-    "seq_aux_loss",
-    "capacity_probs",
-    "capacity_padded",
-    "dense_first",
+    *("softmax_after_topk", "softmax_before_topk", "sigmoid_bias_scaling", "groups_softmax"),
+    *("groups_sigmoid_bias", "aux_loss", "seq_aux_loss", "capacity_probs", "capacity_padded", "dense_first"),
 )
 
 
@@ -77,18 +66,14 @@ def verl() -> Iterator[Verl]:
 
 
 class Recorded:
-    """A job, and what its routers choose: by npu_replay's own record, and through verl's functions."""
+    """A job, and what its routers choose: by npu_replay's record, and the same through verl's functions."""
 
     def __init__(self, verl: Verl, variant: str = "softmax_after_topk", **changes: Any) -> None:
         self.verl, self.job, self.batch = verl, Job(variant, None, **changes), batches()
         self.own = core_routes(self.job, self.batch)
         self.routes = verl.record(self.batch, self.job.forward, self.job.config, self.job.model)
-
-    def check(self) -> torch.Tensor:
-        """Both are the same; the ids of all tokens."""
-        ids = torch.cat([one.ids for one in self.own]).long()
-        assert torch.equal(packed(self.routes, self.verl).long(), ids)
-        return ids
+        self.ids = torch.cat([one.ids for one in self.own]).long()
+        assert torch.equal(packed(self.routes, verl).long(), self.ids)
 
     def with_samples(self, each: Sequence[torch.Tensor]) -> torch.Tensor:
         """Routes of these samples, as this verl carries them."""
@@ -126,8 +111,8 @@ def test_record_replay_and_backward_through_verls_functions(
 
 def test_ids_above_255_survive_the_way_through_verl(verl: Verl) -> None:
     """T19: 0.7 and 0.8 narrow to uint8 in the engine itself."""
-    ids = Recorded(verl, num_moe_experts=300, moe_router_topk=4, num_layers=2).check()
-    assert int(ids.max()) > 255
+    recorded = Recorded(verl, num_moe_experts=300, moe_router_topk=4, num_layers=2)
+    assert int(recorded.ids.max()) > 255
 
 
 def test_recorded_routes_have_the_type_that_this_verl_carries(verl: Verl) -> None:
@@ -137,13 +122,14 @@ def test_recorded_routes_have_the_type_that_this_verl_carries(verl: Verl) -> Non
 
 
 def test_routes_of_all_layers_find_their_routers(verl: Verl) -> None:
-    """T2, T3: an engine reports dense layers too; they are dropped by label."""
+    """T2, T3: an engine reports dense layers too; they are dropped by label. Experts there mean that the
+    labels have shifted: each layer would replay its neighbour's routes, and all ids look right."""
     recorded = Recorded(verl, "dense_first")
-    recorded.check_replay(recorded.with_samples(_with_dense_column(recorded)), recorded.own)
-
-
-def _with_dense_column(recorded: Recorded) -> list[torch.Tensor]:
-    return [torch.cat([torch.zeros_like(one[:, :1]), one], dim=1) for one in recorded.routes.unbind()]
+    whole = [torch.cat([torch.zeros_like(one[:, :1]), one], dim=1) for one in recorded.routes.unbind()]
+    recorded.check_replay(recorded.with_samples(whole), recorded.own)
+    wrong = recorded.with_samples([one.roll(1, dims=1) for one in whole])
+    with pytest.raises(InvalidRoutes, match=r"sample 0 .*, layer 0: a dense layer has experts"):
+        recorded.replayed(wrong)
 
 
 HYBRID = {"*-*E*E": (3, (1, 2)), "MEM*E-ME": (8, (1, 4, 7)), "*E*E/*E": (2, (0, 1))}
@@ -151,46 +137,23 @@ HYBRID = {"*-*E*E": (3, (1, 2)), "MEM*E-ME": (8, (1, 4, 7)), "*E*E/*E": (2, (0, 
 slash is multi-token prediction, whose router is left to its own choice."""
 
 
-@pytest.fixture(params=HYBRID)
-def hybrid(request: pytest.FixtureRequest) -> str:
-    if why := hybrid_model.missing(request.param):
-        pytest.skip(why)
-    return str(request.param)
-
-
-@pytest.mark.parametrize("recompute", [None, "selective_moe"])
-def test_a_hybrid_model_is_recorded_and_replayed_through_verls_functions(
-    verl: Verl, hybrid: str, recompute: str | None
-) -> None:
-    compare_with_the_core(verl, Job("softmax_after_topk", recompute, pattern=hybrid), batches())
-
-
-def test_an_engines_rows_of_all_layers_find_the_routers_of_a_hybrid_model(verl: Verl, hybrid: str) -> None:
+@pytest.mark.parametrize("pattern", HYBRID)
+def test_a_hybrid_model_is_recorded_and_replayed_through_verls_functions(verl: Verl, pattern: str) -> None:
     """Its config counts symbols: twice as many layers as an engine, where the pattern is one of blocks."""
-    recorded = Recorded(verl, pattern=hybrid)
-    count, moe = HYBRID[hybrid]
+    if why := hybrid_model.missing(pattern):
+        pytest.skip(why)
+    compare_with_the_core(verl, Job("softmax_after_topk", "selective_moe", pattern=pattern), batches())
+    recorded = Recorded(verl, pattern=pattern)
+    count, moe = HYBRID[pattern]
     assert recorded.own[0].layers == moe
     columns = []
     for one in recorded.routes.unbind():
         columns.append(one.new_zeros(len(one), count, one.shape[-1]))
         columns[-1][:, list(moe)] = one
     recorded.check_replay(recorded.with_samples(columns), recorded.own)
-
-
-def test_rows_of_another_number_of_layers_than_the_pattern_has_are_refused(verl: Verl, hybrid: str) -> None:
-    recorded = Recorded(verl, pattern=hybrid)
     wide = [torch.cat([one, *[one[:, :1]] * 6], dim=1) for one in recorded.routes.unbind()]
-    count, moe = HYBRID[hybrid]
     with pytest.raises(ReplayError, match=rf"Expected {count}, one a decoder layer, or {len(moe)}"):
         recorded.replayed(recorded.with_samples(wide))
-
-
-def test_experts_in_a_dense_layers_column_are_refused(verl: Verl) -> None:
-    """The labels have shifted: each layer would replay its neighbour's routes, and all ids look right."""
-    recorded = Recorded(verl, "dense_first")
-    wrong = recorded.with_samples([one.roll(1, dims=1) for one in _with_dense_column(recorded)])
-    with pytest.raises(InvalidRoutes, match=r"sample 0 .*, layer 0: a dense layer has experts"):
-        recorded.replayed(wrong)
 
 
 def test_rows_of_zeros_take_the_routers_own_choice(verl: Verl) -> None:
@@ -236,32 +199,6 @@ def test_routes_that_do_not_fit_are_refused_by_name(verl: Verl, bad: Any, words:
         assert "sample 1 of the micro-batch, layer 1" in str(raised.value)
 
 
-def test_a_thrown_away_model_is_not_replayed_instead(verl: Verl) -> None:
-    """T18: the model is built twice, and the first one's routers are registered first."""
-    orphan = Job("softmax_after_topk", None, seed=1)
-    del orphan
-    Recorded(verl).check()
-
-
-def test_a_reference_model_beside_it_is_left_alone(verl: Verl) -> None:
-    """T26: two models with the flag; the action means the one that runs."""
-    reference = Job("softmax_after_topk", None, seed=1)
-    before = [reference.forward(sequences).item() for sequences in batches()]
-    recorded = Recorded(verl)
-    with perturbed(recorded.job.model):
-        recorded.replayed(recorded.routes)
-    assert [reference.forward(sequences).item() for sequences in batches()] == before
-
-
-def test_a_second_apply_keeps_the_first_engine(verl: Verl) -> None:
-    """NeMo #3687: clearing the registry for another model emptied the live one."""
-    recorded = Recorded(verl)
-    verl.patch.apply_router_replay_patch()
-    job = recorded.job
-    recorded.routes = verl.record(recorded.batch, job.forward, job.config, job.model)
-    recorded.check()
-
-
 def test_a_rejected_sample_takes_the_routers_own_choice(verl: Verl) -> None:
     """verl 0.9 replays no row of a sample whose response it has rejected; that is no bad sample."""
     if not hasattr(verl.utils, "build_r3_replay_mask"):
@@ -293,7 +230,7 @@ def test_packing_may_return_two_things_or_three(
             return native(*args, **kwargs)[0], None, *extra
 
         monkeypatch.setattr(verl.utils, name, pack)
-    Recorded(verl).check()
+    Recorded(verl)
 
 
 # Without an engine's pass: verl's own functions, and its RouterReplay on each router
@@ -316,6 +253,7 @@ def test_each_router_has_a_replay_of_verls_and_no_model_that_was_thrown_away(ver
     listed = verl.replay.router_instances
     assert [one for one in listed if any(one is other for other in own_replays(job))] == own_replays(job)
     assert not any(one is other for one in listed for other in thrown)
+    compare_with_the_core(verl, job, batches())
 
 
 def test_what_was_recorded_is_read_off_the_router_until_it_is_cleared(verl: Verl) -> None:
@@ -348,30 +286,6 @@ def test_an_action_that_is_set_on_one_model_is_none_of_anothers(verl: Verl) -> N
     assert other.forward(sequences).item() == before
 
 
-def test_stand_ins_for_routers_are_merged_by_verls_own_code(
-    verl: Verl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As verl's own tests do: with a router that is in no model, and a gather of their own."""
-    if not hasattr(verl.utils, "preprocess_thd_engine"):
-        pytest.skip("this verl's own code unpacks two of its three things")  # T9
-    job = Job("softmax_after_topk", None)
-    tokens = torch.nested.as_nested_tensor([torch.arange(8)], layout=torch.jagged)
-    chosen, maps = torch.arange(16).reshape(8, 2), list[torch.Tensor]()
-    router = SimpleNamespace(recorded_topk_idx=chosen)
-    helper, gathered = verl.utils.RouterReplayHelper, list[torch.Tensor]()
-    monkeypatch.setattr(helper, "get_micro_batch_router_list", lambda *_: [router])
-    monkeypatch.setattr(verl.utils, "device_name", "cpu")
-
-    def gather(rows: torch.Tensor, **_: Any) -> torch.Tensor:
-        gathered.append(rows)
-        return rows
-
-    monkeypatch.setattr(verl.utils, "gather_from_sequence_parallel_region", gather)
-    verl.call("merge_router_topk_indices", None, tokens, maps, job.config, 0)
-    assert len(gathered) == 1
-    assert torch.equal(packed(maps[0], verl)[:, 0].long(), chosen)
-
-
 @pytest.mark.parametrize("of", ["verl", "Megatron"])
 def test_a_target_that_is_set_on_a_router_is_replayed(verl: Verl, of: str) -> None:
     """Whichever library's enum says so. Live routes in silence would train on other experts."""
@@ -386,13 +300,9 @@ def test_a_target_that_is_set_on_a_router_is_replayed(verl: Verl, of: str) -> No
             one.set_target_indices(ids.long())
         loss = job.forward(batch[0])
         assert loss.item() == wanted.item()
-        assert loss.item() != _live(job, batch[0], own_replays(job))
-
-
-def _live(job: Job, sequences: list[torch.Tensor], replays: list[Any]) -> float:
-    for one in replays:
-        one.clear_router_replay_action()
-    return float(job.forward(sequences).item())
+        for one in own_replays(job):
+            one.clear_router_replay_action()
+        assert loss.item() != job.forward(batch[0]).item()
 
 
 def test_recomputes_take_the_targets_in_their_order(verl: Verl) -> None:
@@ -454,16 +364,6 @@ def test_a_pass_refuses_an_action_that_was_set_before_it(verl: Verl) -> None:
     Runs.forward_backward_batch = wrapped(Runs.forward_backward_batch, EngineAdapter)  # type: ignore[method-assign]
     with pytest.raises(ReplayError, match="was set before the pass"):
         Runs(job.model, job.config, "R2").forward_backward_batch({})
-
-
-def test_a_copied_router_has_a_replay_of_its_own(verl: Verl) -> None:
-    job = Job("softmax_after_topk", None)
-    module = routers(job.model)[0].module
-    if any(isinstance(one, torch.distributed.ProcessGroup) for one in vars(module).values()):
-        pytest.skip("this Megatron-core's routers hold process groups, which can't be copied")
-    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert type(twin.router_replay) is verl.replay
-        assert twin.router_replay is not module.router_replay
 
 
 def test_after_uninstall_a_router_has_megatrons_again_and_after_install_verls(verl: Verl) -> None:
