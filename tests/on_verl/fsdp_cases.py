@@ -200,18 +200,6 @@ def _control() -> None:
     assert not [name for name in metrics if name.startswith("npu_replay/")]
 
 
-@case("mini-batches and epochs")
-def _mini_batches() -> None:
-    """Padded, with micro-batches of equal size and other lengths: each has its own layout."""
-    actor = Actor(tiny_of(packed=False, recompute=True))
-    data, routes = recorded(actor)
-    with other_routers(actor.model), witnessed(actor.model) as calls:
-        actor.update(data, mini_batch_size=4, epochs=2)
-    check_calls(calls, actor.tiny, routes, times=4)
-    assert len(actor.gradients) == 4
-    nothing_is_on()
-
-
 @case("without its adapter")
 def _adapter() -> None:
     """LoRA: the reference pass is the actor's own without its adapter, and neither recorded nor replayed."""
@@ -371,28 +359,6 @@ def _bad_later() -> None:
     updated(1)
     leave(partial(updated, 2), "2 of 8 samples have routes that can't be used", first=0)
     assert len(actor.gradients) == 2
-
-
-@case("routes far from the routers' own choice")
-def _far() -> None:
-    tiny = tiny_of(mode="R3")
-    actor = Actor(tiny)
-    update = partial(actor.update, r3_batch(tiny, engine_job.rollout_routes(tiny)))
-    with patched() as patch:
-        patch.setattr("npu_replay.sessions.own_choice.RUN", 8)  # this job has fewer than 64 rows a rank
-        patch.setenv("NPU_REPLAY_MIN_OVERLAP", "0.9")  # and too few for the limit that is measured
-        leave(update, "far from what the routers would choose for these tokens", first=0)
-    assert not actor.gradients
-    update()
-
-
-@case("routes are missing")
-def _missing() -> None:
-    """R2 without a record, R3 without a rollout's routes."""
-    for mode in ("R2", "R3"):
-        actor = Actor(tiny_of(mode=mode))
-        leave(partial(actor.update, r3_batch(actor.tiny, None)), "this micro-batch has no routes", first=0)
-        assert not actor.gradients
 
 
 @case("one rank fails in a way that nobody has thought of")

@@ -19,19 +19,17 @@ from case_jobs import Notes, check, noted
 NPU_BLOCK = "verl's block for an NPU"
 """It stays in the process, so it comes last."""
 BY_RELEASE = ("R3: padded", "R2: dynamic, recompute", "R3: sp2")
-FROM_0_8 = ("R2: sp2, dynamic, recompute", "mini-batches and epochs", "R3 by reference")
+FROM_0_8 = ("R2: sp2, dynamic, recompute", "R3 by reference")
 ALIKE = (
     *("R3: to a length", "R2: sp2, to a length, recompute", "R2 by reference"),
     "without replay it would have differed",
     "without its adapter",
     "one rank has bad routes in the first step",
-    "routes are missing",
     "gradients of one process",
     "more experts than a byte holds",
     "a checkpoint in between",
     "routes in files",
     "bad samples after the first step",
-    "routes far from the routers' own choice",
     "one rank fails in a way that nobody has thought of",
     "images, which are cut after their embedding",
     "a model without experts",

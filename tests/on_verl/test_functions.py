@@ -21,7 +21,11 @@ from npu_replay.compat.megatron_backports.router_replay import is_idle
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.compat.verl.engine_pass import wrapped
 from npu_replay.errors import InvalidRoutes, ReplayError
+from npu_replay.sessions.fed_sequences import fed_sequences
 from npu_replay.smoke import megatron_model
+from sessions.test_follow import packed as fed_packed
+from sessions.test_follow import texts
+from sessions.test_padded_end import by_hand
 from verl_loop import (
     LENGTHS,
     Engine,
@@ -377,3 +381,15 @@ def test_after_uninstall_a_router_has_megatrons_again_and_after_install_verls(ve
     finally:
         npu_replay.install()
     assert type(module.router_replay) is verl.replay
+
+
+@pytest.mark.parametrize("ranks", [2, 36])
+def test_the_padded_end_of_verls_ulysses_is_no_sequence(ranks: int) -> None:
+    """verl pads packed rows as `follow` expects it: at their end, with positions from 0 on."""
+    fed = fed_packed(texts())[0]
+    pad = importlib.import_module("verl.utils.ulysses").ulysses_pad
+    ids, positions, size = pad(fed["input_ids"], fed["position_ids"], sp_size=ranks)
+    expected = by_hand(fed["input_ids"], fed["position_ids"], ranks)
+    assert all(map(torch.equal, (ids, positions), expected))
+    found = fed_sequences({"input_ids": ids, "position_ids": positions}, {})
+    assert found.padded == [False] * 5 + [True] * (size > 1)
