@@ -6,6 +6,7 @@ Each case asserts on every rank.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import npu_replay
 from case_jobs import Cases, shared_folder, told
 from distributed.parallel_model import EXPERTS
+from megatron_cases import VARIANTS
 from npu_replay import RoutedExperts
 from npu_replay.compat.verl import batch_routes, engine_adapter, found_routes, r3_store
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
@@ -45,6 +47,8 @@ BASE: dict[str, dict[str, Any]] = {
     "dynamic micro-batches": {"most": 24},
     "full recompute": {"changes": FULL},
     "ep2": {"split": Split(ep=2)},
+    "groups by sigmoid and a bias": {"changes": VARIANTS["groups_sigmoid_bias"]},
+    "an aux loss of each sequence": {"changes": VARIANTS["seq_aux_loss"] | FULL},
     "pp2 of a HybridModel": {"split": Split(pp=2), "moe": (0, 1, 1, 1), "pattern": "*-*E*E*E"},
 }
 
@@ -447,6 +451,53 @@ for _name, _settings in BASE.items():
         CASES[f"{_of}without its adapter"] = partial(_lora, _kind)
 
 
+@case("more experts than a byte holds")
+def _wide() -> None:
+    """T19: 0.7 and 0.8 narrow to uint8 in the engine itself."""
+    tiny = begin(mode="R2", changes={"num_moe_experts": 300})
+    actor = Actor(tiny)
+    data, routes = recorded_batch(actor)
+    assert max(int(one.max()) for one in routes) > 255
+    with job.other_routers(actor.chunks), npu_replay.observe(actor.chunks) as seen:
+        actor.update(data)
+    check_rows(seen.shown, routes, tiny)
+
+
+@case("packing that returns two things, or three")
+def _packing() -> None:
+    """T9: it became three, and unpacking two of them failed in every record."""
+    utils: Any = importlib.import_module("verl.utils.megatron.router_replay_utils")
+    for extra in ((), (None,)):
+        with patched() as patch:
+            for name in ("preprocess_thd_engine", "preprocess_thd_no_padding", "preprocess_packed_seqs"):
+                if (native := getattr(utils, name, None)) is None:
+                    continue
+
+                @functools.wraps(native)
+                def pack(*args: Any, native: Any = native, extra: Any = extra, **kwargs: Any) -> Any:
+                    return native(*args, **kwargs)[0], None, *extra
+
+                patch.setattr(utils, name, pack)
+            tiny = begin(mode="R2")
+            with npu_replay.observe((actor := Actor(tiny)).chunks) as seen:
+                _, routes = recorded_batch(actor)
+        check_rows(seen.shown, routes, tiny)
+
+
+@case("a sample that was rejected")
+def _rejected() -> None:
+    """verl 0.9 replays no row of a sample without a response that counts; that is no bad sample."""
+    tiny, actor, routes = begin_r3()
+    data = r3_batch(tiny, routes)
+    data.batch["response_mask"][1] = 0
+    with npu_replay.observe(actor.chunks) as seen:
+        metrics = actor.update(data)
+    assert set(metrics["npu_replay/bad_samples"]) == {0.0}
+    check_rows(seen.shown, [routes[0], torch.zeros_like(routes[1]), *routes[2:]], tiny)
+    with pytest.raises(AssertionError):
+        check_rows(seen.shown, routes, tiny)
+
+
 # What must stay as it is
 
 
@@ -680,6 +731,9 @@ def _bad_later() -> None:
             assert set(metrics["npu_replay/bad_samples"]) == {float(bad)}
             left = [one if n >= bad * here else torch.zeros_like(one) for n, one in enumerate(routes)]  # noqa: B023
             check_rows(seen.shown, left, tiny)  # noqa: B023
+            if bad * here:  # noqa: B023
+                with pytest.raises(AssertionError):
+                    check_rows(seen.shown, routes, tiny)  # noqa: B023
 
         updated(0)
         updated(1)

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.megatron
 
 ENGINE = "mindspeed.transformer_impl.MindspeedEngineWithLMHead"
 CASES = ["R2: full recompute", "R3: pp2, two virtual stages and a dense chunk"]
-VARIANTS = ["groups_sigmoid_bias", "capacity_probs"]
 
 
 @pytest.fixture(params=[processes.STAND_IN, pytest.param(processes.REAL, marks=pytest.mark.mindspeed)])
@@ -26,18 +25,11 @@ def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-@pytest.mark.newest
-def test_record_and_replay_with_a_repatch_before_and_after(product: str) -> None:
-    """A second engine repatches, which throws away what lies over MindSpeed's own wrappers."""
-    found = processes.run(product, "on_verl.test_mindspeed:functions", {"cases": VARIANTS}, timeout=280)
-    assert found["as before"]
-    assert ("stand_in" in found["mindspeed"]) == (product == processes.STAND_IN)
-
-
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_the_engine_that_verl_takes_on_an_npu_records_and_replays(product: str) -> None:
-    """MindspeedEngineWithLMHead, in two processes: the actor's repatches, and then another one's."""
+    """MindspeedEngineWithLMHead, in two processes: the actor's repatches, and then another one's, which
+    throws away what lies over MindSpeed's own wrappers."""
     if version("verl").startswith(("0.7.0", "0.8")):
         pytest.skip("0.7.0's engines know no replay, and 0.8's is between 0.7.1's and 0.9's, which run here")
     for found in processes.run_ranks(
@@ -50,51 +42,18 @@ def test_the_engine_that_verl_takes_on_an_npu_records_and_replays(product: str) 
 # In the processes
 
 
-def _adaptor() -> Any:
-    """MindSpeed is imported before Megatron."""
-    import npu_replay  # noqa: F401
+def engine(task: dict[str, Any]) -> dict[str, Any]:
+    """One process of a job of two: each engine repatches MindSpeed as it is made."""
+    # The routes are such as no router would choose.
+    os.environ |= {"NPU_REPLAY_MIN_OVERLAP": "0", "TORCHDYNAMO_DISABLE": "1"}
+    import npu_replay  # MindSpeed is imported before Megatron
     import transformers_4
     from on_mindspeed.processes import triton_at_import
 
     transformers_4.lend()
     with triton_at_import():
         import mindspeed.megatron_adaptor as adaptor
-    return adaptor
-
-
-def functions(task: dict[str, Any]) -> dict[str, Any]:
-    """repatch() before the first engine and before the second."""
-    adaptor = _adaptor()
-    import npu_replay
-
-    adaptor.repatch({"use_flash_attn": False})
-    with npu_replay.compat.cpu.lend():
-        from npu_replay.smoke import megatron_model
-        from verl_loop import Job, Verl, batches, compare_with_the_core
-
-        megatron_model.start()
-        verl = Verl()
-        verl.patch.apply_router_replay_patch()
-        for variant in task["cases"]:
-            compare_with_the_core(verl, Job(variant, "full"), batches())
-        first = Job("groups_sigmoid_bias", "full", seed=1)
-        before = [first.forward(sequences).item() for sequences in batches()]
-        adaptor.repatch({"use_flash_attn": False})  # as the next engine does, before it applies its patch
-        verl.patch.apply_router_replay_patch()
-        compare_with_the_core(verl, Job("groups_sigmoid_bias", "full"), batches())
-        compare_with_the_core(verl, first, batches())
-        after = [first.forward(sequences).item() for sequences in batches()]
-    return {"as before": before == after, "mindspeed": adaptor.__file__}
-
-
-def engine(task: dict[str, Any]) -> dict[str, Any]:
-    """One process of a job of two: each engine repatches MindSpeed as it is made."""
-    # The routes are such as no router would choose.
-    os.environ |= {"NPU_REPLAY_MIN_OVERLAP": "0", "TORCHDYNAMO_DISABLE": "1"}
-    adaptor = _adaptor()
     import torch.distributed as dist
-
-    import npu_replay
 
     repatched = []
     native = adaptor.repatch
