@@ -41,8 +41,8 @@ if [[ $all ]]; then quick=; fi
 export PYTHONPATH=$swift${PYTHONPATH:+:$PYTHONPATH}
 run_with 0.12.1 0.9.1 "$quick" tests/on_verl tests/npu_patches "$@"
 if [[ $all ]]; then
-    run_with 0.15.3 0.9.1 "" tests/on_verl/test_functions.py "$@"
-    run_with 0.13.1 0.8.0 "" tests/on_verl/test_functions.py "$@"
+    run_with 0.15.3 0.9.1 "not newest" tests/on_verl/test_functions.py tests/on_verl/test_engine.py "$@"
+    run_with 0.13.1 0.8.0 "not newest" tests/on_verl/test_functions.py tests/on_verl/test_engine.py "$@"
 fi
 export PYTHONPATH=$datasets:$work/transformers/4.57.6:$PYTHONPATH
 run_with 0.12.1 0.7.1 "not newest${quick:+ and $quick}" tests/on_verl tests/npu_patches "$@"

@@ -71,18 +71,14 @@ def noted(
         )
         output = "\n".join(one.problem for one in ended)
         for file in sorted(folder.glob("rank-*.jsonl")):
-            for line in file.read_text().splitlines():
-                note = json.loads(line)
+            for note in map(json.loads, file.read_text().splitlines()):
                 found.setdefault(note["case"], []).append(note)
-        failed = [
-            case
-            for case in left
-            if len(found.get(case, [])) != ranks or any(note["problem"] for note in found[case])
-        ]
-        if not failed:
+        whole = [len(found.get(case, [])) == ranks and not _problems(found, case) for case in left]
+        if all(whole):
             break
-        found.setdefault(failed[0], []).append({"problem": f"the job ended:\n{output}"})
-        left = left[left.index(failed[0]) + 1 :]
+        failed = whole.index(False)
+        found.setdefault(left[failed], []).append({"problem": f"the job ended:\n{output}"})
+        left = left[failed + 1 :]
         if not left:
             break
     return found
@@ -90,8 +86,12 @@ def noted(
 
 def check(notes: Notes, case: str) -> None:
     """Assert that a case went well on every rank."""
-    problems = [note["problem"] for note in notes.get(case, [{"problem": "not run"}]) if note["problem"]]
-    assert not problems, "\n\n".join(problems)
+    assert case in notes, "not run"
+    assert not (problems := _problems(notes, case)), "\n\n".join(problems)
+
+
+def _problems(notes: Notes, case: str) -> list[str]:
+    return [note["problem"] for note in notes[case] if note["problem"]]
 
 
 # In the processes
@@ -133,6 +133,19 @@ def _note(folder: Path, name: str, case: Callable[[], None]) -> None:
 
 
 # For cases
+
+
+class Cases(dict[str, Callable[[], None]]):
+    """Functions by name."""
+
+    def named(self, name: str) -> Callable[[Any], Any]:
+        """Add a case under a name."""
+
+        def add(run: Callable[[], None]) -> Callable[[], None]:
+            self[name] = run
+            return run
+
+        return add
 
 
 def shared_folder() -> str:

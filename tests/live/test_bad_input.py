@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import http.client
 import json
-import threading
 import time
 import urllib.error
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from live.engine import Live, Proxy, Server
+from json_server import post, serving
+from live.engine import Live, Server
 from live.families import FAMILIES, VOCABULARY
 from live.held import Trainer, assert_right
 from live.mix import decoded, encoded
@@ -59,14 +60,18 @@ def test_the_config_of_another_family(served: Live, saved: Any, family: str) -> 
     refused(served, served.engine.url, InvalidRoutes, words, saved(family)[1])
 
 
-def test_a_config_with_fewer_experts(served: Live) -> None:
-    config = {**served.model.config.to_dict(), "num_experts": 16, "architectures": ["Qwen3MoeForCausalLM"]}
-    refused(served, served.engine.url, InvalidRoutes, "out of range", config)
-
-
-def test_a_config_with_more_experts_cant_be_seen_at_the_door_but_by_the_trainer(served: Live) -> None:
-    config = {**served.model.config.to_dict(), "num_experts": 64, "architectures": ["Qwen3MoeForCausalLM"]}
-    refused(served, served.engine.url, ReplayError, "experts", config)
+@pytest.mark.parametrize(
+    ("experts", "error", "words"),
+    [
+        pytest.param(16, InvalidRoutes, "out of range", id="fewer"),
+        pytest.param(64, ReplayError, "experts", id="more-cant-be-seen-at-the-door-but-by-the-trainer"),
+    ],
+)
+def test_a_config_with_other_experts(
+    served: Live, experts: int, error: type[ReplayError], words: str
+) -> None:
+    changes = {"num_experts": experts, "architectures": ["Qwen3MoeForCausalLM"]}
+    refused(served, served.engine.url, error, words, {**served.model.config.to_dict(), **changes})
 
 
 def of_another_request(live: Live) -> dict[str, Any]:
@@ -75,28 +80,17 @@ def of_another_request(live: Live) -> dict[str, Any]:
     return found
 
 
-def only_rows(live: Live, answer: dict[str, Any]) -> None:
-    answer["choices"][0]["routed_experts"] = of_another_request(live)["routed_experts"]
+def without(choice: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in choice.items() if key != name}
 
 
-def the_whole_choice(live: Live, answer: dict[str, Any]) -> None:
-    answer["choices"] = [of_another_request(live)]
-
-
-def no_rows(_: Live, answer: dict[str, Any]) -> None:
-    del answer["choices"][0]["routed_experts"]
-
-
-def half_of_the_text(_: Live, answer: dict[str, Any]) -> None:
-    rows = answer["choices"][0]["routed_experts"]
-    answer["choices"][0]["routed_experts"] = rows[: len(rows) // 2]
-
-
-def zeros(_: Live, answer: dict[str, Any]) -> None:
-    rows = answer["choices"][0]["routed_experts"]
-    answer["choices"][0]["routed_experts"] = encoded(np.zeros_like(decoded(rows)))
-
-
+ROWS = "routed_experts"
+Fault = Callable[[Live, dict[str, Any]], dict[str, Any]]
+only_rows: Fault = lambda live, choice: choice | {ROWS: of_another_request(live)[ROWS]}  # noqa: E731
+the_whole_choice: Fault = lambda live, choice: of_another_request(live)  # noqa: E731
+no_rows: Fault = lambda _, choice: without(choice, ROWS)  # noqa: E731
+half_of_the_text: Fault = lambda _, one: one | {ROWS: one[ROWS][: len(one[ROWS]) // 2]}  # noqa: E731
+zeros: Fault = lambda _, one: one | {ROWS: encoded(np.zeros_like(decoded(one[ROWS])))}  # noqa: E731
 FAR = "far from what the routers would choose"
 
 
@@ -111,14 +105,14 @@ FAR = "far from what the routers would choose"
     ],
 )
 def test_a_proxy_that_changes_answers(
-    served: Live, fault: Callable[..., None], error: type[ReplayError], words: str
+    served: Live, fault: Fault, error: type[ReplayError], words: str
 ) -> None:
-    def change(answer: dict[str, Any]) -> dict[str, Any]:
-        fault(served, answer)
-        return answer
+    def proxied(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(post(served.engine.url + path, body))
+        return answer | {"choices": [fault(served, answer["choices"][0])]}
 
-    with Proxy(served.engine.url, change) as proxy:
-        refused(served, proxy.url, error, words)
+    with serving(proxied) as url:
+        refused(served, url, error, words)
 
 
 def test_what_a_server_refuses_is_quoted(served: Live) -> None:
@@ -128,41 +122,37 @@ def test_what_a_server_refuses_is_quoted(served: Live) -> None:
         from_vllm(caught.value.read(), served.folder)
 
 
-def test_killed_in_the_middle_and_restarted_with_other_weights(served: Live, saved: Any) -> None:
-    """Comes last: it kills the server."""
+@pytest.mark.long  # with weights of another version in one process: test_new_weights.py
+def test_restarted_with_other_weights(served: Live, saved: Any) -> None:
     trainer = Trainer(copy.deepcopy(served.model))
-    rollout = Rollout(served.folder)
-    tokens, routes = sample(served, served.engine.url)
-    rollout.extend(Turn(prompt=ASKED, sampled=tokens[len(ASKED) :], routes=routes))
-    trainer.step(tokens, routes)
-
-    failures: list[Exception] = []
-
-    def ask() -> None:
-        try:
-            served.engine.ask("/v1/completions", prompt=tokens, max_tokens=900, ignore_eos=True)
-        except (OSError, http.client.HTTPException) as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    time.sleep(0.5)
-    assert thread.is_alive()
-    served.engine.kill()
-    thread.join(60)
-    assert len(failures) == 1
-    rollout.extend(
-        Turn(prompt=tokens, sampled=[], aborted=True)
-    )  # what was sampled is lost, what was known isn't
-    assert rollout.tokens.tolist() == tokens
-
     newer, folder = saved("Qwen3Moe", seed=1)
     with Server(folder) as restarted:
         with pytest.raises(MicroBatchError, match=FAR):
             trainer.step(*sample(served, restarted.url))
-        assert trainer.steps == 1
+        assert trainer.steps == 0
         resumed = Trainer(newer)  # from the checkpoint that the engine was started with
         found = sample(served, restarted.url)
         resumed.step(*found)
         assert resumed.steps == 1
         assert_right(newer, *found)
+
+
+def test_killed_in_the_middle(served: Live) -> None:
+    """Comes last: it kills the server."""
+    rollout = Rollout(served.folder)
+    tokens, routes = sample(served, served.engine.url)
+    rollout.extend(Turn(prompt=ASKED, sampled=tokens[len(ASKED) :], routes=routes))
+
+    def ask() -> None:
+        with pytest.raises((OSError, http.client.HTTPException)):
+            served.engine.ask("/v1/completions", prompt=tokens, max_tokens=900, ignore_eos=True)
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        time.sleep(0.5)
+        assert not asked.done()
+        served.engine.kill()
+        asked.result(60)
+    # what was sampled is lost, what was known isn't
+    rollout.extend(Turn(prompt=tokens, sampled=[], aborted=True))
+    assert rollout.tokens.tolist() == tokens

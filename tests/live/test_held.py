@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from live import families
-from live.families import FAMILIES, VOCABULARY, truth
+from live.families import VOCABULARY, truth
 from live.held import assert_right
 from npu_replay import RoutedExperts, fingerprint
 
@@ -36,7 +36,7 @@ def routes_with_another_expert(model: Any, tokens: list[int]) -> tuple[RoutedExp
     return routes, int((np.sort(ids, axis=2) != own).any(axis=2).sum())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3"])
 def test_what_comes_behind_a_tie_is_judged_by_what_the_engine_took(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

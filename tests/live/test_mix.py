@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from live.engine import Live, in_process, load
-from live.families import FAMILIES
+from live.engine import Live, load
 from live.held import assert_right
 from live.mix import ALL, Sequence, Tally, ask, some_prompts
 from live.test_in_process import counter, has_cache
@@ -18,8 +17,6 @@ from npu_replay import Rollout, Turn, from_vllm
 
 SEQUENCES = 450 if ALL else 80
 """Of each family."""
-SHORT = ("Qwen3Moe", "DeepseekV3")
-"""One without a dense layer and with a prefix cache, and one the other way round."""
 
 
 def completions(output: Any, start: int) -> list[Sequence]:
@@ -77,6 +74,7 @@ class Mix:
         self.tally.hold(found)
         self.tally.features["from the cache"] += bool(output.num_cached_tokens)
         self.tally.features["stopped"] += any(one.finish_reason == "stop" for one in output.outputs)
+        self.tally.features["from a start"] += bool(start)
         if start or len(found) > 1:
             return
         (one,) = found
@@ -94,25 +92,18 @@ class Mix:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=[pytest.mark.long] * (one not in SHORT)) for one in FAMILIES]
-)
-def test_a_random_mix_in_process(family: str, saved: Any) -> None:
-    model, folder = saved(family)
-    live = Live(
-        model, folder, in_process(folder, num_gpu_blocks_override=36)
-    )  # so few that it has to preempt
+def test_T23_T29_a_random_mix_in_process(live: Live, newer: Any) -> None:
+    """Tokens from the prefix cache, and requests that were preempted: rows of tokens that ran twice are those
+    of the tokens, whoever had their blocks in between."""
     mix = Mix(live)
     while mix.tally.sequences < SEQUENCES // 2:
         mix.batch()
-    newer, folder = saved(family, seed=1)
-    load(live.engine, newer, folder)
+    load(live.engine, *newer)
     assert live.engine.reset_prefix_cache()
     mix.waiting = []
-    mix.tally.change(newer)
-    wanted = {"aborted", "stopped", "two turns", "preempted"} | (
-        {"from the cache"} if has_cache(live) else set()
-    )
+    mix.tally.change(newer[0])
+    wanted = {"aborted", "stopped", "two turns", "preempted", "from a start"}
+    wanted |= {"from the cache"} if has_cache(live) else set()
     missing = wanted
     while mix.tally.sequences < SEQUENCES or (missing and mix.tally.sequences < 3 * SEQUENCES):
         mix.batch()

@@ -24,14 +24,6 @@ def turn(live: Any, ids: list[int], **said: Any) -> Turn:
     return Turn(prompt=ids, sampled=output.outputs[0].token_ids, routes=routes)
 
 
-@pytest.fixture
-def newer(live: Any, saved: Any) -> Any:
-    """A model of the family with other weights, and its folder; afterwards the engine has its own again."""
-    yield saved(type(live.model).__name__.removesuffix("ForCausalLM"), seed=1)
-    load(live.engine, live.model, live.folder)
-    assert live.engine.reset_prefix_cache()
-
-
 def two_turns(live: Any, newer: Any, reset: bool, **keep: Any) -> Rollout:
     ids = np.random.default_rng(7).integers(3, VOCABULARY, FIRST + TOOL).tolist()
     rollout = Rollout(live.folder)

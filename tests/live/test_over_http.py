@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +18,9 @@ import numpy as np
 import openai
 import pytest
 
-from json_server import events, post
+from json_server import events, post, serving
 from live.engine import Live
 from live.families import FAMILIES, VOCABULARY
-from live.gateway import gateway
 from live.held import Trainer, assert_right
 from live.mix import ALL, Sequence, Tally, ask, decoded, encoded, some_prompts
 from npu_replay import Rollout, RouteStore, Turn, from_vllm
@@ -87,11 +86,20 @@ def test_tokens_in_and_out(served: Live) -> None:
         assert_right(served.model, [*ids, *json.loads(answer)["choices"][0]["token_ids"]], routes, start)
 
 
+def enveloped(answer: dict[str, Any]) -> dict[str, Any]:
+    """As NVIDIA Dynamo sends an answer on: with routes and sampled ids where its engine_data has them."""
+    (choice,) = answer["choices"]
+    rows = decoded(choice.pop("routed_experts"))
+    data = base64.b64encode(rows.tobytes()).decode()
+    envelope = {"data": data, "shape": list(rows.shape), "dtype": str(rows.dtype), "start": 0}
+    ids = choice.pop("token_ids")
+    return answer | {"nvext": {"engine_data": {"routed_experts": envelope, "completion_token_ids": ids}}}
+
+
 def test_a_gateway_sends_the_routes_on_in_its_envelope(served: Live) -> None:
     ids = prompt(21, 60)
-    with gateway(served.engine.url) as url:
-        body = {"model": "m", "prompt": ids, "max_tokens": 20, "return_token_ids": True, "ignore_eos": True}
-        answer = json.loads(post(f"{url}/v1/completions", body))
+    with serving(lambda path, body: enveloped(json.loads(post(served.engine.url + path, body)))) as url:
+        answer = json.loads(served.engine.ask_at(url, "/v1/completions", prompt=ids, max_tokens=20))
     tokens = [*ids, *answer["nvext"]["engine_data"]["completion_token_ids"]]
     answer["choices"][0].pop("prompt_token_ids", None)
     (routes,) = from_vllm(answer, served.folder, prompt_token_ids=ids)
@@ -115,14 +123,11 @@ def test_the_last_piece_of_a_stream_of_tokens_has_the_routes(served: Live) -> No
     ids, said = prompt(3, 20), {"max_tokens": 12, "ignore_eos": True}
     for _ in range(8):
         stream = served.engine.ask("/inference/v1/generate", token_ids=ids, sampling_params=said, stream=True)
-        with pytest.raises(InvalidRoutes, match=r"isn't JSON.*a stream"):
-            from_vllm(stream, served.folder)
         *before, last = pieces = [one for one in events(stream) if one["choices"]]
         sampled = [token for one in pieces for token in one["choices"][0]["token_ids"]]
         given: dict[str, Any] = {"prompt_token_ids": ids, "output_token_ids": sampled}
-        for piece in before[:1]:
-            with pytest.raises(InvalidRoutes, match=r"the completion has no routes"):
-                from_vllm(piece, served.folder, prompt_token_ids=ids)
+        with pytest.raises(InvalidRoutes, match=r"the completion has no routes"):
+            from_vllm(before[0], served.folder, prompt_token_ids=ids)
         if last["choices"][0]["routed_experts"] is not None:
             break
         with pytest.raises(InvalidRoutes, match=r"the completion has no routes"):
@@ -132,24 +137,6 @@ def test_the_last_piece_of_a_stream_of_tokens_has_the_routes(served: Live) -> No
         from_vllm(last, served.folder, prompt_token_ids=ids)
     (routes,) = from_vllm(last, served.folder, **given)
     assert_right(served.model, [*ids, *sampled], routes)
-
-
-def test_many_requests_at_once_keep_their_own_rows(served: Live) -> None:
-    answers: dict[int, bytes] = {}
-
-    def ask(number: int) -> None:
-        ids = prompt(40 + number, 20 + number)
-        answers[number] = served.engine.ask("/v1/completions", prompt=ids, max_tokens=90, ignore_eos=True)
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert sorted(answers) == list(range(12))
-    for number, answer in answers.items():
-        (choice,) = assert_all_right(served, answer)
-        assert choice["prompt_token_ids"] == prompt(40 + number, 20 + number)
 
 
 def test_T37_openais_client_reads_chat_answers_that_carry_routes(served: Live) -> None:
@@ -215,15 +202,12 @@ def test_T12_a_response_that_is_cut_short(served: Live) -> None:
 
 def test_T13_T28_an_abort_and_its_resume(served: Live) -> None:
     ids, rollout = prompt(9, 50), Rollout(served.folder)
-    answers: list[bytes] = []
-    asked = {"prompt": ids, "max_tokens": 900, "ignore_eos": True}
-    thread = threading.Thread(target=lambda: answers.append(served.engine.ask("/v1/completions", **asked)))
-    thread.start()
-    time.sleep(1.0)
-    post(f"{served.engine.url}/pause?mode=abort", {})
-    thread.join(60)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(served.engine.ask, "/v1/completions", prompt=ids, max_tokens=900, ignore_eos=True)
+        time.sleep(1.0)
+        post(f"{served.engine.url}/pause?mode=abort", {})
+        answer = asked.result(60)
     post(f"{served.engine.url}/resume", {})
-    (answer,) = answers
     (choice,) = json.loads(answer)["choices"]
     assert choice["finish_reason"] == "abort"
     sampled = choice["token_ids"]

@@ -8,7 +8,6 @@ that verl 0.7.0 imports (`transformers_4_names`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,20 +15,9 @@ import needed
 import npu_replay
 import transformers_4
 
-HERE = Path(__file__).parent
 NEEDED = ("verl", "ray", "tensordict", "hydra")
-
-
-absent = needed.missing(*NEEDED)
 CURE = "Put a verl release on PYTHONPATH (ci/verl.sh does) and install the verl-tests extra"
-
-
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    return needed.module(module_path, parent, absent, CURE)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    needed.mark(items, HERE, "verl")
+pytest_pycollect_makemodule, pytest_collection_modifyitems = needed.hooks(__file__, NEEDED, CURE, "verl")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 import npu_replay
-from case_jobs import shared_folder, told
+from case_jobs import Cases, shared_folder, told
 from distributed.parallel_model import EXPERTS
+from megatron_cases import VARIANTS
 from npu_replay import RoutedExperts
 from npu_replay.compat.verl import batch_routes, engine_adapter, found_routes, r3_store
-from npu_replay.compat.verl.batch_routes import RoutesByKey
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.compat.verl.engine_pass import current
 from npu_replay.environment import DELIVERY
@@ -35,7 +33,9 @@ from on_verl import engine_job as job
 from on_verl.engine_job import LENGTHS, Actor, LegacyActor, Split, Tiny, prepare
 
 __all__ = ["CASES", "prepare"]
-CASES: dict[str, Callable[[], None]] = {}
+CASES = Cases()
+case = CASES.named
+patched = pytest.MonkeyPatch.context
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BASE: dict[str, dict[str, Any]] = {
     "dp2": {},
@@ -47,18 +47,10 @@ BASE: dict[str, dict[str, Any]] = {
     "dynamic micro-batches": {"most": 24},
     "full recompute": {"changes": FULL},
     "ep2": {"split": Split(ep=2)},
+    "groups by sigmoid and a bias": {"changes": VARIANTS["groups_sigmoid_bias"]},
+    "an aux loss of each sequence": {"changes": VARIANTS["seq_aux_loss"] | FULL},
     "pp2 of a HybridModel": {"split": Split(pp=2), "moe": (0, 1, 1, 1), "pattern": "*-*E*E*E"},
 }
-
-
-def case(name: str) -> Callable[[Any], Any]:
-    """Add a case under a name."""
-
-    def add(run: Callable[[], None]) -> Callable[[], None]:
-        CASES[name] = run
-        return run
-
-    return add
 
 
 # What is expected
@@ -130,23 +122,21 @@ def same_gradients(ours: Any, theirs: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def same_shown(ours: Any, theirs: Any) -> None:
-    for a, b in zip(ours.shown, theirs.shown, strict=True):
+def same_shown(ours: Sequence[RoutedExperts], theirs: Sequence[RoutedExperts]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(sets(a.ids), sets(b.ids))
 
 
 def same_tokens(ours: Any, theirs: Any, tiny: Tiny) -> None:
     """The same experts in each row that has a token."""
     for a, b, numbers in zip(ours.shown, theirs.shown, groups(tiny), strict=True):
-        if not a.layers:  # a stage of dense layers
-            continue
-        here = torch.tensor([token is not None for token in job.rows(numbers, tiny.split)])
-        assert torch.equal(sets(a.ids[here]), sets(b.ids[here]))
+        if a.layers:  # not a stage of dense layers
+            here = torch.tensor([token is not None for token in job.rows(numbers, tiny.split)])
+            assert torch.equal(sets(a.ids[here]), sets(b.ids[here]))
 
 
 def nothing_is_on() -> None:
-    assert not current().action
-    assert current().engine is None
+    assert (current().action, current().engine) == ("", None)
     assert not npu_replay.report().open_sessions
 
 
@@ -163,6 +153,11 @@ def begin(**settings: Any) -> Tiny:
     return Tiny(**(settings | {"split": job.start(settings.get("split", Split()))}))
 
 
+def begin_r3(**settings: Any) -> tuple[Tiny, Actor, list[torch.Tensor]]:
+    tiny = begin(mode="R3", **settings)
+    return tiny, Actor(tiny), job.rollout_routes(tiny)
+
+
 def plain_of(actor: Any) -> Any:
     """The same actor, of a job without replay."""
     return type(actor)(replace(actor.tiny, mode="disabled"))
@@ -174,7 +169,6 @@ def r3_batch(tiny: Tiny, routes: Sequence[torch.Tensor] | None) -> Any:
 
 
 def r3_batch_of(data: Any) -> Any:
-    """A batch with zeros for its old log-probs."""
     data.batch["old_log_probs"] = torch.zeros(len(data), job.RESPONSE)
     return data
 
@@ -208,11 +202,12 @@ def _r2(kind: Any, settings: dict[str, Any], *, stays: bool = False) -> Any:
         with npu_replay.observe(actor.chunks) as second:
             metrics = actor.update(data)
         with npu_replay.replay(plain.chunks, own.routes):
-            plain.update(others)
+            off = plain.update(others)
+    assert not [name for name in off if name.startswith("npu_replay/")]
     if stays:
         same_tokens(first, second, tiny)
     elif tiny.most:
-        same_shown(first, second)
+        same_shown(first.shown, second.shown)
     else:
         for seen in (first, second):
             check_rows(seen.shown, routes, tiny, columns)
@@ -246,18 +241,13 @@ def _r3(kind: Any, settings: dict[str, Any], prepared: Callable[[Any], Any] | No
         check_rows(seen.shown, routes, tiny)
     same_gradients(actor, plain)
     assert not any(metrics["actor/ppo_kl"]), "an unchanged policy under the same routes is the same policy"
-    missing = _missing()
-    without = metrics["npu_replay/rows_without_route"]
-    assert all(abs(one - missing) < 1e-9 for one in without), (without, missing)
+    every = torch.cat(job.rollout_routes(Tiny(split=Split(ranks={"dp": 0}, pp=2))))
+    missing = 1 - float((every != 0).flatten(1).any(dim=1).double().mean())
+    assert metrics["npu_replay/rows_without_route"] == pytest.approx(
+        [missing] * len(metrics["npu_replay/rows_without_route"])
+    )
     check_told(lines, "R3", tiny, f"{100 - 100 * missing:.2f}%")
     nothing_is_on()
-
-
-def _missing() -> float:
-    """The share of all samples' tokens that the rollout engine has no route of."""
-    routes = job.rollout_routes(Tiny(split=Split(ranks={"dp": 0}, pp=2)))
-    flags = torch.cat([(one != 0).flatten(1).any(dim=1) for one in routes])
-    return float((~flags).double().mean())
 
 
 def _lora(kind: Any) -> None:
@@ -271,9 +261,7 @@ def _lora(kind: Any) -> None:
             wanted, _ = plain_of(actor).reference(job.batch(tiny.split))
         assert torch.equal(found, wanted)
         assert "routed_experts" not in names
-        assert lines == []
-        assert actor.adapter.off == 1
-        nothing_is_on()
+        assert (lines, actor.adapter.off) == ([], 1)
         data = job.batch(tiny.split, routes if mode == "R3" else None)
         with npu_replay.observe(actor.chunks) as seen:
             _, own = actor.log_probs(data)
@@ -291,15 +279,13 @@ def _r3_by_reference(settings: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def lost_on_rank_1() -> Iterator[None]:
     """The first sample that it fetches can't be read there; the other rank has all of its own."""
-    fetch, gone = (
-        r3_store.fetch_each,
-        InvalidRoutes("the routes can't be read", expected="a piece", got="none"),
-    )
+    fetch = r3_store.fetch_each
+    gone = InvalidRoutes("the routes can't be read", expected="a piece", got="none")
 
     def without_first(references: Any, *how: Any) -> Any:
         return [gone, *fetch(references, *how)[1:]] if references else []
 
-    with pytest.MonkeyPatch.context() as patch:
+    with patched() as patch:
         if dist.get_rank() == 1:
             patch.setattr(r3_store, "fetch_each", without_first)
         yield
@@ -308,21 +294,20 @@ def lost_on_rank_1() -> Iterator[None]:
 @case("R3 by reference: a sample that one rank can't read")
 def _lost() -> None:
     """At first an error on all ranks before the forward; then a bad sample on all, and counted, whichever
-    stage or part of the sequence lost it."""
+    stage or part of the sequence lost it. So is one with other tokens."""
     for split in (Split(pp=2), Split(cp=2)):
-        tiny = begin(mode="R3", split=split)
-        actor, routes, ran = Actor(tiny), job.rollout_routes(tiny), list[Any]()
+        tiny, actor, routes = begin_r3(split=split)
+        ran = list[Any]()
         actor.chunks[0].register_forward_pre_hook(lambda chunk, given, ran=ran: ran.append(chunk))
         with job.delivered(tiny) as by_reference:
+            first, second, third, other = (by_reference(r3_batch(tiny, routes)) for _ in range(4))
             with lost_on_rank_1():
-                update = partial(actor.update, by_reference(r3_batch(tiny, routes)))
-                leave(update, "the routes can't be read", first=0)
+                leave(partial(actor.update, first), "the routes can't be read", first=0)
             assert not ran
-            actor.update(by_reference(r3_batch(tiny, routes)))
+            actor.update(second)
             with lost_on_rank_1(), npu_replay.observe(actor.chunks) as seen:
-                metrics = actor.update(by_reference(r3_batch(tiny, routes)))
+                metrics = actor.update(third)
             check_native(seen.shown, routes, tiny, metrics)
-            other = by_reference(r3_batch(tiny, routes))
             tokens = other.batch["input_ids"]
             tokens[0] = (tokens[0] % (job.VOCAB - 1) + 1) * other.batch["attention_mask"][0]
             with npu_replay.observe(actor.chunks) as seen:
@@ -338,49 +323,30 @@ def check_native(shown: Any, routes: Any, tiny: Tiny, metrics: dict[str, Any]) -
         check_rows(shown, routes, tiny)
 
 
-@case("R3 by reference: the time of a fetch")
-def _slow() -> None:
-    """It falls into the old log-probs, and is told with the update that follows, once."""
-    tiny = begin(mode="R3")
-    actor, routes = Actor(tiny), job.rollout_routes(tiny)
-    with job.delivered(tiny) as by_reference, pytest.MonkeyPatch.context() as patch:
-        data, fetch = by_reference(r3_batch(tiny, routes)), r3_store.fetch_each
-        slow = lambda given, *how: time.sleep(1.5 * bool(given)) or fetch(given, *how)  # noqa: E731
-        patch.setattr(r3_store, "fetch_each", slow)
-        actor.log_probs(data)
-        assert actor.update(data)["npu_replay/seconds"][0] > 1.5
-        assert actor.update(data)["npu_replay/seconds"][0] < 1.5
-
-
 def _r2_by_reference(settings: dict[str, Any]) -> None:
     """Batches have keys, and ids stay in the ranks that recorded them."""
-    with pytest.MonkeyPatch.context() as patch:
+    with patched() as patch:
         patch.setenv(DELIVERY, "ray")
         # Nothing is elsewhere, for a stage of dense layers neither.
         patch.setattr(batch_routes, "exchange", None)
-        held = held_of(actor := _r2(Actor, settings, stays=True))
+        actor = _r2(Actor, settings, stays=True)
+        held = EngineAdapter.of(actor.engine).routes
         assert bool(held.nbytes) == any(actor.tiny.moe[layer] for layer in held.layers)
         engine_adapter.refuse_engines()  # as uninstall() does
         assert held.nbytes == 0
         engine_adapter.restore_engines()
 
 
-def held_of(actor: Any) -> RoutesByKey:
-    """The routes that an actor's engine has in this process."""
-    found: RoutesByKey = EngineAdapter.of(actor.engine).routes
-    return found
-
-
 @case("R2 by reference: samples that another replica trains on")
 def _moved() -> None:
-    """Their routes move there, once; a key that nobody knows is an error on every rank."""
-    tiny = begin(mode="R2")
-    actor = Actor(tiny)
-    with pytest.MonkeyPatch.context() as patch, job.other_routers(actor.chunks):
+    """Their routes move there, once, for log-probs that are computed again too; a key that nobody knows is an
+    error on every rank. Routes are dropped a step after they were trained on."""
+    actor = Actor(begin(mode="R2"))
+    with patched() as patch, job.other_routers(actor.chunks):
         patch.setenv(DELIVERY, "ray")
         with npu_replay.observe(actor.chunks) as seen:
             data, _ = recorded_batch(actor)
-        wanted = elsewhere(seen.shown)
+        wanted, there = elsewhere(seen.shown), elsewhere(data)
         moves, real = list[int](), batch_routes.exchange
 
         def counted(held: Any, lacking: Any, group: Any) -> Any:
@@ -388,14 +354,17 @@ def _moved() -> None:
             return real(held, lacking, group)
 
         patch.setattr(batch_routes, "exchange", counted)
-        for _ in range(2):
+        again = job.log_prob_batch(there)
+        again["routed_experts"] = job.update_batch(there)["routed_experts"]
+        for run in (
+            lambda: actor.output(actor.worker.compute_log_prob(again)),
+            lambda: actor.update(there),
+        ):
             with npu_replay.observe(actor.chunks) as second, job.other_routers(actor.chunks):
-                metrics = actor.update(elsewhere(data))
-            for a, b in zip(wanted, second.shown, strict=True):
-                assert torch.equal(sets(a.ids), sets(b.ids))
-            assert set(metrics["npu_replay/bad_samples"]) == {0.0}
+                run()
+            same_shown(wanted, second.shown)
         assert moves == [len(data)]
-        kept = held_of(actor)
+        kept = EngineAdapter.of(actor.engine).routes
         kept.clear()
         with pytest.raises(ReplayError, match=r"routes that can't be used|so does this one"):
             actor.update(data)
@@ -408,7 +377,7 @@ def _moved() -> None:
         recorded_batch(actor)
         assert len(kept) == held
         patch.setattr(batch_routes, "_PASSES", 3)
-        for _ in range(7):  # only a critic is trained
+        for _ in range(4):  # only a critic is trained
             recorded_batch(actor)
         assert len(kept) <= 3 * held
         kept.clear()  # workers that were started anew
@@ -419,72 +388,40 @@ def _moved() -> None:
     nothing_is_on()
 
 
-@case("R2 by reference: a batch that has routes already")
-def _again() -> None:
-    """Its log-probs are computed once more by a replay, on another replica too; nothing is recorded."""
-    tiny = begin(mode="R2")
-    actor = Actor(tiny)
-    with pytest.MonkeyPatch.context() as patch, job.other_routers(actor.chunks):
-        patch.setenv(DELIVERY, "ray")
-        with npu_replay.observe(actor.chunks) as seen:
-            data = elsewhere(recorded_batch(actor)[0])
-        batch = job.log_prob_batch(data)
-        batch["routed_experts"] = job.update_batch(data)["routed_experts"]
-        held = len(held_of(actor))
-        with npu_replay.observe(actor.chunks) as second, job.other_routers(actor.chunks):
-            actor.output(actor.worker.compute_log_prob(batch))
-        for a, b in zip(elsewhere(seen.shown), second.shown, strict=True):
-            assert torch.equal(sets(a.ids), sets(b.ids))
-        assert len(held_of(actor)) == held + len(data)
-    nothing_is_on()
-
-
 @case("R2 by reference: one rank fails")
 def _stays_and_fails() -> None:
-    """All hear of it at once: what it can't look for, or has no memory to take."""
-    tiny = begin(mode="R2")
-    actor = Actor(tiny)
+    """All hear of it at once: what it can't look for, or has no memory to take, or is set there alone."""
+    actor = Actor(begin(mode="R2"))
 
     def broken(*given: Any) -> Any:
         raise MemoryError("no memory of the host")
 
-    with pytest.MonkeyPatch.context() as patch:
+    with patched() as patch:
         patch.setenv(DELIVERY, "ray")
-        data, _ = recorded_batch(actor)
-        there = elsewhere(data)
+        there = elsewhere(recorded_batch(actor)[0])
         for module, name in ((found_routes, "keys_in"), (collecting, "_room")):
-            with pytest.MonkeyPatch.context() as breaking:
+            with patched() as breaking:
                 if dist.get_rank() == 1:
                     breaking.setattr(module, name, broken)
                 with pytest.raises(ReplayError, match=r"no memory of the host|so does this one"):
                     actor.update(there)
             nothing_is_on()
         actor.update(there)
-        patch.setenv(DELIVERY, "raay")
-        with pytest.raises(ReplayError, match="NPU_REPLAY_DELIVERY: this value can't be used"):
-            recorded_batch(actor)
-    nothing_is_on()
-
-
-@case("a last row that verl leaves out")
-def _last_row() -> None:
-    """Whatever it holds, the sample's other rows are replayed."""
-    tiny = begin(mode="R3")
-    actor, routes = Actor(tiny), job.rollout_routes(tiny)
-    actor.update(r3_batch(tiny, routes))
-    for one in routes:
-        one[-1, 0] = EXPERTS + 3
-    metrics = actor.update(r3_batch(tiny, routes))
-    assert set(metrics["npu_replay/bad_samples"]) == {0.0}
+        for one, other, words in (
+            ("raay", "raay", "this value can't be used"),
+            ("", "ray", r"is set on some ranks alone|so does this one"),
+        ):
+            patch.setenv(DELIVERY, (one, other)[dist.get_rank()])
+            with pytest.raises(ReplayError, match=words):
+                recorded_batch(actor)
     nothing_is_on()
 
 
 @case("R2 by reference: a sample of padding")
 def _padding() -> None:
     """It has zeros in the place of keys, and takes the routers' own choice; alone in a micro-batch, too."""
-    tiny = begin(mode="R2", micro=1)
-    actor = Actor(tiny)
-    with pytest.MonkeyPatch.context() as patch:
+    actor = Actor(begin(mode="R2", micro=1))
+    with patched() as patch:
         patch.setenv(DELIVERY, "ray")
         data, keys = recorded_batch(actor)
         update = job.update_batch(data)
@@ -498,17 +435,6 @@ def _padding() -> None:
     nothing_is_on()
 
 
-@case("R2 by reference, on one rank alone")
-def _stays_on_one() -> None:
-    tiny = begin(mode="R2", split=Split(pp=2))
-    actor = Actor(tiny)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(DELIVERY, "ray" if dist.get_rank() else "")
-        with pytest.raises(ReplayError, match=r"is set on some ranks alone|so does this one"):
-            recorded_batch(actor)
-    nothing_is_on()
-
-
 def elsewhere(mine: Any) -> Any:
     """What the other of two ranks has."""
     both: list[Any] = [None, None]
@@ -516,19 +442,60 @@ def elsewhere(mine: Any) -> Any:
     return both[1 - dist.get_rank()]
 
 
-for _name in (
-    *("dp2", "pp2, two virtual stages and a dense chunk", "pp2 and a stage of dense layers", "cp2"),
-    "pp2 of a HybridModel",
-):
-    CASES[f"R3 by reference: {_name}"] = partial(_r3_by_reference, BASE[_name])
-for _name in ("dp2", "pp2, two virtual stages and a dense chunk", "pp2 and a stage of dense layers", "cp2"):
-    CASES[f"R2 by reference: {_name}"] = partial(_r2_by_reference, BASE[_name])
-for _kind, _of in ((Actor, ""), (LegacyActor, "0.7's actor, ")):
-    for _name, _settings in BASE.items():
+for _name, _settings in BASE.items():
+    CASES[f"R3 by reference: {_name}"] = partial(_r3_by_reference, _settings)
+    CASES[f"R2 by reference: {_name}"] = partial(_r2_by_reference, _settings)
+    for _kind, _of in ((Actor, ""), (LegacyActor, "0.7's actor, ")):
         CASES[f"{_of}R2: {_name}"] = partial(_r2, _kind, _settings)
-        if "most" not in _settings:
-            CASES[f"{_of}R3: {_name}"] = partial(_r3, _kind, _settings)
-    CASES[f"{_of}without its adapter"] = partial(_lora, _kind)
+        CASES[f"{_of}R3: {_name}"] = partial(_r3, _kind, _settings)
+        CASES[f"{_of}without its adapter"] = partial(_lora, _kind)
+
+
+@case("more experts than a byte holds")
+def _wide() -> None:
+    """T19: 0.7 and 0.8 narrow to uint8 in the engine itself."""
+    tiny = begin(mode="R2", changes={"num_moe_experts": 300})
+    actor = Actor(tiny)
+    data, routes = recorded_batch(actor)
+    assert max(int(one.max()) for one in routes) > 255
+    with job.other_routers(actor.chunks), npu_replay.observe(actor.chunks) as seen:
+        actor.update(data)
+    check_rows(seen.shown, routes, tiny)
+
+
+@case("packing that returns two things, or three")
+def _packing() -> None:
+    """T9: it became three, and unpacking two of them failed in every record."""
+    utils: Any = importlib.import_module("verl.utils.megatron.router_replay_utils")
+    for extra in ((), (None,)):
+        with patched() as patch:
+            for name in ("preprocess_thd_engine", "preprocess_thd_no_padding", "preprocess_packed_seqs"):
+                if (native := getattr(utils, name, None)) is None:
+                    continue
+
+                @functools.wraps(native)
+                def pack(*args: Any, native: Any = native, extra: Any = extra, **kwargs: Any) -> Any:
+                    return native(*args, **kwargs)[0], None, *extra
+
+                patch.setattr(utils, name, pack)
+            tiny = begin(mode="R2")
+            with npu_replay.observe((actor := Actor(tiny)).chunks) as seen:
+                _, routes = recorded_batch(actor)
+        check_rows(seen.shown, routes, tiny)
+
+
+@case("a sample that was rejected")
+def _rejected() -> None:
+    """verl 0.9 replays no row of a sample without a response that counts; that is no bad sample."""
+    tiny, actor, routes = begin_r3()
+    data = r3_batch(tiny, routes)
+    data.batch["response_mask"][1] = 0
+    with npu_replay.observe(actor.chunks) as seen:
+        metrics = actor.update(data)
+    assert set(metrics["npu_replay/bad_samples"]) == {0.0}
+    check_rows(seen.shown, [routes[0], torch.zeros_like(routes[1]), *routes[2:]], tiny)
+    with pytest.raises(AssertionError):
+        check_rows(seen.shown, routes, tiny)
 
 
 # What must stay as it is
@@ -540,7 +507,7 @@ def _epochs() -> None:
     tiny = begin(mode="R2", micro=1)
     actor = Actor(tiny)
     data, routes = recorded_batch(actor)
-    with pytest.MonkeyPatch.context() as patch, job.other_routers(actor.chunks), told() as lines:
+    with patched() as patch, job.other_routers(actor.chunks), told() as lines:
         patch.setenv("NPU_REPLAY_METRICS_EVERY", "2")
         with npu_replay.observe(actor.chunks) as seen:
             metrics = actor.update(data, mini_batch_size=4, epochs=2)
@@ -555,14 +522,13 @@ def _epochs() -> None:
 @case("reference and critic")
 def _others() -> None:
     """T26: neither is replayed, before, while or after the actor is."""
-    tiny = begin(mode="R3")
-    actor = Actor(tiny)
+    tiny, actor, routes = begin_r3()
     actor.worker.ref = job.training_worker(replace(tiny, mode="disabled", forward_only=True))
     passes = [(actor.worker.ref, actor.worker.compute_ref_log_prob, "log_probs")]
     if not job.RELEASE.startswith("0.7."):  # its critic's forward is called with an argument it doesn't have
         critic = job.training_worker(replace(tiny, mode="disabled", value=True))
         passes.append((critic, critic.infer_batch, "values"))
-    data = job.batch(tiny.split, job.rollout_routes(tiny))
+    data = job.batch(tiny.split, routes)
 
     def asked() -> list[torch.Tensor]:
         found = []
@@ -600,24 +566,6 @@ def _second() -> None:
     nothing_is_on()
 
 
-@case("offloaded in between")
-def _offload() -> None:
-    from verl.utils import megatron_utils
-
-    tiny = begin(mode="R2", sharded=True)
-    actor = Actor(tiny)
-    data, routes = recorded_batch(actor)
-    with job.other_routers(actor.chunks):
-        weights = _weights(actor)
-        megatron_utils.offload_megatron_model_to_cpu(actor.chunks)
-        assert actor.chunks[0].buffers[0].param_data.untyped_storage().size() == 0
-        megatron_utils.load_megatron_model_to_gpu(actor.chunks)
-        _same_weights(weights, _weights(actor))
-        with npu_replay.observe(actor.chunks) as seen:
-            actor.update(data)
-    check_rows(seen.shown, routes, tiny)
-
-
 def _weights(actor: Any) -> list[torch.Tensor]:
     return [weight.detach().clone() for weight in actor.chunks[0].parameters()]
 
@@ -633,18 +581,22 @@ def _routes_freely(actor: Any, plain: Any) -> None:
     with npu_replay.observe(plain.chunks) as wanted:
         plain.log_probs(job.batch(actor.tiny.split))
     assert lines == []
-    for a, b in zip(live.shown, wanted.shown, strict=True):
-        assert torch.equal(a.ids, b.ids)
+    same_shown(live.shown, wanted.shown)
 
 
-@case("a checkpoint in between")
+@case("offloaded, and a checkpoint in between")
 def _checkpoint() -> None:
     """Nothing of a replay is kept in a checkpoint; a loaded model replays when it is asked to."""
+    from verl.utils import megatron_utils
+
     tiny = begin(mode="R2", sharded=True)
     actor = Actor(tiny)
     plain, folder = plain_of(actor), shared_folder()
     data, routes = recorded_batch(actor)
     with job.other_routers(actor.chunks, plain.chunks):
+        megatron_utils.offload_megatron_model_to_cpu(actor.chunks)
+        assert actor.chunks[0].buffers[0].param_data.untyped_storage().size() == 0
+        megatron_utils.load_megatron_model_to_gpu(actor.chunks)
         if importlib.import_module("megatron.core").__version__.startswith("0.12."):
             # torch's own way: that of this release wants an older torch
             torch.save(actor.chunks[0].state_dict(), f"{folder}/{dist.get_rank()}")
@@ -666,94 +618,34 @@ def _checkpoint() -> None:
 @case("routes in files")
 def _files() -> None:
     """record_file writes what one job records, replay_file gives it to another; mini-batches too."""
-    for split in (Split(), Split(pp=2)):
-        folder = shared_folder()
-        tiny = begin(mode="R2", split=split, files={"record_file": folder})
-        actor = Actor(tiny)
-        data, routes = recorded_batch(actor)
-        actor.update(data)
-        dist.barrier()
-        stored = npu_replay.RouteStore(folder)
-        assert len(stored) == len(LENGTHS)
-        for number, one in zip(job.mine(tiny.split), routes, strict=True):
-            found = stored.of(torch.cat(job.samples()[number]))
-            assert torch.equal(found.ids, one)
-            assert bool(found.recorded.all())
-        again = replace(tiny, mode="R3", files={"replay_file": folder}, micro=1)
-        other, batch = Actor(again), job.batch(tiny.split)
-        with job.other_routers(other.chunks):
-            with npu_replay.observe(other.chunks) as first:
-                batch.batch["old_log_probs"], _ = other.log_probs(batch)
-            with npu_replay.observe(other.chunks) as second:
-                other.update(batch, mini_batch_size=4)
-        for one in routes:
-            one[-1] = 0  # verl's R3 leaves the last token to the router: nothing comes after it
-        for seen in (first, second):
-            check_rows(seen.shown, routes, again)
-        nothing_is_on()
-        with pytest.raises(ReplayError, match=r"under this name|other: nobody|so does this one"):
-            recorded_batch(Actor(tiny))
-        nothing_is_on()
-        batch.batch["input_ids"] += batch.batch["attention_mask"] * (dist.get_rank() == 1)
-        if tiny.split.pp > 1:
-            return
-        with pytest.raises(ReplayError, match=r"no routes of these tokens|so does this one"):
-            other.log_probs(batch)
-        nothing_is_on()
-
-
-@case("the way from verl's flag to a session")
-def _way() -> None:
-    """Few files, and none to which a reader comes back often: docs/dev/architecture.md lists them."""
-    ours = Path(npu_replay.__file__).parents[1]
-    for mode in ("R2", "R3"):
-        tiny = begin(mode=mode)
-        actor = Actor(tiny)
-        routes = job.rollout_routes(tiny) if mode == "R3" else None
-        data = recorded_batch(actor)[0] if routes is None else r3_batch(tiny, routes)
-        entered: dict[str, set[str]] = {}
-        session: list[bool] = []
-
-        @functools.cache  # it is asked at every call and return
-        def place(file: str) -> str:
-            path = Path(file)
-            is_ours = any(path.is_relative_to(ours / room) for room in ("compat", "npu_replay"))
-            return str(path.relative_to(ours)) if is_ours else "verl"  # whose code may lie in the clone
-
-        def called(frame: Any, event: str, _: Any) -> None:
-            if event != "call" or session:  # noqa: B023
-                return
-            here = place(frame.f_code.co_filename)
-            if here.startswith(("compat/verl/", "npu_replay/sessions/")):
-                caller = place(frame.f_back.f_code.co_filename)
-                session.extend([True] * (here == "npu_replay/sessions/replay.py"))  # noqa: B023
-                entered.setdefault(here, set()).update({caller} - {here})  # noqa: B023
-
-        sys.setprofile(called)
-        try:
-            actor.update(data)
-        finally:
-            sys.setprofile(None)
-        assert session, "no replay was opened"
-        assert len(entered) <= 13, entered
-        assert max(map(len, entered.values())) <= 3, entered
-
-
-@case("switched off")
-def _off() -> None:
-    """No line, no figures, no routes, with mode disabled; routes in the batch or not."""
-    tiny = begin(mode="disabled")
-    actor = Actor(tiny)
-    data = job.batch(tiny.split, job.rollout_routes(tiny))
-    with told() as lines:
-        with npu_replay.observe(actor.chunks) as first:
-            data.batch["old_log_probs"], routes = actor.log_probs(data)
-        with npu_replay.observe(actor.chunks) as second:
-            metrics = actor.update(data)
-    assert routes is None
-    assert lines == []
-    assert not [name for name in metrics if name.startswith("npu_replay/")]
-    same_shown(first, second)
+    folder = shared_folder()
+    tiny = begin(mode="R2", split=Split(pp=2), files={"record_file": folder})
+    _, routes = recorded_batch(Actor(tiny))
+    dist.barrier()
+    stored = npu_replay.RouteStore(folder)
+    assert len(stored) == len(LENGTHS)
+    for tokens, one in zip(job.samples(), routes, strict=True):
+        found = stored.of(torch.cat(tokens))
+        assert torch.equal(found.ids, one)
+        assert bool(found.recorded.all())
+    again = replace(tiny, mode="R3", files={"replay_file": folder}, micro=1)
+    other, batch = Actor(again), job.batch(tiny.split)
+    with job.other_routers(other.chunks):
+        with npu_replay.observe(other.chunks) as first:
+            batch.batch["old_log_probs"], _ = other.log_probs(batch)
+        with npu_replay.observe(other.chunks) as second:
+            other.update(batch, mini_batch_size=4)
+    for one in routes:
+        one[-1] = 0  # verl's R3 leaves the last token to the router: nothing comes after it
+    for seen in (first, second):
+        check_rows(seen.shown, routes, again)
+    with pytest.raises(ReplayError, match=r"under this name|other: nobody|so does this one"):
+        recorded_batch(Actor(tiny))
+    nothing_is_on()
+    batch.batch["input_ids"] += batch.batch["attention_mask"]
+    with pytest.raises(ReplayError, match=r"no routes of these tokens|so does this one"):
+        other.log_probs(batch)
+    nothing_is_on()
 
 
 # What goes wrong
@@ -776,15 +668,14 @@ def leave(run: Callable[[], Any], words: str, *, first: int = 1) -> None:
     nothing_is_on()
 
 
-def _spoiled(kind: str, routes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """On rank 1 the first sample's routes are bad; all of them where it is a matter of shape."""
+def spoiled(kind: str, routes: Sequence[torch.Tensor], *, column: int = 0) -> list[torch.Tensor]:
+    """On the last rank the first sample's routes are bad; all of them where it is a matter of shape."""
     found = [one.clone().to(torch.int16) for one in routes]
-    if dist.get_rank() == 0:
+    if dist.get_rank() < dist.get_world_size() - 1:
         return found
     if kind == "number of layers":
         return [torch.cat([one, one[:, :1]], dim=1) for one in found]
-    # In a layer of its own: a stage looks at no others.
-    found[0][1, -1] = torch.tensor([EXPERTS + 3, 1] if kind == "out of range" else [5, 5])
+    found[0][1, column] = torch.tensor([EXPERTS + 3, 1] if kind == "out of range" else [5, 5])
     return found
 
 
@@ -792,13 +683,12 @@ def _spoiled(kind: str, routes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _bad_first() -> None:
     """All leave together, before the optimizer steps; with good routes the next pass is right."""
     for split in (Split(), Split(pp=2)):
-        tiny = begin(mode="R3", split=split)
-        actor, routes = Actor(tiny), job.rollout_routes(tiny)
+        tiny, actor, routes = begin_r3(split=split)
         weights = _weights(actor)
         for problem in ("out of range", "expert twice", "number of layers"):
             told_all = split.pp > 1 and problem != "number of layers"  # by the stage that found it
-            first = 0 if told_all else 1
-            leave(partial(actor.update, r3_batch(tiny, _spoiled(problem, routes))), problem, first=first)
+            bad = r3_batch(tiny, spoiled(problem, routes, column=-1))  # a stage looks at no others
+            leave(partial(actor.update, bad), problem, first=0 if told_all else 1)
             assert actor.gradients == [], "no step was made"
             _same_weights(weights, _weights(actor))
         with npu_replay.observe(actor.chunks) as seen:
@@ -809,8 +699,7 @@ def _bad_first() -> None:
 @case("one rank has routes of another length")
 def _bad_length() -> None:
     """Found in verl's forward step, where its other ranks wait for it."""
-    tiny = begin(mode="R3")
-    actor, routes = Actor(tiny), job.rollout_routes(tiny)
+    tiny, actor, routes = begin_r3()
     data = r3_batch(tiny, routes)
     update = job.update_batch(data)
     if dist.get_rank() == 1:
@@ -825,84 +714,59 @@ def _bad_length() -> None:
 
 @case("bad samples after the first step")
 def _bad_later() -> None:
-    """One is counted, two of eight are an error on all ranks, unless the user allows so many."""
-    tiny = begin(mode="R3")
-    actor, routes = Actor(tiny), job.rollout_routes(tiny)
-    second = dist.get_rank() == 1
+    """One is counted, also where one stage alone sees it, two of eight are an error on all ranks, unless the
+    user allows so many. The last row, which verl leaves out, may hold anything."""
+    for split in (Split(pp=2), Split()):
+        tiny, actor, routes = begin_r3(split=split)
+        here = split.pp == 2 or dist.get_rank() == 1
 
-    def updated(bad: int) -> None:
-        """With so many bad samples, on rank 1."""
-        given = [one.to(torch.int16) for one in routes]
-        for one in given[: bad * second]:
-            one[1, 1] = torch.tensor([EXPERTS + 3, 1])
-        with npu_replay.observe(actor.chunks) as seen:
-            metrics = actor.update(r3_batch(tiny, given))
-        assert set(metrics["npu_replay/bad_samples"]) == {float(bad)}
-        left = [one if number >= bad * second else torch.zeros_like(one) for number, one in enumerate(routes)]
-        check_rows(seen.shown, left, tiny)
+        def updated(bad: int) -> None:
+            given = [one.to(torch.int16) for one in routes]  # noqa: B023
+            for number, one in enumerate(given):
+                one[-1, 0] = EXPERTS + 3
+                if number < bad * here:  # noqa: B023
+                    one[1, 0] = torch.tensor([EXPERTS + 3, 1])
+            with npu_replay.observe(actor.chunks) as seen:  # noqa: B023
+                metrics = actor.update(r3_batch(tiny, given))  # noqa: B023
+            assert set(metrics["npu_replay/bad_samples"]) == {float(bad)}
+            left = [one if n >= bad * here else torch.zeros_like(one) for n, one in enumerate(routes)]  # noqa: B023
+            check_rows(seen.shown, left, tiny)  # noqa: B023
+            if bad * here:  # noqa: B023
+                with pytest.raises(AssertionError):
+                    check_rows(seen.shown, routes, tiny)  # noqa: B023
 
-    updated(0)
-    updated(1)
+        updated(0)
+        updated(1)
     steps = len(actor.gradients)
     leave(partial(updated, 2), "2 of 8 samples have routes that can't be used", first=0)
     assert len(actor.gradients) == steps
-    with pytest.MonkeyPatch.context() as patch:
+    with patched() as patch:
         patch.setenv("NPU_REPLAY_BAD_SAMPLES", "0.25")
         updated(2)
 
 
-@case("a sample that is bad in one stage's layers")
-def _bad_in_one_stage() -> None:
-    """It takes the routers' own choice in all of them."""
-    tiny = begin(mode="R3", split=Split(pp=2))
-    actor, routes = Actor(tiny), job.rollout_routes(tiny)
-    actor.update(r3_batch(tiny, routes))
-    spoiled = [one.to(torch.int16) for one in routes]
-    spoiled[0][1, 0] = torch.tensor([EXPERTS + 3, 1])
-    with npu_replay.observe(actor.chunks) as seen:
-        metrics = actor.update(r3_batch(tiny, spoiled))
-    assert set(metrics["npu_replay/bad_samples"]) == {1.0}
-    check_rows(seen.shown, [torch.zeros_like(routes[0]), *routes[1:]], tiny)
-    with pytest.raises(AssertionError):
-        check_rows(seen.shown, routes, tiny)
-
-
-@case("a setting of one rank's own")
-def _own_setting() -> None:
-    """Ranks that decide by different numbers would part: one is told that they differ, before the pass."""
-    tiny = begin(mode="R3")
-    actor = Actor(tiny)
-    update = partial(actor.update, r3_batch(tiny, job.rollout_routes(tiny)))
-    name = "NPU_REPLAY_BAD_SAMPLES"
-    for value, words, first in (
-        ("0.25", f"{name} differs between the ranks", 0),
-        ("few", f"{name} is a share of the samples", 1),
-    ):
-        with pytest.MonkeyPatch.context() as patch:
-            if dist.get_rank() == 1:
-                patch.setenv(name, value)
-            leave(update, words, first=first)
-    update()
-
-
-@case("routes far from the routers' own choice")
+@case("settings, and routes far from the routers' own choice")
 def _far() -> None:
-    """Of other samples, or in other rows than the tokens: said in the first update, before it steps."""
-    tiny = begin(mode="R3")
-    actor = Actor(tiny)
-    update = partial(actor.update, r3_batch(tiny, job.rollout_routes(tiny)))
-    name = "NPU_REPLAY_MIN_OVERLAP"
-    with pytest.MonkeyPatch.context() as patch:
+    """Ranks that decide by different numbers would part: one is told that they differ, before the pass.
+    Routes of other samples, or in other rows than the tokens, are told in the first update."""
+    tiny, actor, routes = begin_r3()
+    update = partial(actor.update, r3_batch(tiny, routes))
+    share, least = "NPU_REPLAY_BAD_SAMPLES", "NPU_REPLAY_MIN_OVERLAP"
+    for value, words, first in (("0.25", f"{share} differs", 0), ("few", f"{share} is a share", 1)):
+        with patched() as patch:
+            if dist.get_rank() == 1:
+                patch.setenv(share, value)
+            leave(update, words, first=first)
+    with patched() as patch:
         patch.setattr("npu_replay.sessions.own_choice.RUN", 8)  # this job has fewer than 64 rows a rank
-        patch.delenv(name)
+        patch.delenv(least)
         leave(update, "far from what the routers would choose for these tokens", first=0)
-        patch.setenv(name, "much")
-        leave(update, f"{name} is a share of the experts", first=0)
-    assert not actor.gradients
-    update()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("npu_replay.sessions.own_choice.RUN", 8)
-        patch.delenv(name)
+        patch.setenv(least, "much")
+        leave(update, f"{least} is a share of the experts", first=0)
+        assert not actor.gradients
+        patch.setenv(least, "0")
+        update()
+        patch.delenv(least)
         update()  # not the first any more
 
 
@@ -911,7 +775,7 @@ def _failing_on_rank_1(where: str) -> Iterator[None]:
     def fails(*_: Any, **__: Any) -> Any:
         raise KeyError("never thought of")
 
-    with pytest.MonkeyPatch.context() as patch:
+    with patched() as patch:
         if dist.get_rank() == 1:
             patch.setattr(f"npu_replay.compat.{where}", fails)
         yield

@@ -36,7 +36,6 @@ import transformers_4
 from distributed import parallel_model
 from distributed.parallel_model import EXPERTS, TOPK, Split, share
 from npu_replay import RoutedModel
-from npu_replay.compat.megatron import parallel_state as megatron_layout
 from npu_replay.compat.verl import r3_store
 from npu_replay.compat.verl.batch_routes import COLUMN
 from npu_replay.delivery import references
@@ -47,7 +46,6 @@ RELEASE: str = verl.__version__
 VOCAB, PROMPT, RESPONSE = 64, 6, 12
 LENGTHS = ((3, 6), (2, 9), (5, 6), (4, 5), (6, 5), (3, 8), (1, 10), (4, 7))
 """Tokens of the prompt and of the response of each sample; two neighbours have no more rows than others."""
-EVERY = (1, 1, 1, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +53,7 @@ class Tiny:
     """What a job's config says of its model, its cut and its passes."""
 
     split: Split = field(default_factory=Split)
-    moe: tuple[int, ...] = EVERY
+    moe: tuple[int, ...] = (1, 1, 1, 1)
     pattern: str = ""
     """Of a HybridModel; a GPTModel without one."""
     mode: str = "R2"
@@ -111,27 +109,22 @@ def chunks_of(tiny: Tiny, config: Any, *, wrapped: bool) -> list[nn.Module]:
             chunk.output_layer = _ValueHead(config)
         return chunk
 
-    more = {"transformer_config": config} if _takes(megatron_utils.get_model, "transformer_config") else {}
+    takes = inspect.signature(megatron_utils.get_model).parameters
+    more = {"transformer_config": config} if "transformer_config" in takes else {}
     chunks = list(megatron_utils.get_model(provider, wrap_with_ddp=False, **more))
     fill(chunks)
-    return (
-        [_data_parallel(tiny, config, chunk, number) for number, chunk in enumerate(chunks)]
-        if wrapped
-        else chunks
-    )
-
-
-def _data_parallel(tiny: Tiny, config: Any, chunk: nn.Module, number: int) -> nn.Module:
-    """As a bridge wraps a chunk; verl 0.9's own way of it wants a newer Megatron-core."""
+    if not wrapped:
+        return chunks
+    # As a bridge wraps a chunk; verl 0.9's own way of it wants a newer Megatron-core.
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    settings = DistributedDataParallelConfig(
+    ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=tiny.sharded, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
-    found: nn.Module = DistributedDataParallel(
-        config=config, module=chunk, disable_bucketing=number > 0, ddp_config=settings
-    )
-    return found
+    return [
+        DistributedDataParallel(config=config, module=chunk, disable_bucketing=number > 0, ddp_config=ddp)
+        for number, chunk in enumerate(chunks)
+    ]
 
 
 class _ValueHead(nn.Linear):
@@ -142,10 +135,6 @@ class _ValueHead(nn.Linear):
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> Any:
         return super().forward(hidden), None
-
-
-def _takes(function: Any, name: str) -> bool:
-    return name in inspect.signature(function).parameters
 
 
 def fill(chunks: Sequence[nn.Module]) -> None:
@@ -188,22 +177,13 @@ def gradients(chunks: Sequence[nn.Module]) -> list[torch.Tensor]:
 # verl's configs and engines
 
 
-class Model(SimpleNamespace):
+def model_config(tiny: Tiny) -> Any:
     """As much of verl's HFModelConfig as an engine reads."""
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return getattr(self, name, default)
-
-    def get_processor(self) -> Any:
-        return None
-
-
-def model_config(tiny: Tiny) -> Model:
     hf = SimpleNamespace(
         architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", tie_word_embeddings=False
     )
     hf.save_pretrained = lambda *_, **__: None
-    return Model(
+    found = SimpleNamespace(
         tiny=tiny,
         model_type="value_model" if tiny.value else "language_model",
         hf_config=hf,
@@ -215,7 +195,10 @@ def model_config(tiny: Tiny) -> Model:
         use_remove_padding=True,
         use_fused_kernels=False,
         lora=SimpleNamespace(get=lambda name, default=None: default),
+        get_processor=lambda: None,
     )
+    found.get = lambda name, default=None: getattr(found, name, default)
+    return found
 
 
 def engine_config(tiny: Tiny) -> Any:
@@ -316,7 +299,6 @@ def optimizer_config() -> Any:
 
 
 def training_worker(tiny: Tiny) -> Any:
-    """verl's TrainingWorker with its engine, as ActorRolloutRefWorker makes it."""
     return training_worker_of(
         model_type="value_model" if tiny.value else "language_model",
         model_config=model_config(tiny),
@@ -326,7 +308,7 @@ def training_worker(tiny: Tiny) -> Any:
 
 
 def training_worker_of(**configs: Any) -> Any:
-    """The same with these configs."""
+    """verl's TrainingWorker with its engine, as ActorRolloutRefWorker makes it."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
@@ -352,19 +334,17 @@ class Actor:
         adapter: the stand-in of LoRA.
     """
 
-    def __init__(self, tiny: Tiny) -> None:
-        from verl.workers.config import McoreActorConfig
+    def __init__(self, tiny: Any) -> None:
+        from verl.workers import config as configs
         from verl.workers.engine_workers import ActorRolloutRefWorker
         from verl.workers.utils.losses import ppo_loss
 
-        config = {
-            "actor": {"strategy": "megatron", "megatron": {"router_replay": {"mode": tiny.mode}}},
-            "rollout": {"name": "vllm", "enable_rollout_routing_replay": tiny.mode == "R3"},
-        }
         self.tiny = tiny
-        self.worker = ActorRolloutRefWorker(config=OmegaConf.create(config), role="actor")
-        self.worker.actor = training_worker(tiny)
-        loss = McoreActorConfig(
+        rollout = {"name": "vllm", "enable_rollout_routing_replay": tiny.mode == "R3"}
+        config = OmegaConf.create({"rollout": rollout, **self.config()})
+        self.worker = ActorRolloutRefWorker(config=config, role="actor")
+        self.worker.actor = self.training()
+        loss = getattr(configs, self.loss)(
             rollout_n=1,
             ppo_mini_batch_size=len(LENGTHS),
             ppo_micro_batch_size_per_gpu=tiny.micro,
@@ -372,13 +352,26 @@ class Actor:
         )
         self.worker.set_loss_fn(partial(ppo_loss, config=loss))
         self.engine = self.worker.actor.engine
-        self.chunks: list[nn.Module] = self.engine.module
-        self.gradients, self.adapter = self.engine.gradients, self.engine.peft_cls
+        self.gradients: list[Any] = self.engine.gradients
+        self.chunks: Any = self.engine.module
+        self.adapter = getattr(self.engine, "peft_cls", None)
+
+    loss = "McoreActorConfig"
+
+    def config(self) -> dict[str, Any]:
+        replay = {"router_replay": {"mode": self.tiny.mode}}
+        return {"actor": {"strategy": "megatron", "megatron": replay}}
+
+    def training(self) -> Any:
+        return training_worker(self.tiny)
 
     def log_probs(self, data: DataProto) -> tuple[torch.Tensor, Any]:
         """Old log-probs as the trainer keeps them, [samples, RESPONSE] float32, and the routes, if any."""
+        from verl.workers.utils.padding import no_padding_2_padding
+
         found = self.output(self.worker.compute_log_prob(log_prob_batch(data)))
-        return as_responses(found["log_probs"], data), found.get("routed_experts")
+        logs = no_padding_2_padding(found["log_probs"], log_prob_batch(data)).float()
+        return logs, found.get("routed_experts")
 
     def reference(self, data: DataProto) -> tuple[torch.Tensor, list[str]]:
         """The log-probs without the adapter, and the names of all that came with them."""
@@ -386,7 +379,6 @@ class Actor:
         return found["log_probs"].values(), list(found.keys())
 
     def update(self, data: DataProto, **more: Any) -> dict[str, Any]:
-        """One update; its metrics."""
         return dict(self.output(self.worker.update_actor(update_batch(data, **more)))["metrics"])
 
     def output(self, mine: Any) -> dict[str, Any]:
@@ -488,13 +480,10 @@ def _legacy_config(tiny: Tiny) -> dict[str, Any]:
         "ppo_epochs": 1,
         "ppo_max_token_len_per_gpu": tiny.most,
         "use_dynamic_bsz": tiny.most > 0,
-        "use_kl_loss": False,
-        "shuffle": False,
+        **dict.fromkeys(("use_kl_loss", "shuffle"), False),
         "data_loader_seed": 1,
         "entropy_coeff": 0.0,
-        "clip_ratio": 0.2,
-        "clip_ratio_low": 0.2,
-        "clip_ratio_high": 0.2,
+        **dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high"), 0.2),
         "clip_ratio_c": 3.0,
         "loss_agg_mode": "token-mean",
         "loss_scale_factor": None,
@@ -511,14 +500,8 @@ def _legacy_config(tiny: Tiny) -> dict[str, Any]:
 
 def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The prompt and the response of all samples, int64."""
-    generator = torch.Generator().manual_seed(5)
-    return [
-        (
-            torch.randint(1, VOCAB, (prompt,), generator=generator),
-            torch.randint(1, VOCAB, (response,), generator=generator),
-        )
-        for prompt, response in LENGTHS
-    ]
+    drawn = torch.Generator().manual_seed(5)
+    return [tuple(torch.randint(1, VOCAB, (one,), generator=drawn) for one in pair) for pair in LENGTHS]  # type: ignore[misc]
 
 
 def mine(split: Split) -> list[int]:
@@ -535,10 +518,7 @@ def batch(
 ) -> DataProto:
     """This rank's samples as the trainer has them: prompts padded on the left, responses on the right.
 
-    Args:
-        split: the job's cut.
-        routes: of each of this rank's samples, [tokens, layers, topk].
-        tokens_of: the prompt and the response of all samples; `samples()` if not given.
+    `routes` are those of each of them, [tokens, layers, topk]; `tokens_of` the tokens of all samples.
     """
     numbers = mine(split)
     given = [(tokens_of or samples())[number] for number in numbers]
@@ -566,10 +546,8 @@ _puts = itertools.count(1)
 
 @contextmanager
 def delivered(tiny: Any) -> Iterator[Callable[[DataProto], DataProto]]:
-    """Makes of a batch what verl's trainer has where a rollout put its routes away; each is read once.
-
-    Ranks with the same samples have the same references, as if one worker had put them.
-    """
+    """Makes of a batch what verl's trainer has where a rollout put its routes away; each is read once. Ranks
+    with the same samples have the same references, as if one worker had put them."""
     layers = [layer for layer, moe in enumerate(tiny.moe) if moe]
     model = RoutedModel(layers=tuple(layers), num_layers=len(tiny.moe), num_experts=EXPERTS, topk=TOPK)
     asked: list[int] = []
@@ -610,13 +588,6 @@ def without_padding(data: DataProto, **more: Any) -> TensorDict:
     found = left_right_2_no_padding(data.to_tensordict())
     tu.assign_non_tensor(found, **more)
     return found
-
-
-def as_responses(values: torch.Tensor, data: DataProto) -> torch.Tensor:
-    """Log-probs of whole sequences as the trainer keeps them, [samples, RESPONSE], float32."""
-    from verl.workers.utils.padding import no_padding_2_padding
-
-    return no_padding_2_padding(values, log_prob_batch(data)).float()
 
 
 def log_prob_batch(data: DataProto) -> TensorDict:
@@ -672,12 +643,6 @@ def rollout_routes(tiny: Tiny) -> list[torch.Tensor]:
             ids[LENGTHS[number][0] + 2 : LENGTHS[number][0] + 4] = 0
         found.append(ids.to(torch.uint8))
     return found
-
-
-def router_layers(chunks: Sequence[nn.Module]) -> dict[int, nn.Module]:
-    """The routers of a rank, by decoder layer."""
-    bare = [list(megatron_layout.unwrapped(chunk))[-1] for chunk in chunks]
-    return parallel_model.routers(bare)
 
 
 def prepare(*, engines: bool = True) -> None:

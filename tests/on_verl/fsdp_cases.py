@@ -22,21 +22,21 @@ import npu_replay
 import sharded_qwen
 import tiny_qwen
 import tiny_vision
-from case_jobs import shared_folder, told
-from distributed.parallel_model import EXPERTS
+from case_jobs import Cases, shared_folder, told
 from npu_replay.compat.verl.batch_routes import keys_in
 from npu_replay.compat.verl.fsdp import FsdpAdapter
 from npu_replay.environment import DELIVERY
 from npu_replay.errors import ReplayError
 from on_verl import engine_job
 from on_verl import fsdp_job as job
-from on_verl.engine_cases import leave, nothing_is_on, r3_batch_of
+from on_verl.engine_cases import leave, nothing_is_on, patched, r3_batch_of, spoiled
 from on_verl.engine_job import LENGTHS
 from on_verl.fsdp_job import Actor, Tiny, prepare
 from sharded_qwen import LABELS, Call, check_told, other_routers, routers, save_model, whole, witnessed
 
 __all__ = ["CASES", "prepare"]
-CASES: dict[str, Callable[[], None]] = {}
+CASES = Cases()
+case = CASES.named
 WAYS: dict[str, dict[str, Any]] = {
     "packed": {},
     "padded": {"packed": False},
@@ -47,16 +47,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "sp2, to a length": {"sp": 2, "engine": {"pad_to_length": True, "pad_to_length_bucket": 16}},
 }
 """How a batch is cut and laid out."""
-
-
-def case(name: str) -> Callable[[Any], Any]:
-    """Add a case under a name."""
-
-    def add(run: Callable[[], None]) -> Callable[[], None]:
-        CASES[name] = run
-        return run
-
-    return add
 
 
 @functools.cache
@@ -72,21 +62,12 @@ def tiny_of(**settings: Any) -> Tiny:
 
 
 def check_calls(calls: Sequence[Call], tiny: Tiny, routes: Sequence[torch.Tensor], times: int) -> None:
-    """Each token of this replica went to these experts, in each layer and call; so often in all.
-
-    Args:
-        calls: of this rank's routers.
-        tiny: the job.
-        routes: of each sample of this rank, [tokens, layers, topk]: of the MoE layers, or of all. A row of
-            zeros has none: it took two experts of the router's own choice.
-        times: how often a layer sees a token: once a forward, and once more if that is recomputed.
-    """
+    """Each token of this replica went to the experts of its samples' routes; `times` in all."""
     columns = sharded_qwen.columns_of(routes[0].shape[1])
     sharded_qwen.check(calls, job.by_token(tiny, routes), columns, times, tiny.split.ranks["dp"])
 
 
 def share_of_others(calls: Sequence[Call], tiny: Tiny, routes: Sequence[torch.Tensor]) -> float:
-    """In how many of a rank's token-layers another set of experts was chosen than in R2's routes."""
     return sharded_qwen.share_of_others(calls, job.by_token(tiny, routes))
 
 
@@ -127,11 +108,7 @@ def _r2(tiny: Tiny, *, stays: bool = False) -> list[torch.Tensor]:
         (sum(LENGTHS[number]), len(LABELS), 2) for number in engine_job.mine(tiny.split)
     ]
     check_calls(first, tiny, routes, times=1)
-    with (
-        other_routers(actor.model),
-        told() as lines,
-        witnessed(actor.model) as second,
-    ):
+    with other_routers(actor.model), told() as lines, witnessed(actor.model) as second:
         metrics = actor.update(data)
     check_calls(second, tiny, routes, times=2 if tiny.recompute else 1)
     check_told(lines, "R2", "100%")
@@ -175,9 +152,9 @@ for _way, _settings in WAYS.items():
 @case("R2 by reference")
 def _stays() -> None:
     """Ids stay in the rank that recorded them; the witness saw them in both passes."""
-    with pytest.MonkeyPatch.context() as patch:
+    with patched() as patch:
         patch.setenv(DELIVERY, "ray")
-        for settings in (WAYS["dynamic"], {"sp": 2}, {"packed": False}):
+        for settings in (WAYS["dynamic"], {"sp": 2}):
             _r2(tiny_of(recompute=True, **settings), stays=True)
 
 
@@ -192,10 +169,9 @@ def _by_reference() -> None:
 def _wide() -> None:
     """Ids come back as int16."""
     folder = save_model(shared_folder(), num_experts=300)
-    for settings in (WAYS["dynamic"], {"sp": 2}):
-        routes = _r2(tiny_of(folder=folder, recompute=True, **settings))
-        assert {one.dtype for one in routes} == {torch.int16}
-        assert max(int(one.max()) for one in routes) > 255
+    routes = _r2(tiny_of(folder=folder, recompute=True, sp=2))
+    assert {one.dtype for one in routes} == {torch.int16}
+    assert max(int(one.max()) for one in routes) > 255
 
 
 @case("verl's block for an NPU")
@@ -209,79 +185,47 @@ def _npu_block() -> None:
 
 @case("without replay it would have differed")
 def _control() -> None:
+    """And a record changes nothing."""
     actor = Actor(tiny_of(recompute=True))
     data, routes = recorded(actor)
     plain = plain_of(actor)
+    wanted, none = plain.log_probs(data)
+    assert none is None
+    assert torch.equal(data.batch["old_log_probs"], wanted)
     data.batch.pop("routed_experts")
-    with (
-        other_routers(plain.model),
-        witnessed(plain.model) as calls,
-        told() as lines,
-    ):
+    with other_routers(plain.model), witnessed(plain.model) as calls, told() as lines:
         metrics = plain.update(data)
     assert share_of_others(calls, actor.tiny, routes) > 0.5
     assert lines == []
     assert not [name for name in metrics if name.startswith("npu_replay/")]
-    untouched, none = plain.log_probs(data)
-    assert none is None
-    assert untouched.shape == data.batch["old_log_probs"].shape
-
-
-@case("a record changes nothing")
-def _faithful() -> None:
-    actor = Actor(tiny_of())
-    data, _ = recorded(actor)
-    wanted, _ = plain_of(actor).log_probs(job.batch(actor.tiny))
-    assert torch.equal(data.batch["old_log_probs"], wanted)
-
-
-@case("mini-batches and epochs")
-def _mini_batches() -> None:
-    """Padded, with micro-batches of equal size and other lengths: each has its own layout."""
-    for settings in ({"packed": False}, {"recompute": True}):
-        actor = Actor(tiny_of(**settings))
-        data, routes = recorded(actor)
-        with other_routers(actor.model), witnessed(actor.model) as calls:
-            actor.update(data, mini_batch_size=4, epochs=2)
-        check_calls(calls, actor.tiny, routes, times=4 if actor.tiny.recompute else 2)
-        assert len(actor.gradients) == 4
-        nothing_is_on()
 
 
 @case("without its adapter")
 def _adapter() -> None:
     """LoRA: the reference pass is the actor's own without its adapter, and neither recorded nor replayed."""
-    for mode in ("R2", "R3"):
-        tiny = tiny_of(mode=mode, lora=4)
-        actor, routes = Actor(tiny), engine_job.rollout_routes(tiny)
-        plain = plain_of(actor)
-        for one in (actor, plain):
-            _shift_adapter(one)
-        data = job.batch(tiny, routes if mode == "R3" else None)
-        with witnessed(actor.model) as first:
-            reference, names = actor.reference(data)
-        wanted, _ = plain.reference(job.batch(tiny))
-        assert "routed_experts" not in names
-        assert torch.equal(reference, wanted)
-        data.batch["old_log_probs"], chosen = actor.log_probs(data)
-        if mode == "R2":
-            data.batch["routed_experts"], routes = chosen, list(chosen.unbind())
-            assert share_of_others(first, tiny, routes) > 0.05, "the adapter has no effect"
-        again, names = actor.reference(data)
-        assert "routed_experts" not in names
-        assert torch.equal(again, wanted)
-        with other_routers(actor.model), witnessed(actor.model) as calls:
-            actor.update(data)
-        check_calls(calls, tiny, routes, times=1)
-        nothing_is_on()
-
-
-def _shift_adapter(actor: Actor) -> None:
-    """A fresh one does nothing: half of it is zero."""
-    with torch.no_grad():
-        for name, weight in actor.model.named_parameters():
-            if "lora_B" in name:
-                weight.fill_(0.3)
+    actor = Actor(tiny := tiny_of(lora=4))
+    plain = plain_of(actor)
+    for one in (actor, plain):
+        with torch.no_grad():
+            for name, weight in one.model.named_parameters():
+                if "lora_B" in name:  # a fresh adapter does nothing: half of it is zero
+                    weight.fill_(0.3)
+    data = job.batch(tiny)
+    with witnessed(actor.model) as first:
+        reference, names = actor.reference(data)
+    wanted, _ = plain.reference(job.batch(tiny))
+    assert "routed_experts" not in names
+    assert torch.equal(reference, wanted)
+    data.batch["old_log_probs"], chosen = actor.log_probs(data)
+    data.batch["routed_experts"], routes = chosen, list(chosen.unbind())
+    assert share_of_others(first, tiny, routes) > 0.05, "the adapter has no effect"
+    again, names = actor.reference(data)
+    assert "routed_experts" not in names
+    assert torch.equal(again, wanted)
+    with other_routers(actor.model), witnessed(actor.model) as calls:
+        actor.update(data)
+    check_calls(calls, tiny, routes, times=1)
+    nothing_is_on()
 
 
 @case("gradients of one process")
@@ -309,12 +253,9 @@ def _weight(tokens: torch.Tensor) -> torch.Tensor:
 
 def _loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
     """What each next token's log-prob counts for is told by the token; a replica's part of the sum."""
-    kept = [_weight(one[:-1]) @ logs[:-1] for one, logs in _samples_of(model_output["log_probs"], data)]
+    each = zip(data["input_ids"].unbind(), model_output["log_probs"].unbind(), strict=True)
+    kept = [_weight(tokens[:-1]) @ logs[:-1] for tokens, logs in each]
     return -dist.get_world_size() * torch.stack(kept).sum() / 100, {}
-
-
-def _samples_of(log_probs: Any, data: Any) -> Any:
-    return zip(data["input_ids"].unbind(), log_probs.unbind(), strict=True)
 
 
 def _by_hand(folder: str, routes: Sequence[torch.Tensor] | None) -> dict[str, torch.Tensor]:
@@ -378,93 +319,46 @@ def _files() -> None:
     nothing_is_on()
 
 
-@case("a sample without routes")
-def _none_for_one() -> None:
-    """A rollout that gave none for a sample: its rows are left to the routers, and counted."""
-    tiny = tiny_of(mode="R3")
-    actor, routes = Actor(tiny), engine_job.rollout_routes(tiny)
-    routes[1] = torch.zeros_like(routes[1])
-    with witnessed(actor.model) as calls:
-        metrics = actor.update(r3_batch(tiny, routes))
-    check_calls(calls, tiny, routes, times=1)
-    assert metrics["npu_replay/rows_without_route"][0] > 0.2
-
-
 # What goes wrong
-
-
-def _spoiled(kind: str, routes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """On the last rank the first sample's routes are bad; all of them where it is a matter of shape."""
-    found = [one.clone().to(torch.int16) for one in routes]
-    if dist.get_rank() < dist.get_world_size() - 1:
-        return found
-    if kind == "number of layers":
-        return [torch.cat([one, one[:, :1]], dim=1) for one in found]
-    found[0][1, 0] = torch.tensor([EXPERTS + 3, 1] if kind == "out of range" else [5, 5])
-    return found
 
 
 @case("one rank has bad routes in the first step")
 def _bad_first() -> None:
     """All leave together, before the optimizer steps; with good routes the next pass is right."""
-    for settings in ({}, {"sp": 2}):
-        tiny = tiny_of(mode="R3", recompute=True, **settings)
-        actor, routes = Actor(tiny), engine_job.rollout_routes(tiny)
-        weights = {name: whole(one) for name, one in actor.model.named_parameters()}
-        for problem in ("out of range", "expert twice", "number of layers"):
-            leave(partial(actor.update, r3_batch(tiny, _spoiled(problem, routes))), problem)
-            assert actor.gradients == [], "no step was made"
-            same_weights(actor, weights)
-        with witnessed(actor.model) as calls:
-            actor.update(r3_batch(tiny, routes))
-        check_calls(calls, tiny, routes, times=2)
+    tiny = tiny_of(mode="R3", recompute=True, sp=2)
+    actor, routes = Actor(tiny), engine_job.rollout_routes(tiny)
+    weights = {name: whole(one) for name, one in actor.model.named_parameters()}
+    for problem in ("out of range", "expert twice", "number of layers"):
+        leave(partial(actor.update, r3_batch(tiny, spoiled(problem, routes))), problem)
+        assert actor.gradients == [], "no step was made"
+        same_weights(actor, weights)
+    with witnessed(actor.model) as calls:
+        actor.update(r3_batch(tiny, routes))
+    check_calls(calls, tiny, routes, times=2)
 
 
 @case("bad samples after the first step")
 def _bad_later() -> None:
-    """One is counted, once in a sequence-parallel group too; two of eight are an error on all ranks."""
-    for sp in (1, 2):
-        tiny = tiny_of(mode="R3", sp=sp)
-        actor, routes = Actor(tiny), engine_job.rollout_routes(tiny)
-        here = sp == 2 or dist.get_rank() == 1
+    """One is counted, once in a sequence-parallel group; two of eight are an error on all ranks. A sample
+    that the rollout gave no routes of isn't bad: it is left to the routers."""
+    tiny = tiny_of(mode="R3", sp=2)
+    actor, routes = Actor(tiny), engine_job.rollout_routes(tiny)
+    routes[5] = torch.zeros_like(routes[5])
 
-        def updated(bad: int) -> None:
-            given = [one.to(torch.int16) for one in routes]  # noqa: B023
-            for one in given[: bad * here]:  # noqa: B023
-                one[1, 0] = torch.tensor([EXPERTS + 3, 1])
-            with witnessed(actor.model) as calls:  # noqa: B023
-                metrics = actor.update(r3_batch(tiny, given))  # noqa: B023
-            assert set(metrics["npu_replay/bad_samples"]) == {float(bad)}
-            left = [one if n >= bad * here else torch.zeros_like(one) for n, one in enumerate(routes)]  # noqa: B023
-            check_calls(calls, tiny, left, times=1)  # noqa: B023
+    def updated(bad: int) -> None:
+        given = [one.to(torch.int16) for one in routes]
+        for one in given[:bad]:
+            one[1, 0] = torch.tensor([engine_job.EXPERTS + 3, 1])
+        with witnessed(actor.model) as calls:
+            metrics = actor.update(r3_batch(tiny, given))
+        assert set(metrics["npu_replay/bad_samples"]) == {float(bad)}
+        left = [one if number >= bad else torch.zeros_like(one) for number, one in enumerate(routes)]
+        check_calls(calls, tiny, left, times=1)
 
-        updated(0)
-        updated(1)
-        steps = len(actor.gradients)
-        leave(partial(updated, 2), "2 of 8 samples have routes that can't be used", first=0)
-        assert len(actor.gradients) == steps
-
-
-@case("routes far from the routers' own choice")
-def _far() -> None:
-    tiny = tiny_of(mode="R3")
-    actor = Actor(tiny)
-    update = partial(actor.update, r3_batch(tiny, engine_job.rollout_routes(tiny)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("npu_replay.sessions.own_choice.RUN", 8)  # this job has fewer than 64 rows a rank
-        patch.setenv("NPU_REPLAY_MIN_OVERLAP", "0.9")  # and too few for the limit that is measured
-        leave(update, "far from what the routers would choose for these tokens", first=0)
-    assert not actor.gradients
-    update()
-
-
-@case("routes are missing")
-def _missing() -> None:
-    """R2 without a record, R3 without a rollout's routes."""
-    for mode in ("R2", "R3"):
-        actor = Actor(tiny_of(mode=mode))
-        leave(partial(actor.update, r3_batch(actor.tiny, None)), "this micro-batch has no routes", first=0)
-        assert not actor.gradients
+    updated(0)
+    updated(1)
+    leave(partial(updated, 2), "2 of 8 samples have routes that can't be used", first=0)
+    assert len(actor.gradients) == 2
 
 
 @case("one rank fails in a way that nobody has thought of")
@@ -472,11 +366,10 @@ def _unthought() -> None:
     """Where it lays out a micro-batch, before a forward and after one whose rows another rank waits for."""
     for settings, run in (
         ({"sp": 2}, recorded),
-        ({}, recorded),
         ({"mode": "R3"}, lambda one: one.update(r3_batch(one.tiny, engine_job.rollout_routes(one.tiny)))),
     ):
         actor = Actor(tiny_of(**settings))  # type: ignore[arg-type]
-        with pytest.MonkeyPatch.context() as patch:
+        with patched() as patch:
             if dist.get_rank() == 1:
                 patch.setattr("npu_replay.compat.verl.fsdp.layout_of", {}.__getitem__)
             leave(partial(run, actor), "this rank can't")  # type: ignore[arg-type]
@@ -510,9 +403,8 @@ def vision_batch(split: Any, images: Sequence[int]) -> Any:
     samples = [tiny_vision.sample(image) for image in images]
     tokens = samples[0][0]
     data = engine_job.batch(split, None, [(tokens[:6], tokens[6:])] * len(images))
-    data.non_tensor_batch["multi_modal_inputs"] = np.array([{}, *(one for _, one in samples)], dtype=object)[
-        1:
-    ]
+    inputs = np.array([{}, *(one for _, one in samples)], dtype=object)[1:]
+    data.non_tensor_batch["multi_modal_inputs"] = inputs
     return data
 
 
@@ -541,21 +433,14 @@ def by_image(model: nn.Module) -> Iterator[dict[float, torch.Tensor]]:
             handle.remove()
 
 
-def _lend_output() -> None:
-    """transformers has renamed a class that verl 0.9.1's own forward of Qwen3-VL names."""
-    from transformers.models.qwen3_vl import modeling_qwen3_vl as modeling
-
-    if not hasattr(modeling, "Qwen3VLCausalLMOutputWithPast"):
-        names = ("MultimodalCausalLMOutputWithPast", "CausalLMOutputWithPast")  # 5.24's, and before
-        modeling.Qwen3VLCausalLMOutputWithPast = next(
-            getattr(modeling, name) for name in names if hasattr(modeling, name)
-        )
-
-
 @case("the same question about other images")
 def _other_images() -> None:
     """On verl's own batch of a Qwen3-VL-MoE: each image keeps its routes, in batches and in files."""
-    _lend_output()
+    from transformers.models.qwen3_vl import modeling_qwen3_vl as modeling
+
+    # transformers has renamed a class that verl's forward of Qwen3-VL names: 5.24's name, and before
+    names = ("MultimodalCausalLMOutputWithPast", "CausalLMOutputWithPast", "Qwen3VLCausalLMOutputWithPast")
+    modeling.Qwen3VLCausalLMOutputWithPast = next(filter(None, (getattr(modeling, n, None) for n in names)))
     folder, files = shared_folder(), shared_folder()
     tiny_vision.make(3).save_pretrained(folder)
     tiny_qwen.tokenizer(map(str, range(200)), pad_token="0").save_pretrained(folder)

@@ -10,7 +10,6 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from omegaconf import OmegaConf
 from torch import nn
 
 from distributed.parallel_model import Split
 from on_verl import engine_job
 from on_verl.engine_job import LENGTHS
-from sharded_qwen import (
-    MOE,
-    VOCAB,
-    block_of,
-    routers,
-    whole,
-)
+from sharded_qwen import MOE, VOCAB, block_of, routers, whole
 
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
@@ -49,7 +41,6 @@ class Tiny:
     """Tokens of a micro-batch, where its size is dynamic."""
     recompute: bool = False
     lora: int = 0
-    strategy: str = "fsdp2"
     engine: dict[str, Any] = field(default_factory=dict)
     """Further settings of the engine."""
     files: dict[str, str] = field(default_factory=dict)
@@ -86,86 +77,58 @@ def use_block_for_an_npu() -> None:
 # verl's configs and engines
 
 
-def model_config(tiny: Tiny) -> Any:
-    from verl.workers.config import HFModelConfig
-
-    return HFModelConfig(
-        path=tiny.folder,
-        load_tokenizer=False,
-        override_config={"attn_implementation": "sdpa"},
-        enable_gradient_checkpointing=tiny.recompute,
-        use_remove_padding=tiny.packed,
-        lora_rank=tiny.lora,
-    )
-
-
-def engine_config(tiny: Tiny) -> Any:
-    """As Hydra makes it of the user's line: the settings of the replay are a plain dict."""
-    from verl.workers.config import FSDPEngineConfig
-
-    return FSDPEngineConfig(
-        strategy=tiny.strategy,
-        ulysses_sequence_parallel_size=tiny.sp,
-        use_dynamic_bsz=tiny.most > 0,
-        max_token_len_per_gpu=tiny.most,
-        infer_max_token_len_per_gpu=tiny.most,
-        micro_batch_size_per_gpu=tiny.micro,
-        infer_micro_batch_size_per_gpu=tiny.micro,
-        use_torch_compile=False,
-        mixed_precision=FLOAT32,
-        router_replay={"mode": tiny.mode} | tiny.files,
-        **tiny.engine,
-    )
-
-
-def optimizer_config() -> Any:
-    from verl.workers.config import FSDPOptimizerConfig
-
-    return FSDPOptimizerConfig(
-        lr=1e-3, weight_decay=0.0, clip_grad=1e9, total_training_steps=10, lr_warmup_steps=0
-    )
-
-
 class Actor(engine_job.Actor):
-    """verl's ActorRolloutRefWorker with an actor and an FSDP engine: what a trainer has done by it.
+    """The same with an FSDP engine; `gradients` are whole, by name."""
 
-    Attributes:
-        model: what the engine calls.
-        gradients: those of each optimizer step, by name, whole.
-    """
+    loss = "FSDPActorConfig"
 
     def __init__(self, tiny: Tiny) -> None:
-        from verl.workers.config import FSDPActorConfig
-        from verl.workers.engine_workers import ActorRolloutRefWorker
-        from verl.workers.utils.losses import ppo_loss
-
-        fsdp = {} if tiny.mode == "disabled" else {"router_replay": {"mode": tiny.mode} | tiny.files}
-        config = {
-            "actor": {"strategy": tiny.strategy, "fsdp_config": fsdp},
-            "rollout": {"name": "vllm", "enable_rollout_routing_replay": tiny.mode == "R3"},
-            "model": {"use_remove_padding": tiny.packed},
-        }
-        self.tiny: Any = tiny
-        self.worker = ActorRolloutRefWorker(config=OmegaConf.create(config), role="actor")
-        self.worker.actor = engine_job.training_worker_of(
-            model_type="language_model",
-            model_config=model_config(tiny),
-            engine_config=engine_config(tiny),
-            optimizer_config=optimizer_config(),
-        )
-        loss = FSDPActorConfig(
-            rollout_n=1,
-            ppo_mini_batch_size=len(LENGTHS),
-            ppo_micro_batch_size_per_gpu=tiny.micro,
-            use_torch_compile=False,
-        )
-        self.worker.set_loss_fn(partial(ppo_loss, config=loss))
-        self.engine = self.worker.actor.engine
+        super().__init__(tiny)
         self.model: nn.Module = self.engine.module
-        self.gradients = self.engine.gradients
         if transformers.__version__ < "5":
             for router in routers(self.model).values():
                 block_of(self.model, router).register_forward_hook(_with_idle_experts)
+
+    def config(self) -> dict[str, Any]:
+        tiny: Tiny = self.tiny
+        fsdp = {} if tiny.mode == "disabled" else {"router_replay": {"mode": tiny.mode} | tiny.files}
+        return {
+            "actor": {"strategy": "fsdp2", "fsdp_config": fsdp},
+            "model": {"use_remove_padding": tiny.packed},
+        }
+
+    def training(self) -> Any:
+        from verl.workers import config
+
+        tiny: Tiny = self.tiny
+        return engine_job.training_worker_of(
+            model_type="language_model",
+            model_config=config.HFModelConfig(
+                path=tiny.folder,
+                load_tokenizer=False,
+                override_config={"attn_implementation": "sdpa"},
+                enable_gradient_checkpointing=tiny.recompute,
+                use_remove_padding=tiny.packed,
+                lora_rank=tiny.lora,
+            ),
+            # As Hydra makes it of the user's line: the settings of the replay are a plain dict.
+            engine_config=config.FSDPEngineConfig(
+                strategy="fsdp2",
+                ulysses_sequence_parallel_size=tiny.sp,
+                use_dynamic_bsz=tiny.most > 0,
+                max_token_len_per_gpu=tiny.most,
+                infer_max_token_len_per_gpu=tiny.most,
+                micro_batch_size_per_gpu=tiny.micro,
+                infer_micro_batch_size_per_gpu=tiny.micro,
+                use_torch_compile=False,
+                mixed_precision=FLOAT32,
+                router_replay={"mode": tiny.mode} | tiny.files,
+                **tiny.engine,
+            ),
+            optimizer_config=config.FSDPOptimizerConfig(
+                lr=1e-3, weight_decay=0.0, clip_grad=1e9, total_training_steps=10, lr_warmup_steps=0
+            ),
+        )
 
 
 def _with_idle_experts(block: Any, _: Any, output: Any) -> Any:

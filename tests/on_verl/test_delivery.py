@@ -111,23 +111,13 @@ LAYOUT = [["embedding", *["decoder"] * 2], ["decoder"] * 3, ["decoder"] * 3, ["d
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 PIPELINES: dict[str, tuple[int, int, int, dict[str, Any], list[list[int]]]] = {
     "the issue's job": (94, 0, 8, {FIRST: 11, LAST: 11}, stages(11, 12, 12, 12, 12, 12, 12, 11)),
-    "one stage": (6, 1, 1, {}, [[1, 2, 3, 4, 5]]),
     "dense layers at first": (9, 3, 3, {}, [[], [3, 4, 5], [6, 7, 8]]),
-    "a short last stage": (11, 1, 3, {LAST: 3}, [[1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]),
     "embedding and loss count": (
         *(10, 0, 3, {f"account_for_{one}_in_pipeline_split": True for one in ("embedding", "loss")}),
         stages(3, 4, 3),
     ),
     "virtual stages": (8, 0, 2, {"virtual": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
-    "virtual stages of a short first": (
-        *(14, 0, 2, {"virtual": 2, FIRST: 6}),
-        [[0, 1, 2, 7, 8, 9], [3, 4, 5, 6, 10, 11, 12, 13]],
-    ),
     "a layout": (12, 1, 5, {"pipeline_model_parallel_layout": LAYOUT}, [[1], *stages(2, 3, 3, 4)[1:], []]),
-    "a layout of virtual stages": (
-        *(6, 0, 2, {"pipeline_model_parallel_layout": "Et|tt|tt|tL"}),
-        [[0, 3, 4], [1, 2, 5]],
-    ),
     "a HybridModel's pattern": (4, 1, 2, {"hybrid_layer_pattern": "*-*E*E|*E"}, [[1, 2], [3]]),
     "a pattern that is even in symbols": (3, 0, 2, {"hybrid_override_pattern": "*E*E*E"}, [[0], [1, 2]]),
 }
@@ -150,14 +140,9 @@ def test_each_stage_of_the_actors_pipeline_reads_one_piece_of_its_own(name: str,
     assert list(map(list, blocks)) == [stage for stage in wanted if stage]
 
 
-@pytest.mark.parametrize(
-    "override", [{FIRST: 7}, {"pipeline_model_parallel_layout": "Et|tL"}, {"num_layers": 9}]
-)
-def test_a_pipeline_that_is_not_known_is_cut_evenly(
-    override: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pipeline_that_is_not_known_is_cut_evenly(caplog: pytest.LogCaptureFixture) -> None:
     model = RoutedModel(layers=tuple(range(8)), num_layers=8, num_experts=8, topk=2)
-    megatron = {"pipeline_model_parallel_size": 4, "override_transformer_config": override}
+    megatron = {"pipeline_model_parallel_size": 4, "override_transformer_config": {FIRST: 7}}
     assert cut_of({"actor_rollout_ref": {"actor": {"megatron": megatron}}}, model) == 2
     assert caplog.text.count("the split of the actor's pipeline isn't known") == 1
 
@@ -273,28 +258,20 @@ def test_a_batch_on_its_way_to_the_workers_is_small() -> None:
     assert len(pickle.dumps(data.non_tensor_batch[COLUMN])) < 700 * COUNT
 
 
-def test_a_sample_without_routes_takes_none_from_the_others() -> None:
-    turns = [Turn(SAMPLED[: 3 + n], change=deep) for n in range(3)]
+def test_samples_without_routes_take_none_from_the_others() -> None:
+    """Aborted ones, and those that were never put: verl's padding has zeros in the place of keys."""
+    turns = [Turn(SAMPLED[: 3 + n], change=deep) for n in range(4)]
     turns[1] = Turn([20], stop="aborted", change=loops.NO_ROUTES)
     data, model = batch_of(*turns)
     held = received(list(data.non_tensor_batch[COLUMN]))
-    mask = data.batch["attention_mask"].bool()
-    good, bad = MicroBatch(keyed(data), mask, model).routes(zeros_are_none=True, held=held)
-    assert not bad
-    assert [bool(good[number].recorded.any()) for number in range(3)] == [True, False, True]
-
-
-def test_a_micro_batch_of_a_sample_that_was_never_put_has_none() -> None:
-    """verl's padding has zeros in the place of keys."""
-    data, model = batch_of(*(Turn(SAMPLED[: 3 + n], change=deep) for n in range(2)))
-    held = received(list(data.non_tensor_batch[COLUMN]))
-    data.batch["routed_experts"][1] = 0
-    for number in range(2):
-        keys, mask = (each[number : number + 1] for each in (keyed(data), data.batch["attention_mask"]))
-        good, bad = MicroBatch(keys, mask.bool(), model).routes(zeros_are_none=True, held=held)
+    data.batch["routed_experts"][2] = 0
+    keys, mask = keyed(data), data.batch["attention_mask"].bool()
+    for part in (slice(0, 4), slice(2, 3)):  # alone in a micro-batch, too
+        good, bad = MicroBatch(keys[part], mask[part], model).routes(zeros_are_none=True, held=held)
         assert not bad
-        assert bool(good[0].recorded.any()) == (number == 0)
-        assert good[0].layers == LAYERS
+        assert {one.layers for one in good.values()} == {LAYERS}
+        found = [bool(good[number].recorded.any()) for number in range(len(good))]
+        assert found == [True, False, False, True][part]
 
 
 def test_routes_that_the_door_refuses_are_a_bad_sample(
@@ -425,19 +402,21 @@ def test_without_steps_of_the_job_nothing_grows_without_end(
     assert len(list(alive)) == 5
 
 
-def test_the_weights_version_stands_for_a_step_where_the_trainer_says_none(folder: Path) -> None:
+@pytest.mark.parametrize(("version", "told", "step"), [(7, -1, 7), (0, -1, 0), (7, 2, 2), (None, -1, -1)])
+def test_the_weights_version_stands_for_a_step_where_the_trainer_says_none(
+    version: int | None, told: int, step: int
+) -> None:
     made = worker(Turn(SAMPLED[:4], change=deep))
     putter = r3_store.Putter.of(made, model_of(made))
     assert putter is not None
-    for version, told, step in ((7, -1, 7), (0, -1, 0), (7, 2, 2), (None, -1, -1)):
-        output = SimpleNamespace(
-            prompt_ids=[1],
-            response_ids=[2, 3],
-            routed_experts=deep(np.empty(3)),
-            extra_fields={"max_global_steps": version},
-        )
-        putter.put_away(output, told)
-        assert output.extra_fields[COLUMN].step == step
+    output = SimpleNamespace(
+        prompt_ids=[1],
+        response_ids=[2, 3],
+        routed_experts=deep(np.empty(3)),
+        extra_fields={"max_global_steps": version},
+    )
+    putter.put_away(output, told)
+    assert output.extra_fields[COLUMN].step == step
 
 
 @pytest.mark.parametrize("queued", [True, False])
@@ -457,9 +436,9 @@ def test_references_live_as_long_as_may_be_trained_on_them(
         assert len(alive) == (min(step + 1, 3) if queued else 0)
 
 
-@pytest.mark.parametrize("topk", [1, 2])
-def test_a_token_without_a_route_has_none_behind_its_reference_either(topk: int, tmp_path: Path) -> None:
-    """Nor with a top-k of 1, where its zeros would be expert 0; as in a batch that carries the ids."""
+def test_a_token_without_a_route_has_none_behind_its_reference_either(tmp_path: Path) -> None:
+    """With a top-k of 1 its zeros would be expert 0; as in a batch that carries the ids."""
+    topk = 1
     model = RoutedModel(layers=LAYERS, num_layers=5, num_experts=8, topk=topk)
     rows = np.zeros((8, 5, topk), np.int16)
     rows[:, LAYERS] = np.arange(1, 1 + topk)
@@ -511,7 +490,7 @@ def test_nothing_is_put_away_for_a_validation(folder: Path, monkeypatch: pytest.
     assert not list(folder.glob("*.pieces"))
 
 
-@pytest.mark.parametrize("value", ["", "0", "off"])
+@pytest.mark.parametrize("value", ["", "off"])
 def test_switched_off_batches_carry_ids(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DELIVERY, value)
     data, _ = batch_of(Turn(SAMPLED[:4], change=deep))

@@ -25,46 +25,40 @@ BY_RELEASE = (
     f"R3 by reference: {VPP}",
     "reference and critic",  # T26
     "without its adapter",
-    "a checkpoint in between",
-    "routes in files",
+    "offloaded, and a checkpoint in between",
     "a rollout's routes under R2",  # T4
     "routes are missing",  # T20
     "one rank has routes of another length",  # T12
+    "more experts than a byte holds",  # T19
+    "packing that returns two things, or three",  # T9
+    "R2: groups by sigmoid and a bias",
 )
 """Where verl's own code differs from release to release: how it packs, merges, narrows and hands on."""
-BY_RELEASE_TOO = ("R2: dp2", f"R3: {VPP}", f"R2 by reference: {VPP}", "offloaded in between")
-"""There, too, and shown by others in short."""
 ALIKE = (
-    *("R3: dp2", f"R2: {DENSE}", f"R3: {DENSE}", "R2: tp2 with sequence parallel", "R2: full recompute"),
-    *("R3: cp2", "R2: ep2", f"R2 by reference: {DENSE}", "R2 by reference: cp2"),
-    *("R2 by reference: a sample of padding", "R2 by reference: a batch that has routes already"),
-    *("R2 by reference: one rank fails", "a last row that verl leaves out"),
-    *("R2 by reference: samples that another replica trains on", "R2 by reference, on one rank alone"),
-    *("R3 by reference: a sample that one rank can't read", "R3 by reference: the time of a fetch"),
+    *(f"R2: {DENSE}", f"R3: {DENSE}", "R2: full recompute", "R2: ep2"),
+    *(f"R2 by reference: {DENSE}", "R2 by reference: cp2"),
+    "R2 by reference: a sample of padding",
+    "R2 by reference: one rank fails",
+    "R2 by reference: samples that another replica trains on",
+    "R3 by reference: a sample that one rank can't read",
+    *("R2: an aux loss of each sequence", "a sample that was rejected"),
+    "routes in files",
     "two mini-batches and two epochs",
     "a second engine",
-    "the way from verl's flag to a session",
-    "switched off",
-    "a setting of one rank's own",
-    "a sample that is bad in one stage's layers",
-    "routes far from the routers' own choice",
+    "settings, and routes far from the routers' own choice",
     "one rank fails in a way that nobody has thought of",
     "bad samples after the first step",
     "one rank has bad routes in the first step",
 )
-ALIKE_TOO = (
-    *("R2: pp2", "R3: pp2", "R3: full recompute", "R3: ep2", "R2 by reference: dp2"),
-    *(f"R3 by reference: {split}" for split in ("dp2", DENSE, "cp2")),
-)
-HYBRID = tuple(f"{way}: pp2 of a HybridModel" for way in ("R2", "R3", "R3 by reference"))
-ACTOR = (
-    *(f"R3: {DENSE}", f"R2: {VPP}", "R2: tp2 with sequence parallel", "R3: cp2"),
-    *("R2: dynamic micro-batches", "R2: full recompute", "without its adapter"),
-)
-ACTOR_TOO = (
-    *("R2: dp2", "R3: dp2", "R2: pp2", "R3: pp2", f"R2: {DENSE}", "R3: tp2 with sequence parallel"),
-    "R2: cp2",
-)
+HYBRID = ("R2: pp2 of a HybridModel", "R3 by reference: pp2 of a HybridModel")  # from Megatron-core 0.16 on
+EVERY = [
+    f"{way}{reference}: {split}"
+    for way in ("R2", "R3")
+    for reference in ("", " by reference")
+    for split in ("dp2", "pp2", VPP, DENSE, "cp2", "tp2 with sequence parallel", "full recompute", "ep2")
+]
+ACTOR = (f"R3: {DENSE}", f"R2: {VPP}", "R3: cp2", "R2: dynamic micro-batches", "without its adapter")
+ACTOR_TOO = ("R2: tp2 with sequence parallel", "R2: full recompute")
 
 pytestmark = [
     pytest.mark.megatron,
@@ -78,14 +72,13 @@ def _here() -> Iterable[Any]:
     """Those that this release of verl has the code for."""
     release = version("verl")
     if not release.startswith("0.7.0"):  # its engine has no router replay, and its worker no LoRA
-        of_the_newest = () if hybrid_model.missing() else HYBRID
-        yield from BY_RELEASE
-        yield from (pytest.param(case, marks=pytest.mark.newest) for case in (*ALIKE, *of_the_newest))
-        yield from (pytest.param(case, marks=pytest.mark.long) for case in BY_RELEASE_TOO)
-        yield from (pytest.param(case, marks=[pytest.mark.newest, pytest.mark.long]) for case in ALIKE_TOO)
+        here = (*BY_RELEASE, *(() if hybrid_model.missing() else HYBRID))
+        yield from here
+        yield from (pytest.param(case, marks=pytest.mark.newest) for case in ALIKE)
+        rest = (case for case in EVERY if case not in {*here, *ALIKE})
+        yield from (pytest.param(case, marks=[pytest.mark.newest, pytest.mark.long]) for case in rest)
     if release.startswith("0.7."):
-        actor = ACTOR[:-1] if release == "0.7.0" else ACTOR
-        yield from (f"0.7's actor, {case}" for case in actor)
+        yield from (f"0.7's actor, {case}" for case in (ACTOR[:-1] if release == "0.7.0" else ACTOR))
         yield from (pytest.param(f"0.7's actor, {case}", marks=pytest.mark.long) for case in ACTOR_TOO)
 
 

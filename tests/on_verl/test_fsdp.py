@@ -18,41 +18,26 @@ from case_jobs import Notes, check, noted
 
 NPU_BLOCK = "verl's block for an NPU"
 """It stays in the process, so it comes last."""
-BY_RELEASE = {
-    "0.7": ("R3: padded", "R2: dynamic, recompute", "R3: sp2"),
-    "0.8": (
-        *("R3: padded", "R2: dynamic, recompute", "R3: sp2", "R2: sp2, dynamic, recompute"),
-        *("mini-batches and epochs", "R3 by reference"),
-    ),
-    "0.9": (
-        *("R2: packed, recompute", "R3: padded", "R2: dynamic, recompute", "R3: sp2"),
-        *("R2: sp2, dynamic, recompute", "R3: to a length", "R2: sp2, to a length, recompute"),
-        *("mini-batches and epochs", "R2 by reference", "R3 by reference"),
-        "without replay it would have differed",
-        "without its adapter",
-        "one rank has bad routes in the first step",
-        "routes are missing",
-        "a record changes nothing",
-        "gradients of one process",
-        "more experts than a byte holds",
-        "a checkpoint in between",
-        "routes in files",
-        "a sample without routes",
-        "bad samples after the first step",
-        "routes far from the routers' own choice",
-        "one rank fails in a way that nobody has thought of",
-        "images, which are cut after their embedding",
-        "a model without experts",
-        "uninstalled and installed again",
-    ),
-}
-ALONE = {
-    "0.7": ("R2: packed, recompute",),
-    "0.8": ("without its adapter",),
-    "0.9": ("R2: packed, recompute", "R3: padded, recompute", "mini-batches and epochs"),
-}
+BY_RELEASE = ("R3: padded", "R2: dynamic, recompute", "R3: sp2")
+FROM_0_8 = ("R2: sp2, dynamic, recompute", "R3 by reference")
+ALIKE = (
+    *("R3: to a length", "R2: sp2, to a length, recompute", "R2 by reference"),
+    "without replay it would have differed",
+    "without its adapter",
+    "one rank has bad routes in the first step",
+    "gradients of one process",
+    "more experts than a byte holds",
+    "a checkpoint in between",
+    "routes in files",
+    "bad samples after the first step",
+    "one rank fails in a way that nobody has thought of",
+    "images, which are cut after their embedding",
+    "a model without experts",
+    "uninstalled and installed again",
+)
+ALONE = ("R2: packed, recompute", "the same question about other images")
+"""The second has a model of transformers 5."""
 WAYS = ("packed", "padded", "dynamic", "to a length", "sp2", "sp2, dynamic", "sp2, to a length")
-FULLY = (*BY_RELEASE["0.8"], "R2: packed, recompute", "R2 by reference")
 EVERY = [f"{mode}: {way}{also}" for mode in ("R2", "R3") for way in WAYS for also in ("", ", recompute")]
 RELEASE = version("verl")
 IS_NEWEST = RELEASE >= "0.9"
@@ -63,16 +48,10 @@ if IS_NEWEST:
     ENV = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_live.cpu_platform,npu_replay"}
 
 
-def _alone() -> list[Any]:
-    # Of a model of transformers 5.
-    images = ["the same question about other images"] if IS_NEWEST else []
-    return [*ALONE.get(RELEASE[:3], ALONE["0.9"]), *images]
-
-
 def _together() -> list[Any]:
-    here = BY_RELEASE.get(RELEASE[:3], BY_RELEASE["0.9"])
-    rest = EVERY if IS_NEWEST else FULLY
-    found = [*here, *(pytest.param(one, marks=pytest.mark.long) for one in rest if one not in here)]
+    here = [*BY_RELEASE, *(() if RELEASE < "0.8" else FROM_0_8), *(ALIKE if IS_NEWEST else ())]
+    rest = [one for one in EVERY if one not in here]
+    found = [*here, *(pytest.param(one, marks=[pytest.mark.long, pytest.mark.newest]) for one in rest)]
     patches = pytest.mark.skipif(
         RELEASE.startswith("0.8"), reason="its patches want transformers 5, and its block transformers 4"
     )
@@ -94,7 +73,8 @@ def _noted(request: pytest.FixtureRequest, folders: pytest.TempPathFactory, rank
     return noted(request, folders, "on_verl.fsdp_cases", ranks=ranks, imports=workers, env=ENV)
 
 
-@pytest.mark.parametrize("case", _alone())
+@pytest.mark.newest
+@pytest.mark.parametrize("case", ALONE)
 def test_verls_own_fsdp_engine_alone(alone: Notes, case: str) -> None:
     check(alone, case)
 

@@ -1,58 +1,90 @@
-"""verl's functions in a pass of an engine, and verl's own elsewhere, on the Megatron-core on the path."""
+"""verl's RouterReplay on each router without a pass of an engine, and what verl's Ulysses pads, on the
+Megatron-core on the path. What verl's functions do in a pass: engine_cases.py."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import gc
 import importlib
-import pickle
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import hybrid_model
 import npu_replay
-from megatron_cases import perturbed, routers
+from megatron_cases import RECOMPUTE, VARIANTS, perturbed, routers
 from npu_replay import RoutedExperts
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.megatron_backports.router_replay import is_idle
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
-from npu_replay.compat.verl.engine_pass import wrapped
-from npu_replay.errors import InvalidRoutes, ReplayError
+from npu_replay.compat.verl.engine_pass import EnginePass, wrapped
+from npu_replay.errors import ReplayError
+from npu_replay.sessions.fed_sequences import fed_sequences
 from npu_replay.smoke import megatron_model
-from verl_loop import (
-    LENGTHS,
-    Engine,
-    Job,
-    Verl,
-    backward_sum,
-    batches,
-    compare_with_the_core,
-    core_replay,
-    core_routes,
-    engine_pass,
-    packed,
-)
+from sessions.test_follow import packed as fed_packed
+from sessions.test_follow import texts
+from sessions.test_padded_end import by_hand
 
 pytestmark = [pytest.mark.megatron]
+LENGTHS, VOCAB = ((7, 12, 3), (5,), (9, 2)), 64
 
-CASES = (
-    "softmax_after_topk",
-    "softmax_before_topk",
-    "sigmoid_bias_scaling",
-    "groups_softmax",
-    "groups_sigmoid_bias",
-    "aux_loss",
-    "seq_aux_loss",
-    "capacity_probs",
-    "capacity_padded",
-    "dense_first",
-)
+
+class Engine:
+    """As much of an engine as a pass asks of it."""
+
+    def __init__(self, model: torch.nn.Module, config: Any) -> None:
+        self.module, self.tf_config = [model], config
+        self.engine_config = SimpleNamespace(router_replay=SimpleNamespace(mode="R2"))
+
+
+class Verl:
+    """What is called of the verl that is on the path."""
+
+    def __init__(self) -> None:
+        self.patch: Any = importlib.import_module("verl.utils.megatron.router_replay_patch")
+        self.utils: Any = importlib.import_module("verl.utils.megatron.router_replay_utils")
+        self.replay: Any = self.patch.RouterReplay
+        self.actions: Any = self.patch.RouterReplayAction
+
+
+class Job:
+    """A model that asks for replay, and its forward over packed sequences."""
+
+    def __init__(self, recompute: str = "", seed: int = 7) -> None:
+        torch.manual_seed(seed)
+        values = VARIANTS["softmax_after_topk"] | RECOMPUTE.get(recompute, {})
+        self.config = megatron_model.config(**values, enable_routing_replay=True)
+        self.model = megatron_model.model(self.config)
+
+    def forward(self, sequences: list[torch.Tensor]) -> torch.Tensor:
+        tokens = torch.cat(sequences)[None]
+        inputs = megatron_model.causal(tokens)
+        return self.model(input_ids=tokens, labels=tokens.roll(-1, 1), **inputs).mean()
+
+    def grads(self) -> list[torch.Tensor | None]:
+        return [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+
+
+def batches() -> list[list[torch.Tensor]]:
+    drawn = torch.Generator().manual_seed(3)
+    return [[torch.randint(0, VOCAB, (size,), generator=drawn) for size in sizes] for sizes in LENGTHS]
+
+
+def core_routes(job: Job, batch: list[list[torch.Tensor]]) -> list[RoutedExperts]:
+    with torch.no_grad(), npu_replay.record(job.model) as recording:
+        for sequences in batch:
+            job.forward(sequences)
+    return recording.routes
+
+
+def core_replay(job: Job, batch: list[list[torch.Tensor]], routes: list[RoutedExperts]) -> Any:
+    """Losses and gradients."""
+    job.model.zero_grad()
+    with npu_replay.replay(job.model, routes):
+        losses = [job.forward(sequences) for sequences in batch]
+        torch.stack(losses).sum().backward()
+    return losses, job.grads()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,229 +108,6 @@ def verl() -> Iterator[Verl]:
     router_init.install()
 
 
-class Recorded:
-    """A job, and what its routers choose: by npu_replay's own record, and through verl's functions."""
-
-    def __init__(self, verl: Verl, variant: str = "softmax_after_topk", **changes: Any) -> None:
-        self.verl, self.job, self.batch = verl, Job(variant, None, **changes), batches()
-        self.own = core_routes(self.job, self.batch)
-        self.routes = verl.record(self.batch, self.job.forward, self.job.config, self.job.model)
-
-    def check(self) -> torch.Tensor:
-        """Both are the same; the ids of all tokens."""
-        ids = torch.cat([one.ids for one in self.own]).long()
-        assert torch.equal(packed(self.routes, self.verl).long(), ids)
-        return ids
-
-    def with_samples(self, each: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Routes of these samples, as this verl carries them."""
-        if self.routes.is_nested:
-            return torch.nested.as_nested_tensor(list(each), layout=torch.jagged)
-        return torch.stack(list(each))
-
-    def replayed(self, routes: torch.Tensor, **how: Any) -> list[float]:
-        """The losses of an update with these routes."""
-        job = self.job
-        job.model.zero_grad()
-        losses = self.verl.replayed(
-            self.batch, routes, job.forward, job.config, job.model, backward=backward_sum, **how
-        )
-        return [loss.item() for loss in losses]
-
-    def check_replay(self, routes: torch.Tensor, own: list[RoutedExperts], **how: Any) -> None:
-        """An update with these routes is npu_replay's own replay of those, with other router weights."""
-        with perturbed(self.job.model):
-            losses, grads = core_replay(self.job, self.batch, own, backward_sum)
-            assert self.replayed(routes, **how) == [loss.item() for loss in losses]
-            for a, b in zip(self.job.grads(), grads, strict=True):
-                assert a is b or torch.equal(a, b)
-
-
-@pytest.mark.choice
-@pytest.mark.parametrize("recompute", [None, "full"])
-@pytest.mark.parametrize("variant", CASES)
-def test_record_replay_and_backward_through_verls_functions(
-    verl: Verl, variant: str, recompute: str | None
-) -> None:
-    """Ids, losses and gradients equal npu_replay's own blocks, with other router weights in the replay."""
-    compare_with_the_core(verl, Job(variant, recompute), batches())
-
-
-def test_ids_above_255_survive_the_way_through_verl(verl: Verl) -> None:
-    """T19: 0.7 and 0.8 narrow to uint8 in the engine itself."""
-    ids = Recorded(verl, num_moe_experts=300, moe_router_topk=4, num_layers=2).check()
-    assert int(ids.max()) > 255
-
-
-def test_recorded_routes_have_the_type_that_this_verl_carries(verl: Verl) -> None:
-    """A fork's own merging may count on it: its bytes are sent, and read as that type again."""
-    own = "torch.int16" in Path(verl.utils.__file__).read_text()  # of 0.9 on, whatever the number of experts
-    assert Recorded(verl).routes.dtype == (torch.int16 if own else torch.uint8)
-
-
-def test_routes_of_all_layers_find_their_routers(verl: Verl) -> None:
-    """T2, T3: an engine reports dense layers too; they are dropped by label."""
-    recorded = Recorded(verl, "dense_first")
-    recorded.check_replay(recorded.with_samples(_with_dense_column(recorded)), recorded.own)
-
-
-def _with_dense_column(recorded: Recorded) -> list[torch.Tensor]:
-    return [torch.cat([torch.zeros_like(one[:, :1]), one], dim=1) for one in recorded.routes.unbind()]
-
-
-HYBRID = {"*-*E*E": (3, (1, 2)), "MEM*E-ME": (8, (1, 4, 7)), "*E*E/*E": (2, (0, 1))}
-"""A HybridModel's pattern: the decoder layers of its Hugging Face config, and those with experts. Behind the
-slash is multi-token prediction, whose router is left to its own choice."""
-
-
-@pytest.fixture(params=HYBRID)
-def hybrid(request: pytest.FixtureRequest) -> str:
-    if why := hybrid_model.missing(request.param):
-        pytest.skip(why)
-    return str(request.param)
-
-
-@pytest.mark.parametrize("recompute", [None, "selective_moe"])
-def test_a_hybrid_model_is_recorded_and_replayed_through_verls_functions(
-    verl: Verl, hybrid: str, recompute: str | None
-) -> None:
-    compare_with_the_core(verl, Job("softmax_after_topk", recompute, pattern=hybrid), batches())
-
-
-def test_an_engines_rows_of_all_layers_find_the_routers_of_a_hybrid_model(verl: Verl, hybrid: str) -> None:
-    """Its config counts symbols: twice as many layers as an engine, where the pattern is one of blocks."""
-    recorded = Recorded(verl, pattern=hybrid)
-    count, moe = HYBRID[hybrid]
-    assert recorded.own[0].layers == moe
-    columns = []
-    for one in recorded.routes.unbind():
-        columns.append(one.new_zeros(len(one), count, one.shape[-1]))
-        columns[-1][:, list(moe)] = one
-    recorded.check_replay(recorded.with_samples(columns), recorded.own)
-
-
-def test_rows_of_another_number_of_layers_than_the_pattern_has_are_refused(verl: Verl, hybrid: str) -> None:
-    recorded = Recorded(verl, pattern=hybrid)
-    wide = [torch.cat([one, *[one[:, :1]] * 6], dim=1) for one in recorded.routes.unbind()]
-    count, moe = HYBRID[hybrid]
-    with pytest.raises(ReplayError, match=rf"Expected {count}, one a decoder layer, or {len(moe)}"):
-        recorded.replayed(recorded.with_samples(wide))
-
-
-def test_experts_in_a_dense_layers_column_are_refused(verl: Verl) -> None:
-    """The labels have shifted: each layer would replay its neighbour's routes, and all ids look right."""
-    recorded = Recorded(verl, "dense_first")
-    wrong = recorded.with_samples([one.roll(1, dims=1) for one in _with_dense_column(recorded)])
-    with pytest.raises(InvalidRoutes, match=r"sample 0 .*, layer 0: a dense layer has experts"):
-        recorded.replayed(wrong)
-
-
-def test_rows_of_zeros_take_the_routers_own_choice(verl: Verl) -> None:
-    """T1, T42: a row that the engine never saw is zeros, and would be expert 0 twice."""
-    recorded = Recorded(verl)
-    each = [one.clone() for one in recorded.routes.unbind()]
-    mask = verl.batch(recorded.batch[0])[1]
-    end = len(each[0]) if mask is None else int(mask[0].nonzero()[-1]) + 1
-    each[0][end - 2 :] = 0  # the last two tokens of the first sample
-    keep = torch.ones(len(recorded.own[0]), dtype=torch.bool)
-    keep[[LENGTHS[0][0] - 2, LENGTHS[0][0] - 1]] = False
-    partly = [_only(recorded.own[0], keep), *recorded.own[1:]]
-    recorded.check_replay(recorded.with_samples(each), partly)
-
-
-def _only(routes: RoutedExperts, keep: torch.Tensor) -> RoutedExperts:
-    return RoutedExperts(ids=routes.ids, layers=routes.layers, num_experts=routes.num_experts, recorded=keep)
-
-
-@pytest.mark.parametrize(
-    ("bad", "words"),
-    [
-        ([900, 1], "out of range"),
-        ([3, 3], "expert twice"),
-        ("layers", "number of layers"),
-        ("length", "another"),
-    ],
-)
-def test_routes_that_do_not_fit_are_refused_by_name(verl: Verl, bad: Any, words: str) -> None:
-    recorded = Recorded(verl)
-    each = [one.clone().to(torch.int16) for one in recorded.routes.unbind()]
-    jagged = recorded.routes.is_nested
-    if bad == "layers":
-        each = [one[:, :3] for one in each]
-    elif bad == "length":
-        each = [each[0], each[1][:-3], *each[2:]] if jagged else [one[:, :, :1] for one in each]
-    else:
-        each[1][2 if jagged else 4, 1] = torch.tensor(bad)
-    with pytest.raises(ReplayError, match=words) as raised:
-        recorded.replayed(recorded.with_samples(each))
-    if isinstance(bad, list):
-        assert isinstance(raised.value, InvalidRoutes)
-        assert "sample 1 of the micro-batch, layer 1" in str(raised.value)
-
-
-def test_a_thrown_away_model_is_not_replayed_instead(verl: Verl) -> None:
-    """T18: the model is built twice, and the first one's routers are registered first."""
-    orphan = Job("softmax_after_topk", None, seed=1)
-    del orphan
-    Recorded(verl).check()
-
-
-def test_a_reference_model_beside_it_is_left_alone(verl: Verl) -> None:
-    """T26: two models with the flag; the action means the one that runs."""
-    reference = Job("softmax_after_topk", None, seed=1)
-    before = [reference.forward(sequences).item() for sequences in batches()]
-    recorded = Recorded(verl)
-    with perturbed(recorded.job.model):
-        recorded.replayed(recorded.routes)
-    assert [reference.forward(sequences).item() for sequences in batches()] == before
-
-
-def test_a_second_apply_keeps_the_first_engine(verl: Verl) -> None:
-    """NeMo #3687: clearing the registry for another model emptied the live one."""
-    recorded = Recorded(verl)
-    verl.patch.apply_router_replay_patch()
-    job = recorded.job
-    recorded.routes = verl.record(recorded.batch, job.forward, job.config, job.model)
-    recorded.check()
-
-
-def test_a_rejected_sample_takes_the_routers_own_choice(verl: Verl) -> None:
-    """verl 0.9 replays no row of a sample whose response it has rejected; that is no bad sample."""
-    if not hasattr(verl.utils, "build_r3_replay_mask"):
-        pytest.skip("this verl masks no rows")
-    recorded, masks = Recorded(verl), []
-    for number, sequences in enumerate(recorded.batch):
-        wanted = torch.tensor([bool(number or row != 1) for row in range(len(sequences))])
-        tokens, _ = verl.batch(sequences)
-        masks.append(verl.utils.build_r3_replay_mask(tokens, wanted[:, None]))
-    keep = [torch.cat(list(mask.unbind())) for mask in masks]
-    assert not keep[0][7:19].any()
-    assert keep[0][:6].all()
-    partly = [_only(one, rows) for one, rows in zip(recorded.own, keep, strict=True)]
-    recorded.check_replay(recorded.routes, partly, masks=masks)
-
-
-@pytest.mark.parametrize("extra", [(), (None,)])
-def test_packing_may_return_two_things_or_three(
-    verl: Verl, monkeypatch: pytest.MonkeyPatch, extra: tuple[None, ...]
-) -> None:
-    """T9: it became three, and unpacking two of them failed in every record."""
-    for name in ("preprocess_thd_engine", "preprocess_thd_no_padding", "preprocess_packed_seqs"):
-        native = getattr(verl.utils, name, None)
-        if native is None:
-            continue
-
-        @functools.wraps(native)
-        def pack(*args: Any, native: Any = native, **kwargs: Any) -> tuple[Any, ...]:
-            return native(*args, **kwargs)[0], None, *extra
-
-        monkeypatch.setattr(verl.utils, name, pack)
-    Recorded(verl).check()
-
-
-# Without an engine's pass: verl's own functions, and its RouterReplay on each router
-
-
 def own_replays(job: Job) -> list[Any]:
     found = [getattr(module, "router_replay", None) for module in job.model.modules()]
     return [one for one in found if one is not None]
@@ -306,9 +115,9 @@ def own_replays(job: Job) -> list[Any]:
 
 def test_each_router_has_a_replay_of_verls_and_no_model_that_was_thrown_away(verl: Verl) -> None:
     """T18: verl's own list is never pruned."""
-    gone = Job("softmax_after_topk", None, seed=1)
+    gone = Job(seed=1)
     thrown = own_replays(gone)
-    job = Job("softmax_after_topk", None)
+    job = Job()
     del gone
     gc.collect()
     assert all(type(one) is verl.replay for one in own_replays(job))
@@ -319,7 +128,7 @@ def test_each_router_has_a_replay_of_verls_and_no_model_that_was_thrown_away(ver
 
 
 def test_what_was_recorded_is_read_off_the_router_until_it_is_cleared(verl: Verl) -> None:
-    job, batch = Job("softmax_after_topk", None), batches()[:1]
+    job, batch = Job(), batches()[:1]
     (own,) = core_routes(job, batch)
     for one in own_replays(job):
         one.set_router_replay_action(verl.actions.RECORD)
@@ -334,7 +143,7 @@ def test_what_was_recorded_is_read_off_the_router_until_it_is_cleared(verl: Verl
 
 def test_an_action_that_is_set_on_one_model_is_none_of_anothers(verl: Verl) -> None:
     """Where it was the process's, a second model with the flag could run no forward."""
-    meant, other = Job("softmax_after_topk", None, seed=1), Job("softmax_after_topk", None, seed=2)
+    meant, other = Job(seed=1), Job(seed=2)
     sequences = batches()[0]
     before = other.forward(sequences).item()
     action = verl.actions.REPLAY_FORWARD
@@ -348,59 +157,31 @@ def test_an_action_that_is_set_on_one_model_is_none_of_anothers(verl: Verl) -> N
     assert other.forward(sequences).item() == before
 
 
-def test_stand_ins_for_routers_are_merged_by_verls_own_code(
-    verl: Verl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As verl's own tests do: with a router that is in no model, and a gather of their own."""
-    if not hasattr(verl.utils, "preprocess_thd_engine"):
-        pytest.skip("this verl's own code unpacks two of its three things")  # T9
-    job = Job("softmax_after_topk", None)
-    tokens = torch.nested.as_nested_tensor([torch.arange(8)], layout=torch.jagged)
-    chosen, maps = torch.arange(16).reshape(8, 2), list[torch.Tensor]()
-    router = SimpleNamespace(recorded_topk_idx=chosen)
-    helper, gathered = verl.utils.RouterReplayHelper, list[torch.Tensor]()
-    monkeypatch.setattr(helper, "get_micro_batch_router_list", lambda *_: [router])
-    monkeypatch.setattr(verl.utils, "device_name", "cpu")
-
-    def gather(rows: torch.Tensor, **_: Any) -> torch.Tensor:
-        gathered.append(rows)
-        return rows
-
-    monkeypatch.setattr(verl.utils, "gather_from_sequence_parallel_region", gather)
-    verl.call("merge_router_topk_indices", None, tokens, maps, job.config, 0)
-    assert len(gathered) == 1
-    assert torch.equal(packed(maps[0], verl)[:, 0].long(), chosen)
-
-
 @pytest.mark.parametrize("of", ["verl", "Megatron"])
 def test_a_target_that_is_set_on_a_router_is_replayed(verl: Verl, of: str) -> None:
     """Whichever library's enum says so. Live routes in silence would train on other experts."""
     megatron: Any = importlib.import_module("megatron.core.transformer.moe.router_replay")
     action = (verl.actions if of == "verl" else megatron.RouterReplayAction).REPLAY_FORWARD
-    job, batch = Job("softmax_after_topk", None), batches()[:1]
+    job, batch = Job(), batches()[:1]
     (own,) = core_routes(job, batch)
     with perturbed(job.model):
-        (wanted,), _ = core_replay(job, batch, [own], backward_sum)
+        (wanted,), _ = core_replay(job, batch, [own])
         for one, ids in zip(own_replays(job), own.ids.unbind(dim=1), strict=True):
             one.set_router_replay_action(action)
             one.set_target_indices(ids.long())
         loss = job.forward(batch[0])
         assert loss.item() == wanted.item()
-        assert loss.item() != _live(job, batch[0], own_replays(job))
-
-
-def _live(job: Job, sequences: list[torch.Tensor], replays: list[Any]) -> float:
-    for one in replays:
-        one.clear_router_replay_action()
-    return float(job.forward(sequences).item())
+        for one in own_replays(job):
+            one.clear_router_replay_action()
+        assert loss.item() != job.forward(batch[0]).item()
 
 
 def test_recomputes_take_the_targets_in_their_order(verl: Verl) -> None:
     """verl's queue, as its own patch of the routing reads it: where a backward follows each forward."""
-    job, batch = Job("softmax_after_topk", "full"), batches()
+    job, batch = Job("full"), batches()
     own = core_routes(job, batch)
     with perturbed(job.model):
-        losses, grads = core_replay(job, batch, own, backward_sum)
+        losses, grads = core_replay(job, batch, own)
         job.model.zero_grad()
         for sequences, routes, wanted in zip(batch, own, losses, strict=True):
             for one, ids in zip(own_replays(job), routes.ids.unbind(dim=1), strict=True):
@@ -420,14 +201,14 @@ def test_megatrons_own_api_reaches_the_same_replays(verl: Verl) -> None:
     megatron: Any = importlib.import_module("megatron.core.transformer.moe.router_replay")
     theirs, action = megatron.RouterReplay, megatron.RouterReplayAction
     gc.collect()
-    job, batch = Job("softmax_after_topk", None), batches()[:1]
+    job, batch = Job(), batches()[:1]
     (own,) = core_routes(job, batch)
     mine = own_replays(job)
     theirs.global_router_replay_instances[:] = [  # models of other tests whose time hasn't come
         one for one in theirs.global_router_replay_instances if any(one is other for other in mine)
     ]
     with perturbed(job.model):
-        (wanted,), _ = core_replay(job, batch, [own], backward_sum)
+        (wanted,), _ = core_replay(job, batch, [own])
         theirs.set_global_router_replay_action(action.REPLAY_FORWARD)
         theirs.set_replay_data([ids.long() for ids in own.ids.unbind(dim=1)])
         assert job.forward(batch[0]).item() == wanted.item()
@@ -435,16 +216,18 @@ def test_megatrons_own_api_reaches_the_same_replays(verl: Verl) -> None:
 
 
 def test_what_is_no_action_is_refused(verl: Verl) -> None:
-    job = Job("softmax_after_topk", None)
+    job = Job()
     with pytest.raises(ValueError, match="3 is not a valid RouterReplayAction"):
         own_replays(job)[0].set_router_replay_action(3)
-    with engine_pass(job.model, job.config), pytest.raises(ReplayError, match="no action of a RouterReplay"):
+    engine = Engine(job.model, job.config)
+    running = EnginePass(EngineAdapter(engine), trains=False)
+    with running.entered(), pytest.raises(ReplayError, match="no action of a RouterReplay"):
         verl.replay.set_global_router_replay_action(3)
 
 
 def test_a_pass_refuses_an_action_that_was_set_before_it(verl: Verl) -> None:
     """It opens what is set inside, and would replay nothing."""
-    job = Job("softmax_after_topk", None)
+    job = Job()
     own_replays(job)[0].set_router_replay_action(verl.actions.RECORD)
 
     class Runs(Engine):
@@ -453,21 +236,11 @@ def test_a_pass_refuses_an_action_that_was_set_before_it(verl: Verl) -> None:
 
     Runs.forward_backward_batch = wrapped(Runs.forward_backward_batch, EngineAdapter)  # type: ignore[method-assign]
     with pytest.raises(ReplayError, match="was set before the pass"):
-        Runs(job.model, job.config, "R2").forward_backward_batch({})
-
-
-def test_a_copied_router_has_a_replay_of_its_own(verl: Verl) -> None:
-    job = Job("softmax_after_topk", None)
-    module = routers(job.model)[0].module
-    if any(isinstance(one, torch.distributed.ProcessGroup) for one in vars(module).values()):
-        pytest.skip("this Megatron-core's routers hold process groups, which can't be copied")
-    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert type(twin.router_replay) is verl.replay
-        assert twin.router_replay is not module.router_replay
+        Runs(job.model, job.config).forward_backward_batch({})
 
 
 def test_after_uninstall_a_router_has_megatrons_again_and_after_install_verls(verl: Verl) -> None:
-    job = Job("softmax_after_topk", None)
+    job = Job()
     module = routers(job.model)[0].module
     for group in (router_init._patches, router_init._methods):
         group.undo()
@@ -477,3 +250,15 @@ def test_after_uninstall_a_router_has_megatrons_again_and_after_install_verls(ve
     finally:
         npu_replay.install()
     assert type(module.router_replay) is verl.replay
+
+
+@pytest.mark.parametrize("ranks", [2, 36])
+def test_the_padded_end_of_verls_ulysses_is_no_sequence(ranks: int) -> None:
+    """verl pads packed rows as `follow` expects it: at their end, with positions from 0 on."""
+    fed = fed_packed(texts())[0]
+    pad = importlib.import_module("verl.utils.ulysses").ulysses_pad
+    ids, positions, size = pad(fed["input_ids"], fed["position_ids"], sp_size=ranks)
+    expected = by_hand(fed["input_ids"], fed["position_ids"], ranks)
+    assert all(map(torch.equal, (ids, positions), expected))
+    found = fed_sequences({"input_ids": ids, "position_ids": positions}, {})
+    assert found.padded == [False] * 5 + [True] * (size > 1)

@@ -10,14 +10,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from npu_replay.compat import probe
 from npu_replay.compat.verl import config as verl_config
 from npu_replay.errors import ReplayError
-from verl_configs import CONFIGS, HAS_LEGACY, engine_workers_replay, job
+from verl_configs import HAS_LEGACY, engine_workers_replay, job, overridden
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"```bash\n((?:\"?\+?(?:actor_rollout_ref|ray_kwargs)\.[^\n]+\n)+)```")
@@ -65,10 +63,8 @@ def config_of(block: str) -> tuple[DictConfig, bool]:
         lines.append("trainer.use_legacy_worker_impl=disable")
     if fsdp:
         lines.append("actor_rollout_ref.actor.strategy=fsdp2")
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
-        trainer = "ppo_trainer" if fsdp else "ppo_megatron_trainer"
-        config = compose(config_name=trainer, overrides=["actor_rollout_ref.rollout.name=vllm", *lines])
+    trainer = "ppo_trainer" if fsdp else "ppo_megatron_trainer"
+    config = overridden(trainer, ["actor_rollout_ref.rollout.name=vllm", *lines])
     OmegaConf.set_readonly(config, False)
     return config, legacy
 
@@ -105,9 +101,7 @@ def test_variables_that_a_page_puts_into_rays_environment_are_text(page: Path) -
     found = re.findall(r"[`\n]\"?(\+ray_kwargs\.[^`\"\s\\]+)", page.read_text(encoding="utf-8"))
     lines = sorted({*found})
     assert lines
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
-        config = compose(config_name="ppo_trainer", overrides=lines)
+    config = overridden("ppo_trainer", lines)
     environment = OmegaConf.to_container(config.ray_kwargs.ray_init.runtime_env.env_vars)
     assert parse_and_validate_env_vars(environment) == environment
 
@@ -118,14 +112,10 @@ def test_yaml_that_a_page_gives_switches_replay_on(page: str, block: str, tmp_pa
     given = OmegaConf.create(block)
     replay = given.actor_rollout_ref.actor.megatron.router_replay
     lines = {f"{REPLAY}.{name}": value for name, value in replay.items()}
-    for name, file in lines.items():
-        if name.endswith("_file"):
-            lines[name] = str(tmp_path / Path(file).name)
-            (tmp_path / Path(file).name).mkdir(exist_ok=True)
-    flag = "enable_rollout_routing_replay"
-    asked = OmegaConf.select(given, f"actor_rollout_ref.rollout.{flag}")
-    if asked is not None:
-        lines[f"actor_rollout_ref.rollout.{flag}"] = asked
+    lines |= {name: str(tmp_path) for name in lines if name.endswith("_file")}
+    flag = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+    if (asked := OmegaConf.select(given, flag)) is not None:
+        lines[flag] = asked
     config = job(lines)
     if HAS_LEGACY:
         config.trainer.use_legacy_worker_impl = "disable"

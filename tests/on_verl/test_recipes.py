@@ -8,10 +8,9 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -19,7 +18,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from npu_replay.compat import probe
 from npu_replay.compat.verl import config as verl_config
 from on_verl.test_pages import LINES, typed
-from verl_configs import CONFIGS, HAS_LEGACY
+from verl_configs import HAS_LEGACY, overridden
 
 FOLDER = Path(__file__).parents[2] / "examples" / "verl"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
@@ -46,20 +45,13 @@ def python_that_shows(folder: Path) -> dict[str, str]:
     }
 
 
-def called_with(script: Path, environment: dict[str, str]) -> tuple[str, list[str]]:
-    """The name of the config that a script asks verl's trainer for, and its overrides."""
-    done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    trainer, path, name, *lines = done.stdout.splitlines()
-    assert (trainer, path) == ("verl.trainer.main_ppo", "--config-path=config")
-    return name.removeprefix("--config-name=").removesuffix(".yaml"), lines
+def ran(*command: Any, **how: Any) -> Any:
+    return subprocess.run(command, capture_output=True, text=True, **how)
 
 
 def checked(name: str, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> DictConfig:
     """The job's config, after verl's checks and npu_replay's on a machine with this vLLM."""
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
-        config = compose(config_name=name, overrides=lines)
+    config = overridden(name, lines)
     OmegaConf.resolve(config)
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
     engine = "megatron" if "megatron" in name else "fsdp_config"
@@ -94,7 +86,11 @@ def test_there_is_one_for_each_trainer_and_device() -> None:
 def test_a_script_is_a_whole_job_with_replay(
     script: Path, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, lines = called_with(script, python_that_shows(tmp_path) | {"MODE": mode})
+    done = ran("bash", script, env=python_that_shows(tmp_path) | {"MODE": mode})
+    assert done.returncode == 0, done.stderr
+    trainer, path, name, *lines = done.stdout.splitlines()
+    assert (trainer, path) == ("verl.trainer.main_ppo", "--config-path=config")
+    name = name.removeprefix("--config-name=").removesuffix(".yaml")
     config = checked(name, lines, monkeypatch)
     assert mode_of(config) == mode
     device = script.stem.partition("_")[0]
@@ -111,17 +107,10 @@ def test_a_script_is_a_whole_job_with_replay(
 
 def test_what_the_caller_adds_counts_last(tmp_path: Path) -> None:
     environment = python_that_shows(tmp_path)
-    done = subprocess.run(
-        ["bash", SCRIPTS[0].name, "trainer.nnodes=1"],
-        cwd=FOLDER,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = ran("bash", SCRIPTS[0].name, "trainer.nnodes=1", cwd=FOLDER, env=environment)
     assert done.stdout.splitlines()[-1] == "trainer.nnodes=1"
     for variable, value in (("MODE", "R4"), ("MODEL", ""), ("DATA", "")):
-        wrong = environment | {variable: value}
-        done = subprocess.run(["bash", SCRIPTS[0]], env=wrong, capture_output=True, text=True)
+        done = ran("bash", SCRIPTS[0], env=environment | {variable: value})
         assert done.returncode, "and verl isn't called"
         assert not done.stdout
 
@@ -131,13 +120,7 @@ def test_the_lines_are_those_of_the_pages(tmp_path: Path) -> None:
     environment = python_that_shows(tmp_path)
     pages = [{*typed(block)} for _, block in LINES]
     for asked in [("R2", "megatron"), ("R3", "megatron"), ("R2", "fsdp2"), ("R3", "fsdp2")]:
-        done = subprocess.run(
-            [sys.executable, FOLDER / "replay_lines.py", *asked, "npu"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = ran(sys.executable, FOLDER / "replay_lines.py", *asked, "npu", env=environment, check=True)
         lines = {*done.stdout.splitlines()} - {"trainer.use_legacy_worker_impl=disable"}
         if asked == ("R3", "fsdp2") and VLLM != "0.18.0":
             continue  # the page says what to leave out of the block for 0.18

@@ -1,4 +1,5 @@
-"""npu_replay installed, and no mode set: verl's engines, Megatron and vLLM run their released code."""
+"""npu_replay installed, and no mode set: verl's engines, Megatron and vLLM run their released code.
+And engines that go on after an uninstall."""
 
 from __future__ import annotations
 
@@ -15,19 +16,26 @@ from npu_replay.compat.verl import engine_pass, install
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.compat.verl.fsdp import FsdpAdapter
 from npu_replay.compat.vllm_ascend import plugin
+from npu_replay.errors import ReplayError
 from npu_replay.smoke import megatron_model
 
 pytestmark = pytest.mark.megatron
 
 
 class Engine:
-    """Of verl's engine what the wrapper looks at."""
+    """Of verl's engine what the wrapper looks at; its schedule is over at once."""
 
     def __init__(self, **config: Any) -> None:
+        self.passes = 0
+        self.module: list[Any] = []
         self.engine_config = SimpleNamespace(**config)
 
+    def forward_backward_batch(self, data: Any, forward_only: bool = False) -> Any:
+        self.passes += 1
+        return {"metrics": {}}
 
-OFF = SimpleNamespace(mode="disabled")
+
+OFF, R2 = SimpleNamespace(mode="disabled"), SimpleNamespace(mode="R2")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +83,7 @@ def test_functions_of_verls_replay_are_the_released_ones() -> None:
         assert called == [(1, 2)]
 
 
-@pytest.mark.parametrize("variant", ["softmax_after_topk", "groups_sigmoid_bias", "aux_loss"])
+@pytest.mark.parametrize("variant", ["groups_sigmoid_bias", "aux_loss"])
 def test_a_model_trains_as_without_npu_replay(variant: str) -> None:
     """No hook, no replay object; losses and gradients are the same to the bit, with recompute."""
     outcomes = []
@@ -99,3 +107,30 @@ def test_the_plug_in_of_vllm_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     before = npu_replay.report().patches, {*sys.modules}
     plugin.register()
     assert (npu_replay.report().patches, {*sys.modules}) == before
+
+
+def test_an_engine_that_uninstall_stopped_goes_on_after_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its routers are as npu_replay has built them: nothing else of it has to be done again. Where the
+    install fails, it stays stopped."""
+    from verl.utils.megatron import router_replay_patch
+
+    class Replaying(Engine):
+        forward_backward_batch = engine_pass.wrapped(Engine.forward_backward_batch, EngineAdapter)
+
+    engine = Replaying(router_replay=R2)
+    engine.forward_backward_batch(None)
+    for broken in (False, True):
+        npu_replay.uninstall()
+        with pytest.raises(ReplayError, match="uninstalled after this engine"):
+            engine.forward_backward_batch(None)
+        if broken:
+            with monkeypatch.context() as patch:
+                patch.delattr(router_replay_patch, "RouterReplayAction")
+                npu_replay.install()
+                with pytest.raises(ReplayError, match="uninstalled after this engine"):
+                    engine.forward_backward_batch(None)
+                assert install._given_up
+                npu_replay.uninstall()
+        npu_replay.install()
+        engine.forward_backward_batch(None)
+    assert engine.passes == 3

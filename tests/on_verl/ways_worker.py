@@ -47,10 +47,7 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
 
     # Ray sends what is in here whole: only what it needs is imported in a worker, as in a job.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    pools = {
-        count: RayResourcePool([count], use_gpu=False, max_colocate_count=1)
-        for count in {job.get("workers", 1) for job in task["jobs"]}
-    }
+    pools = {count: RayResourcePool([count], use_gpu=False, max_colocate_count=1) for count in (1, 2)}
     answers = [run(job, pools[job.get("workers", 1)]) for job in task["jobs"]]
     store = ray.get(ray.remote(num_cpus=0)(read).remote([ray.put(routes())]))
     ray.shutdown()
@@ -60,9 +57,14 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
 def run(task: dict[str, Any], pool: Any) -> tuple[list[Any], list[Any]]:
     """One job's workers, until they have answered, and once more after an uninstall()."""
     import ray
+    from verl.single_controller.base.worker import Worker
     from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
-    cls = RayClassWithInitArgs(ray.remote(worker_class()))
+    class Asked(Worker):
+        def found(self, task: dict[str, Any]) -> dict[str, Any]:
+            return found(task)
+
+    cls = RayClassWithInitArgs(ray.remote(Asked))
     group = RayWorkerGroup(pool, cls, device_name="cpu", worker_env=task.get("env", {}))
     workers, after = group.execute_all_sync("found", task), []
     if task.get("uninstall"):
@@ -126,16 +128,6 @@ def read(boxed: list[Any]) -> dict[str, bool]:
     }
 
 
-def worker_class() -> type:
-    from verl.single_controller.base.worker import Worker
-
-    class Asked(Worker):
-        def found(self, task: dict[str, Any]) -> dict[str, Any]:
-            return found(task)
-
-    return Asked
-
-
 def found(task: dict[str, Any]) -> dict[str, Any]:
     """In a worker: import what a training worker imports, and report."""
     before = "npu_replay" in sys.modules
@@ -187,11 +179,8 @@ def _init_model(task: dict[str, Any]) -> str:
 class _NoTrainingWorker:
     """Where verl's would make an engine: what init_model asks of it next."""
 
-    def __init__(self, config: Any) -> None: ...
-
-    def reset(self) -> None: ...
-
-    def set_loss_fn(self, loss_fn: Any) -> None: ...
+    def __init__(self, config: Any) -> None:
+        self.reset = self.set_loss_fn = lambda *_: None
 
     def get_dispatch_collect(self) -> dict[str, Any]:
         return {"dispatch_dp_rank": {}, "collect_dp_rank": {}}

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_live import tiny
 
-STEPS, PROMPTS, SAMPLES = 3, 4, 4
+STEPS, PROMPTS, SAMPLES = 2, 4, 4
 """Steps, prompts a step, samples a prompt."""
 MICRO, MINI = 4, 2
 """Samples of a micro-batch; prompts of an update, so two updates a step."""

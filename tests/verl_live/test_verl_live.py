@@ -1,6 +1,6 @@
 """verl's own rollout and trainer with a live vLLM engine: its rows, and what Megatron's routers make of them.
 
-`main_ppo` over Ray: GRPO in three steps of two updates with R3, single turns and turns with a tool. Megatron
+`main_ppo` over Ray: GRPO in two steps of two updates with R3, single turns and turns with a tool. Megatron
 trains in bfloat16, vLLM rolls out in float32. The truth for each row are transformers' router logits, with
 the weights that verl handed to the engine for that step. All on a CPU, so verl is lent what it has none of
 (cpu_platform.py, engine.py).

@@ -1,4 +1,4 @@
-"""The GRPO example, live: what a step shows; an engine that is killed, and the same command goes on."""
+"""What starts vLLM by a command, in a process of its own: examples, the demo, a device's rollout, GRPO."""
 
 from __future__ import annotations
 
@@ -8,12 +8,56 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from shown_examples import ROOT, prints_what_it_promises
+
 LIMIT = 400
+SAMPLES = [96 + 8 + 12 * number for number in range(32)]
+"""The tokens of each prompt of a device's rollout; each gets 128 more, of which the last isn't run."""
+
+
+@pytest.mark.megatron
+def test_r3_from_vllm_to_megatron() -> None:
+    prints_what_it_promises(ROOT / "examples" / "vllm_to_megatron_r3.py")
+
+
+def test_several_turns_with_a_tool() -> None:
+    prints_what_it_promises(ROOT / "examples" / "multi_turn.py")
+
+
+@pytest.mark.megatron
+def test_the_demo_keeps_its_promises_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "ci"))
+    command = [sys.executable, "-m", "examples.demo", "--engine", "vllm", "--steps", "2"]
+    ended = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "Rollout: vLLM 0.30." in ended.stdout
+    check = importlib.import_module("check").demo
+    assert check(json.loads((tmp_path / "demo.json").read_text())) == []
+
+
+@pytest.mark.parametrize("names", [("first",), pytest.param(("first", "second"), marks=pytest.mark.long)])
+def test_a_start_is_decoded_counted_and_held_against_another(
+    names: tuple[str, ...], saved: Any, tmp_path: Path
+) -> None:
+    model, folder = saved("Qwen3Moe", num_hidden_layers=2)
+    command = [sys.executable, str(ROOT / "ci" / "rollout_device.py"), str(folder)]
+    for name in names:
+        against = () if name == "first" else ("--against", str(tmp_path / "first.out"))
+        out = tmp_path / f"{name}.out"
+        done = subprocess.run(
+            [*command, str(out), "--mode", "eager", *against], capture_output=True, text=True, timeout=280
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = json.loads(out.read_text())
+        assert (found["vllm_ascend"], found["mode"]) == ("", "eager")
+        assert found["layers"] == model.config.num_hidden_layers
+        assert found["rows"] == sum(SAMPLES) + 32 * 127
+    assert len(names) == 1 or found["differs_from_eager"] < 0.01
 
 
 def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
