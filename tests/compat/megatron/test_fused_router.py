@@ -31,7 +31,7 @@ def kernel() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("variant", "recompute"), zip(VARIANTS, [None, "full", "layers_non_reentrant"], strict=True)
+    ("variant", "recompute"), [*zip(VARIANTS, [None, "full", "layers_non_reentrant"], strict=True)]
 )
 def test_a_record_is_bit_equal_to_the_fused_run_and_its_replay_gives_the_same_ids(
     kernel: Any, variant: str, recompute: str | None
