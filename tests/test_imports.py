@@ -69,31 +69,36 @@ def under_type_checking(package: ModuleType) -> dict[str, str]:
     return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
-def test_importing_it_brings_little_of_itself_and_no_framework() -> None:
-    loaded = answer("import npu_replay; print(json.dumps(list(sys.modules)))")
-    assert {name.partition(".")[2] for name in loaded if name.startswith("npu_replay.")} == AT_IMPORT
-    assert not {name.partition(".")[0] for name in loaded} & set(NOT_IMPORTED)
-
-
-def test_importing_and_reporting_imports_no_framework() -> None:
-    code = f"""
+def test_importing_it_brings_little_of_itself_and_no_framework_nor_does_a_report() -> None:
+    code = """
 import npu_replay
+first = list(sys.modules)
 str(npu_replay.report())
 import npu_replay.cli, npu_replay.doctor.self_test
-print(json.dumps([name for name in {NOT_IMPORTED} if name in sys.modules]))
+print(json.dumps([first, list(sys.modules)]))
 """
-    assert answer(code) == []
+    loaded, later = answer(code)
+    assert {name.partition(".")[2] for name in loaded if name.startswith("npu_replay.")} == AT_IMPORT
+    assert not {name.partition(".")[0] for name in loaded + later} & set(NOT_IMPORTED)
 
 
 @pytest.mark.parametrize("first", ["", "import npu_replay.routes.fingerprint, npu_replay.cli.commands"])
 def test_every_public_name_is_what_its_module_has(first: str) -> None:
     """fingerprint is a module and a function: whoever imports the module mustn't take the function away."""
     code = f"""
-import npu_replay
+import threading, npu_replay
 {first}
-print(json.dumps({{name: type(getattr(npu_replay, name)).__name__ for name in npu_replay.__all__}}))
+barrier, found = threading.Barrier(8), []
+def take():
+    barrier.wait()
+    found.append((npu_replay.record, npu_replay.compat.verl, npu_replay.report))
+threads = [threading.Thread(target=take) for _ in range(8)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+kinds = {{name: type(getattr(npu_replay, name)).__name__ for name in npu_replay.__all__}}
+print(json.dumps([kinds, len(found), len(set(found))]))
 """
-    kinds = answer(code)
+    kinds, *first_uses = answer(code)
+    assert first_uses == [8, 1], "the first use in many threads is one import"
     assert {name for name, kind in kinds.items() if kind == "module"} == {"compat", "delivery", "routers"}
     assert set(kinds.values()) <= {"module", "function", "type", "ABCMeta"}
 
@@ -103,6 +108,9 @@ def test_a_name_is_the_same_object_wherever_it_is_taken_from() -> None:
         module = importlib.import_module(f"npu_replay.{home}")
         assert getattr(npu_replay, name) is (module if name == home else getattr(module, name))
     assert set(npu_replay.__all__) <= set(dir(npu_replay))
+    for package in (npu_replay, npu_replay.compat):
+        with pytest.raises(AttributeError, match=rf"module '{package.__name__}' has no attribute 'recrod'"):
+            package.recrod  # noqa: B018
 
 
 def test_type_checkers_are_told_the_same_as_a_running_program() -> None:
@@ -114,26 +122,6 @@ def test_type_checkers_are_told_the_same_as_a_running_program() -> None:
     modules = {one.name for one in pkgutil.iter_modules(npu_replay.compat.__path__)}
     assert set(npu_replay.compat.__all__) == set(under_type_checking(npu_replay.compat)) == modules
     assert set(dir(npu_replay.compat)) >= modules
-
-
-@pytest.mark.parametrize("package", [npu_replay, npu_replay.compat])
-def test_a_name_that_is_not_there_is_an_attribute_error(package: ModuleType) -> None:
-    with pytest.raises(AttributeError, match=rf"module '{package.__name__}' has no attribute 'recrod'"):
-        package.recrod  # noqa: B018
-
-
-def test_the_first_use_in_many_threads_is_one_import() -> None:
-    code = """
-import threading, npu_replay
-barrier, found = threading.Barrier(8), []
-def take():
-    barrier.wait()
-    found.append((npu_replay.record, npu_replay.compat.verl, npu_replay.report))
-threads = [threading.Thread(target=take) for _ in range(8)]
-[thread.start() for thread in threads], [thread.join() for thread in threads]
-print(json.dumps([len(found), len(set(found))]))
-"""
-    assert answer(code) == [8, 1]
 
 
 @pytest.mark.parametrize("first", ["npu_replay", "npu_replay.sessions.session", "npu_replay.routers"])
@@ -169,52 +157,44 @@ def test_what_makes_a_router_kind_is_called_once_and_has_to_make_one() -> None:
 
 
 SAYS = "import sys\nshims = [name for name in sys.modules if name.startswith('npu_replay.compat.')]\n"
+SHIMS = {
+    product: {f"npu_replay.compat.{shim}" for shim in shims} for product, shims in installing._SHIMS.items()
+}
+ALL = set().union(*SHIMS.values())
+TAKES = f"[importlib.import_module(name) for name in {list(SHIMS)}]"
 
 
-@pytest.fixture(params=installing._SHIMS)
-def product(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A package under a product's name, in `tmp_path`: it notes which shims are there when its code runs."""
-    folder = tmp_path.joinpath(*request.param.split("."))
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text(SAYS)
-    return str(request.param)
+@pytest.fixture(scope="module")
+def products(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packages under the products' names: each notes which shims are there when its code runs."""
+    root = tmp_path_factory.mktemp("products")
+    for product in SHIMS:
+        folder = root.joinpath(*product.split("."))
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text(SAYS)
+    return root
 
 
-def expected(product: str) -> set[str]:
-    return {f"npu_replay.compat.{shim}" for shim in installing._SHIMS[product]}
-
-
-ALL = {f"npu_replay.compat.{shim}" for shims in installing._SHIMS.values() for shim in shims}
-
-
-def test_a_products_shims_are_imported_before_its_own_code_runs(product: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("product", SHIMS)
+def test_a_products_shims_are_imported_before_its_own_code_runs(product: str, products: Path) -> None:
     code = f"""
 import npu_replay, importlib
 before = list(sys.modules)
 print(json.dumps([before, importlib.import_module({product!r}).shims]))
 """
-    before, seen = answer(code, tmp_path)
+    before, seen = answer(code, products)
     assert not ALL & set(before)
-    assert expected(product) <= set(seen)
+    assert SHIMS[product] <= set(seen)
+    for shim in SHIMS[product]:
+        assert callable(importlib.import_module(shim).install)
 
 
-def test_a_product_that_is_there_gets_its_shims_at_once(product: str, tmp_path: Path) -> None:
-    code = f"import {product}, npu_replay; print(json.dumps([{product}.shims, list(sys.modules)]))"
-    before, after = answer(code, tmp_path)
-    assert before == []
-    assert expected(product) <= set(after)
-
-
-@pytest.mark.parametrize("order", ["npu_replay, {0}", "{0}, npu_replay"])
-def test_turned_off_no_shim_is_imported_at_all(product: str, tmp_path: Path, order: str) -> None:
-    code = f"import {order.format(product)}; print(json.dumps(list(sys.modules)))"
-    assert not ALL & set(answer(code, tmp_path, NPU_REPLAY_DISABLE="1"))
-
-
-def test_every_shim_can_be_installed() -> None:
-    for shims in installing._SHIMS.values():
-        for shim in shims:
-            assert callable(importlib.import_module(f"npu_replay.compat.{shim}").install)
+def test_products_that_are_there_get_their_shims_at_once_and_none_if_turned_off(products: Path) -> None:
+    after, before = f"import importlib, npu_replay; {TAKES}", f"import importlib; {TAKES}; import npu_replay"
+    says = "; print(json.dumps(list(sys.modules)))"
+    assert set(answer(before + says, products)) >= ALL
+    for order in (after, before):
+        assert not ALL & set(answer(order + says, products, NPU_REPLAY_DISABLE="1"))
 
 
 @pytest.mark.parametrize("source", CORE, ids=lambda path: path.stem)

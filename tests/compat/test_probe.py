@@ -18,16 +18,16 @@ PACKAGE_INFO = "MAJOR = 0\nMINOR = 12\nPATCH = 1\nPRE_RELEASE = {!r}\n__version_
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder that is the only place where a product can be found."""
-    stdlib = [entry for entry in sys.path if entry.endswith((".zip", "lib-dynload")) or _has_stdlib(entry)]
+    stdlib = [
+        entry
+        for entry in sys.path
+        if entry.endswith((".zip", "lib-dynload")) or Path(entry, "ast.py").is_file()
+    ]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *stdlib])
     names = {module.partition(".")[0] for module, _ in probe._KNOWN.values()}
     for name in [name for name in sys.modules if name.partition(".")[0] in names]:
         monkeypatch.delitem(sys.modules, name)
     return tmp_path
-
-
-def _has_stdlib(entry: str) -> bool:
-    return Path(entry, "ast.py").is_file()
 
 
 def write(file: Path, text: str = "") -> None:
@@ -58,9 +58,6 @@ def test_an_empty_machine_has_nothing_and_no_problem(path: Path) -> None:
     assert [(p.found, p.version, p.where, p.problem) for p in probe.products()] == [
         (False, "", "", "") for _ in probe._KNOWN
     ]
-
-
-def test_everything_missing_comes_with_a_remedy_or_needs_none(path: Path) -> None:
     for found in probe.capabilities(probe.products()):
         assert found.state == "missing"
         assert found.why
@@ -102,16 +99,13 @@ def test_a_file_that_is_no_python_never_breaks_a_report(path: Path, name: str, c
     assert capability("Megatron's own replay").state == "shimmed"
 
 
-def test_another_product_in_megatrons_namespace_is_not_a_broken_megatron(path: Path) -> None:
-    write(path / "megatron/energon/__init__.py")
-    write(path / "megatron/core/package_info.py")  # copied by half
-    assert product("megatron-core") == Product("megatron-core", found=False)
-
-
 def test_a_folder_without_init_is_no_product(path: Path) -> None:
     write(path / "mindspeed/features.py")
     write(path / "verl/setup.py")
     write(path / "verl/verl/__init__.py")
+    write(path / "megatron/energon/__init__.py")
+    write(path / "megatron/core/package_info.py")  # copied by half
+    assert product("megatron-core") == Product("megatron-core", found=False)
     assert product("mindspeed") == Product("mindspeed", found=False)
     assert product("verl") == Product("verl", found=False)
     assert not import_hook._failures, "to be looked for is not to be imported: no shim was got ready"
@@ -133,6 +127,7 @@ def test_megatrons_own_replay_is_asked_of_its_files_not_of_its_version(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = megatron(path)
+    assert "moe_router_fusion" not in capability("replay on Megatron-core").why
     assert capability("Megatron's own replay").state == "shimmed"
     assert capability("Megatron's own replay").why.startswith("this Megatron has none")
     write(core / "transformer/moe/router_replay.py")
@@ -140,14 +135,9 @@ def test_megatrons_own_replay_is_asked_of_its_files_not_of_its_version(
     monkeypatch.setenv("NPU_REPLAY_DISABLE", "1")
     assert capability("Megatron's own replay").state == "missing"
     monkeypatch.delenv("NPU_REPLAY_DISABLE")
-    megatron(path, config="    moe_enable_routing_replay: bool = False\n")
+    both = "    moe_enable_routing_replay: bool = False\n    moe_router_fusion: bool = False\n"
+    megatron(path, config=both)
     assert capability("Megatron's own replay").state == "native"
-
-
-def test_the_fused_router_is_mentioned_only_where_it_exists(path: Path) -> None:
-    megatron(path)
-    assert "moe_router_fusion" not in capability("replay on Megatron-core").why
-    megatron(path, config="    moe_router_fusion: bool = False\n")
     assert "moe_router_fusion" in capability("replay on Megatron-core").why
 
 

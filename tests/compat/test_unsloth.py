@@ -35,7 +35,7 @@ def written_anew(name: str, classes: list[str]) -> types.ModuleType:
     return made
 
 
-@pytest.fixture(params=[[ROUTER], [ROUTER, BLOCK], [ROUTER, BLOCK, "compiled"]], ids="-".join)
+@pytest.fixture(params=[[ROUTER], [ROUTER, BLOCK, "compiled"]], ids="-".join)
 def unsloth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     classes = [one for one in request.param if one != "compiled"]
     made: Any = written_anew("unsloth_compiled_module_qwen3_moe", classes)
@@ -104,16 +104,14 @@ def test_a_block_by_itself_is_all_of_it() -> None:
     assert recording.routes[0].layers == (0,)
 
 
-@pytest.mark.parametrize("layers", [(1,), (0, 2)])
-def test_half_of_a_model_is_never_taken_for_it_all(layers: tuple[int, ...]) -> None:
+def test_half_of_a_model_is_never_taken_for_it_all() -> None:
     """Whoever writes classes anew under a name that nobody knows, in some layers alone."""
     made = model()
     other = written_anew("somebodys_compiler", [ROUTER, BLOCK])
-    for layer in layers:
-        block = vars(other)[BLOCK](made.config)
-        made.model.layers[layer].mlp = block
+    for layer in (0, 2):
+        made.model.layers[layer].mlp = vars(other)[BLOCK](made.config)
     for opens in (npu_replay.record, npu_replay.observe, npu_replay.pin_recompute):
         with pytest.raises(RouterError) as caught, opens(made):  # type: ignore[attr-defined]
             pass
-        assert caught.value.where == f"model.layers.{layers[0]}.mlp"
+        assert caught.value.where == "model.layers.0.mlp"
         assert "somebodys_compiler.Qwen3MoeSparseMoeBlock" in str(caught.value)

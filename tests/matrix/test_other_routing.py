@@ -26,7 +26,7 @@ from megatron_cases import (
     same,
 )
 from npu_replay import RoutedExperts
-from router_replay_api import FLAG, UpstreamApi, upstream_api
+from router_replay_api import FLAG, upstream_api
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
@@ -100,34 +100,27 @@ def test_upstreams_api_records_and_replays_a_fused_router(kernel: Kernel) -> Non
         trainer = build(FULL | FLAG | FUSION)
         with npu_replay.observe(trainer.model) as seen:
             trainer.loss(trainer.batches[0])
-        _records(api, trainer, seen.shown[0])
-        _replays(api, trainer)
-
-
-def _records(api: UpstreamApi, trainer: Trainer, shown: RoutedExperts) -> None:
-    api.everywhere("RECORD")
-    trainer.loss(trainer.batches[0])
-    api.replay.clear_global_router_replay_action()
-    for layer, ids in zip(shown.layers, api.replay.get_recorded_data(), strict=True):
-        assert ids is not None
-        assert torch.equal(ids.sort(dim=1).values, shown.layer_ids(layer).long().sort(dim=1).values)
-    api.replay.clear_global_indices()
-
-
-def _replays(api: UpstreamApi, trainer: Trainer) -> None:
-    plain = build({})
-    (foreign, *_) = foreign_to(plain)
-    with npu_replay.replay(plain.model, [foreign]):
-        plain.model.zero_grad()
-        expected = plain.loss(plain.batches[0])
-        expected.backward()
-    trainer.model.zero_grad()
-    api.replay.set_replay_data([foreign.layer_ids(layer).long() for layer in foreign.layers])
-    api.everywhere("REPLAY_FORWARD")
-    loss = trainer.loss(trainer.batches[0])
-    api.everywhere("REPLAY_BACKWARD")
-    loss.backward()
-    assert same(([loss.item()], trainer.grads()), ([expected.item()], plain.grads()))
+        (shown,) = seen.shown
+        api.everywhere("RECORD")
+        trainer.loss(trainer.batches[0])
+        api.replay.clear_global_router_replay_action()
+        for layer, ids in zip(shown.layers, api.replay.get_recorded_data(), strict=True):
+            assert ids is not None
+            assert torch.equal(ids.sort(dim=1).values, shown.layer_ids(layer).long().sort(dim=1).values)
+        api.replay.clear_global_indices()
+        plain = build({})
+        (foreign, *_) = foreign_to(plain)
+        with npu_replay.replay(plain.model, [foreign]):
+            plain.model.zero_grad()
+            expected = plain.loss(plain.batches[0])
+            expected.backward()
+        trainer.model.zero_grad()
+        api.replay.set_replay_data([foreign.layer_ids(layer).long() for layer in foreign.layers])
+        api.everywhere("REPLAY_FORWARD")
+        loss = trainer.loss(trainer.batches[0])
+        api.everywhere("REPLAY_BACKWARD")
+        loss.backward()
+        assert same(([loss.item()], trainer.grads()), ([expected.item()], plain.grads()))
 
 
 # Other ways to choose

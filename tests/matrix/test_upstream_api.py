@@ -1,6 +1,6 @@
 """RouterReplay and topk_routing_with_score_function as Megatron-core 0.19 has them, on any release.
 
-The first six tests ask what upstream's own six ask; the others what it leaves out.
+What upstream's own six tests ask is asked here, and what they leave out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,15 @@ def at(values: torch.Tensor) -> torch.Tensor:
     return values.gather(1, FOREIGN)
 
 
-# As upstream's own
+def rows_of(routing_map: torch.Tensor) -> list[set[int]]:
+    return [set(row.nonzero().flatten().tolist()) for row in routing_map]
+
+
+def sets(ids: torch.Tensor) -> list[set[int]]:
+    return [set(row) for row in ids.tolist()]
+
+
+GROUPED = pytest.mark.parametrize("groups", [{}, GROUPS, {"num_groups": 1, "group_topk": 1}], ids=str)
 
 
 @function_row
@@ -56,33 +64,37 @@ def test_record_keeps_the_topk_in_its_order(api: UpstreamApi, logits: torch.Tens
 
 
 @function_row
-def test_replay_before_the_softmax_shows_the_full_softmax_at_the_target(
-    api: UpstreamApi, logits: torch.Tensor
+@pytest.mark.parametrize("pre_softmax", [False, True])
+@GROUPED
+def test_replay_shows_the_targets_own_scores(
+    api: UpstreamApi, logits: torch.Tensor, groups: dict[str, Any], pre_softmax: bool
 ) -> None:
-    probs, routing_map = api.topk_routing(
-        logits=logits,
-        topk=2,
-        use_pre_softmax=True,
-        router_replay=api.new("REPLAY_FORWARD", FOREIGN),
-        score_function="softmax",
-    )
-    assert torch.equal(routing_map, torch.zeros(ROWS, EXPERTS).scatter(1, FOREIGN, 1).bool())
-    assert torch.equal(at(probs), at(logits.softmax(dim=-1)))
+    """T33: the masked scores of a group that lost, minus infinity or zero, must not come through."""
+    options = {"use_pre_softmax": pre_softmax, "score_function": "softmax"} | groups
+    expected = at(logits.softmax(dim=-1)) if pre_softmax else at(logits).softmax(dim=-1)
+    for grad in (True, False):  # a reentrant checkpoint runs its first pass without
+        replay = api.new("REPLAY_FORWARD", FOREIGN)
+        with torch.set_grad_enabled(grad):
+            probs, routing_map = api.topk_routing(logits, 2, router_replay=replay, **options)
+        assert torch.equal(routing_map, torch.zeros(ROWS, EXPERTS).scatter(1, FOREIGN, 1).bool())
+        assert torch.equal(at(probs), expected)
 
 
 @function_row
-def test_replay_after_the_softmax_shows_the_softmax_over_the_target(
-    api: UpstreamApi, logits: torch.Tensor
+@GROUPED
+def test_without_an_action_and_in_a_record_nothing_changes(
+    api: UpstreamApi, logits: torch.Tensor, groups: dict[str, Any]
 ) -> None:
-    probs, routing_map = api.topk_routing(
-        logits=logits,
-        topk=2,
-        use_pre_softmax=False,
-        router_replay=api.new("REPLAY_FORWARD", FOREIGN),
-        score_function="softmax",
-    )
-    assert torch.equal(routing_map, torch.zeros(ROWS, EXPERTS).scatter(1, FOREIGN, 1).bool())
-    assert torch.equal(at(probs), at(logits).softmax(dim=-1))
+    record = api.new("RECORD")
+    live = api.topk_routing(logits, 2, **groups)
+    for replay in (api.new(), record):
+        probs, routing_map = api.topk_routing(logits, 2, router_replay=replay, **groups)
+        assert torch.equal(live[0], probs)
+        assert torch.equal(live[1], routing_map)
+    found = sets(record.get_recorded_indices())
+    assert found == rows_of(live[1])
+    if groups is GROUPS:
+        assert all(len({expert // 2 for expert in row}) == 1 for row in found)
 
 
 @module_row
@@ -100,40 +112,25 @@ def test_replay_data_goes_to_the_instances_in_order_and_comes_back(api: Upstream
     assert api.replay.get_recorded_data() == [None, None]
     assert first.target_topk_idx is second.target_topk_idx is None
     assert first.replay_backward_list == second.replay_backward_list == []
+    with pytest.raises(ValueError, match=r"\(3\).*\(2\)|Expected 2, got 3"):
+        api.replay.set_replay_data([FOREIGN] * 3)
 
 
 @module_row
-def test_an_action_is_set_and_cleared_everywhere(api: UpstreamApi) -> None:
-    pair = api.new(), api.new()
-    api.everywhere("REPLAY_FORWARD")
-    assert {one.router_replay_action for one in pair} == {api.action.REPLAY_FORWARD}
-    api.replay.clear_global_router_replay_action()
-    assert {one.router_replay_action for one in pair} == {None}
-
-
-@module_row
-def test_data_for_another_number_of_instances_is_a_value_error(api: UpstreamApi) -> None:
-    api.new()
-    with pytest.raises(ValueError, match=r"\(2\).*\(1\)|Expected 1, got 2"):
-        api.replay.set_replay_data([FOREIGN, FOREIGN])
-
-
-# Beyond them
-
-
-@module_row
-def test_the_actions_are_upstreams(api: UpstreamApi) -> None:
+def test_the_module_its_actions_and_its_list_of_all_are_upstreams(api: UpstreamApi) -> None:
+    assert find_spec("megatron.core.transformer.moe.router_replay") is not None
+    assert import_module("megatron.core.transformer.moe").router_replay.RouterReplay is api.replay
     assert {action.name: action.value for action in api.action} == {
         "RECORD": "record",
         "REPLAY_FORWARD": "replay_forward",
         "REPLAY_BACKWARD": "replay_backward",
     }
-
-
-@module_row
-def test_every_instance_is_in_the_global_list_until_it_is_cleared(api: UpstreamApi) -> None:
     pair = [api.new(), api.new()]
     assert api.replay.global_router_replay_instances == pair
+    api.everywhere("REPLAY_FORWARD")
+    assert {one.router_replay_action for one in pair} == {api.action.REPLAY_FORWARD}
+    api.replay.clear_global_router_replay_action()
+    assert {one.router_replay_action for one in pair} == {None}
     api.replay.clear_global_router_replay_instances()
     assert api.replay.global_router_replay_instances == []
 
@@ -143,69 +140,20 @@ def test_every_instance_is_in_the_global_list_until_it_is_cleared(api: UpstreamA
 def test_backward_takes_the_targets_first_in_first_out(api: UpstreamApi, logits: torch.Tensor) -> None:
     """Forward always sees the last target, backward each of them once, in the order they were set."""
     targets = [FOREIGN, (FOREIGN + 1) % EXPERTS, (FOREIGN + 2) % EXPERTS]
-    replay = api.new()
-    replay.set_router_replay_action(api.action.REPLAY_FORWARD)
+    replay = api.new("REPLAY_FORWARD")
+
+    def chosen() -> list[set[int]]:
+        return rows_of(api.topk_routing(logits, 2, router_replay=replay)[1])
+
     for ids in targets:
         replay.set_target_indices(ids)
         for _ in range(2):
-            assert _chosen(api, logits, replay) == _sets(ids)
+            assert chosen() == sets(ids)
     replay.set_router_replay_action(api.action.REPLAY_BACKWARD)
     for ids in targets:
-        assert _chosen(api, logits, replay) == _sets(ids)
+        assert chosen() == sets(ids)
     with pytest.raises(IndexError):
-        _chosen(api, logits, replay)
-
-
-def _chosen(api: UpstreamApi, logits: torch.Tensor, replay: Any) -> list[set[int]]:
-    _, routing_map = api.topk_routing(logits, 2, router_replay=replay)
-    return [set(row.nonzero().flatten().tolist()) for row in routing_map]
-
-
-def _sets(ids: torch.Tensor) -> list[set[int]]:
-    return [set(row) for row in ids.tolist()]
-
-
-@function_row
-@pytest.mark.parametrize("groups", [{}, GROUPS, {"num_groups": 1, "group_topk": 1}], ids=str)
-def test_without_an_action_nothing_changes(
-    api: UpstreamApi, logits: torch.Tensor, groups: dict[str, Any]
-) -> None:
-    live = api.topk_routing(logits, 2, **groups)
-    idle = api.topk_routing(logits, 2, router_replay=api.new(), **groups)
-    recorded = api.topk_routing(logits, 2, router_replay=api.new("RECORD"), **groups)
-    for other in (idle, recorded):
-        assert torch.equal(live[0], other[0])
-        assert torch.equal(live[1], other[1])
-
-
-@function_row
-@pytest.mark.parametrize("pre_softmax", [False, True])
-@pytest.mark.parametrize("groups", [GROUPS, {"num_groups": 1, "group_topk": 1}], ids=str)
-def test_a_target_in_a_group_that_loses_has_its_own_score(
-    api: UpstreamApi, logits: torch.Tensor, groups: dict[str, Any], pre_softmax: bool
-) -> None:
-    """Replay asks for no group: the masked scores, minus infinity or zero, must not come through (T33)."""
-    replay = api.new("REPLAY_FORWARD", FOREIGN)
-    probs, routing_map = api.topk_routing(
-        logits, 2, use_pre_softmax=pre_softmax, router_replay=replay, **groups
-    )
-    expected = at(logits.softmax(dim=-1)) if pre_softmax else at(logits).softmax(dim=-1)
-    assert torch.equal(at(probs), expected)
-    assert _sets(FOREIGN) == [set(row.nonzero().flatten().tolist()) for row in routing_map]
-
-
-@function_row
-@pytest.mark.parametrize("groups", [GROUPS, {"num_groups": 1, "group_topk": 1}], ids=str)
-def test_record_under_groups_keeps_what_the_groups_left(
-    api: UpstreamApi, logits: torch.Tensor, groups: dict[str, Any]
-) -> None:
-    replay = api.new("RECORD")
-    _, routing_map = api.topk_routing(logits, 2, router_replay=replay, **groups)
-    assert _sets(replay.get_recorded_indices()) == [
-        set(row.nonzero().flatten().tolist()) for row in routing_map
-    ]
-    if groups is GROUPS:
-        assert all(len({expert // 2 for expert in row}) == 1 for row in _sets(replay.get_recorded_indices()))
+        chosen()
 
 
 @function_row
@@ -220,7 +168,7 @@ def test_sigmoid_with_a_bias_weighs_by_the_unbiased_scores(
     live = api.topk_routing(logits, 2, router_replay=record, **settings)
     if not groups:
         biased = logits.sigmoid() + bias
-        assert _sets(record.get_recorded_indices()) == _sets(biased.topk(2, dim=1).indices)
+        assert sets(record.get_recorded_indices()) == sets(biased.topk(2, dim=1).indices)
     again = api.topk_routing(
         logits, 2, router_replay=api.new("REPLAY_FORWARD", record.get_recorded_indices()), **settings
     )
@@ -241,14 +189,6 @@ def test_replayed_scores_keep_their_gradient(api: UpstreamApi, logits: torch.Ten
     (expected,) = torch.autograd.grad((at(logits).softmax(dim=-1) * at(weights)).sum(), logits)
     torch.testing.assert_close(given, expected)
     assert bool((given.gather(1, FOREIGN) != 0).all())
-
-
-@function_row
-def test_a_call_without_grad_replays_too(api: UpstreamApi, logits: torch.Tensor) -> None:
-    """A reentrant checkpoint runs its first pass so."""
-    with torch.no_grad():
-        _, routing_map = api.topk_routing(logits, 2, router_replay=api.new("REPLAY_FORWARD", FOREIGN))
-    assert _sets(FOREIGN) == [set(row.nonzero().flatten().tolist()) for row in routing_map]
 
 
 @pytest.mark.capability("static_buffers")
@@ -298,31 +238,3 @@ def test_each_router_of_a_flagged_config_has_an_instance_in_order(api: UpstreamA
     found = [router.module.router_replay for router in routers(model)]
     assert found == (api.replay.global_router_replay_instances if flagged else [None] * 3)
     assert len(found) == 3
-
-
-@pytest.mark.capability("router_replay")
-def test_a_subclass_that_sets_the_flag_after_construction_is_heard(
-    api: UpstreamApi, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.core import transformer
-
-    from megatron_cases import build
-
-    class Flagged(transformer.TransformerConfig):  # type: ignore[misc, name-defined]
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            self.moe_enable_routing_replay = True
-
-    monkeypatch.setattr(transformer, "TransformerConfig", Flagged)
-    model = build({}).model
-    assert isinstance(model.config, Flagged)
-    replays = [layer.mlp.router.router_replay for layer in model.decoder.layers]
-    assert replays == api.replay.global_router_replay_instances
-    assert len(replays) == 4
-
-
-@module_row
-def test_the_module_is_found_like_any_other(api: UpstreamApi) -> None:
-    assert find_spec("megatron.core.transformer.moe.router_replay") is not None
-    moe = import_module("megatron.core.transformer.moe")
-    assert moe.router_replay.RouterReplay is api.replay

@@ -60,59 +60,41 @@ def by_fields(config: Any) -> Any:
     return type(config)(**fields_of(config))
 
 
-MADE_FROM = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "replace": lambda config: dataclasses.replace(config, num_layers=3),
-    "a copy of a copy": lambda config: dataclasses.replace(copy.deepcopy(config)),
-    "a pickle": lambda config: dataclasses.replace(pickle.loads(pickle.dumps(config))),
-    "its own class": lambda config: type(config)(**SIZES, enable_routing_replay=True),
-    "its fields": by_fields,
-}
+def by_dict(config: Any) -> Any:
+    return type(config)(**dataclasses.asdict(config))
 
 
-@pytest.mark.parametrize("way", MADE_FROM)
-def test_a_config_that_is_made_from_another_has_its_flags(config_class: type, way: str) -> None:
+def test_a_config_that_is_made_from_another_has_its_flags(config_class: type) -> None:
     config = config_class(**SIZES, enable_routing_replay=True)
-    made = MADE_FROM[way](config)
-    assert made is not config
-    assert made.enable_routing_replay is True
-    assert made.num_layers == (3 if way == "replace" else 2)
+    stored = pickle.dumps(config)
+    assert b"npu_replay.compat" not in stored, "it may be read where npu_replay isn't installed"
+    for made in (
+        dataclasses.replace(copy.deepcopy(config)),
+        dataclasses.replace(pickle.loads(stored)),
+        dataclasses.replace(config, num_layers=3),
+        by_fields(config),
+    ):
+        assert made.enable_routing_replay is True
+    assert made.num_layers == 2
+    for flag in REPLAY:
+        made = dataclasses.replace(config, **{flag: False})
+        assert [getattr(made, name) for name in REPLAY] == [False, False]
+    fields = dataclasses.asdict(config)
+    del config, made
+    assert config_class(**fields).enable_routing_replay is True, "the config is gone"
 
 
-@pytest.mark.parametrize("flag", REPLAY)
-def test_a_flag_that_is_turned_off_in_a_copy_is_off(config_class: type, flag: str) -> None:
-    config = config_class(**SIZES, enable_routing_replay=True)
-    made = dataclasses.replace(config, **{flag: False})
-    assert [getattr(made, name) for name in REPLAY] == [False, False]
-
-
-@pytest.mark.parametrize("names", [REPLAY, REPLAY[:1], REPLAY[1:]], ids=["both", *REPLAY])
-def test_a_flag_that_was_turned_off_since_is_not_taken_over(config_class: type, names: tuple[str]) -> None:
-    config = config_class(**SIZES, enable_routing_replay=True)
-    for name in names:
-        setattr(config, name, False)
-    assert dataclasses.replace(config).enable_routing_replay is False
-
-
-@pytest.mark.parametrize("copied", [False, True], ids=["itself", "a deep copy"])
 @pytest.mark.parametrize("value", [True, False])
 @pytest.mark.parametrize("flag", REPLAY)
-def test_the_name_that_was_set_since_counts(config_class: type, flag: str, value: bool, copied: bool) -> None:
+def test_the_name_that_was_set_since_counts(config_class: type, flag: str, value: bool) -> None:
     """A reference model has the actor's config with the flag off, and its routers must not be replayed."""
-    config = config_class(**SIZES, enable_routing_replay=not value)
-    if copied:
-        config = copy.deepcopy(config)
+    config = copy.deepcopy(config_class(**SIZES, enable_routing_replay=not value))
     assert config_flags.asks_for_replay(config) is not value
     setattr(config, flag, value)
     assert config_flags.asks_for_replay(config) is value
     assert config_flags.asks_for_replay(pickle.loads(pickle.dumps(config))) is value
     setattr(config, flag, not value)
     assert config_flags.asks_for_replay(config) is not value
-
-
-def by_dict(config: Any) -> Any:
-    return type(config)(**dataclasses.asdict(config))
 
 
 @pytest.mark.choice
@@ -166,16 +148,6 @@ def test_a_deep_copy_is_known_by_its_own_init_method(config_class: type) -> None
         assert config_class(**fields).enable_routing_replay is bool(number)
 
 
-def test_fields_of_a_config_that_is_gone_have_what_it_was_built_with(config_class: type) -> None:
-    fields = dataclasses.asdict(config_class(**SIZES, enable_routing_replay=True))
-    assert config_class(**fields).enable_routing_replay is True
-
-
-def test_a_pickle_needs_no_npu_replay(config_class: type) -> None:
-    """A checkpoint holds configs, and may be read where it isn't installed."""
-    assert b"npu_replay.compat" not in pickle.dumps(config_class(**SIZES, enable_routing_replay=True))
-
-
 @pytest.mark.megatron
 def test_one_flag_given_by_its_two_names_has_to_be_one_value(config_class: type) -> None:
     if REPLAY[1] in {field.name for field in dataclasses.fields(config_class)}:
@@ -198,14 +170,12 @@ def test_another_config_with_the_same_init_method_is_no_copy(config_class: type)
     assert config_class(**SIZES, init_method=config.init_method).enable_routing_replay is False
 
 
-def bound_method() -> Any:
-    class Initialiser:
-        def method(self, weight: object) -> None: ...
-
-    return Initialiser().method
-
-
-OTHERS = {"none": None, "unhashable": [], "shared": torch.nn.init.xavier_uniform_, "bound": bound_method()}
+OTHERS = {
+    "none": None,
+    "unhashable": [],
+    "shared": torch.nn.init.xavier_uniform_,
+    "bound": torch.rand(1).add_,
+}
 
 
 @pytest.mark.parametrize("made", OTHERS.values(), ids=OTHERS)
@@ -222,16 +192,6 @@ def test_a_subclass_that_finishes_itself_otherwise_is_built_as_ever(config_class
         assert deferred.enable_routing_replay is True
         assert deferred.init_method is made
     assert dataclasses.replace(deferred, enable_routing_replay=False).enable_routing_replay is False
-
-
-def test_a_class_of_ones_own_that_no_module_holds_keeps_its_init(config_class: type) -> None:
-    def init(self: Any, *args: Any, extra: int, **kwargs: Any) -> None:
-        config_class.__init__(self, *args, **kwargs)
-        self.extra = extra
-
-    own = dataclasses.dataclass(init=False)(type(config_class.__name__, (config_class,), {"__init__": init}))
-    for _ in range(2):
-        assert own(**SIZES, extra=3, enable_routing_replay=True).extra == 3
 
 
 def test_a_shim_that_fails_in_the_second_class_leaves_the_first_as_it_was(

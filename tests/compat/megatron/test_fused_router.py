@@ -19,8 +19,6 @@ pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "softmax_after_topk": {},
-    "softmax_before_topk": {"moe_router_pre_softmax": True},
-    "sigmoid_bias_scaling": SIGMOID_BIAS,
     "groups_sigmoid_bias": SIGMOID_BIAS | {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
     "capacity": CAPACITY,
 }
@@ -32,9 +30,9 @@ def kernel() -> Iterator[Any]:
         yield moe_utils
 
 
-@pytest.mark.choice
-@pytest.mark.parametrize("recompute", [None, "full", "layers_non_reentrant"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "recompute"), [*zip(VARIANTS, [None, "full", "layers_non_reentrant"], strict=True)]
+)
 def test_a_record_is_bit_equal_to_the_fused_run_and_its_replay_gives_the_same_ids(
     kernel: Any, variant: str, recompute: str | None
 ) -> None:
@@ -117,13 +115,10 @@ def test_the_kernel_is_replaced_as_long_as_somebody_holds_it(kernel: Any) -> Non
     assert kernel.fused_topk_with_score_function is not native
     second.remove()
     assert kernel.fused_topk_with_score_function is native
-
-
-def test_what_somebody_else_has_put_over_it_since_stays(kernel: Any) -> None:
     handle = fused_router.HeldKernel()
     kernel.fused_topk_with_score_function = over = lambda **kwargs: None
     handle.remove()
-    assert kernel.fused_topk_with_score_function is over
+    assert kernel.fused_topk_with_score_function is over, "what somebody else has put over it stays"
 
 
 def test_without_transformer_engine_megatron_says_what_is_missing() -> None:

@@ -48,9 +48,10 @@ def recorded(trainer: Trainer, order: str = "each") -> list[RoutedExperts]:
     return recording.routes
 
 
-@pytest.mark.choice
-@pytest.mark.parametrize("recompute", [None, "full"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "recompute"),
+    [("softmax_after_topk", None), ("groups_sigmoid_bias", "full"), ("capacity_probs", None)],
+)
 def test_replayed_experts_are_the_recorded_ones_after_the_router_changed(
     variant: str, recompute: str | None
 ) -> None:
@@ -71,10 +72,9 @@ def test_replayed_experts_are_the_recorded_ones_after_the_router_changed(
         assert float(grad.abs().sum()) > 0, f"layer {router.label}: the router learns nothing (T33)"
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if "capacity" in name])
-def test_experts_that_lost_their_token_over_capacity_are_counted(variant: str) -> None:
+def test_experts_that_lost_their_token_over_capacity_are_counted() -> None:
     """As the routers' own outputs show them, in the micro-batches 0, 1 and 2, which are checked."""
-    trainer = build(VARIANTS[variant])
+    trainer = build(VARIANTS["capacity_probs"])
     routes = recorded(trainer)
     probs: dict[int, list[torch.Tensor]] = {}
     for router in routers(trainer.model):
@@ -116,16 +116,11 @@ def test_rows_without_a_route_take_the_routers_own_choice_also_in_the_recompute(
         if like is routes:
             assert same(expected, plain.run("sum"))
             assert npu_replay.compare(shown.shown, routes).differing == 0
-
-
-def test_all_zero_rows_from_outside_never_reach_the_dispatcher() -> None:
-    """T1: duplicates break the dispatcher's splits; only rows without a route may have them."""
-    zeros = torch.zeros(ROWS, 4, 2, dtype=torch.int32)
-    trainer = build({})
+    zeros = torch.zeros(ROWS, 4, 2, dtype=torch.int32)  # duplicates break the dispatcher's splits
     nothing = RoutedExperts(ids=zeros, layers=range(4), num_experts=8, recorded=torch.zeros(ROWS).bool())
-    untouched = trainer.run()
-    with npu_replay.replay(trainer.model, [nothing] * 3):
-        assert same(trainer.run(), untouched)
+    with npu_replay.replay(plain.model, [nothing] * 3):
+        live = plain.run("sum")
+    assert same(live, plain.run("sum"))
 
 
 def test_the_replayed_probabilities_are_live_scores_with_a_gradient() -> None:
@@ -173,8 +168,7 @@ def two_chunks(recompute: str | None = None) -> tuple[Trainer, Trainer]:
     return first, second
 
 
-@pytest.mark.parametrize("order", ["sum", "reversed"])
-def test_chunks_in_one_list_are_merged_by_layer(order: str) -> None:
+def test_chunks_in_one_list_are_merged_by_layer() -> None:
     """T2, T3: entry i holds the i-th forward of every chunk, columns told by label."""
     first, second = two_chunks("full")
     chunks = [first.model, second.model]
@@ -185,7 +179,7 @@ def test_chunks_in_one_list_are_merged_by_layer(order: str) -> None:
             trainer.model.zero_grad()
         for tokens in first.batches:  # interleaved, as virtual stages run
             losses += [first.loss(tokens), second.loss(tokens)]
-        backward(losses, order)
+        backward(losses, "reversed")
         return [([loss.item() for loss in losses], trainer.grads()) for trainer in (first, second)]
 
     untouched = run()
@@ -199,10 +193,10 @@ def test_chunks_in_one_list_are_merged_by_layer(order: str) -> None:
         recomputed = run()
     for trainer, (_, grads) in zip(two_chunks(), recomputed, strict=True):
         with npu_replay.replay(trainer.model, foreign):
-            assert same(([], trainer.run(order)[1]), ([], grads))
+            assert same(([], trainer.run("reversed")[1]), ([], grads))
 
 
-@pytest.mark.choice(every=2)
+@pytest.mark.choice(every=4)
 @pytest.mark.parametrize("recompute", ALL_RECOMPUTE)
 def test_pin_recompute_repeats_the_choice_of_its_own_forward(recompute: str) -> None:
     """T35: a recompute that chooses anew gives gradients that belong to no forward."""
@@ -247,15 +241,13 @@ def test_mtp_routers_are_left_alone() -> None:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_quantile_balancing_over_the_tokens_of_several_ranks_is_refused(ranks: int) -> None:
-    model = build({}).model
+def test_quantile_balancing_over_the_tokens_of_several_ranks_is_refused() -> None:
+    model, ranks = build({}).model, [1]
     for layer in model.decoder.layers:
         layer.mlp.router.routing_type = "quantile_balancing"
-        layer.mlp.router.tp_cp_group = SimpleNamespace(size=lambda: ranks)
-    if ranks == 1:
-        assert len(routers(model)) == 4
-        return
+        layer.mlp.router.tp_cp_group = SimpleNamespace(size=lambda: ranks[0])
+    assert len(routers(model)) == 4
+    ranks[0] = 2
     with pytest.raises(RouterError, match=r"decoder.layers.0.mlp.router.*got 2 ranks"):
         routers(model)
 
@@ -279,37 +271,6 @@ def test_graph_capture_around_the_router_is_refused_by_configuration(flag: str, 
     # one around the attention alone is no obstacle
     trainer.model.config.cuda_graph_impl, trainer.model.config.cuda_graph_scope = "local", ["attn"]
     assert len(routers(trainer.model)) == 4
-
-
-@pytest.mark.parametrize("pad", [False, True], ids=["dropped", "padded"])
-@pytest.mark.parametrize("recompute", [None, "full"])
-def test_a_replayed_expert_with_a_probability_of_zero_keeps_its_place(
-    pad: bool, recompute: str | None
-) -> None:
-    """Capacity drops by a top-k down the columns, where a zero ties with tokens that nobody sent."""
-    room = {"moe_expert_capacity_factor": 3.0, "moe_pad_expert_input_to_capacity": pad}
-    trainer = build(room, recompute)
-    routes = random_routes(recorded(trainer))
-    maps: list[torch.Tensor] = []
-    zeros = 0
-    for router in routers(trainer.model):
-        router.module.weight.data.mul_(1000)  # far-off logits: the softmax over the two chosen underflows
-        router.module.register_forward_hook(lambda _, __, output: maps.append(output[1].detach().cpu()))
-        router.module.register_forward_hook(lambda _, __, output: maps.append(output[0].detach().cpu()))
-    with npu_replay.replay(trainer.model, routes):
-        trainer.run("each")
-    calls = list(zip(maps[::2], maps[1::2], strict=True))
-    per_micro_batch = len(calls) // len(routes)
-    assert per_micro_batch == (4 if recompute is None else 8)
-    for number, one in enumerate(routes):
-        ours = calls[number * per_micro_batch : (number + 1) * per_micro_batch]
-        layers = [0, 1, 2, 3] if recompute is None else [0, 1, 2, 3, 3, 2, 1, 0]
-        for layer, (routing_map, probs) in zip(layers, ours, strict=True):
-            ids = one.layer_ids(layer).long()
-            assert bool(routing_map.gather(1, ids).all())
-            assert bool(routing_map.sum(dim=0).eq(18).all()) or not pad
-            zeros += int((probs.gather(1, ids) == 0).sum())
-    assert zeros > 100
 
 
 def test_combined_1f1b_is_refused_before_the_first_micro_batch() -> None:
@@ -348,7 +309,7 @@ def test_a_stage_of_dense_layers_is_no_missing_router_t43(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("pad", [False, True], ids=["dropped", "padded"])
-@pytest.mark.parametrize("factor", [0.6, 1.0, 3.0])
+@pytest.mark.parametrize("factor", [0.6, 3.0])
 def test_a_saturated_router_under_capacity_drops_whom_it_dropped(factor: float, pad: bool) -> None:
     """Probabilities of one and of zero: among equals a replay drops the same tokens as the record did."""
     trainer = build({"moe_expert_capacity_factor": factor, "moe_pad_expert_input_to_capacity": pad})
@@ -389,33 +350,6 @@ def test_swapped_micro_batches_and_a_layout_of_another_order_are_refused() -> No
     trainer.batches = trainer.batches[:1]
     with npu_replay.replay(trainer.model, [laid], min_overlap=1.0):
         trainer.run()
-
-
-@pytest.mark.parametrize("recompute", [None, "full"])
-def test_the_ratio_of_an_unchanged_policy_is_exactly_one_under_its_own_routes(recompute: str | None) -> None:
-    """R2 proper: old log-probs under foreign routes; only their replay gives a ratio of 1."""
-    trainer = build({}, recompute)
-
-    def log_probs() -> list[torch.Tensor]:
-        batches = trainer.batches
-        with torch.no_grad():
-            return [
-                -trainer.model(input_ids=ids, labels=ids.roll(-1, 1), **megatron_model.causal(ids)).float()
-                for ids in batches
-            ]
-
-    with npu_replay.record(trainer.model) as recording:
-        log_probs()
-    foreign = random_routes(recording.routes)
-    passes = []
-    for _ in range(2):
-        with npu_replay.replay(trainer.model, foreign):
-            passes.append(log_probs())
-    for before, replayed, alone in zip(*passes, log_probs(), strict=True):
-        assert bool(((replayed - before).exp() == 1).all())
-        ratio = npu_replay.compare(before, alone)
-        assert not ratio.ratio_min == 1 == ratio.ratio_max
-        assert ratio.kl > 0
 
 
 def test_two_live_models_of_one_config_object_keep_their_own_routes() -> None:

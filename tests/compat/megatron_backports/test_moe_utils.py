@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 
-import fused_kernel
 import moe_function_cases as cases
 import npu_replay
 from npu_replay.compat.megatron_backports import moe_utils as moe_functions
@@ -87,59 +85,38 @@ def has_replay() -> bool:
     return found is not None and "router_replay" in [argument.arg for argument in found.args.args]
 
 
-def differ(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, tuple):
-        return len(ours) != len(theirs) or any(
-            a.dtype != b.dtype or not torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
-        )
-    return bool(ours != theirs)
-
-
-def is_exempt(name: str, release: str) -> bool:
-    """Later ones go to float32 first: 0.17 for the aux loss of a sigmoid, 0.18 everywhere."""
-    later = int(release.split(".")[1])
-    return "bfloat16" in name and (later >= 18 or (later >= 17 and name.startswith("scores sigmoid")))
-
-
 @pytest.mark.slow
-def test_results_are_those_of_later_releases(later: tuple[str, Any]) -> None:
+def test_results_and_signatures_are_those_of_later_releases(later: tuple[str, Any]) -> None:
     release, real = later
+    minor = int(release.split(".")[1])
     ours = dict(cases.results()) | dict(cases.replay_results()) | dict(cases.dense_results())
     if not native("apply_router_token_dropping"):
         ours |= dict(cases.wide_results())
-    compared = [name for name in real["results"] if name in ours and not is_exempt(name, release)]
+    # Later ones go to float32 first: 0.17 for the aux loss of a sigmoid, 0.18 everywhere.
+    compared = [
+        name
+        for name in real["results"]
+        if name in ours
+        and not ("bfloat16" in name and (minor >= 18 or (minor >= 17 and name.startswith("scores sigmoid"))))
+    ]
     assert len(compared) > 50
-    assert [name for name in compared if differ(ours[name], real["results"][name])] == []
-
-
-@pytest.mark.slow
-def test_signatures_are_those_of_later_releases(later: tuple[str, Any]) -> None:
-    release, real = later
-    before_0_16 = release in ("0.14.0", "0.15.3")
-    before_0_17 = before_0_16 or release == "0.16.1"
-    for name, ours in cases.signatures().items():
+    for name in compared:
+        mine, theirs = ours[name], real["results"][name]
+        if isinstance(mine, tuple):
+            assert [one.dtype for one in mine] == [one.dtype for one in theirs], name
+            assert all(map(torch.equal, mine, theirs)), name
+        else:
+            assert mine == theirs, name
+    for name, arguments in cases.signatures().items():
         theirs = real["signatures"][name]
-        if name == "topk_routing_with_score_function" and before_0_16:
-            theirs = [*theirs, "router_replay=None"]
-        if name == "topk_routing_with_score_function" and before_0_17:
-            theirs = [*theirs, "dense_output=False"]
-        assert ours == (theirs if before_0_16 else theirs[: len(ours)]), name
+        if name == "topk_routing_with_score_function":
+            theirs = theirs + ["router_replay=None"] * (minor < 16) + ["dense_output=False"] * (minor < 17)
+        assert arguments == (theirs if minor < 16 else theirs[: len(arguments)]), name
 
 
 @pytest.fixture
 def moe_utils() -> Any:
     return import_module(moe_functions.MODULE)
-
-
-def test_taken_off_the_function_is_the_releases_own_wherever_it_is_held(moe_utils: Any) -> None:
-    name = "topk_routing_with_score_function"
-    moe_functions._patches.undo()
-    try:
-        holders = moe_utils, import_module("megatron.core.transformer.moe.router")
-        held = [vars(one)[name] for one in holders if name in vars(one)]
-        assert {one.__module__ for one in held} <= {moe_functions.MODULE}
-    finally:
-        moe_functions.install()
 
 
 def topk(**options: Any) -> Any:
@@ -207,32 +184,6 @@ def test_the_fused_kernel_that_isnt_there_is_an_error_that_says_so() -> None:
     assert isinstance(raised.value, npu_replay.ReplayError)
     with pytest.raises(ValueError, match="the fused router isn't there"):
         cases.function("compute_routing_scores_for_aux_loss")(cases.logits(), 2, "softmax", fused=True)
-
-
-@pytest.fixture
-def kernel() -> Iterator[list[int]]:
-    """In the place of Transformer Engine's, with a choice that no top-k makes; its calls."""
-    if not native("topk_routing_with_score_function") or has_replay():
-        pytest.skip("no fused router here, or upstream's own replay, which never hears of it")
-    with fused_kernel.lent(fused_kernel.contrary):
-        yield fused_kernel.calls
-
-
-def test_the_fused_kernels_choice_is_recorded(kernel: list[int]) -> None:
-    """Upstream's replay says nothing, and records nothing."""
-    replay = with_target("record")
-    _, routing_map = topk(fused=True, router_replay=replay)
-    assert len(kernel) == 1
-    recorded = replay.get_recorded_indices()
-    assert torch.equal(torch.zeros_like(routing_map).scatter(1, recorded, True), routing_map)
-
-
-def test_a_replay_goes_without_the_fused_kernel(kernel: list[int]) -> None:
-    probs, routing_map = topk(fused=True, router_replay=with_target("replay_forward"))
-    plain = topk(router_replay=with_target("replay_forward"))
-    assert kernel == []
-    assert torch.equal(probs, plain[0])
-    assert torch.equal(routing_map, plain[1])
 
 
 def test_a_function_that_calls_no_top_k_can_not_be_replayed_in_silence(

@@ -34,22 +34,12 @@ SINKHORN: dict[str, Any] = {
     "moe_router_score_function": "softmax",
 }
 QUANTILE: dict[str, Any] = {"moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.0}
-CASES = {
-    name: VARIANTS[name]
-    for name in ("softmax_after_topk", "groups_softmax", "groups_sigmoid_bias", "one_group", "seq_aux_loss")
-}
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield
     api()[0].clear_global_router_replay_instances()
-
-
-def has(name: str) -> bool:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    return name in TransformerConfig.__dataclass_fields__
 
 
 def blocks(trainer: Trainer, recorded: list[list[torch.Tensor]]) -> Any:
@@ -63,7 +53,6 @@ def blocks(trainer: Trainer, recorded: list[list[torch.Tensor]]) -> Any:
 
 
 def check(trainer: Trainer) -> None:
-    """Recorded losses are an untouched run's; a replay after the router changed is that of a block."""
     untouched = trainer.run("each")
     losses, recorded = upstream_loop.record(trainer)
     assert losses == untouched[0]
@@ -74,19 +63,20 @@ def check(trainer: Trainer) -> None:
         assert same(upstream_loop.replay(trainer, recorded), blocks(trainer, recorded))
 
 
-@pytest.mark.choice
-@pytest.mark.parametrize("recompute", [None, "full", "layers_non_reentrant"])
-@pytest.mark.parametrize("variant", CASES)
+@pytest.mark.parametrize(
+    ("changes", "recompute"),
+    [
+        (VARIANTS["softmax_after_topk"], None),
+        (VARIANTS["groups_sigmoid_bias"], "layers_non_reentrant"),
+        (VARIANTS["seq_aux_loss"], "full"),
+        pytest.param(SINKHORN, "full", id="N2: sinkhorn"),
+    ],
+)
 def test_a_loop_written_against_upstreams_api_gives_what_a_block_gives(
-    variant: str, recompute: str | None
+    changes: dict[str, Any], recompute: str | None
 ) -> None:
-    check(build_replayed(CASES[variant], recompute))
-
-
-@pytest.mark.parametrize("recompute", [None, "full"])
-def test_sinkhorn_is_recorded_and_replayed_by_upstreams_api(recompute: str | None) -> None:
-    """N2."""
-    check(build_replayed(SINKHORN, recompute))
+    """Recorded losses are an untouched run's; a replay after the router changed is that of a block."""
+    check(build_replayed(changes, recompute))
 
 
 def shown(trainer: Trainer) -> list[torch.Tensor]:
@@ -126,32 +116,6 @@ def test_quantile_balancing_is_recorded_and_replayed_by_upstreams_api(recompute:
     assert torch.equal(module.qb_beta_accum, live), "the limit is the router's own"
 
 
-def test_foreign_ids_are_used_and_the_router_learns() -> None:
-    """T33, and not only ids that it might choose anyway."""
-    trainer = build_replayed({})
-    generator = torch.Generator().manual_seed(1)
-    foreign = [
-        [torch.rand(BATCH * LENGTH, 8, generator=generator).topk(2).indices.to(torch.int32) for _ in range(4)]
-        for _ in range(3)
-    ]
-    maps = shown(trainer)
-    if not isinstance(api()[0].global_router_replay_instances[0], router_replay.MegatronRouterReplay):
-        foreign = [[ids.long() for ids in layers] for layers in foreign]  # N4: upstream's takes int64 alone
-    upstream_loop.replay(trainer, foreign)
-    assert len(maps) == 12
-    assert all(map(torch.equal, maps, as_maps(foreign)))
-    assert all(float(router.module.weight.grad.abs().sum()) > 0 for router in routers(trainer.model))
-
-
-def test_one_router_alone_may_have_an_action() -> None:
-    trainer = build_replayed({})
-    first, action = routers(trainer.model)[0].module.router_replay, api()[1]
-    first.set_router_replay_action(action.RECORD)
-    trainer.loss(trainer.batches[0])
-    assert first.get_recorded_indices().shape == (BATCH * LENGTH, 2)
-    assert [one.get_recorded_indices() for one in api()[0].global_router_replay_instances[1:]] == [None] * 3
-
-
 @pytest.mark.parametrize("flag", ["moe_enable_routing_replay", "enable_routing_replay"])
 def test_a_flag_that_is_set_on_the_built_config_counts(flag: str) -> None:
     """As subclasses of a config do, in a __post_init__ or later."""
@@ -181,7 +145,7 @@ def test_what_a_framework_hangs_on_a_router_for_its_own_routing_is_left_to_it(
 ) -> None:
     """One was asked for a method that it hasn't got; the other a second time, so its queue ran dry."""
     trainer = upstream_loop.build({})
-    if has("moe_enable_routing_replay"):
+    if api()[0] is not router_replay.MegatronRouterReplay:
         pytest.skip("upstream's own routing asks whatever hangs there")
     untouched = trainer.run("each")
     replays = [own() for _ in routers(trainer.model)]
@@ -240,14 +204,6 @@ def test_two_live_models_of_one_config_object_have_replays_of_their_own() -> Non
     assert same(upstream_loop.replay(trainer, recorded), untouched)
 
 
-def test_layer_numbers_follow_the_router(ours: Any) -> None:
-    trainer = build_replayed({"moe_layer_freq": [0, 1, 1, 1]})
-    assert [one.layer_number for one in ours.global_router_replay_instances] == [2, 3, 4]
-    module = routers(trainer.model)[0].module
-    module.set_layer_number(9)
-    assert (module.layer_number, module.router_replay.layer_number) == (9, 9)
-
-
 def test_a_block_refuses_a_router_that_is_replaying_and_names_a_replay_begun_inside_it(ours: Any) -> None:
     trainer, forward = build_replayed({}), api()[1].REPLAY_FORWARD
     ours.set_replay_data([torch.tensor([[6, 1]]).expand(BATCH * LENGTH, 2)] * 4)
@@ -262,10 +218,9 @@ def test_a_block_refuses_a_router_that_is_replaying_and_names_a_replay_begun_ins
     ours.clear_global_indices()
 
 
-@pytest.mark.parametrize("variant", ["softmax_after_topk", "groups_softmax"])
-def test_router_replay_records_beside_a_block(variant: str) -> None:
+def test_router_replay_records_beside_a_block() -> None:
     """Also what a replay of npu_replay's has chosen."""
-    trainer = build_replayed(CASES[variant])
+    trainer = build_replayed(VARIANTS["groups_softmax"])
     with npu_replay.record(trainer.model) as recording:
         _, recorded = upstream_loop.record(trainer)
     for routes, layers in zip(recording.routes, recorded, strict=True):
@@ -277,12 +232,6 @@ def test_router_replay_records_beside_a_block(variant: str) -> None:
     with npu_replay.replay(trainer.model, foreign):
         _, recorded = upstream_loop.record(trainer)
     assert all(torch.equal(ids, foreign[0].ids[:, 0].long()) for ids in recorded[0])
-
-
-def given_by_hand(trainer: Trainer) -> Any:
-    for router in routers(trainer.model):
-        router.module.router_replay = api()[0]()
-    return trainer
 
 
 def of_0_16(self: Any, logits: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -304,7 +253,9 @@ def test_a_router_is_replayed_however_it_was_made(way: str, monkeypatch: pytest.
     """Each of these works on 0.16, so it has to here."""
     if way == "given by hand":
         api()[0].clear_global_router_replay_instances()
-        trainer = given_by_hand(upstream_loop.build({}))
+        trainer = upstream_loop.build({})
+        for router in routers(trainer.model):
+            router.module.router_replay = api()[0]()
     else:
         trainer = build_replayed({})
     modules = [router.module for router in routers(trainer.model)]
@@ -458,22 +409,11 @@ def with_prediction_layers(config: Any) -> Any:
         max_sequence_length=64,
         position_embedding_type="rope",
     )
-    assert len(replayed_routers(model)) == 4
+    assert len(topk_routers(model)) == 4
     return model
 
 
-def replayed_routers(model: torch.nn.Module) -> list[Any]:
-    """As the model made them."""
-    return [one for one in model.modules() if type(one).__name__ == "TopKRouter"]
-
-
-MODELS: dict[str, Any] = {
-    "decoders": lambda config: megatron_model.model(config),
-    "prediction layers": with_prediction_layers,
-    "wrapped": lambda config: torch.nn.Sequential(torch.nn.Sequential(megatron_model.model(config))),
-}
-
-
+MAKES = [with_prediction_layers, lambda config: torch.nn.Sequential(megatron_model.model(config))]
 WAYS = {
     "taken off and put on": "12-+",
     "built before": "-12+",
@@ -483,13 +423,15 @@ WAYS = {
 """Models 1 and 2 are built, and npu_replay goes (-) and comes (+)."""
 
 
-@pytest.mark.parametrize("first", MODELS)
+def topk_routers(model: torch.nn.Module) -> list[Any]:
+    """As the model made them."""
+    return [one for one in model.modules() if type(one).__name__ == "TopKRouter"]
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.choice
 @pytest.mark.usefixtures("few_objects")
-def test_the_list_of_all_keeps_the_order_of_making(ours: Any, way: str, first: str) -> None:
+def test_the_list_of_all_keeps_the_order_of_making(ours: Any, way: str) -> None:
     """However npu_replay comes and goes, and whatever the collector has moved meanwhile."""
-    makes = [MODELS[first], *(make for name, make in MODELS.items() if name != first)]
     made: list[Any] = []
     config = megatron_model.config(**FLAG, num_layers=2, mtp_num_layers=2)  # of both
     with contextlib.ExitStack() as stack:
@@ -499,8 +441,8 @@ def test_the_list_of_all_keeps_the_order_of_making(ours: Any, way: str, first: s
             elif step == "+":
                 stack.close()
             else:
-                made.append(makes[len(made)](config))
+                made.append(MAKES[len(made)](config))
             gc.collect()
-    wanted = [id(router.router_replay) for model in made for router in replayed_routers(model)]
+    wanted = [id(router.router_replay) for model in made for router in topk_routers(model)]
     there = [id(one) for one in ours.global_router_replay_instances if id(one) in set(wanted)]
     assert there == wanted

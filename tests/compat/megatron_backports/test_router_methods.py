@@ -1,6 +1,6 @@
-"""compat.router_init: a router gets the methods that its class lacks, and gives them back.
+"""compat.router_init: a router gets the methods that its class lacks or has wrong, and gives them back.
 
-What they say of a real router, on every release: tests/matrix/test_names.py.
+What they say of a real router, on every release: tests/matrix/test_names.py and test_padding_mask.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.patching import patches as patching
 from npu_replay.compat.patching.patches import Patches
 
-NAMES = ("get_aux_loss_coeff", "is_aux_loss_enabled")
+NAMES = ["get_aux_loss_coeff", "is_aux_loss_enabled"]
 
 
 class Router(torch.nn.Module):
@@ -48,7 +48,7 @@ def patches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def equipped(router: Any) -> Any:
-    router_init.lend(router, [name for name in NAMES if not hasattr(type(router), name)])
+    router_init.lend(router, router_init.missing(router))
     return router
 
 
@@ -56,7 +56,7 @@ def bound(router: Any) -> list[str]:
     return [name for name in NAMES if name in vars(router)]
 
 
-def test_a_method_of_the_class_is_left_alone() -> None:
+def test_a_method_of_the_class_or_of_the_instance_is_left_alone() -> None:
     router = equipped(Later("none"))
     assert bound(router) == ["is_aux_loss_enabled"]
     assert router.get_aux_loss_coeff("none") == 7.0
@@ -66,33 +66,17 @@ def test_a_method_of_the_class_is_left_alone() -> None:
     assert asked == [0.0, 0.0, 0.25]
     without = equipped(Router("none"))
     assert (own.is_aux_loss_enabled(), without.is_aux_loss_enabled()) == (True, False)
-
-
-def test_a_method_of_the_instance_is_left_alone() -> None:
-    """A framework binds its own there."""
-    router = Router()
-    router.is_aux_loss_enabled = lambda: "theirs"  # type: ignore[assignment]
-    equipped(router)
-    assert router.is_aux_loss_enabled() == "theirs"
+    frameworks = Router()
+    frameworks.is_aux_loss_enabled = lambda: "theirs"  # type: ignore[assignment]
+    equipped(frameworks)
     router_init._methods.undo()
-    assert router.is_aux_loss_enabled() == "theirs"
+    assert frameworks.is_aux_loss_enabled() == "theirs"
 
 
 COPIES = {
-    "deepcopy": copy.deepcopy,
     "pickle": lambda router: pickle.loads(pickle.dumps(router)),
     "deepcopy of a module around it": lambda router: copy.deepcopy(torch.nn.ModuleList([router]))[0],
-    "torch.save": lambda router: through_torch(router),
 }
-
-
-def through_torch(router: Any) -> Any:
-    import io
-
-    buffer = io.BytesIO()
-    torch.save(router, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 @pytest.mark.parametrize("way", COPIES)
@@ -108,21 +92,67 @@ def test_a_copy_has_methods_of_its_own(way: str) -> None:
     assert bound(other) == []
 
 
-def test_the_report_has_one_line_however_many_routers_there_are() -> None:
-    routers = [equipped(Router()) for _ in range(3)]
-    copy.deepcopy(routers[0])
-    (line,) = npu_replay.report().patches
-    assert line.where == "methods of each megatron.core.transformer.moe.router.TopKRouter"
-    assert (line.why, line.reason) == ("as later releases have", "methods of TopKRouter")
-
-
-def test_undone_all_routers_that_are_alive_are_as_before() -> None:
+def test_one_line_of_the_report_stands_for_all_routers_and_undone_they_are_as_before() -> None:
     routers = [Router() for _ in range(3)]
     before = [dict(vars(router)) for router in routers]
     for router in routers:
         equipped(router)
+    (line,) = npu_replay.report().patches
+    assert line.where == "methods of each megatron.core.transformer.moe.router.TopKRouter"
+    assert (line.why, line.reason) == ("as later releases have", "methods of TopKRouter")
     assert patching.undo_all() == []
     assert [vars(router) for router in routers] == before
     assert npu_replay.report().patches == ()
-    assert bound(equipped(routers[0])) == list(NAMES), "and they can be had again"
+    assert bound(equipped(routers[0])) == NAMES, "and they can be had again"
     assert len(npu_replay.report().patches) == 1
+
+
+# The counts for the expert bias: Megatron-core 0.16 to 0.19 lay the padding mask over the experts
+
+
+def over_experts(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+    """As Megatron-core 0.16 to 0.19."""
+    if padding_mask is not None:
+        routing_map = routing_map & (~padding_mask)
+    self.local_tokens_per_expert += routing_map.sum(dim=0)
+
+
+def over_rows(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+    """As later releases."""
+    if padding_mask is not None:
+        routing_map = routing_map & (~padding_mask).unsqueeze(-1)
+    self.local_tokens_per_expert += routing_map.sum(dim=0)
+
+
+def mended(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+    """As a framework mends it, on the class."""
+    if padding_mask is not None and padding_mask.dim() == 1:
+        padding_mask = padding_mask.unsqueeze(-1)
+    over_experts(self, routing_map, padding_mask)
+
+
+def counting(method: Any) -> Any:
+    router = type("TopKRouter", (torch.nn.Module,), {"_apply_expert_bias": method})()
+    router.enable_expert_bias = True
+    router.local_tokens_per_expert = torch.zeros(3)
+    return router
+
+
+@pytest.mark.parametrize("later", [over_experts, over_rows, mended])
+@pytest.mark.parametrize("method", [over_experts, over_rows, mended])
+def test_padding_is_left_out_whoever_is_right_and_mends_it_later(method: Any, later: Any) -> None:
+    """As many rows as experts: there the wrong counts come without an error."""
+    router = equipped(counting(method))
+    type(router)._apply_expert_bias = later
+    chosen = torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 0]], dtype=torch.bool)
+    router._apply_expert_bias(chosen, padding_mask=torch.tensor([False, True, False]))
+    assert router.local_tokens_per_expert.tolist() == [2, 1, 1]
+    router._apply_expert_bias(chosen)
+    assert router.local_tokens_per_expert.tolist() == [4, 3, 3]
+
+
+def test_a_router_without_a_bias_or_without_the_method_is_left_as_it_is() -> None:
+    router, other = counting(over_experts), torch.nn.Module()
+    router.enable_expert_bias, other.enable_expert_bias = False, True  # type: ignore[assignment]
+    for one in (router, other):
+        assert "_apply_expert_bias" not in vars(equipped(one))

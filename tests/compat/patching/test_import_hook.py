@@ -40,25 +40,18 @@ def double(module: ModuleType) -> None:
     module.value *= 2  # type: ignore[attr-defined]
 
 
-def test_a_shim_waits_for_the_import_and_runs_before_anybody_sees_the_module() -> None:
-    import_hook.when_imported(NAME, "doubles", double)
-    assert NAME not in sys.modules
-    inner = importlib.import_module(f"{NAME}.inner")
-    assert inner.seen == 2
+def broken(module: ModuleType) -> None:
+    raise AttributeError("no such class")
 
 
-def test_a_module_that_is_there_is_changed_at_once() -> None:
-    module = importlib.import_module(NAME)
-    import_hook.when_imported(NAME, "doubles", double)
-    assert module.value == 2
-
-
-def test_a_shim_runs_once_however_often_it_is_asked_for() -> None:
+def test_a_shim_waits_for_the_import_and_runs_once_before_anybody_sees_the_module() -> None:
     for _ in range(2):
         import_hook.when_imported(NAME, "doubles", double)
-    module = importlib.import_module(NAME)
-    assert module.value == 2
-    assert importlib.reload(module).value == 1
+    assert NAME not in sys.modules
+    assert importlib.import_module(f"{NAME}.inner").seen == 2
+    assert importlib.reload(sys.modules[NAME]).value == 1
+    import_hook.when_imported(NAME, "doubles what is there already", double)
+    assert sys.modules[NAME].value == 2
 
 
 def test_finding_a_module_without_importing_it_leaves_its_loader_as_it_is() -> None:
@@ -74,17 +67,6 @@ def test_finding_a_module_without_importing_it_leaves_its_loader_as_it_is() -> N
     assert {type(one).__name__ for one in (module.__loader__, module.__spec__.loader)} == {"SourceFileLoader"}
 
 
-def test_a_module_that_another_finder_found_is_changed_before_the_first_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import_hook.when_imported(NAME, "doubles", double)
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path[1:], sys.meta_path[0]])
-    module = importlib.import_module(NAME)
-    assert module.value == 1
-    import_hook.refuse_failures()
-    assert module.value == 2
-
-
 def test_asked_for_by_the_module_itself_it_waits_for_its_end(product: Path) -> None:
     (product / "__init__.py").write_text(
         "from npu_replay.compat.patching import import_hook\n"
@@ -98,13 +80,11 @@ def test_asked_for_by_the_module_itself_it_waits_for_its_end(product: Path) -> N
     assert sys.modules[NAME].value == 2
 
 
+@pytest.mark.parametrize("early", [False, True])
 def test_a_shim_that_fails_is_one_error_and_the_import_goes_on(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, early: bool
 ) -> None:
-    def broken(module: ModuleType) -> None:
-        raise AttributeError("no such class")
-
-    import_hook.when_imported(NAME, "its shim", broken)
+    import_hook.when_imported(NAME, "its shim", broken, early=early)
     with caplog.at_level(logging.ERROR):
         assert importlib.import_module(NAME).value == 1
     assert [record.getMessage() for record in caplog.records] == [
@@ -117,9 +97,6 @@ def test_a_shim_that_fails_is_one_error_and_the_import_goes_on(
 
 
 def test_a_shim_that_fails_may_end_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(module: ModuleType) -> None:
-        raise AttributeError("no such class")
-
     import_hook.when_imported(NAME, "its shim", broken, ends=True)
     for _ in range(2):
         with pytest.raises(ReplayError, match="its shim failed: AttributeError: no such class"):
@@ -128,24 +105,23 @@ def test_a_shim_that_fails_may_end_the_import(monkeypatch: pytest.MonkeyPatch) -
     assert importlib.import_module(NAME).value == 1
 
 
-@pytest.mark.parametrize(("value", "changed"), [("1", False), ("0", True), ("", True)])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_disable_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, value: str, changed: bool, when: str
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("when", ["before", "after", "forgotten", "never"])
+def test_disabled_or_forgotten_a_shim_does_not_run(
+    monkeypatch: pytest.MonkeyPatch, when: str, early: bool
 ) -> None:
+    ran: list[object] = []
     if when == "before":
-        monkeypatch.setenv("NPU_REPLAY_DISABLE", value)
-    import_hook.when_imported(NAME, "doubles", double)
-    monkeypatch.setenv("NPU_REPLAY_DISABLE", value)
-    assert importlib.import_module(NAME).value == (2 if changed else 1)
-
-
-def test_forgotten_shims_do_not_run() -> None:
-    import_hook.when_imported(NAME, "doubles", double)
-    import_hook.when_imported(NAME, "fails", lambda _: pytest.fail("ran"), early=True)
-    import_hook.forget()
-    assert importlib.import_module(NAME).value == 1
-    assert import_hook._finder not in sys.meta_path
+        monkeypatch.setenv("NPU_REPLAY_DISABLE", "1")
+    import_hook.when_imported(NAME, "looks", ran.append, early=early)
+    monkeypatch.setenv("NPU_REPLAY_DISABLE", {"forgotten": "0", "never": ""}.get(when, "1"))
+    if when == "forgotten":
+        import_hook.forget()
+        assert import_hook._finder not in sys.meta_path
+    assert importlib.util.find_spec(NAME) is not None
+    assert not ran, "looking for a package runs nothing"
+    importlib.import_module(NAME)
+    assert bool(ran) == (when == "never")
 
 
 # What is to be there before a module's code runs
@@ -174,6 +150,18 @@ def test_a_preparation_comes_before_the_code_of_the_package_and_once(said: list[
     assert said == ["prepared", "code"]
 
 
+def test_a_module_that_another_finder_found_is_changed_before_the_first_block(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepares(said)
+    import_hook.when_imported(NAME, "changes", lambda _: said.append("changed"))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path[1:], sys.meta_path[0]])
+    importlib.import_module(NAME)
+    assert said == ["code"]
+    import_hook.refuse_failures()
+    assert said == ["code", "prepared", "changed"]
+
+
 def test_what_a_preparation_waits_for_is_not_missed(said: list[str], product: Path) -> None:
     """The package's own code imports the module that is waited for, as verl's does."""
     (product / "__init__.py").write_text("from waited_for.inner import value\n")
@@ -185,54 +173,8 @@ def test_what_a_preparation_waits_for_is_not_missed(said: list[str], product: Pa
     assert importlib.import_module(NAME).value == 2
 
 
-def test_looking_for_a_package_prepares_nothing(said: list[str]) -> None:
-    prepares(said)
-    assert importlib.util.find_spec(NAME) is not None
-    assert said == []
-
-
 def test_a_package_without_code_of_its_own_is_prepared_for_too(said: list[str], product: Path) -> None:
     (product / "__init__.py").unlink()
     prepares(said)
     importlib.import_module(f"{NAME}.inner")
     assert said == ["prepared"]
-
-
-def test_a_package_that_another_finder_found_is_prepared_for_before_the_first_block(
-    said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepares(said)
-    import_hook.when_imported(f"{NAME}.inner", "doubles", double)
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path[1:], sys.meta_path[0]])
-    importlib.import_module(NAME)
-    assert said == ["code"]
-    import_hook.refuse_failures()
-    assert said == ["code", "prepared"]
-
-
-def test_a_preparation_that_fails_is_one_error_and_the_import_goes_on(
-    said: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(_: object) -> None:
-        raise ImportError("half installed")
-
-    import_hook.when_imported(NAME, "its shims", broken, early=True)
-    prepares(said)
-    importlib.import_module(NAME)
-    assert said == ["prepared", "code"]
-    assert [record.getMessage() for record in caplog.records] == [
-        "[npu_replay] its shims failed on waited_for: ImportError: half installed"
-    ]
-    with pytest.raises(ReplayError, match="its shims failed: ImportError: half installed"):
-        import_hook.refuse_failures()
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_disable_prepares_nothing(said: list[str], monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    if when == "after":
-        prepares(said)
-    monkeypatch.setenv("NPU_REPLAY_DISABLE", "1")
-    if when == "before":
-        prepares(said)
-    importlib.import_module(NAME)
-    assert said == ["code"]

@@ -61,7 +61,13 @@ def reported() -> list[str]:
 
 
 def test_a_name_that_is_missing_is_found_imported_and_reported() -> None:
-    serve_it()
+    meant = False
+    serve(NAME, fill, "a name that others import", reason="what others do with it", where=lambda: meant)
+    assert importlib.util.find_spec(NAME) is None, "a release for which it is not meant"
+    del sys.modules["product.inner"], sys.modules["product"]
+    meant = True
+    seen: list[str] = []
+    import_hook.when_imported(NAME, "a test", lambda module: seen.append(module.value))
     assert "product" not in sys.modules, "nothing is imported for it"
     assert reported() == []
     spec = importlib.util.find_spec(NAME)
@@ -70,6 +76,7 @@ def test_a_name_that_is_missing_is_found_imported_and_reported() -> None:
     from product.inner import new  # type: ignore[import-not-found]
 
     assert new.value == "made"
+    assert seen == ["made"], "a shim that waits for it runs after it was filled"
     pickle.dumps(new.__spec__)
     assert sys.modules[NAME] is new is importlib.import_module(NAME)
     (patch,) = npu_replay.report().patches
@@ -78,14 +85,29 @@ def test_a_name_that_is_missing_is_found_imported_and_reported() -> None:
         "a name that others import",
         "what others do with it",
     )
-
-
-def test_other_names_stay_missing() -> None:
-    serve_it()
     with pytest.raises(ModuleNotFoundError, match=r"product\.inner\.newer"):
         importlib.import_module("product.inner.newer")
     with pytest.raises(ImportError, match="cannot import name 'newer'"):
         from product.inner import newer  # noqa: F401
+
+
+def test_without_the_product_or_disabled_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve("absent.new", fill, "")
+    with pytest.raises(ModuleNotFoundError, match="absent"):
+        importlib.import_module("absent.new")
+    stand_in = ModuleType("absent")
+    stand_in.__path__ = []
+    monkeypatch.setitem(sys.modules, "absent", stand_in)
+    with pytest.raises(ModuleNotFoundError, match=r"absent\.new"):
+        importlib.import_module("absent.new")
+    serve_it()
+    monkeypatch.setenv("NPU_REPLAY_DISABLE", "1")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(NAME)
+    import_hook.forget()
+    before = list(sys.meta_path)
+    serve_it()
+    assert sys.meta_path == before
 
 
 def test_the_products_own_wins_if_it_is_installed_later(product: Path) -> None:
@@ -125,33 +147,6 @@ def test_a_finder_that_asks_all_finders_is_no_endless_loop() -> None:
     assert importlib.import_module(NAME).value == "made"
 
 
-def test_a_shim_that_waits_for_the_name_runs_after_it_was_filled() -> None:
-    serve_it()
-    seen: list[str] = []
-    import_hook.when_imported(NAME, "a test", lambda module: seen.append(module.value))
-    importlib.import_module(NAME)
-    assert seen == ["made"]
-
-
-def test_without_the_product_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve("absent.new", fill, "")
-    with pytest.raises(ModuleNotFoundError, match="absent"):
-        importlib.import_module("absent.new")
-    stand_in = ModuleType("absent")
-    stand_in.__path__ = []
-    monkeypatch.setitem(sys.modules, "absent", stand_in)
-    with pytest.raises(ModuleNotFoundError, match=r"absent\.new"):
-        importlib.import_module("absent.new")
-
-
-def test_a_release_for_which_it_is_not_meant_has_nothing() -> None:
-    meant = False
-    serve(NAME, fill, "", where=lambda: meant)
-    assert importlib.util.find_spec(NAME) is None
-    meant = True
-    assert importlib.import_module(NAME).value == "made"
-
-
 def test_twice_is_as_good_as_once() -> None:
     before = list(sys.meta_path)
     for _ in range(2):
@@ -182,30 +177,10 @@ def test_withdrawn_it_is_missing_as_before() -> None:
         importlib.import_module(NAME)
     serve_it()
     assert importlib.import_module(NAME).value == "made", "and it can be served again"
-
-
-def test_what_somebody_else_put_there_stays() -> None:
-    serve_it()
-    package = importlib.import_module("product.inner")
-    importlib.import_module(NAME)
     theirs = ModuleType(NAME)
     sys.modules[NAME] = package.new = theirs  # type: ignore[attr-defined]
     withdraw()
-    assert sys.modules[NAME] is package.new is theirs
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_disable_serves_nothing(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    before = list(sys.meta_path)
-    if when == "after":
-        serve_it()
-    monkeypatch.setenv("NPU_REPLAY_DISABLE", "1")
-    if when == "before":
-        serve_it()
-        assert sys.meta_path == before
-    assert importlib.util.find_spec(NAME) is None
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module(NAME)
+    assert sys.modules[NAME] is package.new is theirs, "what somebody else has put there stays"
 
 
 def test_what_filling_raises_the_import_raises_and_nothing_is_left() -> None:

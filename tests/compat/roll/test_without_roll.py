@@ -25,7 +25,6 @@ def config(mode: str, name: str | None = "fsdp2_train") -> SimpleNamespace:
         ("disable", "fsdp2_train", "disabled"),
         ("R2", "fsdp2_infer", "disabled"),  # a reference: a record of it is no policy's
         ("R3", "megatron_train", "disabled"),  # ROLL's own
-        ("R3", "sglang", "disabled"),
         ("R3", None, "disabled"),
     ],
 )

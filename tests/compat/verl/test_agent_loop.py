@@ -1,10 +1,11 @@
-"""What the turns of one sample have shown, without verl: by which weights each row of a sequence was made."""
+"""What the turns of one sample have shown, and the line that an operator has to see; without verl."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+import jobs
 from npu_replay.compat.verl.agent_loop import Turns
 from npu_replay.errors import ReplayError
 
@@ -49,3 +50,20 @@ def test_turns_of_two_models_are_refused() -> None:
     with pytest.raises(ReplayError, match="different layers or top-k"):
         turns.add(np.array([1, 2, 3]), np.array([4]), np.ones((3, 4, 2), np.uint8), aborted=False)
     assert turns.routes_of(np.array([9, 9])) == (None, 0)
+
+
+WARNINGS = "import logging; logging.basicConfig(level=logging.WARNING, format='%(name)s %(message)s')"
+"""They alone are shown."""
+
+
+@pytest.mark.parametrize(("set_up", "before"), [("pass", ""), (WARNINGS, "npu_replay.job ")])
+def test_the_line_for_the_operator_is_seen_once_whatever_logging_is_set_up(set_up: str, before: str) -> None:
+    code = f"""
+import io
+sys.stderr = io.StringIO()
+{set_up}
+from npu_replay.compat.verl.metrics import announce
+announce('one'); announce('two')
+print(json.dumps(sys.stderr.getvalue().splitlines()))
+"""
+    assert jobs.printed(code) == [f"{before}[npu_replay] one", f"{before}[npu_replay] two"]

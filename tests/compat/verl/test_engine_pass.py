@@ -69,19 +69,40 @@ def replay(engine: Engine, routes: list[Any]) -> Any:
 
 
 def test_a_replayed_pass_says_once_that_it_is_on_and_adds_its_metrics(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine()
     with caplog.at_level("INFO", "npu_replay.job"):
         routes = record(engine)
         found = replay(engine, routes)
         replay(engine, routes)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1
-    assert said[0].startswith("[npu_replay] R2: 2 routers, 2 replayed")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("[npu_replay] R2: 2 routers, 2 replayed")
     assert found["metrics"]["npu_replay/live_mismatch"] == [0.0]
     assert found["metrics"]["npu_replay/seconds"][0] > 0
     assert found["metrics"]["npu_replay/megabytes"] == [2 * ROWS * TOPK / 1e6]
+    monkeypatch.setenv("NPU_REPLAY_METRICS_EVERY", "1 in 2")
+    with pytest.raises(ReplayError, match="NPU_REPLAY_METRICS_EVERY must be a whole number"):
+        replay(engine, routes)
+    refuse_engines()  # as uninstall() does
+    with pytest.raises(ReplayError, match="uninstalled after this engine"):
+        replay(engine, routes)
+
+
+def test_what_goes_wrong_in_a_schedule_is_raised_behind_it_and_an_update_is_counted() -> None:
+    engine = Engine()
+    routes, after = record(engine), list[str]()
+
+    def schedule(model: ToyModel) -> None:
+        current().set(REPLAY)
+        current().defer(ReplayError("a sample of this rank is bad"))
+        after.append("went on")
+
+    with pytest.raises(ReplayError, match="this rank is bad"):
+        engine.forward_backward_batch(schedule)
+    assert (after, EngineAdapter.of(engine).updates) == (["went on"], 0)
+    replay(engine, routes)
+    assert EngineAdapter.of(engine).updates == 1
 
 
 def test_nothing_is_left_when_a_pass_raises() -> None:
@@ -103,15 +124,26 @@ def test_nothing_is_left_when_a_pass_raises() -> None:
     assert hooks(engine.module[0]) == 0
 
 
-def test_no_action_has_an_effect_in_a_reference_pass_whatever_runs_inside() -> None:
-    """0.7's worker sets the action in its log-probs, which a LoRA actor's reference pass asks for."""
-    engine = Engine()
+def test_no_action_has_an_effect_in_a_reference_pass_or_in_an_engine_without_replay() -> None:
+    """0.7's worker sets the action in its log-probs, which a LoRA actor's reference pass asks for.
+
+    T40: verl's own answer counts layers by functions that Megatron-core 0.12.1 hasn't.
+    """
+    engine, seen = Engine(), list[tuple[bool, str]]()
     with EnginePass(is_off=True).entered(), EnginePass().entered():
         current().set(RECORD)
         engine.forward_backward_batch(lambda model: model(tokens(0)), forward_only=True)
         assert not current().action
     assert hooks(engine.module[0]) == 0
     assert not current().action
+
+    def schedule(model: ToyModel) -> None:
+        current().set(RECORD)
+        seen.append((serves(), current().action))
+
+    Engine("disabled").forward_backward_batch(schedule)
+    assert seen == [(True, "")]
+    assert not serves()
 
 
 def test_an_action_that_waits_is_the_engines_and_over_when_the_engine_ends_it() -> None:
@@ -128,35 +160,6 @@ def test_an_action_that_waits_is_the_engines_and_over_when_the_engine_ends_it() 
         engine.forward_backward_batch(lambda model: (schedule(model), current().clear()), forward_only=True)
         assert not current().action
     assert hooks(engine.module[0]) == 0
-
-
-def test_an_engine_without_replay_is_answered_that_none_is_on() -> None:
-    """T40: verl's own answer counts layers by functions that Megatron-core 0.12.1 hasn't."""
-    seen: list[tuple[bool, str]] = []
-
-    def schedule(model: ToyModel) -> None:
-        current().set(RECORD)
-        seen.append((serves(), current().action))
-
-    Engine("disabled").forward_backward_batch(schedule)
-    assert seen == [(True, "")]
-    assert not serves()
-
-
-def test_an_engine_refuses_to_go_on_in_silence_after_uninstall() -> None:
-    engine = Engine()
-    record(engine)
-    refuse_engines()
-    with pytest.raises(ReplayError, match="uninstalled after this engine"):
-        engine.forward_backward_batch(lambda model: None)
-
-
-def test_a_setting_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine()
-    routes = record(engine)
-    monkeypatch.setenv("NPU_REPLAY_METRICS_EVERY", "1 in 2")
-    with pytest.raises(ReplayError, match="NPU_REPLAY_METRICS_EVERY must be a whole number"):
-        replay(engine, routes)
 
 
 @pytest.mark.parametrize(
@@ -216,28 +219,6 @@ def test_what_a_batch_lends_to_a_pass_goes_with_it_and_a_disabled_engine_is_not_
     assert EngineAdapter.of(engine) is adapter
 
 
-def test_what_goes_wrong_in_a_schedule_is_raised_behind_it_and_an_update_is_counted() -> None:
-    engine = Engine()
-    routes, after = record(engine), list[str]()
-    assert EngineAdapter.of(engine).updates == 0
-
-    def schedule(model: ToyModel) -> None:
-        current().set(REPLAY)
-        current().defer(ReplayError("a sample of this rank is bad"))
-        after.append("went on")
-
-    with pytest.raises(ReplayError, match="this rank is bad"):
-        engine.forward_backward_batch(schedule)
-    assert after == ["went on"]
-    assert EngineAdapter.of(engine).updates == 0
-    replay(engine, routes)
-    assert EngineAdapter.of(engine).updates == 1
-
-
-class ActingAdapter(EngineAdapter):
-    acts = True
-
-
 @pytest.mark.parametrize(
     ("mode", "trains", "action"), [("R2", False, RECORD), ("R2", True, REPLAY), ("R3", False, REPLAY)]
 )
@@ -245,7 +226,7 @@ def test_a_pass_of_an_engine_without_an_action_of_its_own_sets_it(
     mode: str, trains: bool, action: str
 ) -> None:
     routes, engine = record(Engine()), Engine(mode)
-    adapter = ActingAdapter(engine)
+    adapter = type("ActingAdapter", (EngineAdapter,), {"acts": True})(engine)
     with EnginePass(adapter, trains=trains, flagged=True).entered() as one:
         assert one.action == action
         if action == REPLAY:

@@ -27,7 +27,7 @@ def filled() -> tuple[RoutesByKey, R2Store]:
     return held, R2Store(held)
 
 
-def test_routes_are_held_for_the_step_that_recorded_them_and_the_next() -> None:
+def test_routes_are_held_for_their_step_and_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     held, store = filled()
     keys = []
     for step in range(4):
@@ -36,12 +36,8 @@ def test_routes_are_held_for_the_step_that_recorded_them_and_the_next() -> None:
         assert held.lacking(keys[-2:]) == []
         assert len(held) == min(step + 1, 2)
         store.trained()
-
-
-def test_passes_that_nothing_trains_on_are_a_step_after_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_routes, "_PASSES", 3)
-    held, store = filled()
-    most = 0
+    monkeypatch.setattr(batch_routes, "_PASSES", 3)  # that nothing trains on are a step, too
+    (held, store), most = filled(), 0
     for number in range(20):
         store.begin(number, 0)
         store.keep(0, 1, [routes()])
@@ -60,7 +56,11 @@ def test_a_samples_key_is_the_same_on_all_chunks_and_no_other_passes_or_replicas
     store.begin(5, 1)
     other = store.keep(0, 2, [routes()] * 2)
     store.begin(6, 0)
-    assert len({*first[0], *first[1], *other, *store.keep(0, 2, [routes()] * 2)}) == 8
+    last = store.keep(0, 2, [routes()] * 2)
+    assert len({*first[0], *first[1], *other, *last}) == 8
+    _, anew = filled()  # a rank that was started anew has seen no pass, and works the same keys out
+    anew.begin(6, 0)
+    assert anew.keep(0, 2, [routes()] * 2) == last
 
 
 def test_a_batch_has_keys_for_the_length_of_a_pass() -> None:
@@ -78,15 +78,23 @@ def test_a_batch_has_keys_for_the_length_of_a_pass() -> None:
         held.of_sample(rows_of(1, 4), None, MODEL)
 
 
-def test_what_a_pass_lends_is_found_before_what_is_held_and_only_meanwhile() -> None:
+def test_what_a_pass_lends_or_refuses_goes_before_what_is_held() -> None:
     held, _ = filled()
-    held.keep(1, routes(1), 0)
-    held.lent = {1: routes(3), 2: InvalidRoutes("bad", expected="good", got="bad")}
-    assert held.of(1).layers == (3,)
+    held.keep(9, routes(1), 0)
+    held.lent = {9: routes(3), 2: InvalidRoutes("bad", expected="good", got="bad")}
+    assert held.of(9).layers == (3,)
     with pytest.raises(InvalidRoutes, match="bad"):
         held.of(2)
     held.lent = {}
-    assert held.of(1).layers == (1,)
+    assert held.of(9).layers == (1,)
+    held.refuse({9: InvalidRoutes("lost", expected="a piece", got="none"), 10: routes(3)})
+    assert list(held.bad([9])) == [9], "another rank can't read them"
+    assert held.lacking([9, 10]) == [10]
+    assert not held.nbytes
+    held.has((1, 3))
+    assert len(held) == 1
+    held.has((1,))
+    assert not len(held), "other layers drop all"
 
 
 def test_rows_that_are_not_to_be_replayed_have_no_route_and_those_of_several_samples_are_refused() -> None:
@@ -101,26 +109,3 @@ def test_rows_that_are_not_to_be_replayed_have_no_route_and_those_of_several_sam
     rows[2] = rows_of(8, 1)[0]
     with pytest.raises(InvalidRoutes, match="belong to several"):
         held.of_sample(rows, None, MODEL)
-
-
-def test_what_another_rank_cannot_read_is_bad_here_and_other_layers_drop_all() -> None:
-    held, _ = filled()
-    held.keep(9, routes(1), 0)
-    held.refuse({9: InvalidRoutes("lost", expected="a piece", got="none"), 10: routes(3)})
-    assert list(held.bad([9])) == [9]
-    assert held.lacking([9, 10]) == [10]
-    assert not held.nbytes
-    held.has((1, 3))
-    assert len(held) == 1
-    held.has((1,))
-    assert not len(held)
-
-
-def test_keys_do_not_depend_on_the_passes_before() -> None:
-    """A rank that was started anew has seen none, and works the same keys out."""
-    (_, old), (_, new) = filled(), filled()
-    old.begin(1, 0)
-    old.keep(0, 2, [routes()] * 2)
-    for store in (old, new):
-        store.begin(2, 0)
-    assert old.keep(0, 2, [routes()] * 2) == new.keep(0, 2, [routes()] * 2)
