@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import slow_layout
 from choice import examples
 from npu_replay import DecoderLayers, ParallelLayout, routers
 from npu_replay.errors import ReplayError, RouterError
+from parallel import slow_layout
 from toys import ToyModel, ToyRouter, ToyRouters
 
 AXES = ("tp", "cp", "pp", "ep", "etp", "dp")
