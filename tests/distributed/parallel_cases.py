@@ -1,6 +1,7 @@
 """The ways of splitting a job that are tried, and what is held against one process for each.
 
 A process of the job runs `run`; one process alone runs `refer` first, and leaves what it found in a folder.
+`cases` and `reference` are these two as targets of tests/jobs.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,24 @@ def missing(case: Case) -> str:
     if case.pattern:
         return hybrid_model.missing(case.pattern)
     return "" if importlib.util.find_spec(case.needs) else f"this release has no {case.needs}"
+
+
+@contextmanager
+def _started() -> Iterator[None]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+    with npu_replay.compat.cpu.lend():
+        yield
+    dist.destroy_process_group()
+
+
+def cases(task: dict[str, Any]) -> None:
+    with _started():
+        run(Path(task["folder"]), task["cases"], Path(task["references"]))
+
+
+def reference(task: dict[str, Any]) -> None:
+    with _started():
+        refer(Path(task["references"]))
 
 
 # One process alone

@@ -1,6 +1,6 @@
 """Record, collect and replay in real parallel training: a job of several processes against one process alone.
 
-parallel_worker.py is one process; parallel_cases.py has the cases and what is checked in each.
+parallel_cases.py is one process: it has the cases and what is checked in each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Jobs:
         self._references = folder
         self._wanted = wanted
         self._found: dict[int, Lines] = {}
-        problem, _ = launch("refer", 1, folder)
+        problem, _ = launch("reference", 1, folder)
         assert not problem, f"the reference, one process alone, failed:\n{problem}"
 
     def lines(self, processes: int, case: str) -> Lines:
@@ -64,11 +64,11 @@ class Jobs:
 def launch(
     what: str, processes: int, references: Path, cases: Sequence[str] = (), timeout: float = 400
 ) -> tuple[str, Lines]:
-    """Run a function of parallel_worker's; return its problem, if any, and what its ranks noted, in order."""
+    """Run a function of parallel_cases; return its problem, if any, and what its ranks noted, in order."""
     task = {"references": str(references), "cases": list(cases)}
     folder = Path(tempfile.mkdtemp(dir=references))
     ended = jobs.start(
-        f"distributed.parallel_worker:{what}", task, ranks=processes, timeout=timeout, folder=folder
+        f"distributed.parallel_cases:{what}", task, ranks=processes, timeout=timeout, folder=folder
     )
     problem = "\n".join(one.problem for one in ended if one.problem)
     lines = [

@@ -16,19 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import slow_layout
 from choice import examples
 from npu_replay import DecoderLayers, ParallelLayout, routers
 from npu_replay.errors import ReplayError, RouterError
+from parallel import slow_layout
 from toys import ToyModel, ToyRouter, ToyRouters
-
-AXES = ("tp", "cp", "pp", "ep", "etp", "dp")
-
-
-def says(*words: str) -> str:
-    """A pattern for a message that has all these words, in this order."""
-    return "(?s)" + ".*".join(re.escape(word) for word in words)
-
 
 # Which decoder layers, against layers that are dealt out one by one
 
@@ -55,20 +47,10 @@ def pipelines(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def decoder(pipeline: dict[str, Any], moe_layer_freq: int | Sequence[int] = 1) -> DecoderLayers:
-    return DecoderLayers(
-        pipeline["count"],
-        moe_layer_freq=moe_layer_freq,
-        first_stage=pipeline.get("first"),
-        last_stage=pipeline.get("last"),
-        embedding_counts=pipeline.get("embedding", False),
-        loss_counts=pipeline.get("loss", False),
-        table=pipeline.get("table"),
-    )
-
-
-def mixes(count: int) -> st.SearchStrategy[int | list[int]]:
-    """moe_layer_freq for so many layers."""
-    return st.integers(1, 5) | st.lists(st.integers(0, 1), min_size=count, max_size=count)
+    names = {"first": "first_stage", "last": "last_stage", "embedding": "embedding_counts"}
+    names |= {"loss": "loss_counts", "table": "table"}
+    about = {names[name]: value for name, value in pipeline.items() if name in names}
+    return DecoderLayers(pipeline["count"], moe_layer_freq=moe_layer_freq, **about)
 
 
 @examples(300)
@@ -77,7 +59,8 @@ def test_layers_are_where_dealing_them_out_one_by_one_puts_them(
     pipeline: dict[str, Any], data: st.DataObject
 ) -> None:
     """T2, T3: labels are global decoder layers, dense ones counted, on every virtual stage."""
-    freq = data.draw(mixes(pipeline["count"]))
+    count = pipeline["count"]
+    freq = data.draw(st.integers(1, 5) | st.lists(st.integers(0, 1), min_size=count, max_size=count))
     model, pp, vp = decoder(pipeline, freq), pipeline["pp"], pipeline["vp"]
     dealt = slow_layout.stages(**pipeline)
     assert dealt is not None
@@ -110,17 +93,10 @@ def test_what_does_not_come_out_even_is_refused(
     for pp_rank in range(pp):
         for vp_rank in range(vp):
             if dealt is None:
-                with pytest.raises(ReplayError, match=says("Expected", "got", "Usual cause")):
+                with pytest.raises(ReplayError, match=r"Expected.*got.*Usual cause"):
                     model.stage(pp, vp, pp_rank, vp_rank)
             else:
                 assert model.stage(pp, vp, pp_rank, vp_rank) == tuple(dealt[pp_rank, vp_rank])
-
-
-def test_repr_says_what_differs_from_a_process_alone() -> None:
-    assert repr(ParallelLayout()) == "ParallelLayout()"
-    layout = ParallelLayout(tp=2, pp=4, pp_rank=3, sequence_parallel=True, groups=("a group",))
-    assert repr(layout) == "ParallelLayout(tp=2, tp_rank=0, pp=4, pp_rank=3, sequence_parallel=True)"
-    assert eval(repr(layout)) == replace(layout, groups=())
 
 
 def test_layers_of_real_models() -> None:
@@ -145,72 +121,49 @@ def test_layers_of_real_models() -> None:
 # Bad numbers
 
 
-@pytest.mark.parametrize("axis", [*AXES, "vp"])
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp", "ep", "etp", "dp", "vp"])
 def test_a_rank_without_a_place_is_refused_by_the_axis_name(axis: str) -> None:
-    for size in (0, -1):
-        with pytest.raises(ReplayError, match=says(f" {axis}.", f"{axis}={size},")):
-            ParallelLayout(**{axis: size})
-    if axis == "vp":
-        return
-    for rank in (-1, 2, 3):
-        with pytest.raises(ReplayError, match=says(f" {axis}.", f"{axis}=2, {axis}_rank={rank}")):
+    with pytest.raises(ReplayError, match=rf" {axis}\..*{axis}=0,"):
+        ParallelLayout(**{axis: 0})
+    for rank in (-1, 2) if axis != "vp" else ():
+        with pytest.raises(ReplayError, match=rf" {axis}\..*{axis}=2, {axis}_rank={rank}"):
             ParallelLayout(**{axis: 2, f"{axis}_rank": rank})
-    assert getattr(ParallelLayout(**{axis: 2, f"{axis}_rank": 1}), f"{axis}_rank") == 1
 
 
-REFUSED: list[tuple[Callable[[], object], str]] = [
+REFUSED: list[tuple[str, Callable[[], object]]] = [
     # told when the numbers are given, not when a rank asks for its layers
-    (lambda: DecoderLayers(4, moe_layer_freq=[1, 1, 1]), "moe_layer_freq | Expected 4 | got 3 | Usual cause"),
-    (lambda: DecoderLayers(4, moe_layer_freq=0), "moe_layer_freq | >= 1 | got 0 | Usual cause"),
-    (lambda: DecoderLayers(4, table=[[2], [3]]), "pipeline layout | Expected 4 | got 5 | Usual cause"),
-    (lambda: DecoderLayers(2, table=[[3], [-1]]), "got | -1 | Usual cause"),
-    (lambda: DecoderLayers(-1), "got -1 | Usual cause"),
-    (lambda: DecoderLayers(2, first_stage=-1), "got -1 | Usual cause"),
-    *(
-        (lambda freq=freq: DecoderLayers(4, freq), "moe_layer_freq must be a whole number")
-        for freq in ("[0, 1]", None, 1.5)
-    ),
+    ("moe_layer_freq.*Expected 4.*got 3", lambda: DecoderLayers(4, moe_layer_freq=[1, 1, 1])),
+    ("moe_layer_freq.*got 0", lambda: DecoderLayers(4, moe_layer_freq=0)),
+    ("pipeline layout.*Expected 4.*got 5", lambda: DecoderLayers(4, table=[[2], [3]])),
+    ("got.*-1", lambda: DecoderLayers(2, table=[[3], [-1]])),
+    ("got -1", lambda: DecoderLayers(-1)),
+    ("got -1", lambda: DecoderLayers(2, first_stage=-1)),
+    ("moe_layer_freq must be", lambda: DecoderLayers(4, "[0, 1]")),
+    ("moe_layer_freq must be", lambda: DecoderLayers(4, 1.5)),
     # a pipeline that they don't fit
-    *(
-        (
-            lambda table=table: DecoderLayers(4, table=table).stage(2, 2, 0, 0),
-            "pipeline layout | Expected 2 x 2",
-        )
-        for table in ([[2, 2]], [[1, 1], [2]])
-    ),
-    *(
-        (
-            lambda about=about: DecoderLayers(5, first_stage=1, **about).stage(2, 1, 0, 0),
-            "uneven pipeline | embedding or loss",
-        )
-        for about in ({"embedding_counts": True}, {"loss_counts": True})
-    ),
-    *(
-        (lambda place=place: DecoderLayers(8).stage(2, 2, *place), f"no such stage | got {place}")
-        for place in ((2, 0), (0, -1))
-    ),
-    *(
-        (
-            lambda uneven=uneven: DecoderLayers(4, **uneven).stage(1, 1, 0, 0),
-            "the one stage has all layers | Expected 4",
-        )
-        for uneven in ({"first_stage": 3}, {"last_stage": 1})
-    ),
+    ("Expected 2 x 2", lambda: DecoderLayers(4, table=[[2, 2]]).stage(2, 2, 0, 0)),
+    ("Expected 2 x 2", lambda: DecoderLayers(4, table=[[1, 1], [2]]).stage(2, 2, 0, 0)),
+    ("uneven.*loss", lambda: DecoderLayers(5, first_stage=1, embedding_counts=True).stage(2, 1, 0, 0)),
+    ("uneven.*loss", lambda: DecoderLayers(5, first_stage=1, loss_counts=True).stage(2, 1, 0, 0)),
+    (r"no such stage.*got \(2, 0\)", lambda: DecoderLayers(8).stage(2, 2, 2, 0)),
+    (r"no such stage.*got \(0, -1\)", lambda: DecoderLayers(8).stage(2, 2, 0, -1)),
+    ("the one stage has all", lambda: DecoderLayers(4, first_stage=3).stage(1, 1, 0, 0)),
+    ("the one stage has all", lambda: DecoderLayers(4, last_stage=1).stage(1, 1, 0, 0)),
     # a layout
     *(
-        (lambda ask=ask: getattr(ParallelLayout(), ask), "doesn't know the model's decoder layers | decoder=")
+        ("doesn't know the model's decoder layers", lambda ask=ask: getattr(ParallelLayout(), ask))
         for ask in ("chunk_layers", "layers", "moe_layers")
     ),
-    (lambda: ParallelLayout(cp=2).alignment("ring"), "context | 'zigzag' or 'contiguous' | 'ring'"),
-    (lambda: ParallelLayout(tp=2.0), "tp must be a whole number"),
-    (lambda: ParallelLayout(pp_rank=None), "pp_rank must be a whole number"),
-    (lambda: routers.register("mine", object()), "mine | isn't a RouterKind"),
+    ("context.*'ring'", lambda: ParallelLayout(cp=2).alignment("ring")),
+    ("tp must be a whole number", lambda: ParallelLayout(tp=2.0)),
+    ("pp_rank must be a whole number", lambda: ParallelLayout(pp_rank=None)),
+    ("mine.*isn't a RouterKind", lambda: routers.register("mine", object())),
 ]
 
 
-@pytest.mark.parametrize(("call", "words"), REFUSED)
-def test_bad_numbers_are_refused(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ReplayError, match=says(*words.split(" | "))):
+@pytest.mark.parametrize(("words", "call"), REFUSED)
+def test_bad_numbers_are_refused(words: str, call: Callable[[], object]) -> None:
+    with pytest.raises(ReplayError, match=f"(?s){words}"):
         call()
 
 
@@ -251,14 +204,6 @@ def test_alignment_gives_every_rank_an_equal_share(
     assert length // cp % (tp if sequence_parallel else 1) == 0
 
 
-def test_alignment_by_numbers() -> None:
-    sliced = {"tp": 4, "sequence_parallel": True}
-    for sizes, zigzag, contiguous in (({"tp": 4}, 1, 1), (sliced, 4, 4), ({"cp": 2, **sliced}, 16, 8)):
-        layout = ParallelLayout(**sizes)
-        assert (layout.alignment(), layout.alignment("zigzag")) == (zigzag, zigzag)
-        assert layout.alignment("contiguous") == contiguous
-
-
 # The built model is the truth
 
 
@@ -277,14 +222,8 @@ def test_check_refuses_routers_in_other_layers(labels: tuple[int, ...]) -> None:
     """T3: labels shifted by a wrong offset are an error, not a shifted replay."""
     layout = ParallelLayout(pp=2, pp_rank=0, decoder=DecoderLayers(4))
     model = ToyModel(*(ToyRouter(layer=label) for label in labels))
-    message = says(
-        "pipeline rank 0 of 2, 1 virtual stages",
-        "other decoder layers than its config says",
-        "Expected [0, 1]",
-        f"got {list(labels)}",
-        "Usual cause",
-    )
-    with pytest.raises(RouterError, match=message):
+    said = rf"pipeline rank 0 of 2.*Expected \[0, 1\], got {re.escape(str(list(labels)))}"
+    with pytest.raises(RouterError, match=said):
         layout.check(model)
 
 
@@ -306,15 +245,17 @@ def test_check_holds_a_stage_of_dense_layers_against_the_config_too() -> None:
         second.check(dense)
     routers.register("toy", DenseStages())
     first.check(dense)
-    with pytest.raises(RouterError, match=says("Expected [2, 3]", "got []")):
+    with pytest.raises(RouterError, match=r"Expected \[2, 3\], got \[\]"):
         second.check(dense)
 
 
-def test_numbers_may_be_numpys() -> None:
-    layout = ParallelLayout(
-        tp=np.int64(2), tp_rank=torch.tensor(1), decoder=DecoderLayers(np.int64(4), np.int64(2))
-    )
+def test_numbers_may_be_numpys_and_repr_says_what_differs_from_a_process_alone() -> None:
+    layers = DecoderLayers(np.int64(4), np.int64(2))
+    layout = ParallelLayout(tp=np.int64(2), tp_rank=torch.tensor(1), decoder=layers)
     assert (layout.tp, layout.tp_rank, layout.moe_layers) == (2, 1, (0, 2))
+    layout = ParallelLayout(tp=2, pp=4, pp_rank=3, sequence_parallel=True, groups=("a group",))
+    assert repr(layout) == "ParallelLayout(tp=2, tp_rank=0, pp=4, pp_rank=3, sequence_parallel=True)"
+    assert eval(repr(layout)) == replace(layout, groups=())
 
 
 def test_process_groups_stay_in_their_process_where_a_copy_keeps_them() -> None:

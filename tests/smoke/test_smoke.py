@@ -45,12 +45,9 @@ def test_the_model_fits_its_split(sizes: dict[str, int]) -> None:
     assert pattern.count == split.layers
     assert pattern.moe == tuple(range(1, split.layers))
     stages = ParallelLayout(pp=split.pp, vp=split.vp, decoder=pattern)
-    plain = DecoderLayers(split.layers, [0] + [1] * (split.layers - 1))
+    plain = replace(stages, decoder=DecoderLayers(split.layers, [0] + [1] * (split.layers - 1)))
     for rank in range(split.pp):
-        ours, theirs = (
-            replace(one, pp_rank=rank).moe_layers for one in (stages, replace(stages, decoder=plain))
-        )
-        assert ours == theirs
+        assert replace(stages, pp_rank=rank).moe_layers == replace(plain, pp_rank=rank).moe_layers
 
 
 @pytest.mark.parametrize(
@@ -58,19 +55,13 @@ def test_the_model_fits_its_split(sizes: dict[str, int]) -> None:
     [
         (
             ["--tp", "2", "--pp", "2"],
-            "need a multiple of 4 processes, and there are 3: torchrun --nproc-per-node 4",
+            "a multiple of 4 processes, and there are 3: torchrun --nproc-per-node 4",
         ),
-        (
-            ["--tp", "2"],
-            "need a multiple of 2 processes, and there are 3",
-        ),  # more than enough, and no multiple
+        (["--tp", "2"], "a multiple of 2 processes, and there are 3"),  # more than enough, and no multiple
         (["--ep", "0"], "--ep 0: a size is at least 1"),
         (["--vp", "2"], "--vp needs a pipeline"),
         (["--patience", "0"], "--patience is a number of seconds above 0"),
-        (
-            ["--out", __file__],
-            "is not overwritten. Usual cause: an earlier run; to replace it: --force on the command line",
-        ),
+        (["--out", __file__], "is not overwritten"),
     ],
 )
 def test_what_cant_be_run_exits_2_and_rank_0_says_why(
@@ -96,15 +87,6 @@ def test_every_option_reaches_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     default, told = map(vars, seen)
     assert default == vars(Options())
     assert [name for name in default if default[name] == told[name]] == []
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--device", "tpu"], ["--nothing"]])
-def test_help_and_errors_are_the_command_lines_own(arguments: list[str]) -> None:
-    result = invoke("smoke", *arguments)
-    asked = arguments[0] in ("--help", "-h")
-    assert result.exit_code == (0 if asked else 2)
-    said = "usage: npu-replay smoke" if asked else "npu-replay smoke --help"
-    assert said in " ".join((result.stdout if asked else result.stderr).split())
 
 
 def test_a_start_that_fails_is_a_result_too(
@@ -142,9 +124,8 @@ def test_lines_name_what_fails_and_what_was_not_tried() -> None:
         Result("collect", "softmax", FAIL, "others\n came back", rank=3),
         Result("collect", "groups", PASS, "the same"),
     ]
-    assert report.lines("replay") == (
-        "PASS  replay        softmax: all right; groups not tried: this Megatron has none"
-    )
+    tried = "PASS  replay        softmax: all right; groups not tried: this Megatron has none"
+    assert report.lines("replay") == tried
     assert report.lines("collect") == "FAIL  collect       softmax: rank 3: others came back"
     assert not report.passed
     assert report.verdict().startswith("FAIL: collect, after")

@@ -1,0 +1,436 @@
+"""npu-replay doctor, run as people run it on machines that lack something; report and uninstall."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+from command_line import invoke
+from npu_replay import routers
+from npu_replay.compat import probe
+from npu_replay.compat.patching import patches as patching
+from npu_replay.compat.patching.patches import Patches
+from npu_replay.compat.probe import Product
+from npu_replay.doctor import diagnose as doctor
+from npu_replay.doctor import report as reporting
+from npu_replay.doctor import self_test
+from npu_replay.doctor.diagnose import diagnose
+from npu_replay.doctor.report import Report
+from npu_replay.sessions import backward
+from npu_replay.sessions.micro_batches import Timeline
+from toys import ToyModel, ToyRouter, tokens
+
+MEGATRON = "megatron.core.transformer.moe.router"
+ADAPTOR = "mindspeed.megatron_adaptor"
+# Keeps a package from being found, wherever it is installed.
+HIDE = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("megatron", "transformers", "matplotlib"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hide())
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    code: int
+    text: str
+
+    def row(self, name: str) -> str:
+        """The state that the table gives for a capability, and why."""
+        line = next(line for line in self.text.splitlines() if line.startswith(f"{name}  "))
+        return " ".join(line.removeprefix(name).split())
+
+
+def run(*arguments: str, path: str) -> Run:
+    done = subprocess.run(
+        [sys.executable, "-m", "npu_replay", "doctor", *arguments],
+        env=os.environ | {"PYTHONPATH": path, "COLUMNS": "1000", "OMP_NUM_THREADS": "1"},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    return Run(done.returncode, done.stdout)
+
+
+def states(report: Report) -> dict[str, str]:
+    return {capability.name: capability.state for capability in report.capabilities}
+
+
+# As people run it
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+def test_with_megatron_it_says_that_replay_works_and_exits_0(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    result = run("--imports", "--out", str(file), path=os.environ.get("PYTHONPATH", ""))
+    assert result.code == 0
+    megatron = result.row("replay on Megatron-core")
+    assert megatron.startswith("works TopKRouter is recognised")
+    assert megatron.endswith("; imports")
+    assert result.row("CPU").startswith("works tried: recorded, replayed, recomputed")
+    assert "Replay works here: on Megatron-core" in result.text
+    folder = Path(npu_replay.__file__).parent
+    assert result.row("npu_replay").startswith(npu_replay.__version__)
+    assert result.row("npu_replay").endswith((str(folder), "site-packages"))
+    columns = [line.index("works") for line in result.text.splitlines() if "  works  " in line]
+    assert len(columns) > 1
+    assert len(set(columns)) == 1, "the states stand below each other"
+    assert json.loads(file.read_text())["works"]
+
+
+def test_without_any_framework_it_says_how_to_get_one_and_exits_1(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
+    result = run(path=str(tmp_path))
+    assert result.code == 1
+    assert result.row("replay on Megatron-core") == "missing megatron-core is not installed"
+    assert result.row("CPU").startswith("works")
+    assert "pip install matplotlib" in result.text
+    assert "no framework whose routers are recognised" in result.text
+    assert result.text.count("put Megatron-LM on PYTHONPATH") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.first_release
+def test_a_fork_whose_routing_has_another_name_and_one_that_does_not_import_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = find_spec("megatron.core")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    copy = tmp_path / "megatron" / "core"
+    shutil.copytree(spec.submodule_search_locations[0], copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for source in copy.rglob("*.py"):
+        text = renamed = source.read_text(encoding="utf-8")
+        for name in ("topk_softmax_with_capacity", "topk_routing_with_score_function"):
+            renamed = renamed.replace(name, f"forked_{name}")
+        if renamed != text:
+            source.write_text(renamed, encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    result = run(path=path)
+    assert result.code == 1
+    assert "Replay works here" not in result.text
+    assert "Replay does not work here:" in result.text
+    assert result.row("Megatron's own replay").startswith("missing")
+    megatron = result.row("replay on Megatron-core")
+    assert megatron.startswith("broken megatron-core")
+    assert "can't be replayed: functions of later Megatron-core releases: routing failed" in megatron
+    assert "no function that routes is known" in megatron
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
+    assert doctor._try(doctor.__name__, MEGATRON) == ""
+    with (copy / "transformer" / "moe" / "router.py").open("a") as router:
+        router.write("\nimport gone\n")
+    said = "doesn't import: ModuleNotFoundError: No module named 'gone'"
+    assert doctor._try(doctor.__name__, MEGATRON) == said
+
+
+# In this process
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Product]:
+    """A machine with torch, a CPU and transformers; put the other products into it."""
+    there = {"transformers": Product("transformers", True, "5.23.0")}
+    monkeypatch.setattr(
+        probe, "products", lambda: tuple(there.get(name, Product(name, False)) for name in probe._KNOWN)
+    )
+    monkeypatch.setattr(doctor, "_try", lambda module, *arguments: "")
+    return there
+
+
+def problems(**options: bool) -> list[str]:
+    return [fault.why for fault in diagnose(**options).faults]
+
+
+def test_one_framework_is_enough_and_a_broken_extra_is_no_fault(
+    machine: dict[str, Product], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine["matplotlib"] = Product("matplotlib", False, problem="not to be looked up (OSError: gone)")
+    machine["torch_npu"] = Product("torch_npu", True, "2.7.1")
+    found = diagnose()
+    assert found.faults == ()
+    assert [*found.trials] == ["cpu", "npu"], "the NPU in another process"
+    assert states(found.report)["NPU"] == "works"
+    monkeypatch.setattr(self_test, "run", lambda device: "NoEffect: none")
+    monkeypatch.setattr("npu_replay.sessions.backward.probe", lambda: "a name is gone")
+    found = diagnose()
+    assert [fault.name for fault in found.faults] == ["recompute", "CPU"]
+    assert "a name is gone" in found.faults[0].why
+    assert (found.faults[1].why, states(found.report)["CPU"]) == ("NoEffect: none", "broken")
+    told = invoke("doctor", "--json")
+    assert (told.exit_code, json.loads(told.stdout)["works"]) == (1, False)
+
+
+EINOPS = "doesn't import: No module named 'einops'"
+MEGATRONS = "megatron-core 0.12.1 doesn't import: No module named 'einops'"
+
+
+@pytest.fixture
+def fails(machine: dict[str, Product], monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, ...], str]:
+    """A machine with both frameworks; put into it which imports fail, and how."""
+    machine["megatron-core"] = Product("megatron-core", True, "0.12.1")
+    trials: dict[tuple[str, ...], str] = {}
+    monkeypatch.setattr(doctor, "_try", lambda module, *arguments: trials.get(arguments, ""))
+    return trials
+
+
+def test_a_framework_that_does_not_import_is_a_fault(fails: dict[tuple[str, ...], str]) -> None:
+    fails["transformers.models.qwen3_moe.modeling_qwen3_moe",] = EINOPS
+    assert problems() == []
+    assert problems(imports=True) == ["transformers 5.23.0 doesn't import: No module named 'einops'"]
+    fails[MEGATRON,] = EINOPS
+    assert problems() == [MEGATRONS]
+    found = states(diagnose().report)
+    assert (found["replay on Megatron-core"], found["replay on transformers"]) == ("broken", "works")
+    for other in ("Megatron's own replay", "Megatron-core on the CPU"):
+        assert found.get(other, "missing") == "missing"
+    fails[MEGATRON,] = "can't be replayed: flags failed: a name is gone"
+    (fault,) = diagnose().faults
+    assert fault.why == "megatron-core 0.12.1 can't be replayed: flags failed: a name is gone"
+    assert "NPU_REPLAY_STRICT=0" in fault.remedy
+
+
+@pytest.mark.parametrize(
+    ("broken", "fault"),
+    [
+        ([(ADAPTOR, MEGATRON)], ["mindspeed 0.12.1 doesn't import: No module named 'einops'"]),
+        ([(ADAPTOR, MEGATRON), (MEGATRON,)], [MEGATRONS]),
+        ([(MEGATRON,)], []),  # MindSpeed lends what this Megatron lacks here
+    ],
+)
+def test_megatron_is_imported_as_jobs_with_mindspeed_do_and_whose_fault_it_is_is_told(
+    fails: dict[tuple[str, ...], str],
+    machine: dict[str, Product],
+    monkeypatch: pytest.MonkeyPatch,
+    broken: list[tuple[str, ...]],
+    fault: list[str],
+) -> None:
+    machine["mindspeed"] = Product("mindspeed", True, "0.12.1", "/nowhere")
+    # a source tree of Megatron-LM
+    monkeypatch.setattr("npu_replay.compat.mindspeed.features.find", lambda name: name)
+    fails.update(dict.fromkeys(broken, EINOPS))
+    assert problems() == fault
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("print('noise'); print('{\"problem\": \"it\"}')", "it"),
+        ("print('noise'); print('{\"unknown\": 1}')", "the process printed '{\"unknown\": 1}'"),
+        ("raise ValueError('why')", "ValueError: why"),
+        ("import os; os.kill(os.getpid(), 9)", "the process was killed by signal 9"),
+        ("raise SystemExit(3)", "the process ended with status 3"),
+        ("import time; time.sleep(60)", "no answer within 1 s"),
+    ],
+)
+def test_whatever_happens_to_a_child_is_told(
+    code: str, problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "child.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "_PATIENCE", 1 if "sleep" in code else 60)  # a busy machine starts slowly
+    assert doctor._try("child") == problem
+
+
+def test_modules_are_imported_in_their_order_in_another_process_up_to_the_first_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crashes = "import atexit, os; atexit.register(os.abort)\n"  # at the end is no fault of an import
+    (tmp_path / "first.py").write_text(
+        f"{crashes}import sys\nassert 'npu_replay' in sys.modules\nassert not sys.argv[1:]"
+    )
+    (tmp_path / "second.py").write_text(
+        "import sys\nassert 'first' in sys.modules\nraise ValueError('second\\nand more')"
+    )
+    (tmp_path / "third.py").write_text("raise SystemExit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert doctor._try(doctor.__name__, "first", "second", "third") == "doesn't import: ValueError: second"
+    assert doctor._try(doctor.__name__, "first") == ""
+    assert "first" not in sys.modules
+
+
+# The self-test
+
+
+def test_the_self_test_passes_and_leaves_nothing() -> None:
+    before, state = routers.kinds(), torch.get_rng_state()
+    assert self_test.run("cpu") == ""
+    assert routers.kinds() == before
+    assert torch.equal(torch.get_rng_state(), state)
+    absent = "mtia" if torch.xpu.is_available() else "xpu"
+    assert self_test.run(absent).startswith("torch finds no")
+
+
+class Nothing(contextlib.nullcontext[None]):
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+
+RECOMPUTED = Timeline.recomputed
+
+
+def takes_another(*arguments: Any) -> int:
+    return 1 - RECOMPUTED(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "problem"),
+    [
+        (self_test, "replay", Nothing, "the routers didn't choose the experts that were replayed"),
+        (Timeline, "recomputed", takes_another, "with recompute the gradients differ from those without"),
+    ],
+)
+def test_the_self_test_notices(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Any, problem: str
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    assert self_test.run("cpu") == problem
+
+
+# npu_replay.report and npu_replay.uninstall
+
+
+@pytest.fixture
+def model(toy_routers: None) -> ToyModel:
+    return ToyModel(ToyRouter(layer=3), ToyRouter(layer=4))
+
+
+@pytest.fixture
+def patches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Patches]:
+    """The only changes: a test before may have imported Megatron, and its shims are on."""
+    with monkeypatch.context() as patched:
+        patched.setattr(patching, "_groups", [])
+        group = Patches("a test runs")
+        yield group
+        group.undo()
+        npu_replay.install()
+
+
+def test_report_holds_the_facts_and_changes_nothing(patches: Patches, model: ToyModel) -> None:
+    report = npu_replay.report()
+    assert report.version == npu_replay.__version__
+    assert (report.torch.version, report.torch.recompute_problem) == (torch.__version__, "")
+    assert set(report.router_kinds) >= {"megatron-core", "transformers"}
+    assert (report.open_sessions, report.patches) == ((), ())
+    assert states(report)["recompute"] == states(report)["CPU"] == "works"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.version = "2"  # type: ignore[misc]
+    with npu_replay.record(model):
+        model(tokens())
+        report = npu_replay.report()
+        assert [str(block) for block in report.open_sessions] == ["record on layers 3, 4"]
+        assert "record on layers 3, 4" in str(report)
+    assert npu_replay.report().open_sessions == ()
+
+
+def test_report_reads_as_plain_words(patches: Patches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    patches.set(SimpleNamespace(), "attribute", 1, "because")
+    lines = [" ".join(line.split()) for line in str(npu_replay.report()).splitlines()]
+    assert lines[0] == "Installed Version Where"
+    assert lines[1].startswith(f"npu_replay {npu_replay.__version__} ")
+    assert "recompute works each takes the routes of its own forward" in lines
+    assert "Open blocks: none" in lines
+    changed = ["for a test runs:", "- attribute of one types.SimpleNamespace", "because"]
+    assert lines[-4:] == ["Changed in other modules: 1", *changed]
+    monkeypatch.setenv("COLUMNS", "80")  # a long name stays whole
+    module = ModuleType("megatron.core.transformer.moe.moe_utils")
+    patches.set(module, "compute_routing_scores_for_aux_loss", 1, "one two three four five " * 6)
+    lines = str(npu_replay.report()).splitlines()
+    assert "  - megatron.core.transformer.moe.moe_utils.compute_routing_scores_for_aux_loss" in lines
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_torch_that_does_not_tell_recomputes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "probe", lambda: "a name is gone")
+    report = npu_replay.report()
+    assert report.torch.recompute_problem == "a name is gone"
+    (found,) = [one for one in report.capabilities if one.name == "recompute"]
+    assert (found.state, "a name is gone" in found.why) == ("missing", True)
+    assert found.remedy
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "torch_npu", "cuda", "npu"),
+    [
+        ("cuda", Product("torch_npu", False), "works", "missing"),
+        ("npu", Product("torch_npu", True, "2.7.1"), "missing", "works"),
+        ("", Product("torch_npu", True, "2.7.1"), "missing", "missing"),  # never imported, so not known
+        ("", Product("torch_npu", True, "2.7.1", "", "half installed"), "missing", "broken"),
+    ],
+)
+def test_devices_are_told_without_importing_torch_npu(
+    accelerator: str, torch_npu: Product, cuda: str, npu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {"torch_npu": torch_npu, "megatron-core": Product("megatron-core", True)}
+    products = tuple(there.get(name, Product(name, False)) for name in reporting.probe._KNOWN)
+    monkeypatch.setattr(reporting.probe, "products", lambda: products)
+    monkeypatch.setattr(reporting.torch_npu, "accelerator", lambda: (accelerator, 1))
+    found = states(npu_replay.report())
+    assert (found["CUDA"], found["NPU"]) == (cuda, npu)
+    assert ("Megatron-core on the CPU" in found) == (accelerator != "cuda")
+
+
+def test_uninstall_undoes_every_patch_and_warns_once_of_what_somebody_else_has_replaced(
+    patches: Patches, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = SimpleNamespace(value=1, other=1)
+    for name in ("value", "other", "new"):
+        patches.set(owner, name, 2, "because")
+    npu_replay.uninstall()
+    npu_replay.uninstall()
+    assert vars(owner) == {"value": 1, "other": 1}
+    assert (npu_replay.report().patches, caplog.records) == ((), [])
+    patches.set(owner, "value", 2, "because")
+    patches.set(owner, "other", 2, "because")
+    owner.value = 3
+    npu_replay.uninstall()
+    npu_replay.uninstall()
+    assert vars(owner) == {"value": 3, "other": 1}
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "value of one types.SimpleNamespace" in record.getMessage()
+    assert "other" not in record.getMessage().replace("others", "")
+
+
+def test_uninstall_inside_a_block_is_refused_before_anything_is_undone(
+    model: ToyModel, patches: Patches
+) -> None:
+    owner = SimpleNamespace(value=1)
+    patches.set(owner, "value", 2, "because")
+    with npu_replay.record(model):
+        model(tokens())
+        with pytest.raises(npu_replay.ReplayError, match="got record on layers 3, 4"):
+            npu_replay.uninstall()
+        assert owner.value == 2
+    npu_replay.uninstall()
+    assert owner.value == 1
+
+
+def test_uninstall_inside_lend_takes_the_loan_back(patches: Patches) -> None:
+    with npu_replay.compat.cpu.lend():
+        npu_replay.uninstall()
+        assert patching.applied() == []
+    assert patching.applied() == []
