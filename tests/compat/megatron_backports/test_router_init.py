@@ -413,7 +413,11 @@ def with_prediction_layers(config: Any) -> Any:
     return model
 
 
-MAKES = [with_prediction_layers, lambda config: torch.nn.Sequential(megatron_model.model(config))]
+MODELS: dict[str, Any] = {
+    "decoders": lambda config: megatron_model.model(config),
+    "prediction layers": with_prediction_layers,
+    "wrapped": lambda config: torch.nn.Sequential(torch.nn.Sequential(megatron_model.model(config))),
+}
 WAYS = {
     "taken off and put on": "12-+",
     "built before": "-12+",
@@ -430,8 +434,10 @@ def topk_routers(model: torch.nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.usefixtures("few_objects")
-def test_the_list_of_all_keeps_the_order_of_making(ours: Any, way: str) -> None:
+@pytest.mark.parametrize("first", MODELS)
+def test_the_list_of_all_keeps_the_order_of_making(ours: Any, way: str, first: str) -> None:
     """However npu_replay comes and goes, and whatever the collector has moved meanwhile."""
+    makes = [MODELS[first], *(make for name, make in MODELS.items() if name != first)]
     made: list[Any] = []
     config = megatron_model.config(**FLAG, num_layers=2, mtp_num_layers=2)  # of both
     with contextlib.ExitStack() as stack:
@@ -441,7 +447,7 @@ def test_the_list_of_all_keeps_the_order_of_making(ours: Any, way: str) -> None:
             elif step == "+":
                 stack.close()
             else:
-                made.append(MAKES[len(made)](config))
+                made.append(makes[len(made)](config))
             gc.collect()
     wanted = [id(router.router_replay) for model in made for router in topk_routers(model)]
     there = [id(one) for one in ours.global_router_replay_instances if id(one) in set(wanted)]
