@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -646,6 +648,60 @@ def _files() -> None:
     with pytest.raises(ReplayError, match=r"no routes of these tokens|so does this one"):
         other.log_probs(batch)
     nothing_is_on()
+
+
+@case("the way from verl's flag to a session")
+def _way() -> None:
+    """Few files, and none to which a reader comes back often: docs/dev/architecture.md lists them."""
+    ours = Path(npu_replay.__file__).parents[1]
+    for mode in ("R2", "R3"):
+        tiny = begin(mode=mode)
+        actor = Actor(tiny)
+        routes = job.rollout_routes(tiny) if mode == "R3" else None
+        data = recorded_batch(actor)[0] if routes is None else r3_batch(tiny, routes)
+        entered: dict[str, set[str]] = {}
+        session: list[bool] = []
+
+        @functools.cache  # it is asked at every call and return
+        def place(file: str) -> str:
+            path = Path(file)
+            is_ours = any(path.is_relative_to(ours / room) for room in ("compat", "npu_replay"))
+            return str(path.relative_to(ours)) if is_ours else "verl"  # whose code may lie in the clone
+
+        def called(frame: Any, event: str, _: Any) -> None:
+            if event != "call" or session:  # noqa: B023
+                return
+            here = place(frame.f_code.co_filename)
+            if here.startswith(("compat/verl/", "npu_replay/sessions/")):
+                caller = place(frame.f_back.f_code.co_filename)
+                session.extend([True] * (here == "npu_replay/sessions/replay.py"))  # noqa: B023
+                entered.setdefault(here, set()).update({caller} - {here})  # noqa: B023
+
+        sys.setprofile(called)
+        try:
+            actor.update(data)
+        finally:
+            sys.setprofile(None)
+        assert session, "no replay was opened"
+        assert len(entered) <= 13, entered
+        assert max(map(len, entered.values())) <= 3, entered
+
+
+@case("switched off")
+def _off() -> None:
+    """No line, no figures, no routes, with mode disabled; routes in the batch or not."""
+    tiny = begin(mode="disabled")
+    actor = Actor(tiny)
+    data = job.batch(tiny.split, job.rollout_routes(tiny))
+    with told() as lines:
+        with npu_replay.observe(actor.chunks) as first:
+            data.batch["old_log_probs"], routes = actor.log_probs(data)
+        with npu_replay.observe(actor.chunks) as second:
+            metrics = actor.update(data)
+    assert routes is None
+    assert lines == []
+    assert not [name for name in metrics if name.startswith("npu_replay/")]
+    same_shown(first, second)
 
 
 # What goes wrong
