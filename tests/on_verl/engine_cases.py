@@ -701,7 +701,7 @@ def _off() -> None:
     assert routes is None
     assert lines == []
     assert not [name for name in metrics if name.startswith("npu_replay/")]
-    same_shown(first, second)
+    same_shown(first.shown, second.shown)
 
 
 # What goes wrong
