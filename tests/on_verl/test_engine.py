@@ -46,6 +46,7 @@ ALIKE = (
     "two mini-batches and two epochs",
     "a second engine",
     "switched off",
+    "the way from verl's flag to a session",
     "settings, and routes far from the routers' own choice",
     "one rank fails in a way that nobody has thought of",
     "bad samples after the first step",
@@ -58,7 +59,7 @@ EVERY = [
     for reference in ("", " by reference")
     for split in ("dp2", "pp2", VPP, DENSE, "cp2", "tp2 with sequence parallel", "full recompute", "ep2")
 ]
-EVERY.append("the way from verl's flag to a session")  # a tracer takes a minute and more
+
 ACTOR = (f"R3: {DENSE}", f"R2: {VPP}", "R3: cp2", "R2: dynamic micro-batches", "without its adapter")
 ACTOR_TOO = ("R2: tp2 with sequence parallel", "R2: full recompute")
 
