@@ -119,6 +119,17 @@ def moe_utils() -> Any:
     return import_module(moe_functions.MODULE)
 
 
+def test_taken_off_the_function_is_the_releases_own_wherever_it_is_held(moe_utils: Any) -> None:
+    name = "topk_routing_with_score_function"
+    moe_functions._patches.undo()
+    try:
+        holders = moe_utils, import_module("megatron.core.transformer.moe.router")
+        held = [vars(one)[name] for one in holders if name in vars(one)]
+        assert {one.__module__ for one in held} <= {moe_functions.MODULE}
+    finally:
+        moe_functions.install()
+
+
 def topk(**options: Any) -> Any:
     return cases.function("topk_routing_with_score_function")(cases.logits(), 2, **options)
 
