@@ -66,4 +66,5 @@ def main(example: str, *paths: str) -> int:
 CHECKS = {"demo": demo, "grpo": grpo}
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    asked = sys.argv[1:2] and sys.argv[1] in CHECKS
+    sys.exit(main(*sys.argv[1:]) if asked else "usage: check.py demo|grpo FILE ...")

@@ -54,7 +54,7 @@ def _probed(fn: Preprocessing, sizes: tuple[int, ...], padding_alone: bool, turn
     """Return the packed token in each place of what `fn` returns. `turned` counts the numbers backwards."""
     tokens = sum(sizes)
     last = _FIRST_NUMBER + 2 * tokens + 9  # odd for a token whose first number is even
-    # Turned, no token has the number that it had before: code that looks at ids then does otherwise.
+    # Turned, each token has another number, so code that looks at the ids lays them out differently.
     numbers = torch.arange(tokens)
     numbers = last - numbers if turned else _FIRST_NUMBER + numbers
     made = _fed(fn, list(torch.split(numbers, list(sizes))))

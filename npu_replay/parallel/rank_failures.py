@@ -48,7 +48,7 @@ class RankGroup:
         self.me: int = dist.get_rank(group)
         kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
         self.device = torch.device("cpu" if "cpu" in kinds else kinds[0])  # that of the back end's tensors
-        # Set once: a collective that ran out leaves messages under way, which a next one would receive.
+        # Never taken back: a collective whose time ran out leaves messages that the next would receive.
         self._lost: RankError | None = None  # why this group can't be used any more
 
     def tell(self, error: Exception | None, say: object = None) -> tuple[Exception | None, list[Any]]:

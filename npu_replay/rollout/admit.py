@@ -194,7 +194,7 @@ def from_batch(
         wide = rows.to(torch.int64)
         _check_dense(wide.where(wide != -1, 0).numpy(), model, 0, Source(engine=""))
     ids = rows[:, columns]
-    # torch compares no unsigned integers but uint8.
+    # torch has the wider unsigned dtypes, but little arithmetic on them.
     ids = ids.to(torch.int64) if ids.dtype in (torch.uint16, torch.uint32, torch.uint64) else ids
     given = arguments.ids(ids).numpy()
     recorded = np.ones(len(given), np.bool_) if keep is None else keep.detach().cpu().bool().numpy().copy()

@@ -224,7 +224,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         """Write the waiting samples as one shard; return its name without an ending, or None."""
         if not self._waiting:
             return None
-        # Counted before it is written: a shard that failed half-way is never written over.
+        # Counted before it is written, so that another try after a failure takes a new name.
         shard, self._shards = self._file(self._shards), self._shards + 1
         samples = {key: routes.encodable() for key, routes in self._waiting.items()}
         write_whole(shard, *encode(samples), overwrite=False)

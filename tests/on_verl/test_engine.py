@@ -59,7 +59,6 @@ EVERY = [
     for reference in ("", " by reference")
     for split in ("dp2", "pp2", VPP, DENSE, "cp2", "tp2 with sequence parallel", "full recompute", "ep2")
 ]
-
 ACTOR = (f"R3: {DENSE}", f"R2: {VPP}", "R3: cp2", "R2: dynamic micro-batches", "without its adapter")
 ACTOR_TOO = ("R2: tp2 with sequence parallel", "R2: full recompute")
 
