@@ -28,7 +28,7 @@ LINES = {
     "options": 90,
     "routers": 334,
     "rollout": 1826,
-    "sessions": 4250,
+    "sessions": 4210,
     "parallel": 1819,
     "delivery": 223,
     "compat.patching": 629,

@@ -24,7 +24,7 @@ from npu_replay.compat.megatron.routers import IDLE_WITHOUT_ACTION, action_of, i
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.sessions import seam
-from npu_replay.sessions.masks import Masks
+from npu_replay.sessions.masks import unmasked
 
 MODULE = "megatron.core.transformer.moe.router_replay"
 
@@ -267,7 +267,6 @@ class Asked(seam.Call):
     ) -> None:
         super().__init__(rows, num_experts, topk, seam.Call.own)
         self.given = is_replaying(replay)
-        self.made = Masks(rows, num_experts) if groups[1] else None
         self.replay, self._groups = replay, groups
 
     def decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,7 +275,7 @@ class Asked(seam.Call):
         def own(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
             """Run the top-k as it was called, on scores masked by groups; an outer call is answered once."""
             if outer is not None and outer.ids is None:
-                outer.made = self.made
+                outer.fills = self.fills
                 seam.arm(outer)
             try:
                 values, ids = torch.topk(scores, *self.asked[0], **self.asked[1])
@@ -286,7 +285,8 @@ class Asked(seam.Call):
 
         if self.compares:
             self.own()
-        values, ids = self.replay.get_replay_topk(self.unmasked(scores), self.topk, *self._groups, own)
+        before = unmasked(scores, self.fills, self.topk) if self.given else scores
+        values, ids = self.replay.get_replay_topk(before, self.topk, *self._groups, own)
         if isinstance(outer, Asked) and outer.replay is self.replay:
             outer.ids, outer.way = ids, "inner"  # the routing that armed the outer call is answered, too
         return values, ids

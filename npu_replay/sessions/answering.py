@@ -22,7 +22,7 @@ from npu_replay.routes.inputs import copied
 from npu_replay.routes.routed_experts import narrow_dtype
 from npu_replay.sessions import backward, seam, torch_state
 from npu_replay.sessions.effect import Witness, is_due
-from npu_replay.sessions.masks import Masks, Path
+from npu_replay.sessions.masks import Steps
 from npu_replay.sessions.micro_batches import (
     CALLED_INSIDE,
     FEW,
@@ -37,9 +37,6 @@ from npu_replay.sessions.own_choice import OwnChoice
 from npu_replay.sessions.route_source import RouteSource, to_device
 from npu_replay.sessions.session import Session, Undo, Work
 from npu_replay.sessions.torch_state import Hook, caller_of_hook, restore_functions
-
-_MOST_MASKED = 10_000
-"""The places of masks are kept for at most this number of micro-batches, for their recomputes."""
 
 _is_batched = torch._C._functorch.is_batchedtensor
 
@@ -214,14 +211,12 @@ class RouterCalls:
         self._narrow = narrow_dtype(router.num_experts)  # the dtype in which its ids are kept
         self._answering, self._source, self._witness = answering, answering.source, answering.witness
         self._chunk, self._marks, self._timeline = chunk, marks, session.timeline
-        self._may_keep_native = backward.TELLS_REGIONS and not (given or router.masks or router.spare)
+        self._may_keep_native = backward.TELLS_REGIONS and not (given or router.spare)
         self._leaves = session.may_wait(RouterCalls.leaves)
         self._is_block = router.shows is None
         self._mend = router.mend if given else None
         # How its top-k was caught last, in eval mode and in training: where by the guard, Watch stays off.
         self._ways: dict[bool, str | None] = {}
-        self._paths: dict[tuple[str, ...], Path] = {}
-        self._masked: dict[int, Any] = {}  # by micro-batch, where the masks were
         # Used where other hooks come later: our hook behind them; the ended call with its output.
         self._behind: Hook | None = None
         self._ended: tuple[object, seam.Call] | None = None
@@ -248,16 +243,15 @@ class RouterCalls:
         call.owner, call.given, call.chooses_itself = self, self._is_given, not self._is_given
         call.drops, call.spare, call.counts = router.drops, router.spare, self._is_block
         call.expected = self._ways.get(router.module.training)
-        call.watching = router.masks or call.expected != "guard"
+        call.watching = call.expected != "guard"
         call.follows = self._is_block and self._witness.follows(self.label)
-        if router.masks:
-            call.made = Masks(rows, router.num_experts, self._paths)
         if number is None:
             call.forward, enclosed = self._live()
             call.keeps_native_topk = self._may_keep_native and not enclosed
             if call.forward.checked:
-                self._paths.clear()
                 call.follows = self._is_block
+                if self._is_given and router.masks:
+                    call.watching, call.steps = True, Steps(rows, router.num_experts)
             elif rows * router.topk <= FEW and not torch.is_inference_mode_enabled():
                 call.keeps = False
             if self._is_given:
@@ -265,8 +259,6 @@ class RouterCalls:
         else:
             call.number = number
             call.follows |= self._is_block and is_due(number)
-            if call.made is not None:
-                call.made.used = self._masked.get(number)
             call.routes = self._again(number, rows, hidden.device)
         if next(reversed(router.module._forward_hooks.values())) is not self.last and not self._is_block:
             if self._behind is None:
@@ -362,10 +354,6 @@ class RouterCalls:
                 self._ways[self.router.module.training] = call.way
             if call.forward is not None:
                 self._witness.saw(self.router, call.forward, call, output)
-                if call.made is not None and call.made.used is not None:
-                    self._masked[call.forward.number] = call.made.used
-                    if len(self._masked) > _MOST_MASKED:
-                        del self._masked[next(iter(self._masked))]
             elif call.way is not None:
                 self._witness.saw_again(self.router, call.number, call, output)
             else:

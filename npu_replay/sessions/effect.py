@@ -47,8 +47,8 @@ _RULED_OUT = (
         "the router masks experts and then makes the scores of its top-k (by a softmax, or a bias), so an "
         "expert that it masks now has a weight of 0 or so: mask after the softmax, or describe the router "
         "with masks=False where its weights come from other scores than the top-k's",
-        "a mask that can't be seen: in a compiled function, or of a router that is "
-        "described with masks=False",
+        "the router masks by another function than masked_fill (where, a product), or in compiled code: call "
+        "masked_fill on the scores right before the top-k",
     ),
 )
 _UNUSED_IN_BLOCK = (
@@ -202,11 +202,6 @@ class Witness:
                 scarce = (call.scores > float("-inf")).sum(dim=1, keepdim=True) < router.topk
                 unseen = held & values.isneginf() & ~scarce
                 self._asked.append((router, number, False, _RULED_OUT, ~unseen))
-            if call.made is not None and not call.made.sees(call.scores):
-                # A product with 0 that wasn't seen: exact zeros, though the best score is above zero.
-                scores = call.scores.detach()
-                zeroed = (values == 0).any(dim=1) & (scores.amax(dim=1) > 0) & (scores == 0).any(dim=1)
-                self._asked.append((router, number, False, _RULED_OUT, ~zeroed.any().expand_as(held)))
         self._asked.append((router, number, False, _shows_others(router), right))
 
     def look(

@@ -16,7 +16,7 @@ from npu_replay.sessions import seam
 from npu_replay.sessions.answering import called_again, hidden_states
 from npu_replay.sessions.backward import in_backward
 from npu_replay.sessions.effect import as_map, not_called
-from npu_replay.sessions.masks import IdUses
+from npu_replay.sessions.id_uses import IdUses
 from npu_replay.sessions.micro_batches import Key, Marks
 from npu_replay.sessions.record import micro_batch_routes
 from npu_replay.sessions.session import Session, Work, to_enter

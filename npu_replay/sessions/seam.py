@@ -6,15 +6,15 @@ after.) The ids are found without grad and the scores are gathered, also in a re
 checkpoint compares saved tensors of forward and recompute, so all passes must build the same graph.
 
 Two ways to catch the top-k, measured in docs/dev/architecture.md: `torch.topk` and `torch.Tensor.topk` are
-replaced while a session is open (`Guard`: cheap, but misses `from torch import topk`); `Watch`, a
-TorchFunctionMode, sees every operation, at 2 µs each, and is on where scores are masked before the top-k, in
-the first call of each router, and where the use of the ids is followed (`masks.py`).
+replaced while a session is open (`guarded.py`: cheap, but misses `from torch import topk`); `Watch`, a
+TorchFunctionMode, sees every operation, at 2 µs each, and is on in the first call of each router, and where
+the use of the ids is followed (`id_uses.py`). The guard also notes the `masked_fill` before the top-k
+(`masks.py`).
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeAlias
@@ -24,8 +24,11 @@ from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from npu_replay.errors import RouterError
-from npu_replay.sessions.masks import IdUses, Masks, run_seen
-from npu_replay.sessions.torch_state import address, dynamo_forgets, dynamo_knows, outside_modes
+from npu_replay.sessions.guarded import guard as guard
+from npu_replay.sessions.guarded import here
+from npu_replay.sessions.id_uses import IdUses, run_seen
+from npu_replay.sessions.masks import Fill, Steps, unmasked
+from npu_replay.sessions.torch_state import address, outside_modes
 
 Choose: TypeAlias = "Callable[[Call], torch.Tensor]"
 """Takes a call, and returns the ids to use, int64 [rows, topk]."""
@@ -36,35 +39,25 @@ _pop: Callable[[], Any] = torch._C._pop_torch_function_stack
 _modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 
 
-class _Here(threading.local):
-    def __init__(self) -> None:  # no class attributes: up to torch 2.10 dynamo treats these as constants
-        self.armed: Call | None = None
-        self.running: Call | None = None
-        self.takers: tuple[IdUses, ...] = ()
-
-
-_here = _Here()
-
-
 def armed() -> Call | None:
     """Return the router's call that this thread is in, until its top-k has been answered."""
-    call = _here.armed
+    call: Call | None = here.armed
     return call if call is not None and call.ids is None else None
 
 
 def arm(call: Call | None) -> None:
     """Let this call answer the next matching top-k of this thread; None disarms."""
-    _here.armed = call
+    here.armed = call
 
 
 def is_running() -> bool:
     """Return whether this thread is in a router's call, or an interrupt left it in one."""
-    return _here.running is not None
+    return here.running is not None
 
 
 def running(owner: object) -> Call | None:
     """Return the innermost open call of this thread that belongs to `owner`."""
-    call = _here.running
+    call: Call | None = here.running
     while call is not None and call.owner is not owner:
         call = call.below
     return call
@@ -72,26 +65,26 @@ def running(owner: object) -> Call | None:
 
 def unwind(block: object) -> None:
     """End the calls of a block whose forward hooks an interrupt (KeyboardInterrupt) has skipped."""
-    call = _here.running
+    call = here.running
     while call is not None:
         if getattr(call.owner, "block", None) is block:
             call.end()
         call = call.below
-    if _here.running is None and not _here.takers:
+    if here.running is None and not here.takers:
         _watch.leave(0)
 
 
 def follow(taker: IdUses) -> None:
     """Let `taker` see what this thread passes to torch's functions, except before an armed call's top-k."""
     taker.depth = _depth()
-    _here.takers = (*_here.takers, taker)
+    here.takers = (*here.takers, taker)
     _watch.enter()
 
 
 def unfollow(taker: IdUses) -> None:
     """Undo `follow`, also one that was interrupted."""
     _watch.leave(taker.depth)
-    _here.takers = tuple(one for one in _here.takers if one is not taker)
+    here.takers = tuple(one for one in here.takers if one is not taker)
 
 
 class Call:
@@ -102,7 +95,7 @@ class Call:
 
     # Set by the caller before `begin`. Class attributes, so that a call sets only what differs:
     given = False  # the ids may differ from the router's own choice
-    made: Masks | None = None  # follows masks before the top-k; needs `watching`
+    steps: Steps | None = None  # what makes the scores, to tell a mask that isn't undone; needs `watching`
     watching = False  # Watch is on, until the top-k is caught
     owner: Any = None
     forward: Any = None
@@ -129,7 +122,7 @@ class Call:
     asked: Any = None  # its other arguments, positional and named
     own_ids: torch.Tensor | None = None  # the router's own choice of all rows, once computed
     taken: IdUses | None = None  # uses of the ids after the top-k, if `follows`
-    ruled_out: torch.Tensor | None = None  # see Masks.ruled_out
+    ruled_out: torch.Tensor | None = None  # see Steps.ruled_out
     strayed: torch.Tensor | None = None  # a flag on the device: a kernel chose other ids
     below: Call | None = None  # the enclosing call
     outer: Call | None = None  # the previously armed call
@@ -138,12 +131,13 @@ class Call:
     def __init__(self, rows: int, num_experts: int, topk: int, choose: Choose) -> None:
         self.rows, self.num_experts, self.topk, self.choose = rows, num_experts, topk, choose
         self.seen: list[str] = []  # functions called before the top-k was caught, while Watch was on
+        self.fills: list[Fill] = []  # of scores over the experts, before the top-k
 
     def begin(self) -> None:
         """Answer the next top-k of this thread that matches, until `end`."""
         self.watching |= self.follows
-        self.outer, self.below, self._depth = _here.armed, _here.running, _depth()
-        _here.armed = _here.running = self
+        self.outer, self.below, self._depth = here.armed, here.running, _depth()
+        here.armed = here.running = self
         if self.watching:
             _watch.enter()
 
@@ -153,7 +147,7 @@ class Call:
             _watch.leave(self._depth)
         if self.taken is not None:
             unfollow(self.taken)
-        _here.armed, _here.running = self.outer, self.below
+        here.armed, here.running = self.outer, self.below
 
     def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether the call answers a top-k with these arguments."""
@@ -174,7 +168,7 @@ class Call:
         frame: FrameType | None = None if self.inside is None else sys._getframe()
         while frame is not self.inside:
             if frame is None:  # the router's frame is gone, so this call was abandoned
-                _here.armed = self.outer
+                here.armed = self.outer
                 self._stop_watching()
                 return False
             if frame.f_code.co_name == "checkpoint" and not self.keeps_native_topk:
@@ -197,7 +191,7 @@ class Call:
     ) -> Any:
         """Answer the top-k, once: later ones in this call are the router's own."""
         # Disarmed while our own operations run: a top-k among them is not the router's.
-        _here.armed = None
+        here.armed = None
         if self.ids is not None:
             return (self._drop if self.drops else self._answer_again)(native, args, kwargs, self.ids)
         if way == "guard":
@@ -213,7 +207,7 @@ class Call:
         if self.spare:
             values, places = self.native_topk(scores)
             self.handed = torch.cat([ids, places[:, self.topk :]], dim=1)
-            self.made = None  # the router got its top-k's own values, so no mask is undone
+            self.fills.clear()  # the router got its top-k's own values, so no mask is undone
         if (handed := self.handed) is None:
             handed = ids
             if self.keeps:
@@ -226,11 +220,11 @@ class Call:
         if self.follows:
             self.taken = IdUses(self.rows, self.topk, self.num_experts, ids)
             self.taken.depth = self._depth
-            _here.takers = (*_here.takers, self.taken)
+            here.takers = (*here.takers, self.taken)
         if self.given:
             self._answered = _identity(scores)
         comes_again = self.drops or not self.spare
-        _here.armed = self if self.counts or (self.given and comes_again) else None
+        here.armed = self if self.counts or (self.given and comes_again) else None
         return torch.return_types.topk((values, handed))
 
     def _answer_again(self, native: Callable[..., Any], args: Any, kwargs: Any, ids: torch.Tensor) -> Any:
@@ -240,11 +234,11 @@ class Call:
         try:
             if self.given and _identity(scores) == self._answered and (handed := self.handed) is not None:
                 # Not the values of before: they may have been made without grad, or written into.
-                source = self.unmasked(scores) if scores.requires_grad else self.unmasked(scores).detach()
-                return torch.return_types.topk((source.gather(1, handed), handed))
+                values = unmasked(scores, self.fills, self.topk, handed)
+                return torch.return_types.topk((values if scores.requires_grad else values.detach(), handed))
             return native(*args, **kwargs)
         finally:
-            _here.armed = self
+            here.armed = self
 
     def _drop(self, native: Callable[..., Any], args: Any, kwargs: Any, ids: torch.Tensor) -> Any:
         """Choose the tokens to drop; choose anew for experts that lost a token which was routed to them.
@@ -286,12 +280,10 @@ class Call:
             self.own()
         with outside_modes():
             ids = self.choose(self)
-            if self.given and self.made is not None:
-                self.ruled_out = self.made.ruled_out(scores, self.own, ids)
-        if self.given and self.made is not None:
-            values = self.made.unmasked(scores, self.own, lambda part: part.gather(1, ids))
-        elif not self.keeps_native_topk:
-            values = scores.gather(1, ids)
+            if self.steps is not None:
+                self.ruled_out = self.steps.ruled_out(scores, self.fills, ids, self.own())
+        if not self.keeps_native_topk:
+            values = unmasked(scores, self.fills if self.given else (), self.topk, ids)
         return values, ids
 
     def own(self, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -309,9 +301,20 @@ class Call:
     def native_topk(self, scores: torch.Tensor) -> Any:
         return self._native(scores, *self.asked[0], **self.asked[1])
 
-    def unmasked(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores before masking, where other experts may be given; else the scores."""
-        return self.made.unmasked(scores, self.own) if self.given and self.made is not None else scores
+    def fill(
+        self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool
+    ) -> Any:
+        """Run a `masked_fill`, and keep the scores before it if it fills scores over the experts."""
+        scores = args[0] if args else kwargs.get("input")
+        if not isinstance(scores, torch.Tensor) or scores.shape != (self.rows, self.num_experts):
+            return native(*args, **kwargs)
+        before = scores
+        if in_place:
+            with outside_modes():
+                before = scores.clone()
+        after = native(*args, **kwargs)
+        self.fills.append(Fill(before, after, args[1] if len(args) > 1 else kwargs["mask"]))
+        return after
 
 
 def _identity(scores: torch.Tensor) -> tuple[object, ...]:
@@ -342,97 +345,14 @@ class Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        call, name = _here.armed, getattr(func, "__name__", "")
+        call, name = here.armed, getattr(func, "__name__", "")
         if call is not None and name == "topk" and call.matches(args, kwargs):
             return call.answer(func, args, kwargs, "watch")
         if call is None or call.ids is not None:
-            takers = _here.takers
+            takers = here.takers
             return run_seen(takers, func, args, kwargs) if takers else func(*args, **kwargs)
         call.seen.append(name)
-        return func(*args, **kwargs) if call.made is None else call.made.run(func, args, kwargs)
+        return func(*args, **kwargs) if call.steps is None else call.steps.run(func, args, kwargs)
 
 
 _watch = Watch()
-
-
-class _Guarded:
-    """Replaces one of torch's two names for top-k by a function that asks the thread's armed call, if any."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner, self.native = owner, owner.topk
-        self.own_attribute = "topk" in vars(owner)  # Tensor's is inherited from its C base
-        self.is_laid = False
-        native = self.native
-
-        def topk(*args: Any, **kwargs: Any) -> Any:
-            call = _here.armed
-            if call is not None and call.matches(args, kwargs):
-                return call.answer(native, args, kwargs, "guard")
-            if call is None and not guard.is_open:  # a wrapper from inside the block has restored ours
-                self.lay_back()
-            return native(*args, **kwargs)
-
-        topk.__doc__ = native.__doc__
-        self.answered = topk
-
-    def lay_back(self) -> None:
-        """Restore the name. If it was wrapped meanwhile, ours stays below and passes all calls on."""
-        if self.owner.topk is self.answered:
-            if self.own_attribute:
-                self.owner.topk = self.native
-            else:
-                del self.owner.topk
-
-
-class Guard:
-    """Replaces torch's two names for top-k while at least one block is open.
-
-    It takes no lock, which an interrupt could leave locked: each step may run twice, from any thread.
-    """
-
-    def __init__(self) -> None:
-        self._holders: set[object] = set()
-        self._dynamo_knew = False
-        self._names: list[_Guarded] = []
-        self.is_open = False
-
-    def install(self, holder: object) -> None:
-        """Replace the names for a holder, until `remove` is called with it; each may be called repeatedly."""
-        self._holders.add(holder)
-        if not self.is_open:
-            for left in self._names:
-                left.lay_back()
-            self._dynamo_knew = dynamo_knows()
-            self._names = [_Guarded(torch), _Guarded(torch.Tensor)]
-            # TorchScript finds operators by the id of a function, and can't compile ours: it stands for the
-            # operator while it is there.
-            if (operators := _script_table()) is not None:
-                operators[id(self._names[0].answered)] = "aten::topk"
-            self.is_open = True
-        for name in self._names:
-            if not name.is_laid:
-                name.owner.topk, name.is_laid = name.answered, True
-
-    def remove(self, holder: object) -> None:
-        """Release a holder. The last one restores the names."""
-        self._holders.discard(holder)
-        if self._holders or not self.is_open:
-            return
-        for name in self._names:
-            name.lay_back()
-        if (operators := _script_table()) is not None:  # if made meanwhile, it lacks torch's own
-            operators.pop(id(self._names[0].answered), None)
-            operators[id(self._names[0].native)] = "aten::topk"
-        if not self._dynamo_knew:
-            dynamo_forgets()
-        self.is_open = False
-        if self._holders:  # another thread installed in between
-            self.install(self)
-            self._holders.discard(self)
-
-
-def _script_table() -> dict[int, str] | None:
-    return getattr(sys.modules.get("torch.jit._builtins"), "_builtin_table", None)
-
-
-guard = Guard()

@@ -502,8 +502,6 @@ def expected(case: Case) -> str:
         return "open"
     if case.fault in RIGHT:
         return "right"
-    if case.fault == "early_alias_once" and case.bed == "masked toy":
-        return "right"  # all of its calls are watched
     if case.fault in OPEN:
         return "open"
     if case.kind == "pin_recompute":

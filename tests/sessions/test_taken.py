@@ -261,7 +261,7 @@ def test_an_exception_and_an_interrupt_leave_no_watch() -> None:
             with pytest.raises(type(kind)), block(model):
                 run(model)
             assert not seam._watch.is_innermost()
-            assert seam._here.takers == ()
+            assert seam.here.takers == ()
 
 
 def load(scores: torch.Tensor) -> object:
