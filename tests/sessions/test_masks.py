@@ -159,7 +159,11 @@ def test_a_mask_by_another_function_is_refused_where_it_rules_out_an_expert(how:
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_masked_router_reads_nothing_back_from_the_device(layers: int) -> None:
     """In an unchecked micro-batch; the one wait is a CPU's check at the end of the forward."""
-    model = ToyModel(*(ToyRouter(select=groups_behind_a_bias, masks=True) for _ in range(layers)))
+
+    def behind_a_new_bias(router: ToyRouter, scores: Scores) -> Pair:
+        return in_groups(router, scores + torch.zeros(EXPERTS))
+
+    model = ToyModel(*(ToyRouter(select=behind_a_new_bias, masks=True) for _ in range(layers)))
     routes = of_its_own_record(model, 7)
     with npu_replay.replay(model, routes):
         run(model, *range(5))
