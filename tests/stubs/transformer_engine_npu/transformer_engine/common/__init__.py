@@ -1,0 +1,5 @@
+"""What the frameworks share."""
+
+from . import recipe
+
+__all__ = ["recipe"]

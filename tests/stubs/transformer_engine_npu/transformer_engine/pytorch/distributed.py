@@ -1,0 +1,85 @@
+"""The checkpoint, reentrant unless told otherwise, and the tracker of random states."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .fp8 import FP8GlobalStateManager
+
+
+class CudaRNGStatesTracker:
+    """Megatron-core derives its TECudaRNGStatesTracker from it, and asks whether its own tracker is one."""
+
+
+def activation_recompute_forward(**_: bool) -> Any:
+    """Tell FP8 modules of a recompute: there are none."""
+    return contextlib.nullcontext()
+
+
+calls: list[str] = []
+"""What was checkpointed, by its qualified name: a test sees that Megatron-core came this way."""
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `function` without keeping its activations, and again in the backward pass.
+
+    Keyword arguments that aren't the checkpoint's own go to `function`.
+    """
+    reentrant = kwargs.pop("use_reentrant", True)
+    distributed = kwargs.pop("distribute_saved_activations", False)
+    tracker = kwargs.pop("get_rng_state_tracker", None)
+    kwargs.pop("tp_group", None)
+    if distributed or not reentrant:
+        what = "distributes saved activations" if distributed else "isn't reentrant"
+        raise NotImplementedError(f"the stand-in of TransformerEngineNPU has no checkpoint that {what}")
+    calls.append(getattr(function, "__qualname__", type(function).__qualname__))
+    return _Checkpoint.apply(function, tracker, kwargs, *args)
+
+
+class _Checkpoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Any, tracker: Any, kwargs: dict[str, Any], *args: Any) -> Any:
+        ctx.function = function
+        ctx.tracker = tracker
+        ctx.kwargs = kwargs
+        ctx.random = _random_states(tracker)
+        ctx.fp8 = (FP8GlobalStateManager.is_fp8_enabled(), FP8GlobalStateManager.get_fp8_recipe())
+        ctx.others = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
+        ctx.save_for_backward(*(arg if isinstance(arg, torch.Tensor) else None for arg in args))
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        inputs = [
+            other if saved is None else saved.detach().requires_grad_(saved.requires_grad)
+            for saved, other in zip(ctx.saved_tensors, ctx.others, strict=True)
+        ]
+        now = _random_states(ctx.tracker)
+        _set_random_states(ctx.tracker, ctx.random)
+        with torch.enable_grad(), FP8GlobalStateManager.switched(*ctx.fp8):
+            outputs = ctx.function(*inputs, **ctx.kwargs)
+        _set_random_states(ctx.tracker, now)
+        if isinstance(outputs, torch.Tensor):
+            outputs = (outputs,)
+        pairs = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if isinstance(output, torch.Tensor) and output.requires_grad
+        ]
+        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        return (None, None, None, *(getattr(value, "grad", None) for value in inputs))
+
+
+def _random_states(tracker: Any) -> tuple[torch.Tensor, Any]:
+    return torch.get_rng_state(), None if tracker is None else tracker().get_states()
+
+
+def _set_random_states(tracker: Any, states: tuple[torch.Tensor, Any]) -> None:
+    torch.set_rng_state(states[0])
+    if tracker is not None:
+        tracker().set_states(states[1])
