@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import jobs
+from on_mindspeed.stand_in.mindspeed import branch
 
 TESTS = Path(__file__).parents[1]
 STAND_IN, REAL = "stand-in", "real"
 _OWN = (STAND_IN_FOLDER := Path(__file__).parent / "stand_in", STUBS := TESTS / "stubs", TESTS)
+TRANSFORMER_ENGINE_NPU = STUBS / "transformer_engine_npu"
 
 
 def run(product: str, target: str, task: dict[str, Any], timeout: float = 200) -> dict[str, Any]:
@@ -37,6 +39,8 @@ def run_ranks(
     """The same in `count` processes."""
     real = _has_torch_npu()
     path = [] if product == REAL else [STAND_IN_FOLDER]
+    if product == STAND_IN and not branch.played().lends_transformer_engine:
+        path.append(TRANSFORMER_ENGINE_NPU)
     return jobs.run_ranks(
         target if "." in target else f"on_mindspeed.{target}",
         task | {"product": product},

@@ -20,6 +20,7 @@ class Branch:
         restores_methods: removing a patch also puts back a class's method, not only names in modules.
         replaces_checkpointed_forward: TransformerBlock recomputes by a function of MindSpeed's.
         replaces_te_linear: Megatron's TELinear is a class of MindSpeed's.
+        lends_transformer_engine: names of Transformer Engine are dummies; else TransformerEngineNPU is there.
         has_fix_router, has_mc2: the features exist.
         ignored: arguments that don't reach a config where they are None.
     """
@@ -28,6 +29,7 @@ class Branch:
     restores_methods: bool = False
     replaces_checkpointed_forward: bool = False
     replaces_te_linear: bool = False
+    lends_transformer_engine: bool = True
     has_fix_router: bool = True
     has_mc2: bool = True
     ignored: tuple[str, ...] = ()
@@ -44,15 +46,29 @@ BRANCHES = {
         has_mc2=False,
         ignored=("rope_type",),
     ),
+    "core_r0.18.0": Branch(
+        init_subclass=True,
+        restores_methods=True,
+        lends_transformer_engine=False,
+        has_fix_router=False,
+        has_mc2=False,
+        ignored=("rope_type",),
+    ),
 }
 
 
+def played() -> Branch:
+    """The branch that this process's environment asks for."""
+    return BRANCHES[os.environ.get("MINDSPEED_STAND_IN") or _beside_megatron()]
+
+
 def _beside_megatron() -> str:
-    """The branch for this Megatron-core: from 0.16 on it has a router_replay of its own."""
-    spec = find_spec("megatron.core")
-    folders = [] if spec is None else list(spec.submodule_search_locations or [])
-    newer = any((Path(folder) / "transformer/moe/router_replay.py").exists() for folder in folders)
-    return "core_r0.16.0" if newer else "2.3.0"
+    """The branch for this Megatron-core: 0.16 has its own router_replay, 0.18 one module for recomputes."""
+    spec = find_spec("megatron") and find_spec("megatron.core")
+    folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or []]
+    marks = {"core_r0.18.0": "recompute.py", "core_r0.16.0": "transformer/moe/router_replay.py"}
+    there = (name for name, file in marks.items() if any((folder / file).exists() for folder in folders))
+    return next(there, "2.3.0")
 
 
-BRANCH = BRANCHES[os.environ.get("MINDSPEED_STAND_IN") or _beside_megatron()]
+BRANCH = played()

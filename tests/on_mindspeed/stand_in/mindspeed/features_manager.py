@@ -76,11 +76,12 @@ def _require(holds: Any, rule: str) -> None:
 
 def _before_megatron(args: Any) -> dict[str, Any]:
     basic = "mindspeed.core.megatron_basic.requirements_basic"
+    dummies = _DUMMIES if BRANCH.lends_transformer_engine else {}
     return {
         "torch.compile": f"{basic}:dummy_compile",
         "torch.jit.script": f"{basic}:dummy_compile",
         "importlib.metadata.version": f"{basic}:version_wrapper",
-        **{f"{at}.{name}": torch.nn.Module for at, names in _DUMMIES.items() for name in names.split()},
+        **{f"{at}.{name}": torch.nn.Module for at, names in dummies.items() for name in names.split()},
         "torch.Tensor.view": f"{basic}:ensure_contiguous_wrapper",
         "torch.distributed.all_reduce": f"{basic}:torch_all_reduce_double_dtype_bypass_wrapper",
     }
