@@ -94,3 +94,25 @@ def lent(kernel: Callable[..., Any] = fused_topk_with_score_function) -> Iterato
         patch.setattr(moe_utils, "fused_topk_with_score_function", kernel, raising=False)
         calls.clear()
         yield moe_utils
+
+
+def in_function(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The same kernel as one autograd.Function, as Transformer Engine's is."""
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: torch.Tensor, options: dict[str, Any]) -> Any:
+            with torch.enable_grad():
+                ctx.logits = logits.detach().requires_grad_()
+                ctx.probs, routing_map = kernel(logits=ctx.logits, **options)
+            ctx.mark_non_differentiable(routing_map)
+            return ctx.probs.detach(), routing_map
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return *torch.autograd.grad(ctx.probs, ctx.logits, grads[0]), None
+
+    def fused(logits: torch.Tensor, **options: Any) -> Any:
+        return Fused.apply(logits, options)
+
+    return fused

@@ -1,8 +1,10 @@
-"""Records and replays the fused router (`moe_router_fusion`, Megatron-core 0.14 on), which calls no top-k.
+"""Records and replays the fused router (`moe_router_fusion`, Megatron-core 0.14 on).
 
-It is one kernel of Transformer Engine, which upstream's RouterReplay neither records nor replays. Here a call
-that keeps the router's choice reads it from the map that the kernel returned; a call that is given its
-experts runs unfused, through Megatron's own function without `fused`.
+It is one function of Transformer Engine, which upstream's RouterReplay neither records nor replays. Here a
+call that is given its experts runs unfused, through Megatron's own function without `fused`. A call that
+keeps the router's choice runs the function. NVIDIA's is a kernel that calls no top-k: the choice is read from
+the map that it returns. TransformerEngineNPU's is made of small operators, with a top-k that the armed call
+answers as it does an unfused router's.
 
 Asks:     the router's config, and the call that is armed in the thread.
 Changes:  the kernel's name in `moe_utils`, as long as somebody holds it (`HeldKernel`).
@@ -68,8 +70,10 @@ def _answered(module: Any, native: Callable[..., Any]) -> Callable[..., Any]:
             # Both take the same arguments, in the same order.
             return getattr(module, _UNFUSED)(*args, **kwargs, fused=False)
         output = native(*args, **kwargs)
-        seam.arm(None)  # a top-k after the kernel isn't the router's
-        call.note(_ids(output, call))
+        # Ids that a top-k inside returned keep its order: a recompute sums in the order of its forward.
+        if call.ids is None:
+            seam.arm(None)  # a top-k after the kernel isn't the router's
+            call.note(_ids(output, call))
         return output
 
     return fused

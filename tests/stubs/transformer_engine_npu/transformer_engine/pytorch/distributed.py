@@ -20,10 +20,6 @@ def activation_recompute_forward(**_: bool) -> Any:
     return contextlib.nullcontext()
 
 
-calls: list[str] = []
-"""What was checkpointed, by its qualified name: a test sees that Megatron-core came this way."""
-
-
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `function` without keeping its activations, and again in the backward pass.
 
@@ -36,7 +32,6 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if distributed or not reentrant:
         what = "distributes saved activations" if distributed else "isn't reentrant"
         raise NotImplementedError(f"the stand-in of TransformerEngineNPU has no checkpoint that {what}")
-    calls.append(getattr(function, "__qualname__", type(function).__qualname__))
     return _Checkpoint.apply(function, tracker, kwargs, *args)
 
 

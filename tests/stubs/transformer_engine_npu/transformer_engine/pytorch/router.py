@@ -5,8 +5,6 @@ Signatures and results are those that Megatron-core's moe_utils relies on. A top
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 
@@ -52,39 +50,6 @@ def _only_best_groups(scores: torch.Tensor, topk: int, num_groups: int, group_to
     best = torch.topk(strength, k=group_topk, dim=-1).indices
     kept = torch.zeros_like(strength, dtype=torch.bool).scatter(1, best, True)
     return scores.masked_fill(~kept.repeat_interleave(by_group.shape[-1], dim=1), float("-inf"))
-
-
-class TopkInFunction(torch.autograd.Function):
-    """The same in an autograd.Function, as NVIDIA's kernel is and an NPU's would be."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.enable_grad():
-            ctx.logits = logits.detach().requires_grad_()
-            ctx.probs, routing_map = fused_topk_with_score_function(ctx.logits, *options)
-        ctx.mark_non_differentiable(routing_map)
-        return ctx.probs.detach(), routing_map
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = torch.autograd.grad(ctx.probs, ctx.logits, grads[0])
-        return grad, None, None, None, None, None, None, None
-
-
-def topk_in_function(
-    logits: torch.Tensor,
-    topk: int,
-    use_pre_softmax: bool,
-    num_groups: int | None,
-    group_topk: int | None,
-    scaling_factor: float | None,
-    score_function: str,
-    expert_bias: torch.Tensor | None,
-) -> Any:
-    """`fused_topk_with_score_function` in an autograd.Function."""
-    return TopkInFunction.apply(
-        logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias
-    )
 
 
 def fused_compute_score_for_moe_aux_loss(
