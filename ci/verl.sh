@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Runs the tests with verl, as it was released. Other arguments than --all go to pytest, each time.
 #
-# The newest release runs all of them but those marked `long`. Older ones leave out what is marked `newest`, too: our
-# own code, or Ray's, and not verl's of that release. What they run is where releases differ: how they pack, narrow,
-# merge and hand on (test_engine.BY_RELEASE, test_fsdp.BY_RELEASE, test_functions), configs, agent loops, and of 0.7 its
-# own actor and its external_lib. They have transformers 4, which they want; the newest has 5. npu_patches runs each
-# form of verl's own block for an NPU (0.9.1's; 0.7.1's; 0.8.0's patches want a transformers that its block doesn't run
-# on), and ms-swift's on both lines of transformers. With --all: what is `long`, Megatron-core 0.13.1 and 0.15.3, and
-# 0.9.1's block on transformers 4.
+# 0.9.1 runs all of them but those marked `long` on Megatron-core 0.18.2, which verl's images of today have, and
+# MindSpeed's stand-in with TransformerEngineNPU's. On 0.12.1, where the replay is lent to Megatron, it runs its functions and,
+# in two processes, the engine that it takes on an NPU; 0.7.1 runs its whole engine there. Older releases leave out what
+# is marked `newest`: our own code, or Ray's, and not verl's of that release. What they run is where releases differ:
+# how they pack, narrow, merge and hand on (test_engine.BY_RELEASE, test_fsdp.BY_RELEASE, test_functions), configs,
+# agent loops, and of 0.7 its own actor and its external_lib. They have transformers 4, which they want; the newest has
+# 5. npu_patches runs each form of verl's own block for an NPU (0.9.1's; 0.7.1's; 0.8.0's patches want a transformers
+# that its block doesn't run on), and ms-swift's on both lines of transformers. With --all: what is `long`, 0.9.1 whole on
+# 0.12.1, Megatron-core 0.13.1 and 0.15.3, and 0.9.1's block on transformers 4.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 all=
@@ -17,6 +19,7 @@ if [[ ${1:-} == --all ]]; then
 fi
 source ci/environment.sh
 for release in 0.7.1 0.8.0 0.9.1; do fetch_verl $release; done
+fetch megatron 0.18.2
 if [[ $all ]]; then for release in 0.13.1 0.15.3; do fetch megatron $release; done; fi
 fetch transformers 4.57.6
 datasets=$work/beside/datasets==4.0.0 # verl imports it, and newer ones want a newer huggingface-hub
@@ -39,10 +42,13 @@ run_with() {
 quick="not long"
 if [[ $all ]]; then quick=; fi
 export PYTHONPATH=$swift${PYTHONPATH:+:$PYTHONPATH}
-run_with 0.12.1 0.9.1 "$quick" tests/on_verl tests/npu_patches "$@"
+run_with 0.18.2 0.9.1 "$quick" tests/on_verl tests/npu_patches "$@"
 if [[ $all ]]; then
+    run_with 0.12.1 0.9.1 "" tests/on_verl "$@"
     run_with 0.15.3 0.9.1 "not newest" tests/on_verl/test_functions.py tests/on_verl/test_engine.py "$@"
     run_with 0.13.1 0.8.0 "not newest" tests/on_verl/test_functions.py tests/on_verl/test_engine.py "$@"
+else
+    run_with 0.12.1 0.9.1 "$quick" tests/on_verl/test_functions.py tests/on_verl/test_mindspeed.py "$@"
 fi
 export PYTHONPATH=$datasets:$work/transformers/4.57.6:$PYTHONPATH
 run_with 0.12.1 0.7.1 "not newest${quick:+ and $quick}" tests/on_verl tests/npu_patches "$@"

@@ -40,7 +40,7 @@ LINES = {
     "compat.ray": 131,
     "compat.mindspeed": 401,
     "compat.transformers": 294,
-    "compat.megatron": 931,
+    "compat.megatron": 935,
     "compat.megatron_backports": 951,
     "compat.vllm_ascend": 1350,
     "compat.vllm": 704,
