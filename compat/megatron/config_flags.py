@@ -2,7 +2,8 @@
 
 Asks:     which flags the constructor knows. What acts on them is not decided here.
 Changes:  `__init__` of `TransformerConfig` and `MLATransformerConfig`; a mark on a config's `init_method`.
-Undone:   the constructors are put back, also from beneath MindSpeed's wrapper. Marks mean nothing then.
+Undone:   the constructors are put back, also from beneath wrappers of MindSpeed and MegatronAdaptor. Marks
+          mean nothing then.
 
 Megatron before 0.16 doesn't know the flags. MindSpeed drops an argument that the class has as an attribute,
 and reads the signature of the class, so flags are set on instances only. Its `repatch()` drops what wraps its
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 import sys
 import uuid
@@ -121,13 +123,18 @@ def _flags(config: Any) -> Flags:
 
 
 def _mend_replace(cls: type) -> None:
-    """Delete the `__init__` that MindSpeed made for one config's class: it breaks dataclasses.replace."""
-    # Such a class is a dataclass of its base's name that no module holds; the inherited constructor works.
-    own, base = vars(cls), cls.__mro__[1]
-    made = "__dataclass_fields__" in own and "__init__" in own and cls.__name__ == base.__name__
-    held = "." in cls.__qualname__ or getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
-    if made and not held and any(repatch.patch_of(kind) is not None for kind in cls.__mro__[1:]):
-        del cls.__init__  # type: ignore[misc]
+    """Delete each `__init__` that MindSpeed or MegatronAdaptor made for one config's class.
+
+    It breaks dataclasses.replace; the inherited constructor works.
+    """
+    # Such a class is a dataclass of its base's name that no module holds. Each of the two products makes one.
+    for kind, base in itertools.pairwise(cls.__mro__):
+        own = vars(kind)
+        made = "__dataclass_fields__" in own and "__init__" in own and kind.__name__ == base.__name__
+        module = sys.modules.get(kind.__module__)
+        held = "." in kind.__qualname__ or getattr(module, kind.__qualname__, None) is kind
+        if made and not held and any(map(repatch.patches_of, kind.__mro__[1:])):
+            del kind.__init__  # type: ignore[misc]
 
 
 # Configs that are made from the fields of another

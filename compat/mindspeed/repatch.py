@@ -1,10 +1,11 @@
-"""Wraps a constructor so that MindSpeed's own wrapper, and its repatch(), leave ours in place.
+"""Wraps a constructor so that MindSpeed and MegatronAdaptor, and their repatch(), leave our wrapper in place.
 
-MindSpeed keeps what it has patched, and `repatch()` throws away what lies over its own wrapper. So ours lies
-beneath, whichever of the two came first.
+Each of the two keeps what it has patched in a registry of its own, with the original of the first time.
+`repatch()` sets its own wrapper over that original again, and throws away whatever lies above. So ours lies
+beneath the lowest of them, whichever came first.
 
-Asks:     MindSpeed's list of patches.
-Changes:  what MindSpeed keeps for the original of the constructor.
+Asks:     both registries of patches.
+Changes:  what the lowest patch of a constructor keeps for the original.
 Undone:   by `undo`, which a group calls for patches of its own that others lie over.
 """
 
@@ -20,41 +21,60 @@ Init = Callable[..., None]
 
 
 def wrap_init(patches: Patches, cls: type, wrapped: Callable[[Init], Any], why: str) -> None:
-    """Replace `cls.__init__` by `wrapped(init)`, beneath MindSpeed's wrapper.
+    """Replace `cls.__init__` by `wrapped(init)`, beneath the wrappers of MindSpeed and MegatronAdaptor.
 
     `patches` has to be made with `beneath=undo`, and `wrapped` to use functools.wraps.
     """
-    under = patch_of(cls)
-    ours = None if under is None else wrapped(under.orig_func)
-    if ours is None or not _put_below(under, ours):
-        # On top: MindSpeed isn't here, or a wrapper lies over its own until a repatch() drops all.
+    pile = patches_of(cls)
+    ours = wrapped(pile[0].orig_func) if pile else None
+    if ours is None or not _put_below(pile, ours):
+        # On top: neither product is here, or a wrapper lies over theirs until a repatch() drops it.
         patches.set(cls, "__init__", wrapped(cls.__init__), why)  # type: ignore[misc]
     if ours is not None:
         patches.add(Patch(cls, "__init__", why, ours.__wrapped__, ours))
 
 
-def patch_of(cls: type) -> Any:
-    """Return MindSpeed's patch of `cls.__init__`, once it is in place: it keeps what lies below it."""
-    patch = features.patches().get(f"{cls.__module__}.{cls.__qualname__}.__init__")
-    return None if patch is None or patch.orig_func is None else patch
+def patches_of(cls: type) -> list[Any]:
+    """Return the products' patches of `cls.__init__` that were applied, the lowest first."""
+    name = f"{cls.__module__}.{cls.__qualname__}.__init__"
+    found = (known[name] for known in features.registries() if name in known)
+    return sorted((patch for patch in found if patch.orig_func is not None), key=_depth)
 
 
 def undo(patch: Patch) -> bool:
-    """Undo a patch of ours that MindSpeed keeps for the original; return whether it did."""
-    under = patch_of(patch.owner)
-    if under is None or under.orig_func is not patch.replacement:
-        return False
-    _put_below(under, patch.original)
-    return True
+    """Undo a patch of ours that a product keeps for the original; return whether it did."""
+    pile = patches_of(patch.owner)
+    for place, under in enumerate(pile):
+        if under.orig_func is patch.replacement:
+            _put_below(pile[place:], patch.original)
+            return True
+    return False
 
 
-def _put_below(under: Any, function: Callable[..., None]) -> bool:
-    """Have MindSpeed take `function` for the original; return whether it holds at once."""
-    # To apply MindSpeed's patch again would drop a wrapper that was put over it since. With one there,
-    # `function` holds from the next repatch() on, which applies all patches again.
-    uncovered = vars(under.orig_module).get("__init__") is under.final_patch_func
-    under.orig_func = function
-    if uncovered:
-        under.is_applied = False
-        under.apply_patch()
-    return uncovered
+def _put_below(pile: list[Any], function: Init) -> bool:
+    """Have the lowest patch take `function` for the original; return whether it holds at once."""
+    owner = pile[0].orig_module
+    on_top = vars(owner).get("__init__")
+    # Those above the wrapper that is in place were thrown away by the repatch() of a lower one.
+    in_place = next((place for place, patch in enumerate(pile) if patch.final_patch_func is on_top), None)
+    below = function
+    for place, patch in enumerate(pile):
+        patch.orig_func = below
+        if in_place is None or place <= in_place:
+            patch.is_applied = False
+            patch.apply_patch()
+        below = patch.final_patch_func
+    if in_place is None:
+        # Somebody's wrapper lies above. It stays, and `function` holds from the next repatch() on.
+        owner.__init__ = on_top
+    return in_place is not None
+
+
+def _depth(patch: Any) -> int:
+    """Return how many wrappers lie in what a patch keeps for the original."""
+    depth = 0
+    function = patch.orig_func
+    while hasattr(function, "__wrapped__"):
+        depth += 1
+        function = function.__wrapped__
+    return depth

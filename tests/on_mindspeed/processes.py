@@ -22,6 +22,8 @@ TESTS = Path(__file__).parents[1]
 STAND_IN, REAL = "stand-in", "real"
 _OWN = (STAND_IN_FOLDER := Path(__file__).parent / "stand_in", STUBS := TESTS / "stubs", TESTS)
 TRANSFORMER_ENGINE_NPU = STUBS / "transformer_engine_npu"
+MEGATRON_ADAPTOR = STUBS / "megatron_adaptor_stand_in"
+"""Nothing imports it but a MindSpeed from core_r0.17.0 on, and a target that asks for it."""
 
 
 def run(product: str, target: str, task: dict[str, Any], timeout: float = 200) -> dict[str, Any]:
@@ -41,6 +43,8 @@ def run_ranks(
     path = [] if product == REAL else [STAND_IN_FOLDER]
     if product == STAND_IN and not branch.played().lends_transformer_engine:
         path.append(TRANSFORMER_ENGINE_NPU)
+    if PathFinder.find_spec("megatron_adaptor", _foreign_path()) is None:
+        path.append(MEGATRON_ADAPTOR)
     return jobs.run_ranks(
         target if "." in target else f"on_mindspeed.{target}",
         task | {"product": product},
