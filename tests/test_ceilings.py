@@ -47,7 +47,7 @@ LINES = {
     "compat.sglang": 724,
     "compat.slime": 165,
     "compat.swift": 119,
-    "compat.verl": 3264,
+    "compat.verl": 3315,
     "compat.roll": 348,
     "devices": 82,
     "doctor": 473,

@@ -11,7 +11,7 @@ from torch import nn
 
 from npu_replay.compat.patching.patches import when_undone
 from npu_replay.compat.verl.batch_routes import R2Store, RoutesByKey
-from npu_replay.compat.verl.config import OFF
+from npu_replay.compat.verl.config import OFF, setting
 from npu_replay.compat.verl.files import Files
 from npu_replay.compat.verl.r3_store import R3Store
 from npu_replay.errors import ReplayError
@@ -67,6 +67,11 @@ class EngineAdapter:
     def mode(self) -> str:
         """Return R2, R3 or disabled, as configured now."""
         return self.settings.mode  # type: ignore[no-any-return]
+
+    @property
+    def pads(self) -> bool:
+        """Return whether the model gets padded rows; they are verl's packed rows for one sequence alone."""
+        return setting(self.engine, "engine_config", "use_remove_padding") is False
 
     @property
     def chunks(self) -> Sequence[nn.Module]:
