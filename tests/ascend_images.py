@@ -1,0 +1,404 @@
+"""The Ascend images that people run: what each has, and a folder that simulates one.
+
+    make(image("v0.9.1-cann9.1.0-torch_npu2.10.0.post4-910b-ubuntu22.04-py3.12-vllm"), folder)
+
+What pages, scripts and commands say of an image is held against IMAGES. The rows of verl are from
+docker/ascend/supported_tags.md of verl-project/verl («Last updated: 09/28/2026») and the Dockerfiles that it
+names, read on 2026-11-28. Tags «latest» are built anew: what they have is of that day. The rows without a tag
+of verl are from the install scripts of each project, read on the same day.
+
+A simulated image is a folder for PYTHONPATH: packages that hold what is looked up or read without an import,
+beside the metadata of their distributions. Nothing in it computes. Megatron and verl are the releases under
+.work where a test needs more of them than their names.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+READ = "2026-11-28"
+"""The day on which the rows were read."""
+SUPPORTED_TAGS = "https://github.com/verl-project/verl/blob/main/docker/ascend/supported_tags.md"
+SUPPORTED_TAGS_OF = "2026-09-28"
+"""The date that supported_tags.md says."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """What an image has. Empty text: it isn't installed, or (CANN, Python) not said.
+
+    Attributes:
+        tags: verl's, or the name of the project whose image or script it is.
+        source: the Dockerfile or script that says so, in the repository of the project.
+        cann, python, torch_npu: their releases.
+        verl: its release; «main» where the image is built of that branch.
+        vllm, vllm_ascend, sglang: their releases. An image that is built of a branch may say a version of
+            development, such as 0.23.1.dev3: see `vllm_ascend_branch`.
+        vllm_ascend_branch: the branch of vllm-ascend that is installed, where it is one.
+        megatron: the branch, tag or commit of Megatron-LM.
+        megatron_core: what its package_info.py says.
+        mindspeed: the branch or commit of MindSpeed.
+        mindspeed_says: the version in MindSpeed's metadata. It isn't always that of the Megatron-core for
+            which it is made.
+        megatron_adaptor, transformer_engine_npu, mindspeed_ops, mindspeed_bridge: the branch or commit.
+        megatron_bridge: the release or commit of NVIDIA's Megatron-Bridge.
+        mbridge: its release, or «any» where the newest was installed.
+        transformers: its release; «main» for a commit of that branch.
+    """
+
+    tags: tuple[str, ...]
+    source: str
+    cann: str = ""
+    python: str = ""
+    torch_npu: str = ""
+    verl: str = ""
+    vllm: str = ""
+    vllm_ascend: str = ""
+    vllm_ascend_branch: str = ""
+    sglang: str = ""
+    megatron: str = ""
+    megatron_core: str = ""
+    mindspeed: str = ""
+    mindspeed_says: str = ""
+    megatron_adaptor: str = ""
+    transformer_engine_npu: str = ""
+    mindspeed_ops: str = ""
+    mindspeed_bridge: str = ""
+    megatron_bridge: str = ""
+    mbridge: str = ""
+    transformers: str = ""
+
+    @property
+    def name(self) -> str:
+        """The first tag: the name of a test case."""
+        return self.tags[0]
+
+
+_CANN_9_1 = {
+    "cann": "9.1.0",
+    "python": "3.12",
+    "torch_npu": "2.10.0.post4",
+    "vllm": "0.23.0",
+    "vllm_ascend": "0.23.0",
+    "vllm_ascend_branch": "releases/v0.23.0",
+    "transformers": "5.10.4",
+}
+_NEWEST_PAIR = {
+    "megatron": "core_v0.18.0",
+    "megatron_core": "0.18.0",
+    "mindspeed": "core_r0.18.0",
+    "mindspeed_says": "0.12.1",
+    "megatron_adaptor": "core_r0.18.0",
+    "transformer_engine_npu": "main",
+    "mindspeed_ops": "master",
+    "mindspeed_bridge": "master",
+    "megatron_bridge": "0.5.0",
+}
+_A5_PAIR = {
+    "megatron": "core_v0.12.1",
+    "megatron_core": "0.12.1",
+    "mindspeed": "0c6c0ce",
+    "mindspeed_says": "0.12.1",
+}
+_PAIR_OF_0_16 = {
+    "megatron": "core_r0.16.0",
+    "megatron_core": "0.16.2",
+    "mindspeed": "core_r0.16.0",
+    "mindspeed_says": "0.16.0",
+    "mbridge": "any",
+}
+
+VERL_IMAGES = (
+    Image(
+        tags=(
+            "v0.9.1-cann9.1.0-torch_npu2.10.0.post4-910b-ubuntu22.04-py3.12-vllm",
+            "v0.9.1-cann9.1.0-torch_npu2.10.0.post4-a3-ubuntu22.04-py3.12-vllm",
+        ),
+        source="docker/ascend/Dockerfile.ascend_9.1.0_a2_v0.9.1",
+        verl="0.9.1",
+        **_CANN_9_1,
+        **_NEWEST_PAIR,
+    ),
+    Image(
+        tags=("latest-vllm-910b-ubuntu", "latest-vllm-a3-ubuntu"),
+        source="docker/ascend/Dockerfile.ascend_9.1.0_a2",
+        verl="main",
+        **_CANN_9_1,
+        **_NEWEST_PAIR,
+    ),
+    Image(
+        tags=("v0.9.1-cann9.1.0-torch_npu2.10.0.post4-950-ubuntu22.04-py3.12-vllm",),
+        source="docker/ascend/Dockerfile.ascend_9.1.0_a5_v0.9.1",
+        verl="0.9.1",
+        **_CANN_9_1,
+        **_A5_PAIR,
+    ),
+    Image(
+        tags=("latest-vllm-950-ubuntu",),
+        source="docker/ascend/Dockerfile.ascend_9.0.1_a5",
+        verl="main",
+        **_CANN_9_1,
+        **_A5_PAIR,
+    ),
+    Image(
+        tags=("latest-sglang-910b-ubuntu", "latest-sglang-a3-ubuntu"),
+        source="docker/ascend/Dockerfile.ascend.sglang_8.5.0_a2",
+        cann="8.5.0",
+        python="3.11",
+        torch_npu="2.8.0.post2",
+        verl="main",
+        sglang="0.5.10",
+        **_PAIR_OF_0_16,
+    ),
+    Image(
+        tags=(
+            "v0.8.0-cann9.0.0-torch_npu2.9.0.post2-910b-ubuntu22.04-py3.11-vllm",
+            "v0.8.0-cann9.0.0-torch_npu2.9.0.post2-a3-ubuntu22.04-py3.11-vllm",
+        ),
+        source="docker/ascend/Dockerfile.ascend_9.0.0_a2_v0.8.0",
+        cann="9.0.0",
+        python="3.11",
+        torch_npu="2.9.0.post2",
+        verl="0.8.0",
+        vllm="0.18.0",
+        vllm_ascend="0.18.0",
+        vllm_ascend_branch="releases/v0.18.0",
+        megatron_bridge="de93536e",
+        transformers="main",
+        **_PAIR_OF_0_16,
+    ),
+    Image(
+        tags=("verl-8.5.0-910b-ubuntu22.04-py3.11-v0.7.1", "verl-8.5.0-a3-ubuntu22.04-py3.11-v0.7.1"),
+        source="docker/ascend/Dockerfile.ascend_8.5.0_a2_v0.7.1",
+        cann="8.5.0",
+        python="3.11",
+        torch_npu="2.8.0",
+        verl="0.7.1",
+        vllm="0.13.0",
+        vllm_ascend="0.13.0",
+        vllm_ascend_branch="releases/v0.13.0",
+        megatron="core_v0.12.1",
+        megatron_core="0.12.1",
+        mindspeed="2.3.0_core_r0.12.1",
+        mindspeed_says="0.12.1",
+        mbridge="0.15.1",
+        transformers="4.57.6",
+    ),
+    Image(
+        tags=("verl-8.3.rc1-910b-ubuntu22.04-py3.11-v0.7.0", "verl-8.3.rc1-a3-ubuntu22.04-py3.11-v0.7.0"),
+        source="docker/ascend/Dockerfile.ascend_8.3.rc1_a2",
+        cann="8.3.RC1",
+        python="3.11",
+        torch_npu="2.7.1",
+        verl="0.7.0",
+        vllm="0.11.0",
+        vllm_ascend="0.11.0",
+        megatron="core_v0.12.1",
+        megatron_core="0.12.1",
+        mindspeed="f2b0977e",
+        mindspeed_says="0.12.1",
+        mbridge="any",
+        transformers="4.57.6",
+    ),
+)
+"""verl's images that are built, and the last that have each of its older releases."""
+
+OTHER_IMAGES = (
+    Image(
+        tags=("MindSpeed-Bridge",),
+        source="docker/OVERVIEW.zh.md",
+        cann="9.1.0",
+        python="3.12",
+        torch_npu="2.9.0.post6",
+        megatron="core_v0.18.0",
+        megatron_core="0.18.0",
+        megatron_adaptor="core_r0.18.0",
+        transformer_engine_npu="main",
+        mindspeed_ops="master",
+        mindspeed_bridge="master",
+        megatron_bridge="0.5.0",
+    ),
+    Image(
+        tags=("slime-ascend 0.3.0",),
+        source="docker/npu_docker/v0.3.0",
+        cann="9.1.0",
+        python="3.12",
+        torch_npu="2.10.0",
+        sglang="0.5.13",
+        megatron="1dcf0dafa",
+        megatron_core="0.16.0rc0",
+        megatron_adaptor="f707a3b6",
+        transformer_engine_npu="47d60449",
+        megatron_bridge="dev_rl",
+        mbridge="89eb1088",
+    ),
+    Image(
+        tags=("ROLL npu_fp8",),
+        source="docker of the branch npu_fp8",
+        cann="9.0.1",
+        python="3.12",
+        torch_npu="2.10.0.post2",
+        vllm="0.23.0",
+        vllm_ascend="0.23.0rc1",
+        megatron="core_r0.17.0",
+        megatron_core="0.17.2",
+        megatron_adaptor="core_r0.17.0",
+        transformer_engine_npu="48378a9c",
+    ),
+    Image(
+        tags=("ms-swift",),
+        source="modelscope/ms-swift, pull request 10087 (open)",
+        megatron="core_v0.18.0",
+        megatron_core="0.18.0",
+        megatron_adaptor="core_r0.18.0",
+        transformer_engine_npu="main",
+    ),
+    Image(
+        tags=("vime",),
+        source="its page of Ascend",
+        megatron="1dcf0dafa",
+        megatron_core="0.16.0rc0",
+        mindspeed="fc63de5c",
+        mindspeed_says="0.14.1",
+        megatron_adaptor="15582add",
+        transformer_engine_npu="d743c83d",
+        megatron_bridge="3fd37680",
+        mbridge="89eb1088",
+        vllm_ascend="0.23.0",
+    ),
+)
+"""Images and install scripts of other projects; but for vime's they have MegatronAdaptor and no MindSpeed."""
+
+IMAGES = VERL_IMAGES + OTHER_IMAGES
+WITHOUT_MINDSPEED = tuple(one for one in IMAGES if one.megatron_adaptor and not one.mindspeed)
+
+
+def image(tag: str) -> Image:
+    """Return the image with this tag."""
+    return next(one for one in IMAGES if tag in one.tags)
+
+
+def columns() -> tuple[str, ...]:
+    """Return the names of an image's parts, for a page's table."""
+    return tuple(field.name for field in fields(Image) if field.name not in ("tags", "source"))
+
+
+# A simulated image
+
+_MAIN_OF_VERL = "0.10.0.dev"
+_TE_NPU = "2.13.0"
+_BRANCHES_SAY = {"megatron_adaptor": "0.1.0", "mindspeed_ops": "0.1.0", "mindspeed_bridge": "0.3.1"}
+"""What the distributions say that are installed of a branch or a commit."""
+
+
+def make(image: Image, folder: Path, verl: Path | None = None) -> Path:
+    """Make a folder for PYTHONPATH that simulates an image; return it.
+
+    Args:
+        verl: the folder of a release of verl (.work/verl/0.9.1), whose package and metadata are copied. By
+            default verl is a package with what is read of it without an import.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _package(folder, "torch_npu", image.torch_npu, {"version.py": f"__version__ = {image.torch_npu!r}\n"})
+    _package(folder, "transformers", _release(image.transformers, "5.11.0.dev0"), told=True)
+    _package(folder, "vllm", image.vllm, {"_version.py": f"__version__ = {image.vllm!r}\n"})
+    about = {"_version.py": f"__version__ = {image.vllm_ascend!r}\n"}
+    _package(folder, "vllm_ascend", image.vllm_ascend, about)
+    _package(folder, "sglang", image.sglang, {"_version.py": f"__version__ = {image.sglang!r}\n"})
+    _package(folder, "mbridge", _release(image.mbridge, "0.15.1"))
+    _megatron(image, folder)
+    _mindspeed(image, folder)
+    for name, says in _BRANCHES_SAY.items():
+        _package(folder, name, says if getattr(image, name) else "")
+    if image.transformer_engine_npu:
+        about = {"__init__.py": _TE_NPU_SOURCE, "common/__init__.py": "", "pytorch/__init__.py": ""}
+        _package(folder, "transformer_engine", _TE_NPU, about)
+    if image.verl:
+        _verl(image, folder, verl)
+    return folder
+
+
+_TE_NPU_SOURCE = f'''"""Transformer Engine NPU: Transformer Engine's interface on Ascend NPUs."""
+
+__version__ = "{_TE_NPU}"
+'''
+
+
+def _release(said: str, other: str) -> str:
+    """Return a version: what the table says where it is one, `other` for a branch, a commit or «any»."""
+    return said if "." in said or not said else other
+
+
+def _megatron(image: Image, folder: Path) -> None:
+    """Write what is read of Megatron-LM's source tree; no __init__.py, since it is a namespace package."""
+    release = image.megatron_core.partition("rc")[0].split(".")
+    numbers = dict(zip(("MAJOR", "MINOR", "PATCH"), release, strict=True))
+    pre = image.megatron_core.removeprefix(".".join(release))
+    about = "".join(f"{name} = {number}\n" for name, number in numbers.items())
+    files = {
+        "core/__init__.py": "",
+        "core/package_info.py": f"{about}PRE_RELEASE = {pre!r}\n",
+        "core/transformer/transformer_config.py": "class TransformerConfig:\n    moe_router_topk: int = 2\n",
+        "training/__init__.py": "",
+    }
+    if image.megatron_bridge:
+        files["bridge/__init__.py"] = ""
+        files["bridge/package_info.py"] = _bridge_says(image.megatron_bridge)
+    _write(folder / "megatron", files)
+    _metadata(folder, "megatron-core", image.megatron_core)
+    if "." in image.megatron_bridge:  # a commit is on PYTHONPATH, and not installed
+        _metadata(folder, "megatron-bridge", image.megatron_bridge)
+
+
+def _bridge_says(release: str) -> str:
+    major, minor, patch = _release(release, "0.5.0").split(".")
+    return f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ''\n"
+
+
+def _mindspeed(image: Image, folder: Path) -> None:
+    if not image.mindspeed:
+        return
+    # From core_r0.17.0 on its package imports MegatronAdaptor.
+    imports = "import megatron_adaptor\n" if image.mindspeed in ("core_r0.17.0", "core_r0.18.0") else ""
+    source = f'"""Mindspeed is a distributed training platform."""\n{imports}'
+    files = {"__init__.py": source, "megatron_adaptor.py": "", "args_utils.py": ""}
+    _package(folder, "mindspeed", image.mindspeed_says, files)
+
+
+def _verl(image: Image, folder: Path, release: Path | None) -> None:
+    says = _MAIN_OF_VERL if image.verl == "main" else image.verl
+    if release is not None:
+        shutil.copytree(release / "verl", folder / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+        (folder / "verl" / "version" / "version").write_text(f"{says}\n", encoding="utf-8")
+    else:
+        asks = '_entry_points(group="verl.plugins")\n' if says >= "0.9" or image.verl == "main" else ""
+        _write(folder / "verl", {"__init__.py": asks, "version/version": f"{says}\n"})
+        if says < "0.8":
+            _write(folder / "verl", {"workers/megatron_workers.py": ""})
+    _metadata(folder, "verl", says)
+
+
+def _package(
+    folder: Path, name: str, version: str, files: dict[str, str] | None = None, *, told: bool = False
+) -> None:
+    """Write a package and its distribution; nothing for an empty version. `told`: its source says it, too."""
+    if not version:
+        return
+    source = f"__version__ = {version!r}\n" if told else ""
+    _write(folder / name, {"__init__.py": source, **(files or {})})
+    _metadata(folder, name, version)
+
+
+def _metadata(folder: Path, name: str, version: str) -> None:
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    _write(info, {"METADATA": text, "top_level.txt": f"{name.replace('-', '_')}\n"})
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
