@@ -22,6 +22,7 @@ from npu_replay.compat.patching import import_hook
 from npu_replay.errors import ReplayError
 
 MEGATRON, TRANSFORMERS, PLOTS = "replay on Megatron-core", "replay on transformers", "plots"
+ADAPTOR, TE_NPU = "MegatronAdaptor", "TransformerEngineNPU"
 _QWEN = "models/qwen3_moe/modeling_qwen3_moe.py"
 _GET_MEGATRON = "put Megatron-LM on PYTHONPATH, or pip install --no-deps megatron-core"
 
@@ -67,13 +68,20 @@ class Capability:
         return self.state not in ("missing", "broken")
 
 
+_SETUP = "../setup.py"
 _KNOWN = {
     "numpy": ("numpy", "version.py"),
     "megatron-core": ("megatron.core", "package_info.py"),
-    "mindspeed": ("mindspeed", ""),
+    "mindspeed": ("mindspeed", _SETUP),
+    ADAPTOR: ("megatron_adaptor", ""),
     "torch_npu": ("torch_npu", "version.py"),
     "transformers": ("transformers", "__init__.py"),
     "transformer-engine": ("transformer_engine", ""),
+    TE_NPU: ("transformer_engine", "__init__.py"),
+    "Megatron-Bridge": ("megatron.bridge", "package_info.py"),
+    "MindSpeed-Bridge": ("mindspeed_bridge", ""),
+    "MindSpeed-Ops": ("mindspeed_ops", ""),
+    "mbridge": ("mbridge", ""),
     "vllm": ("vllm", "_version.py"),
     "vllm-ascend": ("vllm_ascend", "_version.py"),
     "sglang": ("sglang", "_version.py"),
@@ -83,6 +91,8 @@ _KNOWN = {
 """By product, the module that is imported of it, and the file in its folder that holds the release: a product
 that is only on PYTHONPATH has no distribution.
 """
+_DISTRIBUTIONS = {ADAPTOR: "megatron_adaptor", TE_NPU: "transformer_engine"}
+"""By product, its distribution, where that is called otherwise."""
 _CONSTANT = re.compile(r"""^(\w+)\b[^#\n]*?=\s*(?:(\d+)|(["'])(.*?)\3)\s*(?:\#.*)?$""", re.MULTILINE)
 """NAME = 1, NAME = "text", NAME: str = "text" or NAME = other = "text", outside of functions and classes."""
 
@@ -151,18 +161,27 @@ def _probe(name: str) -> Product:
     if spec is None or (spec.loader is None and spec.origin is None):
         return Product(name, False)  # a bare folder may be a checkout
     folder = next(iter(spec.submodule_search_locations or ()), "")
-    source = _text(Path(folder, file)) if folder and file else ""
+    if module == "transformer_engine" and (name == TE_NPU) != _is_for_npus(folder):
+        return Product(name, False)
+    source = text_of(Path(folder, file)) if folder and file else ""
+    if file == _SETUP and not re.search(rf"""["']{module}["']""", source):
+        source = ""  # site-packages may have somebody else's
     constants = {key: number or text for key, number, _, text in _CONSTANT.findall(source)}
     version = constants.get("__version__") or constants.get("version") or ""
     if not version and {"MAJOR", "MINOR", "PATCH"} <= constants.keys():
         version = "{MAJOR}.{MINOR}.{PATCH}".format(**constants) + constants.get("PRE_RELEASE", "")
     if not version:
         with contextlib.suppress(Exception):  # no distribution, or its metadata is damaged
-            version = importlib.metadata.version(name) or ""
+            version = importlib.metadata.version(_DISTRIBUTIONS.get(name, name)) or ""
     return Product(name, True, version, folder or spec.origin or "")  # one file, or a stand-in
 
 
-def _text(source: Path) -> str:
+def _is_for_npus(folder: str) -> bool:
+    """Return whether a transformer_engine is TransformerEngineNPU: it has the names of NVIDIA's."""
+    return bool(folder) and re.search(r"\bNPUs?\b", text_of(Path(folder, "__init__.py"))) is not None
+
+
+def text_of(source: Path) -> str:
     """Return a file's text; empty where it can't be read, which is no reason to fail a report."""
     try:
         return source.read_text(encoding="utf-8", errors="replace")
@@ -176,15 +195,17 @@ def _text(source: Path) -> str:
 def capabilities(found: Iterable[Product]) -> tuple[Capability, ...]:
     """Return what these products make possible, as far as their source tells."""
     by_name = {product.name: product for product in found}
-    names = "megatron-core", "mindspeed", "transformers", "matplotlib"
-    megatron, mindspeed, transformers, plots = (by_name[name] for name in names)
+    names = "megatron-core", "transformers", "matplotlib"
+    megatron, transformers, plots = (by_name[name] for name in names)
     said: list[Capability] = []
     own, config = "Megatron's own replay", Path(megatron.where, "transformer/transformer_config.py")
     if megatron.usable:
-        fields = set(re.findall(r"^    (\w+)\s*:", _text(config), re.MULTILINE))
+        fields = set(re.findall(r"^    (\w+)\s*:", text_of(config), re.MULTILINE))
         fused = "; moe_router_fusion too" if "moe_router_fusion" in fields else ""
-        whose = "TopKRouter is recognised" + (", with MindSpeed's patches too" if mindspeed.usable else "")
-        said.append(Capability(MEGATRON, "works", whose + fused))
+        patching = {"mindspeed": "MindSpeed's", ADAPTOR: "MegatronAdaptor's"}
+        whose = " and ".join(who for name, who in patching.items() if by_name[name].usable)
+        patched = f", with {whose} patches too" if whose else ""
+        said.append(Capability(MEGATRON, "works", f"TopKRouter is recognised{patched}{fused}"))
         there = Path(megatron.where, "transformer/moe/router_replay.py").is_file()
         if there and "moe_enable_routing_replay" in fields:
             says = "router_replay.py; off unless asked for, and npu_replay leaves it alone"
@@ -199,7 +220,7 @@ def capabilities(found: Iterable[Product]) -> tuple[Capability, ...]:
     remedy = "pip install 'transformers>=5'"
     if not transformers.usable:
         said.append(unusable(TRANSFORMERS, transformers, remedy))
-    elif re.search(r"^class \w+Router\b", _text(Path(transformers.where, _QWEN)), re.MULTILINE):
+    elif re.search(r"^class \w+Router\b", text_of(Path(transformers.where, _QWEN)), re.MULTILINE):
         said.append(Capability(TRANSFORMERS, "works", "router modules are recognised"))
     else:
         why = "only families whose router is a module; that of Qwen3-MoE is not, here"

@@ -8,8 +8,8 @@ names, read on 2026-11-28. Tags «latest» are built anew: what they have is of 
 of verl are from the install scripts of each project, read on the same day.
 
 A simulated image is a folder for PYTHONPATH: packages that hold what is looked up or read without an import,
-beside the metadata of their distributions. Nothing in it computes. Megatron and verl are the releases under
-.work where a test needs more of them than their names.
+beside the metadata of their distributions. Nothing in it computes, but for what a test gives: releases of
+Megatron-core and verl (.work), with which the stand-ins of what needs an NPU are taken.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SUPPORTED_TAGS_OF = "2026-09-28"
 
 @dataclass(frozen=True)
 class Image:
-    """What an image has. Empty text: it isn't installed, or (CANN, Python) not said.
+    """What an image has. Empty text: it isn't installed, or (CANN, Python) not said. «any»: its release isn't
+    said, or it is the newest of that day.
 
     Attributes:
         tags: verl's, or the name of the project whose image or script it is.
@@ -39,12 +40,13 @@ class Image:
         vllm_ascend_branch: the branch of vllm-ascend that is installed, where it is one.
         megatron: the branch, tag or commit of Megatron-LM.
         megatron_core: what its package_info.py says.
+        megatron_wheel: it is installed from git without its source tree: there is no megatron.training.
         mindspeed: the branch or commit of MindSpeed.
         mindspeed_says: the version in MindSpeed's metadata. It isn't always that of the Megatron-core for
             which it is made.
         megatron_adaptor, transformer_engine_npu, mindspeed_ops, mindspeed_bridge: the branch or commit.
         megatron_bridge: the release or commit of NVIDIA's Megatron-Bridge.
-        mbridge: its release, or «any» where the newest was installed.
+        mbridge: its release.
         transformers: its release; «main» for a commit of that branch.
     """
 
@@ -60,6 +62,7 @@ class Image:
     sglang: str = ""
     megatron: str = ""
     megatron_core: str = ""
+    megatron_wheel: bool = False
     mindspeed: str = ""
     mindspeed_says: str = ""
     megatron_adaptor: str = ""
@@ -150,6 +153,7 @@ VERL_IMAGES = (
         torch_npu="2.8.0.post2",
         verl="main",
         sglang="0.5.10",
+        megatron_wheel=True,
         **_PAIR_OF_0_16,
     ),
     Image(
@@ -250,6 +254,7 @@ OTHER_IMAGES = (
     Image(
         tags=("ms-swift",),
         source="modelscope/ms-swift, pull request 10087 (open)",
+        torch_npu="any",
         megatron="core_v0.18.0",
         megatron_core="0.18.0",
         megatron_adaptor="core_r0.18.0",
@@ -257,7 +262,8 @@ OTHER_IMAGES = (
     ),
     Image(
         tags=("vime",),
-        source="its page of Ascend",
+        source="docker/npu_patch/README.md",
+        torch_npu="any",
         megatron="1dcf0dafa",
         megatron_core="0.16.0rc0",
         mindspeed="fc63de5c",
@@ -266,7 +272,9 @@ OTHER_IMAGES = (
         transformer_engine_npu="d743c83d",
         megatron_bridge="3fd37680",
         mbridge="89eb1088",
-        vllm_ascend="0.23.0",
+        vllm="0.28.0",
+        vllm_ascend="0.28.0",
+        vllm_ascend_branch="fd815467",
     ),
 )
 """Images and install scripts of other projects; but for vime's they have MegatronAdaptor and no MindSpeed."""
@@ -282,7 +290,7 @@ def image(tag: str) -> Image:
 
 def columns() -> tuple[str, ...]:
     """Return the names of an image's parts, for a page's table."""
-    return tuple(field.name for field in fields(Image) if field.name not in ("tags", "source"))
+    return tuple(field.name for field in fields(Image) if field.type == "str" and field.name != "source")
 
 
 # A simulated image
@@ -293,16 +301,20 @@ _BRANCHES_SAY = {"megatron_adaptor": "0.1.0", "mindspeed_ops": "0.1.0", "mindspe
 """What the distributions say that are installed of a branch or a commit."""
 
 
-def make(image: Image, folder: Path, verl: Path | None = None) -> Path:
+def make(image: Image, folder: Path, verl: Path | None = None, megatron: Path | None = None) -> Path:
     """Make a folder for PYTHONPATH that simulates an image; return it.
 
     Args:
         verl: the folder of a release of verl (.work/verl/0.9.1), whose package and metadata are copied. By
             default verl is a package with what is read of it without an import.
+        megatron: the folder of a release of Megatron-core (.work/megatron/0.18.2), which is linked, and then
+            says its own release. torch_npu, MindSpeed, MegatronAdaptor and TransformerEngineNPU are the
+            tests' stand-ins then, so that the image can train on a CPU.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _package(folder, "torch_npu", image.torch_npu, {"version.py": f"__version__ = {image.torch_npu!r}\n"})
-    _package(folder, "transformers", _release(image.transformers, "5.11.0.dev0"), told=True)
+    torch_npu = _release(image.torch_npu, "2.10.0")
+    _package(folder, "torch_npu", torch_npu, {"version.py": f"__version__ = {torch_npu!r}\n"})
+    _transformers(folder, _release(image.transformers, "5.11.0.dev0"))
     _package(folder, "vllm", image.vllm, {"_version.py": f"__version__ = {image.vllm!r}\n"})
     about = {"_version.py": f"__version__ = {image.vllm_ascend!r}\n"}
     _package(folder, "vllm_ascend", image.vllm_ascend, about)
@@ -317,9 +329,30 @@ def make(image: Image, folder: Path, verl: Path | None = None) -> Path:
         _package(folder, "transformer_engine", _TE_NPU, about)
     if image.verl:
         _verl(image, folder, verl)
+    if megatron is not None:
+        _stand_ins(image, folder, megatron)
     return folder
 
 
+def _stand_ins(image: Image, folder: Path, megatron: Path) -> None:
+    """Put a real Megatron-core in the place of the simulated one, and what can run beside it."""
+    shutil.rmtree(folder / "megatron" / "core")
+    (folder / "megatron" / "core").symlink_to(megatron / "megatron" / "core")
+    sources = {
+        "torch_npu": _TESTS / "stubs" / "torch_npu",
+        "megatron/training": _TESTS / "on_mindspeed" / "stand_in" / "megatron" / "training",
+        "mindspeed": _TESTS / "on_mindspeed" / "stand_in" / "mindspeed",
+        "transformer_engine": _TESTS / "stubs" / "transformer_engine_npu" / "transformer_engine",
+    }
+    for name, source in sources.items():
+        if (folder / name).is_dir():
+            kept = (folder / name / "__init__.py").read_text(encoding="utf-8") if name == "mindspeed" else ""
+            shutil.copytree(source, folder / name, dirs_exist_ok=True)
+            if kept:
+                (folder / name / "__init__.py").write_text(kept, encoding="utf-8")
+
+
+_TESTS = Path(__file__).parent
 _TE_NPU_SOURCE = f'''"""Transformer Engine NPU: Transformer Engine's interface on Ascend NPUs."""
 
 __version__ = "{_TE_NPU}"
@@ -329,6 +362,15 @@ __version__ = "{_TE_NPU}"
 def _release(said: str, other: str) -> str:
     """Return a version: what the table says where it is one, `other` for a branch, a commit or «any»."""
     return said if "." in said or not said else other
+
+
+def _transformers(folder: Path, version: str) -> None:
+    router = "Qwen3MoeTopKRouter" if version >= "5" else "Qwen3MoeSparseMoeBlock"
+    files = {
+        "__init__.py": f"__version__ = {version!r}\n",
+        "models/qwen3_moe/modeling_qwen3_moe.py": f"class {router}: ...\n",
+    }
+    _package(folder, "transformers", version, files)
 
 
 def _megatron(image: Image, folder: Path) -> None:
@@ -341,8 +383,9 @@ def _megatron(image: Image, folder: Path) -> None:
         "core/__init__.py": "",
         "core/package_info.py": f"{about}PRE_RELEASE = {pre!r}\n",
         "core/transformer/transformer_config.py": "class TransformerConfig:\n    moe_router_topk: int = 2\n",
-        "training/__init__.py": "",
     }
+    if not image.megatron_wheel:
+        files["training/__init__.py"] = ""
     if image.megatron_bridge:
         files["bridge/__init__.py"] = ""
         files["bridge/package_info.py"] = _bridge_says(image.megatron_bridge)
@@ -380,14 +423,11 @@ def _verl(image: Image, folder: Path, release: Path | None) -> None:
     _metadata(folder, "verl", says)
 
 
-def _package(
-    folder: Path, name: str, version: str, files: dict[str, str] | None = None, *, told: bool = False
-) -> None:
-    """Write a package and its distribution; nothing for an empty version. `told`: its source says it, too."""
+def _package(folder: Path, name: str, version: str, files: dict[str, str] | None = None) -> None:
+    """Write a package and its distribution; nothing for an empty version."""
     if not version:
         return
-    source = f"__version__ = {version!r}\n" if told else ""
-    _write(folder / name, {"__init__.py": source, **(files or {})})
+    _write(folder / name, {"__init__.py": "", **(files or {})})
     _metadata(folder, name, version)
 
 

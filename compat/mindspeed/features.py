@@ -1,4 +1,4 @@
-"""Refuses the features of MindSpeed that can't be replayed, and says whether it fits this Megatron-core.
+"""Refuses the features of MindSpeed that can't be replayed.
 
 Its other features call Megatron's TopKRouter as it is. Nothing of MindSpeed is changed or imported: its
 settings are read off the model's config, to which it copies its arguments, and off the arguments themselves,
@@ -14,10 +14,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from npu_replay.compat.probe import Capability, Product, find
 from npu_replay.errors import RouterError
 
-CAPABILITY = "replay under MindSpeed"
 _ADAPTOR = "mindspeed.megatron_adaptor"
 _ADAPTORS_ARGUMENTS = "megatron_adaptor.utils.args_utils"
 _REGISTRIES = {
@@ -25,31 +23,11 @@ _REGISTRIES = {
     "MindSpeed": ("mindspeed.patch_utils", "MindSpeedPatchesManager", _ADAPTOR),
 }
 """By product: the module of its registry of patches, the class there, and the module that applies them."""
-_REFUSED = {
+REFUSED = {
     "fix_router": "it takes experts in turn after the top-k, whatever was chosen; meant for timing runs",
     "moe_tp_extend_ep": "its own routing runs over the tokens of all tensor-parallel ranks and drops score "
     "function, expert bias and groups; spread the experts by expert_model_parallel_size instead",
 }
-
-
-def capability(product: Product, megatron: Product) -> Capability:
-    """Return the capability of replay under MindSpeed, as far as the source of both products tells."""
-    if not product.usable:
-        why = product.problem or "MindSpeed is not installed"
-        return Capability(CAPABILITY, "broken" if product.problem else "missing", why)
-    if megatron.usable and find("megatron.training") is None:
-        why = "MindSpeed imports megatron.training, which a megatron-core wheel doesn't have"
-        return Capability(CAPABILITY, "broken", why, "put a Megatron-LM source tree first on PYTHONPATH")
-    if _release(product) and megatron.usable and _release(product) != _release(megatron):
-        why = f"this MindSpeed is made for Megatron-core {product.version}, and {megatron.version} is here"
-        remedy = "take the branch of MindSpeed that is named after this Megatron-core, or the other way round"
-        return Capability(CAPABILITY, "broken", why, remedy)
-    return Capability(CAPABILITY, "works", f"recompute of moe_fb_overlap too; refused: {', '.join(_REFUSED)}")
-
-
-def _release(product: Product) -> list[str]:
-    """Return major and minor; MindSpeed's distribution has the version of the Megatron-core it is for."""
-    return product.version.split(".")[:2] if product.version else []
 
 
 def refuse_features(config: Any, path: str) -> None:
@@ -59,7 +37,7 @@ def refuse_features(config: Any, path: str) -> None:
     product: Any = sys.modules.get("mindspeed.args_utils") or sys.modules.get(_ADAPTORS_ARGUMENTS)
     read = product is not None and {_ADAPTOR, "mindspeed_llm", _ADAPTORS_ARGUMENTS} & sys.modules.keys()
     arguments = product.get_full_args() if read else None
-    for feature, reason in _REFUSED.items():
+    for feature, reason in REFUSED.items():
         off = not (getattr(config, feature, False) or getattr(arguments, feature, False))
         problem, expected = f"MindSpeed's {feature} can't be replayed", f"{feature}=False"
         RouterError.unless(off, problem, expected, f"{feature}=True", reason, path)

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from npu_replay.compat import probe
+from npu_replay.compat.mindspeed import adaptors
 
 _log = logging.getLogger("npu_replay.job")
 
@@ -61,7 +62,11 @@ def summary(mode: str, sums: dict[str, int], stack: str = "") -> str:
     if not stack:
         called = {"megatron-core": "Megatron"}
         called |= {"mindspeed": "MindSpeed"} if "mindspeed" in sys.modules else {}
-        found = {product.name: product.version or "?" for product in probe.products() if product.found}
+        called |= {probe.ADAPTOR: probe.ADAPTOR} if "megatron_adaptor" in sys.modules else {}
+        products = {product.name: product for product in probe.products() if product.found}
+        found = {name: product.version or "?" for name, product in products.items()}
+        if "mindspeed" in products:
+            found["mindspeed"] = adaptors.release_of(products["mindspeed"]) or "?"
         stack = ", ".join(f"{called[name]} {found[name]}" for name in called if name in found)
     by = f" ({stack})" if stack else ""
     return f"{mode}: {routers} routers, {replayed} replayed, {percent} of rows had a route, {ranks}{by}"

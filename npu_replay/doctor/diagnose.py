@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from npu_replay.compat import probe, torch_npu
-from npu_replay.compat.mindspeed import features as mindspeed
+from npu_replay.compat.mindspeed import adaptors
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.probe import Capability
 from npu_replay.devices import ACCELERATORS
@@ -27,10 +27,19 @@ from npu_replay.errors import ReplayError
 from npu_replay.tables import Part, Table
 
 _MEGATRON, _TRANSFORMERS = probe.MEGATRON, probe.TRANSFORMERS
-_PRODUCTS = {mindspeed.CAPABILITY: "mindspeed", _MEGATRON: "megatron-core", _TRANSFORMERS: "transformers"}
+_PRODUCTS = {
+    adaptors.UNDER_ADAPTOR: probe.ADAPTOR,
+    adaptors.UNDER_MINDSPEED: "mindspeed",
+    _MEGATRON: "megatron-core",
+    _TRANSFORMERS: "transformers",
+}
 """Maps each of these capabilities to its product."""
-_NEED_MEGATRON = ("Megatron's own replay", "Megatron-core on the CPU")
-_ADAPTOR = "mindspeed.megatron_adaptor"  # before Megatron, which it changes as it is imported
+_NEED = {
+    _MEGATRON: ("Megatron's own replay", "Megatron-core on the CPU", *adaptors.MODULES),
+    adaptors.UNDER_ADAPTOR: (adaptors.UNDER_MINDSPEED,),
+    adaptors.UNDER_MINDSPEED: (),
+}
+"""By capability, those that are lost with it."""
 _ROUTER = "megatron.core.transformer.moe.router"
 _QWEN = "transformers.models.qwen3_moe.modeling_qwen3_moe"
 _ACCELERATORS = {device.NAME: device for device in ACCELERATORS}
@@ -110,20 +119,18 @@ def diagnose(*, imports: bool = False) -> Diagnosis:
         remedy = f"python -c 'import {', '.join(modules)}' has to work with what is in {product.where}"
         if problem.startswith(_REFUSED):
             remedy = "take a release that npu_replay knows (docs/versions.md); NPU_REPLAY_STRICT=0 goes on"
+        elif "megatron.training" in problem:
+            remedy = "put a Megatron-LM source tree first on PYTHONPATH: a wheel has no megatron.training"
         says = f"{product.name} {product.version}".rstrip()  # MindSpeed's source has none
         capabilities[name] = Capability(name, "broken", f"{says} {problem}", remedy)
 
-    if capabilities[_MEGATRON].there:  # import it with MindSpeed if installed, as jobs do
-        under = capabilities[mindspeed.CAPABILITY].there
-        modules: tuple[str, ...] = (_ADAPTOR, _ROUTER) if under else (_ROUTER,)
-        problem = _try(__name__, *modules)
-        if problem and under and not _try(__name__, _ROUTER):
-            put(mindspeed.CAPABILITY, problem, modules)
-            problem, modules = "", (_ROUTER,)
-        put(_MEGATRON, problem, modules)
-        for other in _NEED_MEGATRON if problem else ():
-            if other in capabilities and capabilities[other].there:
-                capabilities[other] = Capability(other, "missing", f"{_MEGATRON} is broken")
+    if capabilities[_MEGATRON].there:
+        layers = [name for name in adaptors.MODULES if capabilities[name].there]
+        for name, problem, modules in _import_as_jobs_do(layers):
+            put(name, problem, modules)
+            for other in _NEED[name] if problem else ():
+                if other in capabilities and capabilities[other].there:
+                    capabilities[other] = Capability(other, "missing", f"{name} is broken")
     if imports and capabilities[_TRANSFORMERS].there:
         put(_TRANSFORMERS, _try(__name__, _QWEN), (_QWEN,))
     # The capabilities without which replay fails; other missing ones only affect what needs them.
@@ -139,6 +146,29 @@ def diagnose(*, imports: bool = False) -> Diagnosis:
         remedy = "; or ".join(one.remedy for one in frameworks)
         faults.append(Capability("routers", "missing", "no framework whose routers are recognised", remedy))
     return Diagnosis(replace(found, capabilities=every), trials, tuple(faults))
+
+
+def _import_as_jobs_do(layers: list[str]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Import Megatron after what adapts it; yield each capability whose product is at fault, and Megatron's.
+
+    Yields the capability, the problem, which is empty for a Megatron that imports, and the modules in their
+    order. A layer is at fault if the import goes well without it, or fails in another way.
+
+    Args:
+        layers: capabilities of what adapts Megatron, in the order of import.
+    """
+    modules = (*(adaptors.MODULES[name] for name in layers), _ROUTER)
+    problem = _try(__name__, *modules)
+    for count in reversed(range(len(layers))) if problem else ():
+        fewer = (*modules[:count], _ROUTER)
+        without = _try(__name__, *fewer)
+        if without != problem:
+            yield layers[count], problem, modules
+        modules = fewer
+        problem = without
+        if not problem:
+            break
+    yield _MEGATRON, problem, modules
 
 
 def _try(module: str, *arguments: str) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from npu_replay import routers, tables
 from npu_replay.compat import cuda, probe, torch_npu
-from npu_replay.compat.mindspeed import features as mindspeed
+from npu_replay.compat.mindspeed import adaptors
 from npu_replay.compat.patching import patches as patching
 from npu_replay.compat.probe import Capability, Product
 from npu_replay.compat.vllm import launch as vllm
@@ -130,7 +130,7 @@ def report() -> Report:
         recompute = Capability("recompute", "missing", why, remedy)
     capabilities = [
         *probe.capabilities(products),
-        mindspeed.capability(by_name["mindspeed"], megatron),
+        *adaptors.capabilities(products),
         vllm.capability(engine, ascend),
         vllm_ascend.capability(ascend, engine.version),
         *([plugin.capability(ascend, engine)] if ascend.found else []),

@@ -144,10 +144,10 @@ def versions() -> dict[str, str]:
 
     known = {"npu_replay": __version__, "python": platform.python_version(), "torch": torch.__version__}
     found = {product.name: product for product in probe.products()}
-    for name in ("megatron-core", "mindspeed", "torch_npu", "numpy"):
+    for name in ("megatron-core", "mindspeed", probe.ADAPTOR, probe.TE_NPU, "torch_npu", "numpy"):
         product = found[name]
         known[name] = product.version or "?" if product.found else ""
-        if product.found and name in ("megatron-core", "mindspeed"):
+        if product.found and name not in ("torch_npu", "numpy"):
             folders = [*Path(product.where, ".").parents][:3]
             git, said = next((one / ".git" for one in folders if (one / ".git").is_dir()), None), ""
             with contextlib.suppress(OSError):  # a packed ref

@@ -34,6 +34,7 @@ import torch.distributed as dist
 import npu_replay
 from npu_replay import devices, screen
 from npu_replay.compat import probe
+from npu_replay.compat.mindspeed import adaptors
 from npu_replay.errors import ReplayError
 from npu_replay.options import WrongOption, message, write_out
 from npu_replay.smoke import megatron_model
@@ -46,7 +47,7 @@ from npu_replay.tables import print_json
 USAGE = 2
 """The exit code for sizes that don't fit, the same as for a wrong command line."""
 
-_ADAPTOR = "mindspeed.megatron_adaptor"
+_MINDSPEED = adaptors.MODULES[adaptors.UNDER_MINDSPEED]
 _READ_BY_MINDSPEED = (
     *("num_layers", "hidden_size", "num_attention_heads", "moe_router_topk", "moe_ffn_hidden_size"),
     *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_expert_capacity_factor"),
@@ -163,7 +164,7 @@ class Smoke:
         self.device = self.report.device = devices.pick(self.options.device)
         if self.device.type != "cpu":
             getattr(torch, self.device.type).set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        import_mindspeed()
+        import_adaptors()
         probe.require(probe.MEGATRON, "smoke")
         importlib.import_module("megatron.core.parallel_state")
         return ""
@@ -185,9 +186,9 @@ class Smoke:
                 timeout=timedelta(seconds=self._timeout),
             )
         self.initialise()
-        if _ADAPTOR not in sys.modules:
+        if _MINDSPEED not in sys.modules:
             return f"Megatron's process groups over {backend}"
-        adaptor: Any = sys.modules[_ADAPTOR]
+        adaptor: Any = sys.modules[_MINDSPEED]
         arguments: Any = importlib.import_module("mindspeed.args_utils")
         with contextlib.suppress(ModuleNotFoundError):  # a wheel of megatron-core has no megatron.training
             importlib.import_module("megatron.training.global_vars").set_args(arguments.get_mindspeed_args())
@@ -301,20 +302,24 @@ class Smoke:
             os._exit(1)
 
 
-def import_mindspeed() -> None:
-    """Import MindSpeed, if it is installed, before Megatron, which it changes; ReplayError if that fails."""
-    if not any(product.name == "mindspeed" and product.usable for product in probe.products()):
-        return
-    given, sys.argv = sys.argv, sys.argv[:1]  # it parses all flags as its own
+def import_adaptors() -> None:
+    """Import what adapts Megatron to an NPU, if it is installed, as jobs do; ReplayError if that fails."""
+    given, sys.argv = sys.argv, sys.argv[:1]  # they parse all flags as their own
     try:
-        importlib.import_module(_ADAPTOR)
-    except Exception as error:
-        raise ReplayError(
-            f"MindSpeed is installed and can't be imported: {type(error).__name__}: {error}",
-            expected=f"import {_ADAPTOR}",
-            got="an exception",
-            cause="a Megatron-LM of another release than this MindSpeed's, or without megatron.training; "
-            "npu-replay doctor says which. Take MindSpeed off PYTHONPATH to try without it",
-        ) from error
+        for module in adaptors.before_megatron(probe.products()):
+            _import_adaptor(module)
     finally:
         sys.argv = given
+
+
+def _import_adaptor(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        raise ReplayError(
+            f"{module} is installed and can't be imported: {type(error).__name__}: {error}",
+            expected=f"import {module}",
+            got="an exception",
+            cause="a Megatron-LM of another release than this one is for, or without megatron.training, or a "
+            "package that it needs; npu-replay doctor says which. Take it off PYTHONPATH to try without it",
+        ) from error

@@ -20,10 +20,12 @@ from typing import Any
 import pytest
 import torch
 
+import ascend_images
 import npu_replay
 from command_line import invoke
 from npu_replay import routers
 from npu_replay.compat import probe
+from npu_replay.compat.mindspeed import adaptors
 from npu_replay.compat.patching import patches as patching
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.probe import Product
@@ -212,6 +214,45 @@ def test_a_framework_that_does_not_import_is_a_fault(fails: dict[tuple[str, ...]
     assert "NPU_REPLAY_STRICT=0" in fault.remedy
 
 
+UNDER_ADAPTOR = "MegatronAdaptor 0.1.0 doesn't import: No module named 'einops'"
+WITH_ADAPTOR = ("megatron_adaptor", MEGATRON)
+WITH_BOTH = ("megatron_adaptor", ADAPTOR, MEGATRON)
+
+
+@pytest.mark.parametrize(
+    ("products", "broken", "faults", "lost"),
+    [
+        (("MegatronAdaptor",), [WITH_ADAPTOR], [UNDER_ADAPTOR], []),
+        (("MegatronAdaptor",), [(MEGATRON,)], [], []),  # Megatron needs what MegatronAdaptor lends
+        (("MegatronAdaptor",), [WITH_ADAPTOR, (MEGATRON,)], [MEGATRONS], ["replay under MegatronAdaptor"]),
+        (("MegatronAdaptor", "mindspeed"), [WITH_BOTH], ["mindspeed doesn't import"], []),
+        (
+            ("MegatronAdaptor", "mindspeed"),
+            [WITH_BOTH, WITH_ADAPTOR],
+            [UNDER_ADAPTOR],
+            ["replay under MindSpeed"],
+        ),
+        (("MegatronAdaptor", "mindspeed"), [WITH_ADAPTOR, (MEGATRON,)], [], []),
+    ],
+)
+def test_whose_fault_it_is_shows_without_what_adapts_megatron(
+    fails: dict[tuple[str, ...], str],
+    machine: dict[str, Product],
+    products: tuple[str, ...],
+    broken: list[tuple[str, ...]],
+    faults: list[str],
+    lost: list[str],
+) -> None:
+    for name in products:
+        machine[name] = Product(name, True, "0.1.0" if name == "MegatronAdaptor" else "", "/nowhere")
+    fails.update(dict.fromkeys(broken, EINOPS))
+    diagnosis = diagnose()
+    assert [fault.why.startswith(why) for fault, why in zip(diagnosis.faults, faults, strict=True)] == [
+        True
+    ] * len(faults)
+    assert [name for name in lost if states(diagnosis.report)[name] != "missing"] == []
+
+
 @pytest.mark.parametrize(
     ("broken", "fault"),
     [
@@ -229,9 +270,75 @@ def test_megatron_is_imported_as_jobs_with_mindspeed_do_and_whose_fault_it_is_is
 ) -> None:
     machine["mindspeed"] = Product("mindspeed", True, "0.12.1", "/nowhere")
     # a source tree of Megatron-LM
-    monkeypatch.setattr("npu_replay.compat.mindspeed.features.find", lambda name: name)
+    monkeypatch.setattr("npu_replay.compat.mindspeed.adaptors.find", lambda name: name)
     fails.update(dict.fromkeys(broken, EINOPS))
     assert problems() == fault
+
+
+def test_megatron_may_fail_in_another_way_without_megatron_adaptor(
+    fails: dict[tuple[str, ...], str], machine: dict[str, Product]
+) -> None:
+    machine["MegatronAdaptor"] = Product("MegatronAdaptor", True, "0.1.0", "/nowhere")
+    fails[WITH_ADAPTOR] = "doesn't import: ImportError: libhccl.so"
+    fails[MEGATRON,] = "doesn't import: AssertionError: Torch not compiled with CUDA enabled"
+    assert problems() == [
+        "megatron-core 0.12.1 doesn't import: AssertionError: Torch not compiled with CUDA enabled",
+        "MegatronAdaptor 0.1.0 doesn't import: ImportError: libhccl.so",
+    ]
+
+
+def test_a_megatron_without_megatron_training_gets_its_own_remedy(
+    fails: dict[tuple[str, ...], str], machine: dict[str, Product]
+) -> None:
+    machine["mindspeed"] = Product("mindspeed", True, "0.12.1", "/nowhere")
+    fails[ADAPTOR, MEGATRON] = "doesn't import: ModuleNotFoundError: No module named 'megatron.training'"
+    (fault,) = diagnose().faults
+    assert (
+        fault.remedy == "put a Megatron-LM source tree first on PYTHONPATH: a wheel has no megatron.training"
+    )
+
+
+def test_megatron_adaptor_alone_is_imported_before_megatron(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ascend_images.make(ascend_images.image("ROLL npu_fp8"), tmp_path)
+    router = tmp_path / "megatron" / "core" / "transformer" / "moe" / "router.py"
+    router.parent.mkdir(parents=True)
+    router.write_text("import sys\nassert 'megatron_adaptor' in sys.modules\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")  # this router has nothing that a shim could change
+    tried = doctor._import_as_jobs_do([adaptors.UNDER_ADAPTOR])
+    assert list(tried) == [("replay on Megatron-core", "", WITH_ADAPTOR)]
+    ((_, problem, _),) = doctor._import_as_jobs_do([])
+    assert problem == "doesn't import: AssertionError"
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+def test_a_simulated_image_passes_smoke_and_lacks_a_device_alone(tmp_path: Path) -> None:
+    spec = find_spec("megatron.core")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    folder = Path(spec.submodule_search_locations[0])
+    has_own_replay = (folder / "transformer/moe/router_replay.py").is_file()  # from 0.16 on
+    tag = "slime-ascend 0.3.0" if has_own_replay else "verl-8.5.0-910b-ubuntu22.04-py3.11-v0.7.1"
+    path = str(ascend_images.make(ascend_images.image(tag), tmp_path, megatron=folder.parents[1]))
+    found = tmp_path / "found.json"
+    result = run("--out", str(found), path=path)
+    diagnosis = json.loads(found.read_text())
+    assert [fault["name"] for fault in diagnosis["faults"]] == ["NPU"], result.text
+    under = "replay under MegatronAdaptor" if has_own_replay else "replay under MindSpeed"
+    assert result.row(under).startswith("works")
+    assert result.row("replay on Megatron-core").endswith("; imports")
+    smoke = subprocess.run(
+        [sys.executable, "-m", "npu_replay", "smoke", "--device", "cpu", "--recompute"],
+        env=os.environ | {"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert smoke.returncode == 0, smoke.stdout + smoke.stderr
+    assert ("MegatronAdaptor 0.1.0" in smoke.stdout) == has_own_replay
 
 
 @pytest.mark.parametrize(

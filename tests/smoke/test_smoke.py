@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from command_line import invoke
 from npu_replay import DecoderLayers, ParallelLayout
 from npu_replay.compat.probe import Product
+from npu_replay.errors import ReplayError
 from npu_replay.smoke import report as reports
 from npu_replay.smoke import run as smoke
 from npu_replay.smoke.options import Options
@@ -92,7 +94,7 @@ def test_every_option_reaches_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_start_that_fails_is_a_result_too(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(smoke, "import_mindspeed", lambda: 1 / 0)
+    monkeypatch.setattr(smoke, "import_adaptors", lambda: 1 / 0)
     monkeypatch.setattr(smoke.Smoke, "leave", lambda self: None)  # it ends the groups of other tests, too
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -102,6 +104,39 @@ def test_a_start_that_fails_is_a_result_too(
     assert "FAIL  start         rank 0: ZeroDivisionError: division by zero" in capfd.readouterr().out
     found = json.loads(file.read_text())
     assert [(one["feature"], one["result"]) for one in found["results"]] == [("start", FAIL)]
+
+
+def test_what_adapts_megatron_is_imported_in_a_jobs_order_and_its_failure_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = {"MegatronAdaptor": "megatron_adaptor", "mindspeed": "mindspeed"}
+    imported: list[str] = []
+
+    def given(*products: str) -> None:
+        found = [Product(name, True, "", str(tmp_path)) for name in products]
+        monkeypatch.setattr(smoke.probe, "products", lambda: found)
+        imported.clear()
+
+    def imports(module: str) -> None:
+        imported.append(module)
+        if module == failing:
+            raise ModuleNotFoundError("No module named 'transformer_engine'")
+
+    failing = ""
+    monkeypatch.setattr(smoke.importlib, "import_module", imports)
+    for products in (["MegatronAdaptor"], ["mindspeed"], ["mindspeed", "MegatronAdaptor"], ["numpy"]):
+        given(*products)
+        smoke.import_adaptors()
+        there = [names[name] for name in names if name in products]
+        assert [module.removesuffix(".megatron_adaptor") for module in imported] == there
+    failing = "megatron_adaptor"
+    given("mindspeed", "MegatronAdaptor")
+    arguments = sys.argv
+    with pytest.raises(ReplayError, match="megatron_adaptor is installed and can't be imported") as raised:
+        smoke.import_adaptors()
+    assert imported == ["megatron_adaptor"]
+    assert "No module named 'transformer_engine'" in str(raised.value)
+    assert sys.argv is arguments
 
 
 def test_the_rank_that_failed_first_is_heard() -> None:
@@ -139,7 +174,7 @@ def test_a_checkout_is_named_by_its_commit(
     (tmp_path / ".git/HEAD").write_text("ref: refs/main\n")
     if not packed:
         (tmp_path / ".git/refs/main").write_text("0123456789" * 4 + "\n")
-    names = ("mindspeed", "torch_npu", "numpy")
+    names = ("mindspeed", "MegatronAdaptor", "TransformerEngineNPU", "torch_npu", "numpy")
     found = [Product("megatron-core", True, "0.16.1", str(tmp_path / "megatron"))]
     monkeypatch.setattr(reports.probe, "products", lambda: [*found, *(Product(one, False) for one in names)])
     assert reports.versions()["megatron-core"] == ("0.16.1" if packed else "0.16.1 (01234567)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,8 +12,6 @@ import torch
 
 import npu_replay
 from megatron_cases import Trainer, build, hooks_left, routers
-from npu_replay.compat.mindspeed.features import capability
-from npu_replay.compat.probe import Product
 from npu_replay.errors import RouterError
 from npu_replay.routers import functions
 
@@ -221,40 +218,3 @@ def test_more_arguments_of_a_routers_call_reach_it_untouched(
             router(hidden, mask, ids)
     assert got == [(mask, ids)]
     assert len(recording.routes[0]) == 12
-
-
-# What doctor says, from source alone
-
-
-@pytest.mark.parametrize(
-    ("about", "state", "words"),
-    [
-        ({}, "works", "moe_fb_overlap too; refused: fix_router, moe_tp_extend_ep"),
-        ({"training": False}, "broken", "megatron.training"),
-        ({"mindspeed": "0.16.0"}, "broken", "made for Megatron-core 0.16.0, and 0.12.1 is here"),
-        ({"mindspeed": ""}, "works", "moe_fb_overlap too"),
-        ({"megatron": "0.12.3"}, "works", "moe_fb_overlap too"),
-    ],
-)
-def test_doctor_says_whether_mindspeed_fits_the_megatron_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: dict[str, Any], state: str, words: str
-) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    core = tmp_path / "megatron" / "core"
-    for part in (core, *([core.with_name("training")] if about.get("training", True) else [])):
-        part.mkdir(parents=True)
-        (part / "__init__.py").touch()
-    found = capability(
-        Product("mindspeed", True, about.get("mindspeed", "0.12.1"), str(tmp_path / "mindspeed")),
-        Product("megatron-core", True, about.get("megatron", "0.12.1"), str(core)),
-    )
-    assert found.state == state
-    assert words in found.why
-    assert (found.remedy != "") == (state == "broken")
-
-
-def test_without_mindspeed_nothing_is_said_of_it() -> None:
-    found = capability(Product("mindspeed", False), Product("megatron-core", True, "0.12.1", "/nowhere"))
-    assert (found.state, found.why) == ("missing", "MindSpeed is not installed")
