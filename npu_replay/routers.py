@@ -39,16 +39,17 @@ class AuxLosses:
     """Describes the aux losses of one router.
 
     Attributes:
-        follow: they count the ids that the router was given; otherwise its own choice.
+        follow: they count the ids that the router was given; otherwise its own choice. None where that
+            isn't known: then they are always made to count what is asked for.
         recount: makes them count other ids until the handle is removed.
     """
 
-    follow: bool
+    follow: bool | None
     recount: Callable[[Ids], Handle]
 
     def follow_the_call_of(self, router: nn.Module) -> bool:
-        """Return whether the running call counts the ids that it was given; none are counted without grad."""
-        return self.follow and router.training and torch.is_grad_enabled()
+        """Return whether the running call may count the ids that it was given; none are without grad."""
+        return self.follow is not False and router.training and torch.is_grad_enabled()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ Megatron-core 0.12 counts the experts of the routing itself, that is the replaye
 top-k counts the live choice. npu_replay makes all releases alike: live, or replayed where asked for. The
 expert bias counts the experts that tokens were sent to, the replayed ones, on every release.
 
-Asks:     which methods the router's class has, and what its own count goes by.
+Asks:     which methods the router's class has, what its own count goes by, and whose its routing is.
 Changes:  one argument of these methods, which are bound on the router's instance for the length of a block.
 Undone:   by `remove`.
 """
@@ -42,7 +42,23 @@ def of(router: Any) -> AuxLosses | None:
     # They count the routing itself, unless (from 0.13 on) the method of the scores has a top-k of its own.
     scores = getattr(kind, "compute_routing_scores_for_aux_loss", None)
     follow = by_partial and (scores is None or "scatter" not in inspect.unwrap(scores).__code__.co_names)
-    return AuxLosses(follow=follow, recount=functools.partial(_Recounted, router, methods))
+    known = by_partial or not _may_share_its_map(router)
+    return AuxLosses(follow=follow if known else None, recount=functools.partial(_Recounted, router, methods))
+
+
+def _may_share_its_map(router: Any) -> bool:
+    """Return whether the routing may give its own map to the losses, in the place of a second top-k's.
+
+    Megatron's never does. MindSpeed's moe_router_score_reuse does where both would choose alike by
+    themselves: over a softmax, without groups and bias. Only there the own choice is what the losses count.
+    """
+    config = router.config
+    if router.score_function != "softmax" or not config.moe_router_pre_softmax:
+        return False
+    if config.moe_router_group_topk or getattr(router, "expert_bias", None) is not None:
+        return False
+    defined_in = getattr(type(router).routing, "__globals__", {}).get("__name__", "")
+    return not str(defined_in).startswith("megatron.")
 
 
 def _listed(value: Any) -> Any:

@@ -95,6 +95,37 @@ BALANCED = replace(
     args=FB_OVERLAP.args | {"balanced_moe_experts": True, "balanced_moe_hot_expert_num": 2},
     reference=("moe_fb_overlap", "balanced_moe_experts"),
 )
+PRE_SOFTMAX = {
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_router_pre_softmax": True,
+}
+SCORE_REUSE = Case(
+    shows="router_score_reuse_wrapper",
+    flag="moe_router_score_reuse",
+    args={"moe_router_score_reuse": True},
+    reference=("moe_router_score_reuse",),
+    config=PRE_SOFTMAX,
+)
+REUSED = {
+    "score_reuse": {},
+    "score_reuse_seq_aux": {"moe_router_load_balancing_type": "seq_aux_loss"},
+    "score_reuse_after_softmax": {"moe_router_pre_softmax": False},
+    "score_reuse_groups": {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    "score_reuse_sigmoid_bias": {
+        "moe_router_pre_softmax": False,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    },
+    "score_reuse_router_replay": {"moe_enable_routing_replay": True},
+}
+FAST_OPS = Case(
+    shows="permute_npu_wrapper",
+    flag="moe_npu_fast_ops",
+    args={"moe_npu_fast_ops": True},
+    reference=("moe_npu_fast_ops",),
+    config=PRE_SOFTMAX,
+)
 CASES: dict[str, Case] = {
     "none": Case(shows="moe_layer.MoELayer"),
     "permute_fusion": PERMUTE,
@@ -103,8 +134,7 @@ CASES: dict[str, Case] = {
     "alltoall_seq": ALLTOALL_SEQ,
     "alltoall_seq_tp2": replace(ALLTOALL_SEQ, args=SEQ | TENSOR, tensor=2),
     "capacity": Case(
-        shows="moe_utils.topk_softmax_with_capacity",  # Megatron's up to 2.3.0, MindSpeed's after
-        flag="fix_router",
+        shows="moe_layer.MoELayer",
         args={"moe_expert_capacity_factor": 0.75},
         drops=True,
     ),
@@ -140,8 +170,16 @@ CASES: dict[str, Case] = {
     "fb_overlap_dense_first": replace(FB_OVERLAP, config={"moe_layer_freq": [0, 1, 1]}),
     "balanced_moe": replace(BALANCED, recompute=False),
     "balanced_moe_recompute": BALANCED,
+    **{name: replace(SCORE_REUSE, config=PRE_SOFTMAX | changes) for name, changes in REUSED.items()},
+    "fast_ops": FAST_OPS,
+    "fast_ops_ep2": replace(FAST_OPS, expert=2),
+    "fast_ops_score_reuse": replace(
+        FAST_OPS,
+        args=FAST_OPS.args | SCORE_REUSE.args,
+        reference=FAST_OPS.reference + SCORE_REUSE.reference,
+    ),
     "fix_router": Case(
-        shows="mindspeed.core.transformer.moe.moe_utils.topk_softmax_with_capacity",
+        shows="mindspeed.core.transformer.moe.moe_utils.topk_",  # two functions, by branch
         flag="fix_router",
         args={"fix_router": True},
         expert=2,

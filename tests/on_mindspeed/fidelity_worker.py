@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from on_mindspeed.processes import triton_at_import
+from on_mindspeed.processes import lent_at_import
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
 FLAG = {"enable_routing_replay": True}
@@ -426,7 +426,7 @@ def late(task: dict[str, Any]) -> dict[str, Any]:
     TransformerConfig.__init__ = survivor
     without = outcome(lambda: TransformerConfig(**SMALL, no_such_flag=1).num_layers)
     calls.clear()
-    with triton_at_import():
+    with lent_at_import():
         from mindspeed import megatron_adaptor
     from mindspeed.args_utils import get_mindspeed_args
 
@@ -453,6 +453,6 @@ def late(task: dict[str, Any]) -> dict[str, Any]:
 def main(task: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     if task["scenario"] == "first":
-        with triton_at_import():
+        with lent_at_import():
             return first()
     return late(task)

@@ -10,10 +10,13 @@ import contextlib
 import functools
 import subprocess
 import sys
+import typing
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
+
+import typing_extensions
 
 import jobs
 from on_mindspeed.stand_in.mindspeed import branch
@@ -40,9 +43,7 @@ def run_ranks(
 ) -> list[dict[str, Any]]:
     """The same in `count` processes."""
     real = _has_torch_npu()
-    path = [] if product == REAL else [STAND_IN_FOLDER]
-    if product == STAND_IN and not branch.played().lends_transformer_engine:
-        path.append(TRANSFORMER_ENGINE_NPU)
+    path = _beside_real() if product == REAL else _stand_in()
     if PathFinder.find_spec("megatron_adaptor", _foreign_path()) is None:
         path.append(MEGATRON_ADAPTOR)
     return jobs.run_ranks(
@@ -57,12 +58,15 @@ def run_ranks(
 
 
 @contextlib.contextmanager
-def triton_at_import() -> Iterator[None]:
-    """For a script: lend triton, where there is none, while MindSpeed is imported.
+def lent_at_import() -> Iterator[None]:
+    """For a script: lend triton, and Python 3.12's typing.override, while MindSpeed is imported.
 
     Newer MindSpeed defines kernels when it is imported. What asks for triton later has to hear that there is
-    none: torch, and MindSpeed's choice between a kernel and plain torch.
+    none: torch, and MindSpeed's choice between a kernel and plain torch. `override`, which megatron.training
+    wants from 0.18 on, stays.
     """
+    if not hasattr(typing, "override"):
+        typing.override = typing_extensions.override
     if PathFinder.find_spec("triton") is not None:
         yield
         return
@@ -80,6 +84,21 @@ def real_mindspeed() -> str:
     """Where a real MindSpeed lies; empty if there is none."""
     spec = PathFinder.find_spec("mindspeed", _foreign_path())
     return "" if spec is None or spec.origin is None else spec.origin
+
+
+def _stand_in() -> list[Path]:
+    if branch.played().lends_transformer_engine:
+        return [STAND_IN_FOLDER]
+    return [STAND_IN_FOLDER, TRANSFORMER_ENGINE_NPU]
+
+
+def _beside_real() -> list[Path]:
+    """Stand-ins for the packages that this MindSpeed needs, from core_r0.17.0 on, and that aren't there."""
+    if "megatron_adaptor" not in Path(real_mindspeed()).read_text(encoding="utf-8"):
+        return []
+    folders = {"transformer_engine": TRANSFORMER_ENGINE_NPU}
+    foreign = _foreign_path()
+    return [folder for name, folder in folders.items() if PathFinder.find_spec(name, foreign) is None]
 
 
 @functools.cache

@@ -12,8 +12,10 @@ import dataclasses
 import faulthandler
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from on_mindspeed.feature_cases import CASES, EXPERTS, SEQ_MODULE, TOPK, Case
-from on_mindspeed.processes import STAND_IN, triton_at_import
+from on_mindspeed.processes import STAND_IN, lent_at_import
 
 BATCH, LENGTH, VOCAB, LAYERS = 2, 12, 64, 3
 MICRO_BATCHES = 3
@@ -53,6 +55,8 @@ DEFAULTS: dict[str, Any] = {
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 Run = tuple[list[float], list[torch.Tensor]]
+Referred = tuple[Run, Any, str]
+"""A run, the routes that it replayed (None: none), and which experts its aux losses counted."""
 
 
 def features(task: dict[str, Any]) -> dict[str, Any]:
@@ -61,14 +65,18 @@ def features(task: dict[str, Any]) -> dict[str, Any]:
     The answer to each is {"absent": why} if this product hasn't the feature, {"unsupported": why} if this
     Megatron hasn't what the feature builds on, {"broken": why} if the model doesn't run even untouched,
     {"refused": error} if npu_replay says no, {"raised": error} if anything else goes wrong, else figures.
+    With "untouched" in the task npu_replay changes nothing in the process, and the model runs once.
     """
     faulthandler.enable()
+    if task.get("untouched"):
+        os.environ["NPU_REPLAY_DISABLE"] = "1"
     import_in_turn(["mindspeed"])  # first of all, as in a training script
     put_operators_on_cpu()
     if task["product"] == STAND_IN:
         put_norm_in()
     with process_group(task):
-        return {name: one(CASES[name], task["product"]) for name in task["cases"]}
+        answer = run_untouched if task.get("untouched") else examine
+        return {name: one(CASES[name], task["product"], answer) for name in task["cases"]}
 
 
 IMPORTS = {
@@ -81,7 +89,7 @@ IMPORTS = {
 def import_in_turn(names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     for name in names:
-        with triton_at_import() if name == "mindspeed" else contextlib.nullcontext():
+        with lent_at_import() if name == "mindspeed" else nullcontext():
             for module in IMPORTS[name]:
                 importlib.import_module(module)
 
@@ -98,7 +106,7 @@ def process_group(task: dict[str, Any]) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def one(case: Case, product: str) -> dict[str, Any]:
+def one(case: Case, product: str, answer: Callable[[Case], dict[str, Any]]) -> dict[str, Any]:
     import npu_replay
 
     if case.flag and case.flag not in known_arguments():
@@ -107,10 +115,13 @@ def one(case: Case, product: str) -> dict[str, Any]:
         return {"unsupported": f"this Megatron has no {case.module}"}
     if product == STAND_IN and case.schedule == "overlap" and importlib.util.find_spec(SEQ_MODULE) is None:
         return {"unsupported": "MindSpeed's overlapping schedule fails on Megatron after 0.12"}
-    turn_on(arguments(case))
+    try:
+        turn_on(arguments(case))
+    except Exception as error:
+        return {"broken": described(error)}
     with npu_replay.compat.cpu.lend(), parallel(case):
         try:
-            return examine(case)
+            return answer(case)
         except Exception as error:
             return {"raised": described(error)}
 
@@ -180,6 +191,16 @@ def parallel(case: Case) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
+def run_untouched(case: Case) -> dict[str, Any]:
+    """What the model does in a process that npu_replay has changed nothing in."""
+    try:
+        trainer = Trainer(case, recompute=case.recompute)
+        trainer.run()
+    except Exception as error:
+        return {"broken": described(error)}
+    return {"moe_layer": parts(trainer.model)}
+
+
 def examine(case: Case) -> dict[str, Any]:
     import npu_replay
     from megatron_cases import random_routes
@@ -195,11 +216,12 @@ def examine(case: Case) -> dict[str, Any]:
         found["agrees_without_recompute"] = distance(untouched, plain.run())
     except Exception as error:
         return found | {"broken": described(error)}
+    runs: dict[str, Referred] = {"agrees_with_reference": (untouched, None, "live")}
     try:
         routes, recorded, about = follows(trainer)
     except npu_replay.ReplayError as error:
-        return found | referred(case, trainer, untouched) | {"refused": str(error)}
-    found |= referred(case, trainer, untouched) | about
+        return found | referred(case, trainer, runs) | {"refused": str(error)}
+    found |= about
     found["record"] = distance(recorded, untouched)
     with npu_replay.replay(trainer.model, routes):
         found["replay"] = distance(trainer.run(), untouched)
@@ -210,7 +232,13 @@ def examine(case: Case) -> dict[str, Any]:
         found["foreign"] = distance(trainer.run(), expected)
     found["foreign_differs"] = strange.differing(foreign, case.drops)
     found["foreign_moves"] = distance(expected, untouched)
-    return found
+    if case.config.get("moe_aux_loss_coeff"):
+        runs["foreign_agrees_with_reference"] = (expected, foreign, "live")
+        with npu_replay.replay(plain.model, foreign, aux_loss="replayed"):
+            counted = plain.run()
+        runs["foreign_counted_agrees_with_reference"] = (counted, foreign, "replayed")
+        found["counting_moves"] = distance(counted, expected)
+    return found | referred(case, trainer, runs)
 
 
 def follows(trainer: Trainer, between: Callable[[], object] = lambda: None) -> Any:
@@ -232,6 +260,7 @@ def follows(trainer: Trainer, between: Callable[[], object] = lambda: None) -> A
             trainer.run()
     about = {
         "recorded_is_shown": first.differing(routes, drops),
+        "dropped": first.dropped,
         "calls": first.calls,
         "layers": list(routes[0].layers),
         "live_differs": live.differing(routes, drops),
@@ -245,15 +274,27 @@ def follows(trainer: Trainer, between: Callable[[], object] = lambda: None) -> A
 def parts(model: Any) -> list[str]:
     """What the last layer's MoE is made of: a feature that was not turned on would show here."""
     mlp = model.decoder.layers[-1].mlp
-    from megatron.core.transformer.moe import moe_utils, router
+    from megatron.core.transformer.moe import moe_utils
 
-    functions = [
-        moe_utils.permute,
-        getattr(router, "topk_softmax_with_capacity", None),
-        type(mlp.router).routing,
-    ]
-    types = [type(part) for part in (mlp, mlp.experts, mlp.token_dispatcher)]
-    return [f"{part.__module__}.{part.__qualname__}" for part in (*types, *functions) if part is not None]
+    found = [type(part) for part in (mlp, mlp.experts, mlp.token_dispatcher)]
+    names = (
+        "permute",
+        "topk_softmax_with_capacity",
+        "topk_routing_with_score_function",
+        "apply_router_token_dropping",
+    )
+    functions = [getattr(moe_utils, name, None) for name in names]
+    functions += [type(mlp.router).routing, type(mlp).forward]
+    found += [function for function in functions if function is not None]
+    names = [f"{part.__module__}.{part.__qualname__}" for part in found]
+    return [*names, *(name for function in functions for name in wrappers(function))]
+
+
+def wrappers(function: Any) -> Iterator[str]:
+    """The functions that lie over another, which hide behind its name."""
+    while hasattr(function, "__wrapped__"):
+        yield f"{function.__globals__['__name__']}.{function.__code__.co_qualname}"
+        function = function.__wrapped__
 
 
 def refused(case: Case) -> dict[str, Any]:
@@ -269,24 +310,30 @@ def refused(case: Case) -> dict[str, Any]:
     return {"moe_layer": parts(model), "raised": "nothing: record() takes this model"}
 
 
-def referred(case: Case, trainer: Trainer, untouched: Run) -> dict[str, Any]:
-    """How far the untouched run is from that of the same weights without the feature."""
+def referred(case: Case, trainer: Trainer, runs: dict[str, Referred]) -> dict[str, Any]:
+    """How far each run is from that of the same weights, and of the same routes, without the feature."""
     if not case.reference:
         return {}
+    import npu_replay
+
     defaults = known_arguments() | DEFAULTS
-    turned_off = {name: defaults[name] for name in case.reference}
+    turned_off = {name: defaults[name] is not True and defaults[name] for name in case.reference}
     turn_on(arguments(case) | turned_off)
     plain = replace(case, args=case.args | turned_off, schedule="plain", reference=())
     reference = Trainer(plain, recompute=False)
     reference.model.load_state_dict(trainer.model.state_dict(), strict=False)
-    expected = reference.run()
+    found: dict[str, Any] = {"apart_from_reference": []}
+    for name, (ours, routes, counted) in runs.items():
+        with npu_replay.replay(reference.model, routes, aux_loss=counted) if routes else nullcontext():
+            theirs = reference.run()
+        found[name] = distance(ours, theirs)
+        found["apart_from_reference"] += [
+            f"{name}: {parameter}"
+            for parameter, our, their in zip(trainer.names, ours[1], theirs[1], strict=True)
+            if not torch.allclose(our, their, rtol=1e-3, atol=1e-6)
+        ]
     turn_on(arguments(case))
-    apart = [
-        name
-        for name, ours, theirs in zip(trainer.names, untouched[1], expected[1], strict=True)
-        if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-6)
-    ]
-    return {"agrees_with_reference": distance(untouched, expected), "apart_from_reference": apart}
+    return found
 
 
 class Trainer:
@@ -401,6 +448,11 @@ class Witness:
         for label, number, *_ in self._shown:
             counts[label, number] = counts.get((label, number), 0) + 1
         return [counts[key] for key in sorted(counts)]
+
+    @property
+    def dropped(self) -> int:
+        """Rows, in all calls, that show fewer experts than a token is sent to."""
+        return sum(int((weighed.sum(dim=1) < TOPK).sum()) for _, _, weighed, _ in self._shown)
 
     def differing(self, routes: list[Any], drops: bool) -> int:
         """Rows, in all calls, that show other experts than these routes."""
@@ -588,7 +640,7 @@ def repatched_inside(trainer: Trainer) -> None:
 
 def import_half() -> None:
     """As a Megatron of another release does: a patch finds nothing to patch, and somebody goes on."""
-    with triton_at_import():
+    with lent_at_import():
         from mindspeed import patch_utils
 
         apply, count = patch_utils.Patch.apply_patch, iter(range(1000))

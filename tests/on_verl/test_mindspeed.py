@@ -48,10 +48,10 @@ def engine(task: dict[str, Any]) -> dict[str, Any]:
     os.environ |= {"NPU_REPLAY_MIN_OVERLAP": "0", "TORCHDYNAMO_DISABLE": "1"}
     import npu_replay  # MindSpeed is imported before Megatron
     import transformers_4
-    from on_mindspeed.processes import triton_at_import
+    from on_mindspeed.processes import lent_at_import
 
     transformers_4.lend()
-    with triton_at_import():
+    with lent_at_import():
         import mindspeed.megatron_adaptor as adaptor
     import torch.distributed as dist
 

@@ -21,7 +21,8 @@ class Branch:
         replaces_checkpointed_forward: TransformerBlock recomputes by a function of MindSpeed's.
         replaces_te_linear: Megatron's TELinear is a class of MindSpeed's.
         lends_transformer_engine: names of Transformer Engine are dummies; else TransformerEngineNPU is there.
-        has_fix_router, has_mc2: the features exist.
+        has_fix_router, has_mc2, has_fast_ops, has_score_reuse: the features exist.
+        fixes_score_function: fix_router wraps the functions that Megatron routes by from 0.14 on.
         ignored: arguments that don't reach a config where they are None.
     """
 
@@ -32,6 +33,9 @@ class Branch:
     lends_transformer_engine: bool = True
     has_fix_router: bool = True
     has_mc2: bool = True
+    has_fast_ops: bool = False
+    has_score_reuse: bool = False
+    fixes_score_function: bool = False
     ignored: tuple[str, ...] = ()
 
 
@@ -50,8 +54,9 @@ BRANCHES = {
         init_subclass=True,
         restores_methods=True,
         lends_transformer_engine=False,
-        has_fix_router=False,
-        has_mc2=False,
+        has_fast_ops=True,
+        has_score_reuse=True,
+        fixes_score_function=True,
         ignored=("rope_type",),
     ),
 }

@@ -195,6 +195,43 @@ def _check_fix_router(args: Any) -> None:
         _require(args.expert_model_parallel_size > 1, "fix-router needs expert parallelism")
 
 
+def _fix_router(args: Any) -> dict[str, Any]:
+    own = "mindspeed.core.transformer.moe.moe_utils"
+    if not BRANCH.fixes_score_function:
+        return {f"{_MOE}.moe_utils.topk_softmax_with_capacity": f"{own}:topk_softmax_with_capacity"}
+    names = ("topk_routing_with_score_function", "compute_routing_scores_for_aux_loss")
+    return {f"{_MOE}.moe_utils.{name}": f"{own}:{name}_wrapper" for name in names}
+
+
+def _score_reuse(args: Any) -> dict[str, Any]:
+    own = "mindspeed.core.transformer.moe.router_score_reuse"
+    return {f"{_MOE}.router.TopKRouter.routing": f"{own}:router_score_reuse_wrapper"}
+
+
+def _fast_ops_conflict(args: Any) -> bool:
+    from mindspeed.core.transformer.moe.moe_npu_fast_ops import CONFLICTS
+
+    return any(getattr(args, name, False) for name in CONFLICTS)
+
+
+def _check_fast_ops(args: Any) -> None:
+    if _fast_ops_conflict(args):
+        args.moe_npu_fast_ops = False
+
+
+def _fast_ops(args: Any) -> dict[str, Any]:
+    own = "mindspeed.core.transformer.moe.moe_npu_fast_ops"
+    if _fast_ops_conflict(args):
+        return {}
+    routing = "topk_routing_with_score_function"
+    return {
+        f"{_MOE}.moe_utils.{routing}": f"{own}:{routing}_scatter_wrapper",
+        f"{_MOE}.moe_layer.MoELayer.forward": f"{own}:moe_forward_dispatch_lifetime_wrapper",
+        f"{_MOE}.moe_utils.permute": f"{own}:permute_npu_wrapper",
+        f"{_MOE}.moe_utils.unpermute": f"{own}:unpermute_npu_wrapper",
+    }
+
+
 FEATURES = [
     Feature(
         arguments={"optimization_level": {"type": int, "choices": [0, 1, 2], "default": 2}},
@@ -249,37 +286,29 @@ FEATURES = [
         excludes=("moe_expert_capacity_factor",),
         patches=_spec,
     ),
-    *(
-        [
-            Feature(
-                "moe_alltoall_mc2",
-                {"moe_alltoall_mc2": _FLAG},
-                excludes=("moe_alltoall_overlap_comm", "moe_allgather_overlap_comm", "moe_fb_overlap"),
-                patches=_layer(
-                    **dict.fromkeys(("alltoall", "allgather"), "MindSpeedAlltoAllMC2MoeLayerAdaptor")
-                ),
-            )
-        ]
-        if BRANCH.has_mc2
-        else []
-    ),
-    *(
-        [
-            Feature(
-                "fix_router",
-                {"fix_router": _FLAG},
-                check=_check_fix_router,
-                patches=lambda args: {
-                    f"{_MOE}.moe_utils.topk_softmax_with_capacity": (
-                        "mindspeed.core.transformer.moe.moe_utils:topk_softmax_with_capacity"
-                    )
-                },
-            )
-        ]
-        if BRANCH.has_fix_router
-        else []
-    ),
 ]
+if BRANCH.has_mc2:
+    FEATURES.append(
+        Feature(
+            "moe_alltoall_mc2",
+            {"moe_alltoall_mc2": _FLAG},
+            excludes=("moe_alltoall_overlap_comm", "moe_allgather_overlap_comm", "moe_fb_overlap"),
+            patches=_layer(**dict.fromkeys(("alltoall", "allgather"), "MindSpeedAlltoAllMC2MoeLayerAdaptor")),
+        )
+    )
+if BRANCH.has_fix_router:
+    FEATURES.append(
+        Feature("fix_router", {"fix_router": _FLAG}, check=_check_fix_router, patches=_fix_router)
+    )
+if BRANCH.has_score_reuse:
+    FEATURES.append(
+        Feature("moe_router_score_reuse", {"moe_router_score_reuse": _FLAG}, patches=_score_reuse)
+    )
+if BRANCH.has_fast_ops:
+    off = {"action": "store_false", "dest": "moe_npu_fast_ops", "default": True}
+    FEATURES.append(
+        Feature("moe_npu_fast_ops", {"no_moe_npu_fast_ops": off}, check=_check_fast_ops, patches=_fast_ops)
+    )
 
 
 class MindSpeedFeaturesManager:
