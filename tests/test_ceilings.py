@@ -42,7 +42,7 @@ LINES = {
     "compat.transformers": 294,
     "compat.megatron": 958,
     "compat.megatron_backports": 951,
-    "compat.vllm_ascend": 1350,
+    "compat.vllm_ascend": 1464,
     "compat.vllm": 704,
     "compat.sglang": 724,
     "compat.slime": 165,

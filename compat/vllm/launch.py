@@ -81,7 +81,7 @@ def engine_arguments(
     if vllm_ascend:
         if release(version) >= release(BY_BLOCK) > release(vllm_ascend):
             problem = f"vllm-ascend {vllm_ascend} captures no routes beside vLLM {version}"
-            expected = "vLLM 0.30.0 with vllm-ascend 0.30.0rc2, or a vllm-ascend of vLLM's own release"
+            expected = "vLLM 0.30.0 with vllm-ascend 0.30.0, or a vllm-ascend of vLLM's own release"
             cause = "routes went to the AuxOutput connector in 0.31.0, so nothing is captured"
             got = f"vLLM {version}"
             raise ReplayError(problem, where="rollout", expected=expected, got=got, cause=cause)

@@ -26,7 +26,7 @@ from npu_replay.compat import probe
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.compat.probe import Capability, Product, unusable
-from npu_replay.compat.vllm_ascend import releases
+from npu_replay.compat.vllm_ascend import parts, releases
 from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.read_out import ReadOut
 from npu_replay.compat.vllm_ascend.seams import Seam, layers, refuse_foreign
@@ -34,7 +34,6 @@ from npu_replay.compat.vllm_ascend.self_check import SelfCheck
 from npu_replay.environment import STRICT, VLLM_ASCEND
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.release_rules import release
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,6 @@ GROUP, NAME = "vllm.general_plugins", releases.PLUGIN
 
 _RUNNERS = ("vllm_ascend.worker.model_runner_v1", "vllm_ascend.worker.v2.model_runner")
 _EXECUTOR = "vllm.v1.executor.abstract"
-_CAPTURER = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
 _FLAG = "enable_return_routed_experts"
 _INIT = "init_routed_experts_capturer"
 _TO_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
@@ -112,7 +110,8 @@ def register() -> None:
         words = "[npu_replay] %s is set, and there is no vllm-ascend here: nothing is changed"
         logger.warning(words, VLLM_ASCEND)
         return
-    if _refuse(releases.unknown(version, vllm)):
+    problem = releases.unpaired(version, vllm) or parts.missing_module(*_RUNNERS)
+    if _refuse(problem or parts.missing_module(_EXECUTOR)):
         return
     _tell_workers_of_ray()
     for module in _RUNNERS:
@@ -193,16 +192,17 @@ def _made(original: Callable[..., Any], runner: Any, vllm_config: Any, *args: An
         logger.warning("[npu_replay] %s is set, but not %s: no routes are captured", VLLM_ASCEND, _FLAG)
     elif not hasattr(runner, _INIT):
         where = f"{type(runner).__module__}, vllm-ascend {probe.installed('vllm-ascend')}"
-        problem, cause = "this model runner knows no routes", "VLLM_USE_V2_MODEL_RUNNER=1 before 0.28.0rc1"
+        problem = "this model runner knows no routes"
+        cause = "VLLM_USE_V2_MODEL_RUNNER=1 before 0.28.0rc1, or a release after 0.30"
         _refuse(ReplayError(problem, where=where, expected=_INIT, got="none there", cause=cause))
     else:
-        _refuse(_planned_wrong(vllm_config))
+        _refuse(_not_captured(vllm_config))
     original(runner, vllm_config, *args, **kwargs)
 
 
 def _capturing(original: Callable[..., Any], runner: Any) -> None:
     original(runner)
-    if _refuse(_planned_wrong(runner.vllm_config)):
+    if _refuse(_not_captured(runner.vllm_config)):
         return
     try:
         attach(runner)
@@ -212,7 +212,12 @@ def _capturing(original: Callable[..., Any], runner: Any) -> None:
             _patches.undo()
 
 
-def _planned_wrong(vllm_config: Any) -> ReplayError | None:
+def _not_captured(vllm_config: Any) -> ReplayError | None:
+    """Return what this worker lacks for a capture, or plans against it; None if nothing."""
+    try:
+        parts.check(probe.installed("vllm-ascend"))
+    except ReplayError as problem:
+        return problem
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     plan = {name: getattr(parallel, name, None) for name in _PARALLEL} | {
         "kv_transfer_config": getattr(vllm_config, "kv_transfer_config", None),
@@ -222,12 +227,8 @@ def _planned_wrong(vllm_config: Any) -> ReplayError | None:
         "enforce_eager": getattr(model, "enforce_eager", None),
         "model": model.hf_text_config,
     }
-    return releases.refusal(_version(), plan, capture=True)
-
-
-def _version() -> str:
-    """Return the release whose rules hold here."""
-    return releases.of_release(probe.installed("vllm-ascend"), probe.installed("vllm"))
+    version = releases.of_release(probe.installed("vllm-ascend"), probe.installed("vllm"))
+    return releases.not_captured(version, plan)
 
 
 def attach(runner: Any) -> Capture:
@@ -242,7 +243,7 @@ def attach(runner: Any) -> Capture:
     cause = "two LLMs in one process: start each in its own (VLLM_ENABLE_V1_MULTIPROCESSING=1)"
     fine = not _attached.has(MoECommMethod, "prepare")
     ReplayError.unless(fine, problem, "one engine a process", got, cause, "vllm-ascend")
-    module = sys.modules[_CAPTURER]
+    module = sys.modules[parts.CAPTURER]
     capturer = getattr(runner, "routed_experts_capturer", None) or module.RoutedExpertsCapturer.get_instance()
     buffer = getattr(capturer, "device_buffer", None)
     buffer = capturer._device_buffer if buffer is None else buffer
@@ -256,8 +257,7 @@ def attach(runner: Any) -> Capture:
     names = {number: getattr(one, "layer_name", type(one).__name__) for number, one in found.items()}
     check = SelfCheck(names, model.num_experts, group, where, speaks=tp.rank_in_group == 0)
     capture = Capture(buffer, check, group)
-    selects = release(_version()) < release(releases.BY_ROUTER)
-    Seam(capture, found, tp, parallel).install(_attached, capturer, selects=selects)
+    Seam(capture, found, tp, parallel).install(_attached, capturer, selects=not parts.by_router())
     ReadOut(runner, capturer, capture).install(_attached)
     return capture
 

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from npu_replay.compat.patching.patches import Patches
+from npu_replay.compat.vllm_ascend import parts
 from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.errors import ReplayError
 
-_SAVE, _BUFFER, _SNAPSHOT = "save_captured_experts", "get_device_buffer", "get_routed_experts"
+_SAVE, _BUFFER, _SNAPSHOT = parts.WAYS_OUT
 
 
 class ReadOut:
@@ -38,12 +39,7 @@ class ReadOut:
     def install(self, patches: Patches) -> None:
         """Wrap both ends of a step, by whichever of the known methods the capturer has."""
         around: dict[str, Any] = {_SAVE: self._save, _BUFFER: self._hand_out, _SNAPSHOT: self._snapshot}
-        found = {name: how for name, how in around.items() if hasattr(self._capturer, name)}
-        if not found:
-            where = f"{type(self._capturer).__module__}.{type(self._capturer).__qualname__}"
-            problem, expected = "this capturer returns rows in an unknown way", f"one of {', '.join(around)}"
-            cause, got = "vLLM isn't of the release that this vllm-ascend is made for", "none of them"
-            raise ReplayError(problem, where=where, expected=expected, got=got, cause=cause)
+        found = [name for name in parts.WAYS_OUT if hasattr(self._capturer, name)]
         if _SAVE in found and len(self._groups) > 1:
             kinds = ", ".join(type(one.kv_cache_spec).__name__ for one in self._groups)
             raise ReplayError(
@@ -55,8 +51,8 @@ class ReadOut:
                 "windows alone, disable_hybrid_kv_cache_manager=True makes one group",
             )
         patches.wrap(self._runner, "execute_model", self._begin, "begins with no row of the step before")
-        for name, how in found.items():
-            patches.wrap(self._capturer, name, how, "puts all ranks' rows together")
+        for name in found:
+            patches.wrap(self._capturer, name, around[name], "puts all ranks' rows together")
         if hasattr(self._capturer, "clear_buffer"):
             patches.set(self._capturer, "clear_buffer", self._capture.clear, "a row that nobody writes shows")
         if self._group and hasattr(self._runner, "routed_experts_slot_mapping_device"):

@@ -4,11 +4,13 @@
     0.18.0        0.23.0.post1  unquantized           logical  AscendUnquantizedFusedMoEMethod.apply
     0.24.0rc1     0.26.0rc1     nothing: all zeros             the same, behind a config that is never set
     0.27.1rc1     0.29.0rc1     all                   logical  the routers, by vLLM's own binder
-    0.30.0rc1     0.30.0rc2     all                   logical  the same, by Model Runner V2 only
+    0.30.0rc1     0.30.0        all                   logical  the same, by Model Runner V2 only
 
 A patch for tokens that data or sequence parallelism split (#9728) is in 0.21.0rc1; on vLLM's release of the
 same number it is installed from 0.25.1rc1 on. All was read in the released source; 0.18.0, 0.23.0 and
-0.30.0rc2 were run on a CPU with stand-ins for the NPU's operators. See also docs/dev/engine-limits.md.
+0.30.0rc2 were run on a CPU with stand-ins for the NPU's operators; of 0.30.0 nothing was. Where npu_replay
+captures, a worker's classes decide (`parts`), and this table only for a plan. See also
+docs/dev/engine-limits.md.
 """
 
 from __future__ import annotations
@@ -56,12 +58,16 @@ def refusal(
     """
     plan = plan or {}
     if capture:
-        other = unknown(version, vllm or None)
-        return other or launch.clash("npu_replay on vllm-ascend", version, "", plan, CAPTURE_CLASHES)
+        return unknown(version, vllm or None) or not_captured(version, plan)
     never = launch.refusal("vllm-ascend", version, "", (OLDER, *FAULTS))
     quantization = plan.get("quantization") or model_config.quantization(plan.get("model"))
     known = {**plan, "quantization": quantization}
     return never or launch.clash("vllm-ascend", version, "", known, CLASHES)
+
+
+def not_captured(version: str, plan: Plan) -> ReplayError | None:
+    """Return why npu_replay captures nothing with this plan, or wrong rows; None if it captures."""
+    return launch.clash("npu_replay on vllm-ascend", version, "", plan, CAPTURE_CLASHES)
 
 
 def of_release(version: str, vllm: str) -> str:
@@ -71,20 +77,30 @@ def of_release(version: str, vllm: str) -> str:
     return vllm if version and between and tells_release(vllm) else version
 
 
-def unknown(version: str, vllm: str | None = None) -> ReplayError | None:
-    """Return why npu_replay captures nothing on this release, or beside this vLLM; None if it does."""
-    rules = version if vllm is None else of_release(version, vllm)
-    problem = f"npu_replay captures nothing on vllm-ascend {version}"
-    if vllm is not None and release(rules)[:2] != release(vllm)[:2]:
+def unpaired(version: str, vllm: str) -> ReplayError | None:
+    """Return why npu_replay captures nothing on so old a release, or beside this vLLM; None if it may."""
+    rules, problem = of_release(version, vllm), f"npu_replay captures nothing on vllm-ascend {version}"
+    told = tells_release(rules)
+    if told and tells_release(vllm) and release(rules)[:2] != release(vllm)[:2]:
         expected, cause = "the vLLM that it is made for", "one of them was installed without the other"
         problem += f" beside vLLM {vllm}"
         return ReplayError(problem, where="vllm-ascend", expected=expected, got=vllm, cause=cause)
-    if release(rules) != (0, 0, 0) and any(run.holds(rules) for run in _CAPTURED):
-        return None
-    problem += ", and touches nothing there"
-    cause = f"a release that it doesn't know, or 0.21.0rc1, which returns no routes: unset {VLLM_ASCEND}"
-    expected = "0.18.0 to 0.20.2rc1, or 0.22.1rc1 to 0.30"
-    return ReplayError(problem, where="rollout", expected=expected, got=version, cause=cause)
+    if told and OLDER.holds(rules):
+        return ReplayError(problem, where="vllm-ascend", expected=_PLANNED, got=version, cause=_OTHERWISE)
+    return None
+
+
+def unknown(version: str, vllm: str | None = None) -> ReplayError | None:
+    """Return why a plan isn't captured on this release, beside this vLLM; None if it is, as far as is known.
+
+    A worker doesn't ask this: it looks at the classes that are there (`parts.check`).
+    """
+    wrong_pair = None if vllm is None else unpaired(version, vllm)
+    rules = version if vllm is None else of_release(version, vllm)
+    if wrong_pair is not None or (release(rules) != (0, 0, 0) and any(run.holds(rules) for run in _CAPTURED)):
+        return wrong_pair
+    problem = f"npu_replay captures nothing on vllm-ascend {version}"
+    return ReplayError(problem, where="rollout", expected=_PLANNED, got=version, cause=_OTHERWISE)
 
 
 def environment() -> dict[str, str]:
@@ -291,4 +307,10 @@ CAPTURE_CLASHES = (
 """Plans with which npu_replay captures nothing either."""
 
 _CAPTURED = (Releases(since="0.18.0", until="0.21.0"), Releases(since="0.22.0", until="0.31.0"))
+_PLANNED = "0.18.0 to 0.20.2rc1, or 0.22.1rc1 to 0.30"
+_OTHERWISE = (
+    "0.21.0rc1 and releases from 0.31 on return no rows by vLLM's capturer, which npu_replay uses (from vLLM "
+    "0.31.0 on the AuxOutput connector does), and nobody checks those before 0.18.0. Or unset "
+    f"{VLLM_ASCEND}"
+)
 # fmt: on

@@ -1,4 +1,6 @@
-"""The capture, broken as a change of it might break it. Its check of the first steps finds each."""
+"""The capture, broken as a change of it might break it: its check of the first steps finds each. Then classes
+of vllm-ascend and vLLM as a later release might change them: a start is refused that isn't known.
+"""
 
 from __future__ import annotations
 
@@ -85,3 +87,49 @@ def _reduce(other: Callable[..., None]) -> None:
     """The merge alone: the check's own sums stay."""
     of_torch = {"all_reduce": staticmethod(other), "ReduceOp": dist.ReduceOp}
     capture.dist = type("dist", (), of_torch)
+
+
+# ---- classes as another release might have them
+
+
+def layers_that_prepare_otherwise() -> None:
+    from vllm_ascend.ops.fused_moe.moe_comm_method import MoECommMethod
+
+    MoECommMethod.prepare = lambda self, prepare_input: prepare_input
+
+
+def a_context_without_the_way() -> None:
+    from vllm_ascend.ascend_forward_context import _EXTRA_CTX
+
+    kind = type(_EXTRA_CTX)
+    kind.extra_attrs = tuple(name for name in kind.extra_attrs if name != "moe_comm_type")
+
+
+def a_capturer_that_hands_rows_out_otherwise() -> None:
+    """As that of vLLM 0.31 and later, which the AuxOutput connector asks."""
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
+
+    for name in ("save_captured_experts", "get_device_buffer", "get_routed_experts"):
+        if hasattr(RoutedExpertsCapturer, name):
+            delattr(RoutedExpertsCapturer, name)
+    RoutedExpertsCapturer.snapshot_routing_data = lambda self, num_tokens: None
+
+
+def a_capturer_that_is_asked_by_request() -> None:
+    """As that of vLLM 0.21."""
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
+
+    RoutedExpertsCapturer.get_routed_experts = lambda self, req_id, seqlen=None, free_slot=True: None
+
+
+def layers_that_choose_otherwise() -> None:
+    from npu_replay.compat.vllm_ascend import parts
+
+    if parts.by_router():
+        from vllm_ascend.ops.fused_moe.routed_experts import AscendRoutedExperts
+
+        del AscendRoutedExperts._select_experts
+    else:
+        from vllm_ascend.ops.fused_moe import experts_selector
+
+        experts_selector.select_experts = lambda hidden_states, gate, top_k: None

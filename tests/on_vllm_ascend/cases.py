@@ -41,7 +41,9 @@ class Case:
     device: str = "A3"
     """A2, A3, A5 or _310P, which has layers of its own."""
     broken: str = ""
-    """How the capture is broken: a function of broken.py."""
+    """How the capture, or a class that it uses, is broken: a function of broken.py."""
+    called: tuple[str, str] = ("", "")
+    """The releases that vllm-ascend and vLLM say they are, where that isn't what they are."""
 
     @property
     def dense(self) -> int:
@@ -72,6 +74,8 @@ class Case:
             parts.append(f"{self.padding}_padded")
         if self.broken:
             parts.append(f"broken_{self.broken}")
+        if any(self.called):
+            parts.append("called_" + "_beside_".join(self.called))
         if len(self.steps) == 1 and max(self.steps[0]) > plain.steps[0][0]:
             parts.append(f"{max(self.steps[0])}_tokens")
         if len(self.steps) > 1:
@@ -90,4 +94,5 @@ class Case:
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> Case:
-        return cls(**{**said, "steps": tuple(tuple(step) for step in said["steps"])})
+        steps, called = tuple(map(tuple, said["steps"])), tuple(said["called"])
+        return cls(**{**said, "steps": steps, "called": called})

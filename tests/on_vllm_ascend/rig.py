@@ -100,6 +100,8 @@ def rank_life(case: Case, rank: int, ports: list[int], results: Any) -> None:
     try:
         if case.broken:
             getattr(broken, case.broken)()
+        if any(case.called):
+            call_them(*case.called)
         told = Worker(case, rank, ports).run()
     except BaseException as error:
         traceback.print_exc()
@@ -109,6 +111,14 @@ def rank_life(case: Case, rank: int, ports: list[int], results: Any) -> None:
     results.join_thread()
     sys.stdout.flush()
     time.sleep(LIMIT)  # until it is killed: what ends early breaks a collective of those that don't
+
+
+def call_them(vllm_ascend: str, vllm: str) -> None:
+    """Both products say that they are other releases."""
+    from npu_replay.compat import probe
+
+    said = {"vllm-ascend": vllm_ascend, "vllm": vllm}
+    probe.installed = said.get
 
 
 def registered() -> list[str]:

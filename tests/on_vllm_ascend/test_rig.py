@@ -50,6 +50,25 @@ BROKEN = {
     **({} if RELEASE >= "0.27" else {"a_layer_that_never_ends": "were chosen twice"}),
 }
 SPLIT = Case(comm="MC2", tp=2, steps=((13,), (5,)))
+CHANGED = {
+    "layers_that_prepare_otherwise": "MoECommMethod.prepare(",
+    "a_context_without_the_way": "_EXTRA_CTX.moe_comm_type",
+    "a_capturer_that_hands_rows_out_otherwise": "one of save_captured_experts",
+    "a_capturer_that_is_asked_by_request": "get_routed_experts(slot_mappings, num_tokens)",
+    "layers_that_choose_otherwise": "_select_experts(" if RELEASE >= "0.27" else "select_experts(",
+}
+CALLED = {
+    "0.18.0": [("0.18.1.dev45+g1234567", "0.18.0")],
+    "0.23.0": [
+        *(("0.23.0.post1.dev3+g1234567", "0.23.0"), ("0.23.1.dev0", "0.23.0+empty")),
+        ("0.1.dev1+g1234567", "0.1.dev1+g7654321.empty"),
+    ],
+    "0.30.0rc2": [
+        *(("0.30.0", "0.30.0"), ("0.30.0.post1", "0.30.0"), ("0.30.1.dev0+g1234567", "0.30.0")),
+        ("0.32.0rc1", "0.32.0"),
+    ],
+}
+"""What the code of a release may call itself: of vllm-ascend and of vLLM."""
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +167,25 @@ def test_the_check_of_the_first_steps_finds_a_broken_plug_in(path: Path, told: T
     found = told(WITH_PLUGIN, path.case)
     assert "right" not in found or found["right"] == 0, found
     assert any(BROKEN[path.case.broken] in error for error in found["errors"]), found
+
+
+@pytest.mark.parametrize("path", [broken(name) for name in CHANGED])
+def test_a_class_that_is_another_than_npu_replay_knows_ends_the_start(path: Path, told: Told) -> None:
+    """Whatever the release is called: here it has the name of one that is captured."""
+    found = told(WITH_PLUGIN, path.case)
+    assert "right" not in found, found
+    words = f"this vllm-ascend {RELEASE} is another than npu_replay knows"
+    assert all(words in error and CHANGED[path.case.broken] in error for error in found["errors"]), found
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(Path(Case(called=said), {}), id=said[0]) for said in CALLED.get(RELEASE, ())]
+)
+def test_the_same_classes_under_another_name_are_captured(path: Path, told: Told) -> None:
+    """A final release, or a build of its branch."""
+    found = told(WITH_PLUGIN, path.case)
+    assert "errors" not in found, found
+    assert found["right"] == found["of"] == 39, found
 
 
 @pytest.mark.parametrize("path", [broken("rows_of_earlier_steps_after_the_check")])

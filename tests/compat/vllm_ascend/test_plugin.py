@@ -17,7 +17,7 @@ from npu_replay.compat import probe
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.probe import Product
 from npu_replay.compat.vllm import engine_arguments
-from npu_replay.compat.vllm_ascend import plugin
+from npu_replay.compat.vllm_ascend import parts, plugin
 from npu_replay.errors import ReplayError
 
 V1, EXECUTOR = "vllm_ascend.worker.model_runner_v1", "vllm.v1.executor.abstract"
@@ -77,6 +77,8 @@ class Worker:
 def worker(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Worker]:
     made = Worker(monkeypatch, caplog)
     monkeypatch.setattr(probe, "installed", lambda name: made.releases.get(name, ""))
+    # What its classes lack: tests/on_vllm_ascend, on the real ones.
+    monkeypatch.setattr(parts, "check", lambda release: None)
     monkeypatch.setenv("NPU_REPLAY_VLLM_ASCEND", "1")
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     monkeypatch.setenv(COPIED, "")  # changed, and so put back
@@ -191,18 +193,37 @@ def test_an_engine_with_a_worker_that_does_not_capture_ends(
 @pytest.mark.parametrize(
     ("ascend", "vllm", "says"),
     [
-        ("0.31.0", "0.31.0", "a release that it doesn't know"),
-        ("0.17.0rc1", "0.17.0", "a release that it doesn't know"),
-        ("0.21.0rc1", "0.21.0", "0.21.0rc1, which returns no routes"),
+        ("0.17.0rc1", "0.17.0", "nobody checks those before 0.18.0"),
         ("0.23.0", "0.24.0", "beside vLLM 0.24.0"),
-        ("0.23.1.dev4+g1234567", "0.31.0", "captures nothing on vllm-ascend 0.23.1.dev4"),
     ],
 )
-def test_an_unknown_release_ends_the_start(worker: Worker, ascend: str, vllm: str, says: str) -> None:
+def test_what_is_too_old_or_no_pair_ends_the_start(worker: Worker, ascend: str, vllm: str, says: str) -> None:
     worker.releases.update({"vllm-ascend": ascend, "vllm": vllm})
     worker.refuses(plugin.register, says=says)
     assert RELEASED in worker.log.text
     assert "__init__" not in vars(worker.runner)
+
+
+@pytest.mark.parametrize("ascend", ["0.21.0rc1", "0.30.0", "0.32.0rc1", "0.1.dev1"])
+def test_a_worker_whose_classes_lack_a_part_ends_whatever_its_release(worker: Worker, ascend: str) -> None:
+    def lacks(release: str) -> None:
+        raise ReplayError(f"this vllm-ascend {release} is another than npu_replay knows")
+
+    worker.releases.update({"vllm-ascend": ascend, "vllm": ascend.replace("rc1", "")})
+    plugin.register()
+    worker.runner(config())
+    worker.env.setattr(parts, "check", lacks)
+    worker.refuses(worker.runner, config(), says=f"this vllm-ascend {ascend} is another than")
+    assert RELEASED in worker.log.text
+
+
+@pytest.mark.parametrize("module", [V1, EXECUTOR])
+def test_a_release_whose_runner_or_executor_lies_elsewhere_ends_the_start(
+    worker: Worker, module: str
+) -> None:
+    """Nothing would be told of it otherwise, and the engine would run as released."""
+    worker.env.delitem(sys.modules, module)
+    worker.refuses(plugin.register, says=rf"another than npu_replay knows.*{module}.*no such module")
 
 
 def test_an_engine_that_is_not_asked_for_routes_starts_and_says_so(worker: Worker) -> None:
