@@ -87,6 +87,7 @@ _SHORT = {
     **dict.fromkeys(("pp", "pipeline_parallel_size"), "pp_size"),
     **dict.fromkeys(("dp", "data_parallel_size"), "dp_size"),
     **dict.fromkeys(("ep", "expert_parallel_size"), "ep_size"),
+    "attention_context_parallel_size": "attn_cp_size",
 }
 """Maps the aliases and shortened names of the command line to the arguments' names."""
 

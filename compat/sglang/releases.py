@@ -108,6 +108,10 @@ def _more_requests_than_a_chunk(plan: Plan, _: Any) -> bool:
 
 _EPLB = ("enable_eplb", "ep_dispatch_algorithm", "ep_num_redundant_experts", "init_expert_location")
 _CACHES = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv")
+_CONTEXT = (
+    *("attn_cp_size", "enable_prefill_cp", "enable_prefill_context_parallel"),
+    *("enable_nsa_prefill_context_parallel", "enable_dsa_prefill_context_parallel"),
+)
 _ONE_DRAFT = "none, or EAGLE with speculative_eagle_topk=1"
 
 CLASHES = (
@@ -134,6 +138,13 @@ CLASHES = (
     Clash(_EPLB, _moves_experts, until="0.5.23", device="npu", instead="no EPLB, or 0.5.23 or later",
           why="under EPLB this release returns ids of places on an NPU, and where there are as many places "
           "as experts that can't be seen (fixed in 0.5.23)"),
+    Clash(("enable_two_batch_overlap",), on, instead="False",
+          why="two half batches run at once, and both write their rows from the first on (sglang#4068): the "
+          "first half's are lost, and behind them are an earlier step's"),
+    Clash(_CONTEXT, lambda plan, names: on(plan, names[1:]) or several(plan, names[:1]),
+          instead="1 and False",
+          why="prefill over context-parallel ranks routes tokens in another order than the request has them, "
+          "and the capture takes that order (sglang#18233)"),
     Clash(("moe_a2a_backend", "enable_deepep_moe"), until="0.5.12",
           when=lambda plan, names: plan.get(names[0]) not in (None, "none") or bool(plan.get(names[1])),
           instead="none, or 0.5.12 or later",

@@ -142,4 +142,5 @@ _KINDS: dict[str, Kind] = {
         ("kv_transfer_config", "speculative_config", "additional_config", "aux_output_config"), "keys"
     ),
     "kv_offloading_size": "number",
+    "ubatch_size": "size",
 }

@@ -163,6 +163,10 @@ CLASHES = (
           why="only the last stage's layers would be captured (vllm#35623); from 0.21.0 on vLLM refuses it"),
     Clash(("decode_context_parallel_size", "prefill_context_parallel_size"), several, why=_REFUSED,
           instead="1: no release captures under context parallelism"),
+    *(Clash((name,), when, until="0.33.0", instead=f"{value}, or vLLM 0.33.0 or later",
+            why="two half batches run at once, and both write their rows from the first on (vllm#50738, "
+            "#54591): the first half's are lost, and behind them are an earlier step's")
+      for name, when, value in (("enable_dbo", on, False), ("ubatch_size", several, 0))),
     Clash(("enable_eplb",), on, since="0.21.0", until=SCHEDULER,
           instead="False, or vLLM 0.18.0 to 0.20.2, or 0.22.0 or later",
           why="ids are captured after experts were mapped to their copies: they are physical (vllm#33013)"),

@@ -47,7 +47,8 @@ _FLAG = "enable_return_routed_experts"
 _INIT = "init_routed_experts_capturer"
 _TO_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 _PARALLEL = (
-    *("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size", "enable_dbo"),
+    *("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"),
+    *("enable_dbo", "ubatch_size"),
     *("prefill_context_parallel_size", "decode_context_parallel_size", "enable_expert_parallel"),
 )
 

@@ -243,7 +243,14 @@ _SYNCHRONOUS = Clash(
     why="rows are read from a buffer that the next step fills again (vllm-ascend#10727)")
 _SPLIT = ("tensor_parallel_size", "enable_expert_parallel", "data_parallel_size")
 
+_TWO_HALVES = tuple(
+    Clash((name,), when, instead=f"{name}={value}",
+          problem="captures wrong rows with two half batches at once",
+          why="both write the same rows: the first half's are lost, and behind them are an earlier step's")
+    for name, when, value in (("enable_dbo", on, False), ("ubatch_size", several, 0)))
+
 CLASHES = (
+    *_TWO_HALVES,
     Clash(("quantization",), on, until="0.24.0",
           problem="captures no quantized experts: every id would be 0",
           instead="an unquantized model, or vllm-ascend 0.27.1rc1 and later" + _OR_OURS,
@@ -293,8 +300,7 @@ CAPTURE_CLASHES = (
           problem="doesn't know where rows belong when a compiler's pass splits them",
           instead="sequence parallelism by VLLM_ASCEND_ENABLE_FLASHCOMM1=1",
           why="that pass leaves rows in that fill up, in places that nothing tells"),
-    Clash(("enable_dbo",), on, problem="captures nothing with two half batches at once",
-          instead="enable_dbo off", why="both would write the same rows"),
+    *_TWO_HALVES,
     Clash(("pipeline_parallel_size",), several, instead="1", why=_ONE_WORKER),
     Clash(("prefill_context_parallel_size", "decode_context_parallel_size"), several, instead="1",
           why=_ONE_WORKER),

@@ -13,14 +13,16 @@ from typing import Any, Literal, TypeAlias
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.release_rules import Clash, Fault, Plan, tells_release
 
-Kind: TypeAlias = Literal["flag", "count", "number", "text", "keys"]
+Kind: TypeAlias = Literal["flag", "count", "size", "number", "text", "keys"]
 _KINDS: dict[Kind, tuple[type, str]] = {
     "flag": (bool, "True or False"),
     "count": (Integral, "a whole number from 1 on"),
+    "size": (Integral, "a whole number from 0 on"),
     "number": (Real, "a number"),
     "text": (str, "text"),
     "keys": (Mapping, "a dict, or the engine's own object"),
 }
+_LEAST: dict[Kind, int] = {"count": 1, "size": 0}
 
 
 @dataclass(frozen=True)
@@ -132,14 +134,14 @@ def read_plan(
         if value is None or name not in kinds:
             continue
         kind = kinds[name]
-        if isinstance(value, str) and kind in ("count", "number"):  # as configs have it
+        if isinstance(value, str) and kind in (*_LEAST, "number"):  # as configs have it
             with suppress(ValueError):
-                value = int(value) if kind == "count" else float(value)
+                value = float(value) if kind == "number" else int(value)
         wanted, expected = _KINDS[kind]
         fits = isinstance(value, wanted) or (kind == "keys" and hasattr(value, "__dict__"))
         # A bool is an int for Python, and no count here.
-        fits = fits and isinstance(value, bool) == (kind == "flag") and (kind != "count" or value > 0)
-        if not fits:
+        fits = fits and isinstance(value, bool) == (kind == "flag")
+        if not fits or (kind in _LEAST and value < _LEAST[kind]):
             raise unreadable(name, expected, repr(value)[:80])
         read[name] = value
     return read

@@ -59,6 +59,22 @@ def own_reader() -> Callable[[Any], np.ndarray[Any, Any]]:
     return _taken(file, "extract_routed_experts_from_meta_info")
 
 
+def captured_in_halves(halves: list[torch.Tensor]) -> torch.Tensor:
+    """The rows in its device buffer after a step whose batch ran in parts: [rows, layers, topk].
+
+    Args:
+        halves: of each part the ids of one layer, [tokens, topk].
+    """
+    buffer = torch.full((sum(map(len, halves)), 1, halves[0].shape[1]), -1, dtype=torch.int32)
+    own = SimpleNamespace(buffer=buffer)
+    old = AT < (0, 5, 12)
+    file = READERS[1] if old else "srt/state_capturer/base.py"
+    capture = _taken(file, "capture_fwd_routed_experts" if old else "capture")
+    for half in halves:
+        capture(own, 0, half)
+    return buffer
+
+
 def openai_protocol() -> ModuleType:
     """`sglang.srt.entrypoints.openai.protocol`, imported."""
     return _imported("sglang.srt.entrypoints.openai.protocol")

@@ -9,8 +9,18 @@ import pytest
 import torch
 
 from npu_replay.compat.sglang.decode import from_sglang
+from npu_replay.compat.sglang.launch import engine_arguments
+from npu_replay.errors import ReplayError
 from npu_replay.rollout.model_config import RoutedModel
-from on_engines.sglang_frontend import AT, VERSION, meta_info, openai_protocol, openai_rows, own_reader
+from on_engines.sglang_frontend import (
+    AT,
+    VERSION,
+    captured_in_halves,
+    meta_info,
+    openai_protocol,
+    openai_rows,
+    own_reader,
+)
 from vllm_outputs import DEEPSEEK, QWEN, WIDE, Sampled, expected, sampled
 
 MODELS = pytest.mark.parametrize("model", [QWEN, DEEPSEEK, WIDE], ids=["qwen", "deepseek", "wide"])
@@ -37,6 +47,16 @@ def read(meta: Any, model: RoutedModel, one: Sampled, **asked: Any) -> Any:
     return from_sglang(
         meta, model, prompt_token_ids=one.prompt, output_ids=one.output, version=VERSION, **asked
     )
+
+
+@pytest.mark.skipif(AT < (0, 5, 8), reason="an older release is refused whatever it is started with")
+def test_two_half_batches_at_once_lose_rows() -> None:
+    """SGLang's own buffer, in a step of two halves of four tokens, one layer; a plan with them is refused."""
+    with pytest.raises(ReplayError, match="two half batches"):
+        engine_arguments(VERSION, planned={"enable_two_batch_overlap": True, "moe_a2a_backend": "none"})
+    halves = torch.arange(16, dtype=torch.int32).reshape(2, 4, 2)
+    captured = captured_in_halves(list(halves))
+    assert not (captured == halves.reshape(8, 1, 2)).all(-1).any()
 
 
 @MODELS

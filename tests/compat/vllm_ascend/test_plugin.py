@@ -240,6 +240,7 @@ def test_an_engine_that_is_not_asked_for_routes_starts_and_says_so(worker: Worke
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"enable_dbo": True}, "two half batches"),
+        ({"ubatch_size": 2}, "two half batches"),
         ({"kv_transfer_config": "a connector"}, "kv_transfer_config"),
         ({"additional_config": {"xlite_graph_config": {"enabled": True}}}, "under xlite"),
         ({"additional_config": {"enable_force_eplb": True}}, "other experts than those that run"),

@@ -113,6 +113,16 @@ def test_tokens_split_over_tensor_parallel_ranks_are_refused(
     check(version, **spread | {"soc": None})  # nobody says the processor
 
 
+@pytest.mark.parametrize("plan", [{"enable_dbo": True}, {"ubatch_size": 2}], ids=str)
+@pytest.mark.parametrize("version", [*UNQUANTIZED, *ALL])
+def test_two_half_batches_at_once_are_refused_whoever_captures(version: str, plan: dict[str, Any]) -> None:
+    says = "captures wrong rows with two half batches"
+    check(version, refused=says, **plan)
+    if vllm_ascend.unknown(version) is None:
+        check(version, capture=True, refused=says, **plan)
+    check(version, enable_dbo=False, ubatch_size=1)
+
+
 @pytest.mark.parametrize("version", [*UNQUANTIZED, "0.27.1rc1"])
 def test_asynchronous_scheduling_is_refused_before_0_23_0(version: str) -> None:
     says = rf"{version} hands out rows of the next step.*async_scheduling=False.*#10727"
