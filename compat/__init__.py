@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from npu_replay.compat import (
         cpu,
         cuda,
+        engines,
         megatron,
         megatron_backports,
         mindspeed,
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "cpu", "cuda", "megatron", "megatron_backports", "mindspeed", "patching", "peft", "probe", "ray", "roll",
-    "sglang", "slime", "swift", "torch_npu", "transformers", "verl", "vllm", "vllm_ascend",
+    "cpu", "cuda", "engines", "megatron", "megatron_backports", "mindspeed", "patching", "peft", "probe",
+    "ray", "roll", "sglang", "slime", "swift", "torch_npu", "transformers", "verl", "vllm", "vllm_ascend",
 ]
 # fmt: on
 

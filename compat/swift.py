@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from npu_replay.compat import engines
 from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
@@ -58,6 +59,9 @@ def _register(module: Any) -> None:
 def _callback(mode: Literal["R2", "R3"], args: Any, trainer: Any) -> Any:
     """Return a callback of a trainer, as ms-swift makes them."""
     from swift.callbacks import TrainerCallback
+
+    if mode == "R3":
+        engines.check("ms-swift", args)
 
     class Replay(TrainerCallback):  # type: ignore[misc]
         """Follows the policy as long as the training lasts."""

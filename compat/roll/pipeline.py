@@ -16,6 +16,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from npu_replay.compat import engines
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.roll import strategy
@@ -51,7 +52,8 @@ def install() -> None:
 def _wrap(module: Any) -> None:
     name, into_batch = module.__name__, "R2: routes come into the batch"
     if name == CONFIG:
-        _patches.wrap(module.WorkerConfig, "__post_init__", _checked, "R2 and R3 are fine with fsdp2_train")
+        why = "R2 and R3 are fine with fsdp2_train; the engine of R3 is checked"
+        _patches.wrap(module.WorkerConfig, "__post_init__", _checked, why)
     elif name == WORKER:
         _patches.wrap(module.ActorWorker, _PASS, _answered, "R2: routes go with the log-probs")
     elif name == CLUSTER:
@@ -64,6 +66,8 @@ def _wrap(module: Any) -> None:
 
 def _checked(original: Callable[..., Any], self: Any) -> None:
     """Run ROLL's check without the mode: it raises for R2, and warns for R3, whatever the strategy."""
+    if self.router_replay.mode == "R3":
+        engines.check("ROLL", self)
     mode = strategy.mode_of(self)
     if mode == OFF:
         return original(self)  # type: ignore[no-any-return]

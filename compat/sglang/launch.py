@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from npu_replay.compat.sglang.releases import CLASHES, EAGLE, FAULTS, HONOURS_START
 from npu_replay.errors import ReplayError
 from npu_replay.rollout import launch
-from npu_replay.rollout.launch import EngineArguments, number
+from npu_replay.rollout.launch import EngineArguments, Kind, number
 from npu_replay.rollout.model_config import RoutedModel, is_there
 from npu_replay.rollout.release_rules import Plan, release
 
@@ -36,14 +37,14 @@ def engine_arguments(
             would be wrong or missing, another device, or a model without routes that can be read.
     """
     flags = (str(name) for name in planned or {} if str(name).startswith(("enable_", "disable_")))
-    plan = launch.read_plan(planned or {}, dict.fromkeys(flags, "flag"), _SHORT)
+    plan = launch.read_plan(planned or {}, dict.fromkeys(flags, "flag"), SHORT)
     if device not in ("cuda", "npu"):
         raise ReplayError("unknown device", where="device", expected="cuda, npu", got=repr(device))
     device = "npu" if plan.get("device") == "npu" else device
     _refuse_release(version, device)
     if is_there(known := plan.get("model_path") if model is None else model):
         RoutedModel.of(known)
-    launch.refuse(launch.clash("SGLang", version, device, plan, CLASHES))
+    launch.refuse(clash(version, device, plan))
     turned_on = {**plan, **_one_draft_a_step(plan), "enable_return_routed_experts": True}
     return EngineArguments(turned_on, negates=False)
 
@@ -75,13 +76,23 @@ def refusal(version: str, device: str) -> ReplayError | None:
     return launch.refusal("SGLang", version, device, FAULTS)
 
 
+def clash(version: str, device: str, plan: Plan, keys: Mapping[str, str] | None = None) -> ReplayError | None:
+    """Return why that release gives no routes, or wrong ones, with this plan; None if it gives them.
+
+    `keys` has a framework's names of the arguments, for the words.
+    """
+    return launch.clash("SGLang", version, device, plan, launch.sure(CLASHES, version), keys)
+
+
 def _refuse_release(version: str, device: str) -> None:
     release(version)  # raises for what is no text
     launch.refuse_untold("SGLang", version, "version", "0.5.23", numbers=3)
     launch.refuse(refusal(version, device))
 
 
-_SHORT = {
+KINDS: dict[str, Kind] = {}
+"""The kinds of arguments beside its flags, whose names tell them."""
+SHORT = {
     "model": "model_path",
     **dict.fromkeys(("tp", "tensor_parallel_size"), "tp_size"),
     **dict.fromkeys(("pp", "pipeline_parallel_size"), "pp_size"),

@@ -6,7 +6,8 @@ queues; its loops stay. On a Megatron-core with a RouterReplay of its own slime 
 backward has to visit micro-batches in the order of their forwards.
 
 Asks:     when `<framework>.utils.routing_replay` is imported, its names; whether Megatron has a RouterReplay.
-Changes:  `register_routing_replay`, `get_routing_replay_compute_topk`; what a new router gets.
+Changes:  `register_routing_replay`, `get_routing_replay_compute_topk`; what a new router gets; what reads
+          SGLang's arguments in the driver, and is given them in a trainer.
 Undone:   by `npu_replay.uninstall()`; routers lose their `routing_replay`.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from npu_replay.compat import engines
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.megatron_backports.router_replay import (
     MegatronRouterReplay,
@@ -38,6 +40,9 @@ _NEEDED = (
     *("get_routing_replay_compute_topk", "set_routing_replay"),
 )
 _ATTRIBUTE = "routing_replay"
+_GIVEN_ARGUMENTS = (("sglang_utils.arguments", "validate_args"), ("megatron_utils.initialize", "init"))
+"""Where slime's arguments arrive: in the driver, and in a trainer."""
+_CHECKED = "the check of slime's SGLang"
 _patches = Patches(_WHAT := "routing replay of slime and its kin")
 
 
@@ -45,6 +50,9 @@ def install() -> None:
     """Replace the two calls, now or when a framework of the family is imported."""
     for framework in FAMILY:
         import_hook.when_imported(f"{framework}.utils.routing_replay", f"{_WHAT} ({framework})", _wrap)
+        for module, function in _GIVEN_ARGUMENTS:
+            check = functools.partial(_check_engine, function)
+            import_hook.when_imported(f"{framework}.backends.{module}", _CHECKED, check)
 
 
 def _wrap(module: Any) -> None:
@@ -54,6 +62,18 @@ def _wrap(module: Any) -> None:
     import_hook.when_imported(
         router_init.MODULE, f"{_WHAT} ({module.__name__})", lambda _: _take_over(module)
     )
+
+
+def _check_engine(function: str, module: Any) -> None:
+    """Have the arguments of SGLang checked where this module is given slime's."""
+    if hasattr(module, function):
+        _patches.wrap(module, function, _checked, "R3: an engine that gives no routes is refused")
+
+
+def _checked(original: Callable[..., Any], args: Any, *more: Any, **named: Any) -> Any:
+    if getattr(args, "use_rollout_routing_replay", False):
+        engines.check("slime", args)
+    return original(args, *more, **named)
 
 
 def _take_over(module: Any) -> None:

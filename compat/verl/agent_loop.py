@@ -24,10 +24,11 @@ import numpy as np
 import torch
 
 from npu_replay import environment
+from npu_replay.compat.engines import setting
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl.batch_routes import COLUMN
-from npu_replay.compat.verl.config import FLAG, ROOT, setting
+from npu_replay.compat.verl.config import FLAG, ROOT
 from npu_replay.compat.verl.files import ROUTES
 from npu_replay.compat.verl.r3_store import Putter
 from npu_replay.compat.verl.rollout_checks import RolloutChecks, warn_seldom

@@ -23,17 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from npu_replay import environment
-from npu_replay.compat import probe
+from npu_replay.compat import engines, probe
+from npu_replay.compat.engines import setting
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.install import undo_everything
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.compat.sglang import launch as sglang
-from npu_replay.compat.vllm import launch as vllm
 from npu_replay.compat.vllm import releases as vllm_releases
-from npu_replay.compat.vllm_ascend import plugin
 from npu_replay.compat.vllm_ascend import releases as vllm_ascend
 from npu_replay.errors import ReplayError
-from npu_replay.rollout.launch import number
 from npu_replay.rollout.release_rules import release
 
 logger = logging.getLogger(__name__)
@@ -289,41 +286,20 @@ def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
             cause="R3 with an engine that can't. Use R2, or another rollout engine",
         )
         return
-    found = {product.name: product for product in probe.products() if product.found}
-    beside, ascend = (found[one].version if one in found else "" for one in ("vllm", "vllm-ascend"))
+    found = {product.name: product.version for product in probe.products() if product.found}
+    beside, ascend = found.get("vllm", ""), found.get("vllm-ascend", "")
+    problem = engines.refusal(engines.plan_of("verl", config))
+    if problem is None and name == "vllm" and release(beside)[:2] == (0, 21):
+        problem = ReplayError(
+            "no routes that verl can use",
+            expected="vllm 0.18 to 0.20, or 0.22 and later",
+            got=f"vllm {beside}",
+            cause="0.21 splits what verl takes for one array",  # no fault elsewhere: from_vllm reads it
+        )
+    if problem is not None:
+        cause = f"{problem.cause}. R2 needs no routes of the engine"
+        yield refused(problem.problem, expected=problem.expected, got=problem.got, cause=cause)
     ascend = vllm_ascend.of_release(ascend, beside)
-    for product in found.values():
-        problem: ReplayError | None = None
-        if not product.version:
-            continue
-        if product.name == "vllm-ascend" and name == "vllm":
-            told = {  # the settings that decide whether its routes are right
-                "model": setting(config, "model", "path"),
-                "quantization": rollout("quantization"),
-                "data_parallel_size": rollout("data_parallel_size"),
-                "tensor_parallel_size": rollout("tensor_model_parallel_size"),
-                "enable_expert_parallel": number(rollout("expert_parallel_size")) > 1,
-                "additional_config": options("additional_config"),
-            }
-            problem = plugin.left_out() or vllm_ascend.refusal(ascend, told, beside, capture=plugin.wanted())
-        elif product.name == name == "sglang":
-            problem = sglang.refusal(product.version, "npu" if "torch_npu" in found else "cuda")
-        elif product.name == name == "vllm" and release(product.version)[:2] == (0, 21):
-            problem = ReplayError(
-                "no routes",
-                expected="vllm 0.18 to 0.20, or 0.22 and later",
-                got=f"vllm {product.version}",
-                cause="0.21 splits what verl takes for one array",  # no fault elsewhere: from_vllm reads it
-            )
-        elif product.name == name == "vllm":
-            problem = vllm.refusal(product.version, ascend)
-        if problem is not None:
-            yield refused(
-                f"{product.name} {product.version} gives no routes that verl can use",
-                expected=problem.expected,
-                got=f"{problem.got} ({product.where})",
-                cause=f"{problem.cause}. R2 needs no routes of the engine",
-            )
     # vLLM schedules asynchronously by itself; verl passes on a key that is True, and drops one that is False.
     engine, version, rules = (
         ("vllm-ascend", ascend, vllm_ascend) if ascend else ("vllm", beside, vllm_releases)
@@ -338,16 +314,6 @@ def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
             cause="rows are read from a buffer that the next step fills again. verl drops "
             "async_scheduling=False. From vLLM 0.22.0 and vllm-ascend 0.23.0 on this isn't needed",
         )
-
-
-def setting(config: Any, *path: str) -> Any:
-    """Return the value at a path of a DictConfig, dict or dataclass; None where the path ends before."""
-    for name in path:
-        if config is None or isinstance(config, str):
-            return None
-        get = getattr(config, "get", None)
-        config = getattr(config, name, None) if get is None else get(name, None)
-    return config
 
 
 def without_keys(given: Any, key: str) -> ReplayError | None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from npu_replay.compat.engines import setting
 from npu_replay.compat.verl.batch_routes import Routes, are_keys, by_reference, keys_in, references_in
-from npu_replay.compat.verl.config import setting
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, problem_of
 from npu_replay.compat.verl.files import ROUTES, TOKENS
 from npu_replay.compat.verl.tensors import MicroBatch

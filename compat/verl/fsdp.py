@@ -21,10 +21,11 @@ import torch
 from torch import nn
 
 from npu_replay import environment
+from npu_replay.compat.engines import setting
 from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import engine_adapter, functions, tensors
-from npu_replay.compat.verl.config import FSDP, OFF, ROOT, setting, without_keys
+from npu_replay.compat.verl.config import FSDP, OFF, ROOT, without_keys
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, problem_of
 from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, current, without_adapter, wrapped
 from npu_replay.compat.verl.files import IMAGES, ROUTES, TOKENS

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from npu_replay import delivery
+from npu_replay.compat.engines import setting
 from npu_replay.compat.megatron.parallel_state import decoder_layers
 from npu_replay.compat.ray import RayCarrier
 from npu_replay.compat.verl.batch_routes import COLUMN, MARK, REFUSED, RoutesByKey, by_reference
-from npu_replay.compat.verl.config import ROOT, setting
+from npu_replay.compat.verl.config import ROOT
 from npu_replay.compat.verl.rollout_checks import warn_seldom
 from npu_replay.delivery.references import PATIENCE, fetch_each
 from npu_replay.environment import DELIVERY

@@ -50,7 +50,7 @@ def engine_arguments(
         ReplayError: the error names the argument, the release from which it works, and what happens
             otherwise; or a release before 0.18.0, which isn't checked.
     """
-    given = launch.read_plan(planned or {}, _KINDS, _SHORT)
+    given = launch.read_plan(planned or {}, KINDS, SHORT)
     known = model if model is not None else given.get("model")
     plan = {**given, "model": known if is_there(known) else None}
     launch.refuse_untold("vLLM", version, "version", "0.23.0")
@@ -74,25 +74,45 @@ def engine_arguments(
         )
         got = error.problem
         raise ReplayError(problem, where="rollout", expected=expected, got=got, cause=cause) from error
-    clashes = [row for row in CLASHES if not (capture and row.mended)]
-    launch.refuse(launch.clash("vLLM", version, "", plan, clashes))
+    about = {**plan, "quantization": quantization or given.get("quantization"), "soc": soc}
+    launch.refuse(clash(version, about, vllm_ascend or "", capture=capture))
     needed = {name: value for run, some in NEEDED if run.holds(version) for name, value in some.items()}
     environment = dict(V2) if release(version) >= release(BY_BLOCK) else {}
     if vllm_ascend:
-        if release(version) >= release(BY_BLOCK) > release(vllm_ascend):
-            problem = f"vllm-ascend {vllm_ascend} captures no routes beside vLLM {version}"
-            expected = "vLLM 0.30.0 with vllm-ascend 0.30.0, or a vllm-ascend of vLLM's own release"
-            cause = "routes went to the AuxOutput connector in 0.31.0, so nothing is captured"
-            got = f"vLLM {version}"
-            raise ReplayError(problem, where="rollout", expected=expected, got=got, cause=cause)
-        about = {**plan, "quantization": quantization or given.get("quantization"), "soc": soc}
-        launch.refuse(ascend.refusal(vllm_ascend, about, version, capture=capture))
         environment |= V2 if ascend.needs_v2(vllm_ascend, plan["model"]) else {}
         environment |= ascend.environment() if capture else {}
         if ascend.needs_sync(vllm_ascend):
             needed["async_scheduling"] = False
     added = {name: value for name, value in needed.items() if given.get(name) is None}
     return EngineArguments({**given, **added}, environment)
+
+
+def clash(
+    version: str,
+    plan: Mapping[str, Any],
+    vllm_ascend: str = "",
+    *,
+    capture: bool = False,
+    keys: Mapping[str, str] | None = None,
+) -> ReplayError | None:
+    """Return why that release gives no routes, or wrong ones, with this plan; None if it gives them.
+
+    Args:
+        version: vLLM's release; empty if only vllm-ascend's is known.
+        plan: the arguments, with `soc` beside them on vllm-ascend.
+        keys: a framework's names of the arguments, for the words.
+    """
+    rows = [row for row in CLASHES if not (capture and row.mended)] if version else []
+    found = launch.clash("vLLM", version, "", plan, launch.sure(rows, version), keys)
+    if found is not None or not vllm_ascend:
+        return found
+    if release(version) >= release(BY_BLOCK) > release(vllm_ascend):
+        problem = f"vllm-ascend {vllm_ascend} captures no routes beside vLLM {version}"
+        expected = "vLLM 0.30.0 with vllm-ascend 0.30.0, or a vllm-ascend of vLLM's own release"
+        cause = "routes went to the AuxOutput connector in 0.31.0, so nothing is captured"
+        got = f"vLLM {version}"
+        return ReplayError(problem, where="rollout", expected=expected, got=got, cause=cause)
+    return ascend.refusal(vllm_ascend, plan, version, capture=capture, keys=keys)
 
 
 def capability(product: Product, plugin: Product | None = None) -> Capability:
@@ -120,7 +140,7 @@ def refusal(version: str, vllm_ascend: str = "") -> ReplayError | None:
     return launch.refusal("vLLM", version, device_of(version, vllm_ascend) or "cuda", FAULTS)
 
 
-_SHORT = {
+SHORT = {
     "pp": "pipeline_parallel_size",
     "tp": "tensor_parallel_size",
     "dp": "data_parallel_size",
@@ -132,7 +152,7 @@ _SHORT = {
     "sc": "speculative_config",
 }
 """Maps its short options, «-pp», to the arguments' names."""
-_KINDS: dict[str, Kind] = {
+KINDS: dict[str, Kind] = {
     **dict.fromkeys((SWITCH, "enable_eplb", "enable_expert_parallel", "enable_prefix_caching"), "flag"),
     **dict.fromkeys(("async_scheduling", "enable_dbo", "enforce_eager"), "flag"),
     **dict.fromkeys(("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"), "count"),

@@ -16,7 +16,7 @@ docs/dev/engine-limits.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -49,25 +49,31 @@ Soc = Literal["A2", "A3", "A5", "310P"]
 
 
 def refusal(
-    version: str, plan: Plan | None = None, vllm: str = "", *, capture: bool = False
+    version: str,
+    plan: Plan | None = None,
+    vllm: str = "",
+    *,
+    capture: bool = False,
+    keys: Mapping[str, str] | None = None,
 ) -> ReplayError | None:
     """Return why this release gives zeros, or nothing, with this plan; None if routes are right.
 
     The plan may hold `soc`, the processor's generation (`Soc`); a model's own folder or config may also say
-    that it is quantized. With `capture` npu_replay captures (`plugin`).
+    that it is quantized. With `capture` npu_replay captures (`plugin`). `keys` has a framework's names of the
+    arguments, for the words.
     """
     plan = plan or {}
     if capture:
-        return unknown(version, vllm or None) or not_captured(version, plan)
+        return unknown(version, vllm or None) or not_captured(version, plan, keys)
     never = launch.refusal("vllm-ascend", version, "", (OLDER, *FAULTS))
     quantization = plan.get("quantization") or model_config.quantization(plan.get("model"))
     known = {**plan, "quantization": quantization}
-    return never or launch.clash("vllm-ascend", version, "", known, CLASHES)
+    return never or launch.clash("vllm-ascend", version, "", known, launch.sure(CLASHES, version), keys)
 
 
-def not_captured(version: str, plan: Plan) -> ReplayError | None:
+def not_captured(version: str, plan: Plan, keys: Mapping[str, str] | None = None) -> ReplayError | None:
     """Return why npu_replay captures nothing with this plan, or wrong rows; None if it captures."""
-    return launch.clash("npu_replay on vllm-ascend", version, "", plan, CAPTURE_CLASHES)
+    return launch.clash("npu_replay on vllm-ascend", version, "", plan, CAPTURE_CLASHES, keys)
 
 
 def of_release(version: str, vllm: str) -> str:

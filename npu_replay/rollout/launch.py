@@ -84,18 +84,36 @@ def refusal(product: str, version: str, device: str, faults: Iterable[Fault]) ->
     return ReplayError(problem, where="rollout", expected=never.instead, got=version, cause=never.cause)
 
 
-def clash(product: str, version: str, device: str, plan: Plan, table: Iterable[Clash]) -> ReplayError | None:
-    """Return why a release gives no routes with this plan, by the first row that holds, or None."""
+def clash(
+    product: str,
+    version: str,
+    device: str,
+    plan: Plan,
+    table: Iterable[Clash],
+    keys: Mapping[str, str] | None = None,
+) -> ReplayError | None:
+    """Return why a release gives no routes with this plan, by the first row that holds, or None.
+
+    `keys` has the names by which a framework's config knows the arguments, for the words.
+    """
+    called = keys or {}
     for row in table:
         if not row.holds(version, device) or not row.when(plan, row.arguments):
             continue
         given = [name for name in row.arguments if plan.get(name) is not None]
-        names = ", ".join(given)
+        names = ", ".join(called.get(name, name) for name in given)
         problem = row.problem.format_map(plan) or f"gives no routes, or wrong ones, with this {names}"
         expected = row.instead if row.problem else f"{names}: {row.instead}"
-        got, said = row.got or ", ".join(f"{name}={plan[name]!r}" for name in given), f"{product} {version}"
+        values = ", ".join(f"{called.get(name, name)}={plan[name]!r}" for name in given)
+        got, said = row.got or values, f"{product} {version}"
         return ReplayError(f"{said} {problem}", where="rollout", expected=expected, got=got, cause=row.why)
     return None
+
+
+def sure(table: Iterable[Clash], version: str) -> list[Clash]:
+    """Return the rows of a table that are sure to be about this release; of an untold one, those of all."""
+    told = tells_release(version)
+    return [row for row in table if told or not (row.since or row.until)]
 
 
 def refuse(problem: ReplayError | None) -> None:
@@ -122,9 +140,7 @@ def read_plan(
     for written in planned:
         if not isinstance(written, str):
             raise unreadable(repr(written), "names as text", type(written).__name__)
-        # The Python name of an argument that is written as on a command line, or with one of its keys.
-        name = written.lstrip("-_").replace("-", "_").partition(".")[0]
-        name = short.get(name, name)
+        name = _python_name(written, short)
         name = f"{name.removeprefix('no_')}=False" if name.startswith("no_") else name or "enable_eplb, say"
         if written != name:
             raise unreadable(written, f"its Python name: {name}", repr(written))
@@ -134,9 +150,7 @@ def read_plan(
         if value is None or name not in kinds:
             continue
         kind = kinds[name]
-        if isinstance(value, str) and kind in (*_LEAST, "number"):  # as configs have it
-            with suppress(ValueError):
-                value = float(value) if kind == "number" else int(value)
+        value = _number_in_text(value, kind)  # as configs have it
         wanted, expected = _KINDS[kind]
         fits = isinstance(value, wanted) or (kind == "keys" and hasattr(value, "__dict__"))
         # A bool is an int for Python, and no count here.
@@ -145,6 +159,39 @@ def read_plan(
             raise unreadable(name, expected, repr(value)[:80])
         read[name] = value
     return read
+
+
+def as_a_config_has_it(
+    written: str, value: Any, kinds: Mapping[str, Kind], short: Mapping[str, str]
+) -> tuple[str, Any]:
+    """Return the Python name and the value of an argument that a framework's config writes as an option.
+
+    >>> from npu_replay.rollout.launch import as_a_config_has_it
+    >>> as_a_config_has_it("no-async-scheduling", True, {}, {})
+    ('async_scheduling', False)
+    """
+    name = _python_name(written, short)
+    kind = kinds.get(name, "flag" if name.startswith(("no_", "enable_", "disable_")) else "text")
+    if isinstance(value, str) and kind == "flag":
+        value = {"true": True, "false": False}.get(value.lower(), value)
+    if isinstance(value, str) and kind == "keys":
+        value = as_mapping(value) or value
+    if name.startswith("no_"):
+        return name.removeprefix("no_"), not value
+    return name, _number_in_text(value, kind)
+
+
+def _python_name(written: str, short: Mapping[str, str]) -> str:
+    """Return the Python name of an argument that is written as on a command line, or with one of its keys."""
+    name = written.lstrip("-_").replace("-", "_").partition(".")[0]
+    return short.get(name, name)
+
+
+def _number_in_text(value: Any, kind: Kind) -> Any:
+    if isinstance(value, str) and kind in (*_LEAST, "number"):
+        with suppress(ValueError):
+            return float(value) if kind == "number" else int(value)
+    return value
 
 
 def unreadable(name: str, expected: str, got: str) -> ReplayError:

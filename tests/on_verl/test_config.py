@@ -309,7 +309,7 @@ ASCEND = {"vllm-ascend": "0.23.0", "vllm": "0.23.0"}
 R3 = {"key": "R3", "flag": True}
 CAPTURES = {"NPU_REPLAY_VLLM_ASCEND": "1"}
 QUANTIZED = {f"{ROLLOUT}.quantization": "ascend"}
-CANN = r"vllm-ascend 0\.13\.0 gives no routes.*Expected 0\.18\.0 and later.*nobody checks.*R2 needs no"
+CANN = r"vllm-ascend 0\.13\.0 is older than.*Expected 0\.18\.0 and later.*nobody checks.*R2 needs no"
 Found = list[probe.Product]
 
 
@@ -320,13 +320,13 @@ def has(engines: Found, found: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        ({"vllm": "0.17.1+empty"}, "vllm 0.17.1.empty gives no routes"),
+        ({"vllm": "0.17.1+empty"}, "vLLM 0.17.1.empty is older than"),
         ({"vllm": "0.18.0"}, None),
         ({"vllm-ascend": "0.13.0", "vllm": "0.14.1", "torch_npu": "2.7.1"}, CANN),
         ({"vllm-ascend": "0.18.0rc1"}, None),
-        ({"sglang": "0.5.7"}, "sglang 0.5.7 gives no routes"),
+        ({"sglang": "0.5.7"}, "SGLang 0.5.7 is older than"),
         ({"sglang": "0.5.8"}, None),
-        ({"sglang": "0.5.8", "torch_npu": "2.7.1"}, "sglang 0.5.8 gives no routes"),  # zeros
+        ({"sglang": "0.5.8", "torch_npu": "2.7.1"}, "SGLang 0.5.8 returns zeros on an NPU"),
     ],
 )
 def test_r3_with_a_release_of_the_engine_that_gives_no_routes_is_refused(
@@ -367,7 +367,7 @@ def test_rows_of_another_step_are_refused_with_the_key_that_verl_hands_on(
     ("found", "environment", "given", "says"),
     [
         # vllm-ascend before 0.27 captures unquantized experts alone, and says nothing of the others
-        (ASCEND, {}, QUANTIZED, "got quantization='ascend'"),
+        (ASCEND, {}, QUANTIZED, f"got {ROLLOUT}.quantization='ascend'"),
         ({"vllm-ascend": "0.29.0rc1", "vllm": "0.29.0"}, {}, QUANTIZED, None),
         (ASCEND, CAPTURES, QUANTIZED, None),
         (
@@ -376,12 +376,12 @@ def test_rows_of_another_step_are_refused_with_the_key_that_verl_hands_on(
             QUANTIZED,
             "VLLM_PLUGINS=ascend leaves",
         ),
-        (ASCEND, CAPTURES | {"NPU_REPLAY_DISABLE": "1"}, QUANTIZED, "got quantization='ascend'"),
+        (ASCEND, CAPTURES | {"NPU_REPLAY_DISABLE": "1"}, QUANTIZED, "rollout.quantization='ascend'"),
         (ASCEND | {"vllm": "0.24.0"}, CAPTURES, {}, "Expected the vLLM that it is made for, got 0.24.0"),
         # sizes may be text or none
         (ASCEND, {}, {f"{ROLLOUT}.data_parallel_size": "1"}, None),
         (ASCEND, {}, {f"{ROLLOUT}.data_parallel_size": None}, None),
-        (ASCEND, {}, {f"{ROLLOUT}.data_parallel_size": "2"}, "got data_parallel"),
+        (ASCEND, {}, {f"{ROLLOUT}.data_parallel_size": "2"}, f"got {ROLLOUT}.data_parallel"),
     ],
 )
 def test_a_rollout_on_ascend_is_refused_where_it_gives_zeros(
@@ -399,7 +399,57 @@ def test_a_rollout_on_ascend_is_refused_where_it_gives_zeros(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     sizes = {f"{ROLLOUT}.{name}": "4" for name in ("tensor_model_parallel_size", "expert_parallel_size")}
-    workers.check(says and f"vllm-ascend .* gives no routes.*{says}", **R3, **sizes, **given)
+    workers.check(says and f"{says}.*R2 needs no routes", **R3, **sizes, **given)
+
+
+SGLANG = f"{ROLLOUT}.engine_kwargs.sglang"
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "given", "key"),
+    [
+        ("sglang", "0.5.23", {f"{SGLANG}.enable_hierarchical_cache": True}, "enable_hierarchical_cache"),
+        ("sglang", "0.5.23", {f"{SGLANG}.speculative_algorithm": "NGRAM"}, "speculative_algorithm"),
+        ("sglang", "0.5.23", {f"{SGLANG}.enable_two_batch_overlap": True}, "enable_two_batch_overlap"),
+        ("sglang", "0.5.23", {f"{SGLANG}.tp-size": 4, f"{SGLANG}.pp-size": "2"}, "pp-size"),
+        ("vllm", "0.23.0", {f"{KWARGS}.speculative_config": MTP}, "speculative_config"),
+        ("vllm", "0.23.0", {f"{KWARGS}.enable_dbo": True}, "enable_dbo"),
+        ("vllm", "0.23.0", {f"{KWARGS}.kv_transfer_config": {"kv_connector": "x"}}, "kv_transfer_config"),
+        ("vllm", "0.26.0", {f"{KWARGS}.moe_backend": "flashinfer_trtllm"}, "moe_backend"),
+        ("vllm", "0.33.0", {f"{ROLLOUT}.enable_prefix_caching": False}, "enable_prefix_caching"),
+    ],
+)
+def test_an_engines_plan_is_refused_by_verls_key(
+    workers: Workers, engines: Found, engine: str, version: str, given: dict[str, Any], key: str
+) -> None:
+    """Its own, or the engine's own beside them; R2 asks no engine."""
+    if engine == "sglang" and not engine_workers_replay():
+        pytest.skip("0.7.0 never asks SGLang at all")
+    has(engines, {engine: version})
+    where = next(name for name in given if name.endswith(key)).replace(".", r"\.")
+    workers.check(rf"with this {where}\. .*got {where}=.*R2 needs no routes", **R3, engine=engine, **given)
+    workers.check(None, **R3, engine=engine)
+    workers.check(None, key="R2", engine=engine, **given)
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "given"),
+    [
+        ("sglang", "0.5.23", {f"{SGLANG}.attention_backend": "fa3", f"{SGLANG}.enable_mixed_chunk": "true"}),
+        ("sglang", "0.5.23", {f"{SGLANG}.speculative_algorithm": "EAGLE", f"{SGLANG}.enable_eplb": False}),
+        ("vllm", "0.23.0", {f"{KWARGS}.enable_dbo": False, f"{KWARGS}.ubatch_size": 0}),
+        ("vllm", "0.33.0", {f"{KWARGS}.kv_transfer_config": '{"kv_connector": "OffloadingConnector"}'}),
+        ("vllm", "0.26.0", {f"{KWARGS}.speculative_config": MTP, f"{ROLLOUT}.expert_parallel_size": 2}),
+    ],
+)
+def test_a_right_plan_of_an_engine_is_let_through(
+    workers: Workers, engines: Found, engine: str, version: str, given: dict[str, Any]
+) -> None:
+    if engine == "sglang" and not engine_workers_replay():
+        pytest.skip("0.7.0 never asks SGLang at all")
+    has(engines, {engine: version})
+    workers.check(None, **R3, engine=engine, **given)
 
 
 def test_strict_0_logs_every_problem_once_and_undoes_all_changes(

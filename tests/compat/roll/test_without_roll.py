@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import jobs
+from npu_replay.compat import probe
 from npu_replay.compat.roll import pipeline, strategy
 from npu_replay.errors import ReplayError
 
@@ -43,6 +44,20 @@ def test_rolls_check_is_passed_by_and_other_strategies_keep_it() -> None:
     assert (ours.router_replay.mode, type(ours.router_replay.mode)) == ("R2", pipeline.Mode)
     with pytest.raises(NotImplementedError):
         pipeline._checked(post_init, config("R2", "megatron_train"))
+
+
+def test_the_engine_of_r3_is_checked_in_its_workers_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "products", lambda: (probe.Product("sglang", True, "0.5.23", "/there"),))
+    infer = config("R3", "sglang")
+    infer.strategy_args.strategy_config = {"tp_size": 2}
+    checked: list[object] = []
+    pipeline._checked(checked.append, infer)
+    assert checked == [infer]
+    infer.strategy_args.strategy_config["pp_size"] = 2
+    with pytest.raises(ReplayError, match=r"ROLL's config: .*strategy_args\.strategy_config\.pp_size=2"):
+        pipeline._checked(checked.append, infer)
+    infer.router_replay.mode = "disable"
+    pipeline._checked(checked.append, infer)
 
 
 def test_a_workers_process_imports_npu_replay_with_its_config() -> None:

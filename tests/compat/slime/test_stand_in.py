@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import jobs
+import npu_replay
+from npu_replay.compat import probe
+from npu_replay.errors import ReplayError
 from on_slime.job import MOE
 
 STAND_IN = """
@@ -60,13 +66,48 @@ def test_routers_ask_slimes_queues_unless_megatron_has_a_replay_of_its_own(path:
 
 
 def test_another_module_of_that_name_is_refused_by_the_name_that_it_lacks(path: Path) -> None:
-    from types import SimpleNamespace
-
     from npu_replay.compat.slime import routing_replay
-    from npu_replay.errors import ReplayError
 
     newer = SimpleNamespace(
         __name__="slime.utils.routing_replay", RoutingReplay=type("RoutingReplay", (), {})
     )
     with pytest.raises(ReplayError, match=r"Expected RoutingReplay\.all_routing_replays, got None"):
         routing_replay._wrap(newer)
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [("sglang_utils.arguments", "validate_args"), ("megatron_utils.initialize", "init")],
+)
+def test_sglangs_arguments_are_checked_where_slime_is_given_them(
+    module: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the driver, and in a trainer; without R3 nobody asks."""
+    name = f"slime.backends.{module}"
+    file = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
+    file.parent.mkdir(parents=True)
+    for folder in (tmp_path / "slime", tmp_path / "slime" / "backends", file.parent):
+        (folder / "__init__.py").touch()
+    file.write_text(f"def {function}(args): args.told = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    found = probe.Product("sglang", True, "0.5.23", "/there")
+    monkeypatch.setattr(probe, "products", lambda: (found,))
+    npu_replay.install()
+    try:
+        given = getattr(importlib.import_module(name), function)
+        args = SimpleNamespace(use_rollout_routing_replay=True, sglang_enable_hierarchical_cache=True)
+        with pytest.raises(ReplayError, match=r"slime's config: .*--sglang-enable-hierarchical-cache"):
+            given(args)
+        assert not hasattr(args, "told")
+        for change in ({"use_rollout_routing_replay": False}, {"sglang_enable_hierarchical_cache": False}):
+            other = SimpleNamespace(**vars(args) | change)
+            given(other)
+            assert other.told
+    finally:
+        npu_replay.uninstall()
+        for one in set(sys.modules) - before:
+            if one.startswith("slime"):
+                del sys.modules[one]
+        monkeypatch.undo()
+        npu_replay.install()

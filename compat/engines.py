@@ -1,0 +1,231 @@
+"""Reads from a framework's config how it starts its rollout engine, and checks that plan for routes.
+
+Frameworks name an engine's arguments by keys of their own. `plan_of` returns them by the engine's names, for
+the tables in `compat.vllm`, `compat.sglang` and `compat.vllm_ascend`; an error names the framework's key.
+
+    verl      actor_rollout_ref.rollout: keys of its own, and engine_kwargs.<engine>
+    ROLL      a worker's strategy_args.strategy_config
+    ms-swift  vllm_<argument>, and vllm_engine_kwargs
+    TRL       vllm_<argument>
+    slime     sglang_<argument>, on its command line --sglang-<argument>
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from npu_replay import environment
+from npu_replay.compat import probe
+from npu_replay.compat.sglang import launch as sglang
+from npu_replay.compat.vllm import launch as vllm
+from npu_replay.compat.vllm_ascend import plugin
+from npu_replay.compat.vllm_ascend import releases as vllm_ascend
+from npu_replay.errors import ReplayError
+from npu_replay.rollout import launch
+from npu_replay.rollout.launch import number
+from npu_replay.rollout.model_config import is_there
+from npu_replay.rollout.release_rules import tells_release
+
+logger = logging.getLogger(__name__)
+
+Framework = Literal["verl", "ROLL", "ms-swift", "TRL", "slime"]
+
+_KINDS = {"vllm": vllm.KINDS, "sglang": sglang.KINDS}
+_SHORT = {"vllm": vllm.SHORT, "sglang": sglang.SHORT}
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Holds the arguments that a framework starts its engine with.
+
+    Attributes:
+        engine: «vllm», «sglang», or another, of which nothing is known.
+        arguments: by their Python names in the engine.
+        keys: of each argument its key in the framework's config.
+    """
+
+    engine: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+
+    def put(self, argument: str, value: Any, key: str) -> None:
+        """Plan an argument, in the place of what was planned before; None plans nothing."""
+        if value is not None:
+            self.arguments[argument], self.keys[argument] = value, key
+
+    def put_all(self, options: Any, place: str) -> None:
+        """Plan the arguments of a mapping, JSON or object, whose keys are the engine's, as options or not."""
+        kinds, short = _KINDS.get(self.engine, {}), _SHORT.get(self.engine, {})
+        mapping = options if isinstance(options, Mapping) else launch.as_mapping(options)
+        for written, value in mapping.items():
+            self.put(*launch.as_a_config_has_it(str(written), value, kinds, short), f"{place}{written}")
+
+
+def plan_of(framework: Framework, config: Any) -> EnginePlan:
+    """Return the plan of the engine that a framework starts.
+
+    Args:
+        config: of verl the `actor_rollout_ref`, of ROLL the config of a worker, of ms-swift, TRL and slime
+            their arguments: a DictConfig, dict, dataclass or namespace.
+    """
+    return _READERS[framework](config)
+
+
+def refusal(plan: EnginePlan) -> ReplayError | None:
+    """Return why the engine that is installed here gives no routes, or wrong ones, with this plan."""
+    found = {product.name: product.version for product in probe.products() if product.found}
+    version, ascend = found.get(plan.engine, ""), found.get("vllm-ascend", "")
+    if plan.engine == "sglang" and version:
+        device = "npu" if "torch_npu" in found else "cuda"
+        return sglang.refusal(version, device) or sglang.clash(version, device, plan.arguments, plan.keys)
+    if plan.engine != "vllm":
+        return None
+    rules = vllm_ascend.of_release(ascend, version)
+    told = rules if tells_release(rules) else ""
+    captures = bool(ascend) and plugin.wanted()
+    never = plugin.left_out() if ascend else None
+    if never is None and told:
+        never = vllm_ascend.refusal(told, {}, version, capture=captures)
+    never = never or vllm.refusal(version, ascend)
+    return never or vllm.clash(version, plan.arguments, told, capture=captures, keys=plan.keys)
+
+
+def check(framework: Framework, config: Any) -> None:
+    """Raise a ReplayError if the engine gives no routes with this config; without strict, log it."""
+    found = refusal(plan_of(framework, config))
+    if found is None:
+        return
+    where = f"{framework}'s config"
+    problem = type(found)(
+        found.problem, where=where, expected=found.expected, got=found.got, cause=found.cause
+    )
+    if environment.strict():
+        raise problem
+    logger.error("%s", problem)
+
+
+# ---- the frameworks
+
+
+def setting(config: Any, *path: str) -> Any:
+    """Return the value at a path of a DictConfig, dict or dataclass; None where the path ends before."""
+    for name in path:
+        if config is None or isinstance(config, str):
+            return None
+        get = getattr(config, "get", None)
+        config = getattr(config, name, None) if get is None else get(name, None)
+    return config
+
+
+_ROLLOUT = "actor_rollout_ref.rollout."
+
+
+def _of_verl(config: Any) -> EnginePlan:
+    plan = EnginePlan(str(setting(config, "rollout", "name")))
+    own: dict[str, dict[str, str]] = {"vllm": _VERL_TO_VLLM, "sglang": _VERL_TO_SGLANG}
+    for key, argument in own.get(plan.engine, {}).items():
+        plan.put(argument, setting(config, "rollout", key), _ROLLOUT + key)
+    options = setting(config, "rollout", "engine_kwargs", plan.engine)
+    plan.put_all(options, f"{_ROLLOUT}engine_kwargs.{plan.engine}.")
+    if plan.engine == "vllm":  # verl puts these over what engine_kwargs say
+        spread = number(setting(config, "rollout", "expert_parallel_size")) > 1
+        plan.put("enable_expert_parallel", spread, f"{_ROLLOUT}expert_parallel_size")
+        ranks = setting(config, "rollout", "data_parallel_size")
+        plan.put("data_parallel_size", ranks if number(ranks) > 1 else None, f"{_ROLLOUT}data_parallel_size")
+    _put_mtp_of_verl(plan, setting(config, "rollout", "mtp"))
+    if setting(config, "rollout", "disaggregation", "enabled"):
+        key = f"{_ROLLOUT}disaggregation.enabled"
+        apart = _VERL_APART.get(plan.engine, {})
+        for argument, value in apart.items():
+            plan.put(argument, value, key)
+    _put_model(plan, setting(config, "model", "path"), "actor_rollout_ref.model.path")
+    return plan
+
+
+_VERL_APART: dict[str, dict[str, Any]] = {
+    "sglang": {"disaggregation_mode": "prefill"},
+    "vllm": {"kv_transfer_config": {"kv_connector": "NixlConnector"}},
+}
+"""What verl starts engines with where prefill and decode are apart."""
+_VERL_TO_VLLM = {
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "pipeline_model_parallel_size": "pipeline_parallel_size",
+    **{
+        name: name
+        for name in ("data_parallel_size", "enforce_eager", "enable_prefix_caching", "quantization")
+    },
+}
+_VERL_TO_SGLANG = {
+    "pipeline_model_parallel_size": "pp_size",
+    "data_parallel_size": "dp_size",
+    "expert_parallel_size": "ep_size",
+    "max_num_seqs": "max_running_requests",
+    "quantization": "quantization",
+}
+
+
+def _put_mtp_of_verl(plan: EnginePlan, mtp: Any) -> None:
+    """Plan the drafts of `rollout.mtp`, which verl puts over what engine_kwargs say."""
+    if not (setting(mtp, "enable") and setting(mtp, "enable_rollout")):
+        return
+    if plan.engine == "sglang":
+        for name in ("speculative_algorithm", "speculative_eagle_topk"):
+            plan.put(name, setting(mtp, name), f"{_ROLLOUT}mtp.{name}")
+    elif plan.engine == "vllm":
+        drafts = {
+            "method": setting(mtp, "method"),
+            **launch.as_mapping(plan.arguments.get("speculative_config")),
+        }
+        plan.put("speculative_config", drafts, f"{_ROLLOUT}mtp.enable_rollout")
+
+
+def _of_roll(config: Any) -> EnginePlan:
+    plan = EnginePlan(str(setting(config, "strategy_args", "strategy_name")))
+    plan.put_all(setting(config, "strategy_args", "strategy_config"), "strategy_args.strategy_config.")
+    _put_model(plan, setting(config, "model_args", "model_name_or_path"), "model_args.model_name_or_path")
+    return plan
+
+
+def _prefixed(engine: str, config: Any, key: Callable[[str], str]) -> EnginePlan:
+    """Return the plan of arguments whose names begin with the engine's."""
+    plan, prefix = EnginePlan(engine), f"{engine}_"
+    values = config if isinstance(config, Mapping) else vars(config)
+    named = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+    inner = named.pop("engine_kwargs", None)
+    for name, value in named.items():
+        plan.put(
+            *launch.as_a_config_has_it(name, value, _KINDS[engine], _SHORT[engine]), key(f"{prefix}{name}")
+        )
+    plan.put_all(inner, f"{key(prefix)}engine_kwargs: ")
+    return plan
+
+
+def _with_vllm(config: Any) -> EnginePlan:
+    """Return the plan of ms-swift or TRL, whose vLLM runs in the trainer; a server is started elsewhere."""
+    used = setting(config, "use_vllm") and setting(config, "vllm_mode") != "server"
+    plan = _prefixed("vllm", config, str) if used else EnginePlan("")
+    _put_model(plan, setting(config, "model"), "model")
+    return plan
+
+
+def _of_slime(config: Any) -> EnginePlan:
+    plan = _prefixed("sglang", config, lambda name: f"--{name.replace('_', '-')}")
+    _put_model(plan, setting(config, "hf_checkpoint"), "--hf-checkpoint")
+    return plan
+
+
+def _put_model(plan: EnginePlan, model: Any, key: str) -> None:
+    if is_there(model) and isinstance(model, str):
+        plan.put("model_path" if plan.engine == "sglang" else "model", model, key)
+
+
+_READERS: dict[Framework, Callable[[Any], EnginePlan]] = {
+    "verl": _of_verl,
+    "ROLL": _of_roll,
+    "ms-swift": _with_vllm,
+    "TRL": _with_vllm,
+    "slime": _of_slime,
+}

@@ -1,0 +1,149 @@
+"""compat.engines: each framework's config gives a plan, which the engines' tables judge; errors name its key.
+
+verl's own configs: tests/on_verl/test_config.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from npu_replay.compat import engines, probe
+from npu_replay.errors import ReplayError
+
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The releases that are found here."""
+    found = {"vllm": "0.23.0", "sglang": "0.5.12"}
+    products = lambda: tuple(probe.Product(name, True, found[name], "/there") for name in found)  # noqa: E731
+    monkeypatch.setattr(probe, "products", products)
+    monkeypatch.delenv("NPU_REPLAY_VLLM_ASCEND", raising=False)
+    return found
+
+
+def verl(engine: str, *, mtp: Any = None, disaggregated: bool = False, **own: Any) -> dict[str, Any]:
+    """A rollout's config, as a dict; `options` are the engine's."""
+    options = own.pop("options", {})
+    apart = {"disaggregation": {"enabled": disaggregated}, "mtp": mtp}
+    return {"rollout": {"name": engine, "engine_kwargs": {engine: options}, **apart, **own}}
+
+
+def roll(engine: str, **options: Any) -> Any:
+    strategy = SimpleNamespace(strategy_name=engine, strategy_config=options)
+    return SimpleNamespace(strategy_args=strategy, model_args=SimpleNamespace(model_name_or_path="a/b"))
+
+
+def swift(**given: Any) -> Any:
+    return SimpleNamespace(**{"use_vllm": True, "vllm_mode": "colocate", "model": "a/b", **given})
+
+
+def slime(**given: Any) -> Any:
+    """SGLang's own defaults stand beside what is given."""
+    defaults = {"sglang_pp_size": 1, "sglang_moe_runner_backend": "auto", "sglang_enable_lmcache": False}
+    return SimpleNamespace(
+        **{"hf_checkpoint": "a/b", "sglang_disaggregation_mode": "null", **defaults, **given}
+    )
+
+
+DRAFTS = {"enable": True, "enable_rollout": True, "method": "mtp", "speculative_algorithm": "EAGLE"}
+ROLLOUT = "actor_rollout_ref.rollout."
+REFUSED: list[tuple[Any, Any, str]] = [
+    ("verl", verl("vllm", options={"enable_dbo": True}), f"{ROLLOUT}engine_kwargs.vllm.enable_dbo=True"),
+    ("verl", verl("vllm", options={"enable-dbo": "true"}), f"{ROLLOUT}engine_kwargs.vllm.enable-dbo=True"),
+    ("verl", verl("vllm", pipeline_model_parallel_size=2), f"{ROLLOUT}pipeline_model_parallel_size=2"),
+    ("verl", verl("vllm", mtp=DRAFTS), f"{ROLLOUT}mtp.enable_rollout={{'method': 'mtp'}}"),
+    ("verl", verl("sglang", mtp=DRAFTS), f"{ROLLOUT}mtp.speculative_algorithm='EAGLE'"),
+    ("verl", verl("vllm", disaggregated=True), f"{ROLLOUT}disaggregation.enabled="),
+    ("verl", verl("sglang", disaggregated=True), f"{ROLLOUT}disaggregation.enabled='prefill'"),
+    (
+        "ROLL",
+        roll("sglang", enable_hierarchical_cache=True),
+        "strategy_config.enable_hierarchical_cache=True",
+    ),
+    (
+        "ROLL",
+        roll("vllm", pipeline_parallel_size=2),
+        "strategy_args.strategy_config.pipeline_parallel_size=2",
+    ),
+    ("ms-swift", swift(vllm_pipeline_parallel_size=2), "got vllm_pipeline_parallel_size=2"),
+    ("ms-swift", swift(vllm_engine_kwargs='{"ubatch_size": "2"}'), "got vllm_engine_kwargs: ubatch_size=2"),
+    ("ms-swift", swift(vllm_speculative_config=MTP), "got vllm_speculative_config="),
+    ("TRL", swift(vllm_enable_dbo=True), "got vllm_enable_dbo=True"),
+    ("slime", slime(sglang_speculative_algorithm="NGRAM"), "got --sglang-speculative-algorithm='NGRAM'"),
+    ("slime", slime(sglang_pp_size=2), "got --sglang-pp-size=2"),
+    ("slime", slime(sglang_attn_cp_size=2), "got --sglang-attn-cp-size=2"),
+]
+
+
+@pytest.mark.parametrize(("framework", "config", "key"), REFUSED)
+def test_a_plan_without_routes_is_refused_by_the_frameworks_key(
+    framework: Any, config: Any, key: str
+) -> None:
+    with pytest.raises(ReplayError, match=f"{framework}'s config: ") as raised:
+        engines.check(framework, config)
+    assert key in str(raised.value)
+
+
+LET_THROUGH: list[tuple[Any, Any]] = [
+    ("verl", verl("vllm", data_parallel_size="2", tensor_model_parallel_size=4, expert_parallel_size=8)),
+    ("verl", verl("vllm", mtp={**DRAFTS, "enable_rollout": False}, options={"no-enable-dbo": True})),
+    ("verl", verl("vllm", mtp=DRAFTS, options={"speculative_config": {"method": "ngram"}})),
+    ("verl", verl("sglang", data_parallel_size=2, max_num_seqs=1024, options={"chunked_prefill_size": None})),
+    ("verl", verl("trtllm", options={"pipeline_parallel_size": 2})),  # nothing is known of it
+    ("ROLL", roll("sglang", mem_fraction_static=0.7, tp_size=2)),
+    ("ROLL", roll("fsdp2_train", pipeline_parallel_size=2)),
+    ("ms-swift", swift(vllm_engine_kwargs={"enable_return_routed_experts": True}, vllm_quantization=None)),
+    (
+        "ms-swift",
+        swift(vllm_mode="server", vllm_pipeline_parallel_size=2),
+    ),  # that server is started elsewhere
+    ("TRL", swift(vllm_tensor_parallel_size=2, vllm_importance_sampling_mode="token_truncate")),
+    ("slime", slime(sglang_mem_fraction_static=0.8, sglang_router_ip="10.0.0.1")),
+]
+
+
+@pytest.mark.parametrize(("framework", "config"), LET_THROUGH)
+def test_a_right_plan_is_let_through(framework: Any, config: Any) -> None:
+    engines.check(framework, config)
+
+
+def test_a_release_without_routes_and_none_at_all(
+    here: dict[str, str], caplog: Any, monkeypatch: Any
+) -> None:
+    here["sglang"] = "0.5.7"
+    with pytest.raises(ReplayError, match=r"slime's config: SGLang 0\.5\.7 is older than 0\.5\.8"):
+        engines.check("slime", slime())
+    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
+    with caplog.at_level(logging.ERROR):
+        engines.check("slime", slime())
+    assert "SGLang 0.5.7 is older" in caplog.text
+    here.clear()
+    assert engines.refusal(engines.plan_of("slime", slime(sglang_mem_fraction_static=0.5))) is None
+
+
+def test_on_ascend_both_tables_decide_and_a_capture_mends_what_it_does(
+    here: dict[str, str], monkeypatch: Any
+) -> None:
+    here.update({"vllm-ascend": "0.23.0", "vllm": "0.23.0"})
+    monkeypatch.setattr(engines.plugin, "left_out", lambda: None)
+    quantized = swift(vllm_quantization="ascend")
+    for config, words in (
+        (quantized, "no quantized experts"),
+        (swift(vllm_enable_dbo=True), "vllm_enable_dbo"),
+    ):
+        with pytest.raises(ReplayError, match=words):
+            engines.check("ms-swift", config)
+    monkeypatch.setattr(engines.plugin, "wanted", lambda: True)
+    engines.check("ms-swift", quantized)
+    with pytest.raises(ReplayError, match="vllm_enable_dbo"):
+        engines.check("ms-swift", swift(vllm_enable_dbo=True))
+    here.update({"vllm-ascend": "0.1.dev1+g1234567", "vllm": "0.1.dev1+g7654321"})
+    engines.check("ms-swift", swift(vllm_data_parallel_size=2))  # which release, nobody tells
+    with pytest.raises(ReplayError, match="vllm_pipeline_parallel_size"):
+        engines.check("ms-swift", swift(vllm_pipeline_parallel_size=2))
