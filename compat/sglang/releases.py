@@ -54,7 +54,7 @@ FAULTS = (
     Fault(Symptom.RANGE, until="0.5.23", device="npu",
           cause="on an NPU EPLB was on, and these are ids of places, not of experts (fixed in 0.5.23)"),
     Fault(Symptom.RANGE,
-          cause="another model than the engine's, or a build that marks padded rows with -1 (sglang#36404)"),
+          cause="another model than the engine's"),
     Fault(Symptom.ZEROS, until="0.5.9", device="npu",
           always="returns zeros on an NPU", instead="0.5.9 or later",
           cause="on an NPU SGLang 0.5.8 captures nothing, fixed in 0.5.9"),
@@ -64,8 +64,8 @@ FAULTS = (
           "triton"),
     Fault(Symptom.ZERO_ROWS,
           cause="NGRAM, DSPARK or, before 0.5.18, DFLASH speculation, whose output is never captured "
-          "(sglang#37949); before 0.5.12 DeepEP, whose rows aren't gathered; or a decode node, which hasn't "
-          "the rows of the prompt"),
+          "(sglang#37949); before 0.5.12 DeepEP, whose rows aren't gathered; a decode node, which hasn't the "
+          "rows of the prompt; or, where they are -1, a build that marks padded rows so (sglang#36404)"),
     *(Fault(symptom,
             cause="layers that were never captured: pipeline parallelism, a MoE runner that routes inside "
             "its kernel, or layers that route by a table of tokens: name those as RoutedModel.hashed")

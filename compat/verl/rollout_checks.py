@@ -21,6 +21,7 @@ from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.rollout.admit import admit
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.release_rules import Source
+from npu_replay.routes import checks
 from npu_replay.routes.checks import Array
 from npu_replay.sessions.effect import is_due
 
@@ -72,7 +73,9 @@ class RolloutChecks:
             tokens = tokens[: len(rows) + 1]
         lenient = self._passed >= PROOF or not environment.strict()
         # The trainer counts rows that were never written: of a cached prefix, or of a turn that was cut.
-        written = bool(rows.size) and bool(rows.any(axis=(1, 2)).all())
+        columns = self.model.routed_columns(rows.shape[1])
+        routed = rows[:, [] if columns is None else columns]
+        written = bool(routed.size) and not checks.rows_without_route(routed, self.model.num_experts)
         try:
             found = admit(
                 rows,

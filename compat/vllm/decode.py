@@ -81,8 +81,9 @@ def from_vllm(
             release («nightly») stands for any.
         vllm_ascend: vllm-ascend's release, likewise.
         weight_version: the weights that sampled. When not given, the one that vLLM names for all tokens.
-        missing: "native" leaves rows that are zero in all layers, or another token's, without a route, and so
-            a completion whose routes vLLM is known to drop; "error" refuses them.
+        missing: "native" leaves rows that stand for none in all layers (zeros, -1, consecutive ids), or are
+            another token's, without a route, and so a completion whose routes vLLM is known to drop; "error"
+            refuses them.
 
     Returns:
         Each of len(prompt) + len(sampled) rows, with the fingerprint of both, in the order of the engine's

@@ -55,8 +55,9 @@ def admit(
             there is a surplus it did, and has one.
         ended: False for a request that was aborted, which may have no rows at all.
         surplus: the number of tokens that were removed from the end of `tokens`; their rows are removed too.
-        missing: "native" leaves rows that are zero in all layers, or many copies of other tokens' rows,
-            without a route; "error" refuses them. If all rows are zeros that is always an error.
+        missing: "native" leaves rows that stand for none in all layers (zeros, -1, or consecutive ids, with
+            which somebody padded), or many copies of other tokens' rows, without a route; "error" refuses
+            them. If there is no other row that is always an error.
     """
     one_of(missing, ("error", "native"), "way with missing rows", "missing", InvalidRoutes)
     ids = token_ids(tokens, source)
@@ -68,27 +69,28 @@ def admit(
             place = found.layer(model.layers)
             raise source.error(symptom, found.problem, found.expected, found.got, where=place)
 
-    refuse(Symptom.RANGE, checks.find_outside(rows, experts, first_row=start))
+    empty = checks.rows_without_route(rows, experts)
+    written = np.ones(len(rows), bool)
+    for places in empty.values():
+        written[places] = False
+    refuse(Symptom.RANGE, checks.find_outside(rows, experts, written, start))
     room = np.zeros((len(ids), len(model.layers), model.topk), narrow_array_dtype(experts))
     recorded = np.zeros(len(ids), bool)
     # Views: what is marked in them is marked in the result.
     there, known = room[start : start + len(rows)], recorded[start : start + len(rows)]
     np.copyto(there, rows, casting="unsafe")
-    known[:] = True
+    known[:] = written
+    there[~written] = 0
 
-    # Rows that were never written are zeros. With a top-k of 1 they look like rows of expert 0, unless there
-    # are so many layers that chance is ruled out.
-    tells = model.topk > 1 or checks.tells_apart(len(model.layers), experts, model.topk)
-    blank = checks.blank_rows(there) if tells else np.empty(0, np.int64)
+    blank, kinds = np.flatnonzero(~written), " or ".join(empty)
     different = f"{model.topk} different experts a token"
     if len(blank) == len(rows) > 0:
-        problem = f"all {len(rows)} rows are zeros"
+        problem = f"all {len(rows)} rows are {kinds}"
         raise source.error(Symptom.ZEROS, problem, different, "nothing that was captured")
     if len(blank) and missing == "error":
-        problem = f"{len(blank)} of {len(rows)} rows are zeros in all layers"
-        got = f"zeros, the first in row {start + blank[0]}, the last in row {start + blank[-1]}"
+        problem = f"{len(blank)} of {len(rows)} rows are {kinds} in all layers"
+        got = f"{kinds}, the first in row {start + blank[0]}, the last in row {start + blank[-1]}"
         raise source.error(Symptom.ZERO_ROWS, problem, different, got)
-    known[blank] = False
 
     refuse(Symptom.CONSTANT_LAYER, checks.find_constant(there, known, experts, mine, model.layers))
     refuse(Symptom.DUPLICATES, checks.find_twice(there, known, start))
@@ -146,15 +148,19 @@ def _routed_rows(
         problem = "the engine's columns are neither all decoder layers nor the MoE layers"
         expected = f"{model.num_layers}, or {len(model.sparse)}"
         raise source.error(Symptom.COLUMNS, problem, expected, columns)
+    found: Array = rows[:, wanted_columns]
     if columns == model.num_layers:
         _check_dense(rows, model, start, source)
-    found: Array = rows[:, wanted_columns]
     return found
 
 
 def _check_dense(rows: Array, model: RoutedModel, start: int, source: Source) -> None:
     """Refuse ids, [n, decoder layers, topk], in the columns of dense layers: the labels have shifted."""
     dense = rows[:, list(model.dense)]
+    if dense.any():
+        routed = rows[:, model.routed_columns(rows.shape[1])]
+        for places in checks.rows_without_route(routed, model.num_experts).values():
+            dense[places] = 0  # a filled row is filled in all columns
     if dense.any():
         row, column, _ = np.argwhere(dense)[0]
         problem, expected = "a dense layer has experts", "zeros in the columns of dense layers"

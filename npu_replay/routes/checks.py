@@ -201,6 +201,37 @@ def blank_rows(ids: Array, value: int = 0) -> Array:
     return suspects.compress((ids[suspects] == value).all(axis=(1, 2)))
 
 
+def rows_without_route(ids: Array, num_experts: int) -> dict[str, Array]:
+    """Return the rows of MoE layers that stand for no route, [n] int64, by what they hold in all layers.
+
+    A row is zeros where it was never written, -1 where it was lost, and consecutive ids where somebody
+    padded, so that no expert is named twice. Rows that an engine may have chosen by chance aren't among them.
+    """
+    layers, topk = ids.shape[1:]
+    told = tells_apart(layers, num_experts, topk)
+    found = {"-1": blank_rows(ids, -1) if ids.dtype.kind == "i" else np.empty(0, np.int64)}
+    if told or topk > 1:
+        found["zeros"] = blank_rows(ids)
+    if told and topk > 1:
+        found["consecutive ids"] = _consecutive_rows(ids, num_experts)
+    return {what: rows for what, rows in found.items() if len(rows)}
+
+
+def _consecutive_rows(ids: Array, num_experts: int) -> Array:
+    """Return the rows that hold k consecutive ids in every layer."""
+    layers, topk = ids.shape[1:]
+    heads = ids[:, 0, :2].astype(np.int64)
+    suspects = np.flatnonzero((heads[:, 1] - heads[:, 0]) % num_experts == 1)
+    rows = ids[suspects].astype(np.int64)
+    steps = (rows - rows[:, :, :1]) % num_experts == np.arange(topk)
+    fits = steps.all(axis=(1, 2))
+    # From 0 on they are always padding; from elsewhere only beside others, and where chance is ruled out.
+    anywhere = layers * (choice(num_experts, topk) - math.log2(num_experts)) >= SURE_BITS
+    if not anywhere or fits.sum() == len(ids):
+        fits &= (rows[:, :, 0] == 0).all(axis=1)
+    return suspects.compress(fits)
+
+
 def repeated_rows(ids: Array, tokens: Array) -> Array:
     """Return the rows, [n] int64, that equal an earlier one, the nearest of which is another token's."""
     if len(ids) < 2 or ids.size == 0:

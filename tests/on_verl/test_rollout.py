@@ -440,9 +440,16 @@ def test_what_from_vllm_refuses_is_refused_here_in_the_same_words(words: str) ->
         run(worker=guarded(Turn(SAMPLED, change=FAULTY[words])))
 
 
-def test_good_routes_pass_as_they_are_and_rows_that_were_never_written_are_the_trainers() -> None:
+@pytest.mark.parametrize("fill", [0, -1, [*range(8)]], ids=str)
+def test_good_routes_pass_as_they_are_and_rows_that_were_never_written_are_the_trainers(fill: Any) -> None:
     good = changed(slice(3), 0)
-    tokens, rows = rows_of(run(worker=guarded(Turn(SAMPLED, change=good))))
+
+    def filled(rows: np.ndarray) -> np.ndarray:
+        found = good(rows).astype(np.int16)
+        found[:3] = fill
+        return found
+
+    tokens, rows = rows_of(run(worker=guarded(Turn(SAMPLED, change=filled))))
     np.testing.assert_array_equal(rows[:-1], good(np.empty(len(tokens) - 1)))
 
 

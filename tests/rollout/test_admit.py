@@ -156,6 +156,48 @@ def test_a_row_of_zeros_in_many_layers_was_never_written_whatever_the_top_k() ->
         taken(np.zeros_like(rows), model=model)
 
 
+FILLS = {"zeros": [0] * 8, "-1": [-1] * 8, "consecutive ids": [*range(8)]}
+ELSEWHERE = (np.arange(8) + np.arange(0, 600, 150).reshape(4, 1) + 125) % 128
+
+
+@pytest.mark.parametrize("columns", ["all layers", "MoE layers"])
+@pytest.mark.parametrize("what", FILLS)
+def test_rows_that_stand_for_none_are_left_out_or_refused_by_what_they_hold(what: str, columns: str) -> None:
+    """In the dense layers, too; TensorRT-LLM's lost rows are -1, and frameworks pad with 0 to k - 1."""
+    rows = chosen(TOKENS - 1, 4)
+    given = (whole(rows) if columns == "all layers" else rows).astype(np.int32)
+    given[[7, 30]] = FILLS[what]
+    routes = taken(given, missing="native")
+    assert np.flatnonzero(~routes.recorded.numpy()).tolist() == [7, 30, TOKENS - 1]
+    assert not routes.ids[[7, 30]].any()
+    assert torch.equal(routes.ids[:7].long(), torch.from_numpy(rows[:7]))
+    words = rf"2 of 149 rows are {what} in all layers.*row 7, the last in row 30.*Usual cause: zero rows"
+    with pytest.raises(InvalidRoutes, match=words):
+        taken(given)
+    given[:] = FILLS[what]
+    with pytest.raises(InvalidRoutes, match=f"all 149 rows are {what}"):
+        taken(given, missing="native")
+
+
+def test_padding_begins_anywhere_and_a_part_of_a_row_is_none() -> None:
+    rows = chosen(TOKENS - 1, 4).astype(np.int16)
+    rows[9] = ELSEWHERE  # 125, 126, 127, 0, 1 and so on, another start in each layer
+    assert not taken(rows, missing="native").recorded[9]
+    rows[9, 1, 7] = (rows[9, 1, 7] + 1) % 128
+    rows[11, :3], rows[12, 3] = ELSEWHERE[:3], range(8)
+    assert taken(rows).recorded[:-1].all()
+    rows[9, 0, 0] = -1  # one id is no row
+    with pytest.raises(InvalidRoutes, match="an id is out of range, the first in row 9"):
+        taken(rows, missing="native")
+
+
+def test_rows_that_chance_may_give_are_no_padding() -> None:
+    """Two layers with two of four experts: one row in a hundred is 0, 1 in both."""
+    model = RoutedModel(layers=(0, 1), num_layers=2, num_experts=4, topk=2)
+    rows = np.array([[[0, 1], [0, 1]], [[2, 3], [1, 2]], [[3, 0], [0, 1]], [[1, 3], [2, 0]]], np.int32)
+    assert taken(rows, model=model, tokens=words(5)).recorded[:-1].all()
+
+
 def test_layers_that_look_experts_up_by_token_are_left_out_t22() -> None:
     """An engine reports ids for them (vLLM) or zeros (SGLang); columns go by label, not by their order."""
     model = RoutedModel(layers=(2, 4), num_layers=5, num_experts=128, topk=8, hashed=(1, 3))
