@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Iterable
 from importlib import metadata
 from itertools import islice
@@ -13,6 +14,8 @@ _T = TypeVar("_T")
 _Error = TypeVar("_Error", bound="ReplayError")
 _LONGEST = 2000  # characters of the expected or actual value
 _ONE_LINE = 500  # characters of a message; a longer one begins a line with its cause
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What isn't written to a terminal or log as it is: control characters, and halves of a surrogate pair."""
 
 
 class ReplayError(RuntimeError):
@@ -28,14 +31,14 @@ class ReplayError(RuntimeError):
     def __init__(
         self, problem: str, *, where: str = "", expected: object = None, got: object = None, cause: str = ""
     ) -> None:
-        self.problem = problem
-        self.where = where
+        self.problem = problem = printable(problem)
+        self.where = where = printable(f"{where}")
         self.expected = expected
         self.got = got
-        self.cause = cause
+        self.cause = cause = printable(cause)
         message = f"{where}: {problem}" if where else problem
         if expected is not None:
-            message += f". Expected {as_text(expected)}, got {as_text(got)}"
+            message += f". Expected {printable(as_text(expected))}, got {printable(as_text(got))}"
         if cause:
             several = cause.startswith("\n")  # likeliest()
             says = "Usual causes, the likeliest first:" if several else "Usual cause: "
@@ -135,6 +138,21 @@ def shown(value: object, most: int = 80) -> str:
         return repr(value)[:most]
     except Exception:  # noqa: BLE001  too many digits, too deep, or what its class raises
         return f"<{type(value).__name__}>"
+
+
+def printable(text: str) -> str:
+    """Return a text in which control characters and lone surrogates are written as escapes.
+
+    >>> from npu_replay.errors import printable
+    >>> printable(chr(27) + "[2J all is well")
+    '\\\\x1b[2J all is well'
+    """
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def quoted(value: object, most: int = 80) -> str:
+    """Return what somebody else's data say, for a message: cut off, on one line and printable."""
+    return printable(" ".join((value[:most] if isinstance(value, str) else shown(value, most)).split()))
 
 
 def as_text(value: object) -> str:

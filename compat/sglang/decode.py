@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from npu_replay.compat.sglang.releases import FAULTS, HONOURS_START, STOPS_EXACTLY
-from npu_replay.errors import whole_number
+from npu_replay.errors import quoted, whole_number
 from npu_replay.rollout import server_answers
 from npu_replay.rollout.admit import Missing
 from npu_replay.rollout.envelope import from_envelope, is_envelope, of_gateway
@@ -42,7 +42,6 @@ _TAKEN_BACK = 64
 """The most of the engine's tokens that the caller may have removed from the end: those of a stop string."""
 _STOPPED = ("stop", "tool_calls", "function_call")
 """Finish reasons of a request that ends at a stop string, whose tokens the caller may have removed."""
-_SHORT = 80  # characters of an answer's text in a message
 
 
 def from_sglang(
@@ -347,7 +346,7 @@ def _of_openai(found: Mapping[Any, Any], source: Source) -> SglangAnswer:
             payload=payload,
             prompt_tokens=_count(usage, "prompt_tokens", source) or None,  # 0: it never ran
             completion_tokens=_count(usage, "completion_tokens", source),
-            unbilled=0 if str(found.get("object")) == "text_completion" else _KIMI_STUB,
+            unbilled=0 if found.get("object") == "text_completion" else _KIMI_STUB,
             finish=_finish(choice.get("finish_reason")),
             **_weights(_mapping(found, "metadata", source), source),
         )
@@ -362,7 +361,7 @@ def _of_openai(found: Mapping[Any, Any], source: Source) -> SglangAnswer:
 
 
 def _about(source: Source, request: Any, field: str) -> Source:
-    sample = f"request {str(request)[:_SHORT]}" if isinstance(request, (str, int)) else ""
+    sample = f"request {quoted(request)}" if isinstance(request, (str, int)) else ""
     return replace(source, sample=sample, field=field)
 
 
@@ -380,7 +379,7 @@ def _count(found: Mapping[Any, Any], key: str, source: Source) -> int | None:
     if value is None:
         return None
     if type(value) is not int or value < 0:
-        raise source.unreadable(f"{key} is no count", "a whole number", str(value)[:_SHORT])
+        raise source.unreadable(f"{key} is no count", "a whole number", quoted(value))
     return value
 
 
@@ -390,7 +389,7 @@ def _first(found: Mapping[Any, Any], keys: tuple[str, ...]) -> Any:
 
 def _finish(reason: Any) -> str:
     kind = reason.get("type") if isinstance(reason, Mapping) else reason
-    return kind if isinstance(kind, str) else ""
+    return quoted(kind) if isinstance(kind, str) else ""
 
 
 def _weights(found: Mapping[Any, Any], source: Source) -> dict[str, Any]:
@@ -398,7 +397,7 @@ def _weights(found: Mapping[Any, Any], source: Source) -> dict[str, Any]:
     version, spans = found.get("weight_version"), found.get("weight_versions")
     try:
         read = tuple(
-            WeightSpan(str(one["version"])[:_SHORT], int(one["start"]), int(one["end"]))
+            WeightSpan(quoted(one["version"]), int(one["start"]), int(one["end"]))
             for one in (() if spans is None else spans)
         )
         at = [edge for span in read for edge in (span.start, span.end)]
@@ -407,7 +406,7 @@ def _weights(found: Mapping[Any, Any], source: Source) -> dict[str, Any]:
     except (TypeError, LookupError, ValueError, OverflowError) as error:
         problem = "weight_versions isn't a list of spans, one after the other"
         expected = "dicts of version, start and end, from 0 on"
-        raise source.unreadable(problem, expected, str(spans)[:_SHORT]) from error
+        raise source.unreadable(problem, expected, quoted(spans)) from error
     # «default» is SGLang's placeholder, not a version.
     known = isinstance(version, (str, int)) and version != "default" and len(read) < 2
-    return {"weight_version": str(version)[:_SHORT] if known else None, "weight_spans": read}
+    return {"weight_version": quoted(version) if known else None, "weight_spans": read}

@@ -24,7 +24,7 @@ from npu_replay.compat import probe
 from npu_replay.compat.vllm.launch import device_of
 from npu_replay.compat.vllm.releases import BEAMS, DROPPED_AT_STOP_STRING, FAULTS
 from npu_replay.compat.vllm_ascend import releases as ascend
-from npu_replay.errors import InvalidRoutes, ReplayError, whole_number
+from npu_replay.errors import InvalidRoutes, ReplayError, quoted, whole_number
 from npu_replay.rollout import server_answers
 from npu_replay.rollout.admit import Missing
 from npu_replay.rollout.envelope import from_envelope, is_envelope, of_gateway
@@ -231,7 +231,7 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
         way = "alone" if captured and rows is None else "http" if http else "in-process"
         about = source(version or "", vllm_ascend or "", (way, "stop string") if stop_string else (way,))
         sample = f"completion {number}"
-        sample = f"request {request[:80]}, {sample}" if request else sample
+        sample = f"request {quoted(request)}, {sample}" if request else sample
         prompt, ids = _said(choice, "prompt_token_ids"), _said(choice, "token_ids")
         prompt = _said(output, "prompt_token_ids") if prompt is None else prompt
         ids = of_gateway(output, "completion_token_ids")[0] if beside is not None and ids is None else ids
@@ -251,9 +251,9 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
                 payload=rows,
                 prompt_payload=_said(output, "prompt_routed_experts"),
                 first_prompt=found[0].prompt_ids if found else prompt,
-                finish=finish or "",
+                finish=quoted(finish or ""),
                 stop_string=stop_string,
-                weight_version=_text(named[0]) if alike else None,
+                weight_version=quoted(named[0]) if alike and isinstance(named[0], str) else None,
             )
         )
     return found
@@ -277,11 +277,11 @@ def _choices(answer: Mapping[str, Any]) -> list[tuple[int, Any]]:
     """List the choices of an answer over HTTP by their own numbers, or as they lie if one has none."""
     choices = answer.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
-        keys = f"the keys {sorted(map(str, answer))[:8]}"
+        keys = f"the keys {sorted(map(quoted, answer))[:8]}"
         raise _wrong("the answer has no choices", _ANSWER, keys, "another endpoint")
     if any("delta" in choice for choice in choices):
         problem, got = "this is a piece of a stream of a chat, which has no routes", answer.get("object")
-        raise _wrong(problem, "stream=False", got, "routes are in whole answers alone")
+        raise _wrong(problem, "stream=False", quoted(got), "routes are in whole answers alone")
     said = [_count(choice, "index") for choice in choices]
     numbers = [number for number in said if number is not None]
     if len(set(numbers)) < len(choices):

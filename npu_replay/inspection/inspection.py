@@ -15,7 +15,7 @@ import numpy as np
 from npu_replay import json_text
 from npu_replay.compat.sglang import decode as sglang
 from npu_replay.compat.vllm import decode as vllm
-from npu_replay.errors import MicroBatchError, ReplayError, RouteFileError, RouterError
+from npu_replay.errors import MicroBatchError, ReplayError, RouteFileError, RouterError, quoted
 from npu_replay.inspection.found import Inspection
 from npu_replay.rollout import payloads, server_answers
 from npu_replay.rollout.admit import admit
@@ -223,7 +223,7 @@ class _Given:
                 "there are no routes in this JSON, and whose answer it is can't be told",
                 where=str(self.path),
                 expected="routed_experts or prompt_routed_experts (vLLM), meta_info or sglext (SGLang)",
-                got=sorted(map(str, answer))[:8] if isinstance(answer, dict) else type(answer).__name__,
+                got=sorted(map(quoted, answer))[:8] if isinstance(answer, dict) else type(answer).__name__,
                 cause="an engine or a request that wasn't asked for routes, or a file of something else; "
                 "--engine vllm or sglang names the engine",
             )

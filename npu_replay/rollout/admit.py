@@ -138,6 +138,8 @@ def _routed_rows(
         problem = f"the engine has rows for {'fewer' if few else 'more'} tokens than it ran"
         symptom = Symptom.TOO_FEW_ROWS if few else Symptom.TOO_MANY_ROWS
         raise source.error(symptom, problem, expected, len(rows))
+    if not any(rows.shape):  # a list without rows, which doesn't tell the other sizes
+        return np.zeros((0, len(model.layers), model.topk), rows.dtype)
     rows = rows[: tokens - start]  # the others are of tokens that were taken off; the last one left ran, too
     columns, topk = rows.shape[1:]
     if topk != model.topk:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_replay.errors import InvalidRoutes
+from npu_replay.errors import InvalidRoutes, quoted
 from npu_replay.rollout.payloads import as_numpy, from_base64, named
 from npu_replay.rollout.release_rules import Source
 from npu_replay.routes.checks import Array
@@ -53,20 +53,22 @@ def from_envelope(
     if isinstance(shape, tuple):
         shape = list(shape)
     if not isinstance(shape, list) or len(shape) != 3 or not all(type(n) is int and n >= 0 for n in shape):
-        raise _other_form(source, f"shape {str(shape)[:80]}")
+        raise _other_form(source, f"shape {quoted(shape)}")
     if any(n > limit for n, limit in zip(shape, most, strict=True)):
         raise source.unreadable("the envelope has more than the sequence", f"{list(most)} at most", shape)
     if type(first) is not int or first != start:
         problem = "the rows of the envelope begin at another token than this call says"
-        raise source.unreadable(problem, f"start={start}", f"start {str(first)[:80]}")
+        raise source.unreadable(problem, f"start={start}", f"start {quoted(first)}")
     size, dtype, rows = math.prod(shape), value.get("dtype"), None
-    if isinstance(data, list) and all(type(one) is int for one in data):
+    if dtype is not None and not (isinstance(dtype, str) and dtype in _DTYPES):
+        raise _other_form(source, f"dtype {quoted(dtype)}")
+    if isinstance(data, list) and len(data) != size:
+        raise _cut(source, f"{size} ids, as its shape says", len(data))
+    if isinstance(data, list) and all(type(one) is int and abs(one) < 1 << 31 for one in data):
         rows = np.array(data, np.int64)
     elif isinstance(data, np.ndarray) and data.dtype.kind in "iu":
         rows = data
     elif isinstance(data, (str, bytes, bytearray, memoryview)):
-        if dtype is not None and dtype not in _DTYPES:
-            raise _other_form(source, f"dtype {str(dtype)[:80]}")
         widths = [1, 2, 4, 8] if dtype is None else [np.dtype(_DTYPES[dtype]).itemsize]
         raw = data if isinstance(data, str) else bytes(data)
         if isinstance(raw, str) or len(raw) not in [size * width for width in widths]:

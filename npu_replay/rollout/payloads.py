@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from npu_replay.errors import InvalidRoutes, as_text
+from npu_replay.errors import InvalidRoutes, quoted
 from npu_replay.rollout.release_rules import Source, Symptom
 from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS, Array, is_ids
 from npu_replay.routes.fingerprint import as_token_ids
@@ -55,7 +55,7 @@ def named(value: Any) -> str:
         return f"{value.layout} of {value.dtype} {list(value.shape)}"
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return f"{value.dtype} {list(value.shape)}"
-    return f"{type(value).__name__} {as_text(value)[:80]}"
+    return f"{type(value).__name__} {quoted(value)}"
 
 
 def as_numpy(value: Any) -> Any:

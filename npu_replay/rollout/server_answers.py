@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from npu_replay.errors import InvalidRoutes
+from npu_replay.errors import InvalidRoutes, quoted
 from npu_replay.rollout.admit import Missing, admit
 from npu_replay.rollout.envelope import is_envelope, without_weights
 from npu_replay.rollout.model_config import RoutedModel
@@ -25,6 +25,8 @@ from npu_replay.rollout.payloads import token_ids
 from npu_replay.rollout.release_rules import Source, Symptom, tells_release
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
+
+_SAID = 300  # characters of a server's words
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> An
     refusal = next((said for name in ("error", "detail", "message") if (said := found.get(name))), None)
     if refusal is not None and not answered:
         said = _words(refusal)
-        problem, got = "the server refused the request", f"«{' '.join(said[:300].split())}»"
+        problem, got = "the server refused the request", f"«{quoted(said, _SAID)}»"
         cause = (
             said == "Not Found" and not_found
         ) or "the answer's HTTP status says so too, and wasn't looked at"
@@ -192,12 +194,12 @@ def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> An
     return found
 
 
-def _words(said: Any) -> str:
-    if isinstance(said, Mapping):
-        message = said.get("message", said.get("msg"))
+def _words(said: Any, depth: int = 2) -> str:
+    """Return the words of a refusal: text, or an object with a message, or a list of these."""
+    if isinstance(said, Mapping) and isinstance(message := said.get("message", said.get("msg")), str):
         where = said.get("loc")
-        place = f"{'.'.join(map(str, where))}: " if isinstance(where, (list, tuple)) else ""
-        return f"{place}{message}" if isinstance(message, str) else str(said)
-    if isinstance(said, list):
-        return "; ".join(_words(one) for one in said[:8])
-    return str(said)
+        place = ".".join(quoted(one) for one in where[:8]) if isinstance(where, (list, tuple)) else ""
+        return f"{place}: {message[:_SAID]}" if place else message[:_SAID]
+    if isinstance(said, list) and depth:
+        return "; ".join(_words(one, depth - 1) for one in said[:8])
+    return quoted(said, _SAID)

@@ -25,8 +25,8 @@ from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_to
 from npu_replay.routes.routed_experts import RoutedExperts
 
 SHARD_BYTES = 1 << 28
-SHARD_SAMPLES = 1 << 13
-"""The safetensors package still reads the header of so many samples, even with keys of 300 characters."""
+SHARD_SAMPLES = 1 << 12
+"""The header of so many samples is still one that is read, even with keys of 300 characters."""
 _ENDING = ".safetensors"
 _DAMAGED = (
     "something else, a file that was cut short, changed or taken away, or another version of npu_replay"

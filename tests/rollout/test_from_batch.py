@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from npu_replay import RoutedExperts, RoutedModel
+from npu_replay.compat.verl import tensors
 from npu_replay.compat.verl.tensors import MicroBatch
 from npu_replay.errors import InvalidRoutes
 from npu_replay.rollout.admit import from_batch
 
 MODEL = RoutedModel(layers=tuple(range(32)), num_layers=32, num_experts=8, topk=2)
 TOKENS = 96
+
+
+@pytest.mark.parametrize(
+    ("names", "keys", "experts", "wire"),
+    [
+        (["merge_nested_router_maps"], False, 300, (torch.int16, False)),  # 0.9
+        (["merge_nested_router_maps"], True, 8, (torch.int16, False)),
+        ([], False, 256, (torch.uint8, False)),
+        ([], False, 257, (torch.int16, True)),  # 0.7 and 0.8 would fold these: they go as bytes
+        ([], True, 8, (torch.int16, True)),
+    ],
+)
+def test_no_id_is_folded_on_verls_wire(
+    names: list[str], keys: bool, experts: int, wire: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utils = SimpleNamespace(**dict.fromkeys(names))
+    monkeypatch.setattr(tensors, "utils", lambda: utils)
+    assert tensors.wire_dtype(SimpleNamespace(num_moe_experts=experts), keys=keys) == wire
 
 
 def rows_with_a_constant_layer() -> torch.Tensor:

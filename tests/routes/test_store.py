@@ -103,6 +103,14 @@ def test_a_key_of_two_writers_with_other_routes_is_an_error_and_no_other_key_is(
     assert RouteStore(tmp_path, shard="c-00000")["k"] == sample(2)
 
 
+def test_a_sample_that_two_writers_have_alike_is_one(tmp_path: Path) -> None:
+    """Ranks that run the same tokens write the same routes: nobody has to say which is meant."""
+    for name in ("a", "b", "c"):
+        found = store(tmp_path, (sample(1), None), name=name)
+        assert found.of(tokens_of(1)) == sample(1)
+        assert len(found) == 1
+
+
 def test_samples_of_the_same_tokens_are_found_by_their_key_alone(tmp_path: Path) -> None:
     """The same question about two images, of two ranks; and of one, whose digests are the same."""
     tokens = tokens_of(1)
@@ -169,7 +177,7 @@ def test_a_shard_has_no_more_samples_than_its_header_can_name_and_one_model(
 
 
 def test_the_header_of_a_full_shard_is_one_that_can_be_read() -> None:
-    """By the safetensors package, too: 100 MB."""
+    """A longer one isn't, which bounds what a forged header takes."""
     known = {
         "fingerprint": 2**64 - 1,
         "weight_version": "a version of 32 characters, ...",
@@ -180,7 +188,7 @@ def test_the_header_of_a_full_shard_is_one_that_can_be_read() -> None:
     header = encoding.Header(
         {"layers": [*range(4096)], "topk": 8, "num_experts": 300}, dict.fromkeys(keys, known)
     )
-    assert len(header.text) * route_store.SHARD_SAMPLES / 64 < 100_000_000
+    assert len(header.text) * route_store.SHARD_SAMPLES / 64 < encoding._LONGEST_HEADER
 
 
 # What is damaged or foreign
