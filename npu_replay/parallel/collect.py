@@ -22,6 +22,7 @@ from npu_replay.parallel.merge import Block, Part, Union
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.rank_failures import PATIENCE, Outcome, RankGroup
 from npu_replay.parallel.token_layout import TokenLayout
+from npu_replay.routes.inputs import Called, find_other_order
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.record import Recording
 
@@ -153,10 +154,26 @@ def _given(routes: Any, layouts: Any, groups: Groups) -> tuple[list[TokenLayout]
     MicroBatchError.unless(len(recorded) == len(made), problem, expected, len(made), cause)
     blocks: Blocks = []
     for number, (one, layout) in enumerate(zip(recorded, made, strict=True)):
+        _check_layout(number, one, layout)
         row_of = layout.row_of(one, micro_batch(number)) if one.layers else torch.empty(0)
         held = row_of >= 0
         blocks.append(Block(held, one.take(row_of[held])) if one.layers else None)
     return made, blocks
+
+
+def _check_layout(number: int, routes: RoutedExperts, layout: TokenLayout) -> None:
+    """Refuse a layout whose rows or tokens aren't those of the recorded call, as far as both are known."""
+    called = routes.inputs
+    shape = None if called is None else called.shape
+    if (other := find_other_order(routes.row_order, layout.order, layout.fed, shape)) is not None:
+        raise other.error(MicroBatchError, micro_batch(number))
+    if called is None or called.tokens is None or layout.inputs is None:
+        return
+    differ = "tokens" in (layout.inputs.differing(Called(called.tokens, {})) or ())
+    problem = "the layout has other tokens than those that the model was called with in the record"
+    expected, got = "the fingerprints of the recorded tokens, in their places", "others"
+    cause = "layouts in another order than the micro-batches, or padding on another side than the batch's"
+    MicroBatchError.unless(not differ, problem, expected, got, cause, micro_batch(number))
 
 
 def _exchanged(

@@ -300,9 +300,14 @@ class TokenLayout:
         gathered = self.rows_of(good, layers=labels, topk=like.topk, num_experts=like.num_experts)
         if self.fingerprints is None and any(routes.fingerprint is not None for routes in real.values()):
             _say_unchecked()
-        fed, marks = self.fed, self.fingerprints
-        inputs = None if fed is None or marks is None else Inputs(fed, self.lengths, marks)
-        return gathered.with_known(bad_samples=len(bad), row_order=self.order, inputs=inputs)
+        return gathered.with_known(bad_samples=len(bad), row_order=self.order, inputs=self.inputs)
+
+    @property
+    def inputs(self) -> Inputs | None:
+        """Return what the model is called with, by fingerprints; None if it isn't known."""
+        if self.fed is None or self.fingerprints is None:
+            return None
+        return Inputs(self.fed, self.lengths, self.fingerprints)
 
     def rows_of(
         self, good: Mapping[int, RoutedExperts], *, layers: Sequence[int], topk: int, num_experts: int

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 
 from npu_replay.errors import EXTRA, RECUT, MicroBatchError, likeliest, micro_batch
 from npu_replay.routes.arguments import is_plain
+from npu_replay.routes.checks import Finding
 from npu_replay.routes.fingerprint import fingerprint
 
 if TYPE_CHECKING:
@@ -56,18 +57,24 @@ class Inputs:
         fed: int64 [tokens fed], the packed token in each place, or -1 for padding; None for a record, whose
             tokens are one sequence in the order of memory.
         marks: the fingerprint of each sequence; None for one that isn't checked.
+        others: shape and digest of each other input of a record; None for a layout.
+        shape: of a record's token ids, [batch, sequence] most often; None for a layout.
+        tokens: a record's token ids in this shape, as long as they are in this process.
     """
 
     fed: torch.Tensor | None
     lengths: tuple[int, ...]
     marks: Sequence[int | None]
     others: Others | None = None
+    shape: tuple[int, ...] | None = None
+    tokens: torch.Tensor | None = None
 
     @classmethod
     def recorded(cls, called: Called) -> Inputs:
         """Return the inputs of a recorded forward; `called` comes from `Called.on_host`."""
         tokens = called.tokens
-        return cls(None, (tokens.numel(),), (fingerprint(tokens.flatten()),), called.others)
+        marks = (fingerprint(tokens.flatten()),)
+        return cls(None, (tokens.numel(),), marks, called.others, tuple(tokens.shape), tokens)
 
     def differing(self, called: Called) -> list[str] | None:
         """Return the inputs that differ; None if no whole sequence can be compared."""
@@ -91,19 +98,54 @@ class Inputs:
         return (others if all(same) else ["tokens", *others]) if same else None
 
 
+def find_other_order(
+    model: str | None, order: str | None, fed: torch.Tensor | None, shape: Sequence[int] | None
+) -> Finding | None:
+    """Find whether a layout's rows are in another order than those of a model's routers.
+
+    Args:
+        model: the order of the routers' rows, "sequence" or "batch"; None if unknown.
+        order: that of the layout; None if it gives both orders the same rows.
+        fed: the layout's places, None if unknown.
+        shape: that of the token ids that the model is called with, None if unknown.
+    """
+    problem = "the routes were laid out in another order of rows than the model's"
+    if model is not None and order is not None and model != order:
+        expected, got = f"TokenLayout with order={model!r}", f"order={order!r}"
+        cause = "order= left at Megatron's, sequence-major, for a model of transformers (batch-major)"
+        return Finding(problem, expected, got, cause=cause)
+    if model == "sequence" and order is None and fed is not None and is_grid(shape):
+        expected, got = f"TokenLayout.padded, for a call with token ids {[*shape]}", "rows of one stream"
+        cause = "TokenLayout.packed, or a probe that returns flat rows, for a batch that is padded"
+        return Finding(problem, expected, got, cause=cause)
+    return None
+
+
+def is_grid(shape: Sequence[int] | None) -> TypeGuard[Sequence[int]]:
+    """Return whether [batch, sequence] of this shape gives other rows in one order than in the other."""
+    return shape is not None and len(shape) == 2 and min(shape) > 1
+
+
 class InputCheck:
     """Checks the calls of a replay against the inputs of their routes; `compared` counts micro-batches."""
 
     def __init__(self, routes: Sequence[RoutedExperts]) -> None:
         self.known = [one.inputs for one in routes]
+        self._orders = [one.row_order for one in routes]
         for number, one in enumerate(routes):
             if one.inputs is None and one.fingerprint is not None:
                 self.known[number] = Inputs(None, (len(one),), (one.fingerprint,))
         self.compared = 0
 
-    def check(self, number: int, given: Called) -> None:
-        """Refuse a micro-batch that was called with other inputs than those of its routes."""
+    def check(self, number: int, given: Called, row_order: str | None = None) -> None:
+        """Refuse a micro-batch that was called with other inputs than those of its routes.
+
+        `row_order` is that of the model's routers, if it is known.
+        """
         inputs, called = self.known[number], given.on_host()
+        fed, shape = None if inputs is None else inputs.fed, called.tokens.shape
+        if (other := find_other_order(row_order, self._orders[number], fed, shape)) is not None:
+            raise other.error(MicroBatchError, micro_batch(number))
         found = inputs.differing(called) if inputs else None
         self.compared += found is not None
         if found:

@@ -6,11 +6,11 @@ import torch
 
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError, micro_batch
 from npu_replay.routers import Model, Router
-from npu_replay.routes.inputs import Inputs
+from npu_replay.routes.inputs import Inputs, is_grid
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype, without_layers
 from npu_replay.sessions.answering import Answering
 from npu_replay.sessions.micro_batches import Key
-from npu_replay.sessions.route_source import RouteSource
+from npu_replay.sessions.route_source import RouteSource, row_order_of
 from npu_replay.sessions.session import Session, to_enter
 
 
@@ -63,8 +63,11 @@ class Recording(Session):
         ids, called = self._answering.kept.narrow(), self._answering.source.inputs
         count = self.timeline.ended[0]
         found = [micro_batch_routes(ids, self.all_routers, number) for number in range(count)]
-        for number in called.keys() & range(count):
-            found[number] = found[number].with_known(inputs=Inputs.recorded(called[number].on_host()))
+        order = row_order_of(self.all_routers)
+        for number, routes in enumerate(found):
+            inputs = Inputs.recorded(called[number].on_host()) if number in called else None
+            alike = inputs is not None and not is_grid(inputs.shape)  # both orders give the same rows
+            found[number] = routes.with_known(inputs=inputs, row_order=None if alike else order)
         self._routes, self._results = found, f", routes of {sum(map(len, found))} rows"
 
 

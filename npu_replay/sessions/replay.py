@@ -146,7 +146,7 @@ class ListedRoutes(RouteSource):
 
     def _check_inputs(self) -> None:
         for number in [one for one in sorted(self.inputs) if one < self.timeline.ended[0]]:
-            self.called.check(number, self.inputs.pop(number))
+            self.called.check(number, self.inputs.pop(number), self.row_order)
 
 
 def _rows(routes: Sequence[RoutedExperts]) -> tuple[int, int]:

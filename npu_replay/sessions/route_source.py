@@ -11,7 +11,7 @@ from torch import nn
 from npu_replay.errors import EXTRA, RECUT, MicroBatchError, RouterError, likeliest, micro_batch
 from npu_replay.routers import Router, labels_of
 from npu_replay.routes.arguments import StageLabels
-from npu_replay.routes.inputs import Called
+from npu_replay.routes.inputs import Called, find_other_order
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, KeptIds, Timeline
 from npu_replay.sessions.session import Session
@@ -47,6 +47,10 @@ class RouteSource:
     @property
     def all_routers(self) -> list[Router]:
         return [router for routers in self.routers for router in routers]
+
+    @property
+    def row_order(self) -> str | None:
+        return row_order_of(self.all_routers)
 
     def enters(self, session: Session) -> None:
         """Enter a session. Refuses routes that don't fit the routers."""
@@ -168,6 +172,12 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return pinned.to(device, non_blocking=True)
 
 
+def row_order_of(routers: Sequence[Router]) -> str | None:
+    """Return the order of all these routers' rows; None if it isn't known, or differs."""
+    orders = {router.row_order for router in routers}
+    return orders.pop() if len(orders) == 1 else None
+
+
 def check_fit(routes: RoutedExperts, routers: Sequence[Router], every: Sequence[Router], place: str) -> None:
     """Refuse routes that don't fit these routers; `every` holds all routers of this rank."""
     named = labels_of(routers, every).among(routes.layers, place)
@@ -176,7 +186,7 @@ def check_fit(routes: RoutedExperts, routers: Sequence[Router], every: Sequence[
     depth = max(*depths, *(one.label + 1 for one in every)) if any(depths) else 0
     model = f" of a model of {depth} decoder layers" if depth else ""
     for router, label in zip(routers, named, strict=True):
-        orders = router.row_order, routes.row_order
+        order = find_other_order(router.row_order, routes.row_order, None, None)
         if depth and routes.layers[-1:] >= (depth,):
             problem = "the routes are of a model with more decoder layers"
             expected, got = f"layers 0 to {depth - 1}{model}", f"layers up to {routes.layers[-1]}"
@@ -194,10 +204,8 @@ def check_fit(routes: RoutedExperts, routers: Sequence[Router], every: Sequence[
             expected = f"top-{router.topk} of {router.num_experts}"
             got = f"top-{routes.topk} of {routes.num_experts}"
             cause = "rollout engine and trainer run different models or configs"
-        elif None not in orders and orders[0] != orders[1]:
-            problem = "the routes were laid out in another order of rows than the model's"
-            expected, got = f"TokenLayout with order={orders[0]!r}", f"order={orders[1]!r}"
-            cause = "order= left at Megatron's, sequence-major, for a model of transformers (batch-major)"
+        elif order is not None:
+            raise order.error(RouterError, f"{place}, layer {router.label}")
         else:
             continue
         where = f"{place}, layer {router.label}"
