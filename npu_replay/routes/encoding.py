@@ -5,8 +5,9 @@
     ids       [tokens, layers, topk] of all samples, uint8 or little-endian int16
     recorded  [tokens] of all samples, one byte per token, 0 or 1
 
-`routes` is JSON: the model, the samples' keys, and a list of all samples' values for each field. The last one
-is a digest: BLAKE2b (16 bytes) over the model, the sample's fields and its two arrays. A reader encodes the
+`routes` is JSON: the model, the samples' keys, and a list of all samples' values for each field. Where one of
+them is a micro-batch, `micro_batch` says which tokens it belongs to, and the format is 4. The last list is
+a digest: BLAKE2b (16 bytes) over the model, the sample's fields and its two arrays. A reader encodes the
 header that it read again, and refuses a text that differs in any byte; so wrong offsets, shapes and dtypes,
 and unknown or repeated names, need no rule of their own.
 """
@@ -25,12 +26,17 @@ import numpy as np
 from npu_replay.errors import ReplayError, RouteFileError, shown
 from npu_replay.routes.arguments import shared_tensor
 from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS, Array
+from npu_replay.routes.inputs import Inputs
 
 FORMAT = "npu_replay.routes.3"
+WITH_MICRO_BATCH = "npu_replay.routes.4"
+"""The format of routes that know the tokens of their micro-batch."""
 Read: TypeAlias = "Callable[[int, int], Array]"
 """Returns the bytes from one place to before another, uint8."""
 
 _LONGEST_HEADER = 12_000_000  # above that of any full shard; reading one may take 20 times its size
+_MOST_RANKS = 1024
+"""A rank has at least this part of the places of its micro-batch's tokens (sequence parallelism)."""
 
 _MODEL = ("layers", "topk", "num_experts")
 _CARRIED = ("fingerprint", "weight_version", "constant_layers_ok", "from_engine")
@@ -47,6 +53,7 @@ _FIELDS: dict[str, tuple[set[type], int, int]] = {
     "from_engine": ({bool}, 0, 1),
     "digest": ({str}, 0, 0),
 }
+_MICRO_BATCH = "micro_batch"
 """Maps each value in a header, or in a list of it, to its types and the limits of a number."""
 
 
@@ -67,7 +74,11 @@ class Header:
             "recorded": {"dtype": "BOOL", "shape": [tokens], "data_offsets": [ids, ids + tokens]},
         }
         lists = {name: [known[name] for known in samples.values()] for name in _SAMPLE}
-        about = {"format": FORMAT, "routes": _json({**model, "keys": [*samples], **lists})}
+        said = {**model, "keys": [*samples], **lists}
+        called = [known.get(_MICRO_BATCH) for known in samples.values()]
+        if any(called):
+            said[_MICRO_BATCH] = called
+        about = {"format": WITH_MICRO_BATCH if any(called) else FORMAT, "routes": _json(said)}
         text = _json({"__metadata__": about, **tensors}).encode()
         text += b" " * (-len(text) % 8)
         self.text = len(text).to_bytes(8, "little") + text
@@ -84,7 +95,8 @@ class Header:
         about = json.loads(text[8:]).get("__metadata__") or {}
         found, expected = about.get("format"), f"metadata format {FORMAT!r}"
         cause = "safetensors of something else (a checkpoint?), or of another version of npu_replay"
-        RouteFileError.unless(found == FORMAT, "this doesn't hold routes", expected, found, cause)
+        fine = found in (FORMAT, WITH_MICRO_BATCH)
+        RouteFileError.unless(fine, "this doesn't hold routes", expected, found, cause)
         said = json.loads(about["routes"])
         for name, (types, least, most) in _FIELDS.items():
             if name not in said:
@@ -101,6 +113,8 @@ class Header:
         rows = zip(*(said[name] for name in _SAMPLE), strict=True)
         each = zip(said["keys"], rows, strict=True)
         samples = {key: dict(zip(_SAMPLE, row, strict=True)) for key, row in each}
+        for known, called in zip(samples.values(), said.get(_MICRO_BATCH, ()), strict=False):
+            known.update({_MICRO_BATCH: called} if called else {})
         header = cls({name: said[name] for name in _MODEL}, samples)
         # Encoded again: any difference, to the byte, is damage or another format.
         if header.text != text:
@@ -111,7 +125,10 @@ class Header:
         return header
 
     def arguments(self, read: Read, key: str = "") -> dict[str, Any]:
-        """Return RoutedExperts' arguments for one sample, checked by its digest; call it in `reading`."""
+        """Return the values of one sample, checked by its digest; call it in `reading`.
+
+        They are RoutedExperts' arguments, and `row_order` and `inputs` of a micro-batch.
+        """
         expected = (
             f"the sample {key}" if key else "one sample without a key, as save() and to_bytes() write it"
         )
@@ -132,11 +149,12 @@ class Header:
             **{name: known[name] for name in _CARRIED},
             "ids": shared_tensor(ids),
             "recorded": shared_tensor(recorded.view(np.bool_)),
+            **_read_micro_batch(known.get(_MICRO_BATCH), tokens),
         }
 
 
 def decode(read: Read, size: int) -> dict[str, Any]:
-    """Return the arguments of RoutedExperts for a sample without a key; call it inside `reading`."""
+    """Return the values of a sample without a key, as `Header.arguments` does; call it inside `reading`."""
     return Header.read(read, size).arguments(read)
 
 
@@ -146,6 +164,7 @@ def encode(samples: Mapping[str, Mapping[str, Any]]) -> list[bytes | memoryview]
     for key, one in samples.items():
         model = {"layers": [*one["layers"]], "topk": one["ids"].shape[2], "num_experts": one["num_experts"]}
         known = {"tokens": len(one["ids"]), **{name: one[name] for name in _CARRIED}}
+        known |= _described_micro_batch(one.get("row_order"), one.get("inputs"))
         described[key] = known | {"digest": _digest(model, key, known, one["ids"], one["recorded"])}
     text = Header(model, described).text
     fits, cause = len(text) <= 8 + _LONGEST_HEADER, "keys or weight versions that are long texts"
@@ -176,6 +195,22 @@ def _digest(model: dict[str, Any], key: str, known: dict[str, Any], ids: Array, 
     summed.update(ids.data)
     summed.update(recorded.data)
     return summed.hexdigest()
+
+
+def _described_micro_batch(row_order: str | None, inputs: Inputs | None) -> dict[str, Any]:
+    if row_order is None and inputs is None:
+        return {}
+    return {_MICRO_BATCH: {"row_order": row_order, "inputs": None if inputs is None else inputs.described()}}
+
+
+def _read_micro_batch(said: Any, tokens: int) -> dict[str, Any]:
+    if said is None:
+        return {"row_order": None, "inputs": None}
+    if said.keys() != {"row_order", "inputs"} or said["row_order"] not in (None, "sequence", "batch"):
+        raise ValueError(f"micro_batch {shown(said)}")
+    inputs = said["inputs"]
+    read = None if inputs is None else Inputs.read(inputs, most_places=_MOST_RANKS * max(1, tokens))
+    return {"row_order": said["row_order"], "inputs": read}
 
 
 def _json(said: Any) -> str:

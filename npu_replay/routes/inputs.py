@@ -1,4 +1,4 @@
-"""Compares the inputs of a model's call with the tokens and images that its routes belong to.
+"""Describes the inputs of a model's call, and the tokens and images that routes belong to.
 
 A router can't see that two micro-batches of one shape have changed places, or that padding is on the other
 side. Their token ids differ, and images of one size differ in their pixels.
@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 from torch import nn
 
-from npu_replay.errors import EXTRA, RECUT, MicroBatchError, likeliest, micro_batch
 from npu_replay.routes.arguments import is_plain
-from npu_replay.routes.checks import Finding
+from npu_replay.routes.checks import MAX_TOKENS, Finding
 from npu_replay.routes.fingerprint import fingerprint
-
-if TYPE_CHECKING:
-    from npu_replay.routes.routed_experts import RoutedExperts
 
 Others: TypeAlias = "dict[str, tuple[torch.Size, torch.Tensor | int]]"
 _NAMES = ("input_ids", "tokens")
@@ -35,7 +30,6 @@ _DERIVED = (
 )
 _SAMPLED = 2**16
 """The largest number of elements of a tensor that are hashed: 0.5 MB as int64."""
-logger = logging.getLogger(__name__)
 
 
 class Called(NamedTuple):
@@ -76,6 +70,38 @@ class Inputs:
         marks = (fingerprint(tokens.flatten()),)
         return cls(None, (tokens.numel(),), marks, called.others, tuple(tokens.shape), tokens)
 
+    def described(self) -> dict[str, Any]:
+        """Return what bytes and files hold of this, as JSON: digests of the tokens, and where they lie."""
+        others = None
+        if self.others is not None:
+            others = {name: [[*shape], int(one)] for name, (shape, one) in sorted(self.others.items())}
+        return {
+            "lengths": [*self.lengths],
+            "marks": [*self.marks],
+            "places": None if self.fed is None else len(self.fed),
+            "runs": None if self.fed is None else _runs(self.fed),
+            "shape": None if self.shape is None else [*self.shape],
+            "others": others,
+        }
+
+    @classmethod
+    def read(cls, said: dict[str, Any], most_places: int) -> Inputs:
+        """Return what `described` gave; raise ValueError or TypeError for anything else."""
+        lengths, marks, shape = said["lengths"], said["marks"], said["shape"]
+        fed, others = None, None
+        if said["places"] is not None:
+            fed = _placed(_whole(said["places"], most_places), said["runs"], sum(_wholes(lengths)))
+        if said["others"] is not None:
+            each = said["others"].items()
+            others = {name: (torch.Size(_wholes(size)), _whole(one, 2**63 - 1)) for name, (size, one) in each}
+        if len(marks) != len(lengths):
+            raise ValueError(f"{len(marks)} marks of {len(lengths)} sequences")
+        known = tuple(None if mark is None else _whole(mark, 2**64 - 1) for mark in marks)
+        found = cls(fed, _wholes(lengths), known, others, None if shape is None else _wholes(shape))
+        if sum(found.lengths) > most_places or found.described() != said:
+            raise ValueError("the tokens of its micro-batch aren't described as npu_replay does")
+        return found
+
     def differing(self, called: Called) -> list[str] | None:
         """Return the inputs that differ; None if no whole sequence can be compared."""
         tokens = called.tokens.flatten().long()
@@ -96,6 +122,37 @@ class Inputs:
         ours = called.others if self.others is None else self.others
         others = sorted(name for name in ours | called.others if ours.get(name) != called.others.get(name))
         return (others if all(same) else ["tokens", *others]) if same else None
+
+
+def _runs(fed: torch.Tensor) -> list[list[int]]:
+    """Return the runs of consecutive tokens in consecutive places: first place, first token, length."""
+    places = np.flatnonzero(fed.numpy() >= 0)
+    tokens = fed.numpy()[places]
+    breaks = np.flatnonzero((np.diff(places) != 1) | (np.diff(tokens) != 1)) + 1
+    first = np.concatenate([[0], breaks])[: len(places)]
+    counts = np.diff(np.append(first, len(places)))
+    return np.stack([places[first], tokens[first], counts], axis=1).tolist()
+
+
+def _placed(places: int, runs: list[list[int]], tokens: int) -> torch.Tensor:
+    """Return the token in each place, the reverse of `_runs`."""
+    fed = torch.full((places,), -1, dtype=torch.int64)
+    for run in runs:
+        place, token, count = _wholes(run)
+        if place + count > places or token + count > tokens:
+            raise ValueError(f"tokens that aren't there: {run}")
+        fed[place : place + count] = torch.arange(token, token + count)
+    return fed
+
+
+def _whole(value: object, most: int) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"a number that is none, or too large: {str(value)[:80]}")
+    return value
+
+
+def _wholes(values: Sequence[object]) -> tuple[int, ...]:
+    return tuple(_whole(value, MAX_TOKENS) for value in values)
 
 
 def find_other_order(
@@ -124,55 +181,6 @@ def find_other_order(
 def is_grid(shape: Sequence[int] | None) -> TypeGuard[Sequence[int]]:
     """Return whether [batch, sequence] of this shape gives other rows in one order than in the other."""
     return shape is not None and len(shape) == 2 and min(shape) > 1
-
-
-class InputCheck:
-    """Checks the calls of a replay against the inputs of their routes; `compared` counts micro-batches."""
-
-    def __init__(self, routes: Sequence[RoutedExperts]) -> None:
-        self.known = [one.inputs for one in routes]
-        self._orders = [one.row_order for one in routes]
-        for number, one in enumerate(routes):
-            if one.inputs is None and one.fingerprint is not None:
-                self.known[number] = Inputs(None, (len(one),), (one.fingerprint,))
-        self.compared = 0
-
-    def check(self, number: int, given: Called, row_order: str | None = None) -> None:
-        """Refuse a micro-batch that was called with other inputs than those of its routes.
-
-        `row_order` is that of the model's routers, if it is known.
-        """
-        inputs, called = self.known[number], given.on_host()
-        fed, shape = None if inputs is None else inputs.fed, called.tokens.shape
-        if (other := find_other_order(row_order, self._orders[number], fed, shape)) is not None:
-            raise other.error(MicroBatchError, micro_batch(number))
-        found = inputs.differing(called) if inputs else None
-        self.compared += found is not None
-        if found:
-            problem = "the model was called with other tokens than those that the routes belong to"
-            problem = problem.replace("tokens", " and ".join(found))
-            others = [n for n, one in enumerate(self.known) if one and one.differing(called) == []]
-            expected = "the tokens and images of the record, or of the fingerprints, in their places"
-            got = f"those of the routes of {micro_batch(others[0])}" if others else "others"
-            cause = likeliest(
-                "micro-batches in another order than their routes (a shuffle, dynamic batches)",
-                RECUT,
-                "padding on another side, to another length or with other ids",
-                EXTRA,
-                "fingerprints of more tokens than the model is fed",
-            )
-            cause += "\nrecord(inputs=False), or a layout without fingerprints, checks none"
-            raise MicroBatchError(problem, where=micro_batch(number), expected=expected, got=got, cause=cause)
-
-    def warn(self, chunks: Sequence[nn.Module]) -> None:
-        """Warn if routes know their tokens and no call passed its own, except in a later pipeline stage."""
-        modules = (one for chunk in chunks for one in chunk.modules())
-        unchecked = any(self.known) and not self.compared
-        if unchecked and all(getattr(one, "pre_process", True) for one in modules):
-            logger.warning(
-                "[npu_replay] no micro-batch was held against the tokens that its routes belong to: the "
-                "module of this block isn't called with all token ids. Open the block on the one that is"
-            )
 
 
 def parameter_names(module: nn.Module) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +24,7 @@ from npu_replay.routes.atomic_file import as_path, plain_file, reader, write_who
 from npu_replay.routes.checks import Array, Finding
 from npu_replay.routes.encoding import decode, encode, reading
 from npu_replay.routes.fingerprint import SampleKey, with_key
-
-if TYPE_CHECKING:
-    from npu_replay.routes.inputs import Inputs
+from npu_replay.routes.inputs import Inputs
 
 
 def narrow_dtype(num_experts: int) -> torch.dtype:
@@ -89,7 +87,8 @@ class RoutedExperts:
     from_engine: bool
     _like: InitVar[RoutedExperts | None]
 
-    # The fields below describe the rows of a micro-batch. A pickle carries them; bytes and files don't.
+    # The fields below describe the rows of a micro-batch. A pickle carries them; bytes and files carry
+    # `row_order`, and of `inputs` the digests.
     bad_samples: int = field(default=0, init=False)
     """Sequences whose routes couldn't be used, as `TokenLayout.gather` counts them."""
     row_order: str | None = field(default=None, init=False)
@@ -349,6 +348,12 @@ class RoutedExperts:
         return _unpickled, (self.encodable(),)
 
     @classmethod
+    def of_decoded(cls, found: dict[str, Any]) -> RoutedExperts:
+        """Build routes from the values that `encoding` read, and check them."""
+        known = {name: found.pop(name) for name in ("row_order", "inputs")}
+        return cls(**found, copy=False).with_known(**known)
+
+    @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RoutedExperts:
         """Read the result of `to_bytes`, without copying the ids, and check it as data from outside.
 
@@ -362,7 +367,7 @@ class RoutedExperts:
         with reading("these bytes can't be read as routes", cause):
             whole = np.frombuffer(data, np.uint8)
             found = decode(lambda first, end: whole[first:end], len(whole))
-            return cls(**found, copy=False).check_not_constant()
+            return cls.of_decoded(found).check_not_constant()
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
         """Write a safetensors file, whole or not at all.
@@ -390,7 +395,7 @@ class RoutedExperts:
         cause = "it was cut short, damaged, or isn't a safetensors file"
         # The file is opened once: an overwrite meanwhile puts another file in its place, which isn't read.
         with reading("this file can't be read as routes", cause, place), plain_file(place) as file:
-            return cls(**decode(*reader(file)), copy=False).check_not_constant()
+            return cls.of_decoded(decode(*reader(file))).check_not_constant()
 
 
 _OF_MICRO_BATCH = ("bad_samples", "row_order", "inputs", "placed")

@@ -140,7 +140,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
             found = header.arguments(read, key)
             if header.samples[key] != known:  # the index was read from the shard before it
                 raise ValueError("the shard was replaced since the folder was opened")
-            return RoutedExperts(**found, copy=False).check_not_constant(tokens)
+            return RoutedExperts.of_decoded(found).check_not_constant(tokens)
 
     def _ambiguous(self, key: str, got: str) -> RouteFileError:
         problem, where = "several samples have these tokens; which is meant?", f"{self.folder}, {key}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from npu_replay.errors import EXTRA, RECUT, MicroBatchError, likeliest, list_of, micro_batch
 from npu_replay.routers import Model, labels_of
-from npu_replay.routes.inputs import InputCheck
+from npu_replay.routes.input_check import InputCheck
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.answering import Answering
 from npu_replay.sessions.effect import is_due

@@ -1,0 +1,63 @@
+"""Holds the calls of a replay against the tokens and images that their routes belong to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from torch import nn
+
+from npu_replay.errors import EXTRA, RECUT, MicroBatchError, likeliest, micro_batch
+from npu_replay.routes.inputs import Called, Inputs, find_other_order
+from npu_replay.routes.routed_experts import RoutedExperts
+
+logger = logging.getLogger(__name__)
+
+
+class InputCheck:
+    """Checks the calls of a replay against the inputs of their routes; `compared` counts micro-batches."""
+
+    def __init__(self, routes: Sequence[RoutedExperts]) -> None:
+        self.known = [one.inputs for one in routes]
+        self._orders = [one.row_order for one in routes]
+        for number, one in enumerate(routes):
+            if one.inputs is None and one.fingerprint is not None:
+                self.known[number] = Inputs(None, (len(one),), (one.fingerprint,))
+        self.compared = 0
+
+    def check(self, number: int, given: Called, row_order: str | None = None) -> None:
+        """Refuse a micro-batch that was called with other inputs than those of its routes.
+
+        `row_order` is that of the model's routers, if it is known.
+        """
+        inputs, called = self.known[number], given.on_host()
+        fed, shape = None if inputs is None else inputs.fed, called.tokens.shape
+        if (other := find_other_order(row_order, self._orders[number], fed, shape)) is not None:
+            raise other.error(MicroBatchError, micro_batch(number))
+        found = inputs.differing(called) if inputs else None
+        self.compared += found is not None
+        if found:
+            problem = "the model was called with other tokens than those that the routes belong to"
+            problem = problem.replace("tokens", " and ".join(found))
+            others = [n for n, one in enumerate(self.known) if one and one.differing(called) == []]
+            expected = "the tokens and images of the record, or of the fingerprints, in their places"
+            got = f"those of the routes of {micro_batch(others[0])}" if others else "others"
+            cause = likeliest(
+                "micro-batches in another order than their routes (a shuffle, dynamic batches)",
+                RECUT,
+                "padding on another side, to another length or with other ids",
+                EXTRA,
+                "fingerprints of more tokens than the model is fed",
+            )
+            cause += "\nrecord(inputs=False), or a layout without fingerprints, checks none"
+            raise MicroBatchError(problem, where=micro_batch(number), expected=expected, got=got, cause=cause)
+
+    def warn(self, chunks: Sequence[nn.Module]) -> None:
+        """Warn if routes know their tokens and no call passed its own, except in a later pipeline stage."""
+        modules = (one for chunk in chunks for one in chunk.modules())
+        unchecked = any(self.known) and not self.compared
+        if unchecked and all(getattr(one, "pre_process", True) for one in modules):
+            logger.warning(
+                "[npu_replay] no micro-batch was held against the tokens that its routes belong to: the "
+                "module of this block isn't called with all token ids. Open the block on the one that is"
+            )

@@ -1,0 +1,144 @@
+"""Routes of a micro-batch that were saved still know which tokens they belong to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+from npu_replay import (
+    MicroBatchError,
+    ParallelLayout,
+    RoutedExperts,
+    RouteFileError,
+    TokenLayout,
+    fingerprint,
+)
+from npu_replay.routes import encoding
+from npu_replay.routes.inputs import Inputs
+from routes.test_encoding import FORMS, Form
+from token_model import TokenModel, token_ids
+
+pytestmark = pytest.mark.usefixtures("toy_routers")
+
+BATCHES = token_ids(3, 6), token_ids(3, 6, seed=1)
+
+
+@pytest.fixture(params=FORMS)
+def again(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[RoutedExperts], RoutedExperts]:
+    form: Form = FORMS[request.param]
+    numbers = iter(range(99))
+
+    def written_and_read(routes: RoutedExperts) -> RoutedExperts:
+        place = tmp_path / str(next(numbers))
+        form.write(routes, place)
+        return form.read(place)
+
+    return written_and_read
+
+
+def recorded(model: TokenModel) -> list[RoutedExperts]:
+    with torch.no_grad(), npu_replay.record(model) as recording:
+        for ids in BATCHES:
+            model(ids)
+    return recording.routes
+
+
+def replayed(model: TokenModel, routes: list[RoutedExperts]) -> dict[str, float]:
+    with npu_replay.replay(model, routes) as session:
+        for ids in BATCHES:
+            model(ids).sum().backward()
+    return session.metrics()
+
+
+def gathered(routes: list[RoutedExperts], side: Any) -> list[RoutedExperts]:
+    """The same routes, laid out anew: the last two tokens of each sequence are padding, or the first."""
+    made = []
+    for one, ids in zip(routes, BATCHES, strict=True):
+        rows = ids[:, 2:] if side == "left" else ids[:, :-2]
+        layout = TokenLayout.padded([4] * 3, 6, order="batch", side=side, fingerprints=map(fingerprint, rows))
+        made.append(layout.gather([one.take(torch.arange(4)).sequence(0, 4)] * 3))
+    return made
+
+
+@pytest.mark.parametrize("kind", ["recorded", "padded on the left", "padded on the right"])
+def test_saved_and_loaded_they_are_refused_in_another_order(kind: str, again: Any) -> None:
+    model = TokenModel("batch")
+    routes = recorded(model)
+    if kind != "recorded":
+        routes = gathered(routes, kind.split()[-1])
+    loaded = [again(one) for one in routes]
+    assert replayed(model, loaded)["tokens_compared"] == 2
+    with pytest.raises(MicroBatchError, match=r"other tokens.*got those of the routes of micro-batch 1"):
+        replayed(model, loaded[::-1])
+
+
+def test_images_and_the_order_of_rows_are_in_them(again: Any) -> None:
+    model = TokenModel("batch")
+    first, _ = recorded(model)
+    digests = {"pixel_values": (torch.Size([2, 3]), 5), "grid\n": (torch.Size([]), 0)}
+    known = first.with_known(inputs=Inputs(None, (18,), (7,), digests, (3, 6)))
+    loaded = again(known)
+    assert loaded.row_order == "batch"
+    assert vars(loaded.inputs) == vars(known.inputs)
+    layout = TokenLayout.padded([6] * 3, 6)
+    with pytest.raises(MicroBatchError, match="another order of rows"):
+        npu_replay.collect([loaded], [layout], ParallelLayout())
+
+
+def test_a_layout_with_gaps_and_sequences_out_of_order_comes_back() -> None:
+    fed = torch.tensor([3, 4, -1, 0, 1, 2, -1, 6, 5])
+    for places in (fed, fed[:0], fed[2:3]):
+        inputs = Inputs(places, (3, 4), (None, 2**64 - 1))
+        read = Inputs.read(json.loads(json.dumps(inputs.described())), 9)
+        assert torch.equal(read.fed, places)
+        assert (read.lengths, read.marks) == ((3, 4), (None, 2**64 - 1))
+
+
+def test_what_knows_no_micro_batch_is_written_as_before() -> None:
+    (routes,) = recorded(TokenModel("batch"))[:1]
+    bare = routes.sequence(0, len(routes))
+    assert b"micro_batch" not in bare.to_bytes()
+    assert encoding.FORMAT.encode() in bare.to_bytes()
+    assert encoding.WITH_MICRO_BATCH.encode() in routes.to_bytes()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lengths": [3]},
+        {"lengths": [-1, 10]},
+        {"lengths": [1.0, 8]},
+        {"lengths": ["3", "6"]},
+        {"marks": [0, 2**64]},
+        {"marks": [True, None]},
+        {"places": 2**30},
+        {"places": -1},
+        {"runs": [[0, 0, 10]]},
+        {"runs": [[0, 8, 2]]},
+        {"runs": [[0, 0]]},
+        {"runs": None},
+        {"runs": [[0, 0, 3], [3, 3, 6]]},  # one run, written as two
+        {"shape": 9},
+        {"others": {"x": [[1]]}},
+        {"others": []},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_micro_batch_that_nobody_would_write_is_refused(
+    wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routes = recorded(TokenModel("batch"))[0]
+    inputs = Inputs(torch.arange(9), (3, 6), (1, 2))
+    said = inputs.described() | wrong
+    monkeypatch.setattr(Inputs, "described", lambda _: said)
+    data = routes.with_known(inputs=inputs).to_bytes()
+    monkeypatch.undo()
+    with pytest.raises(RouteFileError):
+        RoutedExperts.from_bytes(data)
