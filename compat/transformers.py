@@ -81,12 +81,20 @@ class TransformersRouters(RouterKind):
         )
 
     def labelled(self, chunk: nn.Module, routers: list[Router]) -> list[Router]:
-        """Add the model's depth; refuse a model in which only some blocks of experts have a known router."""
+        """Add the model's depth, and the layer numbers of a pipeline stage.
+
+        Refuses a model in which only some blocks of experts have a known router.
+        """
         if not any(_vendor_class(router.module) for router in routers):
             return routers
         # The deepest part counts: an audio tower, or an encoder, says its own number of layers.
         depth = max((_own(getattr(one, "config", None), *_DEPTH) or 0 for one in chunk.modules()), default=0)
-        routers = [replace(one, depth=depth) if _vendor_class(one.module) else one for one in routers]
+        routers = [
+            replace(one, depth=depth, layer=_numbered(chunk, one, depth))
+            if _vendor_class(one.module)
+            else one
+            for one in routers
+        ]
         known = [_within(router.path) for router in routers]
         for name, _ in chunk.named_modules():
             path, _, last = name.rpartition(".")
@@ -162,6 +170,28 @@ def _router(
         bypass=f"{kind.__name__} doesn't choose by a top-{topk} of scores [rows, {experts}], which alone "
         "can be replayed (docs/models.md); or a fused kernel or a captured graph took its place",
     )
+
+
+def _numbered(chunk: nn.Module, router: Router, depth: int) -> int | None:
+    """Return a router's decoder layer: its place, or in a pipeline stage the number that the layer has.
+
+    A stage may put its layers into a new list, which counts them from 0 again, and its attention still knows
+    its `layer_idx`. A list of all layers counts rightly, whatever number a pruned model's layers have.
+    """
+    at = _DECODER_LAYER.search(router.path)
+    if at is None:
+        return router.layer
+    path = router.path[: at.end()].removesuffix(".")
+    if len(chunk.get_submodule(path.rpartition(".")[0])._modules) >= depth:
+        return router.layer
+    layer = chunk.get_submodule(path)
+    numbers = sorted({one for module in layer.modules() if (one := _own(module, "layer_idx")) is not None})
+    if not numbers or router.layer in numbers:
+        return router.layer
+    problem, expected = "a layer's modules disagree about its number", f"one layer_idx, or {router.layer}"
+    cause = "layers that were put together by hand, or a list that counts the layers anew"
+    RouterError.unless(len(numbers) == 1, problem, expected, numbers, cause, path)
+    return numbers[0]
 
 
 def _block(module: nn.Module, kind: type, path: str) -> Router | None:

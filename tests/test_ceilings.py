@@ -39,7 +39,7 @@ LINES = {
     "compat.peft": 48,
     "compat.ray": 131,
     "compat.mindspeed": 533,
-    "compat.transformers": 294,
+    "compat.transformers": 324,
     "compat.megatron": 958,
     "compat.megatron_backports": 951,
     "compat.vllm_ascend": 1477,

@@ -180,6 +180,46 @@ def test_routes_of_a_model_of_another_depth_are_refused_with_both_depths(layers:
         npu_replay.replay(model, [routes]).__enter__()
 
 
+def _layers(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
+    """The module that holds the list of decoder layers, and that list."""
+    path = routers.find([model])[0][0].path.split(".layers.")[0]
+    holder = model.get_submodule(path)
+    return holder, holder.layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stage_that_counts_its_layers_anew_has_the_labels_of_the_whole_model(family: str) -> None:
+    model = build(family)
+    labels = [router.label for router in routers.find([model])[0]]
+    holder, layers = _layers(model)
+    holder.layers = nn.ModuleList(list(layers)[1:])
+    assert [router.label for router in routers.find([model])[0]] == [one for one in labels if one > 0]
+
+
+def test_the_routes_of_a_stage_are_found_by_its_layers_own_numbers() -> None:
+    stage = build("qwen3_moe")
+    (whole,) = foreign(stage, count=1)
+    holder, layers = _layers(stage)
+    holder.layers = nn.ModuleList(list(layers)[2:])
+    with torch.no_grad(), npu_replay.replay(stage, [whole]), npu_replay.observe(stage) as seen:
+        stage(batches(1)[0])
+    assert seen.shown[0].layers == (2,)
+    assert npu_replay.compare(seen.shown[0], whole).differing == 0
+
+
+def test_a_pruned_model_is_labelled_by_places_and_numbers_that_disagree_are_refused() -> None:
+    model = build("qwen3_moe")
+    holder, layers = _layers(model)
+    holder.layers = nn.ModuleList([layers[0], layers[2]])
+    model.config.num_hidden_layers = 2  # whole again
+    assert [router.label for router in routers.find([model])[0]] == [0, 1]
+    model.config.num_hidden_layers = 3  # a stage
+    assert [router.label for router in routers.find([model])[0]] == [0, 2]
+    layers[2].mlp.layer_idx = 7
+    with pytest.raises(RouterError, match=r"layers.1.*disagree about its number.*got \[2, 7\]"):
+        routers.find([model])
+
+
 # Precision, implementations, other ways of running
 
 
