@@ -342,6 +342,7 @@ def _stand_ins(image: Image, folder: Path, megatron: Path) -> None:
         "torch_npu": _TESTS / "stubs" / "torch_npu",
         "megatron/training": _TESTS / "on_mindspeed" / "stand_in" / "megatron" / "training",
         "mindspeed": _TESTS / "on_mindspeed" / "stand_in" / "mindspeed",
+        "megatron_adaptor": _TESTS / "stubs" / "megatron_adaptor_stand_in" / "megatron_adaptor",
         "transformer_engine": _TESTS / "stubs" / "transformer_engine_npu" / "transformer_engine",
     }
     for name, source in sources.items():
