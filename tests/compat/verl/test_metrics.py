@@ -1,0 +1,46 @@
+"""compat.verl.metrics: what the line that replay is on says of the stack."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from npu_replay.compat import probe
+from npu_replay.compat.probe import Product
+from npu_replay.compat.verl.metrics import summary
+
+SUMS = {"routers": 4, "replayed": 4, "ranks": 1, "routed": 8, "rows": 8}
+
+
+@pytest.mark.parametrize(
+    ("source", "imported", "stack"),
+    [
+        ("", ["mindspeed"], "Megatron 0.18.0, MindSpeed 0.12.1"),
+        (
+            "import megatron_adaptor\n",
+            ["mindspeed", "megatron_adaptor"],
+            "Megatron 0.18.0, MindSpeed core_r0.17.0 or later, MegatronAdaptor 0.1.0",
+        ),
+        ("import megatron_adaptor\n", ["megatron_adaptor"], "Megatron 0.18.0, MegatronAdaptor 0.1.0"),
+        ("import megatron_adaptor\n", [], "Megatron 0.18.0"),
+    ],
+)
+def test_the_line_names_what_this_process_has_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, imported: list[str], stack: str
+) -> None:
+    (tmp_path / "__init__.py").write_text(source, encoding="utf-8")
+    products = (
+        Product("megatron-core", True, "0.18.0"),
+        Product("mindspeed", True, "0.12.1", str(tmp_path)),
+        Product("MegatronAdaptor", True, "0.1.0"),
+    )
+    monkeypatch.setattr(probe, "products", lambda: products)
+    for name in ("mindspeed", "megatron_adaptor", "megatron.core.parallel_state"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in imported:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    line = summary("R3", SUMS)
+    assert line == f"R3: 4 routers, 4 replayed, 100% of rows had a route, 1 rank ({stack})"
