@@ -1,0 +1,1 @@
+"""What is patched, and the manager that does it."""
