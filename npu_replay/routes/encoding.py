@@ -53,8 +53,8 @@ _FIELDS: dict[str, tuple[set[type], int, int]] = {
     "from_engine": ({bool}, 0, 1),
     "digest": ({str}, 0, 0),
 }
-_MICRO_BATCH = "micro_batch"
 """Maps each value in a header, or in a list of it, to its types and the limits of a number."""
+_MICRO_BATCH = "micro_batch"
 
 
 class Header:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import importlib.util
 import inspect
 import pickle
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from on_mindspeed.feature_cases import SEQ_MODULE
 from on_mindspeed.processes import lent_at_import
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
@@ -37,7 +39,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "fix_router": {"moe_token_dispatcher_type": "alltoall"},
 }
 ALL_OFF = {feature.split()[0]: False for feature in FEATURES}
-ALL_OFF |= {"moe_grouped_gemm": False, "moe_permutation_async_comm": False}
+ALL_OFF |= {"moe_grouped_gemm": False, "moe_permutation_async_comm": False, "moe_npu_fast_ops": False}
 
 
 def outcome(ask: Callable[[], Any]) -> Any:
@@ -200,7 +202,10 @@ def config() -> dict[str, Any]:
     filled = TransformerConfig(**SMALL), TransformerConfig(**SMALL, moe_router_topk=3)
     found["filled"] = [one.moe_router_topk for one in filled]
     repatch({"moe_router_topk": 2})
-    found["in the signature"] = signature_written(TransformerConfig)
+    over_adaptor = "megatron_adaptor" in sys.modules  # its wrapper lies beneath, and knows the written flag
+    written = signature_written(TransformerConfig)
+    found["in the signature"] = None if over_adaptor else written
+    found["in the signature, over MegatronAdaptor"] = written if over_adaptor else None
     repatch({})
     found["after a repatch"] = TransformerConfig(**SMALL, **FLAG).enable_routing_replay
     return found
@@ -304,13 +309,26 @@ def wraps_of_others(newer: bool) -> dict[str, Any]:
     found["a method is put back as its branch does"] = restored == newer
     repatch({})
     # Once a feature has been on, its place is registered for good.
-    turn_on("moe_tp_extend_ep")
-    turn_off()
-    stock = router.TopKRouter.routing
-    router.TopKRouter.routing = wrapped(stock)
-    repatch({})
-    found["once registered"] = router.TopKRouter.routing is stock
+    found["once registered"] = None
+    if not lacks_layers():
+        turn_on("moe_tp_extend_ep")
+        turn_off()
+        stock = router.TopKRouter.routing
+        router.TopKRouter.routing = wrapped(stock)
+        repatch({})
+        found["once registered"] = router.TopKRouter.routing is stock
     return found
+
+
+def lacks_layers() -> bool:
+    """Can't MindSpeed's own MoE layers be imported, since they want a module of an older Megatron?"""
+    try:
+        importlib.import_module("mindspeed.core.transformer.moe.moe_feature")
+    except ModuleNotFoundError as error:
+        if error.name != SEQ_MODULE:
+            raise
+        return True
+    return False
 
 
 def wrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -324,11 +342,12 @@ def features() -> dict[str, Any]:
     """What each feature replaces; None where this branch hasn't it. In the end: is anything left?"""
     from mindspeed.args_utils import get_mindspeed_args
 
+    turn_off()
     stock = in_place()
     known = vars(get_mindspeed_args(get_defaults=True))
     found: dict[str, Any] = {}
     for feature in FEATURES:
-        missing = feature.split()[0] not in known
+        missing = feature.split()[0] not in known or (feature != "fix_router" and lacks_layers())
         found[feature] = None if missing else outcome(lambda feature=feature: replaced_by(feature, stock))
     turn_off()
     found["left"] = sorted(name for name, one in in_place().items() if one is not stock[name])
@@ -349,6 +368,7 @@ def in_place() -> dict[str, Any]:
         "spec": moe_module_specs.get_moe_module_spec,
         "schedule": schedules.get_forward_backward_func,
         "topk": getattr(moe_utils, "topk_softmax_with_capacity", None),
+        "topk since 0.14": getattr(moe_utils, "topk_routing_with_score_function", None),
         "router": router.TopKRouter,
         "router_init": router.TopKRouter.__init__,
         "router_forward": router.TopKRouter.forward,
@@ -360,7 +380,7 @@ def replaced_by(feature: str, stock: dict[str, Any]) -> list[Any]:
     turn_on(feature)
     now = in_place()
     is_stock = issubclass(now["layer"], stock["layer"])
-    changed = (name for name, one in now.items() if one is not stock[name] and name != "layer")
+    changed = {name.split()[0] for name, one in now.items() if one is not stock[name]} - {"layer"}
     return [now["layer"].__name__, is_stock, *sorted(changed)]
 
 
@@ -384,7 +404,11 @@ def turn_off() -> None:
 
 
 def signatures() -> dict[str, Any]:
-    """The names that npu_replay and its tests go by inside moe_fb_overlap."""
+    """The names that npu_replay and its tests go by inside moe_fb_overlap; None where its import fails."""
+    if lacks_layers():
+        return dict.fromkeys(
+            ("layer", "forward", "backward", "forward_moe", "block", "layer_inputs", "unpacked")
+        )
     from mindspeed.core.transformer.moe.moe_feature.fb_overlap import transformer_block, transformer_layer
     from mindspeed.core.transformer.moe.moe_feature.fb_overlap.modules.utils import LayerGraph
     from mindspeed.core.transformer.moe.moe_feature.fb_overlap.overlap_funcs import fwd
@@ -411,9 +435,11 @@ def signatures() -> dict[str, Any]:
 
 
 def late(task: dict[str, Any]) -> dict[str, Any]:
+    have_te = importlib.util.find_spec("transformer_engine") is not None  # TransformerEngineNPU
     sys.argv = ["pretrain.py", "--a-flag", "--a-list", "1", "2", "--a-value=3"]
-    from megatron.core.transformer.moe import moe_utils
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    with lent_at_import():
+        from megatron.core.transformer.moe import moe_utils
+        from megatron.core.transformer.transformer_config import TransformerConfig
 
     calls: list[str] = []
     own_init = TransformerConfig.__init__
@@ -432,7 +458,7 @@ def late(task: dict[str, Any]) -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "without MindSpeed": without,
-        "HAVE_TE": moe_utils.HAVE_TE,
+        "HAVE_TE where it is there": have_te == moe_utils.HAVE_TE,
         "arguments": [getattr(get_mindspeed_args(), f"a_{name}") for name in ("flag", "list", "value")],
     }
     for _ in range(2):

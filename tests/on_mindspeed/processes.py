@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import subprocess
 import sys
 import typing
@@ -52,18 +53,22 @@ def run_ranks(
         count,
         fresh=real,  # it comes with torch
         path=[*path, *([] if product == REAL and real else [STUBS])],
-        env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if real else "0"},
+        # Of this process now: a fork has the variables of the server's start.
+        env={
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if real else "0",
+            branch.VARIABLE: os.environ.get(branch.VARIABLE),
+        },
         timeout=timeout,
     )
 
 
 @contextlib.contextmanager
 def lent_at_import() -> Iterator[None]:
-    """For a script: lend triton, and Python 3.12's typing.override, while MindSpeed is imported.
+    """For a script: lend triton, and Python 3.12's typing.override, while MindSpeed or Megatron is imported.
 
-    Newer MindSpeed defines kernels when it is imported. What asks for triton later has to hear that there is
-    none: torch, and MindSpeed's choice between a kernel and plain torch. `override`, which megatron.training
-    wants from 0.18 on, stays.
+    Newer MindSpeed defines kernels when it is imported, and Megatron-LM's tree from 0.18 on does too. What
+    asks for triton later has to hear that there is none: torch, and MindSpeed's choice between a kernel and
+    plain torch. `override`, which megatron.training wants from 0.18 on, stays.
     """
     if not hasattr(typing, "override"):
         typing.override = typing_extensions.override
@@ -89,14 +94,14 @@ def real_mindspeed() -> str:
 def _stand_in() -> list[Path]:
     if branch.played().lends_transformer_engine:
         return [STAND_IN_FOLDER]
-    return [STAND_IN_FOLDER, TRANSFORMER_ENGINE_NPU]
+    return [STAND_IN_FOLDER, TRANSFORMER_ENGINE_NPU, MEGATRON_ADAPTOR]
 
 
 def _beside_real() -> list[Path]:
     """Stand-ins for the packages that this MindSpeed needs, from core_r0.17.0 on, and that aren't there."""
     if "megatron_adaptor" not in Path(real_mindspeed()).read_text(encoding="utf-8"):
         return []
-    folders = {"transformer_engine": TRANSFORMER_ENGINE_NPU}
+    folders = {"transformer_engine": TRANSFORMER_ENGINE_NPU, "megatron_adaptor": MEGATRON_ADAPTOR}
     foreign = _foreign_path()
     return [folder for name, folder in folders.items() if PathFinder.find_spec(name, foreign) is None]
 

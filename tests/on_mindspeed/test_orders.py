@@ -33,6 +33,7 @@ PHASES = [
 ]
 RIGHT = {
     "recorded_is_shown": 0,
+    "dropped": 0,
     "layers": [0, 1, 2],
     "calls": [2] * 9,  # three micro-batches of three layers, each once more in the recompute
     "replayed_differs": 0,

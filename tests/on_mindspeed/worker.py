@@ -89,7 +89,7 @@ IMPORTS = {
 def import_in_turn(names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     for name in names:
-        with lent_at_import() if name == "mindspeed" else nullcontext():
+        with nullcontext() if name == "npu_replay" else lent_at_import():
             for module in IMPORTS[name]:
                 importlib.import_module(module)
 
@@ -646,7 +646,7 @@ def import_half() -> None:
         apply, count = patch_utils.Patch.apply_patch, iter(range(1000))
 
         def failing(self: Any) -> None:
-            if next(count) == 3:
+            if not self.is_applied and next(count) == 3:
                 raise RuntimeError("no exist topk_softmax_with_capacity")
             apply(self)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from mindspeed.branch import BRANCH
 from mindspeed.features_manager import MindSpeedFeaturesManager
 
 _MINDSPEED_ARGS: argparse.Namespace | None = None
@@ -51,3 +52,10 @@ def get_full_args() -> Any:
         if "args is not initialized." not in str(error):
             raise
         return get_mindspeed_args()
+
+
+if BRANCH.over_megatron_adaptor:
+    from megatron_adaptor.utils import args_utils
+
+    get_full_args = args_utils.get_full_args
+    get_mindspeed_args = args_utils.get_mindspeed_args

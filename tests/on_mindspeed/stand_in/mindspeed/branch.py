@@ -1,6 +1,6 @@
 """What differs between MindSpeed's branches, and which of them is played.
 
-`MINDSPEED_STAND_IN` names the branch; by itself it is the one that goes with the Megatron-core that is there.
+A variable names the branch; by itself it is the one that goes with the Megatron-core that is there.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+
+VARIABLE = "MINDSPEED_STAND_IN"
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class Branch:
         restores_methods: removing a patch also puts back a class's method, not only names in modules.
         replaces_checkpointed_forward: TransformerBlock recomputes by a function of MindSpeed's.
         replaces_te_linear: Megatron's TELinear is a class of MindSpeed's.
+        over_megatron_adaptor: it imports MegatronAdaptor, which patches torch, and shares its features' list,
+            its arguments and its class of a patch (from 1881e01a on).
         lends_transformer_engine: names of Transformer Engine are dummies; else TransformerEngineNPU is there.
         has_fix_router, has_mc2, has_fast_ops, has_score_reuse: the features exist.
         fixes_score_function: fix_router wraps the functions that Megatron routes by from 0.14 on.
@@ -30,6 +34,7 @@ class Branch:
     restores_methods: bool = False
     replaces_checkpointed_forward: bool = False
     replaces_te_linear: bool = False
+    over_megatron_adaptor: bool = False
     lends_transformer_engine: bool = True
     has_fix_router: bool = True
     has_mc2: bool = True
@@ -51,8 +56,8 @@ BRANCHES = {
         ignored=("rope_type",),
     ),
     "core_r0.18.0": Branch(
-        init_subclass=True,
         restores_methods=True,
+        over_megatron_adaptor=True,
         lends_transformer_engine=False,
         has_fast_ops=True,
         has_score_reuse=True,
@@ -64,7 +69,7 @@ BRANCHES = {
 
 def played() -> Branch:
     """The branch that this process's environment asks for."""
-    return BRANCHES[os.environ.get("MINDSPEED_STAND_IN") or _beside_megatron()]
+    return BRANCHES[os.environ.get(VARIABLE) or _beside_megatron()]
 
 
 def _beside_megatron() -> str:

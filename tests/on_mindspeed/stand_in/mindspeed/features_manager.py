@@ -9,7 +9,7 @@ import importlib
 from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -36,7 +36,7 @@ Patches = Callable[[Any], dict[str, Any]]
 """Of the arguments: what is put where, «module:name» for what is imported only then."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Feature:
     """A feature is on where an argument of its name is true; without a name always.
 
@@ -57,16 +57,49 @@ class Feature:
     before: Patches = lambda args: {}
     patches: Patches = lambda args: {}
 
-    def is_on(self, args: Any) -> bool:
+    pre_patches_applied: bool = False
+    patches_applied: bool = False
+
+    @property
+    def patch_manager(self) -> Any:
+        return MindSpeedPatchesManager
+
+    def is_need_apply(self, args: Any) -> bool:
         return not self.name or bool(args.optimization_level >= 2 and getattr(args, self.name, None))
 
-    def validate(self, args: Any) -> None:
+    def register_args(self, parser: ArgumentParser) -> None:
+        known = {option for action in parser._actions for option in action.option_strings}
+        for name, how in (self.arguments or {}).items():
+            option = f"--{name.replace('_', '-')}"
+            if option not in known:  # MegatronAdaptor has some of them too
+                parser.add_argument(option, **how)
+
+    def pre_validate_args(self, args: Any) -> None:
+        self.pre_check(args)
+
+    def validate_args(self, args: Any) -> None:
         if self.name and getattr(args, self.name, None):
             for other in self.excludes:
                 _require(not getattr(args, other, None), f"{self.name} and {other} are incompatible.")
             for other in self.needs:
                 _require(getattr(args, other, None), f"{self.name} requires {other}.")
         self.check(args)
+
+    def post_validate_args(self, args: Any) -> None:
+        """Nothing here puts back what it changed."""
+
+    def pre_register_patches(self, manager: Any, args: Any) -> None:
+        self._register(self.before(args), manager)
+
+    def register_patches(self, manager: Any, args: Any) -> None:
+        self._register(self.patches(args), manager)
+
+    def _register(self, patches: dict[str, Any], manager: Any) -> None:
+        for name, new in patches.items():
+            if isinstance(new, str):
+                module, _, what = new.partition(":")
+                new = getattr(importlib.import_module(module), what)
+            manager.register_patch(name, new, create_dummy=new is torch.nn.Module)
 
 
 def _require(holds: Any, rule: str) -> None:
@@ -75,6 +108,8 @@ def _require(holds: Any, rule: str) -> None:
 
 
 def _before_megatron(args: Any) -> dict[str, Any]:
+    if BRANCH.over_megatron_adaptor:
+        return {}  # MegatronAdaptor did
     basic = "mindspeed.core.megatron_basic.requirements_basic"
     dummies = _DUMMIES if BRANCH.lends_transformer_engine else {}
     return {
@@ -311,33 +346,70 @@ if BRANCH.has_fast_ops:
     )
 
 
-class MindSpeedFeaturesManager:
-    """What is done to all features; their order is the order of patches."""
+class OwnFeaturesManager:
+    """What older branches do to all features; their order is the order of patches."""
 
-    @staticmethod
-    def apply_patches(args: Any) -> None:
-        """Patches that come before megatron is imported, and then all others."""
-        for kind in ("before", "patches"):
-            for feature in FEATURES:
-                for name, new in getattr(feature, kind)(args).items() if feature.is_on(args) else ():
-                    if isinstance(new, str):
-                        module, _, what = new.partition(":")
-                        new = getattr(importlib.import_module(module), what)
-                    MindSpeedPatchesManager.register_patch(name, new, create_dummy=new is torch.nn.Module)
-            MindSpeedPatchesManager.apply_patches()
+    FEATURES_LIST: ClassVar[list[Any]] = []
 
-    @staticmethod
-    def register_features_args(parser: ArgumentParser) -> None:
+    @classmethod
+    def apply_features_pre_patches(cls, args: Any) -> None:
+        """Patch what comes before megatron is imported."""
+        for feature in cls.FEATURES_LIST:
+            if feature.is_need_apply(args):
+                feature.pre_register_patches(feature.patch_manager, args)
+        MindSpeedPatchesManager.apply_patches()
+
+    @classmethod
+    def apply_features_patches(cls, args: Any) -> None:
+        for feature in cls.FEATURES_LIST:
+            if feature.is_need_apply(args):
+                feature.register_patches(feature.patch_manager, args)
+        MindSpeedPatchesManager.apply_patches()
+
+    @classmethod
+    def register_features_args(cls, parser: ArgumentParser) -> None:
+        for feature in cls.FEATURES_LIST:
+            feature.register_args(parser)
+
+    @classmethod
+    def pre_validate_features_args(cls, args: Any) -> None:
+        for feature in cls.FEATURES_LIST:
+            feature.pre_validate_args(args)
+
+    @classmethod
+    def validate_features_args(cls, args: Any) -> None:
+        for feature in cls.FEATURES_LIST:
+            feature.validate_args(args)
+
+
+def _base() -> Any:
+    if not BRANCH.over_megatron_adaptor:
+        return OwnFeaturesManager
+    return importlib.import_module("megatron_adaptor.features_manager.features_manager").FeaturesManager
+
+
+class MindSpeedFeaturesManager(_base()):  # type: ignore[misc]
+    """Takes MindSpeed's features to the others of the list, and its patches alone away."""
+
+    @classmethod
+    def remove_patches(cls) -> None:
         for feature in FEATURES:
-            for name, how in (feature.arguments or {}).items():
-                parser.add_argument(f"--{name.replace('_', '-')}", **how)
+            feature.pre_patches_applied = False
+            feature.patches_applied = False
+        MindSpeedPatchesManager.remove_patches()
 
-    @staticmethod
-    def pre_validate_features_args(args: Any) -> None:
-        for feature in FEATURES:
-            feature.pre_check(args)
 
-    @staticmethod
-    def validate_features_args(args: Any) -> None:
-        for feature in FEATURES:
-            feature.validate(args)
+def _take_up() -> None:
+    """Add the features to the list, and their arguments to those that MegatronAdaptor has read by now.
+
+    That they get there is known; how isn't.
+    """
+    MindSpeedFeaturesManager.FEATURES_LIST += FEATURES
+    if BRANCH.over_megatron_adaptor:
+        from megatron_adaptor.utils.args_utils import get_mindspeed_args
+
+        read = vars(get_mindspeed_args())
+        read.update(vars(get_mindspeed_args(get_defaults=True)) | read)
+
+
+_take_up()

@@ -8,16 +8,20 @@ from torch_npu.contrib import transfer_to_npu  # noqa: F401 - first of all, as i
 
 from mindspeed.args_utils import get_full_args, get_mindspeed_args
 from mindspeed.features_manager import MindSpeedFeaturesManager
-from mindspeed.patch_utils import MindSpeedPatchesManager
 
 
 def repatch(args: dict[str, Any]) -> None:
     """Undo every patch, take over `args` for good, and patch anew."""
-    MindSpeedPatchesManager.remove_patches()
+    MindSpeedFeaturesManager.remove_patches()
     full_args = get_full_args()
     for name, value in args.items():
         setattr(full_args, name, value)
-    MindSpeedFeaturesManager.apply_patches(full_args)
+    _apply(full_args)
 
 
-MindSpeedFeaturesManager.apply_patches(get_mindspeed_args())
+def _apply(args: Any) -> None:
+    MindSpeedFeaturesManager.apply_features_pre_patches(args)
+    MindSpeedFeaturesManager.apply_features_patches(args)
+
+
+_apply(get_mindspeed_args())

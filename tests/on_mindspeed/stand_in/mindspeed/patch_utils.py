@@ -128,6 +128,10 @@ def _dummy_module(path: str, parent: Any) -> types.ModuleType:
     return module
 
 
+if BRANCH.over_megatron_adaptor:
+    from megatron_adaptor.patches.patch_manager import Patch  # type: ignore[assignment]
+
+
 class MindSpeedPatchesManager:
     """The table of all patches that any feature has ever registered."""
 
