@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from on_mindspeed.processes import triton_at_import
+from on_mindspeed.processes import lent_at_import
 from on_mindspeed.worker import CLASSES, FLAGS, SMALL, config_class
 
 MODULES = {
@@ -30,7 +30,7 @@ def orders(task: dict[str, Any]) -> dict[str, list[str]]:
     """Import in the task's "order", then patch anew in every way; return what is wrong after each step."""
     torch.set_num_threads(1)
     for name in task["order"]:
-        with triton_at_import():
+        with lent_at_import():
             importlib.import_module(MODULES[name])
 
     import npu_replay

@@ -45,7 +45,7 @@ def run_ranks(
     """The same in `count` processes."""
     real = _has_torch_npu()
     path = _beside_real() if product == REAL else _stand_in()
-    if PathFinder.find_spec("megatron_adaptor", _foreign_path()) is None:
+    if MEGATRON_ADAPTOR not in path and PathFinder.find_spec("megatron_adaptor", _foreign_path()) is None:
         path.append(MEGATRON_ADAPTOR)
     return jobs.run_ranks(
         target if "." in target else f"on_mindspeed.{target}",
