@@ -77,8 +77,6 @@ def _config_init(init: Callable[..., None]) -> Any:
 
     @functools.wraps(init)
     def config_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not list(_patches):
-            return init(self, *args, **kwargs)  # uninstalled, but a wrapper still calls this
         given = {name: kwargs.pop(name) for name in FLAGS if name in kwargs and name not in known}
         rebuilt = known - {"self"} <= kwargs.keys()
         if not rebuilt:
@@ -133,7 +131,7 @@ def _mend_replace(cls: type) -> None:
         made = "__dataclass_fields__" in own and "__init__" in own and kind.__name__ == base.__name__
         module = sys.modules.get(kind.__module__)
         held = "." in kind.__qualname__ or getattr(module, kind.__qualname__, None) is kind
-        if made and not held and any(map(repatch.patches_of, kind.__mro__[1:])):
+        if made and not held and any(map(repatch.is_patched, kind.__mro__[1:])):
             del kind.__init__  # type: ignore[misc]
 
 
@@ -207,4 +205,4 @@ def _sources(init_method: Any, family: str, new: Any) -> list[Any]:
     return [one for one in kin if vars(one)["init_method"] is init_method] or kin
 
 
-_patches = Patches(_WHAT, beneath=repatch.undo)
+_patches = Patches(_WHAT)

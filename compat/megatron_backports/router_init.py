@@ -62,9 +62,8 @@ def _wrap(module: Any) -> None:
         @functools.wraps(init)
         def router_init(self: Any, *args: Any, **kwargs: Any) -> None:
             init(self, *args, **kwargs)
-            if list(_patches):  # else uninstalled, and somebody still calls it
-                # A fork's router may lack an attribute: its model is built all the same.
-                import_hook.attempt(described(type(self)), _WHAT, lambda: _equip(self))
+            # A fork's router may lack an attribute: its model is built all the same.
+            import_hook.attempt(described(type(self)), _WHAT, lambda: _equip(self))
 
         return router_init
 
@@ -338,4 +337,4 @@ def _leave_with(router: Any, replay: Any, kind: Any) -> None:
     weakref.finalize(router, lambda: _leave(dead(), kind)).atexit = False
 
 
-_patches = Patches(_WHAT, beneath=repatch.undo)
+_patches = Patches(_WHAT)

@@ -1,80 +1,110 @@
 """Wraps a constructor so that MindSpeed and MegatronAdaptor, and their repatch(), leave our wrapper in place.
 
-Each of the two keeps what it has patched in a registry of its own, with the original of the first time.
-`repatch()` sets its own wrapper over that original again, and throws away whatever lies above. So ours lies
-beneath the lowest of them, whichever came first.
+Each of the two keeps what it has patched, and its repatch() throws away what lies over its own wrapper. So
+ours lies beneath the lowest of theirs, whichever came first, and theirs lie over each other as before.
 
-Asks:     both registries of patches.
-Changes:  what the lowest patch of a constructor keeps for the original.
-Undone:   by `undo`, which a group calls for patches of its own that others lie over.
+Asks:     the registries of both products.
+Changes:  what they keep for the original of the constructor; the constructor, where neither has patched it.
+Undone:   by the wrap's record, in both registries. Where a product's wrapper has kept ours and isn't built
+          anew, ours passes each call on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from npu_replay.compat.mindspeed import features
+from npu_replay.compat.mindspeed import registries
 from npu_replay.compat.patching.patches import Patch, Patches
 
 Init = Callable[..., None]
 
 
-def wrap_init(patches: Patches, cls: type, wrapped: Callable[[Init], Any], why: str) -> None:
-    """Replace `cls.__init__` by `wrapped(init)`, beneath the wrappers of MindSpeed and MegatronAdaptor.
+def wrap_init(patches: Patches, cls: Any, wrapped: Callable[[Init], Init], why: str) -> None:
+    """Replace `cls.__init__` by `wrapped(init)`, beneath the wrappers of MindSpeed and MegatronAdaptor."""
+    made: dict[Init, Init] = {}
 
-    `patches` has to be made with `beneath=undo`, and `wrapped` to use functools.wraps.
+    def ours_around(init: Init) -> Init:
+        known = next((ours for ours, inner in made.items() if inner is init), None)
+        return known or _switchable(init, wrapped(init), made)
+
+    _exchange(cls, ours_around)
+    ours, init = next(iter(made.items()))
+    patches.add(Wrap(cls, "__init__", why, init, ours, made))
+
+
+def is_patched(cls: type) -> bool:
+    """Return whether MindSpeed or MegatronAdaptor has patched the constructor of a class."""
+    return bool(registries.patches_of(_name(cls)))
+
+
+@dataclass(frozen=True, eq=False)
+class Wrap(Patch):
+    """Describes the wrap of one constructor.
+
+    Attributes:
+        made: our functions, each with the one that it calls. There are two where somebody else's wrapper lay
+            over the products' own: ours lies over that, and beneath the products' for the next repatch.
     """
-    pile = patches_of(cls)
-    ours = wrapped(pile[0].orig_func) if pile else None
-    if ours is None or not _put_below(pile, ours):
-        # On top: neither product is here, or a wrapper lies over theirs until a repatch() drops it.
-        patches.set(cls, "__init__", wrapped(cls.__init__), why)  # type: ignore[misc]
-    if ours is not None:
-        patches.add(Patch(cls, "__init__", why, ours.__wrapped__, ours))
+
+    made: dict[Init, Init]
+
+    def in_place(self) -> bool:
+        return any(init in self.made for init in _beneath(self.owner))
+
+    def undo(self) -> bool:
+        """Put back what the wrap lies over; return whether nobody's wrapper keeps ours."""
+        made = dict(self.made)
+        self.made.clear()
+        _exchange(self.owner, lambda init: made.get(init, init))
+        return not any(init in made for init in _beneath(self.owner))
 
 
-def patches_of(cls: type) -> list[Any]:
-    """Return the products' patches of `cls.__init__` that were applied, the lowest first."""
-    name = f"{cls.__module__}.{cls.__qualname__}.__init__"
-    found = (known[name] for known in features.registries() if name in known)
-    return sorted((patch for patch in found if patch.orig_func is not None), key=_depth)
+def _switchable(init: Init, ours: Init, made: dict[Init, Init]) -> Init:
+    """Return a function that calls ours, and `init` once the wrap is undone."""
+
+    @functools.wraps(init)
+    def switched(*args: Any, **kwargs: Any) -> None:
+        (ours if switched in made else init)(*args, **kwargs)
+
+    made[switched] = init
+    return switched
 
 
-def undo(patch: Patch) -> bool:
-    """Undo a patch of ours that a product keeps for the original; return whether it did."""
-    pile = patches_of(patch.owner)
-    for place, under in enumerate(pile):
-        if under.orig_func is patch.replacement:
-            _put_below(pile[place:], patch.original)
-            return True
-    return False
-
-
-def _put_below(pile: list[Any], function: Init) -> bool:
-    """Have the lowest patch take `function` for the original; return whether it holds at once."""
-    owner = pile[0].orig_module
-    on_top = vars(owner).get("__init__")
-    # Those above the wrapper that is in place were thrown away by the repatch() of a lower one.
-    in_place = next((place for place, patch in enumerate(pile) if patch.final_patch_func is on_top), None)
-    below = function
-    for place, patch in enumerate(pile):
-        patch.orig_func = below
-        if in_place is None or place <= in_place:
+def _exchange(cls: Any, exchanged: Callable[[Init], Init]) -> None:
+    """Exchange the constructor at the bottom, and build what the registries have put over it anew."""
+    on_top = cls.__init__
+    rebuilt: dict[Init, Init] = {}
+    for patch in registries.patches_of(_name(cls)):
+        before = patch.final_patch_func
+        patch.orig_func = rebuilt.get(patch.orig_func) or exchanged(patch.orig_func)
+        if patch.is_applied:
             patch.is_applied = False
             patch.apply_patch()
-        below = patch.final_patch_func
-    if in_place is None:
-        # Somebody's wrapper lies above. It stays, and `function` holds from the next repatch() on.
-        owner.__init__ = on_top
-    return in_place is not None
+            rebuilt[before] = patch.final_patch_func
+    # Not what was applied last: a repatch of the lower product has taken the upper one's away, and somebody
+    # else's wrapper may lie over both.
+    init = rebuilt.get(on_top) or exchanged(on_top)
+    if init is not super(cls, cls).__init__:
+        cls.__init__ = init
+    elif "__init__" in vars(cls):
+        del cls.__init__  # it had none of its own
 
 
-def _depth(patch: Any) -> int:
-    """Return how many wrappers lie in what a patch keeps for the original."""
-    depth = 0
-    function = patch.orig_func
-    while hasattr(function, "__wrapped__"):
-        depth += 1
-        function = function.__wrapped__
-    return depth
+def _beneath(cls: Any) -> Iterator[Init]:
+    """Yield the constructor and all that it leads to, as far as registries and functools.wraps tell."""
+    kept = {
+        patch.final_patch_func: patch.orig_func
+        for patch in registries.patches_of(_name(cls))
+        if patch.patch_func is None and patch.final_patch_func is not patch.orig_func
+    }
+    init = cls.__init__
+    while init is not None:
+        yield init
+        init = kept.get(init) or getattr(init, "__wrapped__", None)
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}.__init__"

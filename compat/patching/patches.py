@@ -31,6 +31,10 @@ class Patch:
         name = f"{kind.__module__}.{kind.__qualname__}"
         return f"{name}.{self.name}" if kind is self.owner else f"{self.name} of one {name}"
 
+    def in_place(self) -> bool:
+        """Return whether it holds; where others may take it away, a subclass looks."""
+        return True
+
     def undo(self) -> bool:
         """Put the original back, unless it was replaced since; return whether it was put back."""
         if vars(self.owner).get(self.name, _ABSENT) is not self.replacement:
@@ -46,6 +50,9 @@ class Change:
     where: str
     why: str
     undo: Callable[[], bool]
+
+    def in_place(self) -> bool:
+        return True
 
 
 Applied: TypeAlias = "Patch | Change"
@@ -70,12 +77,10 @@ class Patches:
 
     Args:
         reason: the capability that is missing without them, for the report.
-        beneath: undoes a patch that others lie over, and returns whether it could.
     """
 
-    def __init__(self, reason: str, beneath: Callable[[Patch], bool] | None = None) -> None:
+    def __init__(self, reason: str) -> None:
         self.reason = reason
-        self._beneath = beneath
         self._applied: list[Applied] = []
 
     def set(self, owner: Any, name: str, value: Any, why: str) -> None:
@@ -130,7 +135,7 @@ class Patches:
         return left
 
     def _undo_beneath(self, one: Applied) -> bool:
-        """Undo a patch that isn't on top: another group of ours, or somebody else, has patched it again."""
+        """Undo a patch that isn't on top: another group of ours has patched it again."""
         if not isinstance(one, Patch):
             return False
         for group in _groups:
@@ -141,7 +146,7 @@ class Patches:
                 if same and patch.original is one.replacement:
                     group._applied[place] = replace(patch, original=one.original)
                     return True
-        return bool(self._beneath and self._beneath(one))
+        return False
 
     def __iter__(self) -> Iterator[Applied]:
         return iter(self._applied)
@@ -152,7 +157,7 @@ _groups: list[Patches] = []
 
 def applied() -> list[tuple[str, Applied]]:
     """Return all changes in place, with the reason of their group."""
-    return [(group.reason, one) for group in _groups for one in group]
+    return [(group.reason, one) for group in _groups for one in group if one.in_place()]
 
 
 _undoings: list[Callable[[], object]] = []

@@ -27,11 +27,18 @@ BY_ITSELF = "fails by itself"
 
 
 def orders(task: dict[str, Any]) -> dict[str, list[str]]:
-    """Import in the task's "order", then patch anew in every way; return what is wrong after each step."""
+    """Import in the task's "order", then patch anew in every way; return what is wrong after each step.
+
+    Or why these two products don't go together, in "unsupported".
+    """
     torch.set_num_threads(1)
     for name in task["order"]:
         with lent_at_import():
             importlib.import_module(MODULES[name])
+    if {"mindspeed", "adaptor"} < set(task["order"]) and subclasses_get_arguments():
+        return {
+            "unsupported": ["this MindSpeed's arguments are fields of the classes that MegatronAdaptor makes"]
+        }
 
     import npu_replay
 
@@ -46,8 +53,15 @@ def orders(task: dict[str, Any]) -> dict[str, list[str]]:
     return wrong
 
 
+def subclasses_get_arguments() -> bool:
+    """Return whether MindSpeed makes fields of its arguments, as before core_r0.17.0; a config then fails."""
+    from mindspeed.patch_utils import MindSpeedPatchesManager
+
+    return any(name.endswith(".__init_subclass__") for name in MindSpeedPatchesManager.patches_info)
+
+
 def ways_to_patch_anew(order: list[str]) -> dict[str, Callable[[], object]]:
-    """Return by name: `repatch` of each product, alternating; and MegatronAdaptor's manager by hand."""
+    """Return by name: `repatch` of each product, alternating; and its manager by hand, as vime does."""
     ways: dict[str, Callable[[], object]] = {}
     products = [name for name in ("mindspeed", "adaptor") if name in order]
     for turn in ("first", "second"):
@@ -65,6 +79,7 @@ def by_hand() -> None:
     from megatron_adaptor.utils.args_utils import get_full_args
 
     FeaturesManager.remove_patches()
+    FeaturesManager.apply_features_pre_patches(get_full_args())
     FeaturesManager.apply_features_patches(get_full_args())
 
 

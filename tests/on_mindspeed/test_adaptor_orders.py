@@ -26,6 +26,8 @@ ORDERS = [
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: "-".join(order))
 def test_flags_are_kept_in_any_order_and_through_any_repatch(product: str, order: tuple[str, ...]) -> None:
     wrong = processes.run(product, "adaptor_worker:orders", {"order": order}, timeout=280)
+    if "unsupported" in wrong:
+        pytest.skip(*wrong["unsupported"])
     by_itself = {step for step, faults in wrong.items() if faults and faults[0].startswith(BY_ITSELF)}
     assert not by_itself or MIND in order, wrong
     assert not any(step == "import" or MIND in step for step in by_itself), wrong

@@ -199,7 +199,7 @@ def test_a_shim_that_fails_in_the_second_class_leaves_the_first_as_it_was(
 ) -> None:
     first, second = type("TransformerConfig", (), {}), type("MLATransformerConfig", (), {"__init__": 7})
     before = dict(vars(first))
-    patches = Patches("a test", beneath=lambda patch: False)
+    patches = Patches("a test")
     monkeypatch.setattr(config_flags, "_patches", patches)
     module = SimpleNamespace(TransformerConfig=first, MLATransformerConfig=second)
     with pytest.raises(TypeError):

@@ -41,6 +41,7 @@ def check_usable(trainer: Trainer) -> None:
     [
         ("fix_router", "takes experts in turn", "the config"),
         ("moe_tp_extend_ep", "drops score function", "the arguments"),
+        ("moe_tp_extend_ep", "drops score function", "MegatronAdaptor's arguments"),
     ],
 )
 def test_a_feature_that_overrides_the_choice_is_refused_with_the_reason(
@@ -50,6 +51,11 @@ def test_a_feature_that_overrides_the_choice_is_refused_with_the_reason(
     with monkeypatch.context() as on:
         if said_by == "the config":
             on.setattr(trainer.model.config, feature, True, raising=False)
+        elif said_by == "MegatronAdaptor's arguments":
+            # Its import turns on the features that MindSpeed has added to its list.
+            in_place(on, "megatron_adaptor")
+            arguments = SimpleNamespace(**{feature: True})
+            in_place(on, "megatron_adaptor.utils.args_utils", get_full_args=lambda: arguments)
         else:
             with_arguments(on, **{feature: True})
         message = rf"layers\.0.*MindSpeed's {feature} can't be replayed. Expected {feature}=False.*{reason}"
@@ -59,23 +65,47 @@ def test_a_feature_that_overrides_the_choice_is_refused_with_the_reason(
     check_usable(trainer)
 
 
+@pytest.mark.parametrize("of", ["mindspeed.args_utils", "megatron_adaptor.utils.args_utils"])
+def test_arguments_that_nobody_has_read_yet_are_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    """Asked for, they would be parsed from sys.argv: only a part of the product was imported."""
+    parsed: list[str] = []
+    in_place(monkeypatch, of, get_full_args=lambda: parsed.append(of))
+    check_usable(build({}))
+    assert parsed == []
+
+
+ENTRIES = {
+    "MindSpeed": ("mindspeed.patch_utils", "MindSpeedPatchesManager", "mindspeed.megatron_adaptor"),
+    "MegatronAdaptor": ("megatron_adaptor.patches.patch_manager", "PatchesManager", "megatron_adaptor"),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.parametrize(
     ("applied", "imported"),
     [((True, False), False), ((True, False), True), ((True, True), False), ((False, False), False)],
 )
-def test_a_half_imported_mindspeed_is_refused(
-    monkeypatch: pytest.MonkeyPatch, applied: tuple[bool, bool], imported: bool
+def test_a_product_that_was_half_imported_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, applied: tuple[bool, bool], imported: bool
 ) -> None:
-    """Its import raised between two patches, and somebody caught it."""
+    """Its import raised between two patches, and somebody caught it.
+
+    Where all are in place, MindSpeed's features may have been turned on by MegatronAdaptor's import.
+    """
+    registry, manager, entry = ENTRIES[name]
     trainer = build({})
     with monkeypatch.context() as broken:
         patches = {f"megatron.core.part{i}": SimpleNamespace(is_applied=on) for i, on in enumerate(applied)}
-        manager = SimpleNamespace(patches_info=patches)
-        in_place(broken, "mindspeed.patch_utils", MindSpeedPatchesManager=manager)
+        in_place(broken, registry, **{manager: SimpleNamespace(patches_info=patches)})
         if imported:
-            with_arguments(broken)
+            in_place(broken, entry)
         if applied == (True, False) and not imported:
-            message = r"half imported. Expected all 2 .* got 1, without megatron\.core\.part1.*python -c"
+            message = (
+                rf"import {entry}: {name} is half imported. Expected all 2 .* got 1, without "
+                rf"megatron\.core\.part1.*python -c 'import {entry}'"
+            )
             with pytest.raises(RouterError, match=message), npu_replay.record(trainer.model):
                 pass
         else:

@@ -1,4 +1,8 @@
-"""Our wrapper around a constructor, and those of MindSpeed and MegatronAdaptor: which lies beneath."""
+"""Our wrapper around one constructor, and those of MindSpeed and MegatronAdaptor: which lies where.
+
+Both products' patch managers are the stand-ins'. A process without npu_replay is the measure: beside ours,
+and after it was undone, the products' own wrappers have to be those of that process.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,23 @@ import functools
 import importlib
 import itertools
 import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from npu_replay.compat.mindspeed import repatch
+from npu_replay.compat.patching import patches as patching
 from npu_replay.compat.patching.patches import Patches
 
 TESTS = Path(__file__).parents[2]
-STAND_IN = TESTS / "on_mindspeed" / "stand_in"
-ADAPTOR = TESTS / "stubs" / "megatron_adaptor_stand_in"
+STAND_INS = {
+    "mindspeed": TESTS / "on_mindspeed" / "stand_in",
+    "megatron_adaptor": TESTS / "stubs" / "megatron_adaptor_stand_in",
+}
+PLACE = f"{__name__}.Router.__init__"
 
 
 class Router:
@@ -38,114 +46,176 @@ def adding(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return wrapper
 
 
-NAME = f"{__name__}.Router.__init__"
-
-
-@pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The registries of patches of both products, by product, empty."""
-    monkeypatch.syspath_prepend(STAND_IN)
-    monkeypatch.syspath_prepend(ADAPTOR)
+@pytest.fixture(params=["MindSpeed's Patch", "MegatronAdaptor's Patch"])
+def managers(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """Both products' managers; from 1881e01a on MindSpeed's registry is made of MegatronAdaptor's Patch."""
+    for folder in STAND_INS.values():
+        monkeypatch.syspath_prepend(folder)
     native = Router.__init__
-    for package in ("megatron_adaptor", "megatron_adaptor.patches"):  # whose import would patch Megatron
-        module = types.ModuleType(package)
-        module.__path__ = [str(ADAPTOR / package.replace(".", "/"))]
-        monkeypatch.setitem(sys.modules, package, module)
-    yield {
-        "MegatronAdaptor": importlib.import_module("megatron_adaptor.patches.patch_manager").PatchesManager,
-        "MindSpeed": importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager,
-    }
+    mindspeed = importlib.import_module("mindspeed.patch_utils")
+    adaptor = importlib.machinery.PathFinder.find_spec("megatron_adaptor")
+    # The package without its __init__, which patches torch and Megatron.
+    assert adaptor is not None
+    monkeypatch.setitem(sys.modules, "megatron_adaptor", importlib.util.module_from_spec(adaptor))
+    own = importlib.import_module("megatron_adaptor.patches.patch_manager")
+    for module in (mindspeed, own):  # thousands of repatches; each would look through all modules
+        monkeypatch.setattr(module, "sys", SimpleNamespace(modules={__name__: sys.modules[__name__]}))
+    if request.param == "MegatronAdaptor's Patch":
+        monkeypatch.setattr(mindspeed, "Patch", own.Patch)
+    yield {"MindSpeed": mindspeed.MindSpeedPatchesManager, "MegatronAdaptor": own.PatchesManager}
     Router.__init__ = native  # type: ignore[method-assign]
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("mindspeed", "megatron_adaptor")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in STAND_INS]:
         del sys.modules[name]
 
 
-@pytest.fixture
-def manager(products: dict[str, Any]) -> Any:
-    """MindSpeed's registry, with a patch of Router's constructor."""
-    apply_again(products["MindSpeed"])
-    return products["MindSpeed"]
+class Job:
+    """What happens to Router in one process, event by event."""
+
+    def __init__(self, managers: dict[str, Any], native: Any) -> None:
+        Router.__init__ = native  # type: ignore[method-assign]
+        self._managers = managers
+        for manager in managers.values():
+            manager.patches_info.clear()
+        self._patches = Patches("a test")
+
+    def does(self, event: str) -> None:
+        who, _, what = event.partition(": ")
+        if what == "comes" or what == "applies by hand":
+            self._apply(who)
+        elif what == "removes by hand":
+            self._managers[who].remove_patches()
+        elif what == "repatches":
+            self._managers[who].remove_patches()
+            self._apply(who)
+        elif what == "wraps":
+            Router.__init__ = adding(f"{who}'s")(Router.__init__)  # type: ignore[method-assign]
+        elif event == "npu_replay comes":
+            repatch.wrap_init(self._patches, Router, adding("ours"), "why")
+        elif event == "npu_replay goes":
+            self._patches.undo()
+        else:
+            raise AssertionError(event)
+
+    def _apply(self, who: str) -> None:
+        self._managers[who].register_patch(PLACE, adding_wrapper(who))
+        self._managers[who].apply_patches()
 
 
-def apply_again(manager: Any, name: str = "MindSpeed's") -> None:
-    """Take every wrapper off and put it on again, as repatch() does."""
-    manager.remove_patches()
-    manager.register_patch(NAME, adding(name))
-    manager.apply_patches()
+@functools.cache
+def adding_wrapper(who: str) -> Callable[..., Any]:
+    """A product tells a wrapper from a replacement by its name."""
+    return adding(f"{who}'s")
 
 
-def test_ours_lies_beneath_at_once_stays_there_and_is_gone_after_undo(manager: Any) -> None:
-    patches = Patches("a test", beneath=repatch.undo)
-    repatch.wrap_init(patches, Router, adding("ours"), "why")
-    assert Router().calls == ["its own", "ours", "MindSpeed's"]
-    apply_again(manager)
-    assert Router().calls == ["its own", "ours", "MindSpeed's"]
-    assert patches.undo() == []
-    assert Router().calls == ["its own", "MindSpeed's"]
-    apply_again(manager)
-    assert Router().calls == ["its own", "MindSpeed's"]
+MIND, ADAPTOR = "MindSpeed", "MegatronAdaptor"
+AFTERWARDS = [
+    *(
+        f"{who}: {what}"
+        for who in (MIND, ADAPTOR)
+        for what in ("repatches", "removes by hand", "applies by hand")
+    ),
+    "somebody: wraps",
+]
 
 
-def test_over_somebody_elses_wrapper_ours_lies_on_top_until_a_repatch(manager: Any) -> None:
-    Router.__init__ = adding("somebody's")(Router.__init__)  # type: ignore[method-assign]
-    repatch.wrap_init(Patches("a test", beneath=repatch.undo), Router, adding("ours"), "why")
+def orders() -> Iterator[list[str]]:
+    """npu_replay and one product or both, in any order, with an early repatch or wrapper in any place."""
+    for products in ([MIND], [ADAPTOR], [MIND, ADAPTOR]):
+        come = [f"{who}: comes" for who in products]
+        for order in itertools.permutations([*come, "npu_replay comes"]):
+            early = [f"{who}: repatches" for who in products] + ["somebody: wraps", ""]
+            for event, place in itertools.product(early, range(len(order) + 1)):
+                yield [*order[:place], *([event] if event else []), *order[place:]]
+
+
+def possible(events: list[str]) -> bool:
+    """A product that isn't there does nothing."""
+    come: set[str] = set()
+    for event in events:
+        who, _, what = event.partition(": ")
+        if what == "comes":
+            come.add(who)
+        elif who in (MIND, ADAPTOR) and who not in come:
+            return False
+    return True
+
+
+def test_whatever_comes_first_and_is_repatched_ours_holds_once_and_nobody_elses_changes(
+    managers: dict[str, Any],
+) -> None:
+    native = Router.__init__
+    tried = 0
+    for order in dict.fromkeys(map(tuple, orders())):
+        for after in itertools.product(AFTERWARDS, repeat=2):
+            events = [*order, *after]
+            if not possible(events):
+                continue
+            events.insert(len(events) - tried % 2, "npu_replay goes")
+            events += [f"{who}: repatches" for who in (ADAPTOR, MIND) if f"{who}: comes" in order]
+            tried += 1
+            expected = walk(Job(managers, native), [one for one in events if "npu_replay" not in one])
+            got = walk(Job(managers, native), events)
+            check(events, got, expected)
+    assert tried > 2000
+
+
+def listed() -> int:
+    """How often the report lists our wrapper of Router's constructor."""
+    return [one.where for _, one in patching.applied()].count(PLACE)
+
+
+def walk(job: Job, events: list[str]) -> list[tuple[str, list[str], bool]]:
+    """After each event: the wrappers that a new Router meets, and whether the report lists ours."""
+    states = []
+    for event in events:
+        job.does(event)
+        states.append((event, Router().calls, listed() == 1))
+    return states
+
+
+def check(events: list[str], got: list[Any], expected: list[Any]) -> None:
+    here = False
+    others = iter(expected)
+    theirs = ["its own"]
+    for event, calls, is_listed in got:
+        if event == "npu_replay comes":
+            here = True
+        elif event == "npu_replay goes":
+            here = False
+        else:
+            theirs = next(others)[1]
+        assert [one for one in calls if one != "ours"] == theirs, (events, event, calls, theirs)
+        assert calls.count("ours") == int(here), (events, event, calls)
+        assert is_listed is here, (events, event, "listed" if is_listed else "not listed")
+
+
+def test_over_somebody_elses_wrapper_ours_lies_on_top_until_a_repatch(managers: dict[str, Any]) -> None:
+    job = Job(managers, Router.__init__)
+    for event in ("MindSpeed: comes", "somebody: wraps", "npu_replay comes"):
+        job.does(event)
     assert Router().calls == ["its own", "MindSpeed's", "somebody's", "ours"]
-    apply_again(manager)
+    job.does("MindSpeed: repatches")
     assert Router().calls == ["its own", "ours", "MindSpeed's"]
 
 
-def wrap() -> Patches:
-    patches = Patches("a test", beneath=repatch.undo)
-    repatch.wrap_init(patches, Router, adding("ours"), "why")
-    return patches
+def test_a_wrap_that_somebody_has_thrown_away_is_not_listed(managers: dict[str, Any]) -> None:
+    native = Router.__init__
+    job = Job(managers, native)
+    job.does("npu_replay comes")
+    assert listed() == 1
+    Router.__init__ = native  # type: ignore[method-assign]
+    assert listed() == 0
+    job.does("npu_replay goes")
 
 
-@pytest.mark.parametrize(
-    "when", ["before both", "between", "after both", "after both and a repatch of the lower"]
-)
-@pytest.mark.parametrize(
-    "repatches", itertools.product(["MegatronAdaptor", "MindSpeed"], repeat=3), ids="-".join
-)
-def test_ours_lies_beneath_both_products_whichever_patches_anew(
-    products: dict[str, Any], when: str, repatches: tuple[str, ...]
-) -> None:
-    patches = None
-    if when == "before both":
-        patches = wrap()
-    apply_again(products["MegatronAdaptor"], "MegatronAdaptor")
-    if when == "between":
-        patches = wrap()
-    apply_again(products["MindSpeed"], "MindSpeed")
-    if "repatch" in when:
-        apply_again(products["MegatronAdaptor"], "MegatronAdaptor")
-    patches = patches or wrap()
-    expected = {
-        # The repatch() of the lower product throws the upper one's wrapper away.
-        "MegatronAdaptor": ["its own", "ours", "MegatronAdaptor"],
-        "MindSpeed": ["its own", "ours", "MegatronAdaptor", "MindSpeed"],
-    }
-    assert Router().calls == expected["MegatronAdaptor" if "repatch" in when else "MindSpeed"]
-    for product in repatches:
-        apply_again(products[product], product)
-        assert Router().calls == expected[product]
-    assert patches.undo() == []
-    assert "ours" not in Router().calls
-    for product in repatches:
-        apply_again(products[product], product)
-        assert Router().calls == [call for call in expected[product] if call != "ours"]
-
-
-def test_over_both_products_and_somebody_elses_wrapper_ours_lies_on_top_until_a_repatch(
-    products: dict[str, Any],
-) -> None:
-    for name, manager in products.items():
-        apply_again(manager, name)
-    Router.__init__ = adding("somebody's")(Router.__init__)  # type: ignore[method-assign]
-    patches = wrap()
-    assert Router().calls == ["its own", "MegatronAdaptor", "MindSpeed", "somebody's", "ours"]
-    apply_again(products["MindSpeed"], "MindSpeed")
-    assert Router().calls == ["its own", "ours", "MegatronAdaptor", "MindSpeed"]
-    apply_again(products["MegatronAdaptor"], "MegatronAdaptor")
-    assert Router().calls == ["its own", "ours", "MegatronAdaptor"]
-    patches.undo()
-    assert "ours" not in Router().calls
+def test_what_is_undone_leaves_the_very_functions_that_were_there(managers: dict[str, Any]) -> None:
+    native = Router.__init__
+    for order in itertools.permutations(["MindSpeed: comes", "MegatronAdaptor: comes", "npu_replay comes"]):
+        job = Job(managers, native)
+        for event in (*order, "npu_replay goes"):
+            job.does(event)
+        kept = [manager.patches_info[PLACE] for manager in managers.values()]
+        lower = next(patch for patch in kept if patch.orig_func is native)
+        upper = next(patch for patch in kept if patch is not lower)
+        assert upper.orig_func is lower.final_patch_func, order
+        assert Router.__init__ is upper.final_patch_func, order
