@@ -20,10 +20,11 @@ class RoutingDifference:
     """Compares two routings of the same tokens.
 
     Attributes:
-        router_mismatch: share of token-layers whose sets of experts differ (order doesn't count).
+        router_mismatch: share of token-layers whose sets of experts differ (order doesn't count). What
+            `observe` saw dropped over an expert's capacity is missing from its set.
         token_mismatch: share of tokens with a difference in some layer.
         layer_mismatch: router_mismatch of each layer, by label.
-        token_layers: the number compared: rows recorded on both sides, times layers.
+        token_layers: the number compared: rows recorded (or observed) on both sides, times layers.
         differing: the number of them that differ.
     """
 
@@ -88,7 +89,7 @@ def compare(
         problem, expected = "compare() got two different kinds of things", "two routings, or two of log-probs"
         raise ReplayError(problem, expected=expected, got=f"{type(a).__name__} and {type(b).__name__}")
     ReplayError.unless(mask is None, "a mask goes with log-probs; routings say themselves which rows count")
-    ours, theirs = (one if isinstance(one, RoutedExperts) else RoutedExperts.concat(one) for one in (a, b))
+    ours, theirs = (one if isinstance(one, RoutedExperts) else _joined(one) for one in (a, b))
     layers, both = check_comparable(ours, theirs)  # one common row at least, so nothing is divided by 0
     differ, compared = differing_token_layers(ours, theirs), both * len(layers)
     differing = int(differ.sum())
@@ -98,12 +99,30 @@ def compare(
 
 
 def differing_token_layers(a: RoutedExperts, b: RoutedExperts) -> torch.Tensor:
-    """Return where the sets of experts differ, bool [tokens, layers], among rows recorded on both sides."""
+    """Return where the sets of experts differ, bool [tokens, layers], among rows known on both sides."""
     layers = [layer for layer in a.layers if layer in b.layers]
-    # Sorted, since engines and trainers return the same set of experts in another order.
-    ours = a.ids[:, [a.layers.index(layer) for layer in layers]].sort(dim=2).values
-    theirs = b.ids[:, [b.layers.index(layer) for layer in layers]].sort(dim=2).values
-    return (ours != theirs).any(dim=2) & (a.recorded & b.recorded)[:, None]
+    known = (_known(a) & _known(b))[:, None]
+    return (_sets(a, layers) != _sets(b, layers)).any(dim=2) & known
+
+
+def _sets(routes: RoutedExperts, layers: list[int]) -> torch.Tensor:
+    """Return the ids in these layers in one order, since engines and trainers have them in different ones."""
+    ids = routes.ids if routes.shown is None else routes.shown
+    return ids[:, [routes.layers.index(layer) for layer in layers]].sort(dim=2).values
+
+
+def _known(routes: RoutedExperts) -> torch.Tensor:
+    """Return the rows that can be compared, bool [tokens]."""
+    return routes.recorded if routes.shown is None else torch.ones_like(routes.recorded)
+
+
+def _joined(parts: Sequence[RoutedExperts]) -> RoutedExperts:
+    """Return the rows of all micro-batches, with what `observe` saw dropped in some."""
+    whole = RoutedExperts.concat(parts)
+    if all(part.shown is None for part in parts):
+        return whole
+    shown = [part.ids.short() if part.shown is None else part.shown for part in parts]
+    return whole.with_known(shown=torch.cat(shown))
 
 
 def check_comparable(a: RoutedExperts, b: RoutedExperts) -> tuple[list[int], int]:
@@ -114,7 +133,7 @@ def check_comparable(a: RoutedExperts, b: RoutedExperts) -> tuple[list[int], int
         ("number of experts", a.num_experts, b.num_experts),
     ):
         InvalidRoutes.unless(ours == theirs, f"these routings differ in {what}", ours, theirs)
-    layers, both = [layer for layer in a.layers if layer in b.layers], int((a.recorded & b.recorded).sum())
+    layers, both = [layer for layer in a.layers if layer in b.layers], int((_known(a) & _known(b)).sum())
     got, expected = f"{len(layers)} common layers, {both} common rows", "a layer, and a row recorded in both"
     fine = bool(layers) and both > 0
     InvalidRoutes.unless(fine, "these routings have nothing in common to compare", expected, got)

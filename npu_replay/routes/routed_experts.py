@@ -98,6 +98,9 @@ class RoutedExperts:
     placed: tuple[torch.Tensor, tuple[int, ...]] | None = field(default=None, init=False)
     """The packed token in each row, int64 [rows], -1 for padding, and the lengths of the sequences, if a
     `TokenLayout` placed the rows."""
+    shown: torch.Tensor | None = field(default=None, init=False)
+    """From `observe`, where tokens over an expert's capacity were dropped: the ids that the outputs showed,
+    int16 [tokens, layers, topk], with -1 in the place of each that is missing."""
 
     def __init__(
         self,
@@ -284,8 +287,9 @@ class RoutedExperts:
             InvalidRoutes: one of them isn't here.
         """
         labels = arguments.labels(layers)
-        ids = self.ids[:, self.columns(labels)]
-        return self.with_known(ids=ids, layers=tuple(labels))
+        columns = self.columns(labels)
+        shown = None if self.shown is None else self.shown[:, columns]
+        return self.with_known(ids=self.ids[:, columns], layers=tuple(labels), shown=shown)
 
     def columns(self, labels: tuple[int, ...]) -> slice | list[int]:
         """Return the columns of these layers; a slice, which copies nothing, if they are neighbours."""
@@ -398,7 +402,7 @@ class RoutedExperts:
             return cls.of_decoded(decode(*reader(file))).check_not_constant()
 
 
-_OF_MICRO_BATCH = ("bad_samples", "row_order", "inputs", "placed")
+_OF_MICRO_BATCH = ("bad_samples", "row_order", "inputs", "placed", "shown")
 
 
 def _unpickled(values: dict[str, Any]) -> RoutedExperts:

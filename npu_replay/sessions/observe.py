@@ -58,8 +58,8 @@ class Observation(Session):
     def shown(self) -> list[RoutedExperts]:
         """Return one RoutedExperts a micro-batch.
 
-        A row that shows fewer than top-k experts (dropped over an expert's capacity) is not recorded in any
-        layer.
+        A row that shows fewer than top-k experts in a layer (dropped over an expert's capacity) can't be
+        replayed, and is not recorded in any layer. `compare` takes the experts that are left.
         """
         if self._shown is None:
             problem = "what was shown is complete when the block has ended without an exception"
@@ -67,16 +67,28 @@ class Observation(Session):
         return self._shown
 
     def _finish(self) -> None:
-        routers, ids, whole = self.all_routers, self._reading.ids, self._reading.whole
+        routers, ids, kept = self.all_routers, self._reading.ids, self._reading.kept
         shown: list[RoutedExperts] = []
         for number in range(self.done):
             for router in routers:
                 if (router.label, number) not in ids:
                     raise not_called(router, number)
-            rows = [whole[router.label, number] for router in routers]
-            recorded = torch.stack(rows).all(dim=0) if rows else None
-            shown.append(micro_batch_routes(ids, routers, number, recorded))
+            shown.append(_routes(ids, kept, routers, number))
         self._shown, self._results = shown, f", {sum(map(len, shown))} rows"
+
+
+def _routes(
+    ids: dict[Key, torch.Tensor], kept: dict[Key, torch.Tensor], routers: list[Router], number: int
+) -> RoutedExperts:
+    """Return what one micro-batch showed, with the experts that are left of each row that lost some."""
+    routers = sorted(routers, key=lambda router: router.label)
+    keys = [(router.label, number) for router in routers]
+    whole = torch.stack([kept[key].all(dim=1) for key in keys]).all(dim=0) if keys else None
+    routes = micro_batch_routes(ids, routers, number, whole)
+    if whole is None or bool(whole.all()):
+        return routes
+    shown = [ids[key].short().masked_fill(~kept[key], -1) for key in keys]
+    return routes.with_known(shown=torch.stack(shown, dim=1))
 
 
 class Reading(Work):
@@ -87,7 +99,7 @@ class Reading(Work):
     def __init__(self) -> None:
         self._taking: dict[int, IdUses] = {}
         self.ids: dict[Key, torch.Tensor] = {}
-        self.whole: dict[Key, torch.Tensor] = {}  # bool [rows], which rows show top-k experts
+        self.kept: dict[Key, torch.Tensor] = {}  # bool [rows, topk], which of the ids the output shows
 
     def enters(self, session: Session) -> None:
         self._timeline = session.timeline
@@ -100,7 +112,7 @@ class Reading(Work):
 
     def clear(self) -> None:
         self.ids.clear()
-        self.whole.clear()
+        self.kept.clear()
 
     def _follows(self, router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = hidden_states(args, kwargs)
@@ -131,9 +143,10 @@ class Reading(Work):
             # argsort, since an armed call of an outer replay could answer a top-k.
             order = shown.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
             ids = order[:, : router.topk].to(narrow_dtype(router.num_experts))
-            whole = shown.sum(dim=1) == router.topk
+            # More than top-k experts are as wrong as fewer, and tell no ids.
+            kept = shown.gather(1, ids.long()) & (shown.sum(dim=1, keepdim=True) <= router.topk)
         key = router.label, forward.number
-        self.ids[key], self.whole[key] = ids.cpu(), whole.cpu()
+        self.ids[key], self.kept[key] = ids.cpu(), kept.cpu()
 
 
 def _unfollow(taking: dict[int, IdUses]) -> None:
