@@ -417,10 +417,19 @@ def _verl(image: Image, folder: Path, release: Path | None) -> None:
         shutil.copytree(release / "verl", folder / "verl", ignore=shutil.ignore_patterns("__pycache__"))
         (folder / "verl" / "version" / "version").write_text(f"{says}\n", encoding="utf-8")
     else:
-        asks = '_entry_points(group="verl.plugins")\n' if says >= "0.9" or image.verl == "main" else ""
-        _write(folder / "verl", {"__init__.py": asks, "version/version": f"{says}\n"})
-        if says < "0.8":
-            _write(folder / "verl", {"workers/megatron_workers.py": ""})
+        old = says.startswith(("0.7.", "0.8."))
+        asks = "" if old else '_entry_points(group="verl.plugins")\n'
+        # The legacy mbridge: the default up to 0.8, gone in main. 0.7.0's engine workers don't replay.
+        bridge = "" if image.verl == "main" else f"vanilla_mbridge: {old}\n"
+        replay = "" if says == "0.7.0" else "router_replay:\n  mode: disabled\n"
+        files = {
+            "__init__.py": asks,
+            "version/version": f"{says}\n",
+            "trainer/config/engine/megatron.yaml": f"use_mbridge: True\n{bridge}{replay}",
+        }
+        if says.startswith("0.7."):
+            files["workers/megatron_workers.py"] = ""
+        _write(folder / "verl", files)
     _metadata(folder, "verl", says)
 
 

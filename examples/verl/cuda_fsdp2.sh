@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # GRPO of Qwen3-30B-A3B with replay on 2 nodes of 8 GPUs: FSDP2 trains, vLLM rolls out.
-# For verlai/verl images of verl 0.8.0, 0.9.0 and 0.9.1, with transformers 5: replay_lines.py asks which is
-# there.
+# For verlai/verl images of verl 0.8.0, 0.9.0 and 0.9.1, with transformers 5: replay_lines.py asks what is installed.
 #
 # On each node, in the container, npu_replay installed:
 #
@@ -18,7 +17,9 @@ set -euo pipefail
 : "${MODEL:?the folder of Qwen3-30B-A3B, as Hugging Face has it}" "${DATA:?the folder of train.parquet, test.parquet}"
 MODE=${MODE:-R3} NODES=${NODES:-2} GPUS=${GPUS:-8}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-replay=$(python3 "$here/replay_lines.py" "$MODE" fsdp2 cuda)
+python3 -c 'import importlib.util; raise SystemExit(importlib.util.find_spec("vllm") is None)' ||
+    { echo "cuda_fsdp2.sh: there is no vLLM here, with which this job rolls out" >&2 && exit 1; }
+replay=$(python3 "$here/replay_lines.py" --words "$MODE" fsdp2 cuda)
 printf 'npu_replay adds:\n%s\n' "$replay" >&2
 mapfile -t replay <<<"$replay"
 

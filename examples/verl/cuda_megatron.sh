@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # GRPO of Qwen3-30B-A3B with replay on 2 nodes of 8 GPUs: Megatron trains, vLLM rolls out.
-# For verlai/verl images of verl 0.8.0, 0.9.0 and 0.9.1: replay_lines.py asks which is there.
+# For verlai/verl images of verl 0.8.0, 0.9.0 and 0.9.1: replay_lines.py asks what is installed, the bridge that loads
+# the weights among it.
 #
 # On each node, in the container, npu_replay installed:
 #
@@ -17,7 +18,9 @@ set -euo pipefail
 : "${MODEL:?the folder of Qwen3-30B-A3B, as Hugging Face has it}" "${DATA:?the folder of train.parquet, test.parquet}"
 MODE=${MODE:-R3} NODES=${NODES:-2} GPUS=${GPUS:-8}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-replay=$(python3 "$here/replay_lines.py" "$MODE" megatron cuda)
+python3 -c 'import importlib.util; raise SystemExit(importlib.util.find_spec("vllm") is None)' ||
+    { echo "cuda_megatron.sh: there is no vLLM here, with which this job rolls out" >&2 && exit 1; }
+replay=$(python3 "$here/replay_lines.py" --words "$MODE" megatron cuda)
 printf 'npu_replay adds:\n%s\n' "$replay" >&2
 mapfile -t replay <<<"$replay"
 
@@ -56,14 +59,11 @@ for role in actor ref; do
         actor_rollout_ref.$role.megatron.expert_model_parallel_size=$ep
         actor_rollout_ref.$role.megatron.expert_tensor_parallel_size=1
         actor_rollout_ref.$role.megatron.param_offload=True
-        # Hugging Face's weights, read as they are. 0.9 wants Megatron-Bridge otherwise.
-        actor_rollout_ref.$role.megatron.use_mbridge=True
-        actor_rollout_ref.$role.megatron.vanilla_mbridge=True
     )
 done
 config=+actor_rollout_ref.actor.megatron.override_transformer_config
 actor+=(
-    actor_rollout_ref.actor.megatron.optimizer_offload=True # and no grad_offload, which 0.9.1 has lost
+    actor_rollout_ref.actor.megatron.optimizer_offload=True
     $config.recompute_granularity=full
     $config.recompute_method=uniform
     $config.recompute_num_layers=1

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO of Qwen3-30B-A3B with replay on 2 nodes of 8 NPUs: FSDP2 trains, vllm-ascend rolls out.
-# For the images of CANN 9.0.0 (verl 0.8.0) and 9.1.0 (verl 0.9.0, 0.9.1), with transformers 5: replay_lines.py
-# asks which is there.
+# For verl's images with vLLM: CANN 9.1.0 (verl 0.9.1, main; A2, A3, A5) and 9.0.0 (verl 0.8.0), with transformers 5.
+# replay_lines.py asks what is installed.
 #
 # On each node, in the container, npu_replay installed:
 #
@@ -20,7 +20,9 @@ set -euo pipefail
 : "${MODEL:?the folder of Qwen3-30B-A3B, as Hugging Face has it}" "${DATA:?the folder of train.parquet, test.parquet}"
 MODE=${MODE:-R3} NODES=${NODES:-2} NPUS=${NPUS:-8}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-replay=$(python3 "$here/replay_lines.py" "$MODE" fsdp2 npu)
+python3 -c 'import importlib.util; raise SystemExit(importlib.util.find_spec("vllm") is None)' ||
+    { echo "npu_fsdp2.sh: there is no vLLM here, with which this job rolls out" >&2 && exit 1; }
+replay=$(python3 "$here/replay_lines.py" --words "$MODE" fsdp2 npu)
 printf 'npu_replay adds:\n%s\n' "$replay" >&2
 mapfile -t replay <<<"$replay"
 

@@ -1,77 +1,196 @@
-"""Prints what replay adds to a verl job on this machine, an override a line: it asks which releases are here.
+"""Print what replay adds to a verl job on this machine: it asks what is installed.
 
     python3 replay_lines.py MODE TRAINER DEVICE    # R2 or R3, megatron or fsdp2, npu or cuda
 
-The scripts beside it call this. With a script of your own, verl's examples among them:
+This prints lines to paste behind the command of a job. With --words it prints the arguments themselves, one a
+line, without what is for a shell: for the scripts beside it, and for a script of your own:
 
-    bash run_qwen3_30b_a3b_megatron.sh $(python3 replay_lines.py R3 megatron npu)
+    bash run_qwen3_30b_a3b_megatron.sh $(python3 replay_lines.py --words R3 megatron npu)
 
-What docs/verl-ascend.md and docs/verl-cuda.md give for an image is what this prints there. Nothing of verl or
-of a rollout engine is imported.
+stderr says in which image it seems to run, and what is installed. The blocks of docs/verl-ascend.md and
+docs/verl-cuda.md are what it prints there. Nothing of verl or of a rollout engine is imported.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
 import sys
 from importlib import metadata, util
 from pathlib import Path
+from typing import NoReturn
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ENV = "+ray_kwargs.ray_init.runtime_env.env_vars"
+MODULES, PLUGINS = "VERL_USE_EXTERNAL_MODULES", "VERL_USE_EXTERNAL_PLUGINS"
 NO_LEGACY = "trainer.use_legacy_worker_impl"
+PRODUCTS = {
+    "verl": "verl",
+    "torch_npu": "torch_npu",
+    "vLLM": "vllm",
+    "vllm-ascend": "vllm_ascend",
+    "SGLang": "sglang",
+    "Megatron-core": "megatron.core",
+    "MindSpeed": "mindspeed",
+    "MegatronAdaptor": "megatron_adaptor",
+    "Megatron-Bridge": "megatron.bridge",
+    "mbridge": "mbridge",
+}
+"""Maps each product's name to its package."""
 
 
-def folder(package: str) -> Path:
-    """Where a package lies; it isn't imported."""
-    found = util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        sys.exit(f"replay_lines.py: no {package} here. Run it where the job runs, in the image's Python.")
-    return Path(next(iter(found.submodule_search_locations)))
+def is_here(package: str) -> bool:
+    """Whether a package can be imported; only namespaces above it are."""
+    try:
+        return util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def folder_of_verl() -> Path:
+    spec = util.find_spec("verl")
+    if spec is None or not spec.submodule_search_locations:
+        sys.exit(
+            "replay_lines.py: verl isn't installed here. Run this where the job runs, in the image's Python."
+        )
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def version(package: str) -> str:
+    """What its distribution says; empty where none is installed."""
+    try:
+        return metadata.version(package.replace(".", "-"))
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def release(package: str) -> tuple[int, ...]:
-    """Major and minor; (0, 0) where it isn't installed."""
-    try:
-        return tuple(map(int, re.findall(r"\d+", metadata.version(package))[:2]))
-    except metadata.PackageNotFoundError:
-        return (0, 0)
+    """The three numbers of a version; () where it isn't installed."""
+    return tuple(map(int, re.findall(r"\d+", version(package))[:3]))
+
+
+def engine() -> str:
+    return "sglang" if release("sglang") and not release("vllm") else "vllm"
 
 
 def lines(mode: str, trainer: str, device: str) -> list[str]:
     """The overrides, those of verl's own keys first."""
-    verl = folder("verl")
+    verl = folder_of_verl()
+    chosen = ["actor_rollout_ref.model.external_lib=npu_replay", *mode_lines(mode, trainer, verl)]
+    if trainer == "megatron":
+        chosen += bridge_lines(verl)
+    if mode == "R3":
+        chosen += [f"{ROLLOUT}.enable_rollout_routing_replay=True", *engine_lines(device, verl)]
+        chosen += module_lines(verl)
+    return chosen
+
+
+def mode_lines(mode: str, trainer: str, verl: Path) -> list[str]:
     has_legacy = (verl / "workers" / "megatron_workers.py").is_file()  # 0.7: they read other keys
-    given = ["actor_rollout_ref.model.external_lib=npu_replay"]
     if trainer == "fsdp2":
-        given += [f"+{ACTOR}.fsdp_config.router_replay.mode={mode}"]
-        given += [f"{NO_LEGACY}=disable"] * has_legacy  # its legacy FSDP workers drop routes
-    elif has_legacy:
-        given += [f"{ACTOR}.megatron.use_remove_padding=True", f"{ACTOR}.router_replay.mode={mode}"]
-    else:
-        given += ["actor_rollout_ref.model.use_remove_padding=True"]
-        given += [f"{ACTOR}.megatron.router_replay.mode={mode}"]
-    if mode == "R2":
-        return given
-    if device == "npu" and (0, 0) < release("vllm") < (0, 18):
-        sys.exit("replay_lines.py: vllm-ascend captures no routes before 0.18. Take R2.")
-    given.append(f"{ROLLOUT}.enable_rollout_routing_replay=True")
+        if "router_replay:" not in megatron_settings(verl):
+            end("verl 0.7.0 replays on Megatron alone.")
+        key = f"+{ACTOR}.fsdp_config.router_replay.mode={mode}"
+        return [key, *[f"{NO_LEGACY}=disable"] * has_legacy]  # its legacy FSDP workers drop routes
+    if has_legacy:
+        return [f"{ACTOR}.megatron.use_remove_padding=True", f"{ACTOR}.router_replay.mode={mode}"]
+    return ["actor_rollout_ref.model.use_remove_padding=True", f"{ACTOR}.megatron.router_replay.mode={mode}"]
+
+
+def megatron_settings(verl: Path) -> str:
+    """verl's own yaml of the Megatron engine: which keys there are."""
+    return (verl / "trainer" / "config" / "engine" / "megatron.yaml").read_text(encoding="utf-8")
+
+
+def bridge_lines(verl: Path) -> list[str]:
+    """The bridge that is installed, where verl would take the other; releases after 0.9 know only one."""
+    default = re.search(r"(?m)^vanilla_mbridge: *(\w+)", megatron_settings(verl))
+    takes_mbridge = default is not None and default[1] == "True"
+    has = {True: is_here("mbridge"), False: is_here("megatron.bridge")}
+    if has[takes_mbridge]:
+        return []
+    if default is not None and has[not takes_mbridge]:
+        return [f"{ACTOR}.megatron.vanilla_mbridge={not takes_mbridge}"]
+    wanted = "Megatron-Bridge" if default is None else "Megatron-Bridge or mbridge"
+    warn(f"this verl loads the weights of a Megatron model with {wanted}, which isn't installed here.")
+    return []
+
+
+def engine_lines(device: str, verl: Path) -> list[str]:
+    if engine() == "sglang":
+        # With token ids alone verl takes the routes for a tensor, and from 0.5.10 on SGLang sends text.
+        return [f"{ROLLOUT}.skip_tokenizer_init=False"] * (release("sglang") >= (0, 5, 10))
+    if device == "npu" and () < release("vllm") < (0, 18):
+        end("vllm-ascend captures no routes before 0.18. Take R2.")
+    if asks_plugins(verl) and () < release("vllm") < (0, 22):
+        end("verl 0.9 refuses R3 with vLLM below 0.22. Take R2, or verl 0.8.0.")
+    chosen = []
     if release("vllm") < (0, 22):  # older ones hand out another step's rows under asynchronous scheduling
-        given.append(f"+{ROLLOUT}.engine_kwargs.vllm.no_async_scheduling=True")
+        chosen.append(f"+{ROLLOUT}.engine_kwargs.vllm.no_async_scheduling=True")
     if device == "npu":
-        given.append(f"{ENV}.NPU_REPLAY_VLLM_ASCEND='1'")
-    # The workers of agent loops: 0.9 finds an installed npu_replay by its entry points, which a clone hasn't.
-    asks = "verl.plugins" in (verl / "__init__.py").read_text(encoding="utf-8")
-    if asks and (0, 0) < release("vllm") < (0, 22):
-        sys.exit("replay_lines.py: verl 0.9 refuses R3 with vLLM below 0.22. Take R2, or verl 0.8.0.")
-    installed = "npu_replay" in {one.name for one in metadata.entry_points(group="verl.plugins")}
-    if not (asks and installed):
-        given.append(f"{ENV}.VERL_USE_EXTERNAL_MODULES=npu_replay")
-    return given
+        chosen.append(f"{ENV}.NPU_REPLAY_VLLM_ASCEND=on")  # a word: Ray refuses the number that 1 would be
+    return chosen
+
+
+def asks_plugins(verl: Path) -> bool:
+    """Whether verl finds an installed npu_replay by its entry points: from 0.9 on."""
+    return "verl.plugins" in (verl / "__init__.py").read_text(encoding="utf-8")
+
+
+def module_lines(verl: Path) -> list[str]:
+    """Has the workers of agent loops import npu_replay, beside what the environment has them import."""
+    allowed = os.environ.get(PLUGINS, "auto").strip().lower()
+    is_allowed = allowed == "auto" or "npu_replay" in map(str.strip, allowed.split(","))
+    plugins = {plugin.name for plugin in metadata.entry_points(group="verl.plugins")}  # a clone has none
+    if asks_plugins(verl) and is_allowed and "npu_replay" in plugins:
+        return []
+    modules = [*filter(None, os.environ.get(MODULES, "").split(","))]
+    value = ",".join(dict.fromkeys([*modules, "npu_replay"]))
+    return [f"{ENV}.{MODULES}=" + (f"'{value}'" if "," in value else value)]  # Hydra splits at a bare comma
+
+
+def tag() -> str:
+    """The tag of verl's image for Ascend with these releases, as verl names them."""
+    told = version("verl")
+    number = told.partition(".dev")[0]
+    if release("verl") < (0, 8):
+        return f"verl-*-v{number}"
+    named = f"v{number}-*-torch_npu{version('torch_npu')}-*-{engine()}"
+    return named if told == number else f"latest-{engine()}-* or {named}"
+
+
+def image(device: str) -> str:
+    """Which image this seems to be, and what it has."""
+    here = [name for name, package in PRODUCTS.items() if is_here(package)]
+    # MindSpeed says 0.12.1 on all newer branches, too.
+    told = [f"{name} {version(PRODUCTS[name])}".strip() if name != "MindSpeed" else name for name in here]
+    missing = [name for name in ("Megatron-Bridge", "mbridge") if name not in here]
+    seems = f"this looks like verl's image {tag()}: " if device == "npu" else ""
+    return seems + ", ".join(told) + "".join(f", no {name}" for name in missing)
+
+
+def warn(text: str) -> None:
+    print(f"replay_lines.py: {text}", file=sys.stderr)
+
+
+def end(text: str) -> NoReturn:
+    sys.exit(f"replay_lines.py: {text}")
+
+
+def for_a_shell(overrides: list[str]) -> str:
+    """The lines as they are pasted: a backslash ends each but the last, and the shell leaves inner quotes."""
+    return " \\\n".join(f'"{line}"' if "'" in line else line for line in overrides)
 
 
 if __name__ == "__main__":
-    known = (("R2", "R3"), ("megatron", "fsdp2"), ("npu", "cuda"))
-    if len(sys.argv) != 4 or any(word not in words for word, words in zip(sys.argv[1:], known, strict=True)):
-        sys.exit("usage: python3 replay_lines.py R2|R3 megatron|fsdp2 npu|cuda")
-    print(*lines(*sys.argv[1:]), sep="\n")
+    parser = argparse.ArgumentParser(prog="replay_lines.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("mode", choices=("R2", "R3"))
+    parser.add_argument("trainer", choices=("megatron", "fsdp2"))
+    parser.add_argument("device", choices=("npu", "cuda"))
+    parser.add_argument("--words", action="store_true", help="print them for a script, and not for a shell")
+    asked = parser.parse_args()
+    folder_of_verl()
+    warn(image(asked.device))
+    overrides = lines(asked.mode, asked.trainer, asked.device)
+    print("\n".join(overrides) if asked.words else for_a_shell(overrides))

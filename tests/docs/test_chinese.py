@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[2]
 PAIRS = [(ROOT / "README.md", ROOT / "README.zh.md")]
 PAIRS += [(ROOT / "docs" / page.name, page) for page in sorted((ROOT / "docs" / "zh").glob("*.md"))]
 SECTIONS = {
-    "mindspeed.md": ("upstream.md", "MindSpeed on Ascend"),
     "smoke.md": ("versions.md", "npu-replay smoke"),
 }
 """Pages in Chinese that are a section of an English page."""

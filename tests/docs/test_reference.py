@@ -20,7 +20,7 @@ SOURCES = {
     for path in (ROOT / folder).rglob("*.py")
 }
 COPY_FIRST = (
-    *("quickstart", "verl-ascend", "verl-cuda", "verl", "fsdp2", "megatron", "upstream", "vllm"),
+    *("quickstart", "verl-ascend", "verl-cuda", "verl", "fsdp2", "megatron", "upstream", "mindspeed", "vllm"),
     *(
         "vllm-ascend",
         "multi-turn",

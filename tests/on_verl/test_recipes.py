@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
+import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,29 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
+import ascend_images
 from npu_replay.compat import probe
 from npu_replay.compat.verl import config as verl_config
-from on_verl.test_pages import LINES, typed
 from verl_configs import HAS_LEGACY, overridden
 
 FOLDER = Path(__file__).parents[2] / "examples" / "verl"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
-VLLM = "0.23.0" if metadata.version("verl") >= "0.9" else "0.18.0"
-"""The vLLM of the image with this release."""
+RELEASE = metadata.version("verl")
+VLLM = "0.23.0" if RELEASE >= "0.9" else "0.18.0"
+IMAGE = replace(
+    next(image for image in ascend_images.VERL_IMAGES if image.verl == RELEASE),
+    verl="",
+    vllm=VLLM,
+    vllm_ascend=VLLM,
+)
+"""The image with this verl, which is the real one here. That of 0.7.1 is given a vLLM that returns routes."""
+MODULES = "VERL_USE_EXTERNAL_MODULES"
+BRIDGE = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
 
 
-def python_that_shows(folder: Path) -> dict[str, str]:
-    """A script's environment: `python3 -m` prints what it is called with, and that vLLM is installed."""
-    for name in ("vllm", "vllm_ascend"):
-        info = folder / f"{name}-{VLLM}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {VLLM}\n")
+def python_that_shows(folder: Path, image: ascend_images.Image = IMAGE) -> dict[str, str]:
+    """A script's environment, in a simulated image: `python3 -m` prints what it is called with."""
+    ascend_images.make(image, folder)
     python = folder / "python3"
     shows = 'if [[ $1 == -m ]]; then printf "%s\\n" "${@:2}"; else exec "$REAL_PYTHON" "$@"; fi'
     python.write_text(f"#!/bin/bash\n{shows}\n")
@@ -40,6 +47,7 @@ def python_that_shows(folder: Path) -> dict[str, str]:
         "PATH": f"{folder}:{os.environ['PATH']}",
         "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
         "REAL_PYTHON": sys.executable,
+        MODULES: "",
         "MODEL": "/shared/Qwen3-30B-A3B",
         "DATA": "/shared/gsm8k",
     }
@@ -99,8 +107,9 @@ def test_a_script_is_a_whole_job_with_replay(
     environment = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
     wanted = {"NPU_REPLAY_VLLM_ASCEND"} if (device, mode) == ("npu", "R3") else set()
     if mode == "R3" and metadata.version("verl") < "0.9":
-        wanted.add("VERL_USE_EXTERNAL_MODULES")
+        wanted.add(MODULES)
     assert {*environment} == wanted
+    assert BRIDGE not in done.stdout, "this image has the bridge that its verl takes"
     synchronous = OmegaConf.select(config, "actor_rollout_ref.rollout.engine_kwargs.vllm.no_async_scheduling")
     assert bool(synchronous) == (mode == "R3" and VLLM == "0.18.0")
 
@@ -115,40 +124,51 @@ def test_what_the_caller_adds_counts_last(tmp_path: Path) -> None:
         assert not done.stdout
 
 
-def test_the_lines_are_those_of_the_pages(tmp_path: Path) -> None:
-    """For each mode, trainer and device there is a block of docs/verl-*.md with just these lines."""
-    environment = python_that_shows(tmp_path)
-    pages = [{*typed(block)} for _, block in LINES]
-    for asked in [("R2", "megatron"), ("R3", "megatron"), ("R2", "fsdp2"), ("R3", "fsdp2")]:
-        done = ran(sys.executable, FOLDER / "replay_lines.py", *asked, "npu", env=environment, check=True)
-        lines = {*done.stdout.splitlines()} - {"trainer.use_legacy_worker_impl=disable"}
-        if asked == ("R3", "fsdp2") and VLLM != "0.18.0":
-            continue  # the page says what to leave out of the block for 0.18
-        assert lines in pages
+@pytest.mark.parametrize("way", ["pasted", "$(...)", "mapfile"])
+def test_verl_gets_the_same_lines_in_each_way(way: str, tmp_path: Path) -> None:
+    """Out of a real bash into Hydra; Ray takes text alone for its variables."""
+    from ray._private.runtime_env.validation import parse_and_validate_env_vars
+
+    environment = python_that_shows(tmp_path) | {
+        MODULES: "megatron_adaptor,another",
+        "VERL_USE_EXTERNAL_PLUGINS": "none",  # so that 0.9 needs the line, too
+    }
+    asked = f"python3 {shlex.quote(str(FOLDER / 'replay_lines.py'))} R3 megatron npu"
+    pasted = ran("bash", "-c", asked, env=environment, check=True).stdout
+    called = "python3 -m verl.trainer.main_ppo"
+    commands = {
+        "pasted": f"{called} \\\n{pasted}",
+        "$(...)": f"{called} $({asked} --words)",
+        "mapfile": f'mapfile -t words < <({asked} --words)\n{called} "${{words[@]}}"',
+    }
+    _, *lines = ran("bash", "-c", commands[way], env=environment, check=True).stdout.splitlines()
+    config = overridden("ppo_megatron_trainer", lines)
+    variables = OmegaConf.to_container(config.ray_kwargs.ray_init.runtime_env.env_vars)
+    assert parse_and_validate_env_vars(variables) == variables
+    assert variables["NPU_REPLAY_VLLM_ASCEND"] == "on"
+    assert variables[MODULES] == "megatron_adaptor,another,npu_replay"
 
 
-def test_a_clone_on_the_path_is_imported_by_the_workers_of_agent_loops_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It has no entry points, by which 0.9 finds an installed one."""
-    monkeypatch.syspath_prepend(FOLDER)
-    given = importlib.import_module("replay_lines")
-    monkeypatch.setattr(given.metadata, "entry_points", lambda group: ())
-    module = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=npu_replay"
-    assert module in given.lines("R3", "megatron", "npu")
-    assert module not in given.lines("R2", "megatron", "npu"), "external_lib does"
+def test_verl_takes_the_line_of_the_bridge(tmp_path: Path) -> None:
+    """For actor and reference, where the image has only the bridge that this release doesn't take."""
+    only = {"mbridge": "0.15.1", "megatron_bridge": ""}
+    if RELEASE < "0.9":
+        only = {"mbridge": "", "megatron_bridge": "0.5.0"}
+    environment = python_that_shows(tmp_path, replace(IMAGE, **only))
+    done = ran("bash", FOLDER / "npu_megatron.sh", env=environment, check=True)
+    _, _, name, *lines = done.stdout.splitlines()
+    config = overridden(name.removeprefix("--config-name="), lines)
+    assert f"{BRIDGE}={RELEASE >= '0.9'}" in lines
+    for role in ("actor", "ref"):
+        megatron = config.actor_rollout_ref[role].megatron
+        assert megatron.use_mbridge
+        assert megatron.vanilla_mbridge == (RELEASE >= "0.9")
 
 
-def test_lines_that_verl_would_refuse_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(FOLDER)
-    given = importlib.import_module("replay_lines")
-    monkeypatch.setattr(given, "release", lambda package: (0, 13))
-    with pytest.raises(SystemExit, match=r"no routes before 0\.18. Take R2"):
-        given.lines("R3", "megatron", "npu")
-    assert given.lines("R2", "megatron", "npu")
-    monkeypatch.setattr(given, "release", lambda package: (0, 18))
-    if VLLM == "0.18.0":  # what this verl goes with
-        assert given.lines("R3", "megatron", "npu")
-    else:
-        with pytest.raises(SystemExit, match=r"verl 0\.9 refuses R3 with vLLM below 0\.22"):
-            given.lines("R3", "megatron", "npu")
+def test_a_script_says_that_it_wants_vllm(tmp_path: Path) -> None:
+    sglang = next(image for image in ascend_images.VERL_IMAGES if image.sglang)
+    environment = python_that_shows(tmp_path, replace(sglang, verl=""))
+    for script in SCRIPTS:
+        done = ran("bash", script, env=environment)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert f"{script.name}: there is no vLLM here" in done.stderr

@@ -1,0 +1,132 @@
+"""examples/verl/replay_lines.py asks what is installed, in simulated images."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+import ascend_images
+import image_lines
+
+V091, MAIN, A5, _, SGLANG, V080, V071, V070 = ascend_images.VERL_IMAGES
+IMAGES = pytest.mark.parametrize("image", ascend_images.VERL_IMAGES, ids=lambda image: image.name)
+BRIDGE = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
+MODULES = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES"
+
+
+@IMAGES
+def test_it_says_in_which_image_it_runs(image: ascend_images.Image, tmp_path: Path) -> None:
+    done = image_lines.run(image_lines.made(image, tmp_path), "R2", "megatron", "npu")
+    told = done.stderr.splitlines()[0]
+    patterns = told.split("verl's image ")[1].split(": ")[0].split(" or ")
+    assert all(any(fnmatch(tag, pattern) for pattern in patterns) for tag in image.tags)
+    products = told.split(": ", 2)[2].split(", ")
+    assert f"Megatron-core {image.megatron_core}" in products
+    assert "MindSpeed" in products, "and not its version, which is 0.12.1 on newer branches"
+    assert ("MegatronAdaptor 0.1.0" in products) == bool(image.megatron_adaptor)
+    assert ("no mbridge" in products) == (not image.mbridge)
+    assert ("no Megatron-Bridge" in products) == (not image.megatron_bridge)
+
+
+@pytest.mark.parametrize("image", ascend_images.OTHER_IMAGES, ids=lambda image: image.name)
+def test_without_verl_it_says_so(image: ascend_images.Image, tmp_path: Path) -> None:
+    done = image_lines.run(image_lines.made(image, tmp_path), "R3", "megatron", "npu")
+    assert done.returncode == 1
+    assert not done.stdout
+    assert "verl isn't installed here" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("image", "line"),
+    [
+        (V091, ""),
+        (replace(V091, mbridge="0.15.1"), ""),
+        (replace(V091, mbridge="0.15.1", megatron_bridge=""), f"{BRIDGE}=True"),
+        (V080, ""),
+        (replace(V080, mbridge=""), f"{BRIDGE}=False"),
+        (V071, ""),
+        (MAIN, ""),
+        (SGLANG, "Megatron-Bridge, which isn't installed"),
+        (A5, "Megatron-Bridge or mbridge, which isn't installed"),
+    ],
+    ids=range(9),
+)
+def test_the_bridge_is_the_one_that_is_installed(
+    image: ascend_images.Image, line: str, tmp_path: Path
+) -> None:
+    """verl 0.9.1 takes Megatron-Bridge by itself, older ones mbridge; main knows Megatron-Bridge alone."""
+    folder = image_lines.made(image, tmp_path)
+    done = image_lines.run(folder, "--words", "R2", "megatron", "npu")
+    assert done.returncode == 0
+    bridges = [word for word in done.stdout.splitlines() if "mbridge" in word]
+    assert bridges == ([line] if line.startswith(BRIDGE) else [])
+    assert ("which isn't installed" in done.stderr) == ("which" in line)
+    assert not line.startswith("Megatron-Bridge") or line in done.stderr
+    assert "mbridge" not in image_lines.printed(folder, "R2", "fsdp2", "npu")
+
+
+@pytest.mark.parametrize(
+    ("there", "value"),
+    [
+        ("", "npu_replay"),
+        ("npu_replay", "npu_replay"),
+        ("megatron_adaptor", "'megatron_adaptor,npu_replay'"),
+        ("npu_replay,megatron_adaptor", "'npu_replay,megatron_adaptor'"),
+    ],
+)
+def test_modules_that_the_image_imports_are_kept(there: str, value: str, tmp_path: Path) -> None:
+    folder = image_lines.made(V091, tmp_path, installed=False)
+    told = image_lines.printed(folder, "--words", "R3", "megatron", "npu", VERL_USE_EXTERNAL_MODULES=there)
+    assert f"{MODULES}={value}" in told.splitlines()
+
+
+def test_an_installed_npu_replay_needs_no_module(tmp_path: Path) -> None:
+    """verl finds it by its entry points from 0.9 on, unless they are switched off; a clone has none."""
+    asked = ("--words", "R3", "megatron", "npu")
+    newest = image_lines.made(V091, tmp_path / "newest")
+    assert MODULES not in image_lines.printed(newest, *asked)
+    assert MODULES not in image_lines.printed(newest, *asked, VERL_USE_EXTERNAL_PLUGINS="npu_replay, other")
+    for plugins in ("none", "other"):
+        assert MODULES in image_lines.printed(newest, *asked, VERL_USE_EXTERNAL_PLUGINS=plugins)
+    older = image_lines.made(V080, tmp_path / "older")
+    assert MODULES in image_lines.printed(older, *asked)
+    assert MODULES not in image_lines.printed(older, "R2", "megatron", "npu"), "external_lib does"
+
+
+@pytest.mark.parametrize(
+    ("image", "asked", "why"),
+    [
+        (V071, ("R3", "megatron"), "no routes before 0.18. Take R2"),
+        (V070, ("R3", "megatron"), "no routes before 0.18. Take R2"),
+        (V070, ("R2", "fsdp2"), "verl 0.7.0 replays on Megatron alone"),
+        (replace(V091, vllm="0.18.0"), ("R3", "megatron"), "verl 0.9 refuses R3 with vLLM below 0.22"),
+    ],
+    ids=range(4),
+)
+def test_what_cannot_work_ends_with_its_reason(
+    image: ascend_images.Image, asked: tuple[str, str], why: str, tmp_path: Path
+) -> None:
+    done = image_lines.run(image_lines.made(image, tmp_path), *asked, "npu")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert why in done.stderr
+
+
+@pytest.mark.parametrize("image", [V091, SGLANG, V080, V071], ids=lambda image: image.name)
+def test_a_shell_makes_the_words_of_what_is_pasted(image: ascend_images.Image, tmp_path: Path) -> None:
+    """With all quotes that there may be; bash takes the lines of one for a command's arguments."""
+    folder = image_lines.made(image, tmp_path, installed=False)
+    mode = "R2" if image is V071 else "R3"
+    for trainer in ("megatron", "fsdp2"):
+        asked = (mode, trainer, "npu")
+        modules = {"VERL_USE_EXTERNAL_MODULES": "megatron_adaptor,other"}
+        lines = image_lines.printed(folder, *asked, **modules)
+        words = image_lines.printed(folder, "--words", *asked, **modules)
+        pasted = subprocess.run(
+            ["bash", "-c", f"printf '%s\\n' {lines}"], capture_output=True, text=True, check=True
+        )
+        assert pasted.stdout == words
+        assert (mode == "R2") == ("'" not in words)
