@@ -109,7 +109,6 @@ SCORE_REUSE = Case(
 )
 REUSED = {
     "score_reuse": {},
-    "score_reuse_seq_aux": {"moe_router_load_balancing_type": "seq_aux_loss"},
     "score_reuse_after_softmax": {"moe_router_pre_softmax": False},
     "score_reuse_groups": {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
     "score_reuse_sigmoid_bias": {
@@ -172,9 +171,9 @@ CASES: dict[str, Case] = {
     "balanced_moe_recompute": BALANCED,
     **{name: replace(SCORE_REUSE, config=PRE_SOFTMAX | changes) for name, changes in REUSED.items()},
     "fast_ops": FAST_OPS,
-    "fast_ops_ep2": replace(FAST_OPS, expert=2),
     "fast_ops_score_reuse": replace(
         FAST_OPS,
+        expert=2,
         args=FAST_OPS.args | SCORE_REUSE.args,
         reference=FAST_OPS.reference + SCORE_REUSE.reference,
     ),

@@ -57,7 +57,13 @@ def answers_of(product: str, name: str, **how: Any) -> list[dict[str, Any]]:
 
 def _played(world: int) -> tuple[str, ...]:
     """The cases of the stand-in with this number of processes."""
-    return tuple(name for name, case in CASES.items() if case.world == world and name not in NOT_IN_STAND_IN)
+    return tuple(name for name, case in CASES.items() if case.world == world and is_played(name))
+
+
+def is_played(name: str) -> bool:
+    """Does the stand-in play this case? How core_r0.18.0's other layers are mended isn't known."""
+    of_the_branch = not branch.played().over_megatron_adaptor or name in NEWEST | {"none", "fix_router"}
+    return of_the_branch and name not in NOT_IN_STAND_IN
 
 
 @functools.cache
@@ -69,7 +75,7 @@ def group(product: str, world: int, cases: tuple[str, ...], **how: Any) -> list[
 @pytest.mark.parametrize("name", CASES)
 def test_replay_follows_the_record_in_forward_and_recompute(product: str, name: str) -> None:
     case = CASES[name]
-    if product == processes.STAND_IN and name in NOT_IN_STAND_IN:
+    if product == processes.STAND_IN and not is_played(name):
         pytest.skip(f"the stand-in has no {name} of its own")
     answers = answers_of(product, name)
     if "absent" in answers[0]:

@@ -81,10 +81,15 @@ def test_any_order_of_imports_keeps_flags_and_replays(
         assert own is True or ("AttributeError" in own and own == bare), name
     assert found["undone"] == [False, False]
     replaced = found["repatch in a block"]
+    if not found["replaces routing"]:
+        assert product == processes.REAL
+        assert replaced == {"error": "", "hooks": 0, "usable": ""}
+        return
     assert re.match(
         r"RouterError: .*micro-batch 1, (topk_\w+|TopKRouter\.routing): "
         r"the code that routes was replaced inside an open block\. "
-        r"Expected megatron\.core\.\S+, got another mindspeed\.\S+\. Usual cause: MindSpeed's repatch\(\)",
+        r"Expected megatron\.core\.\S+, got another (?:mindspeed|megatron)\.\S+\. "
+        r"Usual cause: MindSpeed's repatch\(\)",
         replaced["error"],
     ), replaced["error"]
     assert (replaced["hooks"], replaced["usable"]) == (0, "")

@@ -519,6 +519,7 @@ def orders(task: dict[str, Any]) -> dict[str, Any]:
         found["another model"] = tried(trainer, lambda: repatch(a_name=7, moe_router_topk=2))
         kept["after another repatch"] = flags_kept()
         found["model of a repatched config"] = tried(Trainer(CASES["none"], recompute=True))
+        found["replaces routing"] = replaces_routing()
         found["repatch in a block"] = said_of(Trainer(CASES["none"], recompute=False), repatched_inside)
     found |= {name: ways(name) for name in CLASSES}
     npu_replay.uninstall()
@@ -628,14 +629,35 @@ def said_of(trainer: Trainer, then: Callable[[Trainer], object]) -> dict[str, An
 
 def repatched_inside(trainer: Trainer) -> None:
     """With a feature that takes other routing code: what was checked no longer holds."""
-    feature = {"fix_router": True, "moe_token_dispatcher_type": "alltoall"}
-    if "fix_router" not in known_arguments():  # core_r0.16.0
-        feature = {"moe_tp_extend_ep": True, "moe_token_dispatcher_type": "alltoall_seq"}
+    feature = routing_feature()
     repatch(**feature)
     try:
         trainer.loss(trainer.batches[1])
     finally:
         repatch(**dict.fromkeys(feature, False) | {"moe_token_dispatcher_type": "alltoall"})
+
+
+def routing_feature() -> dict[str, Any]:
+    if "fix_router" in known_arguments():
+        return {"fix_router": True, "moe_token_dispatcher_type": "alltoall"}
+    return {"moe_tp_extend_ep": True, "moe_token_dispatcher_type": "alltoall_seq"}  # core_r0.16.0
+
+
+def replaces_routing() -> bool:
+    """Does that feature replace code that routes? In core_r0.18.0 of July it replaces what nobody calls."""
+    before = routing_code()
+    feature = routing_feature()
+    repatch(**feature)
+    after = routing_code()
+    repatch(**dict.fromkeys(feature, False) | {"moe_token_dispatcher_type": "alltoall"})
+    return any(one is not other for one, other in zip(before, after, strict=True))
+
+
+def routing_code() -> list[Any]:
+    from megatron.core.transformer.moe import router
+
+    functions = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
+    return [router.TopKRouter.routing, *(getattr(router, name, None) for name in functions)]
 
 
 def import_half() -> None:
