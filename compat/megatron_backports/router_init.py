@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from npu_replay.compat.megatron import aux_losses, fused_router
+from npu_replay.compat.megatron import aux_losses, foreign_routing, fused_router
 from npu_replay.compat.megatron.config_flags import asks_for_replay
 from npu_replay.compat.megatron.routers import gathered_ranks, is_replaying, spare
 from npu_replay.compat.megatron_backports import router_replay
@@ -236,10 +236,10 @@ def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwarg
     replay = getattr(router, _REPLAY, None)  # None if uninstalled while a wrapper still calls this
     outer = seam.armed()
     asks_already = isinstance(outer, router_replay.Asked) and outer.replay is replay
-    # A framework with its own replay, as verl, also has its own routing that asks it.
-    theirs = type(router).routing.__module__.partition(".")[0] not in ("megatron", "mindspeed")
-    left_to_them = theirs and not isinstance(replay, MegatronRouterReplay)
-    if router_replay.is_idle(replay) or asks_already or left_to_them:
+    if router_replay.is_idle(replay) or asks_already:
+        return plain(*args, **kwargs)
+    # A framework with a replay of its own, as verl, also has its own routing that asks it.
+    if not isinstance(replay, MegatronRouterReplay) and foreign_routing.replays(type(router)):
         return plain(*args, **kwargs)
     inputs = next(iter((*args, *kwargs.values())))  # hidden states or logits: the last dimension isn't tokens
     config, losses = router.config, aux_losses.of(router)

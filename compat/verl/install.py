@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from npu_replay import environment
+from npu_replay.compat.megatron import foreign_routing
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.patching import class_source, import_hook, known_names
 from npu_replay.compat.patching.patches import Patch, Patches
@@ -184,11 +185,12 @@ def apply_router_replay_patch() -> None:
     _undo_verls()
     from megatron.core.transformer.moe.router import TopKRouter
 
-    routing: Any = inspect.getattr_static(TopKRouter, "routing")
-    known = ("megatron", "mindspeed", "mindspeed_llm")
-    if str(getattr(routing, "__module__", "")).split(".")[0] not in known:
-        problem = "somebody else's routing is in the place of Megatron's"
-        expected = "Megatron's own, or MindSpeed's"
+    # A routing that asks a router's `router_replay`, as Megatron's does, asks the one that is handed over.
+    others = foreign_routing.replays(TopKRouter) - {foreign_routing.ASKED}
+    if others:
+        problem = f"somebody else's routing is in the place of Megatron's, with {', '.join(sorted(others))}"
+        expected = "Megatron's own, or one that has no replay of its own"
+        routing = inspect.getattr_static(TopKRouter, "routing")
         raise _somebody_elses(problem, "TopKRouter.routing", expected=expected, got=routing)
     _hand_over()
 

@@ -20,7 +20,10 @@ import transformers_4
 
 pytestmark = [pytest.mark.megatron, pytest.mark.newest]
 
-AFTER_US = {case: (case, {}) for case in ("nothing", "install_again", "uninstall", "strangers_routing")}
+AFTER_US = {
+    case: (case, {})
+    for case in ("nothing", "install_again", "uninstall", "strangers_routing", "adaptors_routing")
+}
 LENIENT = {"NPU_REPLAY_STRICT": "0"}
 AFTER_VERL: dict[str, tuple[str, dict[str, str]]] = {
     "patched_by_verl": ("patched_by_verl", {}),
@@ -125,7 +128,13 @@ def test_without_strictness_the_job_runs_as_if_npu_replay_were_not_there(found: 
 def test_somebody_elses_routing_is_refused_by_name(found: Found) -> None:
     answer = found["strangers_routing"]
     assert "TopKRouter.routing: somebody else's routing" in answer["raised"]
+    assert "with RoutingReplay" in answer["raised"]
     assert "stranger" in answer["raised"]
+
+
+def test_a_routing_that_only_routes_is_nobodys_replay_whoever_wrote_it(found: Found) -> None:
+    """As MegatronAdaptor, a bridge or TransformerEngineNPU may replace it for their accelerator."""
+    assert found["adaptors_routing"]["raised"] is None
 
 
 # In the processes
@@ -262,6 +271,21 @@ def _strangers_apply(patch: Any, utils: Any) -> Answer:
 
 
 def _strangers_routing(patch: Any, utils: Any) -> Answer:
-    _strangers_apply(router := importlib.import_module("megatron.core.transformer.moe.router"), None)
-    router.TopKRouter.routing = router.apply_router_replay_patch
+    router = importlib.import_module("megatron.core.transformer.moe.router")
+
+    def stranger(self: Any, logits: Any) -> Any:
+        return RoutingReplay.pop_forward(logits)  # type: ignore[name-defined]  # noqa: F821
+
+    router.TopKRouter.routing = stranger
+    return {}
+
+
+def _adaptors_routing(patch: Any, utils: Any) -> Answer:
+    router = importlib.import_module("megatron.core.transformer.moe.router")
+
+    def routing(self: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        return router.topk_routing_with_score_function(logits, self.topk, router_replay=self.router_replay)
+
+    routing.__module__ = "megatron_adaptor.patches.megatron.router"
+    router.TopKRouter.routing = routing
     return {}

@@ -164,6 +164,40 @@ def test_what_a_framework_hangs_on_a_router_for_its_own_routing_is_left_to_it(
     assert {replay.asked for replay in replays} == {0 if own is Foreign else len(trainer.batches)}
 
 
+class Asking:
+    """A framework's own that Megatron's routing asks, as verl's; `asked` counts."""
+
+    router_replay_action = None
+    asked = 0
+
+    def get_replay_topk(self, scores: Any, topk: int, *groups: Any) -> Any:
+        *numbers, default = groups
+        self.asked += 1
+        return default(scores, topk, *numbers)
+
+
+def test_a_routing_that_only_routes_asks_a_frameworks_replay_whoever_wrote_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the name of its package it was taken for the framework's own, and nobody asked."""
+    trainer = upstream_loop.build(FLAG)
+    if api()[0] is not router_replay.MegatronRouterReplay:
+        pytest.skip("upstream's own routing asks whatever hangs there")
+    kind = type(routers(trainer.model)[0].module)
+    plain = kind.routing
+
+    def routing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(self, *args, **kwargs)
+
+    routing.__module__ = "megatron_adaptor.patches.megatron.router"
+    monkeypatch.setattr(kind, "routing", routing)
+    replays = [Asking() for _ in routers(trainer.model)]
+    for router, replay in zip(routers(trainer.model), replays, strict=True):
+        router.module.router_replay = replay
+    trainer.run("each")
+    assert {replay.asked for replay in replays} == {len(trainer.batches)}
+
+
 # Where the release lacks it
 
 
