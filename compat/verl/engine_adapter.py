@@ -9,9 +9,10 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from npu_replay.compat.engines import setting
 from npu_replay.compat.patching.patches import when_undone
 from npu_replay.compat.verl.batch_routes import R2Store, RoutesByKey
-from npu_replay.compat.verl.config import OFF, setting
+from npu_replay.compat.verl.config import OFF
 from npu_replay.compat.verl.files import Files
 from npu_replay.compat.verl.r3_store import R3Store
 from npu_replay.errors import ReplayError

@@ -88,7 +88,8 @@ class Inputs:
     def read(cls, said: dict[str, Any], most_places: int) -> Inputs:
         """Return what `described` gave; raise ValueError or TypeError for anything else."""
         lengths, marks, shape = said["lengths"], said["marks"], said["shape"]
-        fed, others = None, None
+        fed = None
+        others: Others | None = None
         if said["places"] is not None:
             fed = _placed(_whole(said["places"], most_places), said["runs"], sum(_wholes(lengths)))
         if said["others"] is not None:
@@ -131,7 +132,8 @@ def _runs(fed: torch.Tensor) -> list[list[int]]:
     breaks = np.flatnonzero((np.diff(places) != 1) | (np.diff(tokens) != 1)) + 1
     first = np.concatenate([[0], breaks])[: len(places)]
     counts = np.diff(np.append(first, len(places)))
-    return np.stack([places[first], tokens[first], counts], axis=1).tolist()
+    runs: list[list[int]] = np.stack([places[first], tokens[first], counts], axis=1).tolist()
+    return runs
 
 
 def _placed(places: int, runs: list[list[int]], tokens: int) -> torch.Tensor:
