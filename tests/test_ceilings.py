@@ -42,7 +42,7 @@ LINES = {
     "compat.transformers": 324,
     "compat.megatron": 1013,
     "compat.megatron_backports": 951,
-    "compat.vllm_ascend": 1477,
+    "compat.vllm_ascend": 1479,
     "compat.vllm": 730,
     "compat.sglang": 747,
     "compat.slime": 185,

@@ -203,6 +203,9 @@ def _made(original: Callable[..., Any], runner: Any, vllm_config: Any, *args: An
 
 def _capturing(original: Callable[..., Any], runner: Any) -> None:
     original(runner)
+    # Called again for the same runner: vLLM 0.22 makes a KV cache to measure graphs with, before its own.
+    if _attached.has(runner, "execute_model"):
+        _attached.undo()
     if _refuse(_not_captured(runner.vllm_config)):
         return
     try:
@@ -237,9 +240,6 @@ def attach(runner: Any) -> Capture:
     from vllm.distributed import get_tp_group
     from vllm_ascend.ops.fused_moe.moe_comm_method import MoECommMethod
 
-    # Called again for the same runner: vLLM 0.22 makes a KV cache to measure graphs with, before its own.
-    if _attached.has(runner, "execute_model"):
-        _attached.undo()
     problem, got = "an engine of this process is captured already", "another model runner"
     cause = "two LLMs in one process: start each in its own (VLLM_ENABLE_V1_MULTIPROCESSING=1)"
     fine = not _attached.has(MoECommMethod, "prepare")

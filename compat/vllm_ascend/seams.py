@@ -11,6 +11,7 @@ own binder reaches every router. In both, `prepare` shows how a layer's tokens c
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -98,6 +99,7 @@ class Seam:
         return run
 
     def _choosing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)  # for `parts`, where a second engine of this process is made
         def select_experts(*args: Any, **kwargs: Any) -> Any:
             weights, ids = original(*args, **kwargs)
             if self._layer is not None:
