@@ -341,12 +341,14 @@ def _of_openai(found: Mapping[Any, Any], source: Source) -> SglangAnswer:
             answer = replace(answer, payload=payload, source=replace(answer.source, field=source.field))
     else:
         usage = _mapping(found, "usage", source)
+        kind = found.get("object")
+        is_completion = isinstance(kind, str) and kind == "text_completion"
         answer = SglangAnswer(
             source=source,
             payload=payload,
             prompt_tokens=_count(usage, "prompt_tokens", source) or None,  # 0: it never ran
             completion_tokens=_count(usage, "completion_tokens", source),
-            unbilled=0 if found.get("object") == "text_completion" else _KIMI_STUB,
+            unbilled=0 if is_completion else _KIMI_STUB,
             finish=_finish(choice.get("finish_reason")),
             **_weights(_mapping(found, "metadata", source), source),
         )

@@ -214,7 +214,17 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
         )
     if key[0] in ("veomni", "fsdp_config"):
         return
-    yield from _padded_rows(config, where, mode, legacy)
+    # Legacy workers read the engine's config; the others overwrite that with the model's.
+    unpad = (*(("actor", "megatron") if legacy else ("model",)), "use_remove_padding")
+    if setting(config, *unpad) is False:
+        name = ".".join((ROOT, *unpad))
+        yield refused(
+            f"{where}={mode} needs packed sequences",
+            expected=f"{name}=True",
+            got="False",
+            cause="the default of 0.7's Megatron trainer. verl lays routes out for packed sequences alone, "
+            f"and padded rows would get other tokens' routes. Set {name}=True",
+        )
     stages = setting(config, "actor", "megatron", "virtual_pipeline_model_parallel_size")
     if setting(config, "actor", "megatron", "dynamic_context_parallel") and stages not in (None, 1):
         yield refused(
@@ -225,48 +235,6 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
             cause="each micro-batch has a split of its own there, and verl merges stages by one. "
             "Take one of them out",
         )
-
-
-_ONE_BY_ONE: dict[tuple[str, ...], object] = {
-    ("actor", "ppo_micro_batch_size_per_gpu"): 1,
-    ("rollout", "log_prob_micro_batch_size_per_gpu"): 1,
-    ("actor", "use_dynamic_bsz"): False,
-    ("rollout", "log_prob_use_dynamic_bsz"): False,
-    ("actor", "megatron", "pad_bshd_to_minibatch_max"): False,
-    ("actor", "megatron", "override_transformer_config", "fp8"): False,
-}
-"""Settings with which verl's padded rows are its packed rows: one sequence of its own length at a time."""
-
-
-def _padded_rows(config: Any, where: str, mode: str, legacy: bool) -> Iterator[ReplayError]:
-    """Yield an error for padded batches, unless their rows are those that verl lays routes out for."""
-    # Legacy workers read the engine's config; the others overwrite that with the model's.
-    unpad = (*(("actor", "megatron") if legacy else ("model",)), "use_remove_padding")
-    if setting(config, *unpad) is not False:
-        return
-    name = ".".join((ROOT, *unpad))
-    expected, got = f"{name}=True", "False"
-    if not legacy:
-        other = {path: value for path, value in _ONE_BY_ONE.items() if not _is_set(config, path, value)}
-        if not other:
-            return
-        lines = (f"{'.'.join((ROOT, *path))}={value}" for path, value in other.items())
-        expected += f"; or, with padded sequences, {', '.join(lines)}"
-        got += f", {', '.join(str(setting(config, *path)) for path in other)}"
-    yield refused(
-        f"{where}={mode} needs packed sequences",
-        expected=expected,
-        got=got,
-        cause="the default of 0.7's Megatron trainer, or a script for padded batches. verl lays routes out "
-        "for packed sequences alone, and rows of several padded sequences would get other tokens' routes. "
-        f"Set {name}=True",
-    )
-
-
-def _is_set(config: Any, path: tuple[str, ...], value: object) -> bool:
-    """Return whether a key has this value; one that this verl doesn't have changes nothing."""
-    found = setting(config, *path)
-    return found == value or (found is None and value is False)
 
 
 def _engine_without_routes(config: Any) -> Iterator[ReplayError]:

@@ -70,11 +70,6 @@ class EngineAdapter:
         return self.settings.mode  # type: ignore[no-any-return]
 
     @property
-    def pads(self) -> bool:
-        """Return whether the model gets padded rows; they are verl's packed rows for one sequence alone."""
-        return setting(self.engine, "engine_config", "use_remove_padding") is False
-
-    @property
     def chunks(self) -> Sequence[nn.Module]:
         return self.engine.module  # type: ignore[no-any-return]
 

@@ -89,22 +89,8 @@ def merge_router_topk_indices(
             dynamic = parallel_state.get_dynamic_data_context_parallel_groups(group_size=local_cp_size)
             groups = [parallel_state.get_tensor_model_parallel_group(), dynamic]
     dtype, as_bytes = tensors.wire_dtype(tf_config, keys=current().keeps)
-    layout_of = functools.partial(_layout, batch)
-    merged = take(*current().recording(model, vp_rank), batch, layout_of, groups, dtype)
+    merged = take(*current().recording(model, vp_rank), batch, batch.layout, groups, dtype)
     mini_layer_topk_idx_list.append(tensors.viewed(merged, torch.uint8) if as_bytes else merged)
-
-
-def _layout(batch: tensors.MicroBatch) -> TokenLayout:
-    """Return the layout of this rank's rows; refuse padded rows that aren't verl's packed rows."""
-    count = len(batch.lengths)
-    if current().engine.pads and count != 1:
-        problem, expected = "a padded micro-batch of several sequences can't be replayed", "one sequence"
-        cause = (
-            "use_remove_padding=False with a micro-batch size above 1, or use_dynamic_bsz=True: set the "
-            "sizes of micro-batches to 1, or use_remove_padding=True"
-        )
-        raise MicroBatchError(problem, expected=expected, got=count, cause=cause)
-    return batch.layout()
 
 
 @timed()
@@ -230,7 +216,7 @@ def set_router_replay_data(
         return
     try:
         batch = tensors.MicroBatch(present(layers_topk_idx), attention_mask, tf_config, local_cp_size)
-        give(replay, chunk, batch, _layout(batch), replay_mask)
+        give(replay, chunk, batch, batch.layout(), replay_mask)
     except ReplayError as error:
         current().defer(error)
 

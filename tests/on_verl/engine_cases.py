@@ -51,8 +51,6 @@ BASE: dict[str, dict[str, Any]] = {
     "ep2": {"split": Split(ep=2)},
     "groups by sigmoid and a bias": {"changes": VARIANTS["groups_sigmoid_bias"]},
     "an aux loss of each sequence": {"changes": VARIANTS["seq_aux_loss"] | FULL},
-    "pp2, padded, one by one": {"split": Split(pp=2), "micro": 1, "padded": True},
-    "cp2, padded, one by one": {"split": Split(cp=2), "micro": 1, "padded": True},
     "pp2 of a HybridModel": {"split": Split(pp=2), "moe": (0, 1, 1, 1), "pattern": "*-*E*E*E"},
 }
 
@@ -182,17 +180,6 @@ def recorded_batch(actor: Any) -> tuple[Any, list[torch.Tensor]]:
     data = job.batch(actor.tiny.split)
     data.batch["old_log_probs"], data.batch["routed_experts"] = actor.log_probs(data)
     return data, job.unpadded(data.batch["routed_experts"], data)
-
-
-@case("padded micro-batches of several sequences")
-def _padded() -> None:
-    """Their rows aren't verl's packed rows, so no route is laid out for them: an error at the end."""
-    for mode in ("R2", "R3"):
-        actor = Actor(begin(mode=mode, padded=True))
-        routes = job.rollout_routes(actor.tiny) if mode == "R3" else None
-        with pytest.raises(ReplayError, match=r"padded micro-batch of several sequences|so does this one"):
-            actor.log_probs(job.batch(actor.tiny.split, routes))
-        nothing_is_on()
 
 
 # R2 and R3

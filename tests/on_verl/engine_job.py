@@ -67,8 +67,6 @@ class Tiny:
     """Weights in one buffer, which verl can offload; Megatron's optimizer for them wants CUDA by name."""
     value: bool = False
     lora: bool = False
-    padded: bool = False
-    """Sequences aren't packed; verl pads each micro-batch to its own longest."""
 
 
 def start(split: Split) -> Split:
@@ -194,7 +192,7 @@ def model_config(tiny: Tiny) -> Any:
         local_path="nowhere",
         mtp=SimpleNamespace(enable=False, enable_train=False),
         tokenizer=SimpleNamespace(pad_token_id=0),
-        use_remove_padding=not tiny.padded,
+        use_remove_padding=True,
         use_fused_kernels=False,
         lora=SimpleNamespace(get=lambda name, default=None: default),
         get_processor=lambda: None,
@@ -207,11 +205,7 @@ def engine_config(tiny: Tiny) -> Any:
     from verl.workers.config import McoreEngineConfig
     from verl.workers.config.engine import EngineRouterReplayConfig
 
-    padding = {"use_remove_padding": not tiny.padded}
-    if "pad_bshd_to_minibatch_max" in McoreEngineConfig.__dataclass_fields__:
-        padding["pad_bshd_to_minibatch_max"] = False
     return McoreEngineConfig(
-        **padding,
         tensor_model_parallel_size=tiny.split.tp,
         pipeline_model_parallel_size=tiny.split.pp,
         virtual_pipeline_model_parallel_size=tiny.split.vp if tiny.split.vp > 1 else None,

@@ -129,7 +129,6 @@ STAGES = {f"{MEGATRON}.virtual_pipeline_model_parallel_size": 2}
         (BYPASS, "bypass mode leaves that pass out"),  # T20
         (BYPASS | {"key": "R3", "flag": True}, None),
         ({"key": "R2", "unpadded": False}, "needs packed sequences. Expected {unpadded}=True"),
-        ({"key": "R3", "flag": True, "unpadded": False}, "needs packed sequences. Expected {unpadded}=True"),
         (DYNAMIC, None),
         (DYNAMIC | STAGES, "dynamic context parallelism over virtual pipeline"),
         ({"key": "R3", "flag": True, "engine": "ours"}, None),  # a rollout of the user's own
@@ -139,41 +138,6 @@ STAGES = {f"{MEGATRON}.virtual_pipeline_model_parallel_size": 2}
 def test_what_replay_would_be_wrong_with_is_refused(
     workers: Workers, given: dict[str, Any], words: str | None
 ) -> None:
-    workers.check(words, **given)
-
-
-PADDED = {
-    "actor_rollout_ref.model.use_remove_padding": False,
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
-    "actor_rollout_ref.actor.use_dynamic_bsz": False,
-    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 1,
-    f"{ROLLOUT}.log_prob_use_dynamic_bsz": False,
-}
-TO_THE_LONGEST = f"{MEGATRON}.pad_bshd_to_minibatch_max"
-OTHERS = {
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2,
-    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": None,
-    "actor_rollout_ref.actor.use_dynamic_bsz": True,
-    f"{ROLLOUT}.log_prob_use_dynamic_bsz": True,
-    TO_THE_LONGEST: True,
-    f"+{MEGATRON}.override_transformer_config.fp8": "e4m3",
-}
-
-
-@pytest.mark.parametrize("mode", ["R2", "R3"])
-@pytest.mark.parametrize("other", [None, *OTHERS])
-def test_padded_batches_pass_one_by_one(mode: str, other: str | None) -> None:
-    """As verl's script for GLM-5.2 sets it: then padded rows are packed rows. One setting less is named."""
-    if not engine_workers_replay():
-        pytest.skip("0.7.0's engine workers don't replay")
-    has_key = "pad_bshd_to_minibatch_max" in job({}).actor_rollout_ref.actor.megatron
-    if other == TO_THE_LONGEST and not has_key:
-        pytest.skip("this release pads to the longest of a micro-batch")
-    lines = PADDED | {TO_THE_LONGEST: False} if has_key else PADDED
-    lines = lines | ({} if other is None else {other.lstrip("+"): OTHERS[other]})
-    workers = Workers(legacy=False)
-    given = lines | {"key": mode, "flag": mode == "R3"}
-    words = None if other is None else rf"or, with padded sequences, {other.lstrip('+')}="
     workers.check(words, **given)
 
 

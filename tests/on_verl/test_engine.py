@@ -45,8 +45,6 @@ ALIKE = (
     "routes in files",
     "two mini-batches and two epochs",
     "a second engine",
-    *("R2: cp2, padded, one by one", "R3: pp2, padded, one by one"),  # as verl's script for GLM-5.2 sets it
-    "padded micro-batches of several sequences",
     "switched off",
     "the way from verl's flag to a session",
     "settings, and routes far from the routers' own choice",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -263,44 +262,3 @@ def test_the_padded_end_of_verls_ulysses_is_no_sequence(ranks: int) -> None:
     assert all(map(torch.equal, (ids, positions), expected))
     found = fed_sequences({"input_ids": ids, "position_ids": positions}, {})
     assert found.padded == [False] * 5 + [True] * (size > 1)
-
-
-@pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_one_padded_sequence_has_the_rows_of_one_packed_sequence(
-    verl: Verl, monkeypatch: pytest.MonkeyPatch, tp: int, cp: int
-) -> None:
-    """What compat.verl.config lets through relies on it; two sequences have other rows."""
-    module: Any = importlib.import_module("verl.models.mcore.util")
-    pad, pack = (
-        next(getattr(module, name) for name in names if hasattr(module, name))
-        for names in (
-            ("preprocess_bshd_engine", "preprocess_bshd_no_padding"),
-            ("preprocess_thd_engine", "preprocess_thd_no_padding"),
-        )
-    )
-    ranks = {"tensor_model": tp, "context": cp}
-    for name, size in ranks.items():
-        monkeypatch.setattr(module.mpu, f"get_{name}_parallel_world_size", lambda size=size: size)
-
-    def rows(preprocess: Any, lengths: list[int]) -> list[torch.Tensor]:
-        """The tokens in the rows of each rank of context parallelism."""
-        sequences = [torch.arange(1, length + 1) + 1000 * at for at, length in enumerate(lengths)]
-        jagged = torch.nested.nested_tensor(sequences, layout=torch.jagged)
-        found = []
-        for rank in range(cp):
-            monkeypatch.setattr(module.mpu, "get_context_parallel_rank", lambda rank=rank: rank)
-            found.append(preprocess(jagged, pre_process=True)[0].flatten())
-        return found
-
-    if cp > 1 and preprocesses_no_parts(pad):
-        pytest.skip("this release pads no sequence that is cut over context-parallel ranks")
-    for length in (1, 2, 7, 16, 33, 100):
-        packed = rows(pack, [length])
-        assert any(bool(part.any()) for part in packed)
-        assert all(map(torch.equal, rows(pad, [length]), packed))
-    assert not all(map(torch.equal, rows(pad, [33, 7]), rows(pack, [33, 7])))
-
-
-def preprocesses_no_parts(pad: Any) -> bool:
-    return "context parallel size > 1" in inspect.getsource(pad)
