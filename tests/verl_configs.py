@@ -26,10 +26,10 @@ UNPADDED = {
 }
 
 
-def overridden(name: str, lines: Iterable[str] = ()) -> DictConfig:
+def overridden(name: str, lines: Iterable[str] = (), *, folder: Path = CONFIGS) -> DictConfig:
     """A trainer's config with these overrides."""
     GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
+    with initialize_config_dir(config_dir=str(folder), version_base=None):
         return compose(config_name=name, overrides=list(lines))
 
 

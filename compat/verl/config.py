@@ -57,6 +57,15 @@ _PLACES = tuple(
 _OWN_REPLAY = ("megatron", "veomni")
 """The strategies whose mode verl's engine workers read. VeOmni's replay is its own."""
 _FSDP_KEY = ("fsdp_config", _MODE)
+_ONE_SEQUENCE: dict[str, tuple[object, ...]] = {
+    "actor.ppo_micro_batch_size_per_gpu": (1,),
+    "rollout.log_prob_micro_batch_size_per_gpu": (1,),
+    "actor.use_dynamic_bsz": (False, None),
+    "rollout.log_prob_use_dynamic_bsz": (False, None),
+    "actor.megatron.pad_bshd_to_minibatch_max": (False, None),
+    "actor.megatron.override_transformer_config.fp8": (None,),
+}
+"""The values of settings with which a padded micro-batch of Megatron has the rows of a packed one."""
 _NO_LEGACY = "trainer.use_legacy_worker_impl=disable"
 
 _WHAT = "the check of verl's config"
@@ -212,21 +221,41 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
             got=mode,
             cause=f"set {where}=R3 to replay the file's routes, or take replay_file out",
         )
-    if key[0] in ("veomni", "fsdp_config"):
-        return
+    if key[0] not in ("veomni", "fsdp_config"):
+        yield from _unfit_on_megatron(config, mode, legacy)
+
+
+def _unfit_on_megatron(config: Any, mode: str, legacy: bool) -> Iterator[ReplayError]:
+    """Yield how verl cuts and pads batches on Megatron that its routes aren't laid out for."""
+    where = _dotted((_MODE,) if legacy else ("megatron", _MODE))
+    engine = functools.partial(setting, config, "actor", "megatron")
     # Legacy workers read the engine's config; the others overwrite that with the model's.
     unpad = (*(("actor", "megatron") if legacy else ("model",)), "use_remove_padding")
-    if setting(config, *unpad) is False:
+    padded = setting(config, *unpad) is False
+    others = {name: setting(config, *name.split(".")) for name in _ONE_SEQUENCE}
+    unfit = {name: value for name, value in others.items() if value not in _ONE_SEQUENCE[name]}
+    if padded and (legacy or unfit):
         name = ".".join((ROOT, *unpad))
+        instead = ", ".join(f"{ROOT}.{one}={_ONE_SEQUENCE[one][0]}" for one in unfit)
+        here = ", ".join(f"{ROOT}.{one}={value}" for one, value in unfit.items())
         yield refused(
             f"{where}={mode} needs packed sequences",
-            expected=f"{name}=True",
-            got="False",
-            cause="the default of 0.7's Megatron trainer. verl lays routes out for packed sequences alone, "
-            f"and padded rows would get other tokens' routes. Set {name}=True",
+            expected=f"{name}=True" + ("" if legacy else f", or also {instead}"),
+            got="False" + ("" if legacy else f", and {here}"),
+            cause="the default of 0.7's Megatron trainer. verl lays routes out for packed sequences alone; "
+            "padded rows are the same only where each micro-batch of an engine worker is one sequence, and "
+            f"would get other tokens' routes elsewhere. Set {name}=True",
         )
-    stages = setting(config, "actor", "megatron", "virtual_pipeline_model_parallel_size")
-    if setting(config, "actor", "megatron", "dynamic_context_parallel") and stages not in (None, 1):
+    if engine("pad_to_length") and not padded:  # verl raises in the first forward, after a whole rollout
+        name = f"{ROOT}.actor.megatron.pad_to_length"
+        yield refused(
+            f"{where}={mode} knows no micro-batches of a padded length",
+            expected=f"{name}=False",
+            got="True",
+            cause="a setting for jobs without replay: verl's forward step refuses the two together",
+        )
+    stages = engine("virtual_pipeline_model_parallel_size")
+    if engine("dynamic_context_parallel") and stages not in (None, 1):
         yield refused(
             f"{where}={mode} knows no dynamic context parallelism over virtual pipeline stages",
             expected="one of actor.megatron.dynamic_context_parallel and "

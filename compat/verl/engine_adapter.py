@@ -74,6 +74,16 @@ class EngineAdapter:
         return self.engine.module  # type: ignore[no-any-return]
 
     @property
+    def pads(self) -> bool:
+        """Return whether verl pads the sequences of a micro-batch to one length, instead of packing them."""
+        return getattr(self.engine.engine_config, "use_remove_padding", True) is False
+
+    @property
+    def pads_to_mini_batch(self) -> bool:
+        """Return whether that length is the longest of the mini-batch, and not of the micro-batch."""
+        return bool(getattr(self.engine.engine_config, "pad_bshd_to_minibatch_max", False))
+
+    @property
     def model(self) -> Any:
         """Return the model's TransformerConfig or RoutedModel."""
         return self.engine.tf_config
@@ -89,6 +99,10 @@ class LegacyActorAdapter(EngineAdapter):
     @property
     def chunks(self) -> Sequence[nn.Module]:
         return self.engine.actor_module  # type: ignore[no-any-return]
+
+    @property
+    def pads(self) -> bool:
+        return False  # refused by the check of the config
 
 
 def problem_of(what: str, function: Callable[..., object], *arguments: Any) -> ReplayError | None:

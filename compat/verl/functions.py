@@ -89,8 +89,20 @@ def merge_router_topk_indices(
             dynamic = parallel_state.get_dynamic_data_context_parallel_groups(group_size=local_cp_size)
             groups = [parallel_state.get_tensor_model_parallel_group(), dynamic]
     dtype, as_bytes = tensors.wire_dtype(tf_config, keys=current().keeps)
-    merged = take(*current().recording(model, vp_rank), batch, batch.layout, groups, dtype)
+    merged = take(*current().recording(model, vp_rank), batch, lambda: layout_of(batch), groups, dtype)
     mini_layer_topk_idx_list.append(tensors.viewed(merged, torch.uint8) if as_bytes else merged)
+
+
+def layout_of(batch: tensors.MicroBatch) -> TokenLayout:
+    """Return the layout of this rank's rows, by verl's packing.
+
+    Raises:
+        MicroBatchError: the engine pads instead, and its rows are others than the packed ones.
+    """
+    engine: Any = current().engine
+    if engine.pads:
+        batch.check_padded(to_mini_batch=engine.pads_to_mini_batch)
+    return batch.layout()
 
 
 @timed()
@@ -216,7 +228,7 @@ def set_router_replay_data(
         return
     try:
         batch = tensors.MicroBatch(present(layers_topk_idx), attention_mask, tf_config, local_cp_size)
-        give(replay, chunk, batch, batch.layout(), replay_mask)
+        give(replay, chunk, batch, layout_of(batch), replay_mask)
     except ReplayError as error:
         current().defer(error)
 

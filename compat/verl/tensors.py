@@ -87,7 +87,7 @@ class MicroBatch:
             cause = "a release of verl that npu_replay doesn't know"
             raise MicroBatchError(problem, where=UTILS, expected=expected, got="neither", cause=cause)
         # The arguments that verl's own router replay gives it, as far as this release has them.
-        sparse = getattr(self.config, "experimental_attention_variant", None) == "dsv4_hybrid"
+        sparse = self._is_sparse
         wanted = {
             "use_fp8_padding": getattr(self.config, "fp8", None) in ("e4m3", "hybrid"),
             "cp_layout": "contiguous" if sparse else "zigzag",
@@ -107,6 +107,29 @@ class MicroBatch:
 
         parallel = ParallelLayout.from_megatron(self.config)
         return TokenLayout.from_probe(packed, self.lengths, parallel=parallel)
+
+    def check_padded(self, *, to_mini_batch: bool) -> None:
+        """Raise a MicroBatchError unless the rows of this micro-batch are the same padded as packed.
+
+        They are for one sequence, padded to what tensor and context parallelism ask for. FP8 and the context
+        parallelism of DeepSeek-V4 pad and cut packed sequences otherwise. `to_mini_batch`: it is padded to
+        the longest sequence of the mini-batch.
+        """
+        fp8 = getattr(self.config, "fp8", None)
+        sequences = len(self.lengths)
+        MicroBatchError.unless(
+            sequences == 1 and not (to_mini_batch or fp8 or self._is_sparse),
+            "the rows of this padded micro-batch aren't those of a packed one, for which routes are laid out",
+            "use_remove_padding=True; or one sequence, no pad_bshd_to_minibatch_max, no fp8, no dsv4_hybrid",
+            f"{sequences} sequences, pad_bshd_to_minibatch_max={to_mini_batch}, fp8={fp8}, "
+            f"dsv4_hybrid={self._is_sparse}",
+            "another micro-batch size in the batch, or in a worker of one's own, than in the job's config",
+        )
+
+    @property
+    def _is_sparse(self) -> bool:
+        """Return whether the model has DeepSeek-V4's attention, whose context parallelism cuts otherwise."""
+        return getattr(self.config, "experimental_attention_variant", None) == "dsv4_hybrid"
 
     def samples(self) -> list[torch.Tensor]:
         """Return each sequence's tokens, which are routes, [tokens, layers, topk], on the CPU."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,13 +27,16 @@ from distributed.parallel_model import EXPERTS
 from megatron_cases import VARIANTS
 from npu_replay import RoutedExperts
 from npu_replay.compat.verl import batch_routes, engine_adapter, found_routes, r3_store
+from npu_replay.compat.verl.config import check_actor
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.compat.verl.engine_pass import current
 from npu_replay.environment import DELIVERY
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.parallel import collect as collecting
 from on_verl import engine_job as job
+from on_verl import glm_5_2 as glm
 from on_verl.engine_job import LENGTHS, Actor, LegacyActor, Split, Tiny, prepare
+from verl_configs import FLAG, NEW
 
 __all__ = ["CASES", "prepare"]
 CASES = Cases()
@@ -51,6 +55,8 @@ BASE: dict[str, dict[str, Any]] = {
     "ep2": {"split": Split(ep=2)},
     "groups by sigmoid and a bias": {"changes": VARIANTS["groups_sigmoid_bias"]},
     "an aux loss of each sequence": {"changes": VARIANTS["seq_aux_loss"] | FULL},
+    "pp2 of padded sequences": {"split": Split(pp=2), "padded": "micro", "micro": 1},
+    "tp2 of padded sequences": {"split": Split(tp=2, etp=2), "padded": "micro", "micro": 1},
     "pp2 of a HybridModel": {"split": Split(pp=2), "moe": (0, 1, 1, 1), "pattern": "*-*E*E*E"},
 }
 
@@ -451,6 +457,61 @@ for _name, _settings in BASE.items():
         CASES[f"{_of}R2: {_name}"] = partial(_r2, _kind, _settings)
         CASES[f"{_of}R3: {_name}"] = partial(_r3, _kind, _settings)
         CASES[f"{_of}without its adapter"] = partial(_lora, _kind)
+
+
+def glm_5_2(mode: str, split: Split) -> dict[str, Any]:
+    """What verl's own script sets, for two ranks and four layers: one dense, three on the first stage."""
+    replay = [f"{NEW}={mode}", f"{FLAG}={mode == 'R3'}"]
+    if mode == "R2":  # the fully async trainer takes the rollout's log-probs by default
+        replay.append("algorithm.rollout_correction.bypass_mode=False")
+    config = glm.job(*replay).actor_rollout_ref
+    check_actor(config)
+    settings = dict(config.actor.megatron.override_transformer_config)
+    layout = settings.pop("pipeline_model_parallel_layout")
+    assert layout.count("|") + 1 == config.actor.megatron.pipeline_model_parallel_size
+    if split.pp > 1:
+        settings["pipeline_model_parallel_layout"] = "Et*3|t*1L"
+    # GLM-5.2's own attention needs an NPU; the rows of its routers are those of any other.
+    of_an_npu = {"experimental_attention_variant", "attention_backend"}
+    core = importlib.import_module("megatron.core.transformer")
+    known = inspect.signature(core.TransformerConfig).parameters.keys() - of_an_npu
+    asked = {name: value for name, value in settings.items() if name in known}
+    return {
+        "mode": mode,
+        "split": split,
+        "moe": (0, 1, 1, 1),
+        "micro": config.actor.ppo_micro_batch_size_per_gpu,
+        "most": int(config.actor.use_dynamic_bsz),
+        "padded": "" if config.model.use_remove_padding else "micro",
+        "changes": VARIANTS["sigmoid_bias_scaling"] | asked,
+    }
+
+
+def _glm_5_2(mode: str, split: Split) -> None:
+    settings = glm_5_2(mode, split)
+    assert (settings["padded"], settings["micro"], settings["most"]) == ("micro", 1, 0)
+    assert settings["changes"]["recompute_granularity"] == "full"
+    settings.pop("mode")
+    run = _r2 if mode == "R2" else _r3
+    run(Actor, settings)
+
+
+for _mode in ("R2", "R3"):
+    for _name, _split in (("pp2", Split(pp=2)), ("cp2", Split(cp=2))):
+        CASES[f"GLM-5.2 as verl's script sets it, {_mode}: {_name}"] = partial(_glm_5_2, _mode, _split)
+
+
+@case("padded sequences that have other rows")
+def _other_rows() -> None:
+    """Two a micro-batch; and one padded to the longest of the mini-batch, where a release does that."""
+    ways = [{"padded": "micro", "micro": 2}, {"padded": "mini", "micro": 1}]
+    for how in ways[: 1 + glm.is_here()]:
+        tiny, actor, routes = begin_r3(**how)
+        update = partial(actor.update, r3_batch(tiny, routes))
+        leave(update, "the rows of this padded micro-batch aren't those of a packed one", first=0)
+        assert not actor.gradients
+        recorder = Actor(replace(tiny, mode="R2"))
+        leave(partial(recorded_batch, recorder), "the rows of this padded micro-batch", first=0)
 
 
 @case("more experts than a byte holds")

@@ -60,6 +60,8 @@ class Tiny:
     micro: int = 2
     most: int = 0
     """Tokens of a micro-batch, where its size is dynamic."""
+    padded: str = ""
+    """To the longest sequence of the «micro»-batch or the «mini»-batch; sequences are packed without one."""
     changes: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     forward_only: bool = False
@@ -192,7 +194,7 @@ def model_config(tiny: Tiny) -> Any:
         local_path="nowhere",
         mtp=SimpleNamespace(enable=False, enable_train=False),
         tokenizer=SimpleNamespace(pad_token_id=0),
-        use_remove_padding=True,
+        use_remove_padding=not tiny.padded,
         use_fused_kernels=False,
         lora=SimpleNamespace(get=lambda name, default=None: default),
         get_processor=lambda: None,
@@ -205,7 +207,12 @@ def engine_config(tiny: Tiny) -> Any:
     from verl.workers.config import McoreEngineConfig
     from verl.workers.config.engine import EngineRouterReplayConfig
 
+    more = {}
+    if "pad_bshd_to_minibatch_max" in inspect.signature(McoreEngineConfig).parameters:
+        more["pad_bshd_to_minibatch_max"] = tiny.padded == "mini"
     return McoreEngineConfig(
+        **more,
+        use_remove_padding=not tiny.padded,
         tensor_model_parallel_size=tiny.split.tp,
         pipeline_model_parallel_size=tiny.split.pp,
         virtual_pipeline_model_parallel_size=tiny.split.vp if tiny.split.vp > 1 else None,

@@ -19,6 +19,7 @@ from npu_replay.compat.patching import import_hook, patches
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import config as verl_config
 from npu_replay.errors import ReplayError
+from on_verl import glm_5_2
 from verl_configs import (
     FLAG,
     FSDP,
@@ -129,6 +130,7 @@ STAGES = {f"{MEGATRON}.virtual_pipeline_model_parallel_size": 2}
         (BYPASS, "bypass mode leaves that pass out"),  # T20
         (BYPASS | {"key": "R3", "flag": True}, None),
         ({"key": "R2", "unpadded": False}, "needs packed sequences. Expected {unpadded}=True"),
+        ({"key": "R2", f"{MEGATRON}.pad_to_length": True}, r"Expected .*\.pad_to_length=False, got True"),
         (DYNAMIC, None),
         (DYNAMIC | STAGES, "dynamic context parallelism over virtual pipeline"),
         ({"key": "R3", "flag": True, "engine": "ours"}, None),  # a rollout of the user's own
@@ -139,6 +141,79 @@ def test_what_replay_would_be_wrong_with_is_refused(
     workers: Workers, given: dict[str, Any], words: str | None
 ) -> None:
     workers.check(words, **given)
+
+
+PADDED = {
+    "key": "R3",
+    "flag": True,
+    "unpadded": False,
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 1,
+    "actor_rollout_ref.actor.use_dynamic_bsz": False,
+    f"{MEGATRON}.pad_bshd_to_minibatch_max": False,
+}
+"""Each micro-batch is one padded sequence."""
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, {}),
+        ({"key": "R2", "flag": False}, {}),
+        *(
+            ({name: value}, {name: right})
+            for name, value, right in [
+                ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 2, 1),
+                ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", None, 1),
+                (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", 4, 1),
+                (f"{ROLLOUT}.log_prob_use_dynamic_bsz", True, False),
+                (f"{MEGATRON}.pad_bshd_to_minibatch_max", True, False),
+                (f"{MEGATRON}.override_transformer_config.fp8", "hybrid", None),
+            ]
+        ),
+        (
+            {
+                "actor_rollout_ref.actor.use_dynamic_bsz": True,
+                f"{ROLLOUT}.log_prob_use_dynamic_bsz": True,
+                f"{MEGATRON}.pad_bshd_to_minibatch_max": True,
+            },
+            {
+                "actor_rollout_ref.actor.use_dynamic_bsz": False,
+                f"{ROLLOUT}.log_prob_use_dynamic_bsz": False,
+                f"{MEGATRON}.pad_bshd_to_minibatch_max": False,
+            },
+        ),
+    ],
+)
+def test_padded_sequences_are_let_through_where_each_is_a_micro_batch(
+    workers: Workers, given: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    """The error names what is missing, and nothing else; the reference's micro-batches don't matter."""
+    ref = {"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 4}
+    if workers.legacy:
+        workers.check(r"needs packed sequences. Expected {unpadded}=True, got False\.", **PADDED)
+        return
+    if not wanted:
+        workers.check(None, **PADDED | ref | given)
+        return
+    missing = ", ".join(f"{name}={value}" for name, value in wanted.items())
+    got = ", ".join(f"{name}={given[name]}" for name in wanted)
+    words = f"needs packed sequences. Expected {{unpadded}}=True, or also {missing}, got False, and {got}"
+    workers.check(words.replace("[", r"\["), **PADDED | given)
+
+
+@pytest.mark.skipif(not glm_5_2.is_here(), reason="a script for verl 0.9.1 and later")
+def test_verls_own_job_in_padded_sequences_is_let_through(
+    engines: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With data-parallel engines of vllm-ascend it needs npu_replay's capture, as every job does."""
+    has(engines, ASCEND)
+    config = glm_5_2.job().actor_rollout_ref
+    with pytest.raises(ReplayError, match="got data_parallel"):
+        verl_config.check_actor(config)
+    monkeypatch.setenv("NPU_REPLAY_VLLM_ASCEND", "1")
+    verl_config.check_actor(config)
+    assert verl_config.mode_of(config) == "R3"
 
 
 def test_t20_bypassed_log_probs_are_refused_in_a_worker_too(workers: Workers) -> None:

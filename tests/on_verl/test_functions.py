@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,10 @@ from megatron_cases import RECOMPUTE, VARIANTS, perturbed, routers
 from npu_replay import RoutedExperts
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.megatron_backports.router_replay import is_idle
+from npu_replay.compat.verl import tensors
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.compat.verl.engine_pass import EnginePass, wrapped
-from npu_replay.errors import ReplayError
+from npu_replay.errors import MicroBatchError, ReplayError
 from npu_replay.sessions.fed_sequences import fed_sequences
 from npu_replay.smoke import megatron_model
 from sessions.test_follow import packed as fed_packed
@@ -250,6 +252,71 @@ def test_after_uninstall_a_router_has_megatrons_again_and_after_install_verls(ve
     finally:
         npu_replay.install()
     assert type(module.router_replay) is verl.replay
+
+
+def padded_rows(lengths: tuple[int, ...], rank: dict[str, int], **how: Any) -> list[int]:
+    """The token in each row of one rank's routers, -1 for padding, by verl's own padding of a micro-batch."""
+    util: Any = importlib.import_module("verl.models.mcore.util")
+    pad = getattr(util, "preprocess_bshd_engine", None) or util.preprocess_bshd_no_padding
+    every = torch.arange(1, sum(lengths) + 1).split(lengths)
+    fed = pad(torch.nested.as_nested_tensor(list(every), layout=torch.jagged), pre_process=True, **how)[0]
+    rows = fed.T.reshape(-1) - 1  # Megatron's hidden states are [sequence, batch, hidden]
+    part = len(rows) // rank["tp"]
+    return rows[rank["tp_rank"] * part :][:part].tolist()  # type: ignore[no-any-return]
+
+
+def own_rows(lengths: tuple[int, ...], config: Any) -> list[int]:
+    jagged = torch.nested.as_nested_tensor([torch.zeros(one) for one in lengths], layout=torch.jagged)
+    return tensors.MicroBatch(jagged, None, config).layout().rows.tolist()
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_padded_sequence_has_the_rows_of_a_packed_one(
+    verl: Verl, monkeypatch: pytest.MonkeyPatch, tp: int, cp: int
+) -> None:
+    """Of every rank. Several sequences don't, nor one that is padded to a longer one's length."""
+    from megatron.core import parallel_state
+
+    util: Any = importlib.import_module("verl.models.mcore.util")
+    if cp > 1 and hasattr(util, "preprocess_bshd_no_padding"):
+        pytest.skip("verl 0.7 knows no padded sequences under context parallelism")
+    one = ((1,), (2,), (7,), (8,), (13,), (31,), (64,), (100,))
+    config = megatron_model.config()
+    config.sequence_parallel = tp > 1
+    differ: list[tuple[int, ...]] = []
+    for place in range(tp * cp):
+        rank = {"tp": tp, "tp_rank": place % tp, "cp": cp, "cp_rank": place // tp}
+        for axis, name in (("tp", "tensor_model_parallel"), ("cp", "context_parallel")):
+            monkeypatch.setattr(parallel_state, f"get_{name}_world_size", lambda at=rank[axis]: at)
+            monkeypatch.setattr(parallel_state, f"get_{name}_rank", lambda at=rank[f"{axis}_rank"]: at)
+        for lengths in one:
+            assert own_rows(lengths, config) == padded_rows(lengths, rank), (lengths, rank)
+        several = ((3, 5), (8, 8, 8), (16, 64))
+        differ += [lengths for lengths in several if own_rows(lengths, config) != padded_rows(lengths, rank)]
+        if cp > 1 and "forced_max_seqlen" in inspect.signature(util.preprocess_bshd_engine).parameters:
+            assert own_rows((7,), config) != padded_rows((7,), rank, forced_max_seqlen=100)
+    assert {*differ} == {*several}
+
+
+def test_a_padded_micro_batch_with_other_rows_is_an_error(verl: Verl) -> None:
+    config = megatron_model.config()
+
+    def check(*lengths: int, to_mini_batch: bool = False, **settings: Any) -> None:
+        jagged = torch.nested.as_nested_tensor([torch.zeros(one) for one in lengths], layout=torch.jagged)
+        for name, value in settings.items():
+            setattr(config, name, value)
+        tensors.MicroBatch(jagged, None, config).check_padded(to_mini_batch=to_mini_batch)
+
+    check(7)
+    for lengths, how, words in (
+        ((7, 7), {}, "2 sequences"),
+        ((7,), {"to_mini_batch": True}, "pad_bshd_to_minibatch_max=True"),
+        ((7,), {"fp8": "hybrid"}, "fp8=hybrid"),
+        ((7,), {"fp8": None, "experimental_attention_variant": "dsv4_hybrid"}, "dsv4_hybrid=True"),
+    ):
+        with pytest.raises(MicroBatchError, match=words):
+            check(*lengths, **how)
 
 
 @pytest.mark.parametrize("ranks", [2, 36])
