@@ -113,10 +113,10 @@ def _differences(found: Any, like: Any, where: str) -> Iterator[str]:
 
 
 def completed(report: Any) -> Any:
-    """Older reports of smoke lack the model, of which there was one, and two products, which weren't there."""
+    """Older reports lack the model, of which there was one, and two products that weren't there."""
     if isinstance(report, dict) and isinstance(report.get("options"), dict):
         report["options"].setdefault("model", "gpt")
-    if isinstance(report, dict) and report.get("kind") == SMOKE and isinstance(report.get("versions"), dict):
+    if isinstance(report, dict) and isinstance(report.get("versions"), dict):
         for product in ("MegatronAdaptor", "TransformerEngineNPU"):
             report["versions"].setdefault(product, "")
     return report

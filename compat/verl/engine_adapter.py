@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from npu_replay.compat.engines import setting
 from npu_replay.compat.patching.patches import when_undone
 from npu_replay.compat.verl.batch_routes import R2Store, RoutesByKey
 from npu_replay.compat.verl.config import OFF

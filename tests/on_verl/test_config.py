@@ -209,7 +209,7 @@ def test_verls_own_job_in_padded_sequences_is_let_through(
     """With data-parallel engines of vllm-ascend it needs npu_replay's capture, as every job does."""
     has(engines, ASCEND)
     config = glm_5_2.job().actor_rollout_ref
-    with pytest.raises(ReplayError, match="got data_parallel"):
+    with pytest.raises(ReplayError, match="under data parallelism"):
         verl_config.check_actor(config)
     monkeypatch.setenv("NPU_REPLAY_VLLM_ASCEND", "1")
     verl_config.check_actor(config)
