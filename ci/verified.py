@@ -84,7 +84,7 @@ def problems(found: Any) -> list[str]:
     """What is wrong with a report; nothing if it is one."""
     kind = DEVICE if isinstance(found, dict) and found.get("kind") == DEVICE else SMOKE
     like = json.loads((FOLDER / LIKE[kind]).read_text(encoding="utf-8"))
-    if wrong := list(_differences(found, completed(like), "the report")):
+    if wrong := list(_differences(completed(found), completed(like), "the report")):
         return wrong
     if (found["schema"], found["kind"]) != (1, kind):
         return [f"schema {found['schema']} of {found['kind']!r} isn't known here"]
@@ -169,7 +169,7 @@ def of_kind(kind: str, folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
 def read(path: Path) -> dict[str, Any]:
     """A report that was checked."""
     try:
-        found: dict[str, Any] = completed(json.loads(path.read_text(encoding="utf-8")))
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path.name}: {error}") from error
     if wrong := problems(found):
