@@ -79,8 +79,14 @@ class Rows:
         return Rows(*map(np.concatenate, zip(vars(self).values(), vars(more).values(), strict=True)))
 
     def take(self, others: Rows, keep: Keep = "first") -> None:
-        """Fill in rows of the same tokens, or of the first of them; by "first", known rows are kept."""
+        """Fill in rows of the same tokens, or of the first of them; by "first", known rows are kept.
+
+        A row that `others` sampled from anew without knowing it is no longer known.
+        """
         there = len(others.recorded)
+        lost = others.sampled_from & ~others.recorded & ~self.sampled_from[:there]
+        for array, unknown in ((self.ids, 0), (self.recorded, False), (self.versions, None)):
+            array[:there][lost] = unknown
         taken = others.recorded.copy()
         if keep == "first":
             # A row that only `others` sampled from replaces a known one: what followed it here was cut off.

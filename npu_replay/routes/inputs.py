@@ -221,8 +221,9 @@ def other_inputs(call: Mapping[str, Any], ids: torch.Tensor) -> dict[str, torch.
 
     A tensor counts, also inside lists and dicts, if its name says image, video or audio (`pixel_values`,
     `image_grid_thw`, `input_features`). So does any other floating-point or uint8 tensor of two dimensions or
-    more, unless it has one value or vector per token, or one value per sample. Masks, positions, labels,
-    losses, embeddings, states, caches and random numbers never count, by their names.
+    more, unless it has one value or vector per token, or in each sample at most one value per token (figures
+    of the response). Masks, positions, labels, losses, embeddings, states, caches and random numbers never
+    count, by their names.
 
     >>> call = {"pixel_values": torch.ones(4, 8), "temperature": torch.ones(1)}
     >>> list(other_inputs(call, ids=torch.ones(1, 3)))
@@ -276,6 +277,8 @@ def _identifies(name: str, tensor: torch.Tensor, batch: tuple[int, ...]) -> bool
         return False
     if any(word in name for word in _INPUTS):
         return True
-    shape, a_row = tuple(tensor.shape), ((batch[0], batch[-1] - 1), (batch[0], 1))
-    of_tokens = shape[: len(batch)] in (batch, batch[::-1]) or shape in a_row
+    shape = tuple(tensor.shape)
+    # Figures of a response, such as returns, have fewer values than the sequence has tokens.
+    of_response = len(shape) == 2 and shape[0] == batch[0] and shape[1] <= batch[-1]
+    of_tokens = shape[: len(batch)] in (batch, batch[::-1]) or of_response
     return (tensor.is_floating_point() or tensor.dtype == torch.uint8) and len(shape) > 1 and not of_tokens
