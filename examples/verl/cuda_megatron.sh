@@ -32,8 +32,8 @@ data=(
     data.train_files="$DATA/train.parquet"
     data.val_files="$DATA/test.parquet"
     data.train_batch_size=128
-    data.max_prompt_length=$prompt
-    data.max_response_length=$response
+    "data.max_prompt_length=$prompt"
+    "data.max_response_length=$response"
     data.filter_overlong_prompts=True
     data.truncation=error
     algorithm.adv_estimator=grpo
@@ -45,28 +45,28 @@ actor=(
     actor_rollout_ref.actor.optim.lr=1e-6
     actor_rollout_ref.actor.ppo_mini_batch_size=32
     actor_rollout_ref.actor.use_dynamic_bsz=True
-    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$tokens
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$tokens"
     actor_rollout_ref.actor.use_kl_loss=True
     actor_rollout_ref.actor.kl_loss_coef=0.001
     actor_rollout_ref.actor.kl_loss_type=low_var_kl
     actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True
-    actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=$tokens
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=$tokens"
 )
 for role in actor ref; do
     actor+=(
-        actor_rollout_ref.$role.megatron.tensor_model_parallel_size=$tp
-        actor_rollout_ref.$role.megatron.pipeline_model_parallel_size=$pp
-        actor_rollout_ref.$role.megatron.expert_model_parallel_size=$ep
-        actor_rollout_ref.$role.megatron.expert_tensor_parallel_size=1
-        actor_rollout_ref.$role.megatron.param_offload=True
+        "actor_rollout_ref.$role.megatron.tensor_model_parallel_size=$tp"
+        "actor_rollout_ref.$role.megatron.pipeline_model_parallel_size=$pp"
+        "actor_rollout_ref.$role.megatron.expert_model_parallel_size=$ep"
+        "actor_rollout_ref.$role.megatron.expert_tensor_parallel_size=1"
+        "actor_rollout_ref.$role.megatron.param_offload=True"
     )
 done
 config=+actor_rollout_ref.actor.megatron.override_transformer_config
 actor+=(
     actor_rollout_ref.actor.megatron.optimizer_offload=True
-    $config.recompute_granularity=full
-    $config.recompute_method=uniform
-    $config.recompute_num_layers=1
+    "$config.recompute_granularity=full"
+    "$config.recompute_method=uniform"
+    "$config.recompute_num_layers=1"
 )
 rollout=(
     actor_rollout_ref.rollout.name=vllm
@@ -75,7 +75,7 @@ rollout=(
     actor_rollout_ref.rollout.gpu_memory_utilization=0.5
     actor_rollout_ref.rollout.max_model_len=$((prompt + response))
     actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True
-    actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=$tokens
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=$tokens"
 )
 trainer=(
     trainer.nnodes="$NODES"
