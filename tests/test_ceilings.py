@@ -28,7 +28,7 @@ LINES = {
     "options": 90,
     "routers": 335,
     "rollout": 1893,
-    "sessions": 4231,
+    "sessions": 4236,
     "parallel": 1841,
     "delivery": 223,
     "compat.patching": 634,

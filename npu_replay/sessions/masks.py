@@ -128,11 +128,16 @@ def _masked(step: _Step, made: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """
     chosen = made.gather(1, own)
     below = made < chosen.amin(dim=1, keepdim=True)
+    lowest = 2 * chosen.abs().amax(dim=1, keepdim=True)
     places = step.name in _MOVES
-    masked, has_source = torch.zeros_like(below), False
+    masked = torch.zeros_like(below)
+    kept = torch.zeros_like(below[:, :1])
     for source in (source.to(made.dtype) for source in step.sources):
         keeps_own = (source.gather(1, own) == chosen).all(dim=1, keepdim=True)
-        lowers = (source - made > 2 * chosen.abs().amax(dim=1, keepdim=True)) | (made == 0)
-        masked |= (source != made) & below & keeps_own & (lowers | places)
-        has_source |= bool(keeps_own.any())
-    return masked if has_source or not places else made == 0
+        may_mask = (source != made) & below & keeps_own
+        if not places:
+            may_mask = may_mask & ((source - made > lowest) | (made == 0))
+        masked = masked | may_mask
+        kept = kept | keeps_own
+    # Numbers that were placed into something else than the scores: nothing tells them but zeros.
+    return masked | ((made == 0) & ~kept.any()) if places else masked
