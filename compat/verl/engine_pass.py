@@ -148,7 +148,6 @@ class EnginePass:
                 list(self.engine.chunks),
                 errors_wait=True,
                 live_mismatch=self.trains and every > 0 and updates % every == 0,
-                min_overlap=0 if updates else None,
             ).__enter__()
 
         self._begin(problem_of("record" if record else "replay", opened), records=record)

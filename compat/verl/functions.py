@@ -270,7 +270,8 @@ def give(
         logger.warning("[npu_replay] sample %d takes the routers' own choice: %s", number, error)
     good = {number: one for number, one in good.items() if number not in problems}
     here = layout.rows_of(good, layers=replay.labels(chunk), **batch.model)
-    replay.give(chunk, here)
+    # Each pass decodes its batch anew, so nothing says which weights the rollout engine had.
+    replay.give(chunk, here.with_known(made_at=0.0))
     if chunk == replay.first_chunk:
         running.count(rows=int((layout.rows >= 0).sum()), routed=int(here.recorded.sum()))
         if tensors.speaks_for_samples(layout.parallel):

@@ -114,9 +114,8 @@ class Union:
             num_experts=self._like[0].num_experts,
             recorded=self._recorded,
             copy=False,
-            **known_of_all(self._like),
         )
-        return Block(self._held, routes)
+        return Block(self._held, routes.with_known(**known_of_all(self._like)))
 
 
 def side_by_side(parts: Sequence[RoutedExperts]) -> RoutedExperts:

@@ -304,10 +304,9 @@ class TokenLayout:
 
     @property
     def inputs(self) -> Inputs | None:
-        """Return what the model is called with, by fingerprints; None if it isn't known."""
-        if self.fed is None or self.fingerprints is None:
-            return None
-        return Inputs(self.fed, self.lengths, self.fingerprints)
+        """Return what the model is called with: places, and fingerprints if known; None without places."""
+        marks = (None,) * len(self.lengths) if self.fingerprints is None else self.fingerprints
+        return None if self.fed is None else Inputs(self.fed, self.lengths, marks)
 
     def rows_of(
         self, good: Mapping[int, RoutedExperts], *, layers: Sequence[int], topk: int, num_experts: int

@@ -143,6 +143,7 @@ def known_of_all(parts: Collection[Any]) -> dict[str, Any]:
         "weight_version": common(part.weight_version for part in parts),
         "constant_layers_ok": all(part.constant_layers_ok for part in parts),
         "from_engine": any(part.from_engine for part in parts),
+        "made_at": min((part.made_at for part in parts), default=0.0),
     }
 
 

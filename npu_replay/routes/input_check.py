@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 
 from torch import nn
 
 from npu_replay.errors import EXTRA, RECUT, MicroBatchError, likeliest, micro_batch
-from npu_replay.routes.inputs import Called, Inputs, find_other_order
+from npu_replay.routes.inputs import Called, Inputs, find_other_order, find_other_padding
 from npu_replay.routes.routed_experts import RoutedExperts
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,11 @@ class InputCheck:
                 self.known[number] = Inputs(None, (len(one),), (one.fingerprint,))
         self.compared = 0
 
+    def knows_tokens(self, number: int) -> bool:
+        """Return whether it is known which tokens the routes of a micro-batch belong to."""
+        inputs = self.known[number]
+        return inputs is not None and inputs.tells_tokens
+
     def check(self, number: int, given: Called, row_order: str | None = None) -> None:
         """Refuse a micro-batch that was called with other inputs than those of its routes.
 
@@ -32,7 +38,9 @@ class InputCheck:
         """
         inputs, called = self.known[number], given.on_host()
         fed, shape = None if inputs is None else inputs.fed, called.tokens.shape
-        if (other := find_other_order(row_order, self._orders[number], fed, shape)) is not None:
+        other = find_other_order(row_order, self._orders[number], fed, shape)
+        other = other or find_other_padding(fed, called.real)
+        if other is not None:
             raise other.error(MicroBatchError, micro_batch(number))
         found = inputs.differing(called) if inputs else None
         self.compared += found is not None
@@ -52,12 +60,29 @@ class InputCheck:
             cause += "\nrecord(inputs=False), or a layout without fingerprints, checks none"
             raise MicroBatchError(problem, where=micro_batch(number), expected=expected, got=got, cause=cause)
 
-    def warn(self, chunks: Sequence[nn.Module]) -> None:
-        """Warn if routes know their tokens and no call passed its own, except in a later pipeline stage."""
-        modules = (one for chunk in chunks for one in chunk.modules())
-        unchecked = any(self.known) and not self.compared
-        if unchecked and all(getattr(one, "pre_process", True) for one in modules):
+    def warn(self, chunks: Sequence[nn.Module], *, judged: bool) -> None:
+        """Warn if no call was held against its routes' tokens, except in a later pipeline stage.
+
+        `judged` says whether the routes were compared with the routers' own choice.
+        """
+        if self.compared or not all(
+            getattr(one, "pre_process", True) for chunk in chunks for one in chunk.modules()
+        ):
+            return
+        if any(self.knows_tokens(number) for number in range(len(self.known))):
             logger.warning(
                 "[npu_replay] no micro-batch was held against the tokens that its routes belong to: the "
                 "module of this block isn't called with all token ids. Open the block on the one that is"
             )
+        elif not judged:
+            _say_nothing_compared()
+
+
+@functools.cache  # the process warns once
+def _say_nothing_compared() -> None:
+    logger.warning(
+        "[npu_replay] nothing holds these routes against the tokens of the model's calls: routes of another "
+        "micro-batch would be replayed. They don't say which tokens they belong to (fingerprints= of the "
+        "layout, or a record of calls with token ids), and they weren't compared with the routers' own "
+        "choice either (fewer than 64 rows, or min_overlap=0)"
+    )

@@ -33,14 +33,19 @@ _SAMPLED = 2**16
 
 
 class Called(NamedTuple):
-    """Holds the inputs of a call: a copy of its token ids, and shape and digest of each other input."""
+    """Holds the inputs of a call: a copy of its token ids, and shape and digest of each other input.
+
+    `real` is its attention_mask as bool, if that has the shape of the ids.
+    """
 
     tokens: torch.Tensor
     others: Others
+    real: torch.Tensor | None = None
 
     def on_host(self) -> Called:
         """Wait for the device, and return a copy in host memory."""
-        return Called(self.tokens.cpu(), {name: (one[0], int(one[1])) for name, one in self.others.items()})
+        others: Others = {name: (one[0], int(one[1])) for name, one in self.others.items()}
+        return Called(self.tokens.cpu(), others, None if self.real is None else self.real.cpu())
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +74,11 @@ class Inputs:
         tokens = called.tokens
         marks = (fingerprint(tokens.flatten()),)
         return cls(None, (tokens.numel(),), marks, called.others, tuple(tokens.shape), tokens)
+
+    @property
+    def tells_tokens(self) -> bool:
+        """Return whether the tokens of any sequence are known, and not only where they lie."""
+        return any(mark is not None for mark in self.marks)
 
     def described(self) -> dict[str, Any]:
         """Return what bytes and files hold of this, as JSON: digests of the tokens, and where they lie."""
@@ -180,6 +190,29 @@ def find_other_order(
     return None
 
 
+def find_other_padding(fed: torch.Tensor | None, real: torch.Tensor | None) -> Finding | None:
+    """Find a sequence whose tokens lie in other places of a call than in a layout.
+
+    A row of the attention mask with more or fewer tokens than the layout's may be right: some of a sequence's
+    tokens may be masked out, and the padding of others not.
+
+    Args:
+        fed: the layout's places, None if unknown.
+        real: the attention mask of the call, bool, None if unknown.
+    """
+    if fed is None or real is None or real.dim() != 2 or real.numel() != len(fed):
+        return None
+    there = (fed >= 0).view(real.shape)
+    moved = (there.sum(dim=1) == real.sum(dim=1)) & (there != real).any(dim=1)
+    if not bool(moved.any()):
+        return None
+    row = int(moved.nonzero()[0])
+    expected, got = (f"row {row} from place {int(one[row].nonzero()[0])} on" for one in (real, there))
+    problem = "the layout pads the batch on another side than its attention mask"
+    cause = "side= of TokenLayout.padded, or lengths in another order than the batch's"
+    return Finding(problem, expected, f"{got} in the layout", cause=cause)
+
+
 def is_grid(shape: Sequence[int] | None) -> TypeGuard[Sequence[int]]:
     """Return whether [batch, sequence] of this shape gives other rows in one order than in the other."""
     return shape is not None and len(shape) == 2 and min(shape) > 1
@@ -211,7 +244,8 @@ def copied(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | N
     others: Others = {name: (one.shape, digest(one)) for name, one in other_inputs(call, found).items()}
     mask = call.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.shape == found.shape:
-        return Called(found.detach() * (mask != 0), others)
+        real = mask.detach() != 0
+        return Called(found.detach() * real, others, real)
     # Copied, as loaders and captured graphs write the next batch into the same memory.
     return Called(found.detach().clone(), others)
 

@@ -10,6 +10,7 @@ is compared with it. A *native* row is one without a route: there the own choice
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from typing import Any
@@ -102,6 +103,10 @@ class RoutedExperts:
     """From `observe`, where tokens over an expert's capacity were dropped: the ids that the outputs showed,
     int16 [tokens, layers, topk], with -1 in the place of each that is missing."""
 
+    made_at: float = field(default=0.0, init=False)
+    """When these rows were decoded, loaded or built, in seconds since the epoch; of several parts the
+    earliest. Rows that were made before an update of the weights are judged less strictly."""
+
     def __init__(
         self,
         *,
@@ -128,8 +133,9 @@ class RoutedExperts:
         narrow = narrow.contiguous()
         # A conversion above has made a copy already, unless the memory is still the caller's.
         given = ids.ctypes.data if isinstance(ids, np.ndarray) else ids.data_ptr()
+        self._set(made_at=time.time())
         if _like is not None and ids is _like.ids:  # `dataclasses.replace` that keeps the rows
-            self._set(**{name: getattr(_like, name) for name in _OF_MICRO_BATCH})
+            self._set(**{name: getattr(_like, name) for name in (*_OF_MICRO_BATCH, "made_at")})
         self._set(
             ids=narrow.clone() if copy and narrow.data_ptr() == given else narrow,
             layers=labels,
@@ -154,7 +160,7 @@ class RoutedExperts:
     def of_checked(cls, **values: Any) -> RoutedExperts:
         """Build routes from values that were checked before; nothing is checked, narrowed or copied again."""
         made = cls.__new__(cls)
-        made._set(**values)
+        made._set(**{"made_at": time.time()} | values)
         return made
 
     def with_known(self, **values: Any) -> RoutedExperts:
@@ -406,7 +412,7 @@ _OF_MICRO_BATCH = ("bad_samples", "row_order", "inputs", "placed", "shown")
 
 
 def _unpickled(values: dict[str, Any]) -> RoutedExperts:
-    lacking = {one.name for one in fields(RoutedExperts)} - values.keys() - {*_OF_MICRO_BATCH}
+    lacking = {one.name for one in fields(RoutedExperts)} - values.keys() - {*_OF_MICRO_BATCH, "made_at"}
     problem, got = "this pickle is of another version of npu_replay", f"routes without {sorted(lacking)}"
     RouteFileError.unless(not lacking, problem, "one version on all nodes", got)
     arrays = {name: arguments.shared_tensor(values[name]) for name in ("ids", "recorded")}

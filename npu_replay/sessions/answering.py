@@ -154,9 +154,11 @@ class Answering(Work):
         wanted = forward.chunk == 0 and source.wants_inputs_of(number)
         if wanted and (called := copied(args, kwargs, chunk)) is not None:
             source.inputs[number] = called
+        given = source.given.get((forward.chunk, number))
         if self.own is not None:
             self.own.check_losses(chunk, args, kwargs)
-        if (given := source.given.get((forward.chunk, number))) is not None:
+            self.own.begins(forward, chunk, given, source.knows_tokens(number))
+        if given is not None:
             for device in given.on:
                 source.send(forward, device)
 

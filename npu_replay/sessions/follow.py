@@ -91,7 +91,7 @@ def follow(
         eval_mode: calls in eval mode are recorded or replayed, too, for a loop that takes old log-probs so
             (OpenRLHF). Put evaluations into `paused()` then. Without it such a call takes no routes, also in
             "R3"; one WARNING says so where it had some.
-        live_mismatch, min_overlap: see `replay`; min_overlap is checked in the first calls with routes.
+        live_mismatch, min_overlap: see `replay`.
 
     Raises:
         ReplayError: on entering, if a router can't be replayed, or an adapter's state can't be read; in a

@@ -1,14 +1,8 @@
-"""Ask routers for their own choice during a replay: for live_mismatch, overlap and aux losses.
-
-Overlap is the share of the experts given to a router that it would choose by itself, too. Routes of the
-right tokens overlap by 0.8 to 1, since rounding changes few experts. Routes of another token, layer or
-sample overlap by chance. Chance depends on how evenly the experts are used, so it is measured: as the
-overlap of each token's routes with the choices of all other tokens (docs/dev/overlap.md).
-"""
+"""Ask routers for their own choice during a replay: for live_mismatch, overlap and aux losses."""
 
 from __future__ import annotations
 
-import math
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -22,23 +16,17 @@ from npu_replay.errors import MicroBatchError, micro_batch, one_of, share
 from npu_replay.routers import Handle, Router, check_losses
 from npu_replay.routes.checks import Array
 from npu_replay.routes.inputs import parameter_names
+from npu_replay.routes.overlap import RUN, Judged, Misfit, judge
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 from npu_replay.sessions import seam
 from npu_replay.sessions.effect import Count
 from npu_replay.sessions.micro_batches import Forward
 from npu_replay.sessions.route_source import DeviceRoutes
+from npu_replay.sessions.weights import weights_moved
 
 AuxLoss: TypeAlias = Literal["live", "replayed"]
 
-RUN = 64
-"""The least number of judged rows, and the length of judged runs of consecutive tokens."""
-_LEAST, _MOST = 0.15, 0.25
-"""Limits of the expected overlap, as a part of the way from chance to 1.
-
-Right routes at 4 bits had 0.19 and more, wrong ones less than 0.1, a wrong layer among right ones up to 0.2.
-"""
-_SHIFTS = 64
-_LAYERS = 8  # number of layers compared for a shift
+logger = logging.getLogger(__name__)
 
 
 class OwnChoice:
@@ -81,6 +69,10 @@ class OwnChoice:
 
         return losses.recount(counted)
 
+    def begins(self, forward: Forward, module: nn.Module, given: DeviceRoutes | None, is_known: bool) -> None:
+        """Begin a forward with these routes; `is_known` says whether their tokens are compared elsewhere."""
+        self._overlap.begins(forward, module, given, is_known)
+
     def check_losses(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Refuse a call of the model with a loss that can't count the replayed experts as asked."""
         if self._aux_loss == "replayed":
@@ -104,7 +96,7 @@ class OwnChoice:
             if missing is not None:
                 differ[missing] = False
             self._running.append((differ, len(differ) - (0 if missing is None else len(missing))))
-        if self._overlap.asks(call.forward, routes.routes):
+        if self._overlap.asked_in is call.forward:
             self._overlap.add(call.owner.label, call.num_experts, given, call.own(), missing)
 
     def ends(self, chunk: int, forward: Forward | None, given: DeviceRoutes | None) -> None:
@@ -114,6 +106,11 @@ class OwnChoice:
             self._differing.add(differ)
             self._compared += compared
         self._overlap.check(chunk, None if forward is None else forward.number, given)
+
+    @property
+    def has_judged(self) -> bool:
+        """Return whether some routes were compared with the routers' own choice."""
+        return self._overlap.given > 0 or self._compared > 0
 
     def counts(self) -> dict[str, int]:
         """Return numbers of token-layers, compared and differing, and of experts, judged and shared."""
@@ -128,13 +125,15 @@ class _Call(NamedTuple):
 
 
 class OverlapCheck:
-    """Refuses routes of a rollout engine that are far from what the routers would choose for their tokens.
+    """Judges whether routes are near what the routers would choose for their tokens (routes/overlap.py).
 
-    The first forwards of each chunk are judged, until 64 rows with a route were seen.
+    Each chunk's first 64 rows with a route are judged, and then micro-batches 1, 2, 4, 8, ... and the last.
+    An engine's routes that are too far off are refused. Of others, whose tokens nobody can compare, one
+    WARNING says so: those made for a test are random on purpose.
 
     Args:
-        least: overlap below which any routes are refused, 0 to 1; 0 refuses none. None: for an engine's
-            routes only, NPU_REPLAY_MIN_OVERLAP, else 0.15 to 0.25 of the way from chance to 1.
+        least: overlap below which any routes are refused, 0 to 1; 0 refuses none. None:
+            NPU_REPLAY_MIN_OVERLAP, else 0.15 to 0.25 of the way from chance to 1.
     """
 
     def __init__(self, least: float | None) -> None:
@@ -144,16 +143,25 @@ class OverlapCheck:
             self._least = share(least, "min_overlap", "experts that were given")
         self.given = 0  # experts that were judged
         self.shared = 0  # of these, experts that the routers chose, too
+        self.asked_in: Forward | None = None
+        """The running forward, if its routers' own choice is needed, which costs a top-k each."""
+        self._moved = self._warned = False
         self._judged: set[int] = set()
         self._calls: dict[int, _Call] = {}  # by layer, in the running forward
-        # By chunk, hits and loads of its forwards so far, which together had fewer than 64 rows.
-        self._before: dict[int, tuple[Array, Array]] = {}
+        self._before: dict[int, Judged] = {}  # by chunk, rows so far, as long as they are fewer than 64
 
-    def asks(self, forward: Forward, routes: RoutedExperts) -> bool:
-        """Return whether the routers' own choice is needed in this forward. It costs a top-k."""
-        if forward.chunk in self._judged or self._least == 0:
-            return False
-        return self._judges_all or routes.from_engine
+    def begins(self, forward: Forward, module: nn.Module, given: DeviceRoutes | None, is_known: bool) -> None:
+        """Decide whether this forward of a chunk is judged; `is_known` as in `OwnChoice.begins`."""
+        self.asked_in = None
+        # Tensors inside torch.func.grad have no memory that numpy could read.
+        if given is None or self._least == 0 or torch._C._functorch.maybe_current_level() is not None:
+            return
+        refuses = self._judges_all or given.routes.from_engine
+        # An engine's first rows are judged before an optimizer steps, however few a micro-batch has.
+        begins = refuses and forward.chunk not in self._judged
+        if begins or (forward.checked and (refuses or not is_known)):
+            self.asked_in = forward
+            self._moved = weights_moved(module, given.routes.made_at, grad=forward.grad)
 
     def add(
         self,
@@ -179,85 +187,69 @@ class OverlapCheck:
         Waits for the device. The error names the layers or tokens, and a shift that would fit.
         """
         calls, self._calls = self._calls, {}
+        self.asked_in = None
         if number is None or given is None or not calls:
             return
-        labels, routes, before = sorted(calls), given.routes, 0
+        labels, routes = sorted(calls), given.routes
         rows = rows_by_token(routes)
-        hits = np.stack([calls[label].hits.cpu().numpy() for label in labels])[:, rows]  # [layers, rows]
-        loads = np.stack([calls[label].loads.cpu().numpy() for label in labels])
-        if chunk in self._before:
-            earlier, their_loads = self._before.pop(chunk)
-            hits, loads, before = np.concatenate([earlier, hits], 1), their_loads + loads, earlier.shape[1]
-        if hits.shape[1] < RUN:
-            self._before[chunk] = hits, loads
+        judged = Judged(
+            given.ids.numpy()[rows],
+            np.stack([calls[label].own.cpu().numpy() for label in labels], axis=1)[rows],
+            np.stack([calls[label].hits.cpu().numpy() for label in labels])[:, rows],
+            np.stack([calls[label].loads.cpu().numpy() for label in labels]),
+            starts_of(routes, rows),
+        )
+        before = self._before.pop(chunk, None)
+        if before is not None:
+            judged = before.followed_by(judged)
+        if len(judged.given) < RUN:
+            self._before[chunk] = judged
             return
         self._judged.add(chunk)
-        self.shared += int(hits.sum(dtype=np.int64))
-        self.given += hits.size * routes.topk
-        where, got, least, at, fits = self._judge(hits, loads, before, labels, routes, rows)
-        moved = find_shift(calls, rows, given.ids.numpy()[rows], at, fits)
-        if not where and moved is None:
-            return
-        expected = f"an overlap of {least:.2f} or more with the routers' own choice"
-        cause = (
-            "routes of another sample, another micro-batch or other weights; rows in another order "
-            "(TokenLayout's order=, side=); layers in another order; or an engine that returned rows of "
-            "an earlier request. "
-            f"min_overlap= or {MIN_OVERLAP} sets what is expected, and 0 switches this check off"
-        )
-        if moved is not None:
-            by, there, got = moved
-            expected = f"rows in their places: moved by {by:+} they overlap by {there:.2f}"
-            cause = f"a row too many or too few before these, from padding or from another prompt; {cause}"
-        problem = "the routes are far from what the routers would choose for these tokens"
-        where = f"{micro_batch(number)}, chunk {chunk}, {where or 'all layers'}"
-        raise MicroBatchError(problem, where=where, expected=expected, got=f"{got:.2f}", cause=cause)
+        self.shared += int(judged.hits.sum(dtype=np.int64))
+        self.given += judged.hits.size * routes.topk
+        earlier = 0 if before is None else len(before.given)
+        misfit = judge(judged, least=self._least, before=earlier, moved=self._moved)
+        if misfit is not None:
+            error = _error(misfit, f"{micro_batch(number)}, chunk {chunk}", labels, routes, rows, earlier)
+            self._refuse(error, misfit, routes)
 
-    def _judge(
-        self, hits: Array, loads: Array, before: int, labels: list[int], routes: RoutedExperts, rows: Array
-    ) -> tuple[str, float, float, int, float]:
-        """Find layers, or else 64 consecutive tokens, that overlap too little.
+    def _refuse(self, error: MicroBatchError, misfit: Misfit, routes: RoutedExperts) -> None:
+        if routes.from_engine or self._judges_all:
+            raise error
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "[npu_replay] %s: the routers would choose %.0f %% of the given experts for these tokens, "
+                "and chance gives %.0f %%. The routes may be of another micro-batch, or rows in another "
+                "order: nothing says which tokens they belong to (fingerprints=). from_engine=True makes "
+                "this an error; min_overlap=0 switches it off, for routes that are random on purpose",
+                *(error.where, 100 * misfit.got, 100 * misfit.chance),
+            )
 
-        Returns:
-            their name, "" if there are none; their overlap and its floor; the first row of the lowest 64;
-            the overlap that rows must have elsewhere for a shift to be named.
-        """
-        topk, count = routes.topk, hits.shape[1]
-        shares = hits / topk
-        overlap = shares.mean(axis=1)
-        # Chance: the pairs of a given and a chosen expert in different rows that are the same expert.
-        pairs = (loads[:, 0] * loads[:, 1]).sum(axis=1) - hits.sum(axis=1, dtype=np.int64)
-        chance = pairs / (topk * count * (count - 1))
-        # A quarter of the best layer's way: a coarsely quantized rollout lowers all layers. A wrong layer
-        # lowers those behind it too, since their inputs come from other experts; those before it stay high.
-        best = ((overlap - chance) / np.maximum(1 - chance, 1e-9)).max()
-        way = float(np.clip(best / 4, _LEAST, _MOST))
 
-        def floor_of(chance: Array, deviation: Array, rows: int) -> Array:
-            # Two standard errors below the expected overlap of this number of rows.
-            expected = chance + way * (1 - chance) if self._least is None else self._least
-            floor: Array = expected - 2 * deviation / np.sqrt(rows)
-            return floor
-
-        where, at = "", 0
-        floor = floor_of(chance, shares.std(axis=1), count)
-        got, least = overlap[0], floor[0]
-        if len(low := np.flatnonzero(overlap < floor)):
-            named = ", ".join(str(labels[one]) for one in low[:8]) + (", ..." if len(low) > 8 else "")
-            where = f"all {len(low)} layers" if len(low) == len(labels) > 1 else f"layer {named}"
-            worst = low[(overlap - floor)[low].argmin()]
-            got, least = overlap[worst], floor[worst]
-        each = shares[:, before:].mean(axis=0)
-        if len(each) >= RUN:  # the lowest of all runs of consecutive tokens
-            sums = np.concatenate([[0.0], each.cumsum()])
-            at = int((sums[RUN:] - sums[:-RUN]).argmin())
-            run = each[at : at + RUN]
-            floor = floor_of(chance.mean(), run.std(), RUN)
-            if not where and run.mean() < floor:
-                where, got, least = tokens_of(routes, rows, at), run.mean(), floor
-        # Wrong rows fit better almost anywhere else: so a shift is named only if rows fit well there.
-        fits = (1 + chance.mean()) / 2 if where else chance.mean()
-        return where, float(got), float(least), at, float(fits)
+def _error(
+    misfit: Misfit, where: str, labels: list[int], routes: RoutedExperts, rows: Array, before: int
+) -> MicroBatchError:
+    """Return the error about rows of a micro-batch, of which `before` earlier ones lie in others."""
+    expected = f"an overlap of {misfit.least:.2f} or more with the routers' own choice"
+    cause = (
+        "routes of another sample or micro-batch; rows in another order (TokenLayout's order=, side=); an "
+        "engine that returned rows of an earlier request; other weights (optimizer steps since the rollout). "
+        f"min_overlap= or {MIN_OVERLAP} sets what is expected, and 0 switches this check off"
+    )
+    if misfit.layers:
+        named = ", ".join(str(labels[one]) for one in misfit.layers[:8])
+        count, more = len(misfit.layers), ", ..." if len(misfit.layers) > 8 else ""
+        place = f"all {count} layers" if count == len(labels) > 1 else f"layer {named}{more}"
+    else:
+        place = tokens_of(routes, rows, (misfit.first or 0) - before)
+    if misfit.shift:
+        expected = f"rows in their places: moved by {misfit.shift:+} they overlap by {misfit.there:.2f}"
+        cause = f"a row too many or too few before these, from padding or from another prompt; {cause}"
+    problem = "the routes are far from what the routers would choose for these tokens"
+    got = f"{misfit.got:.2f}"
+    return MicroBatchError(problem, where=f"{where}, {place}", expected=expected, got=got, cause=cause)
 
 
 def rows_by_token(routes: RoutedExperts) -> Array:
@@ -267,6 +259,14 @@ def rows_by_token(routes: RoutedExperts) -> Array:
     order: Array = np.argsort(routes.placed[0].numpy(), kind="stable")
     rows: Array = order[routes.recorded.numpy()[order]]
     return rows
+
+
+def starts_of(routes: RoutedExperts, rows: Array) -> Array:
+    """Return at which of these rows, in the order of tokens, each sequence begins; one if none is known."""
+    if routes.placed is None:
+        return np.zeros(1, np.int64)
+    bounds = np.cumsum([0, *routes.placed[1]])
+    return np.unique(np.searchsorted(routes.placed[0].numpy()[rows], bounds[:-1]))
 
 
 def tokens_of(routes: RoutedExperts, rows: Array, at: int) -> str:
@@ -279,34 +279,3 @@ def tokens_of(routes: RoutedExperts, rows: Array, at: int) -> str:
     one, other = (int(number) - 1 for number in np.searchsorted(starts, (first, last), side="right"))
     to = "" if one == other else f"sequence {other}, "
     return f"sequence {one}, tokens {first - starts[one]} to {to}{last - starts[other]}"
-
-
-def find_shift(
-    calls: dict[int, _Call], rows: Array, given: Array, at: int, least: float
-) -> tuple[int, float, float] | None:
-    """Return by how many rows routes that fit better elsewhere are moved, and the overlap there and here.
-
-    Neighbouring tokens choose alike, so a shift must overlap by four standard errors more, and by `least`.
-    Compares 256 rows from `at` on, in eight layers.
-    """
-    some = slice(None, None, max(1, len(calls) // _LAYERS))
-    looked = np.arange(at, min(at + 4 * RUN, len(rows)))
-    own = np.stack([calls[label].own.cpu().numpy()[rows[looked]] for label in sorted(calls)[some]], axis=1)
-    given = given[:, some]
-
-    def overlaps(shift: int, kept: Array) -> Array:
-        moved = given[(looked + shift)[kept]]
-        each: Array = (moved[..., :, None] == own[kept][..., None, :]).sum(axis=(1, 2, 3)) / moved[0].size
-        return each
-
-    best, here = None, overlaps(0, np.ones(len(looked), bool))
-    for shift in range(-_SHIFTS, _SHIFTS + 1):
-        kept = (looked + shift >= 0) & (looked + shift < len(rows))
-        if kept.sum() < 0.75 * len(looked):
-            continue
-        there = overlaps(shift, kept)
-        gain = there - here[kept]
-        if gain.mean() > 4 * gain.std() / math.sqrt(len(gain)) and there.mean() > least:
-            least = float(there.mean())
-            best = -shift, least, float(here[kept].mean())
-    return best

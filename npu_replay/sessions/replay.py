@@ -40,11 +40,12 @@ def replay(
             sequence-major; Hugging Face: batch-major). TokenLayout brings them into this order.
         live_mismatch: also count where the router would have chosen otherwise (costs its top-k).
         min_overlap: the least share of the given experts, 0 to 1, that the routers must choose by
-            themselves, in each layer and in each 64 consecutive tokens of the first micro-batch. Routes
-            below it, or that fit better when moved, belong to another sample or lie in other rows: an error
-            at the end of that micro-batch. Costs a top-k there. 0 checks nothing. Left out:
-            NPU_REPLAY_MIN_OVERLAP, else a limit between measured chance and 1, for routes of a rollout
-            engine only. docs/layout.md says what it detects.
+            themselves, in each layer and in each 64 consecutive tokens of micro-batches 0, 1, 2, 4, 8, ...
+            and the last. Routes below it, or that fit better when moved, belong to another sample or lie in
+            other rows: an error at the end of that micro-batch. Costs a top-k there. 0 checks nothing. Left
+            out: NPU_REPLAY_MIN_OVERLAP, else a limit between measured chance and 1, for routes of a rollout
+            engine; of other routes whose tokens are unknown, one WARNING says that they are far off.
+            docs/layout.md says what it detects.
         aux_loss: which experts the routers' aux losses count: "live", what the router would choose now, or
             "replayed"; the same on every Megatron-core. Left out: NPU_REPLAY_AUX_LOSS, else "live". The
             loss of transformers (output_router_logits) counts the live choice: it refuses "replayed".
@@ -70,8 +71,11 @@ class Replay(Session):
     name = "replay"
 
     def __init__(self, model: Model, routes: Sequence[RoutedExperts], own: OwnChoice) -> None:
-        self._source = ListedRoutes(routes)
+        self._source, self._own = ListedRoutes(routes), own
         super().__init__(model, Answering(self._source, own))
+
+    def _finish(self) -> None:
+        self._source.called.warn(self.chunks, judged=self._own.has_judged)
 
     def _progress(self) -> str:
         rows, missing = _rows(self._source.routes)
@@ -123,7 +127,12 @@ class ListedRoutes(RouteSource):
         return number == len(self.routes) - 1
 
     def wants_inputs_of(self, number: int) -> bool:
-        return self.called.known[number] is not None
+        # Without fingerprints only the padding can be compared, which is alike in all micro-batches.
+        known = self.called.known[number] is not None
+        return known and (self.knows_tokens(number) or is_due(number) or self.is_last(number))
+
+    def knows_tokens(self, number: int) -> bool:
+        return self.called.knows_tokens(number)
 
     def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
         last = self.timeline.ended[0] - 1
@@ -132,7 +141,6 @@ class ListedRoutes(RouteSource):
 
     def check_complete(self) -> None:
         self._check_inputs()
-        self.called.warn(self.chunks)
         done = self.timeline.ended[0]
         where, expected = micro_batch(done), f"{len(self.routes)} forwards in this block"
         cause = likeliest(

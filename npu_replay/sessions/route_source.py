@@ -68,6 +68,10 @@ class RouteSource:
     def wants_inputs_of(self, number: int) -> bool:
         return self._wants_inputs
 
+    def knows_tokens(self, number: int) -> bool:
+        """Return whether the tokens of a micro-batch's routes are known, here or to whoever gives them."""
+        return True
+
     def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
         """End a forward; `complete` is False if it raised. `kept` holds the ids that its routers used."""
 

@@ -68,6 +68,10 @@ DONT: dict[str, Callable[[int], dict[str, Any]]] = {
         "advantages": noise(BATCH, LENGTH - 1, seed=seed),
     },
     "a figure a token but the first": lambda seed: {"ratio": noise(BATCH, LENGTH - 1, seed=seed)},
+    "a response's figures": lambda seed: {
+        name: noise(BATCH, 3, seed=seed)
+        for name in ("returns", "old_values", "kl", "entropy", "scores", "advantages")
+    },
     "a figure a sample": lambda seed: {"scale": noise(BATCH, 1, seed=seed)},
     "embeddings, of weights": lambda seed: {"inputs_embeds": noise(7, BATCH, 8, seed=seed)},
     "nothing": lambda seed: {"pixel_values": None, "images": []},

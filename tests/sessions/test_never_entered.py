@@ -76,7 +76,7 @@ def test_a_block_that_was_entered_does_not_warn(kind: str, caplog: pytest.LogCap
             model(tokens())
     with pytest.raises(KeyError), BLOCKS[kind](model):
         raise KeyError
-    assert not warnings(caplog)
+    assert "never entered" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

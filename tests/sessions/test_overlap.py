@@ -57,14 +57,22 @@ def run(model: Any, routes: list[RoutedExperts], *inputs: torch.Tensor, **option
 # Who is judged
 
 
-def test_routes_of_an_engine_are_judged_and_others_are_not() -> None:
+def test_an_engines_routes_are_refused_and_those_made_by_hand_get_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model, inputs = ToyModel(), hidden(RUN)
     (right,) = own(model, inputs)
     assert run(model, [right], inputs)["overlap"] == 1.0
     with pytest.raises(MicroBatchError, match=rf"micro-batch 0, chunk 0, .*{FAR}.*min_overlap="):
         run(model, [random(RUN)], inputs)
     by_hand = random(RUN).with_known(from_engine=False)
-    assert "overlap" not in run(model, [by_hand], inputs)
+    assert 0.1 < run(model, [by_hand] * 3, inputs, inputs, inputs)["overlap"] < 0.3
+    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert re.search(r"micro-batch 0, .*choose \d\d % .*chance gives [12]\d %.*from_engine=True", said)
+    caplog.clear()
+    assert run(model, [right.with_known(from_engine=False)], inputs)["overlap"] == 1.0
+    assert "overlap" not in run(model, [by_hand], inputs, min_overlap=0)
+    assert "would choose" not in caplog.text
     with pytest.raises(MicroBatchError, match=FAR):
         run(model, [by_hand], inputs, min_overlap=0.5)
 
@@ -123,11 +131,64 @@ def test_rows_are_named_within_the_micro_batch_that_brings_them_to_64() -> None:
         run(model, [before, of_engine(ids, right)], *inputs)
 
 
-def test_only_the_first_rows_are_judged_and_cost_a_top_k() -> None:
-    model, inputs = ToyModel(), [hidden(RUN, seed) for seed in range(3)]
-    first, *_ = own(model, inputs[0])
-    figures = run(model, [first, random(RUN), random(RUN)], *inputs)
-    assert figures["overlap"] == 1.0
+def test_every_checked_micro_batch_is_judged_and_no_other_costs_a_top_k() -> None:
+    model, inputs = ToyModel(), [hidden(RUN, seed) for seed in range(6)]
+    right = own(model, *inputs)
+    for number in (1, 2, 4, 5):  # the last one is checked, too
+        wrong = [*right[:number], random(RUN), *right[number + 1 :]]
+        with pytest.raises(MicroBatchError, match=rf"micro-batch {number}, .*{FAR}"):
+            run(model, wrong, *inputs)
+    unseen = [*right[:3], random(RUN), *right[4:]]
+    with npu_replay.replay(model, unseen) as session:
+        for one in inputs:
+            model(one).sum().backward()
+    assert session.metrics()["overlap"] == 1.0
+    assert session.counts()["given"] == 5 * RUN * 2 * TOPK
+
+
+def test_after_an_update_rows_are_refused_only_for_a_shift_until_the_next_pass_without_grad() -> None:
+    """A policy that has moved over epochs may choose any other experts."""
+    model, inputs = ToyModel(), hidden(4 * RUN)
+    (right,) = own(model, inputs)
+    assert run(model, [right], inputs)["overlap"] == 1.0
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.router.weight.copy_(torch.randn_like(layer.router.weight))
+    assert run(model, [right], inputs)["overlap"] < 0.4
+    with pytest.raises(MicroBatchError, match=FAR):
+        run(model, [right], inputs, min_overlap=0.5)  # a limit of the caller's own stays
+    (now,) = own(model, inputs)
+    with pytest.raises(MicroBatchError, match=r"moved by \+3"):
+        run(model, [of_engine(now.ids.roll(-3, 0), now)], inputs)
+    with pytest.raises(MicroBatchError, match=FAR), torch.no_grad(), npu_replay.replay(model, [right]):
+        model(inputs)
+    with pytest.raises(MicroBatchError, match=FAR):  # judged by these weights from here on
+        run(model, [right], inputs)
+
+
+def test_each_sequence_is_searched_for_a_shift_of_its_own() -> None:
+    model, lengths = ToyModel(), [2 * RUN] * 4
+    layout = TokenLayout.packed(lengths)
+    inputs = hidden(len(layout.rows))
+    samples = layout.scatter(own(model, inputs)[0])
+    moved = [of_engine(one.ids.roll(3 * by, 0), one) for by, one in enumerate(samples)]
+    with pytest.raises(MicroBatchError, match=r"sequence [123], tokens .*moved by -[369] "):
+        run(model, [layout.gather(moved)], inputs, min_overlap=None)
+
+
+def test_one_token_repeated_is_right_and_another_ones_rows_are_wrong() -> None:
+    """All rows are one, so chance equals the overlap, and one near tie lowers a layer."""
+    model = ToyModel(*(ToyRouter(layer) for layer in range(8)))
+    inputs = hidden(1).expand(2 * RUN, HIDDEN).contiguous()
+    (right,) = own(model, inputs)
+    ids = right.ids.clone()
+    unused = (torch.arange(EXPERTS)[:, None] != ids[0, 3].long()).all(dim=1).nonzero()[0, 0]
+    ids[:, 3, -1] = unused.to(ids.dtype)
+    assert run(model, [of_engine(ids, right)], inputs)["overlap"] > 0.8
+    chosen = torch.zeros(len(ids), 8, EXPERTS).scatter(2, right.ids.long(), 1)
+    others = chosen.topk(TOPK, largest=False).indices  # no expert of their own
+    with pytest.raises(MicroBatchError, match=FAR):
+        run(model, [of_engine(others, right)], inputs)
 
 
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
@@ -278,3 +339,18 @@ def test_an_array_of_counts_fits_its_dtype() -> None:
     check.add(0, 256, ids, ids, None)
     hits: Array = check._calls[0].hits.numpy()
     assert set(hits.tolist()) == {256}
+
+
+def test_a_new_rollout_is_judged_by_the_weights_of_now() -> None:
+    """A loop without old log-probs: its routes are made after the update, with the weights that they meet."""
+    model, inputs = ToyModel(), hidden(4 * RUN)
+    (right,) = own(model, inputs)
+    run(model, [right], inputs)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.router.weight.copy_(torch.randn_like(layer.router.weight))
+    (new,) = own(model, inputs)
+    assert run(model, [new], inputs)["overlap"] == 1.0
+    again = RoutedExperts(ids=right.ids, layers=[0, 1], num_experts=EXPERTS, from_engine=True)
+    with pytest.raises(MicroBatchError, match=FAR):
+        run(model, [again], inputs)

@@ -1,0 +1,68 @@
+"""A replay holds the places of a layout against the attention mask of the call, also without fingerprints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+from npu_replay import MicroBatchError, RoutedExperts, TokenLayout
+from npu_replay.routes import input_check
+from token_model import TokenModel, token_ids
+
+pytestmark = pytest.mark.usefixtures("toy_routers")
+
+LENGTHS, LENGTH = [5, 3, 6], 6
+
+
+def mask(side: str) -> torch.Tensor:
+    real = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
+    return (real if side == "right" else real.flip(1)).long()
+
+
+def replayed(side: Any, given: torch.Tensor | None, ids: torch.Tensor | None = None) -> dict[str, float]:
+    rows = [
+        RoutedExperts(ids=torch.rand(n, 2, 16).topk(3).indices, layers=[0, 1], num_experts=16)
+        for n in LENGTHS
+    ]
+    routes = TokenLayout.padded(LENGTHS, LENGTH, order="batch", side=side).gather(rows)
+    with torch.no_grad(), npu_replay.replay(TokenModel("batch"), [routes]) as session:
+        session.chunks[0](token_ids(3, LENGTH) if ids is None else ids, attention_mask=given)
+    return session.metrics()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_another_side_is_refused_by_the_mask_of_the_call(side: str) -> None:
+    other = {"left": "right", "right": "left"}[side]
+    assert replayed(side, mask(side))["tokens_compared"] == 0
+    with pytest.raises(MicroBatchError, match=r"micro-batch 0: the layout pads .* another side.*row 0 from"):
+        replayed(other, mask(side))
+
+
+def test_a_mask_that_leaves_out_more_or_fewer_tokens_says_nothing() -> None:
+    fewer = mask("right")
+    fewer[:, 0] = 0
+    for given in (fewer, torch.ones(3, LENGTH), mask("right")[:, None, None], None):
+        replayed("right", given)
+
+
+def test_where_nothing_at_all_is_compared_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    input_check._say_nothing_compared.cache_clear()
+    replayed("right", mask("right"))
+    replayed("right", mask("right"))
+    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "nothing holds these routes against the tokens" in said
+
+
+@pytest.mark.parametrize("way", ["inputs=False", "embeddings"])
+def test_it_says_so_of_a_record_that_knows_no_tokens(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    input_check._say_nothing_compared.cache_clear()
+    model, ids = TokenModel("batch"), token_ids(3, LENGTH)
+    call = {"input_ids": ids} if way == "inputs=False" else {"inputs_embeds": model.embedding(ids).detach()}
+    with torch.no_grad(), npu_replay.record(model, inputs=way != "inputs=False") as recording:
+        model(**call)
+    with torch.no_grad(), npu_replay.replay(model, recording.routes):
+        model(**call)
+    assert caplog.text.count("nothing holds these routes") == 1

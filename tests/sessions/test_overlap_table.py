@@ -1,0 +1,180 @@
+"""Which rows are taken and which refused, by router and by fault; -s prints a table of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+from judged_rows import of_engine, rounded
+from npu_replay import MicroBatchError, RoutedExperts, TokenLayout
+
+pytest.importorskip("transformers")
+
+from live.families import VOCABULARY, make
+
+BATCH, LENGTH = 8, 80
+LAYOUT = TokenLayout.padded([LENGTH] * BATCH, order="batch")
+QWEN = {"num_experts": 64, "num_experts_per_tok": 4, "num_hidden_layers": 5}
+
+pytestmark = pytest.mark.slow
+
+
+def texts(count: int, seed: int) -> list[torch.Tensor]:
+    """Micro-batches of a language in which each token has four successors."""
+    generator = torch.Generator().manual_seed(seed)
+    after = torch.randint(3, VOCABULARY, (VOCABULARY, 4), generator=torch.Generator().manual_seed(9))
+    batches = []
+    for _ in range(count):
+        rows = [torch.randint(3, VOCABULARY, (BATCH,), generator=generator)]
+        for _ in range(LENGTH - 1):
+            rows.append(after[rows[-1], torch.randint(4, (BATCH,), generator=generator)])
+        batches.append(torch.stack(rows, dim=1))
+    return batches
+
+
+def update(model: Any, steps: int, rate: float) -> Any:
+    """The model after so many steps of AdamW on texts of the language."""
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=rate)
+    for batch in texts(steps, seed=3):
+        optimizer.zero_grad()
+        model(batch, labels=batch, use_cache=False).loss.backward()
+        optimizer.step()
+    return model
+
+
+@functools.cache
+def policy(kind: str) -> Any:
+    if kind == "biased":
+        return make("DeepseekV3", num_hidden_layers=5)
+    model = make("Qwen3Moe", **QWEN)
+    if kind == "near-uniform":
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.mlp.gate.weight.mul_(1e-3)
+    return update(model, 60, 3e-3) if kind == "trained" else model
+
+
+def rows_of(model: Any, batch: torch.Tensor) -> RoutedExperts:
+    with torch.no_grad(), npu_replay.record(model, inputs=False) as recording:
+        model(batch, use_cache=False)
+    routes = recording.routes[0]
+    return of_engine(routes.ids, routes)
+
+
+def with_adapters(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    return peft.get_peft_model(copy.deepcopy(model), config)
+
+
+def noisy(model: Any) -> Any:
+    model = copy.deepcopy(model)
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_pre_hook(
+            lambda _, args: (args[0] * (1 + 0.01 * (2 * torch.rand_like(args[0]) - 1)), *args[1:])
+        )
+    return model
+
+
+# The trainer's model and the engine's, of a policy.
+ROUTERS: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "trained, bfloat16": ("trained", copy.deepcopy, lambda one: copy.deepcopy(one).bfloat16()),
+    "trained, 8 bits": ("trained", copy.deepcopy, lambda one: rounded(copy.deepcopy(one), 8)),
+    "trained, 4 bits": ("trained", copy.deepcopy, lambda one: rounded(copy.deepcopy(one), 4)),
+    "trained, noise of 1 %": ("trained", noisy, copy.deepcopy),
+    "untrained, bfloat16": ("untrained", copy.deepcopy, lambda one: copy.deepcopy(one).bfloat16()),
+    "untrained, 4 bits": ("untrained", copy.deepcopy, lambda one: rounded(copy.deepcopy(one), 4)),
+    "near-uniform, bfloat16": ("near-uniform", copy.deepcopy, lambda one: copy.deepcopy(one).bfloat16()),
+    "biased, in groups, bfloat16": ("biased", copy.deepcopy, lambda one: copy.deepcopy(one).bfloat16()),
+    "biased, in groups, 8 bits": ("biased", copy.deepcopy, lambda one: rounded(copy.deepcopy(one), 8)),
+    "LoRA in the trainer alone": ("trained", with_adapters, lambda one: copy.deepcopy(one).bfloat16()),
+}
+"""By name, the policy, and how the trainer's model and the engine's are made of it."""
+MOVED = {"1 step": 1, "5 steps": 5, "20 steps": 20}
+
+
+def shifted(right: RoutedExperts, _: RoutedExperts) -> torch.Tensor:
+    """Each sequence begins a row late, as behind the prefix cache."""
+    return torch.cat([part.ids.roll(1, 0) for part in LAYOUT.scatter(right)])
+
+
+def one_of_eight(right: RoutedExperts, other: RoutedExperts) -> torch.Tensor:
+    ids, rows = right.ids.clone(), slice(3 * LENGTH, 4 * LENGTH)
+    ids[rows] = other.ids[rows]
+    return ids
+
+
+def two_layers_swapped(right: RoutedExperts, _: RoutedExperts) -> torch.Tensor:
+    ids = right.ids.clone()
+    ids[:, [1, 2]] = ids[:, [2, 1]]
+    return ids
+
+
+FAULTS: dict[str, Callable[[RoutedExperts, RoutedExperts], torch.Tensor]] = {
+    "shifted by 1": shifted,
+    "another sample": lambda _, other: other.ids,
+    "two layers swapped": two_layers_swapped,
+    "one sequence of eight": one_of_eight,
+}
+
+
+def placed(ids: torch.Tensor, like: RoutedExperts) -> RoutedExperts:
+    return of_engine(ids, like).with_known(placed=(LAYOUT.rows, LAYOUT.lengths))
+
+
+def verdict(model: Any, routes: list[RoutedExperts], batches: list[torch.Tensor], grad: bool) -> str:
+    """The overlap of what a replay has taken, or the micro-batch that it refused."""
+    try:
+        with torch.set_grad_enabled(grad), npu_replay.replay(model, routes) as session:
+            for batch in batches:
+                model(batch, use_cache=False)
+    except MicroBatchError as error:
+        return f"refused in {error.where.split(',')[0].removeprefix('micro-batch ')}"
+    return f"{session.metrics()['overlap']:.2f}"
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_right_rows_are_taken_and_faults_refused_in_the_micro_batch_that_has_them(kind: str) -> None:
+    name, of_trainer, of_rollout = ROUTERS[kind]
+    trainer, engine = of_trainer(policy(name)).train(), of_rollout(policy(name))
+    batches, others = texts(3, seed=5), texts(3, seed=6)
+    right = [placed(one.ids, one) for one in (rows_of(engine, batch) for batch in batches)]
+    other = rows_of(engine, others[2])
+    line = [verdict(trainer, right, batches, grad=False)]
+    for make_wrong in FAULTS.values():
+        # Rows of the first two micro-batches are right.
+        wrong = [*right[:2], placed(make_wrong(right[2], other), right[2])]
+        line.append(verdict(trainer, wrong, batches, grad=False))
+    print(f"\n| {kind} | {' | '.join(line)} |")
+    assert not line[0].startswith("refused")
+    assert line[1:] == ["refused in 2"] * len(FAULTS)
+
+
+@pytest.mark.parametrize("rate", [1e-4, 1e-2])
+def test_a_policy_that_has_moved_is_taken_and_its_next_rollout_is_judged_again(rate: float) -> None:
+    trainer = copy.deepcopy(policy("trained")).train()
+    batches, others = texts(3, seed=5), texts(3, seed=6)
+
+    def rollout(given: list[torch.Tensor]) -> list[RoutedExperts]:
+        return [
+            placed(one.ids, one) for one in (rows_of(copy.deepcopy(trainer).bfloat16(), x) for x in given)
+        ]
+
+    right, done = rollout(batches), 0
+    line = [verdict(trainer, right, batches, grad=False)]
+    for steps in MOVED.values():
+        update(trainer, steps - done, rate)
+        done = steps
+        line.append(verdict(trainer, right, batches, grad=True))
+    late = [placed(shifted(one, one), one) for one in rollout(batches)]
+    line += [verdict(trainer, one, batches, grad=False) for one in (rollout(batches), rollout(others), late)]
+    print(f"\n| rate {rate:g} | {' | '.join(line)} |")
+    assert not any(one.startswith("refused") for one in line[:-2])
+    assert line[-2:] == ["refused in 0"] * 2
+    assert verdict(trainer, late, batches, grad=True) == "refused in 0"
