@@ -148,9 +148,9 @@ class Turns:
             before, known = self._ran[-1]
             if _common(before, tokens) == len(before) and known.ids.shape[1:] == rows.ids.shape[1:]:
                 self._ran.pop()
-                both = known.followed_by(len(tokens) - len(before))
-                both.take(rows)
-                rows = both
+                known.make_room(len(tokens))
+                known.take(rows)
+                rows = known
         self._ran.append((tokens, rows))
 
     def _rows_of(self, ids: Array, tokens: int) -> Rows:

@@ -54,6 +54,7 @@ class Rows:
     """Holds the rows of each token so far: `ids` [tokens, layers, topk], the others [tokens].
 
     `recorded` means that the row is known, `sampled_from` that a token was sampled from it, known or not.
+    There may be unknown rows beyond the tokens, for tokens to come.
     """
 
     ids: Array
@@ -67,23 +68,31 @@ class Rows:
         recorded, sampled_from = np.zeros((2, tokens), bool)
         return cls(np.zeros((tokens, *columns), dtype), recorded, sampled_from, np.full(tokens, None, object))
 
+    def __len__(self) -> int:
+        return len(self.recorded)
+
     def first(self, tokens: int) -> Rows:
         """Return a copy of the first rows. The last is sampled from anew, as what followed it is gone."""
         found = Rows(*(array[:tokens].copy() for array in vars(self).values()))
         found.sampled_from[-1:] = False
         return found
 
-    def followed_by(self, tokens: int) -> Rows:
-        """Return a copy with further, unknown rows."""
-        more = Rows.empty(tokens, self.ids.shape[1:], self.ids.dtype)
-        return Rows(*map(np.concatenate, zip(vars(self).values(), vars(more).values(), strict=True)))
+    def make_room(self, tokens: int) -> None:
+        """Add unknown rows until there are as many as tokens; nothing is done where there are more."""
+        lacking = tokens - len(self)
+        if lacking > 0:
+            # Half of what is there is added too, so a sample that grows step by step copies a row seldom.
+            more = Rows.empty(lacking + len(self) // 2, self.ids.shape[1:], self.ids.dtype)
+            pairs = zip(vars(self).values(), vars(more).values(), strict=True)
+            vars(self).update(zip(vars(self), map(np.concatenate, pairs), strict=True))
 
     def take(self, others: Rows, keep: Keep = "first") -> None:
         """Fill in rows of the same tokens, or of the first of them; by "first", known rows are kept.
 
-        A row that `others` sampled from anew without knowing it is no longer known.
+        A row that `others` sampled from anew without knowing it is no longer known. The ids of `others` may
+        lack unknown rows at the end.
         """
-        there = len(others.recorded)
+        there = len(others)
         lost = others.sampled_from & ~others.recorded & ~self.sampled_from[:there]
         for array, unknown in ((self.ids, 0), (self.recorded, False), (self.versions, None)):
             array[:there][lost] = unknown
@@ -91,11 +100,12 @@ class Rows:
         if keep == "first":
             # A row that only `others` sampled from replaces a known one: what followed it here was cut off.
             taken &= ~self.sampled_from[:there] & (~self.recorded[:there] | others.sampled_from)
-        if taken.any():
+        places = taken.nonzero()[0]
+        if len(places):
             # Rows of a wider dtype widen the array, so that no id is cut.
             self.ids = self.ids.astype(np.result_type(self.ids, others.ids), copy=False)
-            self.ids[:there][taken] = others.ids[taken]
-            self.versions[:there][taken] = others.versions[taken]
+            self.ids[places] = others.ids[places]
+            self.versions[places] = others.versions[places]
         self.recorded[:there] |= taken
         self.sampled_from[:there] |= others.sampled_from
 
@@ -134,8 +144,10 @@ class Rollout:
     def __post_init__(self) -> None:
         self.model = RoutedModel.of(self.model)
         one_of(self.missing, ("error", "native"), "way with missing routes", self._where)
-        self._tokens: Array = np.empty(0, np.int64)
-        self._rows = self._no_rows(0)
+        self._length = 0
+        self._room: Array = np.empty(0, np.int64)  # the tokens so far, and places for tokens to come
+        columns = len(self.model.layers), self.model.topk
+        self._rows = Rows.empty(0, columns, narrow_array_dtype(self.model.num_experts))
         self._first_sampled: int | None = None
 
     @property
@@ -143,7 +155,11 @@ class Rollout:
         return f"Rollout {as_text(self.name)}".rstrip()
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return self._length
+
+    @property
+    def _tokens(self) -> Array:
+        return self._room[: self._length]
 
     def __repr__(self) -> str:
         name = f"{self.name!r}, " if self.name else ""
@@ -163,7 +179,8 @@ class Rollout:
     @property
     def routes(self) -> RoutedExperts:
         """Return one row per token so far, with the fingerprint and the common weight version."""
-        ids, recorded, model = self._rows.ids.copy(), self._rows.recorded.copy(), self.model
+        rows, model = self._rows.first(len(self)), self.model
+        ids, recorded = rows.ids, rows.recorded
         constant = find_constant(ids, recorded, model.num_experts, self._tokens, model.layers)
         return RoutedExperts.of_checked(
             ids=torch.from_numpy(ids),
@@ -171,7 +188,7 @@ class Rollout:
             num_experts=model.num_experts,
             recorded=torch.from_numpy(recorded),
             fingerprint=fingerprint(self._tokens, sample_key=self.sample_key),
-            weight_version=common(self._rows.versions[recorded]),
+            weight_version=common(rows.versions[recorded]),
             constant_layers_ok=constant is None,
             from_engine=True,
         )
@@ -179,12 +196,12 @@ class Rollout:
     @property
     def weight_versions(self) -> list[Version]:
         """Return the weights that made each token's row; None for no route, or if unknown."""
-        versions: list[Version] = self._rows.versions.tolist()
+        versions: list[Version] = self._rows.versions[: len(self)].tolist()
         return versions
 
     def append(self, tokens: TokenIds) -> None:
         """Add tokens that weren't sampled (a tool's answer). Their rows come with the next turn."""
-        self._grow(np.concatenate([self._tokens, token_ids(tokens, _GIVEN)]))
+        self._add(token_ids(tokens, _GIVEN))
 
     def extend(self, turn: Turn, keep: Keep = "first") -> None:
         """Add a turn.
@@ -216,7 +233,7 @@ class Rollout:
         sampled_from = max(len(prompt), len(self)) - 1
         if len(whole) - 1 > sampled_from:
             rows.sampled_from[max(0, sampled_from) : len(whole) - 1] = True
-        self._grow(whole)
+        self._add(whole[len(self) :])
         self._rows.take(rows, keep)
         if self._first_sampled is None and len(sampled):
             self._first_sampled = len(prompt)
@@ -240,7 +257,7 @@ class Rollout:
         merged = cls(samples[0].model, samples[0].missing, samples[0].name, samples[0].sample_key)
         for sample in samples:
             merged._check_goes_on(sample._tokens)
-            merged._grow(sample._tokens)
+            merged._add(sample._tokens[len(merged) :])
             merged._rows.take(sample._rows.first(len(sample)), keep)
             merged.turns += sample.turns
             if merged._first_sampled is None:
@@ -254,19 +271,19 @@ class Rollout:
         """
         length = whole_number(length, "the length to truncate to", self._where)
         ReplayError.unless(length >= 0, "bad length to truncate to", "0 or more", length, where=self._where)
-        self._tokens = self._tokens[:length].copy()
-        if length < len(self._rows.sampled_from):
+        if length < len(self):
             self._rows = self._rows.first(length)
+            self._length = length
         if length <= self.prompt_length:  # no sampled token is left
             self._first_sampled = None
 
-    def _no_rows(self, tokens: int) -> Rows:
-        columns = len(self.model.layers), self.model.topk
-        return Rows.empty(tokens, columns, narrow_array_dtype(self.model.num_experts))
-
-    def _grow(self, tokens: Array) -> None:
-        self._rows = self._rows.followed_by(len(tokens) - len(self))
-        self._tokens = tokens
+    def _add(self, tokens: Array) -> None:
+        length = len(self) + len(tokens)
+        self._rows.make_room(length)
+        if len(self._room) < length:
+            self._room = np.concatenate([self._tokens, np.empty(len(self._rows) - len(self), np.int64)])
+        self._room[len(self) : length] = tokens
+        self._length = length
 
     def _check_goes_on(self, whole: Array) -> None:
         length = min(len(whole), len(self))
@@ -285,7 +302,8 @@ class Rollout:
 
     def _rows_of(self, turn: Turn, whole: Array) -> Rows:
         """Return the rows of a turn, one per token, if they are this sample's."""
-        rows, routes, tokens = self._no_rows(len(whole)), turn.routes, len(whole)
+        routes, tokens = turn.routes, len(whole)
+        rows = Rows.empty(tokens, (0, 0), np.uint8)
         check, where = MicroBatchError.unless, f"{self._where}, turn {self.turns + 1}"
         if routes is None:
             cause = 'an engine that captures no routes; missing="native" leaves such rows to the router'
@@ -306,7 +324,7 @@ class Rollout:
         if other is not None:
             raise other.error(MicroBatchError, where)
         # Routes may lack the last token, whose row then stays unknown until the next turn.
-        rows.ids[: len(routes)] = routes.ids.numpy()
+        rows.ids = routes.ids.numpy()
         rows.recorded[: len(routes)] = routes.recorded.numpy()
         versions = np.full(tokens, routes.weight_version, object)
         if turn.weight_versions is not None:

@@ -3,6 +3,7 @@ the weights."""
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -259,10 +260,34 @@ def test_samples_merge_into_one() -> None:
         Rollout.merge([])
 
 
+def test_a_sample_that_grows_copies_its_rows_seldom() -> None:
+    """By the memory that calls allocate: turns that copy all rows take that of 50 whole samples and more."""
+    model = RoutedModel(layers=range(64), num_layers=64, num_experts=64, topk=16)
+    rollout, tokens, allocated = Rollout(model), [3], 0
+    tracemalloc.start()
+    try:
+        for step in range(100):
+            grown = tokens + [step] * 10
+            ids = torch.arange(16, dtype=torch.uint8).expand(len(grown), 64, 16)
+            recorded = torch.arange(len(grown)) < len(grown) - 1
+            routes = RoutedExperts(ids=ids, layers=range(64), num_experts=64, recorded=recorded)
+            sampled = Turn(prompt=tokens, sampled=[step] * 10, routes=routes)
+            for add, what in ((rollout.extend, sampled), (rollout.append, [5] * 10)):
+                tracemalloc.reset_peak()
+                before, _ = tracemalloc.get_traced_memory()
+                add(what)  # type: ignore[operator]
+                allocated += tracemalloc.get_traced_memory()[1] - before
+            tokens = grown + [5] * 10
+    finally:
+        tracemalloc.stop()
+    assert int(rollout.routes.recorded.sum()) == len(tokens) - 11
+    assert allocated < 10 * len(tokens) * 64 * 16
+
+
 @examples(60)
 @given(st.data())
 def test_any_conversation_keeps_each_row_of_its_time(data: st.DataObject) -> None:
-    """Turns, tools, aborts with and without routes, changing weights: against a table kept by hand."""
+    """Turns, tools, aborts with and without routes, cuts, changing weights: against a table kept by hand."""
     rollout, tokens, versions = Rollout(MODEL), [3, 4], [None, None]
     sampled_from = [False, False]
     rollout.append(tokens)
@@ -271,6 +296,12 @@ def test_any_conversation_keeps_each_row_of_its_time(data: st.DataObject) -> Non
         sampled = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=4))
         lost = data.draw(st.booleans())
         latest = data.draw(st.booleans())
+        cut = data.draw(st.integers(1, 2 * len(tokens)))
+        rollout.truncate(cut)
+        tokens, versions, sampled_from = tokens[:cut], versions[:cut], sampled_from[:cut]
+        sampled_from[-1] = False
+        if data.draw(st.booleans()):
+            rollout.append(tool)
         prompt = tokens + tool
         tokens = prompt + sampled
         versions += [None] * (len(tokens) - len(versions))
@@ -280,9 +311,12 @@ def test_any_conversation_keeps_each_row_of_its_time(data: st.DataObject) -> Non
             Turn(prompt=prompt, sampled=sampled, routes=routes, aborted=lost), "latest" if latest else "first"
         )
         for place in range(len(tokens) - 1):
-            if not lost and (latest or (versions[place] is None and not sampled_from[place])):
+            anew = place >= len(prompt) - 1 and not sampled_from[place]
+            if lost and anew:
+                versions[place] = None
+            elif not lost and (latest or anew or (versions[place] is None and not sampled_from[place])):
                 versions[place] = version
-            sampled_from[place] |= place >= len(prompt) - 1
+            sampled_from[place] |= anew
     check(rollout, tokens, versions)
 
 
