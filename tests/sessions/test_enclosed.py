@@ -303,6 +303,14 @@ def test_a_hook_of_the_first_node_of_a_forward_recomputes_that_forward() -> None
         for number in (1, 0):
             outputs[number].sum().backward()
             assert torch.equal(shown.pop(), routes[number].layer_ids(0).long())
+    # What a row without a route chose wasn't kept, as nothing around the forward said that it may run again.
+    holes = [foreign(2)[0], foreign(2, recorded=torch.arange(ROWS) != 3)[1]]
+    words = r"micro-batch 1, layer 0: .*not foreseen"
+    with pytest.raises(RecomputeError, match=words), npu_replay.replay(model, holes):
+        outputs = [model(tokens(seed).requires_grad_()) for seed in range(2)]
+        outputs[0].sum().backward()
+        outputs[1].sum().backward()
+    assert len(shown) == 1
 
 
 def test_only_the_function_that_runs_is_found_among_many() -> None:
