@@ -1,4 +1,5 @@
-"""collect on one rank: a layout is held against the order of the router's rows and the recorded tokens."""
+"""collect: a layout is held against the order of the router's rows and the recorded tokens; and what ranks
+send each other, with threads for ranks (tests/distributed has processes)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import torch
 
 import npu_replay
 from npu_replay import MicroBatchError, ParallelLayout, RoutedExperts, TokenLayout, fingerprint
+from npu_replay.parallel import collect as collecting
+from simulated_ranks import Group, Rank, of_each
 from token_model import TokenModel, token_ids
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
@@ -107,3 +110,60 @@ def test_what_nobody_knows_is_taken_as_before() -> None:
             assert len(collected([routes], layout)) == BATCH
     with pytest.raises(MicroBatchError, match=OTHER_ORDER):  # the routers say their order all the same
         collected(recording.routes, padded(ids, "sequence"))
+
+
+# Between ranks
+
+STAGES, LENGTHS = ((0,), (1, 3)), (9, 4)
+
+
+def whole_sequences() -> list[RoutedExperts]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        RoutedExperts(
+            ids=torch.rand(length, 3, 300, generator=generator).topk(4).indices,
+            layers=[0, 1, 3],
+            num_experts=300,
+        )
+        for length in LENGTHS
+    ]
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("lacks", [0, 1, 2, 3])
+def test_ranks_send_their_rows_in_pieces(
+    lacks: int, everywhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stages of two context parallel ranks. One of them has no routes of its first and last row."""
+    whole = whole_sequences()
+    rows, stages = (Group(1, 3), Group(5, 7)), (Group(1, 5), Group(3, 7))
+    monkeypatch.setattr(collecting, "PIECE", 40)  # five rows of the first stage, two of the second
+
+    def layout_of(rank: int) -> TokenLayout:
+        parallel = ParallelLayout(cp=2, cp_rank=rank % 2, pp=2, pp_rank=rank // 2)
+        return TokenLayout.packed(LENGTHS, parallel=parallel)
+
+    def work(rank: int) -> list[RoutedExperts] | None:
+        layout, number = layout_of(rank), 2 * rank + 1
+        routes = layout.gather(whole, layers=STAGES[rank // 2])
+        if rank == lacks:
+            routes = routes.take([-1, *range(1, len(routes) - 1), -1])
+        groups: Any = [Rank(rows[rank // 2], number), Rank(stages[rank % 2], number)]
+        return npu_replay.collect([routes], [layout], groups, everywhere=everywhere)
+
+    first, *others = of_each(work, 4)
+    assert others == [first if everywhere else None] * 3
+    held = layout_of(lacks).rows
+    missing = held[[0, -1]][held[[0, -1]] >= 0]
+    recorded = torch.ones(sum(LENGTHS), dtype=torch.bool).index_fill(0, missing, False)
+    for one, right, known in zip(first, whole, recorded.split(LENGTHS), strict=True):
+        assert torch.equal(one.recorded, known)
+        assert torch.equal(one.ids, right.ids * known[:, None, None])
+
+
+def test_ranks_get_what_they_lack_from_the_first_that_holds_it() -> None:
+    left, right = whole_sequences()
+    held: list[dict[int, RoutedExperts]] = [{}, {7: left}, {7: right, 8: right}]
+    lacking, group = [[7, 8, 9], [8], []], Group(2, 4, 6)
+    found = of_each(lambda rank: collecting.exchange(held[rank], lacking[rank], Rank(group, 2 * rank + 2)), 3)
+    assert found == [{7: left, 8: right}, {8: right}, {}]
