@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -307,3 +308,23 @@ def test_fingerprints_that_the_layout_does_not_ask_for_are_said_once(
         grid.gather(routes)
     (said,) = caplog.messages
     assert "fingerprints=[npu_replay.fingerprint(tokens) for tokens in sequences]" in said
+
+
+@pytest.mark.parametrize("changed", [None, 0, 1, 2])
+def test_an_engines_routes_know_their_tokens_where_the_layout_knows_none(changed: int | None) -> None:
+    """The last token has no row, or an empty one. Rows without a gap may lack a token that isn't fed."""
+    tokens, routes = samples([6, 4, 3])
+    marks = [one.fingerprint for one in routes]
+    ended = [routes[0].take([*range(5), -1]), routes[1].take(range(3)), routes[2].take([0, 1, -1])]
+    ended = [one.sequence(0, len(one), mark) for one, mark in zip(ended, marks, strict=True)]
+    model, layout = Embedded(), TokenLayout.padded([6, 4, 3], LENGTH, order="batch")
+    cut = [one.sequence(0, len(one), fingerprint([*of, 7])) for one, of in zip(routes, tokens, strict=True)]
+    with npu_replay.replay(model, [layout.gather(cut)]):
+        model(padded(tokens))
+    expected: Any = contextlib.nullcontext()
+    if changed is not None:
+        tokens[changed] = tokens[changed][::-1].copy()
+        expected = pytest.raises(MicroBatchError, match="other tokens")
+    with expected, npu_replay.replay(model, [layout.gather(ended)]) as session:
+        model(padded(tokens))
+    assert changed is not None or session.metrics()["tokens_compared"] == 1
