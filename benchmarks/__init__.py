@@ -7,6 +7,7 @@ SUBJECTS = (
     "decode",
     "capture",
     "step",
+    "open-and-close",
     "inputs",
     "overlap",
     "layout",

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import npu_replay
-from benchmarks import capture, decode, gather, imports, layout
+from benchmarks import capture, decode, gather, imports, layout, opening
 from benchmarks.timing import Case, Row, Way, rows
 from npu_replay import RoutedExperts
 from npu_replay.routes import inputs
@@ -76,6 +76,10 @@ def parts(device: torch.device, pairs: int, *, quick: bool) -> Iterator[Part]:
     for tokens in sizes:
         build = functools.partial(_step, tokens, device, few)
         yield part("step", tokens, 0.3, 0.1 + tokens * 5.5e-4, few, build)
+    yield part(
+        *("open and close", 0, 4, 0.15, pairs),
+        lambda: Case("open and close", 0, opening.ways(quick=quick), pairs),
+    )
     for what, tokens, make in (
         *(("inputs", sizes[-1], _inputs), ("overlap", sizes[-1], _overlap)),
         ("layout", long, _layout),

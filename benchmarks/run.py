@@ -120,6 +120,7 @@ def _words(what: str, about: dict[str, Any], mine: list[Row]) -> Iterator[str]:
             f"{step['num_layers']} layers, hidden {step['hidden_size']}, top-{step['moe_router_topk']} of "
             f"{step['num_moe_experts']}; forward, backward, block opened and closed"
         ),
+        "open and close": lambda: "a block without a forward, by one walk of the model's modules",
         "inputs": lambda: "the tokens of a micro-batch, held against the routes, by its forward",
         "overlap": lambda: "the first micro-batch of a replay, held against the routers' own choice",
         "layout": lambda: "the rows of a micro-batch, read off its preprocessing, by its forward",

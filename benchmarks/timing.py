@@ -88,8 +88,9 @@ class Row:
     Attributes:
         what: "router" (its forward), "other top-k" (one that is no routing), "gather" (routes into a rank's
             rows), "decode" (an engine's answer into routes), "step" (forward and backward of a model),
-            "inputs" (the tokens of a micro-batch, by its forward), "overlap" (a first micro-batch, judged) or
-            "import" (in a new process).
+            "open and close" (a block, by a walk of the modules), "inputs" (the tokens
+            of a micro-batch, by its forward), "overlap" (a first micro-batch, judged) or "import" (in a new
+            process).
         tokens: 0 where it doesn't depend on them.
         microseconds: median time of one call.
         ratio: median of the rounds' ratios to the first way, with its quartiles.

@@ -22,6 +22,7 @@ from torch import nn
 from npu_replay.compat import peft, torch_npu
 from npu_replay.environment import AUX_LOSS
 from npu_replay.errors import NoEffect, RouterError, described
+from npu_replay.module_tree import ModuleTree
 from npu_replay.routers import Router, RouterKind
 
 _PACKAGES = (
@@ -70,7 +71,8 @@ class TransformersRouters(RouterKind):
         """Refuse to return the routers' logits: the models' loss takes a top-k of these itself."""
         asked = call.get(_LOGITS)
         if asked is None:  # the config of the model, or of its text model, decides
-            said = (one for one in chunk.modules() if getattr(vars(one).get("config"), _LOGITS, False))
+            parts = [one for _, _, one in ModuleTree.of(chunk).where(_has_config)]
+            said = (one for one in parts if getattr(vars(one).get("config"), _LOGITS, False))
             asked = any(_vendor_class(one) is not None for one in said)
         RouterError.unless(
             not asked,
@@ -80,7 +82,7 @@ class TransformersRouters(RouterKind):
             where=f"the call of {type(chunk).__name__}",
         )
 
-    def labelled(self, chunk: nn.Module, routers: list[Router]) -> list[Router]:
+    def labelled(self, chunk: ModuleTree, routers: list[Router]) -> list[Router]:
         """Add the model's depth, and the layer numbers of a pipeline stage.
 
         Refuses a model in which only some blocks of experts have a known router.
@@ -88,7 +90,8 @@ class TransformersRouters(RouterKind):
         if not any(_vendor_class(router.module) for router in routers):
             return routers
         # The deepest part counts: an audio tower, or an encoder, says its own number of layers.
-        depth = max((_own(getattr(one, "config", None), *_DEPTH) or 0 for one in chunk.modules()), default=0)
+        configs = [getattr(one, "config", None) for _, _, one in chunk.where(_has_config)]
+        depth = max((_own(one, *_DEPTH) or 0 for one in configs), default=0)
         routers = [
             replace(one, depth=depth, layer=_numbered(chunk, one, depth))
             if _vendor_class(one.module)
@@ -96,12 +99,12 @@ class TransformersRouters(RouterKind):
             for one in routers
         ]
         known = [_within(router.path) for router in routers]
-        for name, _ in chunk.named_modules():
-            path, _, last = name.rpartition(".")
+        for _, name, _ in chunk.where(_are_experts):
+            path = name.rpartition(".")[0]
             inside = _within(path)
-            if last != "experts" or any(inside.startswith(one) or one.startswith(inside) for one in known):
+            if any(inside.startswith(one) or one.startswith(inside) for one in known):
                 continue
-            block = chunk.get_submodule(path)
+            block = chunk.model.get_submodule(path)
             problem = "this block of experts has no router that is known, and others of the model have one"
             expected, got = "each block's router, or none", described(type(block))
             cause = (
@@ -111,12 +114,24 @@ class TransformersRouters(RouterKind):
             RouterError.unless(_vendor_class(block) is not None, problem, expected, got, cause, path)
         return routers
 
+    def may_be_router(self, module: nn.Module, path: str) -> bool:
+        """Return whether a module is named as a router, or is a block of experts without one."""
+        if peft.original(module) is not None:
+            return True
+        kind = _vendor_class(module)
+        if kind is None or _HASH_NAME.search(kind.__name__):
+            return False  # a hash router looks the experts up by token id: every pass chooses alike
+        if _ROUTER_NAME.search(kind.__name__):
+            return True
+        return _holds_experts(module) and not any(_is_router(inner) for inner in module.modules())
+
     def describe(self, module: nn.Module, path: str) -> Router | None:
         """Describe a router; refuse one that can't be replayed."""
         # Where PEFT trains a copy of a router or its block, the wrapper is the router: it runs one copy.
         if (original := peft.original(module)) is not None:
             parts = ((one, f"{path}.{name}".rstrip(".")) for name, one in original.named_modules())
-            for router in filter(None, (self.describe(*part) for part in parts)):
+            asked = (part for part in parts if self.may_be_router(*part))
+            for router in filter(None, (self.describe(*part) for part in asked)):
                 if router.module is original:
                     return replace(router, module=module)
                 if _holds_experts(original) and not hasattr(original, "gradient_checkpointing"):
@@ -127,8 +142,6 @@ class TransformersRouters(RouterKind):
             return None
         if not _ROUTER_NAME.search(kind.__name__):
             return _block(module, kind, path)
-        if _HASH_NAME.search(kind.__name__):
-            return None  # looks the experts up by token id: every pass chooses alike
         topk, experts = _topk(module), _experts(module)
         if not _calls_topk(kind):
             RouterError.unless(  # without a number of experts it is another kind of gate
@@ -172,7 +185,7 @@ def _router(
     )
 
 
-def _numbered(chunk: nn.Module, router: Router, depth: int) -> int | None:
+def _numbered(chunk: ModuleTree, router: Router, depth: int) -> int | None:
     """Return a router's decoder layer: its place, or in a pipeline stage the number that the layer has.
 
     A stage may put its layers into a new list, which counts them from 0 again, and its attention still knows
@@ -182,10 +195,10 @@ def _numbered(chunk: nn.Module, router: Router, depth: int) -> int | None:
     if at is None:
         return router.layer
     path = router.path[: at.end()].removesuffix(".")
-    if len(chunk.get_submodule(path.rpartition(".")[0])._modules) >= depth:
+    if len(chunk.model.get_submodule(path.rpartition(".")[0])._modules) >= depth:
         return router.layer
-    layer = chunk.get_submodule(path)
-    numbers = sorted({one for module in layer.modules() if (one := _own(module, "layer_idx")) is not None})
+    inside = [one for _, name, one in chunk.where(_has_number) if _within(name).startswith(_within(path))]
+    numbers = sorted({one for module in inside if (one := _own(module, "layer_idx")) is not None})
     if not numbers or router.layer in numbers:
         return router.layer
     problem, expected = "a layer's modules disagree about its number", f"one layer_idx, or {router.layer}"
@@ -194,10 +207,8 @@ def _numbered(chunk: nn.Module, router: Router, depth: int) -> int | None:
     return numbers[0]
 
 
-def _block(module: nn.Module, kind: type, path: str) -> Router | None:
+def _block(module: nn.Module, kind: type, path: str) -> Router:
     """Describe a block of experts without a router module: the block itself is the router."""
-    if not _holds_experts(module) or any(_is_router(inner) for inner in module.modules()):
-        return None
     inside = getattr(module, "experts", None)
     config = getattr(module, "config", None)
     topk = _topk(module) or _own(config, "moe_topk")
@@ -243,6 +254,18 @@ def _shows(output: object, *, name: str, experts: int, topk: int) -> torch.Tenso
         cause="transformers 4's version of this router (upgrade to 5), or a model family that npu_replay "
         "doesn't know yet (docs/models.md lists those it does)",
     )
+
+
+def _has_config(module: nn.Module, path: str) -> bool:
+    return hasattr(module, "config")
+
+
+def _has_number(module: nn.Module, path: str) -> bool:
+    return hasattr(module, "layer_idx")
+
+
+def _are_experts(module: nn.Module, path: str) -> bool:
+    return path.rpartition(".")[2] == "experts"
 
 
 def _vendor_class(module: nn.Module) -> type | None:

@@ -1,11 +1,12 @@
 """Find the routers of a model and describe what the core has to know of each.
 
-The core knows no product: a compat module registers a `RouterKind`. `find` walks the live model each time,
-since a list made when the model was built could be out of date.
+The core knows no product: a compat module registers a `RouterKind`. `find` asks the routers of the live model
+each time, since a description made earlier could be out of date; which modules to ask is remembered.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from npu_replay.errors import RouterError
+from npu_replay.module_tree import ModuleTree
 from npu_replay.routes.arguments import StageLabels
 
 if TYPE_CHECKING:
@@ -107,6 +109,13 @@ class Router:
 class RouterKind:
     """Recognises one product's routers. Subclass it, and register an instance."""
 
+    def may_be_router(self, module: nn.Module, path: str) -> bool:
+        """Return whether `describe` is called for a module, by all but the values of its attributes.
+
+        The answer is remembered while the model has the same modules in the same places (`ModuleTree`).
+        """
+        return True
+
     def describe(self, module: nn.Module, path: str) -> Router | None:
         """Describe `module`, or return None if it isn't a router of this kind to be replayed.
 
@@ -115,15 +124,15 @@ class RouterKind:
         """
         raise NotImplementedError
 
-    def labelled(self, chunk: nn.Module, routers: list[Router]) -> list[Router]:
+    def labelled(self, chunk: ModuleTree, routers: list[Router]) -> list[Router]:
         """Label the routers of a chunk, where the chunk knows more than each of them."""
         return routers
 
-    def accepts_none(self, chunks: Sequence[nn.Module]) -> bool:
+    def accepts_none(self, chunks: Sequence[ModuleTree]) -> bool:
         """Return whether these may have no router: a pipeline stage of dense layers, by its config."""
         return False
 
-    def check_chunks(self, chunks: Sequence[nn.Module]) -> None:
+    def check_chunks(self, chunks: Sequence[ModuleTree]) -> None:
         """Refuse chunks that aren't all that this rank has of its model."""
 
     def check_losses(self, chunk: nn.Module, call: Mapping[str, object]) -> None:
@@ -265,10 +274,11 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
     found: list[list[Router]] = []
     owner: dict[int, str] = {}
     kinds = _registered()
-    for number, chunk in enumerate(chunks):
-        routers = list(_described(chunk, kinds))
+    trees = [ModuleTree.of(chunk) for chunk in chunks]
+    for number, tree in enumerate(trees):
+        routers = list(_described(tree, kinds))
         for kind in kinds:
-            routers = kind.labelled(chunk, routers)
+            routers = kind.labelled(tree, routers)
         for router in routers:
             place = f"chunk {number}, {router.path or 'the module itself'}"
             if id(router.module) in owner:
@@ -277,8 +287,8 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
             owner[id(router.module)] = place
         found.append(routers)
     for kind in kinds:
-        kind.check_chunks(chunks)
-    if not any(found) and not any(kind.accepts_none(chunks) for kind in kinds):
+        kind.check_chunks(trees)
+    if not any(found) and not any(kind.accepts_none(trees) for kind in kinds):
         where = ", ".join(type(chunk).__name__ for chunk in chunks) or "an empty list of chunks"
         expected = f"at least one router of {', '.join(_kinds) or 'a registered kind'}"
         cause = (
@@ -289,21 +299,22 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
     return _labelled(found)
 
 
-def _described(chunk: nn.Module, kinds: Sequence[RouterKind]) -> Iterator[Router]:
+def _described(tree: ModuleTree, kinds: Sequence[RouterKind]) -> Iterator[Router]:
     from npu_replay.routes.checks import MAX_EXPERTS  # here: importing npu_replay must not import it
 
-    inside: set[int] = set()  # modules inside a router are no routers
-    for path, module in chunk.named_modules():
-        for kind in kinds if id(module) not in inside else ():
-            router = kind.describe(module, path)
-            if router is None:
-                continue
-            count, problem = router.num_experts, "the router has more experts than ids are kept for"
-            cause, where = "a layer of another kind described as a router", path or "the module itself"
-            RouterError.unless(count <= MAX_EXPERTS, problem, f"up to {MAX_EXPERTS}", count, cause, where)
-            inside.update(map(id, router.module.modules()))
-            yield replace(router, path=path)
-            break
+    asked = (zip(tree.where(kind.may_be_router), itertools.repeat(kind)) for kind in kinds)
+    inside: str | None = None  # the path of a router: modules inside it are none
+    for (_, path, module), kind in heapq.merge(*asked, key=lambda one: one[0][0]):
+        if inside is not None and f"{path}.".startswith(inside):
+            continue
+        router = kind.describe(module, path)
+        if router is None:
+            continue
+        count, problem = router.num_experts, "the router has more experts than ids are kept for"
+        cause, where = "a layer of another kind described as a router", path or "the module itself"
+        RouterError.unless(count <= MAX_EXPERTS, problem, f"up to {MAX_EXPERTS}", count, cause, where)
+        inside = f"{path}." if path else ""
+        yield replace(router, path=path)
 
 
 def _labelled(found: list[list[Router]]) -> list[list[Router]]:

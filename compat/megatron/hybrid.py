@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from npu_replay.errors import ReplayError, RouterError
+from npu_replay.module_tree import ModuleTree
 from npu_replay.parallel.parallel_layout import DecoderLayers, pattern_labels
 from npu_replay.routers import Router
 
@@ -46,12 +47,12 @@ def pattern_of(config: Any) -> str | None:
     return built.pop() if built else pattern_on(config)
 
 
-def pattern_in(chunks: Sequence[nn.Module]) -> str | None:
+def pattern_in(chunks: Sequence[ModuleTree]) -> str | None:
     """Return the pattern of the whole model that these are chunks of; None for any other model."""
     return next((pattern for chunk in chunks for _, _, pattern in _stacks(chunk)), None)
 
 
-def labelled(chunk: nn.Module, routers: list[Router]) -> list[Router]:
+def labelled(chunk: ModuleTree, routers: list[Router]) -> list[Router]:
     for path, _, pattern in _stacks(chunk):
         labels, moe = pattern_labels(pattern), DecoderLayers.of_pattern(pattern).moe
         problem = "the number of this router isn't that of an E in the pattern of the model"
@@ -66,22 +67,31 @@ def labelled(chunk: nn.Module, routers: list[Router]) -> list[Router]:
     return routers
 
 
-def layers_in(chunks: Sequence[nn.Module]) -> set[int] | None:
+def layers_in(chunks: Sequence[ModuleTree]) -> set[int] | None:
     """Return the decoder layers in these chunks of a HybridModel; None for any other model."""
     found = [(stack, pattern_labels(text)) for chunk in chunks for _, stack, text in _stacks(chunk)]
     labels = (labels[layer.layer_number - 1] for stack, labels in found for layer in stack.layers)
     return {label for label in labels if label is not None} if found else None
 
 
-def _stacks(chunk: nn.Module) -> Iterator[tuple[str, Any, str]]:
+def _stacks(chunk: ModuleTree) -> Iterator[tuple[str, Any, str]]:
     """Yield the decoder of a HybridModel in a chunk: path, module, and the pattern of the whole model."""
-    pattern = next(filter(None, map(pattern_on, chunk.modules())), None)
-    for path, module in chunk.named_modules():
+    patterns = (pattern_on(model) for _, _, model in chunk.where(_may_have_pattern))
+    pattern = next(filter(None, patterns), None)
+    for _, path, module in chunk.where(_is_stack):
         stack: Any = module
-        if not {"layer_type_list", "pp_group"} <= vars(stack).keys() or getattr(stack, "is_mtp_layer", False):
+        if getattr(stack, "is_mtp_layer", False):
             continue
         pp, vp = (getattr(stack.config, f"{kind}pipeline_model_parallel_size") for kind in ("", "virtual_"))
         symbols, problem = "".join(stack.layer_type_list), "the pattern of the whole model isn't known"
         got, cause = f"a stage's decoder, {symbols!r}", "model.decoder in the place of model"
         RouterError.unless(bool(pattern) or pp * (vp or 1) == 1, problem, "the HybridModel", got, cause, path)
         yield path, stack, pattern or symbols
+
+
+def _may_have_pattern(module: nn.Module, path: str) -> bool:
+    return any(hasattr(module, name) for name in (*_NAMES, "is_hybrid_model"))
+
+
+def _is_stack(module: nn.Module, path: str) -> bool:
+    return {"layer_type_list", "pp_group"} <= vars(module).keys()

@@ -11,6 +11,7 @@ from torch import nn
 from npu_replay.compat.megatron import hybrid
 from npu_replay.compat.mindspeed import llm
 from npu_replay.errors import ReplayError, RouterError
+from npu_replay.module_tree import ModuleTree
 from npu_replay.parallel.parallel_layout import DecoderLayers, ParallelLayout
 from npu_replay.routers import chunks_of
 
@@ -36,7 +37,8 @@ def read(model: Any, sequence_parallel: bool | None) -> ParallelLayout:
     expected = "from_megatron() after initialize_model_parallel()"
     ReplayError.unless(state.model_parallel_is_initialized(), problem, expected, got)
     config = config_of(model)
-    pattern = hybrid.pattern_of(config) if config is model else hybrid.pattern_in(chunks_of(model))
+    trees = [] if config is model else [ModuleTree.of(chunk) for chunk in chunks_of(model)]
+    pattern = hybrid.pattern_in(trees) if trees else hybrid.pattern_of(config)
     sizes = {axis: _of_axis(state, axis, "world_size") for axis in _AXES}
     layout = ParallelLayout(
         **sizes,
@@ -90,7 +92,7 @@ def decoder_layers(config: Any, pattern: str | None = None) -> DecoderLayers:
     )
 
 
-def is_dense_stage(chunks: Sequence[nn.Module]) -> bool:
+def is_dense_stage(chunks: Sequence[ModuleTree]) -> bool:
     """Return whether these chunks are a whole pipeline stage of an MoE model, with dense layers only."""
     stage = _stage(chunks)
     if stage is None or stage.pp == 1:
@@ -98,7 +100,7 @@ def is_dense_stage(chunks: Sequence[nn.Module]) -> bool:
     return tuple(sorted(_decoder_layers_in(chunks))) == stage.layers and not stage.moe_layers
 
 
-def check_chunks(chunks: Sequence[nn.Module]) -> None:
+def check_chunks(chunks: Sequence[ModuleTree]) -> None:
     """Refuse a part of a rank's virtual stages: the others would run without a replay, unnoticed."""
     stage = _stage(chunks)
     if stage is None or stage.vp == 1:
@@ -110,12 +112,12 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
     RouterError.unless(len(here) >= len(stage.layers), problem, expected, got, cause, where)
 
 
-def _stage(chunks: Sequence[nn.Module]) -> ParallelLayout | None:
+def _stage(chunks: Sequence[ModuleTree]) -> ParallelLayout | None:
     """Return this rank's place in the pipeline; None unless these are chunks of a running MoE model."""
     state = sys.modules.get(_STATE)
     if state is None or not state.model_parallel_is_initialized():
         return None
-    config = _config_in(chunks)
+    config = _config_in([chunk.model for chunk in chunks])
     if config is None or not _has_experts(config):
         return None
     return ParallelLayout(
@@ -126,20 +128,24 @@ def _stage(chunks: Sequence[nn.Module]) -> ParallelLayout | None:
     )
 
 
-def _decoder_layers_in(chunks: Sequence[nn.Module]) -> set[int]:
+def _decoder_layers_in(chunks: Sequence[ModuleTree]) -> set[int]:
     if (found := hybrid.layers_in(chunks)) is not None:
         return found
     product: Any = sys.modules.get("megatron.core.transformer.transformer_layer")
     return {
         int(module.layer_number) - 1
         for chunk in chunks
-        for path, module in chunk.named_modules()
+        for _, path, module in chunk.where(_has_number)
         if product is not None
         and (isinstance(module, product.TransformerLayer) or llm.is_noop(module))
         and not is_in_mtp(path)
         # A vision tower numbers its layers from 1, too; its config is dense.
         and ((config := getattr(module, "config", None)) is None or _has_experts(config))
     }
+
+
+def _has_number(module: nn.Module, path: str) -> bool:
+    return hasattr(module, "layer_number")
 
 
 def is_in_mtp(path: str) -> bool:

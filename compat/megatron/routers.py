@@ -14,6 +14,7 @@ from npu_replay.compat.megatron import aux_losses, fused_router, hybrid, paralle
 from npu_replay.compat.mindspeed import fb_overlap, features, llm
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, RouterError
+from npu_replay.module_tree import ModuleTree
 from npu_replay.routers import Handle, Router, RouterKind
 from npu_replay.sessions.micro_batches import Marks
 from npu_replay.sessions.seam import least_positive
@@ -32,6 +33,9 @@ _FUSED = (
 
 class MegatronRouters(RouterKind):
     """Recognises Megatron's routers; imports nothing, since a model that holds one has imported it."""
+
+    def may_be_router(self, module: nn.Module, path: str) -> bool:
+        return any(base.__module__ == _ROUTER_MODULE for base in type(module).__mro__)
 
     def describe(self, module: nn.Module, path: str) -> Router | None:
         """Describe a TopKRouter; refuse another router class, and configurations that can't be replayed."""
@@ -101,13 +105,13 @@ class MegatronRouters(RouterKind):
         for name in _TOP_K_FUNCTIONS:
             yield name, product, name
 
-    def labelled(self, chunk: nn.Module, routers: list[Router]) -> list[Router]:
+    def labelled(self, chunk: ModuleTree, routers: list[Router]) -> list[Router]:
         return hybrid.labelled(chunk, routers)
 
-    def accepts_none(self, chunks: Sequence[nn.Module]) -> bool:
+    def accepts_none(self, chunks: Sequence[ModuleTree]) -> bool:
         return parallel_state.is_dense_stage(chunks)
 
-    def check_chunks(self, chunks: Sequence[nn.Module]) -> None:
+    def check_chunks(self, chunks: Sequence[ModuleTree]) -> None:
         parallel_state.check_chunks(chunks)
 
 

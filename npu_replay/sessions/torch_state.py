@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from npu_replay.module_tree import way
+
 
 class Hook:
     """Calls `act(owner, *at, args, last)` as a forward hook, or a pre-hook with keywords, of one module.
@@ -126,11 +128,8 @@ def hold_eager(chunks: Sequence[nn.Module], paths: Sequence[Sequence[str]], hold
     A compiled graph skips hooks that come later. Nothing is done where none of them is compiled: the stance
     is the whole process's, and functions that a framework compiled for itself should stay so.
     """
-    if any(
-        is_compiled(module) and any(path in ("", one) or one.startswith(f"{path}.") for one in inside)
-        for chunk, inside in zip(chunks, paths, strict=True)
-        for path, module in chunk.named_modules()
-    ):
+    ways = (way(chunk, path) for chunk, inside in zip(chunks, paths, strict=True) for path in inside)
+    if any(is_compiled(module) for modules in ways for module in modules):
         _holders.add(holder)
         if not _stances:
             _stances.append(torch.compiler.set_stance("force_eager"))

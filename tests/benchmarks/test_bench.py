@@ -14,6 +14,7 @@ from benchmarks import __main__ as command
 from benchmarks import decode as bench_decode
 from benchmarks import gather as bench_gather
 from benchmarks import layout as bench_layout
+from benchmarks import opening as bench_opening
 from benchmarks import run as bench
 from npu_replay.sessions import seam
 
@@ -85,6 +86,7 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     monkeypatch.setattr(cases, "ROUTER", cases.ROUTER | {"hidden_size": 32})
     monkeypatch.setattr(bench_gather, "SEQUENCES", 3)
     monkeypatch.setattr(bench_layout, "TOKENS", 1024)
+    monkeypatch.setattr(bench_opening, "MODEL", bench_opening.MODEL | {"num_layers": 2})
     monkeypatch.setattr(bench_decode, "TOKENS", 200)
     monkeypatch.setattr(bench_decode, "PROMPT", 50)
     bench_gather.rollout.cache_clear()
@@ -98,7 +100,17 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     native = ["its API, served" if release < (0, 16) else "Megatron's own"]
     ways = {
         what: [row.way for row in rows if row.what == what]
-        for what in ("router", "other top-k", "gather", "decode", "capture", "step", "layout", "import")
+        for what in (
+            "router",
+            "other top-k",
+            "gather",
+            "decode",
+            "capture",
+            "step",
+            "open and close",
+            "layout",
+            "import",
+        )
     }
     assert ways == {
         "router": ["live", "record", "replay", "record by Watch", "replay by Watch", *native],
@@ -113,6 +125,7 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
         ],
         "capture": ["routers alone", "captured"],
         "step": ["live", "record", "replay", *native],
+        "open and close": ["one walk of modules()", "record", "replay", "pin_recompute"],
         "layout": ["forward", "layout read", "such lengths again"],
         "import": ["torch", "then npu_replay", "then its record"],
     }

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import npu_replay
-from npu_replay import MicroBatchError, RouterError
+from npu_replay import MicroBatchError, RouterError, routers
 
 peft = pytest.importorskip("peft", reason="ci/trainers.sh runs these tests, with PEFT")
 
@@ -310,6 +310,15 @@ def test_a_router_that_is_trained_whole_is_one_in_ddp_and_after_unloading() -> N
         with torch.no_grad(), npu_replay.record(plain) as again:
             plain(**call)
         assert npu_replay.compare(again.routes, recording.routes).router_mismatch < 0.05  # merging rounds
+
+
+def test_routers_that_peft_wraps_after_a_block_are_found_anew() -> None:
+    made = base()
+    before = [router.module for router in routers.find([made])[0]]
+    outer = peft.get_peft_model(made, lora(target_modules=["q_proj"], modules_to_save=["gate"]))
+    for model in (made, outer):
+        after = [router.module for router in routers.find([model])[0]]
+        assert [one.original_module for one in after] == before
 
 
 def test_a_whole_layer_that_is_copied_is_refused_by_name() -> None:

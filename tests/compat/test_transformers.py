@@ -211,6 +211,7 @@ def test_a_pruned_model_is_labelled_by_places_and_numbers_that_disagree_are_refu
     model = build("qwen3_moe")
     holder, layers = _layers(model)
     holder.layers = nn.ModuleList([layers[0], layers[2]])
+    layers[2].mlp.layer_idx = 2
     model.config.num_hidden_layers = 2  # whole again
     assert [router.label for router in routers.find([model])[0]] == [0, 1]
     model.config.num_hidden_layers = 3  # a stage
@@ -218,6 +219,23 @@ def test_a_pruned_model_is_labelled_by_places_and_numbers_that_disagree_are_refu
     layers[2].mlp.layer_idx = 7
     with pytest.raises(RouterError, match=r"layers.1.*disagree about its number.*got \[2, 7\]"):
         routers.find([model])
+
+
+def test_a_model_that_is_found_again_is_described_anew() -> None:
+    model = build("qwen3_moe")
+    (first, second, *_) = routers.find([model])[0]
+    first.module.top_k = 1
+    second.module.__class__ = type("Sharded", (type(second.module),), {})  # as FSDP2 does
+    model.config.num_hidden_layers = 9
+    after = routers.find([model])[0]
+    assert [after[0].topk, after[0].depth, after[1].module] == [1, 9, second.module]
+    block = model.get_submodule(second.path.rpartition(".")[0])
+    name = second.path.rpartition(".")[2]
+    setattr(block, name, nn.Identity())
+    with pytest.raises(RouterError, match="it chooses its experts inside the block"):
+        routers.find([model])
+    setattr(block, name, second.module)
+    assert routers.find([model])[0][1].module is second.module
 
 
 # Precision, implementations, other ways of running

@@ -14,11 +14,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from choice import examples
 from npu_replay import DecoderLayers, ParallelLayout, routers
 from npu_replay.errors import ReplayError, RouterError
+from npu_replay.module_tree import ModuleTree
 from parallel import slow_layout
 from toys import ToyModel, ToyRouter, ToyRouters
 
@@ -230,8 +230,8 @@ def test_check_refuses_routers_in_other_layers(labels: tuple[int, ...]) -> None:
 class DenseStages(ToyRouters):
     """A kind that says of all chunks that it is right for them to have no router."""
 
-    def accepts_none(self, chunks: Sequence[nn.Module]) -> bool:
-        return all(isinstance(chunk, ToyModel) for chunk in chunks)
+    def accepts_none(self, chunks: Sequence[ModuleTree]) -> bool:
+        return all(isinstance(chunk.model, ToyModel) for chunk in chunks)
 
 
 @pytest.mark.usefixtures("toy_routers")

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 import npu_replay
 from npu_replay import RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError
+from npu_replay.module_tree import ModuleTree
 from npu_replay.sessions import backward, route_source
 from toys import (
     EXPERTS,
@@ -736,7 +737,7 @@ def test_observe_is_never_empty_in_silence() -> None:
 
 def test_an_observation_of_a_stage_without_routers_is_entered_once_too() -> None:
     class Dense(ToyRouters):
-        def accepts_none(self, chunks: Sequence[torch.nn.Module]) -> bool:
+        def accepts_none(self, chunks: Sequence[ModuleTree]) -> bool:
             return True
 
     routers.register("toy", Dense())

@@ -16,6 +16,7 @@ from megatron_cases import at_stage, random_routes
 from npu_replay import ParallelLayout, ReplayError, TokenLayout
 from npu_replay.compat.megatron import parallel_state as megatron_layout
 from npu_replay.errors import RouterError
+from npu_replay.module_tree import ModuleTree
 from npu_replay.routers import find
 from npu_replay.smoke import megatron_model
 from router_replay_api import FLAG, upstream_api
@@ -197,8 +198,8 @@ def test_a_stage_without_e_is_taken_as_a_dense_stage(stage: Callable[..., list[A
     (chunk,) = stage("*-*-|*E*E", 2, 0)
     assert ParallelLayout.from_megatron(chunk).moe_layers == ()
     assert find([chunk]) == [[]]
-    assert megatron_layout.is_dense_stage([chunk])
-    assert not megatron_layout.is_dense_stage([chunk.embedding])
+    assert megatron_layout.is_dense_stage([ModuleTree.of(chunk)])
+    assert not megatron_layout.is_dense_stage([ModuleTree.of(chunk.embedding)])
     (mixed,) = stage("*-*-|*E*E", 2, 1)
     for layer in mixed.decoder.layers:
         layer.mlp = torch.nn.Identity()

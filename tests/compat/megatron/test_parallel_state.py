@@ -19,6 +19,7 @@ from npu_replay import ParallelLayout, ReplayError, routers
 from npu_replay.compat.megatron import parallel_state as megatron_layout
 from npu_replay.devices import pick
 from npu_replay.errors import RouterError
+from npu_replay.module_tree import ModuleTree
 from npu_replay.sessions.route_source import check_fit
 from npu_replay.smoke import megatron_model
 
@@ -285,21 +286,22 @@ def test_only_a_stage_that_is_dense_by_its_config_may_have_no_router(at: Callabl
     config = pipeline(2, num_layers=4, moe_layer_freq=[0, 0, 1, 1])
     (dense,), (mixed,) = (build_stage(config, rank, at) for rank in range(2))
     at(2, 0)
-    assert megatron_layout.is_dense_stage([dense])
-    assert megatron_layout.is_dense_stage([Wrapper(dense)])
-    assert not megatron_layout.is_dense_stage([dense.embedding])
+    assert megatron_layout.is_dense_stage([ModuleTree.of(dense)])
+    wrapped = Wrapper(dense)
+    assert megatron_layout.is_dense_stage([ModuleTree.of(wrapped)])
+    assert not megatron_layout.is_dense_stage([ModuleTree.of(dense.embedding)])
     dense.mtp = nn.ModuleList([mixed.decoder.layers[0]])
-    assert megatron_layout.is_dense_stage([dense])
+    assert megatron_layout.is_dense_stage([ModuleTree.of(dense)])
     at(2, 1)
-    assert not megatron_layout.is_dense_stage([mixed])
+    assert not megatron_layout.is_dense_stage([ModuleTree.of(mixed)])
     for layer in mixed.decoder.layers:
         layer.mlp = nn.Identity()
     with pytest.raises(RouterError, match="no router in this model"):
         npu_replay.record(mixed).__enter__()
     at(1, 0)
     alone = megatron_model.model(megatron_model.config(moe_layer_freq=[0, 0, 0, 0]))
-    assert not megatron_layout.is_dense_stage([alone])
-    assert not megatron_layout.is_dense_stage([nn.Linear(2, 2)])
+    assert not megatron_layout.is_dense_stage([ModuleTree.of(alone)])
+    assert not megatron_layout.is_dense_stage([ModuleTree.of(nn.Linear(2, 2))])
 
 
 def test_some_virtual_stages_in_the_place_of_all_are_refused(at: Callable[..., None]) -> None:

@@ -385,3 +385,28 @@ def test_two_live_models_of_one_config_object_keep_their_own_routes() -> None:
     del reference
     with npu_replay.replay(actor.model, foreign):
         assert same(actor.run("sum"), expected)
+
+
+@pytest.mark.first_release
+@pytest.mark.parametrize(
+    ("of", "name", "value", "found"),
+    [
+        ("router", "topk", 1, {"topk": 1}),
+        ("router", "num_experts", 4, {"num_experts": 4}),
+        ("router", "layer_number", 9, {"layer": 8}),
+        ("config", "moe_expert_capacity_factor", 2.0, {"drops": True}),
+        ("config", "moe_router_group_topk", 2, {"masks": True}),
+        ("config", "moe_router_fusion", True, {}),
+        ("config", "num_layers", 7, {"depth": 7}),
+    ],
+)
+def test_a_router_that_is_found_again_is_described_anew(
+    of: str, name: str, value: Any, found: dict[str, Any]
+) -> None:
+    model = build({}).model
+    before = routers(model)[-1]
+    setattr(before.module if of == "router" else before.module.config, name, value)
+    after = routers(model)[-1]
+    assert {key: getattr(after, key) for key in found} == found
+    assert bool(after.bypass) == (name == "moe_router_fusion")
+    assert after.module is before.module

@@ -17,6 +17,7 @@ from megatron_cases import BATCH, DEVICE, LENGTH, VOCAB
 from npu_replay import RoutedExperts
 from npu_replay.compat.megatron import parallel_state as megatron_layout
 from npu_replay.errors import RouterError
+from npu_replay.module_tree import ModuleTree
 from npu_replay.routers import find
 from npu_replay.smoke import megatron_model
 
@@ -143,8 +144,8 @@ def test_the_towers_layers_are_not_taken_for_those_of_a_missing_chunk(
     for one in chunks:
         one.config.num_layers, one.config.virtual_pipeline_model_parallel_size = 4, 2
     monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: 2)
-    megatron_layout.check_chunks(chunks)
+    megatron_layout.check_chunks([*map(ModuleTree.of, chunks)])
     with pytest.raises(
         RouterError, match=r"isn't all that this rank has.*got 1 with decoder layers \[0, 1\]"
     ):
-        megatron_layout.check_chunks(chunks[:1])
+        megatron_layout.check_chunks([ModuleTree.of(chunks[0])])

@@ -25,6 +25,7 @@ from npu_replay import DecoderLayers, ParallelLayout, ReplayError, RoutedExperts
 from npu_replay.compat.megatron.parallel_state import check_chunks
 from npu_replay.compat.mindspeed import llm
 from npu_replay.errors import NoEffect, RouterError
+from npu_replay.module_tree import ModuleTree
 from npu_replay.smoke import megatron_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
@@ -513,6 +514,6 @@ def test_a_noop_layer_is_no_missing_chunk(
     chunks[0].decoder.layers[1] = noop(2)
     monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: 2)
     config.num_layers, config.virtual_pipeline_model_parallel_size, config.noop_layers = 4, 2, {1}
-    check_chunks(chunks)
+    check_chunks([*map(ModuleTree.of, chunks)])
     with pytest.raises(RouterError, match="isn't all that this rank has"):
-        check_chunks(chunks[:1])
+        check_chunks([ModuleTree.of(chunks[0])])
