@@ -105,8 +105,14 @@ def _view(base: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
 # Operations
 
 
+waits: list[str] = []
+"""What the host has waited for so far: numbers that it read, and copies of the device's memory."""
+
+
 def _run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Any operation: the CPU's, over the same memory. Its results become tensors of the device."""
+    if op.__name__.partition(".")[0] in ("_local_scalar_dense", "nonzero", "equal"):
+        waits.append(op.__name__)
     lowered: list[tuple[torch.Tensor, torch.Tensor]] = []
     strangers: list[torch.Tensor] = []
 
@@ -123,10 +129,19 @@ def _run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
         return _lifted(x, lowered) if isinstance(x, torch.Tensor) else x
 
     with torch._C.DisableTorchFunction():  # a real device's operations call none that a mode could see
-        args = _each(lower, args)
+        args = _each(lower, _with_tensors(op, args))
         kwargs = {name: _each(lower, value) for name, value in kwargs.items()}
         _check_strangers(op, strangers, mixed=bool(lowered))
         return _each(lift, op(*args, **kwargs))
+
+
+def _with_tensors(op: Any, args: tuple[Any, ...]) -> list[Any]:
+    """The arguments, with a tensor for each number that torch passes in the place of one (`ids & 1`)."""
+    wanted = [str(argument.type) == "Tensor" for argument in op._schema.arguments]
+    return [
+        torch.tensor(one) if is_tensor and isinstance(one, (int, float)) else one
+        for one, is_tensor in zip(args, wanted, strict=False)
+    ]
 
 
 def _each(change: Callable[[Any], Any], x: Any) -> Any:
@@ -156,6 +171,8 @@ def _check_strangers(op: Any, strangers: list[torch.Tensor], *, mixed: bool) -> 
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if target.device.type != NAME:
+        waits.append("copy to the host")
     with torch._C.DisableTorchFunction():
         ends = [memory(x) if x.device.type == NAME else x for x in (source, target)]
         ends[1].copy_(ends[0])

@@ -298,8 +298,9 @@ class TokenLayout:
         like = next(iter((good or real).values()))  # a bad one still has top-k and experts
         labels = like.layers if layers is None else layers
         gathered = self.rows_of(good, layers=labels, topk=like.topk, num_experts=like.num_experts)
-        inputs = self.inputs or self._inputs_of(good)
-        if inputs is None and any(routes.fingerprint is not None for routes in real.values()):
+        inputs = self.inputs if self.fingerprints is not None else self._inputs_of(good)
+        unknown = inputs is None or not inputs.tells_tokens
+        if unknown and any(routes.fingerprint is not None for routes in real.values()):
             _say_unchecked()
         return gathered.with_known(bad_samples=len(bad), row_order=self.order, inputs=inputs)
 
@@ -310,17 +311,17 @@ class TokenLayout:
         return None if self.fed is None else Inputs(self.fed, self.lengths, marks)
 
     def _inputs_of(self, good: Mapping[int, RoutedExperts]) -> Inputs | None:
-        """Return what the model is called with, by the fingerprints of the routes; None if it isn't known.
+        """Return what the model is called with, by the fingerprints of the routes; None without places.
 
         Rows that all have a route may be followed by one more token in their fingerprint, which isn't fed.
         """
-        if self.fed is None or self.fingerprints is not None:
+        if self.fed is None:
             return None
         marks: list[int | None] = [None] * len(self.lengths)
         for number, routes in good.items():
             if len(routes) < self.lengths[number] or not bool(routes.recorded[-1:].all()):
                 marks[number] = routes.fingerprint
-        return None if not any(marks) else Inputs(self.fed, self.lengths, marks)
+        return Inputs(self.fed, self.lengths, marks)
 
     def rows_of(
         self, good: Mapping[int, RoutedExperts], *, layers: Sequence[int], topk: int, num_experts: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 
@@ -65,24 +64,25 @@ class InputCheck:
 
         `judged` says whether the routes were compared with the routers' own choice.
         """
-        if self.compared or not all(
-            getattr(one, "pre_process", True) for chunk in chunks for one in chunk.modules()
-        ):
+        known = any(self.knows_tokens(number) for number in range(len(self.known)))
+        if self.compared or (not known and (judged or _warned)):
             return
-        if any(self.knows_tokens(number) for number in range(len(self.known))):
+        if not all(getattr(one, "pre_process", True) for chunk in chunks for one in chunk.modules()):
+            return
+        if known:
             logger.warning(
                 "[npu_replay] no micro-batch was held against the tokens that its routes belong to: the "
                 "module of this block isn't called with all token ids. Open the block on the one that is"
             )
-        elif not judged:
-            _say_nothing_compared()
+        else:
+            _warned.append(True)
+            logger.warning(
+                "[npu_replay] nothing holds these routes against the tokens of the model's calls: routes of "
+                "another micro-batch would be replayed. They don't say which tokens they belong to "
+                "(fingerprints= of the layout, or a record of calls with token ids), and weren't compared "
+                "with the routers' own choice either (fewer than 64 rows, or min_overlap=0)"
+            )
 
 
-@functools.cache  # the process warns once
-def _say_nothing_compared() -> None:
-    logger.warning(
-        "[npu_replay] nothing holds these routes against the tokens of the model's calls: routes of another "
-        "micro-batch would be replayed. They don't say which tokens they belong to (fingerprints= of the "
-        "layout, or a record of calls with token ids), and they weren't compared with the routers' own "
-        "choice either (fewer than 64 rows, or min_overlap=0)"
-    )
+_warned: list[bool] = []
+"""Whether the process has warned that nothing could be compared: it does so once."""

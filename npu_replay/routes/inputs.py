@@ -20,6 +20,7 @@ from torch import nn
 from npu_replay.routes.arguments import is_plain
 from npu_replay.routes.checks import MAX_TOKENS, Finding
 from npu_replay.routes.fingerprint import fingerprint
+from npu_replay.routes.host_copies import HostCopy
 
 Others: TypeAlias = "dict[str, tuple[torch.Size, torch.Tensor | int]]"
 _NAMES = ("input_ids", "tokens")
@@ -41,11 +42,26 @@ class Called(NamedTuple):
     tokens: torch.Tensor
     others: Others
     real: torch.Tensor | None = None
+    copy: HostCopy | None = None
+
+    def leaving(self) -> Called:
+        """Return the same with a copy on its way to the host."""
+        return self._replace(copy=self._host_copy())
+
+    def has_come(self) -> bool:
+        """Return whether `on_host` waits for nothing."""
+        return self.copy is not None and self.copy.has_come()
 
     def on_host(self) -> Called:
-        """Wait for the device, and return a copy in host memory."""
-        others: Others = {name: (one[0], int(one[1])) for name, one in self.others.items()}
-        return Called(self.tokens.cpu(), others, None if self.real is None else self.real.cpu())
+        """Return a copy in host memory. Waits for the device, unless the copy has come."""
+        tokens, *rest = (self.copy or self._host_copy()).read()
+        digests = iter(rest)
+        others: Others = {name: (shape, int(next(digests))) for name, (shape, _) in self.others.items()}
+        return Called(tokens, others, None if self.real is None else rest[-1])
+
+    def _host_copy(self) -> HostCopy:
+        digests = [torch.as_tensor(digest) for _, digest in self.others.values()]
+        return HostCopy([self.tokens, *digests, *([] if self.real is None else [self.real])])
 
 
 @dataclass(frozen=True, eq=False)

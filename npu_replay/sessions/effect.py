@@ -2,12 +2,13 @@
 
 In every micro-batch and recompute each output must show all of its ids. In some micro-batches it must show no
 other expert either, and the weights are checked. That is one operation a call, whose result stays on the
-device: a CPU's is read when the forward ends, an accelerator's when the next forward begins (except in
-checked micro-batches), so that the host doesn't wait.
+device. All of a micro-batch's go to the host together when its forward ends, and are read once they have
+come: on a CPU at once, from an accelerator a micro-batch or two later, at the latest when the block ends.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -16,11 +17,14 @@ import torch
 from npu_replay import routers
 from npu_replay.errors import NoEffect, RecomputeError, ReplayError, likeliest, micro_batch
 from npu_replay.routers import Router
+from npu_replay.routes.host_copies import HostCopy
 from npu_replay.sessions import seam
 from npu_replay.sessions.micro_batches import Forward, Key
 
 Why: TypeAlias = "tuple[str, str]"
 """A problem and its cause, as an error says them."""
+_Check: TypeAlias = "tuple[Router, int, bool, Why, torch.Tensor]"
+"""Router, micro-batch, whether it is a recompute, what is wrong if it fails, and what passed, bool tensor."""
 
 _CHANGED = (
     "code after the top-k that changes the ids (a forced load balance), or an output that npu_replay misreads"
@@ -109,9 +113,8 @@ class Witness:
     def __init__(self) -> None:
         self.dropped = Count()  # chosen experts that lost the token, over their capacity
         self.chosen = 0  # experts that were chosen in these outputs
-        # Checks that wait for their device: router, micro-batch, whether it is a recompute, what is wrong
-        # where they fail, and what passed, bool [rows, topk].
-        self._asked: list[tuple[Router, int, bool, Why, torch.Tensor]] = []
+        self._asked: list[_Check] = []
+        self._late: deque[_Late] = deque()  # of earlier micro-batches, the oldest first
         # By layer, the number of further top-ks of a block in a checked micro-batch. A block that has some is
         # followed in each call: the top-k that was answered may be one for a metric.
         self._topks: dict[int, int] = {}
@@ -171,7 +174,8 @@ class Witness:
             raise _error(router, number, *_OTHERS_IN_RECOMPUTE, again=True)
         else:
             self.look(router, number, router.shows(output), call.ids, again=True)
-        self.check_ids(on_accelerators=False)
+        if self._asked[-1:] and self._asked[-1][4].is_cpu:
+            self.read(wait=True)
 
     def saw_stopped(self, router: Router, number: int, call: seam.Call) -> None:
         """Check a block's recompute that its checkpoint stopped early; an error is raised later."""
@@ -226,7 +230,7 @@ class Witness:
         self._asked = [one for one in self._asked if (one[0].label, *one[1:3]) != gone]
 
     def clear(self) -> None:
-        for kept in (self._lost, self._took, self._refused, self._asked):
+        for kept in (self._lost, self._took, self._refused, self._asked, self._late):
             kept.clear()
 
     def check(self, found: Sequence[Router], forward: Forward) -> None:
@@ -245,23 +249,41 @@ class Witness:
             if (written is None or handed._version != written) and _is_written(handed, written, ids):
                 raise _error(router, forward.number, *_WRITTEN)
         forward.ended.clear()
-        self.check_ids(on_accelerators=forward.checked)
+        self.read(wait=False)
         for router in found if self._lost else ():
             if (lost := self._lost.pop((router.label, forward.number), None)) is not None:
                 self.dropped.add(lost)
                 self.chosen += lost.numel()
 
-    def check_ids(self, *, on_accelerators: bool = True) -> None:
-        """Check that each output so far shows all of its ids; else raise NoEffect, or RecomputeError."""
-        if not self._asked or not (on_accelerators or self._asked[0][4].is_cpu):
+    def read(self, *, wait: bool) -> None:
+        """Check that each output so far shows all of its ids; else raise NoEffect, or RecomputeError.
+
+        Args:
+            wait: also for what a device hasn't computed yet; else that is read later.
+        """
+        if self._asked:
+            self._late.append(_Late(self._asked))
+            self._asked = []
+        while self._late and (wait or self._late[0].has_come()):
+            self._late.popleft().check()
+
+
+class _Late:
+    """Holds the checks of one micro-batch, whose common result is on its way to the host."""
+
+    def __init__(self, asked: list[_Check]) -> None:
+        self._asked = asked
+        held = [one[4] for one in asked]
+        alike = len({(one.device, one.shape[1:]) for one in held}) == 1
+        self._right = HostCopy([torch.cat(held).all()] if alike else [one.all() for one in held])
+
+    def has_come(self) -> bool:
+        return self._right.has_come()
+
+    def check(self) -> None:
+        if all(bool(one) for one in self._right.read()):
             return
-        asked, self._asked = self._asked, []
-        try:
-            if bool(torch.cat([one[4] for one in asked]).all()):
-                return
-        except RuntimeError:  # other top-ks, or several devices: they can't be concatenated
-            pass
-        for router, number, again, why, held in asked:
+        for router, number, again, why, held in self._asked:
             if not bool(held.all()):
                 raise _error(router, number, *why, again=again)
 

@@ -208,7 +208,7 @@ class Following(Session):
         if why is None:
             started = time.perf_counter()
             self._source.look_up(call, keys, grad, carried)
-            self._answering.seconds += time.perf_counter() - started
+            self._answering.shared.seconds += time.perf_counter() - started
             self._source.is_on = True
             super()._chunk_begins(0, args, others)
         elif grad:

@@ -36,13 +36,14 @@ def unmasked(
         scores: the argument of the top-k, [rows, experts].
         ids: int64 [rows, topk].
     """
+    if not fills:
+        return scores if ids is None else scores.gather(1, ids)
     before, mask = _before(scores, fills)
-    filled = scores if ids is None else scores.gather(1, ids)
-    if mask is None:
-        return filled
-    with outside_modes():
-        keeps_fill = mask.expand(scores.shape).sum(dim=1, keepdim=True) > scores.shape[1] - topk
-    return torch.where(keeps_fill, filled, before if ids is None else before.gather(1, ids))
+    if mask is not None:
+        with outside_modes():
+            keeps_fill = mask.expand(scores.shape).sum(dim=1, keepdim=True) > scores.shape[1] - topk
+        before = torch.where(keeps_fill, scores, before)
+    return before if ids is None else before.gather(1, ids)
 
 
 def _before(scores: torch.Tensor, fills: Sequence[Fill]) -> tuple[torch.Tensor, torch.Tensor | None]:

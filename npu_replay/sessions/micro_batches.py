@@ -51,6 +51,10 @@ class Forward:
     called: set[int] = field(default_factory=set)  # layer labels of the routers called so far
     ended: list[Any] = field(default_factory=list)  # calls: router, ids, handed, version
     checked: bool = False  # the whole effect is checked, not only that outputs show the ids
+    # Of an unchecked forward, what its quick calls share; see `Answering.begins`:
+    quick: bool = False
+    given: Any = None  # its routes and their copies on the one device; None where routers choose
+    rows: int | None = None  # of the given routes
 
     @property
     def owner(self) -> Owner:
@@ -219,6 +223,7 @@ class Marks:
         self._timeline, self._chunk = timeline, chunk
         self._foreseen: dict[int, Any] = {}
         self._announced: dict[int, int] = {}
+        self.any = False  # something is known
 
     def running(self) -> int:
         """Return the number of the micro-batch that runs."""
@@ -227,10 +232,12 @@ class Marks:
     def foresee(self, router: nn.Module, token: object) -> None:
         """Note that the router's next forward may be run again while `token` lives; it is held weakly."""
         self._foreseen[id(router)] = token
+        self.any = True
 
     def announce(self, router: nn.Module, number: int) -> None:
         """Note that the router's next call is the recompute of micro-batch `number`."""
         self._announced[id(router)] = number
+        self.any = True
 
     def take_foreseen(self, router: nn.Module) -> Any:
         return self._foreseen.pop(id(router), None) if self._foreseen else None
@@ -242,10 +249,14 @@ class Marks:
         """Drop what no call has taken, because of an exception in between."""
         self._foreseen.clear()
         self._announced.clear()
+        self.any = False
 
 
 FEW = 2**17
 """Up to this number of ids, a router gets the tensor itself: a copy of each costs a kernel (1 MB)."""
+
+_MANY = 2**23
+"""So many ids are kept as int64 at most (64 MB), beside those of the running micro-batch."""
 
 Key: TypeAlias = "tuple[int, int]"
 """A router's call: layer label and micro-batch."""
@@ -308,17 +319,27 @@ class KeptIds(dict[Key, torch.Tensor]):
 
     def __init__(self) -> None:
         self._wide: dict[Key, torch.dtype] = {}  # of ids that are int64 still, the dtype to be
+        self._numel = 0  # of these
 
     def keep(self, key: Key, ids: torch.Tensor, dtype: torch.dtype) -> None:
         """Keep int64 ids of a call in this dtype; the tensor itself is held until `narrow`."""
         if ids.numel() <= FEW and not ids.is_inference():
             self[key], self._wide[key] = ids, dtype
+            self._numel += ids.numel()
         else:
             # A tensor made under inference_mode can't be saved for backward; its int64 copy can.
             self[key] = ids.to(dtype)
 
+    def narrow_many(self) -> None:
+        """Cast what is still int64 if it has become much."""
+        if self._numel > _MANY:
+            self.narrow()
+
     def narrow(self) -> dict[Key, torch.Tensor]:
         """Cast what is still int64, tensors of one size together, and return all."""
+        if not self._wide:
+            return self
+        self._numel = 0
         alike: dict[object, list[Key]] = {}
         places: dict[int, Key] = {}
         for key, dtype in self._wide.items():

@@ -13,12 +13,12 @@ from npu_replay.errors import ReplayError
 from npu_replay.routers import Model, Router
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 from npu_replay.sessions import seam
-from npu_replay.sessions.answering import called_again, hidden_states
 from npu_replay.sessions.backward import in_backward
 from npu_replay.sessions.effect import as_map, not_called
 from npu_replay.sessions.id_uses import IdUses
 from npu_replay.sessions.micro_batches import Key, Marks
 from npu_replay.sessions.record import micro_batch_routes
+from npu_replay.sessions.router_calls import called_again, hidden_states
 from npu_replay.sessions.session import Session, Work, to_enter
 from npu_replay.sessions.torch_state import Hook
 

@@ -60,7 +60,7 @@ class Recording(Session):
         return self._routes
 
     def _finish(self) -> None:
-        ids, called = self._answering.kept.narrow(), self._answering.source.inputs
+        ids, called = self._answering.shared.kept.narrow(), self._answering.shared.source.inputs
         count = self.timeline.ended[0]
         found = [micro_batch_routes(ids, self.all_routers, number) for number in range(count)]
         order = row_order_of(self.all_routers)
@@ -91,11 +91,11 @@ class StepRecording(Session):
         cause = "a forward of another module than this chunk, or a block that isn't open"
         MicroBatchError.unless(fine, "nothing was recorded yet", cause=cause, where=f"chunk {chunk}")
         number = self.timeline.ended[chunk] - 1
-        return micro_batch_routes(self._answering.kept.narrow(), self.routers[chunk], number)
+        return micro_batch_routes(self._answering.shared.kept.narrow(), self.routers[chunk], number)
 
     def last(self, router: Router) -> torch.Tensor | None:
         """Return the ids of a router's last call, [rows, topk], narrow, on its device; None before it."""
-        ids = self._answering.kept.narrow()
+        ids = self._answering.shared.kept.narrow()
         numbers = [number for label, number in ids if label == router.label]
         return ids[router.label, max(numbers)] if numbers else None
 

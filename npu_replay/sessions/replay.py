@@ -137,10 +137,10 @@ class ListedRoutes(RouteSource):
     def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
         last = self.timeline.ended[0] - 1
         if is_due(last) or self.is_last(last):
-            self._check_inputs()
+            self._check_inputs(wait=self.is_last(last))
 
     def check_complete(self) -> None:
-        self._check_inputs()
+        self._check_inputs(wait=True)
         done = self.timeline.ended[0]
         where, expected = micro_batch(done), f"{len(self.routes)} forwards in this block"
         cause = likeliest(
@@ -152,8 +152,10 @@ class ListedRoutes(RouteSource):
         problem, fine = "there were fewer micro-batches than routes", done >= len(self.routes)
         MicroBatchError.unless(fine, problem, expected, done, cause, where)
 
-    def _check_inputs(self) -> None:
+    def _check_inputs(self, *, wait: bool) -> None:
         for number in [one for one in sorted(self.inputs) if one < self.timeline.ended[0]]:
+            if not (wait or self.inputs[number].has_come()):
+                return
             self.called.check(number, self.inputs.pop(number), self.row_order)
 
 

@@ -160,7 +160,9 @@ class DeviceRoutes:
         handed: Any = [None] * len(given)
         if ids.numel() <= _FEW and not torch.is_inference_mode_enabled():
             given = given.to(torch.int64, memory_format=torch.contiguous_format)
-            handed = [one.data for one in given.clone().unbind()]  # .data: a version counter each
+            # A memory of its own, which a kernel may write into unseen; .data: a version counter each.
+            handed = [one.data for one in given.clone().unbind()]
+            given = given.unbind()
         missing = None if self.missing is None else to_device(self.missing, device)
         self.on[device] = ids, missing, dict(zip(self.columns, zip(given, handed, strict=True), strict=True))
 

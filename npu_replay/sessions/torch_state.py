@@ -41,6 +41,8 @@ class Hook:
         owner = self._owner()
         if owner is None or module is not self._module():
             return None
+        if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
+            return self._act(owner, *self._at, args, last)
         with outside_modes():
             return self._act(owner, *self._at, args, last)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+import weakref
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from npu_replay.routes.host_copies import HostCopy
 from npu_replay.routes.inputs import digest
 
 _Digests = list[tuple[torch.Size, int]]
@@ -16,7 +18,8 @@ _PARAMETERS = 4
 
 
 class _Seen(NamedTuple):
-    digests: _Digests  # of a few parameters, with the weights of a rollout
+    looked_at: list[weakref.ref[torch.Tensor]]  # a few parameters
+    digests: _Digests  # theirs, with the weights of a rollout
     at: float  # when a forward with these weights was last judged
 
 
@@ -33,10 +36,14 @@ def weights_moved(module: nn.Module, made_at: float, *, grad: bool) -> bool:
         made_at: `RoutedExperts.made_at` of the routes.
         grad: whether the forward has a graph.
     """
-    now = _digests(module)
     before = _seen.get(module)
+    looked_at = [] if before is None else [one() for one in before.looked_at]
+    parameters = [one for one in looked_at if one is not None]
+    if before is None or len(parameters) < len(looked_at):
+        parameters = _some_parameters(module)
+    now = _digests(parameters)
     if before is None or not grad or not _differ(before.digests, now) or made_at > before.at:
-        _seen[module] = _Seen(now, time.time())
+        _seen[module] = _Seen([*map(weakref.ref, parameters)], now, time.time())
         return False
     return True
 
@@ -47,13 +54,16 @@ def _differ(before: _Digests, now: _Digests) -> bool:
     return any(ours != theirs for ours, theirs in alike)
 
 
-def _digests(module: nn.Module) -> _Digests:
-    """Return shape and digest of a few parameters, since optimizers write past version counters."""
+def _some_parameters(module: nn.Module) -> list[torch.Tensor]:
+    """Return a few parameters of a model, trained ones if there are any."""
     parameters = list(module.parameters())
     trained = [one for one in parameters if one.requires_grad] or parameters
     places = sorted({round(at * (len(trained) - 1) / (_PARAMETERS - 1)) for at in range(_PARAMETERS)})
-    looked = [trained[at].detach() for at in places] if trained else []
-    local = [getattr(one, "_local_tensor", one) for one in looked]
-    digests = [digest(one) for one in local]
-    on_host = [int(one) for one in torch.stack([one.cpu() for one in digests])] if digests else []
-    return [(one.shape, value) for one, value in zip(local, on_host, strict=True)]
+    return [trained[at] for at in places] if trained else []
+
+
+def _digests(parameters: list[torch.Tensor]) -> _Digests:
+    """Return shape and digest of each, since optimizers write past version counters."""
+    local = [getattr(one.detach(), "_local_tensor", one.detach()) for one in parameters]
+    on_host = HostCopy([digest(one) for one in local]).read()
+    return [(one.shape, int(value)) for one, value in zip(local, on_host, strict=True)]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import npu_device
 import npu_replay
-from npu_replay import RoutedExperts, devices
+from npu_replay import NoEffect, RoutedExperts, devices
 from npu_replay.doctor import self_test
-from toys import EXPERTS, HIDDEN, ROWS, TOPK, ToyModel, foreign, hooks, tokens
+from npu_replay.sessions.replay import StepReplay
+from toys import EXPERTS, HIDDEN, ROWS, TOPK, ToyModel, ToyRouter, foreign, hooks, tokens
 
 pytestmark = [
     pytest.mark.accelerator,
@@ -122,6 +127,67 @@ def test_gathered_routes_go_there_by_pinned_memory(
     assert not pins
     check_close(losses(device), expected)
     assert device.type == "cpu" or len(pins) >= len(SEEDS)
+
+
+@contextlib.contextmanager
+def no_waits(device: torch.device) -> Iterator[None]:
+    """Fail where the host waits for the device."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    else:
+        before = len(npu_device.waits)
+        yield
+        assert npu_device.waits[before:] == []
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
+@pytest.mark.parametrize("way", ["record", "replay", "rows without a route", "errors wait", "pin_recompute"])
+def test_no_micro_batch_but_the_last_waits_for_the_device(
+    way: str, recompute: str | None, device: torch.device
+) -> None:
+    """Where routes aren't held against the routers' own choice, which waits in checked micro-batches."""
+    model = ToyModel(recompute=recompute).to(device)
+    recorded = torch.arange(ROWS) % 3 > 0 if way == "rows without a route" else None
+    routes = foreign(20, recorded=recorded)
+    inputs = [tokens(seed).to(device).requires_grad_() for seed in range(20)]
+    blocks: dict[str, Any] = {
+        "record": lambda: npu_replay.record(model),
+        "pin_recompute": lambda: npu_replay.pin_recompute(model),
+        "errors wait": lambda: StepReplay(model, errors_wait=True, min_overlap=0),
+    }
+    with blocks.get(way, lambda: npu_replay.replay(model, routes, min_overlap=0))() as session:
+
+        def step(number: int) -> None:
+            if way == "errors wait":
+                session.give(0, routes[number])
+            model(inputs[number]).square().mean().backward()
+
+        step(0)  # torch makes some of its parts with their first use
+        with no_waits(device):
+            for number in range(1, 19):
+                step(number)
+        step(19)
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("number", [0, 1, 5, 18, 19])
+def test_an_error_that_comes_later_names_its_own_micro_batch(number: int, device: torch.device) -> None:
+    def changes(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, ids = torch.topk(scores, router.topk)
+        return values, (ids + 1) % EXPERTS if running == [number] else ids
+
+    running: list[int] = []
+    model = ToyModel(ToyRouter(), ToyRouter(select=changes)).to(device)
+    expected = pytest.raises(NoEffect, match=rf"micro-batch {number}, layer 1")
+    with expected, npu_replay.replay(model, foreign(20), min_overlap=0):
+        for seed in range(20):
+            running[:] = [seed]
+            model(tokens(seed).to(device)).square().mean().backward()
 
 
 def test_live_mismatch_is_counted(device: torch.device) -> None:

@@ -49,7 +49,7 @@ def test_a_mask_that_leaves_out_more_or_fewer_tokens_says_nothing() -> None:
 
 
 def test_where_nothing_at_all_is_compared_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    input_check._say_nothing_compared.cache_clear()
+    input_check._warned.clear()
     replayed("right", mask("right"))
     replayed("right", mask("right"))
     (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
@@ -58,7 +58,7 @@ def test_where_nothing_at_all_is_compared_one_warning_says_so(caplog: pytest.Log
 
 @pytest.mark.parametrize("way", ["inputs=False", "embeddings"])
 def test_it_says_so_of_a_record_that_knows_no_tokens(way: str, caplog: pytest.LogCaptureFixture) -> None:
-    input_check._say_nothing_compared.cache_clear()
+    input_check._warned.clear()
     model, ids = TokenModel("batch"), token_ids(3, LENGTH)
     call = {"input_ids": ids} if way == "inputs=False" else {"inputs_embeds": model.embedding(ids).detach()}
     with torch.no_grad(), npu_replay.record(model, inputs=way != "inputs=False") as recording:

@@ -447,8 +447,8 @@ def test_little_is_held_where_a_graph_is_always_in_flight(how: str | None, kind:
             losses.append(model(tokens(seed).requires_grad_()).square().mean())
             if len(losses) > 2:
                 losses.pop(0).backward()
-            pending = session._work.recomputes
-            assert max(map(len, (session._work.kept, pending, pending.ran))) <= (8 if how else 0)
+            pending = session._work.shared.recomputes
+            assert max(map(len, (session._work.shared.kept, pending, pending.ran))) <= (8 if how else 0)
             assert kind == "replay" or len(session.timeline.ends) <= 8
         for loss in losses:
             loss.backward()

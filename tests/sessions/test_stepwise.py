@@ -49,7 +49,7 @@ def test_what_was_tapped_is_what_was_recorded() -> None:
         for seed in range(3):
             model(tokens(seed))
             tapped.append(session.take(0))
-            assert {number for _, number in session._work.kept} == {seed}, "what was taken is let go"
+            assert {number for _, number in session._work.shared.kept} == {seed}, "what was taken is let go"
     assert tapped == wanted
 
 

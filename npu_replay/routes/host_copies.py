@@ -1,0 +1,46 @@
+"""Copy tensors to the host while the host goes on: a read waits for nothing once the copy has come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class HostCopy:
+    """Holds copies of tensors in host memory, which a device fills when it comes to them.
+
+    Without pinned memory or events (a device that lacks them, or none left) the copies are made when they are
+    read, which waits for the device.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._events: list[torch.Event] = []
+        self._on_way = True
+        away = {one.device for one in tensors if not one.is_cpu}
+        try:
+            self._tensors = [_sent(one) for one in tensors]
+            self._events = [torch.Event(device) for device in away]
+            for event in self._events:
+                event.record()
+        except (RuntimeError, NotImplementedError):
+            self._tensors, self._on_way = list(tensors), False
+
+    def has_come(self) -> bool:
+        """Return whether a read waits for nothing."""
+        return self._on_way and all(event.query() for event in self._events)
+
+    def read(self) -> list[torch.Tensor]:
+        """Return the copies; waits for the device."""
+        for event in self._events:
+            event.synchronize()
+        self._events.clear()
+        return [one.cpu() for one in self._tensors]
+
+
+def _sent(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_cpu:
+        return tensor
+    room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return room.copy_(tensor, non_blocking=True)

@@ -1,0 +1,325 @@
+"""Answer the top-k of one router: begin and end its calls, in forwards and in recomputes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from npu_replay import routers
+from npu_replay.errors import MicroBatchError, RecomputeError, RouterError, micro_batch
+from npu_replay.routers import Router
+from npu_replay.routes.routed_experts import narrow_dtype
+from npu_replay.sessions import backward, seam
+from npu_replay.sessions.effect import Witness, is_due
+from npu_replay.sessions.masks import Steps
+from npu_replay.sessions.micro_batches import (
+    CALLED_INSIDE,
+    FEW,
+    Forward,
+    KeptIds,
+    Marks,
+    Recomputes,
+    Timeline,
+)
+from npu_replay.sessions.own_choice import OwnChoice
+from npu_replay.sessions.quick_call import QuickCall, may_be_quick, was_plain
+from npu_replay.sessions.route_source import RouteSource, to_device
+from npu_replay.sessions.session import Session
+from npu_replay.sessions.torch_state import Hook, caller_of_hook
+
+_is_batched = torch._C._functorch.is_batchedtensor
+
+
+@dataclass
+class Shared:
+    """Holds what the calls of all routers of a block share.
+
+    Attributes:
+        source: decides which routes each forward gets.
+        own: asks for the routers' own choice where ids are given; None where the source gives none.
+        kept: ids of calls.
+        seconds: time spent here.
+    """
+
+    source: RouteSource
+    own: OwnChoice | None
+    kept: KeptIds = field(default_factory=KeptIds)
+    witness: Witness = field(default_factory=Witness)
+    recomputes: Recomputes = field(default_factory=Recomputes)
+    seconds: float = 0.0
+
+    def clear(self) -> None:
+        self.witness.clear()
+        self.recomputes.clear()
+        self.kept.clear()
+        self.source.clear()
+
+
+class RouterCalls:
+    """Answers the top-k of one router: begins and ends its calls, in forwards and in recomputes."""
+
+    def __init__(self, shared: Shared, session: Session, router: Router, chunk: int, marks: Marks) -> None:
+        self._is_given = given = shared.own is not None
+        self.block = session.undo  # identifies its calls in `seam.unwind`
+        self.router, self.label = router, router.label
+        self.last: Hook | None = None  # our last hook: `ends`, or `leaves` behind later hooks
+        self._narrow = narrow_dtype(router.num_experts)  # the dtype in which its ids are kept
+        self._shared, self._source, self._witness = shared, shared.source, shared.witness
+        self._chunk, self._marks, self._timeline = chunk, marks, session.timeline
+        self._may_keep_native = backward.TELLS_REGIONS and not (given or router.spare)
+        self._leaves = session.may_wait(RouterCalls.leaves)
+        self._is_block = router.shows is None
+        self._mend = router.mend if given else None
+        # How its top-k was caught last, in eval mode and in training: where by the guard, Watch stays off.
+        self._ways: dict[bool, str | None] = {}
+        # The modes in which unchecked calls may be quick: `module.training`, as the last checked call had it.
+        self._plain: set[bool] = set()
+        # Used where other hooks come later: our hook behind them; the ended call with its output.
+        self._behind: Hook | None = None
+        self._ended: tuple[object, seam.Call] | None = None
+
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin the router's forward: from here on its top-k is answered."""
+        started = time.perf_counter()
+        call = self._begin_quickly() or self._begin(args, kwargs)
+        if call is not None:
+            call.begin()
+        self._shared.seconds += time.perf_counter() - started
+
+    def _begin_quickly(self) -> seam.Call | None:
+        """Return the call of an unchecked forward; None if it needs a closer look."""
+        forward = self._timeline.running(self._chunk)
+        router = self.router
+        if forward is None or not forward.quick or router.module.training not in self._plain:
+            return None
+        if self._marks.any or backward.in_backward() or self.label in forward.called:
+            return None
+        forward.called.add(self.label)
+        around = self._timeline.enclosing(forward)
+        if around:
+            self._shared.recomputes.expect((self.label, forward.number), around)
+        given = forward.given
+        choose = self._choose_own if given is None else self._choose_given
+        call = QuickCall(forward.rows, router.num_experts, router.topk, choose)
+        call.owner, call.forward = self, forward
+        if given is None:
+            call.chooses_itself = True
+            call.keeps_native_topk = self._may_keep_native and not around
+        else:
+            call.given, call.routes = True, given
+        call.keeps = False
+        return call
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> seam.Call | None:
+        """Return the call that begins; None if the router is left alone."""
+        router = self.router
+        hidden = args[0] if args and isinstance(args[0], torch.Tensor) else hidden_states(args, kwargs)
+        rows = hidden.numel() // hidden.shape[-1] * router.gathers
+        number = self._marks.take_announced(router.module)
+        if number is None and backward.in_backward():
+            number = self._timeline.recomputed(self._chunk, self.label)
+        if number is not None:
+            call = self._begin_again(number, rows, hidden.device)
+        elif self._source.answers(router):
+            call = self._begin_live(rows, hidden.device)
+        else:
+            return None
+        if not isinstance(call, QuickCall):
+            self._look_closely(call, hidden)
+        return call
+
+    def _begin_live(self, rows: int, device: torch.device) -> seam.Call:
+        """Return the call of a forward, and refuse one whose routes have other rows."""
+        forward, enclosed = self._live()
+        choose = self._choose_given if self._is_given else self._choose_own
+        call = self._made(rows, choose, quick=not forward.checked)
+        call.forward = forward
+        call.keeps_native_topk = self._may_keep_native and not enclosed
+        if not forward.checked and rows * self.router.topk <= FEW and not torch.is_inference_mode_enabled():
+            call.keeps = False
+        if self._is_given:
+            call.routes = self._source.prepare(self.router, forward, rows, device)
+        return call
+
+    def _begin_again(self, number: int, rows: int, device: torch.device) -> seam.Call:
+        """Return the call of a recompute, and refuse one that isn't of a forward's."""
+        call = self._made(rows, self._choose_again, quick=not is_due(number))
+        call.number = number
+        call.routes = self._again(number, rows, device)
+        return call
+
+    def _made(self, rows: int, choose: seam.Choose, *, quick: bool) -> seam.Call:
+        router = self.router
+        quick = quick and router.module.training in self._plain and may_be_quick()
+        call = (QuickCall if quick else seam.Call)(rows, router.num_experts, router.topk, choose)
+        call.owner, call.given, call.chooses_itself = self, self._is_given, not self._is_given
+        return call
+
+    def _look_closely(self, call: seam.Call, hidden: torch.Tensor) -> None:
+        """Set what a call needs that finds out how the router takes its top-k."""
+        router, forward = self.router, call.forward
+        if _is_batched(hidden):
+            problem = "the router runs under vmap, where its rows can't be told apart"
+            where = f"layer {router.label} ({router.path or 'the module itself'})"
+            cause = "torch.vmap, torch.func.jacrev or the like around the model: loop over the batch"
+            raise RouterError(problem, where=where, cause=cause)
+        call.drops, call.spare, call.counts = router.drops, router.spare, self._is_block
+        call.expected = self._ways.get(router.module.training)
+        call.watching = call.expected != "guard"
+        checked = is_due(call.number) if forward is None else forward.checked
+        call.follows = self._is_block and (checked or self._witness.follows(self.label))
+        if forward is not None and checked and self._is_given and router.masks:
+            call.watching, call.steps = True, Steps(call.rows, router.num_experts)
+        if next(reversed(router.module._forward_hooks.values())) is not self.last and not self._is_block:
+            if self._behind is None:
+                self._behind = Hook(self, self._leaves, router.module)
+                self.block.callback(self._behind.take_off)
+            self._behind.take_off()
+            router.module.register_forward_hook(self._behind)  # behind the hooks of others
+            self.last = self._behind
+        call.inside = caller_of_hook()
+
+    def _live(self) -> tuple[Forward, bool]:
+        """Return the forward that this call belongs to, and whether anything may run the call again."""
+        forward, label = self._timeline.live(self._chunk), self.label
+        if label in forward.called:
+            raise called_again(self.router, forward, self._timeline)
+        forward.called.add(label)
+        around = self._timeline.enclosing(forward)
+        if (foreseen := self._marks.take_foreseen(self.router.module)) is not None:
+            around = [*around, foreseen]
+        if around:
+            self._shared.recomputes.expect((label, forward.number), around)
+        return forward, bool(around)
+
+    def _again(self, number: int, rows: int, device: torch.device) -> torch.Tensor:
+        """Return the ids [rows, topk] of the forward's call, for a recompute."""
+        where = micro_batch(number, self.label)
+        ids = self._shared.kept.narrow().get((self.label, number))
+        if ids is None:
+            given = self._source.given.get((self._chunk, number))
+            if given is None or given.missing is not None:
+                problem = "this recompute was not foreseen when its forward ran, so its ids were not kept"
+                cause = "recomputing by other means than torch's checkpoint or a custom autograd Function"
+                raise RecomputeError(problem, where=where, cause=cause)
+            ids = to_device(given.ids[:, given.columns[self.label]], device)
+        if len(ids) != rows:
+            problem = "the recompute has another number of tokens than its forward"
+            cause, expected = "a forward of something else that a gradient hook runs", f"{len(ids)} rows"
+            raise RecomputeError(problem, where=where, expected=expected, got=rows, cause=cause)
+        self._shared.recomputes.ran.add((self.label, number))
+        return ids
+
+    def _choose_own(self, call: seam.Call) -> torch.Tensor:
+        """Return the ids of a call in a forward, int64 [rows, topk]: the router's own choice."""
+        ids, key = call.own(), (self.label, call.forward.number)
+        if self._source.records or key in self._shared.recomputes:
+            self._shared.kept.keep(key, ids, self._narrow)
+        return ids
+
+    def _choose_given(self, call: seam.Call) -> torch.Tensor:
+        """Return the given ids, int64 [rows, topk]; rows without a route take the router's own choice."""
+        routes, narrow, missing, given = call.routes
+        ids, call.handed = given[self.label]
+        chosen: torch.Tensor = ids.long()
+        shared = self._shared
+        if shared.own is not None:
+            shared.own.compare(call, chosen, missing, routes)
+        if missing is not None:  # never in place: layers may share their storage
+            chosen, call.handed = chosen.index_copy(0, missing, call.own(missing)), None
+        key = self.label, call.forward.number
+        if self._source.records or key in shared.recomputes:
+            if missing is None:
+                shared.kept[key] = narrow[:, routes.columns[self.label]]
+            else:
+                shared.kept.keep(key, chosen, self._narrow)
+        return chosen
+
+    def _choose_again(self, call: seam.Call) -> torch.Tensor:
+        """Return the ids of the forward's call, int64 [rows, topk], for its recompute."""
+        if self._shared.own is not None:
+            self._shared.own.count_in(call)
+        ids: torch.Tensor = call.routes.long()
+        if call.chooses_itself and call.asked is not None and call.asked[1].get("sorted"):
+            # Megatron-core from 0.18 on requests sorted ids only with grad, which is off in a checkpoint's
+            # forward. In another order of experts their outputs would be summed with other rounding.
+            order = call.scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)
+            ids = ids.gather(1, order)
+        return ids
+
+    def ends(self, args: tuple[Any, ...], output: object) -> object:
+        """End the router's forward; a result that isn't None replaces the output."""
+        call = seam.running(self)
+        if call is None:
+            return None  # `begins` raised, or left the call alone
+        started = time.perf_counter()
+        call.end()
+        mended = None
+        if output is not None:  # else the router raised, or its recompute was stopped early
+            if not isinstance(call, QuickCall):
+                self._learn(call)
+            elif call.ids is None and call.forward is not None and self._is_given:
+                hidden = hidden_states(args, {})
+                rows = hidden.numel() // hidden.shape[-1] * self.router.gathers
+                self._source.prepare(self.router, call.forward, rows, hidden.device)  # refuses other rows
+            if call.forward is not None:
+                self._witness.saw(self.router, call.forward, call, output)
+            elif call.way is not None:
+                self._witness.saw_again(self.router, call.number, call, output)
+            else:
+                cause = routers.explained(self.router, call.seen)
+                cause = cause or "a recompute that takes another path than the forward"
+                problem = "the recompute of this router never reached its top-k"
+                raise RecomputeError(problem, where=micro_batch(call.number, self.label), cause=cause)
+            if self._mend is not None and call.ids is not None:
+                mended = self._mend(output, call.ids)
+            if self._behind is not None:
+                self._ended = (output if mended is None else mended), call
+        elif call.forward is None and self._is_block:
+            self._witness.saw_stopped(self.router, call.number, call)
+        self._shared.seconds += time.perf_counter() - started
+        return mended
+
+    def _learn(self, call: seam.Call) -> None:
+        """Keep how this call, which has ended, took its top-k."""
+        training = self.router.module.training
+        self._ways[training] = call.way
+        if was_plain(call):
+            self._plain.add(training)
+        else:
+            self._plain.discard(training)
+
+    def leaves(self, args: tuple[Any, ...], output: object) -> None:
+        """Check the output again, after the hooks of others, which may have replaced it."""
+        (ours, call), self._ended = self._ended or (output, None), None
+        shows = self.router.shows
+        if output is None or output is ours or call is None or call.ids is None or shows is None:
+            return
+        again = call.forward is None
+        number, shown = call.number if again else call.forward.number, shows(output)
+        if shown is not call.ids:
+            self._witness.look(self.router, number, shown, call.ids, again=again)
+
+
+def called_again(router: Router, forward: Forward, timeline: Timeline) -> MicroBatchError:
+    """Return the error for a router that one forward calls twice: routes have one column for each router."""
+    problem = "the router is called again before the forward of the model that was passed has ended"
+    cause = (
+        "a looped model, which runs layers several times in one forward (Inkling-2) and can't be replayed; a "
+        "model that runs one sequence after another; layers that share one router; or MindSpeed's "
+        "moe_fb_overlap, which runs a graph of before this block again"
+    )
+    if forward is timeline.bypassed:
+        cause = f"{CALLED_INSIDE}; Megatron's overlap_moe_expert_parallel_comm does so too"
+    return MicroBatchError(problem, where=micro_batch(forward.number, router.label), cause=cause)
+
+
+def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the first tensor that a router is called with."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value
+    raise RouterError("the router was called without a tensor", expected="hidden states", got=args)
