@@ -69,6 +69,11 @@ class EngineAdapter:
         return self.settings.mode  # type: ignore[no-any-return]
 
     @property
+    def is_critic(self) -> bool:
+        """Return whether the engine has a value model, whose batches verl never marks."""
+        return any(kind.__name__.endswith("EngineWithValueHead") for kind in type(self.engine).__mro__)
+
+    @property
     def chunks(self) -> Sequence[nn.Module]:
         return self.engine.module  # type: ignore[no-any-return]
 

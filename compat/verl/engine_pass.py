@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from npu_replay.compat.verl.files import ROUTES
 from npu_replay.compat.verl.found_routes import FoundRoutes
 from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, figures, summary
 from npu_replay.environment import BAD_SAMPLES, DELIVERY, METRICS_EVERY, read
-from npu_replay.errors import MicroBatchError, ReplayError, RouterError
+from npu_replay.errors import MicroBatchError, ReplayError, RouterError, described
 from npu_replay.parallel.rank_failures import agreed, all_here
 from npu_replay.parallel.row_gather import CEILING, above_ceiling
 from npu_replay.sessions.record import StepRecording
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 RECORD, REPLAY, BACKWARD = "record", "replay_forward", "replay_backward"
 """The values of verl's RouterReplayAction, and of Megatron's."""
+
+_MARK = "enable_routing_replay"
+"""verl's mark in a batch: True in what an actor records or replays, False in what it doesn't."""
 
 
 class EnginePass:
@@ -311,12 +315,16 @@ def wrapped(original: Callable[..., Any], kind: type[EngineAdapter]) -> Any:
             flags = None
         if current().is_off:  # an engine reads its batch; a legacy actor asks for the action
             if flags is not None:
-                flags.assign_non_tensor(data, enable_routing_replay=False)
+                flags.assign_non_tensor(data, **{_MARK: False})
             return original(self, *args, **kwargs)
         if not serves():
             _refuse_own_actions(engine)
-        flagged = bool(flags and flags.get_non_tensor_data(data, "enable_routing_replay", False))
-        running = EnginePass(engine, trains=not given.get("forward_only", False), flagged=flagged)
+        mark = flags and flags.get_non_tensor_data(data, _MARK, None)
+        flagged = bool(mark)
+        trains = not given.get("forward_only", False)
+        if trains and mark is None and not current().action and not engine.is_critic:
+            raise _unmarked(engine)
+        running = EnginePass(engine, trains=trains, flagged=flagged)
         if flagged:
             running.found.find(data)
         with running.entered():
@@ -371,6 +379,28 @@ def _refuse_own_actions(engine: EngineAdapter) -> None:
                 got=action,
                 cause="a worker of one's own",
             )
+
+
+def _unmarked(engine: EngineAdapter) -> ReplayError:
+    """Return the error for an update whose batch nobody has marked: verl would run it without a replay."""
+    base: Any = getattr(sys.modules.get("verl.single_controller.base"), "Worker", ())
+    callers: dict[str, None] = {}
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, base):
+            callers[described(type(caller))] = None
+        frame = frame.f_back
+    return ReplayError(
+        f"router_replay.mode={engine.mode}, and this update would not replay: its batch isn't marked",
+        where=described(type(engine.engine)),
+        expected=f"{_MARK} in it, as verl's ActorRolloutRefWorker sets it for old log-probs and the update",
+        got=f"none, from {', '.join(callers) or 'no worker of verl'}",
+        cause="a worker of another package, or one that trains without ActorRolloutRefWorker. Have it call "
+        f'tensordict_utils.assign_non_tensor_data(batch, "{_MARK}", True) before old log-probs and before '
+        "the update, and with False for an update that is not to be replayed. Or set router_replay.mode to "
+        "disabled",
+    )
 
 
 def _raise_on_every_rank(problem: ReplayError) -> None:

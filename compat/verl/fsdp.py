@@ -25,7 +25,7 @@ from npu_replay.compat.engines import setting
 from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import engine_adapter, functions, tensors
-from npu_replay.compat.verl.config import FSDP, OFF, ROOT, without_keys
+from npu_replay.compat.verl.config import FSDP, OFF, ROOT, refused, without_keys
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, problem_of
 from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, current, without_adapter, wrapped
 from npu_replay.compat.verl.files import IMAGES, ROUTES, TOKENS
@@ -114,12 +114,20 @@ class FsdpAdapter(WholeModelAdapter):
     def settings(self) -> SimpleNamespace:
         """Return the settings of router_replay, a plain dict in the config: verl's yaml has no such key."""
         given = setting(self.engine.engine_config, "router_replay")
-        bare = without_keys(given, f"{ROOT}.actor.fsdp_config.router_replay")
+        key = f"{ROOT}.actor.fsdp_config.router_replay"
+        bare = without_keys(given, key)
         if bare is not None:
             raise bare
         found = {name: setting(given, name) for name in ("mode", "record_file", "replay_file")}
-        known = self.strategy in FSDP  # FSDP-Turbo cuts its batches otherwise
-        return SimpleNamespace(**found | {"mode": (known and found["mode"]) or OFF})
+        mode = found["mode"] or OFF
+        if mode != OFF and self.strategy not in FSDP:
+            raise refused(
+                f"{key}.mode={mode} is set, and this engine can't replay",
+                expected="strategy fsdp or fsdp2",
+                got=f"strategy {self.strategy}",
+                cause="FSDP-Turbo, which cuts its batches in a way of its own",
+            )
+        return SimpleNamespace(**found | {"mode": mode})
 
 
 def _step(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -589,7 +589,8 @@ def _others() -> None:
     actor.worker.ref = job.training_worker(replace(tiny, mode="disabled", forward_only=True))
     passes = [(actor.worker.ref, actor.worker.compute_ref_log_prob, "log_probs")]
     if not job.RELEASE.startswith("0.7."):  # its critic's forward is called with an argument it doesn't have
-        critic = job.training_worker(replace(tiny, mode="disabled", value=True))
+        critic = job.training_worker(replace(tiny, value=True))  # whose mode is copied from the actor's
+        critic.set_loss_fn(lambda model_output, **_: (model_output["values"].values().square().mean(), {}))
         passes.append((critic, critic.infer_batch, "values"))
     data = job.batch(tiny.split, routes)
 
@@ -608,6 +609,9 @@ def _others() -> None:
     actor.update(data)
     for found in (between, asked()):
         assert all(torch.equal(a, b) for a, b in zip(before, found, strict=True))
+    if len(passes) == 2:
+        critic.train_mini_batch(job.update_batch(data))
+        assert len(critic.engine.gradients) == 1
     nothing_is_on()
 
 
@@ -927,6 +931,28 @@ def _missing_routes() -> None:
         for theirs, ours in zip(plain.chunks[0].parameters(), _weights(actor), strict=True):
             theirs.data.copy_(ours)
         _routes_freely(actor, plain)
+
+
+@case("a worker that marks no batch")
+def _unmarked() -> None:
+    tiny = begin(mode="R2")
+    actor = Actor(tiny)
+    check_unmarked(actor, job.update_batch(r3_batch(tiny, None)))
+
+
+def check_unmarked(actor: Any, update: Any) -> None:
+    """Such as a copy of verl's in another package, which npu_replay doesn't know. Its update is refused,
+    unless it says that it is not to be replayed."""
+    actor.worker.enable_routing_replay = False
+    expected = r"this update would not replay.*, from \S+\.TrainingWorker, \S+\.ActorRolloutRefWorker"
+    with pytest.raises(ReplayError, match=expected):
+        actor.worker.update_actor(update.clone())
+    assert not actor.gradients
+    job.tu.assign_non_tensor_data(update, "enable_routing_replay", False)
+    metrics = dict(actor.output(actor.worker.update_actor(update))["metrics"])
+    assert len(actor.gradients) == 1
+    assert not [name for name in metrics if name.startswith("npu_replay/")]
+    nothing_is_on()
 
 
 @case("a rollout's routes under R2")

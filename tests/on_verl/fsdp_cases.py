@@ -29,7 +29,7 @@ from npu_replay.environment import DELIVERY
 from npu_replay.errors import ReplayError
 from on_verl import engine_job
 from on_verl import fsdp_job as job
-from on_verl.engine_cases import leave, nothing_is_on, patched, r3_batch_of, spoiled
+from on_verl.engine_cases import check_unmarked, leave, nothing_is_on, patched, r3_batch_of, spoiled
 from on_verl.engine_job import LENGTHS
 from on_verl.fsdp_job import Actor, Tiny, prepare
 from sharded_qwen import LABELS, Call, check_told, other_routers, routers, save_model, whole, witnessed
@@ -163,6 +163,12 @@ def _by_reference() -> None:
     tiny = tiny_of(mode="R3", recompute=True, **WAYS["dynamic"])
     with engine_job.delivered(tiny) as by_reference:
         _r3(tiny, by_reference)
+
+
+@case("a worker that marks no batch")
+def _unmarked() -> None:
+    actor = Actor(tiny := tiny_of(mode="R3"))
+    check_unmarked(actor, engine_job.update_batch(r3_batch(tiny, None)))
 
 
 @case("more experts than a byte holds")

@@ -28,6 +28,7 @@ BY_RELEASE = (
     "offloaded, and a checkpoint in between",
     "a rollout's routes under R2",  # T4
     "routes are missing",  # T20
+    "a worker that marks no batch",
     "one rank has routes of another length",  # T12
     "more experts than a byte holds",  # T19
     "packing that returns two things, or three",  # T9

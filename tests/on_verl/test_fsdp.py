@@ -18,7 +18,7 @@ from case_jobs import Notes, check, noted
 
 NPU_BLOCK = "verl's block for an NPU"
 """It stays in the process, so it comes last."""
-BY_RELEASE = ("R3: padded", "R2: dynamic, recompute", "R3: sp2")
+BY_RELEASE = ("R3: padded", "R2: dynamic, recompute", "R3: sp2", "a worker that marks no batch")
 FROM_0_8 = ("R2: sp2, dynamic, recompute", "R3 by reference")
 ALIKE = (
     *("R3: to a length", "R2: sp2, to a length, recompute", "R2 by reference"),

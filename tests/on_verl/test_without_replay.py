@@ -118,19 +118,19 @@ def test_an_engine_that_uninstall_stopped_goes_on_after_install(monkeypatch: pyt
         forward_backward_batch = engine_pass.wrapped(Engine.forward_backward_batch, EngineAdapter)
 
     engine = Replaying(router_replay=R2)
-    engine.forward_backward_batch(None)
+    engine.forward_backward_batch(None, forward_only=True)
     for broken in (False, True):
         npu_replay.uninstall()
         with pytest.raises(ReplayError, match="uninstalled after this engine"):
-            engine.forward_backward_batch(None)
+            engine.forward_backward_batch(None, forward_only=True)
         if broken:
             with monkeypatch.context() as patch:
                 patch.delattr(router_replay_patch, "RouterReplayAction")
                 npu_replay.install()
                 with pytest.raises(ReplayError, match="uninstalled after this engine"):
-                    engine.forward_backward_batch(None)
+                    engine.forward_backward_batch(None, forward_only=True)
                 assert install._given_up
                 npu_replay.uninstall()
         npu_replay.install()
-        engine.forward_backward_batch(None)
+        engine.forward_backward_batch(None, forward_only=True)
     assert engine.passes == 3

@@ -41,6 +41,10 @@ class Engine:
 Engine.forward_backward_batch = wrapped(Engine.forward_backward_batch, EngineAdapter)  # type: ignore[method-assign]
 
 
+class EngineWithValueHead(Engine):
+    """A critic's, by the end of its name."""
+
+
 def record(engine: Engine) -> list[Any]:
     routes: list[Any] = []
 
@@ -59,13 +63,19 @@ def record(engine: Engine) -> list[Any]:
 
 def replay(engine: Engine, routes: list[Any]) -> Any:
     def schedule(model: ToyModel) -> None:
-        current().set(REPLAY)
         feed, chunk = current().replaying(None, 0)
         feed.give(chunk, routes[0])
         model(tokens(0)).sum().backward()
         current().clear()
 
-    return engine.forward_backward_batch(schedule)
+    return update(engine, schedule)
+
+
+def update(engine: Engine, schedule: Any) -> Any:
+    """An update whose action was set before, as 0.7's actor does."""
+    with EnginePass().entered():
+        current().set(REPLAY)
+        return engine.forward_backward_batch(schedule)
 
 
 def test_a_replayed_pass_says_once_that_it_is_on_and_adds_its_metrics(
@@ -94,12 +104,11 @@ def test_what_goes_wrong_in_a_schedule_is_raised_behind_it_and_an_update_is_coun
     routes, after = record(engine), list[str]()
 
     def schedule(model: ToyModel) -> None:
-        current().set(REPLAY)
         current().defer(ReplayError("a sample of this rank is bad"))
         after.append("went on")
 
     with pytest.raises(ReplayError, match="this rank is bad"):
-        engine.forward_backward_batch(schedule)
+        update(engine, schedule)
     assert (after, EngineAdapter.of(engine).updates) == (["went on"], 0)
     replay(engine, routes)
     assert EngineAdapter.of(engine).updates == 1
@@ -114,7 +123,7 @@ def test_nothing_is_left_when_a_pass_raises() -> None:
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        engine.forward_backward_batch(schedule)
+        engine.forward_backward_batch(schedule, forward_only=True)
     assert not current().action
     with EnginePass().entered():
         with pytest.raises(ZeroDivisionError), EnginePass().entered():
@@ -144,6 +153,22 @@ def test_no_action_has_an_effect_in_a_reference_pass_or_in_an_engine_without_rep
     Engine("disabled").forward_backward_batch(schedule)
     assert seen == [(True, "")]
     assert not serves()
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3", "disabled"])
+def test_an_update_with_a_mode_and_without_verls_mark_is_refused_before_it_runs(mode: str) -> None:
+    """A worker of another package marks no batches; an evaluation or a critic is no actor's update."""
+    ran = list[str]()
+    for kind, forward_only in ((Engine, True), (EngineWithValueHead, False)):
+        kind(mode).forward_backward_batch(lambda model: ran.append("fine"), forward_only=forward_only)
+    assert ran == ["fine", "fine"]
+    if mode == "disabled":
+        Engine(mode).forward_backward_batch(ran.append)
+        return
+    expected = rf"Engine: router_replay.mode={mode}, and this update.*Expected enable_routing_replay in it"
+    with pytest.raises(ReplayError, match=expected):
+        Engine(mode).forward_backward_batch(lambda model: ran.append("an update"))
+    assert len(ran) == 2
 
 
 def test_an_action_that_waits_is_the_engines_and_over_when_the_engine_ends_it() -> None:
@@ -189,7 +214,7 @@ def test_what_a_pass_checks_depends_on_the_updates_before_it(
     assert asked == [told]
 
 
-def test_an_fsdp_engine_whose_mode_lacks_its_key_is_refused() -> None:
+def test_an_fsdp_engine_whose_mode_lacks_its_key_or_that_cant_replay_is_refused() -> None:
     pytest.importorskip("transformers")
     from npu_replay.compat.verl import fsdp
 
@@ -197,6 +222,9 @@ def test_an_fsdp_engine_whose_mode_lacks_its_key_is_refused() -> None:
     engine = Engine()
     engine.engine_config = config  # type: ignore[assignment]
     assert fsdp.FsdpAdapter(engine).mode == "R2"
+    config["strategy"] = "fsdp_turbo"
+    with pytest.raises(ReplayError, match=r"mode=R2 is set, .* Expected strategy fsdp or fsdp2, got .*turbo"):
+        fsdp.FsdpAdapter(engine)
     config["router_replay"] = "R2"
     with pytest.raises(ReplayError, match=r"Expected \S+router_replay.mode=R2"):
         fsdp.FsdpAdapter(engine)
