@@ -75,9 +75,25 @@ def start(split: Split) -> Split:
     """Megatron's parallel state anew, as an engine of verl makes it; the split with this rank's places."""
     from megatron.core import parallel_state
 
+    _release_wrapped()
     # Which 0.12 forgets to forget.
     parallel_state._EMBEDDING_GLOBAL_RANKS = parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
     return split.start(gloo=True)
+
+
+_wrapped: list[Any] = []
+"""Megatron's wrappers of chunks, until the next start."""
+
+
+def _release_wrapped() -> None:
+    """Empty the wrappers of the engines before, which gc can't free.
+
+    A wrapper holds its model, whose dispatchers keep a graph, and that graph's nodes hold the wrapper by its
+    hooks; gc doesn't look into autograd's nodes. From Megatron-core 0.17 on modules hold process groups, too.
+    """
+    for wrapper in _wrapped:
+        vars(wrapper).clear()
+    _wrapped.clear()
 
 
 # The model
@@ -123,10 +139,12 @@ def chunks_of(tiny: Tiny, config: Any, *, wrapped: bool) -> list[nn.Module]:
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=tiny.sharded, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
-    return [
+    wrappers = [
         DistributedDataParallel(config=config, module=chunk, disable_bucketing=number > 0, ddp_config=ddp)
         for number, chunk in enumerate(chunks)
     ]
+    _wrapped.extend(wrappers)
+    return wrappers
 
 
 class _ValueHead(nn.Linear):
