@@ -9,7 +9,7 @@
 # agent loops, and of 0.7 its own actor and its external_lib. They have transformers 4, which they want; the newest has
 # 5. npu_patches runs each form of verl's own block for an NPU (0.9.1's; 0.7.1's; 0.8.0's patches want a transformers
 # that its block doesn't run on), and ms-swift's on both lines of transformers. With --all: what is `long`, 0.9.1 whole on
-# 0.12.1, Megatron-core 0.13.1 and 0.15.3, and 0.9.1's block on transformers 4.
+# 0.12.1, 0.9.0, which narrows routes as 0.8.0 does, Megatron-core 0.13.1 and 0.15.3, and 0.9.1's block on transformers 4.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 all=
@@ -20,7 +20,10 @@ fi
 source ci/environment.sh
 for release in 0.7.1 0.8.0 0.9.1; do fetch_verl $release; done
 fetch megatron 0.18.2
-if [[ $all ]]; then for release in 0.13.1 0.15.3; do fetch megatron $release; done; fi
+if [[ $all ]]; then
+    for release in 0.13.1 0.15.3; do fetch megatron $release; done
+    fetch_verl 0.9.0
+fi
 fetch transformers 4.57.6
 datasets=$work/beside/datasets==4.0.0 # verl imports it, and newer ones want a newer huggingface-hub
 once "$datasets" datasets pip_into --no-deps datasets==4.0.0
@@ -45,6 +48,7 @@ export PYTHONPATH=$swift${PYTHONPATH:+:$PYTHONPATH}
 run_with 0.18.2 0.9.1 "$quick" tests/on_verl tests/npu_patches "$@"
 if [[ $all ]]; then
     run_with 0.12.1 0.9.1 "" tests/on_verl "$@"
+    run_with 0.18.2 0.9.0 "not newest" tests/on_verl/test_functions.py tests/on_verl/test_engine.py "$@"
     run_with 0.15.3 0.9.1 "not newest" tests/on_verl/test_functions.py tests/on_verl/test_engine.py "$@"
     run_with 0.13.1 0.8.0 "not newest" tests/on_verl/test_functions.py tests/on_verl/test_engine.py "$@"
 else

@@ -30,8 +30,8 @@ from npu_replay.routes.routed_experts import RoutedExperts
 COLUMN = "npu_replay_routes"
 """The column of references."""
 MARK = 32767
-"""The first of a token's five numbers. It is no id and no padding, and doesn't fit a byte, to which verl 0.7
-and 0.8 narrow a batch whose numbers all fit.
+"""The first of a token's five numbers. It is no id and no padding, and doesn't fit a byte, to which verl
+up to 0.9.0 narrows a batch whose numbers all fit.
 """
 REFUSED = MARK - 1
 """The mark of a sample whose routes were refused at rollout."""

@@ -153,12 +153,12 @@ def _step(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any)
 @functions.timed()
 def _give(adapter: FsdpAdapter, micro_batch: Any) -> None:
     replay, chunk = current().replaying()
-    tokens, routes = micro_batch[TOKENS], functions.present(micro_batch.get(ROUTES, None))
-    aligned = functions.align_r3_router_replay_data(routes, tokens)
+    tokens = micro_batch[TOKENS]
+    aligned = functions.align_r3_router_replay_data(micro_batch.get(ROUTES, None), tokens)
     mask = None
     if current().r3:
         mask = functions.build_r3_replay_mask(tokens, micro_batch["response_mask"])
-    batch = tensors.MicroBatch(aligned, None, adapter.model)
+    batch = tensors.MicroBatch(functions.present(aligned), None, adapter.model)
     functions.give(replay, chunk, batch, layout_of(adapter.engine, micro_batch, adapter.layouts), mask)
 
 

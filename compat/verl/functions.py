@@ -290,8 +290,15 @@ def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -
     )
 
 
-def align_r3_router_replay_data(layers_topk_idx: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-    """Return one row of routes for each token, zeros for a last token that has none."""
+def align_r3_router_replay_data(
+    layers_topk_idx: torch.Tensor | None, input_ids: torch.Tensor
+) -> torch.Tensor | None:
+    """Return one row of routes for each token, zeros for a last token that has none.
+
+    None where none came, as verl 0.9.0 doesn't look: `set_router_replay_data` reports it.
+    """
+    if layers_topk_idx is None:
+        return None
     lengths = tensors.MicroBatch(input_ids, None, None).lengths
     parts = list(layers_topk_idx.unbind())
     if len(parts) != len(lengths):

@@ -26,7 +26,7 @@ from case_jobs import Cases, shared_folder, told
 from distributed.parallel_model import EXPERTS
 from megatron_cases import VARIANTS
 from npu_replay import RoutedExperts
-from npu_replay.compat.verl import batch_routes, engine_adapter, found_routes, r3_store
+from npu_replay.compat.verl import batch_routes, engine_adapter, found_routes, r3_store, tensors
 from npu_replay.compat.verl.config import check_actor
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.compat.verl.engine_pass import current
@@ -516,7 +516,7 @@ def _other_rows() -> None:
 
 @case("more experts than a byte holds")
 def _wide() -> None:
-    """T19: 0.7 and 0.8 narrow to uint8 in the engine itself."""
+    """T19: up to 0.9.0 verl narrows to uint8 in the engine itself."""
     tiny = begin(mode="R2", changes={"num_moe_experts": 300})
     actor = Actor(tiny)
     data, routes = recorded_batch(actor)
@@ -524,6 +524,22 @@ def _wide() -> None:
     with job.other_routers(actor.chunks), npu_replay.observe(actor.chunks) as seen:
         actor.update(data)
     check_rows(seen.shown, routes, tiny)
+
+
+@case("ids and keys where verl narrows as in 0.9.0")
+def _narrowed() -> None:
+    """It merges micro-batches by the function that 0.9.1 has, and casts what that returns to uint8."""
+    engine = importlib.import_module("verl.workers.engine.megatron.transformer_impl")
+    merge = engine.merge_nested_router_maps
+
+    def narrows(maps: Any) -> torch.Tensor:
+        return merge(maps).to(torch.uint8)  # type: ignore[no-any-return]
+
+    with patched() as patch:
+        for module in (engine, tensors.utils()):
+            patch.setattr(module, "merge_nested_router_maps", narrows)
+        _wide()
+        _r2_by_reference({})
 
 
 @case("packing that returns two things, or three")

@@ -40,6 +40,7 @@ ALIKE = (
     *(f"R2: {DENSE}", f"R3: {DENSE}", "R2: full recompute", "R2: ep2"),
     *("GLM-5.2 as verl's script sets it, R3: pp2", "GLM-5.2 as verl's script sets it, R2: cp2"),
     "padded sequences that have other rows",
+    "ids and keys where verl narrows as in 0.9.0",
     *(f"R2 by reference: {DENSE}", "R2 by reference: cp2"),
     "R2 by reference: a sample of padding",
     "R2 by reference: one rank fails",

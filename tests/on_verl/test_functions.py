@@ -241,6 +241,22 @@ def test_a_pass_refuses_an_action_that_was_set_before_it(verl: Verl) -> None:
         Runs(job.model, job.config).forward_backward_batch({})
 
 
+def test_a_pass_in_which_verl_aligns_no_routes_says_so_at_its_end(verl: Verl) -> None:
+    """verl 0.9.0 doesn't look whether an R3 batch has any; the other ranks wait in the schedule."""
+    if not hasattr(verl.utils, "align_r3_router_replay_data"):
+        pytest.skip("verl aligns routes from 0.9 on")
+    job, sequences = Job(), batches()[0]
+    tokens = torch.nested.as_nested_tensor(sequences, layout=torch.jagged)
+    engine = Engine(job.model, job.config)
+    running = EnginePass(EngineAdapter(engine), trains=True)
+    with pytest.raises(MicroBatchError, match="this micro-batch has no routes"), running.entered():
+        verl.replay.set_global_router_replay_action(verl.actions.REPLAY_FORWARD)
+        routes = verl.utils.align_r3_router_replay_data(None, tokens)
+        verl.utils.set_router_replay_data(routes, None, job.config, 0)
+        finished = job.forward(sequences)
+    assert finished.isfinite()
+
+
 def test_after_uninstall_a_router_has_megatrons_again_and_after_install_verls(verl: Verl) -> None:
     job = Job()
     module = routers(job.model)[0].module

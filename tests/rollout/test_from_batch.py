@@ -19,19 +19,24 @@ TOKENS = 96
 
 
 @pytest.mark.parametrize(
-    ("names", "keys", "experts", "wire"),
+    ("merged", "keys", "experts", "wire"),
     [
-        (["merge_nested_router_maps"], False, 300, (torch.int16, False)),  # 0.9
-        (["merge_nested_router_maps"], True, 8, (torch.int16, False)),
-        ([], False, 256, (torch.uint8, False)),
-        ([], False, 257, (torch.int16, True)),  # 0.7 and 0.8 would fold these: they go as bytes
-        ([], True, 8, (torch.int16, True)),
+        (torch.int16, False, 300, (torch.int16, False)),  # 0.9.1
+        (torch.int16, True, 8, (torch.int16, False)),
+        (torch.uint8, False, 256, (torch.uint8, False)),  # 0.9.0
+        (torch.uint8, False, 384, (torch.int16, True)),
+        (torch.uint8, True, 8, (torch.int16, True)),
+        (None, False, 256, (torch.uint8, False)),
+        (None, False, 257, (torch.int16, True)),  # 0.7 and 0.8 would fold these: they go as bytes
+        (None, True, 8, (torch.int16, True)),
     ],
 )
 def test_no_id_is_folded_on_verls_wire(
-    names: list[str], keys: bool, experts: int, wire: object, monkeypatch: pytest.MonkeyPatch
+    merged: torch.dtype | None, keys: bool, experts: int, wire: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    utils = SimpleNamespace(**dict.fromkeys(names))
+    utils = SimpleNamespace()
+    if merged is not None:
+        utils.merge_nested_router_maps = lambda maps: maps[0].to(merged)
     monkeypatch.setattr(tensors, "utils", lambda: utils)
     assert tensors.wire_dtype(SimpleNamespace(num_moe_experts=experts), keys=keys) == wire
 
