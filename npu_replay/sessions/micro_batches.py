@@ -54,7 +54,7 @@ class Forward:
     # Of an unchecked forward, what its quick calls share; see `Answering.begins`:
     quick: bool = False
     given: Any = None  # its routes and their copies on the one device; None where routers choose
-    rows: int | None = None  # of the given routes
+    rows: int = -1  # of the given routes; -1: not known
 
     @property
     def owner(self) -> Owner:

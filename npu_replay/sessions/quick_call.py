@@ -53,7 +53,7 @@ class QuickCall(Call):
             and isinstance(scores, torch.Tensor)
             and scores.dim() == 2
             and scores.shape[1] == self.num_experts
-            and (self.rows is None or scores.shape[0] == self.rows)
+            and self.rows in (scores.shape[0], -1)
             and dim in (-1, 1)
             and kwargs.get("largest", True)
             and "out" not in kwargs

@@ -128,7 +128,7 @@ class Call:
     outer: Call | None = None  # the previously armed call
     _depth = 0
 
-    def __init__(self, rows: int | None, num_experts: int, topk: int, choose: Choose) -> None:
+    def __init__(self, rows: int, num_experts: int, topk: int, choose: Choose) -> None:
         self.rows, self.num_experts, self.topk, self.choose = rows, num_experts, topk, choose
         self.seen: list[str] = []  # functions called before the top-k was caught, while Watch was on
         self.fills: list[Fill] = []  # of scores over the experts, before the top-k
