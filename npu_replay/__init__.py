@@ -11,8 +11,8 @@ Importing this imports no framework and little of npu_replay: most names are loa
 from npu_replay import beside, torch_loading  # isort: skip # noqa: F401  first: they find compat, keep torch
 from typing import TYPE_CHECKING
 
-from npu_replay import compat, environment, lazy, routers
-from npu_replay.compat.patching.install import install, uninstall
+from npu_replay import compat, lazy, routers
+from npu_replay.compat.patching.install import begin, install, uninstall
 from npu_replay.errors import (
     InvalidRoutes,
     MicroBatchError,
@@ -88,5 +88,4 @@ if not TYPE_CHECKING:  # with __getattr__ a type checker accepts any name
 routers.register("megatron-core", lazy.lazy("npu_replay.compat.megatron.routers:MegatronRouters"))
 routers.register("transformers", lazy.lazy("npu_replay.compat.transformers:TransformersRouters"))
 register_reader("megatron-core", lazy.lazy("npu_replay.compat.megatron.parallel_state:read"))
-environment.check()
-install()
+begin()

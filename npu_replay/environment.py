@@ -1,5 +1,7 @@
 """Read the environment variables that a user may set; all of them are read here only.
 
+The entry points of verl and vLLM read some before npu_replay is imported, in npu_replay_autoload.
+
 Spaces around a value and the case of a word make no difference; an empty value counts as unset.
 """
 
@@ -13,6 +15,7 @@ from typing import Any
 
 from npu_replay.errors import ReplayError, share
 
+AUTOLOAD = "NPU_REPLAY_AUTOLOAD"
 AUX_LOSS = "NPU_REPLAY_AUX_LOSS"
 BAD_SAMPLES = "NPU_REPLAY_BAD_SAMPLES"
 DELIVERY = "NPU_REPLAY_DELIVERY"
@@ -66,6 +69,6 @@ _READINGS: dict[str, Callable[[str, str], Any]] = {
     DELIVERY: partial(_word, words={"ray": "ray"} | dict.fromkeys(_OFF, ""), cause=_NO_FOLDER),
     METRICS_EVERY: _count,
     MIN_OVERLAP: partial(share, of="experts that were given"),
-    **dict.fromkeys((DISABLE, STRICT, VLLM_ASCEND), partial(_word, words=_ON | _OFF)),
+    **dict.fromkeys((AUTOLOAD, DISABLE, STRICT, VLLM_ASCEND), partial(_word, words=_ON | _OFF)),
 }
 """Maps each variable to the function that parses its value."""

@@ -1,7 +1,8 @@
 """Import torch without a device backend that fails to load.
 
 `import torch` imports device packages (torch_npu) at its end, and fails if one of them fails, for want of
-CANN, for example. Importing this module first keeps torch, without that device.
+CANN, for example. Importing this module first keeps torch, without that device. With NPU_REPLAY_DISABLE=1
+nothing is done, and torch fails as it does by itself.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 import sys
 from importlib.metadata import entry_points
 
+from npu_replay import environment
+
 logger = logging.getLogger(__name__)
 
 _SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -18,7 +21,9 @@ _BACKENDS = "torch.backends"
 
 
 def _load() -> None:
-    if "torch" in sys.modules or os.environ.get(_SWITCH, "1") != "1" or not entry_points(group=_BACKENDS):
+    if environment.disabled() or "torch" in sys.modules or os.environ.get(_SWITCH, "1") != "1":
+        return
+    if not entry_points(group=_BACKENDS):
         return
     os.environ[_SWITCH] = "0"
     try:

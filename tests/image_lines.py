@@ -19,7 +19,7 @@ def made(image: Image, folder: Path, *, installed: bool = True) -> Path:
         info = folder / "npu_replay-0.1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: npu-replay\nVersion: 0.1.0\n")
-        (info / "entry_points.txt").write_text("[verl.plugins]\nnpu_replay = npu_replay\n")
+        (info / "entry_points.txt").write_text("[verl.plugins]\nnpu_replay = npu_replay_autoload.verl\n")
     return folder
 
 

@@ -14,6 +14,7 @@ from npu_replay.errors import ReplayError
 
 SWITCHES: dict[str, tuple[Callable[[], Any], Any]] = {
     environment.DISABLE: (environment.disabled, False),
+    environment.AUTOLOAD: (lambda: environment.read(environment.AUTOLOAD), None),
     environment.STRICT: (environment.strict, True),
     environment.VLLM_ASCEND: (lambda: environment.read(environment.VLLM_ASCEND), None),
 }
@@ -21,6 +22,7 @@ SWITCHES: dict[str, tuple[Callable[[], Any], Any]] = {
 UNUSABLE = {
     environment.DISABLE: ["maybe", "2", "01", "-1", "yes please", "disable", "None"],
     environment.STRICT: ["lenient", "O", "nope"],
+    environment.AUTOLOAD: ["auto", "none"],
     environment.VLLM_ASCEND: ["ascend", "oui"],
     environment.AUX_LOSS: ["both", "1", "off", "live,replayed"],
     environment.MIN_OVERLAP: ["much", "1.01", "-0.1", "nan", "20%", "true"],
@@ -31,6 +33,7 @@ UNUSABLE = {
 USABLE = {
     environment.DISABLE: ["TRUE", " no "],
     environment.STRICT: ["False", "ON"],
+    environment.AUTOLOAD: ["0", "on"],
     environment.VLLM_ASCEND: ["Yes", "oFF"],
     environment.AUX_LOSS: ["Live", " replayed "],
     environment.MIN_OVERLAP: ["0", " 0.2", "1"],

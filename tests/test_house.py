@@ -18,9 +18,9 @@ COMPAT = Path(npu_replay.compat.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "dev" / "architecture.md"
 
 FLOORS = (
-    ("errors", "lazy", "torch_loading", "beside", "json_text", "screen", "module_tree"),
+    ("errors", "lazy", "beside", "json_text", "screen", "module_tree"),
     ("routes", "tables", "environment"),
-    ("options",),
+    ("options", "torch_loading"),
     ("routers",),
     ("rollout",),
     ("sessions",),

@@ -44,6 +44,11 @@ _waiting: dict[str, dict[str, tuple[Shim, bool, bool]]] = {}
 """What waits for a module, by the module's name and its own: the shim, `early` and `ends`."""
 _served: dict[str, _Served] = {}
 _failures: dict[str, str] = {}
+_unusable: list[ReplayError] = []
+"""Errors of the environment that are raised when a block is opened."""
+
+MEANING = "A job that doesn't ask for replay goes on; one that asks is refused when its engine is built"
+"""What a failure means, for the log."""
 
 
 # ---- the interface
@@ -102,11 +107,18 @@ def attempt(module: str, name: str, action: Callable[..., object], *arguments: A
         said = f"{type(error).__name__}: {error}"
         if _failures.get(name) != said:  # logged once for many routers
             _failures[name] = said
-            logger.error("[npu_replay] %s failed on %s: %s", name, module, said)
+            logger.error("[npu_replay] %s failed on %s: %s. %s", name, module, said, MEANING)
+
+
+def refuse_with(error: ReplayError) -> None:
+    """Raise this error whenever a block is opened, until everything is forgotten."""
+    _unusable.append(error)
 
 
 def refuse_failures() -> None:
     """Run the shims of modules that are imported by now; raise if one failed, unless NPU_REPLAY_STRICT=0."""
+    if _unusable:
+        raise _unusable[0]
     for module in list(_waiting):  # a finder before ours in sys.meta_path may have found it
         _run_if_there(module)
     if _failures and environment.strict():
@@ -115,7 +127,7 @@ def refuse_failures() -> None:
 
 def forget() -> None:
     """Stop waiting for imports and serving modules, and forget failures."""
-    for asked in (_waiting, _failures, _served):
+    for asked in (_waiting, _failures, _served, _unusable):
         asked.clear()
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import sys
 from functools import partial
 
+from npu_replay import environment
 from npu_replay.compat.patching import import_hook, patches
 from npu_replay.errors import ReplayError
 
@@ -28,6 +31,32 @@ _SHIMS = {
 """The modules of npu_replay.compat that change a package. Each is imported, and its `install` called, in this
 order, before the package's own code runs.
 """
+
+
+def begin() -> None:
+    """Check the environment variables and install everything; `import npu_replay` ends with it.
+
+    Where an entry point of verl imports npu_replay, in every job of an image, an unusable variable is one
+    ERROR in the log, and the first block, or an engine whose config asks for replay, is refused by it.
+
+    Raises:
+        ReplayError: a variable has a value that can't be used, or a misspelt name.
+    """
+    if environment.disabled():
+        return
+    by_entry_point = getattr(sys.modules.get("npu_replay_autoload"), "loading", False)
+    try:
+        environment.check()
+    except ReplayError as error:
+        if not by_entry_point:
+            raise
+        logger.error("%s. %s", error, import_hook.MEANING)
+        import_hook.refuse_with(error)
+    install()
+    how = "an entry point" if by_entry_point else "an import"
+    logger.debug(
+        "[npu_replay] loaded by %s in process %d; %s=1 leaves it out", how, os.getpid(), environment.DISABLE
+    )
 
 
 def install() -> None:

@@ -24,6 +24,7 @@ from typing import NoReturn
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ENV = "+ray_kwargs.ray_init.runtime_env.env_vars"
 MODULES, PLUGINS = "VERL_USE_EXTERNAL_MODULES", "VERL_USE_EXTERNAL_PLUGINS"
+AUTOLOAD = "NPU_REPLAY_AUTOLOAD"
 NO_LEGACY = "trainer.use_legacy_worker_impl"
 PRODUCTS = {
     "verl": "verl",
@@ -142,6 +143,7 @@ def module_lines(verl: Path) -> list[str]:
     """Has the workers of agent loops import npu_replay, beside what the environment has them import."""
     allowed = os.environ.get(PLUGINS, "auto").strip().lower()
     is_allowed = allowed == "auto" or "npu_replay" in map(str.strip, allowed.split(","))
+    is_allowed &= os.environ.get(AUTOLOAD, "1").strip().lower() not in ("0", "false", "no", "off")
     plugins = {plugin.name for plugin in metadata.entry_points(group="verl.plugins")}  # a clone has none
     if asks_plugins(verl) and is_allowed and "npu_replay" in plugins:
         return []

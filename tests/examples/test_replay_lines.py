@@ -92,6 +92,7 @@ def test_an_installed_npu_replay_needs_no_module(tmp_path: Path) -> None:
     assert MODULES not in image_lines.printed(newest, *asked, VERL_USE_EXTERNAL_PLUGINS="npu_replay, other")
     for plugins in ("none", "other"):
         assert MODULES in image_lines.printed(newest, *asked, VERL_USE_EXTERNAL_PLUGINS=plugins)
+    assert MODULES in image_lines.printed(newest, *asked, NPU_REPLAY_AUTOLOAD="0")
     older = image_lines.made(V080, tmp_path / "older")
     assert MODULES in image_lines.printed(older, *asked)
     assert MODULES not in image_lines.printed(older, "R2", "megatron", "npu"), "external_lib does"

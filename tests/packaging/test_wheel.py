@@ -81,7 +81,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what a wheel is made from, known to git where there is one."""
     copy = tmp_path_factory.mktemp("copy") / "sources"
     copy.mkdir()
-    for folder in ("npu_replay", "compat"):
+    for folder in ("npu_replay", "npu_replay_autoload", "compat"):
         shutil.copytree(REPOSITORY / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(REPOSITORY / name, copy / name)
@@ -192,9 +192,10 @@ def test_wheel_is_pure_python_and_holds_every_module_in_one_package(wheel: Path)
     names = zipfile.ZipFile(wheel).namelist()
     suffixes = {Path(name).suffix for name in names if ".dist-info/" not in name}
     assert not suffixes & {".so", ".pyd", ".dylib", ".c", ".cpp"}
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"npu_replay"}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"npu_replay", "npu_replay_autoload"}
     expected = {"npu_replay/py.typed"}
-    for folder, package in (("npu_replay", "npu_replay"), ("compat", "npu_replay/compat")):
+    folders = {name: name for name in ("npu_replay", "npu_replay_autoload")} | {"compat": "npu_replay/compat"}
+    for folder, package in folders.items():
         for module in (REPOSITORY / folder).rglob("*.py"):
             expected.add(f"{package}/{module.relative_to(REPOSITORY / folder).as_posix()}")
     assert expected <= set(names)

@@ -1,0 +1,165 @@
+"""The entry points of verl and vLLM: what they bring to a process that hasn't asked for replay.
+
+A child process does with them what verl 0.9 and vLLM do, in an environment with npu_replay's metadata as
+pyproject.toml has it, or with none of its entry points.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jobs
+import npu_replay_autoload
+from entry_points_job import GROUPS
+from npu_replay import environment
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = None
+
+REPOSITORY = Path(__file__).parents[1]
+OURS = ("npu_replay", "npu_replay_autoload")
+OFF = {"NPU_REPLAY_DISABLE": "1", "NPU_REPLAY_STRICT": "lenient", "NPU_REPLAY_DISABEL": "1"}
+"""Turned off, with slips that are errors where it is on."""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[dict[bool, Path]]:
+    """Folders for the path by whether npu_replay is installed there; each has a back end that fails."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    points = {group: project["entry-points"][group] for group in GROUPS}
+    assert all(list(named) == ["npu_replay"] for named in points.values())
+    found = {}
+    for installed in (True, False):
+        found[installed] = tmp_path / str(installed)
+        write(found[installed], "npu-replay", points if installed else {})
+        write(found[installed], "torch-broken", {"torch.backends": {"broken": "broken_backend:load"}})
+    (tmp_path / "broken_backend.py").write_text("raise ImportError('no driver')\n")
+    return found
+
+
+def write(folder: Path, name: str, groups: Mapping[str, Mapping[str, str]]) -> None:
+    about = folder / f"{name.replace('-', '_')}-9.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9\n")
+    lines = [
+        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in named.items()) for group, named in groups.items()
+    ]
+    (about / "entry_points.txt").write_text("".join(lines))
+
+
+def ended(folder: Path, variables: Mapping[str, str], **task: Any) -> jobs.Ended:
+    none = dict.fromkeys([name for name in os.environ if name.startswith("NPU_REPLAY_")])
+    given = {
+        **task,
+        "variables": [*variables, *none, "PYTHONPATH", "TMPDIR", "RAY_AUTH_TOKEN_PATH", "MASTER_PORT"],
+    }
+    path = [folder, folder.parent]
+    (done,) = jobs.start("entry_points_job:process", given, fresh=True, env={**none, **variables}, path=path)
+    assert not done.problem, done.problem
+    return done
+
+
+def found(folder: Path, variables: Mapping[str, str], **task: Any) -> Any:
+    return ended(folder, variables, **task).answer
+
+
+@pytest.mark.parametrize("variables", [OFF, {"NPU_REPLAY_AUTOLOAD": "0"}, {"NPU_REPLAY_AUTOLOAD": " Off"}])
+def test_switched_off_a_process_is_as_where_it_is_not_installed(
+    site: dict[bool, Path], variables: dict[str, str]
+) -> None:
+    """Its modules, finders and environment, and what becomes of a torch whose device back end fails."""
+    without, here = found(site[False], {}), found(site[True], variables)
+    assert "broken" in without["torch"], "torch fails by itself"
+    ours = ["npu_replay_autoload", "npu_replay_autoload.verl", "npu_replay_autoload.vllm"]
+    assert [name for name in here["modules"] if name.partition(".")[0] in OURS] == ours
+    here["modules"] = [name for name in here["modules"] if name not in ours]
+    assert here == without
+
+
+def test_a_job_turns_on_what_its_image_has_off_and_an_import_works_as_ever(site: dict[bool, Path]) -> None:
+    asked = ended(site[True], {"NPU_REPLAY_AUTOLOAD": "1"})
+    assert "npu_replay.compat.patching.install" in asked.answer["modules"]
+    assert "_Finder" in asked.answer["finders"]
+    assert "npu_replay.compat.vllm_ascend" not in asked.answer["modules"], "vLLM's has not been asked for"
+    (line,) = [line for line in asked.output.splitlines() if line.startswith("DEBUG [npu_replay] ")]
+    assert "loaded by an entry point" in line
+    imported = ended(
+        site[True], {"NPU_REPLAY_AUTOLOAD": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, user=True
+    )
+    assert "_Finder" in imported.answer["finders"]
+    assert "loaded by an import" in imported.output
+
+
+@pytest.mark.parametrize("fault", ["a slip", "half of it", "an unusable switch"])
+def test_what_fails_is_one_error_and_a_job_that_does_not_ask_goes_on(
+    site: dict[bool, Path], fault: str
+) -> None:
+    variables = {
+        "a slip": {"NPU_REPLAY_STRICT": "lenient"},
+        "an unusable switch": {"NPU_REPLAY_DISABLE": "maybe"},
+    }
+    if fault == "half of it":
+        package = site[True] / "npu_replay"
+        package.mkdir()
+        (package / "__init__.py").write_text("raise ImportError('its other half is missing')")
+    done = ended(site[True], variables.get(fault, {}))
+    (line,) = [line for line in done.output.splitlines() if line.startswith("ERROR ")]
+    (cause,) = [*variables.get(fault, {"": "its other half is missing"}).values()]
+    assert cause in line
+    assert ("refused when its engine is built" if fault == "a slip" else "Jobs without replay go on") in line
+
+
+def test_an_error_of_the_environment_is_raised_where_replay_is_asked_for() -> None:
+    code = """
+import npu_replay_autoload
+npu_replay_autoload.load("verl")
+from npu_replay.compat.patching import import_hook
+try:
+    import_hook.refuse_failures()
+except RuntimeError as error:
+    print(json.dumps(str(error)))
+"""
+    assert "lenient" in jobs.printed(code, env={"NPU_REPLAY_STRICT": "lenient"})
+
+
+def test_turned_off_an_import_changes_nothing_and_its_functions_are_there() -> None:
+    code = """
+before = list(sys.meta_path)
+import npu_replay
+names = {type(one).__name__ for one in sys.meta_path if one not in before}
+print(json.dumps([*names, npu_replay.record.__name__, len(npu_replay.report().patches)]))
+"""
+    found = jobs.printed(code, env=OFF)
+    assert found[-2:] == ["record", 0]
+    assert set(found[:-2]) <= {"_Beside"}, "a clone's own, which finds compat beside the package"
+
+
+def test_the_words_of_a_switch_are_the_ones_that_npu_replay_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words, on in ((npu_replay_autoload.ON, True), (npu_replay_autoload.OFF, False)):
+        for word in words:
+            monkeypatch.setenv(environment.DISABLE, f" {word.title()}")
+            assert environment.disabled() is on
+            assert npu_replay_autoload.wanted() is not on
+
+
+def test_vllms_entry_point_asks_npu_replay_where_it_is_to_capture() -> None:
+    """And an engine that is to capture doesn't start with a variable that can't be used."""
+    code = "from npu_replay_autoload import vllm; vllm.register(); print('went on')"
+    for value, goes_on in (("0", True), ("", True), ("maybe", False)):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"NPU_REPLAY_VLLM_ASCEND": value},
+            text=True,
+            capture_output=True,
+            check=False,
+        )
+        assert ("went on" in done.stdout) is goes_on, done.stderr
