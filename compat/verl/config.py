@@ -17,6 +17,8 @@ from __future__ import annotations
 import difflib
 import functools
 import logging
+import os
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,9 +27,10 @@ from typing import Any
 from npu_replay import environment
 from npu_replay.compat import engines, probe
 from npu_replay.compat.engines import setting
-from npu_replay.compat.patching import import_hook
+from npu_replay.compat.patching import import_hook, patches
 from npu_replay.compat.patching.install import undo_everything
 from npu_replay.compat.patching.patches import Patches
+from npu_replay.compat.verl.metrics import announce
 from npu_replay.compat.vllm import releases as vllm_releases
 from npu_replay.compat.vllm_ascend import releases as vllm_ascend
 from npu_replay.errors import ReplayError
@@ -385,11 +388,24 @@ def _check_worker(worker: Any, legacy: bool) -> None:
     if not any(_patches) or worker in _checked or config is None or "actor" not in str(worker.role):
         return
     check_actor(config, legacy=legacy)
-    if mode_of(config, legacy=legacy) != OFF:
+    mode = mode_of(config, legacy=legacy)
+    if mode != OFF:
         import_hook.refuse_failures()
+        _say_asked(mode)
         if not legacy:
             worker.enable_routing_replay = True  # verl sets it for its own strategies only
     _checked.add(worker)
+
+
+def _say_asked(mode: str) -> None:
+    """Log one INFO line a node: a search in a node's log shows whether replay was asked for there."""
+    ranks = int(os.environ.get("RAY_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    rank = int(os.environ.get("RANK") or 0)
+    if rank % ranks == 0:
+        release = vars(sys.modules["npu_replay"])["__version__"]
+        attached = ", ".join(dict.fromkeys(reason for reason, _ in patches.applied()))
+        off = f"{environment.DISABLE}=1 leaves it out"
+        announce(f"{release}: {mode} is asked for on rank {rank}; attached: {attached}; {off}")
 
 
 _checked: weakref.WeakSet[Any] = weakref.WeakSet()

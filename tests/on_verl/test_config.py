@@ -14,6 +14,7 @@ import pytest
 import verl
 from omegaconf import OmegaConf, open_dict
 
+import npu_replay
 from npu_replay.compat import probe
 from npu_replay.compat.patching import import_hook, patches
 from npu_replay.compat.patching.patches import Patches
@@ -555,6 +556,30 @@ def test_a_worker_is_refused_when_it_is_made_or_in_init_model(
     called = worker._build_model_optimizer if workers.legacy else worker.set_dispatch_collect
     with pytest.raises(ReplayError, match="don't read it"):
         called("actor")
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(("rank", "says"), [("0", True), ("3", False), ("8", True), ("9", False)])
+def test_one_rank_of_each_node_says_that_replay_is_asked_for_and_how_to_turn_it_off(
+    installed: None,
+    workers: Workers,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rank: str,
+    says: bool,
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "8")
+    with caplog.at_level(logging.INFO, "npu_replay.job"):
+        verl_config._check_worker(made(workers, key="disabled"), workers.legacy)
+        assert not caplog.records, "a job that doesn't ask"
+        verl_config._check_worker(made(workers, key="R2"), workers.legacy)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == says
+    for line in lines:
+        assert f"[npu_replay] {npu_replay.__version__}: R2 is asked for on rank {rank}; attached: " in line
+        assert "a test" in line, "what is attached"
+        assert "NPU_REPLAY_DISABLE=1" in line
 
 
 @pytest.mark.megatron
