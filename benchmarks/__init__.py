@@ -3,6 +3,7 @@
 SUBJECTS = (
     "router",
     "other-top-k",
+    "wrapper",
     "gather",
     "decode",
     "capture",

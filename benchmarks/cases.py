@@ -17,6 +17,8 @@ import npu_replay
 from benchmarks import capture, decode, gather, imports, layout, opening
 from benchmarks.timing import Case, Row, Way, rows
 from npu_replay import RoutedExperts
+from npu_replay.compat.patching import patches
+from npu_replay.compat.patching.patches import Patches
 from npu_replay.routes import inputs
 from npu_replay.sessions import seam
 from npu_replay.smoke import megatron_model
@@ -64,6 +66,7 @@ def parts(device: torch.device, pairs: int, *, quick: bool) -> Iterator[Part]:
         build = functools.partial(_router, tokens, device, pairs)
         yield part("router", tokens, 2, 0.3 + tokens * 3e-4, pairs, build)
     yield part("other top-k", 1, 0, 0.005, pairs, lambda: _others(device, pairs))
+    yield part("wrapper", 1, 0, 0.001, pairs, lambda: _wrapper(pairs))
     yield part("gather", 0, 8, 0.01, pairs, lambda: Case("gather", gather.tokens(), gather.ways(), pairs))
     some = max(5, pairs // 5)
     yield part(
@@ -203,6 +206,33 @@ def _others(device: torch.device, rounds: int) -> Case:
 
     ways = [Way("live", run), Way("in a block", run, guarded)]
     return Case("other top-k", 1, ways, rounds, per=count, device=device)
+
+
+def _wrapper(rounds: int) -> Case:
+    """What a call costs through a wrapper that is off, in a job that has turned npu_replay off."""
+
+    class Engine:
+        def method(self, batch: object) -> None: ...
+
+    engine, count = Engine(), 1000
+
+    @contextlib.contextmanager
+    def wrapped() -> Iterator[None]:
+        group = Patches("the bench")
+        group.wrap(Engine, "method", lambda original, *args: original(*args), "to time it")
+        was_on = patches.is_on()
+        patches.turn(False)
+        try:
+            yield
+        finally:
+            patches.turn(was_on)
+            group.undo()
+
+    def run() -> None:
+        for _ in range(count):
+            engine.method(None)
+
+    return Case("wrapper", 1, [Way("live", run), Way("off", run, wrapped)], rounds, per=count)
 
 
 def _inputs(tokens: int, device: torch.device, rounds: int) -> Case:

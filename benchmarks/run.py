@@ -113,6 +113,7 @@ def _words(what: str, about: dict[str, Any], mine: list[Row]) -> Iterator[str]:
             f"{router['num_moe_experts']}; forward with grad, inside an open block"
         ),
         "other top-k": lambda: "one of torch's that is no routing",
+        "wrapper": lambda: "a method of a product's class that npu_replay has wrapped, while it is off",
         "gather": gather.sizes,
         "decode": lambda: decode.sizes({row.way: row.microseconds for row in mine}),
         "capture": capture.sizes,

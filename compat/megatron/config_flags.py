@@ -13,6 +13,7 @@ own wrapper, so ours lies beneath. It gives each config a class whose `__init__`
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import itertools
 import logging
@@ -24,7 +25,6 @@ from typing import Any, TypeAlias
 
 from npu_replay.compat.mindspeed import repatch
 from npu_replay.compat.patching import import_hook
-from npu_replay.compat.patching.live_objects import alive
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.errors import ReplayError
 
@@ -200,7 +200,7 @@ def _sources(init_method: Any, family: str, new: Any) -> list[Any]:
     while frame.f_back is not None and any(map(holds, frame.f_locals.values())):
         frame = frame.f_back
     held = {id(value): value for value in frame.f_locals.values() if is_kin(value)}
-    kin = list(held.values()) or [one for one in alive(kind) if is_kin(one)]
+    kin = list(held.values()) or [one for one in gc.get_objects() if is_kin(one)]
     # A deep copy has an init_method of its own.
     return [one for one in kin if vars(one)["init_method"] is init_method] or kin
 

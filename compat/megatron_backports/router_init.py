@@ -6,7 +6,8 @@ router. Upstream has all of this from 0.16 on, except for load balancing types t
 
 Asks:     whether the class has each method, and whether this Megatron-core has a RouterReplay of its own.
 Changes:  `TopKRouter.__init__`; methods and `router_replay` on instances.
-Undone:   the constructor is put back; routers that are alive, and copies of them, lose what they were given.
+Undone:   the constructor is put back. Routers that are alive, and copies of them, keep what they were given,
+          which calls their class's methods then.
 """
 
 from __future__ import annotations
@@ -14,12 +15,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import itertools
-import math
-import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -31,8 +28,7 @@ from npu_replay.compat.megatron_backports import router_replay
 from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay
 from npu_replay.compat.mindspeed import repatch
 from npu_replay.compat.patching import import_hook
-from npu_replay.compat.patching.live_objects import alive, alive_in_models
-from npu_replay.compat.patching.patches import Change, Patches
+from npu_replay.compat.patching.patches import Change, Patches, is_on
 from npu_replay.errors import described
 from npu_replay.sessions import seam
 
@@ -67,55 +63,25 @@ def _wrap(module: Any) -> None:
 
         return router_init
 
-    def take_back() -> bool:
-        """Remove each `router_replay` from routers and copies of routers, and from the list of all."""
-        for router, had in list(_given.items()):
-            replay = vars(router).pop(_REPLAY, None)
-            if had:
-                router.router_replay = None
-            if hasattr(type(replay), _EVERYONE):
-                _leave(replay, type(replay))
-        _given.clear()
-        for copy in alive(kind):
-            if isinstance(vars(copy).get(_REPLAY), MegatronRouterReplay):
-                delattr(copy, _REPLAY)
-        return True
-
     try:
         why = "gives each router what this release lacks, as it is built"
         repatch.wrap_init(_patches, kind, equipping, why)
-        _patches.add(Change(_OF_EACH, "what upstream's have", take_back))
-        # Those built before npu_replay was imported, or before an uninstall(), in the order of their
-        # creation: routers without a number are younger.
-        found = alive(kind)
-        numbered = all(one in _numbers for one in found)
-        places = {id(one): place for place, one in enumerate([] if numbered else alive_in_models(kind))}
-        last = math.inf
-        found.sort(key=lambda one: (_numbers.get(one, last), places.get(id(one), last)))
-        for router in found:
-            _equip(router)
+        _patches.add(Change(_OF_EACH, "what upstream's have"))
     except Exception:
         _patches.undo()  # all or nothing
         raise
 
 
-_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_next = itertools.count()
-
-
 def _equip(router: Any) -> None:
-    _numbers.setdefault(router, next(_next))
     names, kind = missing(router), _router_replay()
     ours = kind is MegatronRouterReplay
     # A RouterReplay if the config asks for it, and None otherwise, as from 0.16 on.
-    before = getattr(router, _REPLAY, _ABSENT)
-    if before is None or before is _ABSENT:
+    if getattr(router, _REPLAY, None) is None:
         made = (make(router) for make in _makers) if ours else ()
         own = next((one for one in made if one is not None), None)
         if own is None and asks_for_replay(router.config):
             own = kind()
-        if own is not None or before is _ABSENT:
-            router.router_replay, _given[router] = own, before is None
+        router.router_replay = own
         if own is not None and ours:
             own.layer_number = router.layer_number
             _leave_with(router, own, kind)
@@ -149,11 +115,8 @@ class RouterMethods:
     def __init__(self, router: Any, names: Iterable[str]) -> None:
         self._router = weakref.ref(router)
         self.names = list(names)
-        _lent.add(self)
         if not any(_methods):
-            _methods.add(
-                Change(f"methods of each {MODULE}.TopKRouter", "as later releases have", _unlend_all)
-            )
+            _methods.add(Change(f"methods of each {MODULE}.TopKRouter", "as later releases have"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A deep copy or a pickle of a router takes its bound methods along: they get an object of their own.
@@ -181,7 +144,7 @@ class RouterMethods:
     def apply_load_balancing_loss(self, activation: Any, load_balancing_loss_func: Any) -> Any:
         """Run the router's method; in a replay it counts the live choice, as upstream's do."""
         loss, call = load_balancing_loss_func, seam.running(self.router)
-        if call is not None and call.own_ids is not None and call.ids is not None:
+        if is_on() and call is not None and call.own_ids is not None and call.ids is not None:
             loss = aux_losses.recounted(loss, (call.own_ids, call.ids))
         return self.of_class("apply_load_balancing_loss")(activation, loss)
 
@@ -202,13 +165,16 @@ class RouterMethods:
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         """Count the tokens of a map, bool [rows, experts], without those of the mask, bool [rows]."""
         # Megatron-core 0.16 to 0.19 apply the mask along the experts instead of the rows.
-        if padding_mask is not None:
-            routing_map = routing_map & ~padding_mask.reshape(-1, 1)
-        self.of_class(_COUNT)(routing_map)
+        count = self.of_class(_COUNT)
+        if padding_mask is None:
+            count(routing_map)
+        elif is_on():
+            count(routing_map & ~padding_mask.reshape(-1, 1))
+        else:
+            count(routing_map, padding_mask=padding_mask)
 
 
 _methods = Patches("methods of TopKRouter")
-_lent: weakref.WeakSet[RouterMethods] = weakref.WeakSet()
 
 
 def lend(router: Any, names: Iterable[str]) -> None:
@@ -219,24 +185,12 @@ def lend(router: Any, names: Iterable[str]) -> None:
         setattr(router, name, getattr(methods, name))
 
 
-def _unlend_all() -> bool:
-    """Remove the methods from every live router; return whether all were still in place, unwrapped."""
-    covered = False
-    for methods in list(_lent):
-        names = {} if methods.router is None else vars(methods.router)
-        for name, value in list(names.items()):
-            if isinstance(value, MethodType) and isinstance(value.__self__, RouterMethods):
-                delattr(methods.router, name)
-        covered |= any(name in names for name in methods.names)
-    return not covered
-
-
 def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the class's method, with a call of the router armed if its `router_replay` may answer."""
-    replay = getattr(router, _REPLAY, None)  # None if uninstalled while a wrapper still calls this
+    replay = getattr(router, _REPLAY, None)
     outer = seam.armed()
     asks_already = isinstance(outer, router_replay.Asked) and outer.replay is replay
-    if router_replay.is_idle(replay) or asks_already:
+    if not is_on() or router_replay.is_idle(replay) or asks_already:
         return plain(*args, **kwargs)
     # A framework with a replay of its own, as verl, also has its own routing that asks it.
     if not isinstance(replay, MegatronRouterReplay) and foreign_routing.replays(type(router)):
@@ -267,9 +221,6 @@ def lacks_replay() -> bool:
     return _router_replay() is MegatronRouterReplay
 
 
-_ABSENT = object()
-_given: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""The routers that got their `router_replay` here, and whether they had the attribute before, as None."""
 _makers: list[Callable[[Any], MegatronRouterReplay | None]] = []
 """Functions of frameworks that ask for a replay by other means than the config's flag."""
 _framework: list[Callable[[Any], Any]] = []
@@ -288,26 +239,11 @@ def made_by(make: Callable[[Any], MegatronRouterReplay | None]) -> None:
 
 
 def hand_over(of: Callable[[Any], Any]) -> None:
-    """Use a framework's own `of(router)` in each router that asks for replay, built already or later."""
+    """Use a framework's own `of(router)` in each router that asks for replay and is built from now on."""
     install()  # before a line is added to `_patches`, which would look installed
-    topk_router: Any = sys.modules[MODULE].TopKRouter
-
-    def hand_back() -> bool:
-        _framework.clear()
-        kind = _router_replay()
-        for router in alive(topk_router):
-            theirs = getattr(router, _REPLAY, None)
-            if theirs is not None and not hasattr(type(theirs), _EVERYONE):
-                own = kind()
-                _leave(own, kind)  # the instance of a copied router is in no list
-                _swap(router, own, theirs, kind)
-        return True
-
     if not _framework:
-        _patches.add(Change(_OF_EACH, "the framework's own", hand_back))
+        _patches.add(Change(_OF_EACH, "the framework's own"))
     _framework[:] = [of]
-    for router in alive(topk_router):
-        _hand_over_one(router)
 
 
 def _hand_over_one(router: Any) -> None:

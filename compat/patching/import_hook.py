@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from npu_replay import environment
-from npu_replay.compat.patching.patches import Change, Patches
+from npu_replay.compat.patching.patches import Change, Patches, turn
 from npu_replay.errors import ReplayError
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ MEANING = "A job that doesn't ask for replay goes on; one that asks is refused w
 def when_imported(module: str, name: str, shim: Shim, *, early: bool = False, ends: bool = False) -> None:
     """Call `shim(module)` when `module` is imported, or now if it is; messages call it `name`.
 
+    It turns npu_replay on, where an uninstall() has turned it off.
+
     With NPU_REPLAY_DISABLE=1 nothing is done. A shim that raises is logged as an ERROR; the import goes on,
     and the first block is refused (`refuse_failures`).
 
@@ -69,6 +71,7 @@ def when_imported(module: str, name: str, shim: Shim, *, early: bool = False, en
         ends: the import fails with the shim, for a process that opens no block.
     """
     if not environment.disabled():
+        turn(True)
         _waiting.setdefault(module, {})[name] = shim, early, ends
         _look_out()
         _run_if_there(module)

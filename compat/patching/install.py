@@ -1,4 +1,4 @@
-"""Installs all that npu_replay changes in other modules, and undoes it."""
+"""Turns all that npu_replay changes in other modules on and off."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ def begin() -> None:
 def install() -> None:
     """Change what has to be changed in other modules, now or when they are imported.
 
-    `import npu_replay` does this; call it after `uninstall` to have all of it again, which also lets stopped
-    engines of verl go on. Repeated calls do nothing. With NPU_REPLAY_DISABLE=1 nothing is done.
+    `import npu_replay` does this; call it after `uninstall` to have all of it again: routers and engines that
+    were built with npu_replay go on with it. Repeated calls do nothing. With NPU_REPLAY_DISABLE=1 nothing is
+    done.
 
     >>> npu_replay.uninstall()
     >>> npu_replay.report().patches
@@ -81,11 +82,12 @@ def _install(shim: str, _: object) -> None:
 
 
 def uninstall() -> None:
-    """Undo all that npu_replay has changed in other modules of this process. Repeated calls do nothing.
+    """Turn npu_replay off in this process, and put back what it has changed in other modules.
 
-    Call it in each process of a job: npu_replay keeps no connection between them. What was replaced by others
-    since is left alone, with one WARNING that names it. Router kinds stay registered: they are npu_replay's
-    own, and change nobody's module.
+    Routers and engines that are alive go on as their product's own: what they hold of npu_replay passes each
+    call on. Call it in each process of a job: npu_replay keeps no connection between them. Repeated calls do
+    nothing. What was replaced by others since is left alone, with one WARNING that names it. Router kinds
+    stay registered: they are npu_replay's own, and change nobody's module.
 
     Raises:
         ReplayError: a record, replay or pin_recompute block is open. Nothing has been undone then.
@@ -99,7 +101,8 @@ def uninstall() -> None:
 
 
 def undo_everything() -> None:
-    """Undo everything, also while blocks are open, for a job that goes on without npu_replay."""
+    """Turn everything off, also while blocks are open, for a job that goes on without npu_replay."""
+    patches.turn(False)
     import_hook.forget()
     left = patches.undo_all()
     if left:

@@ -1,15 +1,55 @@
-"""Changes somebody else's module in one way: reversible, idempotent and reported."""
+"""Changes somebody else's module in one way: reversible, idempotent, reported, and asking one switch.
+
+An object of a product may hold a wrapper for as long as it lives: a router its methods, a framework a bound
+method. So each wrapper asks whether npu_replay is on, and is the product's own function otherwise. Only names
+of modules and classes are put back by `undo`.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeAlias
 
 _ABSENT = object()
+
+
+class _Switch:
+    on = True
+
+
+_switch = _Switch()
+
+
+def is_on() -> bool:
+    """Return whether npu_replay is on in this process; asked by whatever a product's objects may hold."""
+    return _switch.on
+
+
+def turn(on: bool) -> None:
+    """Turn all wrappers of this process on or off."""
+    _switch.on = on
+
+
+def switched(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ours, and `original` while npu_replay is off; either may be async.
+
+    >>> from npu_replay.compat.patching import patches
+    >>> shown = patches.switched(abs, lambda number: 2 * number)
+    >>> shown(-1)
+    -2
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (ours if _switch.on else original)(*args, **kwargs)
+
+    async def call_async(*args: Any, **kwargs: Any) -> Any:
+        return await call(*args, **kwargs)
+
+    return functools.wraps(original)(call_async if inspect.iscoroutinefunction(original) else call)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +85,14 @@ class Patch:
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """Describes another change, for the report; `undo` undoes it and returns whether all was put back."""
+    """Describes another change, for the report; `undo` undoes it and returns whether all was put back.
+
+    Without an `undo` it is a change whose functions ask the switch.
+    """
 
     where: str
     why: str
-    undo: Callable[[], bool]
+    undo: Callable[[], bool] = lambda: True
 
     def in_place(self) -> bool:
         return True
@@ -103,18 +146,7 @@ class Patches:
     def wrap(self, owner: Any, name: str, around: Callable[..., Any], why: str) -> None:
         """Replace a function, plain or async, by `around(original, *arguments)` of the same signature."""
         original = getattr(owner, name)
-        if inspect.iscoroutinefunction(original):
-
-            @functools.wraps(original)
-            async def wrapper(*args: Any, **kwargs: Any) -> Any:
-                return await around(original, *args, **kwargs)
-        else:
-
-            @functools.wraps(original)
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                return around(original, *args, **kwargs)
-
-        self.set(owner, name, wrapper, why)
+        self.set(owner, name, switched(original, functools.partial(around, original)), why)
 
     def add(self, applied: Applied) -> None:
         """Record a change that was made by other means than `set`."""
@@ -128,25 +160,11 @@ class Patches:
 
     def undo(self) -> list[Applied]:
         """Undo all, newest first; return those that were replaced by others since."""
-        left = [one for one in reversed(self._applied) if not (one.undo() or self._undo_beneath(one))]
+        left = [one for one in reversed(self._applied) if not one.undo()]
         self._applied.clear()
         if self in _groups:
             _groups.remove(self)
         return left
-
-    def _undo_beneath(self, one: Applied) -> bool:
-        """Undo a patch that isn't on top: another group of ours has patched it again."""
-        if not isinstance(one, Patch):
-            return False
-        for group in _groups:
-            for place, patch in enumerate(group._applied):
-                if not isinstance(patch, Patch) or patch is one:
-                    continue
-                same = patch.owner is one.owner and patch.name == one.name
-                if same and patch.original is one.replacement:
-                    group._applied[place] = replace(patch, original=one.original)
-                    return True
-        return False
 
     def __iter__(self) -> Iterator[Applied]:
         return iter(self._applied)
@@ -160,16 +178,6 @@ def applied() -> list[tuple[str, Applied]]:
     return [(group.reason, one) for group in _groups for one in group if one.in_place()]
 
 
-_undoings: list[Callable[[], object]] = []
-
-
-def when_undone(action: Callable[[], object]) -> None:
-    _undoings.append(action)
-
-
 def undo_all() -> list[Applied]:
     """Undo every group, newest first; return what was replaced by others since."""
-    left = [one for group in reversed(list(_groups)) for one in group.undo()]
-    for action in _undoings:
-        action()
-    return left
+    return [one for group in reversed(list(_groups)) for one in group.undo()]

@@ -6,7 +6,7 @@ The mask, and ROLL's own cut for context parallelism, tell which token sits in w
 
 Asks:     the names and arguments that it wraps or calls.
 Changes:  `forward_step`, `train_step`, `_fsdp2_forward` and `_clip_grad_norm` of the strategy.
-Undone:   by `npu_replay.uninstall()`; a strategy that has replayed refuses to go on then.
+Undone:   by `npu_replay.uninstall()`; strategies that are alive go on as ROLL's own.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from npu_replay import environment
 from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.compat.verl import engine_adapter, functions, tensors
+from npu_replay.compat.verl import functions, tensors
 from npu_replay.compat.verl.config import OFF
 from npu_replay.compat.verl.engine_adapter import problem_of
 from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, EnginePass, current
@@ -48,11 +47,7 @@ _patches = Patches(_WHAT)
 
 
 def install() -> None:
-    if environment.disabled():
-        return
     import_hook.when_imported(STRATEGY, _WHAT, _wrap)
-    if any(_patches):
-        engine_adapter.restore_engines(NAME)
 
 
 def _wrap(module: Any) -> None:
@@ -74,7 +69,7 @@ def mode_of(config: Any) -> str:
 class StrategyAdapter(WholeModelAdapter):
     """Adapts a strategy of ROLL to a pass."""
 
-    kind, entry, strategy = NAME, "_fsdp2_forward", "fsdp2"
+    strategy = "fsdp2"
     batch: _Batch | None = None  # that it was called with
     recorded: torch.Tensor | None = None
     """What the last `forward_step` recorded, [batch, sequence, layers, topk], until it is taken."""

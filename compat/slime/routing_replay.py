@@ -8,7 +8,7 @@ backward has to visit micro-batches in the order of their forwards.
 Asks:     when `<framework>.utils.routing_replay` is imported, its names; whether Megatron has a RouterReplay.
 Changes:  `register_routing_replay`, `get_routing_replay_compute_topk`; what a new router gets; what reads
           SGLang's arguments in the driver, and is given them in a trainer.
-Undone:   by `npu_replay.uninstall()`; routers lose their `routing_replay`.
+Undone:   by `npu_replay.uninstall()`; routers keep their `routing_replay`, which nobody asks then.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _take_over(module: Any) -> None:
         module, "get_routing_replay_compute_topk", _topk, "the top-k stays Megatron's: the seam answers it"
     )
     router_init.made_by(functools.partial(_made, module))
-    _patches.add(Change(f"{_ATTRIBUTE} of each TopKRouter", "what slime's loops fill and read", _take_off))
+    _patches.add(Change(f"{_ATTRIBUTE} of each TopKRouter", "what slime's loops fill and read"))
 
 
 def _register(original: Callable[..., Any], router: Any) -> None:
@@ -125,18 +125,7 @@ def _made(module: Any, router: Any) -> MegatronRouterReplay | None:
     gone = weakref.finalize(router, lambda: everyone.remove(theirs) if theirs in everyone else None)
     gone.atexit = False  # a discarded model isn't filled
     setattr(router, _ATTRIBUTE, theirs)
-    _routers.add(router)
     return StagedReplay(theirs)
-
-
-_routers: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _take_off() -> bool:
-    for router in _routers:
-        vars(router).pop(_ATTRIBUTE, None)
-    _routers.clear()
-    return True
 
 
 class StagedReplay(MegatronRouterReplay):

@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from npu_replay.compat.patching.patches import when_undone
 from npu_replay.compat.verl.batch_routes import R2Store, RoutesByKey
 from npu_replay.compat.verl.config import OFF
 from npu_replay.compat.verl.files import Files
@@ -21,8 +20,6 @@ class EngineAdapter:
     """Gives a pass what it needs of one engine, without keeping the engine alive.
 
     Attributes:
-        kind: by which `restore_engines` finds it.
-        entry: the method that refuses to run after npu_replay was uninstalled.
         stack: what the engine runs on, for the line that says that replay is on; Megatron if empty.
         acts: whether its passes set the action themselves, since the framework doesn't.
         routes: the routes on this rank by key, for the passes of a step; filled by `r2` and `r3`.
@@ -32,8 +29,6 @@ class EngineAdapter:
         microseconds: spent in passes without a backward since the last one with: verl has no place for them.
     """
 
-    kind = "Megatron"
-    entry = "forward_backward_batch"
     stack = ""
     acts = False
 
@@ -129,28 +124,3 @@ def problem_of(what: str, function: Callable[..., object], *arguments: Any) -> R
 
 
 _adapters: WeakKeyDictionary[Any, EngineAdapter] = WeakKeyDictionary()
-
-
-def refuse_engines() -> None:
-    """Stop engines that were built with npu_replay, which is being uninstalled: they would not replay."""
-    for engine, adapter in list(_adapters.items()):
-        setattr(engine, adapter.entry, _refuse)
-        adapter.routes.clear()
-
-
-when_undone(refuse_engines)
-
-
-def restore_engines(kind: str = EngineAdapter.kind) -> None:
-    """Let engines that were stopped go on, since npu_replay is installed again."""
-    for engine, adapter in list(_adapters.items()):
-        if adapter.kind == kind and vars(engine).get(adapter.entry) is _refuse:
-            delattr(engine, adapter.entry)
-
-
-def _refuse(*args: Any, **kwargs: Any) -> Any:
-    problem = "npu_replay was uninstalled after this engine had replayed with it"
-    expected = "uninstall() before the engine is built, or NPU_REPLAY_DISABLE=1 from the start"
-    got = "uninstall() in the middle of a job"
-    cause = "start the workers anew to go on without npu_replay, or npu_replay.install() to go on with it"
-    raise ReplayError(problem, expected=expected, got=got, cause=cause)

@@ -7,7 +7,7 @@ token sits in which row: packed, padded, or a piece of a sequence-parallel group
 
 Asks:     when verl's engine is imported, the names and arguments that it wraps or calls.
 Changes:  `forward_backward_batch` and `disable_adapter` of FSDPEngine, `forward_step` of its language model.
-Undone:   by `npu_replay.uninstall()`; an engine that has replayed refuses to go on then.
+Undone:   by `npu_replay.uninstall()`; engines that are alive go on as verl's own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from npu_replay import environment
 from npu_replay.compat.engines import setting
 from npu_replay.compat.patching import import_hook, known_names
-from npu_replay.compat.patching.patches import Patches
-from npu_replay.compat.verl import engine_adapter, functions, tensors
+from npu_replay.compat.patching.patches import Patches, switched
+from npu_replay.compat.verl import functions, tensors
 from npu_replay.compat.verl.config import FSDP, OFF, ROOT, refused, without_keys
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, problem_of
 from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, current, without_adapter, wrapped
@@ -51,17 +50,14 @@ _patches = Patches(_WHAT)
 
 
 def install() -> None:
-    if environment.disabled():
-        return
     import_hook.when_imported(ENGINE, _WHAT, _wrap)
-    if any(_patches):
-        engine_adapter.restore_engines(FsdpAdapter.kind)
 
 
 def _wrap(module: Any) -> None:
     known_names.check(module, _NEEDED, "verl's FSDP engine", "verl")
     base, language_model = module.FSDPEngine, module.FSDPEngineWithLMHead
-    ours = wrapped(base.forward_backward_batch, FsdpAdapter)
+    original = base.forward_backward_batch
+    ours = switched(original, wrapped(original, FsdpAdapter))
     _patches.set(base, "forward_backward_batch", ours, "one pass: ranks leave together, figures")
     _patches.wrap(language_model, "forward_step", _step, "gives and takes the routes of a micro-batch")
     _patches.wrap(base, "disable_adapter", without_adapter, "a reference pass is never replayed")
@@ -103,8 +99,6 @@ class WholeModelAdapter(EngineAdapter):
 
 class FsdpAdapter(WholeModelAdapter):
     """Adapts verl's FSDP engine."""
-
-    kind = "FSDP"
 
     @property
     def strategy(self) -> object:  # type: ignore[override]

@@ -7,7 +7,7 @@ Changes:  `forward_backward_batch` of an engine and of 0.7's actor, `disable_ada
           actions too, and `get_replay_topk`, which lacks below 0.9. Megatron's routing is put back where
           verl's patch came first.
 Undone:   by `npu_replay.uninstall()`, and all of it where one name isn't as expected; each RouterReplay
-          leaves verl's list with its router.
+          leaves verl's list with its router. Engines that are alive go on as verl's own.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from npu_replay import environment
 from npu_replay.compat.megatron import foreign_routing
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.patching import class_source, import_hook, known_names
-from npu_replay.compat.patching.patches import Patch, Patches
-from npu_replay.compat.verl import engine_adapter, functions
+from npu_replay.compat.patching.patches import Patch, Patches, switched
+from npu_replay.compat.verl import functions
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, LegacyActorAdapter
 from npu_replay.compat.verl.engine_pass import reference, waiting, without_adapter, wrapped
 from npu_replay.compat.verl.tensors import UTILS
@@ -81,8 +81,6 @@ has the name under which its replacement keeps the original, if it does.
 
 _patches = Patches(_WHAT)
 _given_up: list[Exception] = []
-_handed_over = False
-"""Whether an engine has been built, or verl's patch was called."""
 _originals: dict[str, tuple[Any, Any]] = {}
 """What was replaced: verl's and ours, by name."""
 _shimmed: set[ModuleType] = set()
@@ -91,18 +89,12 @@ _shimmed: set[ModuleType] = set()
 
 def install() -> None:
     """Replace verl's router replay, now or when it is imported. What is replaced already stays."""
-    if environment.disabled():
-        return
     _given_up.clear()
     if not any(_patches):  # never taken, or given back since
         _shimmed.clear()
         _originals.clear()
     for name in _NEEDED:
         import_hook.when_imported(name, f"{_WHAT} ({name})", _all_or_nothing)
-    if any(_patches) and not _given_up:
-        engine_adapter.restore_engines()
-        if _handed_over:
-            _hand_over()
 
 
 def _all_or_nothing(module: Any) -> None:
@@ -160,17 +152,22 @@ def _change(module: Any) -> None:
     elif module.__name__ == ENGINE:
         cls = module.MegatronEngine
         if hasattr(module, "apply_router_replay_patch"):  # 0.7.0's engine has no router replay
-            _patches.set(cls, _PASS, wrapped(cls.forward_backward_batch, EngineAdapter), _ONE_PASS)
+            _run_as_a_pass(cls, EngineAdapter)
         if hasattr(cls, "disable_adapter"):
             _patches.wrap(cls, "disable_adapter", without_adapter, _REFERENCE)
     elif module.__name__ == ACTOR:
         cls = module.MegatronPPOActor
-        _patches.set(cls, _PASS, wrapped(cls.forward_backward_batch, LegacyActorAdapter), _ONE_PASS)
+        _run_as_a_pass(cls, LegacyActorAdapter)
         _patches.wrap(cls, "update_policy", waiting, _WAITS)
     elif module.__name__ == WORKERS:
         cls = module.ActorRolloutRefWorker
         _patches.wrap(cls, "compute_ref_log_prob", reference, _REFERENCE)
         _patches.wrap(cls, "compute_log_prob", waiting, _WAITS)
+
+
+def _run_as_a_pass(cls: Any, kind: type[EngineAdapter]) -> None:
+    original = cls.forward_backward_batch
+    _patches.set(cls, _PASS, switched(original, wrapped(original, kind)), _ONE_PASS)
 
 
 def _serve_class(cls: Any) -> None:
@@ -197,8 +194,6 @@ def apply_router_replay_patch() -> None:
 
 def _hand_over() -> None:
     """Give routers verl's RouterReplay, as verl's patch does: verl's functions use it outside a pass."""
-    global _handed_over
-    _handed_over = True
     kind = sys.modules[PATCH].RouterReplay
     router_init.hand_over(functools.partial(functions.made_for, kind))
 

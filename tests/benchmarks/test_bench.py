@@ -103,6 +103,7 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
         for what in (
             "router",
             "other top-k",
+            "wrapper",
             "gather",
             "decode",
             "capture",
@@ -115,6 +116,7 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     assert ways == {
         "router": ["live", "record", "replay", "record by Watch", "replay by Watch", *native],
         "other top-k": ["live", "in a block"],
+        "wrapper": ["live", "off"],
         "gather": ["take, all 48", "take, cut to 12", "gather 12 of 48"],
         "decode": [
             "plain copy",

@@ -252,10 +252,4 @@ def _refused(actor: Actor, stage: str) -> str:
 
 def _uninstalled(actor: Actor) -> dict[str, Any]:
     npu_replay.uninstall()
-    left = [
-        name
-        for one in actor.routers
-        for name in ("routing_replay", "router_replay", "forward", "routing")
-        if name in vars(one)
-    ]
-    return {"left": left, "patches": len(npu_replay.report().patches)}
+    return {"patches": len(npu_replay.report().patches)}

@@ -26,7 +26,6 @@ from case_jobs import Cases, shared_folder, told
 from npu_replay.compat.verl.batch_routes import keys_in
 from npu_replay.compat.verl.fsdp import FsdpAdapter
 from npu_replay.environment import DELIVERY
-from npu_replay.errors import ReplayError
 from on_verl import engine_job
 from on_verl import fsdp_job as job
 from on_verl.engine_cases import check_unmarked, leave, nothing_is_on, patched, r3_batch_of, spoiled
@@ -485,7 +484,7 @@ def _dense() -> None:
 
 @case("uninstalled and installed again")
 def _uninstalled() -> None:
-    """verl's own methods are back; an engine that has replayed refuses to go on without, and goes on with."""
+    """verl's methods are back, and an engine that has replayed goes on as verl's; installed, it replays."""
     from verl.workers.engine.fsdp import transformer_impl as impl
 
     actor = Actor(tiny_of())
@@ -497,8 +496,10 @@ def _uninstalled() -> None:
         (impl.FSDPEngineWithLMHead, "forward_step"),
     ):
         assert not hasattr(vars(cls)[name], "__wrapped__"), name
-    with pytest.raises(ReplayError, match="uninstalled after this engine had replayed"):
+    with other_routers(actor.model), witnessed(actor.model) as calls:
         actor.update(data)
+    with pytest.raises(AssertionError):
+        check_calls(calls, actor.tiny, routes, times=1)
     npu_replay.install()
     with other_routers(actor.model), witnessed(actor.model) as calls:
         actor.update(data)

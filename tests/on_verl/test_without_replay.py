@@ -12,11 +12,11 @@ import pytest
 
 import npu_replay
 from megatron_cases import VARIANTS, build, hooks_left, routers, same
+from npu_replay.compat.patching import patches
 from npu_replay.compat.verl import engine_pass, install
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.compat.verl.fsdp import FsdpAdapter
 from npu_replay.compat.vllm_ascend import plugin
-from npu_replay.errors import ReplayError
 from npu_replay.smoke import megatron_model
 
 pytestmark = pytest.mark.megatron
@@ -27,11 +27,13 @@ class Engine:
 
     def __init__(self, **config: Any) -> None:
         self.passes = 0
+        self.seen: list[bool] = []
         self.module: list[Any] = []
         self.engine_config = SimpleNamespace(**config)
 
     def forward_backward_batch(self, data: Any, forward_only: bool = False) -> Any:
         self.passes += 1
+        self.seen.append(engine_pass.serves())
         return {"metrics": {}}
 
 
@@ -109,28 +111,20 @@ def test_the_plug_in_of_vllm_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert (npu_replay.report().patches, {*sys.modules}) == before
 
 
-def test_an_engine_that_uninstall_stopped_goes_on_after_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its routers are as npu_replay has built them: nothing else of it has to be done again. Where the
-    install fails, it stays stopped."""
-    from verl.utils.megatron import router_replay_patch
+def test_an_engine_goes_on_as_verls_own_after_uninstall_and_replays_after_install() -> None:
+    """Whoever holds its method, too."""
+    original = Engine.forward_backward_batch
 
     class Replaying(Engine):
-        forward_backward_batch = engine_pass.wrapped(Engine.forward_backward_batch, EngineAdapter)
+        forward_backward_batch = patches.switched(original, engine_pass.wrapped(original, EngineAdapter))
 
     engine = Replaying(router_replay=R2)
-    engine.forward_backward_batch(None, forward_only=True)
-    for broken in (False, True):
-        npu_replay.uninstall()
-        with pytest.raises(ReplayError, match="uninstalled after this engine"):
-            engine.forward_backward_batch(None, forward_only=True)
-        if broken:
-            with monkeypatch.context() as patch:
-                patch.delattr(router_replay_patch, "RouterReplayAction")
-                npu_replay.install()
-                with pytest.raises(ReplayError, match="uninstalled after this engine"):
-                    engine.forward_backward_batch(None, forward_only=True)
-                assert install._given_up
-                npu_replay.uninstall()
-        npu_replay.install()
-        engine.forward_backward_batch(None, forward_only=True)
+    held = engine.forward_backward_batch
+    for off in (False, True, False):
+        (npu_replay.uninstall if off else npu_replay.install)()
+        before = engine_pass.serves()
+        engine.seen = []
+        held(None, forward_only=True)
+        assert engine.seen == [not off], "in a pass of npu_replay's"
+        assert engine_pass.serves() == before
     assert engine.passes == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import gc
@@ -22,6 +21,7 @@ from megatron_cases import BATCH, LENGTH, VARIANTS, Trainer, perturbed, routers,
 from npu_replay import RoutedExperts
 from npu_replay.compat.megatron_backports import router_init, router_replay
 from npu_replay.compat.patching import import_hook
+from npu_replay.compat.patching import patches as patching
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.smoke import megatron_model
 from upstream_loop import FLAG, api, build_replayed
@@ -282,7 +282,7 @@ def by_its_class(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> 
     return type(self).routing(self, logits, *args, **kwargs)
 
 
-@pytest.mark.parametrize("way", ["given by hand", "of 0.16", "by its class", "built before"])
+@pytest.mark.parametrize("way", ["given by hand", "of 0.16", "by its class"])
 def test_a_router_is_replayed_however_it_was_made(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these works on 0.16, so it has to here."""
     if way == "given by hand":
@@ -298,11 +298,6 @@ def test_a_router_is_replayed_however_it_was_made(way: str, monkeypatch: pytest.
     if way == "by its class":
         for module in modules:
             module.routing = types.MethodType(by_its_class, module)
-    if way == "built before":
-        with uninstalled():
-            pass
-        # Other models of this process may be alive, and have theirs again too.
-        api()[0].global_router_replay_instances[:] = [module.router_replay for module in modules]
     _, recorded = upstream_loop.record(trainer)
     maps = shown(trainer)
     with perturbed(trainer.model), torch.no_grad():
@@ -383,106 +378,23 @@ def test_a_router_that_can_not_be_equipped_is_built_and_blocks_are_refused(
         npu_replay.record(model).__enter__()
 
 
-@contextlib.contextmanager
-def uninstalled() -> Iterator[list[Any]]:
-    """Without what is done to routers; what was left alone then."""
-    left = [one for group in (router_init._patches, router_init._methods) for one in group.undo()]
-    try:
-        yield left
-    finally:
-        router_init.install()
-
-
-OURS = {"forward", "routing", "set_layer_number", "router_replay"}
-
-
-def test_after_uninstall_a_live_router_is_as_megatron_made_it(ours: Any) -> None:
-    """Its copy, too; and after install() it is replayed again."""
-    trainer = build_replayed({})
-    modules = [routers(trainer.model)[0].module]
-    assert {"forward", "routing", "router_replay"} <= vars(modules[0]).keys()
-    if not any(isinstance(one, torch.distributed.ProcessGroup) for one in vars(modules[0]).values()):
-        modules.append(copy.deepcopy(modules[0]))  # process groups can't be copied
-        assert "router_replay" in vars(modules[1])
-    with uninstalled():
-        assert not any(OURS & vars(module).keys() for module in modules)
-        assert not ours.global_router_replay_instances
-    mine = [router.module.router_replay for router in routers(trainer.model)]
-    assert all(any(one is other for other in ours.global_router_replay_instances) for one in mine)
-    ours.global_router_replay_instances[:] = mine
-    _, recorded = upstream_loop.record(trainer)
-    assert all(ids is not None for layers in recorded for ids in layers)
-
-
+@pytest.mark.parametrize("covered", [False, True], ids=["as it is", "under a wrapper of somebody's"])
 @pytest.mark.parametrize("flag", [FLAG, {}], ids=["replayed", "not replayed"])
-def test_a_wrapper_around_a_lent_method_survives_uninstall(ours: Any, flag: dict[str, Any]) -> None:
-    """A profiler or an offloading hook replaces `forward` on the instance, around ours."""
+def test_turned_off_a_live_router_is_megatrons_own_and_turned_on_it_is_replayed(
+    ours: Any, monkeypatch: pytest.MonkeyPatch, flag: dict[str, Any], covered: bool
+) -> None:
+    """With an action set on it, and where a profiler or an offloading hook lies around `forward`."""
     trainer = upstream_loop.build(flag)
     untouched = trainer.run("each")
-    modules = [router.module for router in routers(trainer.model)]
-    for module in modules:
+    for module in [router.module for router in routers(trainer.model)] if covered else []:
         module.forward = functools.partial(module.forward)
-    with uninstalled() as left:
-        assert ["methods of each" in patch.where for patch in left] == [True]
-        assert same(trainer.run("each"), untouched)
-        for module in modules:
-            del module.forward
-
-
-def with_prediction_layers(config: Any) -> Any:
-    """A model whose multi-token-prediction layers have routers too, numbered anew."""
-    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-
-    spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        mtp_block_spec=mtp,
-        vocab_size=64,
-        max_sequence_length=64,
-        position_embedding_type="rope",
-    )
-    assert len(topk_routers(model)) == 4
-    return model
-
-
-MODELS: dict[str, Any] = {
-    "decoders": lambda config: megatron_model.model(config),
-    "prediction layers": with_prediction_layers,
-    "wrapped": lambda config: torch.nn.Sequential(torch.nn.Sequential(megatron_model.model(config))),
-}
-WAYS = {
-    "taken off and put on": "12-+",
-    "built before": "-12+",
-    "one before and one after": "-1+2-+",
-    "one while it was off": "1-2+-+",
-}
-"""Models 1 and 2 are built, and npu_replay goes (-) and comes (+)."""
-
-
-def topk_routers(model: torch.nn.Module) -> list[Any]:
-    """As the model made them."""
-    return [one for one in model.modules() if type(one).__name__ == "TopKRouter"]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.usefixtures("few_objects")
-@pytest.mark.parametrize("first", MODELS)
-def test_the_list_of_all_keeps_the_order_of_making(ours: Any, way: str, first: str) -> None:
-    """However npu_replay comes and goes, and whatever the collector has moved meanwhile."""
-    makes = [MODELS[first], *(make for name, make in MODELS.items() if name != first)]
-    made: list[Any] = []
-    config = megatron_model.config(**FLAG, num_layers=2, mtp_num_layers=2)  # of both
-    with contextlib.ExitStack() as stack:
-        for step in WAYS[way]:
-            if step == "-":
-                stack.enter_context(uninstalled())
-            elif step == "+":
-                stack.close()
-            else:
-                made.append(makes[len(made)](config))
-            gc.collect()
-    wanted = [id(router.router_replay) for model in made for router in topk_routers(model)]
-    there = [id(one) for one in ours.global_router_replay_instances if id(one) in set(wanted)]
-    assert there == wanted
+    _, recorded = upstream_loop.record(trainer) if flag else (None, [])
+    with perturbed(trainer.model):
+        live = trainer.run("each")
+        with monkeypatch.context() as patch:
+            patch.setattr(patching._switch, "on", False)
+            got = upstream_loop.replay(trainer, recorded) if flag else trainer.run("each")
+            assert same(got, live)
+        if flag:
+            assert same(upstream_loop.replay(trainer, recorded), blocks(trainer, recorded))
+    assert same(trainer.run("each"), untouched)

@@ -1,4 +1,4 @@
-"""compat.router_init: a router gets the methods that its class lacks or has wrong, and gives them back.
+"""compat.router_init: a router gets the methods that its class lacks or has wrong, until all is turned off.
 
 What they say of a real router, on every release: tests/matrix/test_names.py and test_padding_mask.py.
 """
@@ -9,7 +9,6 @@ import copy
 import gc
 import pickle
 import types
-import weakref
 from typing import Any
 
 import pytest
@@ -43,7 +42,6 @@ class Later(Router):
 def patches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group and a report of this test's own."""
     monkeypatch.setattr(patching, "_groups", [])
-    monkeypatch.setattr(router_init, "_lent", weakref.WeakSet())
     monkeypatch.setattr(router_init, "_methods", Patches("methods of TopKRouter"))
 
 
@@ -69,7 +67,6 @@ def test_a_method_of_the_class_or_of_the_instance_is_left_alone() -> None:
     frameworks = Router()
     frameworks.is_aux_loss_enabled = lambda: "theirs"  # type: ignore[assignment]
     equipped(frameworks)
-    router_init._methods.undo()
     assert frameworks.is_aux_loss_enabled() == "theirs"
 
 
@@ -88,23 +85,18 @@ def test_a_copy_has_methods_of_its_own(way: str) -> None:
     del router
     gc.collect()
     assert other.get_aux_loss_coeff("aux_loss") == 0.0
-    router_init._methods.undo()
-    assert bound(other) == []
 
 
-def test_one_line_of_the_report_stands_for_all_routers_and_undone_they_are_as_before() -> None:
-    routers = [Router() for _ in range(3)]
-    before = [dict(vars(router)) for router in routers]
-    for router in routers:
-        equipped(router)
+def test_one_line_of_the_report_stands_for_all_routers() -> None:
+    for _ in range(3):
+        equipped(Router())
     (line,) = npu_replay.report().patches
     assert line.where == "methods of each megatron.core.transformer.moe.router.TopKRouter"
     assert (line.why, line.reason) == ("as later releases have", "methods of TopKRouter")
     assert patching.undo_all() == []
-    assert [vars(router) for router in routers] == before
     assert npu_replay.report().patches == ()
-    assert bound(equipped(routers[0])) == NAMES, "and they can be had again"
-    assert len(npu_replay.report().patches) == 1
+    equipped(Router())
+    assert len(npu_replay.report().patches) == 1, "and they can be had again"
 
 
 # The counts for the expert bias: Megatron-core 0.16 to 0.19 lay the padding mask over the experts
@@ -149,6 +141,16 @@ def test_padding_is_left_out_whoever_is_right_and_mends_it_later(method: Any, la
     assert router.local_tokens_per_expert.tolist() == [2, 1, 1]
     router._apply_expert_bias(chosen)
     assert router.local_tokens_per_expert.tolist() == [4, 3, 3]
+
+
+def test_turned_off_a_router_counts_as_its_class_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 0]], dtype=torch.bool)
+    padding = torch.tensor([False, True, False])
+    router, plain = equipped(counting(over_experts)), counting(over_experts)
+    monkeypatch.setattr(patching._switch, "on", False)
+    for one in (router, plain):
+        one._apply_expert_bias(chosen, padding_mask=padding)
+    assert router.local_tokens_per_expert.tolist() == plain.local_tokens_per_expert.tolist() == [2, 0, 2]
 
 
 def test_a_router_without_a_bias_or_without_the_method_is_left_as_it_is() -> None:
