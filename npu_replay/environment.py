@@ -20,6 +20,7 @@ AUX_LOSS = "NPU_REPLAY_AUX_LOSS"
 BAD_SAMPLES = "NPU_REPLAY_BAD_SAMPLES"
 DELIVERY = "NPU_REPLAY_DELIVERY"
 DISABLE = "NPU_REPLAY_DISABLE"
+EXPERT_BIAS = "NPU_REPLAY_EXPERT_BIAS"
 METRICS_EVERY = "NPU_REPLAY_METRICS_EVERY"
 MIN_OVERLAP = "NPU_REPLAY_MIN_OVERLAP"
 STRICT = "NPU_REPLAY_STRICT"
@@ -69,6 +70,6 @@ _READINGS: dict[str, Callable[[str, str], Any]] = {
     DELIVERY: partial(_word, words={"ray": "ray"} | dict.fromkeys(_OFF, ""), cause=_NO_FOLDER),
     METRICS_EVERY: _count,
     MIN_OVERLAP: partial(share, of="experts that were given"),
-    **dict.fromkeys((AUTOLOAD, DISABLE, STRICT, VLLM_ASCEND), partial(_word, words=_ON | _OFF)),
+    **dict.fromkeys((AUTOLOAD, DISABLE, EXPERT_BIAS, STRICT, VLLM_ASCEND), partial(_word, words=_ON | _OFF)),
 }
 """Maps each variable to the function that parses its value."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from npu_replay import environment
 from npu_replay.compat.megatron import aux_losses, foreign_routing, fused_router
 from npu_replay.compat.megatron.config_flags import asks_for_replay
 from npu_replay.compat.megatron.routers import gathered_ranks, is_replaying, spare
@@ -29,8 +30,10 @@ from npu_replay.compat.megatron_backports.router_replay import MegatronRouterRep
 from npu_replay.compat.mindspeed import repatch
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Change, Patches, is_on
+from npu_replay.environment import EXPERT_BIAS
 from npu_replay.errors import described
 from npu_replay.sessions import seam
+from npu_replay.sessions.guarded import here
 
 MODULE = "megatron.core.transformer.moe.router"
 
@@ -163,15 +166,23 @@ class RouterMethods:
         return any(self.router.get_aux_loss_coeff(kind) > 0 for kind in _LOSSES)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Count the tokens of a map, bool [rows, experts], without those of the mask, bool [rows]."""
-        # Megatron-core 0.16 to 0.19 apply the mask along the experts instead of the rows.
+        """Count the tokens of a map, bool [rows, experts], without those of the mask, bool [rows].
+
+        Megatron-core 0.16 to 0.19 apply the mask along the experts instead of the rows. They do so here, too,
+        where neither replay nor NPU_REPLAY_EXPERT_BIAS asks for other counts.
+        """
         count = self.of_class(_COUNT)
         if padding_mask is None:
             count(routing_map)
-        elif is_on():
+        elif self._counts_rows():
             count(routing_map & ~padding_mask.reshape(-1, 1))
         else:
             count(routing_map, padding_mask=padding_mask)
+
+    def _counts_rows(self) -> bool:
+        replaying = here.running is not None and here.running.given
+        asked = replaying or asks_for_replay(self.router.config) or environment.read(EXPERT_BIAS, False)
+        return bool(asked and is_on())
 
 
 _methods = Patches("methods of TopKRouter")

@@ -126,6 +126,7 @@ def mended(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | No
 def counting(method: Any) -> Any:
     router = type("TopKRouter", (torch.nn.Module,), {"_apply_expert_bias": method})()
     router.enable_expert_bias = True
+    router.config = types.SimpleNamespace(moe_enable_routing_replay=True)
     router.local_tokens_per_expert = torch.zeros(3)
     return router
 
@@ -143,14 +144,25 @@ def test_padding_is_left_out_whoever_is_right_and_mends_it_later(method: Any, la
     assert router.local_tokens_per_expert.tolist() == [4, 3, 3]
 
 
-def test_turned_off_a_router_counts_as_its_class_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("flag", "variable", "on", "counts"),
+    [
+        (False, "", True, [2, 0, 2]),  # nobody asks
+        (False, "1", True, [2, 1, 1]),
+        (True, "", True, [2, 1, 1]),
+        (True, "1", False, [2, 0, 2]),  # turned off
+    ],
+)
+def test_padding_is_left_out_where_that_is_asked_for_and_else_a_router_counts_as_its_class_does(
+    monkeypatch: pytest.MonkeyPatch, flag: bool, variable: str, on: bool, counts: list[int]
+) -> None:
+    router = equipped(counting(over_experts))
+    router.config.moe_enable_routing_replay = flag
+    monkeypatch.setenv("NPU_REPLAY_EXPERT_BIAS", variable)
+    monkeypatch.setattr(patching._switch, "on", on)
     chosen = torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 0]], dtype=torch.bool)
-    padding = torch.tensor([False, True, False])
-    router, plain = equipped(counting(over_experts)), counting(over_experts)
-    monkeypatch.setattr(patching._switch, "on", False)
-    for one in (router, plain):
-        one._apply_expert_bias(chosen, padding_mask=padding)
-    assert router.local_tokens_per_expert.tolist() == plain.local_tokens_per_expert.tolist() == [2, 0, 2]
+    router._apply_expert_bias(chosen, padding_mask=torch.tensor([False, True, False]))
+    assert router.local_tokens_per_expert.tolist() == counts
 
 
 def test_a_router_without_a_bias_or_without_the_method_is_left_as_it_is() -> None:
