@@ -1,4 +1,4 @@
-"""A process that loads npu_replay's entry points as verl 0.9 and vLLM do. It imports nothing of it itself."""
+"""npu_replay's entry points, and a process that loads them as verl 0.9 and vLLM do."""
 
 from __future__ import annotations
 
@@ -8,9 +8,33 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
+import tomllib
+
 GROUPS = ("verl.plugins", "vllm.general_plugins")
+
+
+def points() -> dict[str, dict[str, str]]:
+    """The entry points of an installed npu_replay, by group."""
+    file = Path(__file__).parents[1] / "pyproject.toml"
+    declared = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["entry-points"]
+    assert {group: list(named) for group, named in declared.items()} == {
+        key: ["npu_replay"] for key in GROUPS
+    }
+    return declared  # type: ignore[no-any-return]
+
+
+def write(folder: Path, name: str, groups: Mapping[str, Mapping[str, str]]) -> None:
+    """Put the metadata of a distribution with these entry points into a folder of the path."""
+    about = folder / f"{name.replace('-', '_')}-9.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9\n")
+    lines = [
+        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in one.items()) for group, one in groups.items()
+    ]
+    (about / "entry_points.txt").write_text("".join(lines))
 
 
 def process(task: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,15 +17,9 @@ import pytest
 
 import jobs
 import npu_replay_autoload
-from entry_points_job import GROUPS
+from entry_points_job import points, write
 from npu_replay import environment
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    tomllib = None
-
-REPOSITORY = Path(__file__).parents[1]
 OURS = ("npu_replay", "npu_replay_autoload")
 OFF = {"NPU_REPLAY_DISABLE": "1", "NPU_REPLAY_STRICT": "lenient", "NPU_REPLAY_DISABEL": "1"}
 """Turned off, with slips that are errors where it is on."""
@@ -34,26 +28,13 @@ OFF = {"NPU_REPLAY_DISABLE": "1", "NPU_REPLAY_STRICT": "lenient", "NPU_REPLAY_DI
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[dict[bool, Path]]:
     """Folders for the path by whether npu_replay is installed there; each has a back end that fails."""
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    points = {group: project["entry-points"][group] for group in GROUPS}
-    assert all(list(named) == ["npu_replay"] for named in points.values())
     found = {}
     for installed in (True, False):
         found[installed] = tmp_path / str(installed)
-        write(found[installed], "npu-replay", points if installed else {})
+        write(found[installed], "npu-replay", points() if installed else {})
         write(found[installed], "torch-broken", {"torch.backends": {"broken": "broken_backend:load"}})
     (tmp_path / "broken_backend.py").write_text("raise ImportError('no driver')\n")
     return found
-
-
-def write(folder: Path, name: str, groups: Mapping[str, Mapping[str, str]]) -> None:
-    about = folder / f"{name.replace('-', '_')}-9.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9\n")
-    lines = [
-        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in named.items()) for group, named in groups.items()
-    ]
-    (about / "entry_points.txt").write_text("".join(lines))
 
 
 def ended(folder: Path, variables: Mapping[str, str], **task: Any) -> jobs.Ended:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 
 from npu_replay import environment
 from npu_replay.compat.patching import import_hook, patches
 from npu_replay.errors import ReplayError
+from npu_replay.lazy import lazy
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +33,19 @@ _SHIMS = {
 order, before the package's own code runs.
 """
 
+_ASKING = {
+    "verl": ("verl.agent_loop:wait_for_config", "verl.config:install"),
+    "sglang": ("sglang.old_path:install",),
+}
+"""What an entry point installs: functions that read a job's config, and install the rest where it asks."""
+
 
 def begin() -> None:
     """Check the environment variables and install everything; `import npu_replay` ends with it.
 
-    Where an entry point of verl imports npu_replay, in every job of an image, an unusable variable is one
-    ERROR in the log, and the first block, or an engine whose config asks for replay, is refused by it.
+    An entry point of verl imports npu_replay in every job of an image. There only what reads the config is
+    installed, and the rest when a config asks for replay. An unusable variable is one ERROR in the log, and
+    the first block, or an engine whose config asks for replay, is refused by it.
 
     Raises:
         ReplayError: a variable has a value that can't be used, or a misspelt name.
@@ -52,7 +60,13 @@ def begin() -> None:
             raise
         logger.error("%s. %s", error, import_hook.MEANING)
         import_hook.refuse_with(error)
-    install()
+    if by_entry_point:
+        for package, functions in _ASKING.items():
+            for function in functions:
+                shim = partial(_call, lazy(f"npu_replay.compat.{function}"))
+                import_hook.when_imported(package, function, shim, early=True)
+    else:
+        install()
     how = "an entry point" if by_entry_point else "an import"
     logger.debug(
         "[npu_replay] loaded by %s in process %d; %s=1 leaves it out", how, os.getpid(), environment.DISABLE
@@ -74,11 +88,11 @@ def install() -> None:
     for package, shims in _SHIMS.items():
         for shim in shims:
             module = f"npu_replay.compat.{shim}"
-            import_hook.when_imported(package, module, partial(_install, module), early=True)
+            import_hook.when_imported(package, module, partial(_call, lazy(f"{module}:install")), early=True)
 
 
-def _install(shim: str, _: object) -> None:
-    importlib.import_module(shim).install()
+def _call(shim: Callable[[], object], _: object) -> None:
+    shim()
 
 
 def uninstall() -> None:

@@ -26,6 +26,7 @@ import torch
 from npu_replay import environment
 from npu_replay.compat.engines import setting
 from npu_replay.compat.patching import import_hook
+from npu_replay.compat.patching.install import install as install_everything
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl.batch_routes import COLUMN
 from npu_replay.compat.verl.config import FLAG, ROOT
@@ -59,6 +60,28 @@ def install() -> None:
         import_hook.when_imported(module, f"{_WHAT} ({module})", _wrap)
 
 
+def wait_for_config() -> None:
+    """Wrap the trainer, and the constructor of the agent loops' worker, which installs the rest if asked."""
+
+    def guard(module: Any) -> None:
+        for kind in _workers_of(module):
+            _patches.wrap(kind, "__init__", _made, "reads whether the config asks for routes")
+
+    import_hook.when_imported(TRAINER, f"{_WHAT} ({TRAINER})", _wrap)
+    import_hook.when_imported(AGENT_LOOP, f"the config of verl's rollout ({AGENT_LOOP})", guard)
+
+
+def _made(original: Any, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    if setting(config, ROOT, "rollout", FLAG):
+        install_everything()
+    original(self, config, *args, **kwargs)
+
+
+def _workers_of(module: Any) -> list[type]:
+    found: list[Any] = [getattr(module, name, None) for name in ("AgentLoopWorkerBase", "AgentLoopWorker")]
+    return [kind for kind in found if isinstance(kind, type) and vars(kind).keys() >= set(_OF_WORKER)]
+
+
 def _wrap(module: Any) -> None:
     if module.__name__ == TRAINER:
         if hasattr(module.RayPPOTrainer, "_compute_ref_log_prob"):  # 0.7.1 on
@@ -71,8 +94,7 @@ def _wrap(module: Any) -> None:
             _patches.wrap(kind, "generate", _generate, _KEEP)
     if module.__name__ != AGENT_LOOP:
         return
-    found: list[Any] = [getattr(module, name, None) for name in ("AgentLoopWorkerBase", "AgentLoopWorker")]
-    workers = [kind for kind in found if isinstance(kind, type) and vars(kind).keys() >= set(_OF_WORKER)]
+    workers = _workers_of(module)
     if not workers:
         problem, where = "verl's agent loop worker isn't there", module.__name__
         expected = f"AgentLoopWorker or AgentLoopWorkerBase, with {', '.join(_OF_WORKER)}"

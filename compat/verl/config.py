@@ -28,6 +28,7 @@ from npu_replay import environment
 from npu_replay.compat import engines, probe
 from npu_replay.compat.engines import setting
 from npu_replay.compat.patching import import_hook, patches
+from npu_replay.compat.patching.install import install as install_everything
 from npu_replay.compat.patching.install import undo_everything
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl.metrics import announce
@@ -389,7 +390,8 @@ def _check_worker(worker: Any, legacy: bool) -> None:
         return
     check_actor(config, legacy=legacy)
     mode = mode_of(config, legacy=legacy)
-    if mode != OFF:
+    if mode != OFF and any(_patches):  # else NPU_REPLAY_STRICT=0 has turned all of it off
+        install_everything()  # an entry point has installed this check alone
         import_hook.refuse_failures()
         _say_asked(mode)
         if not legacy:

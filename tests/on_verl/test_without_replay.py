@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import jobs
 import npu_replay
 from megatron_cases import VARIANTS, build, hooks_left, routers, same
 from npu_replay.compat.patching import patches
@@ -18,6 +19,7 @@ from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.compat.verl.fsdp import FsdpAdapter
 from npu_replay.compat.vllm_ascend import plugin
 from npu_replay.smoke import megatron_model
+from verl_configs import engine_workers_replay
 
 pytestmark = pytest.mark.megatron
 
@@ -102,6 +104,37 @@ def test_a_model_trains_as_without_npu_replay(variant: str) -> None:
         finally:
             npu_replay.install()
     assert same(*outcomes)
+
+
+_OF_A_WORKER = {"__init__", "set_dispatch_collect", "_build_model_optimizer"}
+AT_LOAD = {
+    **{
+        f"verl.workers.{name}.ActorRolloutRefWorker": _OF_A_WORKER
+        for name in ("engine_workers", "megatron_workers", "fsdp_workers")
+    },
+    "verl.experimental.agent_loop.agent_loop.AgentLoopWorker": {"__init__"},
+    "verl.trainer.ppo.ray_trainer.RayPPOTrainer": {"_compute_ref_log_prob"},
+}
+"""What verl's entry point wraps: what reads a config, and the method that sends a reference its batch."""
+
+
+@pytest.mark.skipif(not engine_workers_replay(), reason="0.7.0's don't replay")
+@pytest.mark.parametrize(
+    "task", [{"modes": ["disabled", "R2"]}, {"with_routes": [False, True]}], ids=["trainer", "agent loops"]
+)
+def test_an_entry_point_wraps_what_reads_the_config_and_the_rest_once_a_config_asks(
+    task: dict[str, Any],
+) -> None:
+    """No pass, router or config of Megatron has anything of it until then."""
+    found = jobs.run("on_verl.ways_worker:by_entry_point", task)
+    (off, on) = (str(asked) for asked in next(iter(task.values())))
+    known = {f"{owner}.{name}" for owner, names in AT_LOAD.items() for name in names}
+    assert found["loaded"]
+    assert set(found["loaded"]) <= known
+    assert found[off] == found["loaded"]
+    assert found[on] == found["all"]
+    everything = " ".join(found["all"])
+    assert all(name in everything for name in ("TopKRouter", "TransformerConfig", "forward_backward_batch"))
 
 
 def test_the_plug_in_of_vllm_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ init_model with actor_rollout_ref.model.external_lib=npu_replay:
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -31,6 +32,13 @@ MODULES = (
     "verl.workers.engine_workers",
 )
 """What a training worker imports; one of the last two is verl 0.7's alone."""
+ALSO = (
+    "verl.experimental.agent_loop.agent_loop",
+    "verl.trainer.ppo.ray_trainer",
+    "verl.workers.engine.fsdp.transformer_impl",
+    "megatron.core.transformer.moe.router",
+)
+"""What other processes of a job import."""
 
 
 def main(task: dict[str, Any]) -> dict[str, Any]:
@@ -148,6 +156,38 @@ def found(task: dict[str, Any]) -> dict[str, Any]:
         "changed": changed,
         "stopped": stopped,
     }
+
+
+def by_entry_point(task: dict[str, Any]) -> dict[str, Any]:
+    """What is changed once verl's entry point and verl are there, then by what a worker reads in its config.
+
+    It is each of the task's "modes", or for a worker of agent loops each of "with_routes". Last, what an
+    install() of everything changes.
+    """
+    import npu_replay_autoload
+
+    npu_replay_autoload.load("verl")
+    import npu_replay
+    from npu_replay.compat.verl import config as verl_config
+    from verl_configs import FLAG, NEW, job
+
+    modules = {name: _imported(name) for name in (*MODULES, *ALSO)}
+
+    def changed() -> list[str]:
+        return sorted({patch.where for patch in npu_replay.report().patches})
+
+    found = {"loaded": changed()}
+    for mode in task.get("modes", ()):
+        worker = object.__new__(modules["verl.workers.engine_workers"].ActorRolloutRefWorker)
+        worker.config, worker.role = job({NEW: mode}).actor_rollout_ref, "actor"
+        verl_config._check_worker(worker, False)
+        found[mode] = changed()
+    for asked in task.get("with_routes", ()):
+        with contextlib.suppress(TypeError, AttributeError, ValueError):  # it lacks its other arguments
+            modules[ALSO[0]].AgentLoopWorker(job({FLAG: asked}))
+        found[str(asked)] = changed()
+    npu_replay.install()
+    return found | {"all": changed()}
 
 
 def _imported(name: str) -> Any:
