@@ -43,6 +43,10 @@ _NO_TOPK = (
     "torch.topk inside the block), or a compiled function around the model (torch.compile: pass the compiled "
     "module itself, and compile before the block)"
 )
+_OTHER_AXES = (
+    "a router whose scores keep the axes [batch, sequence, experts]. Flatten them before the top-k, "
+    "scores.flatten(0, -2), and give its weights and ids these axes back: ids.unflatten(0, hidden.shape[:-1])"
+)
 _WRITTEN = "the ids that the top-k gave were written into before the forward ended", _CHANGED
 _NOT_SHOWN = "the router's output doesn't show the chosen experts", _CHANGED
 _RULED_OUT = (
@@ -130,8 +134,7 @@ class Witness:
         """Check a call of a router that has ended in a forward."""
         number, key = forward.number, (router.label, forward.number)
         if (ids := call.ids) is None:
-            cause = routers.explained(router, call.seen) or _NO_TOPK
-            self._refused[key] = "the router never reached its top-k", cause
+            self._refused[key] = _not_reached(router, call)
             return
         forward.ended.append((router, ids, call.handed, call.written))
         if call.ruled_out is not None:
@@ -286,6 +289,12 @@ class _Late:
         for router, number, again, why, held in self._asked:
             if not bool(held.all()):
                 raise _error(router, number, *why, again=again)
+
+
+def _not_reached(router: Router, call: seam.Call) -> Why:
+    if call.passed is not None:
+        return f"the router's top-k is of scores {list(call.passed)}, and not [rows, experts]", _OTHER_AXES
+    return "the router never reached its top-k", routers.explained(router, call.seen) or _NO_TOPK
 
 
 def _shows_others(router: Router) -> Why:

@@ -116,6 +116,7 @@ class Call:
     handed: torch.Tensor | None = None  # what the router got, perhaps set by `choose`; None from a kernel
     written: int | None = None  # version counter of `handed`; None in inference mode
     way: str | None = None  # how it was caught: "guard", "watch", or "kernel" (see `note`)
+    passed: torch.Size | None = None  # of scores in other axes, whose top-k was seen and not answered
     again = 0  # number of further top-ks of the same shape
     values: torch.Tensor | None = None  # values that the router got, float [rows, topk]
     scores: Any = None  # the input of the top-k
@@ -177,6 +178,15 @@ class Call:
                 raise RouterError(problem, cause="a router that saves memory: checkpoint its caller instead")
             frame = frame.f_back
         return True
+
+    def passes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the shape of the scores of a top-k that would be answered if they were two-dimensional."""
+        scores = args[0] if args else kwargs.get("input")
+        k = args[1] if len(args) > 1 else kwargs.get("k")
+        if not isinstance(scores, torch.Tensor) or k != self.topk + self.spare:
+            return
+        if scores.shape[-1:] == (self.num_experts,) and scores.numel() == self.rows * self.num_experts:
+            self.passed = scores.shape
 
     def _stop_watching(self) -> None:
         """Leave Watch once the top-k is caught; from inside Watch this has no effect."""
@@ -306,14 +316,24 @@ class Call:
     ) -> Any:
         """Run a `masked_fill`, and keep the scores before it if it fills scores over the experts."""
         scores = args[0] if args else kwargs.get("input")
-        if not isinstance(scores, torch.Tensor) or scores.shape != (self.rows, self.num_experts):
+        shape = self.rows, self.num_experts
+        # Routers that mask whole groups may fill a view [rows, groups, experts of a group].
+        if (
+            not isinstance(scores, torch.Tensor)
+            or scores.shape[:1] != shape[:1]
+            or scores.shape[1:].numel() != shape[1]
+        ):
             return native(*args, **kwargs)
         before = scores
         if in_place:
             with outside_modes():
                 before = scores.clone()
         after = native(*args, **kwargs)
-        self.fills.append(Fill(before, after, args[1] if len(args) > 1 else kwargs["mask"]))
+        fill = Fill(before, after, args[1] if len(args) > 1 else kwargs["mask"])
+        if scores.shape != shape:
+            with outside_modes():
+                fill = Fill(*(one.expand(scores.shape).reshape(shape) for one in fill))
+        self.fills.append(fill)
         return after
 
 
@@ -352,6 +372,8 @@ class Watch(TorchFunctionMode):
             takers = here.takers
             return run_seen(takers, func, args, kwargs) if takers else func(*args, **kwargs)
         call.seen.append(name)
+        if name == "topk":
+            call.passes(args, kwargs)
         return func(*args, **kwargs) if call.steps is None else call.steps.run(func, args, kwargs)
 
 

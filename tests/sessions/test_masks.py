@@ -109,6 +109,17 @@ def through_a_view(scores: Scores, out: torch.Tensor) -> Scores:
     return masked
 
 
+def of_a_view(name: str) -> Select:
+    """As torchtitan's router masks: a view [rows, groups, experts of a group], by a mask of groups."""
+
+    def change(scores: Scores, out: torch.Tensor) -> Scores:
+        parts, outside = (one.unflatten(1, (4, -1)) for one in (scores.clone(), out))
+        filled: Scores = getattr(parts, name)(outside[..., :1], float("-inf"))
+        return filled.flatten(1)
+
+    return after(change)
+
+
 def after_another_mask(router: ToyRouter, scores: Scores) -> Pair:
     (scores * 2).masked_fill(outside_groups(scores), 0.0)  # another tensor's
     return torch.topk(scores, router.topk)
@@ -119,6 +130,8 @@ UNDONE: dict[str, Select] = {
     "masked_fill_": after(lambda scores, out: scores.clone().masked_fill_(out, float("-inf"))),
     "torch.masked_fill": after(lambda scores, out: torch.masked_fill(scores, mask=out, value=-1e4)),
     "two masks": after(lambda scores, out: scores.masked_fill(out, 0.0).masked_fill(GROUPS == 3, 0.0)),
+    "of a view": of_a_view("masked_fill"),
+    "of a view in place": of_a_view("masked_fill_"),
     "another tensor's": after_another_mask,
 }
 REFUSED: dict[str, Select] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import sys
 import threading
 import weakref
@@ -188,6 +189,20 @@ def test_a_router_without_a_top_k_is_refused_before_an_optimizer_can_step() -> N
         pytest.fail("the forward ended")
     assert hooks(model) == 0
     assert same(run(model, 0), before)
+
+
+@pytest.mark.parametrize("axes", [(2, 5), (1, 5, 2)], ids=str)
+def test_a_top_k_over_more_axes_is_refused_by_that_name(axes: tuple[int, ...]) -> None:
+    def in_axes(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, ids = torch.topk(scores.unflatten(0, axes), k=router.topk, dim=-1)
+        return values.flatten(0, -2), ids.flatten(0, -2)
+
+    model = ToyModel(ToyRouter(), ToyRouter(select=in_axes))
+    shape = re.escape(str([*axes, EXPERTS]))
+    message = rf"layer 1.*top-k is of scores {shape}, and not \[rows, experts\].*flatten\(0, -2\)"
+    for block in (npu_replay.record(model), npu_replay.replay(model, recorded(ToyModel()))):
+        with pytest.raises(NoEffect, match=message), block:
+            model(tokens())
 
 
 @pytest.mark.parametrize("before_the_step", [1, 3])
