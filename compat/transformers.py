@@ -93,7 +93,7 @@ class TransformersRouters(RouterKind):
         configs = [getattr(one, "config", None) for _, _, one in chunk.where(_has_config)]
         depth = max((_own(one, *_DEPTH) or 0 for one in configs), default=0)
         routers = [
-            replace(one, depth=depth, layer=_numbered(chunk, one, depth))
+            replace(one, depth=depth, layer=_numbered(chunk, one, depth), skipped=_skipped(chunk, one))
             if _vendor_class(one.module)
             else one
             for one in routers
@@ -205,6 +205,19 @@ def _numbered(chunk: ModuleTree, router: Router, depth: int) -> int | None:
     cause = "layers that were put together by hand, or a list that counts the layers anew"
     RouterError.unless(len(numbers) == 1, problem, expected, numbers, cause, path)
     return numbers[0]
+
+
+def _skipped(chunk: ModuleTree, router: Router) -> str:
+    """Return why the block around a router may not call it: its forward isn't of the model's own code."""
+    block = chunk.model.get_submodule(router.path.rpartition(".")[0])
+    forward = inspect.unwrap(block.forward)
+    if getattr(forward, "__module__", "").startswith(_PACKAGES):
+        return ""
+    return (
+        f"{type(block).__name__} runs a kernel, or other code than its model's, that routes without the "
+        "router: load the model without use_kernels=True, and MXFP4 weights (GPT-OSS) with "
+        "quantization_config=Mxfp4Config(dequantize=True)"
+    )
 
 
 def _block(module: nn.Module, kind: type, path: str) -> Router:

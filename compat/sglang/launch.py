@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from npu_replay.compat.sglang.releases import CLASHES, EAGLE, FAULTS, HONOURS_START
+from npu_replay.compat.sglang.releases import CLASHES, EAGLE, FAULTS, HONOURS_START, NEWEST
 from npu_replay.errors import ReplayError
 from npu_replay.rollout import launch
 from npu_replay.rollout.launch import EngineArguments, Kind, number
@@ -45,6 +45,7 @@ def engine_arguments(
     if is_there(known := plan.get("model_path") if model is None else model):
         RoutedModel.of(known)
     launch.refuse(clash(version, device, plan))
+    launch.warn_of_later("SGLang", version, NEWEST)
     turned_on = {**plan, **_one_draft_a_step(plan), "enable_return_routed_experts": True}
     return EngineArguments(turned_on, negates=False)
 

@@ -13,6 +13,8 @@ from npu_replay.rollout.release_rules import Clash, Fault, Plan, Symptom, older
 
 OLDEST = "0.5.8"
 """The oldest release that is checked; answers of earlier ones are decoded by their shape."""
+NEWEST = "0.5.23"
+"""The newest release that was read."""
 HONOURS_START = "0.5.12"
 """The first release that leaves out the rows before `routed_experts_start_len`."""
 STOPS_EXACTLY = "0.5.13"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from npu_replay.compat.probe import Capability, Product, unusable
-from npu_replay.compat.vllm.releases import BY_BLOCK, CLASHES, FAULTS, NEEDED, SWITCH, V2
+from npu_replay.compat.vllm.releases import BY_BLOCK, CLASHES, FAULTS, NEEDED, NEWEST, SWITCH, V2
 from npu_replay.compat.vllm_ascend import releases as ascend
 from npu_replay.errors import ReplayError, RouterError
 from npu_replay.rollout import launch
@@ -76,6 +76,7 @@ def engine_arguments(
         raise ReplayError(problem, where="rollout", expected=expected, got=got, cause=cause) from error
     about = {**plan, "quantization": quantization or given.get("quantization"), "soc": soc}
     launch.refuse(clash(version, about, vllm_ascend or "", capture=capture))
+    launch.warn_of_later("vLLM", version, NEWEST)
     needed = {name: value for run, some in NEEDED if run.holds(version) for name, value in some.items()}
     environment = dict(V2) if release(version) >= release(BY_BLOCK) else {}
     if vllm_ascend:

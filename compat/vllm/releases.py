@@ -20,6 +20,8 @@ from npu_replay.rollout.release_rules import Clash, Fault, Plan, Releases, Sympt
 
 OLDEST = "0.18.0"
 """The oldest release that is checked; answers of earlier ones are decoded by their shape."""
+NEWEST = "0.33.0"
+"""The newest release that was read."""
 SCHEDULER = "0.22.0"
 """The first release whose scheduler passes rows on, also after a stop string and an abort."""
 BY_BLOCK = "0.31.0"

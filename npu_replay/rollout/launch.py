@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -11,7 +13,9 @@ from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias
 
 from npu_replay.errors import ReplayError
-from npu_replay.rollout.release_rules import Clash, Fault, Plan, tells_release
+from npu_replay.rollout.release_rules import Clash, Fault, Plan, release, tells_release
+
+_log = logging.getLogger(__name__)
 
 Kind: TypeAlias = Literal["flag", "count", "size", "number", "text", "keys"]
 _KINDS: dict[Kind, tuple[type, str]] = {
@@ -128,6 +132,17 @@ def refuse_untold(product: str, version: Any, parameter: str, example: str, numb
     cause, where = "a nightly build, or one from a clone without tags", f"rollout, {product}"
     problem = "this version doesn't tell its release"
     ReplayError.unless(tells_release(version, numbers), problem, expected, repr(version), cause, where)
+
+
+@functools.cache  # warns once per process and release
+def warn_of_later(product: str, version: str, newest: str) -> None:
+    """Warn of a release later than the newest whose source was read: a misspelt one, or one to come."""
+    if tells_release(version) and release(version) > release(newest):
+        _log.warning(
+            "[npu_replay] no %s %s is known, the newest is %s: the arguments are those of %s, and whether it "
+            "gives routes with them isn't known. Look at its first answers with `npu-replay inspect`",
+            *(product, version, newest, newest),
+        )
 
 
 def read_plan(

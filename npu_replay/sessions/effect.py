@@ -322,7 +322,7 @@ def as_map(shown: torch.Tensor, router: Router) -> torch.Tensor:
 
 def not_called(router: Router, number: int) -> ReplayError:
     """Return the error for a router that a forward has left out."""
-    return _error(router, number, "the router was not called", _PAST_CALL)
+    return _error(router, number, "the router was not called", router.skipped or _PAST_CALL)
 
 
 def _error(router: Router, number: int, problem: str, cause: str, *, again: bool = False) -> ReplayError:

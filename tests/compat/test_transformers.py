@@ -449,10 +449,14 @@ def test_a_router_that_changes_its_choice_after_the_top_k_is_an_error_t36() -> N
 
 def test_experts_that_a_kernel_calls_past_the_router_are_an_error_t36() -> None:
     """A kernel from the hub takes the place of the block's forward and calls no router."""
-    model = build("qwen3_moe")
-    model.model.layers[2].mlp.forward = lambda hidden: hidden
-    with pytest.raises(NoEffect, match=r"layer 2 .*the router was not called"), npu_replay.record(model):
-        train(model)
+    for family, skipped in (("qwen3_moe", lambda hidden: hidden), ("gpt_oss", lambda hidden: (hidden, None))):
+        model = build(family)
+        model.model.layers[2].mlp.forward = skipped
+        refused = pytest.raises(NoEffect, match=r"layer 2 .*the router was not called")
+        with refused as caught, npu_replay.record(model):
+            train(model)
+        for word in (type(model.model.layers[2].mlp).__name__, "use_kernels", "Mxfp4Config(dequantize=True)"):
+            assert word in caught.value.cause
 
 
 # Aux losses: transformers takes a top-k of the routers' logits itself

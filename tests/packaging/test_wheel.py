@@ -279,4 +279,5 @@ def test_a_folder_that_an_older_tree_left_is_no_compat(
 def test_building_and_installing_leave_only_what_git_ignores(
     wheel: Path, editable_install: Environment, sources: Path
 ) -> None:
+    shutil.copy(wheel, sources)  # where README's `pip wheel` leaves it
     assert run("git", "ls-files", "--others", "--exclude-standard", cwd=sources) == ""

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from npu_replay.compat.probe import Product
+from npu_replay.compat.sglang import engine_arguments as sglang_arguments
 from npu_replay.compat.vllm.launch import capability, engine_arguments
 from npu_replay.errors import ReplayError
+from npu_replay.rollout import launch
 from npu_replay.rollout.model_config import RoutedModel
 
 SWITCH = "enable_return_routed_experts"
@@ -66,6 +68,20 @@ def test_what_is_planned_stays_and_is_passed_on_as_what_it_means() -> None:
 )
 def test_a_build_is_its_release_and_a_newer_one_the_newest(version: str) -> None:
     assert engine_arguments(version) == engine_arguments("0.33.0")
+
+
+@pytest.mark.parametrize(
+    ("product", "arguments", "newest"),
+    [("vLLM", engine_arguments, "0.33.0"), ("SGLang", sglang_arguments, "0.5.23")],
+)
+def test_a_release_that_isnt_known_is_warned_of_once(
+    product: str, arguments: Any, newest: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    launch.warn_of_later.cache_clear()
+    for version in (newest, f"{newest}.post1", "0.99.0", "0.99.0"):
+        arguments(version)
+    (record,) = caplog.records
+    assert f"no {product} 0.99.0 is known, the newest is {newest}: " in record.getMessage()
 
 
 @pytest.mark.parametrize("version", ["0.17.1", "0.9.2", "0.11.1rc2.dev123+gabc"])
