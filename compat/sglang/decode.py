@@ -19,9 +19,9 @@ from npu_replay.compat.sglang.releases import FAULTS, HONOURS_START, STOPS_EXACT
 from npu_replay.errors import quoted, whole_number
 from npu_replay.rollout import server_answers
 from npu_replay.rollout.admit import Missing
-from npu_replay.rollout.envelope import from_envelope, is_envelope, of_gateway
+from npu_replay.rollout.envelope import from_envelope, is_envelope, of_choice, of_gateway
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.payloads import TokenIds, as_numpy, ids_from_base64, named
+from npu_replay.rollout.payloads import TokenIds, as_numpy, from_lists, ids_from_base64, named
 from npu_replay.rollout.release_rules import Source, Symptom, release, tells_release
 from npu_replay.rollout.server_answers import Tokens
 from npu_replay.routes.checks import Array
@@ -126,9 +126,11 @@ class SglangAnswer(server_answers.Answer):
             raise self.other_tokens(1, f"{tokens.sampled} ids", tokens.sampled - taken_off)
         due = _Due.of(self, model, tokens, start)
         data = as_numpy(self.payload)
+        most = (due.end + due.past + _TAKEN_BACK, model.num_layers, 2 * model.topk)
         if is_envelope(data):
-            sizes = (due.end + due.past, model.num_layers, 2 * model.topk)
-            data = from_envelope(data, start=start, most=sizes, source=source)
+            data = from_envelope(data, start=start, due=due.end - due.start, most=most, source=source)
+        elif isinstance(data, list) and data:  # LMDeploy's
+            data = from_lists(data, source=source, most=most)
         if data is None or (isinstance(data, list) and not data):  # 0.5.8 says [] for none
             if due.start == due.end or not self.ended:
                 return None
@@ -145,8 +147,8 @@ class SglangAnswer(server_answers.Answer):
                 size = len(data) // 4 * 3 - (end.count("=") if isinstance(end, str) else end.count(b"="))
                 if size % 4 == 0:  # a wrong count is found before the text is decoded
                     due.skipped(size // 4)
-                most = (due.end + due.past) * model.num_layers * model.topk
-                data = ids_from_base64(data, source=source, most=most)
+                size = (due.end + due.past) * model.num_layers * model.topk
+                data = ids_from_base64(data, source=source, most=size)
             elif len(data) % 4:
                 raise source.unreadable("these aren't int32", "a multiple of 4 bytes", len(data))
             else:
@@ -330,8 +332,8 @@ def _of_openai(found: Mapping[Any, Any], source: Source) -> SglangAnswer:
     choice: Mapping[Any, Any] = choices[0] if choices else {}
     beside, info = _mapping(found, "sglext", source), _mapping(choice, "meta_info", source)
     payload = beside.get("routed_experts")
-    if payload is None and choice.get("routed_experts") is not None:  # a gateway's envelope
-        payload, source = choice["routed_experts"], replace(source, field="choices[0].routed_experts")
+    if payload is None and (found_there := of_choice(choice))[0] is not None:  # a gateway's envelope
+        payload, source = found_there[0], replace(source, field=f"choices[0].{found_there[1]}")
     if payload is None:
         payload, field = of_gateway(found, "routed_experts")
         source = replace(source, field=field or source.field)

@@ -9,6 +9,9 @@ Three layouts of rows are told apart by their fields, not by the release:
     0.14, 0.16 to 0.20  [tokens - 1, layers, topk], int32, in-process only
     0.21                the prompt's rows apart, of MoE layers only, int16; lists over HTTP
     0.22 to 0.33        [tokens - 1 - start, layers, topk], uint8 or uint16; base64 of .npy over HTTP
+
+What stands in vLLM's place is read, too: NeMo-RL's and rLLM's answers, and those of Megatron's own dynamic
+inference, a DynamicInferenceRequest or an answer of its server with `moe_topk_indices`.
 """
 
 from __future__ import annotations
@@ -27,10 +30,10 @@ from npu_replay.compat.vllm_ascend import releases as ascend
 from npu_replay.errors import InvalidRoutes, ReplayError, quoted, whole_number
 from npu_replay.rollout import server_answers
 from npu_replay.rollout.admit import Missing
-from npu_replay.rollout.envelope import from_envelope, is_envelope, of_gateway
+from npu_replay.rollout.envelope import MEGATRON, from_envelope, is_envelope, of_choice, of_gateway
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import any_array, token_ids
-from npu_replay.rollout.release_rules import Source, Symptom, release
+from npu_replay.rollout.release_rules import Fault, Source, Symptom, release
 from npu_replay.rollout.server_answers import Tokens
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -42,6 +45,18 @@ _ANSWER = "an answer of /v1/completions, /v1/chat/completions or /inference/v1/g
 _NOT_FOUND = (
     "a path that this server hasn't got. From 0.30.0 on it serves /inference/v1/generate with "
     "--enable-scale-out alone (or --tokens-only)"
+)
+_SAMPLED = "generation_token_ids"
+"""The sampled ids, as Megatron's server and NeMo-RL name them."""
+_MEGATRON = Source(
+    engine="Megatron's inference",
+    faults=(
+        Fault(
+            Symptom.MISSING,
+            cause="moe_enable_routing_replay was off in the model's config, or the request was evicted and "
+            "went on as another",
+        ),
+    ),
 )
 _SPARE = 1024
 """The surplus rows that are read, so that an error can count them."""
@@ -69,7 +84,8 @@ def from_vllm(
 
     Args:
         output: a RequestOutput; or an answer of /v1/completions, /v1/chat/completions or
-            /inference/v1/generate, as a dict, as JSON (str or bytes) or as OpenAI's client returns it.
+            /inference/v1/generate, as a dict, as JSON (str or bytes) or as OpenAI's client returns it;
+            or a DynamicInferenceRequest of Megatron's.
         model: a RoutedModel, or a Hugging Face config: its path or its folder's, its contents, an object.
         prompt_token_ids: [prompt], if the output lacks them; or one such list per completion.
         output_token_ids: the sampled ids, one list per completion, if the output lacks them (request them
@@ -169,7 +185,8 @@ class VllmAnswer(server_answers.Answer):
         # Twice the top-k: some send the router's weights behind the ids.
         most = (tokens.prompt + tokens.sampled + _SPARE, model.num_layers, 2 * model.topk)
         if is_envelope(self.payload):
-            return from_envelope(self.payload, start=start, most=most, source=self.source)
+            due = max(0, tokens.prompt + tokens.sampled - 1 - start)
+            return from_envelope(self.payload, start=start, due=due, most=most, source=self.source)
         return any_array(self.payload, source=self.source, most=most)
 
     def _rows_of_two_parts(self, model: RoutedModel, tokens: Tokens, start: int) -> Array:
@@ -205,6 +222,9 @@ class VllmAnswer(server_answers.Answer):
 def read(output: Any, version: str | None = None, vllm_ascend: str | None = None) -> list[VllmAnswer]:
     """Take an answer of vLLM apart, in the order of its choices' own numbers; nothing is decoded yet."""
     # Releases that the caller doesn't give are the answer's or, for a RequestOutput, the installed ones.
+    if megatron := hasattr(output, "routing_indices"):
+        rows, prompt, sampled = output.routing_indices, output.prompt_tokens, output.generated_tokens
+        output = {"choices": [{MEGATRON: rows, "prompt_token_ids": prompt, _SAMPLED: sampled}]}
     output = server_answers.opened(output, "vLLM", _ANSWER, not_found=_NOT_FOUND)
     http = isinstance(output, Mapping)
     choices = _choices(output) if http else _outputs(output)
@@ -219,21 +239,25 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
     request = _text(_said(output, "id", "request_id"))
     usage = output.get("usage") if http and len(choices) == 1 else None
     place = "choices" if http else "outputs"
-    captured = any(_said(choice, "routed_experts") is not None for _, choice in choices)
+    captured = any(of_choice(choice)[0] is not None for _, choice in choices)
     beside, field = of_gateway(output, "routed_experts") if http and not captured else (None, "")
     if beside is not None and len(choices) > 1:
         raise _wrong(f"{field} has the routes of one choice", "n=1", f"{len(choices)} choices")
     found: list[VllmAnswer] = []
     for number, choice in choices:
-        finish, rows = _text(_said(choice, "finish_reason")), _said(choice, "routed_experts")
+        finish, (rows, name) = _text(_said(choice, "finish_reason")), of_choice(choice)
         rows = beside if rows is None else rows
         stop_string = _text(_said(choice, "stop_reason")) is not None and finish in ("stop", "tool_calls")
         way = "alone" if captured and rows is None else "http" if http else "in-process"
         about = source(version or "", vllm_ascend or "", (way, "stop string") if stop_string else (way,))
+        about = _MEGATRON if megatron or name == MEGATRON else about
         sample = f"completion {number}"
         sample = f"request {quoted(request)}, {sample}" if request else sample
-        prompt, ids = _said(choice, "prompt_token_ids"), _said(choice, "token_ids")
+        message = _said(choice, "message")  # where NeMo-RL and Megatron's chats have the ids
+        prompt, ids = _said(choice, "prompt_token_ids"), _said(choice, "token_ids", _SAMPLED)
         prompt = _said(output, "prompt_token_ids") if prompt is None else prompt
+        prompt = _said(message, "prompt_token_ids") if prompt is None else prompt
+        ids = _said(message, _SAMPLED) if ids is None else ids
         ids = of_gateway(output, "completion_token_ids")[0] if beside is not None and ids is None else ids
         # The engine's own weight version, if it names one for all tokens; 0.32's «default» is a placeholder.
         spans = _said(choice, "weight_versions")
@@ -241,7 +265,7 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
         alike = bool(named) and named[0] != "default" and all(one == named[0] for one in named)
         found.append(
             VllmAnswer(
-                source=replace(about, sample=sample, field=field or f"{place}[{number}].routed_experts"),
+                source=replace(about, sample=sample, field=field or f"{place}[{number}].{name}"),
                 number=number,
                 http=http,
                 prompt_ids=prompt,

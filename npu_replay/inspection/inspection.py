@@ -19,6 +19,7 @@ from npu_replay.errors import MicroBatchError, ReplayError, RouteFileError, Rout
 from npu_replay.inspection.found import Inspection
 from npu_replay.rollout import payloads, server_answers
 from npu_replay.rollout.admit import admit
+from npu_replay.rollout.envelope import of_choice
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.release_rules import Source
 from npu_replay.routes.atomic_file import plain_file
@@ -266,7 +267,8 @@ def whose(answer: Any) -> Engine | None:
         return None
     listed = answer.get("choices")
     choices = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
-    if "prompt_routed_experts" in answer or any("routed_experts" in one for one in choices):
+    named = any("routed_experts" in one or of_choice(one)[0] is not None for one in choices)
+    if "prompt_routed_experts" in answer or named:
         return "vllm"
     fields = {*answer, *(field for one in choices for field in one)}
     if fields & {"sglext", "meta_info", "matched_stop", "routed_experts"}:

@@ -2,14 +2,20 @@
 
 vLLM's routes behind NVIDIA Dynamo lie in one, in `nvext` of the answer; SGLang's lie there as SGLang wrote
 them. prime-rl, verifiers and SkyRL send the same envelope, in the choice or alone. `data` is base64, as text
-or bytes, or the array's own bytes, or a flat list. Early ones have no dtype.
+or bytes, or the array's own bytes, or a flat list. Early ones have no dtype. Two frameworks write the same in
+other words:
+
+    NeMo-RL  "nrlre1:int16:39x6x8:<base64>", with a row for each token; the last token's is filled
+    rLLM     ['{"shape": [6, 8], "dtype": "uint8"}', "<base64>"], in the choice's `routing_matrices`
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +29,21 @@ from npu_replay.routes.checks import Array
 _FORM = (
     "{data: base64 or bytes, shape: [tokens, layers, topk], dtype: uint8 to int64, start: of the first row}"
 )
-_DTYPES = {"uint8": "<u1", "uint16": "<u2", "int16": "<i2", "int32": "<i4", "uint32": "<u4", "int64": "<i8"}
+_DTYPES = {
+    "uint8": "<u1",
+    "int8": "<i1",
+    "uint16": "<u2",
+    "int16": "<i2",
+    "int32": "<i4",
+    "uint32": "<u4",
+    "int64": "<i8",
+}
+MEGATRON = "moe_topk_indices"
+"""The field of an answer of Megatron's own inference server."""
+_PLACES = (("routed_experts",), ("routing_matrices",), (MEGATRON,), ("message", "routed_experts"))
+_NEMO = "nrlre1:"
+_NEMO_HEAD = re.compile(_NEMO + r"(\w{1,16}):(\d{1,9})x(\d{1,9})x(\d{1,9}):")
+_LONGEST_HEAD = 200  # characters of rLLM's
 _SMALLEST_NORMAL = 1 << 23  # of float32, as the integer that has its bits
 
 _log = logging.getLogger(__name__)
@@ -31,7 +51,45 @@ _log = logging.getLogger(__name__)
 
 def is_envelope(value: Any) -> bool:
     """Return whether this is an envelope, whatever is in it."""
-    return isinstance(value, Mapping) and "data" in value and "shape" in value
+    if isinstance(value, Mapping):
+        return "data" in value and "shape" in value
+    return _is_nemo(value) or (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str))
+
+
+def _is_nemo(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(_NEMO)
+
+
+def _opened(value: Any, source: Source) -> Mapping[str, Any]:
+    """Return an envelope as the mapping that a gateway sends."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, str):
+        head = _NEMO_HEAD.match(value)
+        if head is None:
+            raise _other_form(source, quoted(value[:_LONGEST_HEAD]))
+        shape = [int(size) for size in head.groups()[1:]]
+        return {"dtype": head[1], "shape": shape, "data": value[head.end() :]}
+    said, data = value
+    try:
+        about = json.loads(said[:_LONGEST_HEAD])
+        (layers, topk), dtype = about["shape"], about["dtype"]
+        size = len(data) // 4 * 3 - data[-2:].count("=")
+        rows = size // (layers * topk * np.dtype(_DTYPES[dtype]).itemsize)
+        return {"dtype": dtype, "shape": [rows, layers, topk], "data": data}
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+        raise _other_form(source, quoted(said[:_LONGEST_HEAD])) from error
+
+
+def of_choice(choice: Any) -> tuple[Any, str]:
+    """Return a choice's routes, and the name of their field: also as rLLM, Megatron and NeMo-RL name it."""
+    for place in _PLACES:
+        found = choice
+        for name in place:
+            found = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
+        if found is not None:
+            return found, ".".join(place)
+    return None, "routed_experts"
 
 
 def of_gateway(answer: Mapping[str, Any], name: str) -> tuple[Any, str]:
@@ -46,9 +104,13 @@ def of_gateway(answer: Mapping[str, Any], name: str) -> tuple[Any, str]:
 
 
 def from_envelope(
-    value: Mapping[str, Any], *, start: int, most: tuple[int, int, int], source: Source
+    envelope: Any, *, start: int, due: int, most: tuple[int, int, int], source: Source
 ) -> Array:
-    """Read an envelope whose rows begin at `start`, [tokens, layers, topk], no size above `most`."""
+    """Read an envelope whose rows begin at `start`, [tokens, layers, topk], no size above `most`.
+
+    NeMo-RL's form has one row more than are `due`, which is dropped.
+    """
+    value = _opened(envelope, source)
     shape, first, data = value.get("shape"), value.get("start", start), as_numpy(value.get("data"))
     if isinstance(shape, tuple):
         shape = list(shape)
@@ -82,7 +144,8 @@ def from_envelope(
         raise _other_form(source, f"data {named(data)}")
     if rows.size != size:
         raise _cut(source, f"{size} ids, as its shape says", rows.size)
-    return rows.reshape(shape)
+    rows = rows.reshape(shape)
+    return rows[:due] if _is_nemo(envelope) and len(rows) == due + 1 else rows
 
 
 def _cut(source: Source, expected: str, got: int) -> InvalidRoutes:

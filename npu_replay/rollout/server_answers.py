@@ -163,7 +163,7 @@ def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> An
     `expected` are the accepted forms, `not_found` is the usual cause of a 404, both for messages. Raises
     InvalidRoutes for text that isn't JSON, and for the server's refusal, which it quotes.
     """
-    if isinstance(found, (str, bytes, bytearray)):
+    if isinstance(found, (str, bytes, bytearray)) and not is_envelope(found):
         try:
             found = json.loads(found)
         except (ValueError, RecursionError) as error:
@@ -176,10 +176,10 @@ def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> An
             raise InvalidRoutes(problem, where=engine, expected=expected, got=got, cause=cause) from error
     elif hasattr(found, "choices") and callable(getattr(found, "model_dump", None)):
         found = found.model_dump()
-    if not isinstance(found, Mapping):
-        return found
     if is_envelope(found):  # a gateway passed it on alone
         return {"choices": [{"routed_experts": found}]}
+    if not isinstance(found, Mapping):
+        return found
     answered = any(
         isinstance(one := found.get(name), (list, Mapping)) and one for name in ("choices", "meta_info")
     )

@@ -6,10 +6,12 @@ import base64
 import json
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from npu_replay import from_sglang, from_vllm
 from npu_replay.errors import InvalidRoutes
@@ -103,6 +105,73 @@ def test_sglang_behind_dynamo_sends_its_own_form() -> None:
     assert_the_rows(as_sglang(chat(nvext={"engine_data": {"routed_experts": flat}})))
 
 
+def nemo(rows: Array = ROWS, dtype: str = "int16") -> str:
+    """NeMo-RL's codec: a row for each token, the last of which is filled."""
+    filled = np.broadcast_to(np.arange(rows.shape[2]), (1, *rows.shape[1:]))
+    every = np.concatenate([rows, filled]).astype(dtype)
+    return f"nrlre1:{dtype}:{'x'.join(map(str, every.shape))}:{base64.b64encode(every.tobytes()).decode()}"
+
+
+def rllm(dtype: str = "uint8", **changes: Any) -> list[str]:
+    """The header says layers, top-k and dtype, and the text how many rows there are."""
+    head = json.dumps({"shape": list(ROWS.shape[1:]), "dtype": dtype} | changes)
+    return [head, base64.b64encode(ROWS.astype(dtype).tobytes()).decode()]
+
+
+KNOWN = {"prompt_token_ids": PROMPT, "generation_token_ids": OUTPUT}
+MEGATRON = {"index": 0, "finish_reason": "length", "moe_topk_indices": ROWS[:, MODEL.layers].tolist()}
+FORMS: dict[str, Any] = {
+    "NeMo-RL": chat({"message": {"content": "", "routed_experts": nemo(), **KNOWN}}),
+    "NeMo-RL, int32": chat({"message": {"content": "", "routed_experts": nemo(dtype="int32"), **KNOWN}}),
+    "rLLM": chat({"routing_matrices": rllm(), "token_ids": OUTPUT, "prompt_token_ids": PROMPT}),
+    "rLLM, int16": chat({"routing_matrices": rllm("int16"), "token_ids": OUTPUT, "prompt_token_ids": PROMPT}),
+    "Megatron's completions": {"choices": [MEGATRON | KNOWN]},
+    "Megatron's chats": {"choices": [MEGATRON | {"message": {"role": "assistant", **KNOWN}}]},
+    "Megatron's request": SimpleNamespace(
+        routing_indices=ROWS[:, MODEL.layers].astype(np.int16),
+        prompt_tokens=torch.tensor(PROMPT),
+        generated_tokens=OUTPUT,
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_frameworks_send_in_the_place_of_vllm_is_read(form: str) -> None:
+    (found,) = from_vllm(FORMS[form], MODEL)
+    assert_the_rows(found)
+    if not isinstance(FORMS[form], SimpleNamespace):
+        (found,) = from_vllm(json.dumps(FORMS[form]), MODEL)
+        assert_the_rows(found)
+
+
+def test_a_row_that_nemo_lost_has_no_route() -> None:
+    lost = ROWS.astype(np.int16)
+    lost[[4, 9]] = -1
+    answer = {"choices": [{"message": {"routed_experts": nemo(lost), **KNOWN}}]}
+    (found,) = from_vllm(answer, MODEL, missing="native")
+    assert np.flatnonzero(~found.recorded).tolist() == [4, 9, RUN]
+    with pytest.raises(InvalidRoutes, match=r"2 of .* rows are -1 in all layers"):
+        from_vllm(answer, MODEL)
+
+
+def test_lmdeploys_lists_are_read() -> None:
+    info = {"finish_reason": {"type": "length"}, "completion_tokens": len(OUTPUT)}
+    answer = {"output_ids": OUTPUT, "meta_info": info | {"routed_experts": ROWS.tolist()}}
+    for sent in (answer, json.dumps(answer)):
+        assert_the_rows(from_sglang(sent, MODEL, prompt_token_ids=PROMPT))
+    info["routed_experts"] = ROWS[:-1].tolist()
+    with pytest.raises(InvalidRoutes, match=f"rows for other tokens.*{RUN} rows.*got {RUN - 1}"):
+        from_sglang(answer | {"meta_info": info}, MODEL, prompt_token_ids=PROMPT)
+
+
+def test_a_request_of_megatrons_without_routes_names_its_flag() -> None:
+    request = SimpleNamespace(
+        routing_indices=None, prompt_tokens=torch.tensor(PROMPT), generated_tokens=OUTPUT
+    )
+    with pytest.raises(InvalidRoutes, match=r"Megatron's inference.*no routes.*moe_enable_routing_replay"):
+        from_vllm(request, MODEL)
+
+
 WRONG = {
     "another start": (envelope(20), r"begin at another token.*start=0.*start 20"),
     "no shape": (envelope(shape=None), r"unknown form.*shape None"),
@@ -116,6 +185,14 @@ WRONG = {
     "as many characters as bytes": (envelope(data="A" * (2 * ROWS.size)), r"cut short"),
     "not base64": (envelope(data="§" * 8), r"base64"),
     "not integers": (envelope(data=[0.5] * ROWS.size), r"unknown form"),
+    "NeMo-RL's, of another version": ("nrlre1:int16:AAAA", r"unknown form.*nrlre1:int16:AAAA"),
+    "NeMo-RL's, cut": (nemo()[:-8], r"cut short"),
+    "NeMo-RL's, of floats": (nemo().replace("int16", "float16"), r"unknown form.*float16"),
+    "NeMo-RL's, huge": ("nrlre1:int8:999999999x4x2:AAAA", r"more than the sequence"),
+    "NeMo-RL's, of another sequence": (nemo(ROWS[:-2]), f"{RUN} rows.*got {RUN - 1}"),
+    "rLLM's, of floats": (rllm(dtype="uint8", shape=[7, 0.5]), r"unknown form"),
+    "rLLM's, of no layers": (rllm(shape=[0, 8]), r"unknown form"),
+    "rLLM's, of a list": (rllm(dtype="uint8", shape="78"), r"unknown form"),
     "unnamed keys": ({"bytes": "AA=="}, r"expert ids"),
 }
 
