@@ -185,8 +185,8 @@ class VllmAnswer(server_answers.Answer):
         # Twice the top-k: some send the router's weights behind the ids.
         most = (tokens.prompt + tokens.sampled + _SPARE, model.num_layers, 2 * model.topk)
         if is_envelope(self.payload):
-            due = max(0, tokens.prompt + tokens.sampled - 1 - start)
-            return from_envelope(self.payload, start=start, due=due, most=most, source=self.source)
+            count = max(0, tokens.prompt + tokens.sampled - 1 - start)
+            return from_envelope(self.payload, start=start, due=count, most=most, source=self.source)
         return any_array(self.payload, source=self.source, most=most)
 
     def _rows_of_two_parts(self, model: RoutedModel, tokens: Tokens, start: int) -> Array:

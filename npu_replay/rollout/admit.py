@@ -185,7 +185,8 @@ def from_batch(
         rows: integers [tokens, columns, topk]; the columns are all decoder layers, or the MoE layers. A row
             of -1 in all MoE layers is a token without a route; dense layers may hold -1, too.
         keep: bool [tokens], the rows that have a route; all when not given.
-        zeros_are_none: a row of zeros in all MoE layers has no route; or bool [tokens], which of them.
+        zeros_are_none: a row of zeros in all MoE layers has no route, nor has an engine's row of consecutive
+            ids, with which some frameworks pad; or bool [tokens], which of them.
         tokens: [tokens], their ids; without them each counts as another when a layer is constant.
         from_engine: False if a trainer's own routers chose; then a layer may be the same for every token.
     """
@@ -207,8 +208,11 @@ def from_batch(
     given = arguments.ids(ids).numpy()
     recorded = np.ones(len(given), np.bool_) if keep is None else keep.detach().cpu().bool().numpy().copy()
     recorded[checks.blank_rows(given, -1)] = False
-    zeros = checks.blank_rows(given)
-    recorded[zeros[np.broadcast_to(zeros_are_none, len(ids))[zeros]]] = False
+    blank = checks.blank_rows(given)
+    if from_engine:
+        filled = checks.rows_without_route(given, model.num_experts).get("consecutive ids", blank[:0])
+        blank = np.concatenate([blank, filled])
+    recorded[blank[np.broadcast_to(zeros_are_none, len(ids))[blank]]] = False
     return RoutedExperts(
         ids=ids,
         layers=model.layers,

@@ -179,9 +179,9 @@ def carried_routes(
 ) -> RoutedExperts:
     """Return the routes of a call, one row for each place of its [batch, sequence], batch-major.
 
-    Such loops pad with zeros (or -1), so these in all MoE layers mean a token without a route; only padding
-    and the last token of a sequence may have none. With a top-k of 1 and few layers, zeros at any other token
-    are expert 0.
+    Such loops pad with zeros (or -1, or consecutive ids), so these in all MoE layers mean a token without a
+    route; only padding and the last token of a sequence may have none. With a top-k of 1 and few layers,
+    zeros at any other token are expert 0.
 
     Args:
         given: [batch, sequence, layers, topk], padded or packed like the call's ids; layers are all decoder

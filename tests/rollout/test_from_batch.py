@@ -111,6 +111,18 @@ def test_a_row_of_minus_one_in_all_moe_layers_has_no_route(zeros_are_none: bool,
         from_batch(partly, model, zeros_are_none=zeros_are_none, keep=torch.arange(6) < 5)
 
 
+def test_a_row_that_somebody_filled_with_consecutive_ids_has_no_route() -> None:
+    """0 to k-1 in all layers, as slime, SkyRL and NeMo-RL pad; a trainer's own routers may choose so."""
+    rows = torch.rand(9, 32, 8, generator=torch.Generator().manual_seed(0)).topk(2).indices
+    rows[[3, 8]] = torch.arange(2)
+    without = from_batch(rows, MODEL, zeros_are_none=True)
+    assert np.flatnonzero(~without.recorded.numpy()).tolist() == [3, 8]
+    last = from_batch(rows, MODEL, zeros_are_none=np.arange(9) == 8)
+    assert np.flatnonzero(~last.recorded.numpy()).tolist() == [8]
+    for how in ({"zeros_are_none": False}, {"zeros_are_none": True, "from_engine": False}):
+        assert from_batch(rows, MODEL, **how).recorded.all()
+
+
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bfloat16, torch.bool])
 def test_ids_of_any_integers_are_taken_and_no_other_numbers(dtype: torch.dtype) -> None:
     rows = torch.rand(9, 32, 8, generator=torch.Generator().manual_seed(0)).topk(2).indices
