@@ -15,6 +15,7 @@ import torch
 
 from npu_replay import from_sglang, from_vllm
 from npu_replay.errors import InvalidRoutes
+from npu_replay.inspection.inspection import whose
 from npu_replay.rollout import envelope as envelopes
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -142,6 +143,7 @@ def test_what_frameworks_send_in_the_place_of_vllm_is_read(form: str) -> None:
     if not isinstance(FORMS[form], SimpleNamespace):
         (found,) = from_vllm(json.dumps(FORMS[form]), MODEL)
         assert_the_rows(found)
+        assert whose(FORMS[form]) == "vllm", "`npu-replay inspect` tells the decoder"
 
 
 def test_a_row_that_nemo_lost_has_no_route() -> None:
