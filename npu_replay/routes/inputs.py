@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -242,15 +242,37 @@ def parameter_names(module: nn.Module) -> list[str]:
     return parameter_names(inner) if not names and isinstance(inner, nn.Module) else names or ["input_ids"]
 
 
-def copied(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | None = None) -> Called | None:
-    """Return the inputs of a model's call, with its token ids copied; None if it gets no token ids.
+def named(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | None = None) -> dict[str, Any]:
+    """Return the arguments of a model's call by name.
 
-    The ids are the argument named input_ids or tokens, or the first one if it is [batch, sequence]. Padding
-    by an attention_mask of that shape counts as 0: its ids may differ from pass to pass.
+    Where none of them is the token ids and the first is a batch (a mapping or a dataclass), what that holds
+    takes its place.
+
+    >>> from npu_replay.routes.inputs import named
+    >>> list(named([], {"batch": {"input_ids": torch.ones(1, 3)}, "step": 2}))
+    ['input_ids', 'step']
     """
     names = parameter_names(module) if args and module is not None else []
     names += [f"argument {number}" for number in range(len(names), len(args))]
     call = {**dict(zip(names, args, strict=False)), **kwargs}
+    if call and not any(isinstance(call.get(name), torch.Tensor) for name in _NAMES):
+        name, batch = next(iter(call.items()))
+        if is_dataclass(batch) and not isinstance(batch, (type, Mapping)):
+            batch = {one.name: getattr(batch, one.name) for one in fields(batch)}
+        if isinstance(batch, Mapping):
+            del call[name]
+            call = {str(key): value for key, value in batch.items()} | call
+    return call
+
+
+def copied(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | None = None) -> Called | None:
+    """Return the inputs of a model's call, with its token ids copied; None if it gets no token ids.
+
+    The ids are the argument named input_ids or tokens, also in a batch that is the first argument; or the
+    first argument if it is [batch, sequence]. Padding by an attention_mask of that shape counts as 0: its ids
+    may differ from pass to pass.
+    """
+    call = named(args, kwargs, module)
     first = args[0] if args and isinstance(args[0], torch.Tensor) and args[0].dim() > 1 else None
     found = next((call[name] for name in _NAMES if isinstance(call.get(name), torch.Tensor)), first)
     if type(found) is not torch.Tensor or found.dtype not in (torch.int64, torch.int32):

@@ -25,7 +25,7 @@ from npu_replay.errors import (
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routers import Model, Router, labels_of
 from npu_replay.routes.fingerprint import SampleKey, find_other_tokens, fingerprint
-from npu_replay.routes.inputs import parameter_names
+from npu_replay.routes.inputs import named, parameter_names
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.store import RoutesByTokens
 from npu_replay.sessions import backward
@@ -72,9 +72,10 @@ def follow(
     A call without grad records; one with grad replays. Each sequence is looked up by the fingerprint of its
     tokens and the digest of its images, videos and audio, so samples may be shuffled, packed and cut into new
     micro-batches. A call gives its tokens as input_ids [batch, sequence], with attention_mask or position_ids
-    (padded on any side, or packed). Calls without grad that are no log-probs of the policy are left alone:
-    those with past_key_values, cache or use_cache (generation), in eval mode, or with other PEFT adapters
-    switched on than at the beginning (a reference pass by the same module).
+    (padded on any side, or packed), by themselves or in one dict that is its first argument. Calls without
+    grad that are no log-probs of the policy are left alone: those with past_key_values, cache or use_cache
+    (generation), in eval mode, or with other PEFT adapters switched on than at the beginning (a reference
+    pass by the same module).
 
     A rollout's routes (R3) come from `put`, or with the call: as the keyword routed_experts= (ms-swift) or
     rollout_expert_indices= (SkyRL), [batch, sequence, layers, topk], padded or packed as the ids are. It is
@@ -200,7 +201,7 @@ class Following(Session):
         fine, problem = len(args) <= len(names), "this call's arguments have no names"
         cause = "a wrapper: follow the model in it, or name them"
         MicroBatchError.unless(fine, problem, f"at most {len(names)} without", len(args), cause)
-        call = dict(zip(names, args, strict=False)) | others
+        call = named(args, others, self.chunks[0])
         call = {name: value for name, value in call.items() if value is not None}
         # A reentrant checkpoint around the model runs the update's first pass without grad.
         grad = torch.is_grad_enabled() or bool(backward.enclosing(functions=True))

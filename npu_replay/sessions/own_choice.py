@@ -15,7 +15,7 @@ from npu_replay.environment import AUX_LOSS, MIN_OVERLAP, read
 from npu_replay.errors import MicroBatchError, micro_batch, one_of, share
 from npu_replay.routers import Handle, Router, check_losses
 from npu_replay.routes.checks import Array
-from npu_replay.routes.inputs import parameter_names
+from npu_replay.routes.inputs import named
 from npu_replay.routes.overlap import RUN, Judged, Misfit, judge
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 from npu_replay.sessions import seam
@@ -76,7 +76,7 @@ class OwnChoice:
     def check_losses(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Refuse a call of the model with a loss that can't count the replayed experts as asked."""
         if self._aux_loss == "replayed":
-            check_losses(module, dict(zip(parameter_names(module), args, strict=False)) | dict(kwargs))
+            check_losses(module, named(args, kwargs, module))
 
     def count_in(self, call: seam.Call) -> None:
         """Find the router's own choice, if its aux losses count that in this call."""

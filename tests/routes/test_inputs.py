@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -75,17 +76,37 @@ def padded(tokens: list[np.ndarray], side: str = "right") -> torch.Tensor:
 # R2
 
 
-@pytest.mark.parametrize("how", ["positional", "tokens"])
+@dataclass
+class Batch:
+    """What a loader of somebody's own gives."""
+
+    step: int
+    input_ids: torch.Tensor
+
+
+CALLS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "positional": lambda model, ids: model(ids),
+    "tokens": lambda model, ids: model(tokens=ids),
+    "a dict": lambda model, ids: model({"input_ids": ids}),
+    "a dict by its name": lambda model, ids: model(batch={"tokens": ids}),
+    "a dataclass": lambda model, ids: model(Batch(0, ids)),
+}
+
+
+@pytest.mark.parametrize("how", CALLS)
 def test_swapped_micro_batches_of_a_record_are_an_error(how: str) -> None:
     class Named(Embedded):
-        def forward(self, input_ids: Any = None, tokens: Any = None) -> torch.Tensor:
-            return super().forward(tokens if input_ids is None else input_ids)
+        def forward(self, batch: Any = None, tokens: Any = None) -> torch.Tensor:
+            if isinstance(batch, dict):
+                (batch,) = batch.values()
+            given = tokens if batch is None else getattr(batch, "input_ids", batch)
+            return super().forward(given)
 
     model = Named()
 
     def calls(given: Sequence[torch.Tensor]) -> None:
         for one in given:
-            model(one) if how == "positional" else model(**{how: one})
+            CALLS[how](model, one)
 
     with npu_replay.record(model) as recording:
         calls(batches())
@@ -146,15 +167,26 @@ def test_a_forward_that_raised_and_is_tried_again_has_its_own_tokens() -> None:
         model(second), model(third)
 
 
-def test_other_padding_ids_and_labels_are_the_same_tokens() -> None:
+class OfBatch(Embedded):
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().forward(batch["input_ids"])
+
+
+@pytest.mark.parametrize("model", [Embedded(), OfBatch()], ids=["arguments", "a batch"])
+def test_other_padding_ids_and_labels_are_the_same_tokens(model: nn.Module) -> None:
     """What an attention mask leaves out counts for nothing."""
-    model = Embedded()
     batch, mask = batches()[0], torch.ones(BATCH, LENGTH, dtype=torch.int64)
     mask[0, 4:] = 0
+
+    def call(padding: int) -> None:
+        fed = {"input_ids": batch.masked_fill(mask == 0, padding), "attention_mask": mask}
+        model(fed) if isinstance(model, OfBatch) else model(**fed)
+
     with npu_replay.record(model) as recording:
-        model(batch.masked_fill(mask == 0, 0), attention_mask=mask)
-    with npu_replay.replay(model, recording.routes):
-        model(batch.masked_fill(mask == 0, 7), attention_mask=mask)
+        call(0)
+    with npu_replay.replay(model, recording.routes) as session:
+        call(7)
+    assert session.metrics()["tokens_compared"] == 1
 
 
 class Stepped(Embedded):

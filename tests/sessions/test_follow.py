@@ -553,6 +553,29 @@ class Wrapper(torch.nn.Module):
         return getattr(self, self.name)(*args, **kwargs)
 
 
+class OfBatch(torch.nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, batch: dict[str, Any]) -> Any:
+        return self.inner(**batch)
+
+
+def test_tokens_in_one_batch_are_found() -> None:
+    followed, fed = model(), padded(texts(), left=2)
+    wrapper, seen = OfBatch(followed), Seen(followed)
+    with npu_replay.follow(wrapper) as following:
+        with torch.no_grad():
+            wrapper(fed[0])
+            wrapper(fed[0] | {"use_cache": True})
+        wanted = seen.of(fed[1])
+        move(followed)
+        assert following.left_alone == {"with a cache": 1}
+        learn(lambda **call: wrapper(call), fed)
+    assert_replayed(seen, fed, [calls[:LAYERS] for calls in wanted])
+
+
 def test_arguments_without_names_are_those_of_the_wrapped_model() -> None:
     followed, fed = model(), padded(texts(), left=2)
     wrapper, seen = Wrapper(followed, "module"), Seen(followed)
