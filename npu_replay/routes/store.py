@@ -266,6 +266,8 @@ class RoutesByTokens:
         self.bytes = self.dropped = self.replaced = 0
         self._held: dict[int, tuple[RoutedExperts, bool]] = {}
         self._waiting: set[int] = set()
+        self._fresh: set[int] = set()  # put since the last update
+        self._renewed: set[int] = set()  # recorded anew since an update, with other routes
 
     def __len__(self) -> int:
         return len(self._held)
@@ -274,7 +276,12 @@ class RoutesByTokens:
         """Return the routes of the sample with this fingerprint, and whether a rollout gave them."""
         if update:
             self._waiting.discard(mark)
+            self._fresh.clear()
         return self._held.get(mark, (None, False))
+
+    def is_renewed(self, mark: int) -> bool:
+        """Return whether an update lies between these routes' record and one of other routes before it."""
+        return mark in self._renewed
 
     def move(self, mark: int, to: int) -> None:
         """Give routes that a rollout put without a key to the first sample of their tokens that asks."""
@@ -295,8 +302,12 @@ class RoutesByTokens:
             got = f"fingerprint {mark:#018x} twice before an update"
             cause = "the same question about other images, or one answer that was sampled twice"
             InvalidRoutes.unless(newer, problem, expected, got, cause)
+        renewed = mark in self._renewed or (differ and mark not in self._fresh)
         self._take_out(mark)
         self.replaced += differ
+        self._fresh.add(mark)
+        if renewed and not rollout:
+            self._renewed.add(mark)
         if rollout:
             self._waiting.add(mark)
         if routes.ids.untyped_storage().nbytes() > routes.ids.nbytes:  # a view keeps its whole storage alive
@@ -315,12 +326,13 @@ class RoutesByTokens:
 
     def clear(self) -> None:
         """Drop all routes; the counts stay."""
-        self._held.clear()
-        self._waiting.clear()
+        for marks in (self._held, self._waiting, self._fresh, self._renewed):
+            marks.clear()
         self.bytes = 0
 
     def _take_out(self, mark: int) -> None:
-        self._waiting.discard(mark)
+        for marks in (self._waiting, self._fresh, self._renewed):
+            marks.discard(mark)
         found, _ = self._held.pop(mark, (None, False))
         self.bytes -= 0 if found is None else _size(found)
 

@@ -75,7 +75,8 @@ def follow(
     (padded on any side, or packed), by themselves or in one dict that is its first argument. Calls without
     grad that are no log-probs of the policy are left alone: those with past_key_values, cache or use_cache
     (generation), in eval mode, or with other PEFT adapters switched on than at the beginning (a reference
-    pass by the same module).
+    pass by the same module). A pass in train mode for another figure (a KL between updates) belongs into
+    `paused()`, or it becomes the new record; the first update that takes it says so in a WARNING.
 
     A rollout's routes (R3) come from `put`, or with the call: as the keyword routed_experts= (ms-swift) or
     rollout_expert_indices= (SkyRL), [batch, sequence, layers, topk], padded or packed as the ids are. It is
@@ -271,6 +272,7 @@ class TokenRoutes(RouteSource):
         self.sequences: Counter[str] = Counter()
         self.store = RoutesByTokens(max_bytes)
         self._records_new = records_new
+        self._warned = False
         self._fed: FedSequences | None = None
         self._replayed = 0
         self._new: list[int] = []  # sequences of the running call that are to be recorded
@@ -353,7 +355,7 @@ class TokenRoutes(RouteSource):
 
     def _found(self, fed: FedSequences, grad: bool) -> RoutedExperts:
         """Return the routes of a call's sequences in its rows; rows of padding and of new ones have none."""
-        found, here = {}, self.routers[0]
+        found, here, renewed = {}, self.routers[0], 0
         self._fed = fed
         for at, (mark, (first, end)) in enumerate(zip(fed.marks, fed.spans, strict=True)):
             self.store.move(fed.of_tokens[at], mark)
@@ -362,11 +364,20 @@ class TokenRoutes(RouteSource):
                 if other := find_other_tokens(len(routes), mark, end - first, mark):
                     raise other.error(MicroBatchError, f"sequence {at}")
                 found[at] = routes
+                renewed += grad and self.store.is_renewed(mark)
             elif routes is not None or not fed.padded[at]:
                 if routes is None and (grad or not self._records_new):
                     raise self._unknown(at, fed)
                 self._new.append(at)
         self._replayed = len(found)
+        if renewed and not self._warned:
+            self._warned = True
+            logger.warning(
+                "[npu_replay] a pass without grad between two updates has recorded %d sequences of this one "
+                "anew, with other routes, and these are replayed. That is right if the pass took new old "
+                "log-probs; put one for other figures (a KL, a metric) into paused()",
+                renewed,
+            )
         labels, topk, experts = labels_of(here), here[0].topk, here[0].num_experts
         if not found:
             return RoutedExperts.unrecorded(fed.rows, layers=labels, topk=topk, num_experts=experts)

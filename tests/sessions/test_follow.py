@@ -208,7 +208,7 @@ def test_a_record_under_inference_mode_is_replayed() -> None:
     assert_replayed(seen, fed, wanted)
 
 
-def test_the_newest_record_of_the_same_tokens_counts() -> None:
+def test_the_newest_record_of_the_same_tokens_counts(caplog: pytest.LogCaptureFixture) -> None:
     followed, fed = model(), padded(texts())
     seen = Seen(followed)
     with npu_replay.follow(followed) as following:
@@ -221,6 +221,34 @@ def test_the_newest_record_of_the_same_tokens_counts() -> None:
         assert_replayed(seen, fed, new)
         assert following.metrics()["replaced"] > 0
         assert following.metrics()["held"] == 5
+    assert not caplog.messages  # no update had taken the old one
+
+
+@pytest.mark.parametrize("way", ["left as it is", "paused"])
+def test_a_pass_between_updates_that_becomes_the_record_is_said_once(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also of sequences that no update has taken so far, and where a second such pass changes nothing."""
+    followed, fed, other = model(), padded(texts()), padded(texts(3, seed=1))
+    seen = Seen(followed)
+    with npu_replay.follow(followed) as following:
+        record(followed, other, seen)
+        wanted = record(followed, fed, seen)
+        for update in (other, fed, fed):
+            move(followed)
+            learn(followed, update)
+            if update is fed:
+                assert_replayed(seen, fed, wanted)
+            seen.calls.clear()
+            for _ in range(2):
+                with following.paused() if way == "paused" else contextlib.nullcontext():
+                    measured = record(followed, fed, seen)
+            assert not all(map(torch.equal, measured[4], wanted[4]))
+            if way != "paused":
+                wanted = measured
+    said = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len(said) == (way != "paused")
+    assert all("between two updates" in one and "5 sequences" in one for one in said)
 
 
 def trace(following: Any) -> dict[str, float]:
