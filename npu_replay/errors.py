@@ -133,8 +133,18 @@ EXTRA = "an evaluation or a reference pass inside the block, which belongs outsi
 
 
 def shown(value: object, most: int = 80) -> str:
-    """Return the repr of a user's value for a message, cut off, or its type if repr fails."""
+    """Return the repr of a user's value for a message, cut off, or its type if repr fails.
+
+    Of an array it is dtype and shape.
+
+    >>> from npu_replay.errors import shown
+    >>> shown(torch.rand(3, 4)), shown([1, 2])
+    ('Tensor of torch.float32, [3, 4]', '[1, 2]')
+    """
     try:
+        dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+        if dtype is not None and shape:
+            return f"{type(value).__name__} of {dtype}, {[*shape]}"[:most]
         return repr(value)[:most]
     except Exception:  # noqa: BLE001  too many digits, too deep, or what its class raises
         return f"<{type(value).__name__}>"

@@ -313,13 +313,14 @@ class TokenLayout:
     def _inputs_of(self, good: Mapping[int, RoutedExperts]) -> Inputs | None:
         """Return what the model is called with, by the fingerprints of the routes; None without places.
 
-        Rows that all have a route may be followed by one more token in their fingerprint, which isn't fed.
+        Rows that all have a route may lack one more token of their fingerprint, unless they were recorded.
         """
         if self.fed is None:
             return None
         marks: list[int | None] = [None] * len(self.lengths)
         for number, routes in good.items():
-            if len(routes) < self.lengths[number] or not bool(routes.recorded[-1:].all()):
+            may_lack = routes.inputs is None and bool(routes.recorded[-1:].all())
+            if len(routes) < self.lengths[number] or not may_lack:
                 marks[number] = routes.fingerprint
         return Inputs(self.fed, self.lengths, marks)
 

@@ -73,7 +73,7 @@ def ids(ids: Any) -> torch.Tensor:
         tensor = ids.detach().cpu()
     else:
         expected = "torch.Tensor or numpy.ndarray of an integer dtype"
-        got = f"{getattr(ids, 'dtype', type(ids).__name__)}: {shown(ids)}"
+        got = shown(ids) if hasattr(ids, "dtype") else f"{type(ids).__name__}: {shown(ids)}"
         raise InvalidRoutes("ids must be an array of integers", expected=expected, got=got)
     cause, shape = "a flat payload that wasn't reshaped, or one layer without its axis", list(tensor.shape)
     fine = tensor.dim() == 3

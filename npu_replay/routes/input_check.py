@@ -49,13 +49,18 @@ class InputCheck:
             others = [n for n, one in enumerate(self.known) if one and one.differing(called) == []]
             expected = "the tokens and images of the record, or of the fingerprints, in their places"
             got = f"those of the routes of {micro_batch(others[0])}" if others else "others"
-            cause = likeliest(
+            causes = [
                 "micro-batches in another order than their routes (a shuffle, dynamic batches)",
                 RECUT,
                 "padding on another side, to another length or with other ids",
                 EXTRA,
                 "fingerprints of more tokens than the model is fed",
-            )
+            ]
+            if others and others[-1] < number:  # that one was called with its own tokens
+                causes.remove(EXTRA)
+                again = f"the tokens of {micro_batch(others[-1])} came a second time: {EXTRA}"
+                causes.insert(0, f"{again} (by a policy whose adapter is off, say)")
+            cause = likeliest(*causes)
             cause += "\nrecord(inputs=False), or a layout without fingerprints, checks none"
             raise MicroBatchError(problem, where=micro_batch(number), expected=expected, got=got, cause=cause)
 

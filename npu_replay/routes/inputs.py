@@ -36,12 +36,14 @@ _SAMPLED = 2**16
 class Called(NamedTuple):
     """Holds the inputs of a call: a copy of its token ids, and shape and digest of each other input.
 
-    `real` is its attention_mask as bool, if that has the shape of the ids.
+    `real` is its attention_mask as bool, if that has the shape of the ids; `single` says that the ids are
+    one sequence, without padding.
     """
 
     tokens: torch.Tensor
     others: Others
     real: torch.Tensor | None = None
+    single: torch.Tensor | bool = False
     copy: HostCopy | None = None
 
     def leaving(self) -> Called:
@@ -54,14 +56,15 @@ class Called(NamedTuple):
 
     def on_host(self) -> Called:
         """Return a copy in host memory. Waits for the device, unless the copy has come."""
-        tokens, *rest = (self.copy or self._host_copy()).read()
+        tokens, single, *rest = (self.copy or self._host_copy()).read()
         digests = iter(rest)
         others: Others = {name: (shape, int(next(digests))) for name, (shape, _) in self.others.items()}
-        return Called(tokens, others, None if self.real is None else rest[-1])
+        return Called(tokens, others, None if self.real is None else rest[-1], bool(single))
 
     def _host_copy(self) -> HostCopy:
         digests = [torch.as_tensor(digest) for _, digest in self.others.values()]
-        return HostCopy([self.tokens, *digests, *([] if self.real is None else [self.real])])
+        real = [] if self.real is None else [self.real]
+        return HostCopy([self.tokens, torch.as_tensor(self.single), *digests, *real])
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,11 +284,23 @@ def copied(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | N
         return None
     others: Others = {name: (one.shape, digest(one)) for name, one in other_inputs(call, found).items()}
     mask = call.get("attention_mask")
+    single = _is_one_sequence(call, found)
     if isinstance(mask, torch.Tensor) and mask.shape == found.shape:
         real = mask.detach() != 0
-        return Called(found.detach() * real, others, real)
+        return Called(found.detach() * real, others, real, single & real.all())
     # Copied, as loaders and captured graphs write the next batch into the same memory.
-    return Called(found.detach().clone(), others)
+    return Called(found.detach().clone(), others, None, single if mask is None else False)
+
+
+def _is_one_sequence(call: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor | bool:
+    """Return whether these ids are one sequence, padded or not; False where that can't be told."""
+    positions = call.get("position_ids")
+    packed = any(value is not None and ("cu_seq" in name or "packed" in name) for name, value in call.items())
+    if packed or ids.shape[-1] != ids.numel():
+        return False
+    if isinstance(positions, torch.Tensor) and positions.numel() == ids.numel():
+        return (positions.detach().flatten().diff() == 1).all()
+    return positions is None
 
 
 def other_inputs(call: Mapping[str, Any], ids: torch.Tensor) -> dict[str, torch.Tensor]:

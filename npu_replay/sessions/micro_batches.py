@@ -68,6 +68,7 @@ class Timeline:
         self.ended = [0] * chunks  # how many forwards of each chunk
         self.bypassed: Forward | None = None  # a forward past the model's __call__
         self.had_grad = False
+        self.threads: MicroBatchError | None = None  # the refusal of a second thread's forward
         # Autograd's sequence number after each forward, and its owner (None if it raised). Ascending, so that
         # a node is found by bisection.
         self.ends: list[tuple[int, Owner | None]] = []
@@ -98,8 +99,8 @@ class Timeline:
     def end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
         """End a chunk's forward; return it and whether it completed. None if it never began."""
         forward = self._open[chunk]
-        if forward is None:
-            return None
+        if forward is None or threading.get_ident() != self._thread:
+            return None  # a second thread's forward was refused
         self._open[chunk] = None
         # A hook that is always called gets None after an exception, and runs while that is handled.
         raised = output is None and sys.exc_info()[1] is not forward.handling
@@ -213,7 +214,8 @@ class Timeline:
         if thread != self._thread:
             problem, where = "the forwards of one block come from two threads", micro_batch(self.ended[chunk])
             cause = "a model called from a thread pool; micro-batches can't be put in order there"
-            raise MicroBatchError(problem, where=f"chunk {chunk}, {where}", cause=cause)
+            self.threads = MicroBatchError(problem, where=f"chunk {chunk}, {where}", cause=cause)
+            raise self.threads
 
 
 class Marks:

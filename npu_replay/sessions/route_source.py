@@ -20,6 +20,10 @@ _OfLayer: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
 _OnDevice: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, dict[int, _OfLayer]]"
 _FEW = 2**22
 """Up to this number of ids, a micro-batch is held as int64 on the device (32 MB)."""
+_OF_ONE = (
+    "these are the routes of one sequence, and the micro-batch has several, padding or a rank's part: "
+    "TokenLayout.padded(...) or .packed(...) lays the routes of all its sequences out with gather([...])"
+)
 
 
 class RouteSource:
@@ -104,7 +108,10 @@ class RouteSource:
         given = self.of(forward)
         if given.rows != rows:
             problem = "the routes have another number of tokens than the router"
-            where, cause = micro_batch(forward.number, router.label), self._why_other_rows(forward)
+            where, cause = (
+                micro_batch(forward.number, router.label),
+                self._why_other_rows(forward, given.routes),
+            )
             expected, got = f"{rows} rows", f"{given.rows} in the routes"
             raise MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
         if device not in given.on:
@@ -117,9 +124,11 @@ class RouteSource:
             if (given := self.given.get((forward.chunk, number))) is not None:
                 given.send(device)
 
-    def _why_other_rows(self, forward: Forward) -> str:
+    def _why_other_rows(self, forward: Forward, routes: RoutedExperts) -> str:
         if self.why_other_rows or forward is self.timeline.bypassed:
             return self.why_other_rows or CALLED_INSIDE
+        if routes.placed is None and routes.inputs is None and routes.fingerprint is not None:
+            return likeliest(_OF_ONE, EXTRA)
         laid_out = (
             "padding, packing, sequence or context parallelism that the routes were not laid out for "
             "(TokenLayout does that)"

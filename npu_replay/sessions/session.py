@@ -174,6 +174,8 @@ class Session:
             self._end()
 
     def _check_complete(self) -> None:
+        if self.timeline.threads is not None:
+            raise self.timeline.threads  # its own thread may have swallowed it
         if (bypassed := self.timeline.bypassed) is not None:
             problem = "the routers ran, but not through the __call__ of the module that was passed"
             raise MicroBatchError(problem, where=micro_batch(bypassed.number), cause=CALLED_INSIDE)

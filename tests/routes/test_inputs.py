@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,57 @@ def test_swapped_micro_batches_of_a_record_are_an_error(how: str) -> None:
     with pytest.raises(MicroBatchError, match=message), npu_replay.replay(model, recording.routes):
         calls([first, third, second])
     assert hooks(model) == 0
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_tokens_that_come_twice_name_a_pass_inside_the_block_first(epochs: int) -> None:
+    """Of several epochs, if these routes don't come again."""
+    model = Embedded()
+    routes = recorded(model) * epochs
+    first, second, third = batches()
+    given = [first, second, third] * (epochs - 1) + [first, first]
+    words = rf"first:\n- the tokens of micro-batch {len(given) - 2} came a second time: .*a reference pass"
+    with pytest.raises(MicroBatchError, match=words), npu_replay.replay(model, routes):
+        for one in given:
+            model(one)
+    shuffled = r"first:\n- micro-batches in another order"
+    with pytest.raises(MicroBatchError, match=shuffled), npu_replay.replay(model, routes + routes):
+        for one in [first, second, third] * epochs + [second]:
+            model(one)
+
+
+CALLED: dict[str, tuple[dict[str, Any], bool]] = {
+    "one sequence": ({"attention_mask": torch.ones(1, LENGTH)}, True),
+    "its positions": ({"position_ids": torch.arange(LENGTH)[None]}, True),
+    "a packed row": ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, False),
+    "cumulative lengths": ({"cu_seq_lens_q": torch.tensor([0, 2, 6])}, False),
+    "padding": ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]])}, False),
+    "a mask over pairs": ({"attention_mask": torch.ones(1, 1, LENGTH, LENGTH)}, False),
+    "an image": ({"pixel_values": torch.ones(4, 8)}, False),
+    "several sequences": ({"input_ids": torch.arange(2 * LENGTH).view(2, LENGTH)}, False),
+}
+
+
+@pytest.mark.parametrize("called", CALLED)
+def test_a_record_of_one_sequence_has_its_fingerprint(called: str, tmp_path: Path) -> None:
+    class Taking(Embedded):
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+            return super().forward(input_ids)
+
+    model, (others, single) = Taking(), CALLED[called]
+    call = {"input_ids": torch.arange(3, 3 + LENGTH)[None]} | others
+    with npu_replay.record(model) as recording:
+        model(**call)
+    (routes,) = recording.routes
+    assert routes.fingerprint == (fingerprint(call["input_ids"][0]) if single else None)
+    if single:
+        with npu_replay.RouteStore.writer(tmp_path) as writer:
+            writer.add(routes)
+        assert npu_replay.RouteStore(tmp_path).of(call["input_ids"][0]) == routes
+        grid = TokenLayout.padded([LENGTH], LENGTH + 1, order="batch")
+        with npu_replay.replay(model, [grid.gather([routes])]) as session:
+            model(torch.nn.functional.pad(call["input_ids"], (0, 1)))
+        assert session.metrics()["tokens_compared"] == 1
 
 
 def test_it_shows_in_the_forward_of_a_checked_micro_batch_and_else_when_the_block_ends() -> None:
@@ -297,6 +349,16 @@ def test_one_sequence_a_call_is_held_against_the_fingerprint_of_its_routes(key: 
     assert session.metrics()["tokens_compared"] == 2
     with pytest.raises(MicroBatchError, match="other tokens"), npu_replay.replay(model, [routes]):
         model(torch.from_numpy(other)[None])
+
+
+def test_one_sequences_routes_for_a_padded_batch_are_told_of_the_layout() -> None:
+    tokens, routes = samples([6, 4, 3])
+    message = r"Expected 18 rows, got 6 .*first:\n- these are the routes of one sequence.*TokenLayout"
+    with (
+        pytest.raises(MicroBatchError, match=f"(?s){message}"),
+        npu_replay.replay(Embedded(), routes) as session,
+    ):
+        session.chunks[0](padded(tokens))
 
 
 def test_a_model_that_is_called_with_embeddings_says_that_nothing_was_compared(
