@@ -328,6 +328,7 @@ CHANGES = [
         "torch.topk(probs, ",
         "own_topk(probs, ",
     ),
+    ("dynamic inference", f"{CORE}inference/inference_request.py", "routing_indices: ", "routes: "),
     ("CPU", f"{CORE}tensor_parallel/random.py", "def _set_cuda_rng_state(", "def _set_rng_state("),
 ]
 

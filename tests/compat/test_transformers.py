@@ -283,7 +283,7 @@ def test_the_routes_of_generate_are_those_of_one_pass_over_the_text() -> None:
     assert [len(one) for one in steps.routes] == [prompt.shape[1], 1, 1, 1]
     with torch.no_grad(), npu_replay.record(model) as whole:
         model(input_ids=text[:, :-1])
-    assert RoutedExperts.concat(steps.routes) == whole.routes[0]
+    assert RoutedExperts.concat(steps.routes) == RoutedExperts.concat(whole.routes)  # without a fingerprint
 
 
 # torch.compile: hooks that come after it are skipped
