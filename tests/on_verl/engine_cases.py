@@ -744,7 +744,9 @@ def _way() -> None:
         def place(file: str) -> str:
             path = Path(file)
             is_ours = any(path.is_relative_to(ours / room) for room in ("compat", "npu_replay"))
-            return str(path.relative_to(ours)) if is_ours else "verl"  # whose code may lie in the clone
+            # verl's code may lie in the clone, and its methods are in the switch of compat/patching.
+            is_verls = not is_ours or path.is_relative_to(ours / "compat" / "patching")
+            return "verl" if is_verls else str(path.relative_to(ours))
 
         def called(frame: Any, event: str, _: Any) -> None:
             if event != "call" or session:  # noqa: B023

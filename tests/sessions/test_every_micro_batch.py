@@ -15,6 +15,8 @@ from torch import nn
 import npu_replay
 from npu_replay.errors import NoEffect, RecomputeError
 from npu_replay.sessions import backward
+from npu_replay.sessions.quick_call import QuickCall
+from npu_replay.sessions.replay import StepReplay
 from toys import EXPERTS, ROWS, ToyModel, ToyRouter, foreign, opened, plain, run, tokens
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -46,6 +48,25 @@ def behind_torchs_back(router: ToyRouter, scores: Scores) -> Pair:
     values, ids = plain(router, scores)
     ids.data.numpy()[:] = (ids.data.numpy() + 1) % EXPERTS
     return values, ids
+
+
+@pytest.mark.parametrize("recompute", [None, "reentrant"])
+@pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute", "step by step"])
+def test_calls_are_quick_where_nothing_is_checked(
+    kind: str, recompute: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, quick = ToyModel(recompute=recompute), []
+    begin = QuickCall.begin
+    monkeypatch.setattr(QuickCall, "begin", lambda call: quick.append(number) or begin(call))
+    block: Any = StepReplay(model, min_overlap=0) if kind == "step by step" else opened(kind, model, 7)
+    with block as session:
+        for number in range(7):
+            if kind == "step by step":
+                session.give(0, foreign()[0])
+            model(tokens(number).requires_grad_()).square().mean().backward()
+    calls = 2 if recompute is None else 4  # each layer's router is called again in its recompute
+    last = 6 if kind == "replay" else None
+    assert {n: quick.count(n) for n in quick if n != last} == {n: calls for n in (3, 5, 6) if n != last}
 
 
 @pytest.mark.parametrize("at", UNCHECKED)
