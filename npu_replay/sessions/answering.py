@@ -62,6 +62,9 @@ class Answering(Work):
         self._lasts = lasts
         self._calls: list[RouterCalls] = []
         self._chunk_of: dict[int, int] = {}
+        self._devices: dict[
+            int, tuple[torch.device, ...]
+        ] = {}  # by chunk, of its routers in the last forward
         self._undo: Undo | None = None
 
     # The block
@@ -147,7 +150,7 @@ class Answering(Work):
             self.shared.own.check_losses(chunk, args, kwargs)
             self.shared.own.begins(forward, chunk, given, source.knows_tokens(number))
         if given is not None:
-            for device in given.on:
+            for device in self._devices.get(forward.chunk, ()):
                 source.send(forward, device)
         forward.quick = not forward.checked and may_be_quick() and not torch.is_inference_mode_enabled()
         if forward.quick and self.shared.own is not None:
@@ -170,6 +173,7 @@ class Answering(Work):
         else:
             self.shared.kept.narrow_many()
         if (given := source.given.get((chunk, forward.number))) is not None:
+            self._devices[chunk] = tuple(given.on)
             given.on.clear()  # ids for a recompute are in `kept`
         if self.shared.own is not None:
             self.shared.own.ends(chunk, forward if complete else None, given)
