@@ -16,7 +16,7 @@ import torch
 from npu_replay.sessions.guarded import here
 from npu_replay.sessions.masks import unmasked
 from npu_replay.sessions.micro_batches import FEW
-from npu_replay.sessions.seam import Call
+from npu_replay.sessions.seam import Call, topk_arguments
 
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
@@ -44,10 +44,7 @@ class QuickCall(Call):
         here.armed, here.running = self.outer, self.below
 
     def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        count = len(args)
-        scores = args[0] if count else kwargs.get("input")
-        k = args[1] if count > 1 else kwargs.get("k")
-        dim = args[2] if count > 2 else kwargs.get("dim", -1)
+        scores, k, dim = topk_arguments(args, kwargs)
         return (
             k == self.topk
             and isinstance(scores, torch.Tensor)

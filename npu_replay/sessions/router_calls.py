@@ -95,19 +95,16 @@ class RouterCalls:
         router = self.router
         if forward is None or not forward.quick or router.module.training not in self._plain:
             return None
-        if self._marks.any or backward.in_backward() or self.label in forward.called:
+        if self._marks.any or backward.in_backward():
             return None
-        forward.called.add(self.label)
-        around = self._timeline.enclosing(forward)
-        if around:
-            self._shared.recomputes.expect((self.label, forward.number), around)
+        _, enclosed = self._live()
         given = forward.given
         choose = self._choose_own if given is None else self._choose_given
         call = QuickCall(forward.rows, router.num_experts, router.topk, choose)
         call.owner, call.forward = self, forward
         if given is None:
             call.chooses_itself = True
-            call.keeps_native_topk = self._may_keep_native and not around
+            call.keeps_native_topk = self._may_keep_native and not enclosed
         else:
             call.given, call.routes = True, given
         call.keeps = False
@@ -117,7 +114,7 @@ class RouterCalls:
         """Return the call that begins; None if the router is left alone."""
         router = self.router
         hidden = args[0] if args and isinstance(args[0], torch.Tensor) else hidden_states(args, kwargs)
-        rows = hidden.numel() // hidden.shape[-1] * router.gathers
+        rows = self._rows_of(hidden)
         number = self._marks.take_announced(router.module)
         if number is None and backward.in_backward():
             number = self._timeline.recomputed(self._chunk, self.label)
@@ -181,6 +178,10 @@ class RouterCalls:
             router.module.register_forward_hook(self._behind)  # behind the hooks of others
             self.last = self._behind
         call.inside = caller_of_hook()
+
+    def _rows_of(self, hidden: torch.Tensor) -> int:
+        """Return the number of rows of the scores that the router makes of its input."""
+        return hidden.numel() // hidden.shape[-1] * self.router.gathers
 
     def _live(self) -> tuple[Forward, bool]:
         """Return the forward that this call belongs to, and whether anything may run the call again."""
@@ -263,8 +264,8 @@ class RouterCalls:
                 self._learn(call)
             elif call.ids is None and call.forward is not None and self._is_given:
                 hidden = hidden_states(args, {})
-                rows = hidden.numel() // hidden.shape[-1] * self.router.gathers
-                self._source.prepare(self.router, call.forward, rows, hidden.device)  # refuses other rows
+                # Refuses routes with other rows, of which no top-k was answered.
+                self._source.prepare(self.router, call.forward, self._rows_of(hidden), hidden.device)
             if call.forward is not None:
                 self._witness.saw(self.router, call.forward, call, output)
             elif call.way is not None:

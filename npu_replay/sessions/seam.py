@@ -152,10 +152,7 @@ class Call:
 
     def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether the call answers a top-k with these arguments."""
-        count = len(args)
-        scores = args[0] if count else kwargs.get("input")
-        k = args[1] if count > 1 else kwargs.get("k")
-        dim = args[2] if count > 2 else kwargs.get("dim", -1)
+        scores, k, dim = topk_arguments(args, kwargs)
         drops = self.drops and self.ids is not None  # then the next one asks which tokens to drop
         if not (
             isinstance(scores, torch.Tensor)
@@ -181,8 +178,7 @@ class Call:
 
     def passes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the shape of the scores of a top-k that would be answered if they were two-dimensional."""
-        scores = args[0] if args else kwargs.get("input")
-        k = args[1] if len(args) > 1 else kwargs.get("k")
+        scores, k, _ = topk_arguments(args, kwargs)
         if not isinstance(scores, torch.Tensor) or k != self.topk + self.spare:
             return
         if scores.shape[-1:] == (self.num_experts,) and scores.numel() == self.rows * self.num_experts:
@@ -335,6 +331,15 @@ class Call:
                 fill = Fill(*(one.expand(scores.shape).reshape(shape) for one in fill))
         self.fills.append(fill)
         return after
+
+
+def topk_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return the scores, k and dim of a call of topk, given by position or by name."""
+    count = len(args)
+    scores = args[0] if count else kwargs.get("input")
+    k = args[1] if count > 1 else kwargs.get("k")
+    dim = args[2] if count > 2 else kwargs.get("dim", -1)
+    return scores, k, dim
 
 
 def _identity(scores: torch.Tensor) -> tuple[object, ...]:
