@@ -1,13 +1,12 @@
 """What mkdocs.yml needs: the pages outside docs/, links to what is no page, and where the source is.
 
-MkDocs calls on_config, on_files and on_page_markdown by their names, in this order.
+MkDocs calls on_files and on_page_markdown by their names, in this order.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +40,6 @@ _LOADED = re.compile(
     r"""|\ssrc=["']?((?:https?:)?//[^"'\s>]+)|url\(["']?((?:https?:)?//[^"')]+)"""
 )
 """What a browser fetches with a page: styles, scripts, images."""
-_source: list[tempfile.TemporaryDirectory[str]] = []
-"""The package as a wheel has it, with compat inside, for as long as MkDocs runs."""
-
-
-def on_config(config: Any) -> Any:
-    """Show mkdocstrings the package in one folder: in a clone compat lies beside it."""
-    _source.append(tempfile.TemporaryDirectory())
-    package = Path(_source[-1].name) / "npu_replay"
-    package.mkdir()
-    for entry in (ROOT / "npu_replay").iterdir():
-        (package / entry.name).symlink_to(entry)
-    (package / "compat").symlink_to(ROOT / "compat")
-    handlers = config.plugins["mkdocstrings"].config.handlers
-    handlers.setdefault("python", {})["paths"] = [_source[-1].name]
-    return config
-
-
-on_config.mkdocs_priority = 100  # type: ignore[attr-defined]  # before mkdocstrings reads it
 
 
 def on_files(files: Any, *, config: Any) -> Any:

@@ -25,8 +25,8 @@ ONE_CORE = {"NPU_REPLAY_WORKERS": "1", "OMP_NUM_THREADS": "1"}
 def read(lines: Iterable[str]) -> list[tuple[str, str]]:
     """Return the name and the command of each line.
 
-    >>> read(["types  ci/types.sh", "", "verl 0.9.1   ci/verl.sh 0.9.1"])
-    [('types', 'ci/types.sh'), ('verl 0.9.1', 'ci/verl.sh 0.9.1')]
+    >>> read(["site  ci/docs.sh", "", "verl 0.9.1   ci/verl.sh 0.9.1"])
+    [('site', 'ci/docs.sh'), ('verl 0.9.1', 'ci/verl.sh 0.9.1')]
     """
     parts = [re.split(r" {2,}", line.strip(), maxsplit=1) for line in lines if line.strip()]
     if unclear := [part[0] for part in parts if len(part) != 2]:

@@ -8,10 +8,18 @@
 Importing this imports no framework and little of npu_replay: most names are loaded on their first use.
 """
 
-from npu_replay import beside, torch_loading  # isort: skip # noqa: F401  first: they find compat, keep torch
+from npu_replay import torch_loading  # isort: skip # noqa: F401  first: it keeps torch
 from typing import TYPE_CHECKING
 
-from npu_replay import compat, lazy, routers
+try:
+    from npu_replay import compat
+except ImportError as error:
+    raise ImportError(
+        f"npu_replay/compat in {__path__[0]} is no folder. In a clone it is a symbolic link to ../compat: "
+        "copy compat/ too, and unpack an archive with tar or unzip, which keep links (Python's zipfile "
+        "doesn't); or install the wheel"
+    ) from error
+from npu_replay import lazy, routers
 from npu_replay.compat.patching.install import begin, install, uninstall
 from npu_replay.errors import (
     InvalidRoutes,

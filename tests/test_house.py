@@ -18,7 +18,7 @@ COMPAT = Path(npu_replay.compat.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "dev" / "architecture.md"
 
 FLOORS = (
-    ("errors", "lazy", "beside", "json_text", "screen", "module_tree"),
+    ("errors", "lazy", "json_text", "screen", "module_tree"),
     ("routes", "tables", "environment"),
     ("options", "torch_loading"),
     ("routers",),
@@ -73,15 +73,12 @@ MOST_LINES = 450
 
 def modules() -> dict[str, Path]:
     """Every module that is shipped, «npu_replay.compat.probe»."""
-    found = {}
-    for root, path in [(PACKAGE, path) for path in PACKAGE.rglob("*.py")] + [
-        (COMPAT, path) for path in COMPAT.rglob("*.py")
-    ]:
-        inside = path.relative_to(root).with_suffix("")
-        parts = [part for part in inside.parts if part != "__init__"]
-        name = ".".join(["npu_replay", *(["compat"] if root == COMPAT and COMPAT != PACKAGE else []), *parts])
-        found[name] = path
-    return found
+    paths = {
+        *PACKAGE.rglob("*.py"),
+        *COMPAT.rglob("*.py"),
+    }  # rglob follows no link, which compat/ is in a clone
+    inside = {path: path.relative_to(PACKAGE.parent).with_suffix("").parts for path in sorted(paths)}
+    return {".".join(part for part in parts if part != "__init__"): path for path, parts in inside.items()}
 
 
 MODULES = modules()

@@ -21,7 +21,7 @@ from test_house import imported
 PACKAGE = Path(npu_replay.__file__).parent
 COMPAT = Path(npu_replay.compat.__file__).parent
 AT_IMPORT = {
-    *("beside", "environment", "errors", "lazy", "module_tree", "routers", "torch_loading"),
+    *("environment", "errors", "lazy", "module_tree", "routers", "torch_loading"),
     *("parallel", "parallel.parallel_layout"),
     *("routes", "routes.arguments", "routes.checks", "routes.fingerprint"),
     *("compat", "compat.patching", "compat.patching.import_hook", "compat.patching.install"),

@@ -62,16 +62,13 @@ print(npu_replay.__file__, npu_replay.compat.__file__)
 """
 
 
-@pytest.fixture(params=["folders", "a zip of the folders", "a zip like a wheel"])
+@pytest.fixture(params=["folders", "a zip like a wheel"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param == "folders":
         return PACKAGE.parent
-    inside = "npu_replay/compat" if "wheel" in request.param else "compat"
     with zipfile.ZipFile(tmp_path / "npu_replay.zip", "w") as written:
-        for folder, name in ((PACKAGE, "npu_replay"), (COMPAT, inside)):
-            for file in folder.rglob("*.py"):
-                if folder == COMPAT or COMPAT not in file.parents:
-                    written.write(file, f"{name}/{file.relative_to(folder)}")
+        for file in {*PACKAGE.rglob("*.py"), *COMPAT.rglob("*.py")}:
+            written.write(file, file.relative_to(PACKAGE.parent))
     return tmp_path / "npu_replay.zip"
 
 

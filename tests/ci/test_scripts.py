@@ -22,7 +22,7 @@ def clone(tmp_path: Path) -> Path:
     copy = tmp_path / "a clone"
     copy.mkdir()
     for folder in ("npu_replay", "compat", "ci", "examples"):
-        shutil.copytree(REPOSITORY / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(REPOSITORY / folder, copy / folder, True, shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPOSITORY / "pyproject.toml", copy)
     (copy / ".work").symlink_to(REPOSITORY / ".work")
     return copy
