@@ -26,7 +26,7 @@ MARKS = "<!-- verified -->", "<!-- end of verified -->"
 SMOKE, DEVICE = "npu_replay smoke", "npu_replay device"
 DEVICES = {"npu": "NPU", "cuda": "CUDA", "cpu": "CPU"}
 _AXES = ("tp", "cp", "pp", "vp", "ep", "etp")
-RESULTS = {SMOKE: ("results", {"PASS", "FAIL", "SKIP"}), DEVICE: ("parts", {"PASS", "FAIL", "MISSING"})}
+RESULTS = {SMOKE: ("results", {"PASS", "FAIL"}), DEVICE: ("parts", {"PASS", "FAIL", "MISSING"})}
 """Where the results of each kind of report are, and what one may be."""
 LIKE = {SMOKE: "cpu-megatron-0.16.1.json", DEVICE: "device-cpu-quick.json"}
 """A report of each kind: others have its keys, with values of its types."""
@@ -50,9 +50,9 @@ def row(found: dict[str, Any], name: str) -> list[str]:
     if found["kind"] == SMOKE:
         options = found["options"]
         sizes = [str(found["processes"]), *(f"{axis} {options[axis]}" for axis in _AXES if options[axis] > 1)]
-        sizes += ["recompute"] * options["recompute"] + ["HybridModel"] * (options["model"] == "hybrid")
+        sizes += ["recompute"] * options["recompute"]
         torch += f" ({versions['torch_npu']})" if versions["torch_npu"] else ""
-        tried = {one["feature"] for one in found["results"] if one["result"] != "SKIP"}
+        tried = {one["feature"] for one in found["results"]}
         failed = dict.fromkeys(one["feature"] for one in found["results"] if one["result"] == "FAIL")
         features = f"not {', '.join(failed)}" if failed else f"all {len(tried)}"
         of_kind = [versions["mindspeed"], ", ".join(sizes), features]
@@ -113,9 +113,7 @@ def _differences(found: Any, like: Any, where: str) -> Iterator[str]:
 
 
 def completed(report: Any) -> Any:
-    """Older reports lack the model, of which there was one, and two products that weren't there."""
-    if isinstance(report, dict) and isinstance(report.get("options"), dict):
-        report["options"].setdefault("model", "gpt")
+    """Older reports lack two products that weren't there."""
     if isinstance(report, dict) and isinstance(report.get("versions"), dict):
         for product in ("MegatronAdaptor", "TransformerEngineNPU"):
             report["versions"].setdefault(product, "")

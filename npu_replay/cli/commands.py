@@ -70,15 +70,13 @@ def parser() -> Parser:
     about = "Try routing replay on this stack, device and split (exits 1 if something fails)."
     several = "torchrun --nproc-per-node 4 -m npu_replay smoke --tp 2 --pp 2 --out smoke.json"
     smoke = _add(commands, "smoke", _smoke, about, "python -m npu_replay smoke --recompute", several)
-    words = "Megatron's class: GPTModel, or HybridModel (MambaModel up to 0.17)."
-    smoke.add_argument("--model", choices=("gpt", "hybrid"), default="gpt", help=words)
     smoke.add_device()
     smoke.add_argument("--recompute", action="store_true", help="Try full activation recompute too.")
     words = "Seconds that a rank waits for another before it says so; 60 if not given."
-    smoke.add_argument("--patience", type=float, default=60.0, metavar="SECONDS", help=words)
+    smoke.add_argument("--patience", type=at_least(1), default=60, metavar="SECONDS", help=words)
     split = smoke.add_argument_group("the job's split")
     for name, words in SIZES.items():
-        split.add_argument(f"--{name}", type=int, default=1, metavar="N", help=words)
+        split.add_argument(f"--{name}", type=at_least(1), default=1, metavar="N", help=words)
     smoke.add_report("JSON file for the results, to attach to a report.")
     return reader
 

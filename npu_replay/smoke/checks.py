@@ -7,10 +7,11 @@ choose, also the routes to replay, so a broken `record` doesn't affect the verdi
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections import ChainMap
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from npu_replay.errors import ReplayError
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.routes.mismatch import differing_token_layers
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.smoke.model import StepOutcome, build, perturbed, plan, routers_of, step
+from npu_replay.smoke.model import Batch, StepOutcome, build, perturbed, plan, routers_of, step
 from npu_replay.smoke.options import Options
 
 CLOSE = 1e-3
@@ -37,19 +38,29 @@ class Wrong(ReplayError):
     """Raised when a feature doesn't work, after all of its collectives have ended."""
 
 
+@dataclass
 class Trial:
     """Holds one way of routing on this rank: the model, its micro-batches, and the untouched step.
 
     `share` tells all ranks a value under a name, and returns those of all, or gives up after some seconds.
     """
 
-    def __init__(
-        self, options: Options, routing: str, device: torch.device, share: Callable[..., list[Any]]
-    ) -> None:
-        self.options, self.routing, self.device, self.share = options, routing, device, share
-        self.chunks = build(options, routing, device)
-        self.parallel = ParallelLayout.from_megatron(self.chunks)
-        self.batches = plan(options, self.parallel, device)
+    options: Options
+    routing: str
+    device: torch.device
+    share: Callable[..., list[Any]]
+
+    @functools.cached_property
+    def chunks(self) -> list[nn.Module]:
+        return build(self.options, self.routing, self.device)
+
+    @functools.cached_property
+    def parallel(self) -> ParallelLayout:
+        return ParallelLayout.from_megatron(self.chunks)
+
+    @functools.cached_property
+    def batches(self) -> list[Batch]:
+        return plan(self.options, self.parallel, self.device)
 
     @functools.cached_property
     def untouched(self) -> tuple[StepOutcome, list[RoutedExperts]]:
@@ -78,22 +89,19 @@ class Trial:
 def collectives(trial: Trial) -> str:
     """Check the results of the collectives that npu_replay uses, in the groups that it uses."""
     rank, problems = dist.get_rank(), []
-    groups = [dist.group.WORLD, *(one for one in trial.parallel.groups if dist.get_world_size(one) > 1)]
-    for number, group in enumerate(groups):
+    for group in [dist.group.WORLD, *trial.parallel.groups]:
         ranks = dist.get_process_group_ranks(group)
-        where = f"group {number} of {len(ranks)} ranks"
-        for dtype, one in ((torch.int64, 2**40 + 1), (torch.float32, 0.5)):  # above what a float32 can count
-            given = torch.tensor([one, rank], dtype=dtype, device=trial.device)
-            dist.all_reduce(given, group=group)
-            expected = [one * len(ranks), sum(ranks)]
-            if given.tolist() != expected:
-                problems.append(f"all_reduce of {dtype} over {where} gave {given.tolist()}, not {expected}")
+        total = torch.tensor([2**40 + 1, rank], device=trial.device)  # above what a float32 can count
+        dist.all_reduce(total, group=group)
         data = torch.full((5,), rank % 251, dtype=torch.uint8, device=trial.device)
         dist.broadcast(data, ranks[-1], group)
-        if data.tolist() != [ranks[-1] % 251] * 5:
-            problems.append(f"broadcast of uint8 over {where} gave {data.tolist()}")
+        expected = {"all_reduce of int64": [(2**40 + 1) * len(ranks), sum(ranks)]}
+        expected |= {"broadcast of uint8": [ranks[-1] % 251] * 5}
+        for (name, wanted), found in zip(expected.items(), (total.tolist(), data.tolist()), strict=True):
+            if found != wanted:
+                problems.append(f"{name} over {len(ranks)} ranks gave {found}, not {wanted}")
     Wrong.unless(not problems, "; ".join(problems))
-    return "int64 and float32 summed right, bytes sent right, in every group of ranks"
+    return "int64 summed right, bytes sent right, in every group of ranks"
 
 
 def model(trial: Trial) -> str:
@@ -129,34 +137,27 @@ def collect(trial: Trial) -> str:
     with npu_replay.replay(trial.chunks, routes):
         again = step(trial.chunks, other, forward_only=True)
     # Compare the losses of all ranks; keyed by data-parallel rank, since each has its own sequences.
-    mine, after, before = (trial.parallel.dp_rank, again.losses, plain.losses), StepOutcome(), StepOutcome()
-    for rank, ours, theirs in trial.share(f"losses {trial.routing}", mine, patience):
-        after.losses |= {(rank, *token): loss for token, loss in ours.items()}
-        before.losses |= {(rank, *token): loss for token, loss in theirs.items()}
+    rank = trial.parallel.dp_rank
+    mine = [{(rank, *token): loss for token, loss in one.losses.items()} for one in (again, plain)]
+    told = trial.share(f"losses {trial.routing}", mine, patience)
+    after, before = (StepOutcome(dict(ChainMap(*losses))) for losses in zip(*told, strict=True))
     ends = ": they aren't the routes of their tokens"
     _close(after, before, "replayed in other micro-batches, the collected routes give losses that are", ends)
     return f"{len(before.losses)} tokens have their own routes in other micro-batches too"
 
 
-def mismatch(trial: Trial) -> str:
-    """Check that other router weights choose otherwise, without replay."""
-    routes = trial.untouched[1]
-    with perturbed(trial.chunks), npu_replay.observe(trial.chunks) as observation:
-        trial.step()
-    wrong = differing(observation.shown, routes)
-    Wrong.unless(wrong > 0, "other router weights choose the same experts, so a replay would show nothing")
-    share = wrong / sum(len(one) * len(one.layers) for one in routes)
-    return f"without replay, other router weights choose otherwise in {share:.0%} of token-layers"
-
-
 def replay(trial: Trial) -> str:
-    """Check that with other router weights the routers show the recorded experts."""
+    """Check that routers with other weights, which choose otherwise, show the recorded experts."""
     routes = trial.untouched[1]
-    session = npu_replay.replay(trial.chunks, routes)
-    with perturbed(trial.chunks), npu_replay.observe(trial.chunks) as observation, session:
-        trial.step()
+    with perturbed(trial.chunks):
+        with npu_replay.observe(trial.chunks) as without:
+            trial.step()
+        with npu_replay.observe(trial.chunks) as observation, npu_replay.replay(trial.chunks, routes):
+            trial.step()
+    others = differing(without.shown, routes)
+    Wrong.unless(others > 0, "other router weights choose the same experts, so a replay would show nothing")
     count = _same(observation.shown, routes, _OTHERS)
-    return f"with them, all {count} token-layers show the recorded experts"
+    return f"all {count} token-layers show the recorded experts; without replay {others / count:.0%} don't"
 
 
 def recompute(trial: Trial) -> str:
@@ -165,17 +166,16 @@ def recompute(trial: Trial) -> str:
     with npu_replay.replay(trial.chunks, routes):
         kept = trial.step()
     chunks = build(trial.options, trial.routing, trial.device, recompute=True)
-    session, routers, calls = npu_replay.replay(chunks, routes), routers_of(chunks), []
-    with contextlib.ExitStack() as undo, npu_replay.observe(chunks) as observation, session:
-        for router in routers:
-            undo.callback(router.module.register_forward_hook(lambda *_: calls.append(1)).remove)
+    routers, calls = routers_of(chunks), []
+    for router in routers:
+        router.module.register_forward_hook(lambda *_: calls.append(1))
+    with npu_replay.observe(chunks) as observation, npu_replay.replay(chunks, routes):
         again = step(chunks, trial.batches)
     _same(observation.shown, routes, _OTHERS)
     due = len(routers) * len(trial.batches)
     lacking = 2 * due - len(calls)
     Wrong.unless(not lacking, f"{lacking} calls of routers were not recomputed, of {due}")
-    ends = ", under the same routes"
-    close = _close(again, kept, "gradients with recompute and without are", ends)
+    close = _close(again, kept, "gradients with recompute and without are", ", under the same routes")
     return f"each takes the routes of its own forward; gradients {close}"
 
 
@@ -194,46 +194,28 @@ def own_choice(trial: Trial) -> str:
     No token of this model looks at another, so such a row doesn't depend on the routes of other rows.
     """
     routes = trial.random_routes(holes=True)
-    session = npu_replay.replay(trial.chunks, routes)
-    with npu_replay.observe(trial.chunks) as observation, session:
+    with npu_replay.observe(trial.chunks) as observation, npu_replay.replay(trial.chunks, routes):
         trial.step()
     _same(observation.shown, routes, _OTHERS)
-    count, said = sum(int((~one.recorded).sum()) for one in routes), session.metrics()
-    right = said["rows_without_route"] == count
-    Wrong.unless(right, f"{count} rows have no route; metrics() says otherwise: {said}")
     shown, chosen = (
         [one.take((~route.recorded).nonzero().flatten()) for one, route in zip(found, routes, strict=True)]
         for found in (observation.shown, trial.untouched[1])
     )
     _same(shown, chosen, "of rows without a route show other experts than the router's own choice")
-    return f"{count} rows without a route take the router's own choice"
+    return f"{sum(map(len, shown))} rows without a route take the router's own choice"
 
 
 FEATURES: dict[str, Callable[[Trial], str]] = {
-    "collectives": collectives,  # tried once; all others with each way of routing
+    "collectives": collectives,
     "model": model,
     "record": record,
     "collect": collect,
-    "mismatch": mismatch,
     "replay": replay,
     "recompute": recompute,
     "gradients": gradients,
     "own choice": own_choice,
 }
-"""The features, by the name in the report, between the start and `left_behind`."""
-
-
-def left_behind(chunks: Iterable[nn.Module], topk: tuple[object, object]) -> str:
-    """Return what npu_replay has left in torch, Megatron and the models after uninstall(), or ""."""
-    report = npu_replay.report()
-    found = [f"{patch.where} is still replaced" for patch in report.patches]
-    found += [f"a block is still open: {block}" for block in report.open_sessions]
-    if (torch.topk, torch.Tensor.topk) != topk:
-        found.append("torch.topk is still replaced")
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        if module._forward_hooks or module._forward_pre_hooks:
-            found.append(f"a {type(module).__name__} still has hooks")
-    return "; ".join(dict.fromkeys(found))
+"""The features, by the name in the report, in the order in which they are tried."""
 
 
 def differing(ours: list[RoutedExperts], theirs: list[RoutedExperts]) -> int:
@@ -242,8 +224,6 @@ def differing(ours: list[RoutedExperts], theirs: list[RoutedExperts]) -> int:
 
 def _same(ours: list[RoutedExperts], theirs: list[RoutedExperts], differ: str) -> int:
     """Return the number of token-layers; raise Wrong, «3 of 120 token-layers DIFFER», if experts differ."""
-    rows, wanted = ([len(one) for one in part] for part in (ours, theirs))
-    Wrong.unless(rows == wanted, f"micro-batches of {rows} rows were seen, of {wanted}")
     lacking = sum(int((~one.recorded).sum()) for one in ours)
     Wrong.unless(not lacking, f"{lacking} rows have no route, or show fewer experts than top-k")
     wrong, count = differing(ours, theirs), sum(len(one) * len(one.layers) for one in ours)

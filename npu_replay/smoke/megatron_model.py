@@ -1,17 +1,13 @@
 """Build a small model of real Megatron-core, from 0.12 on, for smoke, the tests, benchmarks and examples.
 
-A GPTModel, or a HybridModel (MambaModel up to 0.17), of local layers: no Transformer Engine, CUDA or launcher
-is needed.
+A GPTModel of local layers: no Transformer Engine, CUDA or launcher is needed.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,8 +20,6 @@ FULL_RECOMPUTE: dict[str, Any] = {
     "recompute_num_layers": 1,
 }
 """The flags that repeat every layer's forward inside backward."""
-_NEW, _OLD = "megatron.core.models.hybrid", "megatron.core.ssm"
-"""Where Megatron has its HybridModel, or what this was up to 0.17."""
 
 
 def start(device: torch.device | None = None) -> None:
@@ -126,97 +120,11 @@ def model(
     )
 
 
-def hybrid(
-    cfg: Any,
-    pattern: str,
-    *,
-    norm: type,
-    attention: type | None = None,
-    vocab: int = 64,
-    length: int = 64,
-    vp_stage: int | None = None,
-    parts: dict[str, Any] | None = None,
-    **ends: Any,
-) -> Any:
-    """Build a HybridModel, or a chunk of one, of this pattern; the rest as in `model`.
-
-    `parts` are specs of other kinds of layers, by their names in Megatron's spec of the decoder.
-    """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer import spec_utils, transformer_layer
-
-    def half(kind: type, layer: Any, *names: str) -> Any:
-        taken = {name: norm if name.endswith("layernorm") else getattr(layer, name) for name in names}
-        submodules = transformer_layer.TransformerLayerSubmodules(**taken)
-        return spec_utils.ModuleSpec(module=kind, submodules=submodules)
-
-    # `*`, `-` and `E` are the halves of a GPTModel's local layers.
-    dense, moe = (
-        get_gpt_layer_local_spec(count, qk_layernorm=cfg.qk_layernorm, normalization="RMSNorm").submodules
-        for count in (None, cfg.num_moe_experts)
-    )
-    mixer = dense.self_attention.submodules
-    if cfg.qk_layernorm:
-        mixer.q_layernorm = mixer.k_layernorm = norm
-    mixer.core_attention = attention or mixer.core_attention
-    mlp, plain = ("pre_mlp_layernorm", "mlp", "mlp_bda"), transformer_layer.TransformerLayer
-    name, block = _hybrid_block()
-    layers = getattr(block, f"{name}StackSubmodules")(
-        attention_layer=half(plain, dense, "input_layernorm", "self_attention", "self_attn_bda"),
-        mlp_layer=half(MLPLayer, dense, *mlp),
-        moe_layer=half(getattr(transformer_layer, "MoETransformerLayer", plain), moe, *mlp),
-        **(parts or {}),
-    )
-    spec = spec_utils.ModuleSpec(module=getattr(block, f"{name}Stack"), submodules=layers)
-    models = importlib.import_module(f"megatron.core.models.{name.lower()}.{name.lower()}_model")
-    product = getattr(models, f"{name}Model")
-    names = inspect.signature(product).parameters
-    with mock.patch.object(block, "TENorm", norm):  # the final norm isn't in the spec
-        return product(
-            cfg,
-            vocab_size=vocab,
-            max_sequence_length=length,
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
-            **{next(one for one in names if one.endswith("_pattern")): pattern},
-            **{f"{name.lower()}_stack_spec": spec},
-            **({} if vp_stage is None else {"vp_stage": vp_stage}),
-            **ends,
-        )
-
-
-def hybrid_lacks(pattern: str = "E") -> str:
-    """Return why the installed Megatron can't build a HybridModel of this pattern; empty if it can."""
-    if importlib.util.find_spec("megatron") is None:
-        return "there is no Megatron-core"
-    where = f"{_NEW}.hybrid" if importlib.util.find_spec(_NEW) else f"{_OLD}.mamba_hybrid"
-    symbols = importlib.import_module(f"{where}_layer_allocation").Symbols
-    if not hasattr(symbols, "MOE"):
-        return "a HybridModel with experts needs Megatron-core 0.16 or newer: this one's patterns have no E"
-    if not {*pattern} & {*"|/"} or hasattr(symbols, "PIPE"):
-        return ""
-    return "a HybridModel with | or / needs Megatron-core 0.17 or newer: this one's patterns have neither"
-
-
-def hybrid_recompute() -> dict[str, Any]:
-    """Return the flags that repeat every router inside backward; MambaModel has no full recompute."""
-    if hasattr(_hybrid_block()[1], "checkpointed_forward"):
-        return FULL_RECOMPUTE
-    return {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-
-
-def _hybrid_block() -> tuple[str, Any]:
-    """Return the prefix of Megatron's class names, and the module of the decoder."""
-    name, where = ("Hybrid", _NEW) if importlib.util.find_spec(_NEW) else ("Mamba", _OLD)
-    return name, importlib.import_module(f"{where}.{name.lower()}_block")
-
-
 def chunks(cfg: Any, *, build: Callable[..., Any] = model, **about: Any) -> list[Any]:
     """Build this pipeline rank's chunks of the model, one for each virtual stage.
 
     Args:
-        build: builds a chunk; `hybrid` builds one of a HybridModel.
+        build: builds a chunk.
         about: arguments of `build`.
     """
     from megatron.core import parallel_state

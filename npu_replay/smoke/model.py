@@ -48,10 +48,10 @@ ROUTINGS: dict[str, dict[str, Any]] = {
 
 
 def config(options: Options, **changes: Any) -> Any:
-    heads, hybrid = max(4, 2 * options.tp), options.model == "hybrid"
+    heads = max(4, 2 * options.tp)
     sizes = {
-        "num_layers": options.layers * (2 if hybrid else 1),  # a HybridModel's layers are halves
-        "moe_layer_freq": 1 if hybrid else [0] + [1] * (options.layers - 1),
+        "num_layers": options.layers,
+        "moe_layer_freq": [0] + [1] * (options.layers - 1),
         "num_attention_heads": heads,
         "num_query_groups": heads // 2,
         "ffn_hidden_size": 16 * math.lcm(2, options.tp),
@@ -105,27 +105,24 @@ def build(
     """Build this rank's chunks of the model, one a virtual stage, with the same weights at each call."""
     from megatron.core import parallel_state
 
-    about: dict[str, Any] = {"vocab": options.vocabulary, "norm": Norm, "attention": Attention}
-    again = megatron_model.FULL_RECOMPUTE
-    if options.model == "hybrid":
-        again = megatron_model.hybrid_recompute()
-        about |= {"build": megatron_model.hybrid, "pattern": options.pattern}
-    cfg = config(options, **ROUTINGS[routing], **(again if recompute else {}))
-    built = megatron_model.chunks(cfg, length=8 * options.alignment + 64, **about)
+    cfg = config(options, **ROUTINGS[routing], **(megatron_model.FULL_RECOMPUTE if recompute else {}))
+    about: dict[str, Any] = {"vocab": options.vocabulary, "length": 8 * options.alignment + 64}
+    built = megatron_model.chunks(cfg, norm=Norm, attention=Attention, **about)
     chunks: list[Any] = [chunk.to(device) for chunk in built]
+    experts = (
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_rank(),
+    )
     for chunk in chunks:
+        layers = [layer.layer_number for layer in chunk.decoder.layers]
         for name, weight in chunk.named_parameters():
             # The seed is a name in the whole model, the same on all ranks that hold this weight: each rank
             # numbers its layers and experts from 0.
-            seed, axis = name, "tensor_model_parallel"
+            seed = re.sub(r"layers\.(\d+)", lambda found: f"layer {layers[int(found[1])]}", name)  # noqa: B023
             if "local_experts" in name:
-                seed += f" ep {parallel_state.get_expert_model_parallel_rank()}"
-                axis = "expert_tensor_parallel"
-            if getattr(weight, "tensor_model_parallel", False):
-                seed += f" tp {getattr(parallel_state, f'get_{axis}_rank')()}"
-            if inner := re.search(r"layers\.(\d+)\.", name):
-                number = chunk.decoder.layers[int(inner[1])].layer_number
-                seed = f"{seed.replace(inner[0], '')} layer {number}"
+                seed += f" experts {experts}"
+            elif getattr(weight, "tensor_model_parallel", False):
+                seed += f" tp {parallel_state.get_tensor_model_parallel_rank()}"
             noise = _noise(seed, weight)  # large enough that each expert changes the loss
             weight.copy_(1 + 0.1 * noise if weight.dim() == 1 else 0.15 * noise)
     for router in routers_of(chunks) if cfg.moe_router_enable_expert_bias else ():
@@ -146,15 +143,15 @@ def _noise(seed: str, like: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def perturbed(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Change the weights of the routers inside the block: they choose otherwise for many tokens."""
-    weights: dict[int, Any] = {router.label: router.module.weight for router in routers_of(chunks)}
-    kept = {label: weight.data for label, weight in weights.items()}
-    for label, weight in weights.items():
-        weight.data = weight.data + (0.3 * _noise(f"perturbed {label}", weight)).to(weight.device)
+    weights: list[tuple[int, Any]] = [(router.label, router.module.weight) for router in routers_of(chunks)]
+    kept = [(label, weight, weight.data) for label, weight in weights]
+    for label, weight, data in kept:
+        weight.data = data + (0.3 * _noise(f"perturbed {label}", data)).to(data.device)
     try:
         yield
     finally:
-        for label, weight in weights.items():
-            weight.data = kept[label]
+        for _, weight, data in kept:
+            weight.data = data
 
 
 # Micro-batches

@@ -34,13 +34,12 @@ class Options:
     cp: int = 1
     vp: int = 1
     etp: int = 1
-    model: str = "gpt"
     recompute: bool = False
     device: str = "auto"
     json: bool = False
     out: Path | None = None
     force: bool = False
-    patience: float = 60.0
+    patience: int = 60
 
     @classmethod
     def of(cls, given: Namespace) -> Options:
@@ -52,13 +51,8 @@ class Options:
         >>> Options(vp=2).problem(1)
         '--vp needs a pipeline: --pp 2 or more'
         """
-        low = [f"--{name} {size}" for name in SIZES if (size := getattr(self, name)) < 1]
-        if low:
-            return f"{', '.join(low)}: a size is at least 1"
         if self.vp > 1 and self.pp == 1:
             return "--vp needs a pipeline: --pp 2 or more"
-        if self.patience <= 0:
-            return "--patience is a number of seconds above 0"
         if processes % self.multiple:
             return (
                 f"these sizes need a multiple of {self.multiple} processes, and there "
@@ -85,17 +79,6 @@ class Options:
     def layers(self) -> int:
         """Return two or more layers a virtual stage, so that each has a router: the first layer is dense."""
         return self.pp * self.vp * max(2, -(-4 // (self.pp * self.vp)))
-
-    @property
-    def pattern(self) -> str:
-        """Return the same layers as a HybridModel's pattern, where | ends each virtual stage.
-
-        >>> Options(pp=2, vp=2).pattern
-        '*-*E|*E*E|*E*E|*E*E'
-        """
-        symbols = ("*E" * self.layers).replace("E", "-", 1)
-        step = len(symbols) // (self.pp * self.vp if self.vp > 1 else 1)
-        return "|".join(symbols[at : at + step] for at in range(0, len(symbols), step))
 
     @property
     def experts(self) -> int:

@@ -25,7 +25,7 @@ from npu_replay.tables import width, wrapped
 
 SCHEMA = 1
 KIND = "npu_replay smoke"
-PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
+PASS, FAIL = "PASS", "FAIL"
 _WIDTH = 13  # of a feature's name
 
 
@@ -35,10 +35,9 @@ class Result:
 
     Attributes:
         case: the way of routing; empty where it makes no difference.
-        why: one line: what was seen, what is wrong, or why it was not tried.
-        rank: the lowest rank that failed; None if none did.
-        trace: where the exception came from, if one was raised.
-        broken: an exception left the schedule, so other ranks may wait in vain in their collectives.
+        why: one line: what was seen, or what is wrong.
+        rank: the rank that failed; None if none did.
+        trace: where an exception came from: its rank left the schedule, so others may wait for it in vain.
         at: when it ended, in seconds; a rank that waited in vain ends later.
     """
 
@@ -49,23 +48,20 @@ class Result:
     rank: int | None = None
     seconds: float = 0.0
     trace: list[str] = field(default_factory=list)
-    broken: bool = False
     at: float = 0.0
 
 
-def first_to_fail(results: list[Result], patience: float) -> Result:
-    """Return the result of the lowest rank that failed, not by waiting for another; else the first result."""
+def first_to_fail(results: list[Result]) -> Result:
+    """Return the result of the rank that failed first, exceptions before others; else any result."""
     failed = [one for one in results if one.result == FAIL]
-    first = min((one.at for one in failed), default=0.0)
-    return next((one for one in failed if one.at - first < patience / 2), results[0])
+    return min(failed, key=lambda one: (not one.trace, one.at), default=results[0])
 
 
 @dataclass
 class Report:
     """Collects the results of a run on one rank.
 
-    >>> report = Report(Options(), 1, results=[Result("replay", "softmax", FAIL, "it broke", rank=3)])
-    >>> report.lines("replay")
+    >>> Report(Options(), 1).line(Result("replay", "softmax", FAIL, "it broke", rank=3))
     'FAIL  replay        softmax: rank 3: it broke'
     """
 
@@ -77,7 +73,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        return bool(self._features(PASS)) and not self._features(FAIL)
+        return {one.result for one in self.results} == {PASS}
 
     def to_json(self) -> str:
         sizes = ("layers", "experts", "micro_batches")
@@ -86,16 +82,13 @@ class Report:
             "kind": KIND,
             "passed": self.passed,
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "options": {
-                name: getattr(self.options, name) for name in (*SIZES, "model", "recompute", "device")
-            },
+            "options": {name: getattr(self.options, name) for name in (*SIZES, "recompute", "device")},
             "processes": self.processes,
             "versions": versions(),
             "machine": machine(self.device),
             "sizes": {name: getattr(self.options, name) for name in sizes} | {"topk": TOPK},
             "results": [
-                {name: told for name, told in asdict(one).items() if name not in ("broken", "at")}
-                for one in self.results
+                {name: told for name, told in asdict(one).items() if name != "at"} for one in self.results
             ],
             "seconds": {"all": round(time.perf_counter() - self.started, 3)},
         }
@@ -103,39 +96,23 @@ class Report:
 
     def heading(self) -> str:
         sizes = [f"{axis} {size}" for axis in SIZES if (size := getattr(self.options, axis)) > 1]
-        known, about = versions(), machine(self.device)
-        names = [f"{name} {version}" for name, version in known.items() if version and name != "numpy"]
+        about = machine(self.device)
+        names = [f"{name} {version}" for name, version in versions().items() if version and name != "numpy"]
         where = about["name"] or about["device"] or "no device"
         where += f", CANN {about['cann']}" if about["cann"] else ""
-        processes = f"{self.processes} process{'es' if self.processes > 1 else ''}"
-        what = ", ".join([*["HybridModel"] * (self.options.model == "hybrid"), processes, *sizes])
+        what = ", ".join([f"{self.processes} process{'es' if self.processes > 1 else ''}", *sizes])
         return wrapped(f"npu-replay smoke: {what}, on {where}\n{', '.join(names)}", width())
 
-    def lines(self, feature: str) -> str:
-        mine, told = [one for one in self.results if one.feature == feature], []
-        for one in mine:
-            if one.result == FAIL:
-                rank = f"rank {one.rank}" if one.rank is not None else ""
-                told.append((FAIL, ": ".join(filter(None, (one.case, rank, " ".join(one.why.split()))))))
-        if not told:
-            tried = [one for one in mine if one.result == PASS]
-            skipped = [f"{one.case} not tried: {one.why}" for one in mine if one.result == SKIP and tried]
-            cases = f"{', '.join(one.case for one in tried)}: " if skipped else ""
-            whole = "; ".join([cases + (tried or mine)[0].why, *skipped])
-            told.append((PASS if tried else SKIP, whole))
-        indent = " " * (_WIDTH + 7)
-        return "\n".join(
-            wrapped(f"{result}  {feature:<{_WIDTH}} {why}", width(), indent) for result, why in told
-        )
+    def line(self, result: Result) -> str:
+        rank = "" if result.rank is None else f"rank {result.rank}"
+        why = ": ".join(filter(None, (result.case, rank, result.why)))
+        begins = f"{result.result}  {result.feature:<{_WIDTH}} "
+        return wrapped(begins + why, width(), " " * len(begins))
 
     def verdict(self) -> str:
-        spent, count = time.perf_counter() - self.started, len(self._features(PASS))
-        if self.passed:
-            return f"PASS: {count} of {count} features, in {spent:.0f} s"
-        return f"FAIL: {', '.join(self._features(FAIL)) or 'nothing was tried'}, after {spent:.0f} s"
-
-    def _features(self, result: str) -> list[str]:
-        return list(dict.fromkeys(one.feature for one in self.results if one.result == result))
+        failed = dict.fromkeys(one.feature for one in self.results if one.result == FAIL)
+        said = f"FAIL: {', '.join(failed)}" if failed else f"PASS: {len(self.results)} trials"
+        return f"{said}, in {time.perf_counter() - self.started:.0f} s"
 
 
 def versions() -> dict[str, str]:
@@ -146,16 +123,20 @@ def versions() -> dict[str, str]:
     found = {product.name: product for product in probe.products()}
     for name in ("megatron-core", "mindspeed", probe.ADAPTOR, probe.TE_NPU, "torch_npu", "numpy"):
         product = found[name]
-        known[name] = product.version or "?" if product.found else ""
-        if product.found and name not in ("torch_npu", "numpy"):
-            folders = [*Path(product.where, ".").parents][:3]
-            git, said = next((one / ".git" for one in folders if (one / ".git").is_dir()), None), ""
-            with contextlib.suppress(OSError):  # a packed ref
-                said = Path(git, "HEAD").read_text().strip() if git else ""
-                if git and said.startswith("ref: "):
-                    said = Path(git, said[5:]).read_text().strip()
-            known[name] += f" ({said[:8]})" if re.fullmatch(r"[0-9a-f]{40}", said) else ""
+        commit = "" if name in ("torch_npu", "numpy") else _commit(product.where)
+        known[name] = f"{product.version or '?'}{commit}" if product.found else ""
     return known
+
+
+def _commit(where: str) -> str:
+    """Return the commit of the checkout that has the package at `where`, « (01234567)», or ""."""
+    for folder in [*Path(where, ".").parents][:3]:
+        with contextlib.suppress(OSError):  # no checkout, or a packed ref
+            said = (folder / ".git" / "HEAD").read_text().strip()
+            if said.startswith("ref: "):
+                said = (folder / ".git" / said[5:]).read_text().strip()
+            return f" ({said[:8]})"
+    return ""
 
 
 def machine(device: torch.device | None) -> dict[str, str]:

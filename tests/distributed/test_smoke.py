@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 import jobs
-from npu_replay.smoke import megatron_model
 
 FEATURES = (
     "start",
@@ -20,12 +18,10 @@ FEATURES = (
     "model",
     "record",
     "collect",
-    "mismatch",
     "replay",
     "recompute",
     "gradients",
     "own choice",
-    "uninstall",
 )
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -47,10 +43,6 @@ RUNS = {
     # of two ranks, in one job
     "virtual stages": ["--pp", "2", "--vp", "2", "--recompute"],
     "context": ["--cp", "2"],
-    "hybrid": ["--model", "hybrid", "--recompute"],
-    "hybrid pp": ["--model", "hybrid", "--recompute", "--pp", "2"],
-    "hybrid tp": ["--model", "hybrid", "--recompute", "--tp", "2"],
-    "hybrid virtual stages": ["--model", "hybrid", "--recompute", "--pp", "2", "--vp", "2"],
 }
 
 
@@ -71,7 +63,7 @@ def test_four_processes_pass_every_feature(tmp_path: Path) -> None:
     assert tried(found) == EVERY
     assert found["passed"]
     lines = [line[:4] for line in out.splitlines() if line[:1].isupper() and line[4:6] == "  "]
-    assert lines == ["PASS"] * len(FEATURES)
+    assert lines == ["PASS"] * (1 + 3 * len(FEATURES[1:]))
     assert not any("PASS" in one.output for one in ended[1:]), "only the first rank speaks"
     cases = {one["case"] for one in found["results"] if one["feature"] == "replay"}
     assert cases == {"softmax", "sigmoid+bias", "groups"}
@@ -103,23 +95,7 @@ def test_virtual_stages_pass(runs: dict[str, Found]) -> None:
 
 
 def test_context_parallelism_passes_and_recompute_is_tried_only_if_asked_for(runs: dict[str, Found]) -> None:
-    assert tried(runs["context"]) == EVERY | {"recompute": {"SKIP"}}
-    (skipped,) = [one for one in runs["context"]["results"] if one["result"] == "SKIP"]
-    assert skipped["why"].startswith("not asked for")
-
-
-@pytest.mark.parametrize("name", [name for name in RUNS if "hybrid" in name])
-def test_a_hybrid_model_passes_or_the_release_says_from_which_on(runs: dict[str, Found], name: str) -> None:
-    found, why = runs[name], megatron_model.hybrid_lacks("|" if "--vp" in RUNS[name] else "E")
-    assert found["heading"].startswith("npu-replay smoke: HybridModel, ")
-    assert found["options"]["model"] == "hybrid"
-    if not why:
-        assert tried(found) == EVERY
-        return
-    assert re.search(r"needs Megatron-core 0\.1[67] or newer", why)
-    failed = [(one["feature"], one["why"]) for one in found["results"] if one["result"] == "FAIL"]
-    assert failed == [("start", f"--model hybrid: {why}")]
-    assert found["code"] == 1
+    assert tried(runs["context"]) == {one: {"PASS"} for one in FEATURES if one != "recompute"}
 
 
 @pytest.fixture(scope="module")
@@ -133,15 +109,17 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, str]:
 OTHERS = "token-layers show other experts than were replayed"
 BREAKS: dict[str, dict[str, str]] = {  # each break, what fails then, and why it says that it does
     "groups_fail": {"start": "RuntimeError: no such group"},
-    "int64_isnt_summed": {"collectives": "all_reduce of torch.int64 over group 0 of 2 ranks gave"},
-    "model_diverges": {"model": "two runs of one step, without npu_replay, are not comparable: a loss"},
+    "int64_isnt_summed": {"collectives": "all_reduce of int64 over 2 ranks gave"},
+    "model_diverges": {"model": "two runs of one step, without npu_replay, are not comparable: a loss"}
+    | dict.fromkeys(("record", "collect", "gradients"), "not comparable: a loss")
+    | {"replay": "other router weights choose the same experts"},
     "record_shifts_rows": {
         "record": "token-layers were recorded otherwise than npu_replay.observe saw them",
         "collect": "they aren't the routes of their tokens",
     },
     "record_changes_choice": {"record": "token-layers were recorded otherwise than the untouched step chose"},
     "layout_shifts_rows": {"collect": "they aren't the routes of their tokens"},
-    "nothing_is_perturbed": {"mismatch": "a replay would show nothing"},
+    "nothing_is_perturbed": {"replay": "a replay would show nothing"},
     "replay_does_nothing": {"replay": OTHERS, "recompute": OTHERS, "own choice": OTHERS},
     "one_rank_raises": {"replay": "micro-batch 0, layer 3: made to fail"},
     "recompute_takes_the_next": {"recompute": "gradients with recompute and without are"},
@@ -151,7 +129,6 @@ BREAKS: dict[str, dict[str, str]] = {  # each break, what fails then, and why it
         "gradients": "not comparable: a loss or a gradient is missing",
     },
     "missing_rows_get_expert_0": {"own choice": "show other experts than the router's own choice"},
-    "a_patch_stays": {"uninstall": "torch.left_by_npu_replay is still replaced"},
 }
 
 
@@ -181,7 +158,7 @@ def test_a_rank_that_hangs_ends_the_job_with_a_report(broken: tuple[int, Path, s
     results = tried(found)
     assert results.pop("replay") == {"FAIL"}
     assert results == {feature: {"PASS"} for feature in FEATURES[: FEATURES.index("replay")]}
-    assert "the features after it were not tried" in " ".join(output.split())
+    assert "FAIL: replay, in" in output
 
 
 @pytest.mark.first_release
@@ -195,15 +172,7 @@ def test_the_rank_that_failed_is_heard_and_not_the_one_that_waited(broken: tuple
 
 
 @pytest.mark.first_release
-def test_what_comes_after_a_rank_that_failed_is_tried(broken: tuple[int, Path, str]) -> None:
+def test_a_rank_that_raised_ends_the_run(broken: tuple[int, Path, str]) -> None:
     _, folder, _ = broken
     found = json.loads((folder / "one_rank_raises.json").read_text())
-    assert tried(found) == {feature: {"FAIL" if feature == "replay" else "PASS"} for feature in FEATURES}
-
-
-@pytest.mark.first_release
-def test_a_model_that_doesnt_train_is_not_replays_fault(broken: tuple[int, Path, str]) -> None:
-    _, folder, _ = broken
-    found = json.loads((folder / "model_diverges.json").read_text())
-    assert tried(found)["replay"] == {"SKIP"}
-    assert tried(found)["uninstall"] == {"PASS"}
+    assert list(tried(found)) == [*FEATURES[: FEATURES.index("replay") + 1]]

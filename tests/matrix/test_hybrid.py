@@ -17,7 +17,6 @@ from megatron_cases import (
     random_routes,
     same,
 )
-from npu_replay.smoke.megatron_model import hybrid_recompute
 
 pytestmark = [
     pytest.mark.megatron,
@@ -39,7 +38,7 @@ def built(pattern: str, *, again: bool = False, variant: str = "softmax_after_to
     if why := hybrid_model.missing(pattern):
         pytest.skip(why)
     torch.manual_seed(7)
-    config = hybrid_model.config(pattern, **VARIANTS[variant], **(hybrid_recompute() if again else {}))
+    config = hybrid_model.config(pattern, **VARIANTS[variant], **(hybrid_model.recompute() if again else {}))
     return Trainer(hybrid_model.model(config, pattern).to(DEVICE), None)
 
 
