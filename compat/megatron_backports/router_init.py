@@ -62,7 +62,8 @@ def _wrap(module: Any) -> None:
         def router_init(self: Any, *args: Any, **kwargs: Any) -> None:
             init(self, *args, **kwargs)
             # A fork's router may lack an attribute: its model is built all the same.
-            import_hook.attempt(described(type(self)), _WHAT, lambda: _equip(self))
+            with import_hook.attempt(described(type(self)), _WHAT):
+                _equip(self)
 
         return router_init
 

@@ -100,12 +100,11 @@ def serve(
         _look_out()
 
 
-def attempt(module: str, name: str, action: Callable[..., object], *arguments: Any) -> None:
-    """Change something in `module`; a failure is logged as an ERROR, and the first block is refused."""
-    if environment.disabled():
-        return
+@contextmanager
+def attempt(module: str, name: str) -> Iterator[None]:
+    """Run a block that changes `module`; a failure is logged as an ERROR, and refuses the first block."""
     try:
-        action(*arguments)
+        yield
     except Exception as error:  # noqa: BLE001  a shim may raise anything, and the import goes on
         said = f"{type(error).__name__}: {error}"
         if _failures.get(name) != said:  # logged once for many routers
@@ -184,9 +183,10 @@ def _run(module: str, *, ran: bool) -> None:
     """Run what waits for a module: what is early, and all of it if the module's code has `ran`."""
     waiting = _waiting.get(module, {})
     for name, (shim, early, ends) in list(waiting.items()):
-        if ran or early:
+        if (ran or early) and not environment.disabled():
             del waiting[name]
-            attempt(module, name, shim, sys.modules.get(module))
+            with attempt(module, name):
+                shim(sys.modules.get(module))
             if ends and name in _failures and environment.strict():
                 waiting[name] = shim, early, ends  # a second import fails too
                 _refuse()
