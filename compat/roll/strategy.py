@@ -23,7 +23,7 @@ from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import functions, tensors
 from npu_replay.compat.verl.config import OFF
-from npu_replay.compat.verl.engine_adapter import problem_of
+from npu_replay.compat.verl.engine_adapter import Problem
 from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, EnginePass, current
 from npu_replay.compat.verl.files import ROUTES, TOKENS
 from npu_replay.compat.verl.fsdp import WholeModelAdapter
@@ -178,16 +178,17 @@ def _fsdp2_forward(original: Callable[..., Any], self: Any, input_ids: Any, *arg
         return original(self, input_ids, *args, **kwargs)
     running.begin()
     job, rows = current(), dict[str, Any]()
-    problem = problem_of("tell which micro-batch it is", lambda: rows.update(running.next(input_ids)))
-    if problem is None and job.action == REPLAY:
-        problem = problem_of("give this micro-batch its routes", _give, running.adapter, rows)
-    if problem is not None:
-        job.defer(problem)  # the other ranks are in this forward's collectives
+    with Problem("give this micro-batch its routes") as problem:
+        rows = running.next(input_ids)
+        if job.action == REPLAY:
+            _give(running.adapter, rows)
+    if problem.error is not None:
+        job.defer(problem.error)  # the other ranks are in this forward's collectives
     logits = original(self, input_ids, *args, **kwargs)
     if job.action == RECORD and rows:
         from roll.utils.context_parallel import get_ulysses_group
 
-        batch = tensors.MicroBatch(rows[TOKENS], rows[_MASK], running.adapter.model)
+        batch = tensors.MicroBatch.of(rows[TOKENS], rows[_MASK], running.adapter.model)
         groups = [get_ulysses_group()] if self.worker.rank_info.cp_size > 1 else []
         record, dtype = job.recording(), narrow_dtype(batch.model["num_experts"])
         running.taken.append(functions.take(*record, batch, lambda: _layout(self, batch), groups, dtype))
@@ -207,16 +208,17 @@ def _give(adapter: StrategyAdapter, rows: dict[str, Any]) -> None:
     )
     replay, chunk = current().replaying()
     mask = None
-    if current().r3:
+    if adapter.from_rollout:
         kept = [one[there.bool()] for one, there in zip(rows[TOKENS], rows[_MASK], strict=True)]
         mask = functions.build_r3_replay_mask(tensors.batched(kept, jagged=True), rows[_RESPONSE])
-    batch = tensors.MicroBatch(rows[ROUTES], rows[_MASK], adapter.model)
-    functions.give(replay, chunk, batch, _layout(adapter.engine, batch), mask)
+    routes = tensors.GivenRoutes.of(rows[ROUTES], rows[_MASK], adapter.model)
+    functions.give(replay, chunk, routes, _layout(adapter.engine, routes.batch), mask)
 
 
 def _layout(self: Any, batch: tensors.MicroBatch) -> TokenLayout:
     """Return the layout of this rank's rows, by the mask and ROLL's own cut."""
-    kept, place = batch.kept, self.worker.rank_info
+    kept: Any = batch.kept  # ROLL pads
+    place = self.worker.rank_info
 
     def fed(sequences: list[torch.Tensor]) -> torch.Tensor:
         whole = torch.zeros(kept.shape, dtype=torch.int64)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,7 @@ from npu_replay.compat.verl.config import OFF
 from npu_replay.compat.verl.files import Files
 from npu_replay.compat.verl.r3_store import R3Store
 from npu_replay.errors import ReplayError
+from npu_replay.parallel.rank_failures import agreed
 
 
 class EngineAdapter:
@@ -64,6 +66,11 @@ class EngineAdapter:
         return self.settings.mode  # type: ignore[no-any-return]
 
     @property
+    def from_rollout(self) -> bool:
+        """Return whether routes come from the rollout engine (R3), and aren't recorded here (R2)."""
+        return self.mode == "R3"
+
+    @property
     def is_critic(self) -> bool:
         """Return whether the engine has a value model, whose batches verl never marks."""
         return any(kind.__name__.endswith("EngineWithValueHead") for kind in type(self.engine).__mro__)
@@ -104,23 +111,43 @@ class LegacyActorAdapter(EngineAdapter):
         return False  # refused by the check of the config
 
 
-def problem_of(what: str, function: Callable[..., object], *arguments: Any) -> ReplayError | None:
-    """Return the error of a call, whatever it is: other ranks wait to hear of it. None if it succeeds."""
-    try:
-        function(*arguments)
-    except ReplayError as error:
-        return error
-    except Exception as error:  # noqa: BLE001  see above
-        unknown = ReplayError(
-            f"this rank can't {what}",
-            where="an engine's pass",
-            expected="a model as it was built, and no fault of its machine",
-            got=repr(error),
-            cause="a model that was changed since, a disk; this error's own cause has the traceback",
-        )
-        unknown.__cause__ = error
-        return unknown
-    return None
+class Problem:
+    """Catches whatever its block raises, as `error`: other ranks wait to hear of it.
+
+    with Problem("have its routes here") as problem:
+        ...
+    if problem.error is not None: ...
+    """
+
+    error: ReplayError | None = None
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> Problem:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if isinstance(error, ReplayError):
+            self.error = error
+        elif isinstance(error, Exception):
+            self.error = ReplayError(
+                f"this rank can't {self._what}",
+                where="an engine's pass",
+                expected="a model as it was built, and no fault of its machine",
+                got=repr(error),
+                cause="a model that was changed since, a disk; this error's own cause has the traceback",
+            )
+            self.error.__cause__ = error
+        return isinstance(error, Exception)
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """Run a block that all ranks run, and raise on all of them where one fails."""
+    with Problem(what) as problem:
+        yield
+    agreed(problem.error, {})
 
 
 _adapters: WeakKeyDictionary[Any, EngineAdapter] = WeakKeyDictionary()

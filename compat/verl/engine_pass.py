@@ -16,7 +16,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -24,9 +23,9 @@ import torch.distributed as dist
 from npu_replay.compat.megatron.parallel_state import unwrapped
 from npu_replay.compat.megatron.routers import action_of
 from npu_replay.compat.verl.batch_routes import keys_in_place
-from npu_replay.compat.verl.engine_adapter import EngineAdapter, problem_of
+from npu_replay.compat.verl.engine_adapter import EngineAdapter, Problem
 from npu_replay.compat.verl.files import ROUTES
-from npu_replay.compat.verl.found_routes import FoundRoutes
+from npu_replay.compat.verl.found_routes import Delivery, found_in
 from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, figures, summary
 from npu_replay.environment import BAD_SAMPLES, DELIVERY, METRICS_EVERY, read
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError, described
@@ -56,7 +55,6 @@ class EnginePass:
         action: the current action; empty without one.
         session: the open record or replay.
         found: the routes of its batch.
-        r3: whether the routes come from a rollout engine.
         tolerant: whether samples with bad routes are counted instead of raised.
         metrics: plain numbers, once the ranks have left.
     """
@@ -73,8 +71,8 @@ class EnginePass:
         self.trains, self.flagged, self.is_off = trains, flagged, is_off
         self.action = ""
         self.session: StepReplay | StepRecording | None = None
-        self.found = FoundRoutes(engine)
-        self.r3 = engine is not None and engine.mode == "R3"
+        self.found = Delivery(engine)
+        self._problem: ReplayError | None = None  # raised when the other ranks know
         # An error in the first step is in every step.
         self.tolerant = engine is not None and engine.updates > 0
         self.metrics: dict[str, float] = {}
@@ -87,6 +85,14 @@ class EnginePass:
         """Return whether what is recorded stays on this rank."""
         return self.found.stays and self.action == RECORD
 
+    def find(self, data: Any) -> None:
+        """Find the routes of the batch, before its schedule."""
+        with Problem("have its routes here") as problem:
+            if self.engine.files is not None:
+                self.engine.files.give(data)
+            self.found = found_in(self.engine, data)
+        self._problem = problem.error
+
     def count(self, **counted: int) -> None:
         self._counted.update(counted)
 
@@ -98,7 +104,7 @@ class EnginePass:
         # verl sets replay first and then, in a record, record: a session that saw no forward is dropped.
         if self.session is not None and self.session.done:
             self._close()
-        self._abandon()
+        self._close(ReplayError)
         self._open()
 
     def clear(self) -> None:
@@ -140,38 +146,30 @@ class EnginePass:
         return self.session, int(parallel_state.get_virtual_pipeline_model_parallel_rank() or 0)
 
     def _open(self) -> None:
-        record, updates = self.action == RECORD, self.engine.updates
-
-        def opened() -> None:
-            """Open a session whose errors wait for the end of the schedule."""
+        """Open a session whose errors wait for the end of the schedule."""
+        record, chunks = self.action == RECORD, list(self.engine.chunks)
+        with Problem("record" if record else "replay") as problem:
             if record:
-                self.session = StepRecording(list(self.engine.chunks), errors_wait=True).__enter__()
-                return
-            every = int(read(METRICS_EVERY, 10))  # each n-th update, as it costs a top-k
-            self.session = StepReplay(
-                list(self.engine.chunks),
-                errors_wait=True,
-                live_mismatch=self.trains and every > 0 and updates % every == 0,
-            ).__enter__()
+                self.session = StepRecording(chunks, errors_wait=True).__enter__()
+            else:
+                every = int(read(METRICS_EVERY, 10))  # each n-th update, as it costs a top-k
+                judged = self.trains and every > 0 and self.engine.updates % every == 0
+                self.session = StepReplay(chunks, errors_wait=True, live_mismatch=judged).__enter__()
+        self._begin(problem.error, records=record)
 
-        self._begin(problem_of("record" if record else "replay", opened), records=record)
-
-    def _close(self) -> None:
+    def _close(self, error: type[ReplayError] | None = None) -> None:
+        """Close the open session, if any; with an error, also one that isn't complete."""
         session, self.session = self.session, None
         if session is not None:
-            session.__exit__(None, None, None)
-
-    def _abandon(self) -> None:
-        """Close the open session, complete or not."""
-        session, self.session = self.session, None
-        if session is not None:
-            session.__exit__(ReplayError, None, None)
+            session.__exit__(error, None, None)
 
     @contextmanager
     def entered(self) -> Iterator[EnginePass]:
         """Make this the current pass for the length of a block."""
         outer = current()
-        self.is_off = self.is_off or outer.is_off  # a reference asks for log-probs as an actor does
+        if outer.is_off:  # nothing inside has an effect: a reference asks for log-probs as an actor does
+            yield outer
+            return
         self.action = "" if self.is_off else outer.action
         _passes.append(self)
         try:
@@ -195,7 +193,7 @@ class EnginePass:
         try:
             try:
                 if self.engine.acts and self.flagged:
-                    self.set(REPLAY if self.r3 or self.trains else RECORD)
+                    self.set(REPLAY if self.engine.from_rollout or self.trains else RECORD)
                 elif self.action:
                     self._open()
                 yield
@@ -207,9 +205,11 @@ class EnginePass:
                     self._settle(self.session, error)
                 raise
             session = self.session
-            self._settle(session, problem_of("end a pass", self._close))
+            with Problem("end a pass") as problem:
+                self._close()
+            self._settle(session, problem.error)
         finally:
-            self._abandon()
+            self._close(ReplayError)
             self.engine.routes.lent = {}
 
     def _begin(self, error: ReplayError | None, *, records: bool) -> None:
@@ -222,7 +222,7 @@ class EnginePass:
         if not engine.met:
             all_here()
             engine.met = True
-        error = error or found.problem
+        error = error or self._problem
         try:
             self._ceiling = round(read(BAD_SAMPLES, CEILING) * 1e6)
         except ReplayError as unknown:
@@ -326,17 +326,13 @@ def wrapped(original: Callable[..., Any], kind: type[EngineAdapter]) -> Any:
             raise _unmarked(engine)
         running = EnginePass(engine, trains=trains, flagged=flagged)
         if flagged:
-            running.found.find(data)
+            running.find(data)
         with running.entered():
             with keys_in_place(data, ROUTES, running.found.keys):
                 output = original(self, *args, **kwargs)
             files = engine.files if flagged else None
             if files is not None and self.is_mp_src_rank_with_outputs():
-                unwritten = problem_of(
-                    "write files of routes", files.keep, data, output, engine.model, engine.mode
-                )
-                if unwritten is not None:
-                    raise unwritten
+                files.keep(data, output, engine.model, from_rollout=engine.from_rollout)
         if running.trains:
             add_metrics(output, running.metrics)
         return output
@@ -383,19 +379,11 @@ def _refuse_own_actions(engine: EngineAdapter) -> None:
 
 def _unmarked(engine: EngineAdapter) -> ReplayError:
     """Return the error for an update whose batch nobody has marked: verl would run it without a replay."""
-    base: Any = getattr(sys.modules.get("verl.single_controller.base"), "Worker", ())
-    callers: dict[str, None] = {}
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, base):
-            callers[described(type(caller))] = None
-        frame = frame.f_back
     return ReplayError(
         f"router_replay.mode={engine.mode}, and this update would not replay: its batch isn't marked",
         where=described(type(engine.engine)),
         expected=f"{_MARK} in it, as verl's ActorRolloutRefWorker sets it for old log-probs and the update",
-        got=f"none, from {', '.join(callers) or 'no worker of verl'}",
+        got="none",
         cause="a worker of another package, or one that trains without ActorRolloutRefWorker. Have it call "
         f'tensordict_utils.assign_non_tensor_data(batch, "{_MARK}", True) before old log-probs and before '
         "the update, and with False for an update that is not to be replayed. Or set router_replay.mode to "

@@ -58,19 +58,17 @@ class Files:
             self._store = RouteStore(self.replay)
         found = [self._store.of(tokens, sample_key=key) for tokens, key in _samples(data)]
         if found:
-            batch = tensors.MicroBatch(data[TOKENS], None, None)
+            batch = tensors.MicroBatch.of(data[TOKENS], None, None)
             data[ROUTES] = batch.filled(found, narrow_dtype(found[0].num_experts)).to(data[TOKENS].device)
 
-    def keep(self, data: Any, output: Any, config: Any, mode: str) -> None:
+    def keep(self, data: Any, output: Any, config: Any, *, from_rollout: bool) -> None:
         """Write the routes of new samples, after a pass, on the rank that has its output."""
         routes = data.get(ROUTES, None)
         if routes is None and isinstance(output, dict):
             routes = output.get("model_output", {}).get(ROUTES)
         if self._writer is None or routes is None:
             return
-        batch = tensors.MicroBatch(routes, None, config)
-        zeros_are_none = mode == "R3" or batch.model["topk"] > 1
-        good, problems = batch.routes(zeros_are_none=zeros_are_none, from_engine=mode == "R3")
+        good, problems = tensors.GivenRoutes.of(routes, None, config).routes(from_rollout=from_rollout)
         for number, (tokens, key) in enumerate(_samples(data)):
             mark, one = fingerprint(tokens, sample_key=key), good.get(number)
             if mark in self._written:

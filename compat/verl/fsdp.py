@@ -25,7 +25,7 @@ from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Patches, switched
 from npu_replay.compat.verl import functions, tensors
 from npu_replay.compat.verl.config import FSDP, OFF, ROOT, refused, without_keys
-from npu_replay.compat.verl.engine_adapter import EngineAdapter, problem_of
+from npu_replay.compat.verl.engine_adapter import EngineAdapter, Problem
 from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, current, without_adapter, wrapped
 from npu_replay.compat.verl.files import IMAGES, ROUTES, TOKENS
 from npu_replay.parallel.parallel_layout import ParallelLayout
@@ -131,12 +131,13 @@ def _step(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any)
     if engine is None or not running.flagged or engine.engine is not self:
         return original(self, micro_batch, *args, **kwargs)
     if running.action == REPLAY:
-        problem = problem_of("give this micro-batch its routes", _give, engine, micro_batch)
-        if problem is not None:
-            running.defer(problem)
+        with Problem("give this micro-batch its routes") as problem:
+            _give(engine, micro_batch)
+        if problem.error is not None:
+            running.defer(problem.error)
     loss, output = original(self, micro_batch, *args, **kwargs)
     if running.action == RECORD:
-        batch = tensors.MicroBatch(micro_batch[TOKENS], None, engine.model)
+        batch = tensors.MicroBatch.of(micro_batch[TOKENS], None, engine.model)
         groups = [] if self.ulysses_parallel_group is None else [self.ulysses_parallel_group]
         layout = functools.partial(layout_of, self, micro_batch, engine.layouts)
         record, dtype = running.recording(), narrow_dtype(engine.model.num_experts)
@@ -150,17 +151,17 @@ def _give(adapter: FsdpAdapter, micro_batch: Any) -> None:
     tokens = micro_batch[TOKENS]
     aligned = functions.align_r3_router_replay_data(micro_batch.get(ROUTES, None), tokens)
     mask = None
-    if current().r3:
+    if adapter.from_rollout:
         mask = functions.build_r3_replay_mask(tokens, micro_batch["response_mask"])
-    batch = tensors.MicroBatch(functions.present(aligned), None, adapter.model)
-    functions.give(replay, chunk, batch, layout_of(adapter.engine, micro_batch, adapter.layouts), mask)
+    routes = tensors.GivenRoutes.of(functions.present(aligned), None, adapter.model)
+    functions.give(replay, chunk, routes, layout_of(adapter.engine, micro_batch, adapter.layouts), mask)
 
 
 def layout_of(engine: Any, micro_batch: Any, kept: dict[Any, TokenLayout]) -> TokenLayout:
     """Return the layout of this rank's rows, kept for the next micro-batch of the same lengths."""
     size = int(engine.ulysses_sequence_parallel_size)
     rank = engine.ulysses_device_mesh["sp"].get_local_rank() if size > 1 else 0
-    lengths = tuple(tensors.MicroBatch(micro_batch[TOKENS], None, None).lengths)
+    lengths = tuple(tensors.lengths_of(micro_batch[TOKENS]))
     # All settings that verl's preprocessing reads.
     padding = [getattr(engine, name, None) for name in ("pad_to_length", "pad_to_length_bucket")]
     unpad = micro_batch.get("use_remove_padding", True)

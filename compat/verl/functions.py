@@ -24,7 +24,7 @@ from npu_replay.compat.megatron.routers import IDLE_WITHOUT_ACTION
 from npu_replay.compat.patching import known_names
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import tensors
-from npu_replay.compat.verl.engine_adapter import problem_of
+from npu_replay.compat.verl.engine_adapter import Problem
 from npu_replay.compat.verl.engine_pass import BACKWARD, RECORD, REPLAY, current, serves
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError
 from npu_replay.parallel.collect import collect
@@ -79,7 +79,7 @@ def merge_router_topk_indices(
     Shaped [batch, sequence, layers of the chunk, topk], or jagged. Every rank of the chunk's tensor and
     context parallel group has to call it. An error waits for the end of the schedule; rows are blank then.
     """
-    batch = tensors.MicroBatch(input_ids, attention_mask, tf_config, local_cp_size)
+    batch = tensors.MicroBatch.of(input_ids, attention_mask, tf_config, local_cp_size)
     groups = []  # over which the rows of one stage are spread
     if dist.is_initialized():
         from megatron.core import parallel_state
@@ -115,20 +115,16 @@ def take(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return a chunk's last choice for a batch, ids or keys; every rank of the groups has to call it."""
-    layouts: list[TokenLayout] = []
-    routes: list[RoutedExperts] = []
     running: Any = current()
     whole: list[RoutedExperts] = []
-
-    def lay_out() -> None:
-        layouts.append(layout_of())
-        routes.append(session.take(chunk))
-
     if labels := [router.label for router in session.routers[chunk]]:
-        problem = problem_of("lay out what it recorded", lay_out)
+        layouts, routes = [], []
+        with Problem("lay out what it recorded") as problem:
+            layouts.append(layout_of())
+            routes.append(session.take(chunk))
         try:
             # A stage's ranks run micro-batches together; only a checkpoint or a slow step separates them.
-            whole = collect(routes, layouts, groups, patience=600.0, error=problem) or []
+            whole = collect(routes, layouts, groups, patience=600.0, error=problem.error) or []
         except ReplayError as error:
             # Raised after the schedule, in which other ranks wait for this one; the rows are blank.
             running.defer(error)
@@ -227,8 +223,8 @@ def set_router_replay_data(
     if not replay.labels(chunk):
         return
     try:
-        batch = tensors.MicroBatch(present(layers_topk_idx), attention_mask, tf_config, local_cp_size)
-        give(replay, chunk, batch, layout_of(batch), replay_mask)
+        routes = tensors.GivenRoutes.of(present(layers_topk_idx), attention_mask, tf_config, local_cp_size)
+        give(replay, chunk, routes, layout_of(routes.batch), replay_mask)
     except ReplayError as error:
         current().defer(error)
 
@@ -246,7 +242,11 @@ def present(routes: torch.Tensor | None) -> torch.Tensor:
 
 
 def give(
-    replay: StepReplay, chunk: int, batch: tensors.MicroBatch, layout: TokenLayout, mask: torch.Tensor | None
+    replay: StepReplay,
+    chunk: int,
+    routes: tensors.GivenRoutes,
+    layout: TokenLayout,
+    mask: torch.Tensor | None,
 ) -> None:
     """Give a chunk the routes of its next forward, those of a jagged mask's rows, and count them.
 
@@ -254,12 +254,9 @@ def give(
         ReplayError: routes that can't be used, where none is tolerated.
     """
     running: Any = current()
-    # With a top-k of 1 a recorded row may be expert 0 in all layers.
-    zeros_are_none = running.r3 or batch.model["topk"] > 1
-    good, problems = batch.routes(
-        mask=mask, zeros_are_none=zeros_are_none, from_engine=running.r3, held=running.engine.routes
-    )
-    problems |= getattr(batch.tokens, _BAD, {})
+    engine = running.engine
+    good, problems = routes.routes(mask=mask, from_rollout=engine.from_rollout, held=engine.routes)
+    problems |= getattr(routes.ids, _BAD, {})
     samples = len(good | problems)
     # The mask of a sample that verl has rejected, or that has no response, is empty.
     wanted = [True] * samples if mask is None else [one.any() for one in mask.unbind()]
@@ -269,7 +266,7 @@ def give(
     for number, error in bad.items():
         logger.warning("[npu_replay] sample %d takes the routers' own choice: %s", number, error)
     good = {number: one for number, one in good.items() if number not in problems}
-    here = layout.rows_of(good, layers=replay.labels(chunk), **batch.model)
+    here = layout.rows_of(good, layers=replay.labels(chunk), **routes.batch.model)
     # Each pass decodes its batch anew, so nothing says which weights the rollout engine had.
     replay.give(chunk, here.with_known(made_at=0.0))
     if chunk == replay.first_chunk:
@@ -280,7 +277,7 @@ def give(
 
 def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """Return the rows to replay, bool, jagged: all but the last of each sequence that has a response."""
-    lengths = tensors.MicroBatch(input_ids, None, None).lengths
+    lengths = tensors.lengths_of(input_ids)
     each = [
         (torch.arange(length) < length - 1) & bool(response.any())
         for length, response in zip(lengths, response_mask.unbind(), strict=True)
@@ -299,7 +296,7 @@ def align_r3_router_replay_data(
     """
     if layers_topk_idx is None:
         return None
-    lengths = tensors.MicroBatch(input_ids, None, None).lengths
+    lengths = tensors.lengths_of(input_ids)
     parts = list(layers_topk_idx.unbind())
     if len(parts) != len(lengths):
         current().defer(

@@ -34,19 +34,38 @@ _PACKERS = ("preprocess_thd_engine", "preprocess_thd_no_padding")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Holds what verl's functions are given of a micro-batch.
+    """Holds the form of a micro-batch: its sequences, and the model.
 
     Attributes:
-        tokens: jagged [batch, tokens, ...], or padded [batch, sequence, ...]; may be routes.
-        mask: [batch, sequence], of a padded batch.
+        lengths: the number of tokens of each sequence.
+        kept: the mask of a padded batch, bool, on the CPU; None of a jagged one.
         config: the model's TransformerConfig; or, of a model without one, its RoutedModel.
         local_cp_size: ranks that share it under dynamic context parallelism.
     """
 
-    tokens: torch.Tensor
-    mask: torch.Tensor | None
+    lengths: list[int]
+    kept: torch.Tensor | None
     config: Any
     local_cp_size: int | None = None
+
+    @classmethod
+    def of(
+        cls, given: torch.Tensor, mask: torch.Tensor | None, config: Any, local_cp_size: int | None = None
+    ) -> MicroBatch:
+        """Return the form of a jagged tensor [batch, tokens, ...], or of a padded one [batch, sequence, ...].
+
+        Raises:
+            MicroBatchError: a padded one without a mask.
+        """
+        if given.is_nested:
+            return cls(lengths_of(given), None, config, local_cp_size)
+        if mask is None:
+            problem = "a padded batch without an attention mask"
+            expected = "attention_mask [batch, sequence], or a jagged batch"
+            cause = "use_remove_padding=False, which router replay doesn't work with"
+            raise MicroBatchError(problem, expected=expected, got="None", cause=cause)
+        kept = mask.detach().cpu().bool()
+        return cls(kept.sum(dim=1).tolist(), kept, config, local_cp_size)
 
     @property
     def model(self) -> dict[str, int]:
@@ -62,25 +81,9 @@ class MicroBatch:
         decoder, known = decoder_of(self.config), self.model
         return RoutedModel(layers=tuple(decoder.moe), num_layers=decoder.count, **known)  # type: ignore[arg-type]
 
-    @property
-    def lengths(self) -> list[int]:
-        """Return the number of tokens of each sequence."""
-        counts = offsets(self.tokens).diff() if self.tokens.is_nested else self.kept.sum(dim=1)
-        return [int(size) for size in counts.tolist()]
-
-    @property
-    def kept(self) -> torch.Tensor:
-        """Return the mask of a padded batch, bool, on the CPU; raises MicroBatchError where there is none."""
-        if self.mask is None:
-            problem = "a padded batch without an attention mask"
-            expected = "attention_mask [batch, sequence], or a jagged batch"
-            cause = "use_remove_padding=False, which router replay doesn't work with"
-            raise MicroBatchError(problem, expected=expected, got="None", cause=cause)
-        return self.mask.detach().cpu().bool()
-
     def layout(self) -> TokenLayout:
         """Return the layout of this rank's rows: token numbers that pass through verl's packing tell it."""
-        names = _PACKERS if self.tokens.is_nested else ("preprocess_packed_seqs",)
+        names = _PACKERS if self.kept is None else ("preprocess_packed_seqs",)
         pack: Any = next((getattr(utils(), name) for name in names if hasattr(utils(), name)), None)
         if pack is None:
             problem, expected = "this verl packs its batches otherwise", " or ".join(names)
@@ -98,7 +101,7 @@ class MicroBatch:
         arguments = {name: value for name, value in wanted.items() if name in known}
 
         def packed(sequences: list[torch.Tensor]) -> torch.Tensor:
-            if self.tokens.is_nested:
+            if self.kept is None:
                 given = [batched(sequences, jagged=True)]
             else:
                 ones = [torch.ones_like(one, dtype=torch.bool) for one in sequences]
@@ -131,43 +134,79 @@ class MicroBatch:
         """Return whether the model has DeepSeek-V4's attention, whose context parallelism cuts otherwise."""
         return getattr(self.config, "experimental_attention_variant", None) == "dsv4_hybrid"
 
+    def filled(self, found: Sequence[RoutedExperts], dtype: torch.dtype) -> torch.Tensor:
+        """Return ids of sequences in the form of this batch; without any, as on a dense stage, 0 layers."""
+        return self._shaped(
+            [one.ids.to(dtype) for one in found]
+            or [torch.empty(size, 0, self.model["topk"], dtype=dtype) for size in self.lengths]
+        )
+
+    def keyed(self, keys: Sequence[int]) -> torch.Tensor:
+        """Return the keys of sequences in the form of this batch, in the place of their ids, int16."""
+        return self._shaped([rows_of(key, size) for key, size in zip(keys, self.lengths, strict=True)])
+
+    def _shaped(self, each: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self.kept is None:
+            return batched(each, jagged=True)
+        out = torch.zeros(*self.kept.shape, *each[0].shape[1:], dtype=each[0].dtype)
+        for row, ids in enumerate(each):
+            out[row, self.kept[row]] = ids
+        return out
+
+
+@dataclass(frozen=True)
+class GivenRoutes:
+    """Holds what a micro-batch has for routes: ids of all decoder layers or of the MoE layers, or keys.
+
+    Attributes:
+        ids: jagged [batch, tokens, layers, topk], or padded [batch, sequence, layers, topk].
+        batch: their form.
+    """
+
+    ids: torch.Tensor
+    batch: MicroBatch
+
+    @classmethod
+    def of(
+        cls, ids: torch.Tensor, mask: torch.Tensor | None, config: Any, local_cp_size: int | None = None
+    ) -> GivenRoutes:
+        """Return routes of a jagged batch, or of a padded one with its mask; see `MicroBatch.of`."""
+        return cls(ids, MicroBatch.of(ids, mask, config, local_cp_size))
+
     def samples(self) -> list[torch.Tensor]:
-        """Return each sequence's tokens, which are routes, [tokens, layers, topk], on the CPU."""
+        """Return each sequence's routes, [tokens, layers, topk], on the CPU."""
         MicroBatchError.unless(
-            self.tokens.dim() == 4,
+            self.ids.dim() == 4,
             "the routes have another shape than verl's",
             "[batch, tokens, layers, topk]",
-            f"{self.tokens.dim()} dimensions",
+            f"{self.ids.dim()} dimensions",
             "a rollout engine or an agent loop that hands on flat routes",
         )
-        each = list(self.tokens.detach().cpu().unbind())
-        if self.tokens.is_nested:
+        each = list(self.ids.detach().cpu().unbind())
+        if self.batch.kept is None:
             return each
-        return [one[kept] for one, kept in zip(each, self.kept, strict=True)]
+        return [one[kept] for one, kept in zip(each, self.batch.kept, strict=True)]
 
     def routes(
-        self,
-        *,
-        mask: torch.Tensor | None = None,
-        zeros_are_none: bool,
-        from_engine: bool = True,
-        held: RoutesByKey | None = None,
+        self, *, mask: torch.Tensor | None = None, from_rollout: bool, held: RoutesByKey | None = None
     ) -> tuple[dict[int, RoutedExperts], dict[int, ReplayError]]:
         """Return the routes of each sequence, by its number, and why those of others can't be used.
 
-        The tokens are ids of all decoder layers or of the MoE layers, or keys of routes in `held`. The mask,
-        jagged or [batch, tokens], has the rows to replay; `zeros_are_none`, `from_engine`: see `from_batch`.
+        The mask, jagged or [batch, tokens], has the rows to replay; `held` are the routes behind keys;
+        `from_rollout`: the ids come from a rollout engine, and weren't recorded here.
         """
+        # With a top-k of 1 a recorded row may be expert 0 in all layers.
+        zeros_are_none = from_rollout or self.batch.model["topk"] > 1
         each = self.samples()
         masks = [None] * len(each) if mask is None else list(mask.unbind())
         problem = "another number of masks than sequences"
         MicroBatchError.unless(len(masks) == len(each), problem, len(each), len(masks))
-        held, routed = RoutesByKey() if held is None else held, self.routed
-        keys = are_keys(self.tokens, fetched=bool(held.layers))
+        held, routed = RoutesByKey() if held is None else held, self.batch.routed
+        keys = are_keys(self.ids, fetched=bool(held.layers))
         good: dict[int, RoutedExperts] = {}
         bad: dict[int, ReplayError] = {}
         for number, (ids, keep) in enumerate(zip(each, masks, strict=True)):
-            how: Any = {"keep": keep, "zeros_are_none": zeros_are_none, "from_engine": from_engine}
+            how: Any = {"keep": keep, "zeros_are_none": zeros_are_none, "from_engine": from_rollout}
             try:
                 one = held.of_sample(ids, keep, routed) if keys else from_batch(ids, routed, **how)
             except InvalidRoutes as error:
@@ -179,8 +218,8 @@ class MicroBatch:
     def checked(self, layers: Sequence[int], tokens: torch.Tensor | None) -> dict[int, Routes]:
         """Check a batch's ids once for all chunks; return this rank's routes, or errors, by key from 1 on."""
         # All layers are checked: only the others tell a dead router from a lost layer.
-        take = partial(from_batch, model=self.routed, zeros_are_none=True)
-        own = [layer for layer in self.routed.layers if layer in {*layers}]
+        take = partial(from_batch, model=self.batch.routed, zeros_are_none=True)
+        own = [layer for layer in self.batch.routed.layers if layer in {*layers}]
         each = self.samples()
         words = [None] * len(each) if tokens is None else [one.cpu().numpy() for one in tokens.unbind()]
         found: dict[int, Routes] = {}
@@ -195,25 +234,6 @@ class MicroBatch:
                     found[key] = take(rows, tokens=of_sample, keep=keep).only(own)
                 found.setdefault(key, error.with_traceback(None))
         return found
-
-    def filled(self, found: Sequence[RoutedExperts], dtype: torch.dtype) -> torch.Tensor:
-        """Return ids of sequences in the form of this batch; without any, as on a dense stage, 0 layers."""
-        return self._shaped(
-            [one.ids.to(dtype) for one in found]
-            or [torch.empty(size, 0, self.model["topk"], dtype=dtype) for size in self.lengths]
-        )
-
-    def keyed(self, keys: Sequence[int]) -> torch.Tensor:
-        """Return the keys of sequences in the form of this batch, in the place of their ids, int16."""
-        return self._shaped([rows_of(key, size) for key, size in zip(keys, self.lengths, strict=True)])
-
-    def _shaped(self, each: Sequence[torch.Tensor]) -> torch.Tensor:
-        if self.tokens.is_nested:
-            return batched(each, jagged=True)
-        out = torch.zeros(*self.kept.shape, *each[0].shape[1:], dtype=each[0].dtype)
-        for row, ids in enumerate(each):
-            out[row, self.kept[row]] = ids
-        return out
 
 
 _patterns: dict[int, tuple[weakref.ref[Any], str | None]] = {}
@@ -238,6 +258,11 @@ def utils() -> Any:
 def offsets(jagged: torch.Tensor) -> torch.Tensor:
     """Return where each sequence of a jagged tensor begins, [batch + 1]."""
     return jagged.offsets()  # type: ignore[attr-defined, no-any-return]  # torch's stubs know no jagged tensors
+
+
+def lengths_of(jagged: torch.Tensor) -> list[int]:
+    """Return the number of tokens of each sequence of a jagged tensor."""
+    return offsets(jagged).diff().tolist()
 
 
 def speaks_for_samples(parallel: ParallelLayout | None) -> bool:

@@ -743,16 +743,16 @@ def _way() -> None:
         @functools.cache  # it is asked at every call and return
         def place(file: str) -> str:
             path = Path(file)
-            is_ours = any(path.is_relative_to(ours / room) for room in ("compat", "npu_replay"))
+            is_ours = path.is_relative_to(ours / "npu_replay")
             # verl's code may lie in the clone, and its methods are in the switch of compat/patching.
-            is_verls = not is_ours or path.is_relative_to(ours / "compat" / "patching")
+            is_verls = not is_ours or path.is_relative_to(ours / "npu_replay" / "compat" / "patching")
             return "verl" if is_verls else str(path.relative_to(ours))
 
         def called(frame: Any, event: str, _: Any) -> None:
             if event != "call" or session:  # noqa: B023
                 return
             here = place(frame.f_code.co_filename)
-            if here.startswith(("compat/verl/", "npu_replay/sessions/")):
+            if here.startswith(("npu_replay/compat/verl/", "npu_replay/sessions/")):
                 caller = place(frame.f_back.f_code.co_filename)
                 session.extend([True] * (here == "npu_replay/sessions/replay.py"))  # noqa: B023
                 entered.setdefault(here, set()).update({caller} - {here})  # noqa: B023
@@ -765,6 +765,7 @@ def _way() -> None:
         assert session, "no replay was opened"
         assert len(entered) <= 13, entered
         assert max(map(len, entered.values())) <= 3, entered
+        assert len(entered["npu_replay/compat/verl/engine_pass.py"]) <= 2, entered
 
 
 @case("switched off")
@@ -959,8 +960,7 @@ def check_unmarked(actor: Any, update: Any) -> None:
     """Such as a copy of verl's in another package, which npu_replay doesn't know. Its update is refused,
     unless it says that it is not to be replayed."""
     actor.worker.enable_routing_replay = False
-    expected = r"this update would not replay.*, from \S+\.TrainingWorker, \S+\.ActorRolloutRefWorker"
-    with pytest.raises(ReplayError, match=expected):
+    with pytest.raises(ReplayError, match="this update would not replay"):
         actor.worker.update_actor(update.clone())
     assert not actor.gradients
     job.tu.assign_non_tensor_data(update, "enable_routing_replay", False)

@@ -25,7 +25,7 @@ from npu_replay import InvalidRoutes, ReplayError, RoutedExperts, RoutedModel, f
 from npu_replay.compat.verl import batch_routes, r3_store, rollout_checks
 from npu_replay.compat.verl.batch_routes import COLUMN, RoutesByKey, keys_in
 from npu_replay.compat.verl.r3_store import cut_of
-from npu_replay.compat.verl.tensors import MicroBatch
+from npu_replay.compat.verl.tensors import GivenRoutes
 from npu_replay.environment import DELIVERY
 from npu_replay.errors import RouterError
 from npu_replay.routes.arguments import StageLabels
@@ -80,7 +80,7 @@ def check(data: Any, model: Any, layers: tuple[int, ...] = LAYERS) -> None:
     references = data.non_tensor_batch[COLUMN]
     held = received(list(references), layers)
     mask = data.batch["attention_mask"].bool()
-    good, bad = MicroBatch(keyed(data), mask, model).routes(zeros_are_none=True, held=held)
+    good, bad = GivenRoutes.of(keyed(data), mask, model).routes(from_rollout=True, held=held)
     assert not bad
     assert len(good) == len(data)
     for number, routes in good.items():
@@ -175,7 +175,7 @@ def check_jagged(data: Any, model: Any) -> int:
     held = received(references, LAYERS, dict(zip(keys, tokens, strict=True)))
     assert not held.bad(one.key for one in references)
     with batch_routes.keys_in_place(data, "routed_experts", keys):
-        good, bad = MicroBatch(data["routed_experts"], None, model).routes(zeros_are_none=True, held=held)
+        good, bad = GivenRoutes.of(data["routed_experts"], None, model).routes(from_rollout=True, held=held)
     assert not bad
     for number, (ids, reference) in enumerate(zip(tokens, references, strict=True)):
         assert reference.fingerprint == fingerprint(ids)
@@ -267,7 +267,7 @@ def test_samples_without_routes_take_none_from_the_others() -> None:
     data.batch["routed_experts"][2] = 0
     keys, mask = keyed(data), data.batch["attention_mask"].bool()
     for part in (slice(0, 4), slice(2, 3)):  # alone in a micro-batch, too
-        good, bad = MicroBatch(keys[part], mask[part], model).routes(zeros_are_none=True, held=held)
+        good, bad = GivenRoutes.of(keys[part], mask[part], model).routes(from_rollout=True, held=held)
         assert not bad
         assert {one.layers for one in good.values()} == {LAYERS}
         found = [bool(good[number].recorded.any()) for number in range(len(good))]
@@ -284,7 +284,7 @@ def test_routes_that_the_door_refuses_are_a_bad_sample(
     assert data.non_tensor_batch[COLUMN].tolist() == [None]
     assert "go without their routes: [npu_replay] bad" in caplog.text
     mask = data.batch["attention_mask"].bool()
-    good, bad = MicroBatch(keyed(data), mask, model).routes(zeros_are_none=True)
+    good, bad = GivenRoutes.of(keyed(data), mask, model).routes(from_rollout=True)
     assert not good
     assert "refused when the rollout handed them over" in str(bad[0])
 
@@ -300,20 +300,20 @@ def test_a_layer_that_the_tokens_explain_is_taken_from_a_batch_as_at_the_door() 
         return torch.nested.nested_tensor([one], layout=torch.jagged)
 
     def found(tokens: torch.Tensor | None) -> Any:
-        return MicroBatch(nested(rows), None, model).checked(range(32), tokens)[1]
+        return GivenRoutes.of(nested(rows), None, model).checked(range(32), tokens)[1]
 
     assert found(nested(ids % 12)).recorded.all()
     assert isinstance(found(nested(ids)), InvalidRoutes)
     assert isinstance(found(None), InvalidRoutes)
-    batch = MicroBatch(nested(rows), None, model)
-    assert list(batch.routes(zeros_are_none=True)[1]) == [0]
-    assert list(batch.routes(zeros_are_none=True, from_engine=False)[0]) == [0]
+    batch = GivenRoutes.of(nested(rows), None, model)
+    assert list(batch.routes(from_rollout=True)[1]) == [0]
+    assert list(batch.routes(from_rollout=False)[0]) == [0]
 
 
 def test_a_reference_that_stayed_behind_is_named() -> None:
     data, model = batch_of(Turn(SAMPLED[:4], change=deep))
     mask = data.batch["attention_mask"].bool()
-    _, bad = MicroBatch(data.batch["routed_experts"], mask, model).routes(zeros_are_none=True)
+    _, bad = GivenRoutes.of(data.batch["routed_experts"], mask, model).routes(from_rollout=True)
     assert "the column npu_replay_routes beside routed_experts" in str(bad[0])
 
 
@@ -324,7 +324,7 @@ def test_what_was_lost_is_a_bad_sample_that_says_why(folder: Path) -> None:
     with pytest.raises(AssertionError):
         check(data, model)
     mask, held = data.batch["attention_mask"].bool(), received(list(data.non_tensor_batch[COLUMN]))
-    _, bad = MicroBatch(keyed(data), mask, model).routes(zeros_are_none=True, held=held)
+    _, bad = GivenRoutes.of(keyed(data), mask, model).routes(from_rollout=True, held=held)
     assert "can't be read" in str(bad[0])
 
 
@@ -371,12 +371,12 @@ def test_routes_lie_once_in_memory_however_many_passes_take_them() -> None:
     data, model = batch_of()
     held = received(list(data.non_tensor_batch[COLUMN]))
     mask = data.batch["attention_mask"].bool()
-    batch = MicroBatch(keyed(data), mask, model)
+    batch = GivenRoutes.of(keyed(data), mask, model)
     keep = torch.nested.as_nested_tensor(
         [torch.arange(int(size)) < 3 for size in mask.sum(dim=1)], layout=torch.jagged
     )
     whole = [held.of(one.key) for one in data.non_tensor_batch[COLUMN]]
-    for number, routes in batch.routes(mask=keep, zeros_are_none=True, held=held)[0].items():
+    for number, routes in batch.routes(mask=keep, from_rollout=True, held=held)[0].items():
         assert routes.ids.data_ptr() == whole[number].ids.data_ptr()
         assert routes.recorded.tolist() == [True] * 3 + [False] * (len(routes) - 3)
 
@@ -447,7 +447,7 @@ def test_a_token_without_a_route_has_none_behind_its_reference_either(tmp_path: 
     _, reference = putter.put(rows, np.arange(8), 0)
     (found,) = npu_replay.delivery.fetch([reference])
     batch = torch.nested.nested_tensor([torch.from_numpy(rows)], layout=torch.jagged)
-    carried = MicroBatch(batch, None, model).checked(LAYERS, None)[1]
+    carried = GivenRoutes.of(batch, None, model).checked(LAYERS, None)[1]
     assert isinstance(carried, RoutedExperts)
     assert found.recorded.tolist() == carried.recorded.tolist()
     assert found.recorded.nonzero().flatten().tolist() == [0, 1, 2, 4, 5, 6]

@@ -10,7 +10,7 @@ import torch
 
 from npu_replay import RoutedExperts, RoutedModel
 from npu_replay.compat.verl import tensors
-from npu_replay.compat.verl.tensors import MicroBatch
+from npu_replay.compat.verl.tensors import GivenRoutes
 from npu_replay.errors import InvalidRoutes
 from npu_replay.rollout.admit import from_batch
 
@@ -77,13 +77,13 @@ def test_experts_in_the_column_of_a_dense_layer_are_refused() -> None:
 def test_a_stage_of_verls_that_holds_the_dead_router_alone_takes_its_routes() -> None:
     """Its column is held against those of all stages; one that nobody wrote into is bad on each of them."""
     rows = rows_with_a_constant_layer()
-    unwritten = MicroBatch(torch.nested.nested_tensor([rows], layout=torch.jagged), None, MODEL).checked(
+    unwritten = GivenRoutes.of(torch.nested.nested_tensor([rows], layout=torch.jagged), None, MODEL).checked(
         [9], None
     )
     assert isinstance(unwritten[1], InvalidRoutes)
     rows[:, 5] = torch.tensor([3, 6])
     (found,) = (
-        MicroBatch(torch.nested.nested_tensor([rows], layout=torch.jagged), None, MODEL)
+        GivenRoutes.of(torch.nested.nested_tensor([rows], layout=torch.jagged), None, MODEL)
         .checked([5, 99], None)
         .values()
     )

@@ -49,7 +49,7 @@ def recorded(folder: Path, *passes: dict[str, torch.Tensor]) -> RouteStore:
     assert files is not None
     for data in passes:
         files.give(data)
-        files.keep(data, None, CONFIG, "R3")
+        files.keep(data, None, CONFIG, from_rollout=True)
     return RouteStore(folder)
 
 
