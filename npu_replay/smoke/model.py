@@ -7,7 +7,6 @@ recompute, with MindSpeed's changes.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import re
@@ -138,20 +137,6 @@ def routers_of(chunks: Sequence[nn.Module]) -> list[Router]:
 def _noise(seed: str, like: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     return torch.randn(like.shape, generator=generator).to(like.dtype)
-
-
-@contextlib.contextmanager
-def perturbed(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Change the weights of the routers inside the block: they choose otherwise for many tokens."""
-    weights: list[tuple[int, Any]] = [(router.label, router.module.weight) for router in routers_of(chunks)]
-    kept = [(label, weight, weight.data) for label, weight in weights]
-    for label, weight, data in kept:
-        weight.data = data + (0.3 * _noise(f"perturbed {label}", data)).to(data.device)
-    try:
-        yield
-    finally:
-        for _, weight, data in kept:
-            weight.data = data
 
 
 # Micro-batches

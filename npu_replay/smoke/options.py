@@ -45,25 +45,17 @@ class Options:
     def of(cls, given: Namespace) -> Options:
         return cls(**{field.name: getattr(given, field.name) for field in fields(cls)})
 
-    def problem(self, processes: int) -> str:
-        """Return why this number of processes can't run this; empty if they can.
-
-        >>> Options(vp=2).problem(1)
-        '--vp needs a pipeline: --pp 2 or more'
-        """
-        if self.vp > 1 and self.pp == 1:
-            return "--vp needs a pipeline: --pp 2 or more"
-        if processes % self.multiple:
-            return (
-                f"these sizes need a multiple of {self.multiple} processes, and there "
-                f"{'is' if processes == 1 else 'are'} {processes}: torchrun --nproc-per-node {self.multiple} "
-                "(a multiple of tp * cp * pp and of etp * ep * pp; count those of all nodes)"
-            )
-        try:
-            options.check_out(self.out, force=self.force)
-        except options.WrongOption as error:
-            return options.message(error)
-        return ""
+    def check(self, processes: int) -> None:
+        """Raise WrongOption if this number of processes can't run this, or the report can't be written."""
+        is_pipeline = self.vp == 1 or self.pp > 1
+        options.WrongOption.unless(is_pipeline, "--vp needs a pipeline: --pp 2 or more")
+        options.WrongOption.unless(
+            processes % self.multiple == 0,
+            f"these sizes need a multiple of {self.multiple} processes, and there "
+            f"{'is' if processes == 1 else 'are'} {processes}: torchrun --nproc-per-node {self.multiple} "
+            "(a multiple of tp * cp * pp and of etp * ep * pp; count those of all nodes)",
+        )
+        options.check_out(self.out, force=self.force)
 
     @property
     def multiple(self) -> int:

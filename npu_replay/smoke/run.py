@@ -54,10 +54,12 @@ _READ_BY_MINDSPEED = (
 def main(options: Options) -> int:
     """Run all features, print a line for each on rank 0, and write the JSON; return the exit code."""
     rank, world = _place()
-    if problem := options.problem(world):
-        if rank == 0:
-            raise WrongOption(problem)
-        return 2  # as for a wrong command line
+    try:
+        options.check(world)
+    except WrongOption:
+        if rank == 0:  # one rank says why
+            raise
+        return 2
     with screen.quiet(f"smoke-rank{rank}", told=rank == 0) as log:
         smoke = Smoke(options)
         smoke.run()

@@ -84,10 +84,6 @@ def layout_shifts_rows() -> Any:
     return mock.patch.object(TokenLayout, "padded", shifted)
 
 
-def nothing_is_perturbed() -> Any:
-    return mock.patch.object(smoke_checks, "perturbed", contextlib.nullcontext)
-
-
 def replay_does_nothing() -> Any:
     def replay(model: Any, routes: Any) -> Any:
         return contextlib.nullcontext()
@@ -158,7 +154,6 @@ BREAKS: tuple[Break, ...] = (
     record_shifts_rows,
     record_changes_choice,
     layout_shifts_rows,
-    nothing_is_perturbed,
     replay_does_nothing,
     one_rank_raises,
     recompute_takes_the_next,
