@@ -147,13 +147,20 @@ def collect(trial: Trial) -> str:
 
 
 def replay(trial: Trial) -> str:
-    """Check that the routers show the experts that they are given, which they wouldn't choose."""
-    routes = trial.random_routes()
+    """Check that the routers show the experts that they are given, and without a route their own choice.
+
+    No token of this model looks at another, so a row doesn't depend on the routes of other rows.
+    """
+    routes = trial.random_routes(holes=True)
     with npu_replay.observe(trial.chunks) as observation, npu_replay.replay(trial.chunks, routes):
         trial.step()
-    count = _same(observation.shown, routes, _OTHERS)
-    others = differing(trial.untouched[1], routes)
-    return f"all {count} token-layers show random routes; {others / count:.0%} choose others by themselves"
+    _same(observation.shown, routes, _OTHERS)
+    shown, chosen = (
+        [one.take((~route.recorded).nonzero().flatten()) for one, route in zip(found, routes, strict=True)]
+        for found in (observation.shown, trial.untouched[1])
+    )
+    _same(shown, chosen, "of rows without a route show other experts than the router's own choice")
+    return f"random routes show; {sum(map(len, shown))} rows without a route take the router's own choice"
 
 
 def recompute(trial: Trial) -> str:
@@ -184,23 +191,6 @@ def gradients(trial: Trial) -> str:
     return f"a replay of the routers' own choice is {close}"
 
 
-def own_choice(trial: Trial) -> str:
-    """Check that a row without a route takes what its router chooses in the model without replay.
-
-    No token of this model looks at another, so such a row doesn't depend on the routes of other rows.
-    """
-    routes = trial.random_routes(holes=True)
-    with npu_replay.observe(trial.chunks) as observation, npu_replay.replay(trial.chunks, routes):
-        trial.step()
-    _same(observation.shown, routes, _OTHERS)
-    shown, chosen = (
-        [one.take((~route.recorded).nonzero().flatten()) for one, route in zip(found, routes, strict=True)]
-        for found in (observation.shown, trial.untouched[1])
-    )
-    _same(shown, chosen, "of rows without a route show other experts than the router's own choice")
-    return f"{sum(map(len, shown))} rows without a route take the router's own choice"
-
-
 FEATURES: dict[str, Callable[[Trial], str]] = {
     "collectives": collectives,
     "model": model,
@@ -209,7 +199,6 @@ FEATURES: dict[str, Callable[[Trial], str]] = {
     "replay": replay,
     "recompute": recompute,
     "gradients": gradients,
-    "own choice": own_choice,
 }
 """The features, by the name in the report, in the order in which they are tried."""
 

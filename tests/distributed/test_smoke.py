@@ -21,7 +21,6 @@ FEATURES = (
     "replay",
     "recompute",
     "gradients",
-    "own choice",
 )
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -118,7 +117,7 @@ BREAKS: dict[str, dict[str, str]] = {  # each break, what fails then, and why it
     },
     "record_changes_choice": {"record": "token-layers were recorded otherwise than the untouched step chose"},
     "layout_shifts_rows": {"collect": "they aren't the routes of their tokens"},
-    "replay_does_nothing": {"replay": OTHERS, "recompute": OTHERS, "own choice": OTHERS},
+    "replay_does_nothing": {"replay": OTHERS, "recompute": OTHERS},
     "one_rank_raises": {"replay": "micro-batch 0, layer 3: made to fail"},
     "recompute_takes_the_next": {"recompute": "gradients with recompute and without are"},
     "nothing_is_recomputed": {"recompute": "calls of routers were not recomputed, of"},
@@ -126,7 +125,7 @@ BREAKS: dict[str, dict[str, str]] = {  # each break, what fails then, and why it
         "record": "a recorded step and an untouched one are not comparable",
         "gradients": "not comparable: a loss or a gradient is missing",
     },
-    "missing_rows_get_expert_0": {"own choice": "show other experts than the router's own choice"},
+    "missing_rows_get_expert_0": {"replay": "show other experts than the router's own choice"},
 }
 
 
