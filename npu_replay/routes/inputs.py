@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
@@ -239,10 +239,16 @@ def is_grid(shape: Sequence[int] | None) -> TypeGuard[Sequence[int]]:
 
 def parameter_names(module: nn.Module) -> list[str]:
     """Return the names of a module's positional arguments; for a wrapper (DDP) those of the inner module."""
-    parameters = inspect.signature(module.forward).parameters.items()
-    names = [name for name, one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    function = getattr(module.forward, "__func__", None)
+    names = list(_positional(module.forward) if function is None else _positional(function)[1:])
     inner = getattr(module, "module", None)
     return parameter_names(inner) if not names and isinstance(inner, nn.Module) else names or ["input_ids"]
+
+
+@functools.lru_cache(maxsize=64)
+def _positional(function: Callable[..., object]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.items()
+    return tuple(name for name, one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD)
 
 
 def named(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | None = None) -> dict[str, Any]:

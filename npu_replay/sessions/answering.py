@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from npu_replay import routers
-from npu_replay.errors import RecomputeError, micro_batch
+from npu_replay.errors import NoEffect, RecomputeError, micro_batch
 from npu_replay.routers import Router
 from npu_replay.routes.inputs import copied
 from npu_replay.sessions import seam, torch_state
@@ -27,7 +27,6 @@ from npu_replay.sessions.micro_batches import (
     Timeline,
 )
 from npu_replay.sessions.own_choice import OwnChoice
-from npu_replay.sessions.quick_call import may_be_quick
 from npu_replay.sessions.route_source import RouteSource
 from npu_replay.sessions.router_calls import RouterCalls, Shared
 from npu_replay.sessions.session import Session, Undo, Work
@@ -71,6 +70,7 @@ class Answering(Work):
 
     def enters(self, session: Session) -> None:
         self.timeline = session.timeline
+        self._unchanged = session.unchanged
         self._chunk_of = {one.label: at for at, found in enumerate(session.routers) for one in found}
         self.shared.source.enters(session)
         if self.shared.own is not None:
@@ -89,8 +89,10 @@ class Answering(Work):
     def attach(self, session: Session, router: Router, chunk: int, marks: Marks) -> None:
         calls = RouterCalls(self.shared, session, router, chunk, marks)
         self._calls.append(calls)
-        session.before(router.module, Hook(calls, session.may_wait(RouterCalls.begins), router.module))
-        calls.last = Hook(calls, session.may_wait(RouterCalls.ends), router.module)
+        begins, ends = session.may_wait(RouterCalls.begins), session.may_wait(RouterCalls.ends)
+        quick = RouterCalls.begins_quickly, RouterCalls.ends_quickly
+        session.before(router.module, Hook(calls, begins, router.module, quick=quick[0]))
+        calls.last = Hook(calls, ends, router.module, quick=quick[1])
         session.after(router.module, calls.last)
         if self.shared.own is not None and (handle := self.shared.own.recount(router, calls)) is not None:
             session.undo.callback(handle.remove)
@@ -137,10 +139,17 @@ class Answering(Work):
             self._abandon(left)
         self.shared.witness.read(wait=False)
 
+    def trusts(self, number: int) -> bool:
+        # A recompute is run by what is in place then, and its results may not tell.
+        return not (self._is_checked(number) or self.shared.recomputes.any)
+
+    def _is_checked(self, number: int) -> bool:
+        return is_due(number) or self.shared.source.is_last(number)
+
     def begins(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         number, source = forward.number, self.shared.source
         chunk = source.chunks[forward.chunk]
-        forward.checked = is_due(number) or source.is_last(number)
+        forward.checked = self._is_checked(number)
         source.check_forward(forward)
         wanted = forward.chunk == 0 and source.wants_inputs_of(number)
         if wanted and (called := copied(args, kwargs, chunk)) is not None:
@@ -149,21 +158,28 @@ class Answering(Work):
         if self.shared.own is not None:
             self.shared.own.check_losses(chunk, args, kwargs)
             self.shared.own.begins(forward, chunk, given, source.knows_tokens(number))
+            forward.compares = self.shared.own.compares(forward)
         if given is not None:
             for device in self._devices.get(forward.chunk, ()):
                 source.send(forward, device)
-        forward.quick = not forward.checked and may_be_quick() and not torch.is_inference_mode_enabled()
+        forward.quick = not (forward.checked or torch.is_inference_mode_enabled())
         if forward.quick and self.shared.own is not None:
             forward.quick = given is not None and len(given.on) == 1
         if forward.quick and given is not None:
-            forward.given = given, *next(iter(given.on.values()))
+            forward.given = next(iter(given.on.values()))
             forward.rows = given.rows
 
     def ends(self, forward: Forward, complete: bool, output: object) -> bool:
         chunk, source = forward.chunk, self.shared.source
         self.shared.recomputes.settle(self._release)
+        given = source.given.get((chunk, forward.number))
         if complete:
-            self.shared.witness.check(source.routers[chunk], forward)
+            on = [] if given is None else list(given.on.values())
+            try:
+                self.shared.witness.check(source.routers[chunk], forward, on)
+            except NoEffect:
+                self._unchanged.check(micro_batch(forward.number))  # says more, if something was replaced
+                raise
         else:
             if chunk == 0:
                 source.inputs.pop(forward.number, None)
@@ -172,7 +188,7 @@ class Answering(Work):
             self.shared.kept.narrow()  # refuses routers that share a buffer
         else:
             self.shared.kept.narrow_many()
-        if (given := source.given.get((chunk, forward.number))) is not None:
+        if given is not None:
             self._devices[chunk] = tuple(given.on)
             given.on.clear()  # ids for a recompute are in `kept`
         if self.shared.own is not None:

@@ -8,6 +8,7 @@ come: on a CPU at once, from an accelerator a micro-batch or two later, at the l
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -20,6 +21,7 @@ from npu_replay.routers import Router
 from npu_replay.routes.host_copies import HostCopy
 from npu_replay.sessions import seam
 from npu_replay.sessions.micro_batches import Forward, Key
+from npu_replay.sessions.route_source import Given
 
 Why: TypeAlias = "tuple[str, str]"
 """A problem and its cause, as an error says them."""
@@ -136,7 +138,7 @@ class Witness:
         if (ids := call.ids) is None:
             self._refused[key] = _not_reached(router, call)
             return
-        forward.ended.append((router, ids, call.handed, call.written))
+        forward.ended.append((router, ids, call.watched, call.written))
         if call.ruled_out is not None:
             self._asked.append((router, number, False, _RULED_OUT, ~call.ruled_out))
         if router.shows is not None:
@@ -162,6 +164,15 @@ class Witness:
         else:
             self._saw_all(router, forward, call, call.taken.shown())
 
+    def saw_quickly(self, router: Router, call: seam.Call, shown: torch.Tensor) -> None:
+        """Check a call of an unchecked forward that has ended, with ids, and whose output shows experts."""
+        forward, ids = call.forward, call.ids
+        forward.ended.append((router, ids, call.watched, call.written))
+        if shown.dtype is torch.bool and shown.shape == (call.rows, call.num_experts):
+            self._asked.append((router, forward.number, False, _NOT_SHOWN, shown.gather(1, ids)))
+        elif shown is not ids:
+            self.look(router, forward.number, shown, ids)
+
     def saw_again(self, router: Router, number: int, call: seam.Call, output: object) -> None:
         """Check a recompute of a call that has ended."""
         if call.ids is None:
@@ -173,7 +184,7 @@ class Witness:
                 raise _error(router, number, *_TOPKS, again=True)
             if call.taken is not None:
                 self.look(router, number, call.taken.shown(), call.ids, again=True)
-        elif _is_written(call.handed, call.written, call.ids):
+        elif _is_written(call.watched, call.written, call.ids):
             raise _error(router, number, *_OTHERS_IN_RECOMPUTE, again=True)
         else:
             self.look(router, number, router.shows(output), call.ids, again=True)
@@ -236,8 +247,12 @@ class Witness:
         for kept in (self._lost, self._took, self._refused, self._asked, self._late):
             kept.clear()
 
-    def check(self, found: Sequence[Router], forward: Forward) -> None:
-        """Check after a forward that top-ks were reached and outputs show the ids; NoEffect otherwise."""
+    def check(self, found: Sequence[Router], forward: Forward, given: Sequence[Given]) -> None:
+        """Check after a forward that top-ks were reached and outputs show the ids; NoEffect otherwise.
+
+        Args:
+            given: the routes that the routers got, on each device.
+        """
         if self._refused or len(forward.ended) != len(found):
             seen = {router.label for router, *_ in forward.ended}
             for router in found:
@@ -247,11 +262,16 @@ class Witness:
                     raise _error(router, forward.number, *refused)
                 if router.label not in seen:
                     raise _error(router, forward.number, "the router's output was not seen", _NO_TOPK)
-        for router, ids, handed, written in forward.ended:
+        for router, ids, watched, written in forward.ended:
             # Compared inline first: the function call costs more than the comparison.
-            if (written is None or handed._version != written) and _is_written(handed, written, ids):
+            changed = watched is not None and (written is None or watched._version != written)
+            if changed and _is_written(watched, written, ids):
                 raise _error(router, forward.number, *_WRITTEN)
         forward.ended.clear()
+        for routes in given:
+            if (label := routes.written_layer()) is not None:
+                router = next(router for router in found if router.label == label)
+                raise _error(router, forward.number, *_WRITTEN)
         self.read(wait=False)
         for router in found if self._lost else ():
             if (lost := self._lost.pop((router.label, forward.number), None)) is not None:
@@ -277,8 +297,9 @@ class _Late:
     def __init__(self, asked: list[_Check]) -> None:
         self._asked = asked
         held = [one[4] for one in asked]
-        alike = len({(one.device, one.shape[1:]) for one in held}) == 1
-        self._right = HostCopy([torch.cat(held).all()] if alike else [one.all() for one in held])
+        with contextlib.suppress(RuntimeError):  # on several devices, or of several shapes
+            held = [torch.cat(held)]
+        self._right = HostCopy([one.all() for one in held])
 
     def has_come(self) -> bool:
         return self._right.has_come()
@@ -301,13 +322,13 @@ def _shows_others(router: Router) -> Why:
     return _OTHERS_IN_BLOCK if router.shows is None else _NOT_SHOWN
 
 
-def _is_written(handed: torch.Tensor | None, written: int | None, ids: torch.Tensor | None) -> bool:
-    """Return whether the ids that a router got have been written into. A kernel gets none."""
-    if handed is None:
+def _is_written(watched: torch.Tensor | None, written: int | None, ids: torch.Tensor | None) -> bool:
+    """Return whether the ids that a router got were written into. A kernel gets none."""
+    if watched is None:
         return False
     if written is None:  # inference tensors have no version counter
-        return ids is None or not torch.equal(handed, ids)
-    return handed._version != written
+        return ids is None or not torch.equal(watched, ids)
+    return watched._version != written
 
 
 def as_map(shown: torch.Tensor, router: Router) -> torch.Tensor:

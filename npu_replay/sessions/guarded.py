@@ -45,9 +45,9 @@ class _Guarded:
 
         def topk(*args: Any, **kwargs: Any) -> Any:
             call = here.armed
-            if call is not None and call.matches(args, kwargs):
-                return call.answer(native, args, kwargs, "guard")
-            if call is None and not guard.is_open:  # a wrapper from inside the block has restored ours
+            if call is not None:
+                return call.take(native, args, kwargs)
+            if not guard.is_open:  # a wrapper from inside the block has restored ours
                 self.lay_back()
             return native(*args, **kwargs)
 

@@ -24,10 +24,8 @@ class Fill(NamedTuple):
     mask: torch.Tensor
 
 
-def unmasked(
-    scores: torch.Tensor, fills: Sequence[Fill], topk: int, ids: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the scores as they were before the fills that made them: of these ids, or of all experts.
+def unmasked(scores: torch.Tensor, fills: Sequence[Fill], topk: int, ids: torch.Tensor) -> torch.Tensor:
+    """Return the scores of these ids as they were before the fills that made them, [rows, topk].
 
     A row in which fewer than `topk` experts are unmasked keeps its fill: the router itself chooses masked
     experts there, as in a row of padding.
@@ -36,21 +34,21 @@ def unmasked(
         scores: the argument of the top-k, [rows, experts].
         ids: int64 [rows, topk].
     """
-    if not fills:
-        return scores if ids is None else scores.gather(1, ids)
-    before, mask = _before(scores, fills)
-    if mask is not None:
-        with outside_modes():
-            keeps_fill = mask.expand(scores.shape).sum(dim=1, keepdim=True) > scores.shape[1] - topk
-        before = torch.where(keeps_fill, scores, before)
-    return before if ids is None else before.gather(1, ids)
+    filled = scores.gather(1, ids)
+    before, mask = before_fills(scores, fills)
+    if mask is None:
+        return filled
+    with outside_modes():
+        keeps_fill = mask.expand(scores.shape).sum(dim=1, keepdim=True) > scores.shape[1] - topk
+    return torch.where(keeps_fill, filled, before.gather(1, ids))
 
 
-def _before(scores: torch.Tensor, fills: Sequence[Fill]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def before_fills(scores: torch.Tensor, fills: Sequence[Fill]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the scores before the fills that lead to `scores` without a step in between, and their masks."""
-    before, mask = scores, None
+    before = scores
+    mask = None
     for fill in reversed(fills):
-        if address(fill.after) == address(before):
+        if fill.after is before or address(fill.after) == address(before):
             before = fill.before
             mask = fill.mask if mask is None else mask | fill.mask
     return before, mask
@@ -100,7 +98,7 @@ class Steps:
 
         A row whose own choice `own` has such a score, too, has no other experts to choose.
         """
-        before = _before(scores.detach(), fills)[0].detach()
+        before = before_fills(scores.detach(), fills)[0].detach()
         made = [step for step in self._steps if address(step.made) == address(before)]
         masked = _masked(made[-1], before, own) if made else before == 0
         lineage = self._lineage(before)

@@ -73,6 +73,10 @@ class OwnChoice:
         """Begin a forward with these routes; `is_known` says whether their tokens are compared elsewhere."""
         self._overlap.begins(forward, module, given, is_known)
 
+    def compares(self, forward: Forward) -> bool:
+        """Return whether `compare` is needed in the calls of this forward."""
+        return self._is_compared or self._counts_live or self._overlap.asked_in is forward
+
     def check_losses(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Refuse a call of the model with a loss that can't count the replayed experts as asked."""
         if self._aux_loss == "replayed":

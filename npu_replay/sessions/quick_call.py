@@ -14,17 +14,11 @@ from typing import Any
 import torch
 
 from npu_replay.sessions.guarded import here
-from npu_replay.sessions.masks import unmasked
+from npu_replay.sessions.masks import Fill, unmasked
 from npu_replay.sessions.micro_batches import FEW
-from npu_replay.sessions.seam import Call, topk_arguments
+from npu_replay.sessions.seam import Call, takes_largest_of_rows
 
-_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-
-
-def may_be_quick() -> bool:
-    """Return whether no mode would see the operations of a quick call."""
-    return not (_dispatch_modes() or _function_modes())
+_topk_result = torch.return_types.topk
 
 
 def was_plain(call: Call) -> bool:
@@ -34,45 +28,67 @@ def was_plain(call: Call) -> bool:
 
 
 class QuickCall(Call):
-    """Represents a call that takes its one top-k through the guarded name, on plain scores."""
+    """Represents a call that takes its one top-k through the guarded name, on plain scores.
+
+    It begins where no other call is open and no mode of torch's is on.
+
+    Args:
+        owner: the calls of one router (`router_calls.py`).
+        forward: the forward that it belongs to; None for a recompute.
+        enclosed: whether autograd may run the call again.
+    """
+
+    seen: Any = ()
+
+    def __init__(self, owner: Any, forward: Any, enclosed: bool = False) -> None:
+        self.owner = owner
+        self.num_experts = owner.num_experts
+        self.topk = owner.topk
+        self.fills: list[Fill] = []
+        self.forward = forward
+        self.enclosed = enclosed
+        self.given = owner.is_given
+        if forward is not None:
+            self.rows = forward.rows
+            self.routes = forward.given
+            self.choose = owner.chooses
+            self.keeps_native_topk = not enclosed and owner.may_keep_native
 
     def begin(self) -> None:
-        self.outer, self.below = here.armed, here.running
         here.armed = here.running = self
 
     def end(self) -> None:
-        here.armed, here.running = self.outer, self.below
+        here.armed = here.running = None
 
-    def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        scores, k, dim = topk_arguments(args, kwargs)
-        return (
-            k == self.topk
-            and isinstance(scores, torch.Tensor)
-            and scores.dim() == 2
-            and scores.shape[1] == self.num_experts
-            and self.rows in (scores.shape[0], -1)
-            and dim in (-1, 1)
-            and kwargs.get("largest", True)
-            and "out" not in kwargs
-        )
-
-    def answer(
-        self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: str
-    ) -> Any:
+    def take(self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        scores = args[0] if args else kwargs.get("input")
+        k = args[1] if len(args) > 1 else kwargs.get("k")
+        if k != self.topk or type(scores) is not torch.Tensor:
+            return native(*args, **kwargs)
+        shape = scores.shape
+        if len(shape) != 2 or shape[1] != self.num_experts or self.rows not in (shape[0], -1):
+            return native(*args, **kwargs)
+        if (kwargs or len(args) > 2) and not takes_largest_of_rows(args, kwargs):
+            return native(*args, **kwargs)
         here.armed = None  # a top-k among our own operations isn't the router's, nor is a later one
-        scores = args[0] if args else kwargs.pop("input")
-        self.scores, self._native, self.asked = scores, native, (args[1:], kwargs)
+        self.rows = shape[0]
         if self.keeps_native_topk:
-            values, self.own_ids = native(scores, *args[1:], **kwargs)
+            values, self.own_ids = native(*args, **kwargs)
             ids = self.choose(self)
         else:
+            self.scores = scores
+            self.taken_by = native, args, kwargs
             ids = self.choose(self)
             values = unmasked(scores, self.fills if self.given else (), self.topk, ids)
-        handed = self.handed
+            self.scores = None
+        self.ids = ids
+        self.way = "guard"
+        handed = self.lent
         if handed is None:
-            copies = self.keeps or ids.numel() > FEW or ids.is_inference()
+            # A tensor made under inference_mode can't be saved for backward. Those of a recompute are kept.
+            copies = self.forward is None or ids.numel() > FEW or ids.is_inference()
             handed = ids.clone() if copies else ids
-            self.handed = handed
-        self.ids, self.way = ids, way
-        self.written = None if handed.is_inference() else handed._version
-        return torch.return_types.topk((values, handed))
+            self.watched = handed
+            self.written = None if handed.is_inference() else handed._version
+        self.handed = handed
+        return _topk_result((values, handed))

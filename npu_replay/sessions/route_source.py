@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,8 +16,6 @@ from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, KeptIds, Timeline
 from npu_replay.sessions.session import Session
 
-_OfLayer: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
-_OnDevice: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, dict[int, _OfLayer]]"
 _FEW = 2**22
 """Up to this number of ids, a micro-batch is held as int64 on the device (32 MB)."""
 _OF_ONE = (
@@ -101,7 +99,7 @@ class RouteSource:
             raise MicroBatchError("no routes were given for this forward", where=where, cause=cause)
         return given
 
-    def prepare(self, router: Router, forward: Forward, rows: int, device: torch.device) -> Any:
+    def prepare(self, router: Router, forward: Forward, rows: int, device: torch.device) -> Given:
         """Return the routes of a forward and their copies on the device, for a call with `rows` rows."""
         if forward is self.timeline.bypassed:
             self.check_forward(forward)
@@ -116,7 +114,7 @@ class RouteSource:
             raise MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
         if device not in given.on:
             self.send(forward, device)
-        return given, *given.on[device]
+        return given.on[device]
 
     def send(self, forward: Forward, device: torch.device) -> None:
         """Start to copy the routes of this micro-batch and of the next one, as far as they are known."""
@@ -151,10 +149,7 @@ class DeviceRoutes:
         self._of_all = routes.columns(labels)
         missing = (~routes.recorded).nonzero()[:, 0]
         self.missing: torch.Tensor | None = missing if len(missing) else None  # int64 rows without a route
-        # By device: the narrow ids [rows, layers, topk], `missing`, and for each layer its ids [rows, topk]
-        # and the tensor for its router. These are int64 if there are few ids, since a cast for each layer
-        # costs more; otherwise narrow ids and None.
-        self.on: dict[torch.device, _OnDevice] = {}
+        self.on: dict[torch.device, Given] = {}
 
     @property
     def ids(self) -> torch.Tensor:
@@ -164,16 +159,47 @@ class DeviceRoutes:
     def send(self, device: torch.device) -> None:
         if device in self.on or not self.columns:
             return
-        ids = to_device(self.ids, device)
-        given: Any = ids.transpose(0, 1)
-        handed: Any = [None] * len(given)
-        if ids.numel() <= _FEW and not torch.is_inference_mode_enabled():
-            given = given.to(torch.int64, memory_format=torch.contiguous_format)
-            # A memory of its own, which a kernel may write into unseen; .data: a version counter each.
-            handed = [one.data for one in given.clone().unbind()]
-            given = given.unbind()
+        narrow = to_device(self.ids, device)
         missing = None if self.missing is None else to_device(self.missing, device)
-        self.on[device] = ids, missing, dict(zip(self.columns, zip(given, handed, strict=True), strict=True))
+        ids = narrow.transpose(0, 1)
+        lent = None
+        copies: Sequence[torch.Tensor | None] = [None] * len(ids)
+        if narrow.numel() <= _FEW and not torch.is_inference_mode_enabled():
+            ids = ids.to(torch.int64, memory_format=torch.contiguous_format)
+            lent = ids.clone()
+            copies = lent.unbind()
+        by_layer = dict(zip(self.columns, zip(ids.unbind(), copies, strict=True), strict=True))
+        self.on[device] = Given(self, narrow, missing, by_layer, ids, lent)
+
+
+class Given(NamedTuple):
+    """Holds the copies of one micro-batch's routes on one device.
+
+    Few ids are cast to int64 together, since a cast for each layer costs more, and are copied together for
+    the routers, which may write into what they get.
+
+    Attributes:
+        narrow: the ids, [rows, layers, topk].
+        missing: the rows without a route, int64; None if each row has one.
+        by_layer: for each layer its part of `ids`, and of `lent`.
+        ids: the ids, [layers, rows, topk], int64 if they are few.
+        lent: the copy, int64; None if they are many.
+    """
+
+    routes: DeviceRoutes
+    narrow: torch.Tensor
+    missing: torch.Tensor | None
+    by_layer: dict[int, tuple[torch.Tensor, torch.Tensor | None]]
+    ids: torch.Tensor
+    lent: torch.Tensor | None
+
+    def written_layer(self) -> int | None:
+        """Return a layer whose copy was written into, as far as torch knows; None if none was."""
+        # The parts share a version counter. A new copy's is 0.
+        if self.lent is None or self.lent._version == 0:
+            return None
+        changed = (self.lent != self.ids).flatten(1).any(dim=1).tolist()
+        return next((label for label, one in zip(self.by_layer, changed, strict=True) if one), None)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -14,10 +14,10 @@ from npu_replay.routers import Router
 from npu_replay.routes.routed_experts import narrow_dtype
 from npu_replay.sessions import backward, seam
 from npu_replay.sessions.effect import Witness, is_due
+from npu_replay.sessions.guarded import here
 from npu_replay.sessions.masks import Steps
 from npu_replay.sessions.micro_batches import (
     CALLED_INSIDE,
-    FEW,
     Forward,
     KeptIds,
     Marks,
@@ -25,8 +25,8 @@ from npu_replay.sessions.micro_batches import (
     Timeline,
 )
 from npu_replay.sessions.own_choice import OwnChoice
-from npu_replay.sessions.quick_call import QuickCall, may_be_quick, was_plain
-from npu_replay.sessions.route_source import RouteSource, to_device
+from npu_replay.sessions.quick_call import QuickCall, was_plain
+from npu_replay.sessions.route_source import Given, RouteSource, to_device
 from npu_replay.sessions.session import Session
 from npu_replay.sessions.torch_state import Hook, caller_of_hook
 
@@ -62,14 +62,21 @@ class RouterCalls:
     """Answers the top-k of one router: begins and ends its calls, in forwards and in recomputes."""
 
     def __init__(self, shared: Shared, session: Session, router: Router, chunk: int, marks: Marks) -> None:
-        self._is_given = given = shared.own is not None
+        self.is_given = given = shared.own is not None
         self.block = session.undo  # identifies its calls in `seam.unwind`
         self.router, self.label = router, router.label
+        self._module = router.module
+        self.num_experts = router.num_experts
+        self.topk = router.topk
+        self._shows = router.shows
+        self._open = session.timeline.open
         self.last: Hook | None = None  # our last hook: `ends`, or `leaves` behind later hooks
         self._narrow = narrow_dtype(router.num_experts)  # the dtype in which its ids are kept
         self._shared, self._source, self._witness = shared, shared.source, shared.witness
+        self._own = shared.own
         self._chunk, self._marks, self._timeline = chunk, marks, session.timeline
-        self._may_keep_native = backward.TELLS_REGIONS and not (given or router.spare)
+        self.may_keep_native = backward.TELLS_REGIONS and not (given or router.spare)
+        self.chooses = self._choose_given if given else self._choose_own  # in a forward
         self._leaves = session.may_wait(RouterCalls.leaves)
         self._is_block = router.shows is None
         self._mend = router.mend if given else None
@@ -81,79 +88,82 @@ class RouterCalls:
         self._behind: Hook | None = None
         self._ended: tuple[object, seam.Call] | None = None
 
+    def begins_quickly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Begin an unchecked call; return False if it needs a closer look."""
+        if self._module.training not in self._plain or self._marks.any or here.running is not None:
+            return False
+        if backward.in_backward():
+            return self._begins_again_quickly(args)
+        forward = self._open[self._chunk]
+        if forward is None or not forward.quick or self.label in forward.called:
+            return False
+        enclosed = False
+        if forward.enclosing or self._timeline.may_enclose_more(forward):
+            _, enclosed = self._live()
+        else:
+            forward.called.add(self.label)
+        here.armed = here.running = QuickCall(self, forward, enclosed)
+        return True
+
+    def _begins_again_quickly(self, args: tuple[Any, ...]) -> bool:
+        number = self._timeline.recomputed(self._chunk, self.label)
+        if is_due(number) or not args or not isinstance(args[0], torch.Tensor):
+            return False
+        call = QuickCall(self, None)
+        call.rows = self._rows_of(args[0])
+        self._set_again(call, number, args[0].device)
+        call.begin()
+        return True
+
+    def ends_quickly(self, args: tuple[Any, ...], output: object) -> bool:
+        """End what `begins_quickly` began; return False if it needs a closer look."""
+        call = here.running
+        if type(call) is not QuickCall or call.owner is not self or call.ids is None or output is None:
+            return False
+        if call.forward is None or self._behind is not None or self._mend is not None or self._is_block:
+            return False
+        here.armed = here.running = None
+        self._witness.saw_quickly(self.router, call, self._shows(output))
+        return True
+
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin the router's forward: from here on its top-k is answered."""
         started = time.perf_counter()
-        call = self._begin_quickly() or self._begin(args, kwargs)
+        call = self._begin(args, kwargs)
         if call is not None:
             call.begin()
         self._shared.seconds += time.perf_counter() - started
-
-    def _begin_quickly(self) -> seam.Call | None:
-        """Return the call of an unchecked forward; None if it needs a closer look."""
-        forward = self._timeline.running(self._chunk)
-        router = self.router
-        if forward is None or not forward.quick or router.module.training not in self._plain:
-            return None
-        if self._marks.any or backward.in_backward():
-            return None
-        _, enclosed = self._live()
-        given = forward.given
-        choose = self._choose_own if given is None else self._choose_given
-        call = QuickCall(forward.rows, router.num_experts, router.topk, choose)
-        call.owner, call.forward = self, forward
-        if given is None:
-            call.chooses_itself = True
-            call.keeps_native_topk = self._may_keep_native and not enclosed
-        else:
-            call.given, call.routes = True, given
-        call.keeps = False
-        return call
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> seam.Call | None:
         """Return the call that begins; None if the router is left alone."""
         router = self.router
         hidden = args[0] if args and isinstance(args[0], torch.Tensor) else hidden_states(args, kwargs)
-        rows = self._rows_of(hidden)
+        call = seam.Call(self, self._rows_of(hidden))
         number = self._marks.take_announced(router.module)
         if number is None and backward.in_backward():
             number = self._timeline.recomputed(self._chunk, self.label)
         if number is not None:
-            call = self._begin_again(number, rows, hidden.device)
+            self._set_again(call, number, hidden.device)
         elif self._source.answers(router):
-            call = self._begin_live(rows, hidden.device)
+            self._begin_live(call, hidden.device)
         else:
             return None
-        if not isinstance(call, QuickCall):
-            self._look_closely(call, hidden)
+        self._look_closely(call, hidden)
         return call
 
-    def _begin_live(self, rows: int, device: torch.device) -> seam.Call:
-        """Return the call of a forward, and refuse one whose routes have other rows."""
-        forward, enclosed = self._live()
-        choose = self._choose_given if self._is_given else self._choose_own
-        call = self._made(rows, choose, quick=not forward.checked)
-        call.forward = forward
-        call.keeps_native_topk = self._may_keep_native and not enclosed
-        if not forward.checked and rows * self.router.topk <= FEW and not torch.is_inference_mode_enabled():
-            call.keeps = False
-        if self._is_given:
-            call.routes = self._source.prepare(self.router, forward, rows, device)
-        return call
+    def _begin_live(self, call: seam.Call, device: torch.device) -> None:
+        """Prepare the call of a forward; refuse one whose routes have other rows."""
+        call.forward, call.enclosed = forward, enclosed = self._live()
+        call.keeps_native_topk = self.may_keep_native and not enclosed
+        call.choose = self.chooses
+        if self.is_given:
+            call.routes = self._source.prepare(self.router, forward, call.rows, device)
 
-    def _begin_again(self, number: int, rows: int, device: torch.device) -> seam.Call:
-        """Return the call of a recompute, and refuse one that isn't of a forward's."""
-        call = self._made(rows, self._choose_again, quick=not is_due(number))
+    def _set_again(self, call: seam.Call, number: int, device: torch.device) -> None:
+        """Prepare the call of a recompute; refuse one that isn't of a forward's."""
+        call.choose = self._choose_again
         call.number = number
-        call.routes = self._again(number, rows, device)
-        return call
-
-    def _made(self, rows: int, choose: seam.Choose, *, quick: bool) -> seam.Call:
-        router = self.router
-        quick = quick and router.module.training in self._plain and may_be_quick()
-        call = (QuickCall if quick else seam.Call)(rows, router.num_experts, router.topk, choose)
-        call.owner, call.given, call.chooses_itself = self, self._is_given, not self._is_given
-        return call
+        call.routes = self._again(number, call.rows, device)
 
     def _look_closely(self, call: seam.Call, hidden: torch.Tensor) -> None:
         """Set what a call needs that finds out how the router takes its top-k."""
@@ -168,7 +178,7 @@ class RouterCalls:
         call.watching = call.expected != "guard"
         checked = is_due(call.number) if forward is None else forward.checked
         call.follows = self._is_block and (checked or self._witness.follows(self.label))
-        if forward is not None and checked and self._is_given and router.masks:
+        if forward is not None and checked and self.is_given and router.masks:
             call.watching, call.steps = True, Steps(call.rows, router.num_experts)
         if next(reversed(router.module._forward_hooks.values())) is not self.last and not self._is_block:
             if self._behind is None:
@@ -216,35 +226,36 @@ class RouterCalls:
 
     def _choose_own(self, call: seam.Call) -> torch.Tensor:
         """Return the ids of a call in a forward, int64 [rows, topk]: the router's own choice."""
-        ids, key = call.own(), (self.label, call.forward.number)
-        if self._source.records or key in self._shared.recomputes:
-            self._shared.kept.keep(key, ids, self._narrow)
+        ids = call.own()
+        if self._source.records or call.enclosed:
+            self._shared.kept.keep((self.label, call.forward.number), ids, self._narrow)
         return ids
 
     def _choose_given(self, call: seam.Call) -> torch.Tensor:
         """Return the given ids, int64 [rows, topk]; rows without a route take the router's own choice."""
-        routes, narrow, missing, given = call.routes
-        ids, call.handed = given[self.label]
-        chosen: torch.Tensor = ids.long()
-        shared = self._shared
-        if shared.own is not None:
-            shared.own.compare(call, chosen, missing, routes)
+        given: Given = call.routes
+        missing = given.missing
+        ids, call.lent = given.by_layer[self.label]
+        ids = ids.long()
+        if call.forward.compares:
+            self._own.compare(call, ids, missing, given.routes)
         if missing is not None:  # never in place: layers may share their storage
-            chosen, call.handed = chosen.index_copy(0, missing, call.own(missing)), None
-        key = self.label, call.forward.number
-        if self._source.records or key in shared.recomputes:
+            ids = ids.index_copy(0, missing, call.own(missing))
+            call.lent = None
+        if self._source.records or call.enclosed:
+            key = self.label, call.forward.number
             if missing is None:
-                shared.kept[key] = narrow[:, routes.columns[self.label]]
+                self._shared.kept[key] = given.narrow[:, given.routes.columns[self.label]]
             else:
-                shared.kept.keep(key, chosen, self._narrow)
-        return chosen
+                self._shared.kept.keep(key, ids, self._narrow)
+        return ids
 
     def _choose_again(self, call: seam.Call) -> torch.Tensor:
         """Return the ids of the forward's call, int64 [rows, topk], for its recompute."""
         if self._shared.own is not None:
             self._shared.own.count_in(call)
         ids: torch.Tensor = call.routes.long()
-        if call.chooses_itself and call.asked is not None and call.asked[1].get("sorted"):
+        if not call.given and call.taken_by is not None and call.taken_by[2].get("sorted"):
             # Megatron-core from 0.18 on requests sorted ids only with grad, which is off in a checkpoint's
             # forward. In another order of experts their outputs would be summed with other rounding.
             order = call.scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)
@@ -262,7 +273,7 @@ class RouterCalls:
         if output is not None:  # else the router raised, or its recompute was stopped early
             if not isinstance(call, QuickCall):
                 self._learn(call)
-            elif call.ids is None and call.forward is not None and self._is_given:
+            elif call.ids is None and call.forward is not None and self.is_given:
                 hidden = hidden_states(args, {})
                 # Refuses routes with other rows, of which no top-k was answered.
                 self._source.prepare(self.router, call.forward, self._rows_of(hidden), hidden.device)

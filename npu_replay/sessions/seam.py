@@ -94,33 +94,33 @@ class Call:
     """
 
     # Set by the caller before `begin`. Class attributes, so that a call sets only what differs:
-    given = False  # the ids may differ from the router's own choice
+    choose: Choose
     steps: Steps | None = None  # what makes the scores, to tell a mask that isn't undone; needs `watching`
     watching = False  # Watch is on, until the top-k is caught
-    owner: Any = None
     forward: Any = None
     routes: Any = None
     number = 0
+    enclosed = False  # autograd may run the call again
+    lent: torch.Tensor | None = None  # a copy of the ids for the router, checked with those of other calls
     expected: str | None = None
     # The frame that runs the router. A top-k that isn't called from it isn't the router's. None: not checked.
     inside: FrameType | None = None
     drops = False  # tokens over an expert's capacity are dropped by a second top-k, along dim 0
     spare = 0  # experts that the top-k returns beyond those used; they come last and aren't replaced
-    keeps = True  # give the router a copy of `ids`, which it may write into
     counts = False  # count further top-ks
     follows = False  # keep Watch on until the call ends
-    chooses_itself = False  # the router's own choice is used, as in a record
     keeps_native_topk = False  # run the own top-k with grad, as no checkpoint compares saved tensors
     # Results:
     ids: torch.Tensor | None = None  # int64 [rows, topk] in use; None before the top-k
-    handed: torch.Tensor | None = None  # what the router got, perhaps set by `choose`; None from a kernel
-    written: int | None = None  # version counter of `handed`; None in inference mode
+    handed: torch.Tensor | None = None  # what the router got; None from a kernel
+    watched: torch.Tensor | None = None  # the same, if it is this call's to see that nobody writes into it
+    written: int | None = None  # version counter of `watched`; None in inference mode
     way: str | None = None  # how it was caught: "guard", "watch", or "kernel" (see `note`)
     passed: torch.Size | None = None  # of scores in other axes, whose top-k was seen and not answered
     again = 0  # number of further top-ks of the same shape
     values: torch.Tensor | None = None  # values that the router got, float [rows, topk]
     scores: Any = None  # the input of the top-k
-    asked: Any = None  # its other arguments, positional and named
+    taken_by: Any = None  # the function, its arguments and keywords
     own_ids: torch.Tensor | None = None  # the router's own choice of all rows, once computed
     taken: IdUses | None = None  # uses of the ids after the top-k, if `follows`
     ruled_out: torch.Tensor | None = None  # see Steps.ruled_out
@@ -129,8 +129,12 @@ class Call:
     outer: Call | None = None  # the previously armed call
     _depth = 0
 
-    def __init__(self, rows: int, num_experts: int, topk: int, choose: Choose) -> None:
-        self.rows, self.num_experts, self.topk, self.choose = rows, num_experts, topk, choose
+    def __init__(self, owner: Any, rows: int) -> None:
+        self.owner = owner
+        self.given = owner.is_given  # the ids may differ from the router's own choice
+        self.rows = rows
+        self.num_experts = owner.num_experts
+        self.topk = owner.topk
         self.seen: list[str] = []  # functions called before the top-k was caught, while Watch was on
         self.fills: list[Fill] = []  # of scores over the experts, before the top-k
 
@@ -152,15 +156,14 @@ class Call:
 
     def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether the call answers a top-k with these arguments."""
-        scores, k, dim = topk_arguments(args, kwargs)
-        drops = self.drops and self.ids is not None  # then the next one asks which tokens to drop
-        if not (
-            isinstance(scores, torch.Tensor)
-            and scores.shape == (self.rows, self.num_experts)
-            and (dim in (0, -2) if drops else k == self.topk + self.spare and dim in (-1, 1))
-            and kwargs.get("largest", True)
-            and "out" not in kwargs
-        ):
+        scores = args[0] if args else kwargs.get("input")
+        if not isinstance(scores, torch.Tensor) or scores.shape != (self.rows, self.num_experts):
+            return False
+        if self.drops and self.ids is not None:  # the next one asks which tokens to drop
+            fits = takes_largest_of_rows(args, kwargs, dims=(0, -2))
+        else:
+            fits = _k(args, kwargs) == self.topk + self.spare and takes_largest_of_rows(args, kwargs)
+        if not fits:
             return False
         # The stack is walked, not indexed: a wrapper more or less must not matter.
         frame: FrameType | None = None if self.inside is None else sys._getframe()
@@ -176,10 +179,16 @@ class Call:
             frame = frame.f_back
         return True
 
+    def take(self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a top-k of the guarded name, and answer it if it is the router's."""
+        if self.matches(args, kwargs):
+            return self.answer(native, args, kwargs, "guard")
+        return native(*args, **kwargs)
+
     def passes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the shape of the scores of a top-k that would be answered if they were two-dimensional."""
-        scores, k, _ = topk_arguments(args, kwargs)
-        if not isinstance(scores, torch.Tensor) or k != self.topk + self.spare:
+        scores = args[0] if args else kwargs.get("input")
+        if not isinstance(scores, torch.Tensor) or _k(args, kwargs) != self.topk + self.spare:
             return
         if scores.shape[-1:] == (self.num_experts,) and scores.numel() == self.rows * self.num_experts:
             self.passed = scores.shape
@@ -202,12 +211,13 @@ class Call:
             return (self._drop if self.drops else self._answer_again)(native, args, kwargs, self.ids)
         if way == "guard":
             self._stop_watching()
-        scores = args[0] if args else kwargs.pop("input")
+        scores = args[0] if args else kwargs["input"]
         if type(scores).__name__ == "DTensor":
             problem, got = "the scores are a DTensor, which replay doesn't support", f"{scores.placements}"
             cause = "tensor parallelism by parallelize_module over the router; FSDP2 alone is fine"
             raise RouterError(problem, expected="plain tensors in the router", got=got, cause=cause)
-        self.scores, self._native, self.asked = scores, native, (args[1:], kwargs)
+        self.scores = scores
+        self.taken_by = native, args, kwargs
         values, ids = self.decide(scores)
         self.values = values.detach() if self.spare else values
         if self.spare:
@@ -215,14 +225,11 @@ class Call:
             self.handed = torch.cat([ids, places[:, self.topk :]], dim=1)
             self.fills.clear()  # the router got its top-k's own values, so no mask is undone
         if (handed := self.handed) is None:
-            handed = ids
-            if self.keeps:
-                with outside_modes():
-                    handed = ids.clone()
-            self.handed = handed
+            with outside_modes():
+                handed = self.handed = ids.clone()  # which the router may write into
         self.ids, self.way = ids, way
-        if not handed.is_inference():
-            self.written = handed._version
+        self.watched = handed
+        self.written = None if handed.is_inference() else handed._version
         if self.follows:
             self.taken = IdUses(self.rows, self.topk, self.num_experts, ids)
             self.taken.depth = self._depth
@@ -277,7 +284,7 @@ class Call:
         """Return values, float [rows, topk], and ids for the router's top-k of these scores."""
         if self.keeps_native_topk:
             values, self.own_ids = self.native_topk(scores)
-        elif self.chooses_itself and (
+        elif not self.given and (
             torch._C._len_torch_dispatch_stack()
             or type(scores) is not torch.Tensor
             or (_depth() and any(mode is not _watch for mode in _modes()))
@@ -305,7 +312,10 @@ class Call:
         return ids
 
     def native_topk(self, scores: torch.Tensor) -> Any:
-        return self._native(scores, *self.asked[0], **self.asked[1])
+        native, args, kwargs = self.taken_by
+        if not args:
+            return native(**kwargs | {"input": scores})
+        return native(scores, *args[1:], **kwargs)
 
     def fill(
         self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool
@@ -333,13 +343,17 @@ class Call:
         return after
 
 
-def topk_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return the scores, k and dim of a call of topk, given by position or by name."""
-    count = len(args)
-    scores = args[0] if count else kwargs.get("input")
-    k = args[1] if count > 1 else kwargs.get("k")
-    dim = args[2] if count > 2 else kwargs.get("dim", -1)
-    return scores, k, dim
+def takes_largest_of_rows(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dims: tuple[int, int] = (-1, 1)
+) -> bool:
+    """Return whether a call of topk takes the largest scores along one of these dimensions."""
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+    largest = args[3] if len(args) > 3 else kwargs.get("largest", True)
+    return dim in dims and bool(largest) and "out" not in kwargs
+
+
+def _k(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get("k")
 
 
 def _identity(scores: torch.Tensor) -> tuple[object, ...]:

@@ -131,7 +131,9 @@ class Session:
             self.unchanged.check("in a recompute of the model")
             return
         self._work.comes(chunk)
-        self.unchanged.check(micro_batch(self.timeline.ended[chunk]))
+        number = self.timeline.ended[chunk]
+        if not self._work.trusts(number):
+            self.unchanged.check(micro_batch(number))
         self.marks[chunk].clear()
         self._work.begins(self.timeline.begin(chunk), args, kwargs)
 
@@ -281,6 +283,10 @@ class Work:
 
     def comes(self, chunk: int) -> None:
         """Prepare for a forward of a chunk: the previous one has ended, or an interrupt has stopped it."""
+
+    def trusts(self, number: int) -> bool:
+        """Return whether what was replaced before this micro-batch is noticed by its results."""
+        return False
 
     def begins(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a forward of a chunk with the arguments of its call, or refuse it."""

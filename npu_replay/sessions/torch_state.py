@@ -21,6 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from npu_replay.module_tree import way
 
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
 
 class Hook:
     """Calls `act(owner, *at, args, last)` as a forward hook, or a pre-hook with keywords, of one module.
@@ -28,20 +31,33 @@ class Hook:
     `last` is the module's output, or a pre-hook's keywords; the result of `act` is the hook's. Module and
     owner are held weakly: a hook without its owner does nothing, and a copy of the model keeps nothing alive.
     A shallow copy of the module shares its hooks, which ignore it. In a deep copy or a pickle the hook
-    becomes a function that does nothing.
+    becomes a function that does nothing. `quick(owner, args, last)` is asked first, where no mode of torch's
+    is on; `act` is called only if it returns False.
     """
 
-    __slots__ = ("__weakref__", "_act", "_at", "_module", "_owner")
+    __slots__ = ("__weakref__", "_act", "_at", "_module", "_owner", "_quick")
 
-    def __init__(self, owner: object, act: Callable[..., Any], module: nn.Module, *at: Any) -> None:
-        self._owner, self._module = weakref.ref(owner), weakref.ref(module)
-        self._act, self._at = act, at
+    def __init__(
+        self,
+        owner: object,
+        act: Callable[..., Any],
+        module: nn.Module,
+        *at: Any,
+        quick: Callable[..., bool] | None = None,
+    ) -> None:
+        self._owner = weakref.ref(owner)
+        self._module = weakref.ref(module)
+        self._act = act
+        self._at = at
+        self._quick = quick
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], last: Any) -> Any:
         owner = self._owner()
         if owner is None or module is not self._module():
             return None
-        if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
+        if not (_function_modes() or _dispatch_modes()):
+            if self._quick is not None and self._quick(owner, args, last):
+                return None
             return self._act(owner, *self._at, args, last)
         with outside_modes():
             return self._act(owner, *self._at, args, last)

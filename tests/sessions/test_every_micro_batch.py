@@ -56,8 +56,8 @@ def test_calls_are_quick_where_nothing_is_checked(
     kind: str, recompute: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, quick = ToyModel(recompute=recompute), []
-    begin = QuickCall.begin
-    monkeypatch.setattr(QuickCall, "begin", lambda call: quick.append(number) or begin(call))
+    begins = QuickCall.__init__
+    monkeypatch.setattr(QuickCall, "__init__", lambda *args: quick.append(number) or begins(*args))
     block: Any = StepReplay(model, min_overlap=0) if kind == "step by step" else opened(kind, model, 7)
     with block as session:
         for number in range(7):
