@@ -374,8 +374,6 @@ def complete(kind: Any, actions: Any, patches: Patches) -> None:
 
     patches.set(kind, IDLE_WITHOUT_ACTION, True, "without an action a router need not ask it")
     patches.wrap(kind, "set_router_replay_action", set_router_replay_action, "takes Megatron's actions too")
-    if not hasattr(kind, "get_replay_topk"):  # below 0.9
-        patches.set(kind, "get_replay_topk", get_replay_topk, "Megatron's routers ask it, unpatched")
 
 
 def get_replay_topk(
@@ -403,7 +401,7 @@ def get_replay_topk(
 
 def made_for(kind: Any, router: Any) -> Any:
     """Make a router's RouterReplay, which leaves verl's list when the router is garbage."""
-    made = kind()
+    made = _asked_by_megatron(kind)()
     # A weak reference, so that the finalizer doesn't keep the instance alive.
     everyone, mine = kind.router_instances, weakref.ref(made)
 
@@ -412,3 +410,14 @@ def made_for(kind: Any, router: Any) -> Any:
 
     weakref.finalize(router, leave).atexit = False
     return made
+
+
+@functools.cache
+def _asked_by_megatron(kind: Any) -> Any:
+    """Return verl's class with `get_replay_topk`, which it lacks below 0.9.
+
+    Megatron's routers, unpatched, ask it, and those that are alive do so after an uninstall(), too.
+    """
+    if hasattr(kind, "get_replay_topk"):
+        return kind
+    return type(kind.__name__, (kind,), {"get_replay_topk": get_replay_topk})

@@ -4,8 +4,7 @@ Asks:     when verl's modules are imported, their names and the arguments of wha
 Changes:  `forward_backward_batch` of an engine and of 0.7's actor, `disable_adapter`, reference passes;
           verl's functions, which call npu_replay's in a pass, also where `from ... import` has bound them;
           `apply_router_replay_patch`; RouterReplay's `set_router_replay_action`, which takes Megatron's
-          actions too, and `get_replay_topk`, which lacks below 0.9. Megatron's routing is put back where
-          verl's patch came first.
+          actions too. Megatron's routing is put back where verl's patch came first.
 Undone:   by `npu_replay.uninstall()`, and all of it where one name isn't as expected; each RouterReplay
           leaves verl's list with its router. Engines that are alive go on as verl's own.
 """

@@ -121,7 +121,7 @@ def test_each_router_has_a_replay_of_verls_and_no_model_that_was_thrown_away(ver
     job = Job()
     del gone
     gc.collect()
-    assert all(type(one) is verl.replay for one in own_replays(job))
+    assert all(isinstance(one, verl.replay) for one in own_replays(job))
     assert all(is_idle(one) for one in own_replays(job)), "nobody has to ask them without an action"
     listed = verl.replay.router_instances
     assert [one for one in listed if any(one is other for other in own_replays(job))] == own_replays(job)

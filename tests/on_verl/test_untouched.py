@@ -1,0 +1,44 @@
+"""verl's engines, to the last bit, in each state of npu_replay in a process: a job that asks for no replay is
+untouched, and so is one that has turned replay off."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import sharded_qwen
+import tiny_qwen
+from untouched import ABSENT, outcomes
+
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]
+
+IMPORTS = (
+    "ray",
+    "tensordict",
+    "hydra",
+    "peft",
+    "datasets",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
+
+
+OF_MEGATRON = pytest.mark.skipif(
+    version("megatron-core").startswith("0.12."),
+    reason="verl's own engine asks for vp_stage, which it hasn't",
+)
+
+
+@pytest.mark.parametrize("engine", [pytest.param("megatron", marks=OF_MEGATRON), "fsdp2"])
+def test_an_engine_trains_as_without_the_package(tmp_path: Path, engine: str) -> None:
+    """Log-probs, gradients and weights of some steps."""
+    task = {"engine": engine, "platform": version("verl") >= "0.9", "model": str(tmp_path / "model")}
+    if engine == "fsdp2":
+        model = tiny_qwen.make(sharded_qwen.VOCAB, len(sharded_qwen.MOE), seed=3, mlp_only_layers=[1])
+        model.save_pretrained(task["model"])
+        tokens = map(str, range(sharded_qwen.VOCAB))
+        tiny_qwen.tokenizer(tokens, pad_token="0").save_pretrained(task["model"])
+    found = outcomes("on_verl.untouched_verl", tmp_path, imports=IMPORTS, **task)
+    for state, outcome in found.items():
+        assert outcome == found[ABSENT], state

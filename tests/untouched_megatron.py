@@ -1,0 +1,78 @@
+"""A job of tests/untouched.py: Megatron-core trains a small MoE model, without verl."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import torch
+
+from untouched import digest
+
+STEPS = 3
+MODEL: dict[str, Any] = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.05,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+def run(task: dict[str, Any], *, ask: bool) -> dict[str, Any]:
+    """Digests of some steps; with `ask` after steps inside blocks, on the same model, and an uninstall()."""
+    from lent.compat import cpu
+    from lent.smoke import megatron_model
+
+    with cpu.lend():
+        megatron_model.start(torch.device("cpu"))
+        torch.manual_seed(7)
+        if ask:
+            importlib.import_module("npu_replay").install()
+        model = megatron_model.model(megatron_model.config(**MODEL))
+        kept = {name: one.clone() for name, one in model.state_dict().items() if one is not None}
+        if ask:
+            _replayed(model)
+            model.load_state_dict(kept)
+            for router in (one for one in model.modules() if hasattr(one, "local_tokens_per_expert")):
+                router.local_tokens_per_expert.zero_()
+        return _trained(model)
+
+
+def _replayed(model: Any) -> None:
+    """Record and replay a step, then turn npu_replay off."""
+    import npu_replay
+
+    with npu_replay.record(model) as recording:
+        _trained(model, steps=1)
+    with npu_replay.replay(model, recording.routes):
+        _trained(model, steps=1)
+    npu_replay.uninstall()
+
+
+def _trained(model: Any, steps: int = STEPS) -> dict[str, Any]:
+    from lent.smoke import megatron_model
+
+    finalize: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(3)
+    found: dict[str, Any] = {"losses": [], "gradients": [], "bias": []}
+    masked = "padding_mask" in inspect.signature(type(model).forward).parameters
+    for _ in range(steps):
+        tokens = torch.randint(0, 64, (2, 4), generator=generator)  # 8 rows, since 0.16 masks the 8 experts
+        padding = {"padding_mask": torch.arange(4) >= torch.tensor([[3], [2]])} if masked else {}
+        optimizer.zero_grad()
+        losses = model(
+            input_ids=tokens, labels=tokens.roll(-1, 1), **megatron_model.causal(tokens), **padding
+        )
+        losses.mean().backward()
+        finalize._update_router_expert_bias([model], model.config)
+        optimizer.step()
+        found["losses"].append(losses.mean().item())
+        found["gradients"].append(digest(one.grad for one in model.parameters()))
+        found["bias"].append(digest(one for name, one in model.named_buffers() if "expert_bias" in name))
+    return found | {"weights": digest(model.parameters()), "masked": masked}
