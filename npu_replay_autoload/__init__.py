@@ -29,7 +29,8 @@ def wanted() -> bool:
 def load(product: str) -> None:
     """Import npu_replay for an entry point of `product`, if it may; a failure is one ERROR in the log.
 
-    The job goes on: most jobs don't ask for replay.
+    The job goes on, since most jobs don't ask for replay. One that asks is refused when its workers are
+    built, unless NPU_REPLAY_STRICT=0 has it go on without.
     """
     global loading
     if not wanted():
@@ -38,12 +39,17 @@ def load(product: str) -> None:
     try:
         import npu_replay  # noqa: F401
     except Exception as error:  # noqa: BLE001  a job that doesn't ask for replay mustn't end by it
+        cause = f"{type(error).__name__}: {error}"
         said = (
-            "[npu_replay] the entry point of %s can't load npu_replay: %s: %s. Jobs without replay go on as "
-            "if it weren't installed. A job with replay is without npu_replay's: mend the cause first. "
+            "[npu_replay] the entry point of %s can't load npu_replay: %s. Jobs without replay go on as if "
+            "it weren't installed. A job that asks for replay is refused when its engine is built. "
             "NPU_REPLAY_AUTOLOAD=0 leaves npu_replay out"
         )
-        logger.error(said, product, type(error).__name__, error)
+        logger.error(said, product, cause)
+        if _word("NPU_REPLAY_STRICT") not in OFF:
+            from npu_replay_autoload import refusal
+
+            refusal.refuse(cause)
     finally:
         loading = False
 

@@ -399,8 +399,12 @@ def _check_worker(worker: Any, legacy: bool) -> None:
     _checked.add(worker)
 
 
+@functools.cache
 def _say_asked(mode: str) -> None:
-    """Log one INFO line a node: a search in a node's log shows whether replay was asked for there."""
+    """Log one INFO line, once for the first rank of each node: a node's log shows that replay was asked for.
+
+    verl tells a worker how many of its group are on a node, and ranks count through a node before the next.
+    """
     ranks = int(os.environ.get("RAY_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
     rank = int(os.environ.get("RANK") or 0)
     if rank % ranks == 0:

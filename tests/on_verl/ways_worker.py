@@ -190,6 +190,25 @@ def by_entry_point(task: dict[str, Any]) -> dict[str, Any]:
     return found | {"all": changed()}
 
 
+def broken(task: dict[str, Any]) -> dict[str, str]:
+    """What verl's workers with each of the task's "modes" raise where npu_replay can't be imported."""
+    sys.modules["npu_replay"] = None  # type: ignore[assignment]  its import fails
+    import_module("npu_replay_autoload.verl")
+    workers, omegaconf = import_module("verl.workers.engine_workers"), import_module("omegaconf").OmegaConf
+    raised = {}
+    for mode in task["modes"]:
+        replay = {"router_replay": {"mode": "disabled"}}
+        actor = {"strategy": "megatron", "megatron": replay}
+        config = omegaconf.create({"actor": actor, "rollout": {}})
+        omegaconf.update(config, task["key"], mode, force_add=True)
+        try:
+            workers.ActorRolloutRefWorker(config=config, role="actor")
+            raised[mode] = ""
+        except RuntimeError as error:
+            raised[mode] = str(error)
+    return raised
+
+
 def _imported(name: str) -> Any:
     try:
         return import_module(name)
