@@ -105,10 +105,10 @@ def judge(rows: Judged, *, least: float | None = None, before: int = 0, moved: b
     # A quarter of the best layer's way: a coarsely quantized rollout lowers all layers. A wrong layer lowers
     # those behind it too, since their inputs come from other experts; those before it stay high.
     best = ((overlap - chance) / np.maximum(1 - chance, 1e-9)).max()
-    way = float(np.clip(best / 4, _LEAST, _MOST))
 
     def floor_of(chance: Array, shares: Array, count: float) -> Array:
         """Return the expected overlap, less two standard errors of so many rows; shares are [..., rows]."""
+        way = float(np.clip(best / 4, _LEAST, _MOST))
         expected = chance + way * (1 - chance) if least is None else least
         floor: Array = expected - 2 * shares.std(axis=-1) / np.sqrt(count)
         return floor
@@ -125,7 +125,10 @@ def judge(rows: Judged, *, least: float | None = None, before: int = 0, moved: b
     each = shares[:, before:].mean(axis=0)
     if found is None and len(each) >= RUN:  # the lowest of all runs of consecutive tokens
         sums = np.concatenate([[0.0], each.cumsum()])
-        at = int((sums[RUN:] - sums[:-RUN]).argmin())
+        runs = (sums[RUN:] - sums[:-RUN]) / RUN
+        at = int(runs.argmin())
+        # Or the best run's way: wrong rows in one place lower all layers, and not the runs in other places.
+        best = max(best, (runs.max() - chance.mean()) / max(1 - chance.mean(), 1e-9))
         run, there = each[at : at + RUN], slice(before + at, before + at + RUN)
         limit = float(floor_of(chance.mean(), run, RUN))
         if least is None and run.mean() < limit:

@@ -245,6 +245,16 @@ def test_a_stale_tail_of_one_sequence_is_found_among_interleaved_rows_and_named(
         run(model, [layout.gather(samples)], inputs)
 
 
+def test_a_run_is_held_against_a_quarter_of_the_best_runs_way() -> None:
+    """A long tail of another's lowers the mean of each layer, and so what is asked of layers, not of runs."""
+    model, inputs = ToyModel(), hidden(4 * RUN)
+    (right,) = own(model, inputs)
+    ids = right.ids.clone()
+    ids[-2 * RUN :] = flipped(right, 0.69)[-2 * RUN :]
+    with pytest.raises(MicroBatchError, match=r"rows 1\d\d to \d+: .* overlap of 0.3[3-6] or more"):
+        run(model, [of_engine(ids, right)], inputs)
+
+
 def test_a_run_of_short_sequences_is_named_by_its_first_and_last() -> None:
     model, layout = ToyModel(), TokenLayout.packed([RUN // 4] * 8)
     inputs = hidden(len(layout.rows))
