@@ -76,13 +76,7 @@ def main():
 
     batch = pad_sequence(tokens, batch_first=True)
     mask = pad_sequence([torch.ones_like(one) for one in tokens], batch_first=True)
-    layout = TokenLayout.padded(
-        [len(one) for one in tokens],
-        batch.shape[1],
-        order="batch",  # the rows of transformers' models: one sequence after the other
-        fingerprints=[npu_replay.fingerprint(one) for one in tokens],  # routes of other tokens are refused
-    )
-    rows = layout.gather(routes)
+    rows = TokenLayout.of_batch(batch, mask).gather(routes)  # routes of other tokens are refused
     counted = mask[:, 1:].bool()
     expected = pad_sequence(sampled, batch_first=True)[counted]
 

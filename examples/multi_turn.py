@@ -92,9 +92,7 @@ def main():
     batch = pad_sequence(tokens, batch_first=True)
     mask = pad_sequence([torch.ones_like(one) for one in tokens], batch_first=True)
     counted = pad_sequence(list(masks), batch_first=True)[:, 1:]
-    fingerprints = [npu_replay.fingerprint(one) for one in tokens]  # routes of other tokens are refused
-    layout = TokenLayout.padded(lengths, batch.shape[1], order="batch", fingerprints=fingerprints)
-    routes = layout.gather(samples)
+    routes = TokenLayout.of_batch(batch, mask).gather(samples)  # routes of other tokens are refused
     model = model.float().train()
 
     def log_probs():

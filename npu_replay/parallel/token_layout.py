@@ -15,15 +15,16 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.nn.functional import pad
 
 from npu_replay.errors import MicroBatchError, ReplayError, listed, one_of, share, shown, whole_number
 from npu_replay.parallel import probed_layout, row_gather
 from npu_replay.parallel.parallel_layout import Context, ParallelLayout
+from npu_replay.parallel.slots import alignment, context_cut, cut, joined, multiple_of, padded_slots, rounded
 from npu_replay.routes import arguments
 from npu_replay.routes.arguments import is_plain
 from npu_replay.routes.checks import MAX_TOKENS
 from npu_replay.routes.inputs import Inputs
+from npu_replay.routes.places import read_batch
 from npu_replay.routes.routed_experts import RoutedExperts
 
 Order: TypeAlias = Literal["sequence", "batch"]
@@ -137,13 +138,13 @@ class TokenLayout:
         """
         rank, sizes = parallel or _ALONE, _sizes(lengths)
         if length is None:
-            length = _rounded(max(sizes, default=0), _alignment(align, rank, context))
+            length = rounded(max(sizes, default=0), alignment(align, rank, context))
         length = whole_number(length, "length")
         fine = max(sizes, default=0) <= length <= MAX_TOKENS and length >= 0
         _check(fine, "a sequence is longer than what the batch is padded to", f"<= {length}", sizes)
         one_of(side, ("right", "left"), "side", kind=MicroBatchError)
-        grid = _joined(_slots(sizes, [length] * len(sizes), side == "left")).view(len(sizes), length)
-        here = _context_cut(grid, rank, context, "the padded length")
+        grid = joined(padded_slots(sizes, [length] * len(sizes), side == "left")).view(len(sizes), length)
+        here = context_cut(grid, rank, context, "the padded length")
         return cls._of_places(here, order, sizes, fingerprints, parallel)
 
     @classmethod
@@ -178,22 +179,22 @@ class TokenLayout:
         rank, sizes = parallel or _ALONE, _sizes(lengths)
         fine = align is None or padded_lengths is None
         _check(fine, "a sequence is padded by one rule", "align or padded_lengths", "both")
-        multiple, end = _alignment(align, rank, context), _multiple(align_end, "align_end")
-        rooms = tuple(_rounded(size, multiple) for size in sizes)
+        multiple, end = alignment(align, rank, context), multiple_of(align_end, "align_end")
+        rooms = tuple(rounded(size, multiple) for size in sizes)
         if padded_lengths is not None:
             rooms = _sizes(padded_lengths)
             fine = len(rooms) == len(sizes) and all(map(operator.ge, rooms, sizes))
             expected = f"{len(sizes)} numbers, none below {sizes}"
             cause = "cu_seqlens_padded of another micro-batch"
             _check(fine, "padded_lengths don't add up with the lengths", expected, rooms, cause)
-        slots = _slots(sizes, rooms)
+        slots = padded_slots(sizes, rooms)
         if context == "zigzag":
-            cut = [_context_cut(one, rank, context, f"sequence {number}") for number, one in enumerate(slots)]
-            here = _joined(cut, end)
+            parts = [context_cut(one, rank, context, f"sequence {n}") for n, one in enumerate(slots)]
+            here = joined(parts, end)
         else:
             # The stream is padded before it is cut: so each rank's piece is a multiple of `align_end`.
-            stream = _joined(slots, end * rank.context_pieces(context))
-            here = _context_cut(stream, rank, context, "the whole stream")
+            stream = joined(slots, end * rank.context_pieces(context))
+            here = context_cut(stream, rank, context, "the whole stream")
         return cls._of_places(here, "sequence", sizes, fingerprints, parallel)
 
     @classmethod
@@ -232,6 +233,48 @@ class TokenLayout:
         return cls._of_places(places, order, sizes, fingerprints, parallel)
 
     @classmethod
+    def of_batch(
+        cls,
+        input_ids: Any,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        *,
+        cu_seqlens: Any = None,
+        order: Order = "batch",
+        parallel: ParallelLayout | None = None,
+    ) -> TokenLayout:
+        """Read the layout off what the model is called with: a padded batch, or packed sequences.
+
+        It takes tensors on any device, arrays and lists; the host waits for a device once.
+
+        >>> ids, mask = torch.tensor([[0, 7, 8], [4, 5, 6]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+        >>> layout = npu_replay.TokenLayout.of_batch(ids, mask)
+        >>> layout.lengths, layout.rows.tolist()
+        ((2, 3), [-1, 0, 1, 2, 3, 4])
+
+        Args:
+            input_ids: the token ids, [batch, sequence] or [tokens].
+            attention_mask: 0 for padding, of the same shape, on any side of a row. A batch that has padding
+                needs it, also where the model is called without it. A row of padding alone is no sequence.
+            position_ids: 0 where a sequence begins; packed sequences need them, or `cu_seqlens`.
+            cu_seqlens: where packed sequences begin, and where the last one ends.
+            order: "batch" for routers of Hugging Face models (b*s), "sequence" for those of Megatron (s*b).
+            parallel: as in `padded`, without context parallelism.
+
+        Raises:
+            MicroBatchError: these don't tell the sequences: a mask with holes, positions or `cu_seqlens` that
+                contradict it or each other, or a packed end that may be padding.
+        """
+        whole, problem = parallel is None or parallel.cp == 1, "a rank has a part of each sequence"
+        cause = "context parallelism: TokenLayout.padded and .packed cut sequences as it does"
+        _check(whole, problem, "whole sequences", f"{parallel!r}", cause, "TokenLayout.of_batch")
+        try:
+            places, sizes, marks = read_batch(input_ids, attention_mask, position_ids, cu_seqlens)
+        except MicroBatchError as error:
+            raise error.at("TokenLayout.of_batch") from None
+        return cls._of_places(places, order, sizes, marks, parallel)
+
+    @classmethod
     def _of_places(
         cls,
         places: torch.Tensor,
@@ -249,7 +292,7 @@ class TokenLayout:
         problem = "sequence parallelism slices sequence-major rows"
         _check(not batch_major or slices == 1, problem, "order='sequence'", "order='batch'")
         what, why = "what this rank has of the sequence", f"sequence parallel {slices}"
-        here = _cut(places, slices, [rank.tp_rank], what, why)
+        here = cut(places, slices, [rank.tp_rank], what, why)
         rows = (here if batch_major or here.dim() == 1 else here.T).reshape(-1)
         alike = places.dim() == 1 or 1 in places.shape  # both orders then give the same rows
         # `fed` is compared with whole sequences, of which context parallelism leaves a rank a part.
@@ -403,48 +446,3 @@ def _sizes(lengths: Sequence[int]) -> tuple[int, ...]:
         problem = "a sequence has a negative length" if size < 0 else f"{what} is no number of tokens"
         _check(0 <= size <= MAX_TOKENS, problem, f">= 0, and at most {MAX_TOKENS}", size)
     return sizes
-
-
-def _multiple(given: object, what: str) -> int:
-    return whole_number(given, what, least=1, most=MAX_TOKENS, kind=MicroBatchError)
-
-
-def _alignment(align: int | None, parallel: ParallelLayout, context: Context) -> int:
-    return parallel.alignment(context) if align is None else _multiple(align, "align")
-
-
-def _rounded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _slots(sizes: Sequence[int], rooms: Sequence[int], left: bool = False) -> list[torch.Tensor]:
-    """Return the packed tokens of each sequence in its room of places, padded with -1 at one end."""
-    slots = []
-    for tokens, room in zip(torch.split(torch.arange(sum(sizes)), list(sizes)), rooms, strict=True):
-        lacking = room - len(tokens)
-        slots.append(pad(tokens, (lacking, 0) if left else (0, lacking), value=-1))
-    return slots
-
-
-def _joined(pieces: list[torch.Tensor], multiple: int = 1) -> torch.Tensor:
-    """Concatenate pieces, and pad the end with -1 to a multiple."""
-    stream = torch.cat([torch.arange(0), *pieces])
-    return pad(stream, (0, -len(stream) % multiple), value=-1)
-
-
-def _context_cut(slots: torch.Tensor, parallel: ParallelLayout, context: Context, what: str) -> torch.Tensor:
-    """Take this rank's part of the last dimension."""
-    pieces, first = parallel.context_pieces(context), parallel.cp_rank
-    # Zigzag gives rank r the pieces r and 2 * cp - 1 - r, so that causal attention costs each rank the same.
-    mine = [first] if context == "contiguous" else [first, pieces - 1 - first]
-    return _cut(slots, pieces, mine, what, f"context parallel {parallel.cp}, {context}")
-
-
-def _cut(slots: torch.Tensor, pieces: int, mine: list[int], what: str, why: str) -> torch.Tensor:
-    """Take the pieces `mine` of the last dimension, cut into equal pieces."""
-    size = slots.shape[-1]
-    if pieces == 1:
-        return slots
-    cause = "padding to another multiple than the trainer's: align= or length= is what it pads to"
-    _check(size % pieces == 0, f"{what} can't be cut evenly ({why})", f"a multiple of {pieces}", size, cause)
-    return slots.view(*slots.shape[:-1], pieces, size // pieces)[..., mine, :].flatten(-2)

@@ -55,7 +55,10 @@ def find_other_tokens(rows: int, theirs: int | None, tokens: int, mark: int | No
     if rows not in (tokens, tokens - 1):
         problem = "the routes have another number of tokens than the sequence"
         expected = f"{tokens} (or {tokens - 1}: the last token has no route)"
-        cause = "a response that was cut after the rollout, a turn's new tokens alone, another sequence"
+        cause = (
+            "a response that was cut after the rollout, a turn's new tokens alone, another sequence; or "
+            "padding that no attention_mask shows"
+        )
         return Finding(problem, expected, rows, cause=cause)
     if mark is None or theirs is None or theirs == mark:
         return None

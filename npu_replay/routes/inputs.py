@@ -201,6 +201,8 @@ def find_other_order(
     if model is not None and order is not None and model != order:
         expected, got = f"TokenLayout with order={model!r}", f"order={order!r}"
         cause = "order= left at Megatron's, sequence-major, for a model of transformers (batch-major)"
+        if model == "sequence":
+            cause = "order= left at transformers', batch-major, for a model of Megatron's (sequence-major)"
         return Finding(problem, expected, got, cause=cause)
     if model == "sequence" and order is None and fed is not None and is_grid(shape):
         expected, got = f"TokenLayout.padded, for a call with token ids {[*shape]}", "rows of one stream"

@@ -14,68 +14,15 @@ from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import Array, tells_apart
 from npu_replay.routes.fingerprint import fingerprint, with_key
 from npu_replay.routes.inputs import input_key, other_inputs
+from npu_replay.routes.places import IDS, Places, on_host
 from npu_replay.routes.routed_experts import RoutedExperts
 
-_IDS = ("input_ids", "tokens")
-_OTHER_INPUTS = ("pixel_values", "image", "video", "audio", "input_features", "inputs_embeds")
-"""Prefixes of arguments that influence the routing and that no token id shows."""
 MODALITIES = ("video", "image", "audio")
 """The order in which an argument's name is tested for them."""
 KEYWORDS = ("routed_experts", "rollout_expert_indices")
 """The keywords for a call's routes, of ms-swift and of SkyRL."""
 
 _refuse_unless = MicroBatchError.unless
-
-
-class Places(NamedTuple):
-    """Describes the places of a call, [batch, sequence], batch-major."""
-
-    real: Array  # bool, which hold tokens
-    spans: list[tuple[int, int]]  # first place and end of each sequence, of one token too
-    # Bool [places]: from here to the end of the row all ids are one padding id. A sequence that begins here
-    # may be the padded end of a packed row, since positions count up there, too.
-    padded: Array
-
-    @classmethod
-    def of(cls, call: Mapping[str, Any], padding: int = 0) -> Places:
-        """Find the places of a call with these arguments, padded (with 0 or `padding`) or packed."""
-        fed = [call[name] for name in (*_IDS, "inputs_embeds") if isinstance(call.get(name), torch.Tensor)]
-        known, wanted = bool(fed) and not fed[0].is_nested and fed[0].dim() >= 2, " or ".join(_IDS)
-        _refuse_unless(known, "this call has no token ids", f"{wanted}, [batch, sequence]", sorted(call))
-        real = _real(call.get("attention_mask"), tuple(fed[0].shape[:2]))
-        begins = real & ~_before(real)
-        positions = call.get("position_ids")
-        kinds = len(positions) if isinstance(positions, torch.Tensor) and positions.dim() == 3 else 1
-        if kinds == 3 and any(name.startswith(_OTHER_INPUTS) for name in call):
-            positions = None  # time, height and width of images, without the positions of the text
-        bounds = call.get("cu_seq_lens_q", call.get("cu_seqlens"))
-        if positions is not None:  # a sequence begins at each 0
-            numbers = _array(positions)
-            numbers = np.broadcast_to(numbers[0] if numbers.ndim == 3 else numbers, real.shape)
-            starts = real & (numbers == 0)
-            goes_on = ~real | starts | (numbers == _before(numbers) + 1)
-            fine, problem = (~begins | starts) & goes_on, "these position_ids are of a part of a sequence"
-            expected, got = "positions from 0 in each sequence", numbers[real].tolist()[:20]
-            cause = "sequence or context parallelism, which gives each rank a part; or positions that count "
-            _refuse_unless(bool(fine.all()), problem, expected, got, f"{cause}padding")
-            begins = starts
-        elif bounds is not None:
-            bounds = _array(bounds)
-            problem, expected = "the cumulative lengths exceed the call's tokens", f"at most {real.size}"
-            cause = "sequence or context parallelism: each rank has a part of the tokens, and all lengths"
-            _refuse_unless(bounds[-1] <= real.size, problem, expected, int(bounds[-1]), cause)
-            # Behind the last sequence is the padded end of a packed stream.
-            real = real & (np.arange(real.size) < bounds[-1]).reshape(real.shape)
-            begins = real & ~_before(real)
-            begins.reshape(-1)[bounds[:-1][bounds[:-1] < begins.size]] = True
-        first = begins.reshape(-1).nonzero()[0]
-        stops = np.append((begins | ~real).reshape(-1).nonzero()[0], real.size)
-        end = stops[np.searchsorted(stops, first, side="right")]
-        # Padding is never at the beginning of a row, nor behind what a mask leaves out.
-        ids = _array(fed[0]) if fed[0].dim() == 2 else np.full(real.shape, np.nan)  # embeddings don't show it
-        alike = real & (ids == ids[:, -1:]) & np.isin(ids, (0, padding))
-        padded = _before(real) & np.logical_and.accumulate(alike[:, ::-1], axis=1)[:, ::-1]
-        return cls(real, list(zip(first.tolist(), end.tolist(), strict=True)), padded.reshape(-1))
 
 
 class FedSequences(NamedTuple):
@@ -100,13 +47,13 @@ def fed_sequences(call: Mapping[str, Any], placeholders: Mapping[str, int], keys
         keys: the caller's own, one a sequence; a padded end needs none. Without them, images, videos and
             audio of a sequence are its key.
     """
-    ids: Any = next((call[name] for name in _IDS if name in call), None)
+    ids: Any = next((call[name] for name in IDS if name in call), None)
     embedded = [name for name in call if "embeds" in name]
     told = isinstance(ids, torch.Tensor) and not ids.is_nested and ids.dim() == 2 and not embedded
     problem, expected = "routes are found by token ids, which this call lacks", "input_ids, [batch, sequence]"
     cause = "embeddings in the place of ids or of images, which change with the weights"
     _refuse_unless(told, problem, expected, ", ".join(embedded or sorted(call)), cause)
-    (real, spans, padded), flat = Places.of(call, placeholders.get("padding", 0)), _array(ids).reshape(-1)
+    (real, spans, padded), flat = Places.of(call, placeholders.get("padding", 0)), on_host(ids).reshape(-1)
     if keys is None:
         keys = _input_keys(other_inputs(call, ids), flat, spans, placeholders)
     keys, problem = listed(keys, "sample_key"), "another number of sample keys than sequences"
@@ -141,37 +88,6 @@ def _input_keys(
             if a < b:
                 found[name if is_told else f"{name} for sequence {number}"] = rows[a:b]
     return [input_key(found) for found in own]
-
-
-def _array(tensor: Any) -> Array:
-    if not isinstance(tensor, torch.Tensor):
-        return np.asarray(tensor)
-    host = tensor.detach().cpu()
-    return np.asarray(host.float() if host.is_floating_point() else host)  # numpy has no bfloat16
-
-
-def _before(values: Array) -> Array:
-    """Return for each place of [batch, sequence] the value of the place before it; 0 for the first."""
-    return np.pad(values, ((0, 0), (1, 0)))[:, :-1]
-
-
-def _real(mask: Any, shape: tuple[int, ...]) -> Array:
-    """Return bool [batch, sequence]: which places hold tokens."""
-    if mask is None:
-        return np.ones(shape, dtype=bool)
-    alike = isinstance(mask, torch.Tensor) and mask.shape == shape
-    flags = _array(mask) if alike else np.full(1, -1)
-    problem, expected = "this attention_mask doesn't tell which places are padding", f"0 and 1, {list(shape)}"
-    got = "other numbers" if alike else list(getattr(mask, "shape", [])) or type(mask).__name__
-    cause = "a mask of four dimensions, of sequence numbers (packing), or a dict of several"
-    _refuse_unless(bool(((flags == 0) | (flags == 1)).all()), problem, expected, got, cause)
-    real: Array = flags != 0
-    runs = (real & ~_before(real)).sum(axis=1)
-    got = f"{int(runs.max(initial=0))} in row {int(runs.argmax()) if len(runs) else 0}"
-    cause = "tokens that are masked out between others (tool answers, say): mask them in the loss instead"
-    problem, expected = "this attention_mask has holes", "one run of ones in each row"
-    _refuse_unless(bool((runs <= 1).all()), problem, expected, got, cause)
-    return real
 
 
 def carried_routes(

@@ -1,0 +1,197 @@
+"""Find which places of a model's call hold tokens, and where each sequence begins and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from npu_replay.errors import MicroBatchError, shown
+from npu_replay.routes.arguments import is_plain
+from npu_replay.routes.checks import Array
+from npu_replay.routes.fingerprint import fingerprint
+from npu_replay.routes.host_copies import HostCopy
+
+IDS = ("input_ids", "tokens")
+"""The names under which a call gives its token ids."""
+_OTHER_INPUTS = ("pixel_values", "image", "video", "audio", "input_features", "inputs_embeds")
+"""Prefixes of arguments that influence the routing and that no token id shows."""
+
+_refuse_unless = MicroBatchError.unless
+
+
+class Places(NamedTuple):
+    """Describes the places of a call, [batch, sequence], batch-major."""
+
+    real: Array  # bool, which hold tokens
+    spans: list[tuple[int, int]]  # first place and end of each sequence, of one token too
+    # Bool [places]: from here to the end of the row all ids are one padding id. A sequence that begins here
+    # may be the padded end of a packed row, since positions count up there, too.
+    padded: Array
+
+    @classmethod
+    def of(cls, call: Mapping[str, Any], padding: int = 0) -> Places:
+        """Find the places of a call with these arguments, padded (with 0 or `padding`) or packed."""
+        fed = [call[name] for name in (*IDS, "inputs_embeds") if isinstance(call.get(name), torch.Tensor)]
+        known, wanted = bool(fed) and not fed[0].is_nested and fed[0].dim() >= 2, " or ".join(IDS)
+        _refuse_unless(known, "this call has no token ids", f"{wanted}, [batch, sequence]", sorted(call))
+        real = _real(call.get("attention_mask"), tuple(fed[0].shape[:2]))
+        begins = real & ~_before(real)
+        positions = call.get("position_ids")
+        kinds = len(positions) if isinstance(positions, torch.Tensor) and positions.dim() == 3 else 1
+        if kinds == 3 and any(name.startswith(_OTHER_INPUTS) for name in call):
+            positions = None  # time, height and width of images, without the positions of the text
+        bounds = call.get("cu_seq_lens_q", call.get("cu_seqlens"))
+        if positions is not None:  # a sequence begins at each 0
+            numbers = on_host(positions)
+            numbers = numbers[0] if numbers.ndim == 3 else numbers
+            alike, problem = (
+                numbers.shape[-1:] == real.shape[-1:],
+                "position_ids have another shape than the ids",
+            )
+            _refuse_unless(alike and len(numbers) in (1, len(real)), problem, [*real.shape], [*numbers.shape])
+            numbers = np.broadcast_to(numbers, real.shape)
+            starts = real & (numbers == 0)
+            goes_on = ~real | starts | (numbers == _before(numbers) + 1)
+            fine, problem = (~begins | starts) & goes_on, "these position_ids are of a part of a sequence"
+            expected, got = "positions from 0 in each sequence", numbers[real].tolist()[:20]
+            cause = "sequence or context parallelism, which gives each rank a part; or positions that count "
+            _refuse_unless(bool(fine.all()), problem, expected, got, f"{cause}padding")
+            begins = starts
+        elif bounds is not None:
+            bounds = on_host(bounds)
+            problem, expected = "the cumulative lengths exceed the call's tokens", f"at most {real.size}"
+            cause = "sequence or context parallelism: each rank has a part of the tokens, and all lengths"
+            _refuse_unless(bounds[-1] <= real.size, problem, expected, int(bounds[-1]), cause)
+            # Behind the last sequence is the padded end of a packed stream.
+            real = real & (np.arange(real.size) < bounds[-1]).reshape(real.shape)
+            begins = real & ~_before(real)
+            begins.reshape(-1)[bounds[:-1][bounds[:-1] < begins.size]] = True
+        first = begins.reshape(-1).nonzero()[0]
+        stops = np.append((begins | ~real).reshape(-1).nonzero()[0], real.size)
+        end = stops[np.searchsorted(stops, first, side="right")]
+        # Padding is never at the beginning of a row, nor behind what a mask leaves out.
+        ids = (
+            on_host(fed[0]) if fed[0].dim() == 2 else np.full(real.shape, np.nan)
+        )  # embeddings don't show it
+        alike = real & (ids == ids[:, -1:]) & np.isin(ids, (0, padding))
+        padded = _before(real) & np.logical_and.accumulate(alike[:, ::-1], axis=1)[:, ::-1]
+        return cls(real, list(zip(first.tolist(), end.tolist(), strict=True)), padded.reshape(-1))
+
+
+def read_batch(
+    ids: Any, mask: Any, positions: Any, bounds: Any
+) -> tuple[torch.Tensor, tuple[int, ...], list[int]]:
+    """Return the packed token in each place of a call, and length and fingerprint of each sequence.
+
+    The places are [batch, sequence], with -1 for padding.
+
+    Raises:
+        MicroBatchError: the arguments don't say which places hold which sequence, or contradict each other.
+    """
+    given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "cu_seqlens": bounds}
+    tensors = {name: _tensor(name, value) for name, value in given.items() if value is not None}
+    # All copies leave before one is waited for.
+    call = dict(zip(tensors, HostCopy(list(tensors.values())).read(), strict=True))
+    for name, one in call.items():
+        if one.dim() == 1 and name != "cu_seqlens":
+            call[name] = one[None]
+    ids, bounds = call["input_ids"], call.get("cu_seqlens")
+    fine = ids.dim() == 2 and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    problem, expected = (
+        "these aren't the token ids of a batch",
+        "whole numbers, [batch, sequence] or [tokens]",
+    )
+    _refuse_unless(fine, problem, expected, shown(ids))
+    if bounds is not None:
+        _check_bounds(bounds, call)
+    spans = Places.of(call).spans
+    if bounds is not None:
+        told = [(first, end) for first, end in pairwise(bounds.tolist()) if first < end]
+        problem, expected = "cu_seqlens and the other arguments tell different sequences", f"{told}"[:200]
+        cause = "cu_seqlens that count other tokens: they count the places of input_ids, row after row"
+        _refuse_unless(spans == told, problem, expected, f"{spans}"[:200], cause)
+    if mask is None:
+        _check_end(ids, spans)
+    places, flat = torch.full((ids.numel(),), -1), ids.reshape(-1)
+    inside = [torch.arange(first, end) for first, end in spans]
+    lengths = tuple(map(len, inside))
+    places[torch.cat([torch.arange(0), *inside])] = torch.arange(sum(lengths))
+    return places.view(ids.shape), lengths, [fingerprint(flat[first:end]) for first, end in spans]
+
+
+def _tensor(name: str, value: Any) -> torch.Tensor:
+    try:
+        found = torch.as_tensor(value).detach()
+        if not is_plain(found):
+            raise TypeError("no plain tensor")
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        problem, expected = f"{name} can't be read", "a tensor or an array with a number for each token"
+        cause = "sequences of several lengths in one list, or a nested tensor: pad or pack them"
+        raise MicroBatchError(problem, expected=expected, got=shown(value), cause=cause) from error
+    return found
+
+
+def _check_bounds(bounds: torch.Tensor, call: Mapping[str, torch.Tensor]) -> None:
+    """Refuse cumulative lengths that don't cover the tokens of a call."""
+    whole = bounds.dim() == 1 and len(bounds) > 1 and not bounds.is_floating_point()
+    fine = whole and int(bounds[0]) == 0 and bool((bounds.diff() >= 0).all())
+    problem, expected = (
+        "cu_seqlens are no cumulative lengths",
+        "ascending whole numbers from 0 on, [sequences + 1]",
+    )
+    _refuse_unless(fine, problem, expected, f"{bounds.tolist()}"[:200], "lengths in their place")
+    mask = call.get("attention_mask")
+    tokens = call["input_ids"].numel() if mask is None else int((mask != 0).sum())
+    problem = "cu_seqlens don't add up to the tokens of the batch"
+    cause = (
+        "a stream whose end is padded, which an attention_mask shows; one whose sequences are padded each: "
+        "TokenLayout.packed(lengths, padded_lengths=...); cu_seqlens of another micro-batch"
+    )
+    _refuse_unless(int(bounds[-1]) == tokens, problem, f"{tokens} at the end", int(bounds[-1]), cause)
+
+
+def _check_end(ids: torch.Tensor, spans: list[tuple[int, int]]) -> None:
+    """Refuse a packed row whose last sequence repeats one id, since no mask says that it isn't padding."""
+    width = ids.shape[1]
+    for first, end in spans:
+        row, begin = divmod(first, width)
+        alike = begin > 0 and end % width == 0 and bool((ids[row, begin:] == ids[row, -1]).all())
+        problem, expected = "the end of a packed row may be padding", "an attention_mask that tells"
+        got = f"row {row}: id {int(ids[row, -1])} from place {begin} to the end, {width - begin} times"
+        cause = "padding to a multiple: attention_mask= with 0 there, or with 1 where these are tokens"
+        _refuse_unless(not alike, problem, expected, got, cause)
+
+
+def on_host(tensor: Any) -> Array:
+    if not isinstance(tensor, torch.Tensor):
+        return np.asarray(tensor)
+    host = tensor.detach().cpu()
+    return np.asarray(host.float() if host.is_floating_point() else host)  # numpy has no bfloat16
+
+
+def _before(values: Array) -> Array:
+    """Return for each place of [batch, sequence] the value of the place before it; 0 for the first."""
+    return np.pad(values, ((0, 0), (1, 0)))[:, :-1]
+
+
+def _real(mask: Any, shape: tuple[int, ...]) -> Array:
+    """Return bool [batch, sequence]: which places hold tokens."""
+    if mask is None:
+        return np.ones(shape, dtype=bool)
+    alike = isinstance(mask, torch.Tensor) and mask.shape == shape
+    flags = on_host(mask) if alike else np.full(1, -1)
+    problem, expected = "this attention_mask doesn't tell which places are padding", f"0 and 1, {list(shape)}"
+    got = "other numbers" if alike else list(getattr(mask, "shape", [])) or type(mask).__name__
+    cause = "a mask of four dimensions, of sequence numbers (packing), or a dict of several"
+    _refuse_unless(bool(((flags == 0) | (flags == 1)).all()), problem, expected, got, cause)
+    real: Array = flags != 0
+    runs = (real & ~_before(real)).sum(axis=1)
+    got = f"{int(runs.max(initial=0))} in row {int(runs.argmax()) if len(runs) else 0}"
+    cause = "tokens that are masked out between others (tool answers, say): mask them in the loss instead"
+    problem, expected = "this attention_mask has holes", "one run of ones in each row"
+    _refuse_unless(bool((runs <= 1).all()), problem, expected, got, cause)
+    return real

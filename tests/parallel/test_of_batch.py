@@ -1,0 +1,139 @@
+"""TokenLayout.of_batch reads from a call which row has which token, on a real Qwen3-MoE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import npu_replay
+from npu_replay import MicroBatchError, ParallelLayout, RoutedExperts, TokenLayout, fingerprint
+
+pytest.importorskip("transformers")
+
+from sessions.test_follow import EXPERTS, LAYERS, LAYOUTS, TOPK, Fed, Seen, model, packed, padded, texts
+
+
+def call_of(fed: dict[str, Any], mask: bool = False) -> dict[str, Any]:
+    """The arguments of of_batch for a call; with a mask where the end of a packed row is padding."""
+    call = dict(fed)
+    if "cu_seq_lens_q" in call:
+        call["cu_seqlens"] = call.pop("cu_seq_lens_q")
+    if mask:
+        call["attention_mask"] = torch.arange(call["input_ids"].shape[1])[None] < 35
+    return call
+
+
+@pytest.mark.parametrize("form", ["tensors", "arrays", "flat"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_routes_of_a_rollout_land_on_the_rows_of_their_tokens(layout: str, form: str) -> None:
+    sequences = texts()
+    fed, places = LAYOUTS[layout](sequences)
+    sequences = sequences[: len(places)]
+    routes = [
+        RoutedExperts(
+            ids=torch.rand(len(one), LAYERS, EXPERTS).topk(TOPK).indices,
+            layers=range(LAYERS),
+            num_experts=EXPERTS,
+            fingerprint=fingerprint(one),
+        )
+        for one in sequences
+    ]
+    call = call_of(fed, mask="padded end" in layout)
+    if form == "flat" and len(fed["input_ids"]) == 1:
+        call = {name: one.reshape(-1) for name, one in call.items()}
+    if form == "arrays":
+        call = {name: one.numpy() for name, one in call.items()}
+    made = TokenLayout.of_batch(**call)
+    assert made.lengths == tuple(map(len, sequences))
+    assert made.fingerprints == tuple(map(fingerprint, sequences))
+    called = model()
+    seen = Seen(called)
+    with torch.no_grad(), npu_replay.replay(called, [made.gather(routes)]) as session:
+        called(**fed)
+    assert session.metrics()["tokens_compared"] == 1
+    for one, shown in zip(routes, seen.of(places), strict=True):
+        assert torch.equal(torch.stack(shown, 1), one.ids.long().sort(-1).values)
+    if len(sequences) > 1:
+        with pytest.raises(MicroBatchError, match=r"other tokens|another number of tokens"):
+            made.gather([*routes[1:], routes[0]])
+
+
+def wrong(change: str) -> tuple[Fed, dict[str, Any]]:
+    fed = (
+        padded(texts(), left=3, positions=True)
+        if change in ("holes", "positions", "shape")
+        else packed(texts())
+    )
+    if "end" in change:
+        fed = packed(texts(), end=5, bounds="cu" in change)
+    if change == "short" or change == "long":
+        fed = packed(texts(), bounds=True)
+    return fed, call_of(fed[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("holes", "attention_mask has holes.* one run of ones.* 2 in row 4"),
+        ("positions", "position_ids are of a part of a sequence.* positions that count padding"),
+        ("shape", r"position_ids have another shape.* \[5, 14\], got \[5, 13\]"),
+        ("end", "may be padding.* row 0: id 0 from place 39.* attention_mask= with 0 there"),
+        (
+            "end, cu",
+            "cu_seqlens don't add up to the tokens.* 40 at the end, got 35.* an attention_mask shows",
+        ),
+        ("short", "cu_seqlens don't add up.* 35 at the end, got 24"),
+        ("long", "cu_seqlens don't add up.* 35 at the end, got 70"),
+        ("lengths", r"no cumulative lengths.* got \[3, 5, 7\].* lengths in their place"),
+        ("both", r"tell different sequences.* \[\(0, 35\)\], got \[\(0, 3\), \(3, 8\)"),
+        ("floats", "aren't the token ids of a batch.* whole numbers"),
+        ("ragged", "input_ids can't be read.* pad or pack them"),
+        ("context", r"a part of each sequence.*TokenLayout\.padded and \.packed"),
+    ],
+)
+def test_what_does_not_tell_the_sequences_is_refused(change: str, said: str) -> None:
+    (_, _), call = wrong(change)
+    if change == "holes":
+        call["attention_mask"][4, 7] = 0
+        call.pop("position_ids")
+    elif change == "positions":
+        call["position_ids"] = torch.arange(14).expand(5, 14)
+    elif change == "shape":
+        call["position_ids"] = call["position_ids"][:, 1:]
+    elif change == "short":
+        call["cu_seqlens"] = call["cu_seqlens"][:-1]
+    elif change == "long":
+        call["cu_seqlens"] = call["cu_seqlens"] * 2
+    elif change == "lengths":
+        call["cu_seqlens"] = [3, 5, 7]
+    elif change == "both":
+        call["cu_seqlens"] = [0, 35]
+    elif change == "floats":
+        call["input_ids"] = call["input_ids"].float()
+    elif change == "ragged":
+        call["input_ids"] = [[1, 2], [3]]
+    elif change == "context":
+        call["parallel"] = ParallelLayout(cp=2)
+    with pytest.raises(MicroBatchError, match=f"(?s)TokenLayout.of_batch: .*{said}"):
+        TokenLayout.of_batch(**call)
+
+
+def test_padding_without_a_mask_is_named_where_the_routes_do_not_fit() -> None:
+    (fed, _), sequences = padded(texts(), right=2), texts()
+    routes = [
+        RoutedExperts.unrecorded(len(one), layers=range(LAYERS), topk=TOPK, num_experts=EXPERTS)
+        for one in sequences
+    ]
+    bad = TokenLayout.of_batch(fed["input_ids"]).bad_routes(routes)
+    assert "padding that no attention_mask shows" in str(bad[0])
+
+
+def test_rows_of_megatron_are_sequence_major() -> None:
+    (fed, _), sequences = padded(texts(), right=1), texts()
+    layouts = {order: TokenLayout.of_batch(**fed, order=order) for order in ("batch", "sequence")}
+    width = fed["input_ids"].shape[1]
+    assert torch.equal(layouts["batch"].rows.view(5, width).T.flatten(), layouts["sequence"].rows)
+    lengths = list(map(len, sequences))
+    assert torch.equal(layouts["sequence"].rows, TokenLayout.padded(lengths, width).rows)
