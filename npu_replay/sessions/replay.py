@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from npu_replay.errors import EXTRA, RECUT, MicroBatchError, likeliest, list_of, micro_batch
+from npu_replay.errors import EXTRA, RECUT, MicroBatchError, likeliest, list_of, micro_batch, whole_number
 from npu_replay.routers import Model, labels_of
 from npu_replay.routes.input_check import InputCheck
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -72,10 +72,35 @@ class Replay(Session):
 
     def __init__(self, model: Model, routes: Sequence[RoutedExperts], own: OwnChoice) -> None:
         self._source, self._own = ListedRoutes(routes), own
+        self._skipped: set[int] = set()  # micro-batches that don't run
         super().__init__(model, Answering(self._source, own))
 
+    def skip(self, micro_batches: int | None = 1) -> None:
+        """Pass over the routes of the next micro-batches, which the loop leaves out; None means all left.
+
+            if diverged:
+                session.skip()  # this micro-batch alone
+            if kl > limit:
+                session.skip(None)  # the update stops early
+
+        The next forward gets the routes behind them. Call it between two forwards.
+
+        Raises:
+            MicroBatchError: in a forward, or with fewer micro-batches left.
+        """
+        ended, problem = self.timeline.ended, "skip() is called between two micro-batches"
+        between = len(set(ended)) == 1 and not any(map(self.timeline.running, range(len(ended))))
+        MicroBatchError.unless(between, problem, "an open block whose forwards have ended", f"{self}")
+        left = len(self._source.routes) - self.done
+        count = left if micro_batches is None else whole_number(micro_batches, "micro_batches", least=0)
+        problem, where = "there are fewer micro-batches left than are skipped", micro_batch(self.done)
+        MicroBatchError.unless(count <= left, problem, f"at most {left}", count, where=where)
+        self._skipped.update(range(self.done, self.done + count))
+        ended[:] = [one + count for one in ended]
+
     def _finish(self) -> None:
-        self._source.called.warn(self.chunks, judged=self._own.has_judged)
+        if self.done > len(self._skipped):
+            self._source.called.warn(self.chunks, judged=self._own.has_judged)
 
     def _progress(self) -> str:
         rows, missing = _rows(self._source.routes)
@@ -89,12 +114,13 @@ class Replay(Session):
         samples with bad routes, seconds; micro-batches whose tokens were compared (tokens_compared);
         live_mismatch and overlap where measured; capacity_dropped where tokens are dropped.
         """
-        done = self._source.routes[: self.done]
+        done = [one for n, one in enumerate(self._source.routes[: self.done]) if n not in self._skipped]
         rows, missing = _rows(done)
         padding = sum(int((one.placed[0] < 0).sum()) for one in done if one.placed is not None)
         figures = {"rows": rows, "rows_without_route": missing, "padding": padding}
         figures["bad_samples"] = sum(routes.bad_samples for routes in done)
-        return super().metrics() | figures | {"tokens_compared": self._source.called.compared}
+        figures |= {"micro_batches": len(done), "tokens_compared": self._source.called.compared}
+        return super().metrics() | figures
 
 
 class ListedRoutes(RouteSource):
@@ -147,7 +173,8 @@ class ListedRoutes(RouteSource):
             RECUT,
             "a schedule that was cut short, or routes of more than this rank's micro-batches",
             "an evaluation inside the record block",
-            "a forward that raised and was skipped: what came after it had the routes before its own",
+            "a forward that raised or was left out: what came after it had the routes before its own; "
+            "session.skip() passes over one, session.skip(None) over all that are left",
         )
         problem, fine = "there were fewer micro-batches than routes", done >= len(self.routes)
         MicroBatchError.unless(fine, problem, expected, done, cause, where)

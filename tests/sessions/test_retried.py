@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import npu_replay
-from npu_replay import NoEffect, RoutedExperts
+from npu_replay import MicroBatchError, NoEffect, RoutedExperts
 from npu_replay.sessions.replay import StepReplay
-from toys import EXPERTS, TOPK, ToyModel, ToyRouter, tokens
+from toys import EXPERTS, TOPK, ToyModel, ToyRouter, foreign, tokens
 
 ROWS = 40
 """Two micro-batches of them are judged for their overlap."""
@@ -198,3 +198,37 @@ def test_the_tokens_of_a_forward_that_raised_are_not_compared() -> None:
         sum(map(len, recording.routes)),
     )
     assert session.counts()["compared"] == of_follow.LAYERS * session.metrics()["rows"]
+
+
+@pytest.mark.parametrize("skipped", [[1], [0], [3], [0, 1], [2, 3]])
+def test_a_micro_batch_that_is_left_out_is_passed_over(skipped: list[int]) -> None:
+    """One with a bad loss, say, or all that are left after PPO's early stop."""
+    of, given = ToyModel(), foreign(MICRO_BATCHES)
+    early = skipped == [*range(skipped[0], MICRO_BATCHES)]
+    with npu_replay.observe(of) as seen, npu_replay.replay(of, given) as session:
+        for number in range(MICRO_BATCHES):
+            if number not in skipped:
+                of(tokens(number)).sum().backward()
+            elif not early:
+                session.skip()
+            elif number == skipped[0]:
+                session.skip(None)
+    ran = [one for number, one in enumerate(given) if number not in skipped]
+    assert npu_replay.compare(ran, seen.shown).router_mismatch == 0
+    figures = session.metrics()
+    assert (figures["micro_batches"], figures["rows"]) == (len(ran), sum(map(len, ran)))
+
+
+def test_what_cannot_be_skipped_is_refused() -> None:
+    of = ToyModel()
+    with (
+        pytest.raises(MicroBatchError, match=r"fewer micro-batches left than are skipped.* at most 2, got 3"),
+        npu_replay.replay(of, foreign(2)) as session,
+    ):
+        session.skip(3)
+    with npu_replay.replay(of, foreign(1)) as session:
+        handle = of.layers[1].register_forward_hook(lambda *_: session.skip())
+        with pytest.raises(MicroBatchError, match="between two micro-batches"):
+            of(tokens())
+        handle.remove()
+        session.skip()
