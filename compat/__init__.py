@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         slime,
         swift,
         torch_npu,
+        trainer_log,
         transformers,
         verl,
         vllm,
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 # fmt: off
 __all__ = [
     "cpu", "cuda", "engines", "megatron", "megatron_backports", "mindspeed", "patching", "peft", "probe",
-    "ray", "roll", "sglang", "slime", "swift", "torch_npu", "transformers", "verl", "vllm", "vllm_ascend",
+    "ray", "roll", "sglang", "slime", "swift", "torch_npu", "trainer_log", "transformers", "verl", "vllm",
+    "vllm_ascend",
 ]
 # fmt: on
 

@@ -34,7 +34,7 @@ FLOORS = (
     ("compat.megatron_backports", "compat.vllm_ascend"),
     ("compat.vllm", "compat.sglang"),
     ("compat.engines",),
-    ("compat.slime", "compat.swift"),
+    ("compat.slime", "compat.swift", "compat.trainer_log"),
     ("compat.verl",),
     ("compat.roll",),
     ("devices",),
@@ -64,6 +64,7 @@ PRODUCTS = {
 }
 ALSO = {
     "compat.megatron_backports": ("megatron",),
+    "compat.trainer_log": ("transformers",),
     "compat.verl": ("megatron",),
     "compat.vllm_ascend": ("vllm",),
 }

@@ -102,7 +102,7 @@ def names(engine: Engine, server: str, tmp_path: Path, monkeypatch: pytest.Monke
         "preprocess": lambda sequences: {"input_ids": torch.cat(list(sequences))},
         "layout": small,
         "samples": [routes.take(torch.arange(count)) for count in (4, 3)],
-        "trainer": SimpleNamespace(model=model, train=train),
+        "trainer": SimpleNamespace(model=model, train=train, callback_handler=SimpleNamespace(callbacks=[])),
         "self": SimpleNamespace(actor=SimpleNamespace(model=SimpleNamespace(module=model))),
     }
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import npu_replay
+from npu_replay.compat.trainer_log import log_metrics
 
 pytest.importorskip("trl", reason="ci/trainers.sh runs these tests, with TRL")
 
@@ -46,8 +47,12 @@ def test_updates_take_the_experts_of_the_old_log_probs(case: str, adapter: bool,
     grpo = trainer(tmp_path, **CASES[case] | (with_lora() if adapter else {}))
     seen = Seen(grpo.model)
     with npu_replay.follow(grpo.model, live_mismatch=True) as following:
+        log_metrics(grpo, following)
         grpo.train()
         metrics = following.metrics()
+    logged = [one for one in grpo.state.log_history if "loss" in one]
+    assert len(logged) == grpo.args.max_steps
+    assert logged[-1]["npu_replay/replayed"] == metrics["replayed"]
     assert seen.updates > 1000
     assert seen.wrong == 0
     assert seen.new > seen.updates / 10  # what a run without it would have chosen otherwise

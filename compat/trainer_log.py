@@ -1,0 +1,59 @@
+"""Adds the metrics of a block to what a Trainer of transformers logs; TRL's trainers are such ones.
+
+Asks:     when it is called, transformers' TrainerCallback and the trainer's list of callbacks.
+Changes:  that list, of this one trainer.
+Undone:   by the handle's `remove()`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from npu_replay.errors import ReplayError
+from npu_replay.sessions.session import Session
+
+
+class Logging(NamedTuple):
+    """Holds a callback that is among a trainer's; `remove` takes it out."""
+
+    callbacks: list[Any]
+    callback: Any
+
+    def remove(self) -> None:
+        if self.callback in self.callbacks:
+            self.callbacks.remove(self.callback)
+
+
+def log_metrics(trainer: Any, session: Session) -> Logging:
+    """Log the metrics of an open block as npu_replay/*, with each log of a trainer.
+
+        with npu_replay.follow(trainer.model) as following:
+            npu_replay.compat.trainer_log.log_metrics(trainer, following)
+            trainer.train()
+
+    They are in `trainer.state.log_history`, and go to whatever the trainer reports to.
+
+    Args:
+        trainer: a Trainer of transformers or TRL.
+        session: what `follow`, `replay`, `record` or `pin_recompute` gave.
+
+    Raises:
+        ReplayError: no such trainer.
+    """
+    from transformers import TrainerCallback
+
+    callbacks: Any = getattr(getattr(trainer, "callback_handler", None), "callbacks", None)
+    problem, expected = "this trainer has no callbacks to log by", "transformers.Trainer, or one of TRL's"
+    ReplayError.unless(isinstance(callbacks, list), problem, expected, type(trainer).__name__)
+
+    class ReplayMetrics(TrainerCallback):  # type: ignore[misc]
+        """Adds the figures to each log, before others report it."""
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **known: Any) -> None:
+            figures = {f"npu_replay/{name}": value for name, value in session.metrics().items()}
+            for log in (logs, *state.log_history[-1:]):
+                log.update(figures)
+
+    callback = ReplayMetrics()
+    callbacks.insert(0, callback)  # reporters see what the callbacks before them have added
+    return Logging(callbacks, callback)
