@@ -67,6 +67,7 @@ class Router:
             or their ids, integers [rows, topk], in any order. None where the module itself uses the ids (a
             block without a router inside): then their use is followed (`sessions/id_uses.py`).
         drops: tokens over an expert's capacity are dropped, so `shows` may show fewer than were chosen.
+        drops_by_scores: which of them follows the live scores, so that a replay may drop others.
         masks: scores are masked before the top-k (group-limited routing).
         gathers: rows of the scores for each row of the input (ranks that alltoall_seq gathers over).
         mend: changes the output of a router that was given ids ([rows, topk]), where later code could lose
@@ -88,6 +89,7 @@ class Router:
     shows: Callable[[object], torch.Tensor] | None
     layer: int | None = None
     drops: bool = False
+    drops_by_scores: bool = False
     masks: bool = True
     gathers: int = 1
     mend: Callable[[object, torch.Tensor], object] | None = None

@@ -30,6 +30,7 @@ from megatron_cases import (
 )
 from npu_replay import RoutedExperts, TokenLayout, fingerprint
 from npu_replay.errors import MicroBatchError, RouterError
+from npu_replay.sessions import dropped
 from npu_replay.smoke import megatron_model
 
 pytestmark = [
@@ -75,6 +76,22 @@ def test_replayed_experts_are_the_recorded_ones_after_the_router_changed(
         grad = router.module.weight.grad
         assert isinstance(grad, torch.Tensor)
         assert float(grad.abs().sum()) > 0, f"layer {router.label}: the router learns nothing (T33)"
+
+
+@pytest.mark.parametrize(("variant", "says"), [("capacity_probs", 1), ("capacity_position", 0)])
+def test_drops_that_follow_live_scores_are_warned_of_once(
+    variant: str, says: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By position the same tokens are dropped again; a recording is told nothing."""
+    dropped._say.cache_clear()
+    trainer = build(VARIANTS[variant])
+    routes = recorded(trainer)
+    assert "over its capacity" not in caplog.text
+    for _ in range(2):
+        with perturbed(trainer.model), npu_replay.replay(trainer.model, routes):
+            for tokens in trainer.batches:
+                trainer.loss(tokens)
+    assert caplog.text.count("drops tokens by their live probabilities") == says
 
 
 def test_experts_that_lost_their_token_over_capacity_are_counted() -> None:
