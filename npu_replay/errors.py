@@ -6,8 +6,8 @@ import functools
 import operator
 import re
 from collections.abc import Iterable
-from importlib import metadata
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -80,13 +80,11 @@ class ReplayError(RuntimeError):
 
 @functools.cache
 def cures() -> str:
-    """Return the address of the troubleshooting page: a release's, or its path in the source."""
-    try:
-        named = metadata.metadata("npu_replay").get_all("Project-URL") or []
-    except Exception:  # noqa: BLE001  a folder on the path, or its metadata is damaged
-        named = []
-    addresses = (one.partition(", ")[2] for one in named if one.startswith("Troubleshooting,"))
-    return f"Symptoms and cures: {next(addresses, 'docs/troubleshooting.md')}"
+    """Return where the troubleshooting page lies on this machine: in the wheel, or in the source."""
+    here = Path(__file__).parent
+    pages = (folder / "docs" / "troubleshooting.md" for folder in (here, here.parent))
+    found = next((page for page in pages if page.is_file()), "docs/troubleshooting.md in npu_replay's source")
+    return f"Symptoms and cures: {found}"
 
 
 class InvalidRoutes(ReplayError):

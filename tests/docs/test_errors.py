@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
 import traceback
-from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -50,21 +50,20 @@ def test_the_example_is_what_a_user_reads() -> None:
 
 
 @pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="Python 3.10 knows no notes")
-def test_a_traceback_ends_with_the_page_of_cures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_traceback_ends_with_the_page_of_cures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it lies: beside the package in the source, inside it as a wheel has it (test_wheel.py)."""
+
     def last_lines(error: Exception) -> list[str]:
+        errors.cures.cache_clear()
         return "".join(traceback.format_exception_only(error)).splitlines()[1:]
 
-    def page() -> str:
-        errors.cures.cache_clear()
-        return errors.cures().removeprefix("Symptoms and cures: ")
+    page = ROOT / "docs" / "troubleshooting.md"
+    assert last_lines(ReplayError("no routes").at("layer 3")) == [f"Symptoms and cures: {page}"]
 
-    monkeypatch.setattr(errors.metadata, "metadata", lambda name: {}[name])
-    assert (ROOT / page()).is_file()
-    assert last_lines(ReplayError("no routes").at("layer 3")) == [f"Symptoms and cures: {page()}"]
-
-    released = Message()
-    released["Project-URL"] = "Changelog, https://forge.example/CHANGELOG.md"
-    released["Project-URL"] = "Troubleshooting, https://forge.example/docs/troubleshooting.md"
-    monkeypatch.setattr(errors.metadata, "metadata", lambda name: released)
-    assert page() == "https://forge.example/docs/troubleshooting.md"
+    package = tmp_path / "npu_replay"
+    monkeypatch.setattr(errors, "__file__", str(package / "errors.py"))
+    assert last_lines(ReplayError("no routes"))[0].endswith("docs/troubleshooting.md in npu_replay's source")
+    (package / "docs").mkdir(parents=True)
+    shutil.copy(page, package / "docs")
+    assert last_lines(ReplayError("no routes")) == [f"Symptoms and cures: {package / 'docs' / page.name}"]
     errors.cures.cache_clear()

@@ -19,6 +19,11 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = [
+    page.relative_to(REPOSITORY).as_posix()
+    for page in REPOSITORY.glob("docs/**/*.md")
+    if "dev" not in page.parts
+]
 # What npu_replay needs, and what it could import by mistake where it is installed.
 LENT = [
     "torch",
@@ -85,6 +90,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy.mkdir()
     for folder in ("npu_replay", "npu_replay_autoload", "compat"):
         shutil.copytree(REPOSITORY / folder, copy / folder, True, shutil.ignore_patterns("__pycache__"))
+    (copy / "docs" / "zh").mkdir(parents=True)
+    for page in PAGES:
+        shutil.copy(REPOSITORY / page, copy / page)
     for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(REPOSITORY / name, copy / name)
     if shutil.which("git") is not None:
@@ -242,7 +250,7 @@ def test_wheel_is_pure_python_and_holds_every_module_in_one_package(wheel: Path)
     suffixes = {Path(name).suffix for name in names if ".dist-info/" not in name}
     assert not suffixes & {".so", ".pyd", ".dylib", ".c", ".cpp"}
     assert {name.split("/")[0].split("-")[0] for name in names} == {"npu_replay", "npu_replay_autoload"}
-    expected = {"npu_replay/py.typed"}
+    expected = {"npu_replay/py.typed", *(f"npu_replay/{page}" for page in PAGES)}
     folders = {name: name for name in ("npu_replay", "npu_replay_autoload")} | {"compat": "npu_replay/compat"}
     for folder, package in folders.items():
         for module in (REPOSITORY / folder).rglob("*.py"):
