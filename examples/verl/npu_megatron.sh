@@ -7,6 +7,7 @@
 #
 #   source /usr/local/Ascend/ascend-toolkit/set_env.sh
 #   export HCCL_CONNECT_TIMEOUT=1500 RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1
+#   export HCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0        # the interface between the nodes: ip addr
 #   ray start --head --port 6379 --resources '{"NPU": 8}'         # the first node
 #   ray start --address FIRST_NODE:6379 --resources '{"NPU": 8}'  # the second
 #

@@ -78,6 +78,22 @@ def test_lines_that_a_page_gives_switch_replay_on(page: str, block: str) -> None
     assert actor.model.external_lib == "npu_replay"
 
 
+@pytest.mark.parametrize("off", ["verl", "verl-ascend"])
+@pytest.mark.parametrize(("page", "block"), LINES)
+def test_lines_at_the_end_switch_it_off(off: str, page: str, block: str) -> None:
+    text = (DOCS / f"{off}.md").read_text(encoding="utf-8").split("## Off at once\n")[1]
+    flag, *modes = [
+        line.split(" #")[0].strip() for line in text.split("```text\n")[1].split("\n```")[0].splitlines()
+    ]
+    key = next(line.lstrip("+").split("=")[0] for line in typed(block) if "router_replay.mode" in line)
+    (mode,) = [line for line in modes if line.lstrip("+").startswith(key + "=")]
+    config, legacy = config_of(f"{block.rstrip()} \\\n{flag} \\\n{mode}\n")
+    actor = config.actor_rollout_ref
+    verl_config.check_actor(actor, legacy=legacy)
+    assert verl_config.mode_of(actor, legacy=legacy) == "disabled"
+    assert not actor.rollout.enable_rollout_routing_replay
+
+
 @pytest.mark.parametrize(("ascend", "block"), IMAGES)
 def test_lines_of_an_image_suit_its_vllm_ascend(
     ascend: str, block: str, monkeypatch: pytest.MonkeyPatch
