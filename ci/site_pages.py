@@ -1,6 +1,6 @@
 """What mkdocs.yml needs: the pages outside docs/, links to what is no page, and where the source is.
 
-MkDocs calls on_files and on_page_markdown by their names, in this order.
+MkDocs calls on_config, on_files, on_page_markdown and on_page_context by their names, in this order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-_PAGES = "README.md README.zh.md CONTRIBUTING.md CHANGELOG.md SECURITY.md examples/README.md"
+_PAGES = "README.md README.zh.md CONTRIBUTING.md CHANGELOG.md SECURITY.md SECURITY.zh.md examples/README.md"
 OUTSIDE = {name: f"project/{name.lower()}" for name in _PAGES.split()}
 """Pages of the clone that docs/ links to, and where they lie in the site."""
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
@@ -33,6 +33,16 @@ MEMBERS = {
     "Following": "open, close, paused, put, metrics",
 }
 """Which of a class are shown, where not all are."""
+SECTIONS = {"zh/smoke.md": "versions.md"}
+"""Pages in Chinese that are a part of another page in English."""
+TABS = {
+    "Home": "首页",
+    "Use it": "使用",
+    "Look it up": "查阅",
+    "Understand it": "理解",
+    "Contribute": "参与开发",
+}
+"""The menu's own words on a page in Chinese."""
 _NAME = re.compile(r"\| `([\w.]*\w)` \|")
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _LOADED = re.compile(
@@ -124,3 +134,33 @@ def relinked(markdown: str, page: str, known: set[str]) -> str:
         return f"{image}[{words}]({place}{hash_sign}{anchor})"
 
     return _LINK.sub(link, markdown)
+
+
+def on_page_context(context: Any, *, page: Any, config: Any, nav: Any) -> Any:
+    """Give a page in Chinese the theme's Chinese words, and each page a switch to its other language."""
+    source = page.file.src_uri
+    urls = {one.file.src_uri: one.url for one in nav.pages}
+    english, chinese = in_both(source, set(urls))
+    config.theme["language"] = "zh" if source == chinese else "en"
+    both = [(english, "English", "en"), (chinese, "中文", "zh")]
+    config.extra["alternate"] = [
+        {"link": urls[place], "name": name, "lang": code} for place, name, code in both if english and chinese
+    ]
+    own = {there: here for here, there in TABS.items()} if source != chinese else TABS
+    for item in nav.items:
+        item.title = own.get(item.title, item.title)
+    return context
+
+
+def in_both(source: str, known: set[str]) -> tuple[str, str]:
+    """Where a page lies in English and in Chinese; empty where there is none.
+
+    >>> in_both("zh/verl.md", {"verl.md", "zh/verl.md"}), in_both("verl.md", {"verl.md"})
+    (('verl.md', 'zh/verl.md'), ('verl.md', ''))
+    >>> in_both("project/readme.zh.md", {"project/readme.md", "project/readme.zh.md"})
+    ('project/readme.md', 'project/readme.zh.md')
+    """
+    english = SECTIONS.get(source, source.removeprefix("zh/").replace(".zh.md", ".md"))
+    places = f"zh/{english}", english.replace(".md", ".zh.md")
+    chinese = source if source != english else next((one for one in places if one in known), "")
+    return english if english in known else "", chinese

@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAIRS = [(ROOT / "README.md", ROOT / "README.zh.md")]
+PAIRS = [(ROOT / f"{name}.md", ROOT / f"{name}.zh.md") for name in ("README", "SECURITY")]
 PAIRS += [(ROOT / "docs" / page.name, page) for page in sorted((ROOT / "docs" / "zh").glob("*.md"))]
 SECTIONS = {
     "smoke.md": ("versions.md", "npu-replay smoke"),
 }
 """Pages in Chinese that are a section of an English page."""
+UP_TO = {ROOT / "docs" / "versions.md": "\n## npu-replay smoke\n"}
+"""Of an English page, where its Chinese part ends: the rest is another page, or what machines sent."""
 BOTH = pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=[chinese.stem for _, chinese in PAIRS])
 FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
-NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)+(?:\.?rc\d+)?(?!\w)|\d+(?:\.\d+)?(?:e-\d+| %)")
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)+(?:\.?rc\d+)?(?!\w)|\d+(?:\.\d+)?(?:e-\d+|%)")
 WHOLE = re.compile(r"(?<![\w.])\d{2,}(?!\w|\.\d| 万)")
 """Small numbers may be words; 500 万 are 5 million."""
 
@@ -25,7 +27,9 @@ WHOLE = re.compile(r"(?<![\w.])\d{2,}(?!\w|\.\d| 万)")
 def read(page: Path) -> str:
     """The page's text, or that of its section, whose headings are one level higher then."""
     if page.exists() or page.name not in SECTIONS:
-        return page.read_text(encoding="utf-8")
+        text = page.read_text(encoding="utf-8").split(UP_TO.get(page, "\0"))[0]
+        text = re.sub(r"(\d+) to (\d+) %", r"\1 % to \2 %", text)
+        return re.sub(r"(?<=\d) %", "%", text)  # Chinese has no blank there
     name, title = SECTIONS[page.name]
     text = page.with_name(name).read_text(encoding="utf-8")
     section = text.split(f"\n## {title}\n")[1].split("\n## ")[0]
@@ -34,7 +38,7 @@ def read(page: Path) -> str:
 
 def blocks(text: str) -> list[tuple[str, str]]:
     """Kind and text of each; comments are told in each language's own words."""
-    return [(kind, re.sub(r" +#(?= )[^\n]*", "", body)) for kind, body in FENCE.findall(text)]
+    return [(kind, re.sub(r"(?m)(^| +)#(?= )[^\n]*", "", body)) for kind, body in FENCE.findall(text)]
 
 
 def rows(text: str) -> list[tuple[int, list[str], list[str]]]:

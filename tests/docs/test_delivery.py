@@ -47,6 +47,17 @@ def test_the_table_is_what_the_planner_says(capsys: pytest.CaptureFixture[str]) 
         ]
 
 
+def test_the_smaller_jobs_are_what_the_planner_says() -> None:
+    layout = npu_replay.ParallelLayout(tp=2, pp=2, dp=4, decoder=npu_replay.DecoderLayers(48))
+    told = re.findall(r"(?m)^\| ([\d,]+) of ([\d,]+) \| (.+) \|$", TEXT)
+    assert len(told) == 2
+    for samples, length, said in told:
+        count, tokens = (int(one.replace(",", "")) for one in (samples, length))
+        planned = plan(layout, [tokens] * count, topk=8, num_experts=128, rollout_nodes=2)
+        figures = (planned.today.sent, planned.once.sent, planned.today.collected)
+        assert [f"{float(f'{one / 1e9:.3g}'):g}" for one in figures] == said.split(" | ")
+
+
 def test_what_verls_batches_carry_is_what_the_planner_says() -> None:
     known: dict[str, Any] = {}
     exec(compile(PLAN, "delivery.md", "exec"), known)

@@ -85,8 +85,8 @@ def test_the_figures_of_grpo_are_those_of_the_run(page: str) -> None:
         line = next(line.split() for line in told.splitlines() if line.startswith(rows[arm] + " "))
         reward, _, kl, tau2, mismatch, in_the_update, ratio = line[1:8]
         said = cells.split(" | ")
-        assert float(said[0].split(" ")[0]) == float(mismatch.rstrip("%"))
-        assert float(said[1].split(" ")[0]) == float(in_the_update.rstrip("%"))
+        assert float(said[0].rstrip(" %")) == float(mismatch.rstrip("%"))
+        assert float(said[1].rstrip(" %")) == float(in_the_update.rstrip("%"))
         assert float(said[2]) == float(kl)
         assert said[3].replace(" ", "") == tau2
         assert said[4] == ratio
