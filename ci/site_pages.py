@@ -35,14 +35,16 @@ MEMBERS = {
 """Which of a class are shown, where not all are."""
 SECTIONS = {"zh/smoke.md": "versions.md"}
 """Pages in Chinese that are a part of another page in English."""
-TABS = {
+WORDS = {
     "Home": "首页",
     "Use it": "使用",
     "Look it up": "查阅",
     "Understand it": "理解",
     "Contribute": "参与开发",
+    "Dark": "深色",
+    "Light": "浅色",
 }
-"""The menu's own words on a page in Chinese."""
+"""The words of mkdocs.yml on a page in Chinese: the menu's tabs, and the two grounds."""
 _NAME = re.compile(r"\| `([\w.]*\w)` \|")
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _LOADED = re.compile(
@@ -146,9 +148,11 @@ def on_page_context(context: Any, *, page: Any, config: Any, nav: Any) -> Any:
     config.extra["alternate"] = [
         {"link": urls[place], "name": name, "lang": code} for place, name, code in both if english and chinese
     ]
-    own = {there: here for here, there in TABS.items()} if source != chinese else TABS
+    words = WORDS if source == chinese else {there: here for here, there in WORDS.items()}
     for item in nav.items:
-        item.title = own.get(item.title, item.title)
+        item.title = words.get(item.title, item.title)
+    for ground in config.theme["palette"]:
+        ground["toggle"]["name"] = words.get(ground["toggle"]["name"], ground["toggle"]["name"])
     return context
 
 
