@@ -127,13 +127,6 @@ CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
             _has(REPLAY, "RouterReplay"),
         ),
         "upstream_fused": Capability("... with the fused router", _no_release),
-        "token_dropping": Capability(
-            "`moe_utils.apply_router_token_dropping`", _has(f"{MOE}.moe_utils", "apply_router_token_dropping")
-        ),
-        "aux_scores": Capability(
-            "`moe_utils.compute_routing_scores_for_aux_loss`",
-            _has(f"{MOE}.moe_utils", "compute_routing_scores_for_aux_loss"),
-        ),
         "vp_stages": Capability(
             "`is_vp_first_stage`, `is_vp_last_stage`",
             _has("megatron.core.pipeline_parallel.utils", "is_vp_first_stage", "is_vp_last_stage"),

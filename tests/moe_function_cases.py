@@ -16,8 +16,6 @@ import torch
 ROWS, EXPERTS = 24, 8
 FUNCTIONS = {
     "topk_routing_with_score_function": "megatron.core.transformer.moe.moe_utils",
-    "apply_router_token_dropping": "megatron.core.transformer.moe.moe_utils",
-    "compute_routing_scores_for_aux_loss": "megatron.core.transformer.moe.moe_utils",
     "is_vp_first_stage": "megatron.core.pipeline_parallel.utils",
     "is_vp_last_stage": "megatron.core.pipeline_parallel.utils",
 }
@@ -33,14 +31,6 @@ ROUTING: dict[str, dict[str, Any]] = {
     "groups_sigmoid_bias": GROUPS | {"score_function": "sigmoid", "expert_bias": True},
     "one_group": {"num_groups": 1, "group_topk": 1},
 }
-WIDE = EXPERTS / 2
-"""From this capacity factor on, with a top-2, an expert has room for all rows."""
-DROPPING = [
-    (factor, policy, pad)
-    for factor in (0.5, 1.0, 2.0, 8.0)
-    for policy in ("probs", "position")
-    for pad in (False, True)
-]
 
 
 def function(name: str) -> Callable[..., Any]:
@@ -77,20 +67,6 @@ def gradient(probs: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def dropped(factor: float, policy: str, pad: bool) -> tuple[torch.Tensor, ...]:
-    chosen = torch.zeros(ROWS, EXPERTS).scatter(1, targets(2), 1.0).bool()
-    probs = (logits().detach().softmax(1) * chosen).requires_grad_()
-    kept, routing_map = function("apply_router_token_dropping")(probs, chosen, 2, factor, policy, pad)
-    return kept.detach(), routing_map, gradient(kept, probs)
-
-
-def scored(score_function: str, topk: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    routing_map, scores = function("compute_routing_scores_for_aux_loss")(
-        logits(dtype).detach(), topk, score_function
-    )
-    return routing_map, scores
-
-
 def stage(name: str, vp_stage: int | None, vp_size: int | None) -> object:
     try:
         return function(name)(vp_stage, vp_size)
@@ -116,11 +92,6 @@ def results() -> Iterator[tuple[str, Any]]:
             for name, options in ROUTING.items():
                 fewer = {"group_topk": 1} if "group_topk" in options and topk == 1 else {}
                 yield f"topk {name} {topk} {dtype}", routed(name, topk, dtype, **fewer)
-            for score_function in ("softmax", "sigmoid"):
-                yield f"scores {score_function} {topk} {dtype}", scored(score_function, topk, dtype)
-    for case in DROPPING:
-        if case[0] < WIDE:
-            yield f"drop {case}", dropped(*case)
     for name in ("is_vp_first_stage", "is_vp_last_stage"):
         for vp_size in (None, 1, 2, 3):
             for vp_stage in (None, 0, 1, 2):
@@ -141,13 +112,6 @@ def dense_results() -> Iterator[tuple[str, Any]]:
             yield f"dense {action} {name}", replayed(name, 2, action, dense_output=True)
 
 
-def wide_results() -> Iterator[tuple[str, Any]]:
-    """A capacity above the number of rows, an error before 0.16."""
-    for case in DROPPING:
-        if case[0] >= WIDE:
-            yield f"drop {case}", dropped(*case)
-
-
 def signatures() -> dict[str, list[str]]:
     """Each function's arguments and their defaults, «fused=False»."""
     return {
@@ -162,7 +126,7 @@ def signatures() -> dict[str, list[str]]:
 if __name__ == "__main__":
     found = dict(results())
     if find_spec("megatron.core.transformer.moe.router_replay") is not None:
-        found |= dict(replay_results()) | dict(wide_results())
+        found |= dict(replay_results())
     if "dense_output" in inspect.signature(function("topk_routing_with_score_function")).parameters:
         found |= dict(dense_results())
     torch.save({"results": found, "signatures": signatures()}, sys.argv[1])

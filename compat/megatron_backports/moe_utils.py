@@ -1,8 +1,6 @@
 """Adds functions of later Megatron-core releases that frameworks import, each where the release lacks it.
 
     topk_routing_with_score_function      new in 0.14; without router_replay before 0.16 (dense_output: 0.17)
-    apply_router_token_dropping           before 0.14 a part of topk_softmax_with_capacity
-    compute_routing_scores_for_aux_loss   before 0.14 a method of TopKRouter, another one in 0.12 and 0.13
     is_vp_first_stage, is_vp_last_stage   new in 0.14, and their module in 0.13
 
 Asks:     each name by itself, and the arguments that the release's function takes.
@@ -24,7 +22,6 @@ import torch
 from npu_replay.compat.megatron_backports.router_replay import Asked, asked, is_idle, no_top_k
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Change, Patches
-from npu_replay.errors import ReplayError
 
 MODULE = "megatron.core.transformer.moe.moe_utils"
 STAGES = "megatron.core.pipeline_parallel.utils"
@@ -32,15 +29,9 @@ STAGES = "megatron.core.pipeline_parallel.utils"
 _WHAT = "functions of later Megatron-core releases"
 _TOPK = "topk_routing_with_score_function"
 _ADDED = "a later release's, over this one's own"
-_TINY = 1e-20
-"""Is added to the sum of a row before dividing by it, as Megatron does."""
 
 Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
-"""Two tensors [rows, experts]: probabilities (or scores) and a bool map of the chosen experts."""
-
-
-class NoFusedRouter(ReplayError, ValueError):
-    """Raised when the fused router is absent or lacks a feature; a ValueError, as in later releases."""
+"""Two tensors [rows, experts]: probabilities and a bool map of the chosen experts."""
 
 
 def install() -> None:
@@ -56,15 +47,12 @@ def _add_routing(module: Any) -> None:
     native = getattr(module, _TOPK, None)
     known = {} if native is None else inspect.signature(native).parameters
     if native is None:
-        expected, got = f"{_TOPK} or topk_softmax_with_capacity", "neither"
-        cause = "a fork of Megatron-core, or a release that npu_replay hasn't seen"
-        known_one = hasattr(module, "topk_softmax_with_capacity")
-        problem = "no function that routes is known"
-        ReplayError.unless(known_one, problem, expected, got, cause, module.__name__)
 
         def without_capacity(logits: torch.Tensor, topk: int, *, fused: bool, **how: Any) -> Pair:
             if fused:
-                _refuse_fused(_TOPK)
+                raise ValueError(
+                    "fused=True, but Megatron-core 0.12 and 0.13 have no fused router: it came with 0.14"
+                )
             probs, routing_map, _ = module.topk_softmax_with_capacity(logits, topk, **how)
             return probs, routing_map
 
@@ -80,21 +68,16 @@ def _add_routing(module: Any) -> None:
 
         _rebind(_TOPK, native, ours)
         _patches.add(Change(f"{module.__name__}.{_TOPK}", "takes router_replay", undo))
-    _add(module, apply_router_token_dropping, compute_routing_scores_for_aux_loss)
 
 
 def _add_stages(module: Any) -> None:
-    _add(module, is_vp_first_stage, is_vp_last_stage)
+    for function in (is_vp_first_stage, is_vp_last_stage):
+        if not hasattr(module, function.__name__):
+            _patches.set(module, function.__name__, function, _ADDED)
 
 
 def _fill_stages(module: Any) -> None:
     vars(module).update(is_vp_first_stage=is_vp_first_stage, is_vp_last_stage=is_vp_last_stage)
-
-
-def _add(module: Any, *functions: Callable[..., Any]) -> None:
-    for function in functions:
-        if not hasattr(module, function.__name__):
-            _patches.set(module, function.__name__, function, _ADDED)
 
 
 def _rebind(name: str, old: Any, new: Any) -> None:
@@ -133,10 +116,6 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
             The probabilities in the logits' dtype, and the map, bool; both [rows, experts]. With
             `dense_output` the probabilities and the ids, int64, in the order of the top-k; both [rows, topk].
         """
-        if dense_output and fused:
-            problem, expected = "the fused router has no dense output", "fused=False, or dense_output=False"
-            cause = "its kernel returns a map, without an order of the experts; upstream returns that map"
-            raise NoFusedRouter(problem, where=_TOPK, expected=expected, got="both on", cause=cause)
         how = {
             "use_pre_softmax": use_pre_softmax,
             "num_groups": num_groups,
@@ -162,70 +141,6 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
         return probs.gather(1, call.ids), call.ids
 
     return topk_routing_with_score_function
-
-
-def apply_router_token_dropping(
-    routing_probs: torch.Tensor,
-    routing_map: torch.Tensor,
-    router_topk: int,
-    capacity_factor: float,
-    drop_policy: str = "probs",
-    pad_to_capacity: bool = False,
-) -> Pair:
-    """Limit each expert to the rows of its capacity, in probabilities and map, [rows, experts] each.
-
-    Drops the least probable rows («probs») or the last ones («position»); `pad_to_capacity` fills up
-    each expert with rows that didn't choose it, at probability 0.
-    """
-    rows, num_experts = routing_probs.shape
-    capacity = sys.modules[MODULE].get_capacity(rows * router_topk, num_experts, capacity_factor)
-    ranked = {"probs": routing_probs, "position": routing_map.int()}.get(drop_policy)
-    if ranked is None:
-        raise ValueError(f"Invalid drop_policy: {drop_policy}")
-    kept = torch.ones_like(routing_map, dtype=torch.bool)
-    if capacity <= rows:
-        # sorted=False as in Megatron: ties have to be broken alike.
-        places = torch.topk(ranked, k=capacity, dim=0, sorted=False)[1]
-        kept = torch.zeros_like(kept).scatter(0, places, True)
-    if not pad_to_capacity:
-        kept = kept & routing_map
-    return routing_probs * kept, kept
-
-
-def compute_routing_scores_for_aux_loss(
-    logits: torch.Tensor, topk: int, score_function: str, fused: bool = False
-) -> Pair:
-    """Return what the auxiliary losses count: the live choice, without bias, groups or replay.
-
-    >>> from npu_replay.compat.megatron_backports.moe_utils import compute_routing_scores_for_aux_loss
-    >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
-    >>> compute_routing_scores_for_aux_loss(logits, 2, "softmax")
-    (tensor([[False,  True,  True]]), tensor([[0.0900, 0.6652, 0.2447]]))
-
-    Returns:
-        The map, bool, and the scores, each row's sum 1 (float32 for a softmax; the logits' dtype for a
-        sigmoid, as in 0.14 to 0.16; later releases go to float32 first); both [rows, experts].
-    """
-    if fused:
-        _refuse_fused("compute_routing_scores_for_aux_loss")
-    if score_function == "softmax":
-        scores = logits.softmax(dim=-1, dtype=torch.float32)
-    elif score_function == "sigmoid":
-        scores = logits.sigmoid()
-        scores = scores / (scores.sum(dim=-1, keepdim=True) + _TINY)
-    else:
-        raise ValueError(f"Invalid score_function: {score_function}")
-    chosen = torch.topk(scores, k=topk, dim=1)[1]
-    return torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True), scores
-
-
-def _refuse_fused(name: str) -> None:
-    cause = (
-        "moe_router_fusion=True with Megatron-core 0.12 or 0.13, which call no kernel of "
-        "Transformer Engine's; it came with 0.14"
-    )
-    problem, expected = "the fused router isn't there", "fused=False"
-    raise NoFusedRouter(problem, where=name, expected=expected, got="fused=True", cause=cause)
 
 
 # Virtual pipeline stages
