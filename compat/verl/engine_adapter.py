@@ -14,8 +14,10 @@ from npu_replay.compat.verl.batch_routes import R2Store, RoutesByKey
 from npu_replay.compat.verl.config import OFF
 from npu_replay.compat.verl.files import Files
 from npu_replay.compat.verl.r3_store import R3Store
+from npu_replay.environment import BAD_SAMPLES, DELIVERY, read
 from npu_replay.errors import ReplayError
 from npu_replay.parallel.rank_failures import agreed
+from npu_replay.parallel.row_gather import CEILING
 
 
 class EngineAdapter:
@@ -28,6 +30,8 @@ class EngineAdapter:
         updates: how many passes have trained.
         announced: whether the line that replay is on was logged.
         met: whether its ranks have met before a first pass.
+        ceiling: the tolerated share of bad samples, from the environment when the ranks met.
+        delivery: how routes are handed on; empty if batches carry them.
         microseconds: spent in passes without a backward since the last one with: verl has no place for them.
     """
 
@@ -41,6 +45,12 @@ class EngineAdapter:
         self.r2, self.r3 = R2Store(self.routes), R3Store(self.routes)
         self.updates = self.microseconds = 0
         self.announced = self.met = False
+        self.ceiling: float = CEILING
+        self.delivery = ""
+
+    def read_environment(self) -> None:
+        self.ceiling = read(BAD_SAMPLES, CEILING)
+        self.delivery = read(DELIVERY, "")
 
     @classmethod
     def of(cls, engine: Any) -> Any:

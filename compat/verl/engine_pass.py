@@ -29,8 +29,8 @@ from npu_replay.compat.verl.found_routes import Delivery, found_in
 from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, figures, summary
 from npu_replay.environment import BAD_SAMPLES, DELIVERY, METRICS_EVERY, read
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError, described
-from npu_replay.parallel.rank_failures import agreed, all_here
-from npu_replay.parallel.row_gather import CEILING, above_ceiling
+from npu_replay.parallel.rank_failures import agreed, all_here, gathered
+from npu_replay.parallel.row_gather import above_ceiling
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.replay import StepReplay
 
@@ -77,8 +77,6 @@ class EnginePass:
         self.tolerant = engine is not None and engine.updates > 0
         self.metrics: dict[str, float] = {}
         self._counted: Counter[str] = Counter()
-        self._ceiling = 0
-        """The tolerated share of bad samples, in millionths; equal on all ranks once begun."""
 
     @property
     def keeps(self) -> bool:
@@ -220,36 +218,9 @@ class EnginePass:
         """
         engine, found = self.engine, self.found
         if not engine.met:
-            all_here()
-            engine.met = True
-        error = error or self._problem
-        try:
-            self._ceiling = round(read(BAD_SAMPLES, CEILING) * 1e6)
-        except ReplayError as unknown:
-            error = error or unknown
-        told = {"ranks": 1, "ceilings": self._ceiling, "squares": self._ceiling**2}
-        sums = agreed(error, told | found.told(records=records) | {"salt": secrets.randbits(40)})
-        ranks, unlike = sums["ranks"], None
-        # Each rank reads its own environment; these sums tell all ranks alike whether the values are equal.
-        if ranks * sums["squares"] != sums["ceilings"] ** 2:  # by Cauchy-Schwarz: not all are equal
-            mine, mean = self._ceiling / 1e6, sums["ceilings"] / ranks / 1e6
-            unlike = (
-                f"{BAD_SAMPLES} differs between the ranks",
-                "one number on all ranks: they leave together, or go on together",
-                f"{mine:g} on this one, {mean:g} in the mean of all",
-            )
-        elif sums["stay"] not in (0, ranks):
-            unlike = (
-                f"{DELIVERY} is set on some ranks alone",
-                "on all ranks or on none: what one keeps another one looks for",
-                f"on {sums['stay']} of {ranks}",
-            )
-        if unlike is not None:
-            problem, expected, got = unlike
-            cause = "it was set on some nodes only; set it in the runtime_env of the job"
-            _raise_on_every_rank(
-                ReplayError(problem, where="all ranks", expected=expected, got=got, cause=cause)
-            )
+            _meet(engine)
+        told = found.told(records=records) | {"salt": secrets.randbits(40)}
+        sums = agreed(error or self._problem, told)
         if self.trains:
             engine.r2.trained()
         found.exchange(sums, records=records, tolerant=self.tolerant)
@@ -269,7 +240,7 @@ class EnginePass:
             engine.microseconds += self._counted["microseconds"]
         sums = agreed(error, {name: self._counted[name] for name in COUNTED} | {"ranks": 1})
         bad, samples = sums["bad_samples"], sums["samples"]
-        problem = above_ceiling(bad, samples, self._ceiling / 1e6, setting=BAD_SAMPLES, where="all ranks")
+        problem = above_ceiling(bad, samples, engine.ceiling, setting=BAD_SAMPLES, where="all ranks")
         if problem is not None:
             _raise_on_every_rank(problem)
         if isinstance(session, StepReplay):
@@ -389,6 +360,27 @@ def _unmarked(engine: EngineAdapter) -> ReplayError:
         "the update, and with False for an update that is not to be replayed. Or set router_replay.mode to "
         "disabled",
     )
+
+
+def _meet(engine: EngineAdapter) -> None:
+    """Wait for all ranks before an engine's first pass, and compare the variables that all act by."""
+    all_here()
+    with Problem("read its environment") as unread:
+        engine.read_environment()
+    settings = {BAD_SAMPLES: engine.ceiling, DELIVERY: engine.delivery or "unset"}
+    every = gathered(settings)
+    agreed(unread.error, {})
+    for name, mine in settings.items():
+        values = sorted({str(one[name]) for one in every})
+        if len(values) > 1:
+            problem = f"{name} differs between the ranks"
+            expected = "one value on all ranks: they leave together, or go on together"
+            got = f"{mine} on this one, {' and '.join(values)} on all"
+            cause = "it was set on some nodes only; set it in the runtime_env of the job"
+            _raise_on_every_rank(
+                ReplayError(problem, where="all ranks", expected=expected, got=got, cause=cause)
+            )
+    engine.met = True
 
 
 def _raise_on_every_rank(problem: ReplayError) -> None:

@@ -51,7 +51,7 @@ class Delivery:
 
     def told(self, *, records: bool) -> dict[str, int]:
         """Return what the other ranks have to know, as numbers to be summed."""
-        return {"bad": 0, "lost": 0, "stay": self.stays, "lacking": 0}
+        return {"bad": 0, "lost": 0, "lacking": 0}
 
     def exchange(self, sums: dict[str, int], *, records: bool, tolerant: bool) -> None:
         """Get what only other ranks know. Every rank has to call it, with the sums of `told`."""

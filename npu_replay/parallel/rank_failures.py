@@ -188,6 +188,17 @@ def all_here(patience: float = PATIENCE) -> None:
         raise error
 
 
+def gathered(say: object) -> list[Any]:
+    """Return what each rank of the job says. Every rank must call it."""
+    if _alone():
+        return [say]
+    peers = RankGroup(dist.group.WORLD, 20.0, "not all ranks came to the first pass", _FAILED)
+    stop, said = peers.tell(None, say)
+    if stop is not None:
+        raise stop
+    return said
+
+
 def agreed(error: ReplayError | None, counts: Mapping[str, int]) -> dict[str, int]:
     """Sum whole numbers over all ranks of the job, unless one has an error. Every rank must call it.
 
