@@ -23,6 +23,7 @@ from npu_replay.compat import engines
 from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
+from npu_replay.routes.fingerprint import find_other_length
 from npu_replay.routes.places import Places
 from npu_replay.sessions.fed_sequences import KEYWORDS
 from npu_replay.sessions.follow import follow
@@ -114,11 +115,14 @@ def laid_out(routes: Sequence[Any], call: Mapping[str, Any]) -> torch.Tensor:
     given = [one[0] if one.dim() == 4 and len(one) == 1 else one for one in given]
     out = torch.zeros(places.real.size, *given[0].shape[1:], dtype=torch.int32)
     for number, (rows, (first, end)) in enumerate(zip(given, places.spans, strict=False)):
-        if rows.shape[1:] != out.shape[1:] or len(rows) not in (end - first, end - first - 1):
-            problem = "a sample's routes don't go with its tokens"
-            where = f"sample {number} of the micro-batch"
-            expected, got = f"{end - first} rows, or one less, of {list(out.shape[1:])}", list(rows.shape)
-            cause = "a text that was cut or encoded anew after the rollout; routes of one turn of several"
-            raise InvalidRoutes(problem, where=where, expected=expected, got=got, cause=cause)
+        where = f"sample {number} of the micro-batch"
+        wrong_length = find_other_length(len(rows), end - first)
+        if wrong_length is not None:
+            raise wrong_length.error(InvalidRoutes, where)
+        problem = "a sample has routes of another shape than the first"
+        expected = list(out.shape[1:])
+        InvalidRoutes.unless(
+            rows.shape[1:] == out.shape[1:], problem, expected, list(rows.shape[1:]), "", where
+        )
         out[first : first + len(rows)] = rows
     return out.view(*places.real.shape, *out.shape[1:]).to(call["input_ids"].device)

@@ -25,6 +25,7 @@ from npu_replay.errors import InvalidRoutes
 from npu_replay.parallel.collect import exchange
 from npu_replay.parallel.merge import side_by_side
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.routes.fingerprint import find_other_length
 from npu_replay.routes.routed_experts import RoutedExperts
 
 COLUMN = "npu_replay_routes"
@@ -151,13 +152,9 @@ class RoutesByKey:
             "a batch that was put together token by token",
         )
         found = self.of(_key(keys[0]))
-        InvalidRoutes.unless(
-            len(found) in (len(words), len(words) - 1),
-            "the routes have another number of tokens than the sample",
-            len(words),
-            len(found),
-            "a response that was cut after the rollout",
-        )
+        wrong_length = find_other_length(len(found), len(words))
+        if wrong_length is not None:
+            raise wrong_length.error(InvalidRoutes, "")
         here = marked if keep is None else marked & keep.detach().cpu().bool()
         # Ids aren't copied here: laying out a micro-batch copies the rows that it has.
         return found.with_rows(found.ids, found.recorded & here[: len(found)])

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from npu_replay.compat.verl import tensors
 from npu_replay.compat.verl.batch_routes import listed
 from npu_replay.errors import ReplayError
-from npu_replay.routes.fingerprint import fingerprint
+from npu_replay.routes.fingerprint import find_other_length, fingerprint
 from npu_replay.routes.inputs import input_key, other_inputs
 from npu_replay.routes.routed_experts import narrow_dtype
 from npu_replay.routes.store import RouteStore, RouteWriter, key_of
@@ -73,7 +73,7 @@ class Files:
             mark, one = fingerprint(tokens, sample_key=key), good.get(number)
             if mark in self._written:
                 continue
-            bad = problems[number] if one is None else tensors.wrong_length(len(one), len(tokens))
+            bad = problems[number] if one is None else find_other_length(len(one), len(tokens))
             if bad is None and one is not None:
                 rows = torch.arange(len(tokens))
                 rows[len(one) :] = -1  # the last token has no route

@@ -30,6 +30,7 @@ from npu_replay.errors import MicroBatchError, ReplayError, RouterError
 from npu_replay.parallel.collect import collect
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
+from npu_replay.routes.fingerprint import find_other_length
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.replay import StepReplay
@@ -307,9 +308,10 @@ def align_r3_router_replay_data(
         parts = [parts[0][:0]] * len(lengths)
     aligned, bad = [], {}
     for number, (routes, length) in enumerate(zip(parts, lengths, strict=True)):
-        error = tensors.wrong_length(len(routes), length, f"sample {number} of the micro-batch")
-        if error is not None:
-            bad[number], routes = error, routes[:0]
+        wrong_length = find_other_length(len(routes), length)
+        if wrong_length is not None:
+            bad[number] = wrong_length.error(MicroBatchError, f"sample {number} of the micro-batch")
+            routes = routes[:0]
         aligned.append(torch.cat([routes, routes.new_zeros(length - len(routes), *routes.shape[1:])]))
     whole = tensors.batched(aligned, jagged=True)
     # Other ranks wait in the schedule, so no error is raised here: set_router_replay_data reports it.

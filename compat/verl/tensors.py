@@ -279,16 +279,6 @@ def speaks_for_samples(parallel: ParallelLayout | None) -> bool:
     return (parallel.tp_rank, parallel.cp_rank, parallel.pp_rank) == (0, 0, first)
 
 
-def wrong_length(rows: int, tokens: int, where: str = "") -> MicroBatchError | None:
-    """Return the error for so many rows of a sample; None for a row a token, or none for the last."""
-    if rows in (tokens, tokens - 1):
-        return None
-    problem = "the routes have another number of tokens than the sample"
-    expected = f"{tokens} (or {tokens - 1}: the last token has no route)"
-    cause = "a response that was cut after the rollout, or routes of another sequence"
-    return MicroBatchError(problem, where=where, expected=expected, got=rows, cause=cause)
-
-
 def batched(samples: Sequence[torch.Tensor], *, jagged: bool) -> torch.Tensor:
     if jagged:
         return torch.nested.as_nested_tensor(list(samples), layout=torch.jagged)

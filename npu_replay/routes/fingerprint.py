@@ -50,16 +50,24 @@ def with_key(mark: int, sample_key: SampleKey) -> int:
     return mark >> 32 << 32 | int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little")
 
 
+def find_other_length(rows: int, tokens: int) -> Finding | None:
+    """Find whether there is another number of rows than one a token, or one a token but the last."""
+    if rows in (tokens, tokens - 1):
+        return None
+    problem = "the routes have another number of tokens than the sequence"
+    expected = f"{tokens} (or {tokens - 1}: the last token has no route)"
+    cause = (
+        "a response that was cut after the rollout, a turn's new tokens alone, another sequence; or padding that "
+        "no attention_mask shows"
+    )
+    return Finding(problem, expected, rows, cause=cause)
+
+
 def find_other_tokens(rows: int, theirs: int | None, tokens: int, mark: int | None) -> Finding | None:
     """Find why rows of routes can't be those of these tokens; a fingerprint of None fits any."""
-    if rows not in (tokens, tokens - 1):
-        problem = "the routes have another number of tokens than the sequence"
-        expected = f"{tokens} (or {tokens - 1}: the last token has no route)"
-        cause = (
-            "a response that was cut after the rollout, a turn's new tokens alone, another sequence; or "
-            "padding that no attention_mask shows"
-        )
-        return Finding(problem, expected, rows, cause=cause)
+    wrong_length = find_other_length(rows, tokens)
+    if wrong_length is not None:
+        return wrong_length
     if mark is None or theirs is None or theirs == mark:
         return None
     problem, expected = "the routes belong to other tokens", f"fingerprint {mark:#018x}"
