@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from npu_replay.compat.verl import tensors
 from npu_replay.compat.verl.batch_routes import listed
-from npu_replay.errors import ReplayError
+from npu_replay.errors import MicroBatchError, ReplayError
 from npu_replay.routes.fingerprint import find_other_length, fingerprint
 from npu_replay.routes.inputs import input_key, other_inputs
 from npu_replay.routes.routed_experts import narrow_dtype
@@ -73,13 +73,14 @@ class Files:
             mark, one = fingerprint(tokens, sample_key=key), good.get(number)
             if mark in self._written:
                 continue
-            bad = problems[number] if one is None else find_other_length(len(one), len(tokens))
-            if bad is None and one is not None:
+            wrong_length = None if one is None else find_other_length(len(one), len(tokens))
+            if one is not None and wrong_length is None:
                 rows = torch.arange(len(tokens))
                 rows[len(one) :] = -1  # the last token has no route
                 self._written.add(mark)
                 self._writer.add(one.take(rows).sequence(0, len(tokens), fingerprint=mark), key_of(mark))
             else:
+                bad = problems[number] if wrong_length is None else wrong_length.error(MicroBatchError, "")
                 logger.warning("[npu_replay] routes that can't be used are not written: %s", bad)
         self._writer.flush()
 
