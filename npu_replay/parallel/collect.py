@@ -163,9 +163,9 @@ def _given(routes: Any, layouts: Any, groups: Groups) -> tuple[list[TokenLayout]
 
 def _check_layout(number: int, routes: RoutedExperts, layout: TokenLayout) -> None:
     """Refuse a layout whose rows or tokens aren't those of the recorded call, as far as both are known."""
-    called = routes.inputs
+    called = routes.placement.inputs
     shape = None if called is None else called.shape
-    if (other := find_other_order(routes.row_order, layout.order, layout.fed, shape)) is not None:
+    if (other := find_other_order(routes.placement.row_order, layout.order, layout.fed, shape)) is not None:
         raise other.error(MicroBatchError, micro_batch(number))
     if called is None or called.tokens is None or layout.inputs is None:
         return

@@ -25,7 +25,7 @@ from npu_replay.routes.arguments import is_plain
 from npu_replay.routes.checks import MAX_TOKENS
 from npu_replay.routes.inputs import Inputs
 from npu_replay.routes.places import read_batch
-from npu_replay.routes.routed_experts import RoutedExperts
+from npu_replay.routes.routed_experts import Placement, RoutedExperts
 
 Order: TypeAlias = Literal["sequence", "batch"]
 """The way [batch, sequence] is flattened: sequence-major for Megatron's routers (s*b), batch-major for those
@@ -345,7 +345,10 @@ class TokenLayout:
         unknown = inputs is None or not inputs.tells_tokens
         if unknown and any(routes.fingerprint is not None for routes in real.values()):
             _say_unchecked()
-        return gathered.with_known(bad_samples=len(bad), row_order=self.order, inputs=inputs)
+        placement = Placement(
+            bad_samples=len(bad), row_order=self.order, inputs=inputs, rows=self.rows, lengths=self.lengths
+        )
+        return gathered.with_known(placement=placement)
 
     @property
     def inputs(self) -> Inputs | None:
@@ -362,7 +365,7 @@ class TokenLayout:
             return None
         marks: list[int | None] = [None] * len(self.lengths)
         for number, routes in good.items():
-            may_lack = routes.inputs is None and bool(routes.recorded[-1:].all())
+            may_lack = routes.placement.inputs is None and bool(routes.recorded[-1:].all())
             if len(routes) < self.lengths[number] or not may_lack:
                 marks[number] = routes.fingerprint
         return Inputs(self.fed, self.lengths, marks)
@@ -375,7 +378,7 @@ class TokenLayout:
             made = row_gather.pick(self._runs, len(self.rows), good, layers)
         else:
             made = RoutedExperts.unrecorded(len(self.rows), layers=layers, topk=topk, num_experts=num_experts)
-        return made.with_known(placed=(self.rows, self.lengths))
+        return made.with_known(placement=Placement(rows=self.rows, lengths=self.lengths))
 
     @functools.cached_property
     def _runs(self) -> list[row_gather.Run]:

@@ -164,7 +164,7 @@ def encode(samples: Mapping[str, Mapping[str, Any]]) -> list[bytes | memoryview]
     for key, one in samples.items():
         model = {"layers": [*one["layers"]], "topk": one["ids"].shape[2], "num_experts": one["num_experts"]}
         known = {"tokens": len(one["ids"]), **{name: one[name] for name in _CARRIED}}
-        known |= _described_micro_batch(one.get("row_order"), one.get("inputs"))
+        known |= _described_micro_batch(one["placement"].row_order, one["placement"].inputs)
         described[key] = known | {"digest": _digest(model, key, known, one["ids"], one["recorded"])}
     text = Header(model, described).text
     fits, cause = len(text) <= 8 + _LONGEST_HEADER, "keys or weight versions that are long texts"

@@ -18,10 +18,10 @@ class InputCheck:
     """Checks the calls of a replay against the inputs of their routes; `compared` counts micro-batches."""
 
     def __init__(self, routes: Sequence[RoutedExperts]) -> None:
-        self.known = [one.inputs for one in routes]
-        self._orders = [one.row_order for one in routes]
+        self.known = [one.placement.inputs for one in routes]
+        self._orders = [one.placement.row_order for one in routes]
         for number, one in enumerate(routes):
-            if one.inputs is None and one.fingerprint is not None:
+            if self.known[number] is None and one.fingerprint is not None:
                 self.known[number] = Inputs(None, (len(one),), (one.fingerprint,))
         self.compared = 0
 

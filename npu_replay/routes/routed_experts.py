@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,25 @@ def narrow_array_dtype(num_experts: int) -> np.dtype[Any]:
     return np.dtype(np.uint8 if narrow_dtype(num_experts) == torch.uint8 else np.int16)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Placement:
+    """Describes where the rows of a micro-batch lie; by default nothing is known.
+
+    Attributes:
+        bad_samples: sequences whose routes couldn't be used, as `TokenLayout.gather` counts them.
+        row_order: "sequence" or "batch".
+        inputs: the tokens of the micro-batch; from `record` also a digest of its images.
+        rows: the packed token in each row, int64 [rows], -1 for padding, if a `TokenLayout` placed the rows.
+        lengths: those of the packed sequences.
+    """
+
+    bad_samples: int = 0
+    row_order: str | None = None
+    inputs: Inputs | None = None
+    rows: torch.Tensor | None = None
+    lengths: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class RoutedExperts:
     """Holds the expert ids that one pass chose for some tokens.
@@ -55,7 +74,7 @@ class RoutedExperts:
         fingerprint: `npu_replay.fingerprint` of the sequence, if this is one sequence.
         weight_version: the weights that chose, if known.
         constant_layers_ok: `load` accepts a layer that is the same in all rows: the trainer's own routers
-            chose so, or the tokens explain it. `dataclasses.replace` with other ids sets it to False.
+            chose so, or the tokens explain it.
         from_engine: a rollout engine chose; `replay` compares the rows with the routers' own choice.
         copy: False keeps the array where that is possible. Nothing may write to it afterwards.
 
@@ -78,27 +97,18 @@ class RoutedExperts:
         InvalidRoutes: a check fails; the error names the layer, the number of rows and the usual cause.
     """
 
-    ids: torch.Tensor
-    layers: tuple[int, ...]
-    num_experts: int
-    recorded: torch.Tensor
-    fingerprint: int | None
-    weight_version: int | str | None
-    constant_layers_ok: bool
-    from_engine: bool
-    _like: InitVar[RoutedExperts | None]
+    ids: torch.Tensor = field(init=False)
+    layers: tuple[int, ...] = field(init=False)
+    num_experts: int = field(init=False)
+    recorded: torch.Tensor = field(init=False)
+    fingerprint: int | None = field(init=False)
+    weight_version: int | str | None = field(init=False)
+    constant_layers_ok: bool = field(init=False)
+    from_engine: bool = field(init=False)
 
-    # The fields below describe the rows of a micro-batch. A pickle carries them; bytes and files carry
-    # `row_order`, and of `inputs` the digests.
-    bad_samples: int = field(default=0, init=False)
-    """Sequences whose routes couldn't be used, as `TokenLayout.gather` counts them."""
-    row_order: str | None = field(default=None, init=False)
-    """The order of its rows, "sequence" or "batch", if `TokenLayout.gather` knows."""
-    inputs: Inputs | None = field(default=None, init=False)
-    """The tokens of its micro-batch, if known; from `record` also a digest of its images."""
-    placed: tuple[torch.Tensor, tuple[int, ...]] | None = field(default=None, init=False)
-    """The packed token in each row, int64 [rows], -1 for padding, and the lengths of the sequences, if a
-    `TokenLayout` placed the rows."""
+    placement: Placement = field(default=Placement(), init=False)
+    """Where the rows of a micro-batch lie. A pickle carries it; bytes and files carry its `row_order`, and of
+    `inputs` the digests."""
     shown: torch.Tensor | None = field(default=None, init=False)
     """From `observe`, where tokens over an expert's capacity were dropped: the ids that the outputs showed,
     int16 [tokens, layers, topk], with -1 in the place of each that is missing."""
@@ -119,7 +129,6 @@ class RoutedExperts:
         constant_layers_ok: bool = False,
         from_engine: bool = False,
         copy: bool = True,
-        _like: RoutedExperts | None = None,
     ) -> None:
         wide = arguments.ids(ids)
         labels = tuple(arguments.labels(layers, wide.shape[1]))
@@ -133,24 +142,17 @@ class RoutedExperts:
         narrow = narrow.contiguous()
         # A conversion above has made a copy already, unless the memory is still the caller's.
         given = ids.ctypes.data if isinstance(ids, np.ndarray) else ids.data_ptr()
-        self._set(made_at=time.time())
-        if _like is not None and ids is _like.ids:  # `dataclasses.replace` that keeps the rows
-            self._set(**{name: getattr(_like, name) for name in (*_OF_MICRO_BATCH, "made_at")})
         self._set(
+            made_at=time.time(),
             ids=narrow.clone() if copy and narrow.data_ptr() == given else narrow,
             layers=labels,
             num_experts=num_experts,
             recorded=rows,
             fingerprint=arguments.fingerprint(fingerprint),
             weight_version=arguments.weight_version(weight_version),
-            # `dataclasses.replace` with other ids: nothing says that those may be constant.
-            constant_layers_ok=constant_layers_ok and (_like is None or ids is _like.ids),
+            constant_layers_ok=constant_layers_ok,
             from_engine=from_engine,
         )
-
-    @property
-    def _like(self) -> RoutedExperts:
-        return self  # `dataclasses.replace` reads each argument of the copy from an attribute of its name
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
@@ -350,7 +352,7 @@ class RoutedExperts:
     def encodable(self) -> dict[str, Any]:
         """Return the values that are written: the arguments that make these routes, with numpy arrays."""
         arrays = {"ids": self.ids.contiguous().numpy(), "recorded": self.recorded.contiguous().numpy()}
-        return vars(self) | arrays
+        return vars(self) | arrays | {"placement": self.placement}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # With protocol 5 a pickler takes numpy arrays out of band: Ray copies the ids neither when it stores
@@ -360,8 +362,8 @@ class RoutedExperts:
     @classmethod
     def of_decoded(cls, found: dict[str, Any]) -> RoutedExperts:
         """Build routes from the values that `encoding` read, and check them."""
-        known = {name: found.pop(name) for name in ("row_order", "inputs")}
-        return cls(**found, copy=False).with_known(**known)
+        placement = Placement(row_order=found.pop("row_order"), inputs=found.pop("inputs"))
+        return cls(**found, copy=False).with_known(placement=placement)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RoutedExperts:
@@ -408,7 +410,7 @@ class RoutedExperts:
             return cls.of_decoded(decode(*reader(file))).check_not_constant()
 
 
-_OF_MICRO_BATCH = ("bad_samples", "row_order", "inputs", "placed", "shown")
+_OF_MICRO_BATCH = ("placement", "shown")
 
 
 def _unpickled(values: dict[str, Any]) -> RoutedExperts:

@@ -258,27 +258,28 @@ def _error(
 
 def rows_by_token(routes: RoutedExperts) -> Array:
     """Return the rows that have a route, int64, in the order of their tokens."""
-    if routes.placed is None:
+    if routes.placement.rows is None:
         return np.flatnonzero(routes.recorded.numpy())
-    order: Array = np.argsort(routes.placed[0].numpy(), kind="stable")
+    order: Array = np.argsort(routes.placement.rows.numpy(), kind="stable")
     rows: Array = order[routes.recorded.numpy()[order]]
     return rows
 
 
 def starts_of(routes: RoutedExperts, rows: Array) -> Array:
     """Return at which of these rows, in the order of tokens, each sequence begins; one if none is known."""
-    if routes.placed is None:
+    if routes.placement.rows is None:
         return np.zeros(1, np.int64)
-    bounds = np.cumsum([0, *routes.placed[1]])
-    return np.unique(np.searchsorted(routes.placed[0].numpy()[rows], bounds[:-1]))
+    bounds = np.cumsum([0, *routes.placement.lengths])
+    return np.unique(np.searchsorted(routes.placement.rows.numpy()[rows], bounds[:-1]))
 
 
 def tokens_of(routes: RoutedExperts, rows: Array, at: int) -> str:
     """Return the name of the tokens of the 64 rows from `at` on."""
     first, last = int(rows[at]), int(rows[at + RUN - 1])
-    if routes.placed is None:
+    tokens = routes.placement.rows
+    if tokens is None:
         return f"rows {first} to {last}"
-    tokens, starts = routes.placed[0], np.cumsum([0, *routes.placed[1]])
+    starts = np.cumsum([0, *routes.placement.lengths])
     first, last = int(tokens[first]), int(tokens[last])
     one, other = (int(number) - 1 for number in np.searchsorted(starts, (first, last), side="right"))
     to = "" if one == other else f"sequence {other}, "

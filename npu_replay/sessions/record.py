@@ -7,7 +7,7 @@ import torch
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError, micro_batch
 from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import Inputs, is_grid
-from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype, without_layers
+from npu_replay.routes.routed_experts import Placement, RoutedExperts, narrow_dtype, without_layers
 from npu_replay.sessions.answering import Answering
 from npu_replay.sessions.micro_batches import Key
 from npu_replay.sessions.route_source import RouteSource, row_order_of
@@ -73,8 +73,8 @@ class Recording(Session):
                 if call.single and not call.others and call.tokens.numel() == len(routes):
                     (mark,) = inputs.marks
             alike = inputs is not None and not is_grid(inputs.shape)  # both orders give the same rows
-            known = {"inputs": inputs, "row_order": None if alike else order, "fingerprint": mark}
-            found[number] = routes.with_known(**known)
+            placement = Placement(inputs=inputs, row_order=None if alike else order)
+            found[number] = routes.with_known(placement=placement, fingerprint=mark)
         self._routes, self._results = found, f", routes of {sum(map(len, found))} rows"
 
 

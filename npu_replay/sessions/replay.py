@@ -116,9 +116,10 @@ class Replay(Session):
         """
         done = [one for n, one in enumerate(self._source.routes[: self.done]) if n not in self._skipped]
         rows, missing = _rows(done)
-        padding = sum(int((one.placed[0] < 0).sum()) for one in done if one.placed is not None)
+        placements = [routes.placement for routes in done]
+        padding = sum(int((one.rows < 0).sum()) for one in placements if one.rows is not None)
         figures = {"rows": rows, "rows_without_route": missing, "padding": padding}
-        figures["bad_samples"] = sum(routes.bad_samples for routes in done)
+        figures["bad_samples"] = sum(one.bad_samples for one in placements)
         figures |= {"micro_batches": len(done), "tokens_compared": self._source.called.compared}
         return super().metrics() | figures
 

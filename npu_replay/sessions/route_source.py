@@ -125,7 +125,8 @@ class RouteSource:
     def _why_other_rows(self, forward: Forward, routes: RoutedExperts) -> str:
         if self.why_other_rows or forward is self.timeline.bypassed:
             return self.why_other_rows or CALLED_INSIDE
-        if routes.placed is None and routes.inputs is None and routes.fingerprint is not None:
+        placed = routes.placement
+        if placed.rows is None and placed.inputs is None and routes.fingerprint is not None:
             return likeliest(_OF_ONE, EXTRA)
         laid_out = (
             "padding, packing, sequence or context parallelism that the routes were not laid out for "
@@ -227,7 +228,7 @@ def check_fit(routes: RoutedExperts, routers: Sequence[Router], every: Sequence[
     depth = max(*depths, *(one.label + 1 for one in every)) if any(depths) else 0
     model = f" of a model of {depth} decoder layers" if depth else ""
     for router, label in zip(routers, named, strict=True):
-        order = find_other_order(router.row_order, routes.row_order, None, None)
+        order = find_other_order(router.row_order, routes.placement.row_order, None, None)
         if depth and routes.layers[-1:] >= (depth,):
             problem = "the routes are of a model with more decoder layers"
             expected, got = f"layers 0 to {depth - 1}{model}", f"layers up to {routes.layers[-1]}"

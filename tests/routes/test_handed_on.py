@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from npu_replay import InvalidRoutes, RoutedExperts, RouteStore, TokenLayout, de
 from npu_replay.compat.verl.batch_routes import RoutesByKey
 from npu_replay.parallel.merge import Block, Union, side_by_side
 from npu_replay.routes.inputs import Inputs
+from npu_replay.routes.routed_experts import Placement
 from npu_replay.routes.store import RoutesByTokens
 from piece_files import FileCarrier
 
@@ -76,9 +76,6 @@ def kept_by_chunks(one: RoutedExperts) -> RoutedExperts:
 LAYOUT = TokenLayout.padded([TOKENS])
 
 SAME_ROWS: dict[str, Callable[[RoutedExperts], RoutedExperts]] = {
-    "replace": replace,
-    "replace, twice": lambda one: replace(replace(one, weight_version=3), fingerprint=None),
-    "replace its mask": lambda one: replace(one, recorded=torch.arange(TOKENS) > 3),
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "pickle": lambda one: pickle.loads(pickle.dumps(one)),
@@ -104,6 +101,15 @@ OTHER_ROWS: dict[str, Callable[..., RoutedExperts]] = {
     "a folder": stored,
     "a carrier": fetched,
 }
+
+
+PLACEMENT = Placement(
+    bad_samples=3,
+    row_order="batch",
+    inputs=Inputs(None, (TOKENS,), (npu_replay.fingerprint(range(TOKENS)),)),
+    rows=torch.arange(TOKENS),
+    lengths=(TOKENS,),
+)
 
 
 @pytest.fixture
@@ -133,24 +139,18 @@ def test_that_layers_may_be_constant_and_that_an_engine_chose_stays_known(way: s
 
 @pytest.mark.parametrize("way", SAME_ROWS)
 def test_the_same_rows_keep_all_that_is_known_of_their_micro_batch(way: str, do: Any) -> None:
-    known = {
-        "bad_samples": 3,
-        "row_order": "batch",
-        "inputs": Inputs(None, (TOKENS,), (npu_replay.fingerprint(range(TOKENS)),)),
-        "placed": (torch.arange(TOKENS), (TOKENS,)),
-    }
-    again = do(way, favourite(**known))
-    assert (again.bad_samples, again.row_order) == (3, "batch")
-    assert again.inputs.marks == known["inputs"].marks
-    assert torch.equal(again.placed[0], torch.arange(TOKENS))
+    again = do(way, favourite(placement=PLACEMENT)).placement
+    assert (again.bad_samples, again.row_order, again.lengths) == (3, "batch", (TOKENS,))
+    assert again.inputs.marks == PLACEMENT.inputs.marks  # type: ignore[union-attr]
+    assert torch.equal(again.rows, torch.arange(TOKENS))
 
 
 @pytest.mark.parametrize("way", ["take", "sequence", "of a sample", "concat", "layers side by side"])
 def test_of_other_rows_nothing_is_known_of_a_micro_batch(way: str, do: Any) -> None:
-    given = favourite(bad_samples=3, row_order="batch", placed=(torch.arange(TOKENS), (TOKENS,)))
+    given = favourite(placement=PLACEMENT)
     parts = [given.only([layer]) for layer in LAYERS]
     again = side_by_side(parts) if way == "layers side by side" else do(way, given)
-    assert (again.bad_samples, again.row_order, again.placed) == (0, None, None)
+    assert vars(again.placement) == vars(Placement())
 
 
 @pytest.mark.parametrize("marks", [(True, False), (False, True)])
@@ -160,17 +160,6 @@ def test_parts_are_together_what_each_of_them_is(marks: tuple[bool, bool]) -> No
     parts = [one.only([layer]) for one, layer in zip(wholes, LAYERS, strict=True)]
     for made in (side_by_side(parts), RoutedExperts.concat(wholes)):
         assert (made.constant_layers_ok, made.from_engine) == (False, True)
-
-
-def test_of_other_ids_in_their_place_nobody_has_said_that_they_may_be_constant() -> None:
-    """They are an engine's all the same, if those were."""
-    given = favourite(constant_layers_ok=True, from_engine=True, row_order="batch")
-    for ids in (given.ids.clone(), given.ids[:70], given.ids.numpy()):
-        rows = torch.ones(len(ids), dtype=torch.bool)
-        again = replace(given, ids=ids, recorded=rows)
-        assert (again.constant_layers_ok, again.from_engine, again.row_order) == (False, True, None)
-        with pytest.raises(InvalidRoutes, match="layer 3: all"):
-            RoutedExperts.from_bytes(again.to_bytes())
 
 
 # What observe shows

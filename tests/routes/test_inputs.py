@@ -271,7 +271,7 @@ def test_what_is_no_batch_of_token_ids_is_left_alone(what: str) -> None:
     model = kind()
     with npu_replay.record(model) as recording:
         model(*first)
-    assert recording.routes[0].inputs is None
+    assert recording.routes[0].placement.inputs is None
     with npu_replay.replay(model, recording.routes):
         model(*second)
 

@@ -21,6 +21,7 @@ from npu_replay import (
 )
 from npu_replay.routes import encoding
 from npu_replay.routes.inputs import Inputs
+from npu_replay.routes.routed_experts import Placement
 from routes.test_encoding import FORMS, Form
 from token_model import TokenModel, token_ids
 
@@ -82,10 +83,12 @@ def test_images_and_the_order_of_rows_are_in_them(again: Any) -> None:
     model = TokenModel("batch")
     first, _ = recorded(model)
     digests = {"pixel_values": (torch.Size([2, 3]), 5), "grid\n": (torch.Size([]), 0)}
-    known = first.with_known(inputs=Inputs(None, (18,), (7,), digests, (3, 6)))
+    known = first.with_known(
+        placement=Placement(inputs=Inputs(None, (18,), (7,), digests, (3, 6)), row_order="batch")
+    )
     loaded = again(known)
-    assert loaded.row_order == "batch"
-    assert vars(loaded.inputs) == vars(known.inputs)
+    assert loaded.placement.row_order == "batch"
+    assert vars(loaded.placement.inputs) == vars(known.placement.inputs)
     layout = TokenLayout.padded([6] * 3, 6)
     with pytest.raises(MicroBatchError, match="another order of rows"):
         npu_replay.collect([loaded], [layout], ParallelLayout())
@@ -138,7 +141,7 @@ def test_a_micro_batch_that_nobody_would_write_is_refused(
     inputs = Inputs(torch.arange(9), (3, 6), (1, 2))
     said = inputs.described() | wrong
     monkeypatch.setattr(Inputs, "described", lambda _: said)
-    data = routes.with_known(inputs=inputs).to_bytes()
+    data = routes.with_known(placement=Placement(inputs=inputs)).to_bytes()
     monkeypatch.undo()
     with pytest.raises(RouteFileError):
         RoutedExperts.from_bytes(data)

@@ -14,6 +14,7 @@ import torch
 import npu_replay
 from judged_rows import of_engine, rounded
 from npu_replay import MicroBatchError, RoutedExperts, TokenLayout
+from npu_replay.routes.routed_experts import Placement
 
 pytest.importorskip("transformers")
 
@@ -126,7 +127,7 @@ FAULTS: dict[str, Callable[[RoutedExperts, RoutedExperts], torch.Tensor]] = {
 
 
 def placed(ids: torch.Tensor, like: RoutedExperts) -> RoutedExperts:
-    return of_engine(ids, like).with_known(placed=(LAYOUT.rows, LAYOUT.lengths))
+    return of_engine(ids, like).with_known(placement=Placement(rows=LAYOUT.rows, lengths=LAYOUT.lengths))
 
 
 def verdict(model: Any, routes: list[RoutedExperts], batches: list[torch.Tensor], grad: bool) -> str:
