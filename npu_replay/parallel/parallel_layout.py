@@ -6,13 +6,14 @@ A pipeline's rules are Megatron-core's (`get_num_layers_to_build`, `get_transfor
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
-from npu_replay.errors import ReplayError, RouterError, listed, one_of, shown, whole_number
+from npu_replay.errors import ReplayError, RouterError, one_of
 from npu_replay.routers import Model, chunks_of, find
 from npu_replay.routes.arguments import StageLabels
 from npu_replay.routes.checks import MAX_LAYERS
@@ -61,25 +62,24 @@ class DecoderLayers:
     def __post_init__(self) -> None:
         for name in ("count", "first_stage", "last_stage"):
             if name == "count" or getattr(self, name) is not None:
-                number = whole_number(getattr(self, name), name)
+                number = operator.index(getattr(self, name))
                 object.__setattr__(self, name, number)
                 _check(number >= 0, f"{name} is negative", ">= 0", number)
         fine, most = self.count <= MAX_LAYERS, f"<= {MAX_LAYERS}"
         _check(fine, "no model has so many decoder layers", most, self.count)
-        freq: Any = self.moe_layer_freq  # numpy's integers too, and a config's string
-        if isinstance(freq, str) or not isinstance(freq, Iterable):
-            freq = whole_number(freq, "moe_layer_freq")
+        freq: Any = self.moe_layer_freq
+        if not isinstance(freq, Iterable):
+            freq = operator.index(freq)
             _check(freq >= 1, "moe_layer_freq must be positive", ">= 1", freq)
         else:
-            freq = _whole(freq, "moe_layer_freq")
+            freq = tuple(map(operator.index, freq))
             fine, expected = {*freq} <= {0, 1}, "1 for MoE, 0 for dense"
             _check(fine, "moe_layer_freq has others than 0 and 1", expected, freq)
             problem = "moe_layer_freq has another length than there are layers"
             _check(len(freq) == self.count, problem, self.count, len(freq))
         object.__setattr__(self, "moe_layer_freq", freq)
         if self.table is not None:
-            stages = listed(self.table, "the pipeline layout", most=MAX_LAYERS)
-            table = tuple(_whole(stage, "a stage of the pipeline layout") for stage in stages)
+            table = tuple(tuple(map(operator.index, stage)) for stage in self.table)
             object.__setattr__(self, "table", table)
             total, least = sum(map(sum, table)), min((min(stage, default=0) for stage in table), default=0)
             _check(least >= 0, "the pipeline layout has a negative number of layers", ">= 0", least)
@@ -122,8 +122,6 @@ class DecoderLayers:
         Raises:
             ReplayError: the layers can't be split evenly into that many stages.
         """
-        given = pp, vp, pp_rank, vp_rank
-        pp, vp, pp_rank, vp_rank = (whole_number(one, "a pipeline's size or rank") for one in given)
         there = 0 <= pp_rank < pp and 0 <= vp_rank < vp
         _check(there, "there is no such stage", f"ranks below {pp} and {vp}", (pp_rank, vp_rank))
         counts = self._counts(pp, vp)
@@ -194,10 +192,6 @@ def _stages(pattern: str) -> list[str]:
     return pattern.partition("/")[0].split("|")
 
 
-def _whole(given: Any, what: str) -> tuple[int, ...]:
-    return tuple(whole_number(one, f"each entry of {what}") for one in listed(given, what, most=MAX_LAYERS))
-
-
 def _share(count: int, parts: int, of: str) -> int:
     problem = f"the decoder layers can't be dealt out evenly to the {of}"
     _check(count >= 0 and count % parts == 0, problem, f"a multiple of {parts}", count)
@@ -251,12 +245,9 @@ class ParallelLayout:
     groups: tuple[Any, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        fine = isinstance(self.decoder, DecoderLayers | None)
-        problem = "decoder says which layers there are"
-        ReplayError.unless(fine, problem, "DecoderLayers(...)", shown(self.decoder))
         for axis in (*_AXES, "vp"):
             for name in {axis, f"{axis}_rank"} & vars(self).keys():
-                object.__setattr__(self, name, whole_number(getattr(self, name), name))
+                object.__setattr__(self, name, operator.index(getattr(self, name)))
             size, rank = getattr(self, axis), getattr(self, f"{axis}_rank", 0)
             got, problem = f"{axis}={size}, {axis}_rank={rank}", f"this rank has no place in {axis}"
             ReplayError.unless(0 <= rank < size, problem, "a size of at least 1 and a rank below it", got)

@@ -132,10 +132,6 @@ def find_bad(
     layers: Sequence[int] | None,
 ) -> dict[int, ReplayError]:
     """Return the sequences of a batch whose routes can't be used, by number; see TokenLayout.bad_routes."""
-    single = isinstance(batch, RoutedExperts)
-    fine, cause = isinstance(batch, Sequence) and not single, "[routes] was meant" if single else ""
-    kind = type(batch).__name__
-    MicroBatchError.unless(fine, "routes are given as a list", "one RoutedExperts a sequence", kind, cause)
     problem = "another number of sequences than the layout has"
     cause = "a batch that was cut or merged after its layout was made"
     MicroBatchError.unless(len(batch) == len(lengths), problem, len(lengths), len(batch), cause)

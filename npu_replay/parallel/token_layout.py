@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from npu_replay.errors import MicroBatchError, ReplayError, listed, one_of, share, shown, whole_number
+from npu_replay.errors import MicroBatchError, ReplayError, one_of, share, shown, whole_number
 from npu_replay.parallel import probed_layout, row_gather
 from npu_replay.parallel.parallel_layout import Context, ParallelLayout
 from npu_replay.parallel.slots import alignment, context_cut, cut, joined, multiple_of, padded_slots, rounded
@@ -91,8 +91,7 @@ class TokenLayout:
         object.__setattr__(self, "lengths", sizes)
         object.__setattr__(self, "rows", rows)
         if self.fingerprints is not None:
-            all_marks = listed(self.fingerprints, "fingerprints")
-            marks = tuple(None if one is None else whole_number(one, "a fingerprint") for one in all_marks)
+            marks = tuple(self.fingerprints)
             object.__setattr__(self, "fingerprints", marks)
             problem = "another number of fingerprints than sequences"
             _check(len(marks) == len(sizes), problem, len(sizes), len(marks))
@@ -139,7 +138,6 @@ class TokenLayout:
         rank, sizes = parallel or _ALONE, _sizes(lengths)
         if length is None:
             length = rounded(max(sizes, default=0), alignment(align, rank, context))
-        length = whole_number(length, "length")
         fine = max(sizes, default=0) <= length <= MAX_TOKENS and length >= 0
         _check(fine, "a sequence is longer than what the batch is padded to", f"<= {length}", sizes)
         one_of(side, ("right", "left"), "side", kind=MicroBatchError)
@@ -410,13 +408,10 @@ class TokenLayout:
         Raises:
             MicroBatchError: another number of rows than the layout has.
         """
-        row_of = self.row_of(routes)  # called first, as it refuses what isn't routes
-        return self.sequences(routes.take(row_of))
+        return self.sequences(routes.take(self.row_of(routes)))
 
-    def row_of(self, routes: object, where: str = "") -> torch.Tensor:
+    def row_of(self, routes: RoutedExperts, where: str = "") -> torch.Tensor:
         """Return the row of each packed token among these rows, or -1: int64 [tokens]."""
-        if not isinstance(routes, RoutedExperts):
-            raise MicroBatchError("these are no routes", expected="RoutedExperts", got=shown(routes))
         problem = "the routes have another number of rows than the layout"
         cause = "a layout made for other lengths, another padding, or another rank"
         _check(len(routes) == len(self.rows), problem, len(self.rows), len(routes), cause, where)
@@ -443,9 +438,7 @@ def _say_unchecked() -> None:
 
 
 def _sizes(lengths: Sequence[int]) -> tuple[int, ...]:
-    what = "a sequence's length"
-    sizes = tuple(whole_number(size, what) for size in listed(lengths, "the lengths"))
-    for size in sizes:
-        problem = "a sequence has a negative length" if size < 0 else f"{what} is no number of tokens"
-        _check(0 <= size <= MAX_TOKENS, problem, f">= 0, and at most {MAX_TOKENS}", size)
-    return sizes
+    return tuple(
+        whole_number(size, "length of a sequence", least=0, most=MAX_TOKENS, kind=MicroBatchError)
+        for size in lengths
+    )

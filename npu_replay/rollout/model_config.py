@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from npu_replay import json_text
-from npu_replay.errors import ReplayError, RouterError, listed, shown, whole_number
+from npu_replay.errors import ReplayError, RouterError, shown, whole_number
 from npu_replay.routers import Router, check_alike
 from npu_replay.routes.atomic_file import plain_file
 from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS
@@ -78,11 +79,9 @@ class RoutedModel:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_experts", "topk"):
-            object.__setattr__(self, name, whole_number(getattr(self, name), name, "RoutedModel"))
+            object.__setattr__(self, name, operator.index(getattr(self, name)))
         for name in ("layers", "hashed"):
-            given = listed(getattr(self, name), name, "RoutedModel", most=MAX_LAYERS)
-            whole = (whole_number(one, f"each entry of {name}", "RoutedModel") for one in given)
-            object.__setattr__(self, name, tuple(whole))
+            object.__setattr__(self, name, tuple(map(operator.index, getattr(self, name))))
         _check_most(self.num_layers, MAX_LAYERS, "decoder layers", "RoutedModel")
         _check_most(self.num_experts, MAX_EXPERTS, "experts in a layer", "RoutedModel")
         layers, every = self.layers, [*self.layers, *self.hashed]

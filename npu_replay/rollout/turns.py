@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import torch
 
-from npu_replay.errors import MicroBatchError, ReplayError, as_text, listed, one_of, shown, whole_number
+from npu_replay.errors import MicroBatchError, ReplayError, as_text, one_of
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import TokenIds, token_ids
 from npu_replay.rollout.release_rules import Source
@@ -223,8 +223,6 @@ class Rollout:
             ReplayError: other tokens than those so far, routes of another sequence or model, or no routes.
         """
         one_of(keep, get_args(Keep), "way to keep rows", "Rollout")
-        fine = isinstance(turn, Turn)
-        ReplayError.unless(fine, "this is no turn", "a Turn", shown(turn), where=self._where)
         prompt, sampled = token_ids(turn.prompt, _GIVEN), token_ids(turn.sampled, _GIVEN)
         whole = np.concatenate([prompt, sampled])
         self._check_goes_on(whole)
@@ -247,11 +245,8 @@ class Rollout:
             ReplayError: one doesn't begin with the tokens of the one before, or they are of different models.
         """
         one_of(keep, get_args(Keep), "way to keep rows", "Rollout")
-        samples = listed(samples, "samples", "Rollout")
-        models = [getattr(sample, "model", type(sample)) for sample in samples]
-        alike = (
-            bool(models) and isinstance(models[0], RoutedModel) and all(one == models[0] for one in models)
-        )
+        models = [sample.model for sample in samples]
+        alike = bool(models) and all(one == models[0] for one in models)
         expected, problem = "one Rollout at least, all of one model", "these samples can't be merged"
         ReplayError.unless(alike, problem, expected, models, where="Rollout")
         merged = cls(samples[0].model, samples[0].missing, samples[0].name, samples[0].sample_key)
@@ -269,7 +264,6 @@ class Rollout:
 
         The last remaining row is sampled from anew if a turn continues from here.
         """
-        length = whole_number(length, "the length to truncate to", self._where)
         ReplayError.unless(length >= 0, "bad length to truncate to", "0 or more", length, where=self._where)
         if length < len(self):
             self._rows = self._rows.first(length)
@@ -311,8 +305,6 @@ class Rollout:
             fine = turn.aborted or self.missing == "native"
             ReplayError.unless(fine, problem, expected, None, cause, where)
             return rows
-        fine = isinstance(routes, RoutedExperts)
-        check(fine, "these are no routes", "RoutedExperts", shown(routes), where=where)
         wanted = (self.model.layers, self.model.topk, self.model.num_experts)
         found = (routes.layers, routes.topk, routes.num_experts)
         expected = f"(layers, top-k, experts) {wanted}"
@@ -328,13 +320,10 @@ class Rollout:
         rows.recorded[: len(routes)] = routes.recorded.numpy()
         versions = np.full(tokens, routes.weight_version, object)
         if turn.weight_versions is not None:
-            given = listed(turn.weight_versions, "weight_versions", self._where)
+            given = list(turn.weight_versions)
             expected = f"{tokens}, one a token of prompt and sampled tokens"
             problem = "another number of weight versions than tokens"
             check(len(given) == tokens, problem, expected, len(given), where=where)
-            fine = all(version is None or isinstance(version, (int, str)) for version in given)
-            problem = "weight versions must be integers or strings"
-            check(fine, problem, "int, str or None", given, where=where)
             versions[:] = given
         rows.versions[rows.recorded] = versions[rows.recorded]
         return rows

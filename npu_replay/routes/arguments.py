@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Collection, Iterable
 from typing import Any, TypeAlias
@@ -9,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from npu_replay.errors import InvalidRoutes, RouterError, listed, shown, whole_number
+from npu_replay.errors import InvalidRoutes, RouterError, shown, whole_number
 from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS
 
 IdArray: TypeAlias = "torch.Tensor | np.ndarray"
@@ -50,15 +51,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_meta or tensor.is_quantized)
 
 
-def plain_tensor(value: Any, problem: str, expected: str) -> torch.Tensor:
-    """Return a caller's value as a tensor on the CPU, or refuse it with this problem."""
-    try:
-        found = torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value).detach().cpu()
-        if not is_plain(found):
-            raise TypeError("a tensor without numbers")
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise InvalidRoutes(problem, expected=expected, got=shown(value)) from error
-    return found
+def on_host(value: Any) -> torch.Tensor:
+    """Return a caller's value as a tensor on the CPU."""
+    return torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value).detach().cpu()
 
 
 def ids(ids: Any) -> torch.Tensor:
@@ -95,8 +90,7 @@ def labels(layers: Any, columns: int | None = None) -> tuple[int, ...]:
     """
     found: tuple[int, ...] = layers
     if not isinstance(layers, StageLabels):
-        given = listed(layers, "the layer labels", most=MAX_LAYERS, kind=InvalidRoutes)
-        found = tuple(whole_number(layer, "a layer label", kind=InvalidRoutes) for layer in given)
+        found = tuple(map(operator.index, layers))
     if columns is not None:
         short = str(found) if len(found) <= 8 else f"({found[0]}, {found[1]}, ..., {found[-1]})"
         problem = "ids has more or fewer columns than layer labels"
@@ -114,7 +108,7 @@ def mask(recorded: IdArray | None, *, tokens: int) -> torch.Tensor:
     if recorded is None:
         return torch.ones(tokens, dtype=torch.bool)
     expected, problem = f"bool, shape ({tokens},)", "recorded must say of each token whether it has a route"
-    rows = plain_tensor(recorded, problem, expected)
+    rows = on_host(recorded)
     fine = rows.dtype == torch.bool and rows.shape == (tokens,)
     InvalidRoutes.unless(fine, problem, expected, f"{rows.dtype}, shape {tuple(rows.shape)}")
     return rows.clone()

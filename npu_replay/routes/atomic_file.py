@@ -8,23 +8,12 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
-from npu_replay.errors import RouteFileError, shown
+from npu_replay.errors import RouteFileError
 from npu_replay.routes.checks import Array
-
-
-def as_path(path: Any) -> Path:
-    """Return the path that a caller gave, or raise a RouteFileError."""
-    try:
-        found = Path(path)
-    except TypeError:
-        found = None
-    if found is None or "\0" in str(found):
-        raise RouteFileError("this is no path", expected="text or a pathlib.Path", got=shown(path))
-    return found
 
 
 @contextmanager
@@ -62,8 +51,8 @@ def reader(file: BinaryIO) -> tuple[Callable[[int, int], Array], int]:
 def write_whole(path: Path, *parts: bytes | memoryview, overwrite: bool) -> None:
     """Write a file so that nobody sees a part of it; of writers that don't overwrite only one succeeds.
 
-    >>> write_whole(as_path("a.json"), b"{}", overwrite=False)
-    >>> as_path("a.json").read_bytes()
+    >>> write_whole(Path("a.json"), b"{}", overwrite=False)
+    >>> Path("a.json").read_bytes()
     b'{}'
     """
     with _scratch(path, overwrite=overwrite) as (scratch, file):

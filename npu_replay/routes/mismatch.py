@@ -8,8 +8,7 @@ from typing import Any, TypeAlias, overload
 
 import torch
 
-from npu_replay.errors import InvalidRoutes, ReplayError, shown
-from npu_replay.routes.arguments import is_plain
+from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.routes.routed_experts import RoutedExperts
 
 Routes: TypeAlias = "RoutedExperts | Sequence[RoutedExperts]"
@@ -85,9 +84,6 @@ def compare(
     """
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _compare_log_probs(a, b, mask)
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        problem, expected = "compare() got two different kinds of things", "two routings, or two of log-probs"
-        raise ReplayError(problem, expected=expected, got=f"{type(a).__name__} and {type(b).__name__}")
     ReplayError.unless(mask is None, "a mask goes with log-probs; routings say themselves which rows count")
     ours, theirs = (one if isinstance(one, RoutedExperts) else _joined(one) for one in (a, b))
     layers, both = check_comparable(ours, theirs)  # one common row at least, so nothing is divided by 0
@@ -142,10 +138,6 @@ def check_comparable(a: RoutedExperts, b: RoutedExperts) -> tuple[list[int], int
 
 def _compare_log_probs(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None) -> LogProbDifference:
     given: list[Any] = [a, b] if mask is None else [a, b, mask]
-    wrong = [one for one in given if not isinstance(one, torch.Tensor) or not is_plain(one)]
-    if wrong:  # built only for an error: `shown` may wait for a device
-        problem = "log-probs and their mask are plain tensors"
-        raise ReplayError(problem, expected="a torch.Tensor", got=shown(wrong[0]))
     shapes = sorted({tuple(tensor.shape) for tensor in given})
     ReplayError.unless(len(shapes) == 1, "the log-probs have different shapes", tuple(a.shape), shapes)
     chosen = torch.ones_like(a, dtype=torch.bool) if mask is None else mask.bool()

@@ -13,15 +13,16 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from npu_replay.errors import InvalidRoutes, RouteFileError, listed, whole_number
+from npu_replay.errors import InvalidRoutes, RouteFileError, whole_number
 from npu_replay.routes import arguments, checks
 from npu_replay.routes.arguments import IdArray, StageLabels
-from npu_replay.routes.atomic_file import as_path, plain_file, reader, write_whole
+from npu_replay.routes.atomic_file import plain_file, reader, write_whole
 from npu_replay.routes.checks import Array, Finding
 from npu_replay.routes.encoding import decode, encode, reading
 from npu_replay.routes.fingerprint import SampleKey, with_key
@@ -215,7 +216,7 @@ class RoutedExperts:
         RoutedExperts(2 tokens, 2 layers, top-2 of 4, 1 rows without a route)
         """
         expected = f"integers below {len(self)}, [n], or a bool mask, [{len(self)}]"
-        index = arguments.plain_tensor(rows, "take() was asked for what are no rows", expected)
+        index = arguments.on_host(rows)
         if index.dtype == torch.bool and index.shape == (len(self),):
             index = index.nonzero()[:, 0]
         elif not index.numel() and index.dtype != torch.bool:
@@ -253,11 +254,7 @@ class RoutedExperts:
             layers: only these decoder layers, ascending, which every part must have. When not given: all
                 layers, which must be the same in every part.
         """
-        parts = listed(parts, "the parts of concat()")
-        fine = bool(parts) and all(isinstance(part, RoutedExperts) for part in parts)
-        kinds = [type(part).__name__ for part in parts]
-        problem = "concat() needs at least one RoutedExperts, and nothing else"
-        InvalidRoutes.unless(fine, problem, ">= 1", kinds or 0)
+        InvalidRoutes.unless(len(parts) > 0, "concat() needs at least one RoutedExperts", ">= 1", 0)
         first, cause = parts[0], "routes of different models, or of engines that report other columns"
         alike = ("num_experts", "topk") if layers is not None else ("layers", "num_experts", "topk")
         for number, part in enumerate(parts):
@@ -316,7 +313,7 @@ class RoutedExperts:
 
     def sequence(self, first: int, end: int, fingerprint: int | None = None) -> RoutedExperts:
         """Return the rows from `first` to before `end` as one sequence; the ids are shared, not copied."""
-        rows = slice(whole_number(first, "the first row"), whole_number(end, "the end"))
+        rows = slice(first, end)
         mark = arguments.fingerprint(fingerprint)
         return self.with_rows(self.ids[rows], self.recorded[rows], fingerprint=mark)
 
@@ -389,7 +386,7 @@ class RoutedExperts:
         Raises:
             RouteFileError: the file is there and `overwrite` isn't set, or it can't be written.
         """
-        write_whole(as_path(path), *self.to_buffers(), overwrite=overwrite)
+        write_whole(Path(path), *self.to_buffers(), overwrite=overwrite)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RoutedExperts:
@@ -403,7 +400,7 @@ class RoutedExperts:
             RouteFileError: the file is something else, cut short or changed.
             InvalidRoutes: the routes in it are wrong.
         """
-        place = as_path(path)
+        place = Path(path)
         cause = "it was cut short, damaged, or isn't a safetensors file"
         # The file is opened once: an overwrite meanwhile puts another file in its place, which isn't read.
         with reading("this file can't be read as routes", cause, place), plain_file(place) as file:

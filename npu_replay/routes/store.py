@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 
 from npu_replay.errors import InvalidRoutes, RouteFileError, shown, whole_number
-from npu_replay.routes.atomic_file import as_path, plain_file, reader, write_whole
+from npu_replay.routes.atomic_file import plain_file, reader, write_whole
 from npu_replay.routes.checks import Array
 from npu_replay.routes.encoding import Header, Read, encode, reading
 from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_tokens, fingerprint
@@ -57,7 +57,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, shard: str | None = None) -> None:
-        self.folder = as_path(folder)
+        self.folder = Path(folder)
         self._headers: dict[Path, tuple[tuple[int, ...], Header]] = {}
         shards = sorted(self.folder.glob(f"{'*' if shard is None else glob.escape(shard)}{_ENDING}"))
         problem, expected = "there are no routes in this folder", f"NAME{_ENDING}"
@@ -92,7 +92,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
             name: a name for each writer (a rank, say). Shards of an earlier writer of this name are an error.
             shard_bytes: a shard is written when this many bytes of ids are waiting.
         """
-        return RouteWriter(as_path(folder), name, whole_number(shard_bytes, "shard_bytes"))
+        return RouteWriter(Path(folder), name, shard_bytes)
 
     def __getitem__(self, key: str) -> RoutedExperts:
         return self._read(key)
@@ -162,8 +162,8 @@ class RouteStore(Mapping[str, RoutedExperts]):
 class RouteWriter(AbstractContextManager["RouteWriter"]):
     """Writes samples into a folder, a shard at a time. See `RouteStore.writer`."""
 
-    def __init__(self, folder: Path, name: Any, shard_bytes: int) -> None:
-        fine = isinstance(name, str) and name.isprintable() and bool(name) and Path(name).name == name
+    def __init__(self, folder: Path, name: str, shard_bytes: int) -> None:
+        fine = name.isprintable() and bool(name) and Path(name).name == name
         RouteFileError.unless(fine, "bad name of a writer", "a file name without folders", shown(name))
         self.folder, self.name, self.shard_bytes = folder, name, shard_bytes
         self._keys: set[str] = set()
@@ -191,8 +191,6 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         Raises:
             RouteFileError: no key and no fingerprint, or the key is taken; or the disk is full.
         """
-        if not isinstance(routes, RoutedExperts):
-            raise self._error("these are no routes", "RoutedExperts", type(routes).__name__)
         if key is None:
             if routes.fingerprint is None:
                 wanted = "add(routes, key), or a fingerprint when they were built"
@@ -200,7 +198,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
             routes = routes.of_sample(sample_key)
             key = key_of(routes.fingerprint or 0)
         try:
-            fine = isinstance(key, str) and bool(key.encode())  # type: ignore[redundant-expr]
+            fine = bool(key.encode())
         except UnicodeEncodeError:
             fine = False
         if not fine:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from npu_replay.errors import MicroBatchError, listed, shown
+from npu_replay.errors import MicroBatchError, shown
 from npu_replay.rollout.admit import from_batch
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import Array, tells_apart
@@ -56,7 +56,8 @@ def fed_sequences(call: Mapping[str, Any], placeholders: Mapping[str, int], keys
     (real, spans, padded), flat = Places.of(call, placeholders.get("padding", 0)), on_host(ids).reshape(-1)
     if keys is None:
         keys = _input_keys(other_inputs(call, ids), flat, spans, placeholders)
-    keys, problem = listed(keys, "sample_key"), "another number of sample keys than sequences"
+    keys = [keys] if isinstance(keys, str) else list(keys)
+    problem = "another number of sample keys than sequences"
     keyed = [n for n, (first, _) in enumerate(spans) if len(keys) == len(spans) or not padded[first]]
     _refuse_unless(len(keys) == len(keyed), problem, len(keyed), len(keys))
     key_of = dict(zip(keyed, keys, strict=True))

@@ -226,13 +226,6 @@ def test_writers_of_one_name_do_not_disturb_each_other_and_a_killed_one_blocks_n
     assert sorted(name[-5:] for name in os.listdir(tmp_path)) == [".part", path.name[-5:]]
 
 
-@pytest.mark.parametrize("given", ["a\0b", None, b"bytes"], ids=repr)
-def test_what_is_no_path_is_refused(given: Any) -> None:
-    for use in (RoutedExperts.load, routes().save, RouteStore, RouteStore.writer):
-        with pytest.raises(RouteFileError, match="no path"):
-            use(given)
-
-
 # What is no file of routes
 
 

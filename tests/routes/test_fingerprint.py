@@ -48,9 +48,6 @@ def test_a_key_tells_samples_of_the_same_tokens_apart_and_keeps_the_half_of_the_
     assert {mark >> 32 for mark in marks} == {fingerprint(TOKENS) >> 32}
     assert fingerprint(TOKENS, sample_key="7") == fingerprint(TOKENS, sample_key=7) == 0xF70179F682A36C76
     assert with_key(marks[1], "b") == marks[2]  # the newest key counts
-    for bad in (1.5, b"a", ["a"], torch.ones(2)):
-        with pytest.raises(ReplayError, match="sample_key that isn't text must be a whole number"):
-            fingerprint(TOKENS, sample_key=bad)  # type: ignore[arg-type]
 
 
 # Token ids in whatever they come

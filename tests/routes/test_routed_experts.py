@@ -206,16 +206,14 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     # labels: T2, T3
     ({"layers": (1, 2, 3)}, r"3, for layers \(1, 2, 3\), got 2"),
     *(({"layers": bad}, re.escape(f"got {bad}")) for bad in ((4, 1), (1, 1), (-1, 2), (1, 4096))),
-    *(({"layers": bad}, "label") for bad in ((0.5, 1.5), ("a", "b"), 3, None)),
     # the mask
     *(
         ({"recorded": bad}, r"Expected bool, shape \(6,\)")
         for bad in (torch.ones(5).bool(), torch.ones(6, 2).bool(), np.ones(6))
     ),
     # numbers
-    *(({"num_experts": bad}, "number of experts") for bad in (0, -1, 32_768, 2.5, None)),
-    *(({"fingerprint": bad}, f"got .*{re.escape(str(bad))}") for bad in (-1, 2**64, 1.5, "abc")),
-    ({"weight_version": {}}, "weight_version"),
+    *(({"num_experts": bad}, "number of experts") for bad in (0, -1, 32_768)),
+    *(({"fingerprint": bad}, f"got .*{re.escape(str(bad))}") for bad in (-1, 2**64)),
 ]
 
 

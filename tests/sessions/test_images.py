@@ -275,8 +275,8 @@ def test_rollouts_of_the_same_tokens_need_a_key_and_are_found_by_it() -> None:
             assert torch.equal(seen.calls[0], expected)
         with pytest.raises(MicroBatchError, match="no routes are known"):
             model(**call(one), sample_key=["b"], use_cache=False)
-        for keys, words in ((["a"], "another number of sample keys"), ("ab", "sample_key must be a list")):
-            with pytest.raises(ReplayError, match=words):
+        for keys in (["a"], "ab"):
+            with pytest.raises(ReplayError, match="another number of sample keys"):
                 model(**call(one, other), sample_key=keys)
 
 
