@@ -112,7 +112,7 @@ def _known(routes: RoutedExperts) -> torch.Tensor:
     return routes.recorded if routes.shown is None else torch.ones_like(routes.recorded)
 
 
-def _joined(parts: Sequence[RoutedExperts]) -> RoutedExperts:
+def _joined(parts: Any) -> RoutedExperts:
     """Return the rows of all micro-batches, with what `observe` saw dropped in some."""
     whole = RoutedExperts.concat(parts)
     if all(part.shown is None for part in parts):
