@@ -237,7 +237,7 @@ def test_what_was_read_stays_when_the_shard_is_overwritten_and_a_shorter_one_is_
         file.seek(-3000, os.SEEK_END)
         file.write(b"\xff" * 3000)
     assert read == sample(1, tokens=5000)
-    with pytest.raises(RouteFileError, match=r"changed after they were written|isn't a mask"):
+    with pytest.raises(RouteFileError, match=r"changed after they were written"):
         found["k"]
     os.truncate(shard, 10_000)
     with pytest.raises(RouteFileError, match=r"10000 bytes long, and its header says"):
