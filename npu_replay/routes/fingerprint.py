@@ -57,8 +57,8 @@ def find_other_length(rows: int, tokens: int) -> Finding | None:
     problem = "the routes have another number of tokens than the sequence"
     expected = f"{tokens} (or {tokens - 1}: the last token has no route)"
     cause = (
-        "a response that was cut after the rollout, a turn's new tokens alone, another sequence; or padding that "
-        "no attention_mask shows"
+        "a response that was cut after the rollout, a turn's new tokens alone, another sequence; or padding "
+        "that no attention_mask shows"
     )
     return Finding(problem, expected, rows, cause=cause)
 
