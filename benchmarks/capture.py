@@ -13,7 +13,11 @@ from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.placing import Layout
 from npu_replay.compat.vllm_ascend.self_check import SelfCheck
 
-TOKENS, LAYERS, HIDDEN, EXPERTS, TOPK = 256, 48, 2048, 128, 8
+TOKENS = 256
+LAYERS = 48
+HIDDEN = 2048
+EXPERTS = 128
+TOPK = 8
 
 
 def ways(device: torch.device) -> list[Way]:

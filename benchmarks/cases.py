@@ -53,7 +53,8 @@ class Part:
 
 def parts(device: torch.device, pairs: int, *, quick: bool) -> Iterator[Part]:
     """All that is measured, router forward first; `quick` leaves out the large sizes."""
-    few, sizes = max(3, pairs // 10), TOKENS[:2] if quick else TOKENS
+    few = max(3, pairs // 10)
+    sizes = TOKENS[:2] if quick else TOKENS
     long = min(layout.TOKENS, 4096) if quick else layout.TOKENS
 
     def part(
@@ -115,7 +116,9 @@ class Routers(nn.Module):
 
 def _router(tokens: int, device: torch.device, rounds: int) -> Case:
     """Routers in micro-batches 5, 6 and 7, in which as in most only that the ids are shown is checked."""
-    before, repeats, after = 5, 3, 1
+    before = 5
+    repeats = 3
+    after = 1
     count = {64: 8, 1024: 2}.get(tokens, 1)
     hidden = torch.randn(tokens, 1, ROUTER["hidden_size"], device=device, requires_grad=True)
     ways = _ways(
@@ -214,7 +217,8 @@ def _wrapper(rounds: int) -> Case:
     class Engine:
         def method(self, batch: object) -> None: ...
 
-    engine, count = Engine(), 1000
+    engine = Engine()
+    count = 1000
 
     @contextlib.contextmanager
     def wrapped() -> Iterator[None]:

@@ -21,7 +21,8 @@ from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import Array
 
-TOKENS, PROMPT = 16_384, 4_096
+TOKENS = 16_384
+PROMPT = 4_096
 MODEL = RoutedModel(layers=tuple(range(48)), num_layers=48, num_experts=128, topk=8)
 
 
@@ -86,7 +87,8 @@ def sample() -> Sample:
     some = np.argsort(generator.random((4096, MODEL.num_experts)), axis=1)[:, : MODEL.topk].astype(np.uint8)
     rows = some[generator.integers(0, len(some), (TOKENS - 1, MODEL.num_layers))]
     tokens = generator.integers(0, 150_000, TOKENS).tolist()
-    prompt, output = tokens[:PROMPT], tokens[PROMPT:]
+    prompt = tokens[:PROMPT]
+    output = tokens[PROMPT:]
     npy = io.BytesIO()
     np.save(npy, rows)
     text = base64.b64encode(npy.getvalue()).decode()

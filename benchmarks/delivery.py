@@ -41,13 +41,19 @@ from npu_replay.devices import one_thread
 from npu_replay.options import check_out, write_out
 from npu_replay.tables import Part, Table, print_json, show
 
-SAMPLES, TOKENS = 16, 8192
-LAYERS, TOPK, EXPERTS = 48, 8, 128
+SAMPLES = 16
+TOKENS = 8192
+LAYERS = 48
+TOPK = 8
+EXPERTS = 128
 CUT = ParallelLayout(pp=4, pp_rank=1, decoder=DecoderLayers(LAYERS))
 Put: TypeAlias = "Callable[[Sequence[RoutedExperts]], list[Reference]]"
-RANK, SHARE = "and gather, all rows", "and gather, one of cp2 x tp8"
+RANK = "and gather, all rows"
+SHARE = "and gather, one of cp2 x tp8"
 """After a fetch of pieces as Ray has them."""
-ONE, EVERY, TAKEN = "gather, one of cp2 x tp8", "gather, all 16", "take, all 16"
+ONE = "gather, one of cp2 x tp8"
+EVERY = "gather, all 16"
+TAKEN = "take, all 16"
 
 
 def main(

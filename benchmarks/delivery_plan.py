@@ -190,7 +190,8 @@ class _Grid:
     """Which groups of ranks, [pp, dp] in a row, lie on which node."""
 
     def __init__(self, parallel: ParallelLayout, ranks_a_node: int) -> None:
-        self._group, self._dp = parallel.tp * parallel.cp, parallel.dp
+        self._group = parallel.tp * parallel.cp
+        self._dp = parallel.dp
         self.ranks = self._group * parallel.dp * parallel.pp
         self.nodes = -(-self.ranks // ranks_a_node)
         first = np.arange(self.nodes) * ranks_a_node
@@ -199,7 +200,8 @@ class _Grid:
 
     def cells(self, amounts: Array) -> Array:
         """What comes to each node if each group needs an amount of its own, [pp, dp]."""
-        (first, end), sums = self._groups, _sums(amounts.reshape(-1))
+        (first, end) = self._groups
+        sums = _sums(amounts.reshape(-1))
         needed: Array = sums[end] - sums[first]
         return needed
 

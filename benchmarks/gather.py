@@ -14,9 +14,12 @@ import torch
 from benchmarks.timing import Way
 from npu_replay import RoutedExperts, TokenLayout
 
-SEQUENCES, LENGTHS = 64, (200, 2000)
-LAYERS, STAGE = 48, range(12, 24)
-TOPK, EXPERTS = 8, 128
+SEQUENCES = 64
+LENGTHS = (200, 2000)
+LAYERS = 48
+STAGE = range(12, 24)
+TOPK = 8
+EXPERTS = 128
 
 
 def ways() -> list[Way]:

@@ -106,7 +106,8 @@ def _shown(about: dict[str, Any], found: list[Row]) -> Iterator[Part]:
 
 def _words(what: str, about: dict[str, Any], mine: list[Row]) -> Iterator[str]:
     """What was measured, and what else is known of it."""
-    router, step = about["router"], about["step"]
+    router = about["router"]
+    step = about["step"]
     words: dict[str, Callable[[], str]] = {
         "router": lambda: (
             f"hidden {router['hidden_size']}, top-{router['moe_router_topk']} of "

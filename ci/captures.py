@@ -16,7 +16,8 @@ import pages
 
 PAGE = Path(__file__).parents[1] / "docs" / "dev" / "engine-limits.md"
 MARKS = "<!-- captures: written by ci/captures.py -->", "<!-- end of captures -->"
-RELEASED, PLUGIN = "as released", "with the plug-in"
+RELEASED = "as released"
+PLUGIN = "with the plug-in"
 _WORDS = {
     "sequence_parallel": "flash comm",
     "mix_placement": "mixed placement",

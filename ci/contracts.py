@@ -226,7 +226,8 @@ def _class(wanted: ast.ClassDef, body: Sequence[ast.stmt], module: ast.Module, i
 
 
 def _signature(wanted: ast.arguments, found: ast.arguments, name: str) -> Iterator[str]:
-    wanted_defaults, found_defaults = _defaults(wanted), _defaults(found)
+    wanted_defaults = _defaults(wanted)
+    found_defaults = _defaults(found)
     for argument, default in wanted_defaults.items():
         if argument not in found_defaults:
             yield f"{name} has no argument {argument}"
@@ -270,7 +271,8 @@ def _held(wanted: Iterable[ast.stmt], body: Sequence[ast.stmt], where: str) -> I
     """Each of `wanted`, after the one before it."""
     nodes = [node for statement in body for node in ast.walk(statement) if hasattr(node, "lineno")]
     nodes.sort(key=lambda node: (node.lineno, node.col_offset))  # type: ignore[attr-defined]
-    place, before = 0, ""
+    place = 0
+    before = ""
     for statement in wanted:
         pattern = statement.value if isinstance(statement, ast.Expr) else statement
         matches = [i for i, node in enumerate(nodes) if _same(pattern, node)]
@@ -280,7 +282,8 @@ def _held(wanted: Iterable[ast.stmt], body: Sequence[ast.stmt], where: str) -> I
         elif not following:
             yield f"{where} has `{ast.unparse(statement)}` before `{before}`, not after it"
         else:
-            place, before = following[0] + 1, ast.unparse(statement)
+            place = following[0] + 1
+            before = ast.unparse(statement)
 
 
 def _definition(name: str, kinds: tuple[type, ...], body: Sequence[ast.stmt]) -> ast.stmt | None:

@@ -25,9 +25,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-BUDGET, OF_A_ROLLOUT = 570.0, 900.0
+BUDGET = 570.0
+OF_A_ROLLOUT = 900.0
 """Seconds for all parts together, and for each start of an engine."""
-PASS, FAIL, MISSING = "PASS", "FAIL", "MISSING"
+PASS = "PASS"
+FAIL = "FAIL"
+MISSING = "MISSING"
 NOT_HERE = 2
 PLUGINS = "vllm.general_plugins"
 
@@ -144,7 +147,8 @@ def parts(kind: str, count: int, *, quick: bool) -> list[Part]:
 
 def rollouts(models: Sequence[Path], tensor_parallel_size: int) -> list[Part]:
     """Three starts of each model: eager, with graphs and held against the first, and without routes."""
-    script, tp = str(ROOT / "ci" / "rollout_device.py"), str(tensor_parallel_size)
+    script = str(ROOT / "ci" / "rollout_device.py")
+    tp = str(tensor_parallel_size)
     found = []
     for model in models:
         against = ("--against", f"{{folder}}/rollout {model.name} eager.out")
@@ -158,8 +162,11 @@ class Bench:
     """Runs parts in an environment, until the time for all of them is over."""
 
     def __init__(self, environment: dict[str, str], folder: Path, logs: Path, budget: float = BUDGET) -> None:
-        self._environment, self._folder, self._logs = environment, folder, logs
-        self._end, self._budget = time.monotonic() + budget, budget
+        self._environment = environment
+        self._folder = folder
+        self._logs = logs
+        self._end = time.monotonic() + budget
+        self._budget = budget
 
     def run(self, part: Part) -> Result:
         """A part to its end, or to its time limit."""
@@ -227,11 +234,13 @@ def _read(result: Result, out: Path, said: str) -> None:
             line = next((line for line in said.splitlines() if CAPTURED in line), "")
             found["captured"] = line[line.find(CAPTURED) :] if line else ""
             if result.result == PASS and not line:
-                result.result, result.why = FAIL, f"no worker said «{CAPTURED} ...»"
+                result.result = FAIL
+                result.why = f"no worker said «{CAPTURED} ...»"
         return
     failed = []
     for case in ElementTree.parse(out).getroot().iter("testcase"):
-        name, skip = str(case.get("name")), case.find("skipped")
+        name = str(case.get("name"))
+        skip = case.find("skipped")
         if skip is not None:
             result.skipped.append(f"{name}: {skip.get('message')}")
         elif case.find("failure") is not None or case.find("error") is not None:
@@ -242,7 +251,8 @@ def _read(result: Result, out: Path, said: str) -> None:
         result.why = f"{len(failed)} failed: {', '.join(failed[:8])}; {result.why}"
     elif result.result == PASS and not result.passed:
         why = f"all were skipped: {result.skipped[0] if result.skipped else '-'}"
-        result.result, result.why = MISSING, why
+        result.result = MISSING
+        result.why = why
 
 
 @contextlib.contextmanager
@@ -322,7 +332,8 @@ def main(arguments: Sequence[str]) -> int:
             print(f"ci/device.sh: the device can't be used: {'; '.join(_plain(said)[-2:])}")
             return NOT_HERE
         seen = json.loads(said.splitlines()[-1])
-        kind, name = seen["machine"]["device"], seen["machine"]["name"]
+        kind = seen["machine"]["device"]
+        name = seen["machine"]["name"]
         if kind == "cpu" and told.device != "cpu":
             tries = "(--device cpu or simulated tries the script)"
             print(f"ci/device.sh: torch finds no accelerator here {tries}")

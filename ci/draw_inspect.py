@@ -23,7 +23,9 @@ import npu_replay
 from examples.qwen3_moe.model import qwen3_moe
 
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "inspect.png"
-PROMPT, TOKENS, LAYERS = 300, 400, 12
+PROMPT = 300
+TOKENS = 400
+LAYERS = 12
 
 
 def main(folder: Path, picture: Path = PICTURE) -> int:

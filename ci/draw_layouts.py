@@ -22,7 +22,8 @@ NAMES = "abcdefgwxyz"
 COLOURS = ("#2f6db3", "#d9822b")
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "layouts.png"
 
-padded, packed = TokenLayout.padded, TokenLayout.packed
+padded = TokenLayout.padded
+packed = TokenLayout.packed
 Road = tuple[str, Callable[..., TokenLayout], dict[str, Any], dict[str, int]]
 ROADS: tuple[Road, ...] = (
     # title, constructor, its arguments, the sizes of the parallel axes
@@ -70,7 +71,9 @@ def _ranks(
     make: Callable[..., TokenLayout], arguments: dict[str, Any], sizes: dict[str, int]
 ) -> list[tuple[str, TokenLayout]]:
     """The layout of each rank of a context-parallel and a tensor-parallel group, by its name."""
-    cp, tp, found = sizes.get("cp", 1), sizes.get("tp", 1), []
+    cp = sizes.get("cp", 1)
+    tp = sizes.get("tp", 1)
+    found = []
     for rank in range(cp * tp):
         ranks = {"cp_rank": rank // tp, "tp_rank": rank % tp}
         parallel = ParallelLayout(**sizes, **ranks, sequence_parallel=tp > 1)

@@ -37,7 +37,10 @@ PAGE = ROOT / "docs" / "dev" / "matrix.md"
 FOLDER = ROOT / "docs" / "dev" / "matrix"
 MARKS = "<!-- matrix: written by ci/matrix.sh -->", "<!-- end of matrix -->"
 TRANSFORMERS_TESTS = "tests/matrix/test_transformers.py"
-NATIVE, SHIMMED, MISSING, FAILS = "native", "shimmed", "missing", "FAILS"
+NATIVE = "native"
+SHIMMED = "shimmed"
+MISSING = "missing"
+FAILS = "FAILS"
 STALE = "run bash ci/matrix.sh --all and commit docs/dev/matrix.md with docs/dev/matrix/"
 
 
@@ -89,7 +92,8 @@ def run(release: matrix.Release, cases: str) -> Outcome:
         cases: `all`, or the number of a hand (tests/dealt_cases.py).
     """
     started = time.monotonic()
-    log, result = LOGS / f"{release.name}.log", LOGS / f"{release.name}.json"
+    log = LOGS / f"{release.name}.log"
+    result = LOGS / f"{release.name}.json"
     result.unlink(missing_ok=True)
     snapshots: dict[str, Any] = {}
     folder = ROOT / ".work" / release.product / release.version
@@ -147,13 +151,15 @@ def judge(
         elif tests["passed"]:
             cells[name] = NATIVE if native[name] else SHIMMED
         elif tests["skipped"] and not native[name]:
-            cells[name], reasons[name] = MISSING, tests["skipped"][0]
+            cells[name] = MISSING
+            reasons[name] = tests["skipped"][0]
         else:
             cells[name] = FAILS
             why = "which is native" if native[name] else "none was there"
             problems.append(f"no test showed {name}, {why}")
     counts = found.get("tests", {})
-    passed, skipped = counts.get("passed", 0), counts.get("skipped", 0)
+    passed = counts.get("passed", 0)
+    skipped = counts.get("skipped", 0)
     on = found.get("python", ""), found.get("torch", "")
     return Shown(*on, cases, passed, skipped, date.today().isoformat(), cells, reasons), problems
 

@@ -40,7 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     if arguments == ["--version"]:
         print(version())
         return 0
-    tree, address = Path(arguments[0]), arguments[1].rstrip("/")
+    tree = Path(arguments[0])
+    address = arguments[1].rstrip("/")
     if not re.fullmatch(r"https://[\w.-]+(/[\w.~-]+)+", address):
         print(f"expected the repository's address, https://..., got {address}", file=sys.stderr)
         return 1
@@ -51,7 +52,8 @@ def main(arguments: Sequence[str]) -> int:
         picture, text, target = found.groups()
         return f"{picture}[{text}]({address}/{'raw' if picture else 'blob'}/v{of}/{target})"
 
-    readme, project = tree / "README.md", tree / "pyproject.toml"
+    readme = tree / "README.md"
+    project = tree / "pyproject.toml"
     readme.write_text(_LINK.sub(whole, readme.read_text(encoding="utf-8")), encoding="utf-8")
     before, scripts, after = project.read_text(encoding="utf-8").partition("\n[project.scripts]\n")
     urls = _URLS.format(address=address, version=of)

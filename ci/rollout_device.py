@@ -23,7 +23,9 @@ from npu_replay import RoutedModel, from_vllm
 from npu_replay.compat import probe
 from npu_replay.compat.vllm import engine_arguments
 
-PROMPTS, PREFIX, NEW = 32, 96, 128
+PROMPTS = 32
+PREFIX = 96
+NEW = 128
 """Samples; tokens that all of them begin with, which the prefix cache then has; tokens that each gets."""
 MAY_DIFFER = 0.3
 """The share of the prompts' token-layers that may differ between an eager start and one with graphs. Other
@@ -40,7 +42,8 @@ def run(folder: Path, mode: str, tensor_parallel_size: int) -> tuple[dict[str, A
         "max_model_len": 1024,
         "max_num_seqs": PROMPTS,
     }
-    vllm, ascend = probe.installed("vllm"), probe.installed("vllm-ascend")
+    vllm = probe.installed("vllm")
+    ascend = probe.installed("vllm-ascend")
     made = engine_arguments(vllm, planned=planned, vllm_ascend=ascend or None, capture=bool(ascend))
     os.environ.update(made.environment)
     arguments = dict(made.arguments)

@@ -53,7 +53,9 @@ def run(name: str, command: str) -> tuple[float, str, bool, str]:
 
 def main(table: Path) -> int:
     """Run the stages of standard input and return the exit status."""
-    stages, started, ended = read(sys.stdin), time.monotonic(), []
+    stages = read(sys.stdin)
+    started = time.monotonic()
+    ended = []
     with ThreadPoolExecutor(2) as lanes:
         for done in as_completed([lanes.submit(run, *stage) for stage in stages]):
             *row, said = done.result()

@@ -23,7 +23,8 @@ PAGE = ROOT / "docs" / "versions.md"
 FOLDER = ROOT / "docs" / "dev" / "verified"
 COSTS = ROOT / "docs" / "dev" / "performance.md"
 MARKS = "<!-- verified -->", "<!-- end of verified -->"
-SMOKE, DEVICE = "npu_replay smoke", "npu_replay device"
+SMOKE = "npu_replay smoke"
+DEVICE = "npu_replay device"
 DEVICES = {"npu": "NPU", "cuda": "CUDA", "cpu": "CPU"}
 _AXES = ("tp", "cp", "pp", "vp", "ep", "etp")
 RESULTS = {SMOKE: ("results", {"PASS", "FAIL"}), DEVICE: ("parts", {"PASS", "FAIL", "MISSING"})}
@@ -42,11 +43,10 @@ TITLES = {
 
 def row(found: dict[str, Any], name: str) -> list[str]:
     """A report as a row of its kind's table."""
-    machine, versions = found["machine"], found["versions"]
-    torch, device = (
-        versions["torch"],
-        machine["name"] or {"cpu": "a CPU"}.get(machine["device"], machine["device"]),
-    )
+    machine = found["machine"]
+    versions = found["versions"]
+    torch = versions["torch"]
+    device = machine["name"] or {"cpu": "a CPU"}.get(machine["device"], machine["device"])
     if found["kind"] == SMOKE:
         options = found["options"]
         sizes = [str(found["processes"]), *(f"{axis} {options[axis]}" for axis in _AXES if options[axis] > 1)]

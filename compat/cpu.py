@@ -129,7 +129,8 @@ def _lend_torch(patches: Patches) -> None:
 
 def _lend_distributed(patches: Patches) -> None:
     """Adapt gloo's collectives to Megatron's calls, in which ranks have different numbers of tokens."""
-    exchange, gather = dist.all_to_all_single, dist.all_gather
+    exchange = dist.all_to_all_single
+    gather = dist.all_gather
 
     def all_to_all_single(
         output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any

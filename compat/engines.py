@@ -54,11 +54,13 @@ class EnginePlan:
     def put(self, argument: str, value: Any, key: str) -> None:
         """Plan an argument, in the place of what was planned before; None plans nothing."""
         if value is not None:
-            self.arguments[argument], self.keys[argument] = value, key
+            self.arguments[argument] = value
+            self.keys[argument] = key
 
     def put_all(self, options: Any, place: str) -> None:
         """Plan the arguments of a mapping, JSON or object, whose keys are the engine's, as options or not."""
-        kinds, short = _KINDS.get(self.engine, {}), _SHORT.get(self.engine, {})
+        kinds = _KINDS.get(self.engine, {})
+        short = _SHORT.get(self.engine, {})
         mapping = options if isinstance(options, Mapping) else launch.as_mapping(options)
         for written, value in mapping.items():
             self.put(*launch.as_a_config_has_it(str(written), value, kinds, short), f"{place}{written}")
@@ -77,7 +79,8 @@ def plan_of(framework: Framework, config: Any) -> EnginePlan:
 def refusal(plan: EnginePlan) -> ReplayError | None:
     """Return why the engine that is installed here gives no routes, or wrong ones, with this plan."""
     found = {product.name: product.version for product in probe.products() if product.found}
-    version, ascend = found.get(plan.engine, ""), found.get("vllm-ascend", "")
+    version = found.get(plan.engine, "")
+    ascend = found.get("vllm-ascend", "")
     if plan.engine == "sglang" and version:
         device = "npu" if "torch_npu" in found else "cuda"
         return sglang.refusal(version, device) or sglang.clash(version, device, plan.arguments, plan.keys)
@@ -191,7 +194,8 @@ def _of_roll(config: Any) -> EnginePlan:
 
 def _prefixed(engine: str, config: Any, key: Callable[[str], str]) -> EnginePlan:
     """Return the plan of arguments whose names begin with the engine's."""
-    plan, prefix = EnginePlan(engine), f"{engine}_"
+    plan = EnginePlan(engine)
+    prefix = f"{engine}_"
     values = config if isinstance(config, Mapping) else vars(config)
     named = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
     inner = named.pop("engine_kwargs", None)

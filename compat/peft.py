@@ -21,7 +21,8 @@ def adapters(model: nn.Module) -> Callable[[], object]:
         for name, config in found.items() if isinstance(found, dict) else ():
             if getattr(config, "is_prompt_learning", False) or getattr(config, "is_adaption_prompt", False):
                 problem = "this kind of adapter doesn't tell whether it is switched on"
-                where, expected = path or "the model", "LoRA, or another kind that lies in the layers"
+                where = path or "the model"
+                expected = "LoRA, or another kind that lies in the layers"
                 got = f"{type(config).__name__} of adapter {name!r}"
                 cause = "prompt tuning, which also feeds more tokens than it is called with"
                 raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)

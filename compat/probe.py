@@ -21,8 +21,11 @@ from npu_replay import environment
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import ReplayError
 
-MEGATRON, TRANSFORMERS, PLOTS = "replay on Megatron-core", "replay on transformers", "plots"
-ADAPTOR, TE_NPU = "MegatronAdaptor", "TransformerEngineNPU"
+MEGATRON = "replay on Megatron-core"
+TRANSFORMERS = "replay on transformers"
+PLOTS = "plots"
+ADAPTOR = "MegatronAdaptor"
+TE_NPU = "TransformerEngineNPU"
 _QWEN = "models/qwen3_moe/modeling_qwen3_moe.py"
 _GET_MEGATRON = "put Megatron-LM on PYTHONPATH, or pip install --no-deps megatron-core"
 
@@ -128,7 +131,8 @@ def find(name: str) -> ModuleSpec | None:
     >>> probe.find("json.decoder").name, probe.find("json.no_such_module")
     ('json.decoder', None)
     """
-    parent, path = name.rpartition(".")[0], None
+    parent = name.rpartition(".")[0]
+    path = None
     if parent:
         package = find(parent)
         if package is None or package.submodule_search_locations is None:
@@ -198,7 +202,8 @@ def capabilities(found: Iterable[Product]) -> tuple[Capability, ...]:
     names = "megatron-core", "transformers", "matplotlib"
     megatron, transformers, plots = (by_name[name] for name in names)
     said: list[Capability] = []
-    own, config = "Megatron's own replay", Path(megatron.where, "transformer/transformer_config.py")
+    own = "Megatron's own replay"
+    config = Path(megatron.where, "transformer/transformer_config.py")
     if megatron.usable:
         fields = set(re.findall(r"^    (\w+)\s*:", text_of(config), re.MULTILINE))
         fused = "; moe_router_fusion too" if "moe_router_fusion" in fields else ""

@@ -93,7 +93,8 @@ def _worker() -> Any:
 
 def read_objects(handles: Sequence[Any], patience: float) -> list[RoutedExperts | Exception]:
     """Read these objects, with an exception in the place of each that is lost or late."""
-    ray, until = _ray("read routes from"), time.monotonic() + patience
+    ray = _ray("read routes from")
+    until = time.monotonic() + patience
     refs = [handle.ref for handle in handles]
     try:
         return list(ray.get(refs, timeout=patience))
@@ -119,7 +120,8 @@ def _ray(what: str) -> Any:
     try:
         import ray
     except ImportError as error:
-        problem, cause = f"there is no Ray to {what}", "another environment"
+        problem = f"there is no Ray to {what}"
+        cause = "another environment"
         raise ReplayError(problem, expected="ray, installed", got=str(error), cause=cause) from error
     ReplayError.unless(
         ray.is_initialized(),

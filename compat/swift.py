@@ -30,8 +30,10 @@ from npu_replay.sessions.follow import follow
 
 logger = logging.getLogger(__name__)
 
-TRAINER, CALLBACKS = "swift.rlhf_trainers.grpo_trainer", "swift.callbacks.mapping"
-_COLLATE, _ROUTES = "collate_to_grpo_micro_batch", KEYWORDS[0]
+TRAINER = "swift.rlhf_trainers.grpo_trainer"
+CALLBACKS = "swift.callbacks.mapping"
+_COLLATE = "collate_to_grpo_micro_batch"
+_ROUTES = KEYWORDS[0]
 _WHAT = "routing replay of ms-swift's Hugging Face trainer"
 _patches = Patches(_WHAT)
 _chosen: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # callbacks that still train
@@ -91,7 +93,8 @@ def _collated(original: Callable[..., Any], samples: Sequence[Any], *args: Any, 
             problem = "npu_replay_R2 replays its own record, and the rollout sends other routes"
             where = "ms-swift's callbacks"
             expected = "vllm_engine_kwargs without enable_return_routed_experts"
-            got, cause = "samples with routed_experts", "R3 is meant: --callbacks npu_replay_R3"
+            got = "samples with routed_experts"
+            cause = "R3 is meant: --callbacks npu_replay_R3"
             raise ReplayError(problem, where=where, expected=expected, got=got, cause=cause)
         inputs[_ROUTES] = laid_out([sample.routed_experts for sample in samples], inputs)
     return inputs, batch

@@ -43,7 +43,8 @@ def log_metrics(trainer: Any, session: Session) -> Logging:
     from transformers import TrainerCallback
 
     callbacks: Any = getattr(getattr(trainer, "callback_handler", None), "callbacks", None)
-    problem, expected = "this trainer has no callbacks to log by", "transformers.Trainer, or one of TRL's"
+    problem = "this trainer has no callbacks to log by"
+    expected = "transformers.Trainer, or one of TRL's"
     ReplayError.unless(isinstance(callbacks, list), problem, expected, type(trainer).__name__)
 
     class ReplayMetrics(TrainerCallback):  # type: ignore[misc]

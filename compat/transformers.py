@@ -106,7 +106,8 @@ class TransformersRouters(RouterKind):
                 continue
             block = chunk.model.get_submodule(path)
             problem = "this block of experts has no router that is known, and others of the model have one"
-            expected, got = "each block's router, or none", described(type(block))
+            expected = "each block's router, or none"
+            got = described(type(block))
             cause = (
                 "a compiler or a patch that wrote some classes of transformers anew: switch it off, or "
                 "teach npu_replay its router (docs/routers.md)"
@@ -142,7 +143,8 @@ class TransformersRouters(RouterKind):
             return None
         if not _ROUTER_NAME.search(kind.__name__):
             return _block(module, kind, path)
-        topk, experts = _topk(module), _experts(module)
+        topk = _topk(module)
+        experts = _experts(module)
         if not _calls_topk(kind):
             RouterError.unless(  # without a number of experts it is another kind of gate
                 experts is None,
@@ -154,7 +156,8 @@ class TransformersRouters(RouterKind):
             )
             return None
         if topk is None or experts is None:
-            problem, got = f"{kind.__name__} can't be replayed", f"top-k {topk}, experts {experts}"
+            problem = f"{kind.__name__} can't be replayed"
+            got = f"top-k {topk}, experts {experts}"
             expected = "a router with a top-k and a number of experts of its own"
             cause = "a model family that npu_replay doesn't know yet (docs/models.md lists those it does)"
             raise RouterError(problem, where=path, expected=expected, got=got, cause=cause)
@@ -201,7 +204,8 @@ def _numbered(chunk: ModuleTree, router: Router, depth: int) -> int | None:
     numbers = sorted({one for module in inside if (one := _own(module, "layer_idx")) is not None})
     if not numbers or router.layer in numbers:
         return router.layer
-    problem, expected = "a layer's modules disagree about its number", f"one layer_idx, or {router.layer}"
+    problem = "a layer's modules disagree about its number"
+    expected = f"one layer_idx, or {router.layer}"
     cause = "layers that were put together by hand, or a list that counts the layers anew"
     RouterError.unless(len(numbers) == 1, problem, expected, numbers, cause, path)
     return numbers[0]

@@ -32,7 +32,8 @@ def pick(name: str) -> torch.device:
         "torch built without it, a driver that is not loaded, or a package for it that fails to import; "
         "npu-replay doctor says which"
     )
-    problem, expected = f"there is no {name} device here", " or ".join(found)
+    problem = f"there is no {name} device here"
+    expected = " or ".join(found)
     ReplayError.unless(name in found, problem, expected, name, cause)
     return torch.device(name)
 

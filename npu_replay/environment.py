@@ -62,7 +62,8 @@ def _count(told: str, name: str) -> int:
     return int(told)
 
 
-_ON, _OFF = dict.fromkeys(("1", "true", "yes", "on"), True), dict.fromkeys(("0", "false", "no", "off"), False)
+_ON = dict.fromkeys(("1", "true", "yes", "on"), True)
+_OFF = dict.fromkeys(("0", "false", "no", "off"), False)
 _NO_FOLDER = "a folder: routes in one are a RouteStore; in verl, router_replay.record_file and replay_file"
 _READINGS: dict[str, Callable[[str, str], Any]] = {
     AUX_LOSS: partial(_word, words={"live": "live", "replayed": "replayed"}),

@@ -139,7 +139,8 @@ def shown(value: object, most: int = 80) -> str:
     ('Tensor of torch.float32, [3, 4]', '[1, 2]')
     """
     try:
-        dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+        dtype = getattr(value, "dtype", None)
+        shape = getattr(value, "shape", None)
         if dtype is not None and shape:
             return f"{type(value).__name__} of {dtype}, {[*shape]}"[:most]
         return repr(value)[:most]
@@ -203,9 +204,11 @@ def list_of(
     wrong = [type(one).__name__ for one in found or () if not isinstance(one, item)]
     if found is not None and not wrong:
         return found
-    expected, got = f"one {item.__name__} a micro-batch", wrong or shown(value)
+    expected = f"one {item.__name__} a micro-batch"
+    got = wrong or shown(value)
     if single:
-        got, cause = f"a single {item.__name__}", f"[{what}] was meant"
+        got = f"a single {item.__name__}"
+        cause = f"[{what}] was meant"
     raise kind(f"{what} are given as a list", expected=expected, got=got, cause=cause)
 
 

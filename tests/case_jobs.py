@@ -158,7 +158,9 @@ def shared_folder() -> str:
 @contextlib.contextmanager
 def told() -> Iterator[list[str]]:
     """The lines for an operator; they are there after the block."""
-    log, handler, lines = logging.getLogger("npu_replay.job"), BufferingHandler(1000), list[str]()
+    log = logging.getLogger("npu_replay.job")
+    handler = BufferingHandler(1000)
+    lines = list[str]()
     log.addHandler(handler)
     yield lines
     log.removeHandler(handler)

@@ -83,7 +83,8 @@ def chosen(cases: Sequence[Mapping[str, Any]]) -> list[int]:
     tables = {tuple(case[name] for case in numbered): name for name in numbers}.values()
     together = 1 if len(tables) < 3 else 2
     met = [set(combinations([(name, case[name]) for name in tables], together)) for case in numbered]
-    left, places = set().union(*met), []
+    left = set().union(*met)
+    places = []
     order = list(range(len(cases)))
     random.Random(0).shuffle(order)  # of two like tables, each value would meet itself
     while left:

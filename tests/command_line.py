@@ -31,7 +31,8 @@ class Result:
 
 def invoke(*arguments: object) -> Result:
     """Run a command; an error that it doesn't turn into a message comes out."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
     with streams[0], streams[1], pytest.raises(SystemExit) as ended:
         main([str(one) for one in arguments])

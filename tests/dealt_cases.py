@@ -30,7 +30,8 @@ def dealt(
     """
     if hand == "all":
         return [(a, b, c) for a in first for b in second for c in third]
-    number, shares = int(hand), min(SHARES, len(first))
+    number = int(hand)
+    shares = min(SHARES, len(first))
     turn = number // shares
     # One more, so that a hand of one case has another order than the plainest, which comes first.
     other = 1 + turn + turn // len(second)

@@ -32,7 +32,8 @@ KNOWN = {
 }
 
 
-IDS, RECORDED = routes().ids.numpy().tobytes(), routes().recorded.numpy().tobytes()
+IDS = routes().ids.numpy().tobytes()
+RECORDED = routes().recorded.numpy().tobytes()
 
 
 def text(said: Any) -> str:

@@ -18,7 +18,8 @@ from torch import nn
 from npu_replay.smoke import megatron_model
 from npu_replay.smoke.model import Norm
 
-_NEW, _OLD = "megatron.core.models.hybrid", "megatron.core.ssm"
+_NEW = "megatron.core.models.hybrid"
+_OLD = "megatron.core.ssm"
 """Where Megatron has its HybridModel, or what this was up to 0.17."""
 
 
@@ -119,7 +120,8 @@ def _build(
     if cfg.qk_layernorm:
         mixer.q_layernorm = mixer.k_layernorm = norm
     mixer.core_attention = attention or mixer.core_attention
-    mlp, plain = ("pre_mlp_layernorm", "mlp", "mlp_bda"), transformer_layer.TransformerLayer
+    mlp = ("pre_mlp_layernorm", "mlp", "mlp_bda")
+    plain = transformer_layer.TransformerLayer
     name, block = _block()
     layers = getattr(block, f"{name}StackSubmodules")(
         attention_layer=half(plain, dense, "input_layernorm", "self_attention", "self_attn_bda"),

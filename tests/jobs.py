@@ -151,7 +151,8 @@ class _Process:
     ) -> None:
         ranks = task["world"]
         self.name = f"{target}, rank {rank} of {ranks}"
-        self._folder, self._rank = folder, rank
+        self._folder = folder
+        self._rank = rank
         self._ended = folder / f"{rank}.code"  # of a leader's
         token = folder / f"{rank}.token"  # Ray would write one into the home folder
         token.write_text(secrets.token_hex(32))
@@ -274,9 +275,11 @@ def _wait(processes: Sequence[_Process], files: Path, timeout: float, silence: f
         codes = [process.code() for process in processes]
         if any(codes) or None not in codes:
             return "\nkilled: another rank had failed" if any(codes) else ""
-        now, size = time.monotonic(), sum(file.stat().st_size for file in files.rglob("*") if file.is_file())
+        now = time.monotonic()
+        size = sum(file.stat().st_size for file in files.rglob("*") if file.is_file())
         if size != written:
-            heard, written = now, size
+            heard = now
+            written = size
         if now - began > timeout:
             return f"\nkilled after {timeout:.0f} s"
         if silence is not None and now - heard > silence:

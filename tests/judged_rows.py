@@ -29,7 +29,8 @@ def rounded(model: Any, bits: int, group: int = 16) -> Any:
             parts = weight.reshape(
                 *weight.shape[:-1], -1, group if weight.shape[-1] % group == 0 else weight.shape[-1]
             )
-            least, most = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
+            least = parts.amin(-1, keepdim=True)
+            most = parts.amax(-1, keepdim=True)
             step = ((most - least) / (2**bits - 1)).clamp_min(1e-12)
             weight.copy_((((parts - least) / step).round() * step + least).reshape(weight.shape))
     return model

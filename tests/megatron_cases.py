@@ -17,7 +17,9 @@ from npu_replay.devices import pick
 from npu_replay.routers import Router, find
 from npu_replay.smoke import megatron_model
 
-BATCH, LENGTH, VOCAB = 2, 12, 64
+BATCH = 2
+LENGTH = 12
+VOCAB = 64
 DEVICE = pick("auto")
 """Megatron's tests run on an accelerator where there is one."""
 

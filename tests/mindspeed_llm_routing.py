@@ -179,7 +179,8 @@ def _softmax_first(self: Any, logits: torch.Tensor) -> Any:
 def _grouped(self: Any, logits: torch.Tensor) -> Any:
     """The mask is a fill with 0, between two top-k, neither of them sorted."""
     scores = torch.softmax(logits, dim=1)
-    rows, groups = len(scores), self.n_group
+    rows = len(scores)
+    groups = self.n_group
     best = scores.view(rows, groups, -1).max(dim=-1).values
     taken = torch.topk(best, k=_current.moe_router_group_topk, dim=-1, sorted=False)[1]
     open_groups = torch.zeros_like(best).scatter_(1, taken, 1)

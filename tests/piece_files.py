@@ -16,7 +16,8 @@ class FileCarrier:
     """A file for each `put_all`, NAME.pieces."""
 
     def __init__(self, folder: Path, *, cut: Any = LAYERS_A_PIECE) -> None:
-        self.folder, self.cut = folder, Cut(cut)
+        self.folder = folder
+        self.cut = Cut(cut)
         folder.mkdir(parents=True, exist_ok=True)
 
     def put(self, routes: RoutedExperts, *, step: int = 0) -> delivery.Reference:

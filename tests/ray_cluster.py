@@ -25,7 +25,9 @@ from npu_replay.compat.ray import RayCarrier, read_objects
 from npu_replay.errors import InvalidRoutes
 
 STORE = 120 * 2**20
-LAYERS, TOPK, EXPERTS = 48, 8, 128
+LAYERS = 48
+TOPK = 8
+EXPERTS = 128
 WHOLE = ParallelLayout(tp=2, pp=2, dp=2, decoder=DecoderLayers(LAYERS))
 
 
@@ -84,7 +86,8 @@ def laid_out(references: Any, parallel: ParallelLayout, layout: TokenLayout) -> 
 
 def read_in_halves(handles: Any, patience: float) -> Any:
     """A carrier's `read` that tells when it has read one half, and goes on when somebody says so."""
-    half, said = len(handles) // 2, Path(os.environ["RAY_TMPDIR"])
+    half = len(handles) // 2
+    said = Path(os.environ["RAY_TMPDIR"])
     found = read_objects(handles[:half], patience)
     (said / f"half-{os.getpid()}").touch()
     while not (said / "go-on").exists():

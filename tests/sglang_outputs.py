@@ -112,7 +112,8 @@ class Request:
         if not self.drafts or after_prefill < 1:
             return {}
         rounds = -(-after_prefill // self.drafts)
-        accepted, proposed = after_prefill - rounds, rounds * (self.drafts - 1)
+        accepted = after_prefill - rounds
+        proposed = rounds * (self.drafts - 1)
         counts = {"spec_accept_rate": accepted / proposed, "spec_accept_length": len(self.output) / rounds}
         if not self.since("0.5.11"):
             counts |= {"spec_accept_token_num": accepted, "spec_draft_token_num": proposed}

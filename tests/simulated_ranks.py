@@ -23,17 +23,23 @@ class Group:
     """What the ranks of a group say and send."""
 
     def __init__(self, *ranks: int) -> None:
-        self.ranks, self.said, self.barrier = ranks, [None] * len(ranks), Barrier(len(ranks), timeout=20)
+        self.ranks = ranks
+        self.said = [None] * len(ranks)
+        self.barrier = Barrier(len(ranks), timeout=20)
         self.sent: dict[tuple[int, int], Queue[torch.Tensor]] = defaultdict(Queue)
 
 
 class Rank:
     """A group as one of its ranks knows it."""
 
-    device, patience = torch.device("cpu"), 0.0
+    device = torch.device("cpu")
+    patience = 0.0
 
     def __init__(self, group: Group, me: int) -> None:
-        self.of, self.me, self.ranks, self.group = group, group.ranks.index(me), group.ranks, self
+        self.of = group
+        self.me = group.ranks.index(me)
+        self.ranks = group.ranks
+        self.group = self
 
     def gather(self, said: Any) -> list[Any]:
         self.of.said[self.me] = said

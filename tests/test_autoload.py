@@ -58,7 +58,8 @@ def test_switched_off_a_process_is_as_where_it_is_not_installed(
     site: dict[bool, Path], variables: dict[str, str]
 ) -> None:
     """Its modules, finders and environment, and what becomes of a torch whose device back end fails."""
-    without, here = found(site[False], {}), found(site[True], variables)
+    without = found(site[False], {})
+    here = found(site[True], variables)
     assert "broken" in without["torch"], "torch fails by itself"
     ours = ["npu_replay_autoload", "npu_replay_autoload.verl", "npu_replay_autoload.vllm"]
     assert [name for name in here["modules"] if name.partition(".")[0] in OURS] == ours

@@ -190,7 +190,8 @@ print(json.dumps([before, importlib.import_module({product!r}).shims]))
 
 
 def test_products_that_are_there_get_their_shims_at_once_and_none_if_turned_off(products: Path) -> None:
-    after, before = f"import importlib, npu_replay; {TAKES}", f"import importlib; {TAKES}; import npu_replay"
+    after = f"import importlib, npu_replay; {TAKES}"
+    before = f"import importlib; {TAKES}; import npu_replay"
     says = "; print(json.dumps(list(sys.modules)))"
     assert set(answer(before + says, products)) >= ALL
     for order in (after, before):

@@ -117,7 +117,8 @@ def test_a_change_is_noticed(change: Callable[[nn.Module], None]) -> None:
 
 
 def test_what_leaves_the_modules_in_place_asks_nobody_again() -> None:
-    made, asked = model(), []
+    made = model()
+    asked = []
 
     def wanted(module: nn.Module, path: str) -> bool:
         asked.append(path)
@@ -132,7 +133,8 @@ def test_what_leaves_the_modules_in_place_asks_nobody_again() -> None:
 
 
 def test_after_an_error_all_are_asked_again() -> None:
-    made, asked = model(), []
+    made = model()
+    asked = []
 
     def wanted(module: nn.Module, path: str) -> bool:
         asked.append(path)
@@ -151,7 +153,8 @@ def test_a_tree_keeps_no_module_alive() -> None:
     made = model()
     made[2].parent = [made]  # a cycle, which waits for the garbage collector
     linears(made)
-    tree, inner = weakref.ref(ModuleTree.of(made)), weakref.ref(made[0][0])
+    tree = weakref.ref(ModuleTree.of(made))
+    inner = weakref.ref(made[0][0])
     replaced(made)
     assert inner() is None
     linears(made)

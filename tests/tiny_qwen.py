@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-EXPERTS, TOPK = 8, 2
+EXPERTS = 8
+TOPK = 2
 
 
 def make(vocabulary: int, layers: int, seed: int = 0, **changes: Any) -> Any:

@@ -6,8 +6,13 @@ from typing import Any
 
 import torch
 
-EXPERTS, TOPK, LAYERS = 8, 2, 4
-IMAGE, VIDEO, BEGIN, END = 190, 191, 192, 193
+EXPERTS = 8
+TOPK = 2
+LAYERS = 4
+IMAGE = 190
+VIDEO = 191
+BEGIN = 192
+END = 193
 Sample = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """Token ids, and what belongs to them."""
 
@@ -73,7 +78,8 @@ def call(*samples: Sample, left: int = 0) -> dict[str, torch.Tensor]:
     width = left + max(len(ids) for ids, _ in samples)
     ids, mask = torch.zeros(2, len(samples), width, dtype=torch.int64)
     for row, (tokens, _) in enumerate(samples):
-        ids[row, width - len(tokens) :], mask[row, width - len(tokens) :] = tokens, 1
+        ids[row, width - len(tokens) :] = tokens
+        mask[row, width - len(tokens) :] = 1
     names = dict.fromkeys(name for _, inputs in samples for name in inputs)
     joined = {name: torch.cat([one[name] for _, one in samples if name in one]) for name in names}
     kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()

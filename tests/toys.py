@@ -14,7 +14,10 @@ import npu_replay
 from npu_replay import RoutedExperts
 from npu_replay.routers import Router, RouterKind
 
-HIDDEN, EXPERTS, TOPK, ROWS = 8, 16, 3, 10
+HIDDEN = 8
+EXPERTS = 16
+TOPK = 3
+ROWS = 10
 
 _HOLDS_ITS_GENERATOR = "gen" in inspect.unwrap(checkpoint).__code__.co_varnames
 SAVED_TENSOR_HOOKS = ["hooks told", *(["hooks not told"] if _HOLDS_ITS_GENERATOR else [])]
@@ -139,7 +142,8 @@ def foreign(
 ) -> list[RoutedExperts]:
     """Routes of so many micro-batches that no router here would choose; `layers`: how many, or which."""
     layers = range(layers) if isinstance(layers, int) else layers
-    generator, shape = torch.Generator().manual_seed(seed), (rows, len(layers), EXPERTS)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, len(layers), EXPERTS)
     ids = [torch.rand(shape, generator=generator).topk(TOPK).indices for _ in range(count)]
     return [RoutedExperts(ids=one, layers=layers, num_experts=EXPERTS, recorded=recorded) for one in ids]
 

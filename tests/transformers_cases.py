@@ -48,7 +48,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     ),
 }
 RECOMPUTE = (None, "non-reentrant", "reentrant")
-EXPERTS, TOPK = 8, 2
+EXPERTS = 8
+TOPK = 2
 
 
 def build(

@@ -20,7 +20,8 @@ import torch
 
 import jobs
 
-ABSENT, AGAIN = "absent", "asked and uninstalled"
+ABSENT = "absent"
+AGAIN = "asked and uninstalled"
 STATES: dict[str, dict[str, str]] = {
     ABSENT: {},
     "installed": {},

@@ -27,7 +27,8 @@ def record(trainer: Trainer) -> tuple[list[float], list[list[torch.Tensor]]]:
     """Losses of a forward-only pass, and the ids of each micro-batch: int64 [rows, topk] a layer."""
     replay, action = api()
     replay.set_global_router_replay_action(action.RECORD)
-    losses, recorded = [], []
+    losses = []
+    recorded = []
     with torch.no_grad():
         for tokens in trainer.batches:
             losses.append(trainer.loss(tokens).item())

@@ -33,8 +33,10 @@ _TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 def of(router: Any) -> AuxLosses | None:
     """Return the aux losses of a TopKRouter; None where its config has none that is known."""
-    config, kind = router.config, type(router)
-    names, coefficients = _listed(config.moe_router_load_balancing_type), _listed(config.moe_aux_loss_coeff)
+    config = router.config
+    kind = type(router)
+    names = _listed(config.moe_router_load_balancing_type)
+    coefficients = _listed(config.moe_aux_loss_coeff)
     by_partial = hasattr(kind, _BY_PARTIAL)
     methods = (_BY_PARTIAL,) if by_partial else tuple(name for name in _BY_ARGUMENT if hasattr(kind, name))
     if not methods or not any(coefficients) or not any(name in _TYPES for name in names):
@@ -136,7 +138,8 @@ def recounted(loss: Any, ids: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
             wanted = torch.where(moved, wanted, known["routing_map"])
         known = known | {"routing_map": wanted}
     elif "tokens_per_expert" in known:
-        like, flat = known["tokens_per_expert"], chosen.flatten()
+        like = known["tokens_per_expert"]
+        flat = chosen.flatten()
         counts = torch.zeros_like(like).index_add(0, flat, torch.ones_like(flat, dtype=like.dtype))
         known = known | {"tokens_per_expert": counts}
     else:

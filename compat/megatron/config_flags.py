@@ -112,7 +112,8 @@ def _carry(config: Any, flags: Flags) -> None:
 def _agreed(given: Flags, config: Any) -> bool | None:
     """Return the value of the flag with two names; None if neither was given."""
     replay = {name: given[name] for name in REPLAY if name in given}
-    expected, where = f"{' or '.join(REPLAY)}, or both alike", type(config).__name__
+    expected = f"{' or '.join(REPLAY)}, or both alike"
+    where = type(config).__name__
     problem = "two names of one flag were given different values"
     ReplayError.unless(len(set(replay.values())) < 2, problem, expected, replay, "", where)
     return next(iter(replay.values()), None)

@@ -54,14 +54,16 @@ def pattern_in(chunks: Sequence[ModuleTree]) -> str | None:
 
 def labelled(chunk: ModuleTree, routers: list[Router]) -> list[Router]:
     for path, _, pattern in _stacks(chunk):
-        labels, moe = pattern_labels(pattern), DecoderLayers.of_pattern(pattern).moe
+        labels = pattern_labels(pattern)
+        moe = DecoderLayers.of_pattern(pattern).moe
         problem = "the number of this router isn't that of an E in the pattern of the model"
         cause = "a pipeline split that Megatron's layers and the pattern count differently"
         for at, one in enumerate(routers):
             if not path or one.path.startswith(f"{path}."):
                 place = -1 if one.layer is None else one.layer
                 label = labels[place] if 0 <= place < len(labels) else None
-                expected, got = f"an E in {pattern!r}", f"layer_number {place + 1}"
+                expected = f"an E in {pattern!r}"
+                got = f"layer_number {place + 1}"
                 RouterError.unless(label in moe, problem, expected, got, cause, one.path)
                 routers[at] = replace(one, layer=label, whole=moe)
     return routers
@@ -83,8 +85,10 @@ def _stacks(chunk: ModuleTree) -> Iterator[tuple[str, Any, str]]:
         if getattr(stack, "is_mtp_layer", False):
             continue
         pp, vp = (getattr(stack.config, f"{kind}pipeline_model_parallel_size") for kind in ("", "virtual_"))
-        symbols, problem = "".join(stack.layer_type_list), "the pattern of the whole model isn't known"
-        got, cause = f"a stage's decoder, {symbols!r}", "model.decoder in the place of model"
+        symbols = "".join(stack.layer_type_list)
+        problem = "the pattern of the whole model isn't known"
+        got = f"a stage's decoder, {symbols!r}"
+        cause = "model.decoder in the place of model"
         RouterError.unless(bool(pattern) or pp * (vp or 1) == 1, problem, "the HybridModel", got, cause, path)
         yield path, stack, pattern or symbols
 

@@ -29,11 +29,13 @@ _AXES = {
 
 def read(model: Any, sequence_parallel: bool | None) -> ParallelLayout:
     state: Any = sys.modules.get(_STATE)
-    problem, got = "Megatron-core isn't running in this process", f"{_STATE} was never imported"
+    problem = "Megatron-core isn't running in this process"
+    got = f"{_STATE} was never imported"
     expected = "from_megatron() after megatron.core.parallel_state.initialize_model_parallel()"
     cause = "called on the driver; give the numbers by hand there: ParallelLayout(tp=..., tp_rank=...)"
     ReplayError.unless(state is not None, problem, expected, got, cause)
-    problem, got = "Megatron-core's parallel state isn't initialised", "no model parallel groups"
+    problem = "Megatron-core's parallel state isn't initialised"
+    got = "no model parallel groups"
     expected = "from_megatron() after initialize_model_parallel()"
     ReplayError.unless(state.model_parallel_is_initialized(), problem, expected, got)
     config = config_of(model)
@@ -61,7 +63,8 @@ def config_of(model: Any) -> Any:
     """Return the TransformerConfig of a model, its chunks or a wrapper around one; None for None."""
     if model is None or hasattr(model, "pipeline_model_parallel_size"):
         return model
-    config, problem = _config_in(chunks_of(model)), "this model has no Megatron config"
+    config = _config_in(chunks_of(model))
+    problem = "this model has no Megatron config"
     expected = "a Megatron module, the list of its chunks, or its TransformerConfig"
     cause = "a model of transformers, which has no parallel layout to read"
     ReplayError.unless(config is not None, problem, expected, type(model).__name__, cause)
@@ -76,7 +79,8 @@ def decoder_layers(config: Any, pattern: str | None = None) -> DecoderLayers:
             first_stage=config.num_layers_in_first_pipeline_stage,
             last_stage=config.num_layers_in_last_pipeline_stage,
         )
-    table, count = getattr(config, "pipeline_model_parallel_layout", None), int(config.num_layers)
+    table = getattr(config, "pipeline_model_parallel_layout", None)
+    count = int(config.num_layers)
     if table is None:
         stages = llm.pipeline_table(config)
     else:  # a PipelineParallelLayerLayout
@@ -105,10 +109,12 @@ def check_chunks(chunks: Sequence[ModuleTree]) -> None:
     stage = _stage(chunks)
     if stage is None or stage.vp == 1:
         return
-    here, problem = _decoder_layers_in(chunks), "this isn't all that this rank has of the model"
+    here = _decoder_layers_in(chunks)
+    problem = "this isn't all that this rank has of the model"
     where = f"pipeline rank {stage.pp_rank} of {stage.pp}, {stage.vp} virtual stages"
     expected = f"the list of all chunks, decoder layers {list(stage.layers)}"
-    got, cause = f"{len(chunks)} with decoder layers {sorted(here)}", "model[0] in the place of model"
+    got = f"{len(chunks)} with decoder layers {sorted(here)}"
+    cause = "model[0] in the place of model"
     RouterError.unless(len(here) >= len(stage.layers), problem, expected, got, cause, where)
 
 
@@ -180,7 +186,8 @@ def _of_axis(state: Any, axis: str, what: str) -> int:
 
 
 def _ask(state: Any, name: str) -> Any:
-    problem, expected = "this Megatron-core doesn't say how it is split", f"parallel_state.{name}()"
+    problem = "this Megatron-core doesn't say how it is split"
+    expected = f"parallel_state.{name}()"
     cause = "a release that npu_replay doesn't know; give the numbers by hand: ParallelLayout(...)"
     ReplayError.unless(hasattr(state, name), problem, expected, "no such function", cause)
     return getattr(state, name)()

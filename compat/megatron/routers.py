@@ -159,7 +159,8 @@ def gathered_ranks(config: Any) -> int:
 
 def _refuse(module: Any, path: str) -> None:
     """Refuse configurations that can't be replayed, and a router whose RouterReplay is replaying."""
-    config, action = module.config, _upstream_replay(module)
+    config = module.config
+    action = _upstream_replay(module)
     # The flags by which a graph captures the router.
     graphs = [flag for flag in ("enable_cuda_graph", "external_cuda_graph") if getattr(config, flag, False)]
     implementation = getattr(config, "cuda_graph_impl", None)
@@ -185,7 +186,9 @@ def _refuse(module: Any, path: str) -> None:
         got = "overlap_moe_expert_parallel_comm=True"
         cause += "combined 1F1B calls build_schedule_plan() instead of the model"
     elif action is not None:
-        problem, got, cause = "RouterReplay is replaying on this router", action, _TWO_WAYS
+        problem = "RouterReplay is replaying on this router"
+        got = action
+        cause = _TWO_WAYS
         expected = "none: RouterReplay.clear_global_router_replay_action()"
     elif ranks > 1:
         problem = "quantile balancing chooses over the tokens of several ranks at once, and can't be replayed"

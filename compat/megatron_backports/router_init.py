@@ -77,7 +77,8 @@ def _wrap(module: Any) -> None:
 
 
 def _equip(router: Any) -> None:
-    names, kind = missing(router), _router_replay()
+    names = missing(router)
+    kind = _router_replay()
     ours = kind is MegatronRouterReplay
     # A RouterReplay if the config asks for it, and None otherwise, as from 0.16 on.
     if getattr(router, _REPLAY, None) is None:
@@ -147,7 +148,8 @@ class RouterMethods:
 
     def apply_load_balancing_loss(self, activation: Any, load_balancing_loss_func: Any) -> Any:
         """Run the router's method; in a replay it counts the live choice, as upstream's do."""
-        loss, call = load_balancing_loss_func, seam.running(self.router)
+        loss = load_balancing_loss_func
+        call = seam.running(self.router)
         if is_on() and call is not None and call.own_ids is not None and call.ids is not None:
             loss = aux_losses.recounted(loss, (call.own_ids, call.ids))
         return self.of_class("apply_load_balancing_loss")(activation, loss)
@@ -208,11 +210,13 @@ def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwarg
     if not isinstance(replay, MegatronRouterReplay) and foreign_routing.replays(type(router)):
         return plain(*args, **kwargs)
     inputs = next(iter((*args, *kwargs.values())))  # hidden states or logits: the last dimension isn't tokens
-    config, losses = router.config, aux_losses.of(router)
+    config = router.config
+    losses = aux_losses.of(router)
     rows = inputs.numel() // inputs.shape[-1] * gathered_ranks(config)
     groups = config.moe_router_num_groups, config.moe_router_group_topk
     call = router_replay.Asked(replay, rows, int(router.num_experts), int(router.topk), groups)
-    call.owner, call.spare = router, spare(router)
+    call.owner = router
+    call.spare = spare(router)
     call.compares = losses is not None and is_replaying(replay) and losses.follow_the_call_of(router)
     with router_replay.asked(call, fused=fused_router.is_on(config)):
         return plain(*args, **kwargs)

@@ -24,7 +24,7 @@ from npu_replay.compat.megatron.routers import IDLE_WITHOUT_ACTION, action_of, i
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.sessions import seam
-from npu_replay.sessions.masks import unmasked
+from npu_replay.sessions.masks import unfilled
 
 MODULE = "megatron.core.transformer.moe.router_replay"
 
@@ -38,7 +38,8 @@ def install() -> None:
 
     def fill(module: Any) -> None:
         module.__doc__ = __doc__
-        module.RouterReplay, module.RouterReplayAction = MegatronRouterReplay, RouterReplayAction
+        module.RouterReplay = MegatronRouterReplay
+        module.RouterReplayAction = RouterReplayAction
 
     why = "RouterReplay, as from Megatron-core 0.16 on"
     import_hook.serve(MODULE, fill, why, reason="upstream's routing replay API")
@@ -168,7 +169,8 @@ class MegatronRouterReplay:
             place = self.static_buffer[: len(topk_indices)]
             if place.shape != topk_indices.shape:
                 problem = "the static buffer doesn't fit what is recorded"
-                expected, got = f"at least {list(topk_indices.shape)}", list(self.static_buffer.shape)
+                expected = f"at least {list(topk_indices.shape)}"
+                got = list(self.static_buffer.shape)
                 raise RouterError(problem, where=_place(self), expected=expected, got=got)
             place.copy_(topk_indices)
             topk_indices = place
@@ -213,10 +215,12 @@ class MegatronRouterReplay:
             call = seam.armed()
             if isinstance(call, Asked) and call.replay is self:
                 # The routing asked by itself, as upstream's does, and calls no top-k: answered here.
-                call.ids, call.way = ids, "inner"
+                call.ids = ids
+                call.way = "inner"
             return scores.gather(1, ids), ids
         if default_compute_topk is None:
-            problem, expected = "there is no top-k to ask", "default_compute_topk"
+            problem = "there is no top-k to ask"
+            expected = "default_compute_topk"
             raise RouterError(problem, where=_place(self), expected=expected, got=None)
         values, ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.router_replay_action is RouterReplayAction.RECORD:
@@ -235,7 +239,8 @@ class MegatronRouterReplay:
             )
         if ids is None or ids.shape != (rows, topk):
             problem = f"{self.router_replay_action} has no ids for this call of the router"
-            expected, got = f"targets of shape {[rows, topk]}", "none" if ids is None else list(ids.shape)
+            expected = f"targets of shape {[rows, topk]}"
+            got = "none" if ids is None else list(ids.shape)
             raise NoTarget(problem, where=_place(self), expected=expected, got=got, cause=cause)
         return ids
 
@@ -247,7 +252,8 @@ def is_idle(replay: Any) -> bool:
         return True  # None, or a framework's own class, which its own routing handles
     # Upstream asks in every call, and a framework may have wrapped the method. Upstream's and ours have the
     # globals of the module that defines them; a wrapper, or a framework's own method, has other globals.
-    names, product = getattr(ask, "__globals__", None), sys.modules.get(MODULE)
+    names = getattr(ask, "__globals__", None)
+    product = sys.modules.get(MODULE)
     plain = names is globals() or (product is not None and names is vars(product))
     return action_of(replay) is None and (plain or hasattr(type(replay), IDLE_WITHOUT_ACTION))
 
@@ -265,12 +271,14 @@ class Asked(seam.Call):
     def __init__(
         self, replay: Any, rows: int, num_experts: int, topk: int, groups: Groups = (None, None)
     ) -> None:
-        super().__init__(rows, num_experts, topk, seam.Call.own)
-        self.given = is_replaying(replay)
-        self.replay, self._groups = replay, groups
+        super().__init__(rows, num_experts, topk, given=is_replaying(replay))
+        self.replay = replay
+        self._groups = groups
 
     def decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         outer = self.outer
+        _, args, kwargs = self.taken_by
+        kwargs = {name: value for name, value in kwargs.items() if name != "input"}
 
         def own(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
             """Run the top-k as it was called, on scores masked by groups; an outer call is answered once."""
@@ -278,17 +286,18 @@ class Asked(seam.Call):
                 outer.fills = self.fills
                 seam.arm(outer)
             try:
-                values, ids = torch.topk(scores, *self.asked[0], **self.asked[1])
+                values, ids = torch.topk(scores, *args[1:], **kwargs)
             finally:
                 seam.arm(None)
             return values[:, : self.topk], ids[:, : self.topk]
 
         if self.compares:
             self.own()
-        before = unmasked(scores, self.fills, self.topk) if self.given else scores
+        before = unfilled(scores, self.fills, self.topk) if self.given else scores
         values, ids = self.replay.get_replay_topk(before, self.topk, *self._groups, own)
         if isinstance(outer, Asked) and outer.replay is self.replay:
-            outer.ids, outer.way = ids, "inner"  # the routing that armed the outer call is answered, too
+            outer.ids = ids  # the routing that armed the outer call is answered, too
+            outer.way = "inner"
         return values, ids
 
     def note(self, ids: torch.Tensor) -> None:
@@ -340,7 +349,8 @@ def _place(replay: Any) -> str:
 def _check_ids(ids: Any, replay: Any) -> None:
     is_tensor = isinstance(ids, torch.Tensor)
     if not is_tensor or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        problem, expected = "these are no expert ids", "a tensor of integers, [rows, topk]"
+        problem = "these are no expert ids"
+        expected = "a tensor of integers, [rows, topk]"
         got = f"{ids.dtype} {list(ids.shape)}" if is_tensor else ids
         raise RouterError(problem, where=_place(replay), expected=expected, got=got)
 

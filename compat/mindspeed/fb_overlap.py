@@ -70,9 +70,11 @@ class _Overlapped:
     """Holds the two hooks of a layer, until they are removed."""
 
     def __init__(self, layer: nn.Module, router: Router, marks: Marks) -> None:
-        self._router, self._marks = router, marks
+        self._router = router
+        self._marks = marks
         self._expected: _Rerun | None = None
-        begins, ends = Hook(self, _Overlapped._begins, layer), Hook(self, _Overlapped._ends, layer)
+        begins = Hook(self, _Overlapped._begins, layer)
+        ends = Hook(self, _Overlapped._ends, layer)
         self._handles = (
             layer.register_forward_pre_hook(begins, with_kwargs=True),
             layer.register_forward_hook(ends),

@@ -34,7 +34,8 @@ def refuse_features(config: Any, path: str) -> None:
     sources = [config, *_arguments()]
     for feature, reason in REFUSED.items():
         off = not any(getattr(source, feature, False) for source in sources)
-        problem, expected = f"MindSpeed's {feature} can't be replayed", f"{feature}=False"
+        problem = f"MindSpeed's {feature} can't be replayed"
+        expected = f"{feature}=False"
         RouterError.unless(off, problem, expected, f"{feature}=True", reason, path)
 
 

@@ -48,10 +48,12 @@ def refuse(module: nn.Module, path: str) -> None:
         and (config.sequence_parallel or config.expert_model_parallel_size > 1)
     )
     if kind == "sparsemixer_topk":
-        expected, got = "a routing type with a top-k, or this one without a replay", "two arg-max with noise"
+        expected = "a routing type with a top-k, or this one without a replay"
+        got = "two arg-max with noise"
         cause = "the type draws its experts one after the other, and there is no top-k that could be answered"
     elif kind == "pai_megatron_aux_loss" and asynchronous:
-        expected, got = "moe_permutation_async_comm=False", "moe_permutation_async_comm=True"
+        expected = "moe_permutation_async_comm=False"
+        got = "moe_permutation_async_comm=True"
         cause = "with the allgather dispatcher the router then returns a map that is still under way"
     elif (
         kind == "group_limited_greedy"

@@ -36,5 +36,6 @@ def method(cls: type, name: str) -> FunctionType:
     whole = FunctionType(found.__code__, vars(module), name, found.__defaults__, cells)
     whole.__kwdefaults__ = found.__kwdefaults__
     whole.__dict__.update(vars(found))
-    whole.__doc__, whole.__qualname__ = found.__doc__, f"{cls.__qualname__}.{name}"
+    whole.__doc__ = found.__doc__
+    whole.__qualname__ = f"{cls.__qualname__}.{name}"
     return whole

@@ -161,7 +161,8 @@ def _asked() -> frozenset[str]:
 
 def _refuse() -> None:
     problem = "; ".join(f"{name} failed: {error}" for name, error in _failures.items())
-    expected, got = "a release that npu_replay knows how to change", "another; it was left as it was"
+    expected = "a release that npu_replay knows how to change"
+    got = "another; it was left as it was"
     cause = (
         "a new release, or a patch of somebody else's in the same place. NPU_REPLAY_STRICT=0 goes on "
         "without, NPU_REPLAY_DISABLE=1 changes nothing at all"
@@ -198,7 +199,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        awaited, served = _waiting.get(fullname), _served.get(fullname)
+        awaited = _waiting.get(fullname)
+        served = _served.get(fullname)
         if fullname in _asked() or not (awaited or served):
             return None
         others = [one for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]
@@ -244,7 +246,8 @@ class _Loader(importlib.abc.Loader):
     """Wraps another loader for one import: it restores the module's spec, and runs the shims afterwards."""
 
     def __init__(self, loader: Any, module: str) -> None:
-        self._loader, self._module = loader, module
+        self._loader = loader
+        self._module = module
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -108,8 +108,10 @@ def uninstall() -> None:
     """
     from npu_replay.sessions.session import open_sessions  # here: it imports most of npu_replay
 
-    got, cause = open_sessions(), "it was called from the training step; call it after the block has ended"
-    problem, expected = "uninstall() inside an open block", "no open record, replay or pin_recompute block"
+    got = open_sessions()
+    cause = "it was called from the training step; call it after the block has ended"
+    problem = "uninstall() inside an open block"
+    expected = "no open record, replay or pin_recompute block"
     ReplayError.unless(not got, problem, expected, "; ".join(map(str, got)), cause)
     undo_everything()
 

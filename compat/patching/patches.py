@@ -134,7 +134,8 @@ class Patches:
         """
         if self.has(owner, name):
             return
-        original, seen = vars(owner).get(name, _ABSENT), getattr(owner, name, _ABSENT)
+        original = vars(owner).get(name, _ABSENT)
+        seen = getattr(owner, name, _ABSENT)
         setattr(owner, name, value)
         if vars(owner).get(name, _ABSENT) is not value:
             _put(owner, name, seen)

@@ -50,7 +50,8 @@ def install() -> None:
 
 
 def _wrap(module: Any) -> None:
-    name, into_batch = module.__name__, "R2: routes come into the batch"
+    name = module.__name__
+    into_batch = "R2: routes come into the batch"
     if name == CONFIG:
         why = "R2 and R3 are fine with fsdp2_train; the engine of R3 is checked"
         _patches.wrap(module.WorkerConfig, "__post_init__", _checked, why)
@@ -71,7 +72,8 @@ def _checked(original: Callable[..., Any], self: Any) -> None:
     mode = strategy.mode_of(self)
     if mode == OFF:
         return original(self)  # type: ignore[no-any-return]
-    asked, self.router_replay = self.router_replay, SimpleNamespace(mode="disable")
+    asked = self.router_replay
+    self.router_replay = SimpleNamespace(mode="disable")
     try:
         original(self)
     finally:

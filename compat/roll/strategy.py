@@ -35,7 +35,8 @@ from npu_replay.routes.routed_experts import narrow_dtype
 STRATEGY = "roll.distributed.strategy.fsdp2_strategy"
 NAME = "fsdp2_train"
 _WHAT = "router replay of ROLL's fsdp2 strategy"
-_MASK, _RESPONSE = "attention_mask", "response_mask"
+_MASK = "attention_mask"
+_RESPONSE = "response_mask"
 _NEEDED = {
     "FSDP2InferStrategy._fsdp2_forward": (TOKENS, _MASK),
     "FSDP2InferStrategy.forward_step": ("batch",),
@@ -52,7 +53,8 @@ def install() -> None:
 
 def _wrap(module: Any) -> None:
     known_names.check(module, _NEEDED, "ROLL's fsdp2 strategy", "ROLL")
-    infer, train = module.FSDP2InferStrategy, module.FSDP2TrainStrategy
+    infer = module.FSDP2InferStrategy
+    train = module.FSDP2TrainStrategy
     _patches.wrap(infer, "forward_step", _forward_step, "a pass that records, or replays the engine's routes")
     _patches.wrap(train, "train_step", _train_step, "a pass that replays")
     _patches.wrap(infer, "_fsdp2_forward", _fsdp2_forward, "gives and takes the routes of a micro-batch")
@@ -121,8 +123,10 @@ class _Batch:
 
     def next(self, tokens: torch.Tensor) -> dict[str, Any]:
         """Return the rows of the next micro-batch, which has to hold these tokens."""
-        first, self.row = self.row, self.row + len(tokens)
-        names, given = (TOKENS, _MASK, _RESPONSE, ROUTES), self.data.batch
+        first = self.row
+        self.row = self.row + len(tokens)
+        names = (TOKENS, _MASK, _RESPONSE, ROUTES)
+        given = self.data.batch
         rows = {name: given[name][first : self.row] for name in names if given.get(name) is not None}
         MicroBatchError.unless(
             torch.equal(rows[TOKENS], tokens),
@@ -139,7 +143,8 @@ def recorded(strategy: Any) -> torch.Tensor | None:
     """Return what the last `forward_step` recorded, [batch, sequence, layers, topk], if anything."""
     if (adapter := StrategyAdapter.of(strategy)) is None:
         return None
-    found, adapter.recorded = adapter.recorded, None
+    found = adapter.recorded
+    adapter.recorded = None
     return found  # type: ignore[no-any-return]
 
 
@@ -177,7 +182,8 @@ def _fsdp2_forward(original: Callable[..., Any], self: Any, input_ids: Any, *arg
     if running is None:
         return original(self, input_ids, *args, **kwargs)
     running.begin()
-    job, rows = current(), dict[str, Any]()
+    job = current()
+    rows = dict[str, Any]()
     with Problem("give this micro-batch its routes") as problem:
         rows = running.next(input_ids)
         if job.action == REPLAY:
@@ -190,7 +196,8 @@ def _fsdp2_forward(original: Callable[..., Any], self: Any, input_ids: Any, *arg
 
         batch = tensors.MicroBatch.of(rows[TOKENS], rows[_MASK], running.adapter.model)
         groups = [get_ulysses_group()] if self.worker.rank_info.cp_size > 1 else []
-        record, dtype = job.recording(), narrow_dtype(batch.model["num_experts"])
+        record = job.recording()
+        dtype = narrow_dtype(batch.model["num_experts"])
         running.taken.append(functions.take(*record, batch, lambda: _layout(self, batch), groups, dtype))
     return logits
 

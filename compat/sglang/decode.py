@@ -120,7 +120,8 @@ class SglangAnswer(server_answers.Answer):
     arguments = ("prompt_token_ids", "output_ids")
 
     def rows(self, model: RoutedModel, tokens: Tokens, start: int, missing: Missing) -> Array | None:
-        source, taken_off = self.source, tokens.taken_off
+        source = self.source
+        taken_off = tokens.taken_off
         repeated = self.output_ids is not None and len(self.output_ids) == tokens.sampled
         if taken_off > _TAKEN_BACK or (taken_off and not repeated and self.finish not in _STOPPED):
             raise self.other_tokens(1, f"{tokens.sampled} ids", tokens.sampled - taken_off)
@@ -165,7 +166,8 @@ class SglangAnswer(server_answers.Answer):
             _warn_of_retractions(self.source.version)
         if not self.retractions or len(self.weight_spans) < 2:
             return routes
-        spans, newest = self.weight_spans, self.weight_spans[-1].start
+        spans = self.weight_spans
+        newest = self.weight_spans[-1].start
         if missing == "error":
             problem = (
                 f"the request was retracted {self.retractions} times, and the weights changed under it: the "
@@ -225,12 +227,16 @@ class _Due:
 
     def skipped(self, size: int, rows: int | None = None) -> int:
         """Return how many of the first rows weren't asked for; `size` ids came, in `rows` rows if shaped."""
-        layers, topk, source = self.model.num_layers, self.model.topk, self.answer.source
-        shaped, rest = rows is not None, 0
+        layers = self.model.num_layers
+        topk = self.model.topk
+        source = self.answer.source
+        shaped = rows is not None
+        rest = 0
         if rows is None:
             # The first row must be unambiguous, and the number of rows one that some release sends.
             rows, rest = divmod(size, layers * topk)
-        wanted, more = self.end - self.start, (0, self.past)
+        wanted = self.end - self.start
+        more = (0, self.past)
         found = {self.start} if rows - self.end in more else set()
         none = not found and rows == 0 and not self.answer.ended
         if none or (self.sent_from == self.start and rows - wanted in more):
@@ -295,7 +301,8 @@ def read(found: Any, version: str) -> SglangAnswer:
 def _of_meta_info(info: Mapping[Any, Any], source: Source) -> SglangAnswer:
     source = _about(source, info.get("id"), "meta_info.routed_experts")
     key = "num_retractions" if "num_retractions" in info else "total_retractions"  # until 0.5.11
-    retractions, sampled = _count(info, key, source) or 0, _count(info, "completion_tokens", source)
+    retractions = _count(info, key, source) or 0
+    sampled = _count(info, "completion_tokens", source)
     # Tokens that speculation sampled, less those that count: the prefill's one, one for each verification,
     # and the accepted drafts. The last verification may also accept drafts past the end. A retraction runs
     # tokens again, so the counts say nothing then.
@@ -330,7 +337,8 @@ def _of_openai(found: Mapping[Any, Any], source: Source) -> SglangAnswer:
         got = f"{len(choices)} choices"
         raise replace(source, faults=()).error(Symptom.MISSING, problem, expected, got)
     choice: Mapping[Any, Any] = choices[0] if choices else {}
-    beside, info = _mapping(found, "sglext", source), _mapping(choice, "meta_info", source)
+    beside = _mapping(found, "sglext", source)
+    info = _mapping(choice, "meta_info", source)
     payload = beside.get("routed_experts")
     if payload is None and (found_there := of_choice(choice))[0] is not None:  # a gateway's envelope
         payload, source = found_there[0], replace(source, field=f"choices[0].{found_there[1]}")
@@ -354,7 +362,8 @@ def _of_openai(found: Mapping[Any, Any], source: Source) -> SglangAnswer:
             finish=_finish(choice.get("finish_reason")),
             **_weights(_mapping(found, "metadata", source), source),
         )
-    prompt_ids, output_ids = choice.get("prompt_token_ids"), _first(choice, _OUTPUT)
+    prompt_ids = choice.get("prompt_token_ids")
+    output_ids = _first(choice, _OUTPUT)
     outputs = beside.get("output_ids")
     if output_ids is None:
         output_ids = of_gateway(found, "completion_token_ids")[0]
@@ -398,7 +407,8 @@ def _finish(reason: Any) -> str:
 
 def _weights(found: Mapping[Any, Any], source: Source) -> dict[str, Any]:
     """Return the weight fields of an answer: the version, if one made all rows, and the spans."""
-    version, spans = found.get("weight_version"), found.get("weight_versions")
+    version = found.get("weight_version")
+    spans = found.get("weight_versions")
     try:
         read = tuple(
             WeightSpan(quoted(one["version"]), int(one["start"]), int(one["end"]))

@@ -111,7 +111,8 @@ def _one_draft_a_step(plan: Plan) -> dict[str, Any]:
         return {}
     if plan.get("speculative_adaptive"):  # it chooses its steps by itself
         return {"speculative_eagle_topk": 1}
-    drafts, steps = plan.get("speculative_num_draft_tokens"), plan.get("speculative_num_steps")
+    drafts = plan.get("speculative_num_draft_tokens")
+    steps = plan.get("speculative_num_steps")
     if steps is None:
         steps = number(drafts) - 1 if number(drafts) > 1 else 3  # SGLang's own choice for one draft a step
     return {

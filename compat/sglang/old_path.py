@@ -30,5 +30,6 @@ def install() -> None:
         except ModuleNotFoundError:  # its package is missing, too
             return False
 
-    what, reason = f"the old name of {NEW}, which verl imports", "SGLang's routes in verl"
+    what = f"the old name of {NEW}, which verl imports"
+    reason = "SGLang's routes in verl"
     import_hook.serve(OLD, fill, what, reason=reason, where=new_is_there)

@@ -33,7 +33,9 @@ from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.errors import RouterError
 
 FAMILY = ("slime", "vime", "miles")
-_ENABLED, _STAGE, _OFF = "ENABLE_ROUTING_REPLAY", "ROUTING_REPLAY_STAGE", "fallthrough"
+_ENABLED = "ENABLE_ROUTING_REPLAY"
+_STAGE = "ROUTING_REPLAY_STAGE"
+_OFF = "fallthrough"
 _NEEDED = (
     *("RoutingReplay.all_routing_replays", "RoutingReplay.record", "RoutingReplay.pop_forward"),
     *("RoutingReplay.pop_backward", "RoutingReplay.clear_all", "register_routing_replay"),

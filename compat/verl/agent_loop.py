@@ -96,7 +96,8 @@ def _wrap(module: Any) -> None:
         return
     workers = _workers_of(module)
     if not workers:
-        problem, where = "verl's agent loop worker isn't there", module.__name__
+        problem = "verl's agent loop worker isn't there"
+        where = module.__name__
         expected = f"AgentLoopWorker or AgentLoopWorkerBase, with {', '.join(_OF_WORKER)}"
         got = ", ".join(name for name in vars(module) if "Worker" in name) or "no worker"
         raise ReplayError(problem, where=where, expected=expected, got=got)
@@ -124,7 +125,8 @@ class Turns:
     """
 
     def __init__(self, job: _Job | None = None, step: int | None = None) -> None:
-        self.job, self.step = job, step
+        self.job = job
+        self.step = step
         self._ran: list[tuple[Array, Rows]] = []
         """Tokens and their rows; a turn that continues the one before is merged into it."""
 
@@ -180,7 +182,8 @@ class Turns:
             columns = known.ids.shape[1:]
             if columns not in (ids.shape[1:], (0, 0)):
                 problem = "two turns of one sample have routes of different layers or top-k"
-                expected, got = f"[tokens, {columns[0]}, {columns[1]}]", list(ids.shape)
+                expected = f"[tokens, {columns[0]}, {columns[1]}]"
+                got = list(ids.shape)
                 raise ReplayError(problem, where="rollout", expected=expected, got=got)
         ids = _narrow(ids[: tokens - 1])
         rows = Rows.empty(tokens, ids.shape[1:], ids.dtype)
@@ -254,7 +257,8 @@ async def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
     The inner calls return no routes, so that verl doesn't merge them its own way.
     """
-    prompt, outer = _ids(kwargs["prompt_ids"]), _resumed.get()
+    prompt = _ids(kwargs["prompt_ids"])
+    outer = _resumed.get()
     if outer is not None and outer[0] is self:
         output = await original(self, *args, **kwargs)
         if not hasattr(output, "token_ids"):
@@ -273,7 +277,8 @@ async def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         _resumed.reset(token)
     if not hasattr(output, "token_ids"):
         return output
-    sampled, resumed = _ids(output.token_ids), bool(len(turns))
+    sampled = _ids(output.token_ids)
+    resumed = bool(len(turns))
     if resumed:
         output.routed_experts, _ = turns.routes_of(np.concatenate([prompt, sampled]))
     if sample is not None:
@@ -323,7 +328,8 @@ def _as_array(routes: Any) -> Array:
     rows = routes.detach().cpu().numpy() if isinstance(routes, torch.Tensor) else np.asarray(routes)
     if is_ids(rows):
         return rows
-    problem, expected = "the rollout engine's routes can't be read", "whole numbers, [tokens, layers, topk]"
+    problem = "the rollout engine's routes can't be read"
+    expected = "whole numbers, [tokens, layers, topk]"
     got = f"{type(routes).__name__} of {rows.dtype}, {list(rows.shape)}"
     cause = "an engine of a release that this verl wasn't made for"
     raise ReplayError(problem, where="rollout", expected=expected, got=got, cause=cause)
@@ -334,8 +340,10 @@ def _narrow(rows: Array) -> Array:
     if rows.dtype == np.uint8:
         return rows
     if rows.size and rows.max() > _WIDEST:
-        problem, expected = "an expert id of the rollout engine is too large", f"at most {_WIDEST}"
-        got, cause = int(rows.max()), "memory that was never written, or physical ids"
+        problem = "an expert id of the rollout engine is too large"
+        expected = f"at most {_WIDEST}"
+        got = int(rows.max())
+        cause = "memory that was never written, or physical ids"
         raise ReplayError(problem, where="rollout", expected=expected, got=got, cause=cause)
     return rows.astype(np.int16)
 

@@ -180,7 +180,9 @@ class R2Store:
         one of restarted workers. The replica is the data-parallel rank.
         """
         if self._trained or self._passes == _PASSES:
-            self._step, self._passes, self._trained = self._step + 1, 0, False
+            self._step = self._step + 1
+            self._passes = 0
+            self._trained = False
             self._held.drop_before(self._step - _STEPS + 1)
         self._passes += 1
         self._place = f"{salt} {replica}"

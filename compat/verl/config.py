@@ -39,7 +39,8 @@ from npu_replay.rollout.release_rules import release
 
 logger = logging.getLogger(__name__)
 
-ROOT, OFF = "actor_rollout_ref", "disabled"
+ROOT = "actor_rollout_ref"
+OFF = "disabled"
 FSDP = ("fsdp", "fsdp2")
 """The strategies whose mode npu_replay reads: verl's engines carry the key, and do nothing with it."""
 FLAG = "enable_rollout_routing_replay"
@@ -172,7 +173,8 @@ def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Ite
 
 def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[ReplayError]:
     """Yield settings that this mode doesn't work with."""
-    where, flag = _dotted(key), f"{ROOT}.rollout.{FLAG}"
+    where = _dotted(key)
+    flag = f"{ROOT}.rollout.{FLAG}"
     if mode not in ("R2", "R3"):
         yield refused(
             f"there is no mode {mode}",
@@ -208,7 +210,8 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
             got="True",
             cause="R2 together with the rollout's own log-probs. Use R3, or switch bypass mode off",
         )
-    legacy, here = key == (_MODE,), where.removesuffix(".mode")
+    legacy = key == (_MODE,)
+    here = where.removesuffix(".mode")
     given = {f"{here}.{one}": setting(config, "actor", *key, one) for one in ("record_file", "replay_file")}
     given[environment.DELIVERY] = environment.read(environment.DELIVERY)
     if legacy and any(given.values()):
@@ -273,7 +276,8 @@ def _unfit_on_megatron(config: Any, mode: str, legacy: bool) -> Iterator[ReplayE
 def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
     """Yield errors for a rollout engine, or a release of it, that gives no routes or another step's."""
     rollout = functools.partial(setting, config, "rollout")
-    name, options = str(rollout("name")), functools.partial(rollout, "engine_kwargs", "vllm")
+    name = str(rollout("name"))
+    options = functools.partial(rollout, "engine_kwargs", "vllm")
     # The source of each of verl's rollout servers tells whether it asks its engine for routes.
     asked = {"hf": False, "naive": False}
     for folder in _of_verl("workers/rollout/*_rollout"):
@@ -288,7 +292,8 @@ def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
         )
         return
     found = {product.name: product.version for product in probe.products() if product.found}
-    beside, ascend = found.get("vllm", ""), found.get("vllm-ascend", "")
+    beside = found.get("vllm", "")
+    ascend = found.get("vllm-ascend", "")
     problem = engines.refusal(engines.plan_of("verl", config))
     if problem is None and name == "vllm" and release(beside)[:2] == (0, 21):
         problem = ReplayError(
@@ -335,7 +340,8 @@ def refused(problem: str, *, expected: object, got: object, cause: str) -> Repla
 
 def _key_that_is_read(config: Any, legacy: bool) -> tuple[str, ...] | None:
     """Return the key below `actor` where these workers read the mode; None if they can't replay."""
-    strategy, own = setting(config, "actor", "strategy"), setting(config, "actor", _MODE)
+    strategy = setting(config, "actor", "strategy")
+    own = setting(config, "actor", _MODE)
     if strategy in FSDP:
         # The engine workers of 0.7.0 don't tell their engines of a replay.
         sources = (file.read_text(encoding="utf-8") for file in _of_verl("workers/engine_workers.py"))

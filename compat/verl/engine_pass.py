@@ -36,7 +36,9 @@ from npu_replay.sessions.replay import StepReplay
 
 logger = logging.getLogger(__name__)
 
-RECORD, REPLAY, BACKWARD = "record", "replay_forward", "replay_backward"
+RECORD = "record"
+REPLAY = "replay_forward"
+BACKWARD = "replay_backward"
 """The values of verl's RouterReplayAction, and of Megatron's."""
 
 _MARK = "enable_routing_replay"
@@ -68,7 +70,9 @@ class EnginePass:
         is_off: bool = False,
     ) -> None:
         self.engine: Any = engine
-        self.trains, self.flagged, self.is_off = trains, flagged, is_off
+        self.trains = trains
+        self.flagged = flagged
+        self.is_off = is_off
         self.action = ""
         self.session: StepReplay | StepRecording | None = None
         self.found = Delivery(engine)
@@ -96,7 +100,8 @@ class EnginePass:
 
     def set(self, action: str) -> None:
         """Begin a record or a replay; in no engine's pass, keep the action for one."""
-        before, self.action = self.action, "" if self.is_off else action
+        before = self.action
+        self.action = "" if self.is_off else action
         if self.engine is None or (self.session is not None and before == action):
             return
         # verl sets replay first and then, in a record, record: a session that saw no forward is dropped.
@@ -145,7 +150,8 @@ class EnginePass:
 
     def _open(self) -> None:
         """Open a session whose errors wait for the end of the schedule."""
-        record, chunks = self.action == RECORD, list(self.engine.chunks)
+        record = self.action == RECORD
+        chunks = list(self.engine.chunks)
         with Problem("record" if record else "replay") as problem:
             if record:
                 self.session = StepRecording(chunks, errors_wait=True).__enter__()
@@ -157,7 +163,8 @@ class EnginePass:
 
     def _close(self, error: type[ReplayError] | None = None) -> None:
         """Close the open session, if any; with an error, also one that isn't complete."""
-        session, self.session = self.session, None
+        session = self.session
+        self.session = None
         if session is not None:
             session.__exit__(error, None, None)
 
@@ -216,7 +223,8 @@ class EnginePass:
         Raises:
             ReplayError: any rank can't record or replay, or ranks have different settings.
         """
-        engine, found = self.engine, self.found
+        engine = self.engine
+        found = self.found
         if not engine.met:
             _meet(engine)
         told = found.told(records=records) | {"salt": secrets.randbits(40)}
@@ -227,7 +235,8 @@ class EnginePass:
 
     def _settle(self, session: StepReplay | StepRecording | None, error: ReplayError | None) -> None:
         """Agree with the other ranks, log once that replay is on, and keep the figures."""
-        engine, found = self.engine, self.found
+        engine = self.engine
+        found = self.found
         if session is None and error is None:
             return
         self._counted.update(found.counted)
@@ -239,7 +248,8 @@ class EnginePass:
         else:
             engine.microseconds += self._counted["microseconds"]
         sums = agreed(error, {name: self._counted[name] for name in COUNTED} | {"ranks": 1})
-        bad, samples = sums["bad_samples"], sums["samples"]
+        bad = sums["bad_samples"]
+        samples = sums["samples"]
         problem = above_ceiling(bad, samples, engine.ceiling, setting=BAD_SAMPLES, where="all ranks")
         if problem is not None:
             _raise_on_every_rank(problem)

@@ -26,7 +26,9 @@ from npu_replay.routes.store import RouteStore, RouteWriter, key_of
 
 logger = logging.getLogger(__name__)
 
-ROUTES, TOKENS, IMAGES = "routed_experts", "input_ids", "multi_modal_inputs"
+ROUTES = "routed_experts"
+TOKENS = "input_ids"
+IMAGES = "multi_modal_inputs"
 
 
 @dataclass
@@ -70,7 +72,8 @@ class Files:
             return
         good, problems = tensors.GivenRoutes.of(routes, None, config).routes(from_rollout=from_rollout)
         for number, (tokens, key) in enumerate(_samples(data)):
-            mark, one = fingerprint(tokens, sample_key=key), good.get(number)
+            mark = fingerprint(tokens, sample_key=key)
+            one = good.get(number)
             if mark in self._written:
                 continue
             wrong_length = None if one is None else find_other_length(len(one), len(tokens))

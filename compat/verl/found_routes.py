@@ -148,7 +148,8 @@ def found_in(engine: Any, data: Any) -> Delivery:
 
 
 def _received(engine: Any, data: Any) -> Delivery:
-    references, routes = references_in(data), data.get(ROUTES, None)
+    references = references_in(data)
+    routes = data.get(ROUTES, None)
     if references is not None:
         _hold(engine, by_reference=True)
         return Referred(engine, data, references)

@@ -55,7 +55,8 @@ def install() -> None:
 
 def _wrap(module: Any) -> None:
     known_names.check(module, _NEEDED, "verl's FSDP engine", "verl")
-    base, language_model = module.FSDPEngine, module.FSDPEngineWithLMHead
+    base = module.FSDPEngine
+    language_model = module.FSDPEngineWithLMHead
     original = base.forward_backward_batch
     ours = switched(original, wrapped(original, FsdpAdapter))
     _patches.set(base, "forward_backward_batch", ours, "one pass: ranks leave together, figures")
@@ -140,7 +141,8 @@ def _step(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any)
         batch = tensors.MicroBatch.of(micro_batch[TOKENS], None, engine.model)
         groups = [] if self.ulysses_parallel_group is None else [self.ulysses_parallel_group]
         layout = functools.partial(layout_of, self, micro_batch, engine.layouts)
-        record, dtype = running.recording(), narrow_dtype(engine.model.num_experts)
+        record = running.recording()
+        dtype = narrow_dtype(engine.model.num_experts)
         output["model_output"][ROUTES] = functions.take(*record, batch, layout, groups, dtype)
     return loss, output
 

@@ -46,7 +46,8 @@ def served(theirs: Any, where: str) -> Callable[..., Any]:
     """
     ours = globals()[theirs.__name__]
     if more := inspect.signature(theirs).parameters.keys() - inspect.signature(ours).parameters.keys():
-        known, got = f"{theirs.__name__} with known arguments", f"also {', '.join(sorted(more))}"
+        known = f"{theirs.__name__} with known arguments"
+        got = f"also {', '.join(sorted(more))}"
         raise known_names.unknown("router replay of verl", where, known, got, "verl")
 
     @functools.wraps(theirs)
@@ -119,7 +120,8 @@ def take(
     running: Any = current()
     whole: list[RoutedExperts] = []
     if labels := [router.label for router in session.routers[chunk]]:
-        layouts, routes = [], []
+        layouts = []
+        routes = []
         with Problem("lay out what it recorded") as problem:
             layouts.append(layout_of())
             routes.append(session.take(chunk))
@@ -190,7 +192,8 @@ def _of_all_stages(local: torch.Tensor, config: Any) -> torch.Tensor:
         if columns != len(labels):
             raise MicroBatchError(f"{columns} recorded layers for the {len(labels)} MoE layers of this stage")
     except Exception as problem:  # noqa: BLE001  the other stages wait to hear of it, whatever it is
-        error, said = problem, problem.line if isinstance(problem, ReplayError) else repr(problem)
+        error = problem
+        said = problem.line if isinstance(problem, ReplayError) else repr(problem)
     group = parallel_state.get_pipeline_model_parallel_group()
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, (labels, samples, said), group)
@@ -234,7 +237,8 @@ def present(routes: torch.Tensor | None) -> torch.Tensor:
     """Return the routes that came with a micro-batch; raises MicroBatchError where none came."""
     if routes is not None:
         return routes
-    problem, expected = "this micro-batch has no routes", "routed_experts in the batch"
+    problem = "this micro-batch has no routes"
+    expected = "routed_experts in the batch"
     cause = (
         "R2: the old log-probs weren't computed by the actor in this step (bypass mode); R3: "
         "the rollout didn't hand its routes on (enable_rollout_routing_replay=False)"
@@ -306,7 +310,8 @@ def align_r3_router_replay_data(
             )
         )
         parts = [parts[0][:0]] * len(lengths)
-    aligned, bad = [], {}
+    aligned = []
+    bad = {}
     for number, (routes, length) in enumerate(zip(parts, lengths, strict=True)):
         wrong_length = find_other_length(len(routes), length)
         if wrong_length is not None:
@@ -387,7 +392,8 @@ def get_replay_topk(
     default_compute_topk: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a router's top-k under its action, as verl's own patch of the routing does."""
-    action, ids = getattr(self.router_replay_action, "value", None), None
+    action = getattr(self.router_replay_action, "value", None)
+    ids = None
     if action == REPLAY:
         ids = self.target_topk_idx
     elif action == BACKWARD and self.replay_backward_list:

@@ -31,13 +31,16 @@ from npu_replay.errors import ReplayError, described
 PATCH = "verl.utils.megatron.router_replay_patch"
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 MINDSPEED = "verl.workers.engine.mindspeed.transformer_impl"
-ACTOR, WORKERS = "verl.workers.actor.megatron_actor", "verl.workers.megatron_workers"
+ACTOR = "verl.workers.actor.megatron_actor"
+WORKERS = "verl.workers.megatron_workers"
 """Those of 0.7's own actor."""
 
 _WHAT = "router replay of verl"
 _IN_A_PASS = "in a pass of an engine npu_replay answers"
-_REFERENCE, _WAITS = "a reference pass is never replayed", "the action waits for the pass"
-_PASS, _ONE_PASS = "forward_backward_batch", "one pass: ranks leave together, figures"
+_REFERENCE = "a reference pass is never replayed"
+_WAITS = "the action waits for the pass"
+_PASS = "forward_backward_batch"
+_ONE_PASS = "one pass: ranks leave together, figures"
 
 _NEEDED: dict[str, tuple[str, ...]] = {
     PATCH: ("RouterReplay", "RouterReplayAction", "apply_router_replay_patch"),

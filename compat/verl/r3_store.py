@@ -54,7 +54,9 @@ class Putter:
     """
 
     def __init__(self, carrier: RayCarrier, model: RoutedModel, *, keeps: bool) -> None:
-        self._carrier, self._model, self._keeps = carrier, model, keeps
+        self._carrier = carrier
+        self._model = model
+        self._keeps = keeps
         self._kept: dict[int, list[delivery.Reference]] = {}
 
     @classmethod
@@ -83,7 +85,8 @@ class Putter:
 
     def put_away(self, output: Any, step: int | None) -> None:
         """Replace the routes of an agent loop's output by marks and a reference; without a step drop them."""
-        rows, output.routed_experts = output.routed_experts, None
+        rows = output.routed_experts
+        output.routed_experts = None
         if rows is not None and step is not None:
             version = output.extra_fields.get("max_global_steps")
             step = version if step < 0 and version is not None else step  # a trainer that counts none

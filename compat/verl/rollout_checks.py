@@ -38,7 +38,8 @@ class RolloutChecks:
     """Checks the turns of one worker of agent loops; `source` is the engine, for messages."""
 
     def __init__(self, model: RoutedModel, source: Source) -> None:
-        self.model, self._source = model, source
+        self.model = model
+        self._source = source
         self._passed = 0
 
     @classmethod

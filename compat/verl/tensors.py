@@ -78,7 +78,8 @@ class MicroBatch:
         """Return the model as a RoutedModel, with its layers."""
         if isinstance(self.config, RoutedModel):
             return self.config
-        decoder, known = decoder_of(self.config), self.model
+        decoder = decoder_of(self.config)
+        known = self.model
         return RoutedModel(layers=tuple(decoder.moe), num_layers=decoder.count, **known)  # type: ignore[arg-type]
 
     def layout(self) -> TokenLayout:
@@ -86,7 +87,8 @@ class MicroBatch:
         names = _PACKERS if self.kept is None else ("preprocess_packed_seqs",)
         pack: Any = next((getattr(utils(), name) for name in names if hasattr(utils(), name)), None)
         if pack is None:
-            problem, expected = "this verl packs its batches otherwise", " or ".join(names)
+            problem = "this verl packs its batches otherwise"
+            expected = " or ".join(names)
             cause = "a release of verl that npu_replay doesn't know"
             raise MicroBatchError(problem, where=UTILS, expected=expected, got="neither", cause=cause)
         # The arguments that verl's own router replay gives it, as far as this release has them.
@@ -269,7 +271,9 @@ def speaks_for_samples(parallel: ParallelLayout | None) -> bool:
     """Return whether this rank counts its replica's samples: the first of the first stage with MoE layers."""
     if parallel is None:
         return True
-    first, pp, vp = 0, parallel.pp, parallel.vp
+    first = 0
+    pp = parallel.pp
+    vp = parallel.vp
     if (decoder := parallel.decoder) is not None:
         stages = [
             {layer for stage in range(vp) for layer in decoder.stage(pp, vp, rank, stage)}

@@ -133,7 +133,8 @@ def _one_each(given: Any, count: int, name: str) -> list[Any]:
     if not nested and (given is None or name == "prompt_token_ids" or count == 1):
         return [given] * count
     if not nested or len(given) != count:
-        problem, got = f"{name} doesn't fit the completions", f"{len(given)} lists" if nested else "one list"
+        problem = f"{name} doesn't fit the completions"
+        got = f"{len(given)} lists" if nested else "one list"
         raise ReplayError(problem, where="from_vllm", expected=f"{count} lists of token ids", got=got)
     return list(given)
 
@@ -176,7 +177,8 @@ class VllmAnswer(server_answers.Answer):
                     problem = "the request isn't finished, and routes come with its last output"
                     expected = "the output whose finish_reason is set"
                     raise self.source.error(Symptom.SHAPE, problem, expected, "finish_reason None")
-                problem, got = "the completion has no routes", f"None, finished by «{self.finish or None}»"
+                problem = "the completion has no routes"
+                got = f"None, finished by «{self.finish or None}»"
                 raise self.source.error(Symptom.MISSING, problem, "an array of expert ids", got)
             if due or not apart:
                 return None
@@ -191,7 +193,8 @@ class VllmAnswer(server_answers.Answer):
 
     def _rows_of_two_parts(self, model: RoutedModel, tokens: Tokens, start: int) -> Array:
         """Join the prompt's rows and the completion's, as 0.21.0 gives them."""
-        source, prompt = self.source, replace(self.source, field="prompt_routed_experts")
+        source = self.source
+        prompt = replace(self.source, field="prompt_routed_experts")
         if start:
             raise source.error(Symptom.SHAPE, "this release gives all rows of the prompt", "start=0", start)
         most = (tokens.prompt + tokens.sampled + _SPARE, model.num_layers, model.topk)
@@ -223,7 +226,9 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
     """Take an answer of vLLM apart, in the order of its choices' own numbers; nothing is decoded yet."""
     # Releases that the caller doesn't give are the answer's or, for a RequestOutput, the installed ones.
     if megatron := hasattr(output, "routing_indices"):
-        rows, prompt, sampled = output.routing_indices, output.prompt_tokens, output.generated_tokens
+        rows = output.routing_indices
+        prompt = output.prompt_tokens
+        sampled = output.generated_tokens
         output = {"choices": [{MEGATRON: rows, "prompt_token_ids": prompt, _SAMPLED: sampled}]}
     output = server_answers.opened(output, "vLLM", _ANSWER, not_found=_NOT_FOUND)
     http = isinstance(output, Mapping)
@@ -235,7 +240,8 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
     if http and version is None:
         version = said_release(output)
     elif not http and version is None and vllm_ascend is None:
-        version, vllm_ascend = probe.installed("vllm"), probe.installed("vllm-ascend")
+        version = probe.installed("vllm")
+        vllm_ascend = probe.installed("vllm-ascend")
     request = _text(_said(output, "id", "request_id"))
     usage = output.get("usage") if http and len(choices) == 1 else None
     place = "choices" if http else "outputs"
@@ -245,7 +251,8 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
         raise _wrong(f"{field} has the routes of one choice", "n=1", f"{len(choices)} choices")
     found: list[VllmAnswer] = []
     for number, choice in choices:
-        finish, (rows, name) = _text(_said(choice, "finish_reason")), of_choice(choice)
+        finish = _text(_said(choice, "finish_reason"))
+        (rows, name) = of_choice(choice)
         rows = beside if rows is None else rows
         stop_string = _text(_said(choice, "stop_reason")) is not None and finish in ("stop", "tool_calls")
         way = "alone" if captured and rows is None else "http" if http else "in-process"
@@ -254,7 +261,8 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
         sample = f"completion {number}"
         sample = f"request {quoted(request)}, {sample}" if request else sample
         message = _said(choice, "message")  # where NeMo-RL and Megatron's chats have the ids
-        prompt, ids = _said(choice, "prompt_token_ids"), _said(choice, "token_ids", _SAMPLED)
+        prompt = _said(choice, "prompt_token_ids")
+        ids = _said(choice, "token_ids", _SAMPLED)
         prompt = _said(output, "prompt_token_ids") if prompt is None else prompt
         prompt = _said(message, "prompt_token_ids") if prompt is None else prompt
         ids = _said(message, _SAMPLED) if ids is None else ids
@@ -304,7 +312,8 @@ def _choices(answer: Mapping[str, Any]) -> list[tuple[int, Any]]:
         keys = f"the keys {sorted(map(quoted, answer))[:8]}"
         raise _wrong("the answer has no choices", _ANSWER, keys, "another endpoint")
     if any("delta" in choice for choice in choices):
-        problem, got = "this is a piece of a stream of a chat, which has no routes", answer.get("object")
+        problem = "this is a piece of a stream of a chat, which has no routes"
+        got = answer.get("object")
         raise _wrong(problem, "stream=False", quoted(got), "routes are in whole answers alone")
     said = [_count(choice, "index") for choice in choices]
     numbers = [number for number in said if number is not None]

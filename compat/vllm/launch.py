@@ -67,7 +67,8 @@ def engine_arguments(
     except RouterError:  # layers that differ, or run several times
         raise
     except ReplayError as error:
-        problem, expected = f"vLLM {version} gives no routes of this model", "a model with routed experts"
+        problem = f"vLLM {version} gives no routes of this model"
+        expected = "a model with routed experts"
         cause = (
             "a dense model, with which vLLM doesn't start (vllm#42593); or a family whose config has other "
             "keys, which RoutedModel(...) says by hand"

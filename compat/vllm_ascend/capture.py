@@ -46,11 +46,14 @@ class Capture:
     """
 
     def __init__(self, buffer: torch.Tensor, check: SelfCheck, group: Any) -> None:
-        self.buffer, self.check = buffer, check
+        self.buffer = buffer
+        self.check = check
         self.scheduled = 0
         self.entry: Entry | None = None
         self._group = group
-        self._merged, self._heard, self._given_up = True, False, False
+        self._merged = True
+        self._heard = False
+        self._given_up = False
         self._problem: ReplayError | None = None
 
     def fail(self, problem: ReplayError) -> None:
@@ -70,7 +73,9 @@ class Capture:
 
     def begin(self, scheduled: int) -> None:
         """Begin a step that runs so many tokens of this rank."""
-        self.scheduled, self._merged, self._heard = scheduled, False, False
+        self.scheduled = scheduled
+        self._merged = False
+        self._heard = False
         self.check.begin()
         self.clear()
 

@@ -81,14 +81,16 @@ def place(layout: Layout, chosen: int) -> Place:
             found = Place(0, layout.entered, layout.begin)
     else:
         # Each tensor-parallel rank takes a part, as `torch.tensor_split` cuts them.
-        alltoall, rank = layout.comm == "alltoall", layout.tp_rank
+        alltoall = layout.comm == "alltoall"
+        rank = layout.tp_rank
         total = max(layout.tokens, layout.tp_size) if alltoall else _longest(layout)
         each, more = divmod(total, layout.tp_size)
         if chosen == each + (rank < more):
             found = Place(0, chosen, rank * each + min(rank, more))
     if found is None:
         problem = f"a layer chose experts of {chosen} rows, and their place in the batch isn't known"
-        expected, cause = f"rows that come about in {layout}", "an unknown way to gather or split tokens"
+        expected = f"rows that come about in {layout}"
+        cause = "an unknown way to gather or split tokens"
         raise ReplayError(problem, expected=expected, got=f"{chosen} rows", cause=cause)
     return found._replace(tokens=max(0, min(found.tokens, layout.tokens - found.row)))
 

@@ -38,7 +38,8 @@ from npu_replay.rollout.model_config import RoutedModel
 logger = logging.getLogger(__name__)
 
 CAPABILITY = "capture on vllm-ascend"
-GROUP, NAME = "vllm.general_plugins", releases.PLUGIN
+GROUP = "vllm.general_plugins"
+NAME = releases.PLUGIN
 """The group in which vLLM looks for plug-ins, and this one's name."""
 
 _RUNNERS = ("vllm_ascend.worker.model_runner_v1", "vllm_ascend.worker.v2.model_runner")
@@ -106,7 +107,8 @@ def register() -> None:
     """Prepare to capture, if that is asked for; refuse a release that isn't known."""
     if not wanted():
         return
-    version, vllm = probe.installed("vllm-ascend"), probe.installed("vllm")
+    version = probe.installed("vllm-ascend")
+    vllm = probe.installed("vllm")
     if not version:
         words = "[npu_replay] %s is set, and there is no vllm-ascend here: nothing is changed"
         logger.warning(words, VLLM_ASCEND)
@@ -177,7 +179,8 @@ def _asked(original: Callable[..., Any], executor: Any, *args: Any, **kwargs: An
         without = [str(rank) for rank, one in enumerate(told) if not one]
         got = f"none on worker {', '.join(without)} of {len(told)}" if without else ""
     if got:
-        problem, cause = "not every worker of this engine captures", "a node of another environment"
+        problem = "not every worker of this engine captures"
+        cause = "a node of another environment"
         expected = "npu_replay, its variable and its name in VLLM_PLUGINS, where that is set, on every node"
         _refuse(ReplayError(problem, where="vllm-ascend", expected=expected, got=got, cause=cause))
     return made
@@ -222,7 +225,8 @@ def _not_captured(vllm_config: Any) -> ReplayError | None:
         parts.check(probe.installed("vllm-ascend"))
     except ReplayError as problem:
         return problem
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    model = vllm_config.model_config
     plan = {name: getattr(parallel, name, None) for name in _PARALLEL} | {
         "kv_transfer_config": getattr(vllm_config, "kv_transfer_config", None),
         "additional_config": getattr(vllm_config, "additional_config", None),
@@ -240,7 +244,8 @@ def attach(runner: Any) -> Capture:
     from vllm.distributed import get_tp_group
     from vllm_ascend.ops.fused_moe.moe_comm_method import MoECommMethod
 
-    problem, got = "an engine of this process is captured already", "another model runner"
+    problem = "an engine of this process is captured already"
+    got = "another model runner"
     cause = "two LLMs in one process: start each in its own (VLLM_ENABLE_V1_MULTIPROCESSING=1)"
     fine = not _attached.has(MoECommMethod, "prepare")
     ReplayError.unless(fine, problem, "one engine a process", got, cause, "vllm-ascend")
@@ -251,7 +256,8 @@ def attach(runner: Any) -> Capture:
     refuse_foreign(type(capturer).capture, ("routed_experts_capturer", "routed_experts_capture"), "capture")
     found = layers(runner.get_model())
     model = _held_against_config(runner, found, buffer)
-    parallel, tp = runner.vllm_config.parallel_config, get_tp_group()
+    parallel = runner.vllm_config.parallel_config
+    tp = get_tp_group()
     spread = parallel.enable_expert_parallel and tp.world_size > 1
     group = tp if spread else None
     where = f"vllm-ascend {probe.installed('vllm-ascend')}"
@@ -269,10 +275,12 @@ def _held_against_config(
     """Return the model of the runner's config, after comparing its MoE layers with those found."""
     model = RoutedModel.of(runner.vllm_config.model_config.hf_text_config)
     own = [number for number, module in found.items() if getattr(module, "zero_expert_num", 0)]
-    problem, expected = f"layers {own} choose experts that compute nothing", "the trainer's experts alone"
+    problem = f"layers {own} choose experts that compute nothing"
+    expected = "the trainer's experts alone"
     ReplayError.unless(not own, problem, expected, "zero experts", where="vllm-ascend")
     fine = sorted(found) == list(model.sparse) and buffer.shape[1] > max(found)
-    expected, got = f"layers {list(model.sparse)} in {buffer.shape[1]} columns", f"layers {sorted(found)}"
+    expected = f"layers {list(model.sparse)} in {buffer.shape[1]} columns"
+    got = f"layers {sorted(found)}"
     cause = "layers that this npu_replay doesn't find in vllm-ascend, or doesn't read in the model's config"
     problem = "the layers that route aren't those of the model's config"
     ReplayError.unless(fine, problem, expected, got, cause, "vllm-ascend")

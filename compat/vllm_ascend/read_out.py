@@ -30,7 +30,9 @@ class ReadOut:
     """Begins and finishes the capture of each step of a worker's model runner."""
 
     def __init__(self, runner: Any, capturer: Any, capture: Capture) -> None:
-        self._runner, self._capturer, self._capture = runner, capturer, capture
+        self._runner = runner
+        self._capturer = capturer
+        self._capture = capture
         self._group = getattr(runner, "routed_experts_attn_gid", getattr(capturer, "attn_gid", 0))
         self._groups = runner.kv_cache_config.kv_cache_groups
         self._block = self._groups[self._group].kv_cache_spec.block_size
@@ -80,12 +82,14 @@ class ReadOut:
 
     def _snapshot(self, original: Callable[..., Any], slot_mappings: Any, num_tokens: int) -> Any:
         if num_tokens < self._capture.scheduled:  # vLLM may drop drafts
-            self._capture.scheduled, self._positions = num_tokens, None
+            self._capture.scheduled = num_tokens
+            self._positions = None
         self._finish(slot_mappings[self._group])
         return original(slot_mappings, num_tokens)
 
     def _finish(self, slots: torch.Tensor | None) -> None:
-        capture, expected = self._capture, self._positions
+        capture = self._capture
+        expected = self._positions
         self._positions = None
         if slots is None or expected is None:
             capture.finish()
@@ -103,7 +107,8 @@ class ReadOut:
 
 def positions(scheduled: Any) -> list[int]:
     """Return the positions of a step's tokens in their sequences, in any order."""
-    cached, tokens = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens
+    cached = scheduled.scheduled_cached_reqs
+    tokens = scheduled.num_scheduled_tokens
     begun = [(one.req_id, one.num_computed_tokens) for one in scheduled.scheduled_new_reqs]
     begun += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
     return [first + token for name, first in begun for token in range(tokens[name])]

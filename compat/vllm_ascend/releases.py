@@ -85,10 +85,12 @@ def of_release(version: str, vllm: str) -> str:
 
 def unpaired(version: str, vllm: str) -> ReplayError | None:
     """Return why npu_replay captures nothing on so old a release, or beside this vLLM; None if it may."""
-    rules, problem = of_release(version, vllm), f"npu_replay captures nothing on vllm-ascend {version}"
+    rules = of_release(version, vllm)
+    problem = f"npu_replay captures nothing on vllm-ascend {version}"
     told = tells_release(rules)
     if told and tells_release(vllm) and release(rules)[:2] != release(vllm)[:2]:
-        expected, cause = "the vLLM that it is made for", "one of them was installed without the other"
+        expected = "the vLLM that it is made for"
+        cause = "one of them was installed without the other"
         problem += f" beside vLLM {vllm}"
         return ReplayError(problem, where="vllm-ascend", expected=expected, got=vllm, cause=cause)
     if told and OLDER.holds(rules):

@@ -37,7 +37,8 @@ def layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
         if hasattr(type(module), "layer_id") and hasattr(module, "moe_config"):
             number = module.layer_id
             if number in found:
-                problem, expected = f"two modules route for layer {number}", "one in each decoder layer"
+                problem = f"two modules route for layer {number}"
+                expected = "one in each decoder layer"
                 got = f"{type(found[number]).__name__} and {type(module).__name__}"
                 cause = "a model with a draft, or a second tower of experts, inside"
                 raise ReplayError(problem, where=name, expected=expected, got=got, cause=cause)
@@ -54,9 +55,12 @@ class Seam:
         from vllm.forward_context import get_forward_context
         from vllm_ascend.ascend_forward_context import _EXTRA_CTX
 
-        self._capture, self._modules = capture, modules
-        self._tp, self._parallel = tp, parallel
-        self._extra, self._context = _EXTRA_CTX, get_forward_context
+        self._capture = capture
+        self._modules = modules
+        self._tp = tp
+        self._parallel = parallel
+        self._extra = _EXTRA_CTX
+        self._context = get_forward_context
         self._layer: int | None = None
 
     def install(self, patches: Patches, capturer: Any, selects: bool) -> None:
@@ -90,7 +94,8 @@ class Seam:
 
     def _in_layer(self, number: int) -> Callable[..., Any]:
         def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self._layer, self._capture.entry = number, None
+            self._layer = number
+            self._capture.entry = None
             try:
                 return original(*args, **kwargs)
             finally:
@@ -119,12 +124,16 @@ class Seam:
         """Pass a choice to the capture; `says` returns its settings by their names in vLLM."""
         if self._extra.in_profile_run:
             return
-        capture, entry, context = self._capture, self._capture.entry, self._context()
+        capture = self._capture
+        entry = self._capture.entry
+        context = self._context()
         before = entry is None
         if entry is None:  # the overlap gate chooses before `prepare`, from the incoming rows
             if logits is None:
-                problem, cause = "a layer chose experts of unknown tokens", "an unknown way through it"
-                where, expected = f"vllm-ascend, layer {layer}", "MoECommMethod.prepare before the choice"
+                problem = "a layer chose experts of unknown tokens"
+                cause = "an unknown way through it"
+                where = f"vllm-ascend, layer {layer}"
+                expected = "MoECommMethod.prepare before the choice"
                 got = "a choice alone"
                 capture.fail(ReplayError(problem, where=where, expected=expected, got=got, cause=cause))
                 return
@@ -147,7 +156,8 @@ class Seam:
 
 def choice(says: Callable[[str], Any]) -> Choice | None:
     """Return how experts are chosen, if by a top-k of the logits; None for a function or a table of ids."""
-    groups, kept = says("num_expert_group") or 1, says("topk_group") or 1
+    groups = says("num_expert_group") or 1
+    kept = says("topk_group") or 1
     own = any(says(name) is not None for name in ("custom_routing_function", "tid2eid", "bias_vl"))
     if own or says("top_k") is None or says("scoring_func") is None:
         return None
@@ -176,6 +186,7 @@ def refuse_foreign(function: Any, files: tuple[str, ...], where: str) -> None:
     own = code is not None and Path(code.co_filename).stem.removeprefix("patch_") in files
     if not own or hasattr(function, "__wrapped__"):
         got = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
-        problem, expected = "somebody else has replaced this function", f"that of {files[0]}.py"
+        problem = "somebody else has replaced this function"
+        expected = f"that of {files[0]}.py"
         cause = "another patch that captures routes: take it out, or leave NPU_REPLAY_VLLM_ASCEND away"
         raise ReplayError(problem, where=where, expected=expected, got=got, cause=cause)

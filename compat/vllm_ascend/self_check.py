@@ -78,7 +78,8 @@ def expected(logits: torch.Tensor, choice: Choice) -> tuple[torch.Tensor, torch.
 
 def _close(best: torch.Tensor, near: float) -> torch.Tensor:
     """Return whether the last chosen score and the next, of (rows, k + 1), are near; those of NaN are."""
-    last, next_one = best[:, -2], best[:, -1]
+    last = best[:, -2]
+    next_one = best[:, -1]
     return ~((last - next_one).abs() > near * last.abs())
 
 
@@ -108,8 +109,11 @@ class SelfCheck:
         steps: int = STEPS,
         speaks: bool = True,
     ) -> None:
-        self._layers, self._experts = dict(sorted(layers.items())), experts
-        self._group, self._where, self._speaks = group, where, speaks
+        self._layers = dict(sorted(layers.items()))
+        self._experts = experts
+        self._group = group
+        self._where = where
+        self._speaks = speaks
         self._each = self._left = steps
         self._seen = 0
         self._to_compare = COMPARED
@@ -136,7 +140,8 @@ class SelfCheck:
         self._expected.clear()
         self._twice.clear()
         if self._again:
-            self._again, self._left = False, self._each
+            self._again = False
+            self._left = self._each
 
     def way(self, comm: str) -> None:
         """Note the way in which tokens are sent to experts, or «graph»."""
@@ -162,11 +167,13 @@ class SelfCheck:
         """Check the slots of the KV cache, under which rows are kept, against their tokens' positions."""
         # A token has the same place in its block of the cache as its slot.
         told = slots.tolist()
-        found, expected = sorted(slot % block for slot in told), sorted(at % block for at in positions)
+        found = sorted(slot % block for slot in told)
+        expected = sorted(at % block for at in positions)
         if found == expected and len(set(told)) == len(told) and min(told, default=0) >= 0:
             return
         problem = f"the slots of step {self._seen + 1} aren't those of its tokens"
-        wanted, got = f"{len(expected)} slots, at {expected[:8]}", f"{len(told)} slots, at {found[:8]}"
+        wanted = f"{len(expected)} slots, at {expected[:8]}"
+        got = f"{len(told)} slots, at {found[:8]}"
         cause = "another KV cache group's slots, or rows that don't go with them. " + _REPORT
         where = f"routes of {self._where}, all layers"
         raise ReplayError(problem, where=where, expected=wanted, got=got, cause=cause)
@@ -216,7 +223,8 @@ class SelfCheck:
         self._refuse([(found[0], other), (found[1], words)])
         order = list(self._expected)
         problem = f"in step {self._seen + 1}, layers chose in the order {order}"
-        expected, cause = "ascending numbers, as layers run", "two layers were mixed up. " + _REPORT
+        expected = "ascending numbers, as layers run"
+        cause = "two layers were mixed up. " + _REPORT
         where = f"routes of {self._where}"
         ReplayError.unless(order == sorted(order), problem, expected, order, cause, where)
         rows.clamp_(min=0)

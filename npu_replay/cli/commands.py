@@ -113,7 +113,8 @@ def _inspect(given: Namespace) -> int:
 
     check_out(given.out, force=given.force)
     ending = given.out.suffix if given.out else ".json"
-    problem, wanted = "--out can't write such a file", ".png for the picture, or .json for the findings"
+    problem = "--out can't write such a file"
+    wanted = ".png for the picture, or .json for the findings"
     WrongOption.unless(ending in (".png", ".json"), problem, wanted, given.out)
     if ending == ".png":
         probe.require(probe.PLOTS, "the picture of --out")

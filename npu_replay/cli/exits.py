@@ -12,7 +12,10 @@ from npu_replay.errors import ReplayError, cures
 from npu_replay.options import WrongOption, message
 from npu_replay.tables import print_json, show
 
-FAULT, WRONG, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
+FAULT = 1
+WRONG = 2
+INTERRUPTED = 130
+CLOSED_PIPE = 141
 """Exit codes, as in docs/cli.md; the last two are a shell's for the signals SIGINT and SIGPIPE."""
 
 
@@ -34,14 +37,17 @@ def ended(work: Callable[[], int | None], arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     except WrongOption as error:
-        said, code = message(error), WRONG
+        said = message(error)
+        code = WRONG
     except (ReplayError, ModuleNotFoundError) as error:
         if "--debug" in arguments:
             raise
         if isinstance(error, ReplayError):
-            said, hints = message(error), [cures(), "--debug shows where it came from"]
+            said = message(error)
+            hints = [cures(), "--debug shows where it came from"]
         else:
-            said, hints = str(error), ["npu-replay doctor says what is missing, and how to get it"]
+            said = str(error)
+            hints = ["npu-replay doctor says what is missing, and how to get it"]
         code = FAULT
     show([f"Error: {said}", *hints], to=screen.err())
     if "--json" in arguments:

@@ -50,10 +50,15 @@ class Reference:
         read: Read,
         step: int = 0,
     ) -> None:
-        self.key, self.step = secrets.randbits(63) or 1, step
-        self.tokens, self.fingerprint = len(sample), sample.fingerprint
-        self.num_experts, self.topk = sample.num_experts, sample.topk
-        self.blocks, self.handles, self.read = tuple(blocks), tuple(handles), read
+        self.key = secrets.randbits(63) or 1
+        self.step = step
+        self.tokens = len(sample)
+        self.fingerprint = sample.fingerprint
+        self.num_experts = sample.num_experts
+        self.topk = sample.topk
+        self.blocks = tuple(blocks)
+        self.handles = tuple(handles)
+        self.read = read
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -83,12 +88,14 @@ class Cut:
 
     def pieces(self, routes: RoutedExperts) -> list[RoutedExperts]:
         """Return the pieces of one sample; refuse a layer that the cut has no piece for."""
-        layers, each = routes.layers, self._each
+        layers = routes.layers
+        each = self._each
         if self._blocks is None:
             return [routes.only(layers[first : first + each]) for first in range(0, len(layers), each)]
         blocks = [tuple(layer for layer in block if layer in {*layers}) for block in self._blocks]
         lost = {*layers} - {layer for block in blocks for layer in block}
-        problem, wanted = "the cut has no piece for some layers", f"a piece for each of {list(layers)}"
+        problem = "the cut has no piece for some layers"
+        wanted = f"a piece for each of {list(layers)}"
         cause = "the layout of another model, or of a part of it"
         ReplayError.unless(not lost, problem, wanted, f"none for {sorted(lost)}", cause)
         return [routes.only(block) for block in blocks if block]
@@ -172,10 +179,13 @@ def fetch_each(
     """Return the routes of each sample, or the error of it; the same object for the same sample."""
     if isinstance(layers, StageLabels):
         for one in references:
-            put, problem = tuple(sorted(one.layers)), "the pieces have other labels than the model's"
-            fine, cause = layers.among(put) == layers, "a cut by another count of its layers"
+            put = tuple(sorted(one.layers))
+            problem = "the pieces have other labels than the model's"
+            fine = layers.among(put) == layers
+            cause = "a cut by another count of its layers"
             RouterError.unless(fine, problem, layers.whole, put, cause, repr(one))
-    samples, wanted = {one.key: one for one in references}, None if layers is None else {*layers}
+    samples = {one.key: one for one in references}
+    wanted = None if layers is None else {*layers}
     asked = [
         (one, handle)
         for one in samples.values()
@@ -198,16 +208,20 @@ def _joined(
     parts = [piece for piece in pieces if isinstance(piece, RoutedExperts)]
     for piece in pieces:
         if not isinstance(piece, RoutedExperts):
-            problem, where = "the routes of this sample can't be read", repr(one)
-            expected, got = "routes that were put and not yet freed", f"{type(piece).__name__}: {piece}"[:300]
+            problem = "the routes of this sample can't be read"
+            where = repr(one)
+            expected = "routes that were put and not yet freed"
+            got = f"{type(piece).__name__}: {piece}"[:300]
             cause = "a step that is over, whose routes were freed; a worker or a node that died with them"
             return InvalidRoutes(problem, where=where, expected=expected, got=got, cause=cause)
     if len(parts) == 1 and parts[0].layers == asked:  # the usual case: a stage's own piece
         return parts[0]
     labels = one.layers if asked is None else asked
     if lacking := {*labels} - {layer for part in parts for layer in part.layers}:
-        problem, where = f"nobody put decoder layer {min(lacking)} of this sample", repr(one)
-        cause, here = "a rank whose layers are another model's, or counted otherwise", list(one.layers)
+        problem = f"nobody put decoder layer {min(lacking)} of this sample"
+        where = repr(one)
+        cause = "a rank whose layers are another model's, or counted otherwise"
+        here = list(one.layers)
         return InvalidRoutes(problem, where=where, expected=list(labels), got=here, cause=cause)
     parts = [part.only([layer for layer in part.layers if layer in {*labels}]) for part in parts]
     if not parts:  # a rank of dense layers

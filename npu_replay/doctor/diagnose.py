@@ -26,7 +26,8 @@ from npu_replay.doctor.report import Report, report
 from npu_replay.errors import ReplayError
 from npu_replay.tables import Part, Table
 
-_MEGATRON, _TRANSFORMERS = probe.MEGATRON, probe.TRANSFORMERS
+_MEGATRON = probe.MEGATRON
+_TRANSFORMERS = probe.TRANSFORMERS
 _PRODUCTS = {
     adaptors.UNDER_ADAPTOR: probe.ADAPTOR,
     adaptors.UNDER_MINDSPEED: "mindspeed",
@@ -190,7 +191,8 @@ def _try(module: str, *arguments: str) -> str:
         return f"no answer within {_PATIENCE} s"
     except OSError as error:
         return f"{type(error).__name__}: {error}"
-    printed, complaint = done.stdout.strip().splitlines(), done.stderr.strip().splitlines()
+    printed = done.stdout.strip().splitlines()
+    complaint = done.stderr.strip().splitlines()
     if done.returncode < 0:
         return f"the process was killed by signal {-done.returncode}"
     if done.returncode or not printed:
@@ -217,7 +219,8 @@ def _import(modules: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    wanted, sys.argv = sys.argv[1:], sys.argv[:1]  # MindSpeed parses argv
+    wanted = sys.argv[1:]  # MindSpeed parses argv
+    sys.argv = sys.argv[:1]
     sys.stdout.write("\n" + json.dumps({"problem": _import(wanted)}) + "\n")
     sys.stdout.flush()
     os._exit(0)  # skip exit handlers: a crash there isn't a failed import

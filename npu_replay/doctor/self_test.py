@@ -26,7 +26,10 @@ from npu_replay.sessions.record import record
 from npu_replay.sessions.replay import replay
 
 _KIND = "npu_replay's self-test"
-_TOKENS, _HIDDEN, _EXPERTS, _TOPK = 32, 16, 8, 2
+_TOKENS = 32
+_HIDDEN = 16
+_EXPERTS = 8
+_TOPK = 2
 
 
 def run(device: str, brought_by: str = "") -> str:

@@ -89,7 +89,8 @@ class Comparison:
         self.differing_tokens += int(differ.any(dim=1).sum())
         for column, layer in enumerate(a.layers):
             rows = differ[:, column].nonzero()[:, 0]
-            ours, theirs = a.ids[rows, column], b.ids[rows, column]
+            ours = a.ids[rows, column]
+            theirs = b.ids[rows, column]
             # Slot by slot, to save memory: count ids that are not in the same row of `theirs`.
             others = sum(int((slot[:, None] != theirs).all(dim=1).sum()) for slot in ours.unbind(dim=1))
             counts = np.array([tokens, len(rows), tokens * a.topk, others], np.int64)
@@ -116,7 +117,8 @@ class Comparison:
             yield f"not checked: that the tokens are the same, since {of} no fingerprint on one side or both"
         yield ""
         titles = ("Layer", "Tokens compared", "Tokens with\nother experts", "Experts that\nare others")
-        whole, table = self.whole, []
+        whole = self.whole
+        table = []
         lines = [(str(layer), _described(counts)) for layer, counts in sorted(self.layers.items())]
         for name, counts in [*lines, ("all", whole | {"token_layers": self.tokens})]:
             shares = percent(counts["token_share"]), percent(counts["expert_share"])
@@ -156,7 +158,8 @@ def compare_paths(a: Path, b: Path) -> Comparison:
         RouteFileError.unless(path.suffix != ".npy", problem, wanted, "an .npy file", cause, str(path))
     if a.is_dir() != b.is_dir():
         folder, file = (a, b) if a.is_dir() else (b, a)
-        problem, got = "a folder and a file can't be compared", f"the folder {folder} and the file {file}"
+        problem = "a folder and a file can't be compared"
+        got = f"the folder {folder} and the file {file}"
         cause = "one shard of a RouteStore in the place of its folder"
         raise ReplayError(problem, expected=wanted, got=got, cause=cause)
     found = Comparison(a=str(a), b=str(b), folders=a.is_dir())
@@ -167,7 +170,8 @@ def compare_paths(a: Path, b: Path) -> Comparison:
     for pair in pairs:
         found.add(*pair)
     if not found.tokens:
-        problem, where = "no token has a route on both sides", f"{a} and {b}"
+        problem = "no token has a route on both sides"
+        where = f"{a} and {b}"
         expected = "a sample with rows recorded in both"
         got = f"{found.samples:,} samples, {found.rows:,} rows"
         cause = "a run whose routes were lost: npu-replay inspect says what is in each"
@@ -191,7 +195,8 @@ def _in_folders(
         mark = a.described(key)[1]["fingerprint"]
         if key not in partners and mark is not None and left.get(mark):
             partners[key] = left[mark].pop(0)
-    found.alone_in_a, found.alone_in_b = len(a) - len(partners), len(b) - len(partners)
+    found.alone_in_a = len(a) - len(partners)
+    found.alone_in_b = len(b) - len(partners)
     where = f"{a.folder} and {b.folder}"
     ReplayError.unless(
         bool(partners),

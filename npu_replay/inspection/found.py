@@ -21,7 +21,8 @@ from npu_replay.tables import Part, Table
 
 _REFUSED = 20
 """The number of refused sequences that are named one by one."""
-_WRONG, _RIGHT = "#b3452c", "#2f8a5b"
+_WRONG = "#b3452c"
+_RIGHT = "#2f8a5b"
 _COLOURS = ("#ffffff", "#9dbbd8", "#3b6ea5", "#12263d")
 
 
@@ -89,7 +90,8 @@ class Inspection:
             return
         self.unchecked += [words for words in unchecked if words not in self.unchecked]
         self.num_experts = max(self.num_experts, routes.num_experts)
-        recorded, ids = routes.recorded.numpy(), routes.ids.numpy()
+        recorded = routes.recorded.numpy()
+        ids = routes.ids.numpy()
         rows = int(recorded.sum())
         for column, layer in enumerate(routes.layers):
             counted = np.bincount(ids[recorded, column].ravel(), minlength=self.num_experts)
@@ -153,7 +155,8 @@ class Inspection:
     def parts(self) -> Iterator[Part]:
         yield f"{self.path}: {self.what}"
         if seen := [verdict for verdict in self.verdicts if verdict.layers]:
-            first, experts = seen[0], max(1, self.num_experts)
+            first = seen[0]
+            experts = max(1, self.num_experts)
             tokens, rows, size = (
                 sum(getattr(one, name) for one in seen) for name in ("tokens", "rows", "nbytes")
             )
@@ -163,15 +166,18 @@ class Inspection:
             if len(seen) == 1 and first.facts:
                 yield ", ".join(first.facts)
             yield ""
-            even, most = f"even: {1 / experts:.2%}", f"of {math.log2(experts):.2f}"
-            used, entropy = f"Experts used\nof {experts}", f"Entropy, bits\n{most}"
+            even = f"even: {1 / experts:.2%}"
+            most = f"of {math.log2(experts):.2f}"
+            used = f"Experts used\nof {experts}"
+            entropy = f"Entropy, bits\n{most}"
             cells = "{layer}|{rows:,}|{used:,}|{busiest_share:.2%} (expert {busiest})|{entropy:.2f}"
             rows_of_table = [cells.format(**one).split("|") for one in self.layers]
             yield Table(("Layer", "Rows", used, f"Busiest\n{even}", entropy), rows_of_table, range(1, 5))
             yield ""
         for words in self.unchecked:
             yield f"not checked: {words}"
-        count, bad = len(self.verdicts), self.bad
+        count = len(self.verdicts)
+        bad = self.bad
         if self.good:
             all_of_them = f" ({count:,} sequences)" if count > 1 else ""
             limited = ", as far as it could be checked" if self.unchecked else ""

@@ -121,7 +121,8 @@ class _Given:
         found: list[Array | None] = []
         for option, lists in (("--prompt-ids", self.prompts), ("--output-ids", self.outputs)):
             got = f"{len(lists)}, none for sequence {number}"
-            problem, wanted = f"{option} has too few lists", "one list of ids, or a list for each sequence"
+            problem = f"{option} has too few lists"
+            wanted = "one list of ids, or a list for each sequence"
             ReplayError.unless(len(lists) < 2 or number < len(lists), problem, wanted, got)
             found.append(lists[number if len(lists) > 1 else 0] if lists else None)
         return found[0], found[1]
@@ -138,21 +139,26 @@ class _Given:
 
     def needed_model(self) -> RoutedModel:
         if self.model is None:
-            problem, where = "an engine's rows don't say which layers and experts they are of", str(self.path)
-            expected, got = "--config, the model's config.json or its folder", "no --config"
+            problem = "an engine's rows don't say which layers and experts they are of"
+            where = str(self.path)
+            expected = "--config, the model's config.json or its folder"
+            got = "no --config"
             raise ReplayError(problem, where=where, expected=expected, got=got)
         return self.model
 
     def refuse_sample(self) -> None:
-        problem, got = "there is one sequence in this file", f"--sample {self.sample}"
+        problem = "there is one sequence in this file"
+        got = f"--sample {self.sample}"
         ReplayError.unless(self.sample is None, problem, "no --sample", got, where=str(self.path))
 
     # Routes that npu_replay wrote
 
     def add_folder(self) -> None:
-        store, where = RouteStore(self.path), str(self.path)
+        store = RouteStore(self.path)
+        where = str(self.path)
         several = f"one of {len(store)} keys, such as {next(iter(store), 'none')}"
-        known, alone = self.sample is None or self.sample in store, not (self.prompts or self.outputs)
+        known = self.sample is None or self.sample in store
+        alone = not (self.prompts or self.outputs)
         ReplayError.unless(known, "no such sample in this folder", several, self.sample, where=where)
         problem = "these ids are one sample's"
         alone = alone or self.sample is not None
@@ -182,7 +188,8 @@ class _Given:
                     f"top-{routes.topk} of {routes.num_experts} in layers {routes.layers}",
                 )
             if tokens is not None:
-                problem, count = "these are routes of another number of tokens", len(tokens)
+                problem = "these are routes of another number of tokens"
+                count = len(tokens)
                 MicroBatchError.unless(count == len(routes), problem, count, len(routes))
                 other = find_other_tokens(count, routes.fingerprint, count, fingerprint(tokens))
                 if other is not None:
@@ -200,7 +207,8 @@ class _Given:
         """Add rows without an answer around them, [rows, columns, topk]."""
         self.refuse_sample()
         model, tokens = self.needed_model(), self.tokens()
-        source, self.found.what = Source(engine=str(self.path)), "an .npy array"
+        source = Source(engine=str(self.path))
+        self.found.what = "an .npy array"
         if self.engine is not None:
             decoder = vllm if self.engine == "vllm" else sglang
             source = replace(decoder.source(self.version), field=str(self.path))
@@ -217,7 +225,8 @@ class _Given:
 
     def add_answer(self, answer: Any) -> None:
         """Add the sequences of an engine's answer, decoded as its decoder does."""
-        engine, version = self.engine or whose(answer), self.version
+        engine = self.engine or whose(answer)
+        version = self.version
         if engine is None:
             server_answers.opened(answer, str(self.path), KINDS)  # raises if it is a server's error
             raise RouteFileError(
@@ -239,7 +248,8 @@ class _Given:
             several = [(f"answer {number}", number, one) for number, one in enumerate(listed)]
         self.found.what = f"an answer of {_named(engine, version)}"
         chosen = [one for at, one in enumerate(several) if self.sample in (None, str(at), one[0])]
-        problem, wanted = "no such sequence in this answer", f"0 to {len(several) - 1}"
+        problem = "no such sequence in this answer"
+        wanted = f"0 to {len(several) - 1}"
         ReplayError.unless(bool(chosen), problem, wanted, self.sample, where=str(self.path))
         for name, number, one in chosen:
             called = name if len(several) > 1 else ""
@@ -249,12 +259,14 @@ class _Given:
                 self.found.refuse(called, error)
                 continue
             # Unknown tokens all get one id, so that equal rows are no fault.
-            given, named = list(self.ids(number)), True
+            given = list(self.ids(number))
+            named = True
             known = ((said.prompt_ids, said.prompt_tokens), (said.output_ids, said.completion_tokens))
             for part, (ids, count) in enumerate(known):
                 if given[part] is None and ids is None:
                     fits = count is not None and count < _MOST_TOKENS
-                    given[part], named = (np.zeros(count or 0, np.int64) if fits else None), False
+                    given[part] = np.zeros(count or 0, np.int64) if fits else None
+                    named = False
             routes = partial(said.routes, model, given[0], given[1], self.start)
             self.found.add(routes, name=called, named=named, unchecked=[] if named else [_NO_TOKENS])
 
@@ -289,7 +301,8 @@ def _contents(path: Path, most: int | None = None) -> bytes:
     try:
         RouteFileError.unless(path.exists(), "there is no such file", where=where)
         with plain_file(path) as file:
-            size, wanted = os.fstat(file.fileno()).st_size, f"at most {MOST_BYTES:,} bytes"
+            size = os.fstat(file.fileno()).st_size
+            wanted = f"at most {MOST_BYTES:,} bytes"
             fits = most is not None or size <= MOST_BYTES
             RouteFileError.unless(fits, "the file is too large to look at", wanted, f"{size:,}", where=where)
             data: bytes = file.read() if most is None else file.read(most)
@@ -309,7 +322,8 @@ def _parsed(path: Path) -> Any:
     except ValueError as error:
         streamed = text[:5] == b"data:"
         problem = "this is a stream of pieces" if streamed else "nobody knows what this file is"
-        where, got = str(path), f"a file that begins with {text[:24]!r} ({str(error)[:200]})"
+        where = str(path)
+        got = f"a file that begins with {text[:24]!r} ({str(error)[:200]})"
         cause = "routes come with whole answers: ask for one with stream=false" if streamed else ""
         raise RouteFileError(problem, where=where, expected=KINDS, got=got, cause=cause) from error
 

@@ -169,7 +169,8 @@ def _check_layout(number: int, routes: RoutedExperts, layout: TokenLayout) -> No
         return
     differ = "tokens" in (layout.inputs.differing(Called(called.tokens, {})) or ())
     problem = "the layout has other tokens than those that the model was called with in the record"
-    expected, got = "the fingerprints of the recorded tokens, in their places", "others"
+    expected = "the fingerprints of the recorded tokens, in their places"
+    got = "others"
     cause = "layouts in another order than the micro-batches, or padding on another side than the batch's"
     MicroBatchError.unless(not differ, problem, expected, got, cause, micro_batch(number))
 
@@ -192,7 +193,8 @@ class _Plan:
     """Plans who sends what in one group, with the memory for it; refuses parts that don't fit."""
 
     def __init__(self, peers: RankGroup, blocks: Blocks, offers: list[_Offer]) -> None:
-        theirs, first = [offer.everywhere for offer in offers], offers[0]
+        theirs = [offer.everywhere for offer in offers]
+        first = offers[0]
         problem = "the ranks disagree about who gets the result"
         expected = "the same `everywhere` on all ranks"
         cause = "everywhere=rank == 0: the first rank of the groups gets it anyway"
@@ -201,9 +203,12 @@ class _Plan:
         expected = f"the lengths and fingerprints of rank 0, {len(first.batches)} micro-batches"
         cause = "ranks of different data-parallel replicas in one group, or batches cut differently"
         for rank, offer in enumerate(offers):
-            same, got = offer.batches == first.batches, f"others, {len(offer.batches)} micro-batches"
+            same = offer.batches == first.batches
+            got = f"others, {len(offer.batches)} micro-batches"
             MicroBatchError.unless(same, problem, expected, got, cause, f"rank {rank} of the group")
-        self._peers, self._blocks, self._everywhere = peers, blocks, first.everywhere
+        self._peers = peers
+        self._blocks = blocks
+        self._everywhere = first.everywhere
         receives = self._everywhere or peers.me == 0
         self._unions: list[Union | None] = []
         self._pieces: list[tuple[int, int, Part, int, int]] = []  # micro-batch, rank, part, first row, end
@@ -222,10 +227,14 @@ class _Plan:
 
     def carried_out(self) -> Blocks:
         """Send each piece to each rank that gets the result; return what this rank then has."""
-        outcome, peers = Outcome(), self._peers  # an error is told afterwards, as the others go on sending
+        outcome = Outcome()  # an error is told afterwards, as the others go on sending
+        peers = self._peers
         for number, rank, part, first, end in self._pieces:
-            size, block, union = (end - first) * part.row_bytes, self._blocks[number], self._unions[number]
-            mine, sent = self._buffer[:size], self._there[:size]
+            size = (end - first) * part.row_bytes
+            block = self._blocks[number]
+            union = self._unions[number]
+            mine = self._buffer[:size]
+            sent = self._there[:size]
             if rank == peers.me and block is not None:
                 mine = block.rows(first, end)
                 sent = mine if peers.device.type == "cpu" else sent.copy_(mine)
@@ -253,7 +262,8 @@ def _senders(number: int, parts: list[Part | None]) -> dict[int, Part]:
         twin, theirs = first.setdefault((part.tokens, part.like.layers), (rank, part))
         if theirs != part:
             problem = "two ranks recorded the same tokens and layers differently"
-            where, expected = micro_batch(number), "the same routes on ranks with the same rows"
+            where = micro_batch(number)
+            expected = "the same routes on ranks with the same rows"
             got = f"others on rank {rank} than on rank {twin} of the group"
             cause = (
                 "sequence parallelism that the layouts don't know of, or ranks whose weights or inputs have "
@@ -274,8 +284,10 @@ def _sequences(blocks: Blocks, layouts: Sequence[TokenLayout], groups: Groups) -
             cause = "a dense model, or groups that don't reach the stages with MoE layers"
             raise MicroBatchError(problem, where=where, expected=expected, got="none", cause=cause)
         if len(lacking := (~block.held).nonzero()):
-            problem, count = f"{len(lacking)} tokens were recorded by no rank", len(block.held)
-            expected, got = f"all {count} tokens on some rank of the groups", count - len(lacking)
+            problem = f"{len(lacking)} tokens were recorded by no rank"
+            count = len(block.held)
+            expected = f"all {count} tokens on some rank of the groups"
+            got = count - len(lacking)
             cause = "layouts that don't cover the batch, or groups without some cp or sp ranks"
             place = f"{where}, token {int(lacking[0])}"
             raise MicroBatchError(problem, where=place, expected=expected, got=got, cause=cause)
@@ -322,7 +334,8 @@ def exchange(
         raise outcome.error
     rows, scratch = room or ({}, torch.empty(0))
     for move in moves:  # in the same order on all ranks, so each finds its partner
-        here, sends = scratch[: sizes[move.key]], move.source == peers.me
+        here = scratch[: sizes[move.key]]
+        sends = move.source == peers.me
         if sends:
             here.copy_(torch.frombuffer(data[move.key], dtype=torch.uint8))
         peer = peers.ranks[move.target if sends else move.source]

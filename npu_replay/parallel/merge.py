@@ -25,7 +25,8 @@ class Block:
 
     def part(self) -> Part:
         """Describe the block without its ids."""
-        tokens, rows = self.held.to(torch.uint8), len(self.routes)
+        tokens = self.held.to(torch.uint8)
+        rows = len(self.routes)
         tokens[self.held] += self.routes.recorded  # 1 for a held token, and 2 if it has a route
         content = blake2b(self.rows(0, rows).numpy().data, digest_size=16).hexdigest()
         return Part(zlib.compress(tokens.numpy().data, 1), self.routes.sequence(0, 0), rows, content)
@@ -63,10 +64,13 @@ class Union:
     def __init__(self, number: int, parts: list[Part]) -> None:
         like = [part.like for part in parts]
         kinds = {f"top-{one.topk} of {one.num_experts} experts" for one in like}
-        problem, expected = "the ranks recorded routers of another shape", "one top-k and number of experts"
-        got, cause = " and ".join(sorted(kinds)), f"different models on the ranks; or {PART_BY_PART}"
+        problem = "the ranks recorded routers of another shape"
+        expected = "one top-k and number of experts"
+        got = " and ".join(sorted(kinds))
+        cause = f"different models on the ranks; or {PART_BY_PART}"
         MicroBatchError.unless(len(kinds) == 1, problem, expected, got, cause, micro_batch(number))
-        self._number, self._like = number, like
+        self._number = number
+        self._like = like
         all_tokens = [np.frombuffer(zlib.decompress(part.tokens), np.uint8) for part in parts]
         self._held = torch.from_numpy(np.any(all_tokens, axis=0))
         # A token's row is its rank among the held ones.
@@ -92,7 +96,8 @@ class Union:
             problem = "two ranks recorded the same token differently"
             expected = "layouts that don't overlap, or the same routes where they do"
             cause = "layouts of another rank, or of another context parallel cut than the trainer's"
-            got, where = f"{differ} tokens with two routes", micro_batch(self._number, layer)
+            got = f"{differ} tokens with two routes"
+            where = micro_batch(self._number, layer)
             MicroBatchError.unless(differ == 0, problem, expected, got, cause, where)
             self._ids[rows, column] = theirs
             self._known[rows, column] = True
@@ -101,7 +106,8 @@ class Union:
         """Return all of it, after every part's ids are stored; refuse a token that lacks some layers."""
         if not bool(self._known.all()):
             row, column = (~self._known).nonzero()[0].tolist()
-            token, layer = int(self._held.nonzero()[row]), self._labels[column]
+            token = int(self._held.nonzero()[row])
+            layer = self._labels[column]
             problem = f"{int((~self._known).sum())} token-layers were recorded by no rank"
             expected = "every token in every layer on some rank of the group"
             cause = "layouts that don't cover the batch, or a rank that isn't in the group"

@@ -65,7 +65,8 @@ class DecoderLayers:
                 number = operator.index(getattr(self, name))
                 object.__setattr__(self, name, number)
                 _check(number >= 0, f"{name} is negative", ">= 0", number)
-        fine, most = self.count <= MAX_LAYERS, f"<= {MAX_LAYERS}"
+        fine = self.count <= MAX_LAYERS
+        most = f"<= {MAX_LAYERS}"
         _check(fine, "no model has so many decoder layers", most, self.count)
         freq: Any = self.moe_layer_freq
         if not isinstance(freq, Iterable):
@@ -73,7 +74,8 @@ class DecoderLayers:
             _check(freq >= 1, "moe_layer_freq must be positive", ">= 1", freq)
         else:
             freq = tuple(map(operator.index, freq))
-            fine, expected = {*freq} <= {0, 1}, "1 for MoE, 0 for dense"
+            fine = {*freq} <= {0, 1}
+            expected = "1 for MoE, 0 for dense"
             _check(fine, "moe_layer_freq has others than 0 and 1", expected, freq)
             problem = "moe_layer_freq has another length than there are layers"
             _check(len(freq) == self.count, problem, self.count, len(freq))
@@ -81,7 +83,8 @@ class DecoderLayers:
         if self.table is not None:
             table = tuple(tuple(map(operator.index, stage)) for stage in self.table)
             object.__setattr__(self, "table", table)
-            total, least = sum(map(sum, table)), min((min(stage, default=0) for stage in table), default=0)
+            total = sum(map(sum, table))
+            least = min((min(stage, default=0) for stage in table), default=0)
             _check(least >= 0, "the pipeline layout has a negative number of layers", ">= 0", least)
             _check(total == self.count, "the pipeline layout has other layers", self.count, total)
 
@@ -133,7 +136,8 @@ class DecoderLayers:
     def _counts(self, pp: int, vp: int) -> Sequence[Sequence[int]]:
         """Return the decoder layers of each stage, [pipeline rank][virtual stage]."""
         if self.pattern is not None:
-            labels, sizes = pattern_labels(self.pattern), [*map(len, _stages(self.pattern))]
+            labels = pattern_labels(self.pattern)
+            sizes = [*map(len, _stages(self.pattern))]
             if len(sizes) == 1:  # no | ends a stage: the symbols are dealt out as layers are
                 whole = DecoderLayers(sizes[0], first_stage=self.first_stage, last_stage=self.last_stage)
                 counts = whole._counts(pp, vp)
@@ -248,8 +252,10 @@ class ParallelLayout:
         for axis in (*_AXES, "vp"):
             for name in {axis, f"{axis}_rank"} & vars(self).keys():
                 object.__setattr__(self, name, operator.index(getattr(self, name)))
-            size, rank = getattr(self, axis), getattr(self, f"{axis}_rank", 0)
-            got, problem = f"{axis}={size}, {axis}_rank={rank}", f"this rank has no place in {axis}"
+            size = getattr(self, axis)
+            rank = getattr(self, f"{axis}_rank", 0)
+            got = f"{axis}={size}, {axis}_rank={rank}"
+            problem = f"this rank has no place in {axis}"
             ReplayError.unless(0 <= rank < size, problem, "a size of at least 1 and a rank below it", got)
 
     def __repr__(self) -> str:
@@ -350,7 +356,8 @@ class ParallelLayout:
             "(Megatron-core 0.12 and 0.13, virtual stages and only num_layers_in_last_pipeline_stage)"
         )
         where = f"pipeline rank {self.pp_rank} of {self.pp}, {self.vp} virtual stages"
-        fine, expected = tuple(found) == self.moe_layers, list(self.moe_layers)
+        fine = tuple(found) == self.moe_layers
+        expected = list(self.moe_layers)
         RouterError.unless(fine, problem, expected, found, cause, where)
 
 

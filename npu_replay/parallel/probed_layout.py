@@ -39,7 +39,8 @@ def places(
     real = [torch.as_tensor(one).detach().cpu().to(torch.int64).reshape(-1) for one in tokens]
     given = tuple(map(len, real))
     MicroBatchError.unless(given == sizes, "tokens and lengths differ", sizes, given)
-    made, held = _fed(fn, [one.clone() for one in real]), once >= 0
+    made = _fed(fn, [one.clone() for one in real])
+    held = once >= 0
     MicroBatchError.unless(
         made.shape == once.shape and torch.equal(made[held], torch.cat(real)[once[held]]),
         "the preprocessing puts the real token ids into other rows than the numbers in their place",
@@ -82,10 +83,8 @@ def _fed(fn: Preprocessing, sequences: list[torch.Tensor]) -> torch.Tensor:
         kind = "tensor" if isinstance(made, torch.Tensor) else "array"
         problem = "the preprocessing returns something else than token ids"
         got = f"{made.dtype} {kind}" if hasattr(made, "dtype") else type(made).__name__
-        cause, expected = (
-            "fn returns a batch or a mask: pick input_ids",
-            "an integer tensor, as a model is fed",
-        )
+        cause = "fn returns a batch or a mask: pick input_ids"
+        expected = "an integer tensor, as a model is fed"
         raise MicroBatchError(problem, expected=expected, got=got, cause=cause)
     made = made.detach().cpu().to(torch.int64)
     if made.dim() == 2 and made.shape[0] == 1:

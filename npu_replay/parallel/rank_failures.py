@@ -43,7 +43,10 @@ class RankGroup:
     """Passes errors between the ranks of one process group, which may be `patience` seconds apart."""
 
     def __init__(self, group: Any, patience: float, problem: str, cause: str) -> None:
-        self.group, self.patience, self._problem, self._cause = group, patience, problem, cause
+        self.group = group
+        self.patience = patience
+        self._problem = problem
+        self._cause = cause
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.me: int = dist.get_rank(group)
         kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
@@ -122,7 +125,8 @@ class RankGroup:
                 work.wait(*(() if seconds is None else (timedelta(seconds=seconds),)))
                 return
             # Polled: waiting for NCCL with a timeout of our own would end the process.
-            deadline, nap = time.monotonic() + (seconds or float("inf")), 1e-4
+            deadline = time.monotonic() + (seconds or float("inf"))
+            nap = 1e-4
             while not work.is_completed():
                 if time.monotonic() > deadline:
                     raise _Broken(f"nothing within {seconds:g} s")

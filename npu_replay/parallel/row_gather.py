@@ -72,7 +72,8 @@ def plan(rows: torch.Tensor, lengths: Sequence[int]) -> list[Run]:
 
 def _even(numbers: Array) -> slice | Array:
     """Return a slice if the numbers ascend by one step, else the numbers."""
-    first, last = int(numbers[0]), int(numbers[-1])
+    first = int(numbers[0])
+    last = int(numbers[-1])
     step = int(numbers[1]) - first if len(numbers) > 1 else 1
     if step > 0 and bool((np.diff(numbers) == step).all()):
         return slice(first, last + 1, step)
@@ -83,15 +84,19 @@ def pick(
     runs: Sequence[Run], rows: int, samples: Mapping[int, RoutedExperts], layers: Sequence[int]
 ) -> RoutedExperts:
     """Return the routes of these layers in a rank's rows; rows of other samples, or past an end, lack one."""
-    labels, like = arguments.labels(layers), next(iter(samples.values()))
+    labels = arguments.labels(layers)
+    like = next(iter(samples.values()))
     here = [run for run in runs if run.sample in samples]
     used = {run.sample: samples[run.sample] for run in here}
-    topk, experts = like.topk, like.num_experts
+    topk = like.topk
+    experts = like.num_experts
     for number, one in used.items():
         if one.topk != topk or one.num_experts != experts:  # words are built only for an error
             problem = "the samples of a batch have another top-k or number of experts"
-            expected, got = f"top-{topk} of {experts}", f"top-{one.topk} of {one.num_experts}"
-            where, cause = f"sequence {number}", "routes of different models"
+            expected = f"top-{topk} of {experts}"
+            got = f"top-{one.topk} of {one.num_experts}"
+            where = f"sequence {number}"
+            cause = "routes of different models"
             raise InvalidRoutes(problem, where=where, expected=expected, got=got, cause=cause)
     # Samples of one engine share their layers, so the columns are looked up once for each kind.
     columns = {of: one.columns(labels) for of, one in {one.layers: one for one in used.values()}.items()}
@@ -101,7 +106,8 @@ def pick(
         for number, one in used.items()
     }
     # numpy asks for huge pages; torch uses small ones, whose page faults take longer than the copy.
-    out, flags = np.empty((rows, width), like.ids.numpy().dtype), np.zeros(rows, np.bool_)
+    out = np.empty((rows, width), like.ids.numpy().dtype)
+    flags = np.zeros(rows, np.bool_)
     for run in here:
         flat, marks = given[run.sample]
         run = run.first(len(flat))
@@ -172,14 +178,16 @@ def _find_wrong(
     # A stage of dense layers has fetched nothing. Most often the first row is recorded, so it is read first.
     flags = routes.recorded.numpy()
     if size > 1 and routes.layers and not (flags[0] or flags.any()):
-        problem, expected = "no row of these routes is recorded", "a route for most tokens"
+        problem = "no row of these routes is recorded"
+        expected = "a route for most tokens"
         got = f"none for {len(routes)} tokens"
         cause = "a sample that was aborted, or an engine that captured nothing"
         return Finding(problem, expected, got, cause=cause)
     if isinstance(layers, StageLabels):
         layers = layers.among(routes.layers)
     if layers and (lacking := set(layers).difference(routes.layers)):
-        problem, expected = f"nobody recorded decoder layer {min(lacking)}", f"layers {list(layers)}"
+        problem = f"nobody recorded decoder layer {min(lacking)}"
+        expected = f"layers {list(layers)}"
         cause = "routes of another pipeline stage, or columns that count the MoE layers only"
         return Finding(problem, expected, list(routes.layers), cause=cause)
     return None

@@ -41,7 +41,8 @@ def joined(pieces: list[torch.Tensor], multiple: int = 1) -> torch.Tensor:
 
 def context_cut(slots: torch.Tensor, parallel: ParallelLayout, context: Context, what: str) -> torch.Tensor:
     """Take this rank's part of the last dimension."""
-    pieces, first = parallel.context_pieces(context), parallel.cp_rank
+    pieces = parallel.context_pieces(context)
+    first = parallel.cp_rank
     # Zigzag gives rank r the pieces r and 2 * cp - 1 - r, so that causal attention costs each rank the same.
     mine = [first] if context == "contiguous" else [first, pieces - 1 - first]
     return cut(slots, pieces, mine, what, f"context parallel {parallel.cp}, {context}")

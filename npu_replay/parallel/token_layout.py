@@ -65,7 +65,8 @@ class TokenLayout:
     fed: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        sizes, given = _sizes(self.lengths), self.rows
+        sizes = _sizes(self.lengths)
+        given = self.rows
         try:
             rows = torch.as_tensor(given).detach().cpu()
             if not is_plain(rows) or rows.is_complex():
@@ -80,10 +81,12 @@ class TokenLayout:
         rows = rows.to(torch.int64, copy=True)  # the caller may write into its own later
         least, most = (int(rows.min()), int(rows.max())) if len(rows) else (-1, -1)
         expected = f"-1 to {sum(sizes) - 1}: the lengths add up to {sum(sizes)} tokens"
-        problem, cause = "the layout has a row for a token that isn't there", "lengths of another micro-batch"
+        problem = "the layout has a row for a token that isn't there"
+        cause = "lengths of another micro-batch"
         _check(least >= -1 and most < sum(sizes), problem, expected, f"{least} to {most}", cause)
         counts = torch.bincount(rows[rows >= 0], minlength=1)  # a layout without tokens has a maximum, too
-        most, token = int(counts.max()), int(counts.argmax())
+        most = int(counts.max())
+        token = int(counts.argmax())
         where = f"token {token}, rows {(rows == token).nonzero()[:, 0].tolist()}"
         problem = "the layout overlaps itself: a token sits in two rows"
         cause = "padding that repeats a token, or slices of two ranks in one layout"
@@ -135,7 +138,8 @@ class TokenLayout:
         Raises:
             MicroBatchError: a sequence is longer than `length`, or a length can't be cut evenly.
         """
-        rank, sizes = parallel or _ALONE, _sizes(lengths)
+        rank = parallel or _ALONE
+        sizes = _sizes(lengths)
         if length is None:
             length = rounded(max(sizes, default=0), alignment(align, rank, context))
         fine = max(sizes, default=0) <= length <= MAX_TOKENS and length >= 0
@@ -174,10 +178,12 @@ class TokenLayout:
         Raises:
             MicroBatchError: a padded length is too short or can't be cut evenly.
         """
-        rank, sizes = parallel or _ALONE, _sizes(lengths)
+        rank = parallel or _ALONE
+        sizes = _sizes(lengths)
         fine = align is None or padded_lengths is None
         _check(fine, "a sequence is padded by one rule", "align or padded_lengths", "both")
-        multiple, end = alignment(align, rank, context), multiple_of(align_end, "align_end")
+        multiple = alignment(align, rank, context)
+        end = multiple_of(align_end, "align_end")
         rooms = tuple(rounded(size, multiple) for size in sizes)
         if padded_lengths is not None:
             rooms = _sizes(padded_lengths)
@@ -263,7 +269,8 @@ class TokenLayout:
             MicroBatchError: these don't tell the sequences: a mask with holes, positions or `cu_seqlens` that
                 contradict it or each other, or a packed end that may be padding.
         """
-        whole, problem = parallel is None or parallel.cp == 1, "a rank has a part of each sequence"
+        whole = parallel is None or parallel.cp == 1
+        problem = "a rank has a part of each sequence"
         cause = "context parallelism: TokenLayout.padded and .packed cut sequences as it does"
         _check(whole, problem, "whole sequences", f"{parallel!r}", cause, "TokenLayout.of_batch")
         try:
@@ -289,7 +296,8 @@ class TokenLayout:
         slices = rank.slices_rows
         problem = "sequence parallelism slices sequence-major rows"
         _check(not batch_major or slices == 1, problem, "order='sequence'", "order='batch'")
-        what, why = "what this rank has of the sequence", f"sequence parallel {slices}"
+        what = "what this rank has of the sequence"
+        why = f"sequence parallel {slices}"
         here = cut(places, slices, [rank.tp_rank], what, why)
         rows = (here if batch_major or here.dim() == 1 else here.T).reshape(-1)
         alike = places.dim() == 1 or 1 in places.shape  # both orders then give the same rows

@@ -62,7 +62,8 @@ def admit(
     one_of(missing, ("error", "native"), "way with missing rows", "missing", InvalidRoutes)
     ids = token_ids(tokens, source)
     rows = _routed_rows(rows, model, len(ids), start, ended, surplus, source)
-    mine, experts = ids[start : start + len(rows)], model.num_experts
+    mine = ids[start : start + len(rows)]
+    experts = model.num_experts
 
     def refuse(symptom: Symptom, found: Finding | None) -> None:
         if found is not None:
@@ -77,12 +78,14 @@ def admit(
     room = np.zeros((len(ids), len(model.layers), model.topk), narrow_array_dtype(experts))
     recorded = np.zeros(len(ids), bool)
     # Views: what is marked in them is marked in the result.
-    there, known = room[start : start + len(rows)], recorded[start : start + len(rows)]
+    there = room[start : start + len(rows)]
+    known = recorded[start : start + len(rows)]
     np.copyto(there, rows, casting="unsafe")
     known[:] = written
     there[~written] = 0
 
-    blank, kinds = np.flatnonzero(~written), " or ".join(empty)
+    blank = np.flatnonzero(~written)
+    kinds = " or ".join(empty)
     different = f"{model.topk} different experts a token"
     if len(blank) == len(rows) > 0:
         problem = f"all {len(rows)} rows are {kinds}"
@@ -100,12 +103,14 @@ def admit(
     if len(copied):
         first = copied[0]
         problem = f"{len(copied)} rows are another token's in all layers, the first is row {start + first}"
-        expected, got = "routes that depend on the token", f"a copy, for token {int(mine[first])}"
+        expected = "routes that depend on the token"
+        got = f"a copy, for token {int(mine[first])}"
         error = source.error(Symptom.STALE_ROWS, problem, expected, got)
         if missing == "error":
             raise error
         _log.warning("%s. They are left without a route", error)
-        there[copied], known[copied] = 0, False
+        there[copied] = 0
+        known[copied] = False
         # A layer may vary by its copies alone, so the rows that are left are looked at again.
         refuse(Symptom.CONSTANT_LAYER, checks.find_constant(there, known, experts, mine, model.layers))
     return RoutedExperts.of_checked(
@@ -165,8 +170,10 @@ def _check_dense(rows: Array, model: RoutedModel, start: int, source: Source) ->
             dense[places] = 0  # a filled row is filled in all columns
     if dense.any():
         row, column, _ = np.argwhere(dense)[0]
-        problem, expected = "a dense layer has experts", "zeros in the columns of dense layers"
-        got, where = f"{dense[row, column].tolist()} in row {start + row}", f"layer {model.dense[column]}"
+        problem = "a dense layer has experts"
+        expected = "zeros in the columns of dense layers"
+        got = f"{dense[row, column].tolist()} in row {start + row}"
+        where = f"layer {model.dense[column]}"
         raise source.error(Symptom.DENSE_COLUMN, problem, expected, got, where=where)
 
 

@@ -73,7 +73,8 @@ def _opened(value: Any, source: Source) -> Mapping[str, Any]:
     said, data = value
     try:
         about = json.loads(said[:_LONGEST_HEAD])
-        (layers, topk), dtype = about["shape"], about["dtype"]
+        (layers, topk) = about["shape"]
+        dtype = about["dtype"]
         size = len(data) // 4 * 3 - data[-2:].count("=")
         rows = size // (layers * topk * np.dtype(_DTYPES[dtype]).itemsize)
         return {"dtype": dtype, "shape": [rows, layers, topk], "data": data}
@@ -111,7 +112,9 @@ def from_envelope(
     NeMo-RL's form has one row more than are `due`, which is dropped.
     """
     value = _opened(envelope, source)
-    shape, first, data = value.get("shape"), value.get("start", start), as_numpy(value.get("data"))
+    shape = value.get("shape")
+    first = value.get("start", start)
+    data = as_numpy(value.get("data"))
     if isinstance(shape, tuple):
         shape = list(shape)
     if not isinstance(shape, list) or len(shape) != 3 or not all(type(n) is int and n >= 0 for n in shape):
@@ -121,7 +124,9 @@ def from_envelope(
     if type(first) is not int or first != start:
         problem = "the rows of the envelope begin at another token than this call says"
         raise source.unreadable(problem, f"start={start}", f"start {quoted(first)}")
-    size, dtype, rows = math.prod(shape), value.get("dtype"), None
+    size = math.prod(shape)
+    dtype = value.get("dtype")
+    rows = None
     if dtype is not None and not (isinstance(dtype, str) and dtype in _DTYPES):
         raise _other_form(source, f"dtype {quoted(dtype)}")
     if isinstance(data, list) and len(data) != size:

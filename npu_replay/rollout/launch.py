@@ -74,7 +74,8 @@ def _text(name: str, value: Any) -> str:
             return str(value)
         if isinstance(value, Mapping):
             return json.dumps(dict(value))
-    problem, expected = "this argument can't be given on a command line", "text, numbers, or a dict as JSON"
+    problem = "this argument can't be given on a command line"
+    expected = "text, numbers, or a dict as JSON"
     cause = "an object of the engine's own: start it in Python, with `arguments`"
     raise ReplayError(problem, where=name, expected=expected, got=type(value).__name__, cause=cause)
 
@@ -109,7 +110,8 @@ def clash(
         problem = row.problem.format_map(plan) or f"gives no routes, or wrong ones, with this {names}"
         expected = row.instead if row.problem else f"{names}: {row.instead}"
         values = ", ".join(f"{called.get(name, name)}={plan[name]!r}" for name in given)
-        got, said = row.got or values, f"{product} {version}"
+        got = row.got or values
+        said = f"{product} {version}"
         return ReplayError(f"{said} {problem}", where="rollout", expected=expected, got=got, cause=row.why)
     return None
 
@@ -129,7 +131,8 @@ def refuse(problem: ReplayError | None) -> None:
 def refuse_untold(product: str, version: Any, parameter: str, example: str, numbers: int = 2) -> None:
     """Refuse a version that names no release: no table could be applied to it."""
     expected = f'the release that it is nearest to: pass {parameter}="{example}", say'
-    cause, where = "a nightly build, or one from a clone without tags", f"rollout, {product}"
+    cause = "a nightly build, or one from a clone without tags"
+    where = f"rollout, {product}"
     problem = "this version doesn't tell its release"
     ReplayError.unless(tells_release(version, numbers), problem, expected, repr(version), cause, where)
 

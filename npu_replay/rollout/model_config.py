@@ -84,7 +84,8 @@ class RoutedModel:
             object.__setattr__(self, name, tuple(map(operator.index, getattr(self, name))))
         _check_most(self.num_layers, MAX_LAYERS, "decoder layers", "RoutedModel")
         _check_most(self.num_experts, MAX_EXPERTS, "experts in a layer", "RoutedModel")
-        layers, every = self.layers, [*self.layers, *self.hashed]
+        layers = self.layers
+        every = [*self.layers, *self.hashed]
         ascending = bool(layers) and list(layers) == sorted(layers) and len(set(every)) == len(every)
         ReplayError.unless(
             ascending and 0 <= min(every) <= max(every) < self.num_layers,
@@ -120,7 +121,8 @@ class RoutedModel:
         """Describe a transformers model, or its wrapper (PEFT's, DDP), by the routers found in it."""
         configs = (getattr(inner, "config", None) for inner in module.modules())
         config: Any = next((one for one in configs if hasattr(one, "get_text_config")), None)
-        got, fine = f"{type(module).__name__}, without a config", config is not None
+        got = f"{type(module).__name__}, without a config"
+        fine = config is not None
         ReplayError.unless(fine, "the number of decoder layers isn't known", "a model of transformers", got)
         check_alike({f"layer {one.label}": (one.topk, one.num_experts) for one in routers})
         _refuse_loops(_Keys.of(config))
@@ -172,7 +174,8 @@ class RoutedModel:
         without = {layer for layer, one in own.items() if 0 in map(one.__getitem__, _EXPERTS)}
         sparse = [layer for layer in _sparse_layers(found, num_layers) if layer not in without]
         # DeepSeek-V4 looks the experts of some layers up by token id.
-        kinds, first = found.kinds("mlp_layer_types", num_layers), found.whole("num_hash_layers") or 0
+        kinds = found.kinds("mlp_layer_types", num_layers)
+        first = found.whole("num_hash_layers") or 0
         hashed = tuple(one for one in sparse if (kinds[one] == "hash_moe" if kinds else one < first))
         numbers = {}
         for layer in sparse or [0]:
@@ -211,21 +214,25 @@ class _Keys:
             if inner is None:
                 return found
             config = inner
-        problem, got = "this config holds configs without end", "another one inside that"
+        problem = "this config holds configs without end"
+        got = "another one inside that"
         expected = f"a language model's, {_DEEPEST} deep at most"
         raise ReplayError(problem, where=found.name, expected=expected, got=got)
 
     @staticmethod
     def of_file(path: Path) -> dict[str, Any]:
-        file, problem = path, "the model's config can't be read"
+        file = path
+        problem = "the model's config can't be read"
         hub = "the name of a model on a hub, which isn't looked up: download it, and give its folder"
         try:
             file = path / "config.json" if path.is_dir() else path
             with plain_file(file) as opened:
                 config: dict[str, Any] = json_text.parse(opened.read())
         except (OSError, ValueError) as error:
-            expected, told = "a Hugging Face config.json, or its folder", isinstance(error, FileNotFoundError)
-            where, cause = str(file), hub if told else ""
+            expected = "a Hugging Face config.json, or its folder"
+            told = isinstance(error, FileNotFoundError)
+            where = str(file)
+            cause = hub if told else ""
             raise ReplayError(problem, where=where, expected=expected, got=error, cause=cause) from error
         kind = type(config).__name__
         ReplayError.unless(kind == "dict", "this isn't a model's config", "an object", kind, where=str(file))
@@ -261,8 +268,10 @@ class _Keys:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
         given = [f"{key}={shown(self[key])}" for key in keys if self[key] is not None]
-        problem, expected = f"the model's config doesn't say {what}", f"one of {', '.join(keys)}, above 0"
-        cause, got = f"a model without experts, or other keys: {_BY_HAND}", ", ".join(given) or "none of them"
+        problem = f"the model's config doesn't say {what}"
+        expected = f"one of {', '.join(keys)}, above 0"
+        cause = f"a model without experts, or other keys: {_BY_HAND}"
+        got = ", ".join(given) or "none of them"
         raise ReplayError(problem, where=self.name, expected=expected, got=got, cause=cause)
 
     def whole(self, key: str) -> int | None:
@@ -300,7 +309,8 @@ class _Keys:
     def unknown(self, key: str) -> ReplayError:
         """Make the error about a key that says in an unknown way which layers have experts."""
         problem = f"the model's config says in an unknown way which layers have experts: {key}"
-        cause, wanted = f"a family that npu_replay doesn't know yet: {_BY_HAND}", "what transformers writes"
+        cause = f"a family that npu_replay doesn't know yet: {_BY_HAND}"
+        wanted = "what transformers writes"
         got = shown(self[key], 200)
         return ReplayError(problem, where=self.name, expected=wanted, got=got, cause=cause)
 
@@ -340,12 +350,14 @@ def _sparse_layers(config: _Keys, num_layers: int) -> list[int]:
             return [layer for layer in range(num_layers) if layer in named]
     if all(config[key] is None for key in _RULES) and not isinstance(config["moe_layer_freq"], (list, tuple)):
         # It may have dense and sparse layers, and only the family's class knows which is which.
-        dense, width = config["intermediate_size"], config["moe_intermediate_size"]
+        dense = config["intermediate_size"]
+        width = config["moe_intermediate_size"]
         widths = width if isinstance(width, (list, tuple)) else (width,)
         if dense is not None and width is not None and dense not in widths:
             problem = "the model's config has dense layers, and doesn't say which they are"
             got = f"intermediate_size={shown(dense)}, moe_intermediate_size={shown(width)} and none of them"
-            expected, cause = f"one of {', '.join((*_KINDS, *_RULES))}", f"{_OF_CLASS}, or {_BY_HAND}"
+            expected = f"one of {', '.join((*_KINDS, *_RULES))}"
+            cause = f"{_OF_CLASS}, or {_BY_HAND}"
             raise ReplayError(problem, where=config.name, expected=expected, got=got, cause=cause)
     return [layer for layer in range(num_layers) if _by_rules(config, layer)]
 
@@ -359,7 +371,8 @@ def _by_rules(config: _Keys, layer: int) -> bool:
         if not frequency[layer]:
             return False
     else:
-        every, offset = config.whole("expert_layer_period"), config.whole("expert_layer_offset")  # Jamba
+        every = config.whole("expert_layer_period")  # Jamba
+        offset = config.whole("expert_layer_offset")
         if layer % (config.whole("moe_layer_freq") or 1) or layer % (every or 1) != (offset or 0):
             return False
     last = config.whole("moe_layer_end_index")

@@ -125,7 +125,8 @@ def _small_ids(text: str | bytes) -> Array | None:
     # takes a third of the time of binascii, which reads one character at a time.
     if not text.isascii():
         return None
-    tables, whole = _bits_of_pairs(), len(text) // 16
+    tables = _bits_of_pairs()
+    whole = len(text) // 16
     ids = np.empty((whole, 3), np.uint16)
     for first in range(0, whole, _BLOCK):
         some = text[16 * first : 16 * min(whole, first + _BLOCK)]
@@ -179,7 +180,8 @@ def from_npy(data: bytes | memoryview, *, source: Source, most: int) -> Array:
         raise source.error(Symptom.SHAPE, _NO_IDS, expected, str(shape)[:200])
     size = math.prod(shape) * dtype.itemsize
     if size > most:
-        problem, got = "the array is larger than the sequence can have routes", f"{size}, shape {shape}"
+        problem = "the array is larger than the sequence can have routes"
+        got = f"{size}, shape {shape}"
         raise source.error(Symptom.TOO_MANY_ROWS, problem, f"at most {most} bytes", got)
     body = view[head.tell() :]
     if len(body) != size:

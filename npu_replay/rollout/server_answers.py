@@ -89,12 +89,14 @@ class Answer(ABC):
         tokens = self.tokens(prompt, output)
         rows = self.rows(model, tokens, start, missing)
         rows = None if rows is None else without_weights(rows, model.topk, self.source)
-        source, device = self.source, self.source.device or "cuda"
+        source = self.source
+        device = self.source.device or "cuda"
         # Some releases give zeros whatever they are started with.
         zeros = [one for one in source.faults if one.always and one.symptom is Symptom.ZEROS]
         never = tells_release(source.version) and any(one.holds(source.version, device) for one in zeros)
         if never and rows is not None and len(rows) and not rows.any():
-            problem, got = f"all {len(rows)} rows are zeros", "nothing that was captured"
+            problem = f"all {len(rows)} rows are zeros"
+            got = "nothing that was captured"
             # `admit` can't see this with a top-k of 1, where zeros are valid ids.
             raise source.error(Symptom.ZEROS, problem, "ids of experts", got)
         found = admit(
@@ -171,7 +173,8 @@ def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> An
             began = shown.lstrip()[:1] in ("{", "[", b"{", b"[")
             cause = "a stream, whose pieces begin with «data:», or an error page of something between"
             cause = "an answer that was cut off on its way, or several in one text" if began else cause
-            problem, got = "the answer isn't JSON", f"{shown!r} ({type(error).__name__})"
+            problem = "the answer isn't JSON"
+            got = f"{shown!r} ({type(error).__name__})"
             expected = f"{expected}, whole"
             raise InvalidRoutes(problem, where=engine, expected=expected, got=got, cause=cause) from error
     elif hasattr(found, "choices") and callable(getattr(found, "model_dump", None)):
@@ -186,7 +189,8 @@ def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> An
     refusal = next((said for name in ("error", "detail", "message") if (said := found.get(name))), None)
     if refusal is not None and not answered:
         said = _words(refusal)
-        problem, got = "the server refused the request", f"«{quoted(said, _SAID)}»"
+        problem = "the server refused the request"
+        got = f"«{quoted(said, _SAID)}»"
         cause = (
             said == "Not Found" and not_found
         ) or "the answer's HTTP status says so too, and wasn't looked at"

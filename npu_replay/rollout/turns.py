@@ -179,8 +179,10 @@ class Rollout:
     @property
     def routes(self) -> RoutedExperts:
         """Return one row per token so far, with the fingerprint and the common weight version."""
-        rows, model = self._rows.first(len(self)), self.model
-        ids, recorded = rows.ids, rows.recorded
+        rows = self._rows.first(len(self))
+        model = self.model
+        ids = rows.ids
+        recorded = rows.recorded
         constant = find_constant(ids, recorded, model.num_experts, self._tokens, model.layers)
         return RoutedExperts.of_checked(
             ids=torch.from_numpy(ids),
@@ -223,7 +225,8 @@ class Rollout:
             ReplayError: other tokens than those so far, routes of another sequence or model, or no routes.
         """
         one_of(keep, get_args(Keep), "way to keep rows", "Rollout")
-        prompt, sampled = token_ids(turn.prompt, _GIVEN), token_ids(turn.sampled, _GIVEN)
+        prompt = token_ids(turn.prompt, _GIVEN)
+        sampled = token_ids(turn.sampled, _GIVEN)
         whole = np.concatenate([prompt, sampled])
         self._check_goes_on(whole)
         rows = self._rows_of(turn, whole)
@@ -247,7 +250,8 @@ class Rollout:
         one_of(keep, get_args(Keep), "way to keep rows", "Rollout")
         models = [sample.model for sample in samples]
         alike = bool(models) and all(one == models[0] for one in models)
-        expected, problem = "one Rollout at least, all of one model", "these samples can't be merged"
+        expected = "one Rollout at least, all of one model"
+        problem = "these samples can't be merged"
         ReplayError.unless(alike, problem, expected, models, where="Rollout")
         merged = cls(samples[0].model, samples[0].missing, samples[0].name, samples[0].sample_key)
         for sample in samples:
@@ -296,12 +300,15 @@ class Rollout:
 
     def _rows_of(self, turn: Turn, whole: Array) -> Rows:
         """Return the rows of a turn, one per token, if they are this sample's."""
-        routes, tokens = turn.routes, len(whole)
+        routes = turn.routes
+        tokens = len(whole)
         rows = Rows.empty(tokens, (0, 0), np.uint8)
-        check, where = MicroBatchError.unless, f"{self._where}, turn {self.turns + 1}"
+        check = MicroBatchError.unless
+        where = f"{self._where}, turn {self.turns + 1}"
         if routes is None:
             cause = 'an engine that captures no routes; missing="native" leaves such rows to the router'
-            expected, problem = "routes of each turn that wasn't aborted", "this turn has no routes"
+            expected = "routes of each turn that wasn't aborted"
+            problem = "this turn has no routes"
             fine = turn.aborted or self.missing == "native"
             ReplayError.unless(fine, problem, expected, None, cause, where)
             return rows

@@ -28,7 +28,8 @@ class StageLabels(tuple[int, ...]):
         cls, labels: Iterable[int], whole: Iterable[int] = (), here: Iterable[int] = ()
     ) -> StageLabels:
         made = super().__new__(cls, labels)
-        made.whole, made.here = tuple(whole), tuple(here)
+        made.whole = tuple(whole)
+        made.here = tuple(here)
         return made
 
     def among(self, layers: tuple[int, ...], where: str = "") -> tuple[int, ...]:
@@ -37,7 +38,8 @@ class StageLabels(tuple[int, ...]):
         # layer.
         if not self.whole or layers in (self, self.here):
             return self
-        count, problem = len(self.whole), "the routes have other MoE layers than the pattern of the model"
+        count = len(self.whole)
+        problem = "the routes have other MoE layers than the pattern of the model"
         if len(layers) != count:
             expected = f"{count} MoE layers, one for each E, labelled {self.whole} here, or this rank's part"
             cause = "another model's Hugging Face config, columns of dense layers, or another rank's part"
@@ -70,7 +72,8 @@ def ids(ids: Any) -> torch.Tensor:
         expected = "torch.Tensor or numpy.ndarray of an integer dtype"
         got = shown(ids) if hasattr(ids, "dtype") else f"{type(ids).__name__}: {shown(ids)}"
         raise InvalidRoutes("ids must be an array of integers", expected=expected, got=got)
-    cause, shape = "a flat payload that wasn't reshaped, or one layer without its axis", list(tensor.shape)
+    cause = "a flat payload that wasn't reshaped, or one layer without its axis"
+    shape = list(tensor.shape)
     fine = tensor.dim() == 3
     InvalidRoutes.unless(fine, "ids has the wrong shape", "[tokens, layers, topk]", shape, cause)
     return tensor
@@ -107,7 +110,8 @@ def mask(recorded: IdArray | None, *, tokens: int) -> torch.Tensor:
     """Return a copy of a caller's mask of the rows with a route; all rows when there is none."""
     if recorded is None:
         return torch.ones(tokens, dtype=torch.bool)
-    expected, problem = f"bool, shape ({tokens},)", "recorded must say of each token whether it has a route"
+    expected = f"bool, shape ({tokens},)"
+    problem = "recorded must say of each token whether it has a route"
     rows = on_host(recorded)
     fine = rows.dtype == torch.bool and rows.shape == (tokens,)
     InvalidRoutes.unless(fine, problem, expected, f"{rows.dtype}, shape {tuple(rows.shape)}")

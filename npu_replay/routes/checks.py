@@ -115,7 +115,8 @@ def find_outside(
     row, column, slot = places[0].tolist()
     count = len(np.unique(places[:, :2], axis=0))
     problem = f"an id is out of range, the first in row {first_row + row} ({count} such token-layers)"
-    expected, got = f"ids from 0 to {num_experts - 1}", int(ids[row, column, slot])
+    expected = f"ids from 0 to {num_experts - 1}"
+    got = int(ids[row, column, slot])
     return Finding(problem, expected, got, column)
 
 
@@ -126,7 +127,8 @@ def find_twice(ids: Array, recorded: Array, first_row: int = 0) -> Finding | Non
         return None
     row, column = places[0].tolist()
     problem = f"{len(places)} token-layers name an expert twice, the first in row {first_row + row}"
-    expected, got = f"{ids.shape[2]} different experts a token", ids[row, column].tolist()
+    expected = f"{ids.shape[2]} different experts a token"
+    got = ids[row, column].tolist()
     return Finding(problem, expected, got, column)
 
 
@@ -157,7 +159,8 @@ def find_constant(
         return None
     column = int(wrong[0])
     problem = f"all {len(at)} recorded rows are the same (in {len(wrong)} of the layers)"
-    expected, got = "routes that depend on the token", f"{ids[at[0], column].tolist()} in every row"
+    expected = "routes that depend on the token"
+    got = f"{ids[at[0], column].tolist()} in every row"
     return Finding(problem, expected, got, column)
 
 
@@ -241,7 +244,8 @@ def repeated_rows(ids: Array, tokens: Array) -> Array:
     half = np.uint64(0xFFFF_FFFF)
     keys = np.sort(_hashes(words) & ~half | np.arange(len(words), dtype=np.uint64))
     at = np.flatnonzero((keys[1:] ^ keys[:-1]) <= half)  # the same hash as the one before
-    rows, others = (keys[at + 1] & half).astype(np.int64), (keys[at] & half).astype(np.int64)
+    rows = (keys[at + 1] & half).astype(np.int64)
+    others = (keys[at] & half).astype(np.int64)
     apart = tokens[rows] != tokens[others]
     rows, others = rows[apart], others[apart]
     return np.sort(rows[(words[rows] == words[others]).all(axis=1)])
@@ -249,7 +253,8 @@ def repeated_rows(ids: Array, tokens: Array) -> Array:
 
 def copied_rows(ids: Array, recorded: Array, num_experts: int, tokens: Array) -> Array:
     """Return the rows of `repeated_rows` if they are too many, else none; see `find_constant`."""
-    none, least = np.empty(0, np.int64), int(recorded.sum()) // COPIED_PART + 1
+    none = np.empty(0, np.int64)
+    least = int(recorded.sum()) // COPIED_PART + 1
     if ids.size == 0 or not tells_apart(ids.shape[1], num_experts, ids.shape[2]):
         return none
     # Few rows of a right sample agree in a few places of all layers, which is seen before all ids are read.

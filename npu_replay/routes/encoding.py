@@ -54,7 +54,8 @@ class Header:
     """Holds the header of samples of one model; `text` is empty for one that was read."""
 
     def __init__(self, model: dict[str, Any], samples: dict[str, dict[str, Any]]) -> None:
-        self.model, self.samples = model, samples
+        self.model = model
+        self.samples = samples
         dtype, self._dtype = ("U8", "u1") if model["num_experts"] <= 256 else ("I16", "<i2")
         self._columns = [len(model["layers"]), model["topk"]]
         self._row = self._columns[0] * self._columns[1] * np.dtype(self._dtype).itemsize
@@ -86,7 +87,8 @@ class Header:
             raise ValueError("its header is cut short, or it isn't in the safetensors layout")
         text = read(0, end).tobytes()
         about = json.loads(text[8:]).get("__metadata__") or {}
-        found, expected = about.get("format"), f"metadata format {FORMAT!r}"
+        found = about.get("format")
+        expected = f"metadata format {FORMAT!r}"
         cause = "safetensors of something else (a checkpoint?), or of another version of npu_replay"
         fine = found in (FORMAT, WITH_MICRO_BATCH)
         RouteFileError.unless(fine, "this doesn't hold routes", expected, found, cause)
@@ -122,11 +124,14 @@ class Header:
         expected = (
             f"the sample {key}" if key else "one sample without a key, as save() and to_bytes() write it"
         )
-        got, cause = f"{len(self.samples)} others", "a shard of a RouteStore, which is read by its folder"
+        got = f"{len(self.samples)} others"
+        cause = "a shard of a RouteStore, which is read by its folder"
         RouteFileError.unless(key in self.samples, "this sample isn't here", expected, got, cause)
         known = self.samples[key]
-        tokens, first = known["tokens"], self._first[key]
-        start, mask = self._ids + first * self._row, self._recorded + first
+        tokens = known["tokens"]
+        first = self._first[key]
+        start = self._ids + first * self._row
+        mask = self._recorded + first
         ids = read(start, start + tokens * self._row).view(self._dtype).reshape(tokens, *self._columns)
         recorded = read(mask, mask + tokens)
         same = _digest(self.model, key, known, ids, recorded) == known["digest"]
@@ -148,14 +153,16 @@ def decode(read: Read, size: int) -> dict[str, Any]:
 
 def encode(samples: Mapping[str, Mapping[str, Any]]) -> list[bytes | memoryview]:
     """Return the header, all samples' ids and all masks, uncopied; `samples` are RoutedExperts' arguments."""
-    model, described = dict[str, Any](), dict[str, dict[str, Any]]()
+    model = dict[str, Any]()
+    described = dict[str, dict[str, Any]]()
     for key, one in samples.items():
         model = {"layers": [*one["layers"]], "topk": one["ids"].shape[2], "num_experts": one["num_experts"]}
         known = {"tokens": len(one["ids"]), **{name: one[name] for name in _CARRIED}}
         known |= _described_micro_batch(one["placement"].row_order, one["placement"].inputs)
         described[key] = known | {"digest": _digest(model, key, known, one["ids"], one["recorded"])}
     text = Header(model, described).text
-    fits, cause = len(text) <= 8 + _LONGEST_HEADER, "keys or weight versions that are long texts"
+    fits = len(text) <= 8 + _LONGEST_HEADER
+    cause = "keys or weight versions that are long texts"
     RouteFileError.unless(fits, "the header is too long", f"{_LONGEST_HEADER} bytes", len(text) - 8, cause)
     arrays = (one[what] for what in ("ids", "recorded") for one in samples.values())
     return [text, *(array.reshape(-1).view(np.uint8).data for array in arrays)]

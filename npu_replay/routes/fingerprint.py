@@ -32,7 +32,8 @@ def fingerprint(token_ids: torch.Tensor | np.ndarray | Sequence[int], *, sample_
     """
     ids = as_token_ids(token_ids)
     if ids is None:
-        problem, expected = "these aren't the token ids of one sequence", "integers, [tokens]"
+        problem = "these aren't the token ids of one sequence"
+        expected = "integers, [tokens]"
         cause = "a batch (take its samples one by one), or logits, text or embeddings in its place"
         raise ReplayError(problem, where="fingerprint", expected=expected, got=shown(token_ids), cause=cause)
     ids = np.ascontiguousarray(ids, dtype="<i8")
@@ -70,7 +71,8 @@ def find_other_tokens(rows: int, theirs: int | None, tokens: int, mark: int | No
         return wrong_length
     if mark is None or theirs is None or theirs == mark:
         return None
-    problem, expected = "the routes belong to other tokens", f"fingerprint {mark:#018x}"
+    problem = "the routes belong to other tokens"
+    expected = f"fingerprint {mark:#018x}"
     cause = "retokenised text, a shuffled batch, parts merged in another order, another sample or its key"
     return Finding(problem, expected, f"{theirs:#018x}", cause=cause)
 

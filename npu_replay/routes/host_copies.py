@@ -25,7 +25,8 @@ class HostCopy:
             for event in self._events:
                 event.record()
         except (RuntimeError, NotImplementedError):
-            self._tensors, self._on_way = list(tensors), False
+            self._tensors = list(tensors)
+            self._on_way = False
 
     def has_come(self) -> bool:
         """Return whether a read waits for nothing."""

@@ -35,8 +35,10 @@ class InputCheck:
 
         `row_order` is that of the model's routers, if it is known.
         """
-        inputs, called = self.known[number], given.on_host()
-        fed, shape = None if inputs is None else inputs.fed, called.tokens.shape
+        inputs = self.known[number]
+        called = given.on_host()
+        fed = None if inputs is None else inputs.fed
+        shape = called.tokens.shape
         other = find_other_order(row_order, self._orders[number], fed, shape)
         other = other or find_other_padding(fed, called.real)
         if other is not None:

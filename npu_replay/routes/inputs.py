@@ -182,13 +182,15 @@ def find_other_order(
     """
     problem = "the routes were laid out in another order of rows than the model's"
     if model is not None and order is not None and model != order:
-        expected, got = f"TokenLayout with order={model!r}", f"order={order!r}"
+        expected = f"TokenLayout with order={model!r}"
+        got = f"order={order!r}"
         cause = "order= left at Megatron's, sequence-major, for a model of transformers (batch-major)"
         if model == "sequence":
             cause = "order= left at transformers', batch-major, for a model of Megatron's (sequence-major)"
         return Finding(problem, expected, got, cause=cause)
     if model == "sequence" and order is None and fed is not None and is_grid(shape):
-        expected, got = f"TokenLayout.padded, for a call with token ids {[*shape]}", "rows of one stream"
+        expected = f"TokenLayout.padded, for a call with token ids {[*shape]}"
+        got = "rows of one stream"
         cause = "TokenLayout.packed, or a probe that returns flat rows, for a batch that is padded"
         return Finding(problem, expected, got, cause=cause)
     return None

@@ -87,7 +87,8 @@ def compare(
     ReplayError.unless(mask is None, "a mask goes with log-probs; routings say themselves which rows count")
     ours, theirs = (one if isinstance(one, RoutedExperts) else _joined(one) for one in (a, b))
     layers, both = check_comparable(ours, theirs)  # one common row at least, so nothing is divided by 0
-    differ, compared = differing_token_layers(ours, theirs), both * len(layers)
+    differ = differing_token_layers(ours, theirs)
+    compared = both * len(layers)
     differing = int(differ.sum())
     by_layer = dict(zip(layers, (differ.sum(dim=0) / both).tolist(), strict=True))
     tokens = int(differ.any(dim=1).sum()) / both
@@ -129,8 +130,10 @@ def check_comparable(a: RoutedExperts, b: RoutedExperts) -> tuple[list[int], int
         ("number of experts", a.num_experts, b.num_experts),
     ):
         InvalidRoutes.unless(ours == theirs, f"these routings differ in {what}", ours, theirs)
-    layers, both = [layer for layer in a.layers if layer in b.layers], int((_known(a) & _known(b)).sum())
-    got, expected = f"{len(layers)} common layers, {both} common rows", "a layer, and a row recorded in both"
+    layers = [layer for layer in a.layers if layer in b.layers]
+    both = int((_known(a) & _known(b)).sum())
+    got = f"{len(layers)} common layers, {both} common rows"
+    expected = "a layer, and a row recorded in both"
     fine = bool(layers) and both > 0
     InvalidRoutes.unless(fine, "these routings have nothing in common to compare", expected, got)
     return layers, both

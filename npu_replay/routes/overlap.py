@@ -18,7 +18,8 @@ from npu_replay.routes.checks import Array
 
 RUN = 64
 """The least number of judged rows, and the length of judged runs of consecutive tokens."""
-_LEAST, _MOST = 0.15, 0.25
+_LEAST = 0.15
+_MOST = 0.25
 """Limits of the expected overlap, as a part of the way from chance to 1.
 
 Right routes at 4 bits had 0.19 and more, wrong ones less than 0.1, a wrong layer among right ones up to 0.2.
@@ -61,7 +62,8 @@ class Judged:
     def chance(self) -> Array:
         """Return the overlap of each layer's rows with the own choice of other rows, [layers]."""
         # The pairs of a given and a chosen expert in different rows that are the same expert.
-        count, topk = len(self.given), self.given.shape[2]
+        count = len(self.given)
+        topk = self.given.shape[2]
         pairs = (self.loads[:, 0] * self.loads[:, 1]).sum(axis=1) - self.hits.sum(axis=1, dtype=np.int64)
         chance: Array = pairs / (topk * count * max(1, count - 1))
         return chance
@@ -129,7 +131,8 @@ def judge(rows: Judged, *, least: float | None = None, before: int = 0, moved: b
         at = int(runs.argmin())
         # Or the best run's way: wrong rows in one place lower all layers, and not the runs in other places.
         best = max(best, (runs.max() - chance.mean()) / max(1 - chance.mean(), 1e-9))
-        run, there = each[at : at + RUN], slice(before + at, before + at + RUN)
+        run = each[at : at + RUN]
+        there = slice(before + at, before + at + RUN)
         limit = float(floor_of(chance.mean(), run, RUN))
         if least is None and run.mean() < limit:
             limit -= _error_of_few(rows.own[there], rows.hits[:, there])
@@ -146,7 +149,8 @@ def _error_of_few(own: Array, hits: Array) -> float:
     If one token is repeated, all rows are one, and chance equals their overlap: one near tie then lowers a
     whole layer. `own` is [rows, layers, topk]; `hits` are those of the layers in question, [layers, rows].
     """
-    topk, some = own.shape[2], np.random.default_rng(0).permutation(len(own))[:_PAIRS]
+    topk = own.shape[2]
+    some = np.random.default_rng(0).permutation(len(own))[:_PAIRS]
     pairs = own[some, :, :, None] == own[np.roll(some, 1), :, None, :]
     alike = float((pairs.mean(axis=(1, 2, 3)) * topk > _ALIKE).mean())
     if alike < 1 / 4:
@@ -184,7 +188,8 @@ def _moved(rows: Judged, at: int, span: tuple[int, int], fits: float, chance: fl
     """Find by how much 256 rows from `at` on, in a sequence of this span, are moved."""
     some = slice(None, None, max(1, -(-rows.own.shape[1] // _LAYERS)))
     end = min(at + 4 * RUN, span[1])
-    low, high = max(span[0], at - _SHIFTS), min(span[1], end + _SHIFTS)
+    low = max(span[0], at - _SHIFTS)
+    high = min(span[1], end + _SHIFTS)
     here = _one_hot(rows.own[at:end, some], rows.loads.shape[2])
     there = _one_hot(rows.given[low:high, some], rows.loads.shape[2])
     overlaps = here @ there.T / rows.given[0, some].size  # [rows here, rows there]
@@ -196,7 +201,8 @@ def _moved(rows: Judged, at: int, span: tuple[int, int], fits: float, chance: fl
         if shift == 0 or len(moved) < 0.75 * (end - at):
             continue
         kept = now[max(0, -offset) :][: len(moved)]
-        gain, mean = moved - kept, float(moved.mean())
+        gain = moved - kept
+        mean = float(moved.mean())
         if gain.mean() > max(_GAIN, 4 * gain.std() / math.sqrt(len(gain))) and mean > fits:
             fits = mean
             best = Misfit(float(kept.mean()), mean, chance, first=at, shift=-shift, there=mean)

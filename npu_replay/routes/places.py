@@ -36,7 +36,8 @@ class Places(NamedTuple):
     def of(cls, call: Mapping[str, Any], padding: int = 0) -> Places:
         """Find the places of a call with these arguments, padded (with 0 or `padding`) or packed."""
         fed = [call[name] for name in (*IDS, "inputs_embeds") if isinstance(call.get(name), torch.Tensor)]
-        known, wanted = bool(fed) and not fed[0].is_nested and fed[0].dim() >= 2, " or ".join(IDS)
+        known = bool(fed) and not fed[0].is_nested and fed[0].dim() >= 2
+        wanted = " or ".join(IDS)
         _refuse_unless(known, "this call has no token ids", f"{wanted}, [batch, sequence]", sorted(call))
         real = _real(call.get("attention_mask"), tuple(fed[0].shape[:2]))
         begins = real & ~_before(real)
@@ -48,22 +49,23 @@ class Places(NamedTuple):
         if positions is not None:  # a sequence begins at each 0
             numbers = on_host(positions)
             numbers = numbers[0] if numbers.ndim == 3 else numbers
-            alike, problem = (
-                numbers.shape[-1:] == real.shape[-1:],
-                "position_ids have another shape than the ids",
-            )
+            alike = numbers.shape[-1:] == real.shape[-1:]
+            problem = "position_ids have another shape than the ids"
             _refuse_unless(alike and len(numbers) in (1, len(real)), problem, [*real.shape], [*numbers.shape])
             numbers = np.broadcast_to(numbers, real.shape)
             starts = real & (numbers == 0)
             goes_on = ~real | starts | (numbers == _before(numbers) + 1)
-            fine, problem = (~begins | starts) & goes_on, "these position_ids are of a part of a sequence"
-            expected, got = "positions from 0 in each sequence", numbers[real].tolist()[:20]
+            fine = (~begins | starts) & goes_on
+            problem = "these position_ids are of a part of a sequence"
+            expected = "positions from 0 in each sequence"
+            got = numbers[real].tolist()[:20]
             cause = "sequence or context parallelism, which gives each rank a part; or positions that count "
             _refuse_unless(bool(fine.all()), problem, expected, got, f"{cause}padding")
             begins = starts
         elif bounds is not None:
             bounds = on_host(bounds)
-            problem, expected = "the cumulative lengths exceed the call's tokens", f"at most {real.size}"
+            problem = "the cumulative lengths exceed the call's tokens"
+            expected = f"at most {real.size}"
             cause = "sequence or context parallelism: each rank has a part of the tokens, and all lengths"
             _refuse_unless(bounds[-1] <= real.size, problem, expected, int(bounds[-1]), cause)
             # Behind the last sequence is the padded end of a packed stream.
@@ -99,24 +101,25 @@ def read_batch(
     for name, one in call.items():
         if one.dim() == 1 and name != "cu_seqlens":
             call[name] = one[None]
-    ids, bounds = call["input_ids"], call.get("cu_seqlens")
+    ids = call["input_ids"]
+    bounds = call.get("cu_seqlens")
     fine = ids.dim() == 2 and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    problem, expected = (
-        "these aren't the token ids of a batch",
-        "whole numbers, [batch, sequence] or [tokens]",
-    )
+    problem = "these aren't the token ids of a batch"
+    expected = "whole numbers, [batch, sequence] or [tokens]"
     _refuse_unless(fine, problem, expected, shown(ids))
     if bounds is not None:
         _check_bounds(bounds, call)
     spans = Places.of(call).spans
     if bounds is not None:
         told = [(first, end) for first, end in pairwise(bounds.tolist()) if first < end]
-        problem, expected = "cu_seqlens and the other arguments tell different sequences", f"{told}"[:200]
+        problem = "cu_seqlens and the other arguments tell different sequences"
+        expected = f"{told}"[:200]
         cause = "cu_seqlens that count other tokens: they count the places of input_ids, row after row"
         _refuse_unless(spans == told, problem, expected, f"{spans}"[:200], cause)
     if mask is None:
         _check_end(ids, spans)
-    places, flat = torch.full((ids.numel(),), -1), ids.reshape(-1)
+    places = torch.full((ids.numel(),), -1)
+    flat = ids.reshape(-1)
     inside = [torch.arange(first, end) for first, end in spans]
     lengths = tuple(map(len, inside))
     places[torch.cat([torch.arange(0), *inside])] = torch.arange(sum(lengths))
@@ -129,7 +132,8 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
         if not is_plain(found):
             raise TypeError("no plain tensor")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        problem, expected = f"{name} can't be read", "a tensor or an array with a number for each token"
+        problem = f"{name} can't be read"
+        expected = "a tensor or an array with a number for each token"
         cause = "sequences of several lengths in one list, or a nested tensor: pad or pack them"
         raise MicroBatchError(problem, expected=expected, got=shown(value), cause=cause) from error
     return found
@@ -139,10 +143,8 @@ def _check_bounds(bounds: torch.Tensor, call: Mapping[str, torch.Tensor]) -> Non
     """Refuse cumulative lengths that don't cover the tokens of a call."""
     whole = bounds.dim() == 1 and len(bounds) > 1 and not bounds.is_floating_point()
     fine = whole and int(bounds[0]) == 0 and bool((bounds.diff() >= 0).all())
-    problem, expected = (
-        "cu_seqlens are no cumulative lengths",
-        "ascending whole numbers from 0 on, [sequences + 1]",
-    )
+    problem = "cu_seqlens are no cumulative lengths"
+    expected = "ascending whole numbers from 0 on, [sequences + 1]"
     _refuse_unless(fine, problem, expected, f"{bounds.tolist()}"[:200], "lengths in their place")
     mask = call.get("attention_mask")
     tokens = call["input_ids"].numel() if mask is None else int((mask != 0).sum())
@@ -160,7 +162,8 @@ def _check_end(ids: torch.Tensor, spans: list[tuple[int, int]]) -> None:
     for first, end in spans:
         row, begin = divmod(first, width)
         alike = begin > 0 and end % width == 0 and bool((ids[row, begin:] == ids[row, -1]).all())
-        problem, expected = "the end of a packed row may be padding", "an attention_mask that tells"
+        problem = "the end of a packed row may be padding"
+        expected = "an attention_mask that tells"
         got = f"row {row}: id {int(ids[row, -1])} from place {begin} to the end, {width - begin} times"
         cause = "padding to a multiple: attention_mask= with 0 there, or with 1 where these are tokens"
         _refuse_unless(not alike, problem, expected, got, cause)
@@ -184,7 +187,8 @@ def _real(mask: Any, shape: tuple[int, ...]) -> Array:
         return np.ones(shape, dtype=bool)
     alike = isinstance(mask, torch.Tensor) and mask.shape == shape
     flags = on_host(mask) if alike else np.full(1, -1)
-    problem, expected = "this attention_mask doesn't tell which places are padding", f"0 and 1, {list(shape)}"
+    problem = "this attention_mask doesn't tell which places are padding"
+    expected = f"0 and 1, {list(shape)}"
     got = "other numbers" if alike else list(getattr(mask, "shape", [])) or type(mask).__name__
     cause = "a mask of four dimensions, of sequence numbers (packing), or a dict of several"
     _refuse_unless(bool(((flags == 0) | (flags == 1)).all()), problem, expected, got, cause)
@@ -192,6 +196,7 @@ def _real(mask: Any, shape: tuple[int, ...]) -> Array:
     runs = (real & ~_before(real)).sum(axis=1)
     got = f"{int(runs.max(initial=0))} in row {int(runs.argmax()) if len(runs) else 0}"
     cause = "tokens that are masked out between others (tool answers, say): mask them in the loss instead"
-    problem, expected = "this attention_mask has holes", "one run of ones in each row"
+    problem = "this attention_mask has holes"
+    expected = "one run of ones in each row"
     _refuse_unless(bool((runs <= 1).all()), problem, expected, got, cause)
     return real

@@ -228,7 +228,8 @@ class RoutedExperts:
         cause = "the routes of another sequence, or a layout made for other lengths"
         fine = whole and index.dim() == 1 and largest < len(self)
         InvalidRoutes.unless(fine, problem, expected, got, cause)
-        ids, recorded = self.ids, self.recorded
+        ids = self.ids
+        recorded = self.recorded
         # All rows are negative then, and np.take below needs a row to read.
         if not len(self):
             ids, recorded = ids.new_zeros(1, *ids.shape[1:]), recorded.new_zeros(1)
@@ -255,11 +256,13 @@ class RoutedExperts:
                 layers, which must be the same in every part.
         """
         InvalidRoutes.unless(len(parts) > 0, "concat() needs at least one RoutedExperts", ">= 1", 0)
-        first, cause = parts[0], "routes of different models, or of engines that report other columns"
+        first = parts[0]
+        cause = "routes of different models, or of engines that report other columns"
         alike = ("num_experts", "topk") if layers is not None else ("layers", "num_experts", "topk")
         for number, part in enumerate(parts):
             for what in alike:
-                ours, theirs = getattr(first, what), getattr(part, what)
+                ours = getattr(first, what)
+                theirs = getattr(part, what)
                 problem = f"part {number} of concat() has other {what}"
                 InvalidRoutes.unless(ours == theirs, problem, ours, theirs, cause)
         labels = first.layers if layers is None else arguments.labels(layers)
@@ -333,7 +336,8 @@ class RoutedExperts:
             tokens: [tokens], their ids; without them each counts as another, unless `constant_layers_ok`.
         """
         if not self.constant_layers_ok:
-            ids, rows = self.ids.numpy(), self.recorded.numpy()
+            ids = self.ids.numpy()
+            rows = self.recorded.numpy()
             found = checks.find_constant(ids, rows, self.num_experts, tokens, self.layers)
             _refuse(found, self.layers, checks.CONSTANT_CAUSE)
         return self
@@ -412,7 +416,8 @@ _OF_MICRO_BATCH = ("placement", "shown")
 
 def _unpickled(values: dict[str, Any]) -> RoutedExperts:
     lacking = {one.name for one in fields(RoutedExperts)} - values.keys() - {*_OF_MICRO_BATCH, "made_at"}
-    problem, got = "this pickle is of another version of npu_replay", f"routes without {sorted(lacking)}"
+    problem = "this pickle is of another version of npu_replay"
+    got = f"routes without {sorted(lacking)}"
     RouteFileError.unless(not lacking, problem, "one version on all nodes", got)
     arrays = {name: arguments.shared_tensor(values[name]) for name in ("ids", "recorded")}
     return RoutedExperts.of_checked(**values | arrays)

@@ -60,7 +60,8 @@ class RouteStore(Mapping[str, RoutedExperts]):
         self.folder = Path(folder)
         self._headers: dict[Path, tuple[tuple[int, ...], Header]] = {}
         shards = sorted(self.folder.glob(f"{'*' if shard is None else glob.escape(shard)}{_ENDING}"))
-        problem, expected = "there are no routes in this folder", f"NAME{_ENDING}"
+        problem = "there are no routes in this folder"
+        expected = f"NAME{_ENDING}"
         cause = "another folder, or a job that ended before its first shard was full: close the writer"
         RouteFileError.unless(bool(shards), problem, expected, "none", cause, str(self.folder))
         self._samples: dict[str, tuple[Path, dict[str, Any]]] = {}
@@ -118,12 +119,14 @@ class RouteStore(Mapping[str, RoutedExperts]):
         """
         # The upper half of a fingerprint is the tokens', the lower the sample key's.
         mark = fingerprint(tokens, sample_key=sample_key)
-        key, same = key_of(mark), self._of_tokens.get(mark >> 32, [])
+        key = key_of(mark)
+        same = self._of_tokens.get(mark >> 32, [])
         if sample_key is None and len(same) > 1:
             raise self._ambiguous(key, f"{len(same)} samples, {', '.join(same[:4])}")
         got = f"{len(self)} samples, of which {len(same)} have these tokens and another sample_key"
         cause = "another batch or sample_key than was recorded, or text that was tokenised again"
-        problem, expected = "no routes of these tokens", f"{key} ({len(tokens)} tokens)"
+        problem = "no routes of these tokens"
+        expected = f"{key} ({len(tokens)} tokens)"
         RouteFileError.unless(key in self, problem, expected, got, cause, str(self.folder))
         found = self._read(key, as_token_ids(tokens))
         if (other := find_other_tokens(len(found), found.fingerprint, len(tokens), mark)) is not None:
@@ -143,7 +146,8 @@ class RouteStore(Mapping[str, RoutedExperts]):
             return RoutedExperts.of_decoded(found).check_not_constant(tokens)
 
     def _ambiguous(self, key: str, got: str) -> RouteFileError:
-        problem, where = "several samples have these tokens; which is meant?", f"{self.folder}, {key}"
+        problem = "several samples have these tokens; which is meant?"
+        where = f"{self.folder}, {key}"
         expected = "a sample_key, in add() and in of(); or one writer's, RouteStore(folder, shard=...)"
         cause = "the same question about other images, or one answer that two ranks sampled"
         return RouteFileError(problem, where=where, expected=expected, got=got, cause=cause)
@@ -165,7 +169,9 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
     def __init__(self, folder: Path, name: str, shard_bytes: int) -> None:
         fine = name.isprintable() and bool(name) and Path(name).name == name
         RouteFileError.unless(fine, "bad name of a writer", "a file name without folders", shown(name))
-        self.folder, self.name, self.shard_bytes = folder, name, shard_bytes
+        self.folder = folder
+        self.name = name
+        self.shard_bytes = shard_bytes
         self._keys: set[str] = set()
         self._waiting: dict[str, RoutedExperts] = {}
         self._model: tuple[Any, ...] | None = None
@@ -223,10 +229,12 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         if not self._waiting:
             return None
         # Counted before it is written, so that another try after a failure takes a new name.
-        shard, self._shards = self._file(self._shards), self._shards + 1
+        shard = self._file(self._shards)
+        self._shards = self._shards + 1
         samples = {key: routes.encodable() for key, routes in self._waiting.items()}
         write_whole(shard, *encode(samples), overwrite=False)
-        self._waiting, self._bytes = {}, 0
+        self._waiting = {}
+        self._bytes = 0
         return shard.stem
 
     def __exit__(

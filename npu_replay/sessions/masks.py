@@ -38,9 +38,18 @@ def unmasked(scores: torch.Tensor, fills: Sequence[Fill], topk: int, ids: torch.
     before, mask = before_fills(scores, fills)
     if mask is None:
         return filled
+    return torch.where(_keeps_fill(mask, scores, topk), filled, before.gather(1, ids))
+
+
+def unfilled(scores: torch.Tensor, fills: Sequence[Fill], topk: int) -> torch.Tensor:
+    """Return the scores of all experts as `unmasked` does, [rows, experts]."""
+    before, mask = before_fills(scores, fills)
+    return scores if mask is None else torch.where(_keeps_fill(mask, scores, topk), scores, before)
+
+
+def _keeps_fill(mask: torch.Tensor, scores: torch.Tensor, topk: int) -> torch.Tensor:
     with outside_modes():
-        keeps_fill = mask.expand(scores.shape).sum(dim=1, keepdim=True) > scores.shape[1] - topk
-    return torch.where(keeps_fill, filled, before.gather(1, ids))
+        return mask.expand(scores.shape).sum(dim=1, keepdim=True) > scores.shape[1] - topk
 
 
 def before_fills(scores: torch.Tensor, fills: Sequence[Fill]) -> tuple[torch.Tensor, torch.Tensor | None]:

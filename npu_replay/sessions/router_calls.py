@@ -123,7 +123,7 @@ class RouterCalls:
         if call.forward is None or self._behind is not None or self._mend is not None or self._is_block:
             return False
         here.armed = here.running = None
-        self._witness.saw_quickly(self.router, call, self._shows(output))
+        self._witness.saw_quickly(self.router, call, call.ids, self._shows(output))
         return True
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -138,7 +138,8 @@ class RouterCalls:
         """Return the call that begins; None if the router is left alone."""
         router = self.router
         hidden = args[0] if args and isinstance(args[0], torch.Tensor) else hidden_states(args, kwargs)
-        call = seam.Call(self, self._rows_of(hidden))
+        rows = self._rows_of(hidden)
+        call = seam.Call(rows, self.num_experts, self.topk, given=self.is_given, owner=self)
         number = self._marks.take_announced(router.module)
         if number is None and backward.in_backward():
             number = self._timeline.recomputed(self._chunk, self.label)
@@ -237,7 +238,7 @@ class RouterCalls:
         missing = given.missing
         ids, call.lent = given.by_layer[self.label]
         ids = ids.long()
-        if call.forward.compares:
+        if call.forward.compares and self._own is not None:
             self._own.compare(call, ids, missing, given.routes)
         if missing is not None:  # never in place: layers may share their storage
             ids = ids.index_copy(0, missing, call.own(missing))

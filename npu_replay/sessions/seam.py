@@ -94,7 +94,6 @@ class Call:
     """
 
     # Set by the caller before `begin`. Class attributes, so that a call sets only what differs:
-    choose: Choose
     steps: Steps | None = None  # what makes the scores, to tell a mask that isn't undone; needs `watching`
     watching = False  # Watch is on, until the top-k is caught
     forward: Any = None
@@ -129,12 +128,15 @@ class Call:
     outer: Call | None = None  # the previously armed call
     _depth = 0
 
-    def __init__(self, owner: Any, rows: int) -> None:
+    def __init__(
+        self, rows: int, num_experts: int, topk: int, *, given: bool = False, owner: Any = None
+    ) -> None:
         self.owner = owner
-        self.given = owner.is_given  # the ids may differ from the router's own choice
+        self.given = given  # the ids may differ from the router's own choice
         self.rows = rows
-        self.num_experts = owner.num_experts
-        self.topk = owner.topk
+        self.num_experts = num_experts
+        self.topk = topk
+        self.choose: Choose = Call.own
         self.seen: list[str] = []  # functions called before the top-k was caught, while Watch was on
         self.fills: list[Fill] = []  # of scores over the experts, before the top-k
 

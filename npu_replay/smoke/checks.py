@@ -88,7 +88,8 @@ class Trial:
 
 def collectives(trial: Trial) -> str:
     """Check the results of the collectives that npu_replay uses, in the groups that it uses."""
-    rank, problems = dist.get_rank(), []
+    rank = dist.get_rank()
+    problems = []
     for group in [dist.group.WORLD, *trial.parallel.groups]:
         ranks = dist.get_process_group_ranks(group)
         total = torch.tensor([2**40 + 1, rank], device=trial.device)  # above what a float32 can count
@@ -169,7 +170,8 @@ def recompute(trial: Trial) -> str:
     with npu_replay.replay(trial.chunks, routes):
         kept = trial.step()
     chunks = build(trial.options, trial.routing, trial.device, recompute=True)
-    routers, calls = routers_of(chunks), []
+    routers = routers_of(chunks)
+    calls = []
     for router in routers:
         router.module.register_forward_hook(lambda *_: calls.append(1))
     with npu_replay.observe(chunks) as observation, npu_replay.replay(chunks, routes):
@@ -211,7 +213,8 @@ def _same(ours: list[RoutedExperts], theirs: list[RoutedExperts], differ: str) -
     """Return the number of token-layers; raise Wrong, «3 of 120 token-layers DIFFER», if experts differ."""
     lacking = sum(int((~one.recorded).sum()) for one in ours)
     Wrong.unless(not lacking, f"{lacking} rows have no route, or show fewer experts than top-k")
-    wrong, count = differing(ours, theirs), sum(len(one) * len(one.layers) for one in ours)
+    wrong = differing(ours, theirs)
+    count = sum(len(one) * len(one.layers) for one in ours)
     Wrong.unless(not wrong, f"{wrong} of {count} token-layers {differ}")
     return count
 

@@ -129,7 +129,8 @@ def chunks(cfg: Any, *, build: Callable[..., Any] = model, **about: Any) -> list
     """
     from megatron.core import parallel_state
 
-    place, last = parallel_state.get_pipeline_model_parallel_rank(), cfg.pipeline_model_parallel_size - 1
+    place = parallel_state.get_pipeline_model_parallel_rank()
+    last = cfg.pipeline_model_parallel_size - 1
     count = cfg.virtual_pipeline_model_parallel_size or 1
     return [
         build(
@@ -151,7 +152,8 @@ def causal(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     >>> causal(torch.zeros(1, 2))["attention_mask"].tolist()
     [[[[False, True], [False, False]]]]
     """
-    (batch, length), device = tokens.shape, tokens.device
+    (batch, length) = tokens.shape
+    device = tokens.device
     hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
     return {
         "position_ids": torch.arange(length, device=device).expand(batch, length),

@@ -167,7 +167,8 @@ def plan(
 
     With `other`, the same sequences come in another order, and padded further.
     """
-    padded, count = options.alignment * -(-13 // options.alignment), BATCH * options.micro_batches
+    padded = options.alignment * -(-13 // options.alignment)
+    count = BATCH * options.micro_batches
     generator = torch.Generator().manual_seed(5 + parallel.dp_rank)
     lengths = torch.randint(5, padded, (count,), generator=generator).tolist()
     whole = [torch.randint(1, options.vocabulary, (length,), generator=generator) for length in lengths]

@@ -25,7 +25,8 @@ from npu_replay.tables import width, wrapped
 
 SCHEMA = 1
 KIND = "npu_replay smoke"
-PASS, FAIL = "PASS", "FAIL"
+PASS = "PASS"
+FAIL = "FAIL"
 _WIDTH = 13  # of a feature's name
 
 
@@ -141,7 +142,8 @@ def _commit(where: str) -> str:
 
 def machine(device: torch.device | None) -> dict[str, str]:
     """Return the kind of device, its driver's name for it, CANN's release, and the processor."""
-    kind, cann = "" if device is None else device.type, ""
+    kind = "" if device is None else device.type
+    cann = ""
     for variable in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH") if kind == "npu" else ():
         home = os.environ.get(variable)  # where CANN's set_env.sh points to
         for file in sorted(Path(home).glob("**/ascend_toolkit_install.info")) if home else []:

@@ -86,7 +86,8 @@ class Smoke:
     def __init__(
         self, options: Options, routings: Sequence[str] = tuple(ROUTINGS), store: Any = None
     ) -> None:
-        self.options, self._routings = options, routings
+        self.options = options
+        self._routings = routings
         self.rank, self.world = _place()
         if store is None:
             store = dist.HashStore()  # type: ignore[attr-defined]
@@ -185,17 +186,20 @@ class Smoke:
     def _examined(self, feature: str, routing: str, examine: Callable[[], str]) -> Result:
         """Return what this rank found, also if it raised."""
         begun = time.perf_counter()
-        rank, trace = None, []
+        rank = None
+        trace = []
         try:
             why = examine()
         except Exception as error:  # noqa: BLE001  whatever fails here is the finding
             whose = "" if isinstance(error, ReplayError) else f"{type(error).__name__}: "
-            rank, why = self.rank, " ".join(f"{whose}{message(error)}".split())
+            rank = self.rank
+            why = " ".join(f"{whose}{message(error)}".split())
             frames = traceback.extract_tb(error.__traceback__)[-6:] if not isinstance(error, Wrong) else []
             # Only the last folders of a path, for privacy.
             places = [("/".join(Path(frame.filename).parts[-3:]), frame) for frame in frames]
             trace = [f"{place}:{frame.lineno} {frame.name}" for place, frame in places]
-        result, seconds = PASS if rank is None else FAIL, round(time.perf_counter() - begun, 3)
+        result = PASS if rank is None else FAIL
+        seconds = round(time.perf_counter() - begun, 3)
         return Result(feature, routing, result, why, rank, seconds, trace, time.time())
 
     def _note(self, result: Result) -> None:
@@ -238,7 +242,8 @@ def _configure_mindspeed(options: Options) -> None:
 def import_adaptors() -> None:
     """Import what adapts Megatron to an NPU, if it is installed, as jobs do; ReplayError if that fails."""
     modules = adaptors.before_megatron(probe.products())
-    given, sys.argv = sys.argv, sys.argv[:1]  # they parse all flags as their own
+    given = sys.argv  # they parse all flags as their own
+    sys.argv = sys.argv[:1]
     try:
         for module in modules:
             importlib.import_module(module)

@@ -86,7 +86,10 @@ class Counted:
     def __init__(
         self, parallel: ParallelLayout, decoder: DecoderLayers, lengths: list[int], node: int
     ) -> None:
-        self.parallel, self.decoder, self.lengths, self.node = parallel, decoder, lengths, node
+        self.parallel = parallel
+        self.decoder = decoder
+        self.lengths = lengths
+        self.node = node
         cuts = [rank * len(lengths) // parallel.dp for rank in range(parallel.dp + 1)]
         self.shares = [list(range(first, end)) for first, end in itertools.pairwise(cuts)]
         group = range(parallel.tp * parallel.cp)

@@ -24,7 +24,8 @@ def test_any_two_values_of_three_tables_or_more_meet(sizes: tuple[int, ...]) -> 
 
 
 def test_each_value_of_two_tables_is_there_and_names_of_one_table_are_one() -> None:
-    first, second = [("a", 1), ("b", 2), ("c", 3)], [None, "x"]
+    first = [("a", 1), ("b", 2), ("c", 3)]
+    second = [None, "x"]
     cases = [{"name": name, "number": number, "other": other} for name, number in first for other in second]
     found = [cases[place] for place in choice.chosen(cases)]
     assert {(one["name"], one["number"]) for one in found} == set(first)
@@ -34,7 +35,8 @@ def test_each_value_of_two_tables_is_there_and_names_of_one_table_are_one() -> N
 
 class Item:
     def __init__(self, number: int, every: int) -> None:
-        self.nodeid, self.marks = f"tests/test_it.py::test_it[{number}]", [pytest.mark.choice(every=every)]
+        self.nodeid = f"tests/test_it.py::test_it[{number}]"
+        self.marks = [pytest.mark.choice(every=every)]
         self.callspec = SimpleNamespace(params={"number": number})
 
     def get_closest_marker(self, name: str) -> Any:

@@ -116,7 +116,9 @@ def test_the_scripts_ask_for_their_releases(matrix: Any, capsys: pytest.CaptureF
 
 # The choice of cases
 
-FIRST, SECOND, THIRD = list(range(15)), "abcdefghijklmn", "wxyz"
+FIRST = list(range(15))
+SECOND = "abcdefghijklmn"
+THIRD = "wxyz"
 
 
 def hands(count: int, first: int = 0) -> list[list[tuple[Any, Any, Any]]]:
@@ -302,7 +304,8 @@ def test_neighbours_that_agree_share_a_column_and_reasons_are_notes(runs: Any, m
 
 def test_the_page_is_made_of_the_results_beside_it(runs: Any, matrix: Any, tmp_path: Path) -> None:
     """And is nothing that a hand has changed; a result that is written anew is the same file."""
-    text, known = runs.PAGE.read_text(encoding="utf-8"), runs.read()
+    text = runs.PAGE.read_text(encoding="utf-8")
+    known = runs.read()
     assert text == runs.pages.rewritten(text, runs.MARKS, runs.tables(matrix.read().releases, known))
     assert known.keys() == {release.name for release in matrix.read().releases}
     for release in matrix.read().releases:

@@ -129,7 +129,8 @@ def test_a_failure_is_one_message_and_under_json_one_document_too(
     fails(npu_replay.ReplayError("[it] went wrong", where="layer 3", expected=1, got=2, cause="a test"))
     if code == exits.WRONG:  # so it is refused before anything runs
         monkeypatch.setattr(npu_replay.inspection.inspection, "inspect", pytest.fail)
-    plain, asked = invoke(line), invoke(f"{line} --json")
+    plain = invoke(line)
+    asked = invoke(f"{line} --json")
     for result in (plain, asked):
         assert result.exit_code == code
         assert words in " ".join(result.stderr.split())

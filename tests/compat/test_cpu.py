@@ -34,7 +34,8 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_cuda")
 def test_everything_that_was_lent_is_taken_back() -> None:
-    before, applied = snapshot(*OWNERS), patches.applied()  # other shims may be on
+    before = snapshot(*OWNERS)  # other shims may be on
+    applied = patches.applied()
     with pytest.raises(KeyError), cpu.lend():
         assert not same(before, snapshot(*OWNERS))
         assert patches.applied() != applied

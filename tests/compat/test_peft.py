@@ -132,7 +132,9 @@ def chosen(of: Any, call: dict[str, Any], grad: bool = False) -> torch.Tensor:
 def test_a_reference_pass_by_the_same_module_leaves_no_trace(way: str) -> None:
     """Followed is the PeftModel, or the model in it."""
     made, switched = WAYS[way]
-    whole, call, inner = made(), fed(), way != "adapter off"
+    whole = made()
+    call = fed()
+    inner = way != "adapter off"
     followed = whole.get_base_model() if inner and isinstance(whole, peft.PeftModel) else whole
     with switched(whole):
         free = chosen(whole, call)
@@ -151,7 +153,8 @@ def test_a_reference_pass_by_the_same_module_leaves_no_trace(way: str) -> None:
 
 
 def test_adapters_of_each_sample_are_another_variant() -> None:
-    whole, call = policy().eval(), fed()
+    whole = policy().eval()
+    call = fed()
     followed = whole.get_base_model()
     with npu_replay.follow(followed, eval_mode=True) as following:
         recorded = chosen(whole, call)
@@ -163,7 +166,8 @@ def test_adapters_of_each_sample_are_another_variant() -> None:
 
 def test_a_merged_adapter_is_the_same_policy() -> None:
     """As weights are sent to a rollout engine."""
-    followed, call = policy(), fed()
+    followed = policy()
+    call = fed()
     with npu_replay.follow(followed) as following:
         followed.merge_adapter()
         recorded = chosen(followed, call)
@@ -244,7 +248,8 @@ CHECKPOINTS = {"none": None, "reentrant": True, "non-reentrant": False}
 )
 def test_a_router_that_is_trained_whole_is_recorded_and_replayed(part: str, checkpoint: str) -> None:
     """Whichever of its copies a pass runs, also in the recompute."""
-    made, call = trained_whole(part), fed()
+    made = trained_whole(part)
+    call = fed()
     with torch.no_grad(), npu_replay.record(made) as recording, sent(made) as rows:
         made(**call)
         with made.disable_adapter():
@@ -274,7 +279,8 @@ def test_a_router_that_is_trained_whole_is_recorded_and_replayed(part: str, chec
 
 
 def test_adapters_with_a_copy_each_may_be_switched_in_a_block() -> None:
-    made, call = trained_whole("gate", adapters=("default", "second")), fed()
+    made = trained_whole("gate", adapters=("default", "second"))
+    call = fed()
     names = ("default", "second", "default")
     with torch.no_grad(), npu_replay.record(made) as recording, sent(made) as rows:
         for name in names:
@@ -292,10 +298,12 @@ def test_adapters_with_a_copy_each_may_be_switched_in_a_block() -> None:
 
 
 def test_a_router_that_is_trained_whole_is_one_in_ddp_and_after_unloading() -> None:
-    made, call = trained_whole("gate"), fed()
+    made = trained_whole("gate")
+    call = fed()
     with torch.no_grad(), npu_replay.record(made) as recording:
         made(**call)
-    store, ours = torch.distributed.HashStore(), not torch.distributed.is_initialized()
+    store = torch.distributed.HashStore()
+    ours = not torch.distributed.is_initialized()
     if ours:  # a test of Megatron's in this process may have done so
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

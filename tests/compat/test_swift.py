@@ -103,8 +103,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_r3_takes_a_samples_routes_in_each_pass_of_the_policy(swift: Any, layout: str, last: bool) -> None:
-    followed, fed = model(), LAYOUTS[layout]()
-    wanted, seen = rollout(fed), Seen(followed)
+    followed = model()
+    fed = LAYOUTS[layout]()
+    wanted = rollout(fed)
+    seen = Seen(followed)
     replay = callback(swift, "R3")
     replay.on_train_begin(None, None, None, model=followed)
     call, _ = swift.trainer.collate_to_grpo_micro_batch(samples(fed, wanted, last), fed[0])
@@ -123,7 +125,8 @@ def test_r3_takes_a_samples_routes_in_each_pass_of_the_policy(swift: Any, layout
 
 def test_r2_refuses_a_rollouts_routes_by_name(swift: Any) -> None:
     """It would replay them, and say that it replays its own."""
-    followed, fed = model(), padded(texts())
+    followed = model()
+    fed = padded(texts())
     replay = callback(swift, "R2")
     replay.on_train_begin(None, None, None, model=followed)
     with pytest.raises(ReplayError, match=r"npu_replay_R2 replays its own.*--callbacks npu_replay_R3"):

@@ -46,7 +46,8 @@ def child(code: str, *paths: Path, **variables: str) -> subprocess.CompletedProc
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
     """A torch_npu as it is without CANN; torch finds it by its entry point and loads it by itself."""
-    package, about = tmp_path / "torch_npu", tmp_path / "torch_npu-2.7.1.dist-info"
+    package = tmp_path / "torch_npu"
+    about = tmp_path / "torch_npu-2.7.1.dist-info"
     for folder in (package, about):
         folder.mkdir()
     (package / "__init__.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')")

@@ -118,7 +118,8 @@ def test_the_routers_follow_the_routes_after_their_weights_changed(
 def test_foreign_routes_give_the_same_gradients_with_recompute_as_without(
     family: str, recompute: str, order: str
 ) -> None:
-    plain, recomputing = build(family), build(family, recompute)
+    plain = build(family)
+    recomputing = build(family, recompute)
     routes = foreign(plain, 3)
     with npu_replay.replay(plain, routes):
         wanted = train(plain, order, 3)
@@ -275,7 +276,8 @@ def test_every_implementation_of_the_experts_is_replayed_s1(experts: str) -> Non
 def test_the_routes_of_generate_are_those_of_one_pass_over_the_text() -> None:
     """One micro-batch a forward."""
     model = build("qwen3_moe").eval()
-    prompt, options = batches()[0][:1], {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    prompt = batches()[0][:1]
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     plain = model.generate(prompt, **options)
     with npu_replay.record(model) as steps:
         text = model.generate(prompt, **options)
@@ -407,7 +409,8 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 
 def test_routers_in_code_that_came_with_a_checkpoint_are_replayed(remote: types.ModuleType) -> None:
-    model, hidden = remote.Model(remote.Block()), torch.randn(2, 5, 16)
+    model = remote.Model(remote.Block())
+    hidden = torch.randn(2, 5, 16)
     with npu_replay.record(model) as recording:
         before = model(hidden)
     assert recording.routes[0].layers == (1,)
@@ -476,7 +479,8 @@ def recorded(model: nn.Module, **call: Any) -> list[RoutedExperts]:
 def test_a_loss_of_the_live_choice_is_refused_where_the_replayed_one_is_asked_for(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, call = build(family), {"input_ids": batches()[0]}
+    model = build(family)
+    call = {"input_ids": batches()[0]}
     routes = recorded(model, **call)
     asked = {} if family == "mixtral" else LOGITS
     model.config.output_router_logits = not asked
@@ -514,7 +518,8 @@ def test_the_variable_asks_for_it_too_and_a_positional_argument_counts(
     monkeypatch.setenv("NPU_REPLAY_AUX_LOSS", "replayed")
     for model in (build("qwen3_moe"), Wrapped(build("qwen3_moe"))):
         inner = getattr(model, "module", model)
-        (ids, *_), names = batches(), list(inspect.signature(inner.forward).parameters)
+        (ids, *_) = batches()
+        names = list(inspect.signature(inner.forward).parameters)
         others = [None] * (names.index("output_router_logits") - 1)
         routes = recorded(model, input_ids=ids)
         with pytest.raises(RouterError, match=LIVE), npu_replay.replay(model, routes):

@@ -24,7 +24,8 @@ from npu_replay.errors import RouterError
 if not hasattr(stock, "Qwen3MoeTopKRouter"):
     pytest.skip("transformers 4 has no class of the router", allow_module_level=True)
 
-ROUTER, BLOCK = "Qwen3MoeTopKRouter", "Qwen3MoeSparseMoeBlock"
+ROUTER = "Qwen3MoeTopKRouter"
+BLOCK = "Qwen3MoeSparseMoeBlock"
 
 
 def written_anew(name: str, classes: list[str]) -> types.ModuleType:
@@ -68,7 +69,8 @@ def turn(made: Any) -> None:
 
 @pytest.mark.usefixtures("unsloth")
 def test_routers_that_were_written_anew_are_recorded_observed_and_replayed() -> None:
-    made, tokens = model(), torch.randint(0, 64, (2, 10))
+    made = model()
+    tokens = torch.randint(0, 64, (2, 10))
     with torch.no_grad(), npu_replay.record(made) as recording:
         made(tokens)
     assert recording.routes[0].layers == (0, 1, 2)
@@ -77,7 +79,8 @@ def test_routers_that_were_written_anew_are_recorded_observed_and_replayed() -> 
     for layer in made.model.layers:
         layer.mlp.experts.register_forward_pre_hook(lambda _, args: got.append(args[1].sort().values))
     made(tokens)
-    live, got[:] = list(got), []
+    live = list(got)
+    got[:] = []
     with npu_replay.observe(made) as seen, npu_replay.replay(made, recording.routes):
         made(tokens).logits.sum().backward()
     assert npu_replay.compare(recording.routes, seen.shown).router_mismatch == 0
@@ -92,7 +95,8 @@ def test_a_block_by_itself_is_all_of_it() -> None:
     class Block(nn.Module):
         def __init__(self, block: Any) -> None:
             super().__init__()
-            self.gate, self.experts = block.gate, block.experts
+            self.gate = block.gate
+            self.experts = block.experts
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             _, weights, ids = self.gate(hidden)

@@ -29,7 +29,8 @@ from npu_replay import (
 from npu_replay.compat.ray import RayCarrier
 from piece_files import FileCarrier
 
-EXPERTS, TOPK = 16, 3
+EXPERTS = 16
+TOPK = 3
 LAYERS = tuple(range(1, 13))  # layer 0 is dense
 
 
@@ -109,7 +110,8 @@ def test_virtual_stages_of_a_rank_are_one_piece(make: Make) -> None:
 
 def test_one_call_reads_all_its_pieces_at_once(make: Make) -> None:
     """So that it has one deadline."""
-    samples, asked = make(cut=5).put_all([routes(seed) for seed in range(3)]), list[Any]()
+    samples = make(cut=5).put_all([routes(seed) for seed in range(3)])
+    asked = list[Any]()
     read = samples[0].read
     samples[0].read = lambda handles, patience: (
         asked.append((len(handles), patience)) or read(handles, patience)
@@ -122,7 +124,8 @@ def test_one_call_reads_all_its_pieces_at_once(make: Make) -> None:
 
 
 def test_what_is_gone_or_no_reference_is_an_error_in_words(make: Make, tmp_path: Path) -> None:
-    first, second = make().put(routes(0)), make().put(routes(1))
+    first = make().put(routes(0))
+    second = make().put(routes(1))
     Path(first.handles[0][0]).unlink()
     for given, words in (
         ([second, first], r"sample 1, Reference.*can't be read.*FileNotFoundError.*were freed"),

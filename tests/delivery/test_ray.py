@@ -28,10 +28,13 @@ if TYPE_CHECKING:
     import ray_cluster
 else:
     ray_cluster = pytest.importorskip("ray_cluster")
-WHOLE, made, digest = ray_cluster.WHOLE, ray_cluster.made, ray_cluster.digest
+WHOLE = ray_cluster.WHOLE
+made = ray_cluster.made
+digest = ray_cluster.digest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-TOKENS, SAMPLES = 8192, 16
+TOKENS = 8192
+SAMPLES = 16
 LARGE = 1700  # tokens: 0.65 MB
 PATIENCE = 20.0  # where something is lost
 
@@ -122,7 +125,8 @@ def test_what_is_fetched_lies_in_each_rank_as_without_delivery(machine: Any, nam
     lengths = [len(one) for one in samples]
     references = RayCarrier(cut=ParallelLayout(**sizes, decoder=decoder)).put_all(samples)
     places = itertools.product(*(range(sizes[axis]) for axis in ("tp", "cp", "pp")))
-    asked, wanted = [], []
+    asked = []
+    wanted = []
     for tp_rank, cp_rank, pp_rank in places:
         ranks = {"tp_rank": tp_rank, "cp_rank": cp_rank, "pp_rank": pp_rank}
         here = ParallelLayout(**sizes, **ranks, sequence_parallel=sizes["tp"] > 1, decoder=decoder)
@@ -153,7 +157,8 @@ def test_a_putter_that_dies_in_the_midst_of_a_fetch(machine: Any, putters: list[
     await_death(doomed)
     time.sleep(2)  # the nodes hear of it after the driver
     (said / "go-on").touch()
-    got, wanted = ray.get(asked, timeout=90), [made(seed, 200) for seed in (9000, 9001, 9100, 9101)]
+    got = ray.get(asked, timeout=90)
+    wanted = [made(seed, 200) for seed in (9000, 9001, 9100, 9101)]
     assert_lost(got[:4], number=2, seconds=20)
     for found, (pp, _) in zip(got[4:], machine.places[4:], strict=True):
         if isinstance(found, tuple):
@@ -240,7 +245,10 @@ def test_a_node_that_is_lost_is_told_by_every_rank_and_the_next_step_works(
 def test_four_hundred_steps_leave_nothing(machine: Any, putters: list[Any]) -> None:
     """More bytes than a store has go through it; Ray's own count says what is used."""
     machine.drop()
-    ranks, sizes, used, steps = [machine.ranks[0], machine.ranks[-1]], [], [], 400
+    ranks = [machine.ranks[0], machine.ranks[-1]]
+    sizes = []
+    used = []
+    steps = 400
     assert steps // 2 * LARGE * 48 * 8 > ray_cluster.STORE
     for number in range(steps):
         references = put(putters[number % 2 :][:1], 8000 + number, LARGE, 1)

@@ -125,7 +125,8 @@ def test_a_rollout_on_ascend_that_nobody_captured_is_no_pass(
 
 @no_accelerator
 def test_a_report_of_rollouts_is_one_that_can_be_sent(tmp_path: Path) -> None:
-    model, out = tmp_path / "a-model", tmp_path / "device.json"
+    model = tmp_path / "a-model"
+    out = tmp_path / "device.json"
     model.mkdir()
     (model / "config.json").write_text("{}")
     done = script("--device", "cpu", "--rollout", str(model), "--out", str(out))

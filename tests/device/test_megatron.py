@@ -62,7 +62,8 @@ def test_record_and_replay_are_bit_equal_and_recompute_finds_its_own(
         trainer.run("sum")
     if "capacity" not in variant:  # which drops some of them
         assert npu_replay.compare(seen.shown, recording.routes).differing == 0
-    routes, plain = foreign(trainer.model), build(VARIANTS[variant])
+    routes = foreign(trainer.model)
+    plain = build(VARIANTS[variant])
     with npu_replay.replay(plain.model, routes):
         expected = plain.run("sum")
     with npu_replay.replay(trainer.model, routes):

@@ -49,7 +49,8 @@ def build(device: torch.device, kind: str, precision: str, *, recompute: bool) -
             device_id=device,
             use_orig_params=True,
         )
-    mesh, policy = init_device_mesh(device.type, (1,)), MixedPrecisionPolicy(param_dtype=dtype)
+    mesh = init_device_mesh(device.type, (1,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -26,7 +26,9 @@ class Spread(nn.Module):
 
     def __init__(self, model: ToyModel, places: list[torch.device], how: str | None) -> None:
         super().__init__()
-        self.layers, self.places, self.how = model.layers, places, how
+        self.layers = model.layers
+        self.places = places
+        self.how = how
         for layer, place in zip(self.layers, places, strict=True):
             layer.to(place)
 

@@ -233,12 +233,17 @@ class Job:
         weights: pm.Tensors,
         parallel: Any = None,
     ) -> None:
-        self.case, self.split, self.chunks, self.weights = case, split, chunks, weights
+        self.case = case
+        self.split = split
+        self.chunks = chunks
+        self.weights = weights
         self.parallel = parallel
 
     def plan(self, *, other: bool = False) -> list[pm.Batch]:
         """This rank's micro-batches; `other` cuts and orders the same sequences another way."""
-        count, dp, rank = len(pm.SEQUENCES), self.split.dp, self.split.ranks["dp"]
+        count = len(pm.SEQUENCES)
+        dp = self.split.dp
+        rank = self.split.ranks["dp"]
         mine = list(range(count))[rank::dp]
         if other:
             mine = list(range(count))[::-1][rank * count // dp : (rank + 1) * count // dp]
@@ -362,7 +367,8 @@ def _run(
 
 
 def _check_layout(job: Job) -> None:
-    split, parallel = job.split, job.parallel
+    split = job.split
+    parallel = job.parallel
     for axis in ("tp", "cp", "pp", "ep", "etp", "dp"):
         assert (axis, getattr(parallel, axis)) == (axis, getattr(split, axis))
         assert (axis, getattr(parallel, f"{axis}_rank")) == (axis, split.ranks[axis])
@@ -415,11 +421,13 @@ def _record(job: Job, plain: Outcome, wanted: Sequence[torch.Tensor], checks: Ch
 
 def _replay(job: Job, wanted: Outcome, checks: Checks, away: Path) -> None:
     layers = [layer for layer, is_moe in enumerate(job.case.moe) if is_moe]
-    foreign, batches = foreign_routes(layers), job.plan()
+    foreign = foreign_routes(layers)
+    batches = job.plan()
     fetched = _by_reference(foreign, job, away)
     with checks.holds("by reference"):
         for batch in batches:
-            ours, theirs = job.routes(fetched, batch), job.routes(foreign, batch)
+            ours = job.routes(fetched, batch)
+            theirs = job.routes(foreign, batch)
             assert ours == theirs or not job.parallel.moe_layers, "a rank of dense layers is sent nothing"
             assert (ours.layers, ours.ids.shape) == (theirs.layers, theirs.ids.shape)
     with pm.Witness(job.chunks) as witness:
@@ -459,7 +467,8 @@ def _check_shown(
 def _check_zeros(job: Job, wanted: Outcome, dispatched: parallel_flex.Dispatched, checks: Checks) -> None:
     """The flex dispatcher takes the most probable experts, and is given those of the routes all the same."""
     pm.load(job.chunks, job.split, pm.saturated_routers(job.weights))
-    foreign, batches = foreign_routes(range(pm.LAYERS)), job.plan()
+    foreign = foreign_routes(range(pm.LAYERS))
+    batches = job.plan()
     dispatched.clear()
     outcome = job.replayed(foreign, batches)
     with checks.holds("zero probabilities"):

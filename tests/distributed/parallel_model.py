@@ -22,7 +22,10 @@ import hybrid_model
 from npu_replay.smoke import megatron_model
 from npu_replay.smoke.model import Norm
 
-VOCAB, LAYERS, EXPERTS, TOPK = 64, 4, 8, 2
+VOCAB = 64
+LAYERS = 4
+EXPERTS = 8
+TOPK = 2
 EVERY = (1, 1, 1, 1)
 """moe_layer_freq with a router in every layer."""
 
@@ -145,7 +148,8 @@ class Attention(nn.Module):
 
         if packed_seq_params is not None:
             query, key, value = (one.unsqueeze(1) for one in (query, key, value))
-        rows, ranks = len(query), parallel_state.get_context_parallel_world_size()
+        rows = len(query)
+        ranks = parallel_state.get_context_parallel_world_size()
         first = rows * parallel_state.get_context_parallel_rank()
         places = _places(rows * ranks, ranks, packed_seq_params)
         key, value = (
@@ -196,7 +200,8 @@ def share(length: int, ranks: int, rank: int) -> list[int]:
     if ranks == 1:
         return list(range(length))
     piece = length // (2 * ranks)
-    head, tail = rank * piece, length - (rank + 1) * piece
+    head = rank * piece
+    tail = length - (rank + 1) * piece
     return [*range(head, head + piece), *range(tail, tail + piece)]
 
 

@@ -198,7 +198,8 @@ def one_run(
 def breaks(task: dict[str, Any]) -> None:
     """A run with each break, and one in which a rank hangs, which ends the job."""
     warnings.simplefilter("ignore")
-    folder, options = Path(task["folder"]), options_of(["--tp", "2", "--ep", "2", "--patience", "6"])
+    folder = Path(task["folder"])
+    options = options_of(["--tp", "2", "--ep", "2", "--patience", "6"])
     store = smoke.Smoke(options).store
     for broken in BREAKS:
         asked = replace(options, recompute=broken in RECOMPUTED)

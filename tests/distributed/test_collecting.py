@@ -197,7 +197,8 @@ Tell = Callable[[str, object], None]
 
 
 def work(task: dict[str, Any]) -> dict[str, str]:
-    rank, found = task["rank"], _leave(task["rank"], Path(task["folder"]))
+    rank = task["rank"]
+    found = _leave(task["rank"], Path(task["folder"]))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     parallel = _places(rank)
@@ -269,7 +270,8 @@ def _in_child(rank: int, folder: Path, number: int, patience: float, broken: Cal
 
 def _killed(rank: int, moment: int) -> Any:
     """The last rank ends itself at its n-th wait for others; at 0 when it begins to collect."""
-    wait, calls = rank_failures.RankGroup._wait, 0
+    wait = rank_failures.RankGroup._wait
+    calls = 0
 
     def until_then(self: Any, *arguments: Any) -> None:
         nonlocal calls
@@ -289,7 +291,8 @@ def _killed(rank: int, moment: int) -> Any:
 def _failing(rank: int, where: str) -> Any:
     """One rank has no memory left at its n-th call of something."""
     owner, _, name = f"npu_replay.parallel.{where}".rpartition(".")
-    works, calls = getattr(pkgutil.resolve_name(owner), name), 0
+    works = getattr(pkgutil.resolve_name(owner), name)
+    calls = 0
 
     def fails(*arguments: Any, **named: Any) -> Any:
         nonlocal calls
@@ -350,14 +353,16 @@ def _layouts(parallel: ParallelLayout) -> list[TokenLayout]:
 
 def _recorded(parallel: ParallelLayout, layouts: Sequence[TokenLayout]) -> list[RoutedExperts]:
     """What the routers of this rank would have seen."""
-    whole, layers = _sequences(), STAGES[parallel.pp_rank]
+    whole = _sequences()
+    layers = STAGES[parallel.pp_rank]
     batches = [whole[:2], whole[2:]]
     return [layout.gather(batch, layers=layers) for layout, batch in zip(layouts, batches, strict=True)]
 
 
 def _merge(parallel: ParallelLayout, tell: Tell) -> None:
     layouts = _layouts(parallel)
-    recorded, whole = _recorded(parallel, layouts), _sequences()
+    recorded = _recorded(parallel, layouts)
+    whole = _sequences()
     tell("everywhere", collect(recorded, layouts, parallel) == whole)
     tell("one group", collect(recorded, layouts, dist.group.WORLD) == whole)
     first = collect(recorded, layouts, parallel, everywhere=False)
@@ -431,7 +436,8 @@ def _fail(parallel: ParallelLayout, last: bool, tell: Tell) -> None:
         """They don't say for which rank they were made."""
         return [replace(layout, parallel=None) for layout in _layouts(sizes)]
 
-    every, half = by_hand(ParallelLayout()), by_hand(ParallelLayout(cp=2))
+    every = by_hand(ParallelLayout())
+    half = by_hand(ParallelLayout(cp=2))
     mine = _recorded(ParallelLayout(pp=2, pp_rank=parallel.pp_rank), every)
     partly = _recorded(parallel, half)
     shifted = TokenLayout([0, 1, 2, 4, 5, 6][: len(layouts[0].rows)], LENGTHS[0], layouts[0].fingerprints)

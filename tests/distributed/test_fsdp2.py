@@ -94,7 +94,8 @@ def _wrapped(model: Any, precision: str, wrap: str) -> Any:
     layers = model.model.layers
     if precision == "fsdp1":
         policy = ModuleWrapPolicy({type(layers[0])})
-        cpu, views = torch.device("cpu"), wrap == "views"
+        cpu = torch.device("cpu")
+        views = wrap == "views"
         return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=cpu, use_orig_params=views)
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "bf16" else None)
     routers = [layer.mlp.gate for layer in layers] if wrap == "layers and routers" else []
@@ -193,7 +194,8 @@ def _follow(case: str, rank: int) -> list[int]:
     else:
         _wrapped(made, "fp32", "layers")
     following = early or npu_replay.follow(whole if case == "DDP itself" else made).open()
-    sequences, seen = texts(seed=rank), Seen(made, own=False)
+    sequences = texts(seed=rank)
+    seen = Seen(made, own=False)
     fed = padded(sequences, left=2)
     with torch.no_grad():
         whole(fed[0]["input_ids"], fed[0]["attention_mask"])
@@ -210,7 +212,8 @@ def _follow(case: str, rank: int) -> list[int]:
     for part in ([4, 0], [3, 1, 2]):
         fed_now = padded([sequences[n] for n in part], right=3)
         learn(whole, fed_now)
-        layers, got = seen.layers(), seen.of(fed_now[1])
+        layers = seen.layers()
+        got = seen.of(fed_now[1])
         updates += sum(len(ids) for calls in got for ids in calls)
         wrong += _differing(got, [wanted[n] for n in part], layers)
     following.close()

@@ -47,7 +47,8 @@ class Jobs:
         return [line for line in self._found[processes] if line["case"] == case]
 
     def _run(self, processes: int) -> Lines:
-        cases, found = self._wanted[processes], []
+        cases = self._wanted[processes]
+        found = []
         for _ in range(LAUNCHES):
             problem, lines = launch("cases", processes, self._references, cases)
             found += lines

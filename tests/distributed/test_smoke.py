@@ -58,7 +58,8 @@ def test_four_processes_pass_every_feature(tmp_path: Path) -> None:
     arguments = ["--tp", "2", "--pp", "2", "--ep", "2", "--recompute", "--out", str(file)]
     ended = jobs.start("distributed.smoke_worker:command", {"arguments": arguments}, ranks=4)
     assert [(one.code, one.answer) for one in ended] == [(0, 0)] * 4, ended[0].problem
-    found, out = json.loads(file.read_text()), ended[0].output
+    found = json.loads(file.read_text())
+    out = ended[0].output
     assert tried(found) == EVERY
     assert found["passed"]
     lines = [line[:4] for line in out.splitlines() if line[:1].isupper() and line[4:6] == "  "]
@@ -71,7 +72,8 @@ def test_four_processes_pass_every_feature(tmp_path: Path) -> None:
 @pytest.mark.first_release
 def test_the_command_as_people_run_it_with_torchrun(tmp_path: Path) -> None:
     """tests/cli/test_output.py runs it without."""
-    file, torchrun = tmp_path / "smoke.json", ["-m", "torch.distributed.run", "--standalone"]
+    file = tmp_path / "smoke.json"
+    torchrun = ["-m", "torch.distributed.run", "--standalone"]
     command = [
         sys.executable,
         *torchrun,

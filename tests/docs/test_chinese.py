@@ -52,7 +52,8 @@ def rows(text: str) -> list[tuple[int, list[str], list[str]]]:
 
 @BOTH
 def test_both_have_the_same_code_tables_versions_and_numbers(english: Path, chinese: Path) -> None:
-    there, here = read(english), read(chinese)
+    there = read(english)
+    here = read(chinese)
     assert re.search(r"[\u4e00-\u9fff]", here)
     assert blocks(here) == blocks(there)
     for ours, theirs in zip_longest(rows(here), rows(there)):

@@ -92,7 +92,8 @@ def test_r3_replays_the_old_log_probs_and_the_update(
     names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the same routes, in the second block of the page."""
-    opened, replay = [], npu_replay.replay
+    opened = []
+    replay = npu_replay.replay
 
     def noted(model: Any, routes: Any, **said: Any) -> Any:
         opened.append((torch.is_grad_enabled(), routes))

@@ -53,7 +53,8 @@ def test_every_metric_of_a_block_is_told() -> None:
     with npu_replay.replay(model, recording.routes, live_mismatch=True) as session:
         model(input_ids=batch)
     given = recording.metrics().keys() | session.metrics().keys()
-    only_under_capacity, only_of_an_engine = {"capacity_dropped"}, {"overlap"}
+    only_under_capacity = {"capacity_dropped"}
+    only_of_an_engine = {"overlap"}
     assert keys(section("metrics", "Keys of a block")) == given | only_under_capacity | only_of_an_engine
     with npu_replay.follow(model) as following:
         with torch.no_grad():

@@ -34,7 +34,8 @@ def test_the_example_records_every_layer_and_trains(example: dict[str, Any]) -> 
 
 
 def test_its_replay_has_an_effect(example: dict[str, Any]) -> None:
-    model, batch = example["model"], example["batch"]
+    model = example["model"]
+    batch = example["batch"]
     (routes,) = example["recording"].routes
     with torch.no_grad():
         for layer in model:

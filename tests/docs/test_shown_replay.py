@@ -42,7 +42,8 @@ def models(code: str) -> Iterator[tuple[int | None, int | None]]:
 
     None where a size is no number, and 0 chosen where they are left to the config's default.
     """
-    tree, constants = ast.parse(code), {}
+    tree = ast.parse(code)
+    constants = {}
     for node in ast.walk(tree):
         match node:
             case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
@@ -112,7 +113,8 @@ def first_block(page: str) -> str:
 def test_the_figures_of_readmes_r2_are_those_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     code = first_block("README.md")
     exec(compile(code, "README.md", "exec"), {})
-    said, printed = figures(code), figures(capsys.readouterr().out)
+    said = figures(code)
+    printed = figures(capsys.readouterr().out)
     assert figures(first_block("README.zh.md")) == said
     assert said[0] == printed[0] == [0, 0]
     assert said[1][1] == printed[1][1] == 0

@@ -382,7 +382,8 @@ def test_modules_are_imported_in_their_order_in_another_process_up_to_the_first_
 
 
 def test_the_self_test_passes_and_leaves_nothing() -> None:
-    before, state = routers.kinds(), torch.get_rng_state()
+    before = routers.kinds()
+    state = torch.get_rng_state()
     assert self_test.run("cpu") == ""
     assert routers.kinds() == before
     assert torch.equal(torch.get_rng_state(), state)

@@ -59,7 +59,8 @@ class Engine:
         return self._completions(body) if path == "/v1/completions" else None
 
     def _completions(self, asked: dict[str, Any]) -> dict[str, Any]:
-        prompt, most = asked["prompt"], asked["max_tokens"]
+        prompt = asked["prompt"]
+        most = asked["max_tokens"]
         tokens = torch.tensor([prompt] * asked["n"])
         for _ in range(most):
             with torch.no_grad(), npu_replay.record(self.model) as recording:
@@ -158,7 +159,8 @@ def weights(run: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("path", "which"), RESTARTS)
 def test_a_server_that_was_started_again_ends_the_run(job: Any, path: str, which: int) -> None:
     """Also with the weights that it was started with first: it doesn't know how often it was given some."""
-    run, asked = job.grpo("R3"), []
+    run = job.grpo("R3")
+    asked = []
     steps = run.steps()
     next(steps)
     before = weights(run)
@@ -193,7 +195,8 @@ def test_rows_of_weights_that_are_a_step_older_are_near_enough_to_pass(job: Any)
     assert len(list(job.grpo("R3").steps())) == STEPS
 
 
-RANKS, EACH = 2, 3
+RANKS = 2
+EACH = 3
 
 
 @pytest.mark.distributed

@@ -16,7 +16,10 @@ from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint
 from npu_replay.errors import InvalidRoutes
 from npu_replay.inspection.compare import Comparison, compare_paths, percent
 
-TOKENS, LAYERS, EXPERTS, TOPK = 100, (1, 2, 5), 16, 4
+TOKENS = 100
+LAYERS = (1, 2, 5)
+EXPERTS = 16
+TOPK = 4
 IDS = torch.rand(TOKENS, len(LAYERS), 12, generator=torch.Generator().manual_seed(7)).topk(TOPK).indices
 """[tokens, layers, topk], from experts 0 to 11: 12 to 15 are there to differ."""
 
@@ -99,7 +102,8 @@ def test_differences_are_counted_by_layer(put: Put, run: Run) -> None:
 
 def test_rows_without_a_route_are_left_out_and_told_of(put: Put, run: Run) -> None:
     rows = torch.arange(TOKENS)
-    a, b = put(routes(recorded=rows >= 2)), put(others(recorded=rows < 99))
+    a = put(routes(recorded=rows >= 2))
+    b = put(others(recorded=rows < 99))
     told = "97 of 100 tokens compared; rows without a route: 2 in A, 1 in B"
     assert told in run(a, b).stdout
     found = compare_paths(a, b)
@@ -108,7 +112,8 @@ def test_rows_without_a_route_are_left_out_and_told_of(put: Put, run: Run) -> No
 
 
 def test_without_a_fingerprint_it_says_what_it_did_not_check(put: Put, run: Run) -> None:
-    a, b = put(routes()), put(routes(fingerprint=None))
+    a = put(routes())
+    b = put(routes(fingerprint=None))
     assert "not checked: that the tokens are the same" in run(a, b).stdout
     assert "not checked" not in run(a, a).stdout
 
@@ -132,13 +137,15 @@ OTHERS: dict[str, tuple[RoutedExperts, list[str]]] = {
 @pytest.mark.parametrize("what", OTHERS)
 def test_what_cannot_be_compared_is_one_line(put: Put, run: Run, what: str) -> None:
     other, words = OTHERS[what]
-    a, b = put(routes()), put(other)
+    a = put(routes())
+    b = put(other)
     line = refused(run(a, b))
     assert [word for word in [f"{a} and {b}: ", *words] if word not in line] == [], line
 
 
 def test_what_is_no_file_of_routes_is_refused(tmp_path: Path, put: Put, run: Run) -> None:
-    good, bad = put(routes()), tmp_path / "bad"
+    good = put(routes())
+    bad = tmp_path / "bad"
     assert f"{bad}: there is no such file or folder" in refused(run(good, bad))
     bad.write_bytes(b"garbage")
     assert f"{bad}: this file can't be read as routes" in refused(run(bad, good))
@@ -146,7 +153,8 @@ def test_what_is_no_file_of_routes_is_refused(tmp_path: Path, put: Put, run: Run
 
 
 def test_a_file_against_a_folder_is_refused(put: Put, run: Run) -> None:
-    file, folder = put(routes()), put({None: routes()})
+    file = put(routes())
+    folder = put({None: routes()})
     for arguments in ((file, folder), (folder, file)):
         line = refused(run(*arguments))
         assert "a folder and a file can't be compared" in line
@@ -185,7 +193,8 @@ def test_samples_of_other_layers_count_where_they_have_them(put: Put, run: Run) 
 
 def test_a_sample_that_lost_its_routes_stops_no_other(put: Put) -> None:
     lost = routes(IDS[:9], recorded=torch.zeros(9, dtype=torch.bool))
-    a, b = put({"1": routes(), "2": routes(IDS[:9])}), put({"1": routes(), "2": lost})
+    a = put({"1": routes(), "2": routes(IDS[:9])})
+    b = put({"1": routes(), "2": lost})
     found = compare_paths(a, b)
     assert (found.samples, found.rows, found.tokens, found.without_route_in_b) == (2, 109, 100, 9)
     with pytest.raises(InvalidRoutes, match="no token has a route on both sides"):
@@ -209,7 +218,9 @@ def test_an_array_is_refused_in_words(tmp_path: Path) -> None:
 
 
 def test_json_says_the_same_and_is_not_overwritten_unasked(put: Put, run: Run, tmp_path: Path) -> None:
-    a, b, out = put(routes()), put(others()), tmp_path / "out.json"
+    a = put(routes())
+    b = put(others())
+    out = tmp_path / "out.json"
     assert run(a, b, "--out", out).exit_code == 0
     said = json.loads(out.read_text())
     assert json.loads(run(a, b, "--json").stdout) == said

@@ -33,7 +33,11 @@ from npu_replay.inspection.found import Inspection
 from npu_replay.inspection.inspection import inspect
 from npu_replay.routes.checks import Array
 
-PROMPT, TOKENS, LAYERS, EXPERTS, TOPK = 90, 120, 8, 32, 4
+PROMPT = 90
+TOKENS = 120
+LAYERS = 8
+EXPERTS = 32
+TOPK = 4
 CONFIG = {
     "num_hidden_layers": LAYERS,
     "num_experts": EXPERTS,
@@ -137,7 +141,8 @@ class Desk:
 
     def routes(self, count: int = TOKENS) -> RoutedExperts:
         """Of the first tokens."""
-        tokens, rows = self.tokens[:count], self.rows[: count - 1]
+        tokens = self.tokens[:count]
+        rows = self.rows[: count - 1]
         return RoutedExperts(
             ids=np.concatenate([rows, rows[:1] * 0])[:, 1:],
             layers=range(1, LAYERS),
@@ -348,7 +353,8 @@ def test_an_array_with_its_tokens(desk: Desk) -> None:
 
 def test_routes_of_ours(desk: Desk) -> None:
     routes = desk.routes()
-    every, none = desk.put(desk.tokens, "all.json"), desk.put([], "none.json")
+    every = desk.put(desk.tokens, "all.json")
+    none = desk.put([], "none.json")
     for form in (routes, routes.to_bytes()):
         found = desk.look(form, prompt_ids=every, output_ids=none)
         assert (found.good, found.unchecked) == (True, [])
@@ -538,7 +544,8 @@ def test_the_picture_has_a_dark_cell_for_each_busy_expert(desk: Desk) -> None:
 def test_a_picture_needs_matplotlib_before_the_work_and_is_written(
     desk: Desk, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, out = desk.put(desk.routes()), desk.folder / "picture.png"
+    path = desk.put(desk.routes())
+    out = desk.folder / "picture.png"
     assert run(path, "--out", out).exit_code == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(probe._KNOWN, "matplotlib", ("no_such_module", ""))
@@ -549,7 +556,8 @@ def test_a_picture_needs_matplotlib_before_the_work_and_is_written(
 
 
 def test_loads_of_other_layers_and_sizes_add_up() -> None:
-    generator, loads = np.random.default_rng(5), Inspection(path="x")
+    generator = np.random.default_rng(5)
+    loads = Inspection(path="x")
     for rows, layers, experts in ((30, (0, 1, 2), 16), (10, (2, 3, 4), 32)):
         ids = np.argsort(generator.random((rows, 3, experts)), axis=2)[..., :2]
         recorded = np.arange(rows) % 5 > 0

@@ -22,7 +22,8 @@ from live.families import LONGEST
 from npu_replay.compat.vllm import engine_arguments
 from npu_replay.rollout.launch import EngineArguments
 
-STARTED, ENDED = 180, 30
+STARTED = 180
+ENDED = 30
 """Seconds that a server may take for either."""
 
 _HERE = Path(__file__).parent

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-VOCABULARY, LONGEST = 512, 1024
+VOCABULARY = 512
+LONGEST = 1024
 MARGIN = 1e-3
 """Scores that are this near count as a tie: the engine adds up in another order, and may take either. Of
 those that fell otherwise in 4 million token-layers, the farthest were 3e-4 apart."""
@@ -135,7 +136,8 @@ def truth(
     took = nullcontext() if taken is None else _Took(config, taken, start)
     with torch.inference_mode(), took:
         out = model.model(torch.tensor([list(tokens)]), use_cache=False, output_router_logits=True)
-    chosen, ties = [], []
+    chosen = []
+    ties = []
     biases = [value for name, value in model.named_buffers() if name.endswith("e_score_correction_bias")]
     for number, logits in enumerate(out.router_logits):
         scores = logits.reshape(len(tokens), -1).float()

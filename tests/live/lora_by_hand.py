@@ -22,14 +22,16 @@ from live.families import VOCABULARY
 from live.held import assert_right
 from npu_replay import from_vllm
 
-TARGETS, FUSED = ["q_proj", "v_proj", "o_proj"], ["qkv_proj"]
+TARGETS = ["q_proj", "v_proj", "o_proj"]
+FUSED = ["qkv_proj"]
 
 
 def align(
     topk_ids: Any, experts: int, block: int, sorted_ids: Any, expert_ids: Any, padded: Any, _: Any = None
 ) -> None:
     """The places of each expert's tokens one after another, each expert's in whole blocks."""
-    flat, place = topk_ids.flatten(), 0
+    flat = topk_ids.flatten()
+    place = 0
     sorted_ids.fill_(flat.numel())
     for expert in range(experts):
         found = (flat == expert).nonzero().flatten()

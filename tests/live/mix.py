@@ -95,7 +95,8 @@ def _part(rng: np.random.Generator, rows: Rows, _: tuple[int, ...], other: Rows)
 
 
 def _twice(rng: np.random.Generator, rows: Rows, layers: tuple[int, ...], _: Rows) -> Rows:
-    row, layer = rng.integers(len(rows)), rng.choice(layers)
+    row = rng.integers(len(rows))
+    layer = rng.choice(layers)
     rows[row, layer, 0] = rows[row, layer, 1]
     return rows
 
@@ -140,7 +141,8 @@ class Tally:
 
     def change(self, model: Any) -> None:
         """From now on the engine has the weights of this one."""
-        self.model, self._trainer = model, Trainer(model)
+        self.model = model
+        self._trainer = Trainer(model)
 
     def hold(self, completions: list[Sequence]) -> None:
         """Of one request: right rows have to be taken, and be right; wrong ones of one kind be refused."""

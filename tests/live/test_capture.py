@@ -30,7 +30,8 @@ def attach(patches: Patches, llm: Any, change: Changed = lambda _, ids: ids) -> 
 
     def in_worker(worker: Any) -> None:
         runner = worker.model_runner
-        capturer, found = runner.routed_experts_capturer, layers(runner.model)
+        capturer = runner.routed_experts_capturer
+        found = layers(runner.model)
         experts = next(iter(found.values())).moe_config.num_logical_experts
         check = SelfCheck({number: f"layer {number}" for number in found}, experts, None, "a live vLLM")
         capture = Capture(capturer.device_buffer, check, None)
@@ -42,7 +43,8 @@ def attach(patches: Patches, llm: Any, change: Changed = lambda _, ids: ids) -> 
             return original(hidden, logits, *args, **kwargs)
 
         def take(layer: int, ids: torch.Tensor) -> None:
-            router, rows = found[layer].router, ids.shape[0]
+            router = found[layer].router
+            rows = ids.shape[0]
             chosen = choice(lambda name: getattr(router, name, None))
             layout = Layout(comm="none", tokens=rows, entered=rows)
             capture.take(layer, change(layer, ids), chosen, layout)

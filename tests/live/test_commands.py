@@ -82,7 +82,8 @@ def test_a_step_on_megatron_shows_what_it_has_to(tmp_path: Path, monkeypatch: py
 @pytest.mark.long
 @pytest.mark.timeout(3 * LIMIT)
 def test_an_engine_killed_in_the_middle_ends_the_run_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    out, rows = tmp_path / "grpo", tmp_path / "grpo" / "R3-0.jsonl"
+    out = tmp_path / "grpo"
+    rows = tmp_path / "grpo" / "R3-0.jsonl"
     asked = ["--trainer", "fsdp", "--arms", "R3", "--steps", "3", "--road", "answer"]
     cut = start(out, *asked)
     ends = time.monotonic() + LIMIT

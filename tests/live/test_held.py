@@ -12,7 +12,8 @@ from live.families import VOCABULARY, truth
 from live.held import assert_right
 from npu_replay import RoutedExperts, fingerprint
 
-ROW, LAYER = 7, 1
+ROW = 7
+LAYER = 1
 
 
 def routes_with_another_expert(model: Any, tokens: list[int]) -> tuple[RoutedExperts, int]:
@@ -40,7 +41,8 @@ def routes_with_another_expert(model: Any, tokens: list[int]) -> tuple[RoutedExp
 def test_what_comes_behind_a_tie_is_judged_by_what_the_engine_took(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, tokens = families.make(family), np.random.default_rng(0).integers(3, VOCABULARY, 60).tolist()
+    model = families.make(family)
+    tokens = np.random.default_rng(0).integers(3, VOCABULARY, 60).tolist()
     routes, others = routes_with_another_expert(model, tokens)
     assert others > 3, "an expert of an early layer changes what is behind it"
     with pytest.raises(AssertionError, match=rf"^1 of \d+ token-layers are wrong, first \[{ROW}, {LAYER}\]"):

@@ -71,7 +71,8 @@ def test_T31_a_prompt_that_is_cut_into_chunks(live: Any) -> None:
     engine = live.engine.llm_engine
     asked = SamplingParams(max_tokens=4, ignore_eos=True)
     engine.add_request("chunks", {"prompt_token_ids": prompt(5, 300)}, asked)
-    steps, found = 0, []
+    steps = 0
+    found = []
     while engine.has_unfinished_requests():
         found += engine.step()
         steps += not found
@@ -81,7 +82,8 @@ def test_T31_a_prompt_that_is_cut_into_chunks(live: Any) -> None:
 
 def test_the_last_output_of_a_stream_has_the_routes(live: Any) -> None:
     """With all the ids, of which it has the last alone."""
-    engine, ids = live.engine.llm_engine, prompt(9, 40)
+    engine = live.engine.llm_engine
+    ids = prompt(9, 40)
     asked = SamplingParams(max_tokens=6, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     engine.add_request("pieces", {"prompt_token_ids": ids}, asked)
     pieces: list[Any] = []

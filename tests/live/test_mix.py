@@ -23,8 +23,10 @@ SEQUENCES = 700 if ALL else 80
 def completions(output: Any, start: int) -> list[Sequence]:
     def one(number: int) -> Sequence:
         def answer(rows: Any) -> Any:
-            changed, completion = copy.copy(output), copy.copy(output.outputs[number])
-            completion.routed_experts, changed.outputs = rows, [completion]
+            changed = copy.copy(output)
+            completion = copy.copy(output.outputs[number])
+            completion.routed_experts = rows
+            changed.outputs = [completion]
             return changed
 
         completion = output.outputs[number]

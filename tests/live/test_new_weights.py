@@ -14,7 +14,9 @@ from live.held import Trainer, assert_right
 from npu_replay import Rollout, Turn, from_vllm
 from npu_replay.errors import InvalidRoutes, MicroBatchError
 
-FIRST, SAMPLED, TOOL = 90, 40, 10
+FIRST = 90
+SAMPLED = 40
+TOOL = 10
 
 
 def turn(live: Any, ids: list[int], **said: Any) -> Turn:

@@ -120,7 +120,8 @@ def test_a_stream_is_refused_in_words(served: Live) -> None:
 
 def test_the_last_piece_of_a_stream_of_tokens_has_the_routes(served: Live) -> None:
     """With all the ids, which are in the pieces. Where pieces waited, vLLM 0.30 loses the routes."""
-    ids, said = prompt(3, 20), {"max_tokens": 12, "ignore_eos": True}
+    ids = prompt(3, 20)
+    said = {"max_tokens": 12, "ignore_eos": True}
     for _ in range(8):
         stream = served.engine.ask("/inference/v1/generate", token_ids=ids, sampling_params=said, stream=True)
         *before, last = pieces = [one for one in events(stream) if one["choices"]]
@@ -150,7 +151,8 @@ def test_T37_openais_client_reads_chat_answers_that_carry_routes(served: Live) -
 
 
 def test_inspect_draws_an_answer(served: Live, tmp_path: Path) -> None:
-    file, picture = tmp_path / "answer.json", tmp_path / "answer.png"
+    file = tmp_path / "answer.json"
+    picture = tmp_path / "answer.png"
     file.write_bytes(served.engine.ask("/v1/completions", prompt=prompt(4, 100), max_tokens=30))
     command = [sys.executable, "-m", "npu_replay", "inspect", str(file), "--config", str(served.folder)]
     done = subprocess.run([*command, "--out", str(picture)], capture_output=True, text=True, timeout=120)
@@ -201,7 +203,8 @@ def test_T12_a_response_that_is_cut_short(served: Live) -> None:
 
 
 def test_T13_T28_an_abort_and_its_resume(served: Live) -> None:
-    ids, rollout = prompt(9, 50), Rollout(served.folder)
+    ids = prompt(9, 50)
+    rollout = Rollout(served.folder)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(served.engine.ask, "/v1/completions", prompt=ids, max_tokens=900, ignore_eos=True)
         time.sleep(1.0)
@@ -237,7 +240,8 @@ def completions(answer: bytes, start: int) -> list[Sequence]:
 @pytest.mark.timeout(1800)
 def test_a_random_mix_over_http(served: Live) -> None:
     rng = np.random.default_rng(30)
-    shared, tally = some_prompts(rng), Tally(served.model, served.folder, rng)
+    shared = some_prompts(rng)
+    tally = Tally(served.model, served.folder, rng)
 
     def get(asked: tuple[list[int], dict[str, Any]]) -> list[Sequence]:
         ids, sampling = asked

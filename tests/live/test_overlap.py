@@ -29,7 +29,9 @@ def coarse(request: pytest.FixtureRequest, saved: Any) -> Live:
 
 
 def test_right_rows_are_taken_and_wrong_ones_refused(coarse: Live) -> None:
-    model, folder, llm = coarse.model, coarse.folder, coarse.engine
+    model = coarse.model
+    folder = coarse.folder
+    llm = coarse.engine
     asked = SamplingParams(max_tokens=160, ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt(70 + number, 50)} for number in range(2)]
     samples: list[tuple[torch.Tensor, RoutedExperts]] = []
@@ -46,12 +48,17 @@ def test_right_rows_are_taken_and_wrong_ones_refused(coarse: Live) -> None:
 @pytest.mark.parametrize("coarse", ["Qwen3Moe"], indirect=True)
 def test_T36_T39_r3_of_a_bfloat16_engine_in_a_float32_trainer(coarse: Live) -> None:
     """The trainer routes as the engine did, its log-probs come nearer, and belong to the same tokens."""
-    model, folder, llm = coarse.model, coarse.folder, coarse.engine
+    model = coarse.model
+    folder = coarse.folder
+    llm = coarse.engine
     asked = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=0)
     prompts = [{"prompt_token_ids": prompt(50 + number, 30)} for number in range(8)]
-    native, replayed, shifted = [], [], []
+    native = []
+    replayed = []
+    shifted = []
     for output in llm.generate(prompts, asked, use_tqdm=False):
-        (routes,), (completion,) = from_vllm(output, folder), output.outputs
+        (routes,) = from_vllm(output, folder)
+        (completion,) = output.outputs
         tokens = torch.tensor([[*output.prompt_token_ids, *completion.token_ids]])
         theirs = torch.tensor(
             [one[token].logprob for one, token in zip(completion.logprobs, completion.token_ids, strict=True)]

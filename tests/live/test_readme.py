@@ -32,7 +32,9 @@ def test_the_example_replays_what_the_engine_used(
     monkeypatch.setattr(vllm, "LLM", partial(vllm.LLM, **engine.SMALL))
     names: dict[str, Any] = {}
     exec(compile(R3, "README.md", "exec"), names)
-    model, tokens, routes = names["model"], names["tokens"], names["routes"]
+    model = names["model"]
+    tokens = names["tokens"]
+    routes = names["routes"]
     assert tokens.shape[1] == len(routes) > 6
     assert int(routes.recorded.sum()) == len(routes) - 1
     assert (names["ratio"] == 1).all(), "both passes are replayed"

@@ -39,7 +39,8 @@ def test_a_record_changes_nothing_and_every_recompute_replays_its_own_forward(
     variant: str, recompute: str | None, order: str
 ) -> None:
     """Foreign routes with recompute give the gradients of the same without it, and the routers show them."""
-    trainer, plain = build(VARIANTS[variant], recompute), build(VARIANTS[variant])
+    trainer = build(VARIANTS[variant], recompute)
+    plain = build(VARIANTS[variant])
     foreign = random_routes(check_record_and_replay(trainer, order))
     with npu_replay.observe(plain.model) as seen, npu_replay.replay(plain.model, foreign):
         expected = plain.run(order)

@@ -52,7 +52,8 @@ def built(pattern: str, *, again: bool = False, variant: str = "softmax_after_to
 def test_a_record_changes_nothing_and_every_recompute_replays_its_own_forward(
     pattern: str, variant: str
 ) -> None:
-    trainer, plain = built(pattern, again=True, variant=variant), built(pattern, variant=variant)
+    trainer = built(pattern, again=True, variant=variant)
+    plain = built(pattern, variant=variant)
     foreign = random_routes(check_record_and_replay(trainer, "sum"))
     with npu_replay.observe(plain.model) as seen, npu_replay.replay(plain.model, foreign):
         expected = plain.run("sum")

@@ -29,7 +29,8 @@ def config(kind: str, **flags: Any) -> Any:
     ],
 )
 def test_a_config_takes_the_flag_and_keeps_it(kind: str, flag: str) -> None:
-    off, on = config(kind), config(kind, **{flag: True})
+    off = config(kind)
+    on = config(kind, **{flag: True})
     for name in ("moe_enable_routing_replay", "enable_routing_replay"):
         assert (getattr(off, name), getattr(on, name)) == (False, True)
         with pytest.raises(TypeError, match="unexpected keyword argument 'moe_replay_routing'"):

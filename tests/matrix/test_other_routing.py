@@ -128,7 +128,8 @@ def test_upstreams_api_records_and_replays_a_fused_router(kernel: Kernel) -> Non
 
 def check_foreign_routes(changes: dict[str, Any], recompute: str | None) -> None:
     """Recorded and replayed to the last bit; routes of nobody's choice shown, and the same in a recompute."""
-    trainer, plain = build(changes, recompute), build(changes)
+    trainer = build(changes, recompute)
+    plain = build(changes)
     foreign = random_routes(check_record_and_replay(trainer, "sum"))
     with npu_replay.observe(plain.model) as seen, npu_replay.replay(plain.model, foreign):
         expected = plain.run("sum")

@@ -73,14 +73,16 @@ def test_installing_twice_changes_nothing(came: str) -> None:
 
 
 def test_importing_before_or_after_megatron_gives_the_same() -> None:
-    first, last = snapshot("first"), snapshot("last")
+    first = snapshot("first")
+    last = snapshot("last")
     assert first["report"] == last["report"] != []
     assert first["installed"] == last["installed"]
 
 
 def test_what_the_release_has_itself_is_left_to_it() -> None:
     """Changed are what it lacks and three constructors: on 0.16 and later, nothing of upstream's replay."""
-    installed, before = snapshot("last")["installed"], untouched()
+    installed = snapshot("last")["installed"]
+    before = untouched()
     replaced = {path for path in different(installed, before) if path in before} - WRAPPED
     assert replaced <= (set() if UPSTREAMS in before else {TOPK, ALIAS})
 

@@ -122,7 +122,8 @@ def _case(family: str, checkpoint: str) -> Any:
 def test_a_record_changes_nothing_and_every_recompute_replays_its_own_forward(
     family: str, checkpoint: str
 ) -> None:
-    model, plain = build(FAMILIES[family], CHECKPOINTS[checkpoint]), build(FAMILIES[family])
+    model = build(FAMILIES[family], CHECKPOINTS[checkpoint])
+    plain = build(FAMILIES[family])
     untouched = train(model)
     with npu_replay.record(model) as recording:
         assert same(train(model), untouched)

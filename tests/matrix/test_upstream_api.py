@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 module_row = pytest.mark.capability("module")
 function_row = pytest.mark.capability("topk_function")
 
-ROWS, EXPERTS = 4, 6
+ROWS = 4
+EXPERTS = 6
 FOREIGN = torch.tensor([[5, 0], [1, 4], [3, 2], [0, 2]])
 """Ids that are not the top two of these scores, and in no order."""
 GROUPS: dict[str, Any] = {"num_groups": 3, "group_topk": 1}
@@ -99,7 +100,8 @@ def test_without_an_action_and_in_a_record_nothing_changes(
 
 @module_row
 def test_replay_data_goes_to_the_instances_in_order_and_comes_back(api: UpstreamApi) -> None:
-    first, second = api.new(), api.new()
+    first = api.new()
+    second = api.new()
     api.replay.set_replay_data([FOREIGN, FOREIGN + 1])
     assert torch.equal(first.target_topk_idx, FOREIGN)
     assert torch.equal(second.target_topk_idx, FOREIGN + 1)

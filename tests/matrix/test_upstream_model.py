@@ -129,7 +129,8 @@ def test_what_was_recorded_is_as_by_npu_replay_and_is_replayed_after_the_router_
     api: UpstreamApi, variant: str, recompute: str | None, schedule: Schedule
 ) -> None:
     """The old log-probs' pass and the update: recompute too, by REPLAY_BACKWARD alone."""
-    trainer, plain = flagged(variant, recompute), build(VARIANTS[variant])
+    trainer = flagged(variant, recompute)
+    plain = build(VARIANTS[variant])
     with npu_replay.record(plain.model) as recording, torch.no_grad():
         for tokens in plain.batches:
             plain.loss(tokens)

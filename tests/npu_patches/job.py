@@ -170,7 +170,8 @@ class _Shifting:
 
 def _shifted(module: Any, block: Callable[[nn.Module], Any]) -> str:
     """What is said where a block goes on with other ids than its top-k gave."""
-    module.torch, model = _Shifting(), _model("none")
+    module.torch = _Shifting()
+    model = _model("none")
     try:
         with block(model):
             _trained(model)

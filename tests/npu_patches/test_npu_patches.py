@@ -12,7 +12,8 @@ import jobs
 import needed
 
 STUBS = Path(__file__).parents[1] / "stubs"
-LAYERS, BATCHES = 3, 2
+LAYERS = 3
+BATCHES = 2
 
 
 @pytest.fixture(scope="module", params=["verl", "swift", "roll"])

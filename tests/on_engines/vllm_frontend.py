@@ -95,7 +95,8 @@ class Frontend:
         for index in range(n):
             request_id, child_params = parent.get_child_info(index)
             child = copy(request)
-            child.request_id, child.sampling_params = request_id, child_params
+            child.request_id = request_id
+            child.sampling_params = child_params
             self._processor.add_request(child, None, parent, index, self.queue)
             self._ids.append(request_id)
 
@@ -211,7 +212,8 @@ def captured_in_halves(halves: Sequence[torch.Tensor], monkeypatch: pytest.Monke
     """
     from vllm.model_executor.layers.fused_moe import routed_experts_capturer as product
 
-    total, topk = sum(map(len, halves)), halves[0].shape[1]
+    total = sum(map(len, halves))
+    topk = halves[0].shape[1]
     buffer = torch.full((total, 1, topk), -1, dtype=torch.int32)
     if AT[:2] == (0, 21):
         cache = object.__new__(product._RoutedExpertsDeviceCache)
@@ -222,7 +224,8 @@ def captured_in_halves(halves: Sequence[torch.Tensor], monkeypatch: pytest.Monke
     capturer = object.__new__(product.RoutedExpertsCapturer)
     capturer._shm = capturer._lock_file = None  # to 0.20 it looks at both when it goes
     setattr(capturer, "_device_buffer" if AT < (0, 21) else "device_buffer", buffer)
-    capturer.dp_rank, capturer.tp_size = 0, 1
+    capturer.dp_rank = 0
+    capturer.tp_size = 1
     done = 0
     for half in halves:
         context = SimpleNamespace(dp_metadata=None, batch_descriptor=SimpleNamespace(num_tokens=len(half)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-EXPERTS, TOPK = 4, 2
+EXPERTS = 4
+TOPK = 2
 
 
 @dataclass(frozen=True)

@@ -122,11 +122,13 @@ def manager() -> dict[str, Any]:
     sys.modules.update(zip(names, (owner, alias, inside, stock), strict=True))
     for module in (owner, alias, inside):
         module.work = original
-    path, found = "toy_owner.work", {}
+    path = "toy_owner.work"
+    found = {}
 
     Manager.register_patch(path, one_wrapper)
     patch = Manager.patches_info[path]
-    applied, found["registered"] = [patch.is_applied], owner.work()
+    applied = [patch.is_applied]
+    found["registered"] = owner.work()
     Manager.apply_patches()
     applied.append(patch.is_applied)
     found["everywhere"] = [module.work() for module in (owner, alias, inside)]
@@ -257,7 +259,11 @@ def arguments() -> dict[str, Any]:
     from mindspeed.megatron_adaptor import repatch
 
     repatch({"toy": 1})
-    own, checked = get_mindspeed_args(), lambda: TransformerConfig(**SMALL, moe_fb_overlap=True)
+    own = get_mindspeed_args()
+
+    def checked() -> TransformerConfig:
+        return TransformerConfig(**SMALL, moe_fb_overlap=True)
+
     found: dict[str, Any] = {
         "its own": [get_full_args() is own, own.toy, own.optimization_level],
         "defaults": hasattr(get_mindspeed_args(get_defaults=True), "toy"),

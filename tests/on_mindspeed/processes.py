@@ -23,7 +23,8 @@ import jobs
 from on_mindspeed.stand_in.mindspeed import branch
 
 TESTS = Path(__file__).parents[1]
-STAND_IN, REAL = "stand-in", "real"
+STAND_IN = "stand-in"
+REAL = "real"
 _OWN = (STAND_IN_FOLDER := Path(__file__).parent / "stand_in", STUBS := TESTS / "stubs", TESTS)
 TRANSFORMER_ENGINE_NPU = STUBS / "transformer_engine_npu"
 MEGATRON_ADAPTOR = STUBS / "megatron_adaptor_stand_in"

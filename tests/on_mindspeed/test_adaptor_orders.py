@@ -11,7 +11,9 @@ import pytest
 from on_mindspeed import processes
 from on_mindspeed.adaptor_worker import BY_ITSELF
 
-NPU, MIND, ADAPTOR = "npu_replay", "mindspeed", "adaptor"
+NPU = "npu_replay"
+MIND = "mindspeed"
+ADAPTOR = "adaptor"
 ORDERS = [
     (NPU, ADAPTOR),
     (ADAPTOR, NPU),

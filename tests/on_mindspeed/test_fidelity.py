@@ -137,7 +137,8 @@ def found_in(product: str, scenario: str, branch: str = "") -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         if branch:
             patch.setenv(VARIABLE, branch)
-        ranks, task = 2 if scenario == "late" else 1, {"scenario": scenario}
+        ranks = 2 if scenario == "late" else 1
+        task = {"scenario": scenario}
         return processes.run_ranks(product, "fidelity_worker:main", task, ranks, timeout=280)[-1]
 
 

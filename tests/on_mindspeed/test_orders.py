@@ -17,7 +17,9 @@ from on_mindspeed import processes
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
-NPU, MIND, MEGATRON = "npu_replay", "mindspeed", "megatron"
+NPU = "npu_replay"
+MIND = "mindspeed"
+MEGATRON = "megatron"
 ORDERS = [  # MindSpeed's import imports Megatron, so only npu_replay may still come after an early repatch
     ((MIND, NPU, MEGATRON), "early"),
     ((NPU, MIND, MEGATRON), ""),
@@ -75,7 +77,8 @@ def test_any_order_of_imports_keeps_flags_and_replays(
     assert not any(lost.values()), lost
     for name in ("TransformerConfig", "MLATransformerConfig"):
         ways = dict(found[name])
-        own, bare = ways.pop("subclass"), ways.pop("subclass, nothing given")
+        own = ways.pop("subclass")
+        bare = ways.pop("subclass, nothing given")
         assert ways == KEPT, name
         # MindSpeed up to 2.3.0 lets nobody build a subclass of his own, with a flag or without.
         assert own is True or ("AttributeError" in own and own == bare), name

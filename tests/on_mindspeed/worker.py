@@ -27,7 +27,10 @@ import torch.distributed as dist
 from on_mindspeed.feature_cases import CASES, EXPERTS, SEQ_MODULE, TOPK, Case
 from on_mindspeed.processes import STAND_IN, lent_at_import
 
-BATCH, LENGTH, VOCAB, LAYERS = 2, 12, 64, 3
+BATCH = 2
+LENGTH = 12
+VOCAB = 64
+LAYERS = 3
 MICRO_BATCHES = 3
 TIMEOUT = timedelta(seconds=60)
 DEFAULTS: dict[str, Any] = {
@@ -209,7 +212,8 @@ def examine(case: Case) -> dict[str, Any]:
     if case.refused:
         return refused(case)
     try:
-        trainer, plain = Trainer(case, recompute=case.recompute), Trainer(case, recompute=False)
+        trainer = Trainer(case, recompute=case.recompute)
+        plain = Trainer(case, recompute=False)
         plain.model.load_state_dict(trainer.model.state_dict(), strict=False)
         untouched = trainer.run()
         found["moe_layer"] = parts(trainer.model)
@@ -246,7 +250,8 @@ def follows(trainer: Trainer, between: Callable[[], object] = lambda: None) -> A
     import npu_replay
     from megatron_cases import perturbed
 
-    model, drops = trainer.model, trainer.case.drops
+    model = trainer.model
+    drops = trainer.case.drops
     with npu_replay.record(model) as recording, Witness(model) as first:
         recorded = trainer.run()
     routes = recording.routes
@@ -358,7 +363,8 @@ class Trainer:
         self.model = megatron_model.model(self.config)
         # Without balanced_moe's copies of busy experts, which hand their gradients on to the originals.
         lasting = {name: p for name, p in self.model.named_parameters() if "hot_experts" not in name}
-        self.names, self.parameters = list(lasting), list(lasting.values())
+        self.names = list(lasting)
+        self.parameters = list(lasting.values())
         generator = torch.Generator().manual_seed(3 + dist.get_rank() // case.tensor)
         tokens = torch.randint(0, VOCAB, (MICRO_BATCHES, BATCH, LENGTH), generator=generator)
         self.batches = list(tokens)
@@ -495,7 +501,9 @@ def orders(task: dict[str, Any]) -> dict[str, Any]:
     Its task holds "order", the imports in turn, and "early": does a repatch follow MindSpeed's import at
     once? Then come record and replay without a further repatch, after one, and with one in between.
     """
-    top_k, order, kept = torch.topk, task["order"], {}
+    top_k = torch.topk
+    order = task["order"]
+    kept = {}
     for place, name in enumerate(order):
         import_in_turn([name])
         if name == "mindspeed" and task["early"]:

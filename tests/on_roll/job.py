@@ -130,7 +130,8 @@ class Actor:
         )
         worker.strategy = create_strategy(worker)
         worker.strategy.initialize(model_provider=default_actor_model_provider)
-        self.worker, self.strategy = worker, worker.strategy
+        self.worker = worker
+        self.strategy = worker.strategy
         self.model: nn.Module = worker.strategy.model
         blocks = {type(one) for one in self.model.modules() if type(one).__name__.endswith("SparseMoeBlock")}
         if transformers.__version__ < "5":
@@ -202,7 +203,8 @@ def prepare() -> None:
             [pickle.loads(one.value) for one in refs] if isinstance(refs, list) else pickle.loads(refs.value)
         )
 
-    ray.get, ray.ObjectRef = get, Ref
+    ray.get = get
+    ray.ObjectRef = Ref
     from roll.distributed.strategy import fsdp2_strategy
     from roll.models import model_providers
     from roll.pipeline import base_worker

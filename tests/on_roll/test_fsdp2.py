@@ -80,7 +80,8 @@ def control(actor: Actor, batch: Any) -> None:
     plain = job.batch_of(actor.tiny)
     for name in ("old_log_probs", "ref_log_probs"):
         plain.batch[name] = batch.batch[name]
-    mode, actor.worker.worker_config.router_replay.mode = actor.tiny.mode, "disable"
+    mode = actor.tiny.mode
+    actor.worker.worker_config.router_replay.mode = "disable"
     with other_routers(actor.model), witnessed(actor.model) as calls:
         metrics = actor.update(plain)
     actor.worker.worker_config.router_replay.mode = mode
@@ -108,7 +109,8 @@ def rolled_out(tiny: Tiny) -> Any:
     from roll.distributed.scheduler.protocol import DataProto
     from roll.utils.functionals import postprocess_generate
 
-    whole, prompts = job.batch_of(tiny), []
+    whole = job.batch_of(tiny)
+    prompts = []
     width = max(prompt for prompt, _ in LENGTHS)
     output = torch.zeros(len(tiny.mine), whole.batch["input_ids"].shape[1], dtype=torch.int64)
     mask = torch.zeros(len(tiny.mine), width, dtype=torch.int64)
@@ -190,7 +192,8 @@ def one_rank_fails(folder: str, **settings: Any) -> None:
 def another_order(folder: str, **settings: Any) -> None:
     """Micro-batches that come in another order than the batch's on one rank: all stop, and nobody waits."""
     actor = Actor(tiny := Tiny(folder=folder, mode="R2", **settings))
-    kind, batch = type(job.batch_of(tiny)), job.batch_of(tiny)
+    kind = type(job.batch_of(tiny))
+    batch = job.batch_of(tiny)
     chunk = kind.chunk
     if dist.get_rank() == 0:
         kind.chunk = lambda self, chunks: chunk(self, chunks)[::-1] if chunks > 1 else chunk(self, chunks)

@@ -22,7 +22,9 @@ import torch
 import npu_replay
 from npu_replay.smoke import megatron_model
 
-EXPERTS, TOPK, MOE = 8, 2, [0, 1, 1, 1]
+EXPERTS = 8
+TOPK = 2
+MOE = [0, 1, 1, 1]
 LENGTHS = (7, 12, 9)
 STAGE = "ROUTING_REPLAY_STAGE"
 
@@ -99,7 +101,8 @@ class Actor:
         """slime's train: its forward step goes to replay_forward and back; backward follows each forward."""
         os.environ[STAGE] = stage
         for tokens in self.batches:
-            before, os.environ[STAGE] = stage, "replay_forward" if stage == "replay_backward" else stage
+            before = stage
+            os.environ[STAGE] = "replay_forward" if stage == "replay_backward" else stage
             loss = self.loss(tokens)
             os.environ[STAGE] = before
             loss.backward()
@@ -175,7 +178,8 @@ def stand_in(task: dict[str, Any]) -> dict[str, Any]:
 def _lend_queues(kind: Any) -> None:
     """slime pins ids for a device, which is not here."""
     kind.record = lambda self, ids: self.top_indices_list.append(ids.clone())
-    kind.pop_forward, kind.pop_backward = _next("forward_index"), _next("backward_index")
+    kind.pop_forward = _next("forward_index")
+    kind.pop_backward = _next("backward_index")
 
 
 def _next(index: str) -> Any:

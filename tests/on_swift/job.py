@@ -17,7 +17,8 @@ import torch
 import tiny_qwen
 from tiny_qwen import EXPERTS, TOPK
 
-VOCABULARY, LAYERS = 96, 3
+VOCABULARY = 96
+LAYERS = 3
 PLUGIN = """
 from swift.rewards import ORM, orms
 
@@ -46,7 +47,8 @@ class Rollout:
 
     def __init__(self, task: dict[str, Any]) -> None:
         self.last: bool = task.get("last", False)
-        self._missing, self._cut = task.get("missing", False), task.get("cut", 0)
+        self._missing = task.get("missing", False)
+        self._cut = task.get("cut", 0)
         self.routes: dict[tuple[int, ...], torch.Tensor] = {}
 
     def give(self, sample: Any, tokens: list[int]) -> None:
@@ -109,10 +111,12 @@ class Seen:
 
     def _chose(self, out: Any, layer: int) -> None:
         ids = next(one for one in out if one.dtype == torch.int64).detach().sort(1).values
-        update, policy = self._kind == "update", self._kind in ("update", "old log-probs")
+        update = self._kind == "update"
+        policy = self._kind in ("update", "old log-probs")
         self.recomputed += policy and torch._C._current_graph_task_id() != -1
         for tokens, at in self._rows:
-            key, chosen = (tokens, layer), ids[at]
+            key = (tokens, layer)
+            chosen = ids[at]
             if self._kind == "old log-probs":
                 self._old[key] = chosen
             elif update and key in self._old:
@@ -143,7 +147,8 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
 
     rollout = Rollout(task)
     seen: list[Seen] = []
-    prepare, encode = grpo_trainer.GRPOTrainer._prepare_batch_inputs, grpo_trainer.encode_sample
+    prepare = grpo_trainer.GRPOTrainer._prepare_batch_inputs
+    encode = grpo_trainer.encode_sample
 
     def prepared(self: Any, samples: Any) -> Any:
         if not seen:

@@ -16,7 +16,8 @@ from trl import GRPOConfig, GRPOTrainer
 import tiny_qwen
 from tiny_qwen import TOPK
 
-VOCABULARY, LAYERS = 96, 3
+VOCABULARY = 96
+LAYERS = 3
 Choice = dict[tuple[int, ...], dict[int, torch.Tensor]]
 """By sequence (its tokens) and layer: the ids, sorted, [tokens, topk]."""
 
@@ -96,7 +97,8 @@ class Seen:
             )
 
     def _begins(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+        ids = kwargs.get("input_ids")
+        mask = kwargs.get("attention_mask")
         if any(kwargs.get(name) is not None for name in ("past_key_values", "cache")):  # 5.24 says cache
             self._last = "generation", []
             self.generated += 1
@@ -121,7 +123,8 @@ class Seen:
         for tokens, at in rows:
             if len(tokens) < 2:
                 continue
-            chosen, live = ids[at].sort(1).values, own[at].sort(1).values
+            chosen = ids[at].sort(1).values
+            live = own[at].sort(1).values
             if kind == "record":
                 self.recorded.setdefault(tokens, {})[layer] = chosen.clone()
             elif kind == "reference":

@@ -89,7 +89,8 @@ def check_rows(
         columns: the decoder layer of each column; all layers if not given.
     """
     columns = columns or range(len(tiny.moe))
-    first, checked = job.mine(tiny.split)[0], 0
+    first = job.mine(tiny.split)[0]
+    checked = 0
     for one, numbers in zip(shown, groups(tiny) * (len(shown) // len(groups(tiny))), strict=True):
         if not one.layers:
             continue
@@ -106,7 +107,9 @@ def check_rows(
 
 def in_rows(tiny: Tiny, routes: Sequence[torch.Tensor]) -> list[RoutedExperts]:
     """Routes of this rank's samples in its routers' rows, for npu_replay's own replay."""
-    first, columns, found = job.mine(tiny.split)[0], moe_layers(tiny), []
+    first = job.mine(tiny.split)[0]
+    columns = moe_layers(tiny)
+    found = []
     for numbers in groups(tiny):
         here = job.rows(numbers, tiny.split)
         ids = torch.zeros(len(here), len(columns), routes[0].shape[-1], dtype=torch.int64)
@@ -194,7 +197,8 @@ def recorded_batch(actor: Any) -> tuple[Any, list[torch.Tensor]]:
 def _r2(kind: Any, settings: dict[str, Any], *, stays: bool = False) -> Any:
     tiny = begin(mode="R2", **settings)
     actor = kind(tiny)
-    plain, columns = plain_of(actor), moe_layers(tiny)
+    plain = plain_of(actor)
+    columns = moe_layers(tiny)
     with npu_replay.observe(actor.chunks) as first:
         data, routes = recorded_batch(actor)
     others = job.batch(tiny.split)
@@ -232,8 +236,11 @@ def _r2(kind: Any, settings: dict[str, Any], *, stays: bool = False) -> Any:
 def _r3(kind: Any, settings: dict[str, Any], prepared: Callable[[Any], Any] | None = None) -> None:
     tiny = begin(mode="R3", **settings)
     actor = kind(tiny)
-    plain, routes = plain_of(actor), job.rollout_routes(tiny)
-    data, others, rows = job.batch(tiny.split, routes), job.batch(tiny.split), in_rows(tiny, routes)
+    plain = plain_of(actor)
+    routes = job.rollout_routes(tiny)
+    data = job.batch(tiny.split, routes)
+    others = job.batch(tiny.split)
+    rows = in_rows(tiny, routes)
     data = prepared(data) if prepared else data
     with told() as lines:
         with npu_replay.observe(actor.chunks) as first:
@@ -351,8 +358,10 @@ def _moved() -> None:
         patch.setenv(DELIVERY, "ray")
         with npu_replay.observe(actor.chunks) as seen:
             data, _ = recorded_batch(actor)
-        wanted, there = elsewhere(seen.shown), elsewhere(data)
-        moves, real = list[int](), batch_routes.exchange
+        wanted = elsewhere(seen.shown)
+        there = elsewhere(data)
+        moves = list[int]()
+        real = batch_routes.exchange
 
         def counted(held: Any, lacking: Any, group: Any) -> Any:
             moves.append(len(lacking))
@@ -672,7 +681,8 @@ def _checkpoint() -> None:
 
     tiny = begin(mode="R2", sharded=True)
     actor = Actor(tiny)
-    plain, folder = plain_of(actor), shared_folder()
+    plain = plain_of(actor)
+    folder = shared_folder()
     data, routes = recorded_batch(actor)
     with job.other_routers(actor.chunks, plain.chunks):
         megatron_utils.offload_megatron_model_to_cpu(actor.chunks)
@@ -710,7 +720,8 @@ def _files() -> None:
         assert torch.equal(found.ids, one)
         assert bool(found.recorded.all())
     again = replace(tiny, mode="R3", files={"replay_file": folder}, micro=1)
-    other, batch = Actor(again), job.batch(tiny.split)
+    other = Actor(again)
+    batch = job.batch(tiny.split)
     with job.other_routers(other.chunks):
         with npu_replay.observe(other.chunks) as first:
             batch.batch["old_log_probs"], _ = other.log_probs(batch)
@@ -890,7 +901,8 @@ def _far() -> None:
     Routes of other samples, or in other rows than the tokens, are told in the first update."""
     tiny, actor, routes = begin_r3()
     update = partial(actor.update, r3_batch(tiny, routes))
-    share, least = "NPU_REPLAY_BAD_SAMPLES", "NPU_REPLAY_MIN_OVERLAP"
+    share = "NPU_REPLAY_BAD_SAMPLES"
+    least = "NPU_REPLAY_MIN_OVERLAP"
     for value, words, first in (("0.25", f"{share} differs", 0), ("few", f"{share} is a share", 1)):
         with patched() as patch:
             if dist.get_rank() == 1:
@@ -976,7 +988,8 @@ def check_unmarked(actor: Any, update: Any) -> None:
 def _rollouts_routes() -> None:
     """T4: what the update replays is what the batch holds; a record beside it is the trainer's own choice."""
     tiny = begin(mode="R2")
-    actor, routes = Actor(tiny), job.rollout_routes(tiny)
+    actor = Actor(tiny)
+    routes = job.rollout_routes(tiny)
     data = job.batch(tiny.split, routes)
     with npu_replay.observe(actor.chunks) as first:
         data.batch["old_log_probs"], chosen = actor.log_probs(data)

@@ -43,7 +43,9 @@ from npu_replay.smoke import megatron_model
 from piece_files import FileCarrier
 
 RELEASE: str = verl.__version__
-VOCAB, PROMPT, RESPONSE = 64, 6, 12
+VOCAB = 64
+PROMPT = 6
+RESPONSE = 12
 LENGTHS = ((3, 6), (2, 9), (5, 6), (4, 5), (6, 5), (3, 8), (1, 10), (4, 7))
 """Tokens of the prompt and of the response of each sample; two neighbours have no more rows than others."""
 
@@ -452,7 +454,8 @@ class LegacyActor:
             actor_module=worker.actor_module,
             actor_optimizer=worker.actor_optimizer,
         )
-        self.worker, self.chunks = worker, list(worker.actor_module)
+        self.worker = worker
+        self.chunks = list(worker.actor_module)
         self.gradients: list[list[torch.Tensor]] = []
         step = worker.actor_optimizer.step
 
@@ -550,7 +553,8 @@ def batch(
     prompts = torch.stack([pad(prompt, (PROMPT - len(prompt), 0)) for prompt, _ in given])
     responses = torch.stack([pad(response, (0, RESPONSE - len(response))) for _, response in given])
     tokens = torch.cat([prompts, responses], dim=1)
-    attention, answered = (tokens > 0).long(), (responses > 0).long()  # no token is 0
+    attention = (tokens > 0).long()  # no token is 0
+    answered = (responses > 0).long()
     tensors = {
         "input_ids": tokens,
         "attention_mask": attention,
@@ -583,10 +587,13 @@ def delivered(tiny: Any) -> Iterator[Callable[[DataProto], DataProto]]:
         return read(given, *how)
 
     def by_reference(data: DataProto) -> DataProto:
-        whole, kept = data.batch.pop("routed_experts"), data.batch["attention_mask"].bool()
-        marks, put = torch.zeros(*whole.shape[:2], 1, 1, dtype=torch.int16), []
+        whole = data.batch.pop("routed_experts")
+        kept = data.batch["attention_mask"].bool()
+        marks = torch.zeros(*whole.shape[:2], 1, 1, dtype=torch.int16)
+        put = []
         for number, mask in enumerate(kept):
-            rows, tokens = whole[number][mask].numpy(), data.batch["input_ids"][number][mask].numpy()
+            rows = whole[number][mask].numpy()
+            tokens = data.batch["input_ids"][number][mask].numpy()
             found, reference = putter.put(rows, tokens, 0)
             marks[number, mask] = torch.from_numpy(found)
             put.append(reference)
@@ -596,13 +603,15 @@ def delivered(tiny: Any) -> Iterator[Callable[[DataProto], DataProto]]:
 
     with TemporaryDirectory() as folder:
         putter = r3_store.Putter(FileCarrier(Path(folder), cut=2), model, keeps=False)
-        r3_store.fetch_each, random = counted, references.secrets
+        r3_store.fetch_each = counted
+        random = references.secrets
         first = mine(tiny.split)[0]
         references.secrets = SimpleNamespace(randbits=lambda bits: next(_puts) * len(LENGTHS) + first)
         try:
             yield by_reference
         finally:
-            r3_store.fetch_each, references.secrets = read, random
+            r3_store.fetch_each = read
+            references.secrets = random
         assert sum(asked) == len(list(Path(folder).glob("*.pieces"))) > 0
 
 

@@ -120,7 +120,8 @@ def _r2(tiny: Tiny, *, stays: bool = False) -> list[torch.Tensor]:
 
 
 def _r3(tiny: Tiny, prepared: Callable[[Any], Any] | None = None) -> None:
-    actor, routes = Actor(tiny), engine_job.rollout_routes(tiny)
+    actor = Actor(tiny)
+    routes = engine_job.rollout_routes(tiny)
     data = job.batch(tiny, routes)
     data = prepared(data) if prepared else data
     with told() as lines:
@@ -289,7 +290,8 @@ def _by_hand(folder: str, routes: Sequence[torch.Tensor] | None) -> dict[str, to
 @case("a checkpoint in between")
 def _checkpoint() -> None:
     """verl's own, after the record: the engine that recorded replays from it, and so does a new one."""
-    actor, folder = Actor(tiny_of(recompute=True)), shared_folder()
+    actor = Actor(tiny_of(recompute=True))
+    folder = shared_folder()
     data, routes = recorded(actor)
     with other_routers(actor.model):
         actor.engine.save_checkpoint(folder)
@@ -331,7 +333,8 @@ def _files() -> None:
 def _bad_first() -> None:
     """All leave together, before the optimizer steps; with good routes the next pass is right."""
     tiny = tiny_of(mode="R3", recompute=True, sp=2)
-    actor, routes = Actor(tiny), engine_job.rollout_routes(tiny)
+    actor = Actor(tiny)
+    routes = engine_job.rollout_routes(tiny)
     weights = {name: whole(one) for name, one in actor.model.named_parameters()}
     for problem in ("out of range", "expert twice", "number of layers"):
         leave(partial(actor.update, r3_batch(tiny, spoiled(problem, routes))), problem)
@@ -446,7 +449,8 @@ def _other_images() -> None:
     # transformers has renamed a class that verl's forward of Qwen3-VL names: 5.24's name, and before
     names = ("MultimodalCausalLMOutputWithPast", "CausalLMOutputWithPast", "Qwen3VLCausalLMOutputWithPast")
     modeling.Qwen3VLCausalLMOutputWithPast = next(filter(None, (getattr(modeling, n, None) for n in names)))
-    folder, files = shared_folder(), shared_folder()
+    folder = shared_folder()
+    files = shared_folder()
     tiny_vision.make(3).save_pretrained(folder)
     tiny_qwen.tokenizer(map(str, range(200)), pad_token="0").save_pretrained(folder)
     actor = Actor(Tiny(folder=folder, files={"record_file": files}, most=24))
@@ -454,7 +458,9 @@ def _other_images() -> None:
     with by_image(actor.model) as first:
         data.batch["old_log_probs"], data.batch["routed_experts"] = actor.log_probs(data)
     assert len({tuple(one.flatten().tolist()) for one in first.values()}) == 8
-    order, logs, routes = [2, 0, 3, 1, 7, 6, 5, 4], data.batch["old_log_probs"], data.batch["routed_experts"]
+    order = [2, 0, 3, 1, 7, 6, 5, 4]
+    logs = data.batch["old_log_probs"]
+    routes = data.batch["routed_experts"]
     data = vision_batch(actor.tiny.split, [number + 1 for number in order])
     data.batch["old_log_probs"] = logs[order]
     moved = [routes.unbind()[number] for number in order]

@@ -15,7 +15,8 @@ from verl_configs import CONFIGS, composed, overridden
 
 FULLY_ASYNC = Path(verl.__path__[0]) / "experimental" / "fully_async_policy" / "config"
 
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
 _MODEL = f"+{_ACTOR}.megatron.override_transformer_config"
 LINES = [
     "data.train_batch_size=0",

@@ -33,7 +33,8 @@ from verl_configs import (
     read_and_ignored,
 )
 
-ROLLOUT, MEGATRON = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
+ROLLOUT = "actor_rollout_ref.rollout"
+MEGATRON = "actor_rollout_ref.actor.megatron"
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,8 @@ def test_an_fsdp_job_has_its_mode_beside_its_engines_settings(strategy: str, mod
     assert verl_config.mode_of(fsdp_actor({})) == "disabled"
 
 
-REF, SLIP = FSDP.replace("actor.", "ref."), "nothing reads it. Expected actor_rollout_ref.*"
+REF = FSDP.replace("actor.", "ref.")
+SLIP = "nothing reads it. Expected actor_rollout_ref.*"
 
 
 @needs_engines
@@ -344,7 +346,8 @@ def test_r3_with_trtllm_is_refused_where_verl_never_asks_it_for_routes(workers: 
     workers.check(r"never asks trtllm for them.*vllm", key="R3", flag=True, engine="trtllm")
 
 
-NO_ASYNC, KWARGS = "no_async_scheduling", f"{ROLLOUT}.engine_kwargs.vllm"
+NO_ASYNC = "no_async_scheduling"
+KWARGS = f"{ROLLOUT}.engine_kwargs.vllm"
 ASCEND = {"vllm-ascend": "0.23.0", "vllm": "0.23.0"}
 R3 = {"key": "R3", "flag": True}
 CAPTURES = {"NPU_REPLAY_VLLM_ASCEND": "1"}
@@ -530,7 +533,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def made(workers: Workers, **given: Any) -> Any:
     """A worker whose constructor hasn't run."""
     worker = workers.cls.__new__(workers.cls)
-    worker.config, worker.role = workers.actor(**given), "actor_rollout"
+    worker.config = workers.actor(**given)
+    worker.role = "actor_rollout"
     return worker
 
 
@@ -542,11 +546,13 @@ def test_a_worker_is_refused_when_it_is_made_or_in_init_model(
 
     def bare(self: Any, config: Any, role: str) -> None:
         """A constructor without processes and devices: it sets all that the check needs."""
-        self.config, self.role = config, role
+        self.config = config
+        self.role = role
 
     monkeypatch.setattr(workers.cls, "__init__", bare)
     request.getfixturevalue("installed")
-    wrong, right = workers.actor(ignored="R2"), workers.actor(key="R2")
+    wrong = workers.actor(ignored="R2")
+    right = workers.actor(key="R2")
     with pytest.raises(ReplayError, match="don't read it"):
         workers.cls(config=wrong, role="actor_rollout")
     workers.cls(config=wrong, role="rollout")

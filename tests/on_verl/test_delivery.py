@@ -35,7 +35,8 @@ from piece_files import FileCarrier
 
 __all__ = ["installed"]
 pytestmark = pytest.mark.verl
-LAYERS, COUNT = (1, 2, 3, 4), 8
+LAYERS = (1, 2, 3, 4)
+COUNT = 8
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,8 @@ def batch_of(*turns: Turn) -> tuple[Any, Any]:
 
 def keyed(data: Any) -> torch.Tensor:
     """What an engine's batch has while a pass runs: a key in the place of each mark."""
-    marks, references = data.batch["routed_experts"], data.non_tensor_batch[COLUMN]
+    marks = data.batch["routed_experts"]
+    references = data.non_tensor_batch[COLUMN]
     keys = [batch_routes.rows_of(key, marks.shape[1]) for key in keys_in(marks, references)]
     return torch.stack(keys) * (marks != 0)
 
@@ -108,7 +110,8 @@ def stages(*sizes: int) -> list[list[int]]:
 
 
 LAYOUT = [["embedding", *["decoder"] * 2], ["decoder"] * 3, ["decoder"] * 3, ["decoder"] * 4, ["loss"]]
-FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+FIRST = "num_layers_in_first_pipeline_stage"
+LAST = "num_layers_in_last_pipeline_stage"
 PIPELINES: dict[str, tuple[int, int, int, dict[str, Any], list[list[int]]]] = {
     "the issue's job": (94, 0, 8, {FIRST: 11, LAST: 11}, stages(11, 12, 12, 12, 12, 12, 12, 11)),
     "dense layers at first": (9, 3, 3, {}, [[], [3, 4, 5], [6, 7, 8]]),
@@ -169,7 +172,8 @@ def test_references_go_where_their_samples_go() -> None:
 
 def check_jagged(data: Any, model: Any) -> int:
     """Each row of a worker's batch gets the routes of its own tokens; how many samples it has."""
-    references, tokens = batch_routes.references_in(data), data["input_ids"].unbind()
+    references = batch_routes.references_in(data)
+    tokens = data["input_ids"].unbind()
     assert references is not None
     keys = keys_in(data["routed_experts"], references)
     held = received(references, LAYERS, dict(zip(keys, tokens, strict=True)))
@@ -237,7 +241,8 @@ def test_the_reference_is_sent_no_routes(value: str, lora: bool, monkeypatch: py
         raise Sent
 
     made = trainer.__new__(trainer)
-    made.ref_in_actor, made.use_legacy_worker_impl = lora, "disable"
+    made.ref_in_actor = lora
+    made.use_legacy_worker_impl = "disable"
     made.ref_policy_wg = SimpleNamespace(compute_ref_log_prob=take)
     made.actor_rollout_wg = SimpleNamespace(compute_log_prob=take)
     with pytest.raises(Sent):
@@ -265,7 +270,8 @@ def test_samples_without_routes_take_none_from_the_others() -> None:
     data, model = batch_of(*turns)
     held = received(list(data.non_tensor_batch[COLUMN]))
     data.batch["routed_experts"][2] = 0
-    keys, mask = keyed(data), data.batch["attention_mask"].bool()
+    keys = keyed(data)
+    mask = data.batch["attention_mask"].bool()
     for part in (slice(0, 4), slice(2, 3)):  # alone in a micro-batch, too
         good, bad = GivenRoutes.of(keys[part], mask[part], model).routes(from_rollout=True, held=held)
         assert not bad
@@ -323,7 +329,8 @@ def test_what_was_lost_is_a_bad_sample_that_says_why(folder: Path) -> None:
         file.unlink()
     with pytest.raises(AssertionError):
         check(data, model)
-    mask, held = data.batch["attention_mask"].bool(), received(list(data.non_tensor_batch[COLUMN]))
+    mask = data.batch["attention_mask"].bool()
+    held = received(list(data.non_tensor_batch[COLUMN]))
     _, bad = GivenRoutes.of(keyed(data), mask, model).routes(from_rollout=True, held=held)
     assert "can't be read" in str(bad[0])
 
@@ -333,7 +340,8 @@ def test_routes_are_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     read = r3_store.fetch_each
     monkeypatch.setattr(r3_store, "fetch_each", lambda one, *how: asked.append(len(one)) or read(one, *how))
     data, model = batch_of()
-    references, held = list(data.non_tensor_batch[COLUMN]), RoutesByKey()
+    references = list(data.non_tensor_batch[COLUMN])
+    held = RoutesByKey()
     held.has(LAYERS)
     store = r3_store.R3Store(held)
     for part in (references, references, [*references[:2], None]):
@@ -342,7 +350,8 @@ def test_routes_are_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = int(data.batch["attention_mask"].sum())  # a last token's too, which says that it has none
     assert held.nbytes == rows * len(LAYERS) * model.topk
     newer = copy.copy(references[0])
-    newer.step, newer.key = 1, 5
+    newer.step = 1
+    newer.key = 5
     store.receive([newer])
     store.receive(references)
     assert asked[-2:] == [1, COUNT], "an older step's are not kept"
@@ -387,9 +396,11 @@ def test_without_steps_of_the_job_nothing_grows_without_end(
     monkeypatch.setattr(r3_store, "_SAMPLES", 5)
     made = worker(*(Turn(SAMPLED[: 3 + n], change=deep) for n in range(COUNT)))
     putter = r3_store.Putter(FileCarrier(folder), model_of(made), keeps=True)
-    tokens, batches = np.arange(8), list[Any]()
+    tokens = np.arange(8)
+    batches = list[Any]()
     routes = np.concatenate([deep(tokens[:-1]), deep(tokens[:1]) * 0])
-    alive, held = WeakSet[Any](), RoutesByKey()
+    alive = WeakSet[Any]()
+    held = RoutesByKey()
     held.has(LAYERS)
     store = r3_store.R3Store(held)
     for number in range(8):
@@ -429,7 +440,8 @@ def test_references_live_as_long_as_may_be_trained_on_them(
         monkeypatch.setattr(type(made), "__module__", "verl.trainer.ppo.v1.agent_loop_tq")
     putter = r3_store.Putter.of(made, model_of(made))
     assert putter is not None
-    tokens, alive = np.arange(8), WeakSet[Any]()
+    tokens = np.arange(8)
+    alive = WeakSet[Any]()
     for step in range(6):
         rows = np.concatenate([deep(tokens[:-1]), deep(tokens[:1]) * 0])
         alive.add(putter.put(rows, tokens + step, step)[1])
@@ -480,7 +492,8 @@ def test_verls_own_metrics_of_ids_are_refused() -> None:
 
 
 def test_nothing_is_put_away_for_a_validation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, run = worker(Turn(SAMPLED[:4], change=deep)), loops.worker_class()._run_agent_loop
+    made = worker(Turn(SAMPLED[:4], change=deep))
+    run = loops.worker_class()._run_agent_loop
 
     async def validates(self: Any, parameters: Any, trajectory: Any, **given: Any) -> Any:
         return await run(self, parameters, trajectory | {"validate": True}, **given)

@@ -29,14 +29,16 @@ from sessions.test_follow import texts
 from sessions.test_padded_end import by_hand
 
 pytestmark = [pytest.mark.megatron]
-LENGTHS, VOCAB = ((7, 12, 3), (5,), (9, 2)), 64
+LENGTHS = ((7, 12, 3), (5,), (9, 2))
+VOCAB = 64
 
 
 class Engine:
     """As much of an engine as a pass asks of it."""
 
     def __init__(self, model: torch.nn.Module, config: Any) -> None:
-        self.module, self.tf_config = [model], config
+        self.module = [model]
+        self.tf_config = config
         self.engine_config = SimpleNamespace(router_replay=SimpleNamespace(mode="R2"))
 
 
@@ -129,7 +131,8 @@ def test_each_router_has_a_replay_of_verls_and_no_model_that_was_thrown_away(ver
 
 
 def test_what_was_recorded_is_read_off_the_router_until_it_is_cleared(verl: Verl) -> None:
-    job, batch = Job(), batches()[:1]
+    job = Job()
+    batch = batches()[:1]
     (own,) = core_routes(job, batch)
     for one in own_replays(job):
         one.set_router_replay_action(verl.actions.RECORD)
@@ -144,7 +147,8 @@ def test_what_was_recorded_is_read_off_the_router_until_it_is_cleared(verl: Verl
 
 def test_an_action_that_is_set_on_one_model_is_none_of_anothers(verl: Verl) -> None:
     """Where it was the process's, a second model with the flag could run no forward."""
-    meant, other = Job(seed=1), Job(seed=2)
+    meant = Job(seed=1)
+    other = Job(seed=2)
     sequences = batches()[0]
     before = other.forward(sequences).item()
     action = verl.actions.REPLAY_FORWARD
@@ -163,7 +167,8 @@ def test_a_target_that_is_set_on_a_router_is_replayed(verl: Verl, of: str) -> No
     """Whichever library's enum says so. Live routes in silence would train on other experts."""
     megatron: Any = importlib.import_module("megatron.core.transformer.moe.router_replay")
     action = (verl.actions if of == "verl" else megatron.RouterReplayAction).REPLAY_FORWARD
-    job, batch = Job(), batches()[:1]
+    job = Job()
+    batch = batches()[:1]
     (own,) = core_routes(job, batch)
     with perturbed(job.model):
         (wanted,), _ = core_replay(job, batch, [own])
@@ -179,7 +184,8 @@ def test_a_target_that_is_set_on_a_router_is_replayed(verl: Verl, of: str) -> No
 
 def test_recomputes_take_the_targets_in_their_order(verl: Verl) -> None:
     """verl's queue, as its own patch of the routing reads it: where a backward follows each forward."""
-    job, batch = Job("full"), batches()
+    job = Job("full")
+    batch = batches()
     own = core_routes(job, batch)
     with perturbed(job.model):
         losses, grads = core_replay(job, batch, own)
@@ -200,9 +206,11 @@ def test_recomputes_take_the_targets_in_their_order(verl: Verl) -> None:
 def test_megatrons_own_api_reaches_the_same_replays(verl: Verl) -> None:
     """Two APIs in one process; were each to have objects of its own, one of them would act on none."""
     megatron: Any = importlib.import_module("megatron.core.transformer.moe.router_replay")
-    theirs, action = megatron.RouterReplay, megatron.RouterReplayAction
+    theirs = megatron.RouterReplay
+    action = megatron.RouterReplayAction
     gc.collect()
-    job, batch = Job(), batches()[:1]
+    job = Job()
+    batch = batches()[:1]
     (own,) = core_routes(job, batch)
     mine = own_replays(job)
     theirs.global_router_replay_instances[:] = [  # models of other tests whose time hasn't come
@@ -244,7 +252,8 @@ def test_a_pass_in_which_verl_aligns_no_routes_says_so_at_its_end(verl: Verl) ->
     """verl 0.9.0 doesn't look whether an R3 batch has any; the other ranks wait in the schedule."""
     if not hasattr(verl.utils, "align_r3_router_replay_data"):
         pytest.skip("verl aligns routes from 0.9 on")
-    job, sequences = Job(), batches()[0]
+    job = Job()
+    sequences = batches()[0]
     tokens = torch.nested.as_nested_tensor(sequences, layout=torch.jagged)
     engine = Engine(job.model, job.config)
     running = EnginePass(EngineAdapter(engine), trains=True)

@@ -174,7 +174,8 @@ def main(task: dict[str, Any]) -> dict[str, Answer]:
 
 def _case(do: str, env: dict[str, str]) -> Answer:
     os.environ.update(env)
-    patch, utils = sys.modules[PATCH], sys.modules[UTILS]
+    patch = sys.modules[PATCH]
+    utils = sys.modules[UTILS]
     answer: Answer = globals()[f"_{do}"](patch, utils)
     npu_replay = importlib.import_module("npu_replay")
     answer["ours"] = {
@@ -257,7 +258,8 @@ def _dispatcher(patch: Any, utils: Any) -> Answer:
     pristine = dispatcher.preprocess.__code__
     made: dict[str, Any] = {}
     exec(compile("def preprocess(self, *_): ...", "router_replay_patch.py", "exec"), made)
-    dispatcher.preprocess, dispatcher._preprocess_patched = made["preprocess"], True
+    dispatcher.preprocess = made["preprocess"]
+    dispatcher._preprocess_patched = True
     importlib.import_module("npu_replay")
     return {"restored": getattr(dispatcher.preprocess, "__code__", None) == pristine}
 

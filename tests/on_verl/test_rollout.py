@@ -44,8 +44,10 @@ except ImportError as missing:
 
 pytestmark = pytest.mark.verl
 
-LAYERS, TOPK = 3, 2
-PROMPT_LENGTH, RESPONSE_LENGTH = 12, 16
+LAYERS = 3
+TOPK = 2
+PROMPT_LENGTH = 12
+RESPONSE_LENGTH = 16
 CALL = 9
 """A token that the scripted model calls a tool with."""
 
@@ -207,9 +209,12 @@ def make_worker(engine: Any, config: Any = None, kind: Any = None, client: Any =
     worker.config = config
     worker.rollout_config = config.actor_rollout_ref.rollout
     worker.llm_client = worker.server_manager = client or make_client(engine, config)
-    worker.tokenizer, worker.processor, worker.dataset_cls = TOKENIZER, None, None
+    worker.tokenizer = TOKENIZER
+    worker.processor = None
+    worker.dataset_cls = None
     worker.hf_model_type = None
-    worker.mm_processor_kwargs, worker.tools = {}, []
+    worker.mm_processor_kwargs = {}
+    worker.tools = []
     worker.distillation_enabled = False
     worker.reward_loop_worker_handles = worker.reward_router_address = worker.use_reward_loop = None
     worker.model_config = SimpleNamespace(hf_config=None)
@@ -368,7 +373,8 @@ def test_a_row_with_one_id_below_zero_stays_for_the_trainer_to_refuse() -> None:
 
     def damaged(rows: np.ndarray) -> np.ndarray:
         rows = rows.astype(np.int16)
-        rows[0, 0, 0], rows[1] = -1, -1
+        rows[0, 0, 0] = -1
+        rows[1] = -1
         return rows
 
     _, rows = rows_of(run(Turn([20, 21, 22], change=damaged)))
@@ -547,7 +553,8 @@ def test_a_users_own_loop_that_forgets_routes_keeps_them() -> None:  # T11
             )
 
     globals()["Forgetful"] = Forgetful
-    Forgetful.__module__, Forgetful.__qualname__ = __name__, "Forgetful"
+    Forgetful.__module__ = __name__
+    Forgetful.__qualname__ = "Forgetful"
     sys.modules.setdefault(__name__, types.ModuleType(__name__)).__dict__["Forgetful"] = Forgetful
     agent_loop.register("forgetful")(Forgetful)
     check_rows(*rows_of(run(Turn([20, 21, 22]), loop="forgetful")))
@@ -649,7 +656,8 @@ def test_a_sample_without_routes_takes_none_from_the_others(without: int) -> Non
     assert batch["routed_experts"].shape == (3, PROMPT_LENGTH + RESPONSE_LENGTH, LAYERS, TOPK)
     for sample in range(3):
         places = batch["attention_mask"][sample].bool()
-        tokens, rows = batch["input_ids"][sample][places].tolist(), batch["routed_experts"][sample]
+        tokens = batch["input_ids"][sample][places].tolist()
+        rows = batch["routed_experts"][sample]
         check_rows(tokens, rows[places].numpy(), *([(None, 0, len(tokens))] if sample == without else []))
 
 

@@ -18,10 +18,12 @@ from verl_configs import FSDP, HAS_LEGACY, NEW, OLD, engine_workers_replay
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]
 
-OURS, VERLS = "compat/verl/functions.py", "verl/utils/megatron/router_replay_patch.py"
+OURS = "compat/verl/functions.py"
+VERLS = "verl/utils/megatron/router_replay_patch.py"
 """Files with the code behind verl's global action."""
 CHECKED = "ActorRolloutRefWorker.__init__"
-PLUGINS, MODULES = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"
+PLUGINS = "VERL_USE_EXTERNAL_PLUGINS"
+MODULES = "VERL_USE_EXTERNAL_MODULES"
 CLEAN: dict[str, str | None] = {MODULES: None, "NPU_REPLAY_DISABLE": None, "NPU_REPLAY_STRICT": None}
 HERE = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent)])
 JOB = {PLUGINS: "none", MODULES: "npu_replay", "PYTHONPATH": HERE}
@@ -111,7 +113,8 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("model")
     Qwen3MoeConfig(num_hidden_layers=2, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(folder)
     tasks = {name: {"external_lib": name, **task} for name, (task, here) in EXTERNAL_LIB.items() if here}
-    given, env = {"jobs": tasks, "model": str(folder)}, CLEAN | {PLUGINS: "none"}
+    given = {"jobs": tasks, "model": str(folder)}
+    env = CLEAN | {PLUGINS: "none"}
     answer: dict[str, dict[str, Any]] = jobs.run("on_verl.ways_worker:late", given, env=env)
     return answer
 

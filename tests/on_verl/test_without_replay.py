@@ -39,7 +39,8 @@ class Engine:
         return {"metrics": {}}
 
 
-OFF, R2 = SimpleNamespace(mode="disabled"), SimpleNamespace(mode="R2")
+OFF = SimpleNamespace(mode="disabled")
+R2 = SimpleNamespace(mode="R2")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,8 @@ def test_functions_of_verls_replay_are_the_released_ones() -> None:
     for function in given:
         called: list[Any] = []
         (at,) = [cell for cell in function.__closure__ if cell.cell_contents is function.__wrapped__]
-        theirs, at.cell_contents = at.cell_contents, lambda *words, to=called: to.append(words)
+        theirs = at.cell_contents
+        at.cell_contents = lambda *words, to=called: to.append(words)
         try:
             function(1, 2)
         finally:

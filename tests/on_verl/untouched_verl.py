@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from untouched import digest
 
-STEPS, ASKED = 3, 1
+STEPS = 3
+ASKED = 1
 """All steps, and those of a job that asks for replay and turns it off then."""
 
 
@@ -34,7 +35,8 @@ def run(task: dict[str, Any], *, ask: bool) -> dict[str, Any]:
 def _trained(job: Any, tiny: Any) -> dict[str, Any]:
     import verl
 
-    actor, asks = job.Actor(tiny), tiny.mode != "disabled"
+    actor = job.Actor(tiny)
+    asks = tiny.mode != "disabled"
     found: dict[str, Any] = {"log_probs": []}
     for step in range(STEPS):
         if step == ASKED and asks:

@@ -74,7 +74,8 @@ def run(task: dict[str, Any], pool: Any) -> tuple[list[Any], list[Any]]:
 
     cls = RayClassWithInitArgs(ray.remote(Asked))
     group = RayWorkerGroup(pool, cls, device_name="cpu", worker_env=task.get("env", {}))
-    workers, after = group.execute_all_sync("found", task), []
+    workers = group.execute_all_sync("found", task)
+    after = []
     if task.get("uninstall"):
         import npu_replay
 
@@ -126,7 +127,9 @@ def read(boxed: list[Any]) -> dict[str, bool]:
     import numpy as np
     import ray
 
-    first, second, made = ray.get(boxed[0]), ray.get(boxed[0]), routes()
+    first = ray.get(boxed[0])
+    second = ray.get(boxed[0])
+    made = routes()
     memory = np.frombuffer(first.to_buffers()[1], np.uint8)
     some = first.take([0, 5, -1])
     return {
@@ -179,7 +182,8 @@ def by_entry_point(task: dict[str, Any]) -> dict[str, Any]:
     found = {"loaded": changed()}
     for mode in task.get("modes", ()):
         worker = object.__new__(modules["verl.workers.engine_workers"].ActorRolloutRefWorker)
-        worker.config, worker.role = job({NEW: mode}).actor_rollout_ref, "actor"
+        worker.config = job({NEW: mode}).actor_rollout_ref
+        worker.role = "actor"
         verl_config._check_worker(worker, False)
         found[mode] = changed()
     for asked in task.get("with_routes", ()):
@@ -194,7 +198,8 @@ def broken(task: dict[str, Any]) -> dict[str, str]:
     """What verl's workers with each of the task's "modes" raise where npu_replay can't be imported."""
     sys.modules["npu_replay"] = None  # type: ignore[assignment]  its import fails
     import_module("npu_replay_autoload.verl")
-    workers, omegaconf = import_module("verl.workers.engine_workers"), import_module("omegaconf").OmegaConf
+    workers = import_module("verl.workers.engine_workers")
+    omegaconf = import_module("omegaconf").OmegaConf
     raised = {}
     for mode in task["modes"]:
         replay = {"router_replay": {"mode": "disabled"}}
@@ -223,8 +228,11 @@ def _init_model(task: dict[str, Any]) -> str:
     legacy = task["external_lib"] == "legacy"
     workers = import_module("verl.workers.megatron_workers" if legacy else "verl.workers.engine_workers")
     worker = object.__new__(workers.ActorRolloutRefWorker)
-    worker.config, worker.role = task["config"], "actor_rollout"
-    worker._is_actor, worker._is_ref, worker.enable_routing_replay = True, False, False
+    worker.config = task["config"]
+    worker.role = "actor_rollout"
+    worker._is_actor = True
+    worker._is_ref = False
+    worker.enable_routing_replay = False
     worker.distillation_enabled = False
     worker._omega_profiler_config = {}
     workers.TrainingWorker = worker.actor_worker_cls = _NoTrainingWorker

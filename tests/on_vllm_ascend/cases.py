@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-LAYERS, EXPERTS, TOP_K, HIDDEN = 4, 16, 4, 64
+LAYERS = 4
+EXPERTS = 16
+TOP_K = 4
+HIDDEN = 64
 FEWEST = 8
 """So many tokens have to come into a layer at once, or they aren't held against logits."""
-GROUPS, TOP_GROUPS = 4, 2
+GROUPS = 4
+TOP_GROUPS = 2
 """Of the routing with groups."""
 BLOCK = 16
 """Tokens in a block of the KV cache."""
 
-AS_RELEASED, WITH_PLUGIN = "as released", "with the plug-in"
+AS_RELEASED = "as released"
+WITH_PLUGIN = "with the plug-in"
 REGISTERED = "registered schemes"
 """What a release has of them stands in the results under this name, beside the cases."""
 
@@ -94,5 +99,6 @@ class Case:
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> Case:
-        steps, called = tuple(map(tuple, said["steps"])), tuple(said["called"])
+        steps = tuple(map(tuple, said["steps"]))
+        called = tuple(said["called"])
         return cls(**{**said, "steps": steps, "called": called})

@@ -72,7 +72,8 @@ def replace() -> None:
 
     base = moe_comm_method.MoECommMethod
     for method in (base, *base.__subclasses__()):
-        method.fused_experts, method.finalize = fused_experts, finalize
+        method.fused_experts = fused_experts
+        method.finalize = finalize
 
 
 def _quantized(x: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:

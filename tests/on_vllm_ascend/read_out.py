@@ -25,7 +25,8 @@ def road(runner: Any) -> Any:
 
 class Road:
     def __init__(self, runner: Any) -> None:
-        self.runner, self.done = runner, 0
+        self.runner = runner
+        self.done = 0
 
     def slots(self, tokens: int) -> Any:
         """Where the step's tokens lie in the KV cache."""

@@ -68,7 +68,8 @@ def load_plugin() -> None:
 
 def run(case: Case) -> dict[str, Any]:
     """One result of all ranks: rows counted together, the first error, the seconds."""
-    started, ports = time.monotonic(), [free_port() for _ in range(6)]
+    started = time.monotonic()
+    ports = [free_port() for _ in range(6)]
     results: Any = FORK.Queue()
     ranks = [FORK.Process(target=rank_life, args=(case, rank, ports, results)) for rank in range(case.world)]
     for rank in ranks:

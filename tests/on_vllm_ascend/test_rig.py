@@ -33,12 +33,14 @@ pytestmark = [
     pytest.mark.skipif(not RELEASE, reason="no vllm-ascend on PYTHONPATH: ci/vllm_ascend.sh fetches it"),
 ]
 Told = Callable[[str, Case], dict[str, Any]]
-PLAIN, STEPS = Case(), Case(comm="MC2", tp=2, steps=((13,), (5,), (1,)))
+PLAIN = Case()
+STEPS = Case(comm="MC2", tp=2, steps=((13,), (5,), (1,)))
 FEW = {
     *(PLAIN.name, STEPS.name, "unquantized-ALLGATHER-tp1-dp1-draft", "unquantized-ALLGATHER-tp1-dp2"),
     "W8A8_DYNAMIC-ALLGATHER-tp1-dp1",
 }
-CHOSEN, UNWRITTEN = "the router's logits", "were written by no rank"
+CHOSEN = "the router's logits"
+UNWRITTEN = "were written by no rank"
 BROKEN = {
     "ranks_in_the_wrong_order": CHOSEN,
     "each_ranks_part_taken_for_the_whole": UNWRITTEN,
@@ -130,7 +132,8 @@ def run_rig(cases: dict[str, Any], device: str, folders: pytest.TempPathFactory)
 @pytest.mark.parametrize("path", marked(paths(), RELEASE, FEW))
 def test_rows_that_a_release_hands_out_by_itself(path: Path, told: Told) -> None:
     """The rows that it loses are the reason for the plug-in."""
-    expected, found = path.as_released[RELEASE], told(AS_RELEASED, path.case)
+    expected = path.as_released[RELEASE]
+    found = told(AS_RELEASED, path.case)
     if isinstance(expected, str):
         assert any(expected in error for error in found["errors"]), found
         return

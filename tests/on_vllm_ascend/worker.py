@@ -19,7 +19,8 @@ import torch
 from on_vllm_ascend import kernels, read_out, truth
 from on_vllm_ascend.cases import BLOCK, EXPERTS, GROUPS, HIDDEN, LAYERS, TOP_GROUPS, TOP_K, Case
 
-MAX_TOKENS, BLOCKS = 64, 8
+MAX_TOKENS = 64
+BLOCKS = 8
 DRAFT = 99
 """The layer whose logits a draft model draws."""
 
@@ -39,7 +40,8 @@ def runner_class() -> Any:
 
 class Worker:
     def __init__(self, case: Case, rank: int, ports: list[int]) -> None:
-        self.case, self.rank = case, rank
+        self.case = case
+        self.rank = rank
         self.dp_rank, self.tp_rank = divmod(rank, case.tp)
         os.environ["VLLM_ASCEND_ENABLE_FLASHCOMM1"] = str(int(case.sequence_parallel))
         os.environ["DYNAMIC_EPLB"] = str(case.eplb).lower()

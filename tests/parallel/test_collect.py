@@ -16,7 +16,8 @@ from token_model import TokenModel, token_ids
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
 
-BATCH, LENGTH = 3, 5
+BATCH = 3
+LENGTH = 5
 OTHER_ORDER = "another order of rows than the model's"
 
 
@@ -41,7 +42,8 @@ def padded(ids: torch.Tensor, order: Any, **more: Any) -> TokenLayout:
 
 @pytest.mark.parametrize("order", ["sequence", "batch"])
 def test_each_sequence_gets_its_own_rows(order: str) -> None:
-    model, ids = TokenModel(order), token_ids(BATCH, LENGTH)
+    model = TokenModel(order)
+    ids = token_ids(BATCH, LENGTH)
     (routes,) = recorded(model, ids)
     found = collected([routes], padded(ids, order))
     alone = recorded(model, *ids[:, None])  # each sequence by itself
@@ -77,7 +79,9 @@ def test_a_packed_layout_of_a_padded_batch_is_refused_where_rows_are_sequence_ma
 
 
 def test_layouts_of_other_tokens_than_the_recorded_ones_are_refused() -> None:
-    model, first, second = TokenModel("batch"), token_ids(BATCH, LENGTH), token_ids(BATCH, LENGTH, seed=1)
+    model = TokenModel("batch")
+    first = token_ids(BATCH, LENGTH)
+    second = token_ids(BATCH, LENGTH, seed=1)
     routes = recorded(model, first, second)
     right = padded(first, "batch"), padded(second, "batch")
     assert len(collected(routes, *right)) == 2 * BATCH
@@ -89,7 +93,8 @@ def test_the_side_of_the_padding_is_held_against_the_recorded_tokens() -> None:
     ids = token_ids(BATCH, LENGTH)
     ids[:, :2] = 0  # padded on the left
     (routes,) = recorded(TokenModel("batch"), ids)
-    lengths, of = [LENGTH - 2] * BATCH, marks(ids[:, 2:])
+    lengths = [LENGTH - 2] * BATCH
+    of = marks(ids[:, 2:])
     left, right = (
         TokenLayout.padded(lengths, LENGTH, order="batch", side=side, fingerprints=of)
         for side in ("left", "right")
@@ -100,7 +105,8 @@ def test_the_side_of_the_padding_is_held_against_the_recorded_tokens() -> None:
 
 
 def test_what_nobody_knows_is_taken_as_before() -> None:
-    model, ids = TokenModel("batch"), token_ids(BATCH, LENGTH)
+    model = TokenModel("batch")
+    ids = token_ids(BATCH, LENGTH)
     with torch.no_grad(), npu_replay.record(model, inputs=False) as recording:
         model(ids)
     by_hand = RoutedExperts(ids=recording.routes[0].ids, layers=[0, 1], num_experts=16)
@@ -114,7 +120,8 @@ def test_what_nobody_knows_is_taken_as_before() -> None:
 
 # Between ranks
 
-STAGES, LENGTHS = ((0,), (1, 3)), (9, 4)
+STAGES = ((0,), (1, 3))
+LENGTHS = (9, 4)
 
 
 def whole_sequences() -> list[RoutedExperts]:
@@ -144,7 +151,8 @@ def test_ranks_send_their_rows_in_pieces(
         return TokenLayout.packed(LENGTHS, parallel=parallel)
 
     def work(rank: int) -> list[RoutedExperts] | None:
-        layout, number = layout_of(rank), 2 * rank + 1
+        layout = layout_of(rank)
+        number = 2 * rank + 1
         routes = layout.gather(whole, layers=STAGES[rank // 2])
         if rank == lacks:
             routes = routes.take([-1, *range(1, len(routes) - 1), -1])

@@ -19,7 +19,8 @@ from npu_replay.routers import Router, labels_of
 from npu_replay.sessions.replay import DeviceRoutes
 from piece_files import FileCarrier
 
-TOKENS, EXPERTS = 3, 64
+TOKENS = 3
+EXPERTS = 64
 
 
 def rows(labels: tuple[int, ...]) -> RoutedExperts:
@@ -103,7 +104,8 @@ def test_pieces_that_were_cut_by_other_labels_are_refused_by_name(tmp_path: Path
 @st.composite
 def triples(draw: st.DrawFn) -> tuple[list[str], int, int, tuple[int, ...]]:
     """Symbols of each stage in the order of the pipeline, ranks, virtual stages, MoE layers of a config."""
-    pp, vp = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    pp = draw(st.integers(1, 4))
+    vp = draw(st.integers(1, 2))
     blocks = st.lists(st.sampled_from(["*E", "*-", "ME", "GE", "+E", "M-"]), min_size=1, max_size=8).map(
         "".join
     )

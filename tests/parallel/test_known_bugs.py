@@ -60,7 +60,9 @@ def test_virtual_stages_find_their_layers_by_label_in_any_order_of_chunks() -> N
 
 def test_a_second_model_is_neither_recorded_nor_replayed() -> None:
     """T18: a model that was built before (an orphan, a reference) has routers too, and nobody asks them."""
-    orphan, model, reference = ToyModel(), ToyModel(), ToyModel()
+    orphan = ToyModel()
+    model = ToyModel()
+    reference = ToyModel()
     for one in (orphan, reference):
         nn.init.normal_(one.layers[0].router.weight)
     with torch.no_grad():
@@ -139,7 +141,8 @@ def test_routes_recorded_in_one_layout_are_replayed_in_another(one: str, other: 
     # The tokens' vectors one after the other; padding is zeros.
     packed = torch.cat([*(tokens(seed, rows) for seed, rows in enumerate(LENGTHS)), torch.zeros(1, HIDDEN)])
     model = ToyModel()
-    recorded, update = LAYOUTS[one], LAYOUTS[other]
+    recorded = LAYOUTS[one]
+    update = LAYOUTS[other]
     given = [made_up(rows, (0, 1), seed) for seed, rows in enumerate(LENGTHS)]
     back = recorded.scatter(shown(model, [model], packed[recorded.rows], recorded.gather(given)))
     assert all(bool(routes.recorded.all()) for routes in back)
@@ -224,7 +227,8 @@ def test_expert_ids_above_255_survive_record_layout_and_replay(experts: int, dty
     """T19: in a byte, expert 300 would be expert 44."""
     routers.register("wide", WideRouters())
     try:
-        model, rows = WideRouter(experts), tokens(3, 200)
+        model = WideRouter(experts)
+        rows = tokens(3, 200)
         with torch.no_grad(), npu_replay.record(model) as recording:
             native = model(rows)[1]
         (recorded,) = recording.routes
@@ -246,7 +250,9 @@ def test_expert_ids_above_255_survive_record_layout_and_replay(experts: int, dty
 
 def test_sequences_that_are_padded_for_fp8_keep_their_tokens_routes() -> None:
     """T8: fp8 pads each sequence to a multiple of 16; routes laid out without it met other tokens."""
-    lengths, rows, model = (5, 9, 3), 48, ToyModel()
+    lengths = (5, 9, 3)
+    rows = 48
+    model = ToyModel()
     samples = [made_up(length, (0, 1), seed) for seed, length in enumerate(lengths)]
     layout = TokenLayout.packed(lengths, align=16)
     seen = shown(model, [model], tokens(0, rows), layout.gather(samples))

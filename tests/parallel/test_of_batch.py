@@ -121,7 +121,8 @@ def test_what_does_not_tell_the_sequences_is_refused(change: str, said: str) -> 
 
 
 def test_padding_without_a_mask_is_named_where_the_routes_do_not_fit() -> None:
-    (fed, _), sequences = padded(texts(), right=2), texts()
+    (fed, _) = padded(texts(), right=2)
+    sequences = texts()
     routes = [
         RoutedExperts.unrecorded(len(one), layers=range(LAYERS), topk=TOPK, num_experts=EXPERTS)
         for one in sequences
@@ -131,7 +132,8 @@ def test_padding_without_a_mask_is_named_where_the_routes_do_not_fit() -> None:
 
 
 def test_rows_of_megatron_are_sequence_major() -> None:
-    (fed, _), sequences = padded(texts(), right=1), texts()
+    (fed, _) = padded(texts(), right=1)
+    sequences = texts()
     layouts = {order: TokenLayout.of_batch(**fed, order=order) for order in ("batch", "sequence")}
     width = fed["input_ids"].shape[1]
     assert torch.equal(layouts["batch"].rows.view(5, width).T.flatten(), layouts["sequence"].rows)

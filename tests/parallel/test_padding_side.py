@@ -14,7 +14,8 @@ from token_model import TokenModel, token_ids
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
 
-LENGTHS, LENGTH = [5, 3, 6], 6
+LENGTHS = [5, 3, 6]
+LENGTH = 6
 
 
 def mask(side: str) -> torch.Tensor:
@@ -59,7 +60,8 @@ def test_where_nothing_at_all_is_compared_one_warning_says_so(caplog: pytest.Log
 @pytest.mark.parametrize("way", ["inputs=False", "embeddings"])
 def test_it_says_so_of_a_record_that_knows_no_tokens(way: str, caplog: pytest.LogCaptureFixture) -> None:
     input_check._warned.clear()
-    model, ids = TokenModel("batch"), token_ids(3, LENGTH)
+    model = TokenModel("batch")
+    ids = token_ids(3, LENGTH)
     call = {"input_ids": ids} if way == "inputs=False" else {"inputs_embeds": model.embedding(ids).detach()}
     with torch.no_grad(), npu_replay.record(model, inputs=way != "inputs=False") as recording:
         model(**call)

@@ -28,7 +28,8 @@ from toys import ToyModel, ToyRouter, ToyRouters
 @st.composite
 def pipelines(draw: st.DrawFn) -> dict[str, Any]:
     """Sizes that come out even: stage sizes are drawn, and the number of layers follows."""
-    pp, vp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    pp = draw(st.integers(1, 4))
+    vp = draw(st.integers(1, 3))
     kind = draw(st.sampled_from(["even", "uneven", "counted", "table"]))
     share = draw(st.integers(0, 3)) * vp
     split: dict[str, Any] = {"pp": pp, "vp": vp}
@@ -40,7 +41,8 @@ def pipelines(draw: st.DrawFn) -> dict[str, Any]:
         sizes = {end: draw(st.integers(0, 3)) * vp for end in ends}
         return split | sizes | {"count": share * (pp - len(ends)) + sum(sizes.values())}
     if kind == "counted" and pp > 1:
-        embedding, loss = draw(st.booleans()), draw(st.booleans())
+        embedding = draw(st.booleans())
+        loss = draw(st.booleans())
         share = max(share, vp)
         return split | {"count": share * pp - embedding - loss, "embedding": embedding, "loss": loss}
     return split | {"count": share * pp}
@@ -61,7 +63,9 @@ def test_layers_are_where_dealing_them_out_one_by_one_puts_them(
     """T2, T3: labels are global decoder layers, dense ones counted, on every virtual stage."""
     count = pipeline["count"]
     freq = data.draw(st.integers(1, 5) | st.lists(st.integers(0, 1), min_size=count, max_size=count))
-    model, pp, vp = decoder(pipeline, freq), pipeline["pp"], pipeline["vp"]
+    model = decoder(pipeline, freq)
+    pp = pipeline["pp"]
+    vp = pipeline["vp"]
     dealt = slow_layout.stages(**pipeline)
     assert dealt is not None
     for pp_rank in range(pp):
@@ -164,9 +168,11 @@ def test_bad_numbers_are_refused(words: str, call: Callable[[], object]) -> None
 
 
 def test_the_arguments_of_decoder_layers_stay_as_they_were_given() -> None:
-    freq, table = [0, 1, 1], [[1], [2]]
+    freq = [0, 1, 1]
+    table = [[1], [2]]
     model = DecoderLayers(3, moe_layer_freq=freq, table=table)
-    freq[0], table[0][0] = 1, 3
+    freq[0] = 1
+    table[0][0] = 3
     assert model.moe == (1, 2)
     assert model.stage(2, 1, 0, 0) == (0,)
     assert model == DecoderLayers(3, moe_layer_freq=(0, 1, 1), table=((1,), (2,)))

@@ -19,11 +19,14 @@ from npu_replay.errors import InvalidRoutes, MicroBatchError
 from npu_replay.parallel.row_gather import pick, plan
 from parallel import slow_layout
 
-LAYERS, EXPERTS, TOPK = (1, 4), 8, 2
+LAYERS = (1, 4)
+EXPERTS = 8
+TOPK = 2
 
 
 def routes(tokens: int, seed: int, **about: Any) -> RoutedExperts:
-    layers, experts = about.pop("layers", LAYERS), about.pop("num_experts", EXPERTS)
+    layers = about.pop("layers", LAYERS)
+    experts = about.pop("num_experts", EXPERTS)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(tokens, len(layers), experts, generator=generator).topk(about.pop("topk", TOPK)).indices
     return RoutedExperts(ids=ids, layers=layers, num_experts=experts, **about)
@@ -70,7 +73,8 @@ class Batch(NamedTuple):
 def batches(draw: st.DrawFn) -> Batch:
     sizes: dict[str, Any] = {axis: draw(st.integers(1, 3)) for axis in ("tp", "cp")}
     sizes |= {flag: draw(st.booleans()) for flag in ("sequence_parallel", "gathers_rows")}
-    context, is_padded = draw(st.sampled_from(["zigzag", "contiguous"])), draw(st.booleans())
+    context = draw(st.sampled_from(["zigzag", "contiguous"]))
+    is_padded = draw(st.booleans())
     lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
     how = draw(st.sampled_from(["told", "align", "least"]))
     layout = ParallelLayout(**sizes)
@@ -197,7 +201,8 @@ def test_rows_that_are_marked_afterwards_have_no_ids(rows: list[int]) -> None:
 
 def test_tokens_with_many_gaps_between_them_have_their_routes_up_to_the_end() -> None:
     """So many are looked up singly."""
-    rows, one = [39, *[token for token in range(39) if token % 3]], routes(39, 1)
+    rows = [39, *[token for token in range(39) if token % 3]]
+    one = routes(39, 1)
     found = laid(rows, [40]).gather([one])
     assert found.recorded.tolist() == [False] + [True] * 26
     assert torch.equal(found.ids[1:], one.ids[rows[1:]])
@@ -412,7 +417,8 @@ def test_bad_routes_says_which_and_why() -> None:
     assert {number: error.where for number, error in bad.items()} == {n: f"sequence {n}" for n in words}
     assert all(text in str(bad[number]) for number, text in words.items())
     assert layout.bad_routes([routes(3, number) for number in range(6)]) == {}
-    pair, one = TokenLayout.packed([2, 2]), routes(2, 0)
+    pair = TokenLayout.packed([2, 2])
+    one = routes(2, 0)
     for other, layers, wrong in ((LAYERS, (1,), []), (LAYERS, (1, 5), [0, 1]), ((1, 5), (1, 4), [1])):
         assert list(pair.bad_routes([one, routes(2, 1, layers=other)], layers=layers)) == wrong
 

@@ -184,7 +184,8 @@ def test_padding_begins_anywhere_and_a_part_of_a_row_is_none() -> None:
     rows[9] = ELSEWHERE  # 125, 126, 127, 0, 1 and so on, another start in each layer
     assert not taken(rows, missing="native").recorded[9]
     rows[9, 1, 7] = (rows[9, 1, 7] + 1) % 128
-    rows[11, :3], rows[12, 3] = ELSEWHERE[:3], range(8)
+    rows[11, :3] = ELSEWHERE[:3]
+    rows[12, 3] = range(8)
     assert taken(rows).recorded[:-1].all()
     rows[9, 0, 0] = -1  # one id is no row
     with pytest.raises(InvalidRoutes, match="an id is out of range, the first in row 9"):
@@ -227,7 +228,8 @@ def test_a_sequence_of_no_token_or_of_one_has_no_rows(count: int) -> None:
 
 
 def test_one_token_said_thousands_of_times_may_choose_alike_each_time() -> None:
-    rows, tokens = chosen(5000, 4), words(1000)[:1000]
+    rows = chosen(5000, 4)
+    tokens = words(1000)[:1000]
     tokens = np.concatenate([tokens[:40], np.full(4961, tokens[40])])
     rows[40:] = rows[40]
     assert taken(rows, tokens=tokens).recorded[:-1].all()
@@ -253,7 +255,8 @@ def test_the_first_rows_of_a_sequence_may_be_alike_in_all_layers(tokens: int) ->
 
 
 def test_a_few_tokens_that_choose_alike_in_all_layers_explain_any_number_of_copies() -> None:
-    rows, tokens = chosen(TOKENS - 1, 4), words()
+    rows = chosen(TOKENS - 1, 4)
+    tokens = words()
     tokens[50:140] = np.tile(tokens[[50, 51, 52]], 30)
     rows[50:140] = rows[50]
     assert taken(rows, tokens=tokens).recorded[:-1].all()
@@ -430,10 +433,12 @@ def test_rows_are_counted_from_the_start_of_the_sequence(case: str, row: int) ->
 
 
 def test_copies_are_found_beside_rows_without_a_route_t31(caplog: pytest.LogCaptureFixture) -> None:
-    rows, tokens = chosen(TOKENS - 1, 4), words()
+    rows = chosen(TOKENS - 1, 4)
+    tokens = words()
     blank = [3, *range(20, 30), 90]
     rows[blank] = 0
-    tokens[100:120], rows[100:120] = tokens[99], rows[99]  # one token, said again and again
+    tokens[100:120] = tokens[99]  # one token, said again and again
+    rows[100:120] = rows[99]
     with caplog.at_level("WARNING"):
         assert int(taken(rows, tokens=tokens, missing="native").recorded.sum()) == TOKENS - 1 - 12
     assert not caplog.records, "rows of zeros are nobody's copies"
@@ -498,7 +503,8 @@ def rollouts(draw: st.DrawFn) -> tuple[RoutedModel, Array, Array, dict[str, Any]
     tokens = np.random.default_rng(draw(st.integers(0, 2**32))).integers(0, 2**31, draw(st.integers(1, 90)))
     start = draw(st.integers(0, len(tokens) - 1))
     ran = len(tokens) - 1 - start
-    ended, surplus = draw(st.booleans()), draw(st.sampled_from([0, 0, 3]))
+    ended = draw(st.booleans())
+    surplus = draw(st.sampled_from([0, 0, 3]))
     count = ran + surplus if ended or draw(st.booleans()) else 0
     seed = draw(st.integers(0, 2**32))
     rows = chosen(count, len(layers), model, seed)
@@ -595,7 +601,8 @@ def test_one_wrong_id_anywhere_is_found_at_its_place(
 
 def rightly_constant() -> tuple[RoutedExperts, np.ndarray[Any, Any]]:
     """Two tokens in turn, a thousand times, which choose alike in a layer."""
-    rows, tokens = chosen(2, 4), np.tile([5, 9], 500)
+    rows = chosen(2, 4)
+    tokens = np.tile([5, 9], 500)
     rows[:, 2] = np.arange(8)
     return taken(np.tile(rows, (500, 1, 1))[:-1], tokens=tokens), tokens
 

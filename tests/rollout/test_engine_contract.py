@@ -136,7 +136,8 @@ def forms_of_sglang() -> Iterator[Form]:
     rows = engine_rows(ONE)
     for version in sglang_outputs.RELEASES:
         asked = sglang_outputs.Request(version, ONE.prompt, ONE.output, rows)
-        prompt, both = {"prompt": ONE.prompt}, {"prompt": ONE.prompt, "output": ONE.output}
+        prompt = {"prompt": ONE.prompt}
+        both = {"prompt": ONE.prompt, "output": ONE.output}
         made: list[tuple[Any, dict[str, Any]]] = [
             (asked.generate(), prompt),
             (asked.generate(skip_tokenizer_init=True), both),

@@ -135,7 +135,8 @@ def survives(decode: Callable[[], list[RoutedExperts] | RoutedExperts]) -> list[
     try:
         found = decode()
     except ReplayError as error:
-        found, said = [], str(error)
+        found = []
+        said = str(error)
     assert len(said) < 4000
     return found if isinstance(found, list) else [found]
 

@@ -24,7 +24,8 @@ from vllm_outputs import DEEPSEEK, engine_rows, expected, sampled
 
 MODEL = DEEPSEEK
 ONE = sampled(MODEL)
-PROMPT, OUTPUT = ONE.prompt, ONE.output
+PROMPT = ONE.prompt
+OUTPUT = ONE.output
 RUN = len(ONE.tokens) - 1
 ROWS = engine_rows("0.33.0", MODEL, ONE)
 

@@ -48,7 +48,8 @@ def rows_with_a_constant_layer() -> torch.Tensor:
 
 
 def test_few_different_tokens_explain_it_as_they_do_at_the_door() -> None:
-    rows, tokens = rows_with_a_constant_layer(), np.arange(TOKENS)
+    rows = rows_with_a_constant_layer()
+    tokens = np.arange(TOKENS)
     assert from_batch(rows, MODEL, zeros_are_none=True, tokens=tokens % 12).recorded.all()
     for known in (tokens, None):
         with pytest.raises(InvalidRoutes, match="layer 5: all 96 recorded rows are the same"):

@@ -268,7 +268,8 @@ def moe(topk: int | None = None, **numbers: int) -> dict[str, Any]:
     return {"block_type": "moe", **numbers} | ({} if topk is None else {"num_experts_per_tok": topk})
 
 
-MAMBA, ATTENTION = {"block_type": "mamba"}, {"block_type": "attention"}
+MAMBA = {"block_type": "mamba"}
+ATTENTION = {"block_type": "attention"}
 
 
 def forms(config: dict[str, Any], folder: Path) -> list[Any]:

@@ -245,7 +245,9 @@ def test_the_prompt_ends_where_the_first_token_was_sampled() -> None:
 
 def test_samples_merge_into_one() -> None:
     """Frameworks that make a sample of each turn; the versions of rows come along."""
-    first, second, third = Rollout(MODEL), Rollout(MODEL), Rollout(MODEL)
+    first = Rollout(MODEL)
+    second = Rollout(MODEL)
+    third = Rollout(MODEL)
     first.extend(turn([5, 6], [7], version=1))
     second.extend(turn([5, 6, 7, 20], [8], version=2))
     third.extend(turn([5, 6, 7, 20, 8], [9], version=3))
@@ -261,7 +263,9 @@ def test_samples_merge_into_one() -> None:
 def test_a_sample_that_grows_copies_its_rows_seldom() -> None:
     """By the memory that calls allocate: turns that copy all rows take that of 50 whole samples and more."""
     model = RoutedModel(layers=range(64), num_layers=64, num_experts=64, topk=16)
-    rollout, tokens, allocated = Rollout(model), [3], 0
+    rollout = Rollout(model)
+    tokens = [3]
+    allocated = 0
     tracemalloc.start()
     try:
         for step in range(100):
@@ -286,7 +290,9 @@ def test_a_sample_that_grows_copies_its_rows_seldom() -> None:
 @given(st.data())
 def test_any_conversation_keeps_each_row_of_its_time(data: st.DataObject) -> None:
     """Turns, tools, aborts with and without routes, cuts, changing weights: against a table kept by hand."""
-    rollout, tokens, versions = Rollout(MODEL), [3, 4], [None, None]
+    rollout = Rollout(MODEL)
+    tokens = [3, 4]
+    versions = [None, None]
     sampled_from = [False, False]
     rollout.append(tokens)
     for version in range(1, data.draw(st.integers(2, 6))):
@@ -320,7 +326,8 @@ def test_any_conversation_keeps_each_row_of_its_time(data: st.DataObject) -> Non
 
 def test_a_sample_key_is_part_of_the_fingerprint_of_what_its_turns_show() -> None:
     """Two images that were asked the same question; an engine's routes have no key."""
-    prompt, sampled = [11, 12], [13]
+    prompt = [11, 12]
+    sampled = [13]
     given = RoutedExperts(
         ids=torch.tensor([[[3, 1]], [[2, 0]]]),
         layers=(0,),

@@ -118,7 +118,8 @@ def test_a_list_that_is_longer_than_its_envelope_says_is_not_walked() -> None:
 def test_inspect_and_the_log_show_no_control_characters(
     words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows, config = {"routed_experts": ROWS.tolist()}, tmp_path / "config.json"
+    rows = {"routed_experts": ROWS.tolist()}
+    config = tmp_path / "config.json"
     config.write_text(json.dumps({"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}))
     for number, answer in enumerate(
         (

@@ -100,10 +100,12 @@ def test_a_place_that_cant_be_written_to_is_named(
 ) -> None:
     """A folder that isn't there, or may not be read or written; or the path is a folder itself."""
     path.mkdir()
-    places, overwrite = [path / "nowhere" / "step_3", path], True
+    places = [path / "nowhere" / "step_3", path]
+    overwrite = True
     if broken:
         monkeypatch.setattr(Path, broken, mock.Mock(side_effect=PermissionError(13, "Permission denied")))
-        places, overwrite = [path / "step_3"], False
+        places = [path / "step_3"]
+        overwrite = False
     for place in places:
         with pytest.raises(RouteFileError, match=r"can't be written") as caught:
             routes().save(place, overwrite=overwrite)

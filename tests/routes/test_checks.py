@@ -34,7 +34,8 @@ def test_a_large_top_k_takes_no_memory_of_its_own() -> None:
 @st.composite
 def arrays(draw: st.DrawFn) -> Array:
     """Few experts, so that ids meet, in any dtype and any way to lie in memory; [tokens, layers, topk]."""
-    tokens, layers = draw(st.integers(0, 40)), draw(st.integers(1, 4))
+    tokens = draw(st.integers(0, 40))
+    layers = draw(st.integers(1, 4))
     width = draw(st.integers(1, 16))
     experts = draw(st.sampled_from([2, width + 1, 2 * width, 200]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -132,7 +133,8 @@ def test_copies_count_if_they_are_many_and_of_several_tokens_t31(
     ids: Array, seed: int, hidden: float
 ) -> None:
     drawn = np.random.default_rng(seed)
-    tokens, recorded = drawn.integers(0, 9, len(ids)), drawn.random(len(ids)) >= hidden
+    tokens = drawn.integers(0, 9, len(ids))
+    recorded = drawn.random(len(ids)) >= hidden
     tokens[~recorded] = -1
     rows = [*slow_repeated(ids, tokens.tolist())]
     many = len(rows) * 20 > recorded.sum() and len({*tokens[rows].tolist()}) >= 4

@@ -207,7 +207,8 @@ def test_a_header_that_is_longer_than_any_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("tokens", "experts"), [(0, 8), (5, 300)])
 def test_the_safetensors_package_opens_all_that_is_written(tmp_path: Path, tokens: int, experts: int) -> None:
-    one, other = routes(tokens, experts), routes(tokens + 1, experts)
+    one = routes(tokens, experts)
+    other = routes(tokens + 1, experts)
     one.save(tmp_path / "routes")
     for found in (package.load(one.to_bytes()), package.load_file(tmp_path / "routes")):
         assert found.keys() == {"ids", "recorded"}
@@ -230,7 +231,8 @@ def test_a_file_that_is_replaced_between_its_header_and_its_ids_is_read_as_the_o
 ) -> None:
     """Each load beside `save(overwrite=True)` gives one of the two: it opens the path once."""
     path = tmp_path / "routes"
-    one, other = routes(40), routes(30)
+    one = routes(40)
+    other = routes(30)
     one.save(path)
     whole = encoding.Header.arguments
 
@@ -255,7 +257,8 @@ def test_what_is_read_is_checked_as_data_from_outside_t32(form: Form, tmp_path: 
 
 @st.composite
 def any_routes(draw: st.DrawFn) -> RoutedExperts:
-    tokens, layers = draw(st.integers(0, 20)), draw(st.integers(1, 4))
+    tokens = draw(st.integers(0, 20))
+    layers = draw(st.integers(1, 4))
     experts = draw(st.sampled_from([1, 2, 8, 255, 256, 257, 32_767]))
     topk = draw(st.integers(1, min(experts, 4)))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))

@@ -20,7 +20,8 @@ from npu_replay.routes.routed_experts import Placement
 from npu_replay.routes.store import RoutesByTokens
 from piece_files import FileCarrier
 
-TOKENS, LAYERS = 80, (1, 3)
+TOKENS = 80
+LAYERS = (1, 3)
 
 
 def favourite(**known: Any) -> RoutedExperts:

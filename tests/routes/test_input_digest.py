@@ -14,7 +14,8 @@ from npu_replay import MicroBatchError
 from npu_replay.routes.inputs import digest, input_key, other_inputs
 from toys import HIDDEN, ToyModel, ToyRouter
 
-BATCH, LENGTH = 2, 5
+BATCH = 2
+LENGTH = 5
 IDS = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
 
 
@@ -80,7 +81,9 @@ DONT: dict[str, Callable[[int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("what", IDENTIFY)
 def test_what_identifies_a_sample_is_held_against_its_routes(what: str) -> None:
-    model, first, second = AnyModel(), IDENTIFY[what](1), IDENTIFY[what](2)
+    model = AnyModel()
+    first = IDENTIFY[what](1)
+    second = IDENTIFY[what](2)
     with npu_replay.record(model) as recording:
         model(input_ids=IDS, **first), model(input_ids=IDS, **second)
     with npu_replay.replay(model, recording.routes):
@@ -119,7 +122,8 @@ def test_the_inputs_of_a_list_of_chunks_are_those_of_its_first() -> None:
 
 def test_an_input_is_found_with_a_name_and_without() -> None:
     """Megatron's models with images take these first, and the ids second."""
-    model, pixels = AnyModel(), noise(3, 8, 8)
+    model = AnyModel()
+    pixels = noise(3, 8, 8)
     with npu_replay.record(model) as recording:
         model(pixels, IDS)
     with npu_replay.replay(model, recording.routes):

@@ -20,7 +20,9 @@ from npu_replay.errors import MicroBatchError, RouterError
 from npu_replay.parallel import token_layout
 from toys import EXPERTS, HIDDEN, TOPK, ToyModel, hooks
 
-BATCH, LENGTH, VOCAB = 3, 6, 50
+BATCH = 3
+LENGTH = 6
+VOCAB = 50
 
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
@@ -155,7 +157,8 @@ def test_a_record_of_one_sequence_has_its_fingerprint(called: str, tmp_path: Pat
         def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
             return super().forward(input_ids)
 
-    model, (others, single) = Taking(), CALLED[called]
+    model = Taking()
+    (others, single) = CALLED[called]
     call = {"input_ids": torch.arange(3, 3 + LENGTH)[None]} | others
     with npu_replay.record(model) as recording:
         model(**call)
@@ -187,7 +190,8 @@ def test_it_shows_in_the_forward_of_a_checked_micro_batch_and_else_when_the_bloc
 
 def test_a_batch_that_is_overwritten_after_its_forward_counts_as_it_was() -> None:
     """Loaders and captured graphs write the next batch into the same memory."""
-    model, buffer = Embedded(), torch.empty(BATCH, LENGTH, dtype=torch.int64)
+    model = Embedded()
+    buffer = torch.empty(BATCH, LENGTH, dtype=torch.int64)
     blocks = []
     for _ in range(2):
         block = npu_replay.replay(model, blocks[0].routes) if blocks else npu_replay.record(model)
@@ -294,7 +298,8 @@ def gathered(
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_gathered_routes_belong_to_their_tokens_and_padding(side: str) -> None:
-    model, given = Embedded(), gathered(side)
+    model = Embedded()
+    given = gathered(side)
     with npu_replay.replay(model, given):
         for seed in (1, 2):
             model(padded(samples([6, 4, 3], seed)[0], side))
@@ -342,7 +347,8 @@ def of_one_sequence(tokens: np.ndarray, **options: Any) -> RoutedExperts:
 
 @pytest.mark.parametrize("key", [None, "an image"])
 def test_one_sequence_a_call_is_held_against_the_fingerprint_of_its_routes(key: str | None) -> None:
-    model, (one, other) = Embedded(), samples([6, 6])[0]
+    model = Embedded()
+    (one, other) = samples([6, 6])[0]
     routes = of_one_sequence(one, sample_key=key)
     with npu_replay.replay(model, [routes, routes]) as session:
         model(torch.from_numpy(one)[None]), model(torch.from_numpy(one)[None])
@@ -377,7 +383,8 @@ def test_a_model_that_is_called_with_embeddings_says_that_nothing_was_compared(
 
 @pytest.mark.parametrize(("laid", "model"), [("sequence", "batch"), ("batch", "sequence")])
 def test_rows_in_another_order_than_the_models_are_refused_on_entering(laid: str, model: str) -> None:
-    routes, message = gathered(order=laid), rf"layer 0.*another order.*order='{model}', got order='{laid}'"
+    routes = gathered(order=laid)
+    message = rf"layer 0.*another order.*order='{model}', got order='{laid}'"
     with pytest.raises(RouterError, match=message), npu_replay.replay(Embedded(model), routes):
         pass
     fitting = Embedded(laid)
@@ -411,7 +418,8 @@ def test_an_engines_routes_know_their_tokens_where_the_layout_knows_none(changed
     marks = [one.fingerprint for one in routes]
     ended = [routes[0].take([*range(5), -1]), routes[1].take(range(3)), routes[2].take([0, 1, -1])]
     ended = [one.sequence(0, len(one), mark) for one, mark in zip(ended, marks, strict=True)]
-    model, layout = Embedded(), TokenLayout.padded([6, 4, 3], LENGTH, order="batch")
+    model = Embedded()
+    layout = TokenLayout.padded([6, 4, 3], LENGTH, order="batch")
     cut = [one.sequence(0, len(one), fingerprint([*of, 7])) for one, of in zip(routes, tokens, strict=True)]
     with npu_replay.replay(model, [layout.gather(cut)]):
         model(padded(tokens))

@@ -97,7 +97,8 @@ def test_the_result_is_frozen() -> None:
 @pytest.mark.parametrize("last", [True, False], ids=["all recorded", "one row not recorded"])
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
 def test_what_the_caller_does_to_his_arrays_later_does_not_show_n9(kind: str, last: bool) -> None:
-    given, recorded = ids().to(torch.uint8), torch.tensor([True] * 5 + [last])
+    given = ids().to(torch.uint8)
+    recorded = torch.tensor([True] * 5 + [last])
     if kind == "torch":
         built = routes(ids=given, recorded=recorded)
     else:
@@ -164,7 +165,8 @@ def test_take_returns_rows_in_the_order_asked_in_memory_of_their_own() -> None:
 
 
 def test_concat_puts_rows_one_after_the_other_and_keeps_a_weight_version_that_all_have() -> None:
-    one, two = routes(), routes(recorded=torch.tensor([True, False] * 3))
+    one = routes()
+    two = routes(recorded=torch.tensor([True, False] * 3))
     both = RoutedExperts.concat([one, two])
     assert torch.equal(both.ids, torch.cat([one.ids, two.ids]))
     assert both.recorded.tolist() == [True] * 6 + [True, False] * 3

@@ -297,7 +297,8 @@ def constant(tokens: int, experts: int = 64) -> RoutedExperts:
 
 
 def test_a_constant_layer_in_a_folder_is_refused_but_where_the_tokens_explain_it(tmp_path: Path) -> None:
-    same, others = [7] * 100, list(range(100))
+    same = [7] * 100
+    others = list(range(100))
     keys = [route_store.key_of(fingerprint(tokens)) for tokens in (same, others)]
     found = store(tmp_path, *((constant(100), key) for key in keys))
     assert found.of(same) == constant(100)

@@ -63,15 +63,18 @@ def carried(fed: Fed, routes: list[list[torch.Tensor]], empty: int = 0) -> torch
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("keyword", ["routed_experts", "rollout_expert_indices"])
 def test_each_call_takes_the_routes_that_it_carries(keyword: str, layout: str, recompute: str | None) -> None:
-    followed, fed = model(recompute=recompute), LAYOUTS[layout](texts())
+    followed = model(recompute=recompute)
+    fed = LAYOUTS[layout](texts())
     wanted = rollout(fed)
     call = fed[0] | {keyword: carried(fed, wanted, empty=-1 if layout == "left" else 0)}
-    given, seen = call[keyword].clone(), Seen(followed)
+    given = call[keyword].clone()
+    seen = Seen(followed)
     got: list[set[str]] = []
     followed.register_forward_pre_hook(
         lambda module, args, kwargs: got.append(set(kwargs)), with_kwargs=True
     )  # a hook of somebody's that came first sees what was given; the model doesn't
-    forward, inside = followed.forward, []
+    forward = followed.forward
+    inside = []
     followed.forward = lambda *args, **kwargs: inside.append(set(kwargs)) or forward(*args, **kwargs)
     with npu_replay.follow(followed, mode="R3") as following:
         for run in (record, learn):
@@ -87,7 +90,8 @@ def test_each_call_takes_the_routes_that_it_carries(keyword: str, layout: str, r
 
 def test_the_last_token_of_a_sequence_may_lack_its_route() -> None:
     """It then chooses by itself, in each sequence of a packed batch."""
-    followed, fed = model(), LAYOUTS["packed"](texts())
+    followed = model()
+    fed = LAYOUTS["packed"](texts())
     wanted = rollout(fed)
     routes = carried(fed, wanted)
     ends = torch.tensor([int(place[-1]) for place in fed[1]])
@@ -124,7 +128,8 @@ def test_the_columns_may_be_all_decoder_layers() -> None:
 
 def test_a_call_with_images_may_carry_its_routes() -> None:
     """Found by its tokens it couldn't be; and time, height and width don't count up in an image."""
-    followed, fed = model(), padded(texts(), left=2)
+    followed = model()
+    fed = padded(texts(), left=2)
     embeds = followed.get_input_embeddings()(fed[0]["input_ids"]).detach()
     positions = torch.arange(13)[None, None].expand(3, 5, -1).clone()
     positions[:, :, 5:9] = 5
@@ -141,7 +146,8 @@ def test_a_call_with_images_may_carry_its_routes() -> None:
 
 def test_calls_that_are_left_alone_go_on_without_the_keyword() -> None:
     """An evaluation with a rollout's routes; and with carried routes, a rollout that was put is not asked."""
-    followed, fed = model(), padded(texts())
+    followed = model()
+    fed = padded(texts())
     free = record(followed, fed, seen := Seen(followed))
     call = fed[0] | {"routed_experts": carried(fed, rollout(fed))}
     with npu_replay.follow(followed, mode="R3") as following:
@@ -207,7 +213,8 @@ BAD: dict[str, tuple[Callable[[Fed], dict[str, Any]], str]] = {
 @pytest.mark.parametrize("what", BAD)
 def test_routes_that_cannot_be_the_calls_are_refused(what: str, grad: bool) -> None:
     make_call, message = BAD[what]
-    followed, fed = model(), padded(texts(8), right=1)
+    followed = model()
+    fed = padded(texts(8), right=1)
     with npu_replay.follow(followed, mode="R3") as following:
         with pytest.raises(ReplayError, match=message) as caught, torch.set_grad_enabled(grad):
             followed(**make_call(fed))
@@ -217,7 +224,8 @@ def test_routes_that_cannot_be_the_calls_are_refused(what: str, grad: bool) -> N
 
 
 def test_routes_of_another_batch_are_found_by_the_live_choice() -> None:
-    followed, fed = model(), padded(texts(8))
+    followed = model()
+    fed = padded(texts(8))
     call = fed[0] | {"routed_experts": carried(fed, rollout(fed))}
     with (
         pytest.raises(ReplayError, match="far from what the routers would choose"),
@@ -233,7 +241,8 @@ def test_an_unknown_mode_is_refused() -> None:
 
 def test_with_put_alone_every_pass_needs_its_rollout() -> None:
     """R2 would record what put() lacks; R3 says so."""
-    followed, fed = model(), padded(texts())
+    followed = model()
+    fed = padded(texts())
     with npu_replay.follow(followed, mode="R3") as following:
         with pytest.raises(MicroBatchError, match="enable_return_routed_experts"):
             record(followed, fed)

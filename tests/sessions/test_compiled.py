@@ -24,8 +24,10 @@ def compiled_model() -> ToyModel:
 
 
 def test_blocks_that_overlap_keep_the_stance_until_the_last_one_ends() -> None:
-    one, two = compiled_model(), compiled_model()
-    first, second = npu_replay.record(one), npu_replay.record(two)
+    one = compiled_model()
+    two = compiled_model()
+    first = npu_replay.record(one)
+    second = npu_replay.record(two)
     first.__enter__()
     second.__enter__()
     one(tokens())

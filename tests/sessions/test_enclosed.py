@@ -289,8 +289,11 @@ def test_the_innermost_that_runs_again_tells_the_micro_batch(layers: str, kind: 
 
 def test_a_hook_of_the_first_node_of_a_forward_recomputes_that_forward() -> None:
     """Nothing encloses it: its micro-batch is told by the node's number, that of the end before it."""
-    model, routes, shown = ToyModel(), foreign(2), []
-    forward, router = model.forward, model.layers[0].router
+    model = ToyModel()
+    routes = foreign(2)
+    shown = []
+    forward = model.forward
+    router = model.layers[0].router
 
     def hooked(hidden: torch.Tensor) -> torch.Tensor:
         first = hidden * 1
@@ -338,7 +341,8 @@ def function_made_here(how: str) -> type[torch.autograd.Function]:
         return Unshown
 
     def forward(ctx: Any, run: Run, x: torch.Tensor) -> torch.Tensor:
-        ctx.run, ctx.x = run, x
+        ctx.run = run
+        ctx.x = x
         return run(x)
 
     wrap: dict[str, Callable[..., Any]] = {
@@ -414,7 +418,9 @@ WRAPS: list[Callable[[Run], Run]] = [
 def test_any_of_them_in_any_other(seed: int) -> None:
     """Around each layer, around the model and around the loss, none to two of them, in any order."""
     rng = random.Random(seed)
-    kind, order, early_stop = rng.choice(KINDS), rng.choice(["sum", "1, 2, 0"]), rng.random() < 0.8
+    kind = rng.choice(KINDS)
+    order = rng.choice(["sum", "1, 2, 0"])
+    early_stop = rng.random() < 0.8
     inner, middle, outer = ([rng.choice(WRAPS) for _ in range(rng.randint(0, 2))] for _ in range(3))
 
     def nested(run: Run, wraps: list[Callable[[Run], Run]]) -> Run:

@@ -31,7 +31,9 @@ class Sometimes:
     """Selects in another way in one call of the router."""
 
     def __init__(self, other: Callable[[ToyRouter, Scores], Pair], at: int) -> None:
-        self.other, self.at, self.calls = other, at, 0
+        self.other = other
+        self.at = at
+        self.calls = 0
 
     def __call__(self, router: ToyRouter, scores: Scores) -> Pair:
         self.calls += 1
@@ -55,7 +57,8 @@ def behind_torchs_back(router: ToyRouter, scores: Scores) -> Pair:
 def test_calls_are_quick_where_nothing_is_checked(
     kind: str, recompute: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, quick = ToyModel(recompute=recompute), []
+    model = ToyModel(recompute=recompute)
+    quick = []
     begins = QuickCall.__init__
     monkeypatch.setattr(QuickCall, "__init__", lambda *args: quick.append(number) or begins(*args))
     block: Any = StepReplay(model, min_overlap=0) if kind == "step by step" else opened(kind, model, 7)
@@ -102,7 +105,8 @@ def test_a_retry_gets_the_ids_that_a_forward_that_raised_has_written_into(at: in
             raise ValueError("once")
         return values, ids
 
-    model, routes = ToyModel(ToyRouter(), ToyRouter(select=fails_once)), foreign(5)
+    model = ToyModel(ToyRouter(), ToyRouter(select=fails_once))
+    routes = foreign(5)
     with torch.no_grad(), npu_replay.replay(model, routes), npu_replay.observe(model) as observation:
         for number in range(5):
             if number == at:
@@ -153,7 +157,8 @@ def test_experts_that_change_their_weights_in_a_recompute_alone_are_refused(how:
 
 @pytest.mark.parametrize("block", ["record", "replay"])
 def test_ids_that_the_layer_writes_into_behind_its_router_are_refused(block: str) -> None:
-    model, calls = ToyModel(), []
+    model = ToyModel()
+    calls = []
 
     def writes(router: nn.Module, args: Any, output: Pair) -> None:
         calls.append(1)

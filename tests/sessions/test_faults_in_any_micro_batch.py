@@ -40,7 +40,9 @@ pytestmark = [
 ]
 
 NATIVE = torch.topk, torch.Tensor.topk
-VOCABULARY, LEAST_ROWS, MOST = 64, 3, 20
+VOCABULARY = 64
+LEAST_ROWS = 3
+MOST = 20
 Map = torch.Tensor
 """Bool [rows, experts]: which experts a token goes to."""
 
@@ -202,8 +204,10 @@ def megatron_model(variant: str) -> Bed:
     def changed(output: Any, chance: random.Random) -> Any:
         probs, routing_map = output[:2]
         rows = slice(None) if chance.random() < 0.5 else slice(chance.randrange(len(routing_map)), None)
-        maps, weights = routing_map.clone(), probs.clone()
-        maps[rows], weights[rows] = routing_map[rows].roll(1, dims=1), probs[rows].roll(1, dims=1)
+        maps = routing_map.clone()
+        weights = probs.clone()
+        maps[rows] = routing_map[rows].roll(1, dims=1)
+        weights[rows] = probs[rows].roll(1, dims=1)
         return (weights, maps, *output[2:])
 
     return Bed(
@@ -551,7 +555,8 @@ class Run:
 
     def routed(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stands for the forward of a router."""
-        hidden, again = args[0], torch._C._current_graph_task_id() != -1
+        hidden = args[0]
+        again = torch._C._current_graph_task_id() != -1
         rows = hidden.numel() // hidden.shape[-1]
         seen = Seen(layer, rows, self.phase, again)
         self.seen.append(seen)
@@ -561,7 +566,8 @@ class Run:
         if not self.has_fault(layer, rows) or (self.case.again and not again):
             return run()
         chance = random.Random(self.case.seed)
-        kind, early = chance.choice(AGAIN), chance.random() < 0.5
+        kind = chance.choice(AGAIN)
+        early = chance.random() < 0.5
         if self.failing and early:
             raise kind
         given = self.case.kind == "replay" or (self.case.kind == "follow" and self.phase == 1)
@@ -581,10 +587,12 @@ class Run:
 
     def own(self, layer: int, args: Any) -> Map:
         """What the router's class chooses for this input, outside of the block's hooks."""
-        module, found = self.bed.routers[layer], []
+        module = self.bed.routers[layer]
+        found = []
         heard = getattr(module, "heard", None)
         if heard is not None:
-            kept, heard.hears = heard.hears, lambda ids: found.append(as_map(ids, self.bed.experts))
+            kept = heard.hears
+            heard.hears = lambda ids: found.append(as_map(ids, self.bed.experts))
         with torch.no_grad():
             output: Any = type(module).forward(module, *args)
         if heard is not None:
@@ -626,7 +634,8 @@ class Run:
         return torch.randint(VOCABULARY, (1, LEAST_ROWS + micro_batch), generator=generator)
 
     def block(self) -> Any:
-        case, model = self.case, self.bed.model
+        case = self.case
+        model = self.bed.model
         if case.kind == "replay":
             return npu_replay.replay(model, self.given, live_mismatch=case.warmed)
         return getattr(npu_replay, case.kind)(model)
@@ -634,7 +643,8 @@ class Run:
     @functools.cached_property
     def given(self) -> list[RoutedExperts]:
         """What no router here would choose."""
-        generator, bed = torch.Generator().manual_seed(5), self.bed
+        generator = torch.Generator().manual_seed(5)
+        bed = self.bed
         layers = range(len(bed.routers))
         shapes = [(LEAST_ROWS + one, len(layers), bed.experts) for one in range(self.case.count)]
         scores = [torch.rand(shape, generator=generator) for shape in shapes]
@@ -645,7 +655,8 @@ class Run:
         losses: list[torch.Tensor] = []
         with block:
             for number, grad in enumerate(self.case.grads):
-                self.phase, self.stage = number // self.case.count, ("forward", number)
+                self.phase = number // self.case.count
+                self.stage = ("forward", number)
                 if self.case.kind == "follow" and number == self.case.count:
                     self.move()
                 with torch.set_grad_enabled(grad):
@@ -664,7 +675,8 @@ class Run:
             self.stage = "leave", len(self.case.grads)
 
     def forward(self, number: int) -> torch.Tensor:
-        call, tokens = self.bed.call, self.tokens(number % self.case.count)
+        call = self.bed.call
+        tokens = self.tokens(number % self.case.count)
         if number == self.case.at and self.case.fault == "retried":
             self.failing = True
             with contextlib.suppress(*AGAIN):
@@ -690,7 +702,8 @@ class Run:
         """Where the experts got others than they should have."""
         found = []
         for number, grad in enumerate(self.case.grads):
-            micro_batch, phase = number % self.case.count, number // self.case.count
+            micro_batch = number % self.case.count
+            phase = number // self.case.count
             for layer in range(len(self.bed.routers)):
                 calls = self.calls(micro_batch, layer, phase)
                 if (problem := self._untrue(block, micro_batch, phase, layer, calls, grad)) is not None:
@@ -700,12 +713,14 @@ class Run:
     def _untrue(
         self, block: Any, micro_batch: int, phase: int, layer: int, calls: list[Seen], grad: bool
     ) -> str | None:
-        case, experts = self.case, self.bed.experts
+        case = self.case
+        experts = self.bed.experts
         if any(one.used is None for one in calls) or (not calls and case.fault != "not_called"):
             return "the experts got nothing"
         if not calls:
             return "no call" if case.kind != "pin_recompute" else None
-        first, rest = calls[0], calls[1:]
+        first = calls[0]
+        rest = calls[1:]
         if first.again or not all(one.again for one in rest):
             return "the calls are in no order"
         if grad and case.how is not None and not rest:
@@ -760,7 +775,8 @@ def judge(case: Case) -> list[str]:
 
 
 def _judged(run: Run, block: Any, raised: BaseException | None) -> list[str]:
-    case, wanted = run.case, expected(run.case)
+    case = run.case
+    wanted = expected(run.case)
     if raised is None:
         untrue = run.untrue(block)
         if untrue:
@@ -884,7 +900,10 @@ def compiled_once(kind: str, part: str, at: int) -> None:
     if kind == "replay":
         with torch.no_grad(), make[kind]():
             truth = [model(input_ids=ids) for ids in micro_batches]
-    block, outputs, refused, stopped = make[kind](), [], None, False
+    block = make[kind]()
+    outputs = []
+    refused = None
+    stopped = False
     torch._dynamo.reset()
     try:
         with torch.no_grad(), block:

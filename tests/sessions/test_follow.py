@@ -23,7 +23,9 @@ pytest.importorskip("transformers")
 from live.families import make
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*requires_grad=True:UserWarning")
-EXPERTS, TOPK, LAYERS = 8, 2, 3
+EXPERTS = 8
+TOPK = 2
+LAYERS = 3
 Fed = tuple[dict[str, Any], list[torch.Tensor]]
 """What a model is called with, and of each sequence the rows of its tokens."""
 
@@ -47,7 +49,8 @@ def padded(sequences: Sequence[torch.Tensor], left: int = 0, right: int = 0, pos
     """[batch, sequence]; the longest has this much padding, the others more, on the side that has any."""
     width = left + max(map(len, sequences)) + right
     ids = torch.randint(2, 500, (len(sequences), width))  # padding is anything
-    mask, places = torch.zeros_like(ids), []
+    mask = torch.zeros_like(ids)
+    places = []
     for row, one in enumerate(sequences):
         first = left if right or not left else width - len(one)
         ids[row, first : first + len(one)] = one
@@ -106,7 +109,8 @@ class Seen:
 
     def of(self, places: Sequence[torch.Tensor], own: bool = False) -> list[list[torch.Tensor]]:
         """By sequence, what each call chose for it, [calls][tokens, topk]; and forget it."""
-        calls, self.calls = self.calls, []
+        calls = self.calls
+        self.calls = []
         return [[(live if own else ids)[at] for _, ids, live in calls] for at in places]
 
     def layers(self) -> list[int]:
@@ -135,9 +139,11 @@ def learn(followed: Any, fed: Fed) -> None:
 
 def assert_replayed(seen: Seen, fed: Fed, wanted: Sequence[Sequence[torch.Tensor]]) -> None:
     """Each call of each router, recomputes too, took what the sequences' routers had recorded."""
-    layers, calls = seen.layers(), seen.calls
+    layers = seen.layers()
+    calls = seen.calls
     assert len(layers) >= LAYERS
-    got, seen.calls = seen.of(fed[1]), calls
+    got = seen.of(fed[1])
+    seen.calls = calls
     own = seen.of(fed[1], own=True)
     moved = []
     for sequence, recorded, live in zip(got, wanted, own, strict=True):
@@ -155,7 +161,8 @@ def test_an_update_takes_what_was_recorded_in_whatever_layout(
     before: str, after: str, recompute: str | None
 ) -> None:
     """Other padding, other micro-batches, another order."""
-    followed, sequences = model(recompute=recompute), texts()
+    followed = model(recompute=recompute)
+    sequences = texts()
     seen = Seen(followed)
     with npu_replay.follow(followed) as following:
         wanted: dict[int, list[torch.Tensor]] = {}
@@ -197,7 +204,8 @@ def test_gradients_are_those_of_a_replay_that_was_given_the_routes() -> None:
 
 
 def test_a_record_under_inference_mode_is_replayed() -> None:
-    followed, fed = model(), padded(texts(), left=1)
+    followed = model()
+    fed = padded(texts(), left=1)
     seen = Seen(followed)
     with npu_replay.follow(followed):
         with torch.inference_mode():
@@ -209,7 +217,8 @@ def test_a_record_under_inference_mode_is_replayed() -> None:
 
 
 def test_the_newest_record_of_the_same_tokens_counts(caplog: pytest.LogCaptureFixture) -> None:
-    followed, fed = model(), padded(texts())
+    followed = model()
+    fed = padded(texts())
     seen = Seen(followed)
     with npu_replay.follow(followed) as following:
         old = record(followed, fed, seen)
@@ -229,7 +238,9 @@ def test_a_pass_between_updates_that_becomes_the_record_is_said_once(
     way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also of sequences that no update has taken so far, and where a second such pass changes nothing."""
-    followed, fed, other = model(), padded(texts()), padded(texts(3, seed=1))
+    followed = model()
+    fed = padded(texts())
+    other = padded(texts(3, seed=1))
     seen = Seen(followed)
     with npu_replay.follow(followed) as following:
         record(followed, other, seen)
@@ -302,7 +313,8 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_an_update_that_cannot_be_followed_is_an_error(what: str) -> None:
-    followed, (call, message) = model(), BAD[what]
+    followed = model()
+    (call, message) = BAD[what]
     with npu_replay.follow(followed) as following:
         record(followed, padded(texts()))
         held = trace(following)
@@ -315,7 +327,8 @@ def test_an_update_that_cannot_be_followed_is_an_error(what: str) -> None:
 
 @pytest.mark.parametrize("what", ["a hole in the mask", "embeddings", "a later part (SP)"])
 def test_what_an_update_could_not_find_is_not_recorded(what: str) -> None:
-    followed, (call, message) = model(), BAD[what]
+    followed = model()
+    (call, message) = BAD[what]
     with npu_replay.follow(followed) as following:
         record(followed, padded(texts()))
         with pytest.raises(MicroBatchError, match=message), torch.no_grad():
@@ -325,7 +338,8 @@ def test_what_an_update_could_not_find_is_not_recorded(what: str) -> None:
 
 @pytest.mark.parametrize("cache", [True, False])
 def test_generation_leaves_no_trace(cache: bool) -> None:
-    followed, ids = model(), texts()[4][None]
+    followed = model()
+    ids = texts()[4][None]
     free = followed.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False, use_cache=cache)
     with npu_replay.follow(followed) as following:
         record(followed, padded(texts()))
@@ -337,7 +351,8 @@ def test_generation_leaves_no_trace(cache: bool) -> None:
 
 
 def test_an_evaluation_leaves_no_trace() -> None:
-    followed, fed = model(), padded(texts())
+    followed = model()
+    fed = padded(texts())
     seen = Seen(followed)
     with npu_replay.follow(followed) as following:
         wanted = record(followed, fed, seen)
@@ -355,7 +370,8 @@ def test_an_evaluation_leaves_no_trace() -> None:
 
 
 def test_old_log_probs_in_eval_mode_are_followed_where_that_is_said() -> None:
-    followed, fed = model(), padded(texts())
+    followed = model()
+    fed = padded(texts())
     seen = Seen(followed)
     with npu_replay.follow(followed, eval_mode=True) as following:
         followed.eval()
@@ -380,7 +396,8 @@ def test_a_rollouts_routes_in_eval_mode_are_never_left_alone_in_silence(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Old log-probs of R3 in eval mode would choose by themselves, and the update wouldn't."""
-    followed, fed = model().eval(), padded(texts())
+    followed = model().eval()
+    fed = padded(texts())
     _, ids = rollout(texts()[4])
     for eval_mode in (False, True):
         seen = Seen(followed)
@@ -409,7 +426,8 @@ def test_an_evaluation_of_other_texts_says_nothing(caplog: pytest.LogCaptureFixt
 
 
 def test_far_routes_are_found_in_the_first_update_where_the_first_calls_record() -> None:
-    followed, fed = model(), padded(texts(8))
+    followed = model()
+    fed = padded(texts(8))
     with npu_replay.follow(followed, min_overlap=0.95):
         record(followed, fed)
         learn(followed, fed)  # its own record
@@ -422,7 +440,8 @@ def test_far_routes_are_found_in_the_first_update_where_the_first_calls_record()
 
 
 def test_a_mask_may_be_of_any_dtype() -> None:
-    followed, fed = model(), padded(texts(), left=1)
+    followed = model()
+    fed = padded(texts(), left=1)
     with npu_replay.follow(followed) as following:
         record(followed, (fed[0] | {"attention_mask": fed[0]["attention_mask"].bfloat16()}, []))
         learn(followed, fed)
@@ -430,7 +449,8 @@ def test_a_mask_may_be_of_any_dtype() -> None:
 
 
 def test_an_update_while_paused_is_an_error() -> None:
-    followed, fed = model(), padded(texts())
+    followed = model()
+    fed = padded(texts())
     with npu_replay.follow(followed) as following:
         record(followed, fed)
         with following.paused(), pytest.raises(MicroBatchError, match="while paused"):
@@ -438,7 +458,8 @@ def test_an_update_while_paused_is_an_error() -> None:
 
 
 def test_the_store_is_bounded_and_says_what_it_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    followed, sequences = model(), texts()
+    followed = model()
+    sequences = texts()
     size = LAYERS * TOPK + 1  # bytes a token
     room = sum(len(one) for one in sequences[1:]) * size
     with npu_replay.follow(followed, max_bytes=room) as following, caplog.at_level(logging.WARNING):
@@ -483,7 +504,8 @@ def test_two_models_at_once() -> None:
 
 def test_a_copy_of_the_model_is_not_followed() -> None:
     """A reference model that is made of the policy in the middle of a run."""
-    followed, fed = model(), padded(texts())
+    followed = model()
+    fed = padded(texts())
     with npu_replay.follow(followed) as following:
         record(followed, fed)
         other = copy.deepcopy(followed)
@@ -518,8 +540,10 @@ def rollout(tokens: torch.Tensor, seed: int = 3) -> tuple[RoutedExperts, torch.T
 
 def test_a_rollout_s_routes_are_replayed_in_every_pass_and_stay() -> None:
     """R3, of some of the samples: the others are recorded, as before."""
-    followed, sequences = model(), texts()
-    fed, seen = padded(sequences, left=2, right=1), Seen(followed)
+    followed = model()
+    sequences = texts()
+    fed = padded(sequences, left=2, right=1)
+    seen = Seen(followed)
     with npu_replay.follow(followed) as following:
         given = {}
         for at in (1, 3):
@@ -541,7 +565,8 @@ def test_a_rollout_s_routes_are_replayed_in_every_pass_and_stay() -> None:
 
 
 def test_routes_that_do_not_fit_are_refused_as_they_are_put() -> None:
-    followed, tokens = model(), texts()[2]
+    followed = model()
+    tokens = texts()[2]
     routes, _ = rollout(tokens)
     with npu_replay.follow(followed) as following:
         with pytest.raises(ReplayError, match="another number of tokens"):
@@ -560,7 +585,8 @@ def test_routes_that_do_not_fit_are_refused_as_they_are_put() -> None:
 
 
 def test_routers_that_an_update_reaches_past_the_model_are_an_error() -> None:
-    followed, fed = model(), padded(texts())
+    followed = model()
+    fed = padded(texts())
     with npu_replay.follow(followed):
         record(followed, fed)
         with torch.no_grad():
@@ -591,7 +617,8 @@ class OfBatch(torch.nn.Module):
 
 
 def test_tokens_in_one_batch_are_found() -> None:
-    followed, fed = model(), padded(texts(), left=2)
+    followed = model()
+    fed = padded(texts(), left=2)
     wrapper, seen = OfBatch(followed), Seen(followed)
     with npu_replay.follow(wrapper) as following:
         with torch.no_grad():
@@ -605,8 +632,10 @@ def test_tokens_in_one_batch_are_found() -> None:
 
 
 def test_arguments_without_names_are_those_of_the_wrapped_model() -> None:
-    followed, fed = model(), padded(texts(), left=2)
-    wrapper, seen = Wrapper(followed, "module"), Seen(followed)
+    followed = model()
+    fed = padded(texts(), left=2)
+    wrapper = Wrapper(followed, "module")
+    seen = Seen(followed)
     with npu_replay.follow(wrapper):
         with torch.no_grad():
             wrapper(fed[0]["input_ids"], fed[0]["attention_mask"])
@@ -623,7 +652,8 @@ def test_arguments_without_names_are_those_of_the_wrapped_model() -> None:
 
 
 def test_it_opens_and_closes_where_no_with_can_go() -> None:
-    followed, fed = model(), padded(texts())
+    followed = model()
+    fed = padded(texts())
     hooks = sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in followed.modules())
     following = npu_replay.follow(followed).open()
     record(followed, fed)
@@ -635,7 +665,8 @@ def test_it_opens_and_closes_where_no_with_can_go() -> None:
 
 
 def test_a_block_in_which_nothing_ran_is_an_error_and_one_of_evaluations_is_not() -> None:
-    followed, fed = model(), padded(texts())
+    followed = model()
+    fed = padded(texts())
     with pytest.raises(MicroBatchError, match="nothing ran"), npu_replay.follow(followed):
         pass
     with npu_replay.follow(followed):
@@ -651,7 +682,8 @@ def test_several_chunks_and_no_room_are_refused() -> None:
 
 
 def test_a_long_run_holds_nothing_but_its_store() -> None:
-    followed, fed = model(recompute="non-reentrant"), padded(texts(2))
+    followed = model(recompute="non-reentrant")
+    fed = padded(texts(2))
     with npu_replay.follow(followed) as following:
         for _ in range(20):
             record(followed, fed)

@@ -122,7 +122,8 @@ def test_a_block_is_as_on_a_model_that_had_none_before(change: Callable[[ToyMode
 
 @pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute"])
 def test_the_second_block_asks_routers_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, asked = ToyModel(), []
+    model = ToyModel()
+    asked = []
 
     class Narrow(ToyRouters):
         def may_be_router(self, module: nn.Module, path: str) -> bool:
@@ -176,7 +177,8 @@ def test_a_chunk_that_changed_is_noticed_beside_one_that_did_not() -> None:
 
 
 def test_a_layer_that_is_compiled_since_the_first_block_runs_eagerly_in_the_second() -> None:
-    model, stances = ToyModel(), []
+    model = ToyModel()
+    stances = []
     recorded(model)
     model.layers[1].compile(backend="eager")
     with torch.no_grad(), npu_replay.record(model):

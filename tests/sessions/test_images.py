@@ -51,7 +51,8 @@ PAIRS: dict[str, tuple[Call, Call]] = {
 
 @pytest.mark.parametrize("what", PAIRS)
 def test_micro_batches_of_other_images_that_changed_places_are_an_error(what: str) -> None:
-    model, (first, second) = make(), PAIRS[what]
+    model = make()
+    (first, second) = PAIRS[what]
     routes = recorded(model, first, second)
     assert replayed(model, routes, first, second)["tokens_compared"] == 2
     message = r"micro-batch 0: .*other [a-z_ ]*(pixel_values|grid).*got those of the routes of micro-batch 1"
@@ -61,7 +62,8 @@ def test_micro_batches_of_other_images_that_changed_places_are_an_error(what: st
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recompute_takes_the_image_of_its_forward_and_a_swap_is_an_error(reentrant: bool) -> None:
-    model, (first, second) = make(), PAIRS["image"]
+    model = make()
+    (first, second) = PAIRS["image"]
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     routes = recorded(model, first, second)
@@ -71,7 +73,8 @@ def test_recompute_takes_the_image_of_its_forward_and_a_swap_is_an_error(reentra
 
 
 def test_a_pickle_keeps_the_digest_and_a_record_without_inputs_has_none() -> None:
-    model, (first, second) = make(), PAIRS["image"]
+    model = make()
+    (first, second) = PAIRS["image"]
     routes = pickle.loads(pickle.dumps(recorded(model, first, second)))
     with pytest.raises(MicroBatchError, match="other pixel_values"):
         replayed(model, routes, second, first)
@@ -81,7 +84,8 @@ def test_a_pickle_keeps_the_digest_and_a_record_without_inputs_has_none() -> Non
 
 
 def test_an_image_that_is_cast_or_moved_between_the_passes_is_the_same() -> None:
-    model, first = make(), PAIRS["image"][0]
+    model = make()
+    first = PAIRS["image"][0]
     routes = recorded(model, first)
     pixels = first["pixel_values"].bfloat16()
     replayed(model, routes, first | {"pixel_values": pixels})
@@ -89,7 +93,8 @@ def test_an_image_that_is_cast_or_moved_between_the_passes_is_the_same() -> None
 
 
 def test_an_image_that_the_update_lacks_is_an_error() -> None:
-    model, first = make(), call(sample(1))
+    model = make()
+    first = call(sample(1))
     routes = recorded(model, first)
     bare = {name: first[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
     with pytest.raises(MicroBatchError, match="other image_grid_thw and pixel_values"):
@@ -102,7 +107,8 @@ def test_an_image_that_the_update_lacks_is_an_error() -> None:
 def test_a_block_on_an_inner_module_says_that_no_tokens_were_compared(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model, first = make(), call(sample(1))
+    model = make()
+    first = call(sample(1))
     routes = recorded(model, first)
     with caplog.at_level(logging.WARNING), npu_replay.replay(model.model.language_model, routes) as session:
         model(**first)
@@ -157,7 +163,8 @@ KINDS: dict[str, tuple[Sample, Sample, Sample]] = {
 @pytest.mark.parametrize("before", TOGETHER)
 @pytest.mark.parametrize("what", KINDS)
 def test_follow_finds_each_image_in_whatever_batch(what: str, before: str, after: str) -> None:
-    model, samples = make(), KINDS[what]
+    model = make()
+    samples = KINDS[what]
     truth = {id(one): routes for one, routes in zip(samples, wanted(model, *samples), strict=True)}
     seen = Chosen(model)
     with npu_replay.follow(model) as following:
@@ -176,7 +183,8 @@ def test_follow_finds_each_image_in_whatever_batch(what: str, before: str, after
         assert following.metrics()["held"] == following.metrics()["recorded"] == 3
 
 
-AUDIO, IMAGE = 7, 8
+AUDIO = 7
+IMAGE = 8
 
 
 def fed(*samples: tuple[list[int], dict[str, list[torch.Tensor]]], **special: int) -> list[int]:
@@ -218,7 +226,8 @@ FAMILIES: dict[str, list[tuple[list[int], dict[str, list[torch.Tensor]]]]] = {
 
 @pytest.mark.parametrize("what", FAMILIES)
 def test_a_sample_has_one_fingerprint_in_whatever_call_and_no_other_sample_has_it(what: str) -> None:
-    samples, special = FAMILIES[what], {"audio": AUDIO, "image": IMAGE}
+    samples = FAMILIES[what]
+    special = {"audio": AUDIO, "image": IMAGE}
     alone = [fed(one, **special)[0] for one in samples]
     assert len({*alone}) == len(samples)
     for order in itertools.permutations(range(len(samples))):
@@ -258,9 +267,12 @@ def rollout(of: Sample, seed: int) -> RoutedExperts:
 
 
 def test_rollouts_of_the_same_tokens_need_a_key_and_are_found_by_it() -> None:
-    model, one, other = make(), sample(1), sample(2)
+    model = make()
+    one = sample(1)
+    other = sample(2)
     seen = Chosen(model)
-    first, second = rollout(one, 1), rollout(other, 2)
+    first = rollout(one, 1)
+    second = rollout(other, 2)
     with npu_replay.follow(model, mode="R3") as following:
         following.put(first)
         following.put(first)

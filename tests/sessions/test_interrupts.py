@@ -81,7 +81,8 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.embedding = nn.Embedding(50, HIDDEN)
-        masked, other = ToyRouter(select=in_groups, masks=True), ToyRouter(drops=True)
+        masked = ToyRouter(select=in_groups, masks=True)
+        other = ToyRouter(drops=True)
         self.layers = nn.ModuleList([ToyLayer(masked), ToyLayer(other), ToyBlock()])
         self.reentrant = [False, True, None]
         for parameter in self.parameters():
@@ -229,7 +230,8 @@ def trace(wanted: Callable[[CodeType], bool], passes: Passes) -> Any:
         code = frame.f_code
         if not wanted(code):
             return None
-        bodies, before = bodies_of_with(code.co_filename), frame.f_lineno
+        bodies = bodies_of_with(code.co_filename)
+        before = frame.f_lineno
 
         def line(frame: FrameType, event: str, arg: object) -> Any:
             nonlocal before
@@ -304,7 +306,8 @@ def lines_of(kind: Kind) -> list[Line]:
     """The first passing of each line; of those of sessions/ also the last, and the first one in backward."""
     _passed(kind)  # what a process imports and learns on the way is passed in its first run alone
     forget_what_is_known()
-    first, later = _passed(kind), _passed(kind)
+    first = _passed(kind)
+    later = _passed(kind)
     return [
         Line(*place, time, len(passed), place not in later)
         for place, passed in {**first, **later}.items()
@@ -319,7 +322,8 @@ def _others(passed: list[bool]) -> set[int]:
 def _passed(kind: Kind) -> dict[tuple[CodeType, int], list[bool]]:
     """Of each line of ours, its passings in a run: was each of them in backward?"""
     passed: dict[tuple[CodeType, int], list[bool]] = {}
-    model, theirs = Model(), Theirs()
+    model = Model()
+    theirs = Theirs()
     block = kind.make(model, 4)
     gc.collect()
     gc.disable()  # so that the death of what lies in a cycle is no line of another run
@@ -343,8 +347,10 @@ def interrupted(kind: Kind, line: Line, truth: Result) -> list[str]:
     if line.first:
         forget_what_is_known()
     model, theirs = Model(), Theirs()
-    block, found = kind.make(model, 4), []
-    interrupt, gone = Interrupt(line, block), weakref.ref(block)
+    block = kind.make(model, 4)
+    found = []
+    interrupt = Interrupt(line, block)
+    gone = weakref.ref(block)
     sys.unraisablehook = lambda told: found.append(f"{told.exc_type.__name__} was swallowed")
     try:
         with theirs, theirs.hooks:
@@ -372,7 +378,8 @@ def interrupted(kind: Kind, line: Line, truth: Result) -> list[str]:
 
 def _came_out(block: Any, run: Callable[[], object], interrupt: Interrupt) -> list[str]:
     """What came out of the with statement, if it isn't the interrupt."""
-    line, found = interrupt.line, []
+    line = interrupt.line
+    found = []
     gc.disable()
     try:
         with tracing(functools.partial(operator.is_, line.code), interrupt), block:

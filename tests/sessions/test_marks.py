@@ -38,7 +38,8 @@ class Interleaved(ToyModel):
     gradient: torch.Tensor
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        due, self.due = getattr(self, "due", []), []
+        due = getattr(self, "due", [])
+        self.due = []
         for layer in self.layers:
             if due:
                 self.backward_of(due.pop())

@@ -219,7 +219,8 @@ def test_a_mask_whose_scores_go_through_another_function_is_refused(change: Any)
 # What is no mask
 
 BIAS = torch.linspace(-0.3, 0.3, EXPERTS) * (torch.arange(EXPERTS) % 2)
-LOWERING, SELDOM = torch.where(GROUPS == 3, -0.1, 0.0), torch.where(GROUPS == 3, 1e-3, 1.0)
+LOWERING = torch.where(GROUPS == 3, -0.1, 0.0)
+SELDOM = torch.where(GROUPS == 3, 1e-3, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +341,9 @@ def test_ids_and_weights_may_be_asked_for_by_two_top_ks_of_the_same_scores(
     masks: bool, recompute: str | None
 ) -> None:
     """Both give what the routes say; a top-k of other scores is the router's own."""
-    routes, others, calls = foreign(), [], []
+    routes = foreign()
+    others = []
+    calls = []
 
     def select(router: ToyRouter, scores: Scores) -> Pair:
         ids = torch.topk(scores, router.topk).indices
@@ -427,7 +430,9 @@ def test_a_mode_of_somebodys_that_answers_the_top_k_is_heard(
 
 
 def test_ids_of_several_routers_in_one_buffer_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer, native, calls = torch.empty(ROWS, TOPK, dtype=torch.int64), torch.topk, []
+    buffer = torch.empty(ROWS, TOPK, dtype=torch.int64)
+    native = torch.topk
+    calls = []
 
     def static(*args: Any, **kwargs: Any) -> Any:
         values, ids = native(*args, **kwargs)
@@ -451,7 +456,8 @@ def test_a_hook_of_somebodys_that_returns_other_experts_is_refused(
     when: str, number: int, block: str
 ) -> None:
     model = ToyModel()
-    router, calls = model.layers[1].router, []
+    router = model.layers[1].router
+    calls = []
     with npu_replay.record(model) as recording:
         run(model, 0, 1, 2, 3)
 
@@ -513,7 +519,8 @@ def test_a_retry_after_an_interrupt_does_not_get_the_errors_of_what_was_left() -
             raise KeyboardInterrupt
         return torch.topk(scores, router.topk)
 
-    model.layers[0].router.select, model.layers[1].router.select = changes, stops
+    model.layers[0].router.select = changes
+    model.layers[1].router.select = stops
     with npu_replay.record(model) as recording:
         for number in range(4):
             model.wrong = number == 3

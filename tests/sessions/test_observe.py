@@ -34,7 +34,8 @@ def test_it_shows_what_a_hook_reads_off_each_forward(kind: str, recompute: str |
         torch.stack(outputs).sum().backward()
     for number, shown in enumerate(observation.shown):
         for layer, seen in enumerate(read):
-            ours, theirs = shown.ids[:, layer].long().sort().values, seen[number].sort().values
+            ours = shown.ids[:, layer].long().sort().values
+            theirs = seen[number].sort().values
             assert torch.equal(ours, theirs)
             assert ours.shape[1] == TOPK
 

@@ -28,7 +28,8 @@ def uneven(experts: Sequence[int], topks: Sequence[int], **changes: Any) -> Any:
     model = tiny_qwen.make(64, len(experts), **changes)
     for layer, number, topk in zip(model.model.layers, experts, topks, strict=True):
         own = copy.deepcopy(model.config)
-        own.num_experts, own.num_experts_per_tok = number, topk
+        own.num_experts = number
+        own.num_experts_per_tok = topk
         layer.mlp = Qwen3MoeSparseMoeBlock(own)
         for weight in layer.mlp.parameters():
             nn.init.normal_(weight, std=0.3)
@@ -127,7 +128,9 @@ class Looped(nn.Module):
     def __init__(self, passes: int, first: int = 1, end: int = 3) -> None:
         super().__init__()
         self.inner = tiny_qwen.make(64, 4)
-        self.passes, self.first, self.end = passes, first, end
+        self.passes = passes
+        self.first = first
+        self.end = end
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         model = self.inner.model

@@ -60,7 +60,8 @@ def run(model: Any, routes: list[RoutedExperts], *inputs: torch.Tensor, **option
 def test_an_engines_routes_are_refused_and_those_made_by_hand_get_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model, inputs = ToyModel(), hidden(RUN)
+    model = ToyModel()
+    inputs = hidden(RUN)
     (right,) = own(model, inputs)
     assert run(model, [right], inputs)["overlap"] == 1.0
     with pytest.raises(MicroBatchError, match=rf"micro-batch 0, chunk 0, .*{FAR}.*min_overlap="):
@@ -78,7 +79,8 @@ def test_an_engines_routes_are_refused_and_those_made_by_hand_get_one_warning(
 
 
 def test_the_argument_and_the_variable_switch_it_off_and_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = ToyModel(), hidden(4 * RUN)
+    model = ToyModel()
+    inputs = hidden(4 * RUN)
     (right,) = own(model, inputs)
     ids = right.ids.clone()
     ids[::4] = random(4 * RUN).ids[::4]  # a coarse rollout: some 0.8 overlap
@@ -116,14 +118,16 @@ def test_what_a_decoder_admits_is_an_engines() -> None:
 
 
 def test_below_64_rows_nothing_is_said_and_several_micro_batches_are_taken_together() -> None:
-    model, few = ToyModel(), [hidden(40, seed) for seed in range(3)]
+    model = ToyModel()
+    few = [hidden(40, seed) for seed in range(3)]
     assert "overlap" not in run(model, [random(40)], few[0])
     with pytest.raises(MicroBatchError, match=rf"micro-batch 1, .*{FAR}"):
         run(model, [random(40, seed=seed) for seed in range(3)], *few)
 
 
 def test_rows_are_named_within_the_micro_batch_that_brings_them_to_64() -> None:
-    model, inputs = ToyModel(), [hidden(40), hidden(3 * RUN, seed=1)]
+    model = ToyModel()
+    inputs = [hidden(40), hidden(3 * RUN, seed=1)]
     before, right = own(model, *inputs)
     ids = right.ids.clone()
     ids[2 * RUN :] = random(RUN).ids
@@ -132,7 +136,8 @@ def test_rows_are_named_within_the_micro_batch_that_brings_them_to_64() -> None:
 
 
 def test_every_checked_micro_batch_is_judged_and_no_other_costs_a_top_k() -> None:
-    model, inputs = ToyModel(), [hidden(RUN, seed) for seed in range(6)]
+    model = ToyModel()
+    inputs = [hidden(RUN, seed) for seed in range(6)]
     right = own(model, *inputs)
     for number in (1, 2, 4, 5):  # the last one is checked, too
         wrong = [*right[:number], random(RUN), *right[number + 1 :]]
@@ -148,7 +153,8 @@ def test_every_checked_micro_batch_is_judged_and_no_other_costs_a_top_k() -> Non
 
 def test_after_an_update_rows_are_refused_only_for_a_shift_until_the_next_pass_without_grad() -> None:
     """A policy that has moved over epochs may choose any other experts."""
-    model, inputs = ToyModel(), hidden(4 * RUN)
+    model = ToyModel()
+    inputs = hidden(4 * RUN)
     (right,) = own(model, inputs)
     assert run(model, [right], inputs)["overlap"] == 1.0
     with torch.no_grad():
@@ -167,7 +173,8 @@ def test_after_an_update_rows_are_refused_only_for_a_shift_until_the_next_pass_w
 
 
 def test_each_sequence_is_searched_for_a_shift_of_its_own() -> None:
-    model, lengths = ToyModel(), [2 * RUN] * 4
+    model = ToyModel()
+    lengths = [2 * RUN] * 4
     layout = TokenLayout.packed(lengths)
     inputs = hidden(len(layout.rows))
     samples = layout.scatter(own(model, inputs)[0])
@@ -232,7 +239,8 @@ def test_a_wrong_layer_is_named() -> None:
 @pytest.mark.parametrize("order", ["sequence", "batch"])
 def test_a_stale_tail_of_one_sequence_is_found_among_interleaved_rows_and_named(order: Any) -> None:
     """Megatron's rows have the sequences of a batch in turn, so a run of one sequence isn't a run of rows."""
-    model, lengths = ToyModel(), [3 * RUN, 5 * RUN, 4 * RUN]
+    model = ToyModel()
+    lengths = [3 * RUN, 5 * RUN, 4 * RUN]
     layout = TokenLayout.padded(lengths, 6 * RUN, order=order)
     inputs = hidden(len(layout.rows))
     (rows,) = own(model, inputs)
@@ -247,7 +255,8 @@ def test_a_stale_tail_of_one_sequence_is_found_among_interleaved_rows_and_named(
 
 def test_a_run_is_held_against_a_quarter_of_the_best_runs_way() -> None:
     """A long tail of another's lowers the mean of each layer, and so what is asked of layers, not of runs."""
-    model, inputs = ToyModel(), hidden(4 * RUN)
+    model = ToyModel()
+    inputs = hidden(4 * RUN)
     (right,) = own(model, inputs)
     ids = right.ids.clone()
     ids[-2 * RUN :] = flipped(right, 0.69)[-2 * RUN :]
@@ -256,7 +265,8 @@ def test_a_run_is_held_against_a_quarter_of_the_best_runs_way() -> None:
 
 
 def test_a_run_of_short_sequences_is_named_by_its_first_and_last() -> None:
-    model, layout = ToyModel(), TokenLayout.packed([RUN // 4] * 8)
+    model = ToyModel()
+    layout = TokenLayout.packed([RUN // 4] * 8)
     inputs = hidden(len(layout.rows))
     (rows,) = own(model, inputs)
     samples = layout.scatter(rows)
@@ -268,14 +278,16 @@ def test_a_run_of_short_sequences_is_named_by_its_first_and_last() -> None:
 
 @pytest.mark.parametrize("by", [1, -1, 7, -40])
 def test_the_shift_that_would_fit_is_named(by: int) -> None:
-    model, inputs = ToyModel(), hidden(6 * RUN)
+    model = ToyModel()
+    inputs = hidden(6 * RUN)
     (right,) = own(model, inputs)
     with pytest.raises(MicroBatchError, match=re.escape(f"moved by {-by:+} they overlap by 0.")):
         run(model, [of_engine(right.ids.roll(by, 0), right)], inputs)
 
 
 def test_a_shift_after_which_rows_would_still_fit_badly_is_not_named() -> None:
-    model, inputs = ToyModel(), hidden(6 * RUN)
+    model = ToyModel()
+    inputs = hidden(6 * RUN)
     (right,) = own(model, inputs)
     moved = of_engine(flipped(right, 0.7).roll(7, 0), right)
     with pytest.raises(MicroBatchError, match=r"an overlap of 0.[12]. or more"):
@@ -285,7 +297,8 @@ def test_a_shift_after_which_rows_would_still_fit_badly_is_not_named() -> None:
 @pytest.mark.parametrize(("share", "way"), [(0.0, 0.25), (0.3, 0.18), (0.6, 0.15)])
 def test_a_layer_is_held_against_a_quarter_of_the_best_ones_way_from_chance(share: float, way: float) -> None:
     """Where all layers overlap little, as after a coarse rollout, less is asked of each; 0.15 at least."""
-    model, inputs = ToyModel(), hidden(10 * RUN)
+    model = ToyModel()
+    inputs = hidden(10 * RUN)
     (right,) = own(model, inputs)
     ids = flipped(right, share)
     ids[:, 1] = random(len(ids), (0,)).ids[:, 0]
@@ -298,7 +311,8 @@ def test_a_layer_is_held_against_a_quarter_of_the_best_ones_way_from_chance(shar
 
 
 def test_rows_without_a_route_are_not_judged() -> None:
-    model, inputs = ToyModel(), hidden(3 * RUN)
+    model = ToyModel()
+    inputs = hidden(3 * RUN)
     (right,) = own(model, inputs)
     recorded = torch.arange(3 * RUN) >= RUN
     ids = right.ids.clone()
@@ -325,7 +339,8 @@ def test_a_dead_router_and_routers_with_favourites_are_right() -> None:
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.4])
 def test_flipped_experts_all_over_are_right(share: float) -> None:
     """A coarse rollout: of each row some experts are others."""
-    model, inputs = ToyModel(*(ToyRouter(layer) for layer in range(4))), hidden(10 * RUN)
+    model = ToyModel(*(ToyRouter(layer) for layer in range(4)))
+    inputs = hidden(10 * RUN)
     (right,) = own(model, inputs)
     routes = of_engine(flipped(right, share), right)
     assert run(model, [routes], inputs)["overlap"] == pytest.approx(1 - share, abs=0.1)
@@ -353,7 +368,8 @@ def test_an_array_of_counts_fits_its_dtype() -> None:
 
 def test_a_new_rollout_is_judged_by_the_weights_of_now() -> None:
     """A loop without old log-probs: its routes are made after the update, with the weights that they meet."""
-    model, inputs = ToyModel(), hidden(4 * RUN)
+    model = ToyModel()
+    inputs = hidden(4 * RUN)
     (right,) = own(model, inputs)
     run(model, [right], inputs)
     with torch.no_grad():

@@ -20,7 +20,8 @@ pytest.importorskip("transformers")
 
 from live.families import VOCABULARY, make, truth
 
-BATCH, LENGTH = 8, 80
+BATCH = 8
+LENGTH = 80
 LAYOUT = TokenLayout.padded([LENGTH] * BATCH, order="batch")
 QWEN = {"num_experts": 64, "num_experts_per_tok": 4, "num_hidden_layers": 5}
 
@@ -107,7 +108,8 @@ def shifted(right: RoutedExperts, _: RoutedExperts) -> torch.Tensor:
 
 
 def one_of_eight(right: RoutedExperts, other: RoutedExperts) -> torch.Tensor:
-    ids, rows = right.ids.clone(), slice(3 * LENGTH, 4 * LENGTH)
+    ids = right.ids.clone()
+    rows = slice(3 * LENGTH, 4 * LENGTH)
     ids[rows] = other.ids[rows]
     return ids
 
@@ -144,8 +146,10 @@ def verdict(model: Any, routes: list[RoutedExperts], batches: list[torch.Tensor]
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_right_rows_are_taken_and_faults_refused_in_the_micro_batch_that_has_them(kind: str) -> None:
     name, of_trainer, of_rollout = ROUTERS[kind]
-    trainer, engine = of_trainer(policy(name)).train(), of_rollout(policy(name))
-    batches, others = texts(3, seed=5), texts(3, seed=6)
+    trainer = of_trainer(policy(name)).train()
+    engine = of_rollout(policy(name))
+    batches = texts(3, seed=5)
+    others = texts(3, seed=6)
     right = [placed(one.ids, one) for one in (rows_of(engine, batch) for batch in batches)]
     other = rows_of(engine, others[2])
     line = [verdict(trainer, right, batches, grad=False)]
@@ -161,14 +165,16 @@ def test_right_rows_are_taken_and_faults_refused_in_the_micro_batch_that_has_the
 @pytest.mark.parametrize("rate", [1e-4, 1e-2])
 def test_a_policy_that_has_moved_is_taken_and_its_next_rollout_is_judged_again(rate: float) -> None:
     trainer = copy.deepcopy(policy("trained")).train()
-    batches, others = texts(3, seed=5), texts(3, seed=6)
+    batches = texts(3, seed=5)
+    others = texts(3, seed=6)
 
     def rollout(given: list[torch.Tensor]) -> list[RoutedExperts]:
         return [
             placed(one.ids, one) for one in (rows_of(copy.deepcopy(trainer).bfloat16(), x) for x in given)
         ]
 
-    right, done = rollout(batches), 0
+    right = rollout(batches)
+    done = 0
     line = [verdict(trainer, right, batches, grad=False)]
     for steps in MOVED.values():
         update(trainer, steps - done, rate)
@@ -201,7 +207,8 @@ def test_routes_of_stale_weights_are_refused_near_chance_and_else_shown(
 ) -> None:
     """An engine whose weights weren't synchronised, which is a matter of degree."""
     name, of_trainer, of_rollout = ROUTERS[kind]
-    trainer, batches = update(of_trainer(policy(name)).train(), steps, rate), texts(3, seed=5)
+    trainer = update(of_trainer(policy(name)).train(), steps, rate)
+    batches = texts(3, seed=5)
     engine = of_rollout(policy(name))
     stale = [placed(one.ids, one) for one in (rows_of(engine, batch) for batch in batches)]
     found = verdict(trainer, stale, batches, grad=False)
@@ -210,7 +217,8 @@ def test_routes_of_stale_weights_are_refused_near_chance_and_else_shown(
     def shared(own: Any) -> Any:  # [tokens, layers]
         return (given[..., :, None] == own[..., None, :]).any(axis=-1).mean(axis=-1)
 
-    overlap, chance = shared(own), shared(np.random.default_rng(0).permutation(own)).mean(axis=0)
+    overlap = shared(own)
+    chance = shared(np.random.default_rng(0).permutation(own)).mean(axis=0)
     first = overlap[: BATCH * LENGTH]
     way = ((first.mean(axis=0) - chance) / (1 - chance)).min()
     print(f"\n| {kind} | {steps} of {rate:g} | {found} | {overlap.mean():.2f} | {way:.2f} |")

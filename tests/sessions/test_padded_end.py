@@ -63,7 +63,8 @@ def test_a_padded_end_is_no_sequence_however_long_it_is(
     before: int, after: int, recompute: str | None
 ) -> None:
     """35 tokens: ends of 0, 1, 5 and 13 tokens, in the record and in the update."""
-    followed, sequences = model(recompute=recompute), texts()
+    followed = model(recompute=recompute)
+    sequences = texts()
     seen = Seen(followed)
     with npu_replay.follow(followed) as following:
         wanted = record(followed, ending(sequences, before), seen)
@@ -78,7 +79,8 @@ def test_a_padded_end_is_no_sequence_however_long_it_is(
 
 def test_a_row_may_end_with_the_models_own_padding() -> None:
     """And each row of several; with cumulative lengths that count the padding, too."""
-    followed, sequences = model(), texts()
+    followed = model()
+    sequences = texts()
     followed.config.pad_token_id = 77
     one, other = (ending(part, 24)[0] for part in (sequences[:3], sequences[3:4]))
     for fed, length in ((one, 15), (other, 9)):
@@ -131,7 +133,8 @@ def test_a_sequence_that_nobody_recorded_is_refused_all_the_same(what: str) -> N
 
 def test_what_looks_like_padding_and_is_known_is_replayed() -> None:
     """Recorded where a mask said that it was there, or put."""
-    followed, sequences = model(), [*texts()[1:3], torch.zeros(6, dtype=torch.long)]
+    followed = model()
+    sequences = [*texts()[1:3], torch.zeros(6, dtype=torch.long)]
     seen = Seen(followed)
     with npu_replay.follow(followed) as following:
         wanted = record(followed, padded(sequences), seen)
@@ -151,7 +154,8 @@ def test_what_looks_like_padding_and_is_known_is_replayed() -> None:
 
 
 def test_with_put_a_padded_end_needs_no_routes() -> None:
-    followed, fed = model(), ending(texts(), 8)
+    followed = model()
+    fed = ending(texts(), 8)
     seen = Seen(followed)
     with npu_replay.follow(followed, mode="R3") as following:
         for tokens, layers in zip(texts(), given := rollout(fed), strict=True):
@@ -167,8 +171,10 @@ def test_with_put_a_padded_end_needs_no_routes() -> None:
 @pytest.mark.parametrize("empty", [0, -1])
 @pytest.mark.parametrize("to", [1, 2, 8])
 def test_a_padded_end_carries_no_routes(to: int, empty: int) -> None:
-    followed, fed = model(), ending(texts(), to)
-    wanted, seen = rollout(fed), Seen(followed)
+    followed = model()
+    fed = ending(texts(), to)
+    wanted = rollout(fed)
+    seen = Seen(followed)
     call = fed[0] | {"routed_experts": carried(fed, wanted, empty=empty)}
     with npu_replay.follow(followed, mode="R3") as following:
         learn(followed, (call, fed[1]))

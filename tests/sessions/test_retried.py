@@ -203,7 +203,8 @@ def test_the_tokens_of_a_forward_that_raised_are_not_compared() -> None:
 @pytest.mark.parametrize("skipped", [[1], [0], [3], [0, 1], [2, 3]])
 def test_a_micro_batch_that_is_left_out_is_passed_over(skipped: list[int]) -> None:
     """One with a bad loss, say, or all that are left after PPO's early stop."""
-    of, given = ToyModel(), foreign(MICRO_BATCHES)
+    of = ToyModel()
+    given = foreign(MICRO_BATCHES)
     early = skipped == [*range(skipped[0], MICRO_BATCHES)]
     with npu_replay.observe(of) as seen, npu_replay.replay(of, given) as session:
         for number in range(MICRO_BATCHES):

@@ -239,7 +239,8 @@ def test_a_router_inside_a_router_has_its_own_answer() -> None:
 
 def test_torch_is_restored_when_the_last_block_ends() -> None:
     natives = torch.topk, torch.Tensor.topk
-    one, two = ToyModel(), ToyModel()
+    one = ToyModel()
+    two = ToyModel()
     with npu_replay.record(one):
         assert torch.topk is not natives[0]
         with npu_replay.record(two):

@@ -168,7 +168,8 @@ def test_one_micro_batch_too_many_or_too_few_is_refused() -> None:
 
 
 def test_a_block_in_which_nothing_ran_is_an_error() -> None:
-    model, other = ToyModel(), ToyModel()
+    model = ToyModel()
+    other = ToyModel()
     for block in (npu_replay.record(model), npu_replay.pin_recompute(model)):
         with pytest.raises(MicroBatchError, match="nothing ran"), block:
             other(tokens())
@@ -277,7 +278,8 @@ def test_a_recompute_sorts_what_its_forward_left_unsorted(opens: Any) -> None:
 
 def test_a_router_called_twice_in_one_forward_is_an_error() -> None:
     """T34: the second sequence would overwrite the first. So would layers that share a router."""
-    twice, shared = ToyModel(), ToyModel()
+    twice = ToyModel()
+    shared = ToyModel()
     twice.layers[1] = twice.layers[0]
     shared.layers[1].router = shared.layers[0].router
     for model in (twice, shared):
@@ -287,7 +289,8 @@ def test_a_router_called_twice_in_one_forward_is_an_error() -> None:
 
 
 def test_chunks_that_ran_different_numbers_of_forwards_are_an_error() -> None:
-    one, two = ToyModel(ToyRouter(layer=0)), ToyModel(ToyRouter(layer=1))
+    one = ToyModel(ToyRouter(layer=0))
+    two = ToyModel(ToyRouter(layer=1))
     with pytest.raises(MicroBatchError, match=r"different numbers.*\[2, 1\]"), npu_replay.record([one, two]):
         one(tokens()), two(tokens()), one(tokens())
 
@@ -626,8 +629,10 @@ def test_a_top_k_after_an_interrupt_is_the_callers_own(masks: bool) -> None:
     def interrupt(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise KeyboardInterrupt
 
-    model, scores = ToyModel(ToyRouter(), ToyRouter(masks=masks)), torch.rand(ROWS, EXPERTS)
-    before, native = run(model, 0), NATIVE[0](scores, TOPK).indices
+    model = ToyModel(ToyRouter(), ToyRouter(masks=masks))
+    scores = torch.rand(ROWS, EXPERTS)
+    before = run(model, 0)
+    native = NATIVE[0](scores, TOPK).indices
     with npu_replay.replay(model, foreign()):
         model.layers[1].router.select, kept = interrupt, model.layers[1].router.select
         try:
@@ -805,7 +810,8 @@ def test_a_block_on_a_wrapper_whose_module_is_called_says_so(
 
 @pytest.mark.parametrize("how", ["eval mode", "without grad", None])
 def test_an_evaluation_inside_a_replay_is_named_first_where_something_shows_it(how: str | None) -> None:
-    model, causes = ToyModel(), [r"the update cuts.*", r"padding.*"]
+    model = ToyModel()
+    causes = [r"the update cuts.*", r"padding.*"]
     causes.insert(0 if how else 2, rf"an evaluation.*{how or ''}.*")
     with npu_replay.record(model) as recording:
         run(model, 0, 1)

@@ -23,7 +23,8 @@ def foreign(seed: int, layers: tuple[int, ...] = (0, 1), rows: int = ROWS) -> Ro
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
 def test_a_feed_does_what_a_replay_of_all_routes_does(recompute: str | None) -> None:
     """With one backward over the sum of the losses, where a queue would replay the wrong micro-batch."""
-    model, routes = ToyModel(recompute=recompute), [foreign(seed) for seed in range(3)]
+    model = ToyModel(recompute=recompute)
+    routes = [foreign(seed) for seed in range(3)]
     with npu_replay.replay(model, routes):
         wanted = run(model, 0, 1, 2)
     model.zero_grad()

@@ -229,7 +229,8 @@ def test_a_mode_that_the_block_enters_itself_hides_nothing() -> None:
         with torch.device("cpu"):
             return by_one_hot(block, scores, ids)
 
-    model, routes = Model(use), foreign()
+    model = Model(use)
+    routes = foreign()
     with npu_replay.replay(model, routes):
         run(model)
     assert torch.equal(model.got()[0][0], routes[0].layer_ids(0).long())
@@ -237,7 +238,8 @@ def test_a_mode_that_the_block_enters_itself_hides_nothing() -> None:
 
 @pytest.mark.parametrize("outside", [True, False])
 def test_observe_shows_what_the_experts_of_a_block_get(outside: bool) -> None:
-    model, routes = Model(by_one_hot), foreign(2)
+    model = Model(by_one_hot)
+    routes = foreign(2)
     blocks = [npu_replay.observe(model), npu_replay.replay(model, routes)]
     first, second = blocks if outside else reversed(blocks)
     with first, second:
@@ -289,7 +291,8 @@ def test_a_figure_by_a_top_k_before_the_routing_is_refused_where_the_routes_diff
 @pytest.mark.parametrize("number", [0, 3])
 def test_a_figure_that_is_taken_in_the_recompute_alone_is_refused(recompute: str, number: int) -> None:
     """Without a function that saves its result at its end, a block's recompute stops inside of it."""
-    model, calls = Model(by_one_hot, recompute), []
+    model = Model(by_one_hot, recompute)
+    calls = []
 
     def figure(scores: torch.Tensor) -> None:
         calls.append(1)

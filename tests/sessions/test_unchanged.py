@@ -49,7 +49,8 @@ class Detached(ToyRouter):
 class Wrapper(nn.Module):
     def __init__(self, inner: nn.Module, calls: bool = True) -> None:
         super().__init__()
-        self.inner, self.calls = inner, calls
+        self.inner = inner
+        self.calls = calls
 
     def forward(self, *args: Any) -> Any:
         return self.inner(*args) if self.calls else self.inner.forward(*args)
@@ -88,7 +89,8 @@ def cleared_hooks_of_all(model: ToyModel) -> None:
 
 def other_dictionaries(model: ToyModel) -> None:
     for module in model.modules():
-        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+        module._forward_pre_hooks = OrderedDict()
+        module._forward_hooks = OrderedDict()
 
 
 REPLACING = [router, all_layers, swapped_routers]

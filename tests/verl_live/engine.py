@@ -70,7 +70,8 @@ def register(impl: Any) -> None:
 
 def _routes_in(engine: Any, data: Any) -> list[torch.Tensor]:
     """Routes of each sample of a batch, [tokens, layers, topk]; where it has references, what was fetched."""
-    rows, references = data["routed_experts"], references_in(data)
+    rows = data["routed_experts"]
+    references = references_in(data)
     if references is None:
         return [one.clone() for one in rows.unbind()]
     model = npu_replay.RoutedModel(

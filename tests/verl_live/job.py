@@ -7,9 +7,12 @@ from typing import Any
 
 from verl_live import tiny
 
-STEPS, PROMPTS, SAMPLES = 2, 4, 4
+STEPS = 2
+PROMPTS = 4
+SAMPLES = 4
 """Steps, prompts a step, samples a prompt."""
-MICRO, MINI = 4, 2
+MICRO = 4
+MINI = 2
 """Samples of a micro-batch; prompts of an update, so two updates a step."""
 RESPONSE = 24
 HELPERS = str(Path(__file__).parent / "helpers.py")

@@ -173,7 +173,9 @@ def test_the_engines_rows_are_those_of_the_weights_it_was_given(trained: Job) ->
     for step, before in zip(trained.steps[:-1], [None, *trained.steps], strict=False):
         (passed,) = (one for one in step.passes if one.kind == "log-probs")
         assert len(passed.tokens) == job.PROMPTS * job.SAMPLES
-        rows, wrong, with_older = 0, 0, 0
+        rows = 0
+        wrong = 0
+        with_older = 0
         for tokens, routes in zip(passed.tokens, passed.routes, strict=True):
             has = known(routes)
             assert bool(has[:-1].all()), "a token without a row, and not the last"
@@ -192,7 +194,9 @@ def test_every_pass_of_the_trainer_runs_with_the_engines_experts(trained: Job) -
         kinds = [one.kind for one in step.passes]
         assert kinds == ["log-probs", "update", "update"][: len(kinds)]
         for passed in step.passes:
-            shown, rows, wrong = passed.by_sample(), 0, 0
+            shown = passed.by_sample()
+            rows = 0
+            wrong = 0
             for ours, routes in zip(shown, passed.routes, strict=True):
                 has = known(routes)
                 has[-1] = False

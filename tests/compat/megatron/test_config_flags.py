@@ -131,7 +131,8 @@ def test_a_subclass_that_finishes_itself_otherwise_is_built_as_ever(config_class
 def test_a_shim_that_fails_in_the_second_class_leaves_the_first_as_it_was(
     monkeypatch: pytest.MonkeyPatch, config_class: type
 ) -> None:
-    first, second = type("TransformerConfig", (), {}), type("MLATransformerConfig", (), {"__init__": 7})
+    first = type("TransformerConfig", (), {})
+    second = type("MLATransformerConfig", (), {"__init__": 7})
     before = dict(vars(first))
     patches = Patches("a test")
     monkeypatch.setattr(config_flags, "_patches", patches)

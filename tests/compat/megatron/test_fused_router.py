@@ -108,7 +108,8 @@ def test_a_fused_path_of_somebody_elses_is_refused_in_the_first_micro_batch(
 
 def test_the_kernel_is_replaced_as_long_as_somebody_holds_it(kernel: Any) -> None:
     native = kernel.fused_topk_with_score_function
-    first, second = fused_router.HeldKernel(), fused_router.HeldKernel()
+    first = fused_router.HeldKernel()
+    second = fused_router.HeldKernel()
     assert kernel.fused_topk_with_score_function is not native
     first.remove()
     first.remove()

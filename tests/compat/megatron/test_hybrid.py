@@ -72,7 +72,8 @@ def tokens() -> torch.Tensor:
 def test_an_engines_rows_reach_the_routers_of_their_layers(pattern: str) -> None:
     """Megatron's numbers and the config's stand side by side in CONFIGS; hooks of this test's own look."""
     config, layer_of = CONFIGS[pattern]
-    model, ids = built(pattern, **SELECTIVE), tokens()
+    model = built(pattern, **SELECTIVE)
+    ids = tokens()
     routes, rows = engines(config, ids)
     assert routes.layers == tuple(layer_of.values())
     maps: dict[int, list[torch.Tensor]] = {}
@@ -92,9 +93,11 @@ def test_an_engines_rows_reach_the_routers_of_their_layers(pattern: str) -> None
 
 
 def test_another_number_of_moe_layers_in_the_config_is_an_error_with_both() -> None:
-    model, ids = built("MEM*E-ME"), tokens()
+    model = built("MEM*E-ME")
+    ids = tokens()
     routes, _ = engines({"num_hidden_layers": 5}, ids)
-    layout, layers = TokenLayout.packed([TOKENS]), ParallelLayout.from_megatron(model).moe_layers
+    layout = TokenLayout.packed([TOKENS])
+    layers = ParallelLayout.from_megatron(model).moe_layers
     message = "Expected 3 MoE layers, one for each E.*got 5 MoE layers"
     with pytest.raises(RouterError, match=f"micro-batch 0: .*{message}"):
         npu_replay.replay(model, [routes]).__enter__()
@@ -131,7 +134,8 @@ def test_a_hybrid_config_without_a_pattern_or_with_several_is_refused() -> None:
 
 
 def test_routers_of_multi_token_prediction_are_left_alone() -> None:
-    model, ids = built("*E*E/*E", mtp_num_layers=1), tokens()
+    model = built("*E*E/*E", mtp_num_layers=1)
+    ids = tokens()
     assert [router.label for router in find([model])[0]] == [0, 1]
     routes, _ = engines({"num_hidden_layers": 2}, ids)
     with npu_replay.replay(model, [routes]) as session:
@@ -155,7 +159,8 @@ def test_a_router_with_a_number_that_is_no_e_of_the_pattern_is_refused() -> None
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """Builds the chunks of one pipeline rank, which this process then is as far as asking goes."""
-    get_rank, get_world_size = dist.get_rank, dist.get_world_size
+    get_rank = dist.get_rank
+    get_world_size = dist.get_world_size
 
     def build(pattern: str, pp: int, rank: int, vp: int | None = None, **changes: Any) -> list[Any]:
         needs(pattern)
@@ -228,7 +233,8 @@ def test_the_decoder_alone_is_taken_where_it_is_the_whole_model(stage: Callable[
 def test_targets_that_a_walk_over_the_model_sets_reach_the_routers() -> None:
     """As NeMo-RL does it: each router's own RouterReplay, in the order of layer_number; no list of all."""
     pattern = "MEM*E-ME"
-    plain, ids = built(pattern), tokens()
+    plain = built(pattern)
+    ids = tokens()
     with torch.no_grad(), npu_replay.record(plain) as recording:
         loss(plain, ids)
     (given,) = random_routes(recording.routes)

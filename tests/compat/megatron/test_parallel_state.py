@@ -55,7 +55,8 @@ def megatrons_stages(config: Any, at: Callable[..., None]) -> Stages:
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    pp, vp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    pp = config.pipeline_model_parallel_size
+    vp = config.virtual_pipeline_model_parallel_size
     found: Stages = {}
     for pp_rank, vp_rank in product(range(pp), range(vp or 1)):
         place = {"vp_stage": None if vp is None else vp_rank, "pp_rank": pp_rank}
@@ -68,7 +69,8 @@ def megatrons_stages(config: Any, at: Callable[..., None]) -> Stages:
 
 def our_stages(config: Any) -> Stages:
     decoder = megatron_layout.decoder_layers(config)
-    pp, vp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    pp = config.pipeline_model_parallel_size
+    vp = config.virtual_pipeline_model_parallel_size or 1
     return {
         (pp_rank, vp_rank): decoder.stage(pp, vp, pp_rank, vp_rank)
         for pp_rank, vp_rank in product(range(pp), range(vp))
@@ -155,7 +157,8 @@ def test_the_offset_that_megatron_has_wrong_is_not_repeated(at: Callable[..., No
     """
     for pp, count in ((2, 4), (2, 8), (3, 6), (4, 8)):
         config = pipeline(pp, 2, num_layers=count, num_layers_in_last_pipeline_stage=2)
-        theirs, ours = megatrons_stages(config, at), our_stages(config)
+        theirs = megatrons_stages(config, at)
+        ours = our_stages(config)
         assert once_each(ours, count)
         assert [len(layers) for layers in ours.values()] == [len(layers) for layers in theirs.values()]
         if has_wrong_offsets():

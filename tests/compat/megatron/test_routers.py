@@ -123,7 +123,8 @@ def test_experts_that_lost_their_token_over_capacity_are_counted() -> None:
 
 def test_rows_without_a_route_take_the_routers_own_choice_also_in_the_recompute() -> None:
     """T1, T24b, T27, T41: never a made-up expert 0, and the recompute takes what the forward took."""
-    plain, checkpointed = build({}), build({}, "full")
+    plain = build({})
+    checkpointed = build({}, "full")
     routes = recorded(plain)
     holes = torch.arange(ROWS) % 3 == 0
     for like in (routes, random_routes(routes)):
@@ -183,7 +184,8 @@ def test_every_row_of_a_micro_batch_of_several_sequences_is_kept() -> None:
 
 def two_chunks(recompute: str | None = None) -> tuple[Trainer, Trainer]:
     """Both virtual stages of a rank, four layers each."""
-    first, second = build({}, recompute), build({}, recompute, seed=8)
+    first = build({}, recompute)
+    second = build({}, recompute, seed=8)
     first.model.config.num_layers = second.model.config.num_layers = 8
     for router in routers(second.model):
         router.module.set_layer_number(router.label + 5)
@@ -264,7 +266,8 @@ def test_mtp_routers_are_left_alone() -> None:
 
 
 def test_quantile_balancing_over_the_tokens_of_several_ranks_is_refused() -> None:
-    model, ranks = build({}).model, [1]
+    model = build({}).model
+    ranks = [1]
     for layer in model.decoder.layers:
         layer.mlp.router.routing_type = "quantile_balancing"
         layer.mlp.router.tp_cp_group = SimpleNamespace(size=lambda: ranks[0])
@@ -291,7 +294,8 @@ def test_graph_capture_around_the_router_is_refused_by_configuration(flag: str, 
     assert hooks_left(trainer.model) == 0
     assert same(trainer.run(), untouched)
     # one around the attention alone is no obstacle
-    trainer.model.config.cuda_graph_impl, trainer.model.config.cuda_graph_scope = "local", ["attn"]
+    trainer.model.config.cuda_graph_impl = "local"
+    trainer.model.config.cuda_graph_scope = ["attn"]
     assert len(routers(trainer.model)) == 4
 
 
@@ -316,7 +320,8 @@ def test_a_stage_of_dense_layers_is_no_missing_router_t43(monkeypatch: pytest.Mo
     with pytest.raises(RouterError, match="no router in this model"):
         npu_replay.record(trainer.model).__enter__()
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
-    trainer.model.config.num_layers, trainer.model.config.moe_layer_freq = 4, [0, 0, 1, 1]
+    trainer.model.config.num_layers = 4
+    trainer.model.config.moe_layer_freq = [0, 0, 1, 1]
     with npu_replay.record(trainer.model) as recording:
         trainer.run("each")
     assert [one.layers for one in recording.routes] == [()] * 3

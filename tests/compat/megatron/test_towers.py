@@ -142,7 +142,8 @@ def test_the_towers_layers_are_not_taken_for_those_of_a_missing_chunk(
         layer.mlp.set_layer_number(number + 1)
     del chunks[1].vision_model
     for one in chunks:
-        one.config.num_layers, one.config.virtual_pipeline_model_parallel_size = 4, 2
+        one.config.num_layers = 4
+        one.config.virtual_pipeline_model_parallel_size = 2
     monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: 2)
     megatron_layout.check_chunks([*map(ModuleTree.of, chunks)])
     with pytest.raises(

@@ -224,7 +224,8 @@ def test_two_live_models_of_one_config_object_have_replays_of_their_own() -> Non
     """T18: the reference is built of the actor's config once its flag is off, and takes nothing of it."""
     trainer = build_replayed({})
     config = trainer.model.config
-    untouched, (_, recorded) = trainer.run("each"), upstream_loop.record(trainer)
+    untouched = trainer.run("each")
+    (_, recorded) = upstream_loop.record(trainer)
     config.moe_enable_routing_replay = config.enable_routing_replay = False
     reference = Trainer(megatron_model.model(config), None)
     assert [getattr(one.module, "router_replay", None) for one in routers(reference.model)] == [None] * 4
@@ -239,7 +240,8 @@ def test_two_live_models_of_one_config_object_have_replays_of_their_own() -> Non
 
 
 def test_a_block_refuses_a_router_that_is_replaying_and_names_a_replay_begun_inside_it(ours: Any) -> None:
-    trainer, forward = build_replayed({}), api()[1].REPLAY_FORWARD
+    trainer = build_replayed({})
+    forward = api()[1].REPLAY_FORWARD
     ours.set_replay_data([torch.tensor([[6, 1]]).expand(BATCH * LENGTH, 2)] * 4)
     begun = rf"RouterReplay was given .*{forward.name} inside the block: two ways"
     with pytest.raises(NoEffect, match=begun), npu_replay.record(trainer.model):
@@ -345,7 +347,8 @@ def test_a_router_is_no_cycle() -> None:
     from megatron.core.transformer.moe import moe_utils
 
     kind = type(routers(build_replayed({}).model)[0].module)
-    config, groups = megatron_model.config(**FLAG), {}
+    config = megatron_model.config(**FLAG)
+    groups = {}
     if "pg_collection" in inspect.signature(kind).parameters:
         groups["pg_collection"] = moe_utils.get_default_pg_collection()
     elif "model_comm_pgs" in inspect.signature(kind).parameters:

@@ -166,7 +166,8 @@ def test_padding_is_left_out_where_that_is_asked_for_and_else_a_router_counts_as
 
 
 def test_a_router_without_a_bias_or_without_the_method_is_left_as_it_is() -> None:
-    router, other = counting(over_experts), torch.nn.Module()
+    router = counting(over_experts)
+    other = torch.nn.Module()
     router.enable_expert_bias, other.enable_expert_bias = False, True  # type: ignore[assignment]
     for one in (router, other):
         assert "_apply_expert_bias" not in vars(equipped(one))

@@ -239,7 +239,8 @@ def test_more_arguments_of_a_routers_call_reach_it_untouched(
 
     monkeypatch.setattr(product.TopKRouter, "forward", forward)
     router = routers(build({}).model)[0].module
-    mask, ids = object(), object()
+    mask = object()
+    ids = object()
     hidden = torch.randn(6, 2, router.config.hidden_size, device=router.weight.device)
     with npu_replay.record(router) as recording:
         if passed == "by name":

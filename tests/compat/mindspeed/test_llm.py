@@ -233,7 +233,8 @@ def test_a_replayed_expert_has_the_probability_that_its_score_gives_also_in_a_ma
     with npu_replay.replay(trainer.model, routes[:1]):
         trainer.loss(trainer.batches[0])
     handle.remove()
-    (hidden, probs), ids = seen[0], routes[0].layer_ids(0).long().to(DEVICE)
+    (hidden, probs) = seen[0]
+    ids = routes[0].layer_ids(0).long().to(DEVICE)
     scores = torch.softmax(hidden.reshape(len(ids), -1) @ router.weight.T, dim=-1)
     expected = scores.gather(1, ids)
     if "norm" in case:
@@ -380,7 +381,8 @@ def test_a_layer_that_is_called_hashed_but_chooses_by_its_scores_is_replayed(
     tower = Tower(config)
     assert not any(llm.looks_up(router) for router in tower.routers)
     for router in tower.routers:
-        router.config.moe_router_score_function, router.hash = "sqrtsoftplus", False
+        router.config.moe_router_score_function = "sqrtsoftplus"
+        router.hash = False
     assert not any(llm.looks_up(router) for router in tower.routers)
     config.moe_router_score_function = "softmax"
     assert llm.layer_kinds(config) == 1
@@ -482,7 +484,9 @@ def test_a_parallel_layout_is_read_off_a_model_with_dense_first_and_noop_layers(
     config = megatron_model.config(num_layers=6, moe_layer_freq=[0, 0, 1, 1, 1, 1])
     model = megatron_model.model(config)
     model.decoder.layers[4] = noop(5)
-    config.moe_layer_freq, config.first_k_dense_replace, config.noop_layers = 1, 2, {4}
+    config.moe_layer_freq = 1
+    config.first_k_dense_replace = 2
+    config.noop_layers = {4}
     assert ParallelLayout.from_megatron(model).moe_layers == (2, 3, 5)
     config.first_k_dense_replace = 1
     with pytest.raises(RouterError, match="in other decoder layers than its config says"):
@@ -493,8 +497,10 @@ def test_a_parallel_layout_is_read_off_a_model_with_dense_first_and_noop_layers(
     trainer.model.decoder.layers[1] = noop(2)
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
     config = trainer.model.config
-    config.num_layers, config.moe_layer_freq = 4, 1
-    config.first_k_dense_replace, config.noop_layers = 1, {1}
+    config.num_layers = 4
+    config.moe_layer_freq = 1
+    config.first_k_dense_replace = 1
+    config.noop_layers = {1}
     with npu_replay.record(trainer.model) as recording:
         trainer.run("each")
     assert [one.layers for one in recording.routes] == [()] * 3
@@ -513,7 +519,9 @@ def test_a_noop_layer_is_no_missing_chunk(
         layer.mlp.set_layer_number(number + 1)
     chunks[0].decoder.layers[1] = noop(2)
     monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: 2)
-    config.num_layers, config.virtual_pipeline_model_parallel_size, config.noop_layers = 4, 2, {1}
+    config.num_layers = 4
+    config.virtual_pipeline_model_parallel_size = 2
+    config.noop_layers = {1}
     check_chunks([*map(ModuleTree.of, chunks)])
     with pytest.raises(RouterError, match="isn't all that this rank has"):
         check_chunks([ModuleTree.of(chunks[0])])

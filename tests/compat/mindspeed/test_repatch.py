@@ -107,7 +107,8 @@ def adding_wrapper(who: str) -> Callable[..., Any]:
     return adding(f"{who}'s")
 
 
-MIND, ADAPTOR = "MindSpeed", "MegatronAdaptor"
+MIND = "MindSpeed"
+ADAPTOR = "MegatronAdaptor"
 AFTERWARDS = [
     *(
         f"{who}: {what}"

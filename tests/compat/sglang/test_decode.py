@@ -26,7 +26,8 @@ from npu_replay.routes.routed_experts import RoutedExperts
 from sglang_outputs import RELEASES, WITH_SGLEXT, Request, true_rows
 
 MODEL = RoutedModel(layers=(1, 2, 3, 4, 5), num_layers=6, num_experts=64, topk=4)
-PROMPT, OUTPUT = 12, 70
+PROMPT = 12
+OUTPUT = 70
 ON = "enable_return_routed_experts"
 
 
@@ -320,7 +321,8 @@ print(json.dumps([there, missing(), any("import_hook" in type(one).__module__ fo
 """
 
 
-OLD_FILE, NEW_FILE = "srt/layers/moe/routed_experts_capturer", "srt/state_capturer/routed_experts"
+OLD_FILE = "srt/layers/moe/routed_experts_capturer"
+NEW_FILE = "srt/state_capturer/routed_experts"
 
 
 @pytest.mark.parametrize(

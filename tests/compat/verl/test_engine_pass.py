@@ -98,7 +98,8 @@ def test_a_replayed_pass_says_once_that_it_is_on_and_adds_its_metrics(
 
 def test_what_goes_wrong_in_a_schedule_is_raised_behind_it_and_an_update_is_counted() -> None:
     engine = Engine()
-    routes, after = record(engine), list[str]()
+    routes = record(engine)
+    after = list[str]()
 
     def schedule(model: ToyModel) -> None:
         current().defer(ReplayError("a sample of this rank is bad"))
@@ -135,7 +136,8 @@ def test_no_action_has_an_effect_in_a_reference_pass_or_in_an_engine_without_rep
 
     T40: verl's own answer counts layers by functions that Megatron-core 0.12.1 hasn't.
     """
-    engine, seen = Engine(), list[tuple[bool, str]]()
+    engine = Engine()
+    seen = list[tuple[bool, str]]()
     with EnginePass(is_off=True).entered(), EnginePass().entered():
         current().set(RECORD)
         engine.forward_backward_batch(lambda model: model(tokens(0)), forward_only=True)
@@ -250,7 +252,8 @@ def test_what_a_batch_lends_to_a_pass_goes_with_it_and_a_disabled_engine_is_not_
 def test_a_pass_of_an_engine_without_an_action_of_its_own_sets_it(
     mode: str, trains: bool, action: str
 ) -> None:
-    routes, engine = record(Engine()), Engine(mode)
+    routes = record(Engine())
+    engine = Engine(mode)
     adapter = type("ActingAdapter", (EngineAdapter,), {"acts": True})(engine)
     with EnginePass(adapter, trains=trains, flagged=True).entered() as one:
         assert one.action == action

@@ -37,7 +37,8 @@ def test_routes_are_held_for_their_step_and_the_next(monkeypatch: pytest.MonkeyP
         assert len(held) == min(step + 1, 2)
         store.trained()
     monkeypatch.setattr(batch_routes, "_PASSES", 3)  # that nothing trains on are a step, too
-    (held, store), most = filled(), 0
+    (held, store) = filled()
+    most = 0
     for number in range(20):
         store.begin(number, 0)
         store.keep(0, 1, [routes()])
@@ -100,7 +101,8 @@ def test_what_a_pass_lends_or_refuses_goes_before_what_is_held() -> None:
 def test_rows_that_are_not_to_be_replayed_have_no_route_and_those_of_several_samples_are_refused() -> None:
     held, _ = filled()
     held.keep(9, routes(1), 0)
-    rows, keep = rows_of(9, TOKENS), torch.arange(TOKENS) < 3
+    rows = rows_of(9, TOKENS)
+    keep = torch.arange(TOKENS) < 3
     rows[1] = 0
     assert held.of_sample(rows, keep, MODEL).recorded.tolist() == [True, False, True, False, False, False]
     assert len(held.of_sample(rows_of(9, TOKENS + 1), None, MODEL)) == TOKENS, "an engine has no last row"

@@ -67,7 +67,8 @@ def test_0_21_0_of_a_prompt_alone_has_a_row_too_many() -> None:
     """Nothing was sampled, so its last token never ran."""
     one = sampled(QWEN, output=1, finish_reason="abort")
     output = request_output("0.21.0", QWEN, one)
-    output.outputs[0].token_ids, output.outputs[0].routed_experts = [], None
+    output.outputs[0].token_ids = []
+    output.outputs[0].routed_experts = None
     alone = replace(one, output=[], rows=one.rows[: len(one.prompt)])
     assert only(from_vllm(output, QWEN, version="0.21.0")) == expected(QWEN, alone)
 
@@ -107,7 +108,8 @@ def test_without_return_token_ids_the_caller_gives_them() -> None:
 
 def test_a_batch_of_prompts_in_one_answer_has_a_prompt_each() -> None:
     """/v1/completions takes several prompts at once, and its choices carry their own."""
-    first, second = sampled(QWEN, seed=1), sampled(QWEN, prompt=30, seed=2)
+    first = sampled(QWEN, seed=1)
+    second = sampled(QWEN, prompt=30, seed=2)
     sent = answer("0.33.0", QWEN, first)
     sent["choices"] += answer("0.33.0", QWEN, second)["choices"]
     assert from_vllm(sent, QWEN) == [expected(QWEN, first), expected(QWEN, second)]
@@ -118,7 +120,8 @@ def test_a_batch_of_prompts_in_one_answer_has_a_prompt_each() -> None:
 
 
 def test_0_21_0_answers_a_batch_of_prompts_with_the_rows_of_the_first() -> None:
-    first, second = sampled(QWEN, seed=1), sampled(QWEN, seed=2)
+    first = sampled(QWEN, seed=1)
+    second = sampled(QWEN, seed=2)
     sent = answer("0.21.0", QWEN, first)
     sent["choices"] += answer("0.21.0", QWEN, second)["choices"]
     with refused("completion 1", "prompt_routed_experts", "several prompts", "one prompt a request"):
@@ -277,10 +280,12 @@ def test_none_from_a_completion_that_ended_is_an_error(version: str, over_http: 
     made: Any = (answer if over_http else request_output)("0.22.0", QWEN, sampled(QWEN))
     if over_http:
         del made["choices"][0]["routed_experts"]
-        name, place = "request cmpl-17", "choices[0]"
+        name = "request cmpl-17"
+        place = "choices[0]"
     else:
         made.outputs[0] = SimpleNamespace(token_ids=made.outputs[0].token_ids, finish_reason="length")
-        name, place = "request 17", "outputs[0]"
+        name = "request 17"
+        place = "outputs[0]"
     engine = f"vLLM {version}".rstrip()
     with refused(f"{engine}, {name}, completion 0, {place}.routed_experts", "no routes", "None", cause):
         from_vllm(made, QWEN, version=version)
@@ -501,7 +506,8 @@ def test_beam_search_has_an_error_of_its_own() -> None:
 
 def test_decoding_takes_little_more_than_twice_the_ids() -> None:
     """Once decoded from base64, once as RoutedExperts; the checks need next to nothing beside it."""
-    answer, model = bench_decode.sample().answer, bench_decode.MODEL
+    answer = bench_decode.sample().answer
+    model = bench_decode.MODEL
     from_vllm(answer, model)  # what is kept between calls doesn't count
     tracemalloc.start()
     from_vllm(answer, model)

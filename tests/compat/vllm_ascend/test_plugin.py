@@ -20,7 +20,8 @@ from npu_replay.compat.vllm import engine_arguments
 from npu_replay.compat.vllm_ascend import parts, plugin
 from npu_replay.errors import ReplayError
 
-V1, EXECUTOR = "vllm_ascend.worker.model_runner_v1", "vllm.v1.executor.abstract"
+V1 = "vllm_ascend.worker.model_runner_v1"
+EXECUTOR = "vllm.v1.executor.abstract"
 COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 RELEASED = "The engine runs as released"
 
@@ -38,7 +39,9 @@ class Executor:
     """As much of vLLM's as 0.18 to 0.30 have; `answers` are its workers', or what asking them raises."""
 
     def __init__(self, answers: object, asks: bool = True) -> None:
-        self.vllm_config, self.answers, self.asked = config(asks=asks), answers, 0
+        self.vllm_config = config(asks=asks)
+        self.answers = answers
+        self.asked = 0
 
     def initialize_from_config(self, kv_cache_configs: list[object]) -> str:
         return f"{len(kv_cache_configs)} caches"
@@ -55,7 +58,8 @@ class Worker:
     """The releases that are found here, vLLM's classes, and what a test changes and reads."""
 
     def __init__(self, env: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
-        self.env, self.log = env, log
+        self.env = env
+        self.log = log
         self.releases = {"vllm-ascend": "0.23.0", "vllm": "0.23.0"}
         for module, kind in ((V1, Runner), (EXECUTOR, Executor)):
             name = "NPUModelRunner" if kind is Runner else "Executor"
@@ -318,7 +322,8 @@ def test_engine_arguments_let_the_plug_in_pass_a_filter(
 
 
 def test_doctor_says_what_keeps_it_from_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
-    ascend, vllm = Product("vllm-ascend", True, "0.23.0", "here"), Product("vllm", True, "0.23.0", "here")
+    ascend = Product("vllm-ascend", True, "0.23.0", "here")
+    vllm = Product("vllm", True, "0.23.0", "here")
     found = plugin.capability(ascend, vllm)
     assert (found.state, "vllm-ascend 0.23.0 beside vLLM 0.23.0" in found.why) == ("works", True)
     for filter_, left_out in (

@@ -77,7 +77,9 @@ class Routes(torch.nn.Module):
 
     def __init__(self, number: int, zero_experts: int = 0) -> None:
         super().__init__()
-        self.number, self.moe_config, self.zero_expert_num = number, object(), zero_experts
+        self.number = number
+        self.moe_config = object()
+        self.zero_expert_num = zero_experts
 
 
 def test_two_modules_of_one_layer_are_refused() -> None:

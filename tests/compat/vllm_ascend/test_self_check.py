@@ -18,7 +18,10 @@ from npu_replay.compat.vllm_ascend.placing import Comm, Layout
 from npu_replay.compat.vllm_ascend.self_check import COMPARED, FEWEST, STEPS, Choice, SelfCheck, expected
 from npu_replay.errors import ReplayError
 
-TOKENS, LAYERS, EXPERTS, TOP_K = 24, (1, 2, 4), 16, 3
+TOKENS = 24
+LAYERS = (1, 2, 4)
+EXPERTS = 16
+TOP_K = 3
 CHOICE = Choice(TOP_K, "softmax")
 
 

@@ -55,7 +55,8 @@ class Patch:
             return
         owner, current = _resolve(self.orig_module_name, self.orig_func_name, self.create_dummy)
         if self.orig_module is None:
-            self.orig_module, self.orig_func = owner, current
+            self.orig_module = owner
+            self.orig_func = current
         final = self.orig_func if self.patch_func is None else self.patch_func
         for wrapper in self.wrappers:
             final = wrapper(final)
@@ -63,7 +64,8 @@ class Patch:
             setattr(self.orig_module, self.orig_func_name, final)
             for module in list(sys.modules.values()):
                 _swap(module, self.orig_func_name, current, final)
-        self.is_applied, self.final_patch_func = True, final
+        self.is_applied = True
+        self.final_patch_func = final
 
     def remove_patch(self) -> None:
         """Put orig_func back where the final function still stands, outside MindSpeed."""

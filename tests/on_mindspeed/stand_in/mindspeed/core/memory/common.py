@@ -18,7 +18,9 @@ def transformer_block_checkpointed_forward(
 ) -> Any:
     """Run the layers, `recompute_num_layers` to a checkpoint; method "block" checkpoints only the first."""
     rotary_pos_emb = named.get("rotary_pos_emb", rest[0] if rest else None)
-    config, layers, start = self.config, list(self.layers), 0
+    config = self.config
+    layers = list(self.layers)
+    start = 0
     while start < len(layers):
         uniform = config.recompute_method == "uniform"
         chunk = layers[start : start + (config.recompute_num_layers if uniform else 1)]

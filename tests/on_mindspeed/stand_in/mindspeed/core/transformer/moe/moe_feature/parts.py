@@ -67,7 +67,8 @@ def _dispatcher(kind: str) -> Any:
 
 def compute(layer: Any, hidden: Any, probs: Any, routing_map: Any) -> Any:
     """The experts' output for a routing, and the shared experts'."""
-    dispatcher, experts = layer.token_dispatcher, layer.experts
+    dispatcher = layer.token_dispatcher
+    experts = layer.experts
     if hasattr(dispatcher, "token_permutation"):
         rows, counts, weights = dispatcher.token_permutation(hidden, probs, routing_map)
         output, _ = dispatcher.token_unpermutation(*experts(rows, counts, weights))

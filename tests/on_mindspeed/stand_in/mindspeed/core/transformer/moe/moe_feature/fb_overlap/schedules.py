@@ -21,9 +21,12 @@ def forward_backward_no_pipelining(
     """All micro-batches; what the loss function said of each."""
     model = model[0] if isinstance(model, list) else model
     data_iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-    config, block = get_model_config(model), get_attr_wrapped_model(model, "decoder")
+    config = get_model_config(model)
+    block = get_attr_wrapped_model(model, "decoder")
     carried: dict[str, Any] | None = None
-    grad, graphs, store = None, [], []
+    grad = None
+    graphs = []
+    store = []
     for number in range(num_microbatches):
         last = number == num_microbatches - 1
         sync = contextlib.nullcontext if last or config.no_sync_func is None else config.no_sync_func

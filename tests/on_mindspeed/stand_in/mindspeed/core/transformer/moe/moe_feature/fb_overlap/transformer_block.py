@@ -66,7 +66,9 @@ def transformer_block_forward_backward_overlaping(
     }
     if not self.pre_process:
         hidden_states = self.input_tensor
-    grad, handle, graphs = bwd_block_output_grad, None, []
+    grad = bwd_block_output_grad
+    handle = None
+    graphs = []
     for number, layer in enumerate(self.layers):
         checkpoint = _is_checkpointed(self, number)
         if not (self.pre_process and number == 0):

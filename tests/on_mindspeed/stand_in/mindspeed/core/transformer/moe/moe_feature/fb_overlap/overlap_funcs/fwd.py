@@ -16,7 +16,9 @@ class Pieces:
     """A forward up to the output of its experts, or of its MLP."""
 
     def __init__(self, layer: Any, hidden_states: Any, checkpoint: bool, **given: Any) -> None:
-        self.layer, self.layer_input, self.checkpoint = layer, hidden_states, checkpoint
+        self.layer = layer
+        self.layer_input = hidden_states
+        self.checkpoint = checkpoint
         attended = layer.self_attention(layer.input_layernorm(hidden_states), **given)
         self.attention = self._cut(self._added(layer.self_attn_bda, attended, hidden_states))
         self.norm = self._cut(layer.pre_mlp_layernorm(self.attention[1]))
