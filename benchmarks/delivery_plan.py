@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from npu_replay.errors import ReplayError, listed, shown, whole_number
+from npu_replay.errors import ReplayError, shown, whole_number
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import narrow_array_dtype
@@ -131,7 +131,7 @@ def plan(
         ReplayError: no decoder, no samples, a number below 1, samples longer than what they are padded to.
     """
     parallel._known_decoder()
-    sizes = np.array(listed(lengths, "the lengths"))
+    sizes = np.array(list(lengths))
     fine = sizes.dtype.kind in "iu" and sizes.ndim == 1 and len(sizes) > 0 and sizes.min() > 0
     ReplayError.unless(fine, "these are no lengths of samples", "whole numbers from 1 on", shown(lengths))
     topk = whole_number(topk, "topk", least=1)

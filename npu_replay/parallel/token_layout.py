@@ -446,7 +446,5 @@ def _say_unchecked() -> None:
 
 
 def _sizes(lengths: Sequence[int]) -> tuple[int, ...]:
-    return tuple(
-        whole_number(size, "length of a sequence", least=0, most=MAX_TOKENS, kind=MicroBatchError)
-        for size in lengths
-    )
+    limits: Any = {"least": 0, "most": MAX_TOKENS, "kind": MicroBatchError}
+    return tuple(whole_number(size, "length of a sequence", **limits) for size in lengths)

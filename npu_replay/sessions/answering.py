@@ -10,6 +10,7 @@ exception, and recomputes in any order, find their own entries.
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import torch
@@ -148,6 +149,7 @@ class Answering(Work):
         return is_due(number) or self.shared.source.is_last(number)
 
     def begins(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        started = time.perf_counter()
         number, source = forward.number, self.shared.source
         chunk = source.chunks[forward.chunk]
         forward.checked = self._is_checked(number)
@@ -169,8 +171,10 @@ class Answering(Work):
         if forward.quick and given is not None:
             forward.given = next(iter(given.on.values()))
             forward.rows = given.rows
+        self.shared.seconds += time.perf_counter() - started
 
     def ends(self, forward: Forward, complete: bool, output: object) -> bool:
+        started = time.perf_counter()
         chunk, source = forward.chunk, self.shared.source
         self.shared.recomputes.settle(self._release)
         given = source.given.get((chunk, forward.number))
@@ -204,6 +208,7 @@ class Answering(Work):
         if self._lasts:
             oldest = next(iter(self.shared.recomputes), None)
             self.timeline.forget(None if oldest is None else (self._chunk_of[oldest[0]], oldest[1]))
+        self.shared.seconds += time.perf_counter() - started
         return complete and bool(self.shared.recomputes)
 
     def _release(self, key: Key) -> None:

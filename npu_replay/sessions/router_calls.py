@@ -41,7 +41,7 @@ class Shared:
         source: decides which routes each forward gets.
         own: asks for the routers' own choice where ids are given; None where the source gives none.
         kept: ids of calls.
-        seconds: time spent here.
+        seconds: time spent here, but for quick calls: a clock would be a part of what they cost.
     """
 
     source: RouteSource

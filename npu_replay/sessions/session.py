@@ -238,6 +238,7 @@ class Session:
     def metrics(self) -> dict[str, float]:
         """Return plain numbers for any tracker: micro-batches, routers, seconds spent in npu_replay.
 
+        `seconds` leaves out the routers' calls in micro-batches that aren't checked.
         `capacity_dropped` is added where tokens over an expert's capacity are dropped: the share of chosen
         experts that lost their token, in the micro-batches whose outputs are checked (0, 1, 2, 4, 8, ...).
         `live_mismatch` and `overlap` are added where the routes were compared with the routers' own choice.

@@ -165,6 +165,6 @@ def test_the_kth_expert_layer_has_the_kth_routes_or_it_is_an_error(
             except ReplayError:
                 continue
             given_to.send(torch.device("cpu"))
-            _, _, each = given_to.on[torch.device("cpu")]
+            each = given_to.on[torch.device("cpu")].by_layer
             assert [int(each[layer][0][0]) for layer in layout.moe_layers] == mine
     assert bool(refused) == (len(moe) != firsts[-1] > 0), "one stage at least refuses another count"
