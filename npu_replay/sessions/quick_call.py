@@ -9,6 +9,7 @@ without a walk of the stack and without a function mode. The next checked micro-
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +22,23 @@ from npu_replay.sessions.seam import Call, takes_largest_of_rows
 _topk_result = torch.return_types.topk
 
 
-def was_plain(call: Call) -> bool:
-    """Return whether the calls that follow one like this, which has ended, may be quick."""
-    plain = call.way == "guard" and not call.again and type(call.scores) is torch.Tensor
-    return plain and not (call.drops or call.spare or call.counts)
+@dataclass(frozen=True)
+class Plan:
+    """Says how a router takes its top-k in eval mode or in training, as its last closely watched call did.
+
+    Attributes:
+        way: `Call.way`; where it is the guard, the function mode stays off.
+        is_quick: whether unchecked calls may be quick.
+    """
+
+    way: str | None
+    is_quick: bool
+
+    @classmethod
+    def of(cls, call: Call) -> Plan:
+        """Return the plan of the calls that follow one like this, which has ended."""
+        plain = call.way == "guard" and not call.again and type(call.scores) is torch.Tensor
+        return cls(call.way, plain and not (call.drops or call.spare or call.counts))
 
 
 class QuickCall(Call):

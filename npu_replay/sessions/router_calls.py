@@ -13,6 +13,7 @@ from npu_replay.errors import MicroBatchError, RecomputeError, RouterError, micr
 from npu_replay.routers import Router
 from npu_replay.routes.routed_experts import narrow_dtype
 from npu_replay.sessions import backward, seam
+from npu_replay.sessions.choices import given_ids, ids_of_forward, own_choice
 from npu_replay.sessions.effect import Witness, is_due
 from npu_replay.sessions.guarded import here
 from npu_replay.sessions.masks import Steps
@@ -25,8 +26,8 @@ from npu_replay.sessions.micro_batches import (
     Timeline,
 )
 from npu_replay.sessions.own_choice import OwnChoice
-from npu_replay.sessions.quick_call import QuickCall, was_plain
-from npu_replay.sessions.route_source import Given, RouteSource, to_device
+from npu_replay.sessions.quick_call import Plan, QuickCall
+from npu_replay.sessions.route_source import RouteSource, to_device
 from npu_replay.sessions.session import Session
 from npu_replay.sessions.torch_state import Hook, caller_of_hook
 
@@ -64,33 +65,35 @@ class RouterCalls:
     def __init__(self, shared: Shared, session: Session, router: Router, chunk: int, marks: Marks) -> None:
         self.is_given = given = shared.own is not None
         self.block = session.undo  # identifies its calls in `seam.unwind`
-        self.router, self.label = router, router.label
+        self.router = router
+        self.label = router.label
         self._module = router.module
         self.num_experts = router.num_experts
         self.topk = router.topk
         self._shows = router.shows
         self._open = session.timeline.open
         self.last: Hook | None = None  # our last hook: `ends`, or `leaves` behind later hooks
-        self._narrow = narrow_dtype(router.num_experts)  # the dtype in which its ids are kept
-        self._shared, self._source, self._witness = shared, shared.source, shared.witness
-        self._own = shared.own
-        self._chunk, self._marks, self._timeline = chunk, marks, session.timeline
+        self.narrow = narrow_dtype(router.num_experts)  # the dtype in which its ids are kept
+        self.shared = shared
+        self._source = shared.source
+        self._witness = shared.witness
+        self._chunk = chunk
+        self._marks = marks
+        self._timeline = session.timeline
         self.may_keep_native = backward.TELLS_REGIONS and not (given or router.spare)
-        self.chooses = self._choose_given if given else self._choose_own  # in a forward
+        self.chooses = given_ids if given else own_choice  # in a forward
         self._leaves = session.may_wait(RouterCalls.leaves)
         self._is_block = router.shows is None
         self._mend = router.mend if given else None
-        # How its top-k was caught last, in eval mode and in training: where by the guard, Watch stays off.
-        self._ways: dict[bool, str | None] = {}
-        # The modes in which unchecked calls may be quick: `module.training`, as the last checked call had it.
-        self._plain: set[bool] = set()
+        self._plans: dict[bool, Plan] = {}  # by `module.training`
         # Used where other hooks come later: our hook behind them; the ended call with its output.
         self._behind: Hook | None = None
         self._ended: tuple[object, seam.Call] | None = None
 
     def begins_quickly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Begin an unchecked call; return False if it needs a closer look."""
-        if self._module.training not in self._plain or self._marks.any or here.running is not None:
+        plan = self._plans.get(self._module.training)
+        if plan is None or not plan.is_quick or self._marks.any or here.running is not None:
             return False
         if backward.in_backward():
             return self._begins_again_quickly(args)
@@ -132,7 +135,7 @@ class RouterCalls:
         call = self._begin(args, kwargs)
         if call is not None:
             call.begin()
-        self._shared.seconds += time.perf_counter() - started
+        self.shared.seconds += time.perf_counter() - started
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> seam.Call | None:
         """Return the call that begins; None if the router is left alone."""
@@ -162,7 +165,7 @@ class RouterCalls:
 
     def _set_again(self, call: seam.Call, number: int, device: torch.device) -> None:
         """Prepare the call of a recompute; refuse one that isn't of a forward's."""
-        call.choose = self._choose_again
+        call.choose = ids_of_forward
         call.number = number
         call.routes = self._again(number, call.rows, device)
 
@@ -175,8 +178,8 @@ class RouterCalls:
             cause = "torch.vmap, torch.func.jacrev or the like around the model: loop over the batch"
             raise RouterError(problem, where=where, cause=cause)
         call.drops, call.spare, call.counts = router.drops, router.spare, self._is_block
-        call.expected = self._ways.get(router.module.training)
-        call.watching = call.expected != "guard"
+        plan = self._plans.get(router.module.training)
+        call.watching = plan is None or plan.way != "guard"
         checked = is_due(call.number) if forward is None else forward.checked
         call.follows = self._is_block and (checked or self._witness.follows(self.label))
         if forward is not None and checked and self.is_given and router.masks:
@@ -204,13 +207,13 @@ class RouterCalls:
         if (foreseen := self._marks.take_foreseen(self.router.module)) is not None:
             around = [*around, foreseen]
         if around:
-            self._shared.recomputes.expect((label, forward.number), around)
+            self.shared.recomputes.expect((label, forward.number), around)
         return forward, bool(around)
 
     def _again(self, number: int, rows: int, device: torch.device) -> torch.Tensor:
         """Return the ids [rows, topk] of the forward's call, for a recompute."""
         where = micro_batch(number, self.label)
-        ids = self._shared.kept.narrow().get((self.label, number))
+        ids = self.shared.kept.narrow().get((self.label, number))
         if ids is None:
             given = self._source.given.get((self._chunk, number))
             if given is None or given.missing is not None:
@@ -222,45 +225,7 @@ class RouterCalls:
             problem = "the recompute has another number of tokens than its forward"
             cause, expected = "a forward of something else that a gradient hook runs", f"{len(ids)} rows"
             raise RecomputeError(problem, where=where, expected=expected, got=rows, cause=cause)
-        self._shared.recomputes.ran.add((self.label, number))
-        return ids
-
-    def _choose_own(self, call: seam.Call) -> torch.Tensor:
-        """Return the ids of a call in a forward, int64 [rows, topk]: the router's own choice."""
-        ids = call.own()
-        if self._source.records or call.enclosed:
-            self._shared.kept.keep((self.label, call.forward.number), ids, self._narrow)
-        return ids
-
-    def _choose_given(self, call: seam.Call) -> torch.Tensor:
-        """Return the given ids, int64 [rows, topk]; rows without a route take the router's own choice."""
-        given: Given = call.routes
-        missing = given.missing
-        ids, call.lent = given.by_layer[self.label]
-        ids = ids.long()
-        if call.forward.compares and self._own is not None:
-            self._own.compare(call, ids, missing, given.routes)
-        if missing is not None:  # never in place: layers may share their storage
-            ids = ids.index_copy(0, missing, call.own(missing))
-            call.lent = None
-        if self._source.records or call.enclosed:
-            key = self.label, call.forward.number
-            if missing is None:
-                self._shared.kept[key] = given.narrow[:, given.routes.columns[self.label]]
-            else:
-                self._shared.kept.keep(key, ids, self._narrow)
-        return ids
-
-    def _choose_again(self, call: seam.Call) -> torch.Tensor:
-        """Return the ids of the forward's call, int64 [rows, topk], for its recompute."""
-        if self._shared.own is not None:
-            self._shared.own.count_in(call)
-        ids: torch.Tensor = call.routes.long()
-        if not call.given and call.taken_by is not None and call.taken_by[2].get("sorted"):
-            # Megatron-core from 0.18 on requests sorted ids only with grad, which is off in a checkpoint's
-            # forward. In another order of experts their outputs would be summed with other rounding.
-            order = call.scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)
-            ids = ids.gather(1, order)
+        self.shared.recomputes.ran.add((self.label, number))
         return ids
 
     def ends(self, args: tuple[Any, ...], output: object) -> object:
@@ -273,7 +238,7 @@ class RouterCalls:
         mended = None
         if output is not None:  # else the router raised, or its recompute was stopped early
             if not isinstance(call, QuickCall):
-                self._learn(call)
+                self._plans[self._module.training] = Plan.of(call)
             elif call.ids is None and call.forward is not None and self.is_given:
                 hidden = hidden_states(args, {})
                 # Refuses routes with other rows, of which no top-k was answered.
@@ -293,17 +258,8 @@ class RouterCalls:
                 self._ended = (output if mended is None else mended), call
         elif call.forward is None and self._is_block:
             self._witness.saw_stopped(self.router, call.number, call)
-        self._shared.seconds += time.perf_counter() - started
+        self.shared.seconds += time.perf_counter() - started
         return mended
-
-    def _learn(self, call: seam.Call) -> None:
-        """Keep how this call, which has ended, took its top-k."""
-        training = self.router.module.training
-        self._ways[training] = call.way
-        if was_plain(call):
-            self._plain.add(training)
-        else:
-            self._plain.discard(training)
 
     def leaves(self, args: tuple[Any, ...], output: object) -> None:
         """Check the output again, after the hooks of others, which may have replaced it."""

@@ -101,7 +101,6 @@ class Call:
     number = 0
     enclosed = False  # autograd may run the call again
     lent: torch.Tensor | None = None  # a copy of the ids for the router, checked with those of other calls
-    expected: str | None = None
     # The frame that runs the router. A top-k that isn't called from it isn't the router's. None: not checked.
     inside: FrameType | None = None
     drops = False  # tokens over an expert's capacity are dropped by a second top-k, along dim 0

@@ -1,0 +1,59 @@
+"""Choose the ids of a router's call: its own choice, given ids, or those of the forward that it repeats.
+
+Each function takes a call and returns int64 [rows, topk]. What a recompute or a record needs is kept.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from npu_replay.sessions.route_source import Given
+    from npu_replay.sessions.seam import Call
+
+
+def own_choice(call: Call) -> torch.Tensor:
+    """Return the router's own choice."""
+    ids = call.own()
+    calls = call.owner  # RouterCalls
+    if calls.shared.source.records or call.enclosed:
+        calls.shared.kept.keep((calls.label, call.forward.number), ids, calls.narrow)
+    return ids
+
+
+def given_ids(call: Call) -> torch.Tensor:
+    """Return the given ids; rows without a route take the router's own choice."""
+    calls = call.owner  # RouterCalls
+    shared = calls.shared
+    given: Given = call.routes
+    missing = given.missing
+    ids, call.lent = given.by_layer[calls.label]
+    ids = ids.long()
+    if call.forward.compares and shared.own is not None:
+        shared.own.compare(call, ids, missing, given.routes)
+    if missing is not None:  # never in place: layers may share their storage
+        ids = ids.index_copy(0, missing, call.own(missing))
+        call.lent = None
+    if shared.source.records or call.enclosed:
+        key = calls.label, call.forward.number
+        if missing is None:
+            shared.kept[key] = given.narrow[:, given.routes.columns[calls.label]]
+        else:
+            shared.kept.keep(key, ids, calls.narrow)
+    return ids
+
+
+def ids_of_forward(call: Call) -> torch.Tensor:
+    """Return the ids of the forward's call, for its recompute."""
+    own = call.owner.shared.own
+    if own is not None:
+        own.count_in(call)
+    ids: torch.Tensor = call.routes.long()
+    if not call.given and call.taken_by is not None and call.taken_by[2].get("sorted"):
+        # Megatron-core from 0.18 on requests sorted ids only with grad, which is off in a checkpoint's
+        # forward. In another order of experts their outputs would be summed with other rounding.
+        order = call.scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)
+        ids = ids.gather(1, order)
+    return ids
