@@ -2,6 +2,7 @@
 
 SUBJECTS = (
     "router",
+    "host",
     "other-top-k",
     "wrapper",
     "gather",

@@ -11,7 +11,7 @@ from benchmarks import SUBJECTS
 from npu_replay.cli.exits import ended
 from npu_replay.options import Parser, at_least
 
-ABOUT = "Measure what record and replay cost (about 5 min; --quick about 40 s)."
+ABOUT = "Measure what record and replay cost (about 5 min; --quick about 60 s)."
 
 
 def _subjects(value: str) -> tuple[str, ...]:
@@ -28,7 +28,7 @@ def options(arguments: Sequence[str]) -> dict[str, Any]:
     reader = Parser("python -m benchmarks", ABOUT, examples, "docs/dev/performance.md")
     words = f"These alone, of {', '.join(SUBJECTS)}."
     reader.add_argument("--only", type=_subjects, default=(), metavar="ROW[,ROW]", help=words)
-    reader.add_argument("--quick", action="store_true", help="Smaller sizes, few rounds: about 40 s.")
+    reader.add_argument("--quick", action="store_true", help="Smaller sizes, few rounds: about 60 s.")
     words = "Rounds to take the median of; 50, or 5 with --quick."
     reader.add_argument("--pairs", type=at_least(1), metavar="N", help=words)
     reader.add_device()

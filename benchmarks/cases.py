@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import npu_replay
-from benchmarks import capture, decode, gather, imports, layout, opening
+from benchmarks import capture, decode, gather, host, imports, layout, opening
 from benchmarks.timing import Case, Row, Way, rows
 from npu_replay import RoutedExperts
 from npu_replay.compat.patching import patches
@@ -66,10 +66,15 @@ def parts(device: torch.device, pairs: int, *, quick: bool) -> Iterator[Part]:
     for tokens in sizes:
         build = functools.partial(_router, tokens, device, pairs)
         yield part("router", tokens, 2, 0.3 + tokens * 3e-4, pairs, build)
+    some = max(5, pairs // 5)
+    for routing in host.ROUTINGS:
+        build = functools.partial(host.case, routing, Routers, some)
+        yield Part(
+            "host", f"host, {routing}", 0.5 + 0.45 * (some + 2), lambda build=build: _measured(build())
+        )
     yield part("other top-k", 1, 0, 0.005, pairs, lambda: _others(device, pairs))
     yield part("wrapper", 1, 0, 0.001, pairs, lambda: _wrapper(pairs))
     yield part("gather", 0, 8, 0.01, pairs, lambda: Case("gather", gather.tokens(), gather.ways(), pairs))
-    some = max(5, pairs // 5)
     yield part(
         "decode", decode.TOKENS, 2, 0.15, some, lambda: Case("decode", decode.TOKENS, decode.ways(), some)
     )
@@ -92,6 +97,10 @@ def parts(device: torch.device, pairs: int, *, quick: bool) -> Iterator[Part]:
     tries = max(3, pairs // 5)
     seconds = 1.5 * (tries + 1)
     yield Part("import", "import", seconds, lambda: rows("import", 0, imports.times(tries)))
+
+
+def _host(routing: str, rounds: int) -> Iterable[Row]:
+    return _measured(host.case(routing, Routers, rounds))
 
 
 def _measured(case: Case) -> Iterable[Row]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import capture, cases, decode, gather, imports
+from benchmarks import capture, cases, decode, gather, host, imports
 from benchmarks.timing import Row
 from npu_replay import screen
 from npu_replay.compat import probe
@@ -113,6 +113,7 @@ def _words(what: str, about: dict[str, Any], mine: list[Row]) -> Iterator[str]:
             f"hidden {router['hidden_size']}, top-{router['moe_router_topk']} of "
             f"{router['num_moe_experts']}; forward with grad, inside an open block"
         ),
+        "host": lambda: host.over_least(mine),
         "other top-k": lambda: "one of torch's that is no routing",
         "wrapper": lambda: "a method of a product's class that npu_replay has wrapped, while it is off",
         "gather": gather.sizes,
@@ -128,7 +129,7 @@ def _words(what: str, about: dict[str, Any], mine: list[Row]) -> Iterator[str]:
         "layout": lambda: "the rows of a micro-batch, read off its preprocessing, by its forward",
         "import": lambda: imports.least({row.way: row.over_least for row in mine if row.over}),
     }
-    yield words[what]()
+    yield words[what.split(",")[0]]()
 
 
 def _table(mine: list[Row]) -> Table:

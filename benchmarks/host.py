@@ -1,0 +1,117 @@
+"""What a router's call costs the host in an unchecked micro-batch, beside the least that hooks can cost.
+
+The routers are so small that the host is all. «Least» is a bare block: two hooks a router, a torch.topk that
+hands out the ids, and one gather that looks for them in the output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+import npu_replay
+from benchmarks.timing import Case, Row, Way
+from npu_replay import routers
+
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_moe_experts": 128, "moe_router_topk": 8}
+ROUTERS = 24
+TOKENS = 16
+_SIGMOID: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+_GROUPS: dict[str, Any] = {"moe_router_num_groups": 8, "moe_router_group_topk": 4}
+ROUTINGS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "sigmoid, bias": _SIGMOID,
+    "groups, softmax": _GROUPS,
+    "groups, sigmoid, bias": _SIGMOID | _GROUPS,
+}
+_BEFORE = 5
+_TIMED = 3
+_AFTER = 4
+
+
+def case(routing: str, build: Callable[..., nn.Module], rounds: int) -> Case:
+    """Micro-batches 5, 6 and 7 of blocks over routers of this kind."""
+    model = build(ROUTERS, **SMALL, **ROUTINGS[routing]).train()
+    hidden = torch.randn(TOKENS, 1, SMALL["hidden_size"], requires_grad=True)
+    with npu_replay.record(model) as recording:
+        model(hidden)
+    (routes,) = recording.routes
+    given = [routes.layer_ids(label).long() for label in routes.layers]
+    listed = [routes] * (_BEFORE + _TIMED + _AFTER)
+
+    def run() -> None:
+        model(hidden)
+
+    ways = [
+        Way("live", run),
+        Way("least record", run, lambda: _least(model, None)),
+        Way("record", run, lambda: npu_replay.record(model)),
+        Way("pin_recompute", run, lambda: npu_replay.pin_recompute(model)),
+        Way("least replay", run, lambda: _least(model, given)),
+        Way("replay", run, lambda: npu_replay.replay(model, listed)),
+    ]
+    around = {"before": _BEFORE, "repeats": _TIMED, "after": _AFTER}
+    return Case(f"host, {routing}", TOKENS, ways, rounds, per=ROUTERS, clock=time.process_time, **around)
+
+
+def over_least(mine: Sequence[Row]) -> str:
+    """Return the ratio of each block to the least, from the medians of one routing."""
+    medians = {row.way: row.microseconds for row in mine}
+    bases = {"record": "least record", "pin_recompute": "least record", "replay": "least replay"}
+    said = ", ".join(f"{way} {medians[way] / medians[base]:.2f}" for way, base in bases.items())
+    return f"{ROUTERS} routers, {TOKENS} tokens, hidden {SMALL['hidden_size']}; x the least: {said}"
+
+
+@dataclass
+class _Least:
+    """Hooks of one router; `armed` holds the one whose call runs."""
+
+    given: torch.Tensor | None
+    armed: list[_Least]
+    ids: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    held: torch.Tensor | None = None
+
+    def begins(self, _: nn.Module, __: Any) -> None:
+        self.armed[:] = [self]
+
+    def ends(self, _: nn.Module, __: Any, output: Any) -> None:
+        self.armed.clear()
+        self.held = output[1].gather(1, self.ids)
+
+
+@contextlib.contextmanager
+def _least(model: nn.Module, given: Sequence[torch.Tensor] | None) -> Iterator[None]:
+    native = torch.topk
+    armed: list[_Least] = []
+    experts = SMALL["num_moe_experts"]
+    topk = SMALL["moe_router_topk"]
+
+    def handing_out(*args: Any, **kwargs: Any) -> Any:
+        scores = args[0] if args else kwargs["input"]
+        k = args[1] if len(args) > 1 else kwargs["k"]
+        if not armed or scores.shape[-1] != experts or k != topk:
+            return native(*args, **kwargs)
+        call = armed.pop()
+        if call.given is None:
+            values, call.ids = native(*args, **kwargs)
+            return torch.return_types.topk((values, call.ids))
+        call.ids = call.given
+        return torch.return_types.topk((scores.gather(1, call.ids), call.ids))
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch, "topk", handing_out))
+        for number, router in enumerate(routers.find([model])[0]):
+            call = _Least(None if given is None else given[number], armed)
+            for handle in (
+                router.module.register_forward_pre_hook(call.begins),
+                router.module.register_forward_hook(call.ends),
+            ):
+                stack.callback(handle.remove)
+        yield
