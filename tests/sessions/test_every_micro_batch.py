@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import npu_replay
-from npu_replay.errors import NoEffect, RecomputeError
+from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError
 from npu_replay.sessions import backward
 from npu_replay.sessions.quick_call import QuickCall
 from npu_replay.sessions.replay import StepReplay
@@ -79,6 +79,22 @@ def test_ids_that_a_kernel_writes_into_past_torch_are_refused_in_a_replay(at: in
         pytest.raises(NoEffect, match=f"micro-batch {at}, layer 1"),
         torch.no_grad(),
         opened("replay", model, 9),
+    ):
+        for number in range(9):
+            model(tokens(number))
+
+
+@pytest.mark.parametrize("rows", [ROWS - 1, ROWS + 1])
+@pytest.mark.parametrize("at", UNCHECKED)
+def test_routes_of_other_rows_are_refused_in_any_micro_batch(at: int, rows: int) -> None:
+    model = ToyModel()
+    routes = foreign(9)
+    routes[at : at + 1] = foreign(rows=rows)
+    expected = rf"micro-batch {at}, layer 0.*number of tokens.*Expected {ROWS} rows, got {rows} in the routes"
+    with (
+        pytest.raises(MicroBatchError, match=expected),
+        torch.no_grad(),
+        npu_replay.replay(model, routes, min_overlap=0),
     ):
         for number in range(9):
             model(tokens(number))
