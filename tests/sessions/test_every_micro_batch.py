@@ -100,6 +100,36 @@ def test_routes_of_other_rows_are_refused_in_any_micro_batch(at: int, rows: int)
             model(tokens(number))
 
 
+class Twice(nn.Module):
+    """Calls a router a second time in one of its forwards."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.model = ToyModel()
+        self.at = at
+        self.calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output = self.model(hidden)
+        if self.calls == self.at:
+            self.model.layers[0].router(hidden)
+        self.calls += 1
+        return output
+
+
+@pytest.mark.parametrize("kind", ["record", "replay"])
+@pytest.mark.parametrize("at", UNCHECKED)
+def test_a_router_that_is_called_twice_is_refused_in_any_micro_batch(at: int, kind: str) -> None:
+    model = Twice(at)
+    with (
+        pytest.raises(MicroBatchError, match=f"micro-batch {at}, layer 0.*called again"),
+        torch.no_grad(),
+        npu_replay.record(model) if kind == "record" else npu_replay.replay(model, foreign(9), min_overlap=0),
+    ):
+        for number in range(9):
+            model(tokens(number))
+
+
 def test_a_record_of_ids_that_a_kernel_wrote_into_is_what_was_used() -> None:
     model = ToyModel(ToyRouter(), ToyRouter(select=Sometimes(behind_torchs_back, 3)))
     with torch.no_grad(), npu_replay.observe(model) as observation, npu_replay.record(model) as recording:
