@@ -76,7 +76,7 @@ def outcomes(
 
 def copy_tools(folder: Path) -> None:
     """Copy npu_replay and what builds models in tests/, with another name for npu_replay."""
-    folders = {ROOT / "npu_replay": "lent", ROOT / "compat": "compat", ROOT / "tests": ""}
+    folders = {ROOT / "npu_replay": "lent", ROOT / "compat": "lent/compat", ROOT / "tests": ""}
     for source, name in folders.items():
         for file in source.rglob("*.py"):
             if "untouched" in file.name or file.name.startswith("test_") or file.name == "conftest.py":

@@ -57,7 +57,7 @@ def test_without_a_python_that_will_do_it_says_which_one_it_needs(
 
 
 def test_an_active_environment_is_told_what_it_lacks(clone: Path) -> None:
-    done = script(clone, "demo.sh", PYTHONPATH="")
+    done = script(clone, "test.sh", PYTHONPATH="")
     assert done.returncode == 1
     assert "lacks, and is left as it is:\n    npu-replay\nnpu-replay from here: pip install" in done.stderr
     assert f"--no-deps -e {clone}\n" in done.stderr

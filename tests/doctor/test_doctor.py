@@ -115,7 +115,7 @@ def test_without_any_framework_it_says_how_to_get_one_and_exits_1(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.first_release
-def test_a_fork_whose_routing_has_another_name_and_one_that_does_not_import_are_told(
+def test_a_fork_whose_routing_has_another_name_works_and_one_that_does_not_import_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = find_spec("megatron.core")
@@ -131,14 +131,8 @@ def test_a_fork_whose_routing_has_another_name_and_one_that_does_not_import_are_
             source.write_text(renamed, encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     result = run(path=path)
-    assert result.code == 1
-    assert "Replay works here" not in result.text
-    assert "Replay does not work here:" in result.text
-    assert result.row("Megatron's own replay").startswith("missing")
-    megatron = result.row("replay on Megatron-core")
-    assert megatron.startswith("broken megatron-core")
-    assert "can't be replayed: functions of later Megatron-core releases: routing failed" in megatron
-    assert "no function that routes is known" in megatron
+    assert result.code == 0
+    assert "Replay works here: on Megatron-core" in result.text
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
     assert doctor._try(doctor.__name__, MEGATRON) == ""

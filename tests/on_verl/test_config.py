@@ -63,7 +63,7 @@ class Workers:
         if words is None:
             verl_config.check_actor(self.actor(**given), legacy=self.legacy)
             return
-        with pytest.raises(ReplayError, match=words.format(**self.lines)):
+        with pytest.raises(ReplayError, match=f"(?s){words.format(**self.lines)}"):
             verl_config.check_actor(self.actor(**given), legacy=self.legacy)
 
     @property
