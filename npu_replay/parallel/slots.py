@@ -12,12 +12,12 @@ from npu_replay.parallel.parallel_layout import Context, ParallelLayout
 from npu_replay.routes.checks import MAX_TOKENS
 
 
-def multiple_of(given: object, what: str) -> int:
-    return whole_number(given, what, least=1, most=MAX_TOKENS, kind=MicroBatchError)
+def number_of_tokens(given: object, what: str, *, least: int = 1) -> int:
+    return whole_number(given, what, least=least, most=MAX_TOKENS, kind=MicroBatchError)
 
 
 def alignment(align: int | None, parallel: ParallelLayout, context: Context) -> int:
-    return parallel.alignment(context) if align is None else multiple_of(align, "align")
+    return parallel.alignment(context) if align is None else number_of_tokens(align, "align")
 
 
 def rounded(size: int, multiple: int) -> int:

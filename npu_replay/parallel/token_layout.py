@@ -16,10 +16,9 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from npu_replay.errors import MicroBatchError, ReplayError, one_of, share, shown, whole_number
-from npu_replay.parallel import probed_layout, row_gather
+from npu_replay.errors import MicroBatchError, ReplayError, one_of, share, shown
+from npu_replay.parallel import probed_layout, row_gather, slots
 from npu_replay.parallel.parallel_layout import Context, ParallelLayout
-from npu_replay.parallel.slots import alignment, context_cut, cut, joined, multiple_of, padded_slots, rounded
 from npu_replay.routes import arguments
 from npu_replay.routes.arguments import is_plain
 from npu_replay.routes.checks import MAX_TOKENS
@@ -141,12 +140,14 @@ class TokenLayout:
         rank = parallel or _ALONE
         sizes = _sizes(lengths)
         if length is None:
-            length = rounded(max(sizes, default=0), alignment(align, rank, context))
+            length = slots.rounded(max(sizes, default=0), slots.alignment(align, rank, context))
         fine = max(sizes, default=0) <= length <= MAX_TOKENS and length >= 0
         _check(fine, "a sequence is longer than what the batch is padded to", f"<= {length}", sizes)
         one_of(side, ("right", "left"), "side", kind=MicroBatchError)
-        grid = joined(padded_slots(sizes, [length] * len(sizes), side == "left")).view(len(sizes), length)
-        here = context_cut(grid, rank, context, "the padded length")
+        grid = slots.joined(slots.padded_slots(sizes, [length] * len(sizes), side == "left")).view(
+            len(sizes), length
+        )
+        here = slots.context_cut(grid, rank, context, "the padded length")
         return cls._of_places(here, order, sizes, fingerprints, parallel)
 
     @classmethod
@@ -182,23 +183,23 @@ class TokenLayout:
         sizes = _sizes(lengths)
         fine = align is None or padded_lengths is None
         _check(fine, "a sequence is padded by one rule", "align or padded_lengths", "both")
-        multiple = alignment(align, rank, context)
-        end = multiple_of(align_end, "align_end")
-        rooms = tuple(rounded(size, multiple) for size in sizes)
+        multiple = slots.alignment(align, rank, context)
+        end = slots.number_of_tokens(align_end, "align_end")
+        rooms = tuple(slots.rounded(size, multiple) for size in sizes)
         if padded_lengths is not None:
             rooms = _sizes(padded_lengths)
             fine = len(rooms) == len(sizes) and all(map(operator.ge, rooms, sizes))
             expected = f"{len(sizes)} numbers, none below {sizes}"
             cause = "cu_seqlens_padded of another micro-batch"
             _check(fine, "padded_lengths don't add up with the lengths", expected, rooms, cause)
-        slots = padded_slots(sizes, rooms)
+        pieces = slots.padded_slots(sizes, rooms)
         if context == "zigzag":
-            parts = [context_cut(one, rank, context, f"sequence {n}") for n, one in enumerate(slots)]
-            here = joined(parts, end)
+            parts = [slots.context_cut(one, rank, context, f"sequence {n}") for n, one in enumerate(pieces)]
+            here = slots.joined(parts, end)
         else:
             # The stream is padded before it is cut: so each rank's piece is a multiple of `align_end`.
-            stream = joined(slots, end * rank.context_pieces(context))
-            here = context_cut(stream, rank, context, "the whole stream")
+            stream = slots.joined(pieces, end * rank.context_pieces(context))
+            here = slots.context_cut(stream, rank, context, "the whole stream")
         return cls._of_places(here, "sequence", sizes, fingerprints, parallel)
 
     @classmethod
@@ -298,7 +299,7 @@ class TokenLayout:
         _check(not batch_major or slices == 1, problem, "order='sequence'", "order='batch'")
         what = "what this rank has of the sequence"
         why = f"sequence parallel {slices}"
-        here = cut(places, slices, [rank.tp_rank], what, why)
+        here = slots.cut(places, slices, [rank.tp_rank], what, why)
         rows = (here if batch_major or here.dim() == 1 else here.T).reshape(-1)
         alike = places.dim() == 1 or 1 in places.shape  # both orders then give the same rows
         # `fed` is compared with whole sequences, of which context parallelism leaves a rank a part.
@@ -446,5 +447,4 @@ def _say_unchecked() -> None:
 
 
 def _sizes(lengths: Sequence[int]) -> tuple[int, ...]:
-    limits: Any = {"least": 0, "most": MAX_TOKENS, "kind": MicroBatchError}
-    return tuple(whole_number(size, "length of a sequence", **limits) for size in lengths)
+    return tuple(slots.number_of_tokens(size, "length of a sequence", least=0) for size in lengths)

@@ -75,10 +75,9 @@ class Places(NamedTuple):
         first = begins.reshape(-1).nonzero()[0]
         stops = np.append((begins | ~real).reshape(-1).nonzero()[0], real.size)
         end = stops[np.searchsorted(stops, first, side="right")]
-        # Padding is never at the beginning of a row, nor behind what a mask leaves out.
-        ids = (
-            on_host(fed[0]) if fed[0].dim() == 2 else np.full(real.shape, np.nan)
-        )  # embeddings don't show it
+        # Padding is never at the beginning of a row, nor behind what a mask leaves out, and embeddings don't
+        # show it.
+        ids = on_host(fed[0]) if fed[0].dim() == 2 else np.full(real.shape, np.nan)
         alike = real & (ids == ids[:, -1:]) & np.isin(ids, (0, padding))
         padded = _before(real) & np.logical_and.accumulate(alike[:, ::-1], axis=1)[:, ::-1]
         return cls(real, list(zip(first.tolist(), end.tolist(), strict=True)), padded.reshape(-1))

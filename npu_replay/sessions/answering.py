@@ -62,9 +62,8 @@ class Answering(Work):
         self._lasts = lasts
         self._calls: list[RouterCalls] = []
         self._chunk_of: dict[int, int] = {}
-        self._devices: dict[
-            int, tuple[torch.device, ...]
-        ] = {}  # by chunk, of its routers in the last forward
+        # By chunk, the devices of its routers in the last forward.
+        self._devices: dict[int, tuple[torch.device, ...]] = {}
         self._undo: Undo | None = None
 
     # The block
@@ -91,10 +90,12 @@ class Answering(Work):
     def attach(self, session: Session, router: Router, chunk: int, marks: Marks) -> None:
         calls = RouterCalls(self.shared, session, router, chunk, marks)
         self._calls.append(calls)
-        begins, ends = session.may_wait(RouterCalls.begins), session.may_wait(RouterCalls.ends)
-        quick = RouterCalls.begins_quickly, RouterCalls.ends_quickly
-        session.before(router.module, Hook(calls, begins, router.module, quick=quick[0]))
-        calls.last = Hook(calls, ends, router.module, quick=quick[1])
+        begins = session.may_wait(RouterCalls.begins)
+        ends = session.may_wait(RouterCalls.ends)
+        begins_quickly = session.may_wait(RouterCalls.begins_quickly)
+        ends_quickly = session.may_wait(RouterCalls.ends_quickly)
+        session.before(router.module, Hook(calls, begins, router.module, quick=begins_quickly))
+        calls.last = Hook(calls, ends, router.module, quick=ends_quickly)
         session.after(router.module, calls.last)
         if self.shared.own is not None and (handle := self.shared.own.recount(router, calls)) is not None:
             session.undo.callback(handle.remove)

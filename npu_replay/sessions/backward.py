@@ -65,11 +65,6 @@ def running_node_number() -> int | None:
     return None if number == _NO_NUMBER else number
 
 
-def may_be_inside_region() -> bool:
-    """Return whether a non-reentrant checkpoint may enclose this place."""
-    return _top_hooks is None or _top_hooks(True) is not None
-
-
 def enclosing(*, functions: bool) -> list[Any]:
     """Return what encloses the running forward and may run it again; each lives as long as it may.
 

@@ -164,15 +164,6 @@ class Witness:
         else:
             self._saw_all(router, forward, call, call.taken.shown())
 
-    def saw_quickly(self, router: Router, call: seam.Call, ids: torch.Tensor, shown: torch.Tensor) -> None:
-        """Check a call of an unchecked forward that has ended with these ids, and what its output shows."""
-        forward = call.forward
-        forward.ended.append((router, ids, call.watched, call.written))
-        if shown.dtype is torch.bool and shown.shape == (call.rows, call.num_experts):
-            self._asked.append((router, forward.number, False, _NOT_SHOWN, shown.gather(1, ids)))
-        elif shown is not ids:
-            self.look(router, forward.number, shown, ids)
-
     def saw_again(self, router: Router, number: int, call: seam.Call, output: object) -> None:
         """Check a recompute of a call that has ended."""
         if call.ids is None:

@@ -73,9 +73,9 @@ class Timeline:
         # Autograd's sequence number after each forward, and its owner (None if it raised). Ascending, so that
         # a node is found by bisection.
         self.ends: list[tuple[int, Owner | None]] = []
-        self.open: list[Forward | None] = [None] * chunks
+        self._open: list[Forward | None] = [None] * chunks
         self._thread: int | None = None
-        self.opened_on = threading.get_ident()
+        self._opened_on = threading.get_ident()
         self._since = backward.sequence_number()  # nodes below are older than the block
         # Weak, since what may run a forward again dies with its graph, and the block must not hold that.
         self._noted: WeakKeyDictionary[Any, set[Owner]] = WeakKeyDictionary()
@@ -83,7 +83,7 @@ class Timeline:
     def begin(self, chunk: int) -> Forward:
         """Begin a chunk's forward; one that an exception left open is dropped."""
         self._check_thread(chunk)
-        if (left := self.open[chunk]) is not None:  # an interrupt runs no forward hook
+        if (left := self._open[chunk]) is not None:  # an interrupt runs no forward hook
             self._withdraw(left)
         grad = torch.is_grad_enabled()
         self.had_grad |= grad
@@ -91,18 +91,18 @@ class Timeline:
         made = backward.sequence_number()
         forward = Forward(chunk, self.ended[chunk], grad, made, enclosing, sys.exc_info()[1])
         self._note(enclosing, forward.owner)
-        self.open[chunk] = forward
+        self._open[chunk] = forward
         return forward
 
     def running(self, chunk: int) -> Forward | None:
-        return self.open[chunk]
+        return self._open[chunk]
 
     def end(self, chunk: int, output: object) -> tuple[Forward, bool] | None:
         """End a chunk's forward; return it and whether it completed. None if it never began."""
-        forward = self.open[chunk]
+        forward = self._open[chunk]
         if forward is None or threading.get_ident() != self._thread:
             return None  # a second thread's forward was refused
-        self.open[chunk] = None
+        self._open[chunk] = None
         # A hook that is always called gets None after an exception, and runs while that is handled.
         raised = output is None and sys.exc_info()[1] is not forward.handling
         self.ends.append((backward.sequence_number(), None if raised else forward.owner))
@@ -115,7 +115,7 @@ class Timeline:
 
     def live(self, chunk: int) -> Forward:
         """Return the forward that a router's call outside backward belongs to."""
-        forward = self.open[chunk]
+        forward = self._open[chunk]
         if forward is not None:
             return forward
         if self.bypassed is None or self.bypassed.chunk != chunk:
@@ -133,14 +133,6 @@ class Timeline:
             return forward.enclosing
         self._note(inner, forward.owner)
         return forward.enclosing + inner
-
-    def may_enclose_more(self, forward: Forward) -> bool:
-        """Return whether `enclosing` may find more than what encloses the whole forward."""
-        if backward.may_be_inside_region():
-            return True
-        if forward.grad:
-            return not torch.is_grad_enabled()
-        return torch.is_grad_enabled() or backward.sequence_number() != forward.made
 
     def recomputed(self, chunk: int, layer: int) -> int:
         """Return the micro-batch that a router's call inside backward recomputes.
@@ -201,7 +193,7 @@ class Timeline:
         at = bisect.bisect_right(self.ends, number, key=lambda end: end[0])
         if at < len(self.ends):
             return self.ends[at][1]
-        running = [forward for forward in self.open if forward is not None]
+        running = [forward for forward in self._open if forward is not None]
         return running[0].owner if len(running) == 1 else None
 
     def _note(self, enclosing: list[Any], owner: Owner) -> None:
@@ -218,7 +210,7 @@ class Timeline:
         thread = threading.get_ident()
         if self._thread is None:
             self._thread = thread
-            if thread != self.opened_on:
+            if thread != self._opened_on:
                 self._since = backward.sequence_number()
         if thread != self._thread:
             problem, where = "the forwards of one block come from two threads", micro_batch(self.ended[chunk])

@@ -56,8 +56,8 @@ class QuickCall(Call):
 
     def __init__(self, owner: Any, forward: Any, enclosed: bool = False) -> None:
         self.owner = owner
-        self.num_experts = owner.num_experts
-        self.topk = owner.topk
+        self.num_experts = owner.router.num_experts
+        self.topk = owner.router.topk
         self.fills: list[Fill] = []
         self.forward = forward
         self.enclosed = enclosed

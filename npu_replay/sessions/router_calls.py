@@ -67,11 +67,6 @@ class RouterCalls:
         self.block = session.undo  # identifies its calls in `seam.unwind`
         self.router = router
         self.label = router.label
-        self._module = router.module
-        self.num_experts = router.num_experts
-        self.topk = router.topk
-        self._shows = router.shows
-        self._open = session.timeline.open
         self.last: Hook | None = None  # our last hook: `ends`, or `leaves` behind later hooks
         self.narrow = narrow_dtype(router.num_experts)  # the dtype in which its ids are kept
         self.shared = shared
@@ -92,20 +87,16 @@ class RouterCalls:
 
     def begins_quickly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Begin an unchecked call; return False if it needs a closer look."""
-        plan = self._plans.get(self._module.training)
+        plan = self._plans.get(self.router.module.training)
         if plan is None or not plan.is_quick or self._marks.any or here.running is not None:
             return False
         if backward.in_backward():
             return self._begins_again_quickly(args)
-        forward = self._open[self._chunk]
-        if forward is None or not forward.quick or self.label in forward.called:
+        forward = self._timeline.running(self._chunk)
+        if forward is None or not forward.quick:
             return False
-        enclosed = False
-        if forward.enclosing or self._timeline.may_enclose_more(forward):
-            _, enclosed = self._live()
-        else:
-            forward.called.add(self.label)
-        here.armed = here.running = QuickCall(self, forward, enclosed)
+        _, enclosed = self._live()
+        QuickCall(self, forward, enclosed).begin()
         return True
 
     def _begins_again_quickly(self, args: tuple[Any, ...]) -> bool:
@@ -125,8 +116,8 @@ class RouterCalls:
             return False
         if call.forward is None or self._behind is not None or self._mend is not None or self._is_block:
             return False
-        here.armed = here.running = None
-        self._witness.saw_quickly(self.router, call, call.ids, self._shows(output))
+        call.end()
+        self._witness.saw(self.router, call.forward, call, output)
         return True
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -142,7 +133,7 @@ class RouterCalls:
         router = self.router
         hidden = args[0] if args and isinstance(args[0], torch.Tensor) else hidden_states(args, kwargs)
         rows = self._rows_of(hidden)
-        call = seam.Call(rows, self.num_experts, self.topk, given=self.is_given, owner=self)
+        call = seam.Call(rows, router.num_experts, router.topk, given=self.is_given, owner=self)
         number = self._marks.take_announced(router.module)
         if number is None and backward.in_backward():
             number = self._timeline.recomputed(self._chunk, self.label)
@@ -238,7 +229,7 @@ class RouterCalls:
         mended = None
         if output is not None:  # else the router raised, or its recompute was stopped early
             if not isinstance(call, QuickCall):
-                self._plans[self._module.training] = Plan.of(call)
+                self._plans[self.router.module.training] = Plan.of(call)
             elif call.ids is None and call.forward is not None and self.is_given:
                 hidden = hidden_states(args, {})
                 # Refuses routes with other rows, of which no top-k was answered.

@@ -130,6 +130,23 @@ def test_a_router_that_is_called_twice_is_refused_in_any_micro_batch(at: int, ki
             model(tokens(number))
 
 
+@pytest.mark.parametrize("at", [0, 3])
+def test_the_error_of_a_recompute_waits_in_any_micro_batch(at: int) -> None:
+    model = ToyModel(recompute="reentrant")
+    before_the_block = model(tokens(9).requires_grad_()).square().mean()
+    went_on = False
+    with (
+        pytest.raises(RecomputeError, match="belongs to no forward of this block"),
+        StepReplay(model, errors_wait=True, min_overlap=0) as session,
+    ):
+        for number in range(at + 1):
+            session.give(0, foreign()[0])
+            model(tokens(number).requires_grad_()).square().mean().backward()
+        before_the_block.backward()
+        went_on = True
+    assert went_on
+
+
 def test_a_record_of_ids_that_a_kernel_wrote_into_is_what_was_used() -> None:
     model = ToyModel(ToyRouter(), ToyRouter(select=Sometimes(behind_torchs_back, 3)))
     with torch.no_grad(), npu_replay.observe(model) as observation, npu_replay.record(model) as recording:
