@@ -286,7 +286,8 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
         for router in routers:
             place = f"chunk {number}, {router.path or 'the module itself'}"
             if id(router.module) in owner:
-                expected, got = "each chunk once, none in another", f"also at {owner[id(router.module)]}"
+                expected = "each chunk once, none in another"
+                got = f"also at {owner[id(router.module)]}"
                 raise RouterError("the same router is in two chunks", where=place, expected=expected, got=got)
             owner[id(router.module)] = place
         found.append(routers)
@@ -314,8 +315,10 @@ def _described(tree: ModuleTree, kinds: Sequence[RouterKind]) -> Iterator[Router
         router = kind.describe(module, path)
         if router is None:
             continue
-        count, problem = router.num_experts, "the router has more experts than ids are kept for"
-        cause, where = "a layer of another kind described as a router", path or "the module itself"
+        count = router.num_experts
+        problem = "the router has more experts than ids are kept for"
+        cause = "a layer of another kind described as a router"
+        where = path or "the module itself"
         RouterError.unless(count <= MAX_EXPERTS, problem, f"up to {MAX_EXPERTS}", count, cause, where)
         inside = f"{path}." if path else ""
         yield replace(router, path=path)

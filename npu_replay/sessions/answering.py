@@ -111,7 +111,8 @@ class Answering(Work):
             problem = (
                 f"the block ended before {len(due)} router calls were recomputed; they would choose anew"
             )
-            expected, got = "backward inside the block", "a graph whose backward has not run"
+            expected = "backward inside the block"
+            got = "a graph whose backward has not run"
             cause = (
                 "loss.backward() after the with block; a loss that was skipped (NaN, say) and is still held: "
                 "`del loss` inside the block; or outputs of a forward that lacks torch.no_grad()"
@@ -151,7 +152,8 @@ class Answering(Work):
 
     def begins(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         started = time.perf_counter()
-        number, source = forward.number, self.shared.source
+        number = forward.number
+        source = self.shared.source
         chunk = source.chunks[forward.chunk]
         forward.checked = self._is_checked(number)
         source.check_forward(forward)
@@ -176,7 +178,8 @@ class Answering(Work):
 
     def ends(self, forward: Forward, complete: bool, output: object) -> bool:
         started = time.perf_counter()
-        chunk, source = forward.chunk, self.shared.source
+        chunk = forward.chunk
+        source = self.shared.source
         self.shared.recomputes.settle(self._release)
         given = source.given.get((chunk, forward.number))
         if complete:

@@ -77,7 +77,8 @@ def enclosing(*, functions: bool) -> list[Any]:
         return [*_regions_on_stack(), *found]
     # torch shows the innermost saved-tensor hooks only, so all are popped and pushed back. This is one line
     # that runs in C alone, since an interrupt between pop and push would lose the user's hooks.
-    top, pop = iter(partial(_top_hooks, True), None), iter(_pop_hooks, _NEVER)
+    top = iter(partial(_top_hooks, True), None)
+    pop = iter(_pop_hooks, _NEVER)
     lifted: Any = [hooks := [*zip(top, pop)], *starmap(_push_hooks, map(itemgetter(0), reversed(hooks)))][0]  # noqa: B905
     regions = []
     for (_, unpack), _ in lifted:
@@ -193,7 +194,8 @@ def _fails(*, reentrant: bool) -> str | None:
 
     def watched(x: torch.Tensor) -> torch.Tensor:
         if in_backward():
-            own, number = around[1 - len(seen)], running_node_number()  # backward begins with the last one
+            own = around[1 - len(seen)]  # backward begins with the last one
+            number = running_node_number()
             seen.append((-1 if number is None else number, any(one is own[0] for one in recomputing())))
         else:
             around.append(enclosing(functions=reentrant))
@@ -201,7 +203,8 @@ def _fails(*, reentrant: bool) -> str | None:
 
     kind = "reentrant" if reentrant else "non-reentrant"
     weight = torch.ones(2, requires_grad=True)
-    outputs, ends = [], []
+    outputs = []
+    ends = []
     for _ in range(2):
         outputs.append(checkpoint(watched, weight, use_reentrant=reentrant))
         ends.append(sequence_number())

@@ -134,7 +134,8 @@ class Witness:
 
     def saw(self, router: Router, forward: Forward, call: seam.Call, output: object) -> None:
         """Check a call of a router that has ended in a forward."""
-        number, key = forward.number, (router.label, forward.number)
+        number = forward.number
+        key = (router.label, forward.number)
         if (ids := call.ids) is None:
             self._refused[key] = _not_reached(router, call)
             return
@@ -193,7 +194,8 @@ class Witness:
 
     def _saw_all(self, router: Router, forward: Forward, call: seam.Call, shown: torch.Tensor) -> None:
         """Check that an output shows each of the ids and no other expert, and check their weights."""
-        ids, number = call.ids, forward.number
+        ids = call.ids
+        number = forward.number
         if ids is None or shown.shape != (call.rows, router.num_experts):
             self._refused[router.label, number] = _NOT_SHOWN
             return

@@ -50,10 +50,12 @@ def fed_sequences(call: Mapping[str, Any], placeholders: Mapping[str, int], keys
     ids: Any = next((call[name] for name in IDS if name in call), None)
     embedded = [name for name in call if "embeds" in name]
     told = isinstance(ids, torch.Tensor) and not ids.is_nested and ids.dim() == 2 and not embedded
-    problem, expected = "routes are found by token ids, which this call lacks", "input_ids, [batch, sequence]"
+    problem = "routes are found by token ids, which this call lacks"
+    expected = "input_ids, [batch, sequence]"
     cause = "embeddings in the place of ids or of images, which change with the weights"
     _refuse_unless(told, problem, expected, ", ".join(embedded or sorted(call)), cause)
-    (real, spans, padded), flat = Places.of(call, placeholders.get("padding", 0)), on_host(ids).reshape(-1)
+    real, spans, padded = Places.of(call, placeholders.get("padding", 0))
+    flat = on_host(ids).reshape(-1)
     if keys is None:
         keys = _input_keys(other_inputs(call, ids), flat, spans, placeholders)
     keys = [keys] if isinstance(keys, str) else list(keys)
@@ -81,7 +83,8 @@ def _input_keys(
         here = flat == special.get(kind, -1)
         begins = here & ~np.append(False, here[:-1])
         counted = begins if begins.sum() == len(rows) else here
-        of, bounds = counted.sum(), np.array(spans, dtype=np.int64).reshape(-1, 2)
+        of = counted.sum()
+        bounds = np.array(spans, dtype=np.int64).reshape(-1, 2)
         shares = np.append(0, np.cumsum(counted))[bounds] * len(rows)
         is_told = bool(of) and not (shares % of).any()
         for number, found in enumerate(own):
@@ -113,7 +116,8 @@ def carried_routes(
     except (TypeError, ValueError, RuntimeError) as error:
         expected = "integers, [batch, sequence, layers, topk]"
         cause = "an engine's answer as text, or a list of samples of several lengths: pad them as the ids"
-        problem, got = "the call's routes are no tensor", shown(given)
+        problem = "the call's routes are no tensor"
+        got = shown(given)
         raise MicroBatchError(problem, expected=expected, got=got, cause=cause) from error
     fits = rows.dim() == 4 and (*rows.shape[:2], rows.shape[3]) == (*real.shape, model.topk)
     problem = "the call's routes have another shape than its ids"

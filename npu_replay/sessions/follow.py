@@ -116,7 +116,8 @@ class Following(Session):
     name = "follow"
 
     def __init__(self, model: Model, source: TokenRoutes, own: OwnChoice, *, eval_mode: bool) -> None:
-        self._source, self.left_alone = source, source.left_alone
+        self._source = source
+        self.left_alone = source.left_alone
         self._answering = Answering(source, own, lasts=True)
         super().__init__(model, self._answering)
         count = len(self.chunks)
@@ -135,7 +136,8 @@ class Following(Session):
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Leave calls without grad alone: an evaluation, or a pass with other weights put into the model."""
-        before, self._paused = self._paused, True
+        before = self._paused
+        self._paused = True
         try:
             yield
         finally:
@@ -178,7 +180,8 @@ class Following(Session):
         carried their routes; sequences held now, dropped for max_bytes, replaced by others of the same
         tokens; calls left alone; live_mismatch if asked for; overlap as in `replay`.
         """
-        sequences, store = self._source.sequences, self._source.store
+        sequences = self._source.sequences
+        store = self._source.store
         figures = {name: sequences[name] for name in ("recorded", "replayed", "carried")}
         figures |= {"held": len(store), "held_bytes": store.bytes, "dropped": store.dropped}
         figures |= {"replaced": store.replaced, "left_alone": sum(self.left_alone.values())}
@@ -190,7 +193,8 @@ class Following(Session):
 
     def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [kwargs[name] for name in KEYWORDS if kwargs.get(name) is not None]
-        problem, got = "a call carries its routes twice", " and ".join(KEYWORDS)
+        problem = "a call carries its routes twice"
+        got = " and ".join(KEYWORDS)
         MicroBatchError.unless(len(given) < 2, problem, "one of them", got)
         carried = given[0] if given else None
         others = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
@@ -199,7 +203,8 @@ class Following(Session):
         if backward.in_backward():
             return fed
         names = parameter_names(self.chunks[0]) if args else []
-        fine, problem = len(args) <= len(names), "this call's arguments have no names"
+        fine = len(args) <= len(names)
+        problem = "this call's arguments have no names"
         cause = "a wrapper: follow the model in it, or name them"
         MicroBatchError.unless(fine, problem, f"at most {len(names)} without", len(args), cause)
         call = named(args, others, self.chunks[0])
@@ -214,7 +219,8 @@ class Following(Session):
             self._source.is_on = True
             super()._chunk_begins(0, args, others)
         elif grad:
-            problem, where = f"a call with grad can't be followed {why}", micro_batch(self.done)
+            problem = f"a call with grad can't be followed {why}"
+            where = micro_batch(self.done)
             cause = "a reference pass or a generation that lacks torch.no_grad()"
             raise MicroBatchError(problem, where=where, cause=cause)
         else:
@@ -233,7 +239,8 @@ class Following(Session):
     def _chunk_ends(self, chunk: int, args: tuple[Any, ...], output: object) -> None:
         if backward.in_backward():
             return
-        on, self._source.is_on = self._source.is_on, False
+        on = self._source.is_on
+        self._source.is_on = False
         if on:
             super()._chunk_ends(chunk, args, output)
 
@@ -283,7 +290,8 @@ class TokenRoutes(RouteSource):
         self.policy = self.variant()
         for router in self.all_routers:
             if router.row_order == "sequence":
-                problem, expected = "follow needs rows that are batch-major", "a model of transformers"
+                problem = "follow needs rows that are batch-major"
+                expected = "a model of transformers"
                 got = f"{type(router.module).__name__}, whose rows are sequence-major"
                 cause = "a model of Megatron's: its pipelines see no token ids; use record and replay"
                 where = f"layer {router.label}"
@@ -297,7 +305,9 @@ class TokenRoutes(RouteSource):
 
     def look_up(self, call: dict[str, Any], keys: Any, grad: bool, carried: Any) -> None:
         """Find the routes of each sequence of a call, and note which sequences are to be recorded."""
-        number, self._fed, self._new = self.timeline.ended[0], None, []
+        number = self.timeline.ended[0]
+        self._fed = None
+        self._new = []
         try:
             if carried is None:
                 given = self._found(fed_sequences(call, self._placeholders, keys), grad)
@@ -316,7 +326,8 @@ class TokenRoutes(RouteSource):
 
     def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
         self.given.clear()
-        fed, self.records = self._fed, False
+        fed = self._fed
+        self.records = False
         if not complete:
             return
         if fed is None:
@@ -326,7 +337,8 @@ class TokenRoutes(RouteSource):
         if self._new:
             rows = micro_batch_routes(kept.narrow(), list(self.routers[0]), forward.number)
             problem = "the routers saw another number of rows than the model was called with"
-            where, cause = micro_batch(forward.number), self.why_other_rows
+            where = micro_batch(forward.number)
+            cause = self.why_other_rows
             MicroBatchError.unless(len(rows) == fed.rows, problem, fed.rows, len(rows), cause, where)
             for at in self._new:
                 mark = fed.marks[at]
@@ -335,7 +347,8 @@ class TokenRoutes(RouteSource):
     def clear(self) -> None:
         super().clear()
         self.store.clear()
-        self._fed, self._new = None, []
+        self._fed = None
+        self._new = []
 
     @functools.cached_property
     def _model(self) -> RoutedModel:
@@ -355,7 +368,9 @@ class TokenRoutes(RouteSource):
 
     def _found(self, fed: FedSequences, grad: bool) -> RoutedExperts:
         """Return the routes of a call's sequences in its rows; rows of padding and of new ones have none."""
-        found, here, renewed = {}, self.routers[0], 0
+        found = {}
+        here = self.routers[0]
+        renewed = 0
         self._fed = fed
         for at, (mark, (first, end)) in enumerate(zip(fed.marks, fed.spans, strict=True)):
             self.store.move(fed.of_tokens[at], mark)
@@ -378,10 +393,13 @@ class TokenRoutes(RouteSource):
                 "log-probs; put one for other figures (a KL, a metric) into paused()",
                 renewed,
             )
-        labels, topk, experts = labels_of(here), here[0].topk, here[0].num_experts
+        labels = labels_of(here)
+        topk = here[0].topk
+        experts = here[0].num_experts
         if not found:
             return RoutedExperts.unrecorded(fed.rows, layers=labels, topk=topk, num_experts=experts)
-        index, begin = torch.full((fed.rows,), -1), 0
+        index = torch.full((fed.rows,), -1)
+        begin = 0
         for at, routes in found.items():
             first = fed.spans[at][0]
             index[first : first + len(routes)] = torch.arange(begin, begin + len(routes))
@@ -407,7 +425,8 @@ class TokenRoutes(RouteSource):
         if self.store.dropped:
             cause = f"max_bytes={self.store.max_bytes}, for which {self.store.dropped} sequences were dropped"
         first, end = fed.spans[at]
-        problem, where = "no routes are known for this sequence", f"sequence {at} ({end - first} tokens)"
+        problem = "no routes are known for this sequence"
+        where = f"sequence {at} ({end - first} tokens)"
         alone = dict(self.left_alone) or "none"
         got = f"{known} of {len(fed.marks)} known; {len(self.store)} held, calls left alone: {alone}"
         return MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)

@@ -34,7 +34,9 @@ class _Guarded:
     """Replaces a function of torch by one that asks the thread's armed call, if any: a top-k, or a fill."""
 
     def __init__(self, owner: Any, name: str) -> None:
-        self.owner, self.name, self.native = owner, name, getattr(owner, name)
+        self.owner = owner
+        self.name = name
+        self.native = getattr(owner, name)
         self.own_attribute = name in vars(owner)  # Tensor's is inherited from its C base
         self.is_laid = False
         self.answered = self._topk() if name == "topk" else self._fill()

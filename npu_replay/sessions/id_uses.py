@@ -25,7 +25,9 @@ class IdUses:
 
     def __init__(self, rows: int, topk: int, num_experts: int, ids: torch.Tensor | None = None) -> None:
         self.count = 0  # tensors so far
-        self._shape, self._num_experts, self._ids = (rows, topk), num_experts, ids
+        self._shape = (rows, topk)
+        self._num_experts = num_experts
+        self._ids = ids
         self._held: torch.Tensor | None = None
         # In such a small batch a mask over experts, or the list of used experts, may have this shape, too.
         self._first_alone = rows == topk or (topk == 1 and rows <= num_experts)
@@ -59,7 +61,8 @@ class IdUses:
 
     def shown(self) -> torch.Tensor:
         """Return bool [rows, experts]: the ids that all of the tensors held; none if there was no tensor."""
-        rows, experts = self._shape[0], self._num_experts
+        rows = self._shape[0]
+        experts = self._num_experts
         if self._held is None or self._ids is None:
             return torch.zeros(rows, experts, dtype=torch.bool)
         inside = self._held & (self._ids >= 0) & (self._ids < experts)

@@ -155,7 +155,8 @@ class Timeline:
         owners = next(filter(None, found), set())  # the innermost noted one that runs again
         if len(owners) > 1:
             problem = "one checkpoint holds several forwards of the model, and their recomputes look alike"
-            got, cause = f"{len(owners)} forwards in one", "checkpoint() around a loop over micro-batches"
+            got = f"{len(owners)} forwards in one"
+            cause = "checkpoint() around a loop over micro-batches"
             expected = "a checkpoint for each forward"
             raise RecomputeError(problem, where=where, expected=expected, got=got, cause=cause)
         owner = owners.pop() if owners else self._owner_by_number(where)
@@ -213,7 +214,8 @@ class Timeline:
             if thread != self._opened_on:
                 self._since = backward.sequence_number()
         if thread != self._thread:
-            problem, where = "the forwards of one block come from two threads", micro_batch(self.ended[chunk])
+            problem = "the forwards of one block come from two threads"
+            where = micro_batch(self.ended[chunk])
             cause = "a model called from a thread pool; micro-batches can't be put in order there"
             self.threads = MicroBatchError(problem, where=f"chunk {chunk}, {where}", cause=cause)
             raise self.threads
@@ -223,7 +225,8 @@ class Marks:
     """Holds what is known of the next call of each router of one chunk."""
 
     def __init__(self, timeline: Timeline, chunk: int) -> None:
-        self._timeline, self._chunk = timeline, chunk
+        self._timeline = timeline
+        self._chunk = chunk
         self._foreseen: dict[int, Any] = {}
         self._announced: dict[int, int] = {}
         self.any = False  # something is known
@@ -329,7 +332,8 @@ class KeptIds(dict[Key, torch.Tensor]):
     def keep(self, key: Key, ids: torch.Tensor, dtype: torch.dtype) -> None:
         """Keep int64 ids of a call in this dtype; the tensor itself is held until `narrow`."""
         if ids.numel() <= FEW and not ids.is_inference():
-            self[key], self._wide[key] = ids, dtype
+            self[key] = ids
+            self._wide[key] = dtype
             self._numel += ids.numel()
         else:
             # A tensor made under inference_mode can't be saved for backward; its int64 copy can.

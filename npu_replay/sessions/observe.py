@@ -67,14 +67,17 @@ class Observation(Session):
         return self._shown
 
     def _finish(self) -> None:
-        routers, ids, kept = self.all_routers, self._reading.ids, self._reading.kept
+        routers = self.all_routers
+        ids = self._reading.ids
+        kept = self._reading.kept
         shown: list[RoutedExperts] = []
         for number in range(self.done):
             for router in routers:
                 if (router.label, number) not in ids:
                     raise not_called(router, number)
             shown.append(_routes(ids, kept, routers, number))
-        self._shown, self._results = shown, f", {sum(map(len, shown))} rows"
+        self._shown = shown
+        self._results = f", {sum(map(len, shown))} rows"
 
 
 def _routes(

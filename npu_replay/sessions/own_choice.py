@@ -45,7 +45,8 @@ class OwnChoice:
         self._counts_live = False
         self._overlap = OverlapCheck(min_overlap)
         self._is_compared = live_mismatch
-        self._differing, self._compared = Count(), 0
+        self._differing = Count()
+        self._compared = 0
         # For each call in the running forward: a flag for each row, and the number of compared rows.
         self._running: list[tuple[torch.Tensor, int]] = []
 
@@ -55,7 +56,8 @@ class OwnChoice:
 
     def recount(self, router: Router, calls: object) -> Handle | None:
         """Make a router's aux losses count as `aux_loss` says in these calls; None if they do so already."""
-        losses, replayed = router.aux_losses, self._aux_loss == "replayed"
+        losses = router.aux_losses
+        replayed = self._aux_loss == "replayed"
         if losses is None or losses.follow == replayed:
             return None
         owner = weakref.ref(calls)
@@ -105,7 +107,8 @@ class OwnChoice:
 
     def ends(self, chunk: int, forward: Forward | None, given: DeviceRoutes | None) -> None:
         """Count and judge the calls of a forward, None if it raised; MicroBatchError for a low overlap."""
-        shown, self._running = self._running, []
+        shown = self._running
+        self._running = []
         for differ, compared in shown if forward is not None else ():
             self._differing.add(differ)
             self._compared += compared
@@ -190,11 +193,13 @@ class OverlapCheck:
 
         Waits for the device. The error names the layers or tokens, and a shift that would fit.
         """
-        calls, self._calls = self._calls, {}
+        calls = self._calls
+        self._calls = {}
         self.asked_in = None
         if number is None or given is None or not calls:
             return
-        labels, routes = sorted(calls), given.routes
+        labels = sorted(calls)
+        routes = given.routes
         rows = rows_by_token(routes)
         judged = Judged(
             given.ids.numpy()[rows],
@@ -244,7 +249,8 @@ def _error(
     )
     if misfit.layers:
         named = ", ".join(str(labels[one]) for one in misfit.layers[:8])
-        count, more = len(misfit.layers), ", ..." if len(misfit.layers) > 8 else ""
+        count = len(misfit.layers)
+        more = ", ..." if len(misfit.layers) > 8 else ""
         place = f"all {count} layers" if count == len(labels) > 1 else f"layer {named}{more}"
     else:
         place = tokens_of(routes, rows, (misfit.first or 0) - before)
@@ -275,7 +281,8 @@ def starts_of(routes: RoutedExperts, rows: Array) -> Array:
 
 def tokens_of(routes: RoutedExperts, rows: Array, at: int) -> str:
     """Return the name of the tokens of the 64 rows from `at` on."""
-    first, last = int(rows[at]), int(rows[at + RUN - 1])
+    first = int(rows[at])
+    last = int(rows[at + RUN - 1])
     tokens = routes.placement.rows
     if tokens is None:
         return f"rows {first} to {last}"

@@ -60,7 +60,8 @@ class Recording(Session):
         return self._routes
 
     def _finish(self) -> None:
-        ids, called = self._answering.shared.kept.narrow(), self._answering.shared.source.inputs
+        ids = self._answering.shared.kept.narrow()
+        called = self._answering.shared.source.inputs
         count = self.timeline.ended[0]
         found = [micro_batch_routes(ids, self.all_routers, number) for number in range(count)]
         order = row_order_of(self.all_routers)
@@ -75,7 +76,8 @@ class Recording(Session):
             alike = inputs is not None and not is_grid(inputs.shape)  # both orders give the same rows
             placement = Placement(inputs=inputs, row_order=None if alike else order)
             found[number] = routes.with_known(placement=placement, fingerprint=mark)
-        self._routes, self._results = found, f", routes of {sum(map(len, found))} rows"
+        self._routes = found
+        self._results = f", routes of {sum(map(len, found))} rows"
 
 
 class StepRecording(Session):
@@ -116,8 +118,10 @@ def micro_batch_routes(
     routers = sorted(routers, key=lambda router: router.label)
     found = {router.label: ids[router.label, number] for router in routers}
     rows = {label: len(one) for label, one in found.items()}
-    problem, cause = "the routers differ in rows", "pass the parts of the model to record() one by one"
-    expected, where = "the same number in each layer", micro_batch(number)
+    problem = "the routers differ in rows"
+    cause = "pass the parts of the model to record() one by one"
+    expected = "the same number in each layer"
+    where = micro_batch(number)
     RouterError.unless(len({*rows.values()}) == 1, problem, expected, rows, cause, where)
     on_one_device = len({one.device for one in found.values()}) == 1
     stacked = torch.stack([one if on_one_device else one.cpu() for one in found.values()], dim=1)

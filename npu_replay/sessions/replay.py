@@ -71,7 +71,8 @@ class Replay(Session):
     name = "replay"
 
     def __init__(self, model: Model, routes: Sequence[RoutedExperts], own: OwnChoice) -> None:
-        self._source, self._own = ListedRoutes(routes), own
+        self._source = ListedRoutes(routes)
+        self._own = own
         self._skipped: set[int] = set()  # micro-batches that don't run
         super().__init__(model, Answering(self._source, own))
 
@@ -88,12 +89,14 @@ class Replay(Session):
         Raises:
             MicroBatchError: in a forward, or with fewer micro-batches left.
         """
-        ended, problem = self.timeline.ended, "skip() is called between two micro-batches"
+        ended = self.timeline.ended
+        problem = "skip() is called between two micro-batches"
         between = len(set(ended)) == 1 and not any(map(self.timeline.running, range(len(ended))))
         MicroBatchError.unless(between, problem, "an open block whose forwards have ended", f"{self}")
         left = len(self._source.routes) - self.done
         count = left if micro_batches is None else whole_number(micro_batches, "micro_batches", least=0)
-        problem, where = "there are fewer micro-batches left than are skipped", micro_batch(self.done)
+        problem = "there are fewer micro-batches left than are skipped"
+        where = micro_batch(self.done)
         MicroBatchError.unless(count <= left, problem, f"at most {left}", count, where=where)
         self._skipped.update(range(self.done, self.done + count))
         ended[:] = [one + count for one in ended]
@@ -132,7 +135,8 @@ class ListedRoutes(RouteSource):
         self.routes = list_of(
             routes, RoutedExperts, "routes", "recording.routes was meant", kind=MicroBatchError
         )
-        problem, expected = "there are no routes to replay", "one RoutedExperts a micro-batch"
+        problem = "there are no routes to replay"
+        expected = "one RoutedExperts a micro-batch"
         MicroBatchError.unless(bool(self.routes), problem, expected, "an empty list")
         self.called = InputCheck(self.routes)
 
@@ -145,8 +149,10 @@ class ListedRoutes(RouteSource):
 
     def check_forward(self, forward: Forward) -> None:
         if forward.number >= len(self.routes):
-            where, expected = micro_batch(forward.number), f"{len(self.routes)} forwards in this block"
-            problem, got = "there are more micro-batches than routes", f"forward number {forward.number + 1}"
+            where = micro_batch(forward.number)
+            expected = f"{len(self.routes)} forwards in this block"
+            problem = "there are more micro-batches than routes"
+            got = f"forward number {forward.number + 1}"
             cause = likeliest("a second epoch over the same batch: replay(model, routes * 2)", RECUT, EXTRA)
             raise MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
 
@@ -169,7 +175,8 @@ class ListedRoutes(RouteSource):
     def check_complete(self) -> None:
         self._check_inputs(wait=True)
         done = self.timeline.ended[0]
-        where, expected = micro_batch(done), f"{len(self.routes)} forwards in this block"
+        where = micro_batch(done)
+        expected = f"{len(self.routes)} forwards in this block"
         cause = likeliest(
             RECUT,
             "a schedule that was cut short, or routes of more than this rank's micro-batches",
@@ -177,7 +184,8 @@ class ListedRoutes(RouteSource):
             "a forward that raised or was left out: what came after it had the routes before its own; "
             "session.skip() passes over one, session.skip(None) over all that are left",
         )
-        problem, fine = "there were fewer micro-batches than routes", done >= len(self.routes)
+        problem = "there were fewer micro-batches than routes"
+        fine = done >= len(self.routes)
         MicroBatchError.unless(fine, problem, expected, done, cause, where)
 
     def _check_inputs(self, *, wait: bool) -> None:
@@ -208,7 +216,8 @@ class StepReplay(Session):
 
     def give(self, chunk: int, routes: RoutedExperts) -> None:
         """Set or replace the routes of a chunk's next forward; RouterError if they don't fit its routers."""
-        fine, cause = 0 <= chunk < len(self.routers), "a block that isn't open, or another model's chunk"
+        fine = 0 <= chunk < len(self.routers)
+        cause = "a block that isn't open, or another model's chunk"
         MicroBatchError.unless(fine, "routes for no chunk of this block", cause=cause, where=f"chunk {chunk}")
         self._source.give(chunk, self.timeline.ended[chunk], routes)
 
@@ -248,6 +257,7 @@ class SteppedRoutes(RouteSource):
     def check_complete(self) -> None:
         left = [at for at in self.given if at[1] >= self.timeline.ended[at[0]]]
         if left:
-            problem, cause = "routes were given for a forward that never came", "a schedule cut short"
+            problem = "routes were given for a forward that never came"
+            cause = "a schedule cut short"
             where = f"{micro_batch(left[0][1])}, chunk {left[0][0]}"
             raise MicroBatchError(problem, where=where, cause=cause)

@@ -56,7 +56,9 @@ class RouteSource:
 
     def enters(self, session: Session) -> None:
         """Enter a session. Refuses routes that don't fit the routers."""
-        self.chunks, self.routers, self.timeline = session.chunks, session.routers, session.timeline
+        self.chunks = session.chunks
+        self.routers = session.routers
+        self.timeline = session.timeline
 
     def answers(self, router: Router) -> bool:
         return True
@@ -86,7 +88,8 @@ class RouteSource:
 
     def give(self, chunk: int, number: int, routes: RoutedExperts) -> None:
         """Set the routes of one micro-batch of a chunk; raise RouterError if they don't fit its routers."""
-        here, every = self.routers[chunk], self.all_routers
+        here = self.routers[chunk]
+        every = self.all_routers
         check_fit(routes, here, every, micro_batch(number))
         self.given[chunk, number] = DeviceRoutes(routes, labels_of(here, every))
 
@@ -106,11 +109,10 @@ class RouteSource:
         given = self.of(forward)
         if given.rows != rows:
             problem = "the routes have another number of tokens than the router"
-            where, cause = (
-                micro_batch(forward.number, router.label),
-                self._why_other_rows(forward, given.routes),
-            )
-            expected, got = f"{rows} rows", f"{given.rows} in the routes"
+            where = micro_batch(forward.number, router.label)
+            cause = self._why_other_rows(forward, given.routes)
+            expected = f"{rows} rows"
+            got = f"{given.rows} in the routes"
             raise MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
         if device not in given.on:
             self.send(forward, device)
@@ -231,11 +233,13 @@ def check_fit(routes: RoutedExperts, routers: Sequence[Router], every: Sequence[
         order = find_other_order(router.row_order, routes.placement.row_order, None, None)
         if depth and routes.layers[-1:] >= (depth,):
             problem = "the routes are of a model with more decoder layers"
-            expected, got = f"layers 0 to {depth - 1}{model}", f"layers up to {routes.layers[-1]}"
+            expected = f"layers 0 to {depth - 1}{model}"
+            got = f"layers up to {routes.layers[-1]}"
             cause = "rollout engine and trainer run different models, or this one was cut to some layers"
         elif label not in routes.layers:
             problem = "this decoder layer of the model is missing from the routes"
-            expected, got = f"layers {[one.label for one in routers]}{model}", f"{list(routes.layers)}"
+            expected = f"layers {[one.label for one in routers]}{model}"
+            got = f"{list(routes.layers)}"
             cause = likeliest(
                 "routes of another model, with another number of layers",
                 "routes of another pipeline stage",

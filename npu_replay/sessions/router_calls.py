@@ -162,13 +162,16 @@ class RouterCalls:
 
     def _look_closely(self, call: seam.Call, hidden: torch.Tensor) -> None:
         """Set what a call needs that finds out how the router takes its top-k."""
-        router, forward = self.router, call.forward
+        router = self.router
+        forward = call.forward
         if _is_batched(hidden):
             problem = "the router runs under vmap, where its rows can't be told apart"
             where = f"layer {router.label} ({router.path or 'the module itself'})"
             cause = "torch.vmap, torch.func.jacrev or the like around the model: loop over the batch"
             raise RouterError(problem, where=where, cause=cause)
-        call.drops, call.spare, call.counts = router.drops, router.spare, self._is_block
+        call.drops = router.drops
+        call.spare = router.spare
+        call.counts = self._is_block
         plan = self._plans.get(router.module.training)
         call.watching = plan is None or plan.way != "guard"
         checked = is_due(call.number) if forward is None else forward.checked
@@ -190,7 +193,8 @@ class RouterCalls:
 
     def _live(self) -> tuple[Forward, bool]:
         """Return the forward that this call belongs to, and whether anything may run the call again."""
-        forward, label = self._timeline.live(self._chunk), self.label
+        forward = self._timeline.live(self._chunk)
+        label = self.label
         if label in forward.called:
             raise called_again(self.router, forward, self._timeline)
         forward.called.add(label)
@@ -214,7 +218,8 @@ class RouterCalls:
             ids = to_device(given.ids[:, given.columns[self.label]], device)
         if len(ids) != rows:
             problem = "the recompute has another number of tokens than its forward"
-            cause, expected = "a forward of something else that a gradient hook runs", f"{len(ids)} rows"
+            cause = "a forward of something else that a gradient hook runs"
+            expected = f"{len(ids)} rows"
             raise RecomputeError(problem, where=where, expected=expected, got=rows, cause=cause)
         self.shared.recomputes.ran.add((self.label, number))
         return ids
@@ -254,12 +259,14 @@ class RouterCalls:
 
     def leaves(self, args: tuple[Any, ...], output: object) -> None:
         """Check the output again, after the hooks of others, which may have replaced it."""
-        (ours, call), self._ended = self._ended or (output, None), None
+        (ours, call) = self._ended or (output, None)
+        self._ended = None
         shows = self.router.shows
         if output is None or output is ours or call is None or call.ids is None or shows is None:
             return
         again = call.forward is None
-        number, shown = call.number if again else call.forward.number, shows(output)
+        number = call.number if again else call.forward.number
+        shown = shows(output)
         if shown is not call.ids:
             self._witness.look(self.router, number, shown, call.ids, again=again)
 

@@ -142,7 +142,9 @@ class Call:
     def begin(self) -> None:
         """Answer the next top-k of this thread that matches, until `end`."""
         self.watching |= self.follows
-        self.outer, self.below, self._depth = here.armed, here.running, _depth()
+        self.outer = here.armed
+        self.below = here.running
+        self._depth = _depth()
         here.armed = here.running = self
         if self.watching:
             _watch.enter()
@@ -153,7 +155,8 @@ class Call:
             _watch.leave(self._depth)
         if self.taken is not None:
             unfollow(self.taken)
-        here.armed, here.running = self.outer, self.below
+        here.armed = self.outer
+        here.running = self.below
 
     def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether the call answers a top-k with these arguments."""
@@ -214,7 +217,8 @@ class Call:
             self._stop_watching()
         scores = args[0] if args else kwargs["input"]
         if type(scores).__name__ == "DTensor":
-            problem, got = "the scores are a DTensor, which replay doesn't support", f"{scores.placements}"
+            problem = "the scores are a DTensor, which replay doesn't support"
+            got = f"{scores.placements}"
             cause = "tensor parallelism by parallelize_module over the router; FSDP2 alone is fine"
             raise RouterError(problem, expected="plain tensors in the router", got=got, cause=cause)
         self.scores = scores
@@ -228,7 +232,8 @@ class Call:
         if (handed := self.handed) is None:
             with outside_modes():
                 handed = self.handed = ids.clone()  # which the router may write into
-        self.ids, self.way = ids, way
+        self.ids = ids
+        self.way = way
         self.watched = handed
         self.written = None if handed.is_inference() else handed._version
         if self.follows:
@@ -279,7 +284,8 @@ class Call:
         wanted = self.choose(self)  # differs from `ids` where a recompute chose otherwise
         if wanted is not ids:
             self.strayed = (wanted != ids).any()
-        self.ids, self.way = ids, "kernel"
+        self.ids = ids
+        self.way = "kernel"
 
     def decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return values, float [rows, topk], and ids for the router's top-k of these scores."""
@@ -385,7 +391,8 @@ class Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        call, name = here.armed, getattr(func, "__name__", "")
+        call = here.armed
+        name = getattr(func, "__name__", "")
         if call is not None and name == "topk" and call.matches(args, kwargs):
             return call.answer(func, args, kwargs, "watch")
         if call is None or call.ids is not None:

@@ -76,7 +76,8 @@ class Session:
         for router in found if self._work.answers_topk else ():
             if (other := _answered.get(id(router.module))) is not None:
                 problem = f"{self.name} can't be opened inside {other.name} on the same router"
-                where, got = f"layer {router.label}", f"an open {other.name} block"
+                where = f"layer {router.label}"
+                got = f"an open {other.name} block"
                 cause = "a log-prob pass that the update calls, or an earlier block that was never left"
                 expected = "one open block for a router"
                 raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)
@@ -181,11 +182,13 @@ class Session:
         if (bypassed := self.timeline.bypassed) is not None:
             problem = "the routers ran, but not through the __call__ of the module that was passed"
             raise MicroBatchError(problem, where=micro_batch(bypassed.number), cause=CALLED_INSIDE)
-        ended, problem = self.timeline.ended, f"nothing ran inside this {self.name} block"
+        ended = self.timeline.ended
+        problem = f"nothing ran inside this {self.name} block"
         expected = "at least one __call__ of the module that was passed"
         cause = "the training loop calls another module (an outer wrapper, or a copy)"
         MicroBatchError.unless(max(ended) > 0, problem, expected, 0, cause)
-        problem, expected = "the chunks ran different numbers of forwards", "each chunk once a micro-batch"
+        problem = "the chunks ran different numbers of forwards"
+        expected = "each chunk once a micro-batch"
         cause = "a schedule that was cut short, or a chunk that is missing from the list"
         MicroBatchError.unless(min(ended) == max(ended), problem, expected, ended, cause)
 
@@ -400,7 +403,8 @@ class Unchanged:
                     self._hold_ways(routers)
                     self.check(where)
                     return
-            problem, own = "the code that routes was replaced inside an open block", "none of its own"
+            problem = "the code that routes was replaced inside an open block"
+            own = "none of its own"
             expected = own if before is None else described(before)
             got = own if now is None else f"another {described(now)}"
             cause = (
