@@ -175,13 +175,15 @@ def _router(
     shows: Callable[[object], torch.Tensor] | None,
 ) -> Router:
     layer = _DECODER_LAYER.search(path)
+    groups = _own(module, *_GROUPS) or 0
     return Router(
         module=module,
         num_experts=experts,
         topk=topk,
         shows=shows,
         layer=int(layer.group(1)) if layer else None,
-        masks=(_own(module, *_GROUPS) or 0) > 1,
+        masks=groups > 1,
+        leaves=(_own(module, "topk_group") or 0) * (experts // groups) if groups > 1 else 0,
         row_order="batch",
         bypass=f"{kind.__name__} doesn't choose by a top-{topk} of scores [rows, {experts}], which alone "
         "can be replayed (docs/models.md); or a fused kernel or a captured graph took its place",

@@ -69,7 +69,9 @@ class Router:
         drops: tokens over an expert's capacity are dropped, so `shows` may show fewer than were chosen.
         drops_by_scores: which of them follows the live scores, so that a replay may drop others.
         masks: scores are masked before the top-k (group-limited routing).
-        gathers: rows of the scores for each row of the input (ranks that alltoall_seq gathers over).
+        leaves: the number of experts that its own mask leaves unmasked in each row (group-limited routing:
+            those of the chosen groups); 0 where it isn't known, which costs five operations a call.
+        gathers: score rows per input row; above 1 only with Megatron 0.12's alltoall_seq.
         mend: changes the output of a router that was given ids ([rows, topk]), where later code could lose
             one of them.
         spare: the number of experts that its top-k returns beyond those it uses; they come last.
@@ -91,6 +93,7 @@ class Router:
     drops: bool = False
     drops_by_scores: bool = False
     masks: bool = True
+    leaves: int = 0
     gathers: int = 1
     mend: Callable[[object, torch.Tensor], object] | None = None
     spare: int = 0

@@ -68,6 +68,7 @@ class MegatronRouters(RouterKind):
             drops=drops,
             drops_by_scores=drops and config.moe_token_drop_policy == "probs",
             masks=bool(config.moe_router_group_topk),
+            leaves=_left_by_groups(config, int(module.num_experts)),
             gathers=gathered_ranks(config),
             spare=spare(module),
             aux_losses=aux_losses.of(module),
@@ -118,7 +119,9 @@ class MegatronRouters(RouterKind):
 
 def _shows(output: object) -> torch.Tensor:
     """Return the routing map, bool [rows, experts], of a router's output (probs, routing_map)."""
-    routing_map = _pair(output)[1]
+    routing_map = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+    if not isinstance(routing_map, torch.Tensor):
+        raise _unknown(output)
     return routing_map if routing_map.dtype == torch.bool else routing_map.to(torch.bool)
 
 
@@ -137,9 +140,13 @@ def _pair(output: object) -> tuple[torch.Tensor, torch.Tensor]:
         probs, routing_map = output[:2]
         if isinstance(probs, torch.Tensor) and isinstance(routing_map, torch.Tensor):
             return probs, routing_map
+    raise _unknown(output)
+
+
+def _unknown(output: object) -> NoEffect:
     problem = "the router's output can't be read"
     cause = "a fork of Megatron-core whose router returns something else"
-    raise NoEffect(problem, expected="(probs, routing_map)", got=type(output).__name__, cause=cause)
+    return NoEffect(problem, expected="(probs, routing_map)", got=type(output).__name__, cause=cause)
 
 
 def _without_exact_zeros(output: object, ids: torch.Tensor) -> object:
@@ -148,6 +155,13 @@ def _without_exact_zeros(output: object, ids: torch.Tensor) -> object:
     chosen = torch.zeros_like(routing_map).scatter(1, ids, True) & routing_map
     lifted = probs.masked_fill(chosen & (probs == 0), least_positive(probs.dtype))
     return lifted, *output[1:]  # type: ignore[index]
+
+
+def _left_by_groups(config: Any, experts: int) -> int:
+    """Return how many experts group-limited routing leaves each row; 0 without it."""
+    chosen = config.moe_router_group_topk or 0
+    groups = config.moe_router_num_groups or experts
+    return int(chosen) * (experts // int(groups))
 
 
 def gathered_ranks(config: Any) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,10 +29,11 @@ from npu_replay.sessions.micro_batches import (
     Timeline,
 )
 from npu_replay.sessions.own_choice import OwnChoice
-from npu_replay.sessions.route_source import RouteSource
+from npu_replay.sessions.quick_call import Begins, Ends, QuickCall
+from npu_replay.sessions.route_source import Given, RouteSource
 from npu_replay.sessions.router_calls import RouterCalls, Shared
 from npu_replay.sessions.session import Session, Undo, Work
-from npu_replay.sessions.torch_state import Hook, restore_functions
+from npu_replay.sessions.torch_state import restore_functions
 
 
 class Answering(Work):
@@ -60,7 +62,7 @@ class Answering(Work):
         self.puts_together = puts_together
         self.timeline = Timeline(0)
         self._lasts = lasts
-        self._calls: list[RouterCalls] = []
+        self._calls: list[list[RouterCalls]] = []  # by chunk
         self._chunk_of: dict[int, int] = {}
         # By chunk, the devices of its routers in the last forward.
         self._devices: dict[int, tuple[torch.device, ...]] = {}
@@ -72,6 +74,7 @@ class Answering(Work):
         self.timeline = session.timeline
         self._unchanged = session.unchanged
         self._chunk_of = {one.label: at for at, found in enumerate(session.routers) for one in found}
+        self._calls = [[] for _ in session.routers]
         self.shared.source.enters(session)
         if self.shared.own is not None:
             self.shared.own.enters(session.all_routers)
@@ -89,13 +92,11 @@ class Answering(Work):
 
     def attach(self, session: Session, router: Router, chunk: int, marks: Marks) -> None:
         calls = RouterCalls(self.shared, session, router, chunk, marks)
-        self._calls.append(calls)
+        self._calls[chunk].append(calls)
         begins = session.may_wait(RouterCalls.begins)
         ends = session.may_wait(RouterCalls.ends)
-        begins_quickly = session.may_wait(RouterCalls.begins_quickly)
-        ends_quickly = session.may_wait(RouterCalls.ends_quickly)
-        session.before(router.module, Hook(calls, begins, router.module, quick=begins_quickly))
-        calls.last = Hook(calls, ends, router.module, quick=ends_quickly)
+        session.before(router.module, Begins(calls, begins, router.module))
+        calls.last = Ends(calls, ends, router.module)
         session.after(router.module, calls.last)
         if self.shared.own is not None and (handle := self.shared.own.recount(router, calls)) is not None:
             session.undo.callback(handle.remove)
@@ -174,7 +175,28 @@ class Answering(Work):
         if forward.quick and given is not None:
             forward.given = next(iter(given.on.values()))
             forward.rows = given.rows
+        if forward.quick:
+            self._prepare(forward)
         self.shared.seconds += time.perf_counter() - started
+
+    def _prepare(self, forward: Forward) -> None:
+        given: Given | None = forward.given
+        direct: Mapping[int, torch.Tensor] = {}
+        if given is not None and given.wide is not None and given.missing is None and not forward.compares:
+            direct = given.by_layer
+        for calls in self._calls[forward.chunk]:
+            calls.prepare(forward, direct.get(calls.label))
+
+    def _keep(self, forward: Forward) -> None:
+        """Keep the ids of a forward's quick calls, those of a record together."""
+        calls = [call for call in forward.ended if type(call) is QuickCall]
+        alone = [call for call in calls if call.around or call.given]
+        for call in alone:
+            call.owner.keep(call)
+        if self.shared.source.records and len(alone) < len(calls):
+            together = [call for call in calls if not (call.around or call.given)]
+            keys = [(call.owner.label, forward.number) for call in together]
+            self.shared.kept.keep_all(keys, [call.ids for call in together], together[0].owner.narrow)
 
     def ends(self, forward: Forward, complete: bool, output: object) -> bool:
         started = time.perf_counter()
@@ -183,6 +205,7 @@ class Answering(Work):
         self.shared.recomputes.settle(self._release)
         given = source.given.get((chunk, forward.number))
         if complete:
+            self._keep(forward)
             on = [] if given is None else list(given.on.values())
             try:
                 self.shared.witness.check(source.routers[chunk], forward, on)
@@ -223,7 +246,7 @@ class Answering(Work):
         given = self.shared.source.given.get(forward.owner)
         if given is not None:
             given.on.clear()  # a router may have written into the ids
-        for layer in forward.called:
+        for layer in forward.called | {call.owner.label for call in forward.ended}:
             key = layer, forward.number
             self.shared.witness.forget(key)
             self.shared.recomputes.drop(key)

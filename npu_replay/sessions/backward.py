@@ -38,6 +38,8 @@ _top_hooks: Callable[[bool], Any] | None = getattr(
 )  # not there in torch 2.7
 TELLS_REGIONS = _top_hooks is not None
 """Tells that every non-reentrant checkpoint around a place is found; torch 2.7 misses the composable one."""
+top_hooks: Callable[[bool], Any] = _top_hooks or bool
+"""Returns the innermost saved-tensor hooks when called with True; something true where torch can't tell."""
 _push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -50,12 +52,13 @@ _RUN_BACKWARD = {
     if (method := vars(BackwardCFunction).get(name)) is not None
 }
 
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that autograd runs on this thread; -1 if it runs none."""
 
 
 def in_backward() -> bool:
     """Return whether autograd runs backward on this thread."""
-    return _graph_task() != -1
+    return graph_task() != -1
 
 
 def running_node_number() -> int | None:

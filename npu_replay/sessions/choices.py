@@ -1,6 +1,6 @@
 """Choose the ids of a router's call: its own choice, given ids, or those of the forward that it repeats.
 
-Each function takes a call and returns int64 [rows, topk]. What a recompute or a record needs is kept.
+Each function takes a call and returns int64 [rows, topk].
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 def own_choice(call: Call) -> torch.Tensor:
     """Return the router's own choice."""
-    ids = call.own()
-    calls = call.owner  # RouterCalls
-    if calls.shared.source.records or call.enclosed:
-        calls.shared.kept.keep((calls.label, call.forward.number), ids, calls.narrow)
-    return ids
+    return call.own()
 
 
 def given_ids(call: Call) -> torch.Tensor:
@@ -29,19 +25,11 @@ def given_ids(call: Call) -> torch.Tensor:
     shared = calls.shared
     given: Given = call.routes
     missing = given.missing
-    ids, call.lent = given.by_layer[calls.label]
-    ids = ids.long()
+    ids = given.by_layer[calls.label].long()
     if call.forward.compares and shared.own is not None:
         shared.own.compare(call, ids, missing, given.routes)
     if missing is not None:  # never in place: layers may share their storage
         ids = ids.index_copy(0, missing, call.own(missing))
-        call.lent = None
-    if shared.source.records or call.enclosed:
-        key = calls.label, call.forward.number
-        if missing is None:
-            shared.kept[key] = given.narrow[:, given.routes.columns[calls.label]]
-        else:
-            shared.kept.keep(key, ids, calls.narrow)
     return ids
 
 

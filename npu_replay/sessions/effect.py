@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -25,8 +25,25 @@ from npu_replay.sessions.route_source import Given
 
 Why: TypeAlias = "tuple[str, str]"
 """A problem and its cause, as an error says them."""
-_Check: TypeAlias = "tuple[Router, int, bool, Why, torch.Tensor]"
-"""Router, micro-batch, whether it is a recompute, what is wrong if it fails, and what passed, bool tensor."""
+
+
+class _Check(NamedTuple):
+    """Holds what outputs have shown, and how an error describes it.
+
+    Attributes:
+        routers: of the outputs.
+        number: their micro-batch.
+        again: they are of a recompute.
+        why: what is wrong if the check fails.
+        right: what passed, bool [routers, ...].
+    """
+
+    routers: Sequence[Router]
+    number: int
+    again: bool
+    why: Why
+    right: torch.Tensor
+
 
 _CHANGED = (
     "code after the top-k that changes the ids (a forced load balance), or an output that npu_replay misreads"
@@ -139,9 +156,9 @@ class Witness:
         if (ids := call.ids) is None:
             self._refused[key] = _not_reached(router, call)
             return
-        forward.ended.append((router, ids, call.watched, call.written))
+        forward.ended.append(call)
         if call.ruled_out is not None:
-            self._asked.append((router, number, False, _RULED_OUT, ~call.ruled_out))
+            self._ask(router, number, _RULED_OUT, ~call.ruled_out)
         if router.shows is not None:
             shown = router.shows(output)
             if forward.checked or router.drops:
@@ -170,7 +187,7 @@ class Witness:
         if call.ids is None:
             return
         if call.strayed is not None:
-            self._asked.append((router, number, True, _OTHERS_IN_KERNEL, ~call.strayed[None, None]))
+            self._ask(router, number, _OTHERS_IN_KERNEL, ~call.strayed, again=True)
         elif router.shows is None:
             if call.again != self._took.get((router.label, number), 0):
                 raise _error(router, number, *_TOPKS, again=True)
@@ -180,15 +197,15 @@ class Witness:
             raise _error(router, number, *_OTHERS_IN_RECOMPUTE, again=True)
         else:
             self.look(router, number, router.shows(output), call.ids, again=True)
-        if self._asked[-1:] and self._asked[-1][4].is_cpu:
+        if self._asked and self._asked[-1].right.is_cpu:
             self.read(wait=True)
 
     def saw_stopped(self, router: Router, number: int, call: seam.Call) -> None:
         """Check a block's recompute that its checkpoint stopped early; an error is raised later."""
         # torch hides errors that are raised while a checkpoint stops early.
         if call.again > self._took.get((router.label, number), 0):
-            none = torch.zeros(1, 1, dtype=torch.bool)
-            self._asked.append((router, number, True, _OTHERS_IN_RECOMPUTE, none))
+            none = torch.zeros((), dtype=torch.bool)
+            self._ask(router, number, _OTHERS_IN_RECOMPUTE, none, again=True)
         elif call.taken is not None and call.taken.count and call.ids is not None:
             self.look(router, number, call.taken.shown(), call.ids, again=True)
 
@@ -212,29 +229,47 @@ class Witness:
                 # -inf comes from an unseen mask, unless too few scores are finite. NaN is a diverged step's.
                 scarce = (call.scores > float("-inf")).sum(dim=1, keepdim=True) < router.topk
                 unseen = held & values.isneginf() & ~scarce
-                self._asked.append((router, number, False, _RULED_OUT, ~unseen))
-        self._asked.append((router, number, False, _shows_others(router), right))
+                self._ask(router, number, _RULED_OUT, ~unseen)
+        self._ask(router, number, _shows_others(router), right)
 
     def look(
         self, router: Router, number: int, shown: torch.Tensor, ids: torch.Tensor, *, again: bool = False
     ) -> None:
         """Check that a result of `Router.shows`, bool [rows, experts] or ids [rows, topk], shows the ids."""
-        if shown.dtype == torch.bool and shown.shape == (ids.shape[0], router.num_experts):
-            # A router that drops tokens shows fewer experts, but no other.
-            held = shown.scatter(1, ids, False).logical_not() if router.drops else shown.gather(1, ids)
-        elif shown.dtype != torch.bool and shown.shape == ids.shape:
-            held = shown.sort(dim=1).values == ids.sort(dim=1).values  # any order is right
+        # A router that drops tokens shows fewer experts, but no other.
+        if router.drops and shown.shape == (ids.shape[0], router.num_experts):
+            right = as_map(shown, router).scatter(1, ids, False).logical_not()
         else:
-            held = torch.zeros_like(ids, dtype=torch.bool)
+            right = _shows(shown, ids, router.num_experts)
         why = _OTHERS_IN_RECOMPUTE if again else _shows_others(router)
-        self._asked.append((router, number, again, why, held))
+        self._ask(router, number, why, right, again=again)
+
+    def _ask(self, router: Router, number: int, why: Why, right: torch.Tensor, again: bool = False) -> None:
+        self._asked.append(_Check((router,), number, again, why, right[None]))
+
+    def _look_together(self, forward: Forward) -> None:
+        """Check what the quick calls of a forward have shown, together if it has one shape."""
+        # The tensor that the router was given shows the ids: nobody has written into it.
+        calls = [call for call in forward.ended if call.shown is not None and call.shown is not call.handed]
+        if not calls:
+            return
+        routers = [call.owner.router for call in calls]
+        shown = [call.shown for call in calls]
+        if len({(one.shape, one.dtype) for one in shown}) > 1:
+            for router, call in zip(routers, calls, strict=True):
+                self.look(router, forward.number, call.shown, call.ids)
+            return
+        right = _shows(torch.stack(shown), torch.stack([call.ids for call in calls]), calls[0].num_experts)
+        self._asked.append(_Check(routers, forward.number, False, _NOT_SHOWN, right))
 
     def forget(self, key: Key) -> None:
         """Drop what is known of a call whose forward raised."""
         for kept in (self._lost, self._took, self._refused):
             kept.pop(key, None)
         gone = *key, False
-        self._asked = [one for one in self._asked if (one[0].label, *one[1:3]) != gone]
+        self._asked = [
+            check for check in self._asked if (check.routers[0].label, check.number, check.again) != gone
+        ]
 
     def clear(self) -> None:
         for kept in (self._lost, self._took, self._refused, self._asked, self._late):
@@ -247,24 +282,26 @@ class Witness:
             given: the routes that the routers got, on each device.
         """
         if self._refused or len(forward.ended) != len(found):
-            seen = {router.label for router, *_ in forward.ended}
+            seen = {call.owner.router.label for call in forward.ended}
             for router in found:
-                if router.label not in forward.called:
+                if router.label not in forward.called | seen:
                     raise not_called(router, forward.number)
                 if (refused := self._refused.pop((router.label, forward.number), None)) is not None:
                     raise _error(router, forward.number, *refused)
                 if router.label not in seen:
                     raise _error(router, forward.number, "the router's output was not seen", _NO_TOPK)
-        for router, ids, watched, written in forward.ended:
+        for call in forward.ended:
             # Compared inline first: the function call costs more than the comparison.
-            changed = watched is not None and (written is None or watched._version != written)
-            if changed and _is_written(watched, written, ids):
-                raise _error(router, forward.number, *_WRITTEN)
+            watched = call.watched
+            changed = watched is not None and (call.written is None or watched._version != call.written)
+            if changed and _is_written(watched, call.written, call.ids):
+                raise _error(call.owner.router, forward.number, *_WRITTEN)
+        self._look_together(forward)
         forward.ended.clear()
         for routes in given:
-            if (label := routes.written_layer()) is not None:
-                router = next(router for router in found if router.label == label)
-                raise _error(router, forward.number, *_WRITTEN)
+            # The version of a tensor doesn't tell what a kernel writes past torch.
+            if (right := routes.untouched()) is not None:
+                self._asked.append(_Check(found, forward.number, False, _WRITTEN, right))
         self.read(wait=False)
         for router in found if self._lost else ():
             if (lost := self._lost.pop((router.label, forward.number), None)) is not None:
@@ -289,10 +326,11 @@ class _Late:
 
     def __init__(self, asked: list[_Check]) -> None:
         self._asked = asked
-        held = [one[4] for one in asked]
-        with contextlib.suppress(RuntimeError):  # on several devices, or of several shapes
-            held = [torch.cat(held)]
-        self._right = HostCopy([one.all() for one in held])
+        right = [check.right for check in asked]
+        if len(right) > 1:
+            with contextlib.suppress(RuntimeError):  # on several devices, or of several shapes
+                right = [torch.cat(right)]
+        self._right = HostCopy([one.all() for one in right])
 
     def has_come(self) -> bool:
         return self._right.has_come()
@@ -300,9 +338,10 @@ class _Late:
     def check(self) -> None:
         if all(bool(one) for one in self._right.read()):
             return
-        for router, number, again, why, held in self._asked:
-            if not bool(held.all()):
-                raise _error(router, number, *why, again=again)
+        for check in self._asked:
+            for router, right in zip(check.routers, check.right, strict=True):
+                if not bool(right.all()):
+                    raise _error(router, check.number, *check.why, again=check.again)
 
 
 def _not_reached(router: Router, call: seam.Call) -> Why:
@@ -322,6 +361,15 @@ def _is_written(watched: torch.Tensor | None, written: int | None, ids: torch.Te
     if written is None:  # inference tensors have no version counter
         return ids is None or not torch.equal(watched, ids)
     return watched._version != written
+
+
+def _shows(shown: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return which ids [..., rows, topk] a result of `Router.shows` holds: bool [..., rows, topk]."""
+    if shown.dtype == torch.bool and shown.shape == (*ids.shape[:-1], num_experts):
+        return shown.gather(-1, ids)
+    if shown.dtype != torch.bool and shown.shape == ids.shape:
+        return shown.sort(dim=-1).values == ids.sort(dim=-1).values  # any order is right
+    return torch.zeros_like(ids, dtype=torch.bool)
 
 
 def as_map(shown: torch.Tensor, router: Router) -> torch.Tensor:

@@ -24,7 +24,9 @@ class Fill(NamedTuple):
     mask: torch.Tensor
 
 
-def unmasked(scores: torch.Tensor, fills: Sequence[Fill], topk: int, ids: torch.Tensor) -> torch.Tensor:
+def unmasked(
+    scores: torch.Tensor, fills: Sequence[Fill], topk: int, ids: torch.Tensor, leaves: int = 0
+) -> torch.Tensor:
     """Return the scores of these ids as they were before the fills that made them, [rows, topk].
 
     A row in which fewer than `topk` experts are unmasked keeps its fill: the router itself chooses masked
@@ -33,12 +35,15 @@ def unmasked(scores: torch.Tensor, fills: Sequence[Fill], topk: int, ids: torch.
     Args:
         scores: the argument of the top-k, [rows, experts].
         ids: int64 [rows, topk].
+        leaves: the number of experts that the router's own fill leaves in each row; 0: not known.
     """
-    filled = scores.gather(1, ids)
     before, mask = before_fills(scores, fills)
     if mask is None:
-        return filled
-    return torch.where(_keeps_fill(mask, scores, topk), filled, before.gather(1, ids))
+        return scores.gather(1, ids)
+    unfilled = before.gather(1, ids)
+    if leaves >= topk and len(fills) == 1:
+        return unfilled
+    return torch.where(_keeps_fill(mask, scores, topk), scores.gather(1, ids), unfilled)
 
 
 def unfilled(scores: torch.Tensor, fills: Sequence[Fill], topk: int) -> torch.Tensor:

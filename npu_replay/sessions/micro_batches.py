@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -50,6 +50,7 @@ class Forward:
     handling: BaseException | None = None  # the exception being handled when it began
     called: set[int] = field(default_factory=set)  # layer labels of the routers called so far
     ended: list[Any] = field(default_factory=list)  # calls: router, ids, handed, version
+    is_open: bool = True  # it runs
     checked: bool = False  # the whole effect is checked, not only that outputs show the ids
     # Of an unchecked forward, what its quick calls share; see `Answering.begins`:
     quick: bool = False
@@ -103,6 +104,7 @@ class Timeline:
         if forward is None or threading.get_ident() != self._thread:
             return None  # a second thread's forward was refused
         self._open[chunk] = None
+        forward.is_open = False
         # A hook that is always called gets None after an exception, and runs while that is handled.
         raised = output is None and sys.exc_info()[1] is not forward.handling
         self.ends.append((backward.sequence_number(), None if raised else forward.owner))
@@ -203,6 +205,7 @@ class Timeline:
 
     def _withdraw(self, forward: Forward) -> None:
         """Remove a forward that raised: the next one gets its number, and its recomputes belong to none."""
+        forward.is_open = False
         for owners in self._noted.values():
             owners.discard(forward.owner)
 
@@ -338,6 +341,17 @@ class KeptIds(dict[Key, torch.Tensor]):
         else:
             # A tensor made under inference_mode can't be saved for backward; its int64 copy can.
             self[key] = ids.to(dtype)
+
+    def keep_all(self, keys: Sequence[Key], ids: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        """Keep int64 ids of several calls, as `keep` does; none of them was made under inference_mode."""
+        sizes = [one.numel() for one in ids]
+        if max(sizes) <= FEW:
+            self.update(zip(keys, ids, strict=True))
+            self._wide.update(dict.fromkeys(keys, dtype))
+            self._numel += sum(sizes)
+            return
+        for key, one in zip(keys, ids, strict=True):
+            self.keep(key, one, dtype)
 
     def narrow_many(self) -> None:
         """Cast what is still int64 if it has become much."""

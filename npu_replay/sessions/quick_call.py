@@ -4,21 +4,38 @@
 often. A model has up to a hundred routers, and the host's work around each is what a replay costs. So in
 unchecked micro-batches a router that has called the guarded name once, on plain scores, is answered here,
 without a walk of the stack and without a function mode. The next checked micro-batch looks again.
+
+Between two kernels each line of Python costs several times what it costs in a loop, whose code and data are
+in the processor's caches. So the calls of a micro-batch are made when it begins (`RouterCalls.prepare`), and
+what they show is kept and checked when it ends (`Answering.ends`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from npu_replay.sessions.backward import graph_task, sequence_number, top_hooks
+from npu_replay.sessions.choices import ids_of_forward
 from npu_replay.sessions.guarded import here
 from npu_replay.sessions.masks import Fill, unmasked
 from npu_replay.sessions.micro_batches import FEW
 from npu_replay.sessions.seam import Call, takes_largest_of_rows
+from npu_replay.sessions.torch_state import Hook, dispatch_modes, function_modes
 
+LARGE = 2**20
+"""Up to this number of elements, a router's output is held until its forward ends (1 MB of a mask).
+
+The outputs of all routers are then checked together. A larger one is checked at once: a device that computes
+it isn't waiting for the host.
+"""
+
+Tensor = torch.Tensor
+is_grad_enabled = torch.is_grad_enabled
 _topk_result = torch.return_types.topk
 
 
@@ -29,16 +46,23 @@ class Plan:
     Attributes:
         way: `Call.way`; where it is the guard, the function mode stays off.
         is_quick: whether unchecked calls may be quick.
+        args: arguments of the top-k behind the scores.
+        kwargs: its keywords.
     """
 
     way: str | None
     is_quick: bool
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, call: Call) -> Plan:
         """Return the plan of the calls that follow one like this, which has ended."""
         plain = call.way == "guard" and not call.again and type(call.scores) is torch.Tensor
-        return cls(call.way, plain and not (call.drops or call.spare or call.counts))
+        if not plain or call.drops or call.spare or call.counts:
+            return cls(call.way, False)
+        _, args, kwargs = call.taken_by
+        return cls(call.way, True, args[1:], {name: kwargs[name] for name in kwargs if name != "input"})
 
 
 class QuickCall(Call):
@@ -48,25 +72,23 @@ class QuickCall(Call):
 
     Args:
         owner: the calls of one router (`router_calls.py`).
+        plan: how the router takes its top-k.
         forward: the forward that it belongs to; None for a recompute.
-        enclosed: whether autograd may run the call again.
+        rows: of the scores; -1: not known.
     """
 
     seen: Any = ()
+    direct: torch.Tensor | None = None  # the given ids, int64, if they are all that it needs
 
-    def __init__(self, owner: Any, forward: Any, enclosed: bool = False) -> None:
+    def __init__(self, owner: Any, plan: Plan, forward: Any, rows: int) -> None:
         self.owner = owner
-        self.num_experts = owner.router.num_experts
-        self.topk = owner.router.topk
-        self.fills: list[Fill] = []
+        self.plan = plan
         self.forward = forward
-        self.enclosed = enclosed
+        self.rows = rows
         self.given = owner.is_given
-        if forward is not None:
-            self.rows = forward.rows
-            self.routes = forward.given
-            self.choose = owner.chooses
-            self.keeps_native_topk = not enclosed and owner.may_keep_native
+        self.fills: list[Fill] = []
+        self.num_experts = owner.num_experts
+        self.topk = owner.topk
 
     def begin(self) -> None:
         here.armed = here.running = self
@@ -74,35 +96,123 @@ class QuickCall(Call):
     def end(self) -> None:
         here.armed = here.running = None
 
-    def take(self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether these are the arguments of the router's top-k."""
+        plan = self.plan
+        if args[1:] != plan.args or kwargs != plan.kwargs:  # else they are those of a checked call
+            k = args[1] if len(args) > 1 else kwargs.get("k")
+            if k != self.topk or not takes_largest_of_rows(args, kwargs):
+                return False
         scores = args[0] if args else kwargs.get("input")
-        k = args[1] if len(args) > 1 else kwargs.get("k")
-        if k != self.topk or type(scores) is not torch.Tensor:
+        if type(scores) is not torch.Tensor or scores.dim() != 2 or scores.shape[1] != self.num_experts:
+            return False
+        if self.rows not in (len(scores), -1):
+            return False
+        self.owner.shape = scores.shape
+        return True
+
+    def take(self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plan = self.plan
+        scores = args[0] if args else kwargs.get("input")
+        known = (  # the same arguments as in the call before
+            type(scores) is Tensor
+            and (shape := scores.shape) == self.owner.shape
+            and self.rows in (shape[0], -1)
+            and args[1:] == plan.args
+            and kwargs == plan.kwargs
+        )
+        if self.ids is not None or not (known or self._fits(args, kwargs)):  # a later one isn't the router's
             return native(*args, **kwargs)
-        shape = scores.shape
-        if len(shape) != 2 or shape[1] != self.num_experts or self.rows not in (shape[0], -1):
-            return native(*args, **kwargs)
-        if (kwargs or len(args) > 2) and not takes_largest_of_rows(args, kwargs):
-            return native(*args, **kwargs)
-        here.armed = None  # a top-k among our own operations isn't the router's, nor is a later one
-        self.rows = shape[0]
+        self.way = "guard"
+        self.rows = scores.shape[0]
+        if (ids := self.direct) is not None:
+            self.ids = self.handed = ids  # `Given.untouched` tells whether the router writes into them
+            if self.fills:
+                values = unmasked(scores, self.fills, self.topk, ids, self.owner.router.leaves)
+            else:
+                values = scores.gather(1, ids)
+            return _topk_result((values, ids))
         if self.keeps_native_topk:
-            values, self.own_ids = native(*args, **kwargs)
-            ids = self.choose(self)
+            taken = native(*args, **kwargs)
+            ids = taken[1]
+            if ids.numel() <= FEW and not ids.is_inference():
+                self.ids = self.own_ids = self.handed = self.watched = ids
+                self.written = ids._version
+                return taken
+            values, self.own_ids = taken
+            ids = self._chosen()
         else:
             self.scores = scores
             self.taken_by = native, args, kwargs
-            ids = self.choose(self)
-            values = unmasked(scores, self.fills if self.given else (), self.topk, ids)
+            ids = self._chosen()
+            fills = self.fills if self.given else ()
+            values = unmasked(scores, fills, self.topk, ids, self.owner.router.leaves)
             self.scores = None
         self.ids = ids
-        self.way = "guard"
-        handed = self.lent
-        if handed is None:
-            # A tensor made under inference_mode can't be saved for backward. Those of a recompute are kept.
-            copies = self.forward is None or ids.numel() > FEW or ids.is_inference()
-            handed = ids.clone() if copies else ids
-            self.watched = handed
-            self.written = None if handed.is_inference() else handed._version
-        self.handed = handed
+        # A tensor made under inference_mode can't be saved for backward. Those of a recompute are kept.
+        copies = self.forward is None or ids.numel() > FEW or ids.is_inference()
+        self.handed = self.watched = handed = ids.clone() if copies else ids
+        self.written = None if handed.is_inference() else handed._version
         return _topk_result((values, handed))
+
+    def _chosen(self) -> torch.Tensor:
+        choose = ids_of_forward if self.forward is None else self.owner.chooses
+        return choose(self)
+
+
+class Begins(Hook):
+    """Begins a router's call: a prepared one here, all others by `RouterCalls.begins`."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        calls = self.owner()
+        if (
+            calls is None
+            or (call := calls.ready) is None
+            or module is not calls.module
+            or calls.marks.any
+            or not call.forward.is_open
+            or here.running is not None
+            or graph_task() != -1
+            or function_modes()
+            or dispatch_modes()
+        ):
+            return super().__call__(module, args, kwargs)
+        calls.ready = None
+        forward = call.forward
+        # Without grad a custom Function may enclose the call, if grad was on before.
+        if (
+            forward.enclosing
+            or top_hooks(True)
+            or (not is_grad_enabled() and (forward.grad or sequence_number() != forward.made))
+        ) and (around := calls.timeline.enclosing(forward)):
+            call.around = around
+            call.keeps_native_topk = False
+        calls.quick = here.armed = here.running = call
+        return None
+
+
+class Ends(Hook):
+    """Ends a router's call: a quick one here, all others by `RouterCalls.ends`."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        calls = self.owner()
+        if (
+            calls is None
+            or (call := calls.quick) is None
+            or call is not here.running
+            or output is None
+            or call.ids is None
+            or calls.ends_slowly
+        ):
+            return super().__call__(module, args, output)
+        calls.quick = here.armed = here.running = None
+        # Not the output, whose graph would live on: the next router then gets memory that no cache holds.
+        call.shown = calls.router.shows(output)
+        if call.rows > calls.most_rows:
+            calls.look(call)
+        call.forward.ended.append(call)
+        return None

@@ -165,44 +165,34 @@ class DeviceRoutes:
         narrow = to_device(self.ids, device)
         missing = None if self.missing is None else to_device(self.missing, device)
         ids = narrow.transpose(0, 1)
-        lent = None
-        copies: Sequence[torch.Tensor | None] = [None] * len(ids)
+        wide = None
         if narrow.numel() <= _FEW and not torch.is_inference_mode_enabled():
-            ids = ids.to(torch.int64, memory_format=torch.contiguous_format)
-            lent = ids.clone()
-            copies = lent.unbind()
-        by_layer = dict(zip(self.columns, zip(ids.unbind(), copies, strict=True), strict=True))
-        self.on[device] = Given(self, narrow, missing, by_layer, ids, lent)
+            ids = wide = ids.to(torch.int64, memory_format=torch.contiguous_format)
+        by_layer = dict(zip(self.columns, ids.unbind(), strict=True))
+        self.on[device] = Given(self, narrow, missing, by_layer, wide)
 
 
 class Given(NamedTuple):
     """Holds the copies of one micro-batch's routes on one device.
 
-    Few ids are cast to int64 together, since a cast for each layer costs more, and are copied together for
-    the routers, which may write into what they get.
+    Few ids are cast to int64 together, since a cast for each layer costs more.
 
     Attributes:
         narrow: the ids, [rows, layers, topk].
         missing: the rows without a route, int64; None if each row has one.
-        by_layer: for each layer its part of `ids`, and of `lent`.
-        ids: the ids, [layers, rows, topk], int64 if they are few.
-        lent: the copy, int64; None if they are many.
+        by_layer: the ids of each layer, [rows, topk]: a part of `wide`, or else of `narrow`.
+        wide: the ids, int64 [layers, rows, topk], which the routers get; None if they are many.
     """
 
     routes: DeviceRoutes
     narrow: torch.Tensor
     missing: torch.Tensor | None
-    by_layer: dict[int, tuple[torch.Tensor, torch.Tensor | None]]
-    ids: torch.Tensor
-    lent: torch.Tensor | None
+    by_layer: dict[int, torch.Tensor]
+    wide: torch.Tensor | None
 
-    def written_layer(self) -> int | None:
-        """Return a layer whose copy was written into, as far as torch knows; None if none was."""
-        # The parts share a version counter. A new copy's is 0.
-        if self.lent is None or self.lent._version == 0:
-            return None
-        changed = (self.lent != self.ids).flatten(1).any(dim=1).tolist()
-        return next((label for label, one in zip(self.by_layer, changed, strict=True) if one), None)
+    def untouched(self) -> torch.Tensor | None:
+        """Return which ids in `wide` are still what they were, bool [layers, rows, topk]."""
+        return None if self.wide is None else self.wide == self.narrow.transpose(0, 1)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

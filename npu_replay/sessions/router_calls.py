@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +27,10 @@ from npu_replay.sessions.micro_batches import (
     Timeline,
 )
 from npu_replay.sessions.own_choice import OwnChoice
-from npu_replay.sessions.quick_call import Plan, QuickCall
+from npu_replay.sessions.quick_call import LARGE, Plan, QuickCall
 from npu_replay.sessions.route_source import RouteSource, to_device
 from npu_replay.sessions.session import Session
-from npu_replay.sessions.torch_state import Hook, caller_of_hook
+from npu_replay.sessions.torch_state import Hook, caller_of_hook, dispatch_modes, function_modes
 
 _is_batched = torch._C._functorch.is_batchedtensor
 
@@ -66,6 +67,7 @@ class RouterCalls:
         self.is_given = given = shared.own is not None
         self.block = session.undo  # identifies its calls in `seam.unwind`
         self.router = router
+        self.module = router.module
         self.label = router.label
         self.last: Hook | None = None  # our last hook: `ends`, or `leaves` behind later hooks
         self.narrow = narrow_dtype(router.num_experts)  # the dtype in which its ids are kept
@@ -73,55 +75,77 @@ class RouterCalls:
         self._source = shared.source
         self._witness = shared.witness
         self._chunk = chunk
-        self._marks = marks
-        self._timeline = session.timeline
+        self.marks = marks
+        self.timeline = session.timeline
         self.may_keep_native = backward.TELLS_REGIONS and not (given or router.spare)
         self.chooses = given_ids if given else own_choice  # in a forward
         self._leaves = session.may_wait(RouterCalls.leaves)
         self._is_block = router.shows is None
         self._mend = router.mend if given else None
+        self.ready: QuickCall | None = None  # the next call, if it is quick
+        self.quick: QuickCall | None = None  # the running call, if it is quick
         self._plans: dict[bool, Plan] = {}  # by `module.training`
         # Used where other hooks come later: our hook behind them; the ended call with its output.
         self._behind: Hook | None = None
         self._ended: tuple[object, seam.Call] | None = None
+        self.num_experts = router.num_experts
+        self.topk = router.topk
+        self.shape: Sequence[int] = ()  # of the scores of its last quick call
+        self.most_rows = LARGE // router.num_experts  # see LARGE
+        self.ends_slowly = self._mend is not None  # or another's hook comes behind ours
 
-    def begins_quickly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Begin an unchecked call; return False if it needs a closer look."""
-        plan = self._plans.get(self.router.module.training)
-        if plan is None or not plan.is_quick or self._marks.any or here.running is not None:
-            return False
-        if backward.in_backward():
-            return self._begins_again_quickly(args)
-        forward = self._timeline.running(self._chunk)
-        if forward is None or not forward.quick:
-            return False
-        _, enclosed = self._live()
-        QuickCall(self, forward, enclosed).begin()
-        return True
+    def prepare(self, forward: Forward, ids: torch.Tensor | None) -> None:
+        """Make the call of this router in a forward that begins, unless it needs a closer look.
+
+        Args:
+            ids: the given ids, int64 [rows, topk], if that is all that the call needs.
+        """
+        plan = self._plans.get(self.module.training)
+        if plan is None or not plan.is_quick:
+            self.ready = None
+            return
+        self.ready = call = QuickCall(self, plan, forward, forward.rows)
+        call.routes = forward.given
+        call.direct = ids
+        call.keeps_native_topk = self.may_keep_native
 
     def _begins_again_quickly(self, args: tuple[Any, ...]) -> bool:
-        number = self._timeline.recomputed(self._chunk, self.label)
+        plan = self._plans.get(self.module.training)
+        if plan is None or not plan.is_quick or self.marks.any or here.running is not None:
+            return False
+        if not backward.in_backward() or function_modes() or dispatch_modes():
+            return False
+        number = self.timeline.recomputed(self._chunk, self.label)
         if is_due(number) or not args or not isinstance(args[0], torch.Tensor):
             return False
-        call = QuickCall(self, None)
-        call.rows = self._rows_of(args[0])
+        call = QuickCall(self, plan, None, self._rows_of(args[0]))
         self._set_again(call, number, args[0].device)
         call.begin()
         return True
 
-    def ends_quickly(self, args: tuple[Any, ...], output: object) -> bool:
-        """End what `begins_quickly` began; return False if it needs a closer look."""
-        call = here.running
-        if type(call) is not QuickCall or call.owner is not self or call.ids is None or output is None:
-            return False
-        if call.forward is None or self._behind is not None or self._mend is not None or self._is_block:
-            return False
-        call.end()
-        self._witness.saw(self.router, call.forward, call, output)
-        return True
+    def look(self, call: QuickCall) -> None:
+        """Check at once what a call has shown."""
+        self._witness.look(self.router, call.forward.number, call.shown, call.ids)
+        call.shown = None
+
+    def keep(self, call: seam.Call) -> None:
+        """Keep the ids of a forward's call that has ended, for a record or a recompute."""
+        if call.around:
+            self.shared.recomputes.expect((self.label, call.forward.number), call.around)
+            call.around = ()  # it lives no longer than its graph
+        elif not self._source.records:
+            return
+        key = self.label, call.forward.number
+        given = call.routes
+        if given is not None and given.missing is None:
+            self.shared.kept[key] = given.narrow[:, given.routes.columns[self.label]]
+        elif call.ids is not None:
+            self.shared.kept.keep(key, call.ids, self.narrow)
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin the router's forward: from here on its top-k is answered."""
+        if self._begins_again_quickly(args):
+            return
         started = time.perf_counter()
         call = self._begin(args, kwargs)
         if call is not None:
@@ -134,9 +158,9 @@ class RouterCalls:
         hidden = args[0] if args and isinstance(args[0], torch.Tensor) else hidden_states(args, kwargs)
         rows = self._rows_of(hidden)
         call = seam.Call(rows, router.num_experts, router.topk, given=self.is_given, owner=self)
-        number = self._marks.take_announced(router.module)
+        number = self.marks.take_announced(router.module)
         if number is None and backward.in_backward():
-            number = self._timeline.recomputed(self._chunk, self.label)
+            number = self.timeline.recomputed(self._chunk, self.label)
         if number is not None:
             self._set_again(call, number, hidden.device)
         elif self._source.answers(router):
@@ -148,8 +172,8 @@ class RouterCalls:
 
     def _begin_live(self, call: seam.Call, device: torch.device) -> None:
         """Prepare the call of a forward; refuse one whose routes have other rows."""
-        call.forward, call.enclosed = forward, enclosed = self._live()
-        call.keeps_native_topk = self.may_keep_native and not enclosed
+        call.forward, call.around = forward, around = self._live()
+        call.keeps_native_topk = self.may_keep_native and not around
         call.choose = self.chooses
         if self.is_given:
             call.routes = self._source.prepare(self.router, forward, call.rows, device)
@@ -171,6 +195,7 @@ class RouterCalls:
             raise RouterError(problem, where=where, cause=cause)
         call.drops = router.drops
         call.spare = router.spare
+        call.leaves = router.leaves
         call.counts = self._is_block
         plan = self._plans.get(router.module.training)
         call.watching = plan is None or plan.way != "guard"
@@ -181,6 +206,7 @@ class RouterCalls:
         if next(reversed(router.module._forward_hooks.values())) is not self.last and not self._is_block:
             if self._behind is None:
                 self._behind = Hook(self, self._leaves, router.module)
+                self.ends_slowly = True
                 self.block.callback(self._behind.take_off)
             self._behind.take_off()
             router.module.register_forward_hook(self._behind)  # behind the hooks of others
@@ -191,19 +217,17 @@ class RouterCalls:
         """Return the number of rows of the scores that the router makes of its input."""
         return hidden.numel() // hidden.shape[-1] * self.router.gathers
 
-    def _live(self) -> tuple[Forward, bool]:
-        """Return the forward that this call belongs to, and whether anything may run the call again."""
-        forward = self._timeline.live(self._chunk)
+    def _live(self) -> tuple[Forward, list[Any]]:
+        """Return the forward that this call belongs to, and all that may run the call again."""
+        forward = self.timeline.live(self._chunk)
         label = self.label
-        if label in forward.called:
-            raise called_again(self.router, forward, self._timeline)
+        if label in forward.called or any(call.owner is self for call in forward.ended):
+            raise called_again(self.router, forward, self.timeline)
         forward.called.add(label)
-        around = self._timeline.enclosing(forward)
-        if (foreseen := self._marks.take_foreseen(self.router.module)) is not None:
+        around = self.timeline.enclosing(forward)
+        if (foreseen := self.marks.take_foreseen(self.router.module)) is not None:
             around = [*around, foreseen]
-        if around:
-            self.shared.recomputes.expect((label, forward.number), around)
-        return forward, bool(around)
+        return forward, around
 
     def _again(self, number: int, rows: int, device: torch.device) -> torch.Tensor:
         """Return the ids [rows, topk] of the forward's call, for a recompute."""
@@ -226,6 +250,7 @@ class RouterCalls:
 
     def ends(self, args: tuple[Any, ...], output: object) -> object:
         """End the router's forward; a result that isn't None replaces the output."""
+        self.quick = None
         call = seam.running(self)
         if call is None:
             return None  # `begins` raised, or left the call alone
@@ -240,6 +265,7 @@ class RouterCalls:
                 # Refuses routes with other rows, of which no top-k was answered.
                 self._source.prepare(self.router, call.forward, self._rows_of(hidden), hidden.device)
             if call.forward is not None:
+                self.keep(call)
                 self._witness.saw(self.router, call.forward, call, output)
             elif call.way is not None:
                 self._witness.saw_again(self.router, call.number, call, output)

@@ -15,7 +15,7 @@ the use of the ids is followed (`id_uses.py`). The guard also notes the `masked_
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -99,11 +99,11 @@ class Call:
     forward: Any = None
     routes: Any = None
     number = 0
-    enclosed = False  # autograd may run the call again
-    lent: torch.Tensor | None = None  # a copy of the ids for the router, checked with those of other calls
+    around: Sequence[Any] = ()  # all that may run the call again
     # The frame that runs the router. A top-k that isn't called from it isn't the router's. None: not checked.
     inside: FrameType | None = None
     drops = False  # tokens over an expert's capacity are dropped by a second top-k, along dim 0
+    leaves = 0  # see `Router.leaves`
     spare = 0  # experts that the top-k returns beyond those used; they come last and aren't replaced
     counts = False  # count further top-ks
     follows = False  # keep Watch on until the call ends
@@ -116,6 +116,7 @@ class Call:
     way: str | None = None  # how it was caught: "guard", "watch", or "kernel" (see `note`)
     passed: torch.Size | None = None  # of scores in other axes, whose top-k was seen and not answered
     again = 0  # number of further top-ks of the same shape
+    shown: torch.Tensor | None = None  # what `Router.shows` returned, if it is still to be checked
     values: torch.Tensor | None = None  # values that the router got, float [rows, topk]
     scores: Any = None  # the input of the top-k
     taken_by: Any = None  # the function, its arguments and keywords
@@ -253,7 +254,7 @@ class Call:
         try:
             if self.given and _identity(scores) == self._answered and (handed := self.handed) is not None:
                 # Not the values of before: they may have been made without grad, or written into.
-                values = unmasked(scores, self.fills, self.topk, handed)
+                values = unmasked(scores, self.fills, self.topk, handed, self.leaves)
                 return torch.return_types.topk((values if scores.requires_grad else values.detach(), handed))
             return native(*args, **kwargs)
         finally:
@@ -303,7 +304,7 @@ class Call:
             if self.steps is not None:
                 self.ruled_out = self.steps.ruled_out(scores, self.fills, ids, self.own())
         if not self.keeps_native_topk:
-            values = unmasked(scores, self.fills if self.given else (), self.topk, ids)
+            values = unmasked(scores, self.fills if self.given else (), self.topk, ids, self.leaves)
         return values, ids
 
     def own(self, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -330,12 +331,11 @@ class Call:
         """Run a `masked_fill`, and keep the scores before it if it fills scores over the experts."""
         scores = args[0] if args else kwargs.get("input")
         shape = self.rows, self.num_experts
+        if not isinstance(scores, torch.Tensor):
+            return native(*args, **kwargs)
+        has_shape = scores.shape == shape
         # Routers that mask whole groups may fill a view [rows, groups, experts of a group].
-        if (
-            not isinstance(scores, torch.Tensor)
-            or scores.shape[:1] != shape[:1]
-            or scores.shape[1:].numel() != shape[1]
-        ):
+        if not has_shape and (scores.shape[:1] != shape[:1] or scores.shape[1:].numel() != shape[1]):
             return native(*args, **kwargs)
         before = scores
         if in_place:
@@ -343,7 +343,7 @@ class Call:
                 before = scores.clone()
         after = native(*args, **kwargs)
         fill = Fill(before, after, args[1] if len(args) > 1 else kwargs["mask"])
-        if scores.shape != shape:
+        if not has_shape:
             with outside_modes():
                 fill = Fill(*(one.expand(scores.shape).reshape(shape) for one in fill))
         self.fills.append(fill)

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from npu_replay.module_tree import way
 
-_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 class Hook:
@@ -31,33 +31,25 @@ class Hook:
     `last` is the module's output, or a pre-hook's keywords; the result of `act` is the hook's. Module and
     owner are held weakly: a hook without its owner does nothing, and a copy of the model keeps nothing alive.
     A shallow copy of the module shares its hooks, which ignore it. In a deep copy or a pickle the hook
-    becomes a function that does nothing. `quick(owner, args, last)` is asked first, where no mode of torch's
-    is on; `act` is called only if it returns False.
+    becomes a function that does nothing.
     """
 
-    __slots__ = ("__weakref__", "_act", "_at", "_module", "_owner", "_quick")
+    __slots__ = ("__weakref__", "_act", "_at", "_module", "owner")
 
-    def __init__(
-        self,
-        owner: object,
-        act: Callable[..., Any],
-        module: nn.Module,
-        *at: Any,
-        quick: Callable[..., bool] | None = None,
-    ) -> None:
-        self._owner = weakref.ref(owner)
+    def __init__(self, owner: object, act: Callable[..., Any], module: nn.Module, *at: Any) -> None:
+        self.owner = weakref.ref(owner)
         self._module = weakref.ref(module)
         self._act = act
         self._at = at
-        self._quick = quick
+
+    def __init_subclass__(cls) -> None:
+        _calls_of_hooks.add(cls.__call__.__code__)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], last: Any) -> Any:
-        owner = self._owner()
+        owner = self.owner()
         if owner is None or module is not self._module():
             return None
-        if not (_function_modes() or _dispatch_modes()):
-            if self._quick is not None and self._quick(owner, args, last):
-                return None
+        if not (function_modes() or dispatch_modes()):
             return self._act(owner, *self._at, args, last)
         with outside_modes():
             return self._act(owner, *self._at, args, last)
@@ -78,12 +70,17 @@ class Hook:
         return getattr, (contextlib.nullcontext, "__exit__")
 
 
+_calls_of_hooks = {Hook.__call__.__code__}
+
+
 def caller_of_hook() -> FrameType | None:
     """Return the frame that called our innermost running hook; it lives until the module's call ends."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not Hook.__call__.__code__:
+    while frame is not None and frame.f_code not in _calls_of_hooks:
         frame = frame.f_back
-    return None if frame is None else frame.f_back
+    while frame is not None and frame.f_code in _calls_of_hooks:
+        frame = frame.f_back
+    return frame
 
 
 def outside_modes() -> AbstractContextManager[None]:
