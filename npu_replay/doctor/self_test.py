@@ -28,6 +28,7 @@ from npu_replay.sessions.replay import replay
 _KIND = "npu_replay's self-test"
 _TOKENS = 32
 _HIDDEN = 16
+_VOCABULARY = 512
 _EXPERTS = 8
 _TOPK = 2
 
@@ -57,12 +58,12 @@ def run(device: str, brought_by: str = "") -> str:
 def _problem(device: torch.device) -> str:
     generator = torch.Generator().manual_seed(0)  # leaves the global generator unchanged
     model = _ToyModel(generator).to(device)
-    batches = [torch.randn(_TOKENS, _HIDDEN, generator=generator).to(device) for _ in range(2)]
+    batches = [torch.randint(_VOCABULARY, (1, _TOKENS), generator=generator).to(device) for _ in range(2)]
 
     def recorded() -> list[RoutedExperts]:
         with torch.no_grad(), record(model) as recording:
             for batch in batches:
-                model(batch)
+                model(input_ids=batch)
         return list(recording.routes)
 
     routes = recorded()
@@ -76,7 +77,7 @@ def _problem(device: torch.device) -> str:
         session = replay(model, routes)
         with observe(model) as observation, session:
             # One backward for both: an implementation that queues recomputes would swap their routes.
-            torch.stack([model(batch).square().mean() for batch in batches]).sum().backward()  # type: ignore[no-untyped-call]
+            torch.stack([model(input_ids=batch).square().mean() for batch in batches]).sum().backward()  # type: ignore[no-untyped-call]
         if compare(observation.shown, routes).router_mismatch:
             return "the routers didn't choose the experts that were replayed"
         gradients.append([weight.grad for weight in model.parameters() if weight.grad is not None])
@@ -96,14 +97,18 @@ class _ToyRouter(nn.Module):
 class _ToyModel(nn.Module):
     """Implements one MoE layer, with experts of one vector each."""
 
+    embedding: torch.Tensor
+
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
+        self.register_buffer("embedding", torch.randn(_VOCABULARY, _HIDDEN, generator=generator))
         self.router = _ToyRouter()
         self.gate = nn.Parameter(torch.randn(_EXPERTS, _HIDDEN, generator=generator))
         self.experts = nn.Parameter(torch.randn(_EXPERTS, _HIDDEN, generator=generator))
         self.recompute = False
 
-    def forward(self, hidden: torch.Tensor) -> Any:
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        hidden = self.embedding[input_ids[0]]
         if self.recompute:
             return checkpoint(self._layer, hidden, use_reentrant=False)
         return self._layer(hidden)
