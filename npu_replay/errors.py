@@ -83,7 +83,7 @@ def cures() -> str:
     here = Path(__file__).parent
     pages = (folder / "docs" / "troubleshooting.md" for folder in (here, here.parent))
     found = next((page for page in pages if page.is_file()), "docs/troubleshooting.md in npu_replay's source")
-    return f"Symptoms and cures: {found}"
+    return f"Symptoms and cures: {found}, and in Chinese zh/troubleshooting.md beside it"
 
 
 class InvalidRoutes(ReplayError):

@@ -58,12 +58,16 @@ def test_a_traceback_ends_with_the_page_of_cures(tmp_path: Path, monkeypatch: py
         return "".join(traceback.format_exception_only(error)).splitlines()[1:]
 
     page = ROOT / "docs" / "troubleshooting.md"
-    assert last_lines(ReplayError("no routes").at("layer 3")) == [f"Symptoms and cures: {page}"]
+    chinese = ", and in Chinese zh/troubleshooting.md beside it"
+    assert last_lines(ReplayError("no routes").at("layer 3")) == [f"Symptoms and cures: {page}{chinese}"]
 
     package = tmp_path / "npu_replay"
     monkeypatch.setattr(errors, "__file__", str(package / "errors.py"))
-    assert last_lines(ReplayError("no routes"))[0].endswith("docs/troubleshooting.md in npu_replay's source")
+    missing = f"docs/troubleshooting.md in npu_replay's source{chinese}"
+    assert last_lines(ReplayError("no routes"))[0].endswith(missing)
     (package / "docs").mkdir(parents=True)
     shutil.copy(page, package / "docs")
-    assert last_lines(ReplayError("no routes")) == [f"Symptoms and cures: {package / 'docs' / page.name}"]
+    assert last_lines(ReplayError("no routes")) == [
+        f"Symptoms and cures: {package / 'docs' / page.name}{chinese}"
+    ]
     errors.cures.cache_clear()
