@@ -126,6 +126,8 @@ def engine_lines(device: str, verl: Path) -> list[str]:
         end("vllm-ascend captures no routes before 0.18. Take R2.")
     if asks_plugins(verl) and () < release("vllm") < (0, 22):
         end("verl 0.9 refuses R3 with vLLM below 0.22. Take R2, or verl 0.8.0.")
+    if not release("vllm"):
+        warn("neither vLLM nor SGLang is installed here: these lines are those of vLLM below 0.22.")
     chosen = []
     if release("vllm") < (0, 22):  # older ones hand out another step's rows under asynchronous scheduling
         chosen.append(f"+{ROLLOUT}.engine_kwargs.vllm.no_async_scheduling=True")
