@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAIRS = [(ROOT / f"{name}.md", ROOT / f"{name}.zh.md") for name in ("README", "SECURITY")]
 PAIRS += [(ROOT / "docs" / page.name, page) for page in sorted((ROOT / "docs" / "zh").glob("*.md"))]
 SECTIONS = {
+    "doctor.md": ("cli.md", "doctor"),
     "smoke.md": ("versions.md", "npu-replay smoke"),
 }
 """Pages in Chinese that are a section of an English page."""
