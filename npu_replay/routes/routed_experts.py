@@ -49,6 +49,7 @@ class Placement:
         inputs: the tokens of the micro-batch; from `record` also a digest of its images.
         rows: the packed token in each row, int64 [rows], -1 for padding, if a `TokenLayout` placed the rows.
         lengths: those of the packed sequences.
+        unnamed: some of the sequences' routes had no fingerprint, so that `inputs` has the layout's alone.
     """
 
     bad_samples: int = 0
@@ -56,6 +57,7 @@ class Placement:
     inputs: Inputs | None = None
     rows: torch.Tensor | None = None
     lengths: tuple[int, ...] = ()
+    unnamed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

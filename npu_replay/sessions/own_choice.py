@@ -231,8 +231,9 @@ class OverlapCheck:
             logger.warning(
                 "[npu_replay] %s: the routers would choose %.0f %% of the given experts for these tokens, "
                 "and chance gives %.0f %%. The routes may be of another micro-batch, or rows in another "
-                "order: nothing says which tokens they belong to (fingerprints=). from_engine=True makes "
-                "this an error; min_overlap=0 switches it off, for routes that are random on purpose",
+                "order: they don't say which tokens they belong to (RoutedExperts(fingerprint=)). "
+                "from_engine=True makes this an error; min_overlap=0 switches it off, for routes that are "
+                "random on purpose",
                 *(error.where, 100 * misfit.got, 100 * misfit.chance),
             )
 

@@ -162,10 +162,11 @@ class ListedRoutes(RouteSource):
     def wants_inputs_of(self, number: int) -> bool:
         # Without fingerprints only the padding can be compared, which is alike in all micro-batches.
         known = self.called.known[number] is not None
-        return known and (self.knows_tokens(number) or is_due(number) or self.is_last(number))
+        return known and (self.called.knows_tokens(number) or is_due(number) or self.is_last(number))
 
     def knows_tokens(self, number: int) -> bool:
-        return self.called.knows_tokens(number)
+        # A layout's fingerprints tell the tokens of the call, not those of routes without one.
+        return self.called.knows_tokens(number) and not self.routes[number].placement.unnamed
 
     def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
         last = self.timeline.ended[0] - 1
