@@ -67,7 +67,6 @@ class Router:
             or their ids, integers [rows, topk], in any order. None where the module itself uses the ids (a
             block without a router inside): then their use is followed (`sessions/id_uses.py`).
         drops: tokens over an expert's capacity are dropped, so `shows` may show fewer than were chosen.
-        drops_by_scores: which of them follows the live scores, so that a replay may drop others.
         masks: scores are masked before the top-k (group-limited routing).
         leaves: the number of experts that its own mask leaves unmasked in each row (group-limited routing:
             those of the chosen groups); 0 where it isn't known, which costs five operations a call.
@@ -91,7 +90,6 @@ class Router:
     shows: Callable[[object], torch.Tensor] | None
     layer: int | None = None
     drops: bool = False
-    drops_by_scores: bool = False
     masks: bool = True
     leaves: int = 0
     gathers: int = 1

@@ -66,7 +66,6 @@ class MegatronRouters(RouterKind):
             layer=None if number is None else int(number) - 1,
             depth=int(getattr(config, "num_layers", None) or 0),
             drops=drops,
-            drops_by_scores=drops and config.moe_token_drop_policy == "probs",
             masks=bool(config.moe_router_group_topk),
             leaves=_left_by_groups(config, int(module.num_experts)),
             gathers=gathered_ranks(config),

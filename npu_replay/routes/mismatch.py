@@ -19,8 +19,8 @@ class RoutingDifference:
     """Compares two routings of the same tokens.
 
     Attributes:
-        router_mismatch: share of token-layers whose sets of experts differ (order doesn't count). What
-            `observe` saw dropped over an expert's capacity is missing from its set.
+        router_mismatch: share of token-layers whose sets of experts differ (order doesn't count). An expert
+            that dropped the token over its capacity, as `record` or `observe` saw, is missing from its set.
         token_mismatch: share of tokens with a difference in some layer.
         layer_mismatch: router_mismatch of each layer, by label.
         token_layers: the number compared: rows recorded (or observed) on both sides, times layers.
@@ -114,7 +114,7 @@ def _known(routes: RoutedExperts) -> torch.Tensor:
 
 
 def _joined(parts: Any) -> RoutedExperts:
-    """Return the rows of all micro-batches, with what `observe` saw dropped in some."""
+    """Return the rows of all micro-batches, with what was seen dropped in some."""
     whole = RoutedExperts.concat(parts)
     if all(part.shown is None for part in parts):
         return whole

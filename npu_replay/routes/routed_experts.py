@@ -113,8 +113,9 @@ class RoutedExperts:
     """Where the rows of a micro-batch lie. A pickle carries it; bytes and files carry its `row_order`, and of
     `inputs` the digests."""
     shown: torch.Tensor | None = field(default=None, init=False)
-    """From `observe`, where tokens over an expert's capacity were dropped: the ids that the outputs showed,
-    int16 [tokens, layers, topk], with -1 in the place of each that is missing."""
+    """From `record` and `observe`, where tokens over an expert's capacity are dropped: the ids that ran,
+    int16 [tokens, layers, topk], with -1 in the place of each that lost the token. A pickle carries it;
+    bytes, files and other rows made of these don't."""
 
     made_at: float = field(default=0.0, init=False)
     """When these rows were decoded, loaded or built, in seconds since the epoch; of several parts the

@@ -20,7 +20,7 @@ from npu_replay import routers
 from npu_replay.errors import NoEffect, RecomputeError, micro_batch
 from npu_replay.routers import Router
 from npu_replay.routes.inputs import copied
-from npu_replay.sessions import dropped, seam, torch_state
+from npu_replay.sessions import seam, torch_state
 from npu_replay.sessions.effect import is_due
 from npu_replay.sessions.micro_batches import (
     Forward,
@@ -78,7 +78,6 @@ class Answering(Work):
         self.shared.source.enters(session)
         if self.shared.own is not None:
             self.shared.own.enters(session.all_routers)
-            dropped.warn(session.all_routers)
         self._undo = undo = session.undo
         undo.callback(torch_state.let_go, undo)
         paths = [[router.path for router in found] for found in session.routers]

@@ -26,6 +26,8 @@ def given_ids(call: Call) -> torch.Tensor:
     given: Given = call.routes
     missing = given.missing
     ids = given.by_layer[calls.label].long()
+    if call.drops and given.lost is not None:
+        call.loses = given.lost[:, given.routes.columns[calls.label]]
     if call.forward.compares and shared.own is not None:
         shared.own.compare(call, ids, missing, given.routes)
     if missing is not None:  # never in place: layers may share their storage
@@ -35,7 +37,9 @@ def given_ids(call: Call) -> torch.Tensor:
 
 def ids_of_forward(call: Call) -> torch.Tensor:
     """Return the ids of the forward's call, for its recompute."""
-    own = call.owner.shared.own
+    shared = call.owner.shared
+    call.loses = shared.kept.lost.get((call.owner.label, call.number))
+    own = shared.own
     if own is not None:
         own.count_in(call)
     ids: torch.Tensor = call.routes.long()

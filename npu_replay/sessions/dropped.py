@@ -1,28 +1,21 @@
-"""Says where tokens over an expert's capacity are dropped by live scores, which a replay doesn't hold."""
+"""Says that tokens over an expert's capacity are dropped by live scores, since no record says which were."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
-
-from npu_replay.routers import Router
 
 logger = logging.getLogger(__name__)
 
 
-def warn(routers: Sequence[Router]) -> None:
-    """Warn, once in the process, if these routers choose anew which tokens their experts drop."""
-    if any(router.drops_by_scores for router in routers):
-        _say()
-
-
 # Cached: the process warns once.
 @functools.cache
-def _say() -> None:
+def warn() -> None:
+    """Warn, once in the process, that a replay chooses anew which tokens an expert drops."""
     logger.warning(
-        "[npu_replay] an expert over its capacity drops tokens by their live probabilities, which no replay "
-        "holds: after an optimizer step other rows lose an expert than in the pass that chose the routes. "
-        "metrics()['capacity_dropped'] is the share of chosen experts that lost their token. "
-        "moe_token_drop_policy='position' drops the same ones, and without a capacity none is dropped"
+        "[npu_replay] an expert over its capacity drops tokens by their live probabilities, and these routes "
+        "don't say which it dropped before: after an optimizer step other rows lose an expert than in the "
+        "pass that chose the routes. metrics()['capacity_dropped'] is the share of chosen experts that lost "
+        "their token. A replay of recording.routes, as record() made them, drops the same tokens; so does "
+        "moe_token_drop_policy='position', and without a capacity none is dropped"
     )

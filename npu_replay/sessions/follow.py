@@ -335,7 +335,7 @@ class TokenRoutes(RouteSource):
             return
         self.sequences.update(recorded=len(self._new), replayed=self._replayed)
         if self._new:
-            rows = micro_batch_routes(kept.narrow(), list(self.routers[0]), forward.number)
+            rows = micro_batch_routes(kept.narrow(), list(self.routers[0]), forward.number, {})
             problem = "the routers saw another number of rows than the model was called with"
             where = micro_batch(forward.number)
             cause = self.why_other_rows

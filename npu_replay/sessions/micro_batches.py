@@ -329,6 +329,7 @@ class KeptIds(dict[Key, torch.Tensor]):
     """
 
     def __init__(self) -> None:
+        self.lost: dict[Key, torch.Tensor] = {}  # bool, the ids whose token was dropped, where any can be
         self._wide: dict[Key, torch.dtype] = {}  # of ids that are int64 still, the dtype to be
         self._numel = 0  # of these
 
@@ -382,8 +383,10 @@ class KeptIds(dict[Key, torch.Tensor]):
 
     def drop(self, key: Key) -> None:
         self.pop(key, None)
+        self.lost.pop(key, None)
         self._wide.pop(key, None)
 
     def clear(self) -> None:
         super().clear()
+        self.lost.clear()
         self._wide.clear()

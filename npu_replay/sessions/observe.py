@@ -87,11 +87,8 @@ def _routes(
     routers = sorted(routers, key=lambda router: router.label)
     keys = [(router.label, number) for router in routers]
     whole = torch.stack([kept[key].all(dim=1) for key in keys]).all(dim=0) if keys else None
-    routes = micro_batch_routes(ids, routers, number, whole)
-    if whole is None or bool(whole.all()):
-        return routes
-    shown = [ids[key].short().masked_fill(~kept[key], -1) for key in keys]
-    return routes.with_known(shown=torch.stack(shown, dim=1))
+    lost = {} if whole is None or bool(whole.all()) else {key: ~kept[key] for key in keys}
+    return micro_batch_routes(ids, routers, number, lost, whole)
 
 
 class Reading(Work):

@@ -53,17 +53,22 @@ class Recording(Session):
 
     @property
     def routes(self) -> list[RoutedExperts]:
-        """Return one RoutedExperts a micro-batch, in forward order; rows as the routers had them."""
+        """Return one RoutedExperts a micro-batch, in forward order; rows as the routers had them.
+
+        Where experts drop tokens over their capacity, `replay` drops the same ones if it is given these
+        routes themselves. Other rows made of them (`take`, a TokenLayout), bytes and files don't say which.
+        """
         if self._routes is None:
             problem = "the routes are complete when the record block has ended without an exception"
             raise ReplayError(problem, expected="an ended block", got=self)
         return self._routes
 
     def _finish(self) -> None:
-        ids = self._answering.shared.kept.narrow()
+        kept = self._answering.shared.kept
+        ids = kept.narrow()
         called = self._answering.shared.source.inputs
         count = self.timeline.ended[0]
-        found = [micro_batch_routes(ids, self.all_routers, number) for number in range(count)]
+        found = [micro_batch_routes(ids, self.all_routers, number, kept.lost) for number in range(count)]
         order = row_order_of(self.all_routers)
         for number, routes in enumerate(found):
             inputs = mark = None
@@ -100,7 +105,8 @@ class StepRecording(Session):
         cause = "a forward of another module than this chunk, or a block that isn't open"
         MicroBatchError.unless(fine, "nothing was recorded yet", cause=cause, where=f"chunk {chunk}")
         number = self.timeline.ended[chunk] - 1
-        return micro_batch_routes(self._answering.shared.kept.narrow(), self.routers[chunk], number)
+        kept = self._answering.shared.kept
+        return micro_batch_routes(kept.narrow(), self.routers[chunk], number, kept.lost)
 
     def last(self, router: Router) -> torch.Tensor | None:
         """Return the ids of a router's last call, [rows, topk], narrow, on its device; None before it."""
@@ -110,9 +116,17 @@ class StepRecording(Session):
 
 
 def micro_batch_routes(
-    ids: dict[Key, torch.Tensor], routers: list[Router], number: int, recorded: torch.Tensor | None = None
+    ids: dict[Key, torch.Tensor],
+    routers: list[Router],
+    number: int,
+    lost: dict[Key, torch.Tensor],
+    recorded: torch.Tensor | None = None,
 ) -> RoutedExperts:
-    """Return the routes of one micro-batch from the ids of its calls, [rows, topk] each."""
+    """Return the routes of one micro-batch from the ids of its calls, [rows, topk] each.
+
+    Args:
+        lost: of calls that may drop tokens, the ids whose token was dropped, bool [rows, topk].
+    """
     if not routers:
         return without_layers()
     routers = sorted(routers, key=lambda router: router.label)
@@ -126,7 +140,7 @@ def micro_batch_routes(
     on_one_device = len({one.device for one in found.values()}) == 1
     stacked = torch.stack([one if on_one_device else one.cpu() for one in found.values()], dim=1)
     experts = routers[0].num_experts
-    return RoutedExperts(
+    routes = RoutedExperts(
         ids=stacked.to(narrow_dtype(experts)).cpu(),
         layers=list(found),
         num_experts=experts,
@@ -134,6 +148,14 @@ def micro_batch_routes(
         constant_layers_ok=True,
         copy=False,
     )
+    gone = {label: lost[label, number].cpu() for label in found if (label, number) in lost}
+    if not gone:
+        return routes
+    shown = stacked.short().cpu()
+    for column, label in enumerate(found):
+        if label in gone:
+            shown[:, column].masked_fill_(gone[label], -1)
+    return routes.with_known(shown=shown)
 
 
 def pin_recompute(model: Model) -> Pinning:

@@ -169,7 +169,11 @@ class DeviceRoutes:
         if narrow.numel() <= _FEW and not torch.is_inference_mode_enabled():
             ids = wide = ids.to(torch.int64, memory_format=torch.contiguous_format)
         by_layer = dict(zip(self.columns, ids.unbind(), strict=True))
-        self.on[device] = Given(self, narrow, missing, by_layer, wide)
+        lost = None
+        if self.routes.shown is not None:
+            dropped = (self.routes.shown < 0) & self.routes.recorded[:, None, None]
+            lost = to_device(dropped[:, self._of_all], device)
+        self.on[device] = Given(self, narrow, missing, by_layer, wide, lost)
 
 
 class Given(NamedTuple):
@@ -182,6 +186,8 @@ class Given(NamedTuple):
         missing: the rows without a route, int64; None if each row has one.
         by_layer: the ids of each layer, [rows, topk]: a part of `wide`, or else of `narrow`.
         wide: the ids, int64 [layers, rows, topk], which the routers get; None if they are many.
+        lost: the ids whose token was dropped over its expert's capacity, bool [rows, layers, topk]; None if
+            the routes don't say.
     """
 
     routes: DeviceRoutes
@@ -189,6 +195,7 @@ class Given(NamedTuple):
     missing: torch.Tensor | None
     by_layer: dict[int, torch.Tensor]
     wide: torch.Tensor | None
+    lost: torch.Tensor | None
 
     def untouched(self) -> torch.Tensor | None:
         """Return which ids in `wide` are still what they were, bool [layers, rows, topk]."""

@@ -136,6 +136,8 @@ class RouterCalls:
         elif not self._source.records:
             return
         key = self.label, call.forward.number
+        if call.lost is not None:
+            self.shared.kept.lost[key] = call.lost
         given = call.routes
         if given is not None and given.missing is None:
             self.shared.kept[key] = given.narrow[:, given.routes.columns[self.label]]

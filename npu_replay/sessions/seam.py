@@ -24,6 +24,7 @@ from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from npu_replay.errors import RouterError
+from npu_replay.sessions import dropped
 from npu_replay.sessions.guarded import guard as guard
 from npu_replay.sessions.guarded import here
 from npu_replay.sessions.id_uses import IdUses, run_seen
@@ -103,6 +104,7 @@ class Call:
     # The frame that runs the router. A top-k that isn't called from it isn't the router's. None: not checked.
     inside: FrameType | None = None
     drops = False  # tokens over an expert's capacity are dropped by a second top-k, along dim 0
+    loses: torch.Tensor | None = None  # bool [rows, topk], the ids whose token is dropped; None if not known
     leaves = 0  # see `Router.leaves`
     spare = 0  # experts that the top-k returns beyond those used; they come last and aren't replaced
     counts = False  # count further top-ks
@@ -123,6 +125,7 @@ class Call:
     own_ids: torch.Tensor | None = None  # the router's own choice of all rows, once computed
     taken: IdUses | None = None  # uses of the ids after the top-k, if `follows`
     ruled_out: torch.Tensor | None = None  # see Steps.ruled_out
+    lost: torch.Tensor | None = None  # bool [rows, topk], the ids whose token was dropped, if `drops`
     strayed: torch.Tensor | None = None  # a flag on the device: a kernel chose other ids
     below: Call | None = None  # the enclosing call
     outer: Call | None = None  # the previously armed call
@@ -243,8 +246,8 @@ class Call:
             here.takers = (*here.takers, self.taken)
         if self.given:
             self._answered = _identity(scores)
-        comes_again = self.drops or not self.spare
-        here.armed = self if self.counts or (self.given and comes_again) else None
+        comes_again = self.given and not self.spare
+        here.armed = self if self.counts or self.drops or comes_again else None
         return torch.return_types.topk((values, handed))
 
     def _answer_again(self, native: Callable[..., Any], args: Any, kwargs: Any, ids: torch.Tensor) -> Any:
@@ -261,23 +264,39 @@ class Call:
             here.armed = self
 
     def _drop(self, native: Callable[..., Any], args: Any, kwargs: Any, ids: torch.Tensor) -> Any:
-        """Choose the tokens to drop; choose anew for experts that lost a token which was routed to them.
+        """Choose the tokens that keep their place at each expert, and note which ids lost theirs."""
+        scores = args[0] if args else kwargs.pop("input")
+        answer = native(scores, *args[1:], **kwargs)
+        if self.given and scores.is_floating_point():
+            if self.loses is None:
+                dropped.warn()
+            with outside_modes():
+                again = lambda found: native(found, *args[1:], **kwargs)  # noqa: E731
+                places = self._places(scores.detach(), answer[1], ids, again)
+            answer = torch.return_types.topk((scores.gather(0, places), places))
+        with outside_modes():
+            placed = torch.zeros_like(scores, dtype=torch.bool).scatter(0, answer[1], True)
+            self.lost = ~placed.gather(1, ids)
+        return answer
+
+    def _places(
+        self, scores: torch.Tensor, own: torch.Tensor, ids: torch.Tensor, native: Callable[..., Any]
+    ) -> torch.Tensor:
+        """Return the tokens to keep; choose anew for experts that lost a token which was routed to them.
 
         A given expert may have a probability of exactly zero, and its token must not lose its place to one
-        that was not routed there. Other columns keep the router's choice, also among equal scores.
+        that was not routed there. Other columns keep the router's `own` choice, also among equal scores.
+        Where it is known which tokens were dropped, these come behind all others.
         """
-        scores = args[0] if args else kwargs.pop("input")
-        kept = native(scores, *args[1:], **kwargs)
-        if not scores.is_floating_point():
-            return kept
-        with outside_modes():
-            found = scores.detach()
-            chosen = torch.zeros_like(found, dtype=torch.bool).scatter(1, ids, True)
-            lifted = found.masked_fill(chosen & (found == 0), least_positive(found.dtype))
-            again = native(lifted, *args[1:], **kwargs)[1]
-            lost = chosen.gather(0, kept[1]).sum(dim=0) < chosen.gather(0, again).sum(dim=0)
-            places = torch.where(lost, again, kept[1])
-        return torch.return_types.topk((scores.gather(0, places), places))
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, ids, True)
+        lifted = scores.masked_fill(chosen & (scores == 0), least_positive(scores.dtype))
+        if self.loses is not None:
+            gone = torch.zeros_like(chosen).scatter(1, ids, self.loses)
+            places: torch.Tensor = native(lifted.masked_fill(gone, -1))[1]
+            return places
+        again = native(lifted)[1]
+        lost = chosen.gather(0, own).sum(dim=0) < chosen.gather(0, again).sum(dim=0)
+        return torch.where(lost, again, own)
 
     def note(self, ids: torch.Tensor) -> None:
         """Record the ids that a kernel chose, int64 [rows, topk], where no top-k can be answered."""

@@ -51,47 +51,60 @@ def recorded(trainer: Trainer, order: str = "each") -> list[RoutedExperts]:
 
 @pytest.mark.parametrize(
     ("variant", "recompute"),
-    [("softmax_after_topk", None), ("groups_sigmoid_bias", "full"), ("capacity_probs", None)],
+    [("softmax_after_topk", None), ("groups_sigmoid_bias", "full")],
 )
 def test_replayed_experts_are_the_recorded_ones_after_the_router_changed(
     variant: str, recompute: str | None
 ) -> None:
     trainer = build(VARIANTS[variant], recompute)
     routes = recorded(trainer)
-    drops = "capacity" in variant
     with perturbed(trainer.model):
         with npu_replay.observe(trainer.model) as live:
             trainer.run()
         with npu_replay.observe(trainer.model) as replayed, npu_replay.replay(trainer.model, routes):
             trainer.run()
-    if not drops:
-        assert npu_replay.compare(live.shown, routes).differing > 0
-        assert npu_replay.compare(replayed.shown, routes).differing == 0
-    else:  # rows that lost an expert count, too
-        apart = npu_replay.compare(live.shown, replayed.shown)
-        assert apart.token_layers == sum(len(one) * len(one.layers) for one in routes)
-        assert any(int(one.recorded.sum()) < len(one) for one in live.shown)
-        assert apart.differing > 0
+    assert npu_replay.compare(live.shown, routes).differing > 0
+    assert npu_replay.compare(replayed.shown, routes).differing == 0
     for router in routers(trainer.model):
         grad = router.module.weight.grad
         assert isinstance(grad, torch.Tensor)
         assert float(grad.abs().sum()) > 0, f"layer {router.label}: the router learns nothing (T33)"
 
 
-@pytest.mark.parametrize(("variant", "says"), [("capacity_probs", 1), ("capacity_position", 0)])
-def test_drops_that_follow_live_scores_are_warned_of_once(
-    variant: str, says: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("recompute", [None, "full", "layers_non_reentrant"])
+@pytest.mark.parametrize("variant", ["capacity_probs", "capacity_padded", "capacity_position"])
+def test_a_replay_of_a_recording_drops_the_tokens_that_were_dropped(
+    variant: str, recompute: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By position the same tokens are dropped again; a recording is told nothing."""
-    dropped._say.cache_clear()
-    trainer = build(VARIANTS[variant])
-    routes = recorded(trainer)
-    assert "over its capacity" not in caplog.text
-    for _ in range(2):
-        with perturbed(trainer.model), npu_replay.replay(trainer.model, routes):
-            for tokens in trainer.batches:
-                trainer.loss(tokens)
-    assert caplog.text.count("drops tokens by their live probabilities") == says
+    """After a step, in the recomputes, too. Routes that don't say who was dropped have one WARNING."""
+    dropped.warn.cache_clear()
+    trainer = build(VARIANTS[variant], recompute)
+    calls: list[torch.Tensor] = []
+    routers(trainer.model)[1].module.register_forward_hook(
+        lambda _, __, output: calls.append(output[0].detach() != 0)
+    )
+    with npu_replay.observe(trainer.model) as before:
+        routes = recorded(trainer, "sum")
+    by_position = variant == "capacity_position"
+    chosen = [RoutedExperts(ids=one.ids, layers=one.layers, num_experts=8) for one in routes]
+    assert npu_replay.compare(routes, before.shown).differing == 0
+    assert npu_replay.compare(chosen, before.shown).differing > 0
+    for given, same_tokens in ((routes, True), (chosen, by_position)):
+        assert "drops tokens by their live probabilities" not in caplog.text
+        again = len(calls)
+        replay = npu_replay.replay(trainer.model, given)
+        with perturbed(trainer.model), npu_replay.observe(trainer.model) as shown, replay as session:
+            trainer.run("sum")
+        apart = npu_replay.compare(before.shown, shown.shown)
+        assert apart.token_layers == 3 * ROWS * 4
+        assert (apart.differing == 0) == same_tokens
+        assert 0 < session.metrics()["capacity_dropped"] < 0.5
+        for number, used in enumerate(calls[again:]):  # forwards, then their recomputes from the last on
+            forward = number if number < 3 else 5 - number
+            assert torch.equal(used, calls[again + forward])
+    with perturbed(trainer.model), npu_replay.replay(trainer.model, chosen):
+        trainer.run()
+    assert caplog.text.count("drops tokens by their live probabilities") == int(not by_position)
 
 
 def test_experts_that_lost_their_token_over_capacity_are_counted() -> None:
@@ -346,15 +359,19 @@ def test_a_saturated_router_under_capacity_drops_whom_it_dropped(factor: float, 
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     first.register_forward_hook(lambda _, __, output: seen.append((output[0].detach(), output[1].detach())))
     routes = recorded(trainer)
-    with npu_replay.replay(trainer.model, routes):
-        trainer.run("each")
-    lost = 0
-    for one, (probs, kept), (probs_again, kept_again) in zip(routes, seen[:3], seen[3:], strict=True):
-        assert torch.equal(probs, probs_again)
-        chosen = torch.zeros_like(kept).scatter(1, one.layer_ids(0).long().to(kept.device), True)
-        assert bool((kept_again | ~(kept & chosen)).all()), "who had a place keeps it"
-        lost += int((chosen & ~kept & kept_again).sum())
-    assert lost > 0 or factor < 3, "room for all: the zeros that were lost have a place"
+    for given in ([one.with_known(shown=None) for one in routes], routes):
+        with npu_replay.replay(trainer.model, given):
+            trainer.run("each")
+        lost = 0
+        for one, (probs, kept), (probs_again, kept_again) in zip(routes, seen[:3], seen[-3:], strict=True):
+            assert torch.equal(probs, probs_again)
+            chosen = torch.zeros_like(kept).scatter(1, one.layer_ids(0).long().to(kept.device), True)
+            assert bool((kept_again | ~(kept & chosen)).all()), "who had a place keeps it"
+            lost += int((chosen & ~kept & kept_again).sum())
+        if given is routes:
+            assert lost == 0, "the recording says who had none"
+        else:
+            assert lost > 0 or factor < 3, "room for all: the zeros that were lost have a place"
 
 
 def test_swapped_micro_batches_and_a_layout_of_another_order_are_refused() -> None:
