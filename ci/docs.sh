@@ -32,7 +32,8 @@ pages = {file: site_pages.loaded_from_elsewhere(file.read_text(encoding="utf-8")
 bad = [f"{file} loads {', '.join(places)}" for file, places in pages.items() if places]
 for file in pathlib.Path("out/site/zh").glob("*.html"):
     words = file.read_text(encoding="utf-8")
-    for wanted in ('<html lang="zh"', 'placeholder="搜索"', 'hreflang="en"', "首页"):
+    home = 'href="index.html" title="npu_replay"'
+    for wanted in ('<html lang="zh"', 'placeholder="搜索"', 'hreflang="en"', "首页", home):
         bad += [f"{file} lacks {wanted}"] * (wanted not in words)
 sys.exit("\n".join(bad[:20]) or None if len(pages) > 20 else "out/site has no pages")
 CODE

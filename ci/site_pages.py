@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-_PAGES = "README.md README.zh.md CONTRIBUTING.md CHANGELOG.md SECURITY.md SECURITY.zh.md examples/README.md"
-OUTSIDE = {name: f"project/{name.lower()}" for name in _PAGES.split()}
+_PAGES = "README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md SECURITY.zh.md examples/README.md"
+HOMES = {"en": "index.md", "zh": "zh/index.md"}
+"""By language, the page that the first tab and the logo lead to. In Chinese it is README.zh.md."""
+OUTSIDE = {name: f"project/{name.lower()}" for name in _PAGES.split()} | {"README.zh.md": HOMES["zh"]}
 """Pages of the clone that docs/ links to, and where they lie in the site."""
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
 SHOWN = {
@@ -143,7 +145,10 @@ def on_page_context(context: Any, *, page: Any, config: Any, nav: Any) -> Any:
     source = page.file.src_uri
     urls = {one.file.src_uri: one.url for one in nav.pages}
     english, chinese = in_both(source, set(urls))
-    config.theme["language"] = "zh" if source == chinese else "en"
+    config.theme["language"] = language = "zh" if source == chinese else "en"
+    home = next(one for one in nav.pages if one.file.src_uri == HOMES[language])
+    nav.items[0] = home
+    config.extra["homepage"] = home.url
     both = [(english, "English", "en"), (chinese, "中文", "zh")]
     config.extra["alternate"] = [
         {"link": urls[place], "name": name, "lang": code} for place, name, code in both if english and chinese
@@ -161,9 +166,13 @@ def in_both(source: str, known: set[str]) -> tuple[str, str]:
 
     >>> in_both("zh/verl.md", {"verl.md", "zh/verl.md"}), in_both("verl.md", {"verl.md"})
     (('verl.md', 'zh/verl.md'), ('verl.md', ''))
-    >>> in_both("project/readme.zh.md", {"project/readme.md", "project/readme.zh.md"})
-    ('project/readme.md', 'project/readme.zh.md')
+    >>> in_both("project/security.zh.md", {"project/security.md", "project/security.zh.md"})
+    ('project/security.md', 'project/security.zh.md')
+    >>> in_both("project/readme.md", {"project/readme.md", "zh/index.md"})
+    ('project/readme.md', 'zh/index.md')
     """
+    if source == "project/readme.md":
+        return source, HOMES["zh"]
     english = SECTIONS.get(source, source.removeprefix("zh/").replace(".zh.md", ".md"))
     places = f"zh/{english}", english.replace(".md", ".zh.md")
     chinese = source if source != english else next((one for one in places if one in known), "")
