@@ -148,8 +148,8 @@ def _lend_distributed(patches: Patches) -> None:
         padded[: len(tensor)] = tensor
         whole = [torch.empty_like(padded) for _ in tensor_list]
         gather(whole, padded, group)
-        for one, found in zip(tensor_list, whole, strict=True):
-            one.copy_(found[: len(one)])
+        for part, padded_part in zip(tensor_list, whole, strict=True):
+            part.copy_(padded_part[: len(part)])
         return None
 
     def reduce_scatter(
@@ -188,7 +188,7 @@ def _lend_megatron(patches: Patches) -> None:
 def _module(name: str) -> Any:
     """Import a part of Megatron; None if Megatron isn't there."""
     try:
-        found = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
     except ModuleNotFoundError:
         return None
-    return None if found is None else importlib.import_module(name)
+    return None if spec is None else importlib.import_module(name)

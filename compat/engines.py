@@ -19,13 +19,13 @@ from typing import Any, Literal
 
 from npu_replay import environment
 from npu_replay.compat import probe
-from npu_replay.compat.sglang import launch as sglang
-from npu_replay.compat.vllm import launch as vllm
+from npu_replay.compat.sglang import engine_plan as sglang
+from npu_replay.compat.vllm import engine_plan as vllm
 from npu_replay.compat.vllm_ascend import plugin
 from npu_replay.compat.vllm_ascend import releases as vllm_ascend
 from npu_replay.errors import ReplayError
-from npu_replay.rollout import launch
-from npu_replay.rollout.launch import number
+from npu_replay.rollout import engine_plan
+from npu_replay.rollout.engine_plan import number
 from npu_replay.rollout.model_config import is_there
 from npu_replay.rollout.release_rules import tells_release
 
@@ -43,8 +43,8 @@ class EnginePlan:
 
     Attributes:
         engine: «vllm», «sglang», or another, of which nothing is known.
-        arguments: by their Python names in the engine.
-        keys: of each argument its key in the framework's config.
+        arguments: the arguments, by their Python names in the engine.
+        keys: the key of each argument in the framework's config.
     """
 
     engine: str
@@ -52,7 +52,7 @@ class EnginePlan:
     keys: dict[str, str] = field(default_factory=dict)
 
     def put(self, argument: str, value: Any, key: str) -> None:
-        """Plan an argument, in the place of what was planned before; None plans nothing."""
+        """Plan an argument, in place of an earlier value. None changes nothing."""
         if value is not None:
             self.arguments[argument] = value
             self.keys[argument] = key
@@ -61,9 +61,9 @@ class EnginePlan:
         """Plan the arguments of a mapping, JSON or object, whose keys are the engine's, as options or not."""
         kinds = _KINDS.get(self.engine, {})
         short = _SHORT.get(self.engine, {})
-        mapping = options if isinstance(options, Mapping) else launch.as_mapping(options)
+        mapping = options if isinstance(options, Mapping) else engine_plan.as_mapping(options)
         for written, value in mapping.items():
-            self.put(*launch.as_a_config_has_it(str(written), value, kinds, short), f"{place}{written}")
+            self.put(*engine_plan.as_a_config_has_it(str(written), value, kinds, short), f"{place}{written}")
 
 
 def plan_of(framework: Framework, config: Any) -> EnginePlan:
@@ -78,43 +78,40 @@ def plan_of(framework: Framework, config: Any) -> EnginePlan:
 
 def refusal(plan: EnginePlan) -> ReplayError | None:
     """Return why the engine that is installed here gives no routes, or wrong ones, with this plan."""
-    found = {product.name: product.version for product in probe.products() if product.found}
-    version = found.get(plan.engine, "")
-    ascend = found.get("vllm-ascend", "")
+    versions = {product.name: product.version for product in probe.products() if product.installed}
+    version = versions.get(plan.engine, "")
+    ascend = versions.get("vllm-ascend", "")
     if plan.engine == "sglang" and version:
-        device = "npu" if "torch_npu" in found else "cuda"
+        device = "npu" if "torch_npu" in versions else "cuda"
         return sglang.refusal(version, device) or sglang.clash(version, device, plan.arguments, plan.keys)
     if plan.engine != "vllm":
         return None
     rules = vllm_ascend.of_release(ascend, version)
-    told = rules if tells_release(rules) else ""
+    ascend_rules = rules if tells_release(rules) else ""
     captures = bool(ascend) and plugin.wanted()
     never = plugin.left_out() if ascend else None
-    if never is None and told:
-        never = vllm_ascend.refusal(told, {}, version, capture=captures)
+    if never is None and ascend_rules:
+        never = vllm_ascend.refusal(ascend_rules, {}, version, capture=captures)
     never = never or vllm.refusal(version, ascend)
-    return never or vllm.clash(version, plan.arguments, told, capture=captures, keys=plan.keys)
+    return never or vllm.clash(version, plan.arguments, ascend_rules, capture=captures, keys=plan.keys)
 
 
 def check(framework: Framework, config: Any) -> None:
     """Raise a ReplayError if the engine gives no routes with this config; without strict, log it."""
-    found = refusal(plan_of(framework, config))
-    if found is None:
+    error = refusal(plan_of(framework, config))
+    if error is None:
         return
-    where = f"{framework}'s config"
-    problem = type(found)(
-        found.problem, where=where, expected=found.expected, got=found.got, cause=found.cause
-    )
+    error = error.at(f"{framework}'s config")
     if environment.strict():
-        raise problem
-    logger.error("%s", problem)
+        raise error
+    logger.error("%s", error)
 
 
 # ---- the frameworks
 
 
 def setting(config: Any, *path: str) -> Any:
-    """Return the value at a path of a DictConfig, dict or dataclass; None where the path ends before."""
+    """Return the value at a path of a DictConfig, dict or dataclass; None if the path ends before that."""
     for name in path:
         if config is None or isinstance(config, str):
             return None
@@ -152,7 +149,7 @@ _VERL_APART: dict[str, dict[str, Any]] = {
     "sglang": {"disaggregation_mode": "prefill"},
     "vllm": {"kv_transfer_config": {"kv_connector": "NixlConnector"}},
 }
-"""What verl starts engines with where prefill and decode are apart."""
+"""The arguments with which verl starts engines whose prefill and decode are separate."""
 _VERL_TO_VLLM = {
     "tensor_model_parallel_size": "tensor_parallel_size",
     "pipeline_model_parallel_size": "pipeline_parallel_size",
@@ -180,7 +177,7 @@ def _put_mtp_of_verl(plan: EnginePlan, mtp: Any) -> None:
     elif plan.engine == "vllm":
         drafts = {
             "method": setting(mtp, "method"),
-            **launch.as_mapping(plan.arguments.get("speculative_config")),
+            **engine_plan.as_mapping(plan.arguments.get("speculative_config")),
         }
         plan.put("speculative_config", drafts, f"{_ROLLOUT}mtp.enable_rollout")
 
@@ -201,7 +198,8 @@ def _prefixed(engine: str, config: Any, key: Callable[[str], str]) -> EnginePlan
     inner = named.pop("engine_kwargs", None)
     for name, value in named.items():
         plan.put(
-            *launch.as_a_config_has_it(name, value, _KINDS[engine], _SHORT[engine]), key(f"{prefix}{name}")
+            *engine_plan.as_a_config_has_it(name, value, _KINDS[engine], _SHORT[engine]),
+            key(f"{prefix}{name}"),
         )
     plan.put_all(inner, f"{key(prefix)}engine_kwargs: ")
     return plan

@@ -1,7 +1,7 @@
 """Tells which PEFT adapters a model runs with, so that a reference pass isn't taken for the policy's.
 
 TRL asks the policy's own module for the reference's log-probs, with its adapter switched off or another one
-on. Only the layers with an adapter tell so for every way of switching.
+on. Only the layers with an adapter show every way of switching.
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ from npu_replay.errors import RouterError
 
 
 def adapters(model: nn.Module) -> Callable[[], object]:
-    """Return a function that returns the state of a model's adapters; models in equal states run alike."""
+    """Return a function that returns the state of a model's adapters; equal states run the same adapters."""
     for path, module in model.named_modules():
-        found = getattr(module, "peft_config", None)
-        for name, config in found.items() if isinstance(found, dict) else ():
+        configs = getattr(module, "peft_config", None)
+        for name, config in configs.items() if isinstance(configs, dict) else ():
             if getattr(config, "is_prompt_learning", False) or getattr(config, "is_adaption_prompt", False):
-                problem = "this kind of adapter doesn't tell whether it is switched on"
-                where = path or "the model"
-                expected = "LoRA, or another kind that lies in the layers"
-                got = f"{type(config).__name__} of adapter {name!r}"
-                cause = "prompt tuning, which also feeds more tokens than it is called with"
-                raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)
+                raise RouterError(
+                    "this kind of adapter doesn't tell whether it is switched on",
+                    where=path or "the model",
+                    expected="LoRA, or another kind that lies in the layers",
+                    got=f"{type(config).__name__} of adapter {name!r}",
+                    cause="prompt tuning, which also feeds more tokens than it is called with",
+                )
     layers: list[Any] = [
-        one for one in model.modules() if isinstance(getattr(one, "disable_adapters", None), bool)
+        module for module in model.modules() if isinstance(getattr(module, "disable_adapters", None), bool)
     ]
 
     def state() -> object:
         names = tuple(getattr(model, "peft_config", None) or ())  # one may be added later
-        return names, [(one.disable_adapters, list(one.active_adapters), _of_samples(one)) for one in layers]
+        return names, [
+            (layer.disable_adapters, list(layer.active_adapters), _of_samples(layer)) for layer in layers
+        ]
 
     return state
 

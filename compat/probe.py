@@ -40,21 +40,21 @@ class Product:
     """Describes a product: whether it is installed, its release and folder, or why the look-up failed."""
 
     name: str
-    found: bool
+    installed: bool
     version: str = ""
     where: str = ""
     problem: str = ""
 
     @property
     def usable(self) -> bool:
-        return self.found and not self.problem
+        return self.installed and not self.problem
 
     @property
     def lacking(self) -> str:
         """Return the reason why it can't be used; empty if it can."""
         if self.problem:
             return f"{self.name}: {self.problem}"
-        return "" if self.found else f"{self.name} is not installed"
+        return "" if self.installed else f"{self.name} is not installed"
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ _KNOWN = {
     "verl": ("verl", ""),
     "matplotlib": ("matplotlib", "_version.py"),
 }
-"""By product, the module that is imported of it, and the file in its folder that holds the release: a product
-that is only on PYTHONPATH has no distribution.
+"""Maps a product to its top module and the file in that folder that holds the release. A product that is only
+on PYTHONPATH has no distribution.
 """
 _DISTRIBUTIONS = {ADAPTOR: "megatron_adaptor", TE_NPU: "transformer_engine"}
-"""By product, its distribution, where that is called otherwise."""
+"""Maps a product to its distribution, if that has another name."""
 _CONSTANT = re.compile(r"""^(\w+)\b[^#\n]*?=\s*(?:(\d+)|(["'])(.*?)\3)\s*(?:\#.*)?$""", re.MULTILINE)
 """NAME = 1, NAME = "text", NAME: str = "text" or NAME = other = "text", outside of functions and classes."""
 
@@ -119,9 +119,12 @@ def installed(name: str) -> str:
 
 def require(name: str, by: str) -> None:
     """Raise a ReplayError with doctor's remedy where a capability that `by` needs is missing."""
-    found = next(one for one in capabilities(products()) if one.name == name)
-    cause = f"it isn't installed whole, or isn't on PYTHONPATH. Do this: {found.remedy}"
-    ReplayError.unless(found.there, f"{by} can't run here: {found.why}", cause=cause)
+    capability = next(known for known in capabilities(products()) if known.name == name)
+    if not capability.there:
+        raise ReplayError(
+            f"{by} can't run here: {capability.why}",
+            cause=f"it isn't installed whole, or isn't on PYTHONPATH. Do this: {capability.remedy}",
+        )
 
 
 def find(name: str) -> ModuleSpec | None:
@@ -147,7 +150,7 @@ def find(name: str) -> ModuleSpec | None:
             with import_hook.asking(name):
                 spec = finder.find_spec(name, path)
         except (ModuleNotFoundError, KeyError):
-            return None  # as an import would; or a bare folder in another
+            return None  # the import fails, too; a KeyError comes from a namespace package
         if spec is not None:
             return spec
     return None
@@ -163,13 +166,13 @@ def _probe(name: str) -> Product:
     except Exception as error:  # noqa: BLE001 - finders are other products' code and may raise anything
         return Product(name, False, problem=f"not to be looked up ({type(error).__name__}: {error})")
     if spec is None or (spec.loader is None and spec.origin is None):
-        return Product(name, False)  # a bare folder may be a checkout
+        return Product(name, False)  # a folder without code may be a source checkout
     folder = next(iter(spec.submodule_search_locations or ()), "")
     if module == "transformer_engine" and (name == TE_NPU) != _is_for_npus(folder):
         return Product(name, False)
     source = text_of(Path(folder, file)) if folder and file else ""
     if file == _SETUP and not re.search(rf"""["']{module}["']""", source):
-        source = ""  # site-packages may have somebody else's
+        source = ""  # site-packages may hold another product's setup.py
     constants = {key: number or text for key, number, _, text in _CONSTANT.findall(source)}
     version = constants.get("__version__") or constants.get("version") or ""
     if not version and {"MAJOR", "MINOR", "PATCH"} <= constants.keys():
@@ -177,7 +180,9 @@ def _probe(name: str) -> Product:
     if not version:
         with contextlib.suppress(Exception):  # no distribution, or its metadata is damaged
             version = importlib.metadata.version(_DISTRIBUTIONS.get(name, name)) or ""
-    return Product(name, True, version, folder or spec.origin or "")  # one file, or a stand-in
+    return Product(
+        name, True, version, folder or spec.origin or ""
+    )  # the spec of a single file, or of a stand-in, has no folder
 
 
 def _is_for_npus(folder: str) -> bool:
@@ -196,12 +201,12 @@ def text_of(source: Path) -> str:
 # Capabilities
 
 
-def capabilities(found: Iterable[Product]) -> tuple[Capability, ...]:
+def capabilities(looked_up: Iterable[Product]) -> tuple[Capability, ...]:
     """Return what these products make possible, as far as their source tells."""
-    by_name = {product.name: product for product in found}
+    by_name = {product.name: product for product in looked_up}
     names = "megatron-core", "transformers", "matplotlib"
     megatron, transformers, plots = (by_name[name] for name in names)
-    said: list[Capability] = []
+    described: list[Capability] = []
     own = "Megatron's own replay"
     config = Path(megatron.where, "transformer/transformer_config.py")
     if megatron.usable:
@@ -210,31 +215,34 @@ def capabilities(found: Iterable[Product]) -> tuple[Capability, ...]:
         patching = {"mindspeed": "MindSpeed's", ADAPTOR: "MegatronAdaptor's"}
         whose = " and ".join(who for name, who in patching.items() if by_name[name].usable)
         patched = f", with {whose} patches too" if whose else ""
-        said.append(Capability(MEGATRON, "works", f"TopKRouter is recognised{patched}{fused}"))
+        described.append(Capability(MEGATRON, "works", f"TopKRouter is recognised{patched}{fused}"))
         there = Path(megatron.where, "transformer/moe/router_replay.py").is_file()
         if there and "moe_enable_routing_replay" in fields:
             says = "router_replay.py; off unless asked for, and npu_replay leaves it alone"
-            said.append(Capability(own, "native", says))
+            described.append(Capability(own, "native", says))
         elif environment.disabled():
-            said.append(Capability(own, "missing", "this Megatron has none; npu_replay doesn't need it"))
+            described.append(Capability(own, "missing", "this Megatron has none; npu_replay doesn't need it"))
         else:
             says = "this Megatron has none: npu_replay serves RouterReplay and its flags"
-            said.append(Capability(own, "shimmed", says))
+            described.append(Capability(own, "shimmed", says))
     else:
-        said += unusable(MEGATRON, megatron, _GET_MEGATRON), Capability(own, "missing", megatron.lacking)
+        described += (
+            unusable(MEGATRON, megatron, _GET_MEGATRON),
+            Capability(own, "missing", megatron.lacking),
+        )
     remedy = "pip install 'transformers>=5'"
     if not transformers.usable:
-        said.append(unusable(TRANSFORMERS, transformers, remedy))
+        described.append(unusable(TRANSFORMERS, transformers, remedy))
     elif re.search(r"^class \w+Router\b", text_of(Path(transformers.where, _QWEN)), re.MULTILINE):
-        said.append(Capability(TRANSFORMERS, "works", "router modules are recognised"))
+        described.append(Capability(TRANSFORMERS, "works", "router modules are recognised"))
     else:
         why = "only families whose router is a module; that of Qwen3-MoE is not, here"
-        said.append(Capability(TRANSFORMERS, "works", why, remedy))
+        described.append(Capability(TRANSFORMERS, "works", why, remedy))
     if plots.usable:
-        said.append(Capability(PLOTS, "works", "the picture of inspect"))
+        described.append(Capability(PLOTS, "works", "the picture of inspect"))
     else:
-        said.append(Capability(PLOTS, "missing", plots.lacking, "pip install matplotlib"))
-    return tuple(said)
+        described.append(Capability(PLOTS, "missing", plots.lacking, "pip install matplotlib"))
+    return tuple(described)
 
 
 def unusable(name: str, product: Product, remedy: str = "") -> Capability:

@@ -83,12 +83,12 @@ def _registered(binary: bytes, owner: bytes, status: bytes) -> Object:
 
 
 def _worker() -> Any:
-    """Return the worker by which Ray itself pickles ObjectRefs; it has no public way to do so."""
+    """Return the worker by which Ray pickles ObjectRefs. This is a hack: Ray has no public way to do so."""
     from ray._private import worker
 
-    found: Any = worker.global_worker
-    found.check_connected()
-    return found
+    worker_here: Any = worker.global_worker
+    worker_here.check_connected()
+    return worker_here
 
 
 def read_objects(handles: Sequence[Any], patience: float) -> list[RoutedExperts | Exception]:
@@ -111,8 +111,8 @@ def _one(ray: Any, ref: Any, ready: bool) -> RoutedExperts | Exception:
         return ray.get(ref, timeout=5.0 if ready else 0.0)  # type: ignore[no-any-return]
     except Exception as error:  # noqa: BLE001  Ray has a kind for each way to lose an object
         error.__traceback__ = None
-        said = str(error).strip().splitlines() or [""]
-        return LookupError(f"{type(error).__name__}: {said[0]}")
+        lines = str(error).strip().splitlines() or [""]
+        return LookupError(f"{type(error).__name__}: {lines[0]}")
 
 
 def _ray(what: str) -> Any:
@@ -120,9 +120,12 @@ def _ray(what: str) -> Any:
     try:
         import ray
     except ImportError as error:
-        problem = f"there is no Ray to {what}"
-        cause = "another environment"
-        raise ReplayError(problem, expected="ray, installed", got=str(error), cause=cause) from error
+        raise ReplayError(
+            f"there is no Ray to {what}",
+            expected="ray, installed",
+            got=str(error),
+            cause="another environment",
+        ) from error
     ReplayError.unless(
         ray.is_initialized(),
         f"there is no Ray to {what}",

@@ -90,12 +90,13 @@ def _collated(original: Callable[..., Any], samples: Sequence[Any], *args: Any, 
     inputs, batch = original(samples, *args, **kwargs)
     if _ROUTES in inputs and _chosen:  # absent for all if one sample has none
         if "R2" in _chosen.values():
-            problem = "npu_replay_R2 replays its own record, and the rollout sends other routes"
-            where = "ms-swift's callbacks"
-            expected = "vllm_engine_kwargs without enable_return_routed_experts"
-            got = "samples with routed_experts"
-            cause = "R3 is meant: --callbacks npu_replay_R3"
-            raise ReplayError(problem, where=where, expected=expected, got=got, cause=cause)
+            raise ReplayError(
+                "npu_replay_R2 replays its own record, and the rollout sends other routes",
+                where="ms-swift's callbacks",
+                expected="vllm_engine_kwargs without enable_return_routed_experts",
+                got="samples with routed_experts",
+                cause="R3 is meant: --callbacks npu_replay_R3",
+            )
         inputs[_ROUTES] = laid_out([sample.routed_experts for sample in samples], inputs)
     return inputs, batch
 
@@ -112,20 +113,24 @@ def laid_out(routes: Sequence[Any], call: Mapping[str, Any]) -> torch.Tensor:
         MicroBatchError: the call doesn't tell its sequences, or has fewer.
     """
     places = Places.of(call)
-    problem = "the batch has fewer sequences than samples"
-    MicroBatchError.unless(len(places.spans) >= len(routes), problem, len(routes), len(places.spans))
-    given = [torch.as_tensor(one, dtype=torch.int32) for one in routes]
-    given = [one[0] if one.dim() == 4 and len(one) == 1 else one for one in given]
-    out = torch.zeros(places.real.size, *given[0].shape[1:], dtype=torch.int32)
-    for number, (rows, (first, end)) in enumerate(zip(given, places.spans, strict=False)):
+    if len(places.spans) < len(routes):
+        raise MicroBatchError(
+            "the batch has fewer sequences than samples", expected=len(routes), got=len(places.spans)
+        )
+    tensors = [torch.as_tensor(ids, dtype=torch.int32) for ids in routes]
+    tensors = [ids[0] if ids.dim() == 4 and len(ids) == 1 else ids for ids in tensors]
+    out = torch.zeros(places.real.size, *tensors[0].shape[1:], dtype=torch.int32)
+    for number, (rows, (first, end)) in enumerate(zip(tensors, places.spans, strict=False)):
         where = f"sample {number} of the micro-batch"
         wrong_length = find_other_length(len(rows), end - first)
         if wrong_length is not None:
             raise wrong_length.error(InvalidRoutes, where)
-        problem = "a sample has routes of another shape than the first"
-        expected = list(out.shape[1:])
-        InvalidRoutes.unless(
-            rows.shape[1:] == out.shape[1:], problem, expected, list(rows.shape[1:]), "", where
-        )
+        if rows.shape[1:] != out.shape[1:]:
+            raise InvalidRoutes(
+                "a sample has routes of another shape than the first",
+                where=where,
+                expected=list(out.shape[1:]),
+                got=list(rows.shape[1:]),
+            )
         out[first : first + len(rows)] = rows
     return out.view(*places.real.shape, *out.shape[1:]).to(call["input_ids"].device)

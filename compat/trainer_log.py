@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from npu_replay.errors import ReplayError
 from npu_replay.sessions.session import Session
 
 
@@ -36,16 +35,10 @@ def log_metrics(trainer: Any, session: Session) -> Logging:
     Args:
         trainer: a Trainer of transformers or TRL.
         session: what `follow`, `replay`, `record` or `pin_recompute` gave.
-
-    Raises:
-        ReplayError: no such trainer.
     """
     from transformers import TrainerCallback
 
-    callbacks: Any = getattr(getattr(trainer, "callback_handler", None), "callbacks", None)
-    problem = "this trainer has no callbacks to log by"
-    expected = "transformers.Trainer, or one of TRL's"
-    ReplayError.unless(isinstance(callbacks, list), problem, expected, type(trainer).__name__)
+    callbacks: list[Any] = trainer.callback_handler.callbacks
 
     class ReplayMetrics(TrainerCallback):  # type: ignore[misc]
         """Adds the figures to each log, before others report it."""

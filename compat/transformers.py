@@ -57,7 +57,10 @@ class TransformersRouters(RouterKind):
         adapters = peft.adapters(model)
 
         def generates() -> bool:
-            """Return whether transformers' generation is the caller, which may run without a cache."""
+            """Return whether transformers' generation is the caller, which may run without a cache.
+
+            This is a hack: no argument of the call tells, so the frames of the callers are searched.
+            """
             frame = sys._getframe(1).f_back
             while frame is not None:
                 if frame.f_globals.get("__name__", "").startswith("transformers.generation."):
@@ -71,9 +74,9 @@ class TransformersRouters(RouterKind):
         """Refuse to return the routers' logits: the models' loss takes a top-k of these itself."""
         asked = call.get(_LOGITS)
         if asked is None:  # the config of the model, or of its text model, decides
-            parts = [one for _, _, one in ModuleTree.of(chunk).where(_has_config)]
-            said = (one for one in parts if getattr(vars(one).get("config"), _LOGITS, False))
-            asked = any(_vendor_class(one) is not None for one in said)
+            parts = [part for _, _, part in ModuleTree.of(chunk).where(_has_config)]
+            asking = (part for part in parts if getattr(vars(part).get("config"), _LOGITS, False))
+            asked = any(_vendor_class(part) is not None for part in asking)
         RouterError.unless(
             not asked,
             "the aux loss of transformers can't count replayed experts",
@@ -90,29 +93,32 @@ class TransformersRouters(RouterKind):
         if not any(_vendor_class(router.module) for router in routers):
             return routers
         # The deepest part counts: an audio tower, or an encoder, says its own number of layers.
-        configs = [getattr(one, "config", None) for _, _, one in chunk.where(_has_config)]
-        depth = max((_own(one, *_DEPTH) or 0 for one in configs), default=0)
+        configs = [getattr(part, "config", None) for _, _, part in chunk.where(_has_config)]
+        depth = max((_own(config, *_DEPTH) or 0 for config in configs), default=0)
         routers = [
-            replace(one, depth=depth, layer=_numbered(chunk, one, depth), skipped=_skipped(chunk, one))
-            if _vendor_class(one.module)
-            else one
-            for one in routers
+            replace(
+                router, depth=depth, layer=_numbered(chunk, router, depth), skipped=_skipped(chunk, router)
+            )
+            if _vendor_class(router.module)
+            else router
+            for router in routers
         ]
         known = [_within(router.path) for router in routers]
         for _, name, _ in chunk.where(_are_experts):
             path = name.rpartition(".")[0]
             inside = _within(path)
-            if any(inside.startswith(one) or one.startswith(inside) for one in known):
+            if any(inside.startswith(other) or other.startswith(inside) for other in known):
                 continue
             block = chunk.model.get_submodule(path)
-            problem = "this block of experts has no router that is known, and others of the model have one"
-            expected = "each block's router, or none"
-            got = described(type(block))
-            cause = (
-                "a compiler or a patch that wrote some classes of transformers anew: switch it off, or "
-                "teach npu_replay its router (docs/routers.md)"
-            )
-            RouterError.unless(_vendor_class(block) is not None, problem, expected, got, cause, path)
+            if _vendor_class(block) is None:
+                raise RouterError(
+                    "this block of experts has no router that is known, and others of the model have one",
+                    where=path,
+                    expected="each block's router, or none",
+                    got=described(type(block)),
+                    cause="a compiler or a patch that wrote some classes of transformers anew: switch it "
+                    "off, or teach npu_replay its router (docs/routers.md)",
+                )
         return routers
 
     def may_be_router(self, module: nn.Module, path: str) -> bool:
@@ -130,7 +136,7 @@ class TransformersRouters(RouterKind):
         """Describe a router; refuse one that can't be replayed."""
         # Where PEFT trains a copy of a router or its block, the wrapper is the router: it runs one copy.
         if (original := peft.original(module)) is not None:
-            parts = ((one, f"{path}.{name}".rstrip(".")) for name, one in original.named_modules())
+            parts = ((part, f"{path}.{name}".rstrip(".")) for name, part in original.named_modules())
             asked = (part for part in parts if self.may_be_router(*part))
             for router in filter(None, (self.describe(*part) for part in asked)):
                 if router.module is original:
@@ -156,11 +162,13 @@ class TransformersRouters(RouterKind):
             )
             return None
         if topk is None or experts is None:
-            problem = f"{kind.__name__} can't be replayed"
-            got = f"top-k {topk}, experts {experts}"
-            expected = "a router with a top-k and a number of experts of its own"
-            cause = "a model family that npu_replay doesn't know yet (docs/models.md lists those it does)"
-            raise RouterError(problem, where=path, expected=expected, got=got, cause=cause)
+            raise RouterError(
+                f"{kind.__name__} can't be replayed",
+                where=path,
+                expected="a router with a top-k and a number of experts of its own",
+                got=f"top-k {topk}, experts {experts}",
+                cause="a model family that npu_replay doesn't know yet (docs/models.md lists those it does)",
+            )
         shows = functools.partial(_shows, name=kind.__name__, experts=experts, topk=topk)
         sorts = kind.__name__.endswith(_SORTS)
         return _router(module, kind, path, topk, experts, None if sorts else shows)
@@ -202,14 +210,18 @@ def _numbered(chunk: ModuleTree, router: Router, depth: int) -> int | None:
     path = router.path[: at.end()].removesuffix(".")
     if len(chunk.model.get_submodule(path.rpartition(".")[0])._modules) >= depth:
         return router.layer
-    inside = [one for _, name, one in chunk.where(_has_number) if _within(name).startswith(_within(path))]
-    numbers = sorted({one for module in inside if (one := _own(module, "layer_idx")) is not None})
+    inside = [layer for _, name, layer in chunk.where(_has_number) if _within(name).startswith(_within(path))]
+    numbers = sorted({number for module in inside if (number := _own(module, "layer_idx")) is not None})
     if not numbers or router.layer in numbers:
         return router.layer
-    problem = "a layer's modules disagree about its number"
-    expected = f"one layer_idx, or {router.layer}"
-    cause = "layers that were put together by hand, or a list that counts the layers anew"
-    RouterError.unless(len(numbers) == 1, problem, expected, numbers, cause, path)
+    if len(numbers) != 1:
+        raise RouterError(
+            "a layer's modules disagree about its number",
+            where=path,
+            expected=f"one layer_idx, or {router.layer}",
+            got=numbers,
+            cause="layers that were put together by hand, or a list that counts the layers anew",
+        )
     return numbers[0]
 
 
@@ -256,7 +268,9 @@ def _shows(output: object, *, name: str, experts: int, topk: int) -> torch.Tenso
     [rows, experts] shows them, if no row has more than topk that aren't zero.
     """
     values = output if isinstance(output, tuple) else (output,)
-    tensors = [one.flatten(0, -2) for one in values if isinstance(one, torch.Tensor) and one.dim() > 1]
+    tensors = [
+        value.flatten(0, -2) for value in values if isinstance(value, torch.Tensor) and value.dim() > 1
+    ]
     for ids in tensors:
         if not ids.dtype.is_floating_point and ids.shape[1] == topk:
             return ids
@@ -355,7 +369,9 @@ def _within(path: str) -> str:
 def _own(owner: Any, *names: str) -> int | None:
     """Return the first of these attributes that is a number."""
     values = (getattr(owner, name, None) for name in names)
-    return next((one for one in values if isinstance(one, int) and not isinstance(one, bool)), None)
+    return next(
+        (number for number in values if isinstance(number, int) and not isinstance(number, bool)), None
+    )
 
 
 def _describe(output: object) -> str:

@@ -25,16 +25,17 @@ def pick(name: str) -> torch.device:
     if name == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return torch.device(name)
-    found = available()
+    devices = available()
     if name == "auto":
-        return torch.device(found[0])
-    cause = (
-        "torch built without it, a driver that is not loaded, or a package for it that fails to import; "
-        "npu-replay doctor says which"
-    )
-    problem = f"there is no {name} device here"
-    expected = " or ".join(found)
-    ReplayError.unless(name in found, problem, expected, name, cause)
+        return torch.device(devices[0])
+    if name not in devices:
+        raise ReplayError(
+            f"there is no {name} device here",
+            expected=" or ".join(devices),
+            got=name,
+            cause="torch built without it, a driver that is not loaded, or a package for it that fails to "
+            "import; npu-replay doctor says which",
+        )
     return torch.device(name)
 
 

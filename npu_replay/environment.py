@@ -29,8 +29,8 @@ VLLM_ASCEND = "NPU_REPLAY_VLLM_ASCEND"
 
 def read(name: str, default: Any = None) -> Any:
     """Return the value of a variable, or `default` if it is unset; an error names the variable."""
-    told = os.environ.get(name, "").strip()
-    return _READINGS[name](told, name) if told else default
+    text = os.environ.get(name, "").strip()
+    return _READINGS[name](text, name) if text else default
 
 
 def disabled() -> bool:
@@ -38,7 +38,7 @@ def disabled() -> bool:
 
 
 def strict() -> bool:
-    """Return whether a job stops where npu_replay can't do its part; otherwise it goes on without."""
+    """Return whether a job stops if npu_replay can't do its part, instead of going on without it."""
     return bool(read(STRICT, True))
 
 
@@ -51,15 +51,21 @@ def check() -> None:
         ReplayError.unless(not meant, "npu_replay reads no such variable", " ".join(meant), name, "a slip")
 
 
-def _word(told: str, name: str, words: Mapping[str, Any], cause: str = "") -> Any:
-    expected = f"one of {', '.join(words)}"
-    ReplayError.unless(told.lower() in words, "this value can't be used", expected, told, cause, name)
-    return words[told.lower()]
+def _word(text: str, name: str, words: Mapping[str, Any], cause: str = "") -> Any:
+    if text.lower() not in words:
+        raise ReplayError(
+            "this value can't be used",
+            where=name,
+            expected=f"one of {', '.join(words)}",
+            got=text,
+            cause=cause,
+        )
+    return words[text.lower()]
 
 
-def _count(told: str, name: str) -> int:
-    ReplayError.unless(told.isdecimal(), f"{name} must be a whole number", "10, for one", told)
-    return int(told)
+def _count(text: str, name: str) -> int:
+    ReplayError.unless(text.isdecimal(), f"{name} must be a whole number", "10, for one", text)
+    return int(text)
 
 
 _ON = dict.fromkeys(("1", "true", "yes", "on"), True)

@@ -14,7 +14,7 @@ _Error = TypeVar("_Error", bound="ReplayError")
 _LONGEST = 2000  # characters of the expected or actual value
 _ONE_LINE = 500  # characters of a message; a longer one begins a line with its cause
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What isn't written to a terminal or log as it is: control characters, and halves of a surrogate pair."""
+"""Characters that are escaped in messages: control characters, and halves of a surrogate pair."""
 
 
 class ReplayError(RuntimeError):
@@ -82,8 +82,8 @@ def cures() -> str:
     """Return where the troubleshooting page lies on this machine: in the wheel, or in the source."""
     here = Path(__file__).parent
     pages = (folder / "docs" / "troubleshooting.md" for folder in (here, here.parent))
-    found = next((page for page in pages if page.is_file()), "docs/troubleshooting.md in npu_replay's source")
-    return f"Symptoms and cures: {found}, and in Chinese zh/troubleshooting.md beside it"
+    place = next((page for page in pages if page.is_file()), "docs/troubleshooting.md in npu_replay's source")
+    return f"Symptoms and cures: {place}, and in Chinese zh/troubleshooting.md beside it"
 
 
 class InvalidRoutes(ReplayError):
@@ -119,7 +119,7 @@ def likeliest(*causes: str) -> str:
     - a slip
     - a fault
     """
-    return "".join(f"\n- {one}" for one in causes)
+    return "".join(f"\n- {cause}" for cause in causes)
 
 
 RECUT = (
@@ -155,7 +155,7 @@ def printable(text: str) -> str:
     >>> printable(chr(27) + "[2J all is well")
     '\\\\x1b[2J all is well'
     """
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def quoted(value: object, most: int = 80) -> str:
@@ -200,16 +200,17 @@ def list_of(
     [3, 4]
     """
     single = isinstance(value, item)
-    found = list(value) if isinstance(value, Iterable) and not single else None
-    wrong = [type(one).__name__ for one in found or () if not isinstance(one, item)]
-    if found is not None and not wrong:
-        return found
-    expected = f"one {item.__name__} a micro-batch"
+    items = list(value) if isinstance(value, Iterable) and not single else None
+    wrong = [type(member).__name__ for member in items or () if not isinstance(member, item)]
+    if items is not None and not wrong:
+        return items
     got = wrong or shown(value)
     if single:
         got = f"a single {item.__name__}"
         cause = f"[{what}] was meant"
-    raise kind(f"{what} are given as a list", expected=expected, got=got, cause=cause)
+    raise kind(
+        f"{what} are given as a list", expected=f"one {item.__name__} a micro-batch", got=got, cause=cause
+    )
 
 
 def one_of(
@@ -232,8 +233,8 @@ def described(function: object) -> str:
 def share(value: Any, what: str, of: str, *, kind: type[ReplayError] = ReplayError) -> float:
     """Return a share from 0 to 1, given as a number or as text; raise `kind` for others."""
     try:
-        found = -1.0 if isinstance(value, bool) else float(value)
+        number = -1.0 if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        found = -1.0
-    kind.unless(0 <= found <= 1, f"{what} is a share of the {of}", "a number, 0 to 1", shown(value))
-    return found
+        number = -1.0
+    kind.unless(0 <= number <= 1, f"{what} is a share of the {of}", "a number, 0 to 1", shown(value))
+    return number

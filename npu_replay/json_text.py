@@ -15,9 +15,9 @@ def parse(text: str | bytes) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    parsed = dict(pairs)
+    if len(parsed) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {twice[:80]!r} stands twice in one object")
-    return found
+    return parsed

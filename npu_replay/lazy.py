@@ -33,10 +33,10 @@ def names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any],
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found = import_module(f"{package}.{homes[name]}")
+        module = import_module(f"{package}.{homes[name]}")
         if homes[name] == name:
-            return found
-        value = vars(sys.modules[package])[name] = getattr(found, name)
+            return module
+        value = vars(sys.modules[package])[name] = getattr(module, name)
         return value
 
     return get, lambda: sorted(vars(sys.modules[package]).keys() | homes.keys())

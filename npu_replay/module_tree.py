@@ -29,7 +29,9 @@ class ModuleTree:
         # Weak: the tree must not keep alive the model that it is kept for.
         self._model = weakref.ref(model)
         named = enumerate(model.named_modules())
-        self._places: list[tuple[int, str, Any]] = [(at, path, weakref.ref(one)) for at, (path, one) in named]
+        self._places: list[tuple[int, str, Any]] = [
+            (at, path, weakref.ref(module)) for at, (path, module) in named
+        ]
         self._kept: dict[Wanted, list[tuple[int, str, Any]]] = {}
 
     @classmethod
@@ -51,7 +53,7 @@ class ModuleTree:
         `wanted` is called once for each module of a tree.
         """
         if wanted not in self._kept:
-            self._kept[wanted] = [one for one in self._places if wanted(one[2](), one[1])]
+            self._kept[wanted] = [place for place in self._places if wanted(place[2](), place[1])]
         # One at a time: a list of 25,000 tuples would start Python's garbage collection.
         for at, path, module in self._kept[wanted]:
             yield at, path, module()

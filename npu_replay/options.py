@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
     """Parses the command line of `prog`, and raises WrongOption where that fails."""
 
     def __init__(self, prog: str, about: str, examples: Sequence[str], page: str, **more: Any) -> None:
-        end = "\n".join(["Examples:", *(f"  {one}" for one in examples), f"More: {page}"])
+        end = "\n".join(["Examples:", *(f"  {example}" for example in examples), f"More: {page}"])
         super().__init__(
             prog,
             description=wrapped(about, width()),
@@ -35,10 +35,10 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=words)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        given, unknown = super().parse_known_args(args, namespace)
+        known, unknown = super().parse_known_args(args, namespace)
         if unknown:  # here, so that the error names the command, not npu-replay
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return given, unknown
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         raise WrongOption(f"{message}. {self.prog} --help says what it takes")

@@ -7,11 +7,10 @@ file descriptors 1 and 2, so the descriptors are redirected.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -28,18 +27,18 @@ def err() -> TextIO:
 
 
 @contextlib.contextmanager
-def quiet(name: str, log: Path | None = None, *, told: bool = True) -> Iterator[Path]:
+def quiet(name: str, log: Path | None = None, *, name_it: bool = True) -> Iterator[Path]:
     """Open a block in which only `out` and `err` reach the user; it yields the log that takes the rest.
 
-    Without `log` a new file in the temporary folder is used, and removed if it stays empty. `told` names the
-    log on stderr, at the start, since a crash in C++ leaves no time for it.
+    Without `log` a new file in the temporary folder is used, and removed if it stays empty. With `name_it`
+    stderr names the log at the start, since a crash in C++ leaves no time for it.
     """
     if log is None:
         descriptor, place = tempfile.mkstemp(prefix=f"npu-replay-{name}-", suffix=".log")
         os.close(descriptor)
         log = Path(place)
     with log.open("w", buffering=1, encoding="utf-8") as file, contextlib.ExitStack() as stack:
-        if told:
+        if name_it:
             err().write(f"Warnings of others go to {log}\n")
         for stream, number in (("stdout", 1), ("stderr", 2)):
             stack.enter_context(_turned(stream, number, file))
@@ -61,16 +60,5 @@ def _turned(name: str, descriptor: int, log: TextIO) -> Iterator[None]:
         finally:
             setattr(sys, name, stream)
             del _kept[name]
-            stream.flush()  # output of others in the meantime
+            stream.flush()  # writes what others have printed in the meantime
             os.dup2(kept.fileno(), descriptor)
-
-
-def progress(count: int) -> Callable[[str], None]:
-    """Return a function that reports on stderr which of `count` parts begins; it takes the part's title."""
-    numbers = itertools.count(1)
-
-    def tell(title: str) -> None:
-        err().write(f"{next(numbers)}/{count} {title}\n")
-        err().flush()
-
-    return tell

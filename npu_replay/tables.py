@@ -53,7 +53,7 @@ class Table:
             title, *cells = texts[column]
             least[column] = max(map(len, [*title.split(), *cells]), default=0)
         while sum(widths) + len(_GAP) * (len(widths) - 1) > columns:
-            room = [one - low for one, low in zip(widths, least, strict=True)]
+            room = [width - low for width, low in zip(widths, least, strict=True)]
             if max(room) <= 0:
                 break
             widths[room.index(max(room))] -= 1

@@ -40,12 +40,12 @@ def load(product: str) -> None:
         import npu_replay  # noqa: F401
     except Exception as error:  # noqa: BLE001  a job that doesn't ask for replay mustn't end by it
         cause = f"{type(error).__name__}: {error}"
-        said = (
+        words = (
             "[npu_replay] the entry point of %s can't load npu_replay: %s. Jobs without replay go on as if "
             "it weren't installed. A job that asks for replay is refused when its engine is built. "
             "NPU_REPLAY_AUTOLOAD=0 leaves npu_replay out"
         )
-        logger.error(said, product, cause)
+        logger.error(words, product, cause)
         if _word("NPU_REPLAY_STRICT") not in OFF:
             from npu_replay_autoload import refusal
 

@@ -51,8 +51,8 @@ def of(router: Any) -> AuxLosses | None:
 def _may_share_its_map(router: Any) -> bool:
     """Return whether the routing may give its own map to the losses, in the place of a second top-k's.
 
-    Megatron's never does. MindSpeed's moe_router_score_reuse does where both would choose alike by
-    themselves: over a softmax, without groups and bias. Only there the own choice is what the losses count.
+    Megatron's routing never does. MindSpeed's moe_router_score_reuse does where both would choose alike by
+    themselves: over a softmax, without groups and bias. Only there the losses count its own choice.
     """
     config = router.config
     if router.score_function != "softmax" or not config.moe_router_pre_softmax:
@@ -94,7 +94,7 @@ def _counted(router: Any, name: str, recount: _Recounted) -> Callable[..., Any]:
     """Return a router's method, as a function of the router that is called, with other ids counted."""
     method = bound = getattr(router, name)
     if isinstance(bound, types.MethodType) and bound.__self__ is router:
-        method = bound.__func__  # the call may be a copy's
+        method = bound.__func__  # a copy of the router may be the one that is called
     else:
         method = functools.wraps(bound)(lambda _, *args, **kwargs: bound(*args, **kwargs))
 

@@ -48,9 +48,9 @@ def asks_for_replay(config: Any) -> bool:
     >>> asks_for_replay(SimpleNamespace(enable_routing_replay=True))
     True
     """
-    said = {bool(getattr(config, name, False)) for name in REPLAY}
+    values = {bool(getattr(config, name, False)) for name in REPLAY}
     built: bool | None = getattr(config, _BUILT, None)
-    return any(said) if len(said) == 1 or built is None else not built
+    return any(values) if len(values) == 1 or built is None else not built
 
 
 def install() -> None:
@@ -76,19 +76,19 @@ def _config_init(init: Callable[..., None]) -> Any:
 
     @functools.wraps(init)
     def config_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = {name: kwargs.pop(name) for name in FLAGS if name in kwargs and name not in known}
+        unknown = {name: kwargs.pop(name) for name in FLAGS if name in kwargs and name not in known}
         carried: Flags = {}
         if known - {"self"} <= kwargs.keys():  # made from all fields of another
             carried = getattr(kwargs["init_method"], _CARRIED, {})
         else:
             # The release's own name counts where it is on; off, it may be a default that was passed along.
-            _agreed({name: kwargs[name] for name in REPLAY if kwargs.get(name)} | given, self)
+            _agreed({name: kwargs[name] for name in REPLAY if kwargs.get(name)} | unknown, self)
         # MindSpeed sets attributes before it calls the constructor beneath its wrapper.
-        given = {name: vars(self)[name] for name in FLAGS if name in vars(self)} | given
+        unknown = {name: vars(self)[name] for name in FLAGS if name in vars(self)} | unknown
         init(self, *args, **kwargs)
         _mend_replace(type(self))
-        flags = {name: bool(getattr(self, name, False)) for name in FLAGS} | carried | given
-        replay = _agreed(given, self)
+        flags = {name: bool(getattr(self, name, False)) for name in FLAGS} | carried | unknown
+        replay = _agreed(unknown, self)
         if replay is None:
             replay = any(flags[name] for name in REPLAY)
         flags |= dict.fromkeys(REPLAY, replay)
@@ -102,20 +102,26 @@ def _config_init(init: Callable[..., None]) -> Any:
 
 
 def _carry(config: Any, flags: Flags) -> None:
-    """Put the flags that are no fields on the config's `init_method`, which comes along with the fields."""
+    """Put the flags that are no fields on the config's `init_method`, which is copied with the fields.
+
+    This is a hack: the function carries them into a config that is made from all fields of this one.
+    """
     made = getattr(config, "init_method", None)
     if callable(made) and (any(flags.values()) or hasattr(made, _CARRIED)):
         config.init_method = functools.partial(made)
         setattr(config.init_method, _CARRIED, flags)
 
 
-def _agreed(given: Flags, config: Any) -> bool | None:
+def _agreed(flags: Flags, config: Any) -> bool | None:
     """Return the value of the flag with two names; None if neither was given."""
-    replay = {name: given[name] for name in REPLAY if name in given}
-    expected = f"{' or '.join(REPLAY)}, or both alike"
-    where = type(config).__name__
-    problem = "two names of one flag were given different values"
-    ReplayError.unless(len(set(replay.values())) < 2, problem, expected, replay, "", where)
+    replay = {name: flags[name] for name in REPLAY if name in flags}
+    if len(set(replay.values())) >= 2:
+        raise ReplayError(
+            "two names of one flag were given different values",
+            where=type(config).__name__,
+            expected=f"{' or '.join(REPLAY)}, or both alike",
+            got=replay,
+        )
     return next(iter(replay.values()), None)
 
 
@@ -129,8 +135,8 @@ def _mend_replace(cls: type) -> None:
         own = vars(kind)
         made = "__dataclass_fields__" in own and "__init__" in own and kind.__name__ == base.__name__
         module = sys.modules.get(kind.__module__)
-        held = "." in kind.__qualname__ or getattr(module, kind.__qualname__, None) is kind
-        if made and not held and any(map(repatch.is_patched, kind.__mro__[1:])):
+        kept = "." in kind.__qualname__ or getattr(module, kind.__qualname__, None) is kind
+        if made and not kept and any(map(repatch.is_patched, kind.__mro__[1:])):
             del kind.__init__  # type: ignore[misc]
 
 

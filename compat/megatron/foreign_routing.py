@@ -16,9 +16,9 @@ from types import CodeType
 from typing import Any
 
 ASKED = "router_replay"
-"""The attribute that routing asks from Megatron-core 0.16 on, and a replay patch that is made like it."""
+"""The attribute that Megatron's routing asks from 0.16 on, as do replay patches that are modelled on it."""
 _OWNERS = ("megatron", "mindspeed", "mindspeed_llm")
-"""The packages whose routing is known: their own mention of a replay is upstream's."""
+"""The packages whose routing is known: where they mention a replay, it is upstream's."""
 
 
 def replays(kind: Any) -> frozenset[str]:

@@ -35,7 +35,7 @@ def is_on(config: Any) -> bool:
 
 
 class HeldKernel:
-    """Makes the kernel ask the armed router call, as long as one of these is held."""
+    """Makes the kernel ask the armed router call while at least one instance is held."""
 
     def __init__(self) -> None:
         module: Any = sys.modules.get(MODULE)
@@ -46,7 +46,7 @@ class HeldKernel:
             _held.append(self)
 
     def remove(self) -> None:
-        """Release it; the last one puts the kernel back, unless it was replaced since."""
+        """Release this instance; the last one puts the kernel back, unless it was replaced since."""
         with _lock:
             if self in _held:
                 _held.remove(self)
@@ -83,11 +83,12 @@ def _ids(output: Any, call: seam.Call) -> torch.Tensor:
     """Return the experts in a map [rows, experts], ascending: int64 [rows, topk]."""
     routing_map = output[1] if isinstance(output, tuple) and len(output) > 1 else None
     if not isinstance(routing_map, torch.Tensor) or routing_map.shape != (call.rows, call.num_experts):
-        problem = "the fused router's output can't be read"
-        expected = f"(probs, routing_map), the map of shape {[call.rows, call.num_experts]}"
-        got = type(output) if routing_map is None else getattr(routing_map, "shape", type(routing_map))
-        cause = "another Transformer Engine than is known; set moe_router_fusion=False"
-        raise NoEffect(problem, expected=expected, got=got, cause=cause)
+        raise NoEffect(
+            "the fused router's output can't be read",
+            expected=f"(probs, routing_map), the map of shape {[call.rows, call.num_experts]}",
+            got=type(output) if routing_map is None else getattr(routing_map, "shape", type(routing_map)),
+            cause="another Transformer Engine than is known; set moe_router_fusion=False",
+        )
     # A top-k over the map: nonzero() would synchronise with the device.
     ids = routing_map.detach().to(torch.float32).topk(call.topk, dim=1).indices
     return ids.sort(dim=1).values

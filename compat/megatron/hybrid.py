@@ -26,24 +26,36 @@ _MODELS = ("megatron.core.models.hybrid.hybrid_model", "megatron.core.models.mam
 
 def pattern_on(owner: Any) -> str | None:
     """Return the pattern of a module or config; raises for a HybridModel's config without one."""
-    found = next((one for name in _NAMES if isinstance(one := getattr(owner, name, None), str)), None)
-    if found is None and getattr(owner, "is_hybrid_model", False) is True:
-        problem = "the config of a HybridModel doesn't say which layers have experts"
-        raise ReplayError(problem, expected="from_megatron(model)", got="a config without a pattern")
-    return found
+    pattern = next(
+        (pattern for name in _NAMES if isinstance(pattern := getattr(owner, name, None), str)), None
+    )
+    if pattern is None and getattr(owner, "is_hybrid_model", False) is True:
+        raise ReplayError(
+            "the config of a HybridModel doesn't say which layers have experts",
+            expected="from_megatron(model)",
+            got="a config without a pattern",
+        )
+    return pattern
 
 
 def pattern_of(config: Any) -> str | None:
     """Return the pattern of a config, or of the model built with it; None for any other model's."""
     built: set[str] = set()
     if config is not None and any(name in sys.modules for name in _MODELS):
-        # Megatron's config has neither a pattern nor a reference to its model, so its referrers are searched.
+        # This is a hack: Megatron's config has neither a pattern nor a reference to its model, so its
+        # referrers are searched.
         holders = gc.get_referrers(config)
-        known = (one if isinstance(one, dict) else getattr(one, "__dict__", {}) for one in holders)
-        models = (one for one in known if one.get("config") is config)
-        built = {text for one in models for name in _NAMES if isinstance(text := one.get(name), str)}
-    problem = "models with several patterns have this config"
-    ReplayError.unless(len(built) < 2, problem, "from_megatron(model)", sorted(built))
+        namespaces = (
+            holder if isinstance(holder, dict) else getattr(holder, "__dict__", {}) for holder in holders
+        )
+        models = (fields for fields in namespaces if fields.get("config") is config)
+        built = {text for fields in models for name in _NAMES if isinstance(text := fields.get(name), str)}
+    if len(built) >= 2:
+        raise ReplayError(
+            "models with several patterns have this config",
+            expected="from_megatron(model)",
+            got=sorted(built),
+        )
     return built.pop() if built else pattern_on(config)
 
 
@@ -56,24 +68,27 @@ def labelled(chunk: ModuleTree, routers: list[Router]) -> list[Router]:
     for path, _, pattern in _stacks(chunk):
         labels = pattern_labels(pattern)
         moe = DecoderLayers.of_pattern(pattern).moe
-        problem = "the number of this router isn't that of an E in the pattern of the model"
-        cause = "a pipeline split that Megatron's layers and the pattern count differently"
-        for at, one in enumerate(routers):
-            if not path or one.path.startswith(f"{path}."):
-                place = -1 if one.layer is None else one.layer
+        for at, router in enumerate(routers):
+            if not path or router.path.startswith(f"{path}."):
+                place = -1 if router.layer is None else router.layer
                 label = labels[place] if 0 <= place < len(labels) else None
-                expected = f"an E in {pattern!r}"
-                got = f"layer_number {place + 1}"
-                RouterError.unless(label in moe, problem, expected, got, cause, one.path)
-                routers[at] = replace(one, layer=label, whole=moe)
+                if label not in moe:
+                    raise RouterError(
+                        "the number of this router isn't that of an E in the pattern of the model",
+                        where=router.path,
+                        expected=f"an E in {pattern!r}",
+                        got=f"layer_number {place + 1}",
+                        cause="a pipeline split that Megatron's layers and the pattern count differently",
+                    )
+                routers[at] = replace(router, layer=label, whole=moe)
     return routers
 
 
 def layers_in(chunks: Sequence[ModuleTree]) -> set[int] | None:
     """Return the decoder layers in these chunks of a HybridModel; None for any other model."""
-    found = [(stack, pattern_labels(text)) for chunk in chunks for _, stack, text in _stacks(chunk)]
-    labels = (labels[layer.layer_number - 1] for stack, labels in found for layer in stack.layers)
-    return {label for label in labels if label is not None} if found else None
+    stacks = [(stack, pattern_labels(text)) for chunk in chunks for _, stack, text in _stacks(chunk)]
+    labels = (labels[layer.layer_number - 1] for stack, labels in stacks for layer in stack.layers)
+    return {label for label in labels if label is not None} if stacks else None
 
 
 def _stacks(chunk: ModuleTree) -> Iterator[tuple[str, Any, str]]:
@@ -86,10 +101,14 @@ def _stacks(chunk: ModuleTree) -> Iterator[tuple[str, Any, str]]:
             continue
         pp, vp = (getattr(stack.config, f"{kind}pipeline_model_parallel_size") for kind in ("", "virtual_"))
         symbols = "".join(stack.layer_type_list)
-        problem = "the pattern of the whole model isn't known"
-        got = f"a stage's decoder, {symbols!r}"
-        cause = "model.decoder in the place of model"
-        RouterError.unless(bool(pattern) or pp * (vp or 1) == 1, problem, "the HybridModel", got, cause, path)
+        if not pattern and pp * (vp or 1) != 1:
+            raise RouterError(
+                "the pattern of the whole model isn't known",
+                where=path,
+                expected="the HybridModel",
+                got=f"a stage's decoder, {symbols!r}",
+                cause="model.decoder in the place of model",
+            )
         yield path, stack, pattern or symbols
 
 

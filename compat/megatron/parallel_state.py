@@ -29,15 +29,19 @@ _AXES = {
 
 def read(model: Any, sequence_parallel: bool | None) -> ParallelLayout:
     state: Any = sys.modules.get(_STATE)
-    problem = "Megatron-core isn't running in this process"
-    got = f"{_STATE} was never imported"
-    expected = "from_megatron() after megatron.core.parallel_state.initialize_model_parallel()"
-    cause = "called on the driver; give the numbers by hand there: ParallelLayout(tp=..., tp_rank=...)"
-    ReplayError.unless(state is not None, problem, expected, got, cause)
-    problem = "Megatron-core's parallel state isn't initialised"
-    got = "no model parallel groups"
-    expected = "from_megatron() after initialize_model_parallel()"
-    ReplayError.unless(state.model_parallel_is_initialized(), problem, expected, got)
+    if state is None:
+        raise ReplayError(
+            "Megatron-core isn't running in this process",
+            expected="from_megatron() after megatron.core.parallel_state.initialize_model_parallel()",
+            got=f"{_STATE} was never imported",
+            cause="called on the driver; give the numbers by hand there: ParallelLayout(tp=..., tp_rank=...)",
+        )
+    if not state.model_parallel_is_initialized():
+        raise ReplayError(
+            "Megatron-core's parallel state isn't initialised",
+            expected="from_megatron() after initialize_model_parallel()",
+            got="no model parallel groups",
+        )
     config = config_of(model)
     trees = [] if config is model else [ModuleTree.of(chunk) for chunk in chunks_of(model)]
     pattern = hybrid.pattern_in(trees) if trees else hybrid.pattern_of(config)
@@ -64,10 +68,13 @@ def config_of(model: Any) -> Any:
     if model is None or hasattr(model, "pipeline_model_parallel_size"):
         return model
     config = _config_in(chunks_of(model))
-    problem = "this model has no Megatron config"
-    expected = "a Megatron module, the list of its chunks, or its TransformerConfig"
-    cause = "a model of transformers, which has no parallel layout to read"
-    ReplayError.unless(config is not None, problem, expected, type(model).__name__, cause)
+    if config is None:
+        raise ReplayError(
+            "this model has no Megatron config",
+            expected="a Megatron module, the list of its chunks, or its TransformerConfig",
+            got=type(model).__name__,
+            cause="a model of transformers, which has no parallel layout to read",
+        )
     return config
 
 
@@ -110,12 +117,14 @@ def check_chunks(chunks: Sequence[ModuleTree]) -> None:
     if stage is None or stage.vp == 1:
         return
     here = _decoder_layers_in(chunks)
-    problem = "this isn't all that this rank has of the model"
-    where = f"pipeline rank {stage.pp_rank} of {stage.pp}, {stage.vp} virtual stages"
-    expected = f"the list of all chunks, decoder layers {list(stage.layers)}"
-    got = f"{len(chunks)} with decoder layers {sorted(here)}"
-    cause = "model[0] in the place of model"
-    RouterError.unless(len(here) >= len(stage.layers), problem, expected, got, cause, where)
+    if len(here) < len(stage.layers):
+        raise RouterError(
+            "this isn't all that this rank has of the model",
+            where=f"pipeline rank {stage.pp_rank} of {stage.pp}, {stage.vp} virtual stages",
+            expected=f"the list of all chunks, decoder layers {list(stage.layers)}",
+            got=f"{len(chunks)} with decoder layers {sorted(here)}",
+            cause="model[0] in the place of model",
+        )
 
 
 def _stage(chunks: Sequence[ModuleTree]) -> ParallelLayout | None:
@@ -135,8 +144,8 @@ def _stage(chunks: Sequence[ModuleTree]) -> ParallelLayout | None:
 
 
 def _decoder_layers_in(chunks: Sequence[ModuleTree]) -> set[int]:
-    if (found := hybrid.layers_in(chunks)) is not None:
-        return found
+    if (hybrid_layers := hybrid.layers_in(chunks)) is not None:
+        return hybrid_layers
     product: Any = sys.modules.get("megatron.core.transformer.transformer_layer")
     return {
         int(module.layer_number) - 1
@@ -171,7 +180,7 @@ def _has_experts(config: Any) -> bool:
 def _config_in(chunks: Sequence[nn.Module]) -> Any:
     """Return the first Megatron config of the chunks or of what they wrap; None without one."""
     configs = (getattr(module, "config", None) for chunk in chunks for module in unwrapped(chunk))
-    return next((one for one in configs if hasattr(one, "pipeline_model_parallel_size")), None)
+    return next((config for config in configs if hasattr(config, "pipeline_model_parallel_size")), None)
 
 
 def unwrapped(module: Any) -> Iterator[Any]:
@@ -186,27 +195,32 @@ def _of_axis(state: Any, axis: str, what: str) -> int:
 
 
 def _ask(state: Any, name: str) -> Any:
-    problem = "this Megatron-core doesn't say how it is split"
-    expected = f"parallel_state.{name}()"
-    cause = "a release that npu_replay doesn't know; give the numbers by hand: ParallelLayout(...)"
-    ReplayError.unless(hasattr(state, name), problem, expected, "no such function", cause)
+    if not hasattr(state, name):
+        raise ReplayError(
+            "this Megatron-core doesn't say how it is split",
+            expected=f"parallel_state.{name}()",
+            got="no such function",
+            cause="a release that npu_replay doesn't know; give the numbers by hand: ParallelLayout(...)",
+        )
     return getattr(state, name)()
 
 
 def _virtual_stages(state: Any, config: Any) -> int:
-    """Return the number of virtual stages; the parallel state knows it only where it was told."""
+    """Return the number of virtual stages; the parallel state knows it only if it was initialised with it."""
     stages = getattr(config, "virtual_pipeline_model_parallel_size", None)
     if stages is None:
         stages = _ask(state, "get_virtual_pipeline_model_parallel_world_size")
     return int(stages or 1)
 
 
-def _slices(config: Any, told: bool | None, tp: int) -> bool:
-    found = told if config is None else bool(config.sequence_parallel)
-    problem = "sequence_parallel is another in the model's config"
-    ReplayError.unless(told is None or found == told, problem, told, found)
-    problem = "whether rows are sliced over the tensor-parallel ranks isn't known"
-    expected = "from_megatron(model), or from_megatron(sequence_parallel=True or False)"
-    got = f"from_megatron() with tensor parallelism {tp}"
-    ReplayError.unless(found is not None or tp == 1, problem, expected, got)
-    return bool(found)
+def _slices(config: Any, asked: bool | None, tp: int) -> bool:
+    slices = asked if config is None else bool(config.sequence_parallel)
+    if asked is not None and slices != asked:
+        raise ReplayError("sequence_parallel is another in the model's config", expected=asked, got=slices)
+    if slices is None and tp != 1:
+        raise ReplayError(
+            "whether rows are sliced over the tensor-parallel ranks isn't known",
+            expected="from_megatron(model), or from_megatron(sequence_parallel=True or False)",
+            got=f"from_megatron() with tensor parallelism {tp}",
+        )
+    return bool(slices)

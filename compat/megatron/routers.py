@@ -44,14 +44,17 @@ class MegatronRouters(RouterKind):
             return None
         if parallel_state.is_in_mtp(path):
             return None
-        topk_router = isinstance(module, product.TopKRouter)
-        problem = f"{type(module).__name__} can't be replayed"
-        got = f"another subclass of Router ({type(module).__module__})"
-        RouterError.unless(topk_router, problem, "a TopKRouter or a subclass", got, "", path)
+        if not isinstance(module, product.TopKRouter):
+            raise RouterError(
+                f"{type(module).__name__} can't be replayed",
+                where=path,
+                expected="a TopKRouter or a subclass",
+                got=f"another subclass of Router ({type(module).__module__})",
+            )
         import_hook.refuse_failures()
         features.refuse_half_import()
         if llm.looks_up(module):
-            return None  # a hash layer: the token alone decides, in every pass alike
+            return None  # a hash layer: the token id alone decides, so every pass chooses alike
         config: Any = module.config
         llm.refuse(module, path)
         _refuse(module, path)
@@ -143,9 +146,12 @@ def _pair(output: object) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _unknown(output: object) -> NoEffect:
-    problem = "the router's output can't be read"
-    cause = "a fork of Megatron-core whose router returns something else"
-    return NoEffect(problem, expected="(probs, routing_map)", got=type(output).__name__, cause=cause)
+    return NoEffect(
+        "the router's output can't be read",
+        expected="(probs, routing_map)",
+        got=type(output).__name__,
+        cause="a fork of Megatron-core whose router returns something else",
+    )
 
 
 def _without_exact_zeros(output: object, ids: torch.Tensor) -> object:
@@ -182,35 +188,43 @@ def _refuse(module: Any, path: str) -> None:
         names = scope if isinstance(scope, list | tuple) else [scope]
         if any(str(getattr(name, "value", name)).split(".")[-1] != "attn" for name in names):
             graphs.append(f"cuda_graph_impl={implementation!r} with cuda_graph_scope={scope!r}")
-    # Over how many ranks one top-k runs: in quantile balancing over the tokens of all.
+    # Quantile balancing runs one top-k over the tokens of all ranks of this group.
     quantile = module.routing_type == "quantile_balancing" and module.tp_cp_group is not None
     ranks = int(module.tp_cp_group.size()) if quantile else 1
-    cause = "the model's config; "
     if graphs:
-        # A captured graph replays its kernels and runs no hook.
-        problem = "the router is captured in a graph, which runs no hook"
-        expected = "no graph capture around the router"
-        got = ", ".join(graphs)
-        cause += "capture the attention alone, or train without graphs"
-    elif getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise RouterError(
+            "the router is captured in a graph, which runs no hook",
+            where=path,
+            expected="no graph capture around the router",
+            got=", ".join(graphs),
+            cause="the model's config; capture the attention alone, or train without graphs",
+        )
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
         # It runs pieces of layers of two micro-batches in turn and never calls the model.
-        problem = "the schedule runs layers past the model's __call__, so micro-batches can't be told apart"
-        expected = "overlap_moe_expert_parallel_comm=False"
-        got = "overlap_moe_expert_parallel_comm=True"
-        cause += "combined 1F1B calls build_schedule_plan() instead of the model"
-    elif action is not None:
-        problem = "RouterReplay is replaying on this router"
-        got = action
-        cause = _TWO_WAYS
-        expected = "none: RouterReplay.clear_global_router_replay_action()"
-    elif ranks > 1:
-        problem = "quantile balancing chooses over the tokens of several ranks at once, and can't be replayed"
-        expected = "one rank in the router's tensor and context parallel group"
-        got = f"{ranks} ranks, moe_router_load_balancing_type='quantile_balancing'"
-        cause += "take another load balancing for the replay, or no tensor and context parallelism"
-    else:
-        return
-    raise RouterError(problem, where=path, expected=expected, got=got, cause=cause)
+        raise RouterError(
+            "the schedule runs layers past the model's __call__, so micro-batches can't be told apart",
+            where=path,
+            expected="overlap_moe_expert_parallel_comm=False",
+            got="overlap_moe_expert_parallel_comm=True",
+            cause="the model's config; combined 1F1B calls build_schedule_plan() instead of the model",
+        )
+    if action is not None:
+        raise RouterError(
+            "RouterReplay is replaying on this router",
+            where=path,
+            expected="none: RouterReplay.clear_global_router_replay_action()",
+            got=action,
+            cause=_TWO_WAYS,
+        )
+    if ranks > 1:
+        raise RouterError(
+            "quantile balancing chooses over the tokens of several ranks at once, and can't be replayed",
+            where=path,
+            expected="one rank in the router's tensor and context parallel group",
+            got=f"{ranks} ranks, moe_router_load_balancing_type='quantile_balancing'",
+            cause="the model's config; take another load balancing for the replay, or no tensor and "
+            "context parallelism",
+        )
 
 
 def is_replaying(replay: Any) -> bool:

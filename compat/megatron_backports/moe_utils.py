@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from npu_replay.compat.megatron_backports.router_replay import Asked, asked, is_idle, no_top_k
+from npu_replay.compat.megatron_backports.router_replay import Asked, asking, is_idle, no_top_k
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Change, Patches
 
@@ -57,14 +57,16 @@ def _add_routing(module: Any) -> None:
             return probs, routing_map
 
         _patches.set(module, _TOPK, _with_replay(without_capacity), _ADDED)
-    elif "router_replay" not in known and not any(one.kind is one.VAR_KEYWORD for one in known.values()):
+    elif "router_replay" not in known and not any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()
+    ):
         # Every module that holds the function: MindSpeed replaces those that hold the same one.
         ours = _with_replay(native)
 
         def undo() -> bool:
-            held = vars(module).get(_TOPK) is ours
+            replaced = vars(module).get(_TOPK) is ours
             _rebind(_TOPK, ours, native)
-            return held
+            return replaced
 
         _rebind(_TOPK, native, ours)
         _patches.add(Change(f"{module.__name__}.{_TOPK}", "takes router_replay", undo))
@@ -130,14 +132,17 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
                 return native(logits, topk, **how)
             router_replay = SimpleNamespace(get_replay_topk=own_topk)  # only to learn the ids of the top-k
         call = Asked(router_replay, logits.shape[0], logits.shape[-1], topk, (num_groups, group_topk))
-        with asked(call, fused=fused):
+        with asking(call, fused=fused):
             probs, routing_map = native(logits, topk, **how)
         if not dense_output:
             return probs, routing_map
         if call.ids is None:
-            problem = "this release's routing calls no top-k, so there is no order for a dense output"
-            cause = "another function in the place of Megatron's, such as MindSpeed's fix_router"
-            raise no_top_k(problem, call, cause, _TOPK)
+            raise no_top_k(
+                "this release's routing calls no top-k, so there is no order for a dense output",
+                call,
+                "another function in the place of Megatron's, such as MindSpeed's fix_router",
+                _TOPK,
+            )
         return probs.gather(1, call.ids), call.ids
 
     return topk_routing_with_score_function

@@ -83,7 +83,7 @@ def _equip(router: Any) -> None:
     # A RouterReplay if the config asks for it, and None otherwise, as from 0.16 on.
     if getattr(router, _REPLAY, None) is None:
         made = (make(router) for make in _makers) if ours else ()
-        own = next((one for one in made if one is not None), None)
+        own = next((replay for replay in made if replay is not None), None)
         if own is None and asks_for_replay(router.config):
             own = kind()
         router.router_replay = own
@@ -135,8 +135,10 @@ class RouterMethods:
         """Return the class's method, bound to the router; looked up each time, since MindSpeed patches it."""
         router = self.router
         kind = type(router)
-        found = next(vars(one)[name] for one in kind.__mro__ if name in vars(one))
-        return found.__get__(router, kind)  # not the class's attribute: some wrappers bind at each access
+        method = next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
+        return method.__get__(
+            router, kind
+        )  # taken from __mro__, since some wrappers on the class bind at each access
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the router's forward, in which its top-k or its fused kernel asks `router_replay`."""
@@ -209,7 +211,9 @@ def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwarg
     # A framework with a replay of its own, as verl, also has its own routing that asks it.
     if not isinstance(replay, MegatronRouterReplay) and foreign_routing.replays(type(router)):
         return plain(*args, **kwargs)
-    inputs = next(iter((*args, *kwargs.values())))  # hidden states or logits: the last dimension isn't tokens
+    inputs = next(
+        iter((*args, *kwargs.values()))
+    )  # hidden states or logits: all dimensions but the last count tokens
     config = router.config
     losses = aux_losses.of(router)
     rows = inputs.numel() // inputs.shape[-1] * gathered_ranks(config)
@@ -218,7 +222,7 @@ def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwarg
     call.owner = router
     call.spare = spare(router)
     call.compares = losses is not None and is_replaying(replay) and losses.follow_the_call_of(router)
-    with router_replay.asked(call, fused=fused_router.is_on(config)):
+    with router_replay.asking(call, fused=fused_router.is_on(config)):
         return plain(*args, **kwargs)
 
 
@@ -229,7 +233,7 @@ def _router_replay() -> Any:
     """Return upstream's class, or ours in its place."""
     try:
         return importlib.import_module(router_replay.MODULE).RouterReplay
-    except ModuleNotFoundError:  # not served: `router_replay.install` wasn't called
+    except ModuleNotFoundError:  # the module isn't served, since `router_replay.install` wasn't called
         return MegatronRouterReplay
 
 
@@ -271,7 +275,7 @@ def _hand_over_one(router: Any) -> None:
 def _swap(router: Any, new: Any, old: Any, kind: Any) -> None:
     """Replace the instance also in Megatron's list of all, so that its API reaches the new one."""
     everyone = getattr(kind, _EVERYONE)
-    everyone[:] = [new if one is old else one for one in everyone]
+    everyone[:] = [new if replay is old else replay for replay in everyone]
     new.layer_number = getattr(old, "layer_number", None)
     router.router_replay = new
     _leave_with(router, new, kind)
@@ -279,7 +283,7 @@ def _swap(router: Any, new: Any, old: Any, kind: Any) -> None:
 
 def _leave(replay: Any, kind: Any) -> None:
     everyone = getattr(kind, _EVERYONE)
-    everyone[:] = [one for one in everyone if one is not replay]
+    everyone[:] = [other for other in everyone if other is not replay]
 
 
 def _leave_with(router: Any, replay: Any, kind: Any) -> None:

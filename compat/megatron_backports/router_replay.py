@@ -5,7 +5,7 @@
 global action and a queue of targets, so backward has to visit micro-batches in the order of their forwards.
 
 Asks:     whether the release has the module.
-Changes:  nothing of Megatron's; the module can be imported. `torch.topk` asks while `asked` is open.
+Changes:  nothing of Megatron's; the module can be imported. `torch.topk` asks while `asking` is open.
 Undone:   the module is taken away.
 """
 
@@ -168,10 +168,12 @@ class MegatronRouterReplay:
         if self.static_buffer is not None:
             place = self.static_buffer[: len(topk_indices)]
             if place.shape != topk_indices.shape:
-                problem = "the static buffer doesn't fit what is recorded"
-                expected = f"at least {list(topk_indices.shape)}"
-                got = list(self.static_buffer.shape)
-                raise RouterError(problem, where=_place(self), expected=expected, got=got)
+                raise RouterError(
+                    "the static buffer doesn't fit what is recorded",
+                    where=_place(self),
+                    expected=f"at least {list(topk_indices.shape)}",
+                    got=list(self.static_buffer.shape),
+                )
             place.copy_(topk_indices)
             topk_indices = place
         self.recorded_topk_idx = topk_indices
@@ -184,12 +186,15 @@ class MegatronRouterReplay:
         """Set this router's action; a framework's own enum with the same values is accepted."""
         action: Any = router_replay_action
         try:
-            found = None if action is None else RouterReplayAction(getattr(action, "value", action))
+            parsed = None if action is None else RouterReplayAction(getattr(action, "value", action))
         except ValueError:
-            problem = "this is no action of a RouterReplay"
-            expected = "RouterReplayAction." + ", ".join(one.name for one in RouterReplayAction)
-            raise RouterError(problem, where=_place(self), expected=expected, got=action) from None
-        self.router_replay_action = found
+            raise RouterError(
+                "this is no action of a RouterReplay",
+                where=_place(self),
+                expected="RouterReplayAction." + ", ".join(known.name for known in RouterReplayAction),
+                got=action,
+            ) from None
+        self.router_replay_action = parsed
 
     def clear_router_replay_action(self) -> None:
         self.router_replay_action = None
@@ -219,16 +224,16 @@ class MegatronRouterReplay:
                 call.way = "inner"
             return scores.gather(1, ids), ids
         if default_compute_topk is None:
-            problem = "there is no top-k to ask"
-            expected = "default_compute_topk"
-            raise RouterError(problem, where=_place(self), expected=expected, got=None)
+            raise RouterError(
+                "there is no top-k to ask", where=_place(self), expected="default_compute_topk", got=None
+            )
         values, ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.router_replay_action is RouterReplayAction.RECORD:
             self.record_indices(ids)
         return values, ids
 
     def _target(self, rows: int, topk: int) -> torch.Tensor:
-        """Return the ids of a replayed call; a subclass may keep them elsewhere."""
+        """Return the ids of a replayed call. A subclass may keep its ids elsewhere."""
         ids = self.target_topk_idx
         cause = "set_replay_data() was not called before this forward, or with ids of another"
         if self.router_replay_action is RouterReplayAction.REPLAY_BACKWARD:
@@ -238,10 +243,13 @@ class MegatronRouterReplay:
                 "go through the micro-batches in the order of their forwards"
             )
         if ids is None or ids.shape != (rows, topk):
-            problem = f"{self.router_replay_action} has no ids for this call of the router"
-            expected = f"targets of shape {[rows, topk]}"
-            got = "none" if ids is None else list(ids.shape)
-            raise NoTarget(problem, where=_place(self), expected=expected, got=got, cause=cause)
+            raise NoTarget(
+                f"{self.router_replay_action} has no ids for this call of the router",
+                where=_place(self),
+                expected=f"targets of shape {[rows, topk]}",
+                got="none" if ids is None else list(ids.shape),
+                cause=cause,
+            )
         return ids
 
 
@@ -308,7 +316,7 @@ class Asked(seam.Call):
 
 
 @contextlib.contextmanager
-def asked(call: Asked, *, fused: bool = False) -> Iterator[None]:
+def asking(call: Asked, *, fused: bool = False) -> Iterator[None]:
     """Let the next matching top-k of this thread be answered, with `fused` the router's kernel too.
 
     Raises:
@@ -325,16 +333,22 @@ def asked(call: Asked, *, fused: bool = False) -> Iterator[None]:
         if kernel is not None:
             kernel.remove()
     if call.ids is None and action_of(call.replay) is not None:
-        problem = "RouterReplay has an action, and this router calls no top-k that could ask it"
-        cause = "a selection that is made without torch.topk: by a hash, by a kernel, or in turn"
-        raise no_top_k(problem, call, cause)
+        raise no_top_k(
+            "RouterReplay has an action, and this router calls no top-k that could ask it",
+            call,
+            "a selection that is made without torch.topk: by a hash, by a kernel, or in turn",
+        )
 
 
 def no_top_k(problem: str, call: Asked, cause: str, where: str = "") -> NoEffect:
     """Return the error for a call of a router in which no top-k asked."""
-    expected = f"a top-{call.topk} over {call.num_experts} experts"
-    got = ", ".join(dict.fromkeys(call.seen)) or "nothing"
-    return NoEffect(problem, where=where, expected=expected, got=got, cause=cause)
+    return NoEffect(
+        problem,
+        where=where,
+        expected=f"a top-{call.topk} over {call.num_experts} experts",
+        got=", ".join(dict.fromkeys(call.seen)) or "nothing",
+        cause=cause,
+    )
 
 
 def _everyone() -> list[MegatronRouterReplay]:
@@ -349,14 +363,19 @@ def _place(replay: Any) -> str:
 def _check_ids(ids: Any, replay: Any) -> None:
     is_tensor = isinstance(ids, torch.Tensor)
     if not is_tensor or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        problem = "these are no expert ids"
-        expected = "a tensor of integers, [rows, topk]"
-        got = f"{ids.dtype} {list(ids.shape)}" if is_tensor else ids
-        raise RouterError(problem, where=_place(replay), expected=expected, got=got)
+        raise RouterError(
+            "these are no expert ids",
+            where=_place(replay),
+            expected="a tensor of integers, [rows, topk]",
+            got=f"{ids.dtype} {list(ids.shape)}" if is_tensor else ids,
+        )
 
 
 def _check_count(got: int, of: str) -> None:
     if got != (wanted := len(_everyone())):
-        cause = "layers of another pipeline stage, or a second model in this process with the flag"
-        problem = f"another number of {of} than of routers with a replay"
-        raise AnotherNumber(problem, expected=wanted, got=got, cause=cause)
+        raise AnotherNumber(
+            f"another number of {of} than of routers with a replay",
+            expected=wanted,
+            got=got,
+            cause="layers of another pipeline stage, or a second model in this process with the flag",
+        )

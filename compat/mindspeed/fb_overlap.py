@@ -31,18 +31,19 @@ _SIGNS = {"checkpoint", "bwd_layer_graph"}
 
 def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
     """Register the hooks on a chunk's overlapped layers; refuse recomputes in layers of an unknown kind."""
-    problem = "moe_fb_overlap recomputes in a place that npu_replay doesn't know"
-    expected = f"a layer whose own forward takes {' and '.join(sorted(_SIGNS))}"
-    cause = (
-        "a branch of MindSpeed that is built otherwise, or moe_fb_overlap set after the model was built; "
-        "turn activation recompute or moe_fb_overlap off"
-    )
     layers = [(router, _overlapped_layer(chunk, router)) for router in routers]
     for router, layer in layers:
         config: Any = getattr(router.module, "config", None)
         recomputes = getattr(config, "moe_fb_overlap", False) and config.recompute_granularity == "full"
-        known = layer is not None or not recomputes
-        RouterError.unless(known, problem, expected, "none around this router", cause, router.path)
+        if layer is None and recomputes:
+            raise RouterError(
+                "moe_fb_overlap recomputes in a place that npu_replay doesn't know",
+                where=router.path,
+                expected=f"a layer whose own forward takes {' and '.join(sorted(_SIGNS))}",
+                got="none around this router",
+                cause="a branch of MindSpeed that is built otherwise, or moe_fb_overlap set after the model "
+                "was built; turn activation recompute or moe_fb_overlap off",
+            )
     return [_Overlapped(layer, router, marks) for router, layer in layers if layer is not None]
 
 
@@ -94,11 +95,13 @@ class _Overlapped:
         graph: Any = output[2] if isinstance(output, tuple) and len(output) > 2 else None
         inputs = getattr(graph, "layer_inputs", None)
         if not (getattr(graph, "checkpointed", False) and isinstance(inputs, tuple)):
-            problem = "moe_fb_overlap keeps what it runs again in a place that npu_replay doesn't know"
-            expected = "a graph with checkpointed and layer_inputs, third in what the layer returns"
-            got = type(output).__name__ if graph is None else f"{type(graph).__name__} without them"
-            cause = "a branch of MindSpeed that is built otherwise; turn off recompute or moe_fb_overlap"
-            raise RecomputeError(problem, where=self._router.path, expected=expected, got=got, cause=cause)
+            raise RecomputeError(
+                "moe_fb_overlap keeps what it runs again in a place that npu_replay doesn't know",
+                where=self._router.path,
+                expected="a graph with checkpointed and layer_inputs, third in what the layer returns",
+                got=type(output).__name__ if graph is None else f"{type(graph).__name__} without them",
+                cause="a branch of MindSpeed that is built otherwise; turn off recompute or moe_fb_overlap",
+            )
         if not isinstance(graph.layer_inputs, _Inputs):
             graph.layer_inputs = _Inputs(graph.layer_inputs)
             graph.layer_inputs.reruns = []

@@ -33,10 +33,14 @@ def refuse_features(config: Any, path: str) -> None:
     """Refuse a router whose choice MindSpeed overrides; the error names the feature and the reason."""
     sources = [config, *_arguments()]
     for feature, reason in REFUSED.items():
-        off = not any(getattr(source, feature, False) for source in sources)
-        problem = f"MindSpeed's {feature} can't be replayed"
-        expected = f"{feature}=False"
-        RouterError.unless(off, problem, expected, f"{feature}=True", reason, path)
+        if any(getattr(source, feature, False) for source in sources):
+            raise RouterError(
+                f"MindSpeed's {feature} can't be replayed",
+                where=path,
+                expected=f"{feature}=False",
+                got=f"{feature}=True",
+                cause=reason,
+            )
 
 
 def _arguments() -> list[Any]:
@@ -57,12 +61,11 @@ def refuse_half_import() -> None:
         applied = [name for name, patch in known.items() if patch.is_applied]
         if not applied or len(applied) == len(known) or registry.entry in sys.modules:
             continue
-        got = f"{len(applied)}, without {next(name for name in known if name not in applied)}"
-        problem = f"{registry.product} is half imported"
-        expected = f"all {len(known)} of its patches in place"
-        cause = (
-            f"its import raised, and somebody caught it; «python -c 'import {registry.entry}'» shows it (a "
-            "Megatron of another release than it is made for, a torch_npu that doesn't load)"
+        raise RouterError(
+            f"{registry.product} is half imported",
+            where=f"import {registry.entry}",
+            expected=f"all {len(known)} of its patches in place",
+            got=f"{len(applied)}, without {next(name for name in known if name not in applied)}",
+            cause=f"its import raised, and somebody caught it; «python -c 'import {registry.entry}'» shows "
+            "it (a Megatron of another release than it is made for, a torch_npu that doesn't load)",
         )
-        where = f"import {registry.entry}"
-        raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)

@@ -9,6 +9,7 @@ Undone:   there is nothing to undo.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -47,26 +48,29 @@ def refuse(module: nn.Module, path: str) -> None:
         and getattr(config, "moe_permutation_async_comm", False)
         and (config.sequence_parallel or config.expert_model_parallel_size > 1)
     )
+    refused = functools.partial(
+        RouterError, f"MindSpeed-LLM's moe_router_load_balancing_type={kind!r} can't be replayed", where=path
+    )
     if kind == "sparsemixer_topk":
-        expected = "a routing type with a top-k, or this one without a replay"
-        got = "two arg-max with noise"
-        cause = "the type draws its experts one after the other, and there is no top-k that could be answered"
-    elif kind == "pai_megatron_aux_loss" and asynchronous:
-        expected = "moe_permutation_async_comm=False"
-        got = "moe_permutation_async_comm=True"
-        cause = "with the allgather dispatcher the router then returns a map that is still under way"
-    elif (
-        kind == "group_limited_greedy"
-        and groups == module.num_experts
-        and config.moe_router_group_topk == module.topk
-    ):
-        expected = "fewer groups than experts, or another moe_router_group_topk than moe_router_topk"
-        got = f"{config.num_moe_experts} groups and experts, {config.moe_router_group_topk} of each"
-        cause = "the top-k over the groups can't be told from the one over the experts"
-    else:
-        return
-    problem = f"MindSpeed-LLM's moe_router_load_balancing_type={kind!r} can't be replayed"
-    raise RouterError(problem, where=path, expected=expected, got=got, cause=cause)
+        raise refused(
+            expected="a routing type with a top-k, or this one without a replay",
+            got="two arg-max with noise",
+            cause="the type draws its experts one after the other, so there is no top-k to answer",
+        )
+    if kind == "pai_megatron_aux_loss" and asynchronous:
+        raise refused(
+            expected="moe_permutation_async_comm=False",
+            got="moe_permutation_async_comm=True",
+            cause="with the allgather dispatcher the router then returns a map that is still under way",
+        )
+    # The top-k over the groups then looks like the one over the experts.
+    alike = groups == module.num_experts and config.moe_router_group_topk == module.topk
+    if kind == "group_limited_greedy" and alike:
+        raise refused(
+            expected="fewer groups than experts, or another moe_router_group_topk than moe_router_topk",
+            got=f"{config.num_moe_experts} groups and experts, {config.moe_router_group_topk} of each",
+            cause="the top-k over the groups can't be told from the one over the experts",
+        )
 
 
 def looks_up(module: nn.Module) -> bool:
@@ -136,13 +140,14 @@ def _looks_up(config: Any, kind: Any) -> bool:
     )
 
 
-def _numbers(given: Any, name: str) -> list[int]:
+def _numbers(value: Any, name: str) -> list[int]:
     """Parse MindSpeed's list of numbers: `3,7` before its arguments were checked, a set or list after."""
-    if given is None:
+    if value is None:
         return []
-    parts = [part for part in given.split(",") if part.strip()] if isinstance(given, str) else given
+    parts = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
     try:
         return [int(part) for part in parts] if isinstance(parts, Iterable) else [int(parts)]
     except (TypeError, ValueError) as error:
-        expected = "numbers, or a string like '3,7'"
-        raise ReplayError(f"{name} can't be read", expected=expected, got=repr(given)) from error
+        raise ReplayError(
+            f"{name} can't be read", expected="numbers, or a string like '3,7'", got=repr(value)
+        ) from error

@@ -90,11 +90,11 @@ def _exchange(cls: Any, exchanged: Callable[[Init], Init]) -> None:
     if init is not super(cls, cls).__init__:
         cls.__init__ = init
     elif "__init__" in vars(cls):
-        del cls.__init__  # it had none of its own
+        del cls.__init__  # the class had no constructor of its own
 
 
 def _beneath(cls: Any) -> Iterator[Init]:
-    """Yield the constructor and all that it leads to, as far as registries and functools.wraps tell."""
+    """Yield the constructor and all that it calls, as far as the registries and functools.wraps show."""
     kept = {
         patch.final_patch_func: patch.orig_func
         for patch in registries.patches_of(_name(cls))

@@ -25,17 +25,17 @@ def method(cls: type, name: str) -> FunctionType:
         raise LookupError(f"{module.__name__} has no source file")
     fresh = importlib.util.module_from_spec(spec)  # run a second time, outside sys.modules
     spec.loader.exec_module(fresh)
-    found = vars(getattr(fresh, cls.__name__)).get(name)
-    if not isinstance(found, FunctionType):
+    function = vars(getattr(fresh, cls.__name__)).get(name)
+    if not isinstance(function, FunctionType):
         raise LookupError(f"no method {name} in the source of {cls.__module__}.{cls.__qualname__}")
     # The second module has a class of its own: super() in the method has to mean the given one.
     cells = tuple(
         CellType(cls) if free == "__class__" else cell
-        for free, cell in zip(found.__code__.co_freevars, found.__closure__ or (), strict=True)
+        for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     )
-    whole = FunctionType(found.__code__, vars(module), name, found.__defaults__, cells)
-    whole.__kwdefaults__ = found.__kwdefaults__
-    whole.__dict__.update(vars(found))
-    whole.__doc__ = found.__doc__
+    whole = FunctionType(function.__code__, vars(module), name, function.__defaults__, cells)
+    whole.__kwdefaults__ = function.__kwdefaults__
+    whole.__dict__.update(vars(function))
+    whole.__doc__ = function.__doc__
     whole.__qualname__ = f"{cls.__qualname__}.{name}"
     return whole

@@ -48,7 +48,7 @@ _unusable: list[ReplayError] = []
 """Errors of the environment that are raised when a block is opened."""
 
 MEANING = "A job that doesn't ask for replay goes on; one that asks is refused when its engine is built"
-"""What a failure means, for the log."""
+"""Says in the log what a failure means for the job."""
 
 
 # ---- the interface
@@ -106,10 +106,10 @@ def attempt(module: str, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001  a shim may raise anything, and the import goes on
-        said = f"{type(error).__name__}: {error}"
-        if _failures.get(name) != said:  # logged once for many routers
-            _failures[name] = said
-            logger.error("[npu_replay] %s failed on %s: %s. %s", name, module, said, MEANING)
+        failure = f"{type(error).__name__}: {error}"
+        if _failures.get(name) != failure:  # logged once for many routers
+            _failures[name] = failure
+            logger.error("[npu_replay] %s failed on %s: %s. %s", name, module, failure, MEANING)
 
 
 def refuse_with(error: ReplayError) -> None:
@@ -142,7 +142,7 @@ _thread = threading.local()
 def asking(name: str) -> Iterator[None]:
     """Mark a module as one that this thread asks other finders for, which may ask ours again.
 
-    In it a module is also looked up without preparing anything.
+    Inside the block a module can also be looked up without preparing anything.
     """
     before = _asked()
     _thread.names = before | {name}
@@ -160,14 +160,14 @@ def _asked() -> frozenset[str]:
 
 
 def _refuse() -> None:
-    problem = "; ".join(f"{name} failed: {error}" for name, error in _failures.items())
-    expected = "a release that npu_replay knows how to change"
-    got = "another; it was left as it was"
-    cause = (
-        "a new release, or a patch of somebody else's in the same place. NPU_REPLAY_STRICT=0 goes on "
-        "without, NPU_REPLAY_DISABLE=1 changes nothing at all"
+    raise ReplayError(
+        "; ".join(f"{name} failed: {error}" for name, error in _failures.items()),
+        where="at import",
+        expected="a release that npu_replay knows how to change",
+        got="another; it was left as it was",
+        cause="a new release, or a patch of somebody else's in the same place. NPU_REPLAY_STRICT=0 goes on "
+        "without, NPU_REPLAY_DISABLE=1 changes nothing at all",
     )
-    raise ReplayError(problem, where="at import", expected=expected, got=got, cause=cause)
 
 
 def _look_out() -> None:
@@ -176,8 +176,8 @@ def _look_out() -> None:
 
 
 def _run_if_there(module: str) -> None:
-    if (found := sys.modules.get(module)) is not None:
-        _run(module, ran=not getattr(getattr(found, "__spec__", None), "_initializing", False))
+    if (loaded := sys.modules.get(module)) is not None:
+        _run(module, ran=not getattr(getattr(loaded, "__spec__", None), "_initializing", False))
 
 
 def _run(module: str, *, ran: bool) -> None:
@@ -189,12 +189,12 @@ def _run(module: str, *, ran: bool) -> None:
             with attempt(module, name):
                 shim(sys.modules.get(module))
             if ends and name in _failures and environment.strict():
-                waiting[name] = shim, early, ends  # a second import fails too
+                waiting[name] = shim, early, ends  # so that a second import fails, too
                 _refuse()
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds what other finders find, and wraps their loader; loads what is served."""
+    """Finds modules by the other finders and wraps their loaders; loads the modules that are served."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -203,10 +203,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         served = _served.get(fullname)
         if fullname in _asked() or not (awaited or served):
             return None
-        others = [one for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         with asking(fullname):
-            found = (finder.find_spec(fullname, path, target) for finder in others)
-            spec = next((one for one in found if one is not None), None)
+            specs = (finder.find_spec(fullname, path, target) for finder in others)
+            spec = next((candidate for candidate in specs if candidate is not None), None)
             parent = sys.modules.get(fullname.rpartition(".")[0])
             # A parent without a file is a stand-in made by hand, or a bare folder: no product.
             if spec is None and served and getattr(parent, "__file__", None) and served.where():

@@ -109,10 +109,13 @@ def uninstall() -> None:
     from npu_replay.sessions.session import open_sessions  # here: it imports most of npu_replay
 
     got = open_sessions()
-    cause = "it was called from the training step; call it after the block has ended"
-    problem = "uninstall() inside an open block"
-    expected = "no open record, replay or pin_recompute block"
-    ReplayError.unless(not got, problem, expected, "; ".join(map(str, got)), cause)
+    if got:
+        raise ReplayError(
+            "uninstall() inside an open block",
+            expected="no open record, replay or pin_recompute block",
+            got="; ".join(map(str, got)),
+            cause="it was called from the training step; call it after the block has ended",
+        )
     undo_everything()
 
 
@@ -124,5 +127,5 @@ def undo_everything() -> None:
     if left:
         logger.warning(
             "[npu_replay] these were left alone, since somebody else has replaced them: %s",
-            ", ".join(one.where for one in left),
+            ", ".join(change.where for change in left),
         )

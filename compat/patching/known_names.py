@@ -17,16 +17,24 @@ def check(module: Any, needed: Mapping[str, tuple[str, ...]], what: str, product
         needed: by name in the module, "Class.method" too, the arguments that a function has at least.
     """
     for name, arguments in needed.items():
-        found = reduce(lambda owner, one: getattr(owner, one, None), name.split("."), module)
-        known = tuple(inspect.signature(found).parameters) if arguments and callable(found) else ()
-        if found is None or [one for one in known if one in arguments] != [*arguments]:
-            expected = f"{name}({', '.join(arguments)})" if arguments else name
-            got = f"({', '.join(known)})" if known else shown(found)
-            raise unknown(what, module.__name__, expected, got, product)
+        member = reduce(lambda owner, part: getattr(owner, part, None), name.split("."), module)
+        known = tuple(inspect.signature(member).parameters) if arguments and callable(member) else ()
+        if member is None or [argument for argument in known if argument in arguments] != [*arguments]:
+            raise unknown(
+                what,
+                module.__name__,
+                f"{name}({', '.join(arguments)})" if arguments else name,
+                f"({', '.join(known)})" if known else shown(member),
+                product,
+            )
 
 
 def unknown(what: str, where: str, expected: str, got: str, product: str) -> ReplayError:
     """Return the error for a part of a product that npu_replay doesn't know."""
-    problem = f"this {what} is another than npu_replay knows"
-    cause = f"another release of {product}; update npu_replay, or turn it off with NPU_REPLAY_DISABLE=1"
-    return ReplayError(problem, where=where, expected=expected, got=got, cause=cause)
+    return ReplayError(
+        f"this {what} is another than npu_replay knows",
+        where=where,
+        expected=expected,
+        got=got,
+        cause=f"another release of {product}; update npu_replay, or turn it off with NPU_REPLAY_DISABLE=1",
+    )

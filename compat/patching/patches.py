@@ -1,4 +1,4 @@
-"""Changes somebody else's module in one way: reversible, idempotent, reported, and asking one switch.
+"""Changes other products' modules. Each change can be undone and is reported, and all ask one switch.
 
 An object of a product may hold a wrapper for as long as it lives: a router its methods, a framework a bound
 method. So each wrapper asks whether npu_replay is on, and is the product's own function otherwise. Only names
@@ -25,7 +25,7 @@ _switch = _Switch()
 
 
 def is_on() -> bool:
-    """Return whether npu_replay is on in this process; asked by whatever a product's objects may hold."""
+    """Return whether npu_replay is on in this process. Whatever a product's objects may hold asks this."""
     return _switch.on
 
 
@@ -72,7 +72,7 @@ class Patch:
         return f"{name}.{self.name}" if kind is self.owner else f"{self.name} of one {name}"
 
     def in_place(self) -> bool:
-        """Return whether it holds; where others may take it away, a subclass looks."""
+        """Return whether the patch is in place. A subclass looks, where others may remove the patch."""
         return True
 
     def undo(self) -> bool:
@@ -87,7 +87,7 @@ class Patch:
 class Change:
     """Describes another change, for the report; `undo` undoes it and returns whether all was put back.
 
-    Without an `undo` it is a change whose functions ask the switch.
+    A change without `undo` stays in place: its functions ask the switch.
     """
 
     where: str
@@ -156,12 +156,12 @@ class Patches:
             _groups.append(self)
 
     def has(self, owner: Any, name: str) -> bool:
-        patches = (one for one in self._applied if isinstance(one, Patch))
+        patches = (change for change in self._applied if isinstance(change, Patch))
         return any(patch.owner is owner and patch.name == name for patch in patches)
 
     def undo(self) -> list[Applied]:
         """Undo all, newest first; return those that were replaced by others since."""
-        left = [one for one in reversed(self._applied) if not one.undo()]
+        left = [change for change in reversed(self._applied) if not change.undo()]
         self._applied.clear()
         if self in _groups:
             _groups.remove(self)
@@ -176,9 +176,9 @@ _groups: list[Patches] = []
 
 def applied() -> list[tuple[str, Applied]]:
     """Return all changes in place, with the reason of their group."""
-    return [(group.reason, one) for group in _groups for one in group if one.in_place()]
+    return [(group.reason, change) for group in _groups for change in group if change.in_place()]
 
 
 def undo_all() -> list[Applied]:
     """Undo every group, newest first; return what was replaced by others since."""
-    return [one for group in reversed(list(_groups)) for one in group.undo()]
+    return [change for group in reversed(list(_groups)) for change in group.undo()]

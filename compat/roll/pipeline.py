@@ -39,7 +39,7 @@ class Mode(str):
 
 
 class _Answers(list[Any]):
-    """Holds what a cluster answers before its workers have, and the batch that they were sent."""
+    """Holds the pending answer of a cluster, and the batch that its workers were sent."""
 
     batch: Any = None
 

@@ -126,8 +126,8 @@ class _Batch:
         first = self.row
         self.row = self.row + len(tokens)
         names = (TOKENS, _MASK, _RESPONSE, ROUTES)
-        given = self.data.batch
-        rows = {name: given[name][first : self.row] for name in names if given.get(name) is not None}
+        batch = self.data.batch
+        rows = {name: batch[name][first : self.row] for name in names if batch.get(name) is not None}
         MicroBatchError.unless(
             torch.equal(rows[TOKENS], tokens),
             "this micro-batch isn't the next one of the batch",
@@ -143,9 +143,9 @@ def recorded(strategy: Any) -> torch.Tensor | None:
     """Return what the last `forward_step` recorded, [batch, sequence, layers, topk], if anything."""
     if (adapter := StrategyAdapter.of(strategy)) is None:
         return None
-    found = adapter.recorded
+    recorded = adapter.recorded
     adapter.recorded = None
-    return found  # type: ignore[no-any-return]
+    return recorded  # type: ignore[no-any-return]
 
 
 def _forward_step(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -216,7 +216,7 @@ def _give(adapter: StrategyAdapter, rows: dict[str, Any]) -> None:
     replay, chunk = current().replaying()
     mask = None
     if adapter.from_rollout:
-        kept = [one[there.bool()] for one, there in zip(rows[TOKENS], rows[_MASK], strict=True)]
+        kept = [tokens_of[there.bool()] for tokens_of, there in zip(rows[TOKENS], rows[_MASK], strict=True)]
         mask = functions.build_r3_replay_mask(tensors.batched(kept, jagged=True), rows[_RESPONSE])
     routes = tensors.GivenRoutes.of(rows[ROUTES], rows[_MASK], adapter.model)
     functions.give(replay, chunk, routes, _layout(adapter.engine, routes.batch), mask)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _FORMS = "meta_info, or the whole answer of /generate or of an OpenAI endpoint"
 _OUTPUT = ("output_ids", "token_ids", "response_token_ids")  # by endpoint
-_DRAFTS = (  # verifications, drafts accepted and drafts proposed: by their names until 0.5.10, 0.5.11, later
+_DRAFTS = (  # verifications, accepted drafts, proposed drafts: their names until 0.5.10, in 0.5.11, and later
     ("spec_verify_ct",),
     ("spec_accept_token_num", "spec_accepted_drafts", "spec_num_correct_drafts"),
     ("spec_draft_token_num", "spec_proposed_drafts", "spec_num_proposed_drafts"),
@@ -105,7 +105,7 @@ class WeightSpan(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SglangAnswer(server_answers.Answer):
+class SglangAnswer(server_answers.EngineAnswer):
     """Holds one answer of SGLang.
 
     Attributes:
@@ -135,13 +135,17 @@ class SglangAnswer(server_answers.Answer):
         if data is None or (isinstance(data, list) and not data):  # 0.5.8 says [] for none
             if due.start == due.end or not self.ended:
                 return None
-            problem = "there are no routes in the answer"
-            raise source.error(Symptom.MISSING, problem, f"{due.end - due.start} rows", "none")
+            raise source.error(
+                Symptom.MISSING, "there are no routes in the answer", f"{due.end - due.start} rows", "none"
+            )
         if not isinstance(data, np.ndarray) or data.dtype.kind not in "iu":
             data = bytes(data) if isinstance(data, (bytearray, memoryview)) else data
             if not isinstance(data, (str, bytes)):
-                got = getattr(data, "dtype", type(data).__name__)
-                raise source.unreadable("these aren't expert ids", "base64 of int32, or integers", got)
+                raise source.unreadable(
+                    "these aren't expert ids",
+                    "base64 of int32, or integers",
+                    getattr(data, "dtype", type(data).__name__),
+                )
             # Bytes may be raw int32 ids: the fourth byte is 0, or 0xFF of a -1, and neither is base64.
             if isinstance(data, str) or data[3:4] not in (b"\x00", b"\xff"):
                 end = data[-2:]
@@ -169,13 +173,13 @@ class SglangAnswer(server_answers.Answer):
         spans = self.weight_spans
         newest = self.weight_spans[-1].start
         if missing == "error":
-            problem = (
+            raise replace(self.source, faults=()).error(
+                Symptom.STALE_ROWS,
                 f"the request was retracted {self.retractions} times, and the weights changed under it: the "
-                f"routes of its first {newest} output tokens were computed again, their log-probs weren't"
+                f"routes of its first {newest} output tokens were computed again, their log-probs weren't",
+                "routes that sampled the tokens (missing='native' leaves those rows without a route)",
+                ", ".join(f"weights {span.version} for tokens {span.start} to {span.end}" for span in spans),
             )
-            expected = "routes that sampled the tokens (missing='native' leaves those rows without a route)"
-            got = ", ".join(f"weights {one.version} for tokens {one.start} to {one.end}" for one in spans)
-            raise replace(self.source, faults=()).error(Symptom.STALE_ROWS, problem, expected, got)
         recorded = routes.recorded.clone()
         first = max(0, tokens.prompt - 1)  # the row that the first output token was sampled from
         recorded[first : max(0, first + newest)] = False
@@ -237,28 +241,37 @@ class _Due:
             rows, rest = divmod(size, layers * topk)
         wanted = self.end - self.start
         more = (0, self.past)
-        found = {self.start} if rows - self.end in more else set()
-        none = not found and rows == 0 and not self.answer.ended
+        firsts = {self.start} if rows - self.end in more else set()
+        none = not firsts and rows == 0 and not self.answer.ended
         if none or (self.sent_from == self.start and rows - wanted in more):
-            found.add(0)
-        if len(found) == 1 and not rest:
-            return found.pop()
-        if found and not rest:
-            problem = "so many rows may begin at the first token or at start_len (ask with another start)"
-            expected = f"{wanted} from token {self.start} on, or {self.end} from the first on"
-            got = f"{rows}: the whole sequence's, or those asked for and {self.past} of drafts past its end"
-            raise replace(source, faults=()).error(Symptom.TOO_MANY_ROWS, problem, expected, got)
+            firsts.add(0)
+        if len(firsts) == 1 and not rest:
+            return firsts.pop()
+        if firsts and not rest:
+            raise replace(source, faults=()).error(
+                Symptom.TOO_MANY_ROWS,
+                "so many rows may begin at the first token or at start_len (ask with another start)",
+                f"{wanted} from token {self.start} on, or {self.end} from the first on",
+                f"{rows}: the whole sequence's, or those asked for and {self.past} of drafts past its end",
+            )
         due = self.end - self.sent_from
         fits = ""
         if not shaped:
             fits = _that_fits(size, wanted, self.model) or _that_fits(size, self.end, self.model)
         if rest or fits:
-            expected = f"{due * layers * topk}: {due} rows of {layers} layers with top-{topk}"
-            got = f"what fits {fits or 'no model of so many tokens'}"
-            raise source.error(Symptom.COLUMNS, f"{size} ids can't be shaped", expected, got)
+            raise source.error(
+                Symptom.COLUMNS,
+                f"{size} ids can't be shaped",
+                f"{due * layers * topk}: {due} rows of {layers} layers with top-{topk}",
+                f"what fits {fits or 'no model of so many tokens'}",
+            )
         symptom = Symptom.TOO_FEW_ROWS if rows < due else Symptom.TOO_MANY_ROWS
-        expected = f"{due} rows, from token {self.sent_from} on; the last token has none"
-        raise source.error(symptom, "the engine has rows for other tokens than these", expected, rows)
+        raise source.error(
+            symptom,
+            "the engine has rows for other tokens than these",
+            f"{due} rows, from token {self.sent_from} on; the last token has none",
+            rows,
+        )
 
 
 def _that_fits(size: int, rows: int, model: RoutedModel) -> str:
@@ -283,19 +296,22 @@ def source(version: str = "") -> Source:
     return Source(engine="SGLang", version=version, faults=FAULTS)
 
 
-def read(found: Any, version: str) -> SglangAnswer:
+def read(output: Any, version: str) -> SglangAnswer:
     """Read the fields of a meta_info, an answer or a choice: a dict, JSON or an object of OpenAI's client."""
     about = source(version)
-    found = server_answers.opened(found, f"SGLang {version}".rstrip(), _FORMS)
-    if not isinstance(found, Mapping):
-        got = f"a list of {len(found)}: give them one by one" if isinstance(found, list) else named(found)
-        raise about.unreadable("this is no answer of SGLang's", _FORMS, got)
-    if "choices" in found or "sglext" in found:
-        return _of_openai(found, about)
-    if "meta_info" not in found:
-        return _of_meta_info(found, about)
-    answer = _of_meta_info(_mapping(found, "meta_info", about), about)
-    return replace(answer, prompt_ids=found.get("prompt_token_ids"), output_ids=_first(found, _OUTPUT))
+    output = server_answers.opened(output, f"SGLang {version}".rstrip(), _FORMS)
+    if not isinstance(output, Mapping):
+        raise about.unreadable(
+            "this is no answer of SGLang's",
+            _FORMS,
+            f"a list of {len(output)}: give them one by one" if isinstance(output, list) else named(output),
+        )
+    if "choices" in output or "sglext" in output:
+        return _of_openai(output, about)
+    if "meta_info" not in output:
+        return _of_meta_info(output, about)
+    answer = _of_meta_info(_mapping(output, "meta_info", about), about)
+    return replace(answer, prompt_ids=output.get("prompt_token_ids"), output_ids=_first(output, _OUTPUT))
 
 
 def _of_meta_info(info: Mapping[Any, Any], source: Source) -> SglangAnswer:
@@ -325,48 +341,50 @@ def _of_meta_info(info: Mapping[Any, Any], source: Source) -> SglangAnswer:
     )
 
 
-def _of_openai(found: Mapping[Any, Any], source: Source) -> SglangAnswer:
+def _of_openai(response: Mapping[Any, Any], source: Source) -> SglangAnswer:
     """Read an answer of an OpenAI endpoint, where SGLang puts the routes beside the choices."""
-    source = _about(source, found.get("id"), "sglext.routed_experts")
-    choices = found.get("choices", [])
+    source = _about(source, response.get("id"), "sglext.routed_experts")
+    choices = response.get("choices", [])
     if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
         raise source.unreadable("choices aren't a list of choices", _FORMS, named(choices))
     if len(choices) > 1:
-        problem = "an OpenAI endpoint of SGLang gives the routes of its first choice only"
-        expected = "n=1; /generate; or, from 0.5.13 on, a chat with return_meta_info=True, choice by choice"
-        got = f"{len(choices)} choices"
-        raise replace(source, faults=()).error(Symptom.MISSING, problem, expected, got)
+        raise replace(source, faults=()).error(
+            Symptom.MISSING,
+            "an OpenAI endpoint of SGLang gives the routes of its first choice only",
+            "n=1; /generate; or, from 0.5.13 on, a chat with return_meta_info=True, choice by choice",
+            f"{len(choices)} choices",
+        )
     choice: Mapping[Any, Any] = choices[0] if choices else {}
-    beside = _mapping(found, "sglext", source)
+    beside = _mapping(response, "sglext", source)
     info = _mapping(choice, "meta_info", source)
     payload = beside.get("routed_experts")
-    if payload is None and (found_there := of_choice(choice))[0] is not None:  # a gateway's envelope
-        payload, source = found_there[0], replace(source, field=f"choices[0].{found_there[1]}")
+    if payload is None and (envelope := of_choice(choice))[0] is not None:  # a gateway's envelope
+        payload, source = envelope[0], replace(source, field=f"choices[0].{envelope[1]}")
     if payload is None:
-        payload, field = of_gateway(found, "routed_experts")
+        payload, field = of_gateway(response, "routed_experts")
         source = replace(source, field=field or source.field)
     if info:
         answer = _of_meta_info(info, source)
         if payload is not None:
             answer = replace(answer, payload=payload, source=replace(answer.source, field=source.field))
     else:
-        usage = _mapping(found, "usage", source)
-        kind = found.get("object")
+        usage = _mapping(response, "usage", source)
+        kind = response.get("object")
         is_completion = isinstance(kind, str) and kind == "text_completion"
         answer = SglangAnswer(
             source=source,
             payload=payload,
-            prompt_tokens=_count(usage, "prompt_tokens", source) or None,  # 0: it never ran
+            prompt_tokens=_count(usage, "prompt_tokens", source) or None,  # 0 says that the request never ran
             completion_tokens=_count(usage, "completion_tokens", source),
             unbilled=0 if is_completion else _KIMI_STUB,
             finish=_finish(choice.get("finish_reason")),
-            **_weights(_mapping(found, "metadata", source), source),
+            **_weights(_mapping(response, "metadata", source), source),
         )
     prompt_ids = choice.get("prompt_token_ids")
     output_ids = _first(choice, _OUTPUT)
     outputs = beside.get("output_ids")
     if output_ids is None:
-        output_ids = of_gateway(found, "completion_token_ids")[0]
+        output_ids = of_gateway(response, "completion_token_ids")[0]
     if output_ids is None and isinstance(outputs, list) and len(outputs) == 1:  # a list for each choice
         output_ids = outputs[0]
     prompt_ids = beside.get("input_ids") if prompt_ids is None else prompt_ids
@@ -378,8 +396,8 @@ def _about(source: Source, request: Any, field: str) -> Source:
     return replace(source, sample=sample, field=field)
 
 
-def _mapping(found: Mapping[Any, Any], key: str, source: Source) -> Mapping[Any, Any]:
-    value = found.get(key)
+def _mapping(answer: Mapping[Any, Any], key: str, source: Source) -> Mapping[Any, Any]:
+    value = answer.get(key)
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -387,8 +405,8 @@ def _mapping(found: Mapping[Any, Any], key: str, source: Source) -> Mapping[Any,
     return value
 
 
-def _count(found: Mapping[Any, Any], key: str, source: Source) -> int | None:
-    value = found.get(key)
+def _count(answer: Mapping[Any, Any], key: str, source: Source) -> int | None:
+    value = answer.get(key)
     if value is None:
         return None
     if type(value) is not int or value < 0:
@@ -396,8 +414,8 @@ def _count(found: Mapping[Any, Any], key: str, source: Source) -> int | None:
     return value
 
 
-def _first(found: Mapping[Any, Any], keys: tuple[str, ...]) -> Any:
-    return next((found[key] for key in keys if found.get(key) is not None), None)
+def _first(answer: Mapping[Any, Any], keys: tuple[str, ...]) -> Any:
+    return next((answer[key] for key in keys if answer.get(key) is not None), None)
 
 
 def _finish(reason: Any) -> str:
@@ -405,22 +423,24 @@ def _finish(reason: Any) -> str:
     return quoted(kind) if isinstance(kind, str) else ""
 
 
-def _weights(found: Mapping[Any, Any], source: Source) -> dict[str, Any]:
+def _weights(answer: Mapping[Any, Any], source: Source) -> dict[str, Any]:
     """Return the weight fields of an answer: the version, if one made all rows, and the spans."""
-    version = found.get("weight_version")
-    spans = found.get("weight_versions")
+    version = answer.get("weight_version")
+    spans = answer.get("weight_versions")
     try:
         read = tuple(
-            WeightSpan(quoted(one["version"]), int(one["start"]), int(one["end"]))
-            for one in (() if spans is None else spans)
+            WeightSpan(quoted(span["version"]), int(span["start"]), int(span["end"]))
+            for span in (() if spans is None else spans)
         )
         at = [edge for span in read for edge in (span.start, span.end)]
         if at != sorted(at) or any(edge < 0 for edge in at):
             raise ValueError("spans that overlap, or lie in no order")
     except (TypeError, LookupError, ValueError, OverflowError) as error:
-        problem = "weight_versions isn't a list of spans, one after the other"
-        expected = "dicts of version, start and end, from 0 on"
-        raise source.unreadable(problem, expected, quoted(spans)) from error
+        raise source.unreadable(
+            "weight_versions isn't a list of spans, one after the other",
+            "dicts of version, start and end, from 0 on",
+            quoted(spans),
+        ) from error
     # «default» is SGLang's placeholder, not a version.
     known = isinstance(version, (str, int)) and version != "default" and len(read) < 2
     return {"weight_version": quoted(version) if known else None, "weight_spans": read}

@@ -31,5 +31,4 @@ def install() -> None:
             return False
 
     what = f"the old name of {NEW}, which verl imports"
-    reason = "SGLang's routes in verl"
-    import_hook.serve(OLD, fill, what, reason=reason, where=new_is_there)
+    import_hook.serve(OLD, fill, what, reason="SGLang's routes in verl", where=new_is_there)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from npu_replay.rollout.launch import number, on, says, several
+from npu_replay.rollout.engine_plan import number, on, says, several
 from npu_replay.rollout.release_rules import Clash, Fault, Plan, Symptom, older
 
 OLDEST = "0.5.8"

@@ -146,7 +146,7 @@ class StagedReplay(MegatronRouterReplay):
         try:
             return RouterReplayAction(stage)
         except ValueError:
-            known = ", ".join([_OFF, *(one.value for one in RouterReplayAction)])
+            known = ", ".join([_OFF, *(known_action.value for known_action in RouterReplayAction)])
             raise RouterError("there is no such stage", where=_STAGE, expected=known, got=stage) from None
 
     @router_replay_action.setter
@@ -162,11 +162,12 @@ class StagedReplay(MegatronRouterReplay):
             ids: torch.Tensor = (self.theirs.pop_backward if backward else self.theirs.pop_forward)()
         except IndexError:
             ids = torch.empty(0)
-        where = "a router" if self.layer_number is None else f"the router of layer_number {self.layer_number}"
         if ids.shape != (rows, topk):
             raise NoTarget(
                 f"stage {self.router_replay_action} has no ids for this call of the router",
-                where=where,
+                where="a router"
+                if self.layer_number is None
+                else f"the router of layer_number {self.layer_number}",
                 expected=f"ids {[rows, topk]}",
                 got=f"{list(ids.shape)}, after {len(self.theirs.top_indices_list)} were recorded",
                 cause="more forwards or recomputes than were recorded or filled; a batch cut otherwise than "

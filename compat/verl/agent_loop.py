@@ -78,8 +78,10 @@ def _made(original: Any, self: Any, config: Any, *args: Any, **kwargs: Any) -> N
 
 
 def _workers_of(module: Any) -> list[type]:
-    found: list[Any] = [getattr(module, name, None) for name in ("AgentLoopWorkerBase", "AgentLoopWorker")]
-    return [kind for kind in found if isinstance(kind, type) and vars(kind).keys() >= set(_OF_WORKER)]
+    candidates: list[Any] = [
+        getattr(module, name, None) for name in ("AgentLoopWorkerBase", "AgentLoopWorker")
+    ]
+    return [kind for kind in candidates if isinstance(kind, type) and vars(kind).keys() >= set(_OF_WORKER)]
 
 
 def _wrap(module: Any) -> None:
@@ -96,11 +98,12 @@ def _wrap(module: Any) -> None:
         return
     workers = _workers_of(module)
     if not workers:
-        problem = "verl's agent loop worker isn't there"
-        where = module.__name__
-        expected = f"AgentLoopWorker or AgentLoopWorkerBase, with {', '.join(_OF_WORKER)}"
-        got = ", ".join(name for name in vars(module) if "Worker" in name) or "no worker"
-        raise ReplayError(problem, where=where, expected=expected, got=got)
+        raise ReplayError(
+            "verl's agent loop worker isn't there",
+            where=module.__name__,
+            expected=f"AgentLoopWorker or AgentLoopWorkerBase, with {', '.join(_OF_WORKER)}",
+            got=", ".join(name for name in vars(module) if "Worker" in name) or "no worker",
+        )
     for kind in workers:
         _patches.wrap(kind, "_run_agent_loop", _run_agent_loop, _KEEP)
         _patches.wrap(kind, "_postprocess", _postprocess, _FILL)
@@ -147,22 +150,23 @@ class Turns:
             return
         job = self.job
         if routes is None and job is not None and not aborted and environment.strict():
-            problem = "enable_rollout_routing_replay is on, but the rollout engine returned no routes"
-            expected = "routed_experts in the output of every turn that wasn't aborted"
-            cause = (
-                "an engine that can't capture them (vLLM or vllm-ascend below 0.18, a model "
-                "without experts); turn the option off, or take R2"
+            raise ReplayError(
+                "enable_rollout_routing_replay is on, but the rollout engine returned no routes",
+                where="rollout",
+                expected="routed_experts in the output of every turn that wasn't aborted",
+                got=None,
+                cause="an engine that can't capture them (vLLM or vllm-ascend below 0.18, a model "
+                "without experts); turn the option off, or take R2",
             )
-            raise ReplayError(problem, where="rollout", expected=expected, got=None, cause=cause)
         tokens = np.concatenate([prompt, sampled])
         ids = None if routes is None else _as_array(routes)
         if ids is not None and len(ids) < (len(prompt) if aborted else len(tokens) - 1):
-            # Rows begin at the first token; of fewer it isn't known which tokens they are of.
-            said = (
+            # Rows begin at the first token. If there are fewer, nothing tells which tokens they belong to.
+            words = (
                 "%d turns so far came with too few routes and go without: expected %d rows, got %d. Usual "
                 "cause: an engine that returns the rows of the prompt elsewhere (vllm 0.21), or loses some"
             )
-            warn_seldom(said, len(tokens) - 1, len(ids))
+            warn_seldom(words, len(tokens) - 1, len(ids))
             ids = None
         if ids is not None and job is not None and job.checks is not None and not checked:
             ids = job.checks.admitted(ids, tokens, ended=not aborted)
@@ -181,10 +185,12 @@ class Turns:
         for _, known in self._ran:
             columns = known.ids.shape[1:]
             if columns not in (ids.shape[1:], (0, 0)):
-                problem = "two turns of one sample have routes of different layers or top-k"
-                expected = f"[tokens, {columns[0]}, {columns[1]}]"
-                got = list(ids.shape)
-                raise ReplayError(problem, where="rollout", expected=expected, got=got)
+                raise ReplayError(
+                    "two turns of one sample have routes of different layers or top-k",
+                    where="rollout",
+                    expected=f"[tokens, {columns[0]}, {columns[1]}]",
+                    got=list(ids.shape),
+                )
         ids = _narrow(ids[: tokens - 1])
         rows = Rows.empty(tokens, ids.shape[1:], ids.dtype)
         rows.recorded[: len(ids)] = ids.any(axis=(1, 2)) & (ids != -1).any(axis=(1, 2))  # one -1 stays
@@ -199,10 +205,10 @@ class Turns:
         if like is None:
             return None, seen
         # Rows without a route stay zeros.
-        found = Rows.empty(len(tokens), like.shape[1:], like.dtype)
+        rows_so_far = Rows.empty(len(tokens), like.shape[1:], like.dtype)
         for common, rows in shared:
-            found.take(rows.first(common))
-        return found.ids, seen
+            rows_so_far.take(rows.first(common))
+        return rows_so_far.ids, seen
 
 
 class _Job:
@@ -307,20 +313,20 @@ async def _run_agent_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -
 
 async def _agent_loop_postprocess(job: _Job, original: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
     turns = _sample.get() or Turns()
-    for one in output if isinstance(output, list) else [output]:
-        one.routed_experts = job.routes_of(one, turns)
+    for sample in output if isinstance(output, list) else [output]:
+        sample.routed_experts = job.routes_of(sample, turns)
         if job.putter is not None:
-            job.putter.put_away(one, turns.step)
+            job.putter.put_away(sample, turns.step)
     return await original(output, *args, **kwargs)
 
 
 def _postprocess(original: Any, self: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     """Fill samples without routes with zeros: verl takes the first sample for all when it joins a batch."""
-    having = next((one.routed_experts for one in inputs if one.routed_experts is not None), None)
+    having = next((sample.routed_experts for sample in inputs if sample.routed_experts is not None), None)
     if having is not None:
-        for one in inputs:
-            if one.routed_experts is None:
-                one.routed_experts = torch.zeros_like(having)
+        for sample in inputs:
+            if sample.routed_experts is None:
+                sample.routed_experts = torch.zeros_like(having)
     return original(self, inputs, *args, **kwargs)
 
 
@@ -328,11 +334,13 @@ def _as_array(routes: Any) -> Array:
     rows = routes.detach().cpu().numpy() if isinstance(routes, torch.Tensor) else np.asarray(routes)
     if is_ids(rows):
         return rows
-    problem = "the rollout engine's routes can't be read"
-    expected = "whole numbers, [tokens, layers, topk]"
-    got = f"{type(routes).__name__} of {rows.dtype}, {list(rows.shape)}"
-    cause = "an engine of a release that this verl wasn't made for"
-    raise ReplayError(problem, where="rollout", expected=expected, got=got, cause=cause)
+    raise ReplayError(
+        "the rollout engine's routes can't be read",
+        where="rollout",
+        expected="whole numbers, [tokens, layers, topk]",
+        got=f"{type(routes).__name__} of {rows.dtype}, {list(rows.shape)}",
+        cause="an engine of a release that this verl wasn't made for",
+    )
 
 
 def _narrow(rows: Array) -> Array:
@@ -340,11 +348,13 @@ def _narrow(rows: Array) -> Array:
     if rows.dtype == np.uint8:
         return rows
     if rows.size and rows.max() > _WIDEST:
-        problem = "an expert id of the rollout engine is too large"
-        expected = f"at most {_WIDEST}"
-        got = int(rows.max())
-        cause = "memory that was never written, or physical ids"
-        raise ReplayError(problem, where="rollout", expected=expected, got=got, cause=cause)
+        raise ReplayError(
+            "an expert id of the rollout engine is too large",
+            where="rollout",
+            expected=f"at most {_WIDEST}",
+            got=int(rows.max()),
+            cause="memory that was never written, or physical ids",
+        )
     return rows.astype(np.int16)
 
 

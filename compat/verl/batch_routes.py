@@ -37,7 +37,7 @@ up to 0.9.0 narrows a batch whose numbers all fit.
 REFUSED = MARK - 1
 """The mark of a sample whose routes were refused at rollout."""
 _STAYED = 1
-"""The key of a sample whose reference didn't come along."""
+"""The key of a sample that came without its reference."""
 _WORDS = 5
 _FIELDS = "extra_fields"
 _STEPS = 2
@@ -70,7 +70,9 @@ class RoutesByKey:
 
     def has(self, layers: Sequence[int]) -> None:
         """Set this rank's layers, and drop the routes of others."""
-        labels = layers if isinstance(layers, tuple) else tuple(layers)  # keeps StageLabels as they are
+        labels = (
+            layers if isinstance(layers, tuple) else tuple(layers)
+        )  # no tuple(layers), which would lose StageLabels
         if labels != self.layers:
             self.clear()
             self.layers = labels
@@ -85,16 +87,16 @@ class RoutesByKey:
 
     def drop_before(self, oldest: int, steps: Mapping[int, int] | None = None) -> None:
         """Drop the routes of older steps; `steps` are the new ones of samples that are held."""
-        held = ((key, (steps or {}).get(key, step), one) for key, (step, one) in self._held.items())
-        self._held = {key: (step, one) for key, step, one in held if step >= oldest}
+        aged = ((key, (steps or {}).get(key, step), routes) for key, (step, routes) in self._held.items())
+        self._held = {key: (step, routes) for key, step, routes in aged if step >= oldest}
 
     def lacking(self, keys: Iterable[int]) -> list[int]:
         return sorted(set(keys) - self._held.keys())
 
     def bad(self, keys: Iterable[int]) -> dict[int, InvalidRoutes]:
         """Return why some of these samples have no routes, by key."""
-        found = ((key, self._held[key][1]) for key in keys)
-        return {key: one for key, one in found if isinstance(one, InvalidRoutes)}
+        entries = ((key, self._held[key][1]) for key in keys)
+        return {key: routes for key, routes in entries if isinstance(routes, InvalidRoutes)}
 
     def refuse(self, bad: Mapping[int, Routes]) -> None:
         """Replace the routes of samples that another rank can't read by the reason."""
@@ -107,24 +109,26 @@ class RoutesByKey:
     @property
     def usable(self) -> dict[int, RoutedExperts]:
         """Return the samples that have routes, by key."""
-        return {key: one for key, (_, one) in self._held.items() if isinstance(one, RoutedExperts)}
+        return {key: routes for key, (_, routes) in self._held.items() if isinstance(routes, RoutedExperts)}
 
     @property
     def nbytes(self) -> int:
-        return sum(one.ids.nbytes for one in self.usable.values())
+        return sum(routes.ids.nbytes for routes in self.usable.values())
 
     def of(self, key: int) -> RoutedExperts:
         """Return the routes behind a key; raises InvalidRoutes where there are none."""
-        found = self.lent.get(key) or self._held.get(key, (0, None))[1]
-        if isinstance(found, RoutedExperts):
-            return found
-        if found is not None:
-            raise found
+        routes = self.lent.get(key) or self._held.get(key, (0, None))[1]
+        if isinstance(routes, RoutedExperts):
+            return routes
+        if routes is not None:
+            raise routes
         if not key:
-            problem = "these routes were refused when the rollout handed them over"
-            expected = "routes that passed validation at rollout"
-            cause = "the log of the agent loops' worker has the error"
-            raise InvalidRoutes(problem, expected=expected, got="none", cause=cause)
+            raise InvalidRoutes(
+                "these routes were refused when the rollout handed them over",
+                expected="routes that passed validation at rollout",
+                got="none",
+                cause="the log of the agent loops' worker has the error",
+            )
         raise InvalidRoutes(
             "the routes behind this sample's key aren't here",
             where=f"key {key:016x}",
@@ -151,13 +155,13 @@ class RoutesByKey:
             "others",
             "a batch that was put together token by token",
         )
-        found = self.of(_key(keys[0]))
-        wrong_length = find_other_length(len(found), len(words))
+        routes = self.of(_key(keys[0]))
+        wrong_length = find_other_length(len(routes), len(words))
         if wrong_length is not None:
             raise wrong_length.error(InvalidRoutes, "")
         here = marked if keep is None else marked & keep.detach().cpu().bool()
         # Ids aren't copied here: laying out a micro-batch copies the rows that it has.
-        return found.with_rows(found.ids, found.recorded & here[: len(found)])
+        return routes.with_rows(routes.ids, routes.recorded & here[: len(routes)])
 
 
 class R2Store:
@@ -166,8 +170,8 @@ class R2Store:
     A sample that another replica trains on moves once, before its first update.
     """
 
-    def __init__(self, held: RoutesByKey) -> None:
-        self._held = held
+    def __init__(self, store: RoutesByKey) -> None:
+        self._held = store
         self._step = self._passes = 0
         self._trained = False
         self._place = ""
@@ -195,10 +199,10 @@ class R2Store:
     def keep(self, chunk: int, samples: int, routes: Sequence[RoutedExperts]) -> list[int]:
         """Keep the routes of a chunk's next micro-batch, none if its layers are dense; return the keys."""
         places = (f"{self._place} {self._seen[chunk]} {number}".encode() for number in range(samples))
-        keys = [int.from_bytes(blake2b(one, digest_size=8).digest(), "little") for one in places]
+        keys = [int.from_bytes(blake2b(place, digest_size=8).digest(), "little") for place in places]
         self._seen[chunk] += 1
-        for key, one in zip(keys, routes, strict=False):
-            self._held.add_layers(key, one, self._step)
+        for key, of_key in zip(keys, routes, strict=False):
+            self._held.add_layers(key, of_key, self._step)
         return keys
 
     def fetch(self, lacking: Sequence[int], group: Any) -> None:
@@ -228,7 +232,7 @@ def keys_in(routes: Any, references: Sequence[Any] | None = None) -> list[int | 
     if references is None:
         return keys
     pairs = zip(keys, references, strict=False)
-    return [one.key if key == _STAYED and one is not None else key for key, one in pairs]
+    return [reference.key if key == _STAYED and reference is not None else key for key, reference in pairs]
 
 
 def _key(words: torch.Tensor) -> int:
@@ -250,8 +254,8 @@ def references_in(data: Any) -> list[Any] | None:
     """Return the column of references of an engine's batch; None where it has none."""
     column = listed(data.get(COLUMN, None))
     if column is None and (fields := listed(data.get(_FIELDS, None))) is not None:  # by way of TransferQueue
-        column = [one.get(COLUMN) if isinstance(one, Mapping) else None for one in fields]
-        column = column if any(one is not None for one in column) else None
+        column = [sample.get(COLUMN) if isinstance(sample, Mapping) else None for sample in fields]
+        column = column if any(entry is not None for entry in column) else None
     return column
 
 
@@ -266,10 +270,10 @@ def keys_in_place(data: Any, name: str, keys: Sequence[int | None]) -> Iterator[
     if not keys:
         yield
         return
-    given = data[name]
-    rows = [rows_of(key, len(one)) for key, one in zip(keys, given.unbind(), strict=True)]
-    data[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged).to(given.device)
+    column = data[name]
+    rows = [rows_of(key, len(sample)) for key, sample in zip(keys, column.unbind(), strict=True)]
+    data[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged).to(column.device)
     try:
         yield
     finally:
-        data[name] = given
+        data[name] = column

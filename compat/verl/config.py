@@ -56,7 +56,7 @@ _ENGINES = ("megatron", "mindspeed", "veomni", "fsdp", "fsdp_config", "torchtita
 _PLACES = tuple(
     (role, *section)
     for role in ("actor", "ref")
-    for section in ((_MODE,), *((one, _MODE) for one in _ENGINES))
+    for section in ((_MODE,), *((engine, _MODE) for engine in _ENGINES))
 )
 """The places where a line of some release, strategy or recipe puts a mode."""
 _OWN_REPLAY = ("megatron", "veomni")
@@ -106,7 +106,7 @@ def check_actor(config: Any, *, legacy: bool = False) -> None:
     key = _key_that_is_read(config, legacy)
     mode = OFF if key is None else _mode_at(config, key)
     bare = (without_keys(setting(config, *place), ".".join((ROOT, *place))) for place in _PLACES)
-    problems = [one for one in bare if one is not None]
+    problems = [error for error in bare if error is not None]
     problems += [*_misspelt_keys(config), *_misplaced_modes(config, key, mode)]
     if mode != OFF and key is not None:
         problems += _unfit_settings(config, key, mode)
@@ -156,11 +156,13 @@ def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Ite
                 line = f"+{_dotted(_FSDP_KEY)}={asked}"
                 expected = f"engine workers: {_NO_LEGACY} (verl 0.7.1 on), and {line}"
                 got, cause = f"{got} with workers that drop routes", "0.7's default are its legacy workers"
-            problem = (
+            yield refused(
                 f"{_dotted(other, role)}={asked} is set, and nothing reads it: these workers know no replay "
-                f"for actor.strategy={strategy}"
+                f"for actor.strategy={strategy}",
+                expected=expected,
+                got=got,
+                cause=cause,
             )
-            yield refused(problem, expected=expected, got=got, cause=cause)
         else:
             yield refused(
                 f"{_dotted(other, role)}={asked} is set, and these workers don't read it",
@@ -212,16 +214,18 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
         )
     legacy = key == (_MODE,)
     here = where.removesuffix(".mode")
-    given = {f"{here}.{one}": setting(config, "actor", *key, one) for one in ("record_file", "replay_file")}
-    given[environment.DELIVERY] = environment.read(environment.DELIVERY)
-    if legacy and any(given.values()):
+    asked = {
+        f"{here}.{file}": setting(config, "actor", *key, file) for file in ("record_file", "replay_file")
+    }
+    asked[environment.DELIVERY] = environment.read(environment.DELIVERY)
+    if legacy and any(asked.values()):
         yield refused(
             "these workers don't write or read routes, nor keep any out of the batch",
-            expected=f"no {', '.join(given)}, or engine workers",
-            got={name: value for name, value in given.items() if value},
+            expected=f"no {', '.join(asked)}, or engine workers",
+            got={name: value for name, value in asked.items() if value},
             cause="0.7's legacy workers; trainer.use_legacy_worker_impl=disable takes the others",
         )
-    elif given[f"{here}.replay_file"] and mode != "R3":
+    elif asked[f"{here}.replay_file"] and mode != "R3":
         yield refused(
             f"{where}={mode} records anew, and {here}.replay_file asks for a replay",
             expected=f"{where}=R3",
@@ -243,8 +247,10 @@ def _unfit_on_megatron(config: Any, mode: str, legacy: bool) -> Iterator[ReplayE
     unfit = {name: value for name, value in others.items() if value not in _ONE_SEQUENCE[name]}
     if padded and (legacy or unfit):
         name = ".".join((ROOT, *unpad))
-        instead = ", ".join(f"{ROOT}.{one}={_ONE_SEQUENCE[one][0]}" for one in unfit)
-        here = ", ".join(f"{ROOT}.{one}={value}" for one, value in unfit.items())
+        instead = ", ".join(
+            f"{ROOT}.{setting_name}={_ONE_SEQUENCE[setting_name][0]}" for setting_name in unfit
+        )
+        here = ", ".join(f"{ROOT}.{setting_name}={value}" for setting_name, value in unfit.items())
         yield refused(
             f"{where}={mode} needs packed sequences",
             expected=f"{name}=True" + ("" if legacy else f", or also {instead}"),
@@ -291,9 +297,9 @@ def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
             cause="R3 with an engine that can't. Use R2, or another rollout engine",
         )
         return
-    found = {product.name: product.version for product in probe.products() if product.found}
-    beside = found.get("vllm", "")
-    ascend = found.get("vllm-ascend", "")
+    versions = {product.name: product.version for product in probe.products() if product.installed}
+    beside = versions.get("vllm", "")
+    ascend = versions.get("vllm-ascend", "")
     problem = engines.refusal(engines.plan_of("verl", config))
     if problem is None and name == "vllm" and release(beside)[:2] == (0, 21):
         problem = ReplayError(
@@ -303,8 +309,12 @@ def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
             cause="0.21 splits what verl takes for one array",  # no fault elsewhere: from_vllm reads it
         )
     if problem is not None:
-        cause = f"{problem.cause}. R2 needs no routes of the engine"
-        yield refused(problem.problem, expected=problem.expected, got=problem.got, cause=cause)
+        yield refused(
+            problem.problem,
+            expected=problem.expected,
+            got=problem.got,
+            cause=f"{problem.cause}. R2 needs no routes of the engine",
+        )
     ascend = vllm_ascend.of_release(ascend, beside)
     # vLLM schedules asynchronously by itself; verl passes on a key that is True, and drops one that is False.
     engine, version, rules = (
@@ -322,14 +332,14 @@ def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
         )
 
 
-def without_keys(given: Any, key: str) -> ReplayError | None:
+def without_keys(section: Any, key: str) -> ReplayError | None:
     """Return the error for a router_replay that is a value, no section: `router_replay=R2` sets no mode."""
-    if given is None or isinstance(given, Mapping) or hasattr(given, "mode"):
+    if section is None or isinstance(section, Mapping) or hasattr(section, "mode"):
         return None
     return refused(
         f"{key} is a value and no section, so it sets no mode",
         expected=f"{key}.mode=R2 (or R3)",
-        got=f"{key}={given}",
+        got=f"{key}={section}",
         cause="the line lacks .mode",
     )
 

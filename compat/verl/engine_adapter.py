@@ -122,7 +122,7 @@ class LegacyActorAdapter(EngineAdapter):
 
 
 class Problem:
-    """Catches whatever its block raises, as `error`: other ranks wait to hear of it.
+    """Catches any exception of its block as `error`, since the other ranks wait to hear of it.
 
     with Problem("have its routes here") as problem:
         ...

@@ -128,21 +128,22 @@ class EnginePass:
     def _opened(self, kind: Any, model: Any, stage: int | None) -> tuple[Any, int]:
         """Return the open session, and the number of the chunk; raises MicroBatchError if none is open."""
         if not isinstance(self.session, kind):
-            problem = f"no {'record' if kind is StepRecording else 'replay'} is on for this model"
-            expected = "verl's action before the forward, in a pass of its engine"
-            got = f"action {self.action or None}"
-            cause = "a forward step outside the engine's forward_backward_batch"
-            raise MicroBatchError(problem, expected=expected, got=got, cause=cause)
+            raise MicroBatchError(
+                f"no {'record' if kind is StepRecording else 'replay'} is on for this model",
+                expected="verl's action before the forward, in a pass of its engine",
+                got=f"action {self.action or None}",
+                cause="a forward step outside the engine's forward_backward_batch",
+            )
         wanted = model[0] if isinstance(model, list | tuple) else model
         chunks = self.session.chunks
         for number, chunk in enumerate(chunks):
-            if wanted is not None and any(one is wanted for one in unwrapped(chunk)):
+            if wanted is not None and any(module is wanted for module in unwrapped(chunk)):
                 return self.session, number
         # verl reads the stage off the model, and takes 0 if the model has none: Megatron-core 0.12's
         # schedules set it in the parallel state instead; newer ones don't.
         if len(chunks) == 1:
             return self.session, 0
-        if all(any(hasattr(one, "vp_stage") for one in unwrapped(chunk)) for chunk in chunks):
+        if all(any(hasattr(module, "vp_stage") for module in unwrapped(chunk)) for chunk in chunks):
             return self.session, stage or 0
         from megatron.core import parallel_state
 
@@ -156,7 +157,7 @@ class EnginePass:
             if record:
                 self.session = StepRecording(chunks, errors_wait=True).__enter__()
             else:
-                every = int(read(METRICS_EVERY, 10))  # each n-th update, as it costs a top-k
+                every = int(read(METRICS_EVERY, 10))  # only in each n-th update, since it costs a top-k
                 judged = self.trains and every > 0 and self.engine.updates % every == 0
                 self.session = StepReplay(chunks, errors_wait=True, live_mismatch=judged).__enter__()
         self._begin(problem.error, records=record)
@@ -206,7 +207,7 @@ class EnginePass:
                     self.clear()
             except ReplayError as error:
                 if not error.shared:
-                    logger.error("%s", error)  # other ranks may never reach the collective
+                    logger.error("%s", error)  # no collective here: other ranks may never reach it
                     self._settle(self.session, error)
                 raise
             session = self.session
@@ -224,22 +225,21 @@ class EnginePass:
             ReplayError: any rank can't record or replay, or ranks have different settings.
         """
         engine = self.engine
-        found = self.found
+        delivered = self.found
         if not engine.met:
             _meet(engine)
-        told = found.told(records=records) | {"salt": secrets.randbits(40)}
-        sums = agreed(error or self._problem, told)
+        totals = delivered.told(records=records) | {"salt": secrets.randbits(40)}
+        sums = agreed(error or self._problem, totals)
         if self.trains:
             engine.r2.trained()
-        found.exchange(sums, records=records, tolerant=self.tolerant)
+        delivered.exchange(sums, records=records, tolerant=self.tolerant)
 
     def _settle(self, session: StepReplay | StepRecording | None, error: ReplayError | None) -> None:
         """Agree with the other ranks, log once that replay is on, and keep the figures."""
         engine = self.engine
-        found = self.found
         if session is None and error is None:
             return
-        self._counted.update(found.counted)
+        self._counted.update(self.found.counted)
         if session is not None:
             self.count(**session.counts())
         if self.trains:
@@ -273,7 +273,7 @@ def current() -> EnginePass:
 
 
 def serves() -> bool:
-    """Return whether npu_replay answers verl's functions: in a pass, or a worker that will run one."""
+    """Return whether npu_replay answers verl's functions: in a pass, and in a worker that will run one."""
     return len(_passes) > 1
 
 
@@ -287,8 +287,8 @@ def wrapped(original: Callable[..., Any], kind: type[EngineAdapter]) -> Any:
             # verl asks for the action here too; its own function fails on Megatron-core 0.12.1 (T40).
             with EnginePass(is_off=True).entered():
                 return original(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs).arguments
-        data = given["data"]
+        bound = signature.bind(self, *args, **kwargs).arguments
+        data = bound["data"]
         # verl's functions for non-tensors in a batch; the DataProto of a legacy actor has none.
         flags: Any = sys.modules.get("verl.utils.tensordict_utils")
         batches: Any = sys.modules.get("tensordict")
@@ -302,7 +302,7 @@ def wrapped(original: Callable[..., Any], kind: type[EngineAdapter]) -> Any:
             _refuse_own_actions(engine)
         mark = flags and flags.get_non_tensor_data(data, _MARK, None)
         flagged = bool(mark)
-        trains = not given.get("forward_only", False)
+        trains = not bound.get("forward_only", False)
         if trains and mark is None and not current().action and not engine.is_critic:
             raise _unmarked(engine)
         running = EnginePass(engine, trains=trains, flagged=flagged)
@@ -324,8 +324,8 @@ def wrapped(original: Callable[..., Any], kind: type[EngineAdapter]) -> Any:
 @contextmanager
 def without_adapter(original: Callable[[Any], Any], engine: Any) -> Iterator[Any]:
     """Set no action while a LoRA actor stands in for its reference."""
-    with EnginePass(is_off=True).entered(), original(engine) as given:
-        yield given
+    with EnginePass(is_off=True).entered(), original(engine) as made:
+        yield made
 
 
 def waiting(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -381,14 +381,16 @@ def _meet(engine: EngineAdapter) -> None:
     every = gathered(settings)
     agreed(unread.error, {})
     for name, mine in settings.items():
-        values = sorted({str(one[name]) for one in every})
+        values = sorted({str(settings_there[name]) for settings_there in every})
         if len(values) > 1:
-            problem = f"{name} differs between the ranks"
-            expected = "one value on all ranks: they leave together, or go on together"
-            got = f"{mine} on this one, {' and '.join(values)} on all"
-            cause = "it was set on some nodes only; set it in the runtime_env of the job"
             _raise_on_every_rank(
-                ReplayError(problem, where="all ranks", expected=expected, got=got, cause=cause)
+                ReplayError(
+                    f"{name} differs between the ranks",
+                    where="all ranks",
+                    expected="one value on all ranks: they leave together, or go on together",
+                    got=f"{mine} on this one, {' and '.join(values)} on all",
+                    cause="it was set on some nodes only; set it in the runtime_env of the job",
+                )
             )
     engine.met = True
 

@@ -58,10 +58,10 @@ class Files:
             return
         if self._store is None:
             self._store = RouteStore(self.replay)
-        found = [self._store.of(tokens, sample_key=key) for tokens, key in _samples(data)]
-        if found:
+        stored = [self._store.of(tokens, sample_key=key) for tokens, key in _samples(data)]
+        if stored:
             batch = tensors.MicroBatch.of(data[TOKENS], None, None)
-            data[ROUTES] = batch.filled(found, narrow_dtype(found[0].num_experts)).to(data[TOKENS].device)
+            data[ROUTES] = batch.filled(stored, narrow_dtype(stored[0].num_experts)).to(data[TOKENS].device)
 
     def keep(self, data: Any, output: Any, config: Any, *, from_rollout: bool) -> None:
         """Write the routes of new samples, after a pass, on the rank that has its output."""
@@ -73,15 +73,19 @@ class Files:
         good, problems = tensors.GivenRoutes.of(routes, None, config).routes(from_rollout=from_rollout)
         for number, (tokens, key) in enumerate(_samples(data)):
             mark = fingerprint(tokens, sample_key=key)
-            one = good.get(number)
+            routes_of_sample = good.get(number)
             if mark in self._written:
                 continue
-            wrong_length = None if one is None else find_other_length(len(one), len(tokens))
-            if one is not None and wrong_length is None:
+            wrong_length = (
+                None if routes_of_sample is None else find_other_length(len(routes_of_sample), len(tokens))
+            )
+            if routes_of_sample is not None and wrong_length is None:
                 rows = torch.arange(len(tokens))
-                rows[len(one) :] = -1  # the last token has no route
+                rows[len(routes_of_sample) :] = -1  # the last token has no route
                 self._written.add(mark)
-                self._writer.add(one.take(rows).sequence(0, len(tokens), fingerprint=mark), key_of(mark))
+                self._writer.add(
+                    routes_of_sample.take(rows).sequence(0, len(tokens), fingerprint=mark), key_of(mark)
+                )
             else:
                 bad = problems[number] if wrong_length is None else wrong_length.error(MicroBatchError, "")
                 logger.warning("[npu_replay] routes that can't be used are not written: %s", bad)
@@ -92,11 +96,12 @@ def _samples(data: Any) -> Iterator[tuple[torch.Tensor, str | None]]:
     """Yield the token ids of each sample of a jagged batch, and a key of its images."""
     tokens = data[TOKENS]
     if not tokens.is_nested:
-        problem = "a padded batch has no place for routes from files"
-        where = "router_replay.record_file, replay_file"
-        expected = "model.use_remove_padding=True, and verl's engine workers"
-        got = f"input_ids {list(tokens.shape)}"
-        raise ReplayError(problem, where=where, expected=expected, got=got)
+        raise ReplayError(
+            "a padded batch has no place for routes from files",
+            where="router_replay.record_file, replay_file",
+            expected="model.use_remove_padding=True, and verl's engine workers",
+            got=f"input_ids {list(tokens.shape)}",
+        )
     each = tokens.detach().cpu().unbind()
     images = listed(data.get(IMAGES, None)) or [None] * len(each)
     for ids, inputs in zip(each, images, strict=True):

@@ -74,7 +74,7 @@ class Delivery:
             if dist.is_initialized():
                 _tell(lost, dist.group.WORLD, "rank")
             self._engine.routes.refuse(lost)
-        errors: list[Any] = [one for key, one in lost.items() if key in due]
+        errors: list[Any] = [error for key, error in lost.items() if key in due]
         agreed(errors[0] if errors and not tolerant else None, {})
 
 
@@ -89,8 +89,10 @@ class Referred(Delivery):
         self._lost: dict[int, Routes] = {}
         self._lost |= engine.r3.receive(references, {key: ids for key, ids in tokens if key})
         masks = data.get("response_mask", None)
-        answered = [True] * len(self.keys) if masks is None else [one.any() for one in masks.unbind()]
-        self._due = {key for key, one in zip(self.keys, answered, strict=False) if key and one}
+        answered = [True] * len(self.keys) if masks is None else [row.any() for row in masks.unbind()]
+        self._due = {
+            key for key, has_response in zip(self.keys, answered, strict=False) if key and has_response
+        }
 
     def told(self, *, records: bool) -> dict[str, int]:
         return super().told(records=records) | {"lost": len(self._lost)}
@@ -109,7 +111,7 @@ class Carried(Delivery):
         self.keys = list(self.carried)
 
     def told(self, *, records: bool) -> dict[str, int]:
-        bad = sum(isinstance(one, InvalidRoutes) for one in self.carried.values())
+        bad = sum(isinstance(routes, InvalidRoutes) for routes in self.carried.values())
         return super().told(records=records) | {"bad": bad}
 
 
@@ -121,7 +123,7 @@ class Stayed(Delivery):
     def __init__(self, engine: Any, data: Any) -> None:
         super().__init__(engine)
         self._replica = engine.engine.get_data_parallel_rank(), engine.engine.get_data_parallel_group()
-        self._wanted = [one for one in keys_in(data.get(ROUTES, None)) if one] if engine.routes.layers else []
+        self._wanted = [key for key in keys_in(data.get(ROUTES, None)) if key] if engine.routes.layers else []
         self._lacking: list[int] = []
 
     def told(self, *, records: bool) -> dict[str, int]:
@@ -139,12 +141,12 @@ class Stayed(Delivery):
 def found_in(engine: Any, data: Any) -> Delivery:
     """Get the routes of a batch, as far as this rank can before the schedule."""
     started = time.perf_counter()
-    found = _received(engine, data) if engine.from_rollout else _staying(engine, data)
-    found.counted = {
+    delivered = _received(engine, data) if engine.from_rollout else _staying(engine, data)
+    delivered.counted = {
         "microseconds": int((time.perf_counter() - started) * 1e6),
         "bytes": engine.routes.nbytes,
     }
-    return found
+    return delivered
 
 
 def _received(engine: Any, data: Any) -> Delivery:
@@ -183,20 +185,20 @@ def _hold(engine: Any, *, by_reference: bool = False) -> None:
     engine.routes.has(labels_of(sorted(routers, key=lambda router: router.label)))
 
 
-def _tell(found: dict[int, Routes], ranks: Any, called: str) -> None:
+def _tell(routes: dict[int, Routes], ranks: Any, called: str) -> None:
     """Mark as bad on all ranks of a group what is bad on any. Every one of them has to call it."""
     group = RankGroup(ranks, PATIENCE, "not all ranks told which samples are bad", "a rank that failed")
     outcome = Outcome()
-    bad = {key: one for key, one in found.items() if isinstance(one, InvalidRoutes)}
+    bad = {key: sample for key, sample in routes.items() if isinstance(sample, InvalidRoutes)}
     mine: dict[int, Any] = {
         key: {"problem": "these routes can't be used, as others before them"} for key in bad
     }
     for key, error in itertools.islice(bad.items(), _WORDS):
         values = {"expected": error.expected, "got": error.got}
-        told = {name: None if value is None else as_text(value) for name, value in values.items()}
-        mine[key] = {"problem": error.problem, "where": error.where, "cause": error.cause, **told}
+        texts = {name: None if value is None else as_text(value) for name, value in values.items()}
+        mine[key] = {"problem": error.problem, "where": error.where, "cause": error.cause, **texts}
     for rank, theirs in enumerate(outcome.agree(group, mine)):
         for key in theirs.keys() - bad.keys():
-            bad[key] = found[key] = InvalidRoutes(**theirs[key]).at(f"{called} {rank}")
+            bad[key] = routes[key] = InvalidRoutes(**theirs[key]).at(f"{called} {rank}")
     if outcome.error is not None:
         raise outcome.error

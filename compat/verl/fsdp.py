@@ -108,13 +108,13 @@ class FsdpAdapter(WholeModelAdapter):
     @property
     def settings(self) -> SimpleNamespace:
         """Return the settings of router_replay, a plain dict in the config: verl's yaml has no such key."""
-        given = setting(self.engine.engine_config, "router_replay")
+        section = setting(self.engine.engine_config, "router_replay")
         key = f"{ROOT}.actor.fsdp_config.router_replay"
-        bare = without_keys(given, key)
+        bare = without_keys(section, key)
         if bare is not None:
             raise bare
-        found = {name: setting(given, name) for name in ("mode", "record_file", "replay_file")}
-        mode = found["mode"] or OFF
+        settings = {name: setting(section, name) for name in ("mode", "record_file", "replay_file")}
+        mode = settings["mode"] or OFF
         if mode != OFF and self.strategy not in FSDP:
             raise refused(
                 f"{key}.mode={mode} is set, and this engine can't replay",
@@ -122,7 +122,7 @@ class FsdpAdapter(WholeModelAdapter):
                 got=f"strategy {self.strategy}",
                 cause="FSDP-Turbo, which cuts its batches in a way of its own",
             )
-        return SimpleNamespace(**found | {"mode": mode})
+        return SimpleNamespace(**settings | {"mode": mode})
 
 
 def _step(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:

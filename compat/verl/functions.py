@@ -47,8 +47,9 @@ def served(theirs: Any, where: str) -> Callable[..., Any]:
     ours = globals()[theirs.__name__]
     if more := inspect.signature(theirs).parameters.keys() - inspect.signature(ours).parameters.keys():
         known = f"{theirs.__name__} with known arguments"
-        got = f"also {', '.join(sorted(more))}"
-        raise known_names.unknown("router replay of verl", where, known, got, "verl")
+        raise known_names.unknown(
+            "router replay of verl", where, known, f"also {', '.join(sorted(more))}", "verl"
+        )
 
     @functools.wraps(theirs)
     def served(*args: Any, **kwargs: Any) -> Any:
@@ -148,15 +149,16 @@ def reorder_and_merge_vpp_layers(
 
     table = get_schedule_table(num_microbatches, vpp_size, microbatch_group_size_per_vp_stage)
     if len(micro_batch_tensor_list) != len(table):
-        problem = "the recorded forwards don't match the interleaved schedule"
-        expected = f"{len(table)}: {num_microbatches} micro-batches of {vpp_size} chunks"
-        got = len(micro_batch_tensor_list)
-        cause = "a chunk whose forwards weren't recorded, or a schedule with another group size"
-        raise MicroBatchError(problem, expected=expected, got=got, cause=cause)
+        raise MicroBatchError(
+            "the recorded forwards don't match the interleaved schedule",
+            expected=f"{len(table)}: {num_microbatches} micro-batches of {vpp_size} chunks",
+            got=len(micro_batch_tensor_list),
+            cause="a chunk whose forwards weren't recorded, or a schedule with another group size",
+        )
     keeps = current().keeps  # each chunk has the same keys
     of_chunk: list[list[torch.Tensor]] = [[] for _ in range(vpp_size)]
-    for (_, chunk), one in zip(table, micro_batch_tensor_list, strict=True):
-        of_chunk[chunk].extend(one.unbind())
+    for (_, chunk), tensor in zip(table, micro_batch_tensor_list, strict=True):
+        of_chunk[chunk].extend(tensor.unbind())
     samples = [parts[0] if keeps else torch.cat(parts, dim=1) for parts in zip(*of_chunk, strict=True)]
     return tensors.batched(samples, jagged=micro_batch_tensor_list[0].is_nested)
 
@@ -182,7 +184,7 @@ def _of_all_stages(local: torch.Tensor, config: Any) -> torch.Tensor:
     labels: list[int] = []
     samples: list[Any] = []
     error: Exception | None = None
-    said: str | None = None
+    failure: str | None = None
     try:
         samples = [sample.numpy() for sample in local.detach().cpu().unbind()]
         parallel = ParallelLayout.from_megatron(config)
@@ -193,17 +195,17 @@ def _of_all_stages(local: torch.Tensor, config: Any) -> torch.Tensor:
             raise MicroBatchError(f"{columns} recorded layers for the {len(labels)} MoE layers of this stage")
     except Exception as problem:  # noqa: BLE001  the other stages wait to hear of it, whatever it is
         error = problem
-        said = problem.line if isinstance(problem, ReplayError) else repr(problem)
+        failure = problem.line if isinstance(problem, ReplayError) else repr(problem)
     group = parallel_state.get_pipeline_model_parallel_group()
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (labels, samples, said), group)
-    for rank, (_, _, theirs) in enumerate(told):
+    everyone_has: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone_has, (labels, samples, failure), group)
+    for rank, (_, _, theirs) in enumerate(everyone_has):
         if theirs is not None:
             raise MicroBatchError(theirs, where=f"pipeline rank {rank}") from error
-    order = np.argsort([label for stage, _, _ in told for label in stage], kind="stable")
+    order = np.argsort([label for stage, _, _ in everyone_has for label in stage], kind="stable")
     whole = [
         torch.from_numpy(np.concatenate(parts, axis=1)[:, order])
-        for parts in zip(*(theirs for _, theirs, _ in told), strict=True)
+        for parts in zip(*(theirs for _, theirs, _ in everyone_has), strict=True)
     ]
     return tensors.batched(whole, jagged=local.is_nested)
 
@@ -237,13 +239,13 @@ def present(routes: torch.Tensor | None) -> torch.Tensor:
     """Return the routes that came with a micro-batch; raises MicroBatchError where none came."""
     if routes is not None:
         return routes
-    problem = "this micro-batch has no routes"
-    expected = "routed_experts in the batch"
-    cause = (
-        "R2: the old log-probs weren't computed by the actor in this step (bypass mode); R3: "
-        "the rollout didn't hand its routes on (enable_rollout_routing_replay=False)"
+    raise MicroBatchError(
+        "this micro-batch has no routes",
+        expected="routed_experts in the batch",
+        got="None",
+        cause="R2: the old log-probs weren't computed by the actor in this step (bypass mode); R3: "
+        "the rollout didn't hand its routes on (enable_rollout_routing_replay=False)",
     )
-    raise MicroBatchError(problem, expected=expected, got="None", cause=cause)
 
 
 def give(
@@ -260,17 +262,17 @@ def give(
     """
     running: Any = current()
     engine = running.engine
-    good, problems = routes.routes(mask=mask, from_rollout=engine.from_rollout, held=engine.routes)
+    good, problems = routes.routes(mask=mask, from_rollout=engine.from_rollout, store=engine.routes)
     problems |= getattr(routes.ids, _BAD, {})
     samples = len(good | problems)
     # The mask of a sample that verl has rejected, or that has no response, is empty.
-    wanted = [True] * samples if mask is None else [one.any() for one in mask.unbind()]
+    wanted = [True] * samples if mask is None else [row.any() for row in mask.unbind()]
     bad = {number: error for number, error in problems.items() if wanted[number]}
     if bad and not running.tolerant:
         raise bad[min(bad)]
     for number, error in bad.items():
         logger.warning("[npu_replay] sample %d takes the routers' own choice: %s", number, error)
-    good = {number: one for number, one in good.items() if number not in problems}
+    good = {number: routes_of_sample for number, routes_of_sample in good.items() if number not in problems}
     here = layout.rows_of(good, layers=replay.labels(chunk), **routes.batch.model)
     # Each pass decodes its batch anew, so nothing says which weights the rollout engine had.
     replay.give(chunk, here.with_known(made_at=0.0))
@@ -414,7 +416,7 @@ def made_for(kind: Any, router: Any) -> Any:
     everyone, mine = kind.router_instances, weakref.ref(made)
 
     def leave() -> None:
-        everyone[:] = [one for one in everyone if one is not mine()]
+        everyone[:] = [replay_there for replay_there in everyone if replay_there is not mine()]
 
     weakref.finalize(router, leave).atexit = False
     return made

@@ -33,7 +33,7 @@ ENGINE = "verl.workers.engine.megatron.transformer_impl"
 MINDSPEED = "verl.workers.engine.mindspeed.transformer_impl"
 ACTOR = "verl.workers.actor.megatron_actor"
 WORKERS = "verl.workers.megatron_workers"
-"""Those of 0.7's own actor."""
+"""The names of 0.7's own actor."""
 
 _WHAT = "router replay of verl"
 _IN_A_PASS = "in a pass of an engine npu_replay answers"
@@ -92,7 +92,7 @@ _shimmed: set[ModuleType] = set()
 def install() -> None:
     """Replace verl's router replay, now or when it is imported. What is replaced already stays."""
     _given_up.clear()
-    if not any(_patches):  # never taken, or given back since
+    if not any(_patches):  # nothing was changed, or all of it was put back
         _shimmed.clear()
         _originals.clear()
     for name in _NEEDED:
@@ -107,10 +107,13 @@ def _all_or_nothing(module: Any) -> None:
         needed = _NEEDED[module.__name__]
         known_names.check(module, dict.fromkeys(needed, ()), _WHAT, "verl")
         for name in needed:
-            found = getattr(module, name, None)  # None: a method
-            if getattr(found, "__module__", module.__name__) not in (module.__name__, "builtins"):
+            current_value = getattr(module, name, None)  # None: a method
+            if getattr(current_value, "__module__", module.__name__) not in (module.__name__, "builtins"):
                 raise _somebody_elses(
-                    f"somebody else has replaced {name}", module.__name__, expected="verl's own", got=found
+                    f"somebody else has replaced {name}",
+                    module.__name__,
+                    expected="verl's own",
+                    got=current_value,
                 )
         _change(module)
         _rebind_in(module)
@@ -187,10 +190,13 @@ def apply_router_replay_patch() -> None:
     # A routing that asks a router's `router_replay`, as Megatron's does, asks the one that is handed over.
     others = foreign_routing.replays(TopKRouter) - {foreign_routing.ASKED}
     if others:
-        problem = f"somebody else's routing is in the place of Megatron's, with {', '.join(sorted(others))}"
-        expected = "Megatron's own, or one that has no replay of its own"
         routing = inspect.getattr_static(TopKRouter, "routing")
-        raise _somebody_elses(problem, "TopKRouter.routing", expected=expected, got=routing)
+        raise _somebody_elses(
+            f"somebody else's routing is in the place of Megatron's, with {', '.join(sorted(others))}",
+            "TopKRouter.routing",
+            expected="Megatron's own, or one that has no replay of its own",
+            got=routing,
+        )
     _hand_over()
 
 
@@ -209,7 +215,8 @@ def _undo_verls() -> None:
             continue
         for method, kept in methods.items():
             theirs = vars(cls).get(method)
-            # functools.wraps copies names, not code: the file of the code tells verl's wrappers.
+            # This is a hack: functools.wraps copies names, not code, so verl's wrappers are told by the file
+            # of their code.
             code = getattr(theirs, "__code__", None)
             if code is not None and code.co_filename.endswith("router_replay_patch.py"):
                 inner = dict(zip(code.co_freevars, theirs.__closure__ or (), strict=True)).get(kept)
@@ -218,8 +225,13 @@ def _undo_verls() -> None:
 
 
 def _somebody_elses(problem: str, where: str, *, expected: str, got: Any) -> ReplayError:
-    cause = "another replay patch in this process; remove it, or set NPU_REPLAY_DISABLE=1"
-    return ReplayError(problem, where=where, expected=expected, got=described(got), cause=cause)
+    return ReplayError(
+        problem,
+        where=where,
+        expected=expected,
+        got=described(got),
+        cause="another replay patch in this process; remove it, or set NPU_REPLAY_DISABLE=1",
+    )
 
 
 def _put(module: ModuleType, name: str, ours: Any, why: str) -> None:

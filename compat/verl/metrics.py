@@ -21,19 +21,19 @@ COUNTED = (
 
 def figures(sums: dict[str, int]) -> dict[str, float]:
     """Return the metrics of a pass, by name; `sums` are of all ranks."""
-    found = {
+    by_name = {
         "rows_without_route": 1 - sums["routed"] / max(sums["rows"], 1),
         "bad_samples": float(sums["bad_samples"]),
         "seconds": sums["microseconds"] / 1e6 / sums["ranks"],
         "megabytes": sums["bytes"] / 1e6 / sums["ranks"],
     }
     if sums["compared"]:
-        found["live_mismatch"] = sums["differing"] / sums["compared"]
+        by_name["live_mismatch"] = sums["differing"] / sums["compared"]
     if sums["given"]:
-        found["overlap"] = sums["shared"] / sums["given"]
+        by_name["overlap"] = sums["shared"] / sums["given"]
     if sums["chosen"]:
-        found["capacity_dropped"] = sums["dropped"] / sums["chosen"]
-    return {"npu_replay/" + name: value for name, value in found.items()}
+        by_name["capacity_dropped"] = sums["dropped"] / sums["chosen"]
+    return {"npu_replay/" + name: value for name, value in by_name.items()}
 
 
 def add_metrics(output: Any, metrics: dict[str, float]) -> None:
@@ -63,11 +63,11 @@ def summary(mode: str, sums: dict[str, int], stack: str = "") -> str:
         called = {"megatron-core": "Megatron"}
         called |= {"mindspeed": "MindSpeed"} if "mindspeed" in sys.modules else {}
         called |= {probe.ADAPTOR: probe.ADAPTOR} if "megatron_adaptor" in sys.modules else {}
-        products = {product.name: product for product in probe.products() if product.found}
-        found = {name: product.version or "?" for name, product in products.items()}
+        products = {product.name: product for product in probe.products() if product.installed}
+        versions = {name: product.version or "?" for name, product in products.items()}
         if "mindspeed" in products:
-            found["mindspeed"] = adaptors.release_of(products["mindspeed"]) or "?"
-        stack = ", ".join(f"{called[name]} {found[name]}" for name in called if name in found)
+            versions["mindspeed"] = adaptors.release_of(products["mindspeed"]) or "?"
+        stack = ", ".join(f"{called[name]} {versions[name]}" for name in called if name in versions)
     by = f" ({stack})" if stack else ""
     return f"{mode}: {routers} routers, {replayed} replayed, {percent} of rows had a route, {ranks}{by}"
 

@@ -69,16 +69,21 @@ class Putter:
         if not by_reference():
             return None
         if model is None:
-            problem = "routes can't be put away: nothing says which layers of the model route"
-            expected = "the policy's config.json, read by the worker of the agent loops"
-            cause = "a worker of one's own; leave the variable out, and batches carry the routes"
-            raise ReplayError(problem, where=DELIVERY, expected=expected, got="none", cause=cause)
+            raise ReplayError(
+                "routes can't be put away: nothing says which layers of the model route",
+                where=DELIVERY,
+                expected="the policy's config.json, read by the worker of the agent loops",
+                got="none",
+                cause="a worker of one's own; leave the variable out, and batches carry the routes",
+            )
         config = worker.config
         if interval := setting(config, "actor_rollout_ref", "rollout", "moe_load_balance_metrics_interval"):
-            problem = "verl's MoE load metrics read ids in batches, which have none"
-            where = "actor_rollout_ref.rollout.moe_load_balance_metrics_interval"
-            expected = f"0, or no {DELIVERY}"
-            raise ReplayError(problem, where=where, expected=expected, got=interval)
+            raise ReplayError(
+                "verl's MoE load metrics read ids in batches, which have none",
+                where="actor_rollout_ref.rollout.moe_load_balance_metrics_interval",
+                expected=f"0, or no {DELIVERY}",
+                got=interval,
+            )
         cut = cut_of(config, model)
         queued = any(kind.__module__ == _QUEUED for kind in type(worker).__mro__)
         return cls(RayCarrier(cut=cut), model, keeps=queued)
@@ -110,7 +115,7 @@ class Putter:
                 kept.append(reference)
                 if step < 0:
                     del kept[:-_SAMPLES]
-                self._kept = {one: those for one, those in self._kept.items() if one > step - _STEPS}
+                self._kept = {put_at: those for put_at, those in self._kept.items() if put_at > step - _STEPS}
         mark = REFUSED if reference is None else MARK
         return np.full((len(rows), 1, 1), mark, np.int16), reference
 
@@ -120,35 +125,35 @@ def cut_of(config: Any, model: RoutedModel) -> Any:
     megatron = setting(config, ROOT, "actor", "megatron")
     pp, vp = (int(setting(megatron, f"{name}pipeline_model_parallel_size") or 1) for name in ("", "virtual_"))
     moe = [int(layer in model.layers) for layer in range(model.num_layers)]
-    told = {"num_layers": model.num_layers, "num_moe_experts": model.num_experts, "moe_layer_freq": moe}
+    settings = {"num_layers": model.num_layers, "num_moe_experts": model.num_experts, "moe_layer_freq": moe}
     try:
         override = dict(setting(megatron, "override_transformer_config") or {})
-        given = SimpleNamespace(**told | dict.fromkeys(_SPLIT) | override)
-        if (layout := given.pipeline_model_parallel_layout) is not None:
+        megatron_config = SimpleNamespace(**settings | dict.fromkeys(_SPLIT) | override)
+        if (layout := megatron_config.pipeline_model_parallel_layout) is not None:
             from megatron.core.transformer import pipeline_parallel_layer_layout as layouts
 
             stages = layout if isinstance(layout, str) else [list(stage) for stage in layout]
-            given.pipeline_model_parallel_layout = layouts.PipelineParallelLayerLayout(stages, pp)
-        decoder = decoder_layers(given)
+            megatron_config.pipeline_model_parallel_layout = layouts.PipelineParallelLayerLayout(stages, pp)
+        decoder = decoder_layers(megatron_config)
         chunks = vp if decoder.table is None else len(decoder.table[0])
         cut = ParallelLayout(pp=pp, vp=chunks, decoder=decoder)
         cut.moe_layers  # noqa: B018  raises if they can't be dealt out
     except (ReplayError, ImportError, AssertionError, TypeError, ValueError) as error:
         even = -(-len(model.layers) // max(1, pp * vp))
-        said = (
+        words = (
             "[npu_replay] rollout: routes are put away in pieces of %d layers, and a stage may need two, "
             "since the split of the actor's pipeline isn't known: %s"
         )
-        logger.warning(said, even, error)
+        logger.warning(words, even, error)
         return even
     return cut
 
 
 class R3Store:
-    """Fetches what the batches of one engine refer to, once for all passes of a step."""
+    """Fetches the routes that the batches of one engine refer to, once for all passes of a step."""
 
-    def __init__(self, held: RoutesByKey) -> None:
-        self._held = held
+    def __init__(self, store: RoutesByKey) -> None:
+        self._held = store
         self._batches = 0
 
     def receive(
@@ -160,19 +165,25 @@ class R3Store:
 
         With `tokens`, the token ids by key, only samples in it are read.
         """
-        known = {one.key: one for one in references if one is not None}
-        given = [one for key, one in known.items() if tokens is None or key in tokens]
-        lacking = {*self._held.lacking(one.key for one in given)}
-        wanted = [one for one in given if one.key in lacking]
+        known = {reference.key: reference for reference in references if reference is not None}
+        asked = [reference for key, reference in known.items() if tokens is None or key in tokens]
+        lacking = {*self._held.lacking(reference.key for reference in asked)}
+        wanted = [reference for reference in asked if reference.key in lacking]
         # Without steps, each batch that has only new samples counts as one.
-        self._batches += len(wanted) == len(given) > 0
-        steps = {one.key: self._batches if one.step < 0 else one.step for one in given}
-        oldest = [one.step if one.step >= 0 else self._batches - _STEPS + 1 for one in given]
+        self._batches += len(wanted) == len(asked) > 0
+        steps = {
+            reference.key: self._batches if reference.step < 0 else reference.step for reference in asked
+        }
+        oldest = [
+            reference.step if reference.step >= 0 else self._batches - _STEPS + 1 for reference in asked
+        ]
         self._held.drop_before(min(oldest, default=0), steps)
-        for one, routes in zip(wanted, fetch_each(wanted, self._held.layers, PATIENCE), strict=True):
+        for reference, routes in zip(wanted, fetch_each(wanted, self._held.layers, PATIENCE), strict=True):
             if tokens is not None:  # refuse routes of a sample with other token ids
-                mark = fingerprint(tokens[one.key])
-                other = find_other_tokens(one.tokens, one.fingerprint, len(tokens[one.key]), mark)
-                routes = routes if other is None else other.error(InvalidRoutes, repr(one))
-            self._held.keep(one.key, routes, steps[one.key])
+                mark = fingerprint(tokens[reference.key])
+                other = find_other_tokens(
+                    reference.tokens, reference.fingerprint, len(tokens[reference.key]), mark
+                )
+                routes = routes if other is None else other.error(InvalidRoutes, repr(reference))
+            self._held.keep(reference.key, routes, steps[reference.key])
         return self._held.bad(steps)

@@ -1,4 +1,4 @@
-"""Checks in verl's agent loops what an engine returned, since the tokens of the turn are known there.
+"""Checks what an engine returned in verl's agent loops, where the tokens of the turn are known.
 
 The trainer checks again what it can tell without tokens.
 """
@@ -49,8 +49,12 @@ class RolloutChecks:
         why = "the worker of the agent loops has no config of the model"
         try:
             if config is not None:
-                found = (one.version for one in probe.products() if one.name == engine and one.found)
-                version = next(found, "") or ""
+                versions = (
+                    product.version
+                    for product in probe.products()
+                    if product.name == engine and product.installed
+                )
+                version = next(versions, "") or ""
                 known = {"vllm": vllm.source, "sglang": sglang.source}.get(engine)
                 source = Source(engine=engine, version=version) if known is None else known(version)
                 return cls(RoutedModel.of(config), replace(source, sample="a turn of an agent loop"))
@@ -78,7 +82,7 @@ class RolloutChecks:
         routed = rows[:, [] if columns is None else columns]
         written = bool(routed.size) and not checks.rows_without_route(routed, self.model.num_experts)
         try:
-            found = admit(
+            routes = admit(
                 rows,
                 model=self.model,
                 tokens=tokens,
@@ -92,7 +96,7 @@ class RolloutChecks:
             warn_seldom("%d turns so far go without their routes: %s", error)
             return None
         self._passed += 1
-        known = found.recorded.numpy()[: len(rows)]
+        known = routes.recorded.numpy()[: len(rows)]
         return rows if known.all() else np.where(known[:, None, None], rows, 0)
 
 
@@ -105,8 +109,8 @@ def _say_unchecked(why: str) -> None:
     )
 
 
-def warn_seldom(said: str, *told: Any) -> None:
+def warn_seldom(words: str, *values: Any) -> None:
     """Log a warning at the 1st, 2nd, 4th, 8th time and so on; its first value is how often it happened."""
-    _warned[said] += 1
-    if is_due(_warned[said]):
-        logger.warning("[npu_replay] rollout: %s", said % (_warned[said], *told))
+    _warned[words] += 1
+    if is_due(_warned[words]):
+        logger.warning("[npu_replay] rollout: %s", words % (_warned[words], *values))

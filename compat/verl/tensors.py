@@ -50,20 +50,22 @@ class MicroBatch:
 
     @classmethod
     def of(
-        cls, given: torch.Tensor, mask: torch.Tensor | None, config: Any, local_cp_size: int | None = None
+        cls, ids: torch.Tensor, mask: torch.Tensor | None, config: Any, local_cp_size: int | None = None
     ) -> MicroBatch:
         """Return the form of a jagged tensor [batch, tokens, ...], or of a padded one [batch, sequence, ...].
 
         Raises:
             MicroBatchError: a padded one without a mask.
         """
-        if given.is_nested:
-            return cls(lengths_of(given), None, config, local_cp_size)
+        if ids.is_nested:
+            return cls(lengths_of(ids), None, config, local_cp_size)
         if mask is None:
-            problem = "a padded batch without an attention mask"
-            expected = "attention_mask [batch, sequence], or a jagged batch"
-            cause = "use_remove_padding=False, which router replay doesn't work with"
-            raise MicroBatchError(problem, expected=expected, got="None", cause=cause)
+            raise MicroBatchError(
+                "a padded batch without an attention mask",
+                expected="attention_mask [batch, sequence], or a jagged batch",
+                got="None",
+                cause="use_remove_padding=False, which router replay doesn't work with",
+            )
         kept = mask.detach().cpu().bool()
         return cls(kept.sum(dim=1).tolist(), kept, config, local_cp_size)
 
@@ -87,10 +89,13 @@ class MicroBatch:
         names = _PACKERS if self.kept is None else ("preprocess_packed_seqs",)
         pack: Any = next((getattr(utils(), name) for name in names if hasattr(utils(), name)), None)
         if pack is None:
-            problem = "this verl packs its batches otherwise"
-            expected = " or ".join(names)
-            cause = "a release of verl that npu_replay doesn't know"
-            raise MicroBatchError(problem, where=UTILS, expected=expected, got="neither", cause=cause)
+            raise MicroBatchError(
+                "this verl packs its batches otherwise",
+                where=UTILS,
+                expected=" or ".join(names),
+                got="neither",
+                cause="a release of verl that npu_replay doesn't know",
+            )
         # The arguments that verl's own router replay gives it, as far as this release has them.
         sparse = self._is_sparse
         wanted = {
@@ -104,11 +109,11 @@ class MicroBatch:
 
         def packed(sequences: list[torch.Tensor]) -> torch.Tensor:
             if self.kept is None:
-                given = [batched(sequences, jagged=True)]
+                packed = [batched(sequences, jagged=True)]
             else:
-                ones = [torch.ones_like(one, dtype=torch.bool) for one in sequences]
-                given = [pad_sequence(each, batch_first=True) for each in (sequences, ones)]
-            return pack(*given, pre_process=True, **arguments)[0]  # type: ignore[no-any-return]
+                ones = [torch.ones_like(sequence, dtype=torch.bool) for sequence in sequences]
+                packed = [pad_sequence(each, batch_first=True) for each in (sequences, ones)]
+            return pack(*packed, pre_process=True, **arguments)[0]  # type: ignore[no-any-return]
 
         parallel = ParallelLayout.from_megatron(self.config)
         return TokenLayout.from_probe(packed, self.lengths, parallel=parallel)
@@ -136,10 +141,10 @@ class MicroBatch:
         """Return whether the model has DeepSeek-V4's attention, whose context parallelism cuts otherwise."""
         return getattr(self.config, "experimental_attention_variant", None) == "dsv4_hybrid"
 
-    def filled(self, found: Sequence[RoutedExperts], dtype: torch.dtype) -> torch.Tensor:
+    def filled(self, routes: Sequence[RoutedExperts], dtype: torch.dtype) -> torch.Tensor:
         """Return ids of sequences in the form of this batch; without any, as on a dense stage, 0 layers."""
         return self._shaped(
-            [one.ids.to(dtype) for one in found]
+            [routes_of_sequence.ids.to(dtype) for routes_of_sequence in routes]
             or [torch.empty(size, 0, self.model["topk"], dtype=dtype) for size in self.lengths]
         )
 
@@ -187,34 +192,38 @@ class GivenRoutes:
         each = list(self.ids.detach().cpu().unbind())
         if self.batch.kept is None:
             return each
-        return [one[kept] for one, kept in zip(each, self.batch.kept, strict=True)]
+        return [sequence[kept] for sequence, kept in zip(each, self.batch.kept, strict=True)]
 
     def routes(
-        self, *, mask: torch.Tensor | None = None, from_rollout: bool, held: RoutesByKey | None = None
+        self, *, mask: torch.Tensor | None = None, from_rollout: bool, store: RoutesByKey | None = None
     ) -> tuple[dict[int, RoutedExperts], dict[int, ReplayError]]:
         """Return the routes of each sequence, by its number, and why those of others can't be used.
 
-        The mask, jagged or [batch, tokens], has the rows to replay; `held` are the routes behind keys;
+        The mask, jagged or [batch, tokens], has the rows to replay; `store` has the routes behind keys;
         `from_rollout`: the ids come from a rollout engine, and weren't recorded here.
         """
         # With a top-k of 1 a recorded row may be expert 0 in all layers.
         zeros_are_none = from_rollout or self.batch.model["topk"] > 1
         each = self.samples()
         masks = [None] * len(each) if mask is None else list(mask.unbind())
-        problem = "another number of masks than sequences"
-        MicroBatchError.unless(len(masks) == len(each), problem, len(each), len(masks))
-        held, routed = RoutesByKey() if held is None else held, self.batch.routed
-        keys = are_keys(self.ids, fetched=bool(held.layers))
+        if len(masks) != len(each):
+            raise MicroBatchError(
+                "another number of masks than sequences", expected=len(each), got=len(masks)
+            )
+        store, routed = RoutesByKey() if store is None else store, self.batch.routed
+        keys = are_keys(self.ids, fetched=bool(store.layers))
         good: dict[int, RoutedExperts] = {}
         bad: dict[int, ReplayError] = {}
         for number, (ids, keep) in enumerate(zip(each, masks, strict=True)):
             how: Any = {"keep": keep, "zeros_are_none": zeros_are_none, "from_engine": from_rollout}
             try:
-                one = held.of_sample(ids, keep, routed) if keys else from_batch(ids, routed, **how)
+                routes_of_sample = (
+                    store.of_sample(ids, keep, routed) if keys else from_batch(ids, routed, **how)
+                )
             except InvalidRoutes as error:
                 bad[number] = error.with_traceback(None).at(f"sample {number} of the micro-batch")
             else:
-                good[number] = one
+                good[number] = routes_of_sample
         return good, bad
 
     def checked(self, layers: Sequence[int], tokens: torch.Tensor | None) -> dict[int, Routes]:
@@ -223,19 +232,23 @@ class GivenRoutes:
         take = partial(from_batch, model=self.batch.routed, zeros_are_none=True)
         own = [layer for layer in self.batch.routed.layers if layer in {*layers}]
         each = self.samples()
-        words = [None] * len(each) if tokens is None else [one.cpu().numpy() for one in tokens.unbind()]
-        found: dict[int, Routes] = {}
+        words = (
+            [None] * len(each)
+            if tokens is None
+            else [words_of_sample.cpu().numpy() for words_of_sample in tokens.unbind()]
+        )
+        by_key: dict[int, Routes] = {}
         for key, (rows, ids) in enumerate(zip(each, words, strict=True), start=1):
             of_sample = ids if ids is not None and len(ids) == len(rows) else None
             try:
-                found[key] = take(rows, tokens=of_sample).only(own)
+                by_key[key] = take(rows, tokens=of_sample).only(own)
             except InvalidRoutes as error:
                 # verl's mask excludes the last row, whose token the engine never ran.
                 with contextlib.suppress(InvalidRoutes):
                     keep = torch.arange(len(rows)) < len(rows) - 1
-                    found[key] = take(rows, tokens=of_sample, keep=keep).only(own)
-                found.setdefault(key, error.with_traceback(None))
-        return found
+                    by_key[key] = take(rows, tokens=of_sample, keep=keep).only(own)
+                by_key.setdefault(key, error.with_traceback(None))
+        return by_key
 
 
 _patterns: dict[int, tuple[weakref.ref[Any], str | None]] = {}
@@ -248,7 +261,7 @@ def decoder_of(config: Any) -> DecoderLayers:
     if known is not None and known[0]() is config:  # searching is slow, and each micro-batch asks
         return parallel_state.decoder_layers(config, known[1])
     pattern = hybrid.pattern_of(config)
-    with contextlib.suppress(TypeError):  # no weak reference: searched each time
+    with contextlib.suppress(TypeError):  # it takes no weak reference, so it is searched each time
         _patterns[id(config)] = weakref.ref(config), pattern
     return parallel_state.decoder_layers(config, pattern)
 
@@ -293,7 +306,7 @@ def viewed(ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """View the same bytes as another dtype; the last dimension grows or shrinks."""
     if not ids.is_nested:
         return ids.contiguous().view(dtype)
-    return batched([one.contiguous().view(dtype) for one in ids.unbind()], jagged=True)
+    return batched([sample.contiguous().view(dtype) for sample in ids.unbind()], jagged=True)
 
 
 def wire_dtype(config: Any, *, keys: bool = False) -> tuple[torch.dtype, bool]:

@@ -6,9 +6,9 @@ from npu_replay import lazy
 
 if TYPE_CHECKING:
     from npu_replay.compat.vllm.decode import from_vllm
-    from npu_replay.compat.vllm.launch import engine_arguments
+    from npu_replay.compat.vllm.engine_plan import engine_arguments
 
-_HOMES = {"engine_arguments": "launch", "from_vllm": "decode"}
+_HOMES = {"engine_arguments": "engine_plan", "from_vllm": "decode"}
 __all__ = ["engine_arguments", "from_vllm"]
 
 if not TYPE_CHECKING:  # with __getattr__ a type checker would accept any name

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from npu_replay.compat import probe
-from npu_replay.compat.vllm.launch import device_of
+from npu_replay.compat.vllm.engine_plan import device_of
 from npu_replay.compat.vllm.releases import BEAMS, DROPPED_AT_STOP_STRING, FAULTS
 from npu_replay.compat.vllm_ascend import releases as ascend
 from npu_replay.errors import InvalidRoutes, ReplayError, quoted, whole_number
@@ -112,38 +112,41 @@ def from_vllm(
         ReplayError: the model's config lacks a required value.
     """
     known = RoutedModel.of(model)
-    found = read(output, version, vllm_ascend)
+    answers = read(output, version, vllm_ascend)
     start = whole_number(start, "start", where="from_vllm")
-    prompts = _one_each(prompt_token_ids, len(found), "prompt_token_ids")
-    outputs = _one_each(output_token_ids, len(found), "output_token_ids")
-    if found[0].first_prompt is None:
-        found = [replace(one, first_prompt=prompts[0]) for one in found]
+    prompts = _one_each(prompt_token_ids, len(answers), "prompt_token_ids")
+    outputs = _one_each(output_token_ids, len(answers), "output_token_ids")
+    if answers[0].first_prompt is None:
+        answers = [replace(answer, first_prompt=prompts[0]) for answer in answers]
     return [
-        one.routes(known, prompt, sampled, start, missing, weight_version)
-        for one, prompt, sampled in zip(found, prompts, outputs, strict=True)
+        answer.routes(known, prompt, sampled, start, missing, weight_version)
+        for answer, prompt, sampled in zip(answers, prompts, outputs, strict=True)
     ]
 
 
-def _one_each(given: Any, count: int, name: str) -> list[Any]:
+def _one_each(value: Any, count: int, name: str) -> list[Any]:
     """Return what the caller gave for each completion: the same list for all, or one list each."""
-    if isinstance(given, (list, tuple)):
-        nested = bool(given) and (isinstance(given[0], (list, tuple)) or getattr(given[0], "ndim", 0) > 0)
+    if isinstance(value, (list, tuple)):
+        nested = bool(value) and (isinstance(value[0], (list, tuple)) or getattr(value[0], "ndim", 0) > 0)
     else:
-        nested = getattr(given, "ndim", 0) == 2
-    if not nested and (given is None or name == "prompt_token_ids" or count == 1):
-        return [given] * count
-    if not nested or len(given) != count:
-        problem = f"{name} doesn't fit the completions"
-        got = f"{len(given)} lists" if nested else "one list"
-        raise ReplayError(problem, where="from_vllm", expected=f"{count} lists of token ids", got=got)
-    return list(given)
+        nested = getattr(value, "ndim", 0) == 2
+    if not nested and (value is None or name == "prompt_token_ids" or count == 1):
+        return [value] * count
+    if not nested or len(value) != count:
+        raise ReplayError(
+            f"{name} doesn't fit the completions",
+            where="from_vllm",
+            expected=f"{count} lists of token ids",
+            got=f"{len(value)} lists" if nested else "one list",
+        )
+    return list(value)
 
 
 # ---- the rows of an answer
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmAnswer(server_answers.Answer):
+class VllmAnswer(server_answers.EngineAnswer):
     """Holds one completion of vLLM, the request's `number`-th; `http` says how it came.
 
     Attributes:
@@ -165,21 +168,30 @@ class VllmAnswer(server_answers.Answer):
         if apart and self.first_prompt is not None:
             source = replace(self.source, field="prompt_routed_experts")
             if not np.array_equal(token_ids(self.first_prompt, source), tokens.ids[: tokens.prompt]):
-                problem = "the answer is to several prompts, and has the rows of the first alone"
-                got = "another prompt than the first completion's"
-                raise source.error(Symptom.TOO_FEW_ROWS, problem, "one prompt a request", got)
+                raise source.error(
+                    Symptom.TOO_FEW_ROWS,
+                    "the answer is to several prompts, and has the rows of the first alone",
+                    "one prompt a request",
+                    "another prompt than the first completion's",
+                )
         if self.payload is None:
             # The prompt's rows alone are no routes of a completion whose own are lost.
             due = tokens.sampled > 1 if apart else tokens.prompt + tokens.sampled - 1 > start
             dropped = self.stop_string and DROPPED_AT_STOP_STRING.holds(self.source.version)
             if due and self.ended and not (dropped and missing == "native"):
                 if not self.finish and not self.http:
-                    problem = "the request isn't finished, and routes come with its last output"
-                    expected = "the output whose finish_reason is set"
-                    raise self.source.error(Symptom.SHAPE, problem, expected, "finish_reason None")
-                problem = "the completion has no routes"
-                got = f"None, finished by «{self.finish or None}»"
-                raise self.source.error(Symptom.MISSING, problem, "an array of expert ids", got)
+                    raise self.source.error(
+                        Symptom.SHAPE,
+                        "the request isn't finished, and routes come with its last output",
+                        "the output whose finish_reason is set",
+                        "finish_reason None",
+                    )
+                raise self.source.error(
+                    Symptom.MISSING,
+                    "the completion has no routes",
+                    "an array of expert ids",
+                    f"None, finished by «{self.finish or None}»",
+                )
             if due or not apart:
                 return None
         if apart:
@@ -200,8 +212,9 @@ class VllmAnswer(server_answers.Answer):
         most = (tokens.prompt + tokens.sampled + _SPARE, model.num_layers, model.topk)
         head = any_array(self.prompt_payload, source=prompt, most=most)
         if len(head) != tokens.prompt:  # the completion's rows would shift
-            problem = "the prompt has another number of rows than tokens"
-            raise prompt.error(Symptom.SHAPE, problem, tokens.prompt, len(head))
+            raise prompt.error(
+                Symptom.SHAPE, "the prompt has another number of rows than tokens", tokens.prompt, len(head)
+            )
         parts = [head if tokens.sampled else head[:-1]]  # without a sample the last token was never run
         if self.payload is not None:
             sampled = max(1, tokens.sampled)
@@ -209,9 +222,12 @@ class VllmAnswer(server_answers.Answer):
             parts.append(part[:-1] if len(part) == sampled else part)  # with MTP a row for each token
         filled = [part for part in parts if len(part)]
         if len({part.shape[1:] for part in filled}) > 1:
-            problem = "the rows of the prompt and of the completion have other shapes"
-            expected = f"[..., {', '.join(map(str, parts[0].shape[1:]))}]"
-            raise source.error(Symptom.SHAPE, problem, expected, list(parts[1].shape))
+            raise source.error(
+                Symptom.SHAPE,
+                "the rows of the prompt and of the completion have other shapes",
+                f"[..., {', '.join(map(str, parts[0].shape[1:]))}]",
+                list(parts[1].shape),
+            )
         rows = np.concatenate(filled) if filled else parts[0]
         # 0.21.0 puts MoE layers into the first columns, and may add empty ones, as it overlooks
         # first_k_dense_replace when it counts. vllm-ascend 0.21.0rc1 fills the same columns by label.
@@ -235,8 +251,8 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
     choices = _choices(output) if http else _outputs(output)
     if not choices:
         raise _wrong("the answer has no completions", "one at least", 0)
-    for said in (version, vllm_ascend):
-        release(said or "")  # raises for what is no text
+    for version_text in (version, vllm_ascend):
+        release(version_text or "")  # raises for what is no text
     if http and version is None:
         version = said_release(output)
     elif not http and version is None and vllm_ascend is None:
@@ -249,7 +265,7 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
     beside, field = of_gateway(output, "routed_experts") if http and not captured else (None, "")
     if beside is not None and len(choices) > 1:
         raise _wrong(f"{field} has the routes of one choice", "n=1", f"{len(choices)} choices")
-    found: list[VllmAnswer] = []
+    answers: list[VllmAnswer] = []
     for number, choice in choices:
         finish = _text(_said(choice, "finish_reason"))
         (rows, name) = of_choice(choice)
@@ -270,8 +286,8 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
         # The engine's own weight version, if it names one for all tokens; 0.32's «default» is a placeholder.
         spans = _said(choice, "weight_versions")
         named = [_said(span, "version") for span in spans] if isinstance(spans, (list, tuple)) else []
-        alike = bool(named) and named[0] != "default" and all(one == named[0] for one in named)
-        found.append(
+        alike = bool(named) and named[0] != "default" and all(name_of == named[0] for name_of in named)
+        answers.append(
             VllmAnswer(
                 source=replace(about, sample=sample, field=field or f"{place}[{number}].{name}"),
                 number=number,
@@ -282,13 +298,13 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
                 completion_tokens=_count(usage, "completion_tokens") if ids is None else None,
                 payload=rows,
                 prompt_payload=_said(output, "prompt_routed_experts"),
-                first_prompt=found[0].prompt_ids if found else prompt,
+                first_prompt=answers[0].prompt_ids if answers else prompt,
                 finish=quoted(finish or ""),
                 stop_string=stop_string,
                 weight_version=quoted(named[0]) if alike and isinstance(named[0], str) else None,
             )
         )
-    return found
+    return answers
 
 
 def source(version: str = "", vllm_ascend: str = "", ways: tuple[str, ...] = ("in-process",)) -> Source:
@@ -301,8 +317,8 @@ def source(version: str = "", vllm_ascend: str = "", ways: tuple[str, ...] = ("i
 def said_release(answer: Mapping[str, Any]) -> str:
     """Return the release in an answer's fingerprint, «vllm-0.30.0-tp2-3ea666b7», or an empty text."""
     fingerprint = answer.get("system_fingerprint")
-    found = re.match(r"vllm-(\d+\.[\w.+]+)", fingerprint) if isinstance(fingerprint, str) else None
-    return found[1][:80] if found else ""
+    match = re.match(r"vllm-(\d+\.[\w.+]+)", fingerprint) if isinstance(fingerprint, str) else None
+    return match[1][:80] if match else ""
 
 
 def _choices(answer: Mapping[str, Any]) -> list[tuple[int, Any]]:
@@ -312,14 +328,18 @@ def _choices(answer: Mapping[str, Any]) -> list[tuple[int, Any]]:
         keys = f"the keys {sorted(map(quoted, answer))[:8]}"
         raise _wrong("the answer has no choices", _ANSWER, keys, "another endpoint")
     if any("delta" in choice for choice in choices):
-        problem = "this is a piece of a stream of a chat, which has no routes"
         got = answer.get("object")
-        raise _wrong(problem, "stream=False", quoted(got), "routes are in whole answers alone")
-    said = [_count(choice, "index") for choice in choices]
-    numbers = [number for number in said if number is not None]
+        raise _wrong(
+            "this is a piece of a stream of a chat, which has no routes",
+            "stream=False",
+            quoted(got),
+            "routes are in whole answers alone",
+        )
+    indices = [_count(choice, "index") for choice in choices]
+    numbers = [number for number in indices if number is not None]
     if len(set(numbers)) < len(choices):
         numbers = list(range(len(choices)))
-    return sorted(zip(numbers, choices, strict=True), key=lambda one: one[0])
+    return sorted(zip(numbers, choices, strict=True), key=lambda numbered: numbered[0])
 
 
 def _outputs(output: Any) -> list[tuple[int, Any]]:
@@ -329,7 +349,7 @@ def _outputs(output: Any) -> list[tuple[int, Any]]:
         raise _wrong("beam search gives no routes", "a RequestOutput", type(output).__name__, BEAMS)
     if isinstance(output, Sequence) or not isinstance(outputs, (list, tuple)):
         several = isinstance(output, Sequence) and any(
-            hasattr(one, "outputs") or isinstance(one, Mapping) for one in output[:1]
+            hasattr(item, "outputs") or isinstance(item, Mapping) for item in output[:1]
         )
         raise _wrong(
             "this isn't what vLLM gives for one request",
@@ -342,8 +362,8 @@ def _outputs(output: Any) -> list[tuple[int, Any]]:
 
 def _said(of: Any, *names: str) -> Any:
     """Return the first of these fields that is there, of a dict or of an object."""
-    said = (of.get(name) if isinstance(of, Mapping) else getattr(of, name, None) for name in names)
-    return next((value for value in said if value is not None), None)
+    values = (of.get(name) if isinstance(of, Mapping) else getattr(of, name, None) for name in names)
+    return next((value for value in values if value is not None), None)
 
 
 def _count(of: Any, name: str) -> int | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from npu_replay.rollout.launch import as_mapping, off, on, says, several
+from npu_replay.rollout.engine_plan import as_mapping, off, on, says, several
 from npu_replay.rollout.model_config import is_hybrid, names_topk
 from npu_replay.rollout.release_rules import Clash, Fault, Plan, Releases, Symptom, older
 
@@ -37,7 +37,7 @@ NEEDED: tuple[tuple[Releases, dict[str, bool]], ...] = (
 """The arguments that make releases return routes."""
 
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-"""The environment where Model Runner V2 is needed."""
+"""The variable that turns Model Runner V2 on, for releases that need it."""
 
 BEAMS = "beam search, which puts its completions together without routes in every release: sample instead"
 _ANOTHER = "the config given here is another model's"
@@ -148,8 +148,8 @@ def _connectors(value: Any) -> Iterator[str]:
     config = as_mapping(value)
     yield str(config.get("kv_connector") or "")
     inner = as_mapping(config.get("kv_connector_extra_config")).get("connectors")
-    for one in inner if isinstance(inner, (list, tuple)) else ():
-        yield from _connectors(one)
+    for connector in inner if isinstance(inner, (list, tuple)) else ():
+        yield from _connectors(connector)
 
 
 # fmt: off

@@ -43,7 +43,7 @@ _SELECTS: _Needed = {
 }
 """The parts that are used, by module: each function with the arguments that are read, in their order."""
 _CONTEXT = ("moe_comm_type", "num_tokens", "in_profile_run")
-"""What is read of a step's context."""
+"""The attributes of a step's context that are read."""
 WAYS_OUT = {
     "save_captured_experts": ("indices",),
     "get_device_buffer": ("self",),
@@ -66,17 +66,23 @@ def check(release: str) -> None:
     had = getattr(context, "extra_attrs", ())
     missing = [name for name in _CONTEXT if name not in had]
     if missing:
-        expected = f"_EXTRA_CTX.{missing[0]}"
-        raise known_names.unknown(what, context.__class__.__module__, expected, "none there", _PRODUCT)
+        raise known_names.unknown(
+            what, context.__class__.__module__, f"_EXTRA_CTX.{missing[0]}", "none there", _PRODUCT
+        )
     _check_ways_out(importlib.import_module(CAPTURER), what)
 
 
 def _check_ways_out(module: ModuleType, what: str) -> None:
-    found = [name for name in WAYS_OUT if hasattr(module.RoutedExpertsCapturer, name)]
-    if not found:
-        expected = "RoutedExpertsCapturer with one of " + ", ".join(WAYS_OUT)
-        raise known_names.unknown(what, module.__name__, expected, "none of them", _PRODUCT)
-    needed = {f"RoutedExpertsCapturer.{name}": WAYS_OUT[name] for name in found}
+    ways_out = [name for name in WAYS_OUT if hasattr(module.RoutedExpertsCapturer, name)]
+    if not ways_out:
+        raise known_names.unknown(
+            what,
+            module.__name__,
+            "RoutedExpertsCapturer with one of " + ", ".join(WAYS_OUT),
+            "none of them",
+            _PRODUCT,
+        )
+    needed = {f"RoutedExpertsCapturer.{name}": WAYS_OUT[name] for name in ways_out}
     known_names.check(module, needed, what, _PRODUCT)
 
 
@@ -84,8 +90,9 @@ def _imported(name: str, what: str, needed: dict[str, tuple[str, ...]]) -> Modul
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        got = f"no module {error.name}"
-        raise known_names.unknown(what, name, next(iter(needed)), got, _PRODUCT) from error
+        raise known_names.unknown(
+            what, name, next(iter(needed)), f"no module {error.name}", _PRODUCT
+        ) from error
 
 
 def missing_module(*names: str) -> ReplayError | None:

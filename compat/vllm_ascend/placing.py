@@ -65,7 +65,7 @@ def place(layout: Layout, chosen: int) -> Place:
     >>> place(Layout(comm="mc2", tokens=13, entered=13, tp_rank=1, tp_size=2), 7)  # padded to 14
     Place(first=0, tokens=6, row=7)
     """
-    found = None
+    own_place = None
     if layout.comm == "allgather":
         # The tokens of all data-parallel ranks, one after the other. They are padded to the longest; or,
         # gathered from parts, left as they are (to 0.26) or each padded to equal parts (from 0.27 on).
@@ -74,11 +74,11 @@ def place(layout: Layout, chosen: int) -> Place:
         in_parts = [_filled(tokens, layout.tp_size) for tokens in own]
         for lengths in [own, in_parts] if layout.sharded else [[max(own)] * len(own)]:
             if chosen == sum(lengths):  # if both fit, they are the same
-                found = Place(sum(lengths[:rank]), layout.tokens, 0)
+                own_place = Place(sum(lengths[:rank]), layout.tokens, 0)
     elif layout.comm == "none" or layout.sharded or layout.keeps_all:
         filled = layout.sharded and "mc2" in layout.comm and chosen * layout.tp_size == _longest(layout)
         if chosen == layout.entered or filled:
-            found = Place(0, layout.entered, layout.begin)
+            own_place = Place(0, layout.entered, layout.begin)
     else:
         # Each tensor-parallel rank takes a part, as `torch.tensor_split` cuts them.
         alltoall = layout.comm == "alltoall"
@@ -86,13 +86,15 @@ def place(layout: Layout, chosen: int) -> Place:
         total = max(layout.tokens, layout.tp_size) if alltoall else _longest(layout)
         each, more = divmod(total, layout.tp_size)
         if chosen == each + (rank < more):
-            found = Place(0, chosen, rank * each + min(rank, more))
-    if found is None:
-        problem = f"a layer chose experts of {chosen} rows, and their place in the batch isn't known"
-        expected = f"rows that come about in {layout}"
-        cause = "an unknown way to gather or split tokens"
-        raise ReplayError(problem, expected=expected, got=f"{chosen} rows", cause=cause)
-    return found._replace(tokens=max(0, min(found.tokens, layout.tokens - found.row)))
+            own_place = Place(0, chosen, rank * each + min(rank, more))
+    if own_place is None:
+        raise ReplayError(
+            f"a layer chose experts of {chosen} rows, and their place in the batch isn't known",
+            expected=f"rows that come about in {layout}",
+            got=f"{chosen} rows",
+            cause="an unknown way to gather or split tokens",
+        )
+    return own_place._replace(tokens=max(0, min(own_place.tokens, layout.tokens - own_place.row)))
 
 
 def _longest(layout: Layout) -> int:

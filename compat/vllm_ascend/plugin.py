@@ -5,7 +5,8 @@ captured ends the start before weights are loaded; the rest is installed when vL
 are loaded then, and no graph is captured yet.
 
 Asks:     the releases of both products, the engine's config, and each worker whether it captures.
-Changes:  two methods of the model runner, one of the executor; what `Seam` and `ReadOut` say; Ray's variable.
+Changes:  two methods of the model runner, one of the executor; what `CapturePoints` and `ReadOut` name; a
+          variable of Ray.
 Undone:   all of it, in the process that is told to.
 """
 
@@ -28,8 +29,8 @@ from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.compat.vllm_ascend import parts, releases
 from npu_replay.compat.vllm_ascend.capture import Capture
+from npu_replay.compat.vllm_ascend.capture_points import CapturePoints, layers, refuse_foreign
 from npu_replay.compat.vllm_ascend.read_out import ReadOut
-from npu_replay.compat.vllm_ascend.seams import Seam, layers, refuse_foreign
 from npu_replay.compat.vllm_ascend.self_check import SelfCheck
 from npu_replay.environment import STRICT, VLLM_ASCEND
 from npu_replay.errors import ReplayError
@@ -67,8 +68,8 @@ def filtered() -> str:
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and NAME not in allowed.split(","):  # vLLM strips no spaces either
         return f"VLLM_PLUGINS={allowed} leaves {NAME} out"
-    found = importlib.metadata.entry_points(group=GROUP, name=NAME)
-    return "" if found else "vLLM finds no plug-in of npu_replay: it isn't installed as a distribution"
+    entry_points = importlib.metadata.entry_points(group=GROUP, name=NAME)
+    return "" if entry_points else "vLLM finds no plug-in of npu_replay: it isn't installed as a distribution"
 
 
 def left_out() -> ReplayError | None:
@@ -76,10 +77,13 @@ def left_out() -> ReplayError | None:
     why = filtered() if wanted() else ""
     if not why:
         return None
-    problem = f"{VLLM_ASCEND} is set, and npu_replay captures nothing"
-    expected = f"npu_replay installed beside vLLM; where VLLM_PLUGINS is set, {NAME} in it, without spaces"
-    cause = "a filter from before; or npu_replay on PYTHONPATH alone, where vLLM finds no plug-in"
-    return ReplayError(problem, where="rollout", expected=expected, got=why, cause=cause)
+    return ReplayError(
+        f"{VLLM_ASCEND} is set, and npu_replay captures nothing",
+        where="rollout",
+        expected=f"npu_replay installed beside vLLM; where VLLM_PLUGINS is set, {NAME} in it, without spaces",
+        got=why,
+        cause="a filter from before; or npu_replay on PYTHONPATH alone, where vLLM finds no plug-in",
+    )
 
 
 def capability(product: Product, vllm: Product) -> Capability:
@@ -132,18 +136,18 @@ def _tell_workers_of_ray() -> None:
     # Without them each worker would run as released, without an error.
     before = os.environ.get(_TO_RAY)
     named = [name.strip() for name in (before or "").split(",")]
-    told = ",".join(dict.fromkeys([*filter(None, named), VLLM_ASCEND, STRICT]))
-    if told == before:
+    names = ",".join(dict.fromkeys([*filter(None, named), VLLM_ASCEND, STRICT]))
+    if names == before:
         return
 
     def take_back() -> bool:
-        if os.environ.get(_TO_RAY) != told:
+        if os.environ.get(_TO_RAY) != names:
             return False
         os.environ.pop(_TO_RAY)
         os.environ.update({} if before is None else {_TO_RAY: before})
         return True
 
-    os.environ[_TO_RAY] = told
+    os.environ[_TO_RAY] = names
     _patches.add(Change(_TO_RAY, "workers of Ray have the switch", take_back))
 
 
@@ -172,17 +176,23 @@ def _asked(original: Callable[..., Any], executor: Any, *args: Any, **kwargs: An
     if not getattr(executor.vllm_config.model_config, _FLAG, False):
         return made
     try:
-        told = executor.collective_rpc(captures)
+        answers = executor.collective_rpc(captures)
     except Exception as error:  # noqa: BLE001  vLLM's own error, if a worker can't import npu_replay
         got = f"{type(error).__name__}: {error}"
     else:
-        without = [str(rank) for rank, one in enumerate(told) if not one]
-        got = f"none on worker {', '.join(without)} of {len(told)}" if without else ""
+        without = [str(rank) for rank, answer in enumerate(answers) if not answer]
+        got = f"none on worker {', '.join(without)} of {len(answers)}" if without else ""
     if got:
-        problem = "not every worker of this engine captures"
-        cause = "a node of another environment"
-        expected = "npu_replay, its variable and its name in VLLM_PLUGINS, where that is set, on every node"
-        _refuse(ReplayError(problem, where="vllm-ascend", expected=expected, got=got, cause=cause))
+        _refuse(
+            ReplayError(
+                "not every worker of this engine captures",
+                where="vllm-ascend",
+                expected="npu_replay, its variable and its name in VLLM_PLUGINS, where that is set, on every "
+                "node",
+                got=got,
+                cause="a node of another environment",
+            )
+        )
     return made
 
 
@@ -195,10 +205,15 @@ def _made(original: Callable[..., Any], runner: Any, vllm_config: Any, *args: An
     if not getattr(vllm_config.model_config, _FLAG, False):
         logger.warning("[npu_replay] %s is set, but not %s: no routes are captured", VLLM_ASCEND, _FLAG)
     elif not hasattr(runner, _INIT):
-        where = f"{type(runner).__module__}, vllm-ascend {probe.installed('vllm-ascend')}"
-        problem = "this model runner knows no routes"
-        cause = "VLLM_USE_V2_MODEL_RUNNER=1 before 0.28.0rc1, or a release after 0.30"
-        _refuse(ReplayError(problem, where=where, expected=_INIT, got="none there", cause=cause))
+        _refuse(
+            ReplayError(
+                "this model runner knows no routes",
+                where=f"{type(runner).__module__}, vllm-ascend {probe.installed('vllm-ascend')}",
+                expected=_INIT,
+                got="none there",
+                cause="VLLM_USE_V2_MODEL_RUNNER=1 before 0.28.0rc1, or a release after 0.30",
+            )
+        )
     else:
         _refuse(_not_captured(vllm_config))
     original(runner, vllm_config, *args, **kwargs)
@@ -244,44 +259,58 @@ def attach(runner: Any) -> Capture:
     from vllm.distributed import get_tp_group
     from vllm_ascend.ops.fused_moe.moe_comm_method import MoECommMethod
 
-    problem = "an engine of this process is captured already"
-    got = "another model runner"
-    cause = "two LLMs in one process: start each in its own (VLLM_ENABLE_V1_MULTIPROCESSING=1)"
-    fine = not _attached.has(MoECommMethod, "prepare")
-    ReplayError.unless(fine, problem, "one engine a process", got, cause, "vllm-ascend")
+    if _attached.has(MoECommMethod, "prepare"):
+        raise ReplayError(
+            "an engine of this process is captured already",
+            where="vllm-ascend",
+            expected="one engine a process",
+            got="another model runner",
+            cause="two LLMs in one process: start each in its own (VLLM_ENABLE_V1_MULTIPROCESSING=1)",
+        )
     module = sys.modules[parts.CAPTURER]
     capturer = getattr(runner, "routed_experts_capturer", None) or module.RoutedExpertsCapturer.get_instance()
     buffer = getattr(capturer, "device_buffer", None)
     buffer = capturer._device_buffer if buffer is None else buffer
     refuse_foreign(type(capturer).capture, ("routed_experts_capturer", "routed_experts_capture"), "capture")
-    found = layers(runner.get_model())
-    model = _held_against_config(runner, found, buffer)
+    routed_layers = layers(runner.get_model())
+    model = _held_against_config(runner, routed_layers, buffer)
     parallel = runner.vllm_config.parallel_config
     tp = get_tp_group()
     spread = parallel.enable_expert_parallel and tp.world_size > 1
     group = tp if spread else None
     where = f"vllm-ascend {probe.installed('vllm-ascend')}"
-    names = {number: getattr(one, "layer_name", type(one).__name__) for number, one in found.items()}
+    names = {
+        number: getattr(layer, "layer_name", type(layer).__name__) for number, layer in routed_layers.items()
+    }
     check = SelfCheck(names, model.num_experts, group, where, speaks=tp.rank_in_group == 0)
     capture = Capture(buffer, check, group)
-    Seam(capture, found, tp, parallel).install(_attached, capturer, selects=not parts.by_router())
+    CapturePoints(capture, routed_layers, tp, parallel).install(
+        _attached, capturer, selects=not parts.by_router()
+    )
     ReadOut(runner, capturer, capture).install(_attached)
     return capture
 
 
 def _held_against_config(
-    runner: Any, found: Mapping[int, torch.nn.Module], buffer: torch.Tensor
+    runner: Any, routed_layers: Mapping[int, torch.nn.Module], buffer: torch.Tensor
 ) -> RoutedModel:
     """Return the model of the runner's config, after comparing its MoE layers with those found."""
     model = RoutedModel.of(runner.vllm_config.model_config.hf_text_config)
-    own = [number for number, module in found.items() if getattr(module, "zero_expert_num", 0)]
-    problem = f"layers {own} choose experts that compute nothing"
-    expected = "the trainer's experts alone"
-    ReplayError.unless(not own, problem, expected, "zero experts", where="vllm-ascend")
-    fine = sorted(found) == list(model.sparse) and buffer.shape[1] > max(found)
-    expected = f"layers {list(model.sparse)} in {buffer.shape[1]} columns"
-    got = f"layers {sorted(found)}"
-    cause = "layers that this npu_replay doesn't find in vllm-ascend, or doesn't read in the model's config"
-    problem = "the layers that route aren't those of the model's config"
-    ReplayError.unless(fine, problem, expected, got, cause, "vllm-ascend")
+    own = [number for number, module in routed_layers.items() if getattr(module, "zero_expert_num", 0)]
+    if own:
+        raise ReplayError(
+            f"layers {own} choose experts that compute nothing",
+            where="vllm-ascend",
+            expected="the trainer's experts alone",
+            got="zero experts",
+        )
+    if not (sorted(routed_layers) == list(model.sparse) and buffer.shape[1] > max(routed_layers)):
+        raise ReplayError(
+            "the layers that route aren't those of the model's config",
+            where="vllm-ascend",
+            expected=f"layers {list(model.sparse)} in {buffer.shape[1]} columns",
+            got=f"layers {sorted(routed_layers)}",
+            cause="layers that this npu_replay doesn't find in vllm-ascend, or doesn't read in the model's "
+            "config",
+        )
     return model

@@ -41,9 +41,9 @@ class ReadOut:
     def install(self, patches: Patches) -> None:
         """Wrap both ends of a step, by whichever of the known methods the capturer has."""
         around: dict[str, Any] = {_SAVE: self._save, _BUFFER: self._hand_out, _SNAPSHOT: self._snapshot}
-        found = [name for name in parts.WAYS_OUT if hasattr(self._capturer, name)]
-        if _SAVE in found and len(self._groups) > 1:
-            kinds = ", ".join(type(one.kv_cache_spec).__name__ for one in self._groups)
+        ways_out = [name for name in parts.WAYS_OUT if hasattr(self._capturer, name)]
+        if _SAVE in ways_out and len(self._groups) > 1:
+            kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in self._groups)
             raise ReplayError(
                 "this model's routes are kept under slots of a group that may give its blocks back",
                 where="vllm-ascend",
@@ -53,7 +53,7 @@ class ReadOut:
                 "windows alone, disable_hybrid_kv_cache_manager=True makes one group",
             )
         patches.wrap(self._runner, "execute_model", self._begin, "begins with no row of the step before")
-        for name in found:
+        for name in ways_out:
             patches.wrap(self._capturer, name, around[name], "puts all ranks' rows together")
         if hasattr(self._capturer, "clear_buffer"):
             patches.set(self._capturer, "clear_buffer", self._capture.clear, "a row that nobody writes shows")
@@ -109,6 +109,6 @@ def positions(scheduled: Any) -> list[int]:
     """Return the positions of a step's tokens in their sequences, in any order."""
     cached = scheduled.scheduled_cached_reqs
     tokens = scheduled.num_scheduled_tokens
-    begun = [(one.req_id, one.num_computed_tokens) for one in scheduled.scheduled_new_reqs]
+    begun = [(request.req_id, request.num_computed_tokens) for request in scheduled.scheduled_new_reqs]
     begun += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
     return [first + token for name, first in begun for token in range(tokens[name])]

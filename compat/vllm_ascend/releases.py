@@ -23,8 +23,8 @@ from typing import Any, Literal
 from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.environment import VLLM_ASCEND
 from npu_replay.errors import ReplayError
-from npu_replay.rollout import launch, model_config
-from npu_replay.rollout.launch import on, says, several
+from npu_replay.rollout import engine_plan, model_config
+from npu_replay.rollout.engine_plan import on, says, several
 from npu_replay.rollout.release_rules import (
     Clash,
     Fault,
@@ -65,15 +65,17 @@ def refusal(
     plan = plan or {}
     if capture:
         return unknown(version, vllm or None) or not_captured(version, plan, keys)
-    never = launch.refusal("vllm-ascend", version, "", (OLDER, *FAULTS))
+    never = engine_plan.refusal("vllm-ascend", version, "", (OLDER, *FAULTS))
     quantization = plan.get("quantization") or model_config.quantization(plan.get("model"))
     known = {**plan, "quantization": quantization}
-    return never or launch.clash("vllm-ascend", version, "", known, launch.sure(CLASHES, version), keys)
+    return never or engine_plan.clash(
+        "vllm-ascend", version, "", known, engine_plan.sure(CLASHES, version), keys
+    )
 
 
 def not_captured(version: str, plan: Plan, keys: Mapping[str, str] | None = None) -> ReplayError | None:
     """Return why npu_replay captures nothing with this plan, or wrong rows; None if it captures."""
-    return launch.clash("npu_replay on vllm-ascend", version, "", plan, CAPTURE_CLASHES, keys)
+    return engine_plan.clash("npu_replay on vllm-ascend", version, "", plan, CAPTURE_CLASHES, keys)
 
 
 def of_release(version: str, vllm: str) -> str:
@@ -87,13 +89,17 @@ def unpaired(version: str, vllm: str) -> ReplayError | None:
     """Return why npu_replay captures nothing on so old a release, or beside this vLLM; None if it may."""
     rules = of_release(version, vllm)
     problem = f"npu_replay captures nothing on vllm-ascend {version}"
-    told = tells_release(rules)
-    if told and tells_release(vllm) and release(rules)[:2] != release(vllm)[:2]:
-        expected = "the vLLM that it is made for"
-        cause = "one of them was installed without the other"
+    has_release = tells_release(rules)
+    if has_release and tells_release(vllm) and release(rules)[:2] != release(vllm)[:2]:
         problem += f" beside vLLM {vllm}"
-        return ReplayError(problem, where="vllm-ascend", expected=expected, got=vllm, cause=cause)
-    if told and OLDER.holds(rules):
+        return ReplayError(
+            problem,
+            where="vllm-ascend",
+            expected="the vLLM that it is made for",
+            got=vllm,
+            cause="one of them was installed without the other",
+        )
+    if has_release and OLDER.holds(rules):
         return ReplayError(problem, where="vllm-ascend", expected=_PLANNED, got=version, cause=_OTHERWISE)
     return None
 
@@ -107,8 +113,13 @@ def unknown(version: str, vllm: str | None = None) -> ReplayError | None:
     rules = version if vllm is None else of_release(version, vllm)
     if wrong_pair is not None or (release(rules) != (0, 0, 0) and any(run.holds(rules) for run in _CAPTURED)):
         return wrong_pair
-    problem = f"npu_replay captures nothing on vllm-ascend {version}"
-    return ReplayError(problem, where="rollout", expected=_PLANNED, got=version, cause=_OTHERWISE)
+    return ReplayError(
+        f"npu_replay captures nothing on vllm-ascend {version}",
+        where="rollout",
+        expected=_PLANNED,
+        got=version,
+        cause=_OTHERWISE,
+    )
 
 
 def environment() -> dict[str, str]:
@@ -136,8 +147,11 @@ def faults(version: str) -> tuple[Fault, ...]:
     name = f"vllm-ascend {version}"
     built = f"{name} gives physical ids, if it is {_OF_MAIN} (vllm-ascend#13268; mended by #13882)"
     of_main = (Fault(Symptom.RANGE, cause=built),) if "dev" in version else ()
-    held = (fault for fault in FAULTS if fault.holds(version))
-    return (*of_main, *(replace(one, since="", until="", cause=f"{name} {one.cause}") for one in held))
+    of_release = (fault for fault in FAULTS if fault.holds(version))
+    return (
+        *of_main,
+        *(replace(fault, since="", until="", cause=f"{name} {fault.cause}") for fault in of_release),
+    )
 
 
 def guesses() -> Iterator[Fault]:
@@ -171,7 +185,7 @@ routing. For an unknown processor nothing is refused."""
 
 def _ranks(plan: Plan) -> tuple[int, int]:
     """Return the tensor-parallel and data-parallel sizes, which may be text or None in a config."""
-    tp, dp = (launch.number(plan.get(f"{kind}_parallel_size")) or 1 for kind in ("tensor", "data"))
+    tp, dp = (engine_plan.number(plan.get(f"{kind}_parallel_size")) or 1 for kind in ("tensor", "data"))
     return tp, dp
 
 
@@ -195,7 +209,7 @@ def _fills_up(plan: Plan, _: Any) -> bool:
 
 def _shares_parts(plan: Plan, _: Any) -> bool:
     """Return whether MoE layers share tokens out in parts; from 0.27 on only with flash comm."""
-    config = launch.as_mapping(plan.get("additional_config"))
+    config = engine_plan.as_mapping(plan.get("additional_config"))
     flash = any(config.get(name) for name in ("enable_flashcomm1", "enable_dsa_cp"))
     return bool(flash and min(_ranks(plan)) > 1 and plan.get("enable_expert_parallel"))
 
@@ -204,17 +218,19 @@ def _asks(*keys: str) -> Callable[[Plan, tuple[str, ...]], bool]:
     """Make a rule that holds if a key is on in vllm-ascend's own config."""
 
     def asks(plan: Plan, arguments: tuple[str, ...]) -> bool:
-        found = plan.get(arguments[0])
+        value = plan.get(arguments[0])
         for key in keys:
-            found = launch.as_mapping(found).get(key)
-        return bool(found)
+            value = engine_plan.as_mapping(value).get(key)
+        return bool(value)
 
     return asks
 
 
 def _splits_by_pass(plan: Plan, arguments: tuple[str, ...]) -> bool:
     by_pass = _asks("pass_config", "enable_sp")(plan, arguments)
-    return by_pass and launch.number(plan.get("tensor_parallel_size")) > 1 and not plan.get("enforce_eager")
+    return (
+        by_pass and engine_plan.number(plan.get("tensor_parallel_size")) > 1 and not plan.get("enforce_eager")
+    )
 
 
 # fmt: off

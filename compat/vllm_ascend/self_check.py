@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 STEPS = 16
 """The steps that are checked."""
 COMPARED = 3
-"""The number of them that are compared with logits, if so many run eagerly."""
+"""The number of these steps that are compared with logits, if that many run eagerly."""
 _NEAR = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 """The relative distance, by dtype of the logits, within which scores may change places: not every way of
 choosing widens bfloat16 first, which keeps eight bits of a score."""
@@ -53,7 +53,7 @@ class Choice:
 
 def expected(logits: torch.Tensor, choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sorted experts, (rows, k), that logits (rows, experts) choose, and the certain rows."""
-    # A row is uncertain if the last chosen score and the next are near.
+    # A row is uncertain if its last chosen score is close to the next.
     near = _NEAR[logits.dtype]
     scores = _SCORES[choice.scoring](logits.float())
     if choice.bias is not None:
@@ -166,17 +166,22 @@ class SelfCheck:
     def slots(self, slots: torch.Tensor, positions: Collection[int], block: int) -> None:
         """Check the slots of the KV cache, under which rows are kept, against their tokens' positions."""
         # A token has the same place in its block of the cache as its slot.
-        told = slots.tolist()
-        found = sorted(slot % block for slot in told)
+        slot_numbers = slots.tolist()
+        offsets = sorted(slot % block for slot in slot_numbers)
         expected = sorted(at % block for at in positions)
-        if found == expected and len(set(told)) == len(told) and min(told, default=0) >= 0:
+        if (
+            offsets == expected
+            and len(set(slot_numbers)) == len(slot_numbers)
+            and min(slot_numbers, default=0) >= 0
+        ):
             return
-        problem = f"the slots of step {self._seen + 1} aren't those of its tokens"
-        wanted = f"{len(expected)} slots, at {expected[:8]}"
-        got = f"{len(told)} slots, at {found[:8]}"
-        cause = "another KV cache group's slots, or rows that don't go with them. " + _REPORT
-        where = f"routes of {self._where}, all layers"
-        raise ReplayError(problem, where=where, expected=wanted, got=got, cause=cause)
+        raise ReplayError(
+            f"the slots of step {self._seen + 1} aren't those of its tokens",
+            where=f"routes of {self._where}, all layers",
+            expected=f"{len(expected)} slots, at {expected[:8]}",
+            got=f"{len(slot_numbers)} slots, at {offsets[:8]}",
+            cause="another KV cache group's slots, or rows that don't go with them. " + _REPORT,
+        )
 
     def before_merge(self, rows: torch.Tensor) -> None:
         """Count the ranks that wrote each row; shape (tokens, decoder layers, k)."""
@@ -215,18 +220,21 @@ class SelfCheck:
                 wrong[place] = torch.where(differ.sum() > allowed, differ.sum(), 0)
         none = torch.tensor(0)
         again = torch.stack([self._twice.get(layer, none).to(rows.device) for layer in self._layers])
-        found = torch.stack([again, wrong]).int()
+        counts = torch.stack([again, wrong]).int()
         if self._group is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group.device_group)
+            dist.all_reduce(counts, dist.ReduceOp.MAX, group=self._group.device_group)
         other = "were chosen twice, and otherwise: by another layer, such as a draft's, taken for it"
         words = "aren't the top-k of the router's logits: other experts, or other tokens' rows"
-        self._refuse([(found[0], other), (found[1], words)])
+        self._refuse([(counts[0], other), (counts[1], words)])
         order = list(self._expected)
-        problem = f"in step {self._seen + 1}, layers chose in the order {order}"
-        expected = "ascending numbers, as layers run"
-        cause = "two layers were mixed up. " + _REPORT
-        where = f"routes of {self._where}"
-        ReplayError.unless(order == sorted(order), problem, expected, order, cause, where)
+        if order != sorted(order):
+            raise ReplayError(
+                f"in step {self._seen + 1}, layers chose in the order {order}",
+                where=f"routes of {self._where}",
+                expected="ascending numbers, as layers run",
+                got=order,
+                cause="two layers were mixed up. " + _REPORT,
+            )
         rows.clamp_(min=0)
         self._eager += bool(self._expected)
         self._to_compare -= bool(self._expected)
@@ -243,8 +251,8 @@ class SelfCheck:
                 f", but not of {unseen} layers, which choose in a way of their own" if unseen else "",
             )
 
-    def _refuse(self, found: Collection[tuple[torch.Tensor, str]]) -> None:
-        for count, words in found:
+    def _refuse(self, refused: Collection[tuple[torch.Tensor, str]]) -> None:
+        for count, words in refused:
             counts = count.tolist()
             if any(counts):
                 at, rows = next((name, n) for name, n in zip(self._layers, counts, strict=True) if n)

@@ -11,5 +11,5 @@ from npu_replay.cli.exits import ended
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command of `arguments`, or of the process's own arguments."""
-    given = sys.argv[1:] if arguments is None else arguments
-    raise SystemExit(ended(lambda: run(given), given))
+    words = sys.argv[1:] if arguments is None else arguments
+    raise SystemExit(ended(lambda: run(words), words))

@@ -22,11 +22,11 @@ Exit codes: 0 all is well, 1 a fault was found, 2 the command line is wrong, 130
 def run(arguments: Sequence[str]) -> int | None:
     """Read a command line, run its command and return the exit code."""
     reader = parser()
-    given = reader.parse_args(arguments)
-    if given.command is None:
+    options = reader.parse_args(arguments)
+    if options.command is None:
         reader.print_help()
         return WRONG
-    code: int | None = given.run(given)
+    code: int | None = options.run(options)
     return code
 
 
@@ -90,56 +90,59 @@ def _add(
     return reader
 
 
-def _end(given: Namespace, found: Any, picture: Callable[[], bytes] | None = None) -> None:
+def _end(options: Namespace, findings: Any, picture: Callable[[], bytes] | None = None) -> None:
     """Print the findings, and write the file of --out: JSON, or a picture."""
-    if given.json:
-        print_json(found.to_json())
+    if options.json:
+        print_json(findings.to_json())
     else:
-        show(found.parts())
-    write_out(given.out, picture() if picture else found.to_json().encode(), force=given.force)
+        show(findings.parts())
+    write_out(options.out, picture() if picture else findings.to_json().encode(), force=options.force)
 
 
-def _doctor(given: Namespace) -> int:
+def _doctor(options: Namespace) -> int:
     from npu_replay.doctor.diagnose import diagnose
 
-    check_out(given.out, force=given.force)
-    diagnosis = diagnose(imports=given.imports)
-    _end(given, diagnosis)
+    check_out(options.out, force=options.force)
+    diagnosis = diagnose(imports=options.imports)
+    _end(options, diagnosis)
     return 0 if diagnosis.works else FAULT
 
 
-def _inspect(given: Namespace) -> int:
+def _inspect(options: Namespace) -> int:
     from npu_replay.inspection.inspection import inspect
 
-    check_out(given.out, force=given.force)
-    ending = given.out.suffix if given.out else ".json"
-    problem = "--out can't write such a file"
-    wanted = ".png for the picture, or .json for the findings"
-    WrongOption.unless(ending in (".png", ".json"), problem, wanted, given.out)
+    check_out(options.out, force=options.force)
+    ending = options.out.suffix if options.out else ".json"
+    if ending not in (".png", ".json"):
+        raise WrongOption(
+            "--out can't write such a file",
+            expected=".png for the picture, or .json for the findings",
+            got=options.out,
+        )
     if ending == ".png":
         probe.require(probe.PLOTS, "the picture of --out")
-    found = inspect(
-        given.path,
-        config=given.config,
-        engine=None if given.engine == "auto" else given.engine,
-        version=given.engine_version,
-        prompt_ids=given.prompt_ids,
-        output_ids=given.output_ids,
-        start=given.start,
-        sample=given.sample,
+    findings = inspect(
+        options.path,
+        config=options.config,
+        engine=None if options.engine == "auto" else options.engine,
+        version=options.engine_version,
+        prompt_ids=options.prompt_ids,
+        output_ids=options.output_ids,
+        start=options.start,
+        sample=options.sample,
     )
-    _end(given, found, found.picture if ending == ".png" else None)
-    return 0 if found.good else FAULT
+    _end(options, findings, findings.picture if ending == ".png" else None)
+    return 0 if findings.good else FAULT
 
 
-def _compare(given: Namespace) -> None:
+def _compare(options: Namespace) -> None:
     from npu_replay.inspection.compare import compare_paths
 
-    check_out(given.out, force=given.force)
-    _end(given, compare_paths(given.a, given.b))
+    check_out(options.out, force=options.force)
+    _end(options, compare_paths(options.a, options.b))
 
 
-def _smoke(given: Namespace) -> int:
+def _smoke(options: Namespace) -> int:
     from npu_replay.smoke.run import main
 
-    return main(Options.of(given))
+    return main(Options.of(options))

@@ -37,19 +37,19 @@ def ended(work: Callable[[], int | None], arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     except WrongOption as error:
-        said = message(error)
+        words = message(error)
         code = WRONG
     except (ReplayError, ModuleNotFoundError) as error:
         if "--debug" in arguments:
             raise
         if isinstance(error, ReplayError):
-            said = message(error)
+            words = message(error)
             hints = [cures(), "--debug shows where it came from"]
         else:
-            said = str(error)
+            words = str(error)
             hints = ["npu-replay doctor says what is missing, and how to get it"]
         code = FAULT
-    show([f"Error: {said}", *hints], to=screen.err())
+    show([f"Error: {words}", *hints], to=screen.err())
     if "--json" in arguments:
-        print_json(json.dumps({"error": said}, indent=1))
+        print_json(json.dumps({"error": words}, indent=1))
     return code

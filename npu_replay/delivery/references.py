@@ -77,10 +77,13 @@ class Cut:
         self._each = LAYERS_A_PIECE
         self._blocks: list[tuple[int, ...]] | None = None
         if isinstance(cut, ParallelLayout):
-            problem = "this layout doesn't tell the layers of a pipeline's stages"
-            cause = "a layout made by hand; give the layers of each piece, or how many one has"
-            fine = cut.decoder is not None
-            ReplayError.unless(fine, problem, "a ParallelLayout with decoder=", cut, cause)
+            if cut.decoder is None:
+                raise ReplayError(
+                    "this layout doesn't tell the layers of a pipeline's stages",
+                    expected="a ParallelLayout with decoder=",
+                    got=cut,
+                    cause="a layout made by hand; give the layers of each piece, or how many one has",
+                )
             # One piece per rank: of two, each rank would have to make a joined copy.
             self._blocks = [replace(cut, pp_rank=rank).moe_layers for rank in range(cut.pp)]
         else:
@@ -94,10 +97,13 @@ class Cut:
             return [routes.only(layers[first : first + each]) for first in range(0, len(layers), each)]
         blocks = [tuple(layer for layer in block if layer in {*layers}) for block in self._blocks]
         lost = {*layers} - {layer for block in blocks for layer in block}
-        problem = "the cut has no piece for some layers"
-        wanted = f"a piece for each of {list(layers)}"
-        cause = "the layout of another model, or of a part of it"
-        ReplayError.unless(not lost, problem, wanted, f"none for {sorted(lost)}", cause)
+        if lost:
+            raise ReplayError(
+                "the cut has no piece for some layers",
+                expected=f"a piece for each of {list(layers)}",
+                got=f"none for {sorted(lost)}",
+                cause="the layout of another model, or of a part of it",
+            )
         return [routes.only(block) for block in blocks if block]
 
 
@@ -110,18 +116,18 @@ def put_away(
 ) -> list[Reference]:
     """Store samples in pieces, and return their references."""
     # RoutedExperts' ids are checked; `fetch` checks none again.
-    given = list(samples)
-    pieces = [cut.pieces(one) for one in given]
+    routes_of_samples = list(samples)
+    pieces = [cut.pieces(routes) for routes in routes_of_samples]
     handles = iter(store([piece for each in pieces for piece in each]))
     return [
         Reference(
-            one,
+            routes,
             blocks=[piece.layers for piece in each],
             handles=list(islice(handles, len(each))),
             read=read,
             step=step,
         )
-        for one, each in zip(given, pieces, strict=True)
+        for routes, each in zip(routes_of_samples, pieces, strict=True)
     ]
 
 
@@ -153,24 +159,26 @@ def fetch(
             put.
     """
     one_of(on_bad_route, ("error", "native"), "on_bad_route")
-    given = list(references)
-    for number, one in enumerate(given):
+    in_order = list(references)
+    for number, reference in enumerate(in_order):
         InvalidRoutes.unless(
-            isinstance(one, Reference) or (one is None and on_bad_route == "native"),
+            isinstance(reference, Reference) or (reference is None and on_bad_route == "native"),
             "this is no reference",
             "what RayCarrier.put returned",
-            type(one).__name__,
+            type(reference).__name__,
             "a sample whose routes nobody put: a rollout without them, or a worker without npu_replay",
             f"sample {number}",
         )
     wanted = parallel.moe_layers if layers is None and parallel is not None else layers
     asked = None if wanted is None else arguments.labels(wanted)
-    found = iter(fetch_each([one for one in given if one is not None], asked, patience))
-    each = [None if one is None else next(found) for one in given]
+    fetched = iter(
+        fetch_each([reference for reference in in_order if reference is not None], asked, patience)
+    )
+    each = [None if reference is None else next(fetched) for reference in in_order]
     for number, routes in enumerate(each):
         if isinstance(routes, InvalidRoutes) and on_bad_route == "error":
             raise routes.at(f"sample {number}")
-    return [one if isinstance(one, RoutedExperts) else None for one in each]
+    return [routes if isinstance(routes, RoutedExperts) else None for routes in each]
 
 
 def fetch_each(
@@ -178,52 +186,64 @@ def fetch_each(
 ) -> list[RoutedExperts | InvalidRoutes]:
     """Return the routes of each sample, or the error of it; the same object for the same sample."""
     if isinstance(layers, StageLabels):
-        for one in references:
-            put = tuple(sorted(one.layers))
-            problem = "the pieces have other labels than the model's"
-            fine = layers.among(put) == layers
-            cause = "a cut by another count of its layers"
-            RouterError.unless(fine, problem, layers.whole, put, cause, repr(one))
-    samples = {one.key: one for one in references}
+        for reference in references:
+            put = tuple(sorted(reference.layers))
+            if layers.among(put) != layers:
+                raise RouterError(
+                    "the pieces have other labels than the model's",
+                    where=repr(reference),
+                    expected=layers.whole,
+                    got=put,
+                    cause="a cut by another count of its layers",
+                )
+    samples = {reference.key: reference for reference in references}
     wanted = None if layers is None else {*layers}
     asked = [
-        (one, handle)
-        for one in samples.values()
-        for block, handle in zip(one.blocks, one.handles, strict=True)
+        (reference, handle)
+        for reference in samples.values()
+        for block, handle in zip(reference.blocks, reference.handles, strict=True)
         if wanted is None or not wanted.isdisjoint(block)
     ]
     pieces: dict[int, list[object]] = {key: [] for key in samples}
     if asked:
-        found = asked[0][0].read([handle for _, handle in asked], patience)
-        for (one, _), piece in zip(asked, found, strict=True):
-            pieces[one.key].append(piece)
-    joined = {key: _joined(one, pieces[key], layers) for key, one in samples.items()}
-    return [joined[one.key] for one in references]
+        read = asked[0][0].read([handle for _, handle in asked], patience)
+        for (reference, _), piece in zip(asked, read, strict=True):
+            pieces[reference.key].append(piece)
+    joined = {key: _joined(reference, pieces[key], layers) for key, reference in samples.items()}
+    return [joined[reference.key] for reference in references]
 
 
 def _joined(
-    one: Reference, pieces: Sequence[object], asked: tuple[int, ...] | None
+    reference: Reference, pieces: Sequence[object], asked: tuple[int, ...] | None
 ) -> RoutedExperts | InvalidRoutes:
     """Return a sample's pieces side by side, or the error of it."""
     parts = [piece for piece in pieces if isinstance(piece, RoutedExperts)]
     for piece in pieces:
         if not isinstance(piece, RoutedExperts):
-            problem = "the routes of this sample can't be read"
-            where = repr(one)
-            expected = "routes that were put and not yet freed"
-            got = f"{type(piece).__name__}: {piece}"[:300]
-            cause = "a step that is over, whose routes were freed; a worker or a node that died with them"
-            return InvalidRoutes(problem, where=where, expected=expected, got=got, cause=cause)
+            where = repr(reference)
+            return InvalidRoutes(
+                "the routes of this sample can't be read",
+                where=where,
+                expected="routes that were put and not yet freed",
+                got=f"{type(piece).__name__}: {piece}"[:300],
+                cause="a step that is over, whose routes were freed; a worker or a node that died with them",
+            )
     if len(parts) == 1 and parts[0].layers == asked:  # the usual case: a stage's own piece
         return parts[0]
-    labels = one.layers if asked is None else asked
+    labels = reference.layers if asked is None else asked
     if lacking := {*labels} - {layer for part in parts for layer in part.layers}:
-        problem = f"nobody put decoder layer {min(lacking)} of this sample"
-        where = repr(one)
-        cause = "a rank whose layers are another model's, or counted otherwise"
-        here = list(one.layers)
-        return InvalidRoutes(problem, where=where, expected=list(labels), got=here, cause=cause)
+        where = repr(reference)
+        here = list(reference.layers)
+        return InvalidRoutes(
+            f"nobody put decoder layer {min(lacking)} of this sample",
+            where=where,
+            expected=list(labels),
+            got=here,
+            cause="a rank whose layers are another model's, or counted otherwise",
+        )
     parts = [part.only([layer for layer in part.layers if layer in {*labels}]) for part in parts]
     if not parts:  # a rank of dense layers
-        return RoutedExperts.unrecorded(one.tokens, layers=(), topk=one.topk, num_experts=one.num_experts)
+        return RoutedExperts.unrecorded(
+            reference.tokens, layers=(), topk=reference.topk, num_experts=reference.num_experts
+        )
     return side_by_side(parts)

@@ -69,20 +69,28 @@ class Diagnosis:
 
     def to_json(self) -> str:
         tried = [{"device": device, "problem": problem} for device, problem in self.trials.items()]
-        faults = [asdict(one) for one in self.faults]
+        faults = [asdict(fault) for fault in self.faults]
         about = {"works": self.works} | asdict(self.report) | {"self_test": tried, "faults": faults}
         return json.dumps(about, indent=2)
 
     def parts(self) -> Iterator[Part]:
         yield from self.report.parts()
-        told = " ".join(fault.remedy for fault in self.faults)
-        found = self.report.capabilities
-        if remedies := [(one.name, one.remedy) for one in found if one.remedy not in told]:
+        remedies_of_faults = " ".join(fault.remedy for fault in self.faults)
+        capabilities = self.report.capabilities
+        if remedies := [
+            (capability.name, capability.remedy)
+            for capability in capabilities
+            if capability.remedy not in remedies_of_faults
+        ]:
             yield ""
             yield Table(("If you need it", "Do this"), remedies)
         yield ""
         if self.works:
-            there = [one.name for one in found if one.there and one.name in (_MEGATRON, _TRANSFORMERS)]
+            there = [
+                capability.name
+                for capability in capabilities
+                if capability.there and capability.name in (_MEGATRON, _TRANSFORMERS)
+            ]
             where = " and ".join(name.removeprefix("replay ") for name in there)
             devices = " and ".join(device.upper() for device in self.trials)
             yield f"Replay works here: {where}; tried with a small router, with recompute, on {devices}."
@@ -100,12 +108,12 @@ def diagnose(*, imports: bool = False) -> Diagnosis:
         imports: also import transformers, in another process as Megatron-core, which takes some seconds and
             finds what the framework itself lacks.
     """
-    found = report()
-    capabilities = {one.name: one for one in found.capabilities}
+    here = report()
+    capabilities = {capability.name: capability for capability in here.capabilities}
     trials = {"cpu": self_test.run("cpu")}
     for kind, accelerator in _ACCELERATORS.items():
-        brought = any(one.name == accelerator.MODULE and one.usable for one in found.products)
-        if brought or found.torch.accelerator == kind:
+        brought = any(product.name == accelerator.MODULE and product.usable for product in here.products)
+        if brought or here.torch.accelerator == kind:
             trials[kind] = _try(self_test.__name__, kind, accelerator.MODULE)
     for kind, problem in trials.items():
         remedy = "" if not problem else _ACCELERATORS[kind].remedy() if kind in _ACCELERATORS else _OURS
@@ -116,7 +124,7 @@ def diagnose(*, imports: bool = False) -> Diagnosis:
         if not problem:
             capabilities[name] = replace(capabilities[name], why=f"{capabilities[name].why}; imports")
             return
-        product = next(one for one in found.products if one.name == _PRODUCTS[name])
+        product = next(product for product in here.products if product.name == _PRODUCTS[name])
         remedy = f"python -c 'import {', '.join(modules)}' has to work with what is in {product.where}"
         if problem.startswith(_REFUSED):
             remedy = "take a release that npu_replay knows (docs/versions.md); NPU_REPLAY_STRICT=0 goes on"
@@ -138,15 +146,16 @@ def diagnose(*, imports: bool = False) -> Diagnosis:
     decisive = {*_PRODUCTS, "CPU", *(kind.upper() for kind in _ACCELERATORS)}
     every = tuple(capabilities.values())
     faults = [
-        one
-        for one in every
-        if (one.name in decisive and one.state == "broken") or (one.name == "recompute" and not one.there)
+        capability
+        for capability in every
+        if (capability.name in decisive and capability.state == "broken")
+        or (capability.name == "recompute" and not capability.there)
     ]
-    frameworks = [one for one in every if one.name in (_MEGATRON, _TRANSFORMERS)]
-    if not any(one.there for one in frameworks):
-        remedy = "; or ".join(one.remedy for one in frameworks)
+    frameworks = [capability for capability in every if capability.name in (_MEGATRON, _TRANSFORMERS)]
+    if not any(capability.there for capability in frameworks):
+        remedy = "; or ".join(capability.remedy for capability in frameworks)
         faults.append(Capability("routers", "missing", "no framework whose routers are recognised", remedy))
-    return Diagnosis(replace(found, capabilities=every), trials, tuple(faults))
+    return Diagnosis(replace(here, capabilities=every), trials, tuple(faults))
 
 
 def _import_as_jobs_do(layers: list[str]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
@@ -209,8 +218,8 @@ def _import(modules: Iterable[str]) -> str:
         for module in modules:
             importlib.import_module(module)
     except Exception as error:  # noqa: BLE001  a product may raise anything
-        said = str(error).strip().splitlines()[:1]
-        return f"doesn't import: {': '.join([type(error).__name__, *said])}"
+        first_line = str(error).strip().splitlines()[:1]
+        return f"doesn't import: {': '.join([type(error).__name__, *first_line])}"
     try:
         import_hook.refuse_failures()
     except ReplayError as error:

@@ -15,7 +15,7 @@ from npu_replay.compat import cuda, probe, torch_npu
 from npu_replay.compat.mindspeed import adaptors
 from npu_replay.compat.patching import patches as patching
 from npu_replay.compat.probe import Capability, Product
-from npu_replay.compat.vllm import launch as vllm
+from npu_replay.compat.vllm import engine_plan as vllm
 from npu_replay.compat.vllm_ascend import plugin
 from npu_replay.compat.vllm_ascend import releases as vllm_ascend
 from npu_replay.sessions import backward
@@ -74,13 +74,15 @@ class Report:
         for product in self.products:
             if product.problem:
                 rows.append((product.name, "?", product.problem))
-            elif product.found:
+            elif product.installed:
                 rows.append((product.name, product.version or "?", _place(Path(product.where))))
         yield Table(("Installed", "Version", "Where"), rows)
-        if absent := [one.name for one in self.products if not one.found and not one.problem]:
+        if absent := [
+            product.name for product in self.products if not product.installed and not product.problem
+        ]:
             yield f"Not installed: {', '.join(absent)}"
         yield ""
-        states = [(one.name, one.state, one.why) for one in self.capabilities]
+        states = [(capability.name, capability.state, capability.why) for capability in self.capabilities]
         yield Table(("What", "State", "Why"), states)
 
     def _process(self) -> Iterator[Part]:
@@ -133,7 +135,7 @@ def report() -> Report:
         *adaptors.capabilities(products),
         vllm.capability(engine, ascend),
         vllm_ascend.capability(ascend, engine.version),
-        *([plugin.capability(ascend, engine)] if ascend.found else []),
+        *([plugin.capability(ascend, engine)] if ascend.installed else []),
         recompute,
         Capability("CPU", "works", "always there"),
     ]

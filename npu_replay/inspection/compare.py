@@ -153,34 +153,43 @@ def compare_paths(a: Path, b: Path) -> Comparison:
         if not path.is_dir() and not path.is_file():
             words = "this is no plain file" if path.exists() else "there is no such file or folder"
             raise RouteFileError(words, where=str(path))
-        problem = "an .npy array doesn't say which layers and experts its rows are of"
-        cause = "an engine's rows: decode them (npu_replay.from_vllm, from_sglang), and save what comes"
-        RouteFileError.unless(path.suffix != ".npy", problem, wanted, "an .npy file", cause, str(path))
+        if path.suffix == ".npy":
+            raise RouteFileError(
+                "an .npy array doesn't say which layers and experts its rows are of",
+                where=str(path),
+                expected=wanted,
+                got="an .npy file",
+                cause="an engine's rows: decode them (npu_replay.from_vllm, from_sglang), and save what "
+                "comes",
+            )
     if a.is_dir() != b.is_dir():
         folder, file = (a, b) if a.is_dir() else (b, a)
-        problem = "a folder and a file can't be compared"
-        got = f"the folder {folder} and the file {file}"
-        cause = "one shard of a RouteStore in the place of its folder"
-        raise ReplayError(problem, expected=wanted, got=got, cause=cause)
-    found = Comparison(a=str(a), b=str(b), folders=a.is_dir())
-    if found.folders:
-        pairs = _in_folders(RouteStore(a), RouteStore(b), found)
+        raise ReplayError(
+            "a folder and a file can't be compared",
+            expected=wanted,
+            got=f"the folder {folder} and the file {file}",
+            cause="one shard of a RouteStore in the place of its folder",
+        )
+    comparison = Comparison(a=str(a), b=str(b), folders=a.is_dir())
+    if comparison.folders:
+        pairs = _in_folders(RouteStore(a), RouteStore(b), comparison)
     else:
         pairs = iter([(f"{a} and {b}", RoutedExperts.load(a), RoutedExperts.load(b))])
     for pair in pairs:
-        found.add(*pair)
-    if not found.tokens:
-        problem = "no token has a route on both sides"
-        where = f"{a} and {b}"
-        expected = "a sample with rows recorded in both"
-        got = f"{found.samples:,} samples, {found.rows:,} rows"
-        cause = "a run whose routes were lost: npu-replay inspect says what is in each"
-        raise InvalidRoutes(problem, where=where, expected=expected, got=got, cause=cause)
-    return found
+        comparison.add(*pair)
+    if not comparison.tokens:
+        raise InvalidRoutes(
+            "no token has a route on both sides",
+            where=f"{a} and {b}",
+            expected="a sample with rows recorded in both",
+            got=f"{comparison.samples:,} samples, {comparison.rows:,} rows",
+            cause="a run whose routes were lost: npu-replay inspect says what is in each",
+        )
+    return comparison
 
 
 def _in_folders(
-    a: RouteStore, b: RouteStore, found: Comparison
+    a: RouteStore, b: RouteStore, comparison: Comparison
 ) -> Iterator[tuple[str, RoutedExperts, RoutedExperts]]:
     """Yield the samples of both, one at a time: a folder may be larger than the memory.
 
@@ -195,8 +204,8 @@ def _in_folders(
         mark = a.described(key)[1]["fingerprint"]
         if key not in partners and mark is not None and left.get(mark):
             partners[key] = left[mark].pop(0)
-    found.alone_in_a = len(a) - len(partners)
-    found.alone_in_b = len(b) - len(partners)
+    comparison.alone_in_a = len(a) - len(partners)
+    comparison.alone_in_b = len(b) - len(partners)
     where = f"{a.folder} and {b.folder}"
     ReplayError.unless(
         bool(partners),

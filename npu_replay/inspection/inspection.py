@@ -16,7 +16,7 @@ from npu_replay import json_text
 from npu_replay.compat.sglang import decode as sglang
 from npu_replay.compat.vllm import decode as vllm
 from npu_replay.errors import MicroBatchError, ReplayError, RouteFileError, RouterError, quoted
-from npu_replay.inspection.found import Inspection
+from npu_replay.inspection.findings import Inspection
 from npu_replay.rollout import payloads, server_answers
 from npu_replay.rollout.admit import admit
 from npu_replay.rollout.envelope import of_choice
@@ -73,9 +73,9 @@ def inspect(
     >>> inspect(Path("routes")).good
     True
     """
-    given = _Given(
+    reader = _Reader(
         path=path,
-        found=Inspection(path=str(path)),
+        findings=Inspection(path=str(path)),
         model=None if config is None else RoutedModel.from_config(config),
         engine=engine,
         version=version,
@@ -85,22 +85,22 @@ def inspect(
         sample=sample,
     )
     if path.is_dir():
-        given.add_folder()
-        return given.found
+        reader.add_folder()
+        return reader.findings
     begins = _contents(path, 9)
     if begins.startswith(b"\x93NUMPY"):
-        given.add_array(_contents(path))
+        reader.add_array(_contents(path))
     elif begins[7:9] == b"\0{":  # eight bytes of a length, then JSON; in a text no byte is 0
-        given.refuse_sample()
-        given.found.what = "a file of RoutedExperts.save or to_bytes"
-        given.add_saved(lambda: RoutedExperts.load(path), str(path))
+        reader.refuse_sample()
+        reader.findings.what = "a file of RoutedExperts.save or to_bytes"
+        reader.add_saved(lambda: RoutedExperts.load(path), str(path))
     else:
-        given.add_answer(_parsed(path))
-    return given.found
+        reader.add_answer(_parsed(path))
+    return reader.findings
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Given:
+class _Reader:
     """Holds the arguments of `inspect` and its findings.
 
     Attributes:
@@ -108,7 +108,7 @@ class _Given:
     """
 
     path: Path
-    found: Inspection
+    findings: Inspection
     model: RoutedModel | None
     engine: Engine | None
     version: str
@@ -118,52 +118,71 @@ class _Given:
     sample: str | None
 
     def ids(self, number: int) -> tuple[Array | None, Array | None]:
-        found: list[Array | None] = []
+        ids: list[Array | None] = []
         for option, lists in (("--prompt-ids", self.prompts), ("--output-ids", self.outputs)):
-            got = f"{len(lists)}, none for sequence {number}"
-            problem = f"{option} has too few lists"
-            wanted = "one list of ids, or a list for each sequence"
-            ReplayError.unless(len(lists) < 2 or number < len(lists), problem, wanted, got)
-            found.append(lists[number if len(lists) > 1 else 0] if lists else None)
-        return found[0], found[1]
+            if len(lists) >= 2 and number >= len(lists):
+                raise ReplayError(
+                    f"{option} has too few lists",
+                    expected="one list of ids, or a list for each sequence",
+                    got=f"{len(lists)}, none for sequence {number}",
+                )
+            ids.append(lists[number if len(lists) > 1 else 0] if lists else None)
+        return ids[0], ids[1]
 
     def tokens(self) -> Array | None:
         prompt, output = self.ids(0)
         if prompt is not None and output is not None:
             return np.concatenate([prompt, output])
-        problem = "the ids of the prompt and of the output go together"
-        got = f"only {'--output-ids' if prompt is None else '--prompt-ids'}"
-        wanted = "--prompt-ids and --output-ids (a file with [] where there are none)"
-        ReplayError.unless(prompt is output, problem, wanted, got)
+        if prompt is not output:
+            raise ReplayError(
+                "the ids of the prompt and of the output go together",
+                expected="--prompt-ids and --output-ids (a file with [] where there are none)",
+                got=f"only {'--output-ids' if prompt is None else '--prompt-ids'}",
+            )
         return None
 
     def needed_model(self) -> RoutedModel:
         if self.model is None:
-            problem = "an engine's rows don't say which layers and experts they are of"
-            where = str(self.path)
-            expected = "--config, the model's config.json or its folder"
-            got = "no --config"
-            raise ReplayError(problem, where=where, expected=expected, got=got)
+            raise ReplayError(
+                "an engine's rows don't say which layers and experts they are of",
+                where=str(self.path),
+                expected="--config, the model's config.json or its folder",
+                got="no --config",
+            )
         return self.model
 
     def refuse_sample(self) -> None:
-        problem = "there is one sequence in this file"
-        got = f"--sample {self.sample}"
-        ReplayError.unless(self.sample is None, problem, "no --sample", got, where=str(self.path))
+        if self.sample is not None:
+            raise ReplayError(
+                "there is one sequence in this file",
+                where=str(self.path),
+                expected="no --sample",
+                got=f"--sample {self.sample}",
+            )
 
     # Routes that npu_replay wrote
 
     def add_folder(self) -> None:
         store = RouteStore(self.path)
         where = str(self.path)
-        several = f"one of {len(store)} keys, such as {next(iter(store), 'none')}"
         known = self.sample is None or self.sample in store
         alone = not (self.prompts or self.outputs)
-        ReplayError.unless(known, "no such sample in this folder", several, self.sample, where=where)
-        problem = "these ids are one sample's"
+        if not known:
+            raise ReplayError(
+                "no such sample in this folder",
+                where=where,
+                expected=f"one of {len(store)} keys, such as {next(iter(store), 'none')}",
+                got=self.sample,
+            )
         alone = alone or self.sample is not None
-        ReplayError.unless(alone, problem, "--sample KEY with them", "no --sample", where=where)
-        self.found.what = f"a folder of RouteStore, {len(store):,} samples"
+        if not alone:
+            raise ReplayError(
+                "these ids are one sample's",
+                where=where,
+                expected="--sample KEY with them",
+                got="no --sample",
+            )
+        self.findings.what = f"a folder of RouteStore, {len(store):,} samples"
         for key in list(store) if self.sample is None else [self.sample]:
             self.add_saved(partial(store.__getitem__, key), f"{where}, {key}", key)
 
@@ -188,17 +207,19 @@ class _Given:
                     f"top-{routes.topk} of {routes.num_experts} in layers {routes.layers}",
                 )
             if tokens is not None:
-                problem = "these are routes of another number of tokens"
                 count = len(tokens)
-                MicroBatchError.unless(count == len(routes), problem, count, len(routes))
+                if count != len(routes):
+                    raise MicroBatchError(
+                        "these are routes of another number of tokens", expected=count, got=len(routes)
+                    )
                 other = find_other_tokens(count, routes.fingerprint, count, fingerprint(tokens))
                 if other is not None:
                     raise other.error(MicroBatchError, where)
             return routes
 
         lacking = ((_NO_MODEL, model), (_NO_IDS, tokens))
-        self.found.add(
-            checked, where=where, name=name, unchecked=[what for what, one in lacking if one is None]
+        self.findings.add(
+            checked, where=where, name=name, unchecked=[what for what, value in lacking if value is None]
         )
 
     # What an engine made
@@ -208,11 +229,11 @@ class _Given:
         self.refuse_sample()
         model, tokens = self.needed_model(), self.tokens()
         source = Source(engine=str(self.path))
-        self.found.what = "an .npy array"
+        self.findings.what = "an .npy array"
         if self.engine is not None:
             decoder = vllm if self.engine == "vllm" else sglang
             source = replace(decoder.source(self.version), field=str(self.path))
-            self.found.what += f" of {_named(self.engine, self.version)}"
+            self.findings.what += f" of {_named(self.engine, self.version)}"
 
         def routes() -> RoutedExperts:
             rows = payloads.from_npy(npy, source=source, most=len(npy))
@@ -221,7 +242,7 @@ class _Given:
             return admit(rows, model=model, tokens=ids, source=source, start=self.start)
 
         unchecked = [] if tokens is not None else [f"rows against tokens, {_NO_TOKENS}"]
-        self.found.add(routes, named=tokens is not None, unchecked=unchecked)
+        self.findings.add(routes, named=tokens is not None, unchecked=unchecked)
 
     def add_answer(self, answer: Any) -> None:
         """Add the sequences of an engine's answer, decoded as its decoder does."""
@@ -242,47 +263,54 @@ class _Given:
         if engine == "vllm":
             version = version or (vllm.said_release(answer) if isinstance(answer, dict) else "")
             read = vllm.read(answer, version)
-            several = [(f"completion {one.number}", one.number, one) for one in read]
+            several = [(f"completion {part.number}", part.number, part) for part in read]
         else:
             listed = answer if isinstance(answer, list) else [answer]
-            several = [(f"answer {number}", number, one) for number, one in enumerate(listed)]
-        self.found.what = f"an answer of {_named(engine, version)}"
-        chosen = [one for at, one in enumerate(several) if self.sample in (None, str(at), one[0])]
-        problem = "no such sequence in this answer"
-        wanted = f"0 to {len(several) - 1}"
-        ReplayError.unless(bool(chosen), problem, wanted, self.sample, where=str(self.path))
-        for name, number, one in chosen:
+            several = [(f"answer {number}", number, part) for number, part in enumerate(listed)]
+        self.findings.what = f"an answer of {_named(engine, version)}"
+        chosen = [part for at, part in enumerate(several) if self.sample in (None, str(at), part[0])]
+        if not chosen:
+            raise ReplayError(
+                "no such sequence in this answer",
+                where=str(self.path),
+                expected=f"0 to {len(several) - 1}",
+                got=self.sample,
+            )
+        for name, number, answer_part in chosen:
             called = name if len(several) > 1 else ""
             try:
-                said = sglang.read(one, version) if engine == "sglang" else one
+                answer_read = sglang.read(answer_part, version) if engine == "sglang" else answer_part
             except ReplayError as error:
-                self.found.refuse(called, error)
+                self.findings.refuse(called, error)
                 continue
             # Unknown tokens all get one id, so that equal rows are no fault.
-            given = list(self.ids(number))
+            ids_given = list(self.ids(number))
             named = True
-            known = ((said.prompt_ids, said.prompt_tokens), (said.output_ids, said.completion_tokens))
+            known = (
+                (answer_read.prompt_ids, answer_read.prompt_tokens),
+                (answer_read.output_ids, answer_read.completion_tokens),
+            )
             for part, (ids, count) in enumerate(known):
-                if given[part] is None and ids is None:
+                if ids_given[part] is None and ids is None:
                     fits = count is not None and count < _MOST_TOKENS
-                    given[part] = np.zeros(count or 0, np.int64) if fits else None
+                    ids_given[part] = np.zeros(count or 0, np.int64) if fits else None
                     named = False
-            routes = partial(said.routes, model, given[0], given[1], self.start)
-            self.found.add(routes, name=called, named=named, unchecked=[] if named else [_NO_TOKENS])
+            routes = partial(answer_read.routes, model, ids_given[0], ids_given[1], self.start)
+            self.findings.add(routes, name=called, named=named, unchecked=[] if named else [_NO_TOKENS])
 
 
 def whose(answer: Any) -> Engine | None:
     """Return the engine that gave this answer, by the names of its fields; None if that is unknown."""
     if isinstance(answer, list):
-        return "sglang" if answer and all(whose(one) == "sglang" for one in answer) else None
+        return "sglang" if answer and all(whose(part) == "sglang" for part in answer) else None
     if not isinstance(answer, Mapping):
         return None
     listed = answer.get("choices")
-    choices = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
-    named = any("routed_experts" in one or of_choice(one)[0] is not None for one in choices)
+    choices = [choice for choice in listed if isinstance(choice, Mapping)] if isinstance(listed, list) else []
+    named = any("routed_experts" in choice or of_choice(choice)[0] is not None for choice in choices)
     if "prompt_routed_experts" in answer or named:
         return "vllm"
-    fields = {*answer, *(field for one in choices for field in one)}
+    fields = {*answer, *(field for choice in choices for field in choice)}
     if fields & {"sglext", "meta_info", "matched_stop", "routed_experts"}:
         return "sglang"
     return "vllm" if fields & {"stop_reason", "prompt_logprobs", "kv_transfer_params"} else None
@@ -302,9 +330,13 @@ def _contents(path: Path, most: int | None = None) -> bytes:
         RouteFileError.unless(path.exists(), "there is no such file", where=where)
         with plain_file(path) as file:
             size = os.fstat(file.fileno()).st_size
-            wanted = f"at most {MOST_BYTES:,} bytes"
-            fits = most is not None or size <= MOST_BYTES
-            RouteFileError.unless(fits, "the file is too large to look at", wanted, f"{size:,}", where=where)
+            if most is None and size > MOST_BYTES:
+                raise RouteFileError(
+                    "the file is too large to look at",
+                    where=where,
+                    expected=f"at most {MOST_BYTES:,} bytes",
+                    got=f"{size:,}",
+                )
             data: bytes = file.read() if most is None else file.read(most)
     except (OSError, ValueError, MemoryError) as error:
         raise RouteFileError(f"the file can't be read ({error})", where=where) from error
@@ -321,11 +353,13 @@ def _parsed(path: Path) -> Any:
         return json_text.parse(text)
     except ValueError as error:
         streamed = text[:5] == b"data:"
-        problem = "this is a stream of pieces" if streamed else "nobody knows what this file is"
-        where = str(path)
-        got = f"a file that begins with {text[:24]!r} ({str(error)[:200]})"
-        cause = "routes come with whole answers: ask for one with stream=false" if streamed else ""
-        raise RouteFileError(problem, where=where, expected=KINDS, got=got, cause=cause) from error
+        raise RouteFileError(
+            "this is a stream of pieces" if streamed else "nobody knows what this file is",
+            where=str(path),
+            expected=KINDS,
+            got=f"a file that begins with {text[:24]!r} ({str(error)[:200]})",
+            cause="routes come with whole answers: ask for one with stream=false" if streamed else "",
+        ) from error
 
 
 def _token_lists(path: Path | None) -> tuple[Array, ...]:
@@ -335,10 +369,14 @@ def _token_lists(path: Path | None) -> tuple[Array, ...]:
     value = _parsed(path)
     nested = isinstance(value, list) and bool(value) and isinstance(value[0], list)
     try:
-        lists = [np.asarray(one) for one in (value if nested else [value])]
+        lists = [np.asarray(ids) for ids in (value if nested else [value])]
         if any(ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu") for ids in lists):
             raise ValueError("no list of integers")
         return tuple(ids.astype(np.int64) for ids in lists)
     except (ValueError, OverflowError) as error:
-        wanted = "JSON: [1, 2, 3], or a list of such"
-        raise ReplayError("these aren't token ids", where=str(path), expected=wanted, got=error) from error
+        raise ReplayError(
+            "these aren't token ids",
+            where=str(path),
+            expected="JSON: [1, 2, 3], or a list of such",
+            got=error,
+        ) from error

@@ -123,11 +123,11 @@ def _process_groups(groups: Groups) -> list[Any]:
             f"tp={groups.tp}, cp={groups.cp}, pp={groups.pp} given by hand",
         )
         groups = groups.groups
-    found: list[Any] = list(groups) if isinstance(groups, Iterable) else [groups]
-    for group in found:
+    process_groups: list[Any] = list(groups) if isinstance(groups, Iterable) else [groups]
+    for group in process_groups:
         inside = dist.get_rank(group) >= 0
         ReplayError.unless(inside, "this rank isn't in the group", "a group of this rank", group)
-    return [group for group in found if dist.get_world_size(group) > 1]
+    return [group for group in process_groups if dist.get_world_size(group) > 1]
 
 
 def _given(routes: Any, layouts: Any, groups: Groups) -> tuple[list[TokenLayout], Blocks]:
@@ -137,25 +137,32 @@ def _given(routes: Any, layouts: Any, groups: Groups) -> tuple[list[TokenLayout]
         made_for = layout.parallel
         if isinstance(groups, ParallelLayout) and made_for is not None:
             here, there = (
-                f"cp {one.cp}, rank {one.cp_rank}; rows in {one.slices_rows} slices, tp rank {one.tp_rank}"
-                for one in (groups, made_for)
+                f"cp {cut.cp}, rank {cut.cp_rank}; rows in {cut.slices_rows} slices, tp rank {cut.tp_rank}"
+                for cut in (groups, made_for)
             )
-            problem = "the layout was made for another rank"
-            cause = "the layouts of another rank, or a ParallelLayout that was changed in between"
-            fine = made_for.cut == groups.cut
-            MicroBatchError.unless(fine, problem, here, there, cause, micro_batch(number))
-    given = routes.routes if isinstance(routes, Recording) else routes
-    recorded = list_of(given, RoutedExperts, "routes", kind=MicroBatchError)
-    problem = "another number of layouts than micro-batches were recorded"
-    expected = f"{len(recorded)}, one TokenLayout a micro-batch"
-    cause = "forwards that belong to no micro-batch inside the record block"
-    MicroBatchError.unless(len(recorded) == len(made), problem, expected, len(made), cause)
+            if made_for.cut != groups.cut:
+                raise MicroBatchError(
+                    "the layout was made for another rank",
+                    where=micro_batch(number),
+                    expected=here,
+                    got=there,
+                    cause="the layouts of another rank, or a ParallelLayout that was changed in between",
+                )
+    of_micro_batches = routes.routes if isinstance(routes, Recording) else routes
+    recorded = list_of(of_micro_batches, RoutedExperts, "routes", kind=MicroBatchError)
+    if len(recorded) != len(made):
+        raise MicroBatchError(
+            "another number of layouts than micro-batches were recorded",
+            expected=f"{len(recorded)}, one TokenLayout a micro-batch",
+            got=len(made),
+            cause="forwards that belong to no micro-batch inside the record block",
+        )
     blocks: Blocks = []
-    for number, (one, layout) in enumerate(zip(recorded, made, strict=True)):
-        _check_layout(number, one, layout)
-        row_of = layout.row_of(one, micro_batch(number)) if one.layers else torch.empty(0)
-        held = row_of >= 0
-        blocks.append(Block(held, one.take(row_of[held])) if one.layers else None)
+    for number, (block_routes, layout) in enumerate(zip(recorded, made, strict=True)):
+        _check_layout(number, block_routes, layout)
+        row_of = layout.row_of(block_routes, micro_batch(number)) if block_routes.layers else torch.empty(0)
+        filled = row_of >= 0
+        blocks.append(Block(filled, block_routes.take(row_of[filled])) if block_routes.layers else None)
     return made, blocks
 
 
@@ -168,11 +175,15 @@ def _check_layout(number: int, routes: RoutedExperts, layout: TokenLayout) -> No
     if called is None or called.tokens is None or layout.inputs is None:
         return
     differ = "tokens" in (layout.inputs.differing(Called(called.tokens, {})) or ())
-    problem = "the layout has other tokens than those that the model was called with in the record"
-    expected = "the fingerprints of the recorded tokens, in their places"
-    got = "others"
-    cause = "layouts in another order than the micro-batches, or padding on another side than the batch's"
-    MicroBatchError.unless(not differ, problem, expected, got, cause, micro_batch(number))
+    if differ:
+        raise MicroBatchError(
+            "the layout has other tokens than those that the model was called with in the record",
+            where=micro_batch(number),
+            expected="the fingerprints of the recorded tokens, in their places",
+            got="others",
+            cause="layouts in another order than the micro-batches, or padding on another side than the "
+            "batch's",
+        )
 
 
 def _exchanged(
@@ -195,17 +206,23 @@ class _Plan:
     def __init__(self, peers: RankGroup, blocks: Blocks, offers: list[_Offer]) -> None:
         theirs = [offer.everywhere for offer in offers]
         first = offers[0]
-        problem = "the ranks disagree about who gets the result"
-        expected = "the same `everywhere` on all ranks"
-        cause = "everywhere=rank == 0: the first rank of the groups gets it anyway"
-        ReplayError.unless(len({*theirs}) == 1, problem, expected, theirs, cause)
-        problem = "the ranks have layouts of other sequences"
-        expected = f"the lengths and fingerprints of rank 0, {len(first.batches)} micro-batches"
-        cause = "ranks of different data-parallel replicas in one group, or batches cut differently"
+        if len({*theirs}) != 1:
+            raise ReplayError(
+                "the ranks disagree about who gets the result",
+                expected="the same `everywhere` on all ranks",
+                got=theirs,
+                cause="everywhere=rank == 0: the first rank of the groups gets it anyway",
+            )
         for rank, offer in enumerate(offers):
-            same = offer.batches == first.batches
-            got = f"others, {len(offer.batches)} micro-batches"
-            MicroBatchError.unless(same, problem, expected, got, cause, f"rank {rank} of the group")
+            if offer.batches != first.batches:
+                raise MicroBatchError(
+                    "the ranks have layouts of other sequences",
+                    where=f"rank {rank} of the group",
+                    expected=f"the lengths and fingerprints of rank 0, {len(first.batches)} micro-batches",
+                    got=f"others, {len(offer.batches)} micro-batches",
+                    cause="ranks of different data-parallel replicas in one group, or batches cut "
+                    "differently",
+                )
         self._peers = peers
         self._blocks = blocks
         self._everywhere = first.everywhere
@@ -261,43 +278,51 @@ def _senders(number: int, parts: list[Part | None]) -> dict[int, Part]:
             continue
         twin, theirs = first.setdefault((part.tokens, part.like.layers), (rank, part))
         if theirs != part:
-            problem = "two ranks recorded the same tokens and layers differently"
-            where = micro_batch(number)
-            expected = "the same routes on ranks with the same rows"
-            got = f"others on rank {rank} than on rank {twin} of the group"
-            cause = (
-                "sequence parallelism that the layouts don't know of, or ranks whose weights or inputs have "
-                "drifted apart"
+            raise MicroBatchError(
+                "two ranks recorded the same tokens and layers differently",
+                where=micro_batch(number),
+                expected="the same routes on ranks with the same rows",
+                got=f"others on rank {rank} than on rank {twin} of the group",
+                cause="sequence parallelism that the layouts don't know of, or ranks whose weights or "
+                "inputs have drifted apart",
             )
-            raise MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
     return dict(first.values())
 
 
 def _sequences(blocks: Blocks, layouts: Sequence[TokenLayout], groups: Groups) -> list[RoutedExperts]:
     decoder = groups.decoder if isinstance(groups, ParallelLayout) else None
-    found = []
+    sequences = []
     for number, (block, layout) in enumerate(zip(blocks, layouts, strict=True)):
         where = micro_batch(number)
         if block is None:
-            problem = "no rank recorded any layer"
-            expected = "routes of at least one MoE layer on some rank of the groups"
-            cause = "a dense model, or groups that don't reach the stages with MoE layers"
-            raise MicroBatchError(problem, where=where, expected=expected, got="none", cause=cause)
-        if len(lacking := (~block.held).nonzero()):
-            problem = f"{len(lacking)} tokens were recorded by no rank"
-            count = len(block.held)
-            expected = f"all {count} tokens on some rank of the groups"
-            got = count - len(lacking)
-            cause = "layouts that don't cover the batch, or groups without some cp or sp ranks"
-            place = f"{where}, token {int(lacking[0])}"
-            raise MicroBatchError(problem, where=place, expected=expected, got=got, cause=cause)
-        problem = "some MoE layers of the model were recorded by no rank"
-        cause = "groups that leave out pipeline stages, or routers that were not in the record block"
+            raise MicroBatchError(
+                "no rank recorded any layer",
+                where=where,
+                expected="routes of at least one MoE layer on some rank of the groups",
+                got="none",
+                cause="a dense model, or groups that don't reach the stages with MoE layers",
+            )
+        if len(lacking := (~block.present).nonzero()):
+            count = len(block.present)
+            raise MicroBatchError(
+                f"{len(lacking)} tokens were recorded by no rank",
+                where=f"{where}, token {int(lacking[0])}",
+                expected=f"all {count} tokens on some rank of the groups",
+                got=count - len(lacking),
+                cause="layouts that don't cover the batch, or groups without some cp or sp ranks",
+            )
         layers = block.routes.layers
         wanted = layers if decoder is None else decoder.moe
-        MicroBatchError.unless(layers == wanted, problem, list(wanted), list(layers), cause, where)
-        found += layout.sequences(block.routes)
-    return found
+        if layers != wanted:
+            raise MicroBatchError(
+                "some MoE layers of the model were recorded by no rank",
+                where=where,
+                expected=list(wanted),
+                got=list(layers),
+                cause="groups that leave out pipeline stages, or routers that were not in the record block",
+            )
+        sequences += layout.sequences(block.routes)
+    return sequences
 
 
 class _Move(NamedTuple):
@@ -309,7 +334,7 @@ class _Move(NamedTuple):
 
 
 def exchange(
-    held: Mapping[int, RoutedExperts], lacking: Sequence[int], group: Any, *, patience: float = PATIENCE
+    stored: Mapping[int, RoutedExperts], lacking: Sequence[int], group: Any, *, patience: float = PATIENCE
 ) -> dict[int, RoutedExperts]:
     """Return the routes that this rank lacks and another one holds, by key; every rank must call it.
 
@@ -320,13 +345,13 @@ def exchange(
     peers = RankGroup(group, patience, "not all ranks came to exchange routes", cause)
     outcome = Outcome()
     asked = outcome.agree(peers, sorted(set(lacking)))
-    offered = outcome.agree(peers, held.keys() & {key for keys in asked for key in keys})
+    offered = outcome.agree(peers, stored.keys() & {key for keys in asked for key in keys})
     holder = {key: rank for rank in reversed(range(len(offered))) for key in offered[rank]}  # the first
     wanted = ((key, target) for target, keys in enumerate(asked) for key in keys if key in holder)
     moves = [_Move(key, holder[key], target) for key, target in wanted if peers.me in (holder[key], target)]
     sent = {move.key for move in moves if move.source == peers.me}
-    data = outcome.attempt(lambda: {key: bytearray(pickle.dumps(held[key])) for key in sent}) or {}
-    sizes = ChainMap(*outcome.agree(peers, {key: len(one) for key, one in data.items()}))
+    data = outcome.attempt(lambda: {key: bytearray(pickle.dumps(stored[key])) for key in sent}) or {}
+    sizes = ChainMap(*outcome.agree(peers, {key: len(routes) for key, routes in data.items()}))
     # All memory is allocated before the first message: a rank that failed between two would hang the others.
     room = outcome.attempt(lambda: _room({move.key: sizes[move.key] for move in moves}, peers.device))
     outcome.agree(peers)

@@ -20,14 +20,14 @@ from npu_replay.routes.routed_experts import RoutedExperts
 class Block:
     """Holds routes of the tokens of a micro-batch that `held`, bool [tokens], marks, in packed order."""
 
-    held: torch.Tensor
+    present: torch.Tensor
     routes: RoutedExperts
 
     def part(self) -> Part:
         """Describe the block without its ids."""
-        tokens = self.held.to(torch.uint8)
+        tokens = self.present.to(torch.uint8)
         rows = len(self.routes)
-        tokens[self.held] += self.routes.recorded  # 1 for a held token, and 2 if it has a route
+        tokens[self.present] += self.routes.recorded  # 1 for a token that is present, and 2 if it has a route
         content = blake2b(self.rows(0, rows).numpy().data, digest_size=16).hexdigest()
         return Part(zlib.compress(tokens.numpy().data, 1), self.routes.sequence(0, 0), rows, content)
 
@@ -63,12 +63,15 @@ class Union:
 
     def __init__(self, number: int, parts: list[Part]) -> None:
         like = [part.like for part in parts]
-        kinds = {f"top-{one.topk} of {one.num_experts} experts" for one in like}
-        problem = "the ranks recorded routers of another shape"
-        expected = "one top-k and number of experts"
-        got = " and ".join(sorted(kinds))
-        cause = f"different models on the ranks; or {PART_BY_PART}"
-        MicroBatchError.unless(len(kinds) == 1, problem, expected, got, cause, micro_batch(number))
+        kinds = {f"top-{routes.topk} of {routes.num_experts} experts" for routes in like}
+        if len(kinds) != 1:
+            raise MicroBatchError(
+                "the ranks recorded routers of another shape",
+                where=micro_batch(number),
+                expected="one top-k and number of experts",
+                got=" and ".join(sorted(kinds)),
+                cause=f"different models on the ranks; or {PART_BY_PART}",
+            )
         self._number = number
         self._like = like
         all_tokens = [np.frombuffer(zlib.decompress(part.tokens), np.uint8) for part in parts]
@@ -80,7 +83,7 @@ class Union:
         self._recorded = torch.ones(int(self._held.sum()), dtype=torch.bool)
         for part, tokens in zip(parts, all_tokens, strict=True):
             self._recorded[self._rows[part]] &= torch.from_numpy(tokens[tokens > 0] == 2)
-        self._labels = sorted({layer for one in like for layer in one.layers})
+        self._labels = sorted({layer for routes in like for layer in routes.layers})
         self._known = torch.zeros(len(self._recorded), len(self._labels), dtype=torch.bool)
         self._ids = torch.empty(*self._known.shape, like[0].topk, dtype=like[0].ids.dtype)
 
@@ -93,12 +96,14 @@ class Union:
             # Layouts may overlap: a place that another part has filled must hold the same route.
             twice = self._known[rows, column]
             differ = int((self._ids[rows[twice], column] != theirs[twice]).any(dim=1).sum())
-            problem = "two ranks recorded the same token differently"
-            expected = "layouts that don't overlap, or the same routes where they do"
-            cause = "layouts of another rank, or of another context parallel cut than the trainer's"
-            got = f"{differ} tokens with two routes"
-            where = micro_batch(self._number, layer)
-            MicroBatchError.unless(differ == 0, problem, expected, got, cause, where)
+            if differ:
+                raise MicroBatchError(
+                    "two ranks recorded the same token differently",
+                    where=micro_batch(self._number, layer),
+                    expected="layouts that don't overlap, or the same routes where they do",
+                    got=f"{differ} tokens with two routes",
+                    cause="layouts of another rank, or of another context parallel cut than the trainer's",
+                )
             self._ids[rows, column] = theirs
             self._known[rows, column] = True
 
@@ -108,11 +113,13 @@ class Union:
             row, column = (~self._known).nonzero()[0].tolist()
             token = int(self._held.nonzero()[row])
             layer = self._labels[column]
-            problem = f"{int((~self._known).sum())} token-layers were recorded by no rank"
-            expected = "every token in every layer on some rank of the group"
-            cause = "layouts that don't cover the batch, or a rank that isn't in the group"
-            where = f"{micro_batch(self._number)}, token {token}, layer {layer}"
-            raise MicroBatchError(problem, where=where, expected=expected, got="none", cause=cause)
+            raise MicroBatchError(
+                f"{int((~self._known).sum())} token-layers were recorded by no rank",
+                where=f"{micro_batch(self._number)}, token {token}, layer {layer}",
+                expected="every token in every layer on some rank of the group",
+                got="none",
+                cause="layouts that don't cover the batch, or a rank that isn't in the group",
+            )
         self._ids[~self._recorded] = 0  # recorded by some ranks, and not by others
         routes = RoutedExperts(
             ids=self._ids,

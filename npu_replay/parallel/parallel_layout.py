@@ -65,20 +65,24 @@ class DecoderLayers:
                 number = operator.index(getattr(self, name))
                 object.__setattr__(self, name, number)
                 _check(number >= 0, f"{name} is negative", ">= 0", number)
-        fine = self.count <= MAX_LAYERS
-        most = f"<= {MAX_LAYERS}"
-        _check(fine, "no model has so many decoder layers", most, self.count)
+        _check(
+            self.count <= MAX_LAYERS, "no model has so many decoder layers", f"<= {MAX_LAYERS}", self.count
+        )
         freq: Any = self.moe_layer_freq
         if not isinstance(freq, Iterable):
             freq = operator.index(freq)
             _check(freq >= 1, "moe_layer_freq must be positive", ">= 1", freq)
         else:
             freq = tuple(map(operator.index, freq))
-            fine = {*freq} <= {0, 1}
-            expected = "1 for MoE, 0 for dense"
-            _check(fine, "moe_layer_freq has others than 0 and 1", expected, freq)
-            problem = "moe_layer_freq has another length than there are layers"
-            _check(len(freq) == self.count, problem, self.count, len(freq))
+            _check(
+                {*freq} <= {0, 1}, "moe_layer_freq has others than 0 and 1", "1 for MoE, 0 for dense", freq
+            )
+            _check(
+                len(freq) == self.count,
+                "moe_layer_freq has another length than there are layers",
+                self.count,
+                len(freq),
+            )
         object.__setattr__(self, "moe_layer_freq", freq)
         if self.table is not None:
             table = tuple(tuple(map(operator.index, stage)) for stage in self.table)
@@ -142,32 +146,39 @@ class DecoderLayers:
                 whole = DecoderLayers(sizes[0], first_stage=self.first_stage, last_stage=self.last_stage)
                 counts = whole._counts(pp, vp)
                 sizes = [counts[rank][stage] for stage in range(vp) for rank in range(pp)]
-            problem = f"{self.pattern!r} has other pipeline stages"
-            _check(len(sizes) == pp * vp, problem, f"{pp} x {vp}", len(sizes))
+            _check(
+                len(sizes) == pp * vp,
+                f"{self.pattern!r} has other pipeline stages",
+                f"{pp} x {vp}",
+                len(sizes),
+            )
             # A stage has as many decoder layers as symbols with a label: mixers of a block have none.
             spans = zip(sizes, accumulate(sizes), strict=True)
-            found = [sum(label is not None for label in labels[end - size : end]) for size, end in spans]
+            per_stage = [sum(label is not None for label in labels[end - size : end]) for size, end in spans]
             # Stages are in the order of the layers: rank 0, 1, ..., and again from rank 0 with interleaving.
-            return [found[rank::pp] for rank in range(pp)]
+            return [per_stage[rank::pp] for rank in range(pp)]
         if self.table is not None:
             shape = [len(stage) for stage in self.table]
             _check(shape == [vp] * pp, "the pipeline layout has another shape", f"{pp} x {vp}", shape)
             return self.table
         ends = (0, self.first_stage), (pp - 1, self.last_stage)
-        told = {rank: count for rank, count in ends if count is not None}
+        ends_given = {rank: count for rank, count in ends if count is not None}
         embedding, loss = (self.embedding_counts, self.loss_counts) if pp > 1 else (False, False)
         if pp == 1:
             for _, count in ends:
                 _check(count in (None, self.count), "the one stage has all layers", self.count, count)
-        problem = "an uneven pipeline can't count embedding or loss as layers"
-        fine = not told or not (embedding or loss)
-        _check(fine, problem, "one or the other, as Megatron-core has it", "both")
+        _check(
+            not ends_given or not (embedding or loss),
+            "an uneven pipeline can't count embedding or loss as layers",
+            "one or the other, as Megatron-core has it",
+            "both",
+        )
         # What the ends leave is shared evenly; the embedding and the loss each take one layer's place in it.
-        rest = self.count + embedding + loss - sum(told.values())
-        others = pp - len(told)
+        rest = self.count + embedding + loss - sum(ends_given.values())
+        others = pp - len(ends_given)
         _check(others > 0 or rest == 0, "first and last stage leave layers over", 0, rest)
         each = _share(rest, others, "pipeline ranks") if others else 0
-        dealt = [[_share(told.get(rank, each), vp, "virtual stages")] * vp for rank in range(pp)]
+        dealt = [[_share(ends_given.get(rank, each), vp, "virtual stages")] * vp for rank in range(pp)]
         # The embedding and the loss counted as layers above; they hold none.
         dealt[0][0] -= embedding
         dealt[-1][-1] -= loss
@@ -197,8 +208,12 @@ def _stages(pattern: str) -> list[str]:
 
 
 def _share(count: int, parts: int, of: str) -> int:
-    problem = f"the decoder layers can't be dealt out evenly to the {of}"
-    _check(count >= 0 and count % parts == 0, problem, f"a multiple of {parts}", count)
+    _check(
+        count >= 0 and count % parts == 0,
+        f"the decoder layers can't be dealt out evenly to the {of}",
+        f"a multiple of {parts}",
+        count,
+    )
     return count // parts
 
 
@@ -254,16 +269,21 @@ class ParallelLayout:
                 object.__setattr__(self, name, operator.index(getattr(self, name)))
             size = getattr(self, axis)
             rank = getattr(self, f"{axis}_rank", 0)
-            got = f"{axis}={size}, {axis}_rank={rank}"
-            problem = f"this rank has no place in {axis}"
-            ReplayError.unless(0 <= rank < size, problem, "a size of at least 1 and a rank below it", got)
+            if not 0 <= rank < size:
+                raise ReplayError(
+                    f"this rank has no place in {axis}",
+                    expected="a size of at least 1 and a rank below it",
+                    got=f"{axis}={size}, {axis}_rank={rank}",
+                )
 
     def __repr__(self) -> str:
         """Show what differs from a single process; of an axis that is split, the rank too."""
         split = {f"{axis}_rank" for axis in _AXES if getattr(self, axis) > 1}
-        values = ((one, getattr(self, one.name)) for one in fields(self) if one.repr)
+        values = ((field_, getattr(self, field_.name)) for field_ in fields(self) if field_.repr)
         shown = (
-            f"{one.name}={value!r}" for one, value in values if one.name in split or value != one.default
+            f"{field_.name}={value!r}"
+            for field_, value in values
+            if field_.name in split or value != field_.default
         )
         return f"ParallelLayout({', '.join(shown)})"
 
@@ -311,9 +331,11 @@ class ParallelLayout:
 
     def _known_decoder(self) -> DecoderLayers:
         if self.decoder is None:
-            problem = "this layout doesn't know the model's decoder layers"
-            expected = "ParallelLayout(decoder=DecoderLayers(...)) or from_megatron(model)"
-            raise ReplayError(problem, expected=expected, got="decoder=None")
+            raise ReplayError(
+                "this layout doesn't know the model's decoder layers",
+                expected="ParallelLayout(decoder=DecoderLayers(...)) or from_megatron(model)",
+                got="decoder=None",
+            )
         return self.decoder
 
     @property
@@ -349,16 +371,16 @@ class ParallelLayout:
                 product numbers its layers wrongly.
         """
         chunks = chunks_of(model)
-        found = sorted(router.label for routers in find(chunks) for router in routers)
-        problem = "the routers of the model are in other decoder layers than its config says"
-        cause = (
-            "another pipeline split than the config's, or layer numbers that come out wrong "
-            "(Megatron-core 0.12 and 0.13, virtual stages and only num_layers_in_last_pipeline_stage)"
-        )
-        where = f"pipeline rank {self.pp_rank} of {self.pp}, {self.vp} virtual stages"
-        fine = tuple(found) == self.moe_layers
-        expected = list(self.moe_layers)
-        RouterError.unless(fine, problem, expected, found, cause, where)
+        labels = sorted(router.label for routers in find(chunks) for router in routers)
+        if tuple(labels) != self.moe_layers:
+            raise RouterError(
+                "the routers of the model are in other decoder layers than its config says",
+                where=f"pipeline rank {self.pp_rank} of {self.pp}, {self.vp} virtual stages",
+                expected=list(self.moe_layers),
+                got=labels,
+                cause="another pipeline split than the config's, or layer numbers that come out wrong "
+                "(Megatron-core 0.12 and 0.13, virtual stages and only num_layers_in_last_pipeline_stage)",
+            )
 
 
 _readers: dict[str, Callable[[Any, bool | None], ParallelLayout]] = {}

@@ -36,13 +36,13 @@ def places(
     )
     if tokens is None:
         return once
-    real = [torch.as_tensor(one).detach().cpu().to(torch.int64).reshape(-1) for one in tokens]
-    given = tuple(map(len, real))
-    MicroBatchError.unless(given == sizes, "tokens and lengths differ", sizes, given)
-    made = _fed(fn, [one.clone() for one in real])
-    held = once >= 0
+    real = [torch.as_tensor(sequence).detach().cpu().to(torch.int64).reshape(-1) for sequence in tokens]
+    lengths = tuple(map(len, real))
+    MicroBatchError.unless(lengths == sizes, "tokens and lengths differ", sizes, lengths)
+    made = _fed(fn, [sequence.clone() for sequence in real])
+    filled = once >= 0
     MicroBatchError.unless(
-        made.shape == once.shape and torch.equal(made[held], torch.cat(real)[once[held]]),
+        made.shape == once.shape and torch.equal(made[filled], torch.cat(real)[once[filled]]),
         "the preprocessing puts the real token ids into other rows than the numbers in their place",
         "a layout that depends on the lengths alone",
         f"shape {list(made.shape)} for {list(once.shape)}, or other ids in its rows",
@@ -59,37 +59,42 @@ def _probed(fn: Preprocessing, sizes: tuple[int, ...], padding_alone: bool, turn
     numbers = torch.arange(tokens)
     numbers = last - numbers if turned else _FIRST_NUMBER + numbers
     made = _fed(fn, list(torch.split(numbers, list(sizes))))
-    found = last - made if turned else made - _FIRST_NUMBER
-    found = torch.where((found >= 0) & (found < tokens), found, -1)
+    token_numbers = last - made if turned else made - _FIRST_NUMBER
+    token_numbers = torch.where((token_numbers >= 0) & (token_numbers < tokens), token_numbers, -1)
     # A rank of context parallelism may get one padding id alone; anywhere else that is a fault.
     padding = not made.numel() or (padding_alone and bool((made == made.flatten()[0]).all()))
-    if tokens and not padding and not bool((found >= 0).any()):
-        problem = "none of the token numbers came out of the preprocessing"
-        expected = "the numbers that it was given, in the places of the token ids"
-        got = f"{made.numel()} values from {int(made.min())} to {int(made.max())}"
-        cause = "fn tokenises, clamps, or uses other data than its argument"
-        raise MicroBatchError(problem, expected=expected, got=got, cause=cause)
-    return found
+    if tokens and not padding and not bool((token_numbers >= 0).any()):
+        raise MicroBatchError(
+            "none of the token numbers came out of the preprocessing",
+            expected="the numbers that it was given, in the places of the token ids",
+            got=f"{made.numel()} values from {int(made.min())} to {int(made.max())}",
+            cause="fn tokenises, clamps, or uses other data than its argument",
+        )
+    return token_numbers
 
 
 def _fed(fn: Preprocessing, sequences: list[torch.Tensor]) -> torch.Tensor:
     """Return what `fn` makes of these, int64 [rows] or [batch, sequence]."""
     made = fn(sequences)
-    if isinstance(made, (list, tuple)) and all(isinstance(one, int) for one in made):
+    if isinstance(made, (list, tuple)) and all(isinstance(number, int) for number in made):
         made = torch.tensor(made)
     if isinstance(made, np.ndarray) and made.dtype.kind in "iu":
         made = torch.from_numpy(made.astype(np.int64))
     if not isinstance(made, torch.Tensor) or made.dtype not in (torch.int32, torch.int64) or made.is_nested:
         kind = "tensor" if isinstance(made, torch.Tensor) else "array"
-        problem = "the preprocessing returns something else than token ids"
-        got = f"{made.dtype} {kind}" if hasattr(made, "dtype") else type(made).__name__
-        cause = "fn returns a batch or a mask: pick input_ids"
-        expected = "an integer tensor, as a model is fed"
-        raise MicroBatchError(problem, expected=expected, got=got, cause=cause)
+        raise MicroBatchError(
+            "the preprocessing returns something else than token ids",
+            expected="an integer tensor, as a model is fed",
+            got=f"{made.dtype} {kind}" if hasattr(made, "dtype") else type(made).__name__,
+            cause="fn returns a batch or a mask: pick input_ids",
+        )
     made = made.detach().cpu().to(torch.int64)
     if made.dim() == 2 and made.shape[0] == 1:
         made = made[0]
-    problem = "the preprocessing returns another shape than a model is fed"
-    expected = "[rows], [1, rows] or [batch, sequence]"
-    MicroBatchError.unless(made.dim() in (1, 2), problem, expected, list(made.shape))
+    if made.dim() not in (1, 2):
+        raise MicroBatchError(
+            "the preprocessing returns another shape than a model is fed",
+            expected="[rows], [1, rows] or [batch, sequence]",
+            got=list(made.shape),
+        )
     return made

@@ -68,7 +68,7 @@ class RankGroup:
         except Exception as trouble:  # noqa: BLE001  out of memory too: the others wait for this rank
             return self._leave(trouble, error, deadline), []
         first = next((_heard(news) for news, _ in heard if news is not None), None)
-        return error or first, [said for _, said in heard]
+        return error or first, [words for _, words in heard]
 
     def run(self, start: Callable[[], Any], error: Exception | None = None) -> None:
         """Run a collective, which all ranks have begun, to its end; after a failure they receive `error`."""
@@ -85,22 +85,29 @@ class RankGroup:
             # torch has no public way to the store of a group.
             store: Any = dist.distributed_c10d._world.pg_map[self.group][1]
             if news is not None:
-                store.compare_set(board, "", news)  # the first news is kept
+                store.compare_set(board, "", news)  # only the first report is kept
             store.set(names[dist.get_rank()], "here")
             with suppress(RuntimeError):  # some are late
                 store.wait(list(names.values()), timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
             if not store.check(list(names.values())):
                 absent = [rank for rank, name in names.items() if not store.check([name])]
-                expected = f"all {len(names)} ranks of the group within {self.patience:g} s"
-                return self._error(expected, f"nothing from ranks {_some(absent)}", self._cause)
+                return self._error(
+                    f"all {len(names)} ranks of the group within {self.patience:g} s",
+                    f"nothing from ranks {_some(absent)}",
+                    self._cause,
+                )
             return _heard(store.get(board).decode()) if store.check([board]) else None
         except dist.DistNetworkError as closed:
-            cause = "the process that keeps it has ended, which is rank 0 or its launcher: see its log"
-            return self._error("the store that the ranks met in", f"it no longer answers ({closed})", cause)
+            return self._error(
+                "the store that the ranks met in",
+                f"it no longer answers ({closed})",
+                "the process that keeps it has ended, which is rank 0 or its launcher: see its log",
+            )
 
     def _error(self, expected: str, got: str, cause: str) -> RankError:
-        where = f"rank {dist.get_rank()}"
-        return RankError(self._problem, where=where, expected=expected, got=got, cause=cause)
+        return RankError(
+            self._problem, where=f"rank {dist.get_rank()}", expected=expected, got=got, cause=cause
+        )
 
     def _gathered(self, data: bytes) -> list[Any]:
         """Return what each rank has pickled."""
@@ -108,14 +115,14 @@ class RankGroup:
         size = torch.tensor([len(data)], device=self.device)
         sizes = [torch.empty_like(size) for _ in self.ranks]
         self._wait(lambda: dist.all_gather(sizes, size, self.group, async_op=True), self.patience)
-        lengths = [int(one) for one in sizes]
+        lengths = [int(size) for size in sizes]
         mine = torch.zeros(max(lengths), dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         mine = mine.to(self.device)
         all_of_them = [torch.empty_like(mine) for _ in self.ranks]
         self._wait(lambda: dist.all_gather(all_of_them, mine, self.group, async_op=True), self.patience)
         pairs = zip(all_of_them, lengths, strict=True)
-        return [pickle.loads(one.cpu().numpy()[:length].data) for one, length in pairs]
+        return [pickle.loads(part.cpu().numpy()[:length].data) for part, length in pairs]
 
     def _wait(self, start: Callable[[], Any], seconds: float | None) -> None:
         """Wait for a collective; without `seconds` as long as the group's timeout."""
@@ -140,8 +147,8 @@ class RankGroup:
         """Return the error to leave with, this rank's first, after all living ranks have signed."""
         own = error or (None if isinstance(trouble, _Broken) else trouble)
         if self.device.type == "cpu":
-            # The others stop waiting at once when gloo's connections close. It has no call for this, but
-            # closes all of them when the wait for one message times out.
+            # This is a hack: the others stop waiting at once when gloo's connections close. gloo has no call
+            # for this, but closes all of them when the wait for one message times out.
             for rank in set(self.ranks) - {dist.get_rank()}:
                 with suppress(RuntimeError):
                     nothing: Any = dist.irecv(torch.empty(1, dtype=torch.uint8), rank, self.group, _TAG)
@@ -171,8 +178,8 @@ class Outcome:
 
     def agree(self, peers: RankGroup, say: object = None) -> list[Any]:
         """Return what each rank of a group says; an error of one rank becomes an error of all."""
-        self.error, said = peers.tell(self.error, say)
-        return said
+        self.error, words = peers.tell(self.error, say)
+        return words
 
 
 def all_here(patience: float = PATIENCE) -> None:
@@ -197,10 +204,10 @@ def gathered(say: object) -> list[Any]:
     if _alone():
         return [say]
     peers = RankGroup(dist.group.WORLD, 20.0, "not all ranks came to the first pass", _FAILED)
-    stop, said = peers.tell(None, say)
+    stop, words = peers.tell(None, say)
     if stop is not None:
         raise stop
-    return said
+    return words
 
 
 def agreed(error: ReplayError | None, counts: Mapping[str, int]) -> dict[str, int]:
@@ -215,9 +222,9 @@ def agreed(error: ReplayError | None, counts: Mapping[str, int]) -> dict[str, in
         return dict(counts)
     peers = RankGroup(dist.group.WORLD, 20.0, "not all ranks came to the end of the step", _FAILED)
     # int64, which every back end has; float64 fails under MindSpeed.
-    told = torch.tensor([error is not None, *counts.values()], dtype=torch.int64, device=peers.device)
-    peers.run(lambda: dist.all_reduce(told, async_op=True), error)
-    failed, *sums = told.tolist()
+    totals = torch.tensor([error is not None, *counts.values()], dtype=torch.int64, device=peers.device)
+    peers.run(lambda: dist.all_reduce(totals, async_op=True), error)
+    failed, *sums = totals.tolist()
     if not failed:
         return dict(zip(counts, sums, strict=True))
     stop, lines = peers.tell(error, None if error is None else error.line)

@@ -51,23 +51,23 @@ def _first(at: slice | Array, count: int) -> slice | Array:
 
 
 def plan(rows: torch.Tensor, lengths: Sequence[int]) -> list[Run]:
-    """Return the runs of a layout, from the packed token of each row (int64, or -1) and the lengths."""
-    given = rows.numpy()
+    """Return the runs of a layout, by the packed token of each row (int64, -1 for none) and the lengths."""
+    of_rows = rows.numpy()
     # Sorted by packed token, the tokens of a sample are neighbours. A run ends with its sample, or where a
     # number is skipped; with many skips one run has all tokens of its sample.
-    order = np.argsort(given, kind="stable")
-    order = order[np.searchsorted(given[order], 0) :]  # without the padding
-    packed = given[order]
+    order = np.argsort(of_rows, kind="stable")
+    order = order[np.searchsorted(of_rows[order], 0) :]  # without the padding
+    packed = of_rows[order]
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     of_sample = np.searchsorted(packed, starts)
     jumps = np.flatnonzero(np.diff(packed) != 1) + 1
     cuts = np.union1d(jumps, of_sample) if len(jumps) <= _FEW * len(lengths) else np.unique(of_sample)
-    found = []
+    runs = []
     for first, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
         sample = int(np.searchsorted(starts, packed[first], side="right")) - 1
         tokens = packed[first:end] - starts[sample]
-        found.append(Run(sample, _even(tokens), _even(order[first:end])))
-    return found
+        runs.append(Run(sample, _even(tokens), _even(order[first:end])))
+    return runs
 
 
 def _even(numbers: Array) -> slice | Array:
@@ -90,26 +90,33 @@ def pick(
     used = {run.sample: samples[run.sample] for run in here}
     topk = like.topk
     experts = like.num_experts
-    for number, one in used.items():
-        if one.topk != topk or one.num_experts != experts:  # words are built only for an error
-            problem = "the samples of a batch have another top-k or number of experts"
-            expected = f"top-{topk} of {experts}"
-            got = f"top-{one.topk} of {one.num_experts}"
-            where = f"sequence {number}"
-            cause = "routes of different models"
-            raise InvalidRoutes(problem, where=where, expected=expected, got=got, cause=cause)
+    for number, routes in used.items():
+        if routes.topk != topk or routes.num_experts != experts:  # the message is built only for an error
+            raise InvalidRoutes(
+                "the samples of a batch have another top-k or number of experts",
+                where=f"sequence {number}",
+                expected=f"top-{topk} of {experts}",
+                got=f"top-{routes.topk} of {routes.num_experts}",
+                cause="routes of different models",
+            )
     # Samples of one engine share their layers, so the columns are looked up once for each kind.
-    columns = {of: one.columns(labels) for of, one in {one.layers: one for one in used.values()}.items()}
+    columns = {
+        of: routes.columns(labels)
+        for of, routes in {routes.layers: routes for routes in used.values()}.items()
+    }
     width = len(labels) * topk
-    given = {
-        number: (one.ids.numpy()[:, columns[one.layers]].reshape(len(one), width), one.recorded.numpy())
-        for number, one in used.items()
+    arrays = {
+        number: (
+            routes.ids.numpy()[:, columns[routes.layers]].reshape(len(routes), width),
+            routes.recorded.numpy(),
+        )
+        for number, routes in used.items()
     }
     # numpy asks for huge pages; torch uses small ones, whose page faults take longer than the copy.
     out = np.empty((rows, width), like.ids.numpy().dtype)
     flags = np.zeros(rows, np.bool_)
     for run in here:
-        flat, marks = given[run.sample]
+        flat, marks = arrays[run.sample]
         run = run.first(len(flat))
         flags[run.rows] = marks[run.tokens]
         if isinstance(run.rows, slice) and isinstance(run.tokens, slice):
@@ -138,32 +145,40 @@ def find_bad(
     layers: Sequence[int] | None,
 ) -> dict[int, ReplayError]:
     """Return the sequences of a batch whose routes can't be used, by number; see TokenLayout.bad_routes."""
-    problem = "another number of sequences than the layout has"
-    cause = "a batch that was cut or merged after its layout was made"
-    MicroBatchError.unless(len(batch) == len(lengths), problem, len(lengths), len(batch), cause)
+    if len(batch) != len(lengths):
+        raise MicroBatchError(
+            "another number of sequences than the layout has",
+            expected=len(lengths),
+            got=len(batch),
+            cause="a batch that was cut or merged after its layout was made",
+        )
     labels = None if layers is None else arguments.labels(layers)
     # What all sequences of a batch must share.
     kinds: list[tuple[object, ...] | None] = [
-        (*((one.layers,) if labels is None else ()), one.topk, one.num_experts)
-        if isinstance(one, RoutedExperts)
+        (*((routes.layers,) if labels is None else ()), routes.topk, routes.num_experts)
+        if isinstance(routes, RoutedExperts)
         else None
-        for one in batch
+        for routes in batch
     ]
     usual = kinds[0] if kinds else None
-    if kinds.count(usual) < len(kinds):  # only then: counting hashes each, and most batches are alike
+    if kinds.count(usual) < len(
+        kinds
+    ):  # counted only then, since counting hashes each, and most batches have one kind
         usual = Counter(kind for kind in kinds if kind is not None).most_common(1)[0][0]
     marks = (None,) * len(lengths) if fingerprints is None else fingerprints
-    found: dict[int, ReplayError] = {}
+    bad: dict[int, ReplayError] = {}
     for number, (routes, size, mark, of) in enumerate(zip(batch, lengths, marks, kinds, strict=True)):
         wrong = _find_wrong(routes, size, mark, labels)
         if wrong is None and of != usual:
-            problem = "these routes differ from the others in the batch"
-            expected = f"({'layers, ' if labels is None else ''}top-k, experts) {usual}"
-            cause = "routes of different models, or of engines that report other columns"
-            wrong = Finding(problem, expected, of, cause=cause)
+            wrong = Finding(
+                "these routes differ from the others in the batch",
+                f"({'layers, ' if labels is None else ''}top-k, experts) {usual}",
+                of,
+                cause="routes of different models, or of engines that report other columns",
+            )
         if wrong is not None:
-            found[number] = wrong.error(MicroBatchError, f"sequence {number}")
-    return found
+            bad[number] = wrong.error(MicroBatchError, f"sequence {number}")
+    return bad
 
 
 def _find_wrong(
@@ -171,25 +186,34 @@ def _find_wrong(
 ) -> Finding | None:
     """Return why the routes of one sequence can't be used, or None."""
     if not isinstance(routes, RoutedExperts):
-        cause = "a sample that was aborted, or whose routes were dropped on the way" if routes is None else ""
-        return Finding("this isn't RoutedExperts", "RoutedExperts", type(routes).__name__, cause=cause)
+        return Finding(
+            "this isn't RoutedExperts",
+            "RoutedExperts",
+            type(routes).__name__,
+            cause="a sample that was aborted, or whose routes were dropped on the way"
+            if routes is None
+            else "",
+        )
     if (other := find_other_tokens(len(routes), routes.fingerprint, size, mark)) is not None:
         return other
     # A stage of dense layers has fetched nothing. Most often the first row is recorded, so it is read first.
     flags = routes.recorded.numpy()
     if size > 1 and routes.layers and not (flags[0] or flags.any()):
-        problem = "no row of these routes is recorded"
-        expected = "a route for most tokens"
-        got = f"none for {len(routes)} tokens"
-        cause = "a sample that was aborted, or an engine that captured nothing"
-        return Finding(problem, expected, got, cause=cause)
+        return Finding(
+            "no row of these routes is recorded",
+            "a route for most tokens",
+            f"none for {len(routes)} tokens",
+            cause="a sample that was aborted, or an engine that captured nothing",
+        )
     if isinstance(layers, StageLabels):
         layers = layers.among(routes.layers)
     if layers and (lacking := set(layers).difference(routes.layers)):
-        problem = f"nobody recorded decoder layer {min(lacking)}"
-        expected = f"layers {list(layers)}"
-        cause = "routes of another pipeline stage, or columns that count the MoE layers only"
-        return Finding(problem, expected, list(routes.layers), cause=cause)
+        return Finding(
+            f"nobody recorded decoder layer {min(lacking)}",
+            f"layers {list(layers)}",
+            list(routes.layers),
+            cause="routes of another pipeline stage, or columns that count the MoE layers only",
+        )
     return None
 
 
@@ -197,14 +221,16 @@ def above_ceiling(
     bad: int, samples: int, ceiling: float, *, setting: str = "ceiling", where: str = "", first: object = None
 ) -> MicroBatchError | None:
     """Return the error about too many bad samples, or None."""
-    # One of several is tolerated whatever its share, unless nothing is.
+    # One bad sample of several is tolerated whatever its share, unless the ceiling is 0.
     if bad == 0 or bad / samples <= ceiling or (ceiling > 0 and bad == 1 < samples):
         return None
-    problem = f"{bad} of {samples} samples have routes that can't be used"
-    expected = f"one of several, or at most {ceiling:.1%} of them ({setting}={ceiling:g})"
-    got = f"{bad / samples:.1%}" + (f", the first of them: {first}" if first else "")
-    cause = "a fault of the rollout engine or of the decoder, not of single samples"
-    return MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
+    return MicroBatchError(
+        f"{bad} of {samples} samples have routes that can't be used",
+        where=where,
+        expected=f"one of several, or at most {ceiling:.1%} of them ({setting}={ceiling:g})",
+        got=f"{bad / samples:.1%}" + (f", the first of them: {first}" if first else ""),
+        cause="a fault of the rollout engine or of the decoder, not of single samples",
+    )
 
 
 def tolerate(bad: dict[int, ReplayError], samples: int, ceiling: float) -> None:

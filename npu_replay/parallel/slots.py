@@ -12,8 +12,8 @@ from npu_replay.parallel.parallel_layout import Context, ParallelLayout
 from npu_replay.routes.checks import MAX_TOKENS
 
 
-def number_of_tokens(given: object, what: str, *, least: int = 1) -> int:
-    return whole_number(given, what, least=least, most=MAX_TOKENS, kind=MicroBatchError)
+def number_of_tokens(value: object, what: str, *, least: int = 1) -> int:
+    return whole_number(value, what, least=least, most=MAX_TOKENS, kind=MicroBatchError)
 
 
 def alignment(align: int | None, parallel: ParallelLayout, context: Context) -> int:
@@ -53,8 +53,11 @@ def cut(slots: torch.Tensor, pieces: int, mine: list[int], what: str, why: str) 
     size = slots.shape[-1]
     if pieces == 1:
         return slots
-    cause = "padding to another multiple than the trainer's: align= or length= is what it pads to"
-    MicroBatchError.unless(
-        size % pieces == 0, f"{what} can't be cut evenly ({why})", f"a multiple of {pieces}", size, cause
-    )
+    if size % pieces != 0:
+        raise MicroBatchError(
+            f"{what} can't be cut evenly ({why})",
+            expected=f"a multiple of {pieces}",
+            got=size,
+            cause="padding to another multiple than the trainer's: align= or length= is what it pads to",
+        )
     return slots.view(*slots.shape[:-1], pieces, size // pieces)[..., mine, :].flatten(-2)

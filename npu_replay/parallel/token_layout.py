@@ -65,45 +65,58 @@ class TokenLayout:
 
     def __post_init__(self) -> None:
         sizes = _sizes(self.lengths)
-        given = self.rows
+        rows_given = self.rows
         try:
-            rows = torch.as_tensor(given).detach().cpu()
+            rows = torch.as_tensor(rows_given).detach().cpu()
             if not is_plain(rows) or rows.is_complex():
                 raise TypeError("no plain tensor")
             if rows.numel() and (rows.is_floating_point() or rows.dtype == torch.bool):
                 raise TypeError(rows.dtype)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            problem = "the rows of a layout are whole numbers in a plain tensor"
-            got = f"{shown(given)} ({error})"[:200]
-            raise MicroBatchError(problem, expected="int64", got=got) from error
+            raise MicroBatchError(
+                "the rows of a layout are whole numbers in a plain tensor",
+                expected="int64",
+                got=f"{shown(rows_given)} ({error})"[:200],
+            ) from error
         _check(rows.dim() == 1, "the rows of a layout are a flat list", "[rows]", list(rows.shape))
         rows = rows.to(torch.int64, copy=True)  # the caller may write into its own later
         least, most = (int(rows.min()), int(rows.max())) if len(rows) else (-1, -1)
-        expected = f"-1 to {sum(sizes) - 1}: the lengths add up to {sum(sizes)} tokens"
-        problem = "the layout has a row for a token that isn't there"
-        cause = "lengths of another micro-batch"
-        _check(least >= -1 and most < sum(sizes), problem, expected, f"{least} to {most}", cause)
+        _check(
+            least >= -1 and most < sum(sizes),
+            "the layout has a row for a token that isn't there",
+            f"-1 to {sum(sizes) - 1}: the lengths add up to {sum(sizes)} tokens",
+            f"{least} to {most}",
+            "lengths of another micro-batch",
+        )
         counts = torch.bincount(rows[rows >= 0], minlength=1)  # a layout without tokens has a maximum, too
         most = int(counts.max())
         token = int(counts.argmax())
-        where = f"token {token}, rows {(rows == token).nonzero()[:, 0].tolist()}"
-        problem = "the layout overlaps itself: a token sits in two rows"
-        cause = "padding that repeats a token, or slices of two ranks in one layout"
-        _check(most <= 1, problem, "each token in one row at most", most, cause, where)
+        _check(
+            most <= 1,
+            "the layout overlaps itself: a token sits in two rows",
+            "each token in one row at most",
+            most,
+            "padding that repeats a token, or slices of two ranks in one layout",
+            f"token {token}, rows {(rows == token).nonzero()[:, 0].tolist()}",
+        )
         object.__setattr__(self, "lengths", sizes)
         object.__setattr__(self, "rows", rows)
         if self.fingerprints is not None:
             marks = tuple(self.fingerprints)
             object.__setattr__(self, "fingerprints", marks)
-            problem = "another number of fingerprints than sequences"
-            _check(len(marks) == len(sizes), problem, len(sizes), len(marks))
+            _check(
+                len(marks) == len(sizes),
+                "another number of fingerprints than sequences",
+                len(sizes),
+                len(marks),
+            )
 
     def __repr__(self) -> str:
         tokens = int((self.rows >= 0).sum())
         marks = ", with fingerprints" if self.fingerprints is not None else ""
         where = "" if self.parallel is None else f", {self.parallel!r}"
-        held = f"{tokens} of the {sum(self.lengths)} tokens of {len(self.lengths)} sequences"
-        return f"TokenLayout({len(self.rows)} rows, {held}{marks}{where})"
+        holds = f"{tokens} of the {sum(self.lengths)} tokens of {len(self.lengths)} sequences"
+        return f"TokenLayout({len(self.rows)} rows, {holds}{marks}{where})"
 
     @classmethod
     def padded(
@@ -141,8 +154,12 @@ class TokenLayout:
         sizes = _sizes(lengths)
         if length is None:
             length = slots.rounded(max(sizes, default=0), slots.alignment(align, rank, context))
-        fine = max(sizes, default=0) <= length <= MAX_TOKENS and length >= 0
-        _check(fine, "a sequence is longer than what the batch is padded to", f"<= {length}", sizes)
+        _check(
+            0 <= max(sizes, default=0) <= length <= MAX_TOKENS,
+            "a sequence is longer than what the batch is padded to",
+            f"<= {length}",
+            sizes,
+        )
         one_of(side, ("right", "left"), "side", kind=MicroBatchError)
         grid = slots.joined(slots.padded_slots(sizes, [length] * len(sizes), side == "left")).view(
             len(sizes), length
@@ -181,20 +198,29 @@ class TokenLayout:
         """
         rank = parallel or _ALONE
         sizes = _sizes(lengths)
-        fine = align is None or padded_lengths is None
-        _check(fine, "a sequence is padded by one rule", "align or padded_lengths", "both")
+        _check(
+            align is None or padded_lengths is None,
+            "a sequence is padded by one rule",
+            "align or padded_lengths",
+            "both",
+        )
         multiple = slots.alignment(align, rank, context)
         end = slots.number_of_tokens(align_end, "align_end")
         rooms = tuple(slots.rounded(size, multiple) for size in sizes)
         if padded_lengths is not None:
             rooms = _sizes(padded_lengths)
-            fine = len(rooms) == len(sizes) and all(map(operator.ge, rooms, sizes))
-            expected = f"{len(sizes)} numbers, none below {sizes}"
-            cause = "cu_seqlens_padded of another micro-batch"
-            _check(fine, "padded_lengths don't add up with the lengths", expected, rooms, cause)
+            _check(
+                len(rooms) == len(sizes) and all(map(operator.ge, rooms, sizes)),
+                "padded_lengths don't add up with the lengths",
+                f"{len(sizes)} numbers, none below {sizes}",
+                rooms,
+                "cu_seqlens_padded of another micro-batch",
+            )
         pieces = slots.padded_slots(sizes, rooms)
         if context == "zigzag":
-            parts = [slots.context_cut(one, rank, context, f"sequence {n}") for n, one in enumerate(pieces)]
+            parts = [
+                slots.context_cut(piece, rank, context, f"sequence {n}") for n, piece in enumerate(pieces)
+            ]
             here = slots.joined(parts, end)
         else:
             # The stream is padded before it is cut: so each rank's piece is a multiple of `align_end`.
@@ -271,9 +297,14 @@ class TokenLayout:
                 contradict it or each other, or a packed end that may be padding.
         """
         whole = parallel is None or parallel.cp == 1
-        problem = "a rank has a part of each sequence"
-        cause = "context parallelism: TokenLayout.padded and .packed cut sequences as it does"
-        _check(whole, problem, "whole sequences", f"{parallel!r}", cause, "TokenLayout.of_batch")
+        _check(
+            whole,
+            "a rank has a part of each sequence",
+            "whole sequences",
+            f"{parallel!r}",
+            "context parallelism: TokenLayout.padded and .packed cut sequences as it does",
+            "TokenLayout.of_batch",
+        )
         try:
             places, sizes, marks = read_batch(input_ids, attention_mask, position_ids, cu_seqlens)
         except MicroBatchError as error:
@@ -295,8 +326,12 @@ class TokenLayout:
         batch_major = order == "batch" and places.dim() == 2
         # A slice is of the sequence dimension, whose places are no neighbours in batch-major rows.
         slices = rank.slices_rows
-        problem = "sequence parallelism slices sequence-major rows"
-        _check(not batch_major or slices == 1, problem, "order='sequence'", "order='batch'")
+        _check(
+            not batch_major or slices == 1,
+            "sequence parallelism slices sequence-major rows",
+            "order='sequence'",
+            "order='batch'",
+        )
         what = "what this rank has of the sequence"
         why = f"sequence parallel {slices}"
         here = slots.cut(places, slices, [rank.tp_rank], what, why)
@@ -421,9 +456,14 @@ class TokenLayout:
 
     def row_of(self, routes: RoutedExperts, where: str = "") -> torch.Tensor:
         """Return the row of each packed token among these rows, or -1: int64 [tokens]."""
-        problem = "the routes have another number of rows than the layout"
-        cause = "a layout made for other lengths, another padding, or another rank"
-        _check(len(routes) == len(self.rows), problem, len(self.rows), len(routes), cause, where)
+        _check(
+            len(routes) == len(self.rows),
+            "the routes have another number of rows than the layout",
+            len(self.rows),
+            len(routes),
+            "a layout made for other lengths, another padding, or another rank",
+            where,
+        )
         row_of = torch.full((sum(self.lengths),), -1, dtype=torch.int64)
         filled = self.rows >= 0
         row_of[self.rows[filled]] = filled.nonzero()[:, 0]

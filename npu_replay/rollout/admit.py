@@ -65,10 +65,11 @@ def admit(
     mine = ids[start : start + len(rows)]
     experts = model.num_experts
 
-    def refuse(symptom: Symptom, found: Finding | None) -> None:
-        if found is not None:
-            place = found.layer(model.layers)
-            raise source.error(symptom, found.problem, found.expected, found.got, where=place)
+    def refuse(symptom: Symptom, finding: Finding | None) -> None:
+        if finding is not None:
+            raise source.error(
+                symptom, finding.problem, finding.expected, finding.got, where=finding.layer(model.layers)
+            )
 
     empty = checks.rows_without_route(rows, experts)
     written = np.ones(len(rows), bool)
@@ -88,12 +89,16 @@ def admit(
     kinds = " or ".join(empty)
     different = f"{model.topk} different experts a token"
     if len(blank) == len(rows) > 0:
-        problem = f"all {len(rows)} rows are {kinds}"
-        raise source.error(Symptom.ZEROS, problem, different, "nothing that was captured")
+        raise source.error(
+            Symptom.ZEROS, f"all {len(rows)} rows are {kinds}", different, "nothing that was captured"
+        )
     if len(blank) and missing == "error":
-        problem = f"{len(blank)} of {len(rows)} rows are {kinds} in all layers"
-        got = f"{kinds}, the first in row {start + blank[0]}, the last in row {start + blank[-1]}"
-        raise source.error(Symptom.ZERO_ROWS, problem, different, got)
+        raise source.error(
+            Symptom.ZERO_ROWS,
+            f"{len(blank)} of {len(rows)} rows are {kinds} in all layers",
+            different,
+            f"{kinds}, the first in row {start + blank[0]}, the last in row {start + blank[-1]}",
+        )
 
     refuse(Symptom.CONSTANT_LAYER, checks.find_constant(there, known, experts, mine, model.layers))
     refuse(Symptom.DUPLICATES, checks.find_twice(there, known, start))
@@ -102,10 +107,12 @@ def admit(
     copied = checks.copied_rows(there, known, experts, mine)
     if len(copied):
         first = copied[0]
-        problem = f"{len(copied)} rows are another token's in all layers, the first is row {start + first}"
-        expected = "routes that depend on the token"
-        got = f"a copy, for token {int(mine[first])}"
-        error = source.error(Symptom.STALE_ROWS, problem, expected, got)
+        error = source.error(
+            Symptom.STALE_ROWS,
+            f"{len(copied)} rows are another token's in all layers, the first is row {start + first}",
+            "routes that depend on the token",
+            f"a copy, for token {int(mine[first])}",
+        )
         if missing == "error":
             raise error
         _log.warning("%s. They are left without a route", error)
@@ -132,33 +139,39 @@ def _routed_rows(
     if not checks.is_ids(rows):
         raise not_ids(source, rows)
     if not 0 <= start <= tokens:
-        problem = "the first row's token isn't in the sequence"
-        raise source.error(Symptom.SHAPE, problem, f"0 to {tokens}", start)
+        raise source.error(
+            Symptom.SHAPE, "the first row's token isn't in the sequence", f"0 to {tokens}", start
+        )
     # One row more or less would shift them all unnoticed. An aborted request may have none.
     wanted = max(0, tokens - 1 - start + surplus)
     if len(rows) != wanted and (len(rows) or ended):
         taken_off = f", and {surplus} more that were taken off its end" if surplus else ""
-        expected = f"{wanted} rows ({tokens} tokens from {start} on{taken_off}; the last has none)"
         few = len(rows) < wanted
-        problem = f"the engine has rows for {'fewer' if few else 'more'} tokens than it ran"
         symptom = Symptom.TOO_FEW_ROWS if few else Symptom.TOO_MANY_ROWS
-        raise source.error(symptom, problem, expected, len(rows))
+        raise source.error(
+            symptom,
+            f"the engine has rows for {'fewer' if few else 'more'} tokens than it ran",
+            f"{wanted} rows ({tokens} tokens from {start} on{taken_off}; the last has none)",
+            len(rows),
+        )
     if not any(rows.shape):  # a list without rows, which doesn't tell the other sizes
         return np.zeros((0, len(model.layers), model.topk), rows.dtype)
     rows = rows[: tokens - start]  # the others are of tokens that were taken off; the last one left ran, too
     columns, topk = rows.shape[1:]
     if topk != model.topk:
-        problem = "the engine's top-k isn't the model's"
-        raise source.error(Symptom.TOPK, problem, f"{model.topk} ids", topk)
+        raise source.error(Symptom.TOPK, "the engine's top-k isn't the model's", f"{model.topk} ids", topk)
     wanted_columns = model.routed_columns(columns)
     if wanted_columns is None:
-        problem = "the engine's columns are neither all decoder layers nor the MoE layers"
-        expected = f"{model.num_layers}, or {len(model.sparse)}"
-        raise source.error(Symptom.COLUMNS, problem, expected, columns)
-    found: Array = rows[:, wanted_columns]
+        raise source.error(
+            Symptom.COLUMNS,
+            "the engine's columns are neither all decoder layers nor the MoE layers",
+            f"{model.num_layers}, or {len(model.sparse)}",
+            columns,
+        )
+    routed: Array = rows[:, wanted_columns]
     if columns == model.num_layers:
         _check_dense(rows, model, start, source)
-    return found
+    return routed
 
 
 def _check_dense(rows: Array, model: RoutedModel, start: int, source: Source) -> None:
@@ -170,11 +183,13 @@ def _check_dense(rows: Array, model: RoutedModel, start: int, source: Source) ->
             dense[places] = 0  # a filled row is filled in all columns
     if dense.any():
         row, column, _ = np.argwhere(dense)[0]
-        problem = "a dense layer has experts"
-        expected = "zeros in the columns of dense layers"
-        got = f"{dense[row, column].tolist()} in row {start + row}"
-        where = f"layer {model.dense[column]}"
-        raise source.error(Symptom.DENSE_COLUMN, problem, expected, got, where=where)
+        raise source.error(
+            Symptom.DENSE_COLUMN,
+            "a dense layer has experts",
+            "zeros in the columns of dense layers",
+            f"{dense[row, column].tolist()} in row {start + row}",
+            where=f"layer {model.dense[column]}",
+        )
 
 
 def from_batch(
@@ -200,10 +215,12 @@ def from_batch(
     count = rows.shape[-2]
     columns = model.routed_columns(count)
     if columns is None:
-        problem = "the routes have another number of layers than the model"
-        expected = f"{model.num_layers}, one a decoder layer, or {len(model.sparse)}, one a MoE layer"
-        cause = "an engine that counts multi-token prediction as a layer, or the config of another model"
-        raise MicroBatchError(problem, expected=expected, got=count, cause=cause)
+        raise MicroBatchError(
+            "the routes have another number of layers than the model",
+            expected=f"{model.num_layers}, one a decoder layer, or {len(model.sparse)}, one a MoE layer",
+            got=count,
+            cause="an engine that counts multi-token prediction as a layer, or the config of another model",
+        )
     rows = rows.detach().cpu()
     if model.dense and count == model.num_layers:
         # An engine's labels may have shifted: then its dense layers have experts.
@@ -212,12 +229,14 @@ def from_batch(
     ids = rows[:, columns]
     # torch has the wider unsigned dtypes, but little arithmetic on them.
     ids = ids.to(torch.int64) if ids.dtype in (torch.uint16, torch.uint32, torch.uint64) else ids
-    given = arguments.ids(ids).numpy()
-    recorded = np.ones(len(given), np.bool_) if keep is None else keep.detach().cpu().bool().numpy().copy()
-    recorded[checks.blank_rows(given, -1)] = False
-    blank = checks.blank_rows(given)
+    batch_ids = arguments.ids(ids).numpy()
+    recorded = (
+        np.ones(len(batch_ids), np.bool_) if keep is None else keep.detach().cpu().bool().numpy().copy()
+    )
+    recorded[checks.blank_rows(batch_ids, -1)] = False
+    blank = checks.blank_rows(batch_ids)
     if from_engine:
-        filled = checks.rows_without_route(given, model.num_experts).get("consecutive ids", blank[:0])
+        filled = checks.rows_without_route(batch_ids, model.num_experts).get("consecutive ids", blank[:0])
         blank = np.concatenate([blank, filled])
     recorded[blank[np.broadcast_to(zeros_are_none, len(ids))[blank]]] = False
     return RoutedExperts(

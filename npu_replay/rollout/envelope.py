@@ -70,26 +70,26 @@ def _opened(value: Any, source: Source) -> Mapping[str, Any]:
             raise _other_form(source, quoted(value[:_LONGEST_HEAD]))
         shape = [int(size) for size in head.groups()[1:]]
         return {"dtype": head[1], "shape": shape, "data": value[head.end() :]}
-    said, data = value
+    head_bytes, data = value
     try:
-        about = json.loads(said[:_LONGEST_HEAD])
+        about = json.loads(head_bytes[:_LONGEST_HEAD])
         (layers, topk) = about["shape"]
         dtype = about["dtype"]
         size = len(data) // 4 * 3 - data[-2:].count("=")
         rows = size // (layers * topk * np.dtype(_DTYPES[dtype]).itemsize)
         return {"dtype": dtype, "shape": [rows, layers, topk], "data": data}
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
-        raise _other_form(source, quoted(said[:_LONGEST_HEAD])) from error
+        raise _other_form(source, quoted(head_bytes[:_LONGEST_HEAD])) from error
 
 
 def of_choice(choice: Any) -> tuple[Any, str]:
     """Return a choice's routes, and the name of their field: also as rLLM, Megatron and NeMo-RL name it."""
     for place in _PLACES:
-        found = choice
+        payload = choice
         for name in place:
-            found = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
-        if found is not None:
-            return found, ".".join(place)
+            payload = payload.get(name) if isinstance(payload, Mapping) else getattr(payload, name, None)
+        if payload is not None:
+            return payload, ".".join(place)
     return None, "routed_experts"
 
 
@@ -98,9 +98,9 @@ def of_gateway(answer: Mapping[str, Any], name: str) -> tuple[Any, str]:
     beside = answer.get("nvext")
     if isinstance(beside, Mapping):
         inner = beside.get("engine_data")
-        for place, found in (("nvext", beside), ("nvext.engine_data", inner)):
-            if isinstance(found, Mapping) and found.get(name) is not None:
-                return found[name], f"{place}.{name}"
+        for place, fields in (("nvext", beside), ("nvext.engine_data", inner)):
+            if isinstance(fields, Mapping) and fields.get(name) is not None:
+                return fields[name], f"{place}.{name}"
     return None, ""
 
 
@@ -122,8 +122,11 @@ def from_envelope(
     if any(n > limit for n, limit in zip(shape, most, strict=True)):
         raise source.unreadable("the envelope has more than the sequence", f"{list(most)} at most", shape)
     if type(first) is not int or first != start:
-        problem = "the rows of the envelope begin at another token than this call says"
-        raise source.unreadable(problem, f"start={start}", f"start {quoted(first)}")
+        raise source.unreadable(
+            "the rows of the envelope begin at another token than this call says",
+            f"start={start}",
+            f"start {quoted(first)}",
+        )
     size = math.prod(shape)
     dtype = value.get("dtype")
     rows = None
@@ -131,7 +134,7 @@ def from_envelope(
         raise _other_form(source, f"dtype {quoted(dtype)}")
     if isinstance(data, list) and len(data) != size:
         raise _cut(source, f"{size} ids, as its shape says", len(data))
-    if isinstance(data, list) and all(type(one) is int and abs(one) < 1 << 31 for one in data):
+    if isinstance(data, list) and all(type(number) is int and abs(number) < 1 << 31 for number in data):
         rows = np.array(data, np.int64)
     elif isinstance(data, np.ndarray) and data.dtype.kind in "iu":
         rows = data

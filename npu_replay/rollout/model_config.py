@@ -120,11 +120,16 @@ class RoutedModel:
     def of_module(cls, module: nn.Module, routers: Sequence[Router]) -> RoutedModel:
         """Describe a transformers model, or its wrapper (PEFT's, DDP), by the routers found in it."""
         configs = (getattr(inner, "config", None) for inner in module.modules())
-        config: Any = next((one for one in configs if hasattr(one, "get_text_config")), None)
-        got = f"{type(module).__name__}, without a config"
-        fine = config is not None
-        ReplayError.unless(fine, "the number of decoder layers isn't known", "a model of transformers", got)
-        check_alike({f"layer {one.label}": (one.topk, one.num_experts) for one in routers})
+        config: Any = next(
+            (config_there for config_there in configs if hasattr(config_there, "get_text_config")), None
+        )
+        if config is None:
+            raise ReplayError(
+                "the number of decoder layers isn't known",
+                expected="a model of transformers",
+                got=f"{type(module).__name__}, without a config",
+            )
+        check_alike({f"layer {router.label}": (router.topk, router.num_experts) for router in routers})
         _refuse_loops(_Keys.of(config))
         return cls(
             layers=tuple(router.label for router in routers),
@@ -155,31 +160,31 @@ class RoutedModel:
             ReplayError: a required key is missing; the error names the keys that were looked for.
             RouterError: layers differ in top-k or experts, or run several times in one forward.
         """
-        found = _Keys.of(config)
-        _refuse_loops(found)
-        blocks = found["block_configs"] or found["layers_block_type"]  # Nemotron-H saves no other number
-        counted = isinstance(blocks, (list, tuple)) and found["num_hidden_layers"] is None
-        num_layers = len(blocks) if counted else found.number(_LAYERS, "the number of decoder layers")
+        keys = _Keys.of(config)
+        _refuse_loops(keys)
+        blocks = keys["block_configs"] or keys["layers_block_type"]  # Nemotron-H saves no other number
+        counted = isinstance(blocks, (list, tuple)) and keys["num_hidden_layers"] is None
+        num_layers = len(blocks) if counted else keys.number(_LAYERS, "the number of decoder layers")
         # Bounded before the loops below look at each layer.
-        _check_most(num_layers, MAX_LAYERS, "decoder layers", found.name)
+        _check_most(num_layers, MAX_LAYERS, "decoder layers", keys.name)
         ReplayError.unless(
-            not (zeros := found.whole("zero_expert_num")),  # LongCat: ids above those of the routed experts
+            not (zeros := keys.whole("zero_expert_num")),  # LongCat: ids above those of the routed experts
             "a model with zero experts can't be read from its config",
             "routed experts only",
             f"zero_expert_num={shown(zeros)}",
             f"a family that counts layers and experts in its own way: {_BY_HAND}",
-            found.name,
+            keys.name,
         )
-        own = found.by_layer()
-        without = {layer for layer, one in own.items() if 0 in map(one.__getitem__, _EXPERTS)}
-        sparse = [layer for layer in _sparse_layers(found, num_layers) if layer not in without]
+        own = keys.by_layer()
+        without = {layer for layer, layer_keys in own.items() if 0 in map(layer_keys.__getitem__, _EXPERTS)}
+        sparse = [layer for layer in _sparse_layers(keys, num_layers) if layer not in without]
         # DeepSeek-V4 looks the experts of some layers up by token id.
-        kinds = found.kinds("mlp_layer_types", num_layers)
-        first = found.whole("num_hash_layers") or 0
-        hashed = tuple(one for one in sparse if (kinds[one] == "hash_moe" if kinds else one < first))
+        kinds = keys.kinds("mlp_layer_types", num_layers)
+        first = keys.whole("num_hash_layers") or 0
+        hashed = tuple(layer for layer in sparse if (kinds[layer] == "hash_moe" if kinds else layer < first))
         numbers = {}
         for layer in sparse or [0]:
-            config = own.get(layer, found)
+            config = own.get(layer, keys)
             experts = config.number(_EXPERTS, "the number of routed experts", layer)
             topk = config.number(_TOPK, "the experts a token", layer)
             numbers[f"{config.name}, layer {layer}"] = topk, experts
@@ -188,8 +193,8 @@ class RoutedModel:
         return cls(layers=layers, num_layers=num_layers, num_experts=experts, topk=topk, hashed=hashed)
 
 
-def _check_most(given: int, most: int, what: str, where: str) -> None:
-    ReplayError.unless(given <= most, f"no model has so many {what}", f"at most {most}", given, where=where)
+def _check_most(number: int, most: int, what: str, where: str) -> None:
+    ReplayError.unless(number <= most, f"no model has so many {what}", f"at most {most}", number, where=where)
 
 
 @dataclass(frozen=True)
@@ -205,35 +210,39 @@ class _Keys:
         path = config if isinstance(config, (str, os.PathLike)) else None
         config = config if path is None else cls.of_file(Path(path))
         for _ in range(_DEEPEST):
-            found = cls(config, str(path or type(config).__name__))
+            keys = cls(config, str(path or type(config).__name__))
             # A config inside this one, such as the language model's, is read in its place.
             inner = None if isinstance(config, Mapping) else getattr(config, "config", None)
             if inner is None or hasattr(config, "num_hidden_layers"):
-                own = any(found[expert] is not None for expert in _EXPERTS)
-                inner = None if own else next((found[key] for key in _TEXT if found[key] is not None), None)
+                own = any(keys[expert] is not None for expert in _EXPERTS)
+                inner = None if own else next((keys[key] for key in _TEXT if keys[key] is not None), None)
             if inner is None:
-                return found
+                return keys
             config = inner
-        problem = "this config holds configs without end"
-        got = "another one inside that"
-        expected = f"a language model's, {_DEEPEST} deep at most"
-        raise ReplayError(problem, where=found.name, expected=expected, got=got)
+        raise ReplayError(
+            "this config holds configs without end",
+            where=keys.name,
+            expected=f"a language model's, {_DEEPEST} deep at most",
+            got="another one inside that",
+        )
 
     @staticmethod
     def of_file(path: Path) -> dict[str, Any]:
         file = path
-        problem = "the model's config can't be read"
         hub = "the name of a model on a hub, which isn't looked up: download it, and give its folder"
         try:
             file = path / "config.json" if path.is_dir() else path
             with plain_file(file) as opened:
                 config: dict[str, Any] = json_text.parse(opened.read())
         except (OSError, ValueError) as error:
-            expected = "a Hugging Face config.json, or its folder"
-            told = isinstance(error, FileNotFoundError)
-            where = str(file)
-            cause = hub if told else ""
-            raise ReplayError(problem, where=where, expected=expected, got=error, cause=cause) from error
+            is_missing = isinstance(error, FileNotFoundError)
+            raise ReplayError(
+                "the model's config can't be read",
+                where=str(file),
+                expected="a Hugging Face config.json, or its folder",
+                got=error,
+                cause=hub if is_missing else "",
+            ) from error
         kind = type(config).__name__
         ReplayError.unless(kind == "dict", "this isn't a model's config", "an object", kind, where=str(file))
         return config
@@ -252,27 +261,32 @@ class _Keys:
         value = None if self["is_heterogeneous"] is False else self[key]
         try:
             each = value.items() if isinstance(value, Mapping) else enumerate(value or ())
-            found = {int(layer): _Keys(one, f"{self.name}, {key}", (self,)) for layer, one in each}
-            if any(one["skip"] for one in found.values()):
+            by_layer = {
+                int(layer): _Keys(layer_config, f"{self.name}, {key}", (self,))
+                for layer, layer_config in each
+            }
+            if any(keys["skip"] for keys in by_layer.values()):
                 raise ValueError("parts of a layer, by names of the family's own")
         except (TypeError, ValueError) as error:
             raise self.unknown(key) from error
-        return found
+        return by_layer
 
     def number(self, keys: tuple[str, ...], what: str, layer: int | None = None) -> int:
         """Return the first number above 0 under one of these keys; `layer` picks from a list."""
         for value in (config[key] for config in (self, *self.beside) for key in keys):
             if isinstance(value, (list, tuple)) and value:
-                at = 0 if all(one == value[0] for one in value) else layer
+                at = 0 if all(number == value[0] for number in value) else layer
                 value = None if at is None or at >= len(value) else value[at]
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
-        given = [f"{key}={shown(self[key])}" for key in keys if self[key] is not None]
-        problem = f"the model's config doesn't say {what}"
-        expected = f"one of {', '.join(keys)}, above 0"
-        cause = f"a model without experts, or other keys: {_BY_HAND}"
-        got = ", ".join(given) or "none of them"
-        raise ReplayError(problem, where=self.name, expected=expected, got=got, cause=cause)
+        values = [f"{key}={shown(self[key])}" for key in keys if self[key] is not None]
+        raise ReplayError(
+            f"the model's config doesn't say {what}",
+            where=self.name,
+            expected=f"one of {', '.join(keys)}, above 0",
+            got=", ".join(values) or "none of them",
+            cause=f"a model without experts, or other keys: {_BY_HAND}",
+        )
 
     def whole(self, key: str) -> int | None:
         """Return a whole number, or None if the key isn't there."""
@@ -287,12 +301,12 @@ class _Keys:
         if value is None:
             return set()
         try:
-            found = {int(one) for one in (value.split(",") if isinstance(value, str) else value)}
-            if len(found) > MAX_LAYERS:
+            layers = {int(layer) for layer in (value.split(",") if isinstance(value, str) else value)}
+            if len(layers) > MAX_LAYERS:
                 raise ValueError("more than a model has layers")
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise self.unknown(key) from error
-        return found
+        return layers
 
     def kinds(self, key: str, num_layers: int) -> list[str]:
         """Return words or letters, at least one per layer; an empty list for a missing key."""
@@ -301,26 +315,32 @@ class _Keys:
             value = [_Keys(block, self.name)["block_type"] for block in value]
         if value is None:
             return []
-        texts = isinstance(value, (list, tuple, str)) and all(isinstance(one, str) for one in value)
+        texts = isinstance(value, (list, tuple, str)) and all(isinstance(text, str) for text in value)
         if not texts or not num_layers <= len(value) <= MAX_LAYERS:
             raise self.unknown(key)
         return list(value)
 
     def unknown(self, key: str) -> ReplayError:
         """Make the error about a key that says in an unknown way which layers have experts."""
-        problem = f"the model's config says in an unknown way which layers have experts: {key}"
-        cause = f"a family that npu_replay doesn't know yet: {_BY_HAND}"
-        wanted = "what transformers writes"
-        got = shown(self[key], 200)
-        return ReplayError(problem, where=self.name, expected=wanted, got=got, cause=cause)
+        return ReplayError(
+            f"the model's config says in an unknown way which layers have experts: {key}",
+            where=self.name,
+            expected="what transformers writes",
+            got=shown(self[key], 200),
+            cause=f"a family that npu_replay doesn't know yet: {_BY_HAND}",
+        )
 
 
 def _refuse_loops(config: _Keys) -> None:
     """Refuse a model whose config says that a forward runs layers several times."""
     names = config.config if isinstance(config.config, Mapping) else dir(config.config)
-    counts = {str(one): config[one] for one in names if _LOOPS.search(str(one)) or "loop" in str(one)}
+    counts = {str(name): config[name] for name in names if _LOOPS.search(str(name)) or "loop" in str(name)}
     for name, inner in [*counts.items()]:  # Inkling-2's own config.json has a loop_config
-        counts |= {f"{name}.{one}": inner[one] for one in inner} if isinstance(inner, Mapping) else {}
+        counts |= (
+            {f"{name}.{name_inside}": inner[name_inside] for name_inside in inner}
+            if isinstance(inner, Mapping)
+            else {}
+        )
     for name, count in counts.items():
         RouterError.unless(
             not (_LOOPS.search(name) and isinstance(count, (int, float)) and count > 1),
@@ -354,11 +374,14 @@ def _sparse_layers(config: _Keys, num_layers: int) -> list[int]:
         width = config["moe_intermediate_size"]
         widths = width if isinstance(width, (list, tuple)) else (width,)
         if dense is not None and width is not None and dense not in widths:
-            problem = "the model's config has dense layers, and doesn't say which they are"
-            got = f"intermediate_size={shown(dense)}, moe_intermediate_size={shown(width)} and none of them"
-            expected = f"one of {', '.join((*_KINDS, *_RULES))}"
-            cause = f"{_OF_CLASS}, or {_BY_HAND}"
-            raise ReplayError(problem, where=config.name, expected=expected, got=got, cause=cause)
+            raise ReplayError(
+                "the model's config has dense layers, and doesn't say which they are",
+                where=config.name,
+                expected=f"one of {', '.join((*_KINDS, *_RULES))}",
+                got=f"intermediate_size={shown(dense)}, moe_intermediate_size={shown(width)} and none of "
+                "them",
+                cause=f"{_OF_CLASS}, or {_BY_HAND}",
+            )
     return [layer for layer in range(num_layers) if _by_rules(config, layer)]
 
 

@@ -43,8 +43,11 @@ def token_ids(value: Any, source: Source) -> Array:
     ids = as_token_ids(value)
     if ids is not None and not (ids < 0).any():
         return ids
-    got = named(value) if ids is None else f"{ids.min()} to {ids.max()}"
-    raise source.unreadable("these aren't token ids", "integers from 0 on, [tokens]", got)
+    raise source.unreadable(
+        "these aren't token ids",
+        "integers from 0 on, [tokens]",
+        named(value) if ids is None else f"{ids.min()} to {ids.max()}",
+    )
 
 
 def named(value: Any) -> str:
@@ -94,9 +97,12 @@ def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:
         raise source.unreadable("this isn't base64", "text or bytes", type(text).__name__)
     size = len(text) // 4 * 3
     if size > most + 3:
-        problem = "there is more text than the sequence can have routes"
-        expected = f"at most {most} bytes when decoded"
-        raise source.error(Symptom.TOO_MANY_ROWS, problem, expected, f"some {size}")
+        raise source.error(
+            Symptom.TOO_MANY_ROWS,
+            "there is more text than the sequence can have routes",
+            f"at most {most} bytes when decoded",
+            f"some {size}",
+        )
     try:
         if len(text) % 4:
             raise ValueError(f"{len(text)} characters, not a multiple of 4")
@@ -176,13 +182,17 @@ def from_npy(data: bytes | memoryview, *, source: Source, most: int) -> Array:
     if dtype.kind not in "iu":
         raise source.unreadable("this isn't an array of integers", "integers", dtype)
     if len(shape) != 3 or not all(type(length) is int and 0 <= length < _LONGEST for length in shape):
-        expected = f"[tokens, layers, topk], each below {_LONGEST}"
-        raise source.error(Symptom.SHAPE, _NO_IDS, expected, str(shape)[:200])
+        raise source.error(
+            Symptom.SHAPE, _NO_IDS, f"[tokens, layers, topk], each below {_LONGEST}", str(shape)[:200]
+        )
     size = math.prod(shape) * dtype.itemsize
     if size > most:
-        problem = "the array is larger than the sequence can have routes"
-        got = f"{size}, shape {shape}"
-        raise source.error(Symptom.TOO_MANY_ROWS, problem, f"at most {most} bytes", got)
+        raise source.error(
+            Symptom.TOO_MANY_ROWS,
+            "the array is larger than the sequence can have routes",
+            f"at most {most} bytes",
+            f"{size}, shape {shape}",
+        )
     body = view[head.tell() :]
     if len(body) != size:
         raise source.unreadable("the .npy was cut short or lengthened", f"{size} bytes", len(body))
@@ -200,10 +210,13 @@ def from_lists(value: Any, *, source: Source, most: tuple[int, int, int]) -> Arr
                 fits
                 and (not value or rows.size)
                 and all(type(row) is list and all(type(ids) is list for ids in row) for row in value)
-                and all(type(one) is int for row in value for ids in row for one in ids)
+                and all(type(number) is int for row in value for ids in row for number in ids)
             ):
                 return rows
     except (ValueError, TypeError, OverflowError, RecursionError):
         pass  # ragged, not numbers, or too large
-    got = f"{type(value).__name__} of {len(value)}" if isinstance(value, list) else type(value).__name__
-    raise source.unreadable("these aren't nested lists of expert ids", f"{_IDS}, at most {list(most)}", got)
+    raise source.unreadable(
+        "these aren't nested lists of expert ids",
+        f"{_IDS}, at most {list(most)}",
+        f"{type(value).__name__} of {len(value)}" if isinstance(value, list) else type(value).__name__,
+    )

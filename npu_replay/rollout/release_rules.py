@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
-from npu_replay.errors import InvalidRoutes, ReplayError
+from npu_replay.errors import InvalidRoutes
 
 _NUMBERS = re.compile(r"v?(\d+)(?:\.(\d+))?(?:\.(\d+))?")
 _CAUSES = 5
@@ -21,10 +21,8 @@ _CAUSES = 5
 
 def release(version: str) -> tuple[int, ...]:
     """Return the three numbers of a version, for comparing; zeros if it has none («nightly»)."""
-    text = isinstance(version, str)
-    ReplayError.unless(text, "a release is told as text", "«0.23.0»", repr(version), where="version")
-    found = _NUMBERS.match(version)
-    return tuple(int((number or "0")[:9]) for number in found.groups()) if found else (0, 0, 0)
+    match = _NUMBERS.match(version)
+    return tuple(int((number or "0")[:9]) for number in match.groups()) if match else (0, 0, 0)
 
 
 def tells_release(version: object, numbers: int = 2) -> bool:
@@ -149,21 +147,26 @@ class Source:
     ) -> InvalidRoutes:
         """Make an error about this data, with the likeliest cause."""
         # Without a device it names the cause of each, without a release the first few of any.
-        told = tells_release(self.version)
+        has_release = tells_release(self.version)
         causes: dict[str, str] = {}
         for fault in self.faults:
-            fits = fault.symptom is symptom or (fault.symptom is None and told)
+            fits = fault.symptom is symptom or (fault.symptom is None and has_release)
             came = not fault.only or set(fault.only) & {*self.ways}
             if fits and came and fault.holds(self.version, self.device):
                 if fault.symptom is None:
                     causes = {"": fault.cause}
                     break
-                one_of = ("" if self.device else fault.device) if told else fault.cause
+                one_of = ("" if self.device else fault.device) if has_release else fault.cause
                 causes.setdefault(one_of, fault.cause)
         parts = (f"{self.engine} {self.version}".rstrip(), self.sample, self.field, where)
         where = ", ".join(part for part in parts if part)
-        cause = "; or ".join([*dict.fromkeys(causes.values())][:_CAUSES])
-        return InvalidRoutes(problem, where=where, expected=expected, got=got, cause=cause)
+        return InvalidRoutes(
+            problem,
+            where=where,
+            expected=expected,
+            got=got,
+            cause="; or ".join([*dict.fromkeys(causes.values())][:_CAUSES]),
+        )
 
     def unreadable(self, problem: str, expected: object, got: object) -> InvalidRoutes:
         """Make an error about data of the wrong kind."""

@@ -1,4 +1,4 @@
-"""Reads the answers of rollout engines: an `Answer` makes routes by the same steps for every engine.
+"""Reads the answers of rollout engines: an `EngineAnswer` makes routes by the same steps for every engine.
 
 A server may also refuse, in one of three forms:
 
@@ -44,13 +44,13 @@ class Tokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer(ABC):
+class EngineAnswer(ABC):
     """Holds the fields of one sequence's answer; `routes` decodes them, after a subclass reads the rows.
 
     Attributes:
         prompt_ids, output_ids: the ids that the engine was given and that it sampled, in any form.
         prompt_tokens, completion_tokens: the engine's counts of each.
-        unbilled: so many tokens of the prompt may be missing in `prompt_tokens`.
+        unbilled: number of prompt tokens that `prompt_tokens` may leave out.
         finish: the engine's word for why it ended: «stop», «length», «abort».
         weight_version: the engine's own, if it is that of all rows.
     """
@@ -92,14 +92,17 @@ class Answer(ABC):
         source = self.source
         device = self.source.device or "cuda"
         # Some releases give zeros whatever they are started with.
-        zeros = [one for one in source.faults if one.always and one.symptom is Symptom.ZEROS]
-        never = tells_release(source.version) and any(one.holds(source.version, device) for one in zeros)
+        zeros = [fault for fault in source.faults if fault.always and fault.symptom is Symptom.ZEROS]
+        never = tells_release(source.version) and any(fault.holds(source.version, device) for fault in zeros)
         if never and rows is not None and len(rows) and not rows.any():
-            problem = f"all {len(rows)} rows are zeros"
-            got = "nothing that was captured"
             # `admit` can't see this with a top-k of 1, where zeros are valid ids.
-            raise source.error(Symptom.ZEROS, problem, "ids of experts", got)
-        found = admit(
+            raise source.error(
+                Symptom.ZEROS,
+                f"all {len(rows)} rows are zeros",
+                "ids of experts",
+                "nothing that was captured",
+            )
+        routes = admit(
             np.zeros((0, model.num_layers, model.topk), np.uint8) if rows is None else rows,
             model=model,
             tokens=tokens.ids,
@@ -110,7 +113,7 @@ class Answer(ABC):
             missing=missing,
             weight_version=self.weight_version if weight_version is None else weight_version,
         )
-        return self.trusted(found, tokens, missing)
+        return self.trusted(routes, tokens, missing)
 
     @abstractmethod
     def rows(self, model: RoutedModel, tokens: Tokens, start: int, missing: Missing) -> Array | None:
@@ -136,8 +139,9 @@ class Answer(ABC):
                 # A stream's last output has only the last ids, and an aborted one's may have none.
                 is_last = self.completion_tokens is None and (ran > 0 or not self.ended)
                 if not is_last or not np.array_equal(sampled[len(sampled) - ran :], theirs):
-                    expected = f"{ran} ids, as in the answer, or fewer off their end"
-                    raise self.other_tokens(1, expected, f"{len(sampled)} others")
+                    raise self.other_tokens(
+                        1, f"{ran} ids, as in the answer, or fewer off their end", f"{len(sampled)} others"
+                    )
                 ran = len(sampled)
         if ran < len(sampled):
             raise self.other_tokens(1, f"{ran} ids", len(sampled))
@@ -147,63 +151,78 @@ class Answer(ABC):
         """Return the ids to use, and the answer's own, if it has them."""
         source = replace(self.source, field=self.arguments[which])
         if ours is None and theirs is None:
-            problem = f"the answer hasn't got the {('prompt', 'sampled')[which]} token ids"
-            raise source.error(Symptom.SHAPE, problem, f"{self.asks}{source.field}= here", "neither")
+            raise source.error(
+                Symptom.SHAPE,
+                f"the answer hasn't got the {('prompt', 'sampled')[which]} token ids",
+                f"{self.asks}{source.field}= here",
+                "neither",
+            )
         ids = token_ids(theirs if ours is None else ours, source)
         return ids, ids if ours is None else None if theirs is None else token_ids(theirs, source)
 
     def other_tokens(self, which: Literal[0, 1], expected: object, got: object) -> InvalidRoutes:
         """Make the error about token ids, of the prompt or sampled, that aren't the engine's."""
-        problem = f"the token ids given here aren't those that the engine {('ran', 'sampled')[which]}"
         source = replace(self.source, field=self.arguments[which])
-        return source.error(Symptom.TOKENS, problem, expected, got)
+        return source.error(
+            Symptom.TOKENS,
+            f"the token ids given here aren't those that the engine {('ran', 'sampled')[which]}",
+            expected,
+            got,
+        )
 
 
-def opened(found: Any, engine: str, expected: str, *, not_found: str = "") -> Any:
+def opened(answer: Any, engine: str, expected: str, *, not_found: str = "") -> Any:
     """Return an answer as a Mapping if possible: parsed text, or the dict of an OpenAI client's object.
 
     `expected` are the accepted forms, `not_found` is the usual cause of a 404, both for messages. Raises
     InvalidRoutes for text that isn't JSON, and for the server's refusal, which it quotes.
     """
-    if isinstance(found, (str, bytes, bytearray)) and not is_envelope(found):
+    if isinstance(answer, (str, bytes, bytearray)) and not is_envelope(answer):
         try:
-            found = json.loads(found)
+            answer = json.loads(answer)
         except (ValueError, RecursionError) as error:
-            shown = found[:40] if isinstance(found, str) else bytes(found[:40])
+            shown = answer[:40] if isinstance(answer, str) else bytes(answer[:40])
             began = shown.lstrip()[:1] in ("{", "[", b"{", b"[")
-            cause = "a stream, whose pieces begin with «data:», or an error page of something between"
-            cause = "an answer that was cut off on its way, or several in one text" if began else cause
-            problem = "the answer isn't JSON"
-            got = f"{shown!r} ({type(error).__name__})"
-            expected = f"{expected}, whole"
-            raise InvalidRoutes(problem, where=engine, expected=expected, got=got, cause=cause) from error
-    elif hasattr(found, "choices") and callable(getattr(found, "model_dump", None)):
-        found = found.model_dump()
-    if is_envelope(found):  # a gateway passed it on alone
-        return {"choices": [{"routed_experts": found}]}
-    if not isinstance(found, Mapping):
-        return found
+            raise InvalidRoutes(
+                "the answer isn't JSON",
+                where=engine,
+                expected=f"{expected}, whole",
+                got=f"{shown!r} ({type(error).__name__})",
+                cause="an answer that was cut off on its way, or several in one text"
+                if began
+                else "a stream, whose pieces begin with «data:», or an error page of something between",
+            ) from error
+    elif hasattr(answer, "choices") and callable(getattr(answer, "model_dump", None)):
+        answer = answer.model_dump()
+    if is_envelope(answer):  # a gateway passed it on alone
+        return {"choices": [{"routed_experts": answer}]}
+    if not isinstance(answer, Mapping):
+        return answer
     answered = any(
-        isinstance(one := found.get(name), (list, Mapping)) and one for name in ("choices", "meta_info")
+        isinstance(part := answer.get(name), (list, Mapping)) and part for name in ("choices", "meta_info")
     )
-    refusal = next((said for name in ("error", "detail", "message") if (said := found.get(name))), None)
+    refusal = next((words for name in ("error", "detail", "message") if (words := answer.get(name))), None)
     if refusal is not None and not answered:
-        said = _words(refusal)
-        problem = "the server refused the request"
-        got = f"«{quoted(said, _SAID)}»"
-        cause = (
-            said == "Not Found" and not_found
-        ) or "the answer's HTTP status says so too, and wasn't looked at"
-        raise InvalidRoutes(problem, where=engine, expected=expected, got=got, cause=cause)
-    return found
+        words = _words(refusal)
+        raise InvalidRoutes(
+            "the server refused the request",
+            where=engine,
+            expected=expected,
+            got=f"«{quoted(words, _SAID)}»",
+            cause=(words == "Not Found" and not_found)
+            or "the answer's HTTP status says so too, and wasn't looked at",
+        )
+    return answer
 
 
-def _words(said: Any, depth: int = 2) -> str:
+def _words(refusal: Any, depth: int = 2) -> str:
     """Return the words of a refusal: text, or an object with a message, or a list of these."""
-    if isinstance(said, Mapping) and isinstance(message := said.get("message", said.get("msg")), str):
-        where = said.get("loc")
-        place = ".".join(quoted(one) for one in where[:8]) if isinstance(where, (list, tuple)) else ""
+    if isinstance(refusal, Mapping) and isinstance(
+        message := refusal.get("message", refusal.get("msg")), str
+    ):
+        where = refusal.get("loc")
+        place = ".".join(quoted(part) for part in where[:8]) if isinstance(where, (list, tuple)) else ""
         return f"{place}: {message[:_SAID]}" if place else message[:_SAID]
-    if isinstance(said, list) and depth:
-        return "; ".join(_words(one, depth - 1) for one in said[:8])
-    return quoted(said, _SAID)
+    if isinstance(refusal, list) and depth:
+        return "; ".join(_words(part, depth - 1) for part in refusal[:8])
+    return quoted(refusal, _SAID)

@@ -73,9 +73,9 @@ class Rows:
 
     def first(self, tokens: int) -> Rows:
         """Return a copy of the first rows. The last is sampled from anew, as what followed it is gone."""
-        found = Rows(*(array[:tokens].copy() for array in vars(self).values()))
-        found.sampled_from[-1:] = False
-        return found
+        cut = Rows(*(array[:tokens].copy() for array in vars(self).values()))
+        cut.sampled_from[-1:] = False
+        return cut
 
     def make_room(self, tokens: int) -> None:
         """Add unknown rows until there are as many as tokens; nothing is done where there are more."""
@@ -249,10 +249,13 @@ class Rollout:
         """
         one_of(keep, get_args(Keep), "way to keep rows", "Rollout")
         models = [sample.model for sample in samples]
-        alike = bool(models) and all(one == models[0] for one in models)
-        expected = "one Rollout at least, all of one model"
-        problem = "these samples can't be merged"
-        ReplayError.unless(alike, problem, expected, models, where="Rollout")
+        if not models or any(model != models[0] for model in models):
+            raise ReplayError(
+                "these samples can't be merged",
+                where="Rollout",
+                expected="one Rollout at least, all of one model",
+                got=models,
+            )
         merged = cls(samples[0].model, samples[0].missing, samples[0].name, samples[0].sample_key)
         for sample in samples:
             merged._check_goes_on(sample._tokens)
@@ -291,12 +294,14 @@ class Rollout:
         at = int(differ[0]) if len(differ) else length
         near = slice(max(0, at - 2), at + 3)
         ours, theirs = (f"... {ids[near].tolist()} ({len(ids)} tokens)" for ids in (self._tokens, whole))
-        problem = f"turn {self.turns + 1} doesn't go on from the tokens so far: they part at token {at}"
-        cause = (
-            "text that was decoded and tokenised again (pass token ids on), a chat template that rewrites "
-            "earlier turns (it drops their reasoning, say), or a turn of another sample"
+        raise ReplayError(
+            f"turn {self.turns + 1} doesn't go on from the tokens so far: they part at token {at}",
+            where=self._where,
+            expected=ours,
+            got=theirs,
+            cause="text that was decoded and tokenised again (pass token ids on), a chat template that "
+            "rewrites earlier turns (it drops their reasoning, say), or a turn of another sample",
         )
-        raise ReplayError(problem, where=self._where, expected=ours, got=theirs, cause=cause)
 
     def _rows_of(self, turn: Turn, whole: Array) -> Rows:
         """Return the rows of a turn, one per token, if they are this sample's."""
@@ -306,16 +311,25 @@ class Rollout:
         check = MicroBatchError.unless
         where = f"{self._where}, turn {self.turns + 1}"
         if routes is None:
-            cause = 'an engine that captures no routes; missing="native" leaves such rows to the router'
-            expected = "routes of each turn that wasn't aborted"
-            problem = "this turn has no routes"
-            fine = turn.aborted or self.missing == "native"
-            ReplayError.unless(fine, problem, expected, None, cause, where)
+            if not turn.aborted and self.missing != "native":
+                raise ReplayError(
+                    "this turn has no routes",
+                    where=where,
+                    expected="routes of each turn that wasn't aborted",
+                    got=None,
+                    cause='an engine that captures no routes; missing="native" leaves such rows to the '
+                    "router",
+                )
             return rows
         wanted = (self.model.layers, self.model.topk, self.model.num_experts)
-        found = (routes.layers, routes.topk, routes.num_experts)
-        expected = f"(layers, top-k, experts) {wanted}"
-        check(found == wanted, "these are routes of another model", expected, found, where=where)
+        sizes = (routes.layers, routes.topk, routes.num_experts)
+        check(
+            sizes == wanted,
+            "these are routes of another model",
+            f"(layers, top-k, experts) {wanted}",
+            sizes,
+            where=where,
+        )
         mark = fingerprint(whole)
         if routes.fingerprint != mark:  # an engine's routes have no key
             mark = with_key(mark, self.sample_key)
@@ -327,10 +341,14 @@ class Rollout:
         rows.recorded[: len(routes)] = routes.recorded.numpy()
         versions = np.full(tokens, routes.weight_version, object)
         if turn.weight_versions is not None:
-            given = list(turn.weight_versions)
-            expected = f"{tokens}, one a token of prompt and sampled tokens"
-            problem = "another number of weight versions than tokens"
-            check(len(given) == tokens, problem, expected, len(given), where=where)
-            versions[:] = given
+            weight_versions = list(turn.weight_versions)
+            check(
+                len(weight_versions) == tokens,
+                "another number of weight versions than tokens",
+                f"{tokens}, one a token of prompt and sampled tokens",
+                len(weight_versions),
+                where=where,
+            )
+            versions[:] = weight_versions
         rows.versions[rows.recorded] = versions[rows.recorded]
         return rows

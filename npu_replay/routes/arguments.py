@@ -39,12 +39,15 @@ class StageLabels(tuple[int, ...]):
         if not self.whole or layers in (self, self.here):
             return self
         count = len(self.whole)
-        problem = "the routes have other MoE layers than the pattern of the model"
         if len(layers) != count:
-            expected = f"{count} MoE layers, one for each E, labelled {self.whole} here, or this rank's part"
-            cause = "another model's Hugging Face config, columns of dense layers, or another rank's part"
-            got = f"{len(layers)} MoE layers, {layers}"
-            raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)
+            raise RouterError(
+                "the routes have other MoE layers than the pattern of the model",
+                where=where,
+                expected=f"{count} MoE layers, one for each E, labelled {self.whole} here, or this rank's "
+                "part",
+                got=f"{len(layers)} MoE layers, {layers}",
+                cause="another model's Hugging Face config, columns of dense layers, or another rank's part",
+            )
         return tuple(layers[self.whole.index(label)] for label in self)
 
 
@@ -69,13 +72,19 @@ def ids(ids: Any) -> torch.Tensor:
     elif isinstance(ids, torch.Tensor) and ids.dtype in INTEGERS and is_plain(ids):
         tensor = ids.detach().cpu()
     else:
-        expected = "torch.Tensor or numpy.ndarray of an integer dtype"
-        got = shown(ids) if hasattr(ids, "dtype") else f"{type(ids).__name__}: {shown(ids)}"
-        raise InvalidRoutes("ids must be an array of integers", expected=expected, got=got)
-    cause = "a flat payload that wasn't reshaped, or one layer without its axis"
+        raise InvalidRoutes(
+            "ids must be an array of integers",
+            expected="torch.Tensor or numpy.ndarray of an integer dtype",
+            got=shown(ids) if hasattr(ids, "dtype") else f"{type(ids).__name__}: {shown(ids)}",
+        )
     shape = list(tensor.shape)
-    fine = tensor.dim() == 3
-    InvalidRoutes.unless(fine, "ids has the wrong shape", "[tokens, layers, topk]", shape, cause)
+    if tensor.dim() != 3:
+        raise InvalidRoutes(
+            "ids has the wrong shape",
+            expected="[tokens, layers, topk]",
+            got=shape,
+            cause="a flat payload that wasn't reshaped, or one layer without its axis",
+        )
     return tensor
 
 
@@ -91,30 +100,42 @@ def labels(layers: Any, columns: int | None = None) -> tuple[int, ...]:
 
     With `columns` they must be one per column, ascending and below MAX_LAYERS.
     """
-    found: tuple[int, ...] = layers
+    numbers: tuple[int, ...] = layers
     if not isinstance(layers, StageLabels):
-        found = tuple(map(operator.index, layers))
+        numbers = tuple(map(operator.index, layers))
     if columns is not None:
-        short = str(found) if len(found) <= 8 else f"({found[0]}, {found[1]}, ..., {found[-1]})"
-        problem = "ids has more or fewer columns than layer labels"
-        expected = f"{len(found)}, for layers {short}"
-        cause = "an engine that reports every layer against labels of the MoE layers only, or the reverse"
-        InvalidRoutes.unless(len(found) == columns, problem, expected, columns, cause)
-        fine = list(found) == sorted({*found}) and (not found or 0 <= found[0] <= found[-1] < MAX_LAYERS)
-        problem = "layer labels must be ascending 0-based decoder layers, each once"
-        InvalidRoutes.unless(fine, problem, f"for example (0, 1, 2), below {MAX_LAYERS}", short)
-    return found
+        short = str(numbers) if len(numbers) <= 8 else f"({numbers[0]}, {numbers[1]}, ..., {numbers[-1]})"
+        if len(numbers) != columns:
+            raise InvalidRoutes(
+                "ids has more or fewer columns than layer labels",
+                expected=f"{len(numbers)}, for layers {short}",
+                got=columns,
+                cause="an engine that reports every layer against labels of the MoE layers only, or the "
+                "reverse",
+            )
+        if not (
+            list(numbers) == sorted({*numbers})
+            and (not numbers or 0 <= numbers[0] <= numbers[-1] < MAX_LAYERS)
+        ):
+            raise InvalidRoutes(
+                "layer labels must be ascending 0-based decoder layers, each once",
+                expected=f"for example (0, 1, 2), below {MAX_LAYERS}",
+                got=short,
+            )
+    return numbers
 
 
 def mask(recorded: IdArray | None, *, tokens: int) -> torch.Tensor:
     """Return a copy of a caller's mask of the rows with a route; all rows when there is none."""
     if recorded is None:
         return torch.ones(tokens, dtype=torch.bool)
-    expected = f"bool, shape ({tokens},)"
-    problem = "recorded must say of each token whether it has a route"
     rows = on_host(recorded)
-    fine = rows.dtype == torch.bool and rows.shape == (tokens,)
-    InvalidRoutes.unless(fine, problem, expected, f"{rows.dtype}, shape {tuple(rows.shape)}")
+    if not (rows.dtype == torch.bool and rows.shape == (tokens,)):
+        raise InvalidRoutes(
+            "recorded must say of each token whether it has a route",
+            expected=f"bool, shape ({tokens},)",
+            got=f"{rows.dtype}, shape {tuple(rows.shape)}",
+        )
     return rows.clone()
 
 
@@ -131,8 +152,8 @@ def fingerprint(mark: Any) -> int | None:
 
 def common(versions: Iterable[int | str | None]) -> int | str | None:
     """Return the weight version of all; None if they differ."""
-    found = {*versions}
-    return found.pop() if len(found) == 1 else None
+    distinct = {*versions}
+    return distinct.pop() if len(distinct) == 1 else None
 
 
 def known_of_all(parts: Collection[Any]) -> dict[str, Any]:

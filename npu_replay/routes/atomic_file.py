@@ -36,20 +36,20 @@ def reader(file: BinaryIO) -> tuple[Callable[[int, int], Array], int]:
     # No memory map: that follows later writes, so ids could change after their checksum was verified, and a
     # file that shrinks would kill the process with a signal.
     def read(first: int, end: int) -> Array:
-        found = np.empty(end - first, np.uint8)
+        buffer = np.empty(end - first, np.uint8)
         file.seek(first)
         there = 0
-        while there < len(found) and (more := file.readinto(found[there:].data)):  # type: ignore[attr-defined]
+        while there < len(buffer) and (more := file.readinto(buffer[there:].data)):  # type: ignore[attr-defined]
             there += more
-        if there < len(found):
-            raise ValueError(f"it ends {len(found) - there} bytes early: somebody writes to it")
-        return found
+        if there < len(buffer):
+            raise ValueError(f"it ends {len(buffer) - there} bytes early: somebody writes to it")
+        return buffer
 
     return read, os.fstat(file.fileno()).st_size
 
 
 def write_whole(path: Path, *parts: bytes | memoryview, overwrite: bool) -> None:
-    """Write a file so that nobody sees a part of it; of writers that don't overwrite only one succeeds.
+    """Write a file so that nobody sees a part of it. Of several writers that don't overwrite one succeeds.
 
     >>> write_whole(Path("a.json"), b"{}", overwrite=False)
     >>> Path("a.json").read_bytes()
@@ -73,7 +73,7 @@ def write_whole(path: Path, *parts: bytes | memoryview, overwrite: bool) -> None
 
 
 def check_place(path: Path, *, overwrite: bool) -> None:
-    """Refuse before minutes of work what `write_whole` would refuse after them."""
+    """Refuse a place before minutes of work if `write_whole` would refuse it afterwards."""
     with _scratch(path, overwrite=overwrite):
         pass
 
@@ -98,5 +98,8 @@ def _scratch(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, BinaryIO]]:
 
 
 def _is_there(path: Path) -> RouteFileError:
-    cause = "an earlier run; to replace it: --force on the command line, overwrite=True in Python"
-    return RouteFileError("the file is there already and is not overwritten", where=str(path), cause=cause)
+    return RouteFileError(
+        "the file is there already and is not overwritten",
+        where=str(path),
+        cause="an earlier run; to replace it: --force on the command line, overwrite=True in Python",
+    )

@@ -29,7 +29,7 @@ MAX_TOKENS = 1 << 31
 CONSTANT_ROWS = 64
 """The least number of equal rows that may make a constant layer a fault."""
 SURE_BITS = 96
-"""The least choice, in bits, that makes equal rows a fault: by chance they occur once in 2**96 times."""
+"""Equal rows are a fault if the probability of that by chance is below 2**-96."""
 COPIED_PART = 20
 COPIED_TOKENS = 4
 """Copies are a fault if they are more than one in COPIED_PART rows, of at least COPIED_TOKENS different
@@ -76,12 +76,12 @@ class Finding:
 
 @functools.lru_cache(maxsize=16)
 def choice(num_experts: int, topk: int) -> float:
-    """Return the choice that a token has in a layer, in bits: 40.4 for 8 of 128 experts."""
+    """Return the number of choices that a token has in a layer, in bits: 40.4 for 8 of 128 experts."""
     return math.log2(math.comb(num_experts, topk))
 
 
 def tells_apart(layers: int, num_experts: int, topk: int) -> bool:
-    """Return whether all layers leave so much choice that two tokens never choose alike by chance."""
+    """Return whether the layers leave so many choices that two tokens never choose alike by chance."""
     return layers * choice(num_experts, topk) >= SURE_BITS
 
 
@@ -101,23 +101,27 @@ def find_outside(
         return Finding(
             "the ids' dtype can't hold every expert", f"0 to {num_experts - 1}", f"{ids.dtype}, 0 to {most}"
         )
-    found = [np.empty((0, 3), np.int64)]
-    unsigned = ids.view(ids.dtype.str.replace("i", "u"))  # an id below 0 becomes a large one: one test
+    outside = [np.empty((0, 3), np.int64)]
+    unsigned = ids.view(
+        ids.dtype.str.replace("i", "u")
+    )  # a negative id becomes a large one, so one test finds both
     for first, block in _blocks(unsigned):
-        if block.max() >= num_experts:  # hardly ever, so the places are looked for only then
+        if block.max() >= num_experts:  # this is rare, so the places are searched only then
             wrong = block >= num_experts
             if recorded is not None:
                 wrong &= recorded[first : first + len(block), None, None]
-            found.append(np.argwhere(wrong) + np.array([first, 0, 0]))
-    places = np.concatenate(found)
+            outside.append(np.argwhere(wrong) + np.array([first, 0, 0]))
+    places = np.concatenate(outside)
     if not len(places):
         return None
     row, column, slot = places[0].tolist()
     count = len(np.unique(places[:, :2], axis=0))
-    problem = f"an id is out of range, the first in row {first_row + row} ({count} such token-layers)"
-    expected = f"ids from 0 to {num_experts - 1}"
-    got = int(ids[row, column, slot])
-    return Finding(problem, expected, got, column)
+    return Finding(
+        f"an id is out of range, the first in row {first_row + row} ({count} such token-layers)",
+        f"ids from 0 to {num_experts - 1}",
+        int(ids[row, column, slot]),
+        column,
+    )
 
 
 def find_twice(ids: Array, recorded: Array, first_row: int = 0) -> Finding | None:
@@ -126,10 +130,12 @@ def find_twice(ids: Array, recorded: Array, first_row: int = 0) -> Finding | Non
     if not len(places):
         return None
     row, column = places[0].tolist()
-    problem = f"{len(places)} token-layers name an expert twice, the first in row {first_row + row}"
-    expected = f"{ids.shape[2]} different experts a token"
-    got = ids[row, column].tolist()
-    return Finding(problem, expected, got, column)
+    return Finding(
+        f"{len(places)} token-layers name an expert twice, the first in row {first_row + row}",
+        f"{ids.shape[2]} different experts a token",
+        ids[row, column].tolist(),
+        column,
+    )
 
 
 def find_constant(
@@ -158,10 +164,12 @@ def find_constant(
             _warn_of_dead_routers(tuple(layers[column] for column in columns))
         return None
     column = int(wrong[0])
-    problem = f"all {len(at)} recorded rows are the same (in {len(wrong)} of the layers)"
-    expected = "routes that depend on the token"
-    got = f"{ids[at[0], column].tolist()} in every row"
-    return Finding(problem, expected, got, column)
+    return Finding(
+        f"all {len(at)} recorded rows are the same (in {len(wrong)} of the layers)",
+        "routes that depend on the token",
+        f"{ids[at[0], column].tolist()} in every row",
+        column,
+    )
 
 
 @functools.cache  # warns once per process
@@ -176,14 +184,14 @@ def _warn_of_dead_routers(layers: tuple[int, ...]) -> None:
 def named_twice(ids: Array, recorded: Array) -> Array:
     """Return the recorded token-layers that name an expert twice: [n, 2] int64, row and column, in order."""
     topk = ids.shape[2]
-    found = [np.empty((0, 2), np.int64)]
+    places = [np.empty((0, 2), np.int64)]
     for first, block in _blocks(ids) if topk > 1 else ():
         if topk > _MOST_SHIFTS or _may_name_twice(block):
             rows = np.flatnonzero(recorded[first : first + len(block)])
             ordered = np.sort(block[rows], axis=2)
             at = np.argwhere((ordered[..., 1:] == ordered[..., :-1]).any(axis=2))
-            found.append(np.stack([first + rows[at[:, 0]], at[:, 1]], axis=1))
-    return np.concatenate(found)
+            places.append(np.stack([first + rows[at[:, 0]], at[:, 1]], axis=1))
+    return np.concatenate(places)
 
 
 def constant_columns(ids: Array) -> Array:
@@ -192,8 +200,8 @@ def constant_columns(ids: Array) -> Array:
         return np.empty(0, np.int64)
     # The first and the last row rule out most columns before all rows are read.
     suspects = np.flatnonzero((ids[0] == ids[-1]).all(axis=1))
-    found: Array = suspects[(ids[:, suspects] == ids[0, suspects]).all(axis=(0, 2))]
-    return found
+    constant: Array = suspects[(ids[:, suspects] == ids[0, suspects]).all(axis=(0, 2))]
+    return constant
 
 
 def blank_rows(ids: Array, value: int = 0) -> Array:
@@ -211,13 +219,13 @@ def rows_without_route(ids: Array, num_experts: int) -> dict[str, Array]:
     padded, so that no expert is named twice. Rows that an engine may have chosen by chance aren't among them.
     """
     layers, topk = ids.shape[1:]
-    told = tells_apart(layers, num_experts, topk)
-    found = {"-1": blank_rows(ids, -1) if ids.dtype.kind == "i" else np.empty(0, np.int64)}
-    if told or topk > 1:
-        found["zeros"] = blank_rows(ids)
-    if told and topk > 1:
-        found["consecutive ids"] = _consecutive_rows(ids, num_experts)
-    return {what: rows for what, rows in found.items() if len(rows)}
+    sure = tells_apart(layers, num_experts, topk)
+    blank = {"-1": blank_rows(ids, -1) if ids.dtype.kind == "i" else np.empty(0, np.int64)}
+    if sure or topk > 1:
+        blank["zeros"] = blank_rows(ids)
+    if sure and topk > 1:
+        blank["consecutive ids"] = _consecutive_rows(ids, num_experts)
+    return {what: rows for what, rows in blank.items() if len(rows)}
 
 
 def _consecutive_rows(ids: Array, num_experts: int) -> Array:

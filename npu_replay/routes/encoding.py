@@ -68,11 +68,11 @@ class Header:
             "recorded": {"dtype": "BOOL", "shape": [tokens], "data_offsets": [ids, ids + tokens]},
         }
         lists = {name: [known[name] for known in samples.values()] for name in _SAMPLE}
-        said = {**model, "keys": [*samples], **lists}
+        described = {**model, "keys": [*samples], **lists}
         called = [known.get(_MICRO_BATCH) for known in samples.values()]
         if any(called):
-            said[_MICRO_BATCH] = called
-        about = {"format": WITH_MICRO_BATCH if any(called) else FORMAT, "routes": _json(said)}
+            described[_MICRO_BATCH] = called
+        about = {"format": WITH_MICRO_BATCH if any(called) else FORMAT, "routes": _json(described)}
         text = _json({"__metadata__": about, **tensors}).encode()
         text += b" " * (-len(text) % 8)
         self.text = len(text).to_bytes(8, "little") + text
@@ -81,33 +81,36 @@ class Header:
 
     @classmethod
     def read(cls, read: Read, size: int) -> Header:
-        """Read the header of `size` bytes; call it inside `reading`."""
+        """Read the header of `size` bytes; call it inside `read_errors_as`."""
         end = 8 + int.from_bytes(read(0, min(8, size)).tobytes(), "little")
         if end > min(size, 8 + _LONGEST_HEADER):
             raise ValueError("its header is cut short, or it isn't in the safetensors layout")
         text = read(0, end).tobytes()
         about = json.loads(text[8:]).get("__metadata__") or {}
-        found = about.get("format")
-        expected = f"metadata format {FORMAT!r}"
-        cause = "safetensors of something else (a checkpoint?), or of another version of npu_replay"
-        fine = found in (FORMAT, WITH_MICRO_BATCH)
-        RouteFileError.unless(fine, "this doesn't hold routes", expected, found, cause)
-        said = json.loads(about["routes"])
+        format_name = about.get("format")
+        if format_name not in (FORMAT, WITH_MICRO_BATCH):
+            raise RouteFileError(
+                "this doesn't hold routes",
+                expected=f"metadata format {FORMAT!r}",
+                got=format_name,
+                cause="safetensors of something else (a checkpoint?), or of another version of npu_replay",
+            )
+        model = json.loads(about["routes"])
         for name, types in _FIELDS.items():
-            if name not in said:
+            if name not in model:
                 raise ValueError(f"no {name}")
             # A list at a time, as that is fast. `type`, not isinstance: a bool is an int.
-            values = [said[name]] if name in ("topk", "num_experts") else said[name]
+            values = [model[name]] if name in ("topk", "num_experts") else model[name]
             listed = type(values) is list
             wrong = [value for value in values if type(value) not in types] if listed else [values]
             if wrong:
                 raise ValueError(f"{name} {shown(wrong[0])}")
-        rows = zip(*(said[name] for name in _SAMPLE), strict=True)
-        each = zip(said["keys"], rows, strict=True)
+        rows = zip(*(model[name] for name in _SAMPLE), strict=True)
+        each = zip(model["keys"], rows, strict=True)
         samples = {key: dict(zip(_SAMPLE, row, strict=True)) for key, row in each}
-        for known, called in zip(samples.values(), said.get(_MICRO_BATCH, ()), strict=False):
+        for known, called in zip(samples.values(), model.get(_MICRO_BATCH, ()), strict=False):
             known.update({_MICRO_BATCH: called} if called else {})
-        header = cls({name: said[name] for name in _MODEL}, samples)
+        header = cls({name: model[name] for name in _MODEL}, samples)
         # Encoded again: any difference, to the byte, is damage or another format.
         if header.text != text:
             raise ValueError("its header isn't the one that npu_replay writes for these routes")
@@ -117,16 +120,19 @@ class Header:
         return header
 
     def arguments(self, read: Read, key: str = "") -> dict[str, Any]:
-        """Return the values of one sample, checked by its digest; call it in `reading`.
+        """Return the values of one sample, checked by its digest; call it in `read_errors_as`.
 
         They are RoutedExperts' arguments, and `row_order` and `inputs` of a micro-batch.
         """
-        expected = (
-            f"the sample {key}" if key else "one sample without a key, as save() and to_bytes() write it"
-        )
-        got = f"{len(self.samples)} others"
-        cause = "a shard of a RouteStore, which is read by its folder"
-        RouteFileError.unless(key in self.samples, "this sample isn't here", expected, got, cause)
+        if key not in self.samples:
+            raise RouteFileError(
+                "this sample isn't here",
+                expected=f"the sample {key}"
+                if key
+                else "one sample without a key, as save() and to_bytes() write it",
+                got=f"{len(self.samples)} others",
+                cause="a shard of a RouteStore, which is read by its folder",
+            )
         known = self.samples[key]
         tokens = known["tokens"]
         first = self._first[key]
@@ -134,9 +140,11 @@ class Header:
         mask = self._recorded + first
         ids = read(start, start + tokens * self._row).view(self._dtype).reshape(tokens, *self._columns)
         recorded = read(mask, mask + tokens)
-        same = _digest(self.model, key, known, ids, recorded) == known["digest"]
-        cause = "a damaged disk or transfer, or somebody who edited or overwrote them"
-        RouteFileError.unless(same, "these routes were changed after they were written", cause=cause)
+        if _digest(self.model, key, known, ids, recorded) != known["digest"]:
+            raise RouteFileError(
+                "these routes were changed after they were written",
+                cause="a damaged disk or transfer, or somebody who edited or overwrote them",
+            )
         return {
             **{name: self.model[name] for name in ("layers", "num_experts")},
             **{name: known[name] for name in _CARRIED},
@@ -147,7 +155,7 @@ class Header:
 
 
 def decode(read: Read, size: int) -> dict[str, Any]:
-    """Return the values of a sample without a key, as `Header.arguments` does; call it inside `reading`."""
+    """Return the values of a sample without a key, as `Header.arguments` does, inside `read_errors_as`."""
     return Header.read(read, size).arguments(read)
 
 
@@ -155,21 +163,29 @@ def encode(samples: Mapping[str, Mapping[str, Any]]) -> list[bytes | memoryview]
     """Return the header, all samples' ids and all masks, uncopied; `samples` are RoutedExperts' arguments."""
     model = dict[str, Any]()
     described = dict[str, dict[str, Any]]()
-    for key, one in samples.items():
-        model = {"layers": [*one["layers"]], "topk": one["ids"].shape[2], "num_experts": one["num_experts"]}
-        known = {"tokens": len(one["ids"]), **{name: one[name] for name in _CARRIED}}
-        known |= _described_micro_batch(one["placement"].row_order, one["placement"].inputs)
-        described[key] = known | {"digest": _digest(model, key, known, one["ids"], one["recorded"])}
+    for key, sample in samples.items():
+        model = {
+            "layers": [*sample["layers"]],
+            "topk": sample["ids"].shape[2],
+            "num_experts": sample["num_experts"],
+        }
+        known = {"tokens": len(sample["ids"]), **{name: sample[name] for name in _CARRIED}}
+        known |= _described_micro_batch(sample["placement"].row_order, sample["placement"].inputs)
+        described[key] = known | {"digest": _digest(model, key, known, sample["ids"], sample["recorded"])}
     text = Header(model, described).text
-    fits = len(text) <= 8 + _LONGEST_HEADER
-    cause = "keys or weight versions that are long texts"
-    RouteFileError.unless(fits, "the header is too long", f"{_LONGEST_HEADER} bytes", len(text) - 8, cause)
-    arrays = (one[what] for what in ("ids", "recorded") for one in samples.values())
+    if len(text) > 8 + _LONGEST_HEADER:
+        raise RouteFileError(
+            "the header is too long",
+            expected=f"{_LONGEST_HEADER} bytes",
+            got=len(text) - 8,
+            cause="keys or weight versions that are long texts",
+        )
+    arrays = (sample[what] for what in ("ids", "recorded") for sample in samples.values())
     return [text, *(array.reshape(-1).view(np.uint8).data for array in arrays)]
 
 
 @contextmanager
-def reading(problem: str, cause: str, where: object = "") -> Iterator[None]:
+def read_errors_as(problem: str, cause: str, where: object = "") -> Iterator[None]:
     """Raise an error of the block, which reads data from outside, as a RouteFileError."""
     try:
         yield
@@ -180,8 +196,8 @@ def reading(problem: str, cause: str, where: object = "") -> Iterator[None]:
     except RecursionError as error:
         raise RouteFileError(f"{problem} (it is nested too deeply)", where=str(where), cause=cause) from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError, MemoryError) as error:
-        said = error if isinstance(error, (OSError, ValueError)) else repr(error)
-        raise RouteFileError(f"{problem} ({said})", where=str(where), cause=cause) from error
+        reason = error if isinstance(error, (OSError, ValueError)) else repr(error)
+        raise RouteFileError(f"{problem} ({reason})", where=str(where), cause=cause) from error
 
 
 def _digest(model: dict[str, Any], key: str, known: dict[str, Any], ids: Array, recorded: Array) -> str:
@@ -198,12 +214,12 @@ def _described_micro_batch(row_order: str | None, inputs: Inputs | None) -> dict
     return {_MICRO_BATCH: {"row_order": row_order, "inputs": None if inputs is None else inputs.described()}}
 
 
-def _read_micro_batch(said: Any) -> dict[str, Any]:
-    if said is None:
+def _read_micro_batch(value: Any) -> dict[str, Any]:
+    if value is None:
         return {"row_order": None, "inputs": None}
-    inputs = said["inputs"]
-    return {"row_order": said["row_order"], "inputs": None if inputs is None else Inputs.read(inputs)}
+    inputs = value["inputs"]
+    return {"row_order": value["row_order"], "inputs": None if inputs is None else Inputs.read(inputs)}
 
 
-def _json(said: Any) -> str:
-    return json.dumps(said, separators=(",", ":"))
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -32,10 +32,13 @@ def fingerprint(token_ids: torch.Tensor | np.ndarray | Sequence[int], *, sample_
     """
     ids = as_token_ids(token_ids)
     if ids is None:
-        problem = "these aren't the token ids of one sequence"
-        expected = "integers, [tokens]"
-        cause = "a batch (take its samples one by one), or logits, text or embeddings in its place"
-        raise ReplayError(problem, where="fingerprint", expected=expected, got=shown(token_ids), cause=cause)
+        raise ReplayError(
+            "these aren't the token ids of one sequence",
+            where="fingerprint",
+            expected="integers, [tokens]",
+            got=shown(token_ids),
+            cause="a batch (take its samples one by one), or logits, text or embeddings in its place",
+        )
     ids = np.ascontiguousarray(ids, dtype="<i8")
     mark = int.from_bytes(hashlib.blake2b(ids.data, digest_size=8).digest(), "little")
     return with_key(mark, sample_key)
@@ -47,21 +50,21 @@ def with_key(mark: int, sample_key: SampleKey) -> int:
         return mark
     if not isinstance(sample_key, str):
         sample_key = whole_number(sample_key, "sample_key that isn't text")
-    said = f"{mark >> 32:08x} {sample_key}".encode(errors="surrogatepass")
-    return mark >> 32 << 32 | int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little")
+    text = f"{mark >> 32:08x} {sample_key}".encode(errors="surrogatepass")
+    return mark >> 32 << 32 | int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
 
 
 def find_other_length(rows: int, tokens: int) -> Finding | None:
     """Find whether there is another number of rows than one a token, or one a token but the last."""
     if rows in (tokens, tokens - 1):
         return None
-    problem = "the routes have another number of tokens than the sequence"
-    expected = f"{tokens} (or {tokens - 1}: the last token has no route)"
-    cause = (
-        "a response that was cut after the rollout, a turn's new tokens alone, another sequence; or padding "
-        "that no attention_mask shows"
+    return Finding(
+        "the routes have another number of tokens than the sequence",
+        f"{tokens} (or {tokens - 1}: the last token has no route)",
+        rows,
+        cause="a response that was cut after the rollout, a turn's new tokens alone, another sequence; or "
+        "padding that no attention_mask shows",
     )
-    return Finding(problem, expected, rows, cause=cause)
 
 
 def find_other_tokens(rows: int, theirs: int | None, tokens: int, mark: int | None) -> Finding | None:
@@ -71,21 +74,23 @@ def find_other_tokens(rows: int, theirs: int | None, tokens: int, mark: int | No
         return wrong_length
     if mark is None or theirs is None or theirs == mark:
         return None
-    problem = "the routes belong to other tokens"
-    expected = f"fingerprint {mark:#018x}"
-    cause = "retokenised text, a shuffled batch, parts merged in another order, another sample or its key"
-    return Finding(problem, expected, f"{theirs:#018x}", cause=cause)
+    return Finding(
+        "the routes belong to other tokens",
+        f"fingerprint {mark:#018x}",
+        f"{theirs:#018x}",
+        cause="retokenised text, a shuffled batch, parts merged in another order, another sample or its key",
+    )
 
 
 def as_token_ids(value: Any) -> Array | None:
     """Return token ids as [tokens] int64; None if they aren't one row of integers that fit."""
     try:
-        found = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-        if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             return None
         # Copied, as the caller's own array may change later; a list was converted to a new one above.
-        ids = found.astype(np.int64, copy=not isinstance(value, (list, tuple)))
+        ids = array.astype(np.int64, copy=not isinstance(value, (list, tuple)))
     except (ValueError, TypeError, OverflowError, RuntimeError):
         return None  # ragged, of things that aren't numbers, or a tensor that numpy can't hold
-    wrapped = found.size and int(found.max()) != int(ids.max())
+    wrapped = array.size and int(array.max()) != int(ids.max())
     return None if wrapped else ids

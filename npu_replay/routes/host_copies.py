@@ -1,4 +1,4 @@
-"""Copy tensors to the host while the host goes on: a read waits for nothing once the copy has come."""
+"""Copy tensors to the host asynchronously: a read doesn't wait once the copy has arrived."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class HostCopy:
         self._tensors = list(tensors)
         self._events: list[torch.Event] = []
         self._on_way = True
-        away = {one.device for one in tensors if not one.is_cpu}
+        away = {tensor.device for tensor in tensors if not tensor.is_cpu}
         try:
-            self._tensors = [_sent(one) for one in tensors]
+            self._tensors = [_sent(tensor) for tensor in tensors]
             self._events = [torch.Event(device) for device in away]
             for event in self._events:
                 event.record()
@@ -29,7 +29,7 @@ class HostCopy:
             self._on_way = False
 
     def has_come(self) -> bool:
-        """Return whether a read waits for nothing."""
+        """Return whether a read returns without waiting."""
         return self._on_way and all(event.query() for event in self._events)
 
     def read(self) -> list[torch.Tensor]:
@@ -37,7 +37,7 @@ class HostCopy:
         for event in self._events:
             event.synchronize()
         self._events.clear()
-        return [one.cpu() for one in self._tensors]
+        return [tensor.cpu() for tensor in self._tensors]
 
 
 def _sent(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,11 +18,11 @@ class InputCheck:
     """Checks the calls of a replay against the inputs of their routes; `compared` counts micro-batches."""
 
     def __init__(self, routes: Sequence[RoutedExperts]) -> None:
-        self.known = [one.placement.inputs for one in routes]
-        self._orders = [one.placement.row_order for one in routes]
-        for number, one in enumerate(routes):
-            if self.known[number] is None and one.fingerprint is not None:
-                self.known[number] = Inputs(None, (len(one),), (one.fingerprint,))
+        self.known = [of_micro_batch.placement.inputs for of_micro_batch in routes]
+        self._orders = [of_micro_batch.placement.row_order for of_micro_batch in routes]
+        for number, of_micro_batch in enumerate(routes):
+            if self.known[number] is None and of_micro_batch.fingerprint is not None:
+                self.known[number] = Inputs(None, (len(of_micro_batch),), (of_micro_batch.fingerprint,))
         self.compared = 0
 
     def knows_tokens(self, number: int) -> bool:
@@ -30,27 +30,27 @@ class InputCheck:
         inputs = self.known[number]
         return inputs is not None and inputs.tells_tokens
 
-    def check(self, number: int, given: Called, row_order: str | None = None) -> None:
+    def check(self, number: int, call: Called, row_order: str | None = None) -> None:
         """Refuse a micro-batch that was called with other inputs than those of its routes.
 
         `row_order` is that of the model's routers, if it is known.
         """
         inputs = self.known[number]
-        called = given.on_host()
+        called = call.on_host()
         fed = None if inputs is None else inputs.fed
         shape = called.tokens.shape
         other = find_other_order(row_order, self._orders[number], fed, shape)
         other = other or find_other_padding(fed, called.real)
         if other is not None:
             raise other.error(MicroBatchError, micro_batch(number))
-        found = inputs.differing(called) if inputs else None
-        self.compared += found is not None
-        if found:
-            problem = "the model was called with other tokens than those that the routes belong to"
-            problem = problem.replace("tokens", " and ".join(found))
-            others = [n for n, one in enumerate(self.known) if one and one.differing(called) == []]
-            expected = "the tokens and images of the record, or of the fingerprints, in their places"
-            got = f"those of the routes of {micro_batch(others[0])}" if others else "others"
+        differing = inputs.differing(called) if inputs else None
+        self.compared += differing is not None
+        if differing:
+            others = [
+                n
+                for n, inputs_there in enumerate(self.known)
+                if inputs_there and inputs_there.differing(called) == []
+            ]
             causes = [
                 "micro-batches in another order than their routes (a shuffle, dynamic batches)",
                 RECUT,
@@ -62,9 +62,16 @@ class InputCheck:
                 causes.remove(EXTRA)
                 again = f"the tokens of {micro_batch(others[-1])} came a second time: {EXTRA}"
                 causes.insert(0, f"{again} (by a policy whose adapter is off, say)")
-            cause = likeliest(*causes)
-            cause += "\nrecord(inputs=False), or a layout without fingerprints, checks none"
-            raise MicroBatchError(problem, where=micro_batch(number), expected=expected, got=got, cause=cause)
+            raise MicroBatchError(
+                "the model was called with other tokens than those that the routes belong to".replace(
+                    "tokens", " and ".join(differing)
+                ),
+                where=micro_batch(number),
+                expected="the tokens and images of the record, or of the fingerprints, in their places",
+                got=f"those of the routes of {micro_batch(others[0])}" if others else "others",
+                cause=likeliest(*causes)
+                + "\nrecord(inputs=False), or a layout without fingerprints, checks none",
+            )
 
     def warn(self, chunks: Sequence[nn.Module], *, judged: bool) -> None:
         """Warn if no call was held against its routes' tokens, except in a later pipeline stage.
@@ -74,7 +81,7 @@ class InputCheck:
         known = any(self.knows_tokens(number) for number in range(len(self.known)))
         if self.compared or (not known and (judged or _warned)):
             return
-        if not all(getattr(one, "pre_process", True) for chunk in chunks for one in chunk.modules()):
+        if not all(getattr(module, "pre_process", True) for chunk in chunks for module in chunk.modules()):
             return
         if known:
             logger.warning(

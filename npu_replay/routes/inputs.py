@@ -52,7 +52,7 @@ class Called(NamedTuple):
         return self._replace(copy=self._host_copy())
 
     def has_come(self) -> bool:
-        """Return whether `on_host` waits for nothing."""
+        """Return whether `on_host` returns without waiting."""
         return self.copy is not None and self.copy.has_come()
 
     def on_host(self) -> Called:
@@ -104,7 +104,9 @@ class Inputs:
         """Return what bytes and files hold of this, as JSON: digests of the tokens, and where they lie."""
         others = None
         if self.others is not None:
-            others = {name: [[*shape], int(one)] for name, (shape, one) in sorted(self.others.items())}
+            others = {
+                name: [[*shape], int(digest_of)] for name, (shape, digest_of) in sorted(self.others.items())
+            }
         return {
             "lengths": [*self.lengths],
             "marks": [*self.marks],
@@ -115,17 +117,20 @@ class Inputs:
         }
 
     @classmethod
-    def read(cls, said: dict[str, Any]) -> Inputs:
+    def read(cls, values: dict[str, Any]) -> Inputs:
         """Return what `described` gave; anything else raises an error of Python's."""
-        lengths = tuple(map(operator.index, said["lengths"]))
-        marks = tuple(None if mark is None else operator.index(mark) for mark in said["marks"])
+        lengths = tuple(map(operator.index, values["lengths"]))
+        marks = tuple(None if mark is None else operator.index(mark) for mark in values["marks"])
         fed = None
         others: Others | None = None
-        if said["places"] is not None:
-            fed = _placed(said["places"], said["runs"])
-        if said["others"] is not None:
-            others = {name: (torch.Size(size), int(one)) for name, (size, one) in said["others"].items()}
-        shape = None if said["shape"] is None else tuple(map(operator.index, said["shape"]))
+        if values["places"] is not None:
+            fed = _placed(values["places"], values["runs"])
+        if values["others"] is not None:
+            others = {
+                name: (torch.Size(size), int(digest_of))
+                for name, (size, digest_of) in values["others"].items()
+            }
+        shape = None if values["shape"] is None else tuple(map(operator.index, values["shape"]))
         return cls(fed, lengths, marks, others, shape)
 
     def differing(self, called: Called) -> list[str] | None:
@@ -182,17 +187,17 @@ def find_other_order(
     """
     problem = "the routes were laid out in another order of rows than the model's"
     if model is not None and order is not None and model != order:
-        expected = f"TokenLayout with order={model!r}"
-        got = f"order={order!r}"
         cause = "order= left at Megatron's, sequence-major, for a model of transformers (batch-major)"
         if model == "sequence":
             cause = "order= left at transformers', batch-major, for a model of Megatron's (sequence-major)"
-        return Finding(problem, expected, got, cause=cause)
+        return Finding(problem, f"TokenLayout with order={model!r}", f"order={order!r}", cause=cause)
     if model == "sequence" and order is None and fed is not None and is_grid(shape):
-        expected = f"TokenLayout.padded, for a call with token ids {[*shape]}"
-        got = "rows of one stream"
-        cause = "TokenLayout.packed, or a probe that returns flat rows, for a batch that is padded"
-        return Finding(problem, expected, got, cause=cause)
+        return Finding(
+            problem,
+            f"TokenLayout.padded, for a call with token ids {[*shape]}",
+            "rows of one stream",
+            cause="TokenLayout.packed, or a probe that returns flat rows, for a batch that is padded",
+        )
     return None
 
 
@@ -213,10 +218,13 @@ def find_other_padding(fed: torch.Tensor | None, real: torch.Tensor | None) -> F
     if not bool(moved.any()):
         return None
     row = int(moved.nonzero()[0])
-    expected, got = (f"row {row} from place {int(one[row].nonzero()[0])} on" for one in (real, there))
-    problem = "the layout pads the batch on another side than its attention mask"
-    cause = "side= of TokenLayout.padded, or lengths in another order than the batch's"
-    return Finding(problem, expected, f"{got} in the layout", cause=cause)
+    expected, got = (f"row {row} from place {int(places[row].nonzero()[0])} on" for places in (real, there))
+    return Finding(
+        "the layout pads the batch on another side than its attention mask",
+        expected,
+        f"{got} in the layout",
+        cause="side= of TokenLayout.padded, or lengths in another order than the batch's",
+    )
 
 
 def is_grid(shape: Sequence[int] | None) -> TypeGuard[Sequence[int]]:
@@ -235,7 +243,7 @@ def parameter_names(module: nn.Module) -> list[str]:
 @functools.lru_cache(maxsize=64)
 def _positional(function: Callable[..., object]) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters.items()
-    return tuple(name for name, one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD)
+    return tuple(name for name, parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD)
 
 
 def named(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | None = None) -> dict[str, Any]:
@@ -254,7 +262,7 @@ def named(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | No
     if call and not any(isinstance(call.get(name), torch.Tensor) for name in _NAMES):
         name, batch = next(iter(call.items()))
         if is_dataclass(batch) and not isinstance(batch, (type, Mapping)):
-            batch = {one.name: getattr(batch, one.name) for one in fields(batch)}
+            batch = {field_.name: getattr(batch, field_.name) for field_ in fields(batch)}
         if isinstance(batch, Mapping):
             del call[name]
             call = {str(key): value for key, value in batch.items()} | call
@@ -270,19 +278,21 @@ def copied(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | N
     """
     call = named(args, kwargs, module)
     first = args[0] if args and isinstance(args[0], torch.Tensor) and args[0].dim() > 1 else None
-    found = next((call[name] for name in _NAMES if isinstance(call.get(name), torch.Tensor)), first)
-    if type(found) is not torch.Tensor or found.dtype not in (torch.int64, torch.int32):
+    ids = next((call[name] for name in _NAMES if isinstance(call.get(name), torch.Tensor)), first)
+    if type(ids) is not torch.Tensor or ids.dtype not in (torch.int64, torch.int32):
         return None
-    if found.is_nested or found.dim() == 0:
+    if ids.is_nested or ids.dim() == 0:
         return None
-    others: Others = {name: (one.shape, digest(one)) for name, one in other_inputs(call, found).items()}
+    others: Others = {
+        name: (tensor.shape, digest(tensor)) for name, tensor in other_inputs(call, ids).items()
+    }
     mask = call.get("attention_mask")
-    single = _is_one_sequence(call, found)
-    if isinstance(mask, torch.Tensor) and mask.shape == found.shape:
+    single = _is_one_sequence(call, ids)
+    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
         real = mask.detach() != 0
-        return Called(found.detach() * real, others, real, single & real.all())
+        return Called(ids.detach() * real, others, real, single & real.all())
     # Copied, as loaders and captured graphs write the next batch into the same memory.
-    return Called(found.detach().clone(), others, None, single if mask is None else False)
+    return Called(ids.detach().clone(), others, None, single if mask is None else False)
 
 
 def _is_one_sequence(call: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor | bool:
@@ -310,7 +320,7 @@ def other_inputs(call: Mapping[str, Any], ids: torch.Tensor) -> dict[str, torch.
     ['pixel_values']
     """
     batch = tuple(ids.shape[:2])
-    return {name: one for name, one in _tensors(call, "") if _identifies(name.lower(), one, batch)}
+    return {name: tensor for name, tensor in _tensors(call, "") if _identifies(name.lower(), tensor, batch)}
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
@@ -328,8 +338,10 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 def input_key(others: Mapping[str, torch.Tensor]) -> str | None:
     """Return a sample_key made of these inputs, or None without any. The host waits for the device."""
-    said = [f"{name} {list(one.shape)} {int(digest(one))}" for name, one in sorted(others.items())]
-    return ", ".join(said) or None
+    described = [
+        f"{name} {list(tensor.shape)} {int(digest(tensor))}" for name, tensor in sorted(others.items())
+    ]
+    return ", ".join(described) or None
 
 
 @functools.cache
@@ -344,12 +356,12 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        found = value.values() if value.is_nested and value.layout == torch.jagged else value
-        if is_plain(found) and type(found).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
-            yield name, torch.view_as_real(found) if found.is_complex() else found
+        tensor = value.values() if value.is_nested and value.layout == torch.jagged else value
+        if is_plain(tensor) and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+            yield name, torch.view_as_real(tensor) if tensor.is_complex() else tensor
     elif isinstance(value, (Mapping, list, tuple)):
-        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _tensors(one, f"{name}.{key}" if name else str(key))
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _tensors(item, f"{name}.{key}" if name else str(key))
 
 
 def _identifies(name: str, tensor: torch.Tensor, batch: tuple[int, ...]) -> bool:

@@ -85,7 +85,7 @@ def compare(
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _compare_log_probs(a, b, mask)
     ReplayError.unless(mask is None, "a mask goes with log-probs; routings say themselves which rows count")
-    ours, theirs = (one if isinstance(one, RoutedExperts) else _joined(one) for one in (a, b))
+    ours, theirs = (side if isinstance(side, RoutedExperts) else _joined(side) for side in (a, b))
     layers, both = check_comparable(ours, theirs)  # one common row at least, so nothing is divided by 0
     differ = differing_token_layers(ours, theirs)
     compared = both * len(layers)
@@ -132,24 +132,27 @@ def check_comparable(a: RoutedExperts, b: RoutedExperts) -> tuple[list[int], int
         InvalidRoutes.unless(ours == theirs, f"these routings differ in {what}", ours, theirs)
     layers = [layer for layer in a.layers if layer in b.layers]
     both = int((_known(a) & _known(b)).sum())
-    got = f"{len(layers)} common layers, {both} common rows"
-    expected = "a layer, and a row recorded in both"
-    fine = bool(layers) and both > 0
-    InvalidRoutes.unless(fine, "these routings have nothing in common to compare", expected, got)
+    if not layers or both == 0:
+        raise InvalidRoutes(
+            "these routings have nothing in common to compare",
+            expected="a layer, and a row recorded in both",
+            got=f"{len(layers)} common layers, {both} common rows",
+        )
     return layers, both
 
 
 def _compare_log_probs(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None) -> LogProbDifference:
-    given: list[Any] = [a, b] if mask is None else [a, b, mask]
-    shapes = sorted({tuple(tensor.shape) for tensor in given})
+    tensors: list[Any] = [a, b] if mask is None else [a, b, mask]
+    shapes = sorted({tuple(tensor.shape) for tensor in tensors})
     ReplayError.unless(len(shapes) == 1, "the log-probs have different shapes", tuple(a.shape), shapes)
     chosen = torch.ones_like(a, dtype=torch.bool) if mask is None else mask.bool()
     # In double: log-probs that differ by 1e-7 would lose that in the exponential of a float32.
     ours, theirs = (x.detach()[chosen].double().cpu() for x in (a, b))
     ReplayError.unless(ours.numel() > 0, "there is no token to compare", ">= 1", 0)
-    finite = bool(torch.isfinite(ours).all() & torch.isfinite(theirs).all())
-    cause = "a token with probability 0, or NaN"
-    ReplayError.unless(finite, "there are log-probs that aren't finite", cause=cause)
+    if not (torch.isfinite(ours).all() & torch.isfinite(theirs).all()):
+        raise ReplayError(
+            "there are log-probs that aren't finite", cause="a token with probability 0, or NaN"
+        )
     log_ratio = theirs - ours
     ratio = log_ratio.exp()
     return LogProbDifference(

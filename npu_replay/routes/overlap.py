@@ -118,14 +118,16 @@ def judge(rows: Judged, *, least: float | None = None, before: int = 0, moved: b
     floor = floor_of(chance, shares, shares.shape[1])
     low = np.flatnonzero(overlap < floor)
     if len(low) and least is None:
-        low = low[[overlap[one] < floor[one] - _error_of_few(rows.own, rows.hits[[one]]) for one in low]]
-    found = None
+        low = low[
+            [overlap[layer] < floor[layer] - _error_of_few(rows.own, rows.hits[[layer]]) for layer in low]
+        ]
+    misfit = None
     if len(low):
         worst = low[(overlap - floor)[low].argmin()]
         columns = tuple(low.tolist())
-        found = Misfit(float(overlap[worst]), float(floor[worst]), float(chance[worst]), layers=columns)
+        misfit = Misfit(float(overlap[worst]), float(floor[worst]), float(chance[worst]), layers=columns)
     each = shares[:, before:].mean(axis=0)
-    if found is None and len(each) >= RUN:  # the lowest of all runs of consecutive tokens
+    if misfit is None and len(each) >= RUN:  # the lowest of all runs of consecutive tokens
         sums = np.concatenate([[0.0], each.cumsum()])
         runs = (sums[RUN:] - sums[:-RUN]) / RUN
         at = int(runs.argmin())
@@ -137,10 +139,10 @@ def judge(rows: Judged, *, least: float | None = None, before: int = 0, moved: b
         if least is None and run.mean() < limit:
             limit -= _error_of_few(rows.own[there], rows.hits[:, there])
         if run.mean() < limit:
-            found = Misfit(float(run.mean()), limit, float(chance.mean()), first=before + at)
-    # Wrong rows fit better almost anywhere else: so a shift is named only if rows fit well there.
+            misfit = Misfit(float(run.mean()), limit, float(chance.mean()), first=before + at)
+    # Wrong rows match a little better at almost every offset, so report a shift only if the match is good.
     mean = float(chance.mean())
-    return find_shift(rows, before, (1 + mean) / 2 if found else mean, mean) or found
+    return find_shift(rows, before, (1 + mean) / 2 if misfit else mean, mean) or misfit
 
 
 def _error_of_few(own: Array, hits: Array) -> float:

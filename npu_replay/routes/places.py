@@ -20,8 +20,6 @@ IDS = ("input_ids", "tokens")
 _OTHER_INPUTS = ("pixel_values", "image", "video", "audio", "input_features", "inputs_embeds")
 """Prefixes of arguments that influence the routing and that no token id shows."""
 
-_refuse_unless = MicroBatchError.unless
-
 
 class Places(NamedTuple):
     """Describes the places of a call, [batch, sequence], batch-major."""
@@ -38,7 +36,9 @@ class Places(NamedTuple):
         fed = [call[name] for name in (*IDS, "inputs_embeds") if isinstance(call.get(name), torch.Tensor)]
         known = bool(fed) and not fed[0].is_nested and fed[0].dim() >= 2
         wanted = " or ".join(IDS)
-        _refuse_unless(known, "this call has no token ids", f"{wanted}, [batch, sequence]", sorted(call))
+        MicroBatchError.unless(
+            known, "this call has no token ids", f"{wanted}, [batch, sequence]", sorted(call)
+        )
         real = _real(call.get("attention_mask"), tuple(fed[0].shape[:2]))
         begins = real & ~_before(real)
         positions = call.get("position_ids")
@@ -50,24 +50,34 @@ class Places(NamedTuple):
             numbers = on_host(positions)
             numbers = numbers[0] if numbers.ndim == 3 else numbers
             alike = numbers.shape[-1:] == real.shape[-1:]
-            problem = "position_ids have another shape than the ids"
-            _refuse_unless(alike and len(numbers) in (1, len(real)), problem, [*real.shape], [*numbers.shape])
+            if not (alike and len(numbers) in (1, len(real))):
+                raise MicroBatchError(
+                    "position_ids have another shape than the ids",
+                    expected=[*real.shape],
+                    got=[*numbers.shape],
+                )
             numbers = np.broadcast_to(numbers, real.shape)
             starts = real & (numbers == 0)
             goes_on = ~real | starts | (numbers == _before(numbers) + 1)
-            fine = (~begins | starts) & goes_on
-            problem = "these position_ids are of a part of a sequence"
-            expected = "positions from 0 in each sequence"
-            got = numbers[real].tolist()[:20]
-            cause = "sequence or context parallelism, which gives each rank a part; or positions that count "
-            _refuse_unless(bool(fine.all()), problem, expected, got, f"{cause}padding")
+            if not ((~begins | starts) & goes_on).all():
+                raise MicroBatchError(
+                    "these position_ids are of a part of a sequence",
+                    expected="positions from 0 in each sequence",
+                    got=numbers[real].tolist()[:20],
+                    cause="sequence or context parallelism, which gives each rank a part; or positions that "
+                    "count padding",
+                )
             begins = starts
         elif bounds is not None:
             bounds = on_host(bounds)
-            problem = "the cumulative lengths exceed the call's tokens"
-            expected = f"at most {real.size}"
-            cause = "sequence or context parallelism: each rank has a part of the tokens, and all lengths"
-            _refuse_unless(bounds[-1] <= real.size, problem, expected, int(bounds[-1]), cause)
+            if bounds[-1] > real.size:
+                raise MicroBatchError(
+                    "the cumulative lengths exceed the call's tokens",
+                    expected=f"at most {real.size}",
+                    got=int(bounds[-1]),
+                    cause="sequence or context parallelism: each rank has a part of the tokens, and all "
+                    "lengths",
+                )
             # Behind the last sequence is the padded end of a packed stream.
             real = real & (np.arange(real.size) < bounds[-1]).reshape(real.shape)
             begins = real & ~_before(real)
@@ -93,28 +103,33 @@ def read_batch(
     Raises:
         MicroBatchError: the arguments don't say which places hold which sequence, or contradict each other.
     """
-    given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "cu_seqlens": bounds}
-    tensors = {name: _tensor(name, value) for name, value in given.items() if value is not None}
+    arguments = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "cu_seqlens": bounds}
+    tensors = {name: _tensor(name, value) for name, value in arguments.items() if value is not None}
     # All copies leave before one is waited for.
     call = dict(zip(tensors, HostCopy(list(tensors.values())).read(), strict=True))
-    for name, one in call.items():
-        if one.dim() == 1 and name != "cu_seqlens":
-            call[name] = one[None]
+    for name, tensor in call.items():
+        if tensor.dim() == 1 and name != "cu_seqlens":
+            call[name] = tensor[None]
     ids = call["input_ids"]
     bounds = call.get("cu_seqlens")
-    fine = ids.dim() == 2 and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    problem = "these aren't the token ids of a batch"
-    expected = "whole numbers, [batch, sequence] or [tokens]"
-    _refuse_unless(fine, problem, expected, shown(ids))
+    if not (ids.dim() == 2 and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)):
+        raise MicroBatchError(
+            "these aren't the token ids of a batch",
+            expected="whole numbers, [batch, sequence] or [tokens]",
+            got=shown(ids),
+        )
     if bounds is not None:
         _check_bounds(bounds, call)
     spans = Places.of(call).spans
     if bounds is not None:
-        told = [(first, end) for first, end in pairwise(bounds.tolist()) if first < end]
-        problem = "cu_seqlens and the other arguments tell different sequences"
-        expected = f"{told}"[:200]
-        cause = "cu_seqlens that count other tokens: they count the places of input_ids, row after row"
-        _refuse_unless(spans == told, problem, expected, f"{spans}"[:200], cause)
+        by_bounds = [(first, end) for first, end in pairwise(bounds.tolist()) if first < end]
+        if spans != by_bounds:
+            raise MicroBatchError(
+                "cu_seqlens and the other arguments tell different sequences",
+                expected=f"{by_bounds}"[:200],
+                got=f"{spans}"[:200],
+                cause="cu_seqlens that count other tokens: they count the places of input_ids, row after row",
+            )
     if mask is None:
         _check_end(ids, spans)
     places = torch.full((ids.numel(),), -1)
@@ -127,32 +142,39 @@ def read_batch(
 
 def _tensor(name: str, value: Any) -> torch.Tensor:
     try:
-        found = torch.as_tensor(value).detach()
-        if not is_plain(found):
+        tensor = torch.as_tensor(value).detach()
+        if not is_plain(tensor):
             raise TypeError("no plain tensor")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        problem = f"{name} can't be read"
-        expected = "a tensor or an array with a number for each token"
-        cause = "sequences of several lengths in one list, or a nested tensor: pad or pack them"
-        raise MicroBatchError(problem, expected=expected, got=shown(value), cause=cause) from error
-    return found
+        raise MicroBatchError(
+            f"{name} can't be read",
+            expected="a tensor or an array with a number for each token",
+            got=shown(value),
+            cause="sequences of several lengths in one list, or a nested tensor: pad or pack them",
+        ) from error
+    return tensor
 
 
 def _check_bounds(bounds: torch.Tensor, call: Mapping[str, torch.Tensor]) -> None:
     """Refuse cumulative lengths that don't cover the tokens of a call."""
     whole = bounds.dim() == 1 and len(bounds) > 1 and not bounds.is_floating_point()
-    fine = whole and int(bounds[0]) == 0 and bool((bounds.diff() >= 0).all())
-    problem = "cu_seqlens are no cumulative lengths"
-    expected = "ascending whole numbers from 0 on, [sequences + 1]"
-    _refuse_unless(fine, problem, expected, f"{bounds.tolist()}"[:200], "lengths in their place")
+    if not (whole and int(bounds[0]) == 0 and bool((bounds.diff() >= 0).all())):
+        raise MicroBatchError(
+            "cu_seqlens are no cumulative lengths",
+            expected="ascending whole numbers from 0 on, [sequences + 1]",
+            got=f"{bounds.tolist()}"[:200],
+            cause="lengths in their place",
+        )
     mask = call.get("attention_mask")
     tokens = call["input_ids"].numel() if mask is None else int((mask != 0).sum())
-    problem = "cu_seqlens don't add up to the tokens of the batch"
-    cause = (
-        "a stream whose end is padded, which an attention_mask shows; one whose sequences are padded each: "
-        "TokenLayout.packed(lengths, padded_lengths=...); cu_seqlens of another micro-batch"
-    )
-    _refuse_unless(int(bounds[-1]) == tokens, problem, f"{tokens} at the end", int(bounds[-1]), cause)
+    if int(bounds[-1]) != tokens:
+        raise MicroBatchError(
+            "cu_seqlens don't add up to the tokens of the batch",
+            expected=f"{tokens} at the end",
+            got=int(bounds[-1]),
+            cause="a stream whose end is padded, which an attention_mask shows; one whose sequences are "
+            "padded each: TokenLayout.packed(lengths, padded_lengths=...); cu_seqlens of another micro-batch",
+        )
 
 
 def _check_end(ids: torch.Tensor, spans: list[tuple[int, int]]) -> None:
@@ -161,11 +183,13 @@ def _check_end(ids: torch.Tensor, spans: list[tuple[int, int]]) -> None:
     for first, end in spans:
         row, begin = divmod(first, width)
         alike = begin > 0 and end % width == 0 and bool((ids[row, begin:] == ids[row, -1]).all())
-        problem = "the end of a packed row may be padding"
-        expected = "an attention_mask that tells"
-        got = f"row {row}: id {int(ids[row, -1])} from place {begin} to the end, {width - begin} times"
-        cause = "padding to a multiple: attention_mask= with 0 there, or with 1 where these are tokens"
-        _refuse_unless(not alike, problem, expected, got, cause)
+        if alike:
+            raise MicroBatchError(
+                "the end of a packed row may be padding",
+                expected="an attention_mask that tells",
+                got=f"row {row}: id {int(ids[row, -1])} from place {begin} to the end, {width - begin} times",
+                cause="padding to a multiple: attention_mask= with 0 there, or with 1 where these are tokens",
+            )
 
 
 def on_host(tensor: Any) -> Array:
@@ -186,16 +210,21 @@ def _real(mask: Any, shape: tuple[int, ...]) -> Array:
         return np.ones(shape, dtype=bool)
     alike = isinstance(mask, torch.Tensor) and mask.shape == shape
     flags = on_host(mask) if alike else np.full(1, -1)
-    problem = "this attention_mask doesn't tell which places are padding"
-    expected = f"0 and 1, {list(shape)}"
-    got = "other numbers" if alike else list(getattr(mask, "shape", [])) or type(mask).__name__
-    cause = "a mask of four dimensions, of sequence numbers (packing), or a dict of several"
-    _refuse_unless(bool(((flags == 0) | (flags == 1)).all()), problem, expected, got, cause)
+    if not ((flags == 0) | (flags == 1)).all():
+        raise MicroBatchError(
+            "this attention_mask doesn't tell which places are padding",
+            expected=f"0 and 1, {list(shape)}",
+            got="other numbers" if alike else list(getattr(mask, "shape", [])) or type(mask).__name__,
+            cause="a mask of four dimensions, of sequence numbers (packing), or a dict of several",
+        )
     real: Array = flags != 0
     runs = (real & ~_before(real)).sum(axis=1)
-    got = f"{int(runs.max(initial=0))} in row {int(runs.argmax()) if len(runs) else 0}"
-    cause = "tokens that are masked out between others (tool answers, say): mask them in the loss instead"
-    problem = "this attention_mask has holes"
-    expected = "one run of ones in each row"
-    _refuse_unless(bool((runs <= 1).all()), problem, expected, got, cause)
+    if not (runs <= 1).all():
+        raise MicroBatchError(
+            "this attention_mask has holes",
+            expected="one run of ones in each row",
+            got=f"{int(runs.max(initial=0))} in row {int(runs.argmax()) if len(runs) else 0}",
+            cause="tokens that are masked out between others (tool answers, say): mask them in the loss "
+            "instead",
+        )
     return real

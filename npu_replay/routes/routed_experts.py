@@ -24,7 +24,7 @@ from npu_replay.routes import arguments, checks
 from npu_replay.routes.arguments import IdArray, StageLabels
 from npu_replay.routes.atomic_file import plain_file, reader, write_whole
 from npu_replay.routes.checks import Array, Finding
-from npu_replay.routes.encoding import decode, encode, reading
+from npu_replay.routes.encoding import decode, encode, read_errors_as
 from npu_replay.routes.fingerprint import SampleKey, with_key
 from npu_replay.routes.inputs import Inputs
 
@@ -145,10 +145,10 @@ class RoutedExperts:
         _refuse(checks.find_twice(narrow.numpy(), rows.numpy()), labels, checks.TWICE_CAUSE)
         narrow = narrow.contiguous()
         # A conversion above has made a copy already, unless the memory is still the caller's.
-        given = ids.ctypes.data if isinstance(ids, np.ndarray) else ids.data_ptr()
+        address = ids.ctypes.data if isinstance(ids, np.ndarray) else ids.data_ptr()
         self._set(
             made_at=time.time(),
-            ids=narrow.clone() if copy and narrow.data_ptr() == given else narrow,
+            ids=narrow.clone() if copy and narrow.data_ptr() == address else narrow,
             layers=labels,
             num_experts=num_experts,
             recorded=rows,
@@ -218,7 +218,6 @@ class RoutedExperts:
         >>> routes.take([1, -1])
         RoutedExperts(2 tokens, 2 layers, top-2 of 4, 1 rows without a route)
         """
-        expected = f"integers below {len(self)}, [n], or a bool mask, [{len(self)}]"
         index = arguments.on_host(rows)
         if index.dtype == torch.bool and index.shape == (len(self),):
             index = index.nonzero()[:, 0]
@@ -226,11 +225,13 @@ class RoutedExperts:
             index = index.long()  # torch makes [] float32
         whole = index.dtype in arguments.INTEGERS
         largest = int(index.max()) if whole and index.numel() else -1
-        got = f"{index.dtype}, shape {tuple(index.shape)}" + (f", largest {largest}" if whole else "")
-        problem = "take() was asked for rows that aren't there"
-        cause = "the routes of another sequence, or a layout made for other lengths"
-        fine = whole and index.dim() == 1 and largest < len(self)
-        InvalidRoutes.unless(fine, problem, expected, got, cause)
+        if not (whole and index.dim() == 1 and largest < len(self)):
+            raise InvalidRoutes(
+                "take() was asked for rows that aren't there",
+                expected=f"integers below {len(self)}, [n], or a bool mask, [{len(self)}]",
+                got=f"{index.dtype}, shape {tuple(index.shape)}" + (f", largest {largest}" if whole else ""),
+                cause="the routes of another sequence, or a layout made for other lengths",
+            )
         ids = self.ids
         recorded = self.recorded
         # All rows are negative then, and np.take below needs a row to read.
@@ -239,13 +240,13 @@ class RoutedExperts:
         # np.take copies whole rows at once; with mode="clip" a negative row reads row 0 and is blanked below.
         at = index.long().numpy()
         taken = np.take(ids.numpy().reshape(len(ids), -1), at, axis=0, mode="clip")
-        found = torch.from_numpy(taken).view(len(index), *ids.shape[1:])
+        rows_taken = torch.from_numpy(taken).view(len(index), *ids.shape[1:])
         known = torch.from_numpy(np.take(recorded.numpy(), at, mode="clip"))
         missing = index < 0
         if bool(missing.any()):
-            found[missing] = 0
+            rows_taken[missing] = 0
             known &= ~missing
-        return self.with_rows(found, known)
+        return self.with_rows(rows_taken, known)
 
     @classmethod
     def concat(cls, parts: Sequence[RoutedExperts], layers: Sequence[int] | None = None) -> RoutedExperts:
@@ -260,14 +261,18 @@ class RoutedExperts:
         """
         InvalidRoutes.unless(len(parts) > 0, "concat() needs at least one RoutedExperts", ">= 1", 0)
         first = parts[0]
-        cause = "routes of different models, or of engines that report other columns"
         alike = ("num_experts", "topk") if layers is not None else ("layers", "num_experts", "topk")
         for number, part in enumerate(parts):
             for what in alike:
                 ours = getattr(first, what)
                 theirs = getattr(part, what)
-                problem = f"part {number} of concat() has other {what}"
-                InvalidRoutes.unless(ours == theirs, problem, ours, theirs, cause)
+                if ours != theirs:
+                    raise InvalidRoutes(
+                        f"part {number} of concat() has other {what}",
+                        expected=ours,
+                        got=theirs,
+                        cause="routes of different models, or of engines that report other columns",
+                    )
         labels = first.layers if layers is None else arguments.labels(layers)
         # Once for each set of layers, as most parts share one.
         columns = {of: part.columns(labels) for of, part in {part.layers: part for part in parts}.items()}
@@ -310,9 +315,12 @@ class RoutedExperts:
             return slice(None)
         columns = [self.layers.index(layer) for layer in labels if layer in self.layers]
         if len(columns) != len(labels) or columns != sorted(set(columns)):
-            problem = "asked for layers that aren't here, or not in ascending order"
-            cause = "routes of another pipeline stage, or 1-based numbers (Megatron's layer_number)"
-            raise InvalidRoutes(problem, expected=f"some of {self.layers}", got=labels, cause=cause)
+            raise InvalidRoutes(
+                "asked for layers that aren't here, or not in ascending order",
+                expected=f"some of {self.layers}",
+                got=labels,
+                cause="routes of another pipeline stage, or 1-based numbers (Megatron's layer_number)",
+            )
         if columns and columns[-1] - columns[0] == len(columns) - 1:
             return slice(columns[0], columns[-1] + 1)
         return columns
@@ -325,8 +333,10 @@ class RoutedExperts:
 
     def of_sample(self, sample_key: SampleKey) -> RoutedExperts:
         """Return these routes with this key in their fingerprint: see `npu_replay.fingerprint`."""
-        problem = "a sample_key needs routes with a fingerprint"
-        InvalidRoutes.unless(self.fingerprint is not None, problem, "fingerprint=", self)
+        if self.fingerprint is None:
+            raise InvalidRoutes(
+                "a sample_key needs routes with a fingerprint", expected="fingerprint=", got=self
+            )
         return self.sequence(0, len(self), with_key(self.fingerprint or 0, sample_key))
 
     def check_not_constant(self, tokens: Array | None = None) -> RoutedExperts:
@@ -341,8 +351,8 @@ class RoutedExperts:
         if not self.constant_layers_ok:
             ids = self.ids.numpy()
             rows = self.recorded.numpy()
-            found = checks.find_constant(ids, rows, self.num_experts, tokens, self.layers)
-            _refuse(found, self.layers, checks.CONSTANT_CAUSE)
+            finding = checks.find_constant(ids, rows, self.num_experts, tokens, self.layers)
+            _refuse(finding, self.layers, checks.CONSTANT_CAUSE)
         return self
 
     def to_bytes(self) -> bytes:
@@ -364,10 +374,10 @@ class RoutedExperts:
         return _unpickled, (self.encodable(),)
 
     @classmethod
-    def of_decoded(cls, found: dict[str, Any]) -> RoutedExperts:
+    def of_decoded(cls, values: dict[str, Any]) -> RoutedExperts:
         """Build routes from the values that `encoding` read, and check them."""
-        placement = Placement(row_order=found.pop("row_order"), inputs=found.pop("inputs"))
-        return cls(**found, copy=False).with_known(placement=placement)
+        placement = Placement(row_order=values.pop("row_order"), inputs=values.pop("inputs"))
+        return cls(**values, copy=False).with_known(placement=placement)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RoutedExperts:
@@ -380,10 +390,10 @@ class RoutedExperts:
             InvalidRoutes: the routes in it are wrong.
         """
         cause = "they were cut short or changed, or are something else"
-        with reading("these bytes can't be read as routes", cause):
+        with read_errors_as("these bytes can't be read as routes", cause):
             whole = np.frombuffer(data, np.uint8)
-            found = decode(lambda first, end: whole[first:end], len(whole))
-            return cls.of_decoded(found).check_not_constant()
+            values = decode(lambda first, end: whole[first:end], len(whole))
+            return cls.of_decoded(values).check_not_constant()
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
         """Write a safetensors file, whole or not at all.
@@ -410,7 +420,7 @@ class RoutedExperts:
         place = Path(path)
         cause = "it was cut short, damaged, or isn't a safetensors file"
         # The file is opened once: an overwrite meanwhile puts another file in its place, which isn't read.
-        with reading("this file can't be read as routes", cause, place), plain_file(place) as file:
+        with read_errors_as("this file can't be read as routes", cause, place), plain_file(place) as file:
             return cls.of_decoded(decode(*reader(file))).check_not_constant()
 
 
@@ -418,10 +428,15 @@ _OF_MICRO_BATCH = ("placement", "shown")
 
 
 def _unpickled(values: dict[str, Any]) -> RoutedExperts:
-    lacking = {one.name for one in fields(RoutedExperts)} - values.keys() - {*_OF_MICRO_BATCH, "made_at"}
-    problem = "this pickle is of another version of npu_replay"
-    got = f"routes without {sorted(lacking)}"
-    RouteFileError.unless(not lacking, problem, "one version on all nodes", got)
+    lacking = (
+        {field_.name for field_ in fields(RoutedExperts)} - values.keys() - {*_OF_MICRO_BATCH, "made_at"}
+    )
+    if lacking:
+        raise RouteFileError(
+            "this pickle is of another version of npu_replay",
+            expected="one version on all nodes",
+            got=f"routes without {sorted(lacking)}",
+        )
     arrays = {name: arguments.shared_tensor(values[name]) for name in ("ids", "recorded")}
     return RoutedExperts.of_checked(**values | arrays)
 
@@ -431,6 +446,6 @@ def without_layers() -> RoutedExperts:
     return RoutedExperts(ids=torch.empty(0, 0, 1, dtype=torch.uint8), layers=(), num_experts=1)
 
 
-def _refuse(found: Finding | None, layers: tuple[int, ...], cause: str) -> None:
-    if found is not None:
-        raise found.error(InvalidRoutes, found.layer(layers), cause)
+def _refuse(finding: Finding | None, layers: tuple[int, ...], cause: str) -> None:
+    if finding is not None:
+        raise finding.error(InvalidRoutes, finding.layer(layers), cause)

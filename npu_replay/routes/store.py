@@ -20,7 +20,7 @@ import torch
 from npu_replay.errors import InvalidRoutes, RouteFileError, shown, whole_number
 from npu_replay.routes.atomic_file import plain_file, reader, write_whole
 from npu_replay.routes.checks import Array
-from npu_replay.routes.encoding import Header, Read, encode, reading
+from npu_replay.routes.encoding import Header, Read, encode, read_errors_as
 from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 
@@ -60,17 +60,21 @@ class RouteStore(Mapping[str, RoutedExperts]):
         self.folder = Path(folder)
         self._headers: dict[Path, tuple[tuple[int, ...], Header]] = {}
         shards = sorted(self.folder.glob(f"{'*' if shard is None else glob.escape(shard)}{_ENDING}"))
-        problem = "there are no routes in this folder"
-        expected = f"NAME{_ENDING}"
-        cause = "another folder, or a job that ended before its first shard was full: close the writer"
-        RouteFileError.unless(bool(shards), problem, expected, "none", cause, str(self.folder))
+        if not shards:
+            raise RouteFileError(
+                "there are no routes in this folder",
+                where=str(self.folder),
+                expected=f"NAME{_ENDING}",
+                got="none",
+                cause="another folder, or a job that ended before its first shard was full: close the writer",
+            )
         self._samples: dict[str, tuple[Path, dict[str, Any]]] = {}
         self._several: dict[str, Path] = {}
         """Maps a key that two shards have with different routes to the second shard."""
         self._of_tokens: dict[int, list[str]] = {}
         """Lists the keys that are fingerprints by their upper half, which identifies the tokens."""
         for path in shards:
-            with reading("the shard can't be read", _DAMAGED, path), plain_file(path) as file:
+            with read_errors_as("the shard can't be read", _DAMAGED, path), plain_file(path) as file:
                 samples = self._open(path, file)[0].samples
             for key, known in samples.items():
                 _, first = self._samples.setdefault(key, (path, known))
@@ -123,34 +127,45 @@ class RouteStore(Mapping[str, RoutedExperts]):
         same = self._of_tokens.get(mark >> 32, [])
         if sample_key is None and len(same) > 1:
             raise self._ambiguous(key, f"{len(same)} samples, {', '.join(same[:4])}")
-        got = f"{len(self)} samples, of which {len(same)} have these tokens and another sample_key"
-        cause = "another batch or sample_key than was recorded, or text that was tokenised again"
-        problem = "no routes of these tokens"
-        expected = f"{key} ({len(tokens)} tokens)"
-        RouteFileError.unless(key in self, problem, expected, got, cause, str(self.folder))
-        found = self._read(key, as_token_ids(tokens))
-        if (other := find_other_tokens(len(found), found.fingerprint, len(tokens), mark)) is not None:
-            cause = "a key of the caller's own that looks like a fingerprint"
-            raise other.error(RouteFileError, f"{self._samples[key][0]}, {key}", cause)
-        return found
+        if key not in self:
+            raise RouteFileError(
+                "no routes of these tokens",
+                where=str(self.folder),
+                expected=f"{key} ({len(tokens)} tokens)",
+                got=f"{len(self)} samples, of which {len(same)} have these tokens and another sample_key",
+                cause="another batch or sample_key than was recorded, or text that was tokenised again",
+            )
+        routes = self._read(key, as_token_ids(tokens))
+        if (other := find_other_tokens(len(routes), routes.fingerprint, len(tokens), mark)) is not None:
+            raise other.error(
+                RouteFileError,
+                f"{self._samples[key][0]}, {key}",
+                "a key of the caller's own that looks like a fingerprint",
+            )
+        return routes
 
     def _read(self, key: str, tokens: Array | None = None) -> RoutedExperts:
         shard, known = self._samples[key]
         if key in self._several:
             raise self._ambiguous(key, f"other routes in {shard.name} and {self._several[key].name}")
-        with reading("the shard can't be read", _DAMAGED, f"{shard}, {key}"), plain_file(shard) as file:
+        with (
+            read_errors_as("the shard can't be read", _DAMAGED, f"{shard}, {key}"),
+            plain_file(shard) as file,
+        ):
             header, read = self._open(shard, file)
-            found = header.arguments(read, key)
+            values = header.arguments(read, key)
             if header.samples[key] != known:  # the index was read from the shard before it
                 raise ValueError("the shard was replaced since the folder was opened")
-            return RoutedExperts.of_decoded(found).check_not_constant(tokens)
+            return RoutedExperts.of_decoded(values).check_not_constant(tokens)
 
     def _ambiguous(self, key: str, got: str) -> RouteFileError:
-        problem = "several samples have these tokens; which is meant?"
-        where = f"{self.folder}, {key}"
-        expected = "a sample_key, in add() and in of(); or one writer's, RouteStore(folder, shard=...)"
-        cause = "the same question about other images, or one answer that two ranks sampled"
-        return RouteFileError(problem, where=where, expected=expected, got=got, cause=cause)
+        return RouteFileError(
+            "several samples have these tokens; which is meant?",
+            where=f"{self.folder}, {key}",
+            expected="a sample_key, in add() and in of(); or one writer's, RouteStore(folder, shard=...)",
+            got=got,
+            cause="the same question about other images, or one answer that two ranks sampled",
+        )
 
     def _open(self, shard: Path, file: BinaryIO) -> tuple[Header, Read]:
         """Return the header of an open shard, and a function that reads its bytes."""
@@ -167,8 +182,10 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
     """Writes samples into a folder, a shard at a time. See `RouteStore.writer`."""
 
     def __init__(self, folder: Path, name: str, shard_bytes: int) -> None:
-        fine = name.isprintable() and bool(name) and Path(name).name == name
-        RouteFileError.unless(fine, "bad name of a writer", "a file name without folders", shown(name))
+        if not name or not name.isprintable() or Path(name).name != name:
+            raise RouteFileError(
+                "bad name of a writer", expected="a file name without folders", got=shown(name)
+            )
         self.folder = folder
         self.name = name
         self.shard_bytes = shard_bytes
@@ -182,9 +199,12 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
             taken = first.exists()
         except OSError as error:
             raise RouteFileError(f"nothing can be written there ({error})", where=str(folder)) from error
-        problem = "somebody has written here under this name"
-        cause = "an earlier job, or two ranks with one name: take another folder, or another name"
-        RouteFileError.unless(not taken, problem, cause=cause, where=str(first))
+        if taken:
+            raise RouteFileError(
+                "somebody has written here under this name",
+                where=str(first),
+                cause="an earlier job, or two ranks with one name: take another folder, or another name",
+            )
 
     def __repr__(self) -> str:
         return f"RouteWriter({str(self.folder)!r}, {self.name!r}, {len(self._keys)} samples)"
@@ -199,8 +219,11 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         """
         if key is None:
             if routes.fingerprint is None:
-                wanted = "add(routes, key), or a fingerprint when they were built"
-                raise self._error("these routes have neither a key nor a fingerprint", wanted, routes)
+                raise self._error(
+                    "these routes have neither a key nor a fingerprint",
+                    "add(routes, key), or a fingerprint when they were built",
+                    routes,
+                )
             routes = routes.of_sample(sample_key)
             key = key_of(routes.fingerprint or 0)
         try:
@@ -210,9 +233,13 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         if not fine:
             raise self._error("bad key", "text", shown(key))
         if key in self._keys:
-            own = "pass a key of your own, add(routes, key), or a sample_key"
-            cause = f"two samples of the same tokens: {own}; or one added twice"
-            raise self._error("the key is taken", "another key", key, cause)
+            raise self._error(
+                "the key is taken",
+                "another key",
+                key,
+                "two samples of the same tokens: pass a key of your own, add(routes, key), or a sample_key; "
+                "or one added twice",
+            )
         model = routes.layers, routes.topk, routes.num_experts
         # A shard holds one model's routes, in arrays of one width; its header is read as a whole.
         if model != self._model or len(self._waiting) >= SHARD_SAMPLES:
@@ -301,13 +328,14 @@ class RoutesByTokens:
         before, _ = self.get(mark)
         differ = before is not None and not torch.equal(before.ids, routes.ids)
         # An update takes a mark out of the waiting ones; until then a second sample is a mix-up.
-        if before is not None and differ and rollout and mark in self._waiting:
-            problem = "two samples have the same tokens and other routes, and nothing tells them apart"
-            expected = "sample_key=, in put() and in the model's call"
-            newer = before.weight_version != routes.weight_version
-            got = f"fingerprint {mark:#018x} twice before an update"
-            cause = "the same question about other images, or one answer that was sampled twice"
-            InvalidRoutes.unless(newer, problem, expected, got, cause)
+        mixed_up = differ and rollout and mark in self._waiting
+        if mixed_up and before is not None and before.weight_version == routes.weight_version:
+            raise InvalidRoutes(
+                "two samples have the same tokens and other routes, and nothing tells them apart",
+                expected="sample_key=, in put() and in the model's call",
+                got=f"fingerprint {mark:#018x} twice before an update",
+                cause="the same question about other images, or one answer that was sampled twice",
+            )
         renewed = mark in self._renewed or (differ and mark not in self._fresh)
         self._take_out(mark)
         self.replaced += differ
@@ -339,8 +367,8 @@ class RoutesByTokens:
     def _take_out(self, mark: int) -> None:
         for marks in (self._waiting, self._fresh, self._renewed):
             marks.discard(mark)
-        found, _ = self._held.pop(mark, (None, False))
-        self.bytes -= 0 if found is None else _size(found)
+        taken, _ = self._held.pop(mark, (None, False))
+        self.bytes -= 0 if taken is None else _size(taken)
 
 
 def _size(routes: RoutedExperts) -> int:

@@ -77,12 +77,14 @@ class Trial:
         generator = torch.Generator().manual_seed(13 + dist.get_rank())
         return [
             RoutedExperts(
-                ids=torch.rand(*one.ids.shape[:2], one.num_experts, generator=generator).topk(one.topk)[1],
-                layers=one.layers,
-                num_experts=one.num_experts,
-                recorded=torch.arange(len(one)) % 3 != 0 if holes else None,
+                ids=torch.rand(*recorded.ids.shape[:2], recorded.num_experts, generator=generator).topk(
+                    recorded.topk
+                )[1],
+                layers=recorded.layers,
+                num_experts=recorded.num_experts,
+                recorded=torch.arange(len(recorded)) % 3 != 0 if holes else None,
             )
-            for one in self.untouched[1]
+            for recorded in self.untouched[1]
         ]
 
 
@@ -98,9 +100,9 @@ def collectives(trial: Trial) -> str:
         dist.broadcast(data, ranks[-1], group)
         expected = {"all_reduce of int64": [(2**40 + 1) * len(ranks), sum(ranks)]}
         expected |= {"broadcast of uint8": [ranks[-1] % 251] * 5}
-        for (name, wanted), found in zip(expected.items(), (total.tolist(), data.tolist()), strict=True):
-            if found != wanted:
-                problems.append(f"{name} over {len(ranks)} ranks gave {found}, not {wanted}")
+        for (name, wanted), sums in zip(expected.items(), (total.tolist(), data.tolist()), strict=True):
+            if sums != wanted:
+                problems.append(f"{name} over {len(ranks)} ranks gave {sums}, not {wanted}")
     Wrong.unless(not problems, "; ".join(problems))
     return "int64 summed right, bytes sent right, in every group of ranks"
 
@@ -134,14 +136,14 @@ def collect(trial: Trial) -> str:
     # Padded to another length, so other ranks hold other tokens.
     other = plan(trial.options, trial.parallel, trial.device, other=True)
     layers = trial.parallel.moe_layers
-    routes = [one.layout.gather([samples[n] for n in one.numbers], layers=layers) for one in other]
+    routes = [batch.layout.gather([samples[n] for n in batch.numbers], layers=layers) for batch in other]
     with npu_replay.replay(trial.chunks, routes):
         again = step(trial.chunks, other, forward_only=True)
     # Compare the losses of all ranks; keyed by data-parallel rank, since each has its own sequences.
     rank = trial.parallel.dp_rank
-    mine = [{(rank, *token): loss for token, loss in one.losses.items()} for one in (again, plain)]
-    told = trial.share(f"losses {trial.routing}", mine, patience)
-    after, before = (StepOutcome(dict(ChainMap(*losses))) for losses in zip(*told, strict=True))
+    mine = [{(rank, *token): loss for token, loss in outcome.losses.items()} for outcome in (again, plain)]
+    all_losses = trial.share(f"losses {trial.routing}", mine, patience)
+    after, before = (StepOutcome(dict(ChainMap(*losses))) for losses in zip(*all_losses, strict=True))
     ends = ": they aren't the routes of their tokens"
     _close(after, before, "replayed in other micro-batches, the collected routes give losses that are", ends)
     return f"{len(before.losses)} tokens have their own routes in other micro-batches too"
@@ -157,8 +159,11 @@ def replay(trial: Trial) -> str:
         trial.step()
     _same(observation.shown, routes, _OTHERS)
     shown, chosen = (
-        [one.take((~route.recorded).nonzero().flatten()) for one, route in zip(found, routes, strict=True)]
-        for found in (observation.shown, trial.untouched[1])
+        [
+            routes_there.take((~route.recorded).nonzero().flatten())
+            for routes_there, route in zip(routes_of, routes, strict=True)
+        ]
+        for routes_of in (observation.shown, trial.untouched[1])
     )
     _same(shown, chosen, "of rows without a route show other experts than the router's own choice")
     return f"random routes show; {sum(map(len, shown))} rows without a route take the router's own choice"
@@ -211,10 +216,10 @@ def differing(ours: list[RoutedExperts], theirs: list[RoutedExperts]) -> int:
 
 def _same(ours: list[RoutedExperts], theirs: list[RoutedExperts], differ: str) -> int:
     """Return the number of token-layers; raise Wrong, «3 of 120 token-layers DIFFER», if experts differ."""
-    lacking = sum(int((~one.recorded).sum()) for one in ours)
+    lacking = sum(int((~routes.recorded).sum()) for routes in ours)
     Wrong.unless(not lacking, f"{lacking} rows have no route, or show fewer experts than top-k")
     wrong = differing(ours, theirs)
-    count = sum(len(one) * len(one.layers) for one in ours)
+    count = sum(len(routes) * len(routes.layers) for routes in ours)
     Wrong.unless(not wrong, f"{wrong} of {count} token-layers {differ}")
     return count
 

@@ -101,12 +101,12 @@ def model(
     inner = [layer.submodules for layer in spec.layer_specs]
     if norm is not None:
         spec.layer_norm = norm
-        for one in inner:
-            one.input_layernorm = one.pre_mlp_layernorm = norm
-            one.self_attention.submodules.q_layernorm = one.self_attention.submodules.k_layernorm = norm
+        for layer in inner:
+            layer.input_layernorm = layer.pre_mlp_layernorm = norm
+            layer.self_attention.submodules.q_layernorm = layer.self_attention.submodules.k_layernorm = norm
     if attention is not None:
-        for one in inner:
-            one.self_attention.submodules.core_attention = attention
+        for layer in inner:
+            layer.self_attention.submodules.core_attention = attention
     return GPTModel(
         config=cfg,
         transformer_layer_spec=spec,

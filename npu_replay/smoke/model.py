@@ -117,7 +117,7 @@ def build(
         for name, weight in chunk.named_parameters():
             # The seed is a name in the whole model, the same on all ranks that hold this weight: each rank
             # numbers its layers and experts from 0.
-            seed = re.sub(r"layers\.(\d+)", lambda found: f"layer {layers[int(found[1])]}", name)  # noqa: B023
+            seed = re.sub(r"layers\.(\d+)", lambda match: f"layer {layers[int(match[1])]}", name)  # noqa: B023
             if "local_experts" in name:
                 seed += f" experts {experts}"
             elif getattr(weight, "tensor_model_parallel", False):
@@ -186,8 +186,8 @@ def plan(
         tokens = torch.stack([nn.functional.pad(ids, (0, padded + 1 - len(ids))) for ids in here])
         marks = [fingerprint(ids) for ids in here]
         layout = TokenLayout.padded(list(map(len, here)), padded, parallel=parallel, fingerprints=marks)
-        given, following = (part[:, places].to(device) for part in (tokens[:, :-1], tokens[:, 1:]))
-        batches.append(Batch(numbers, places, given, following, layout))
+        inputs, following = (part[:, places].to(device) for part in (tokens[:, :-1], tokens[:, 1:]))
+        batches.append(Batch(numbers, places, inputs, following, layout))
     return batches
 
 
@@ -218,20 +218,22 @@ def step(chunks: Sequence[nn.Module], batches: Sequence[Batch], *, forward_only:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    found = StepOutcome()
+    outcome = StepOutcome()
 
     def forward(stream: Iterator[Batch], model: nn.Module) -> tuple[torch.Tensor, Any]:
-        one = next(stream)
-        positions = torch.arange(one.tokens.shape[1], device=one.tokens.device).expand_as(one.tokens)
-        output = model(input_ids=one.tokens, position_ids=positions, attention_mask=None, labels=one.labels)
+        batch = next(stream)
+        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
+        output = model(
+            input_ids=batch.tokens, position_ids=positions, attention_mask=None, labels=batch.labels
+        )
 
         def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            for number, size, line in zip(one.numbers, one.layout.lengths, losses.tolist(), strict=True):
-                for place, value in zip(one.places, line, strict=True):
+            for number, size, line in zip(batch.numbers, batch.layout.lengths, losses.tolist(), strict=True):
+                for place, value in zip(batch.places, line, strict=True):
                     if place < size - 1:  # the last token predicts nothing
-                        found.losses[number, place] = value
-            counts = one.labels > 0
-            total = (losses * counts).sum() / sum(one.layout.lengths)
+                        outcome.losses[number, place] = value
+            counts = batch.labels > 0
+            total = (losses * counts).sum() / sum(batch.layout.lengths)
             return total, counts.sum().int(), total.detach().clone()
 
         return output, loss
@@ -249,7 +251,7 @@ def step(chunks: Sequence[nn.Module], batches: Sequence[Batch], *, forward_only:
             forward_only=forward_only,
         )
     weights = itertools.chain.from_iterable(chunk.parameters() for chunk in chunks)
-    found.gradients = [weight.grad for weight in weights if weight.grad is not None]
+    outcome.gradients = [weight.grad for weight in weights if weight.grad is not None]
     for chunk in chunks:
         chunk.zero_grad()
-    return found
+    return outcome

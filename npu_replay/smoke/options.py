@@ -42,8 +42,8 @@ class Options:
     patience: int = 60
 
     @classmethod
-    def of(cls, given: Namespace) -> Options:
-        return cls(**{field.name: getattr(given, field.name) for field in fields(cls)})
+    def of(cls, arguments: Namespace) -> Options:
+        return cls(**{field.name: getattr(arguments, field.name) for field in fields(cls)})
 
     def check(self, processes: int) -> None:
         """Raise WrongOption if this number of processes can't run this, or the report can't be written."""

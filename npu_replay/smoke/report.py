@@ -54,8 +54,8 @@ class Result:
 
 def first_to_fail(results: list[Result]) -> Result:
     """Return the result of the rank that failed first, exceptions before others; else any result."""
-    failed = [one for one in results if one.result == FAIL]
-    return min(failed, key=lambda one: (not one.trace, one.at), default=results[0])
+    failed = [result for result in results if result.result == FAIL]
+    return min(failed, key=lambda result: (not result.trace, result.at), default=results[0])
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        return {one.result for one in self.results} == {PASS}
+        return {result.result for result in self.results} == {PASS}
 
     def to_json(self) -> str:
         sizes = ("layers", "experts", "micro_batches")
@@ -89,7 +89,8 @@ class Report:
             "machine": machine(self.device),
             "sizes": {name: getattr(self.options, name) for name in sizes} | {"topk": TOPK},
             "results": [
-                {name: told for name, told in asdict(one).items() if name != "at"} for one in self.results
+                {name: value for name, value in asdict(result).items() if name != "at"}
+                for result in self.results
             ],
             "seconds": {"all": round(time.perf_counter() - self.started, 3)},
         }
@@ -111,9 +112,9 @@ class Report:
         return wrapped(begins + why, width(), " " * len(begins))
 
     def verdict(self) -> str:
-        failed = dict.fromkeys(one.feature for one in self.results if one.result == FAIL)
-        said = f"FAIL: {', '.join(failed)}" if failed else f"PASS: {len(self.results)} trials"
-        return f"{said}, in {time.perf_counter() - self.started:.0f} s"
+        failed = dict.fromkeys(result.feature for result in self.results if result.result == FAIL)
+        verdict = f"FAIL: {', '.join(failed)}" if failed else f"PASS: {len(self.results)} trials"
+        return f"{verdict}, in {time.perf_counter() - self.started:.0f} s"
 
 
 def versions() -> dict[str, str]:
@@ -121,11 +122,11 @@ def versions() -> dict[str, str]:
     from npu_replay import __version__  # here: only this function needs the package itself
 
     known = {"npu_replay": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    found = {product.name: product for product in probe.products()}
+    products = {product.name: product for product in probe.products()}
     for name in ("megatron-core", "mindspeed", probe.ADAPTOR, probe.TE_NPU, "torch_npu", "numpy"):
-        product = found[name]
+        product = products[name]
         commit = "" if name in ("torch_npu", "numpy") else _commit(product.where)
-        known[name] = f"{product.version or '?'}{commit}" if product.found else ""
+        known[name] = f"{product.version or '?'}{commit}" if product.installed else ""
     return known
 
 
@@ -133,10 +134,10 @@ def _commit(where: str) -> str:
     """Return the commit of the checkout that has the package at `where`, « (01234567)», or ""."""
     for folder in [*Path(where, ".").parents][:3]:
         with contextlib.suppress(OSError):  # no checkout, or a packed ref
-            said = (folder / ".git" / "HEAD").read_text().strip()
-            if said.startswith("ref: "):
-                said = (folder / ".git" / said[5:]).read_text().strip()
-            return f" ({said[:8]})"
+            head = (folder / ".git" / "HEAD").read_text().strip()
+            if head.startswith("ref: "):
+                head = (folder / ".git" / head[5:]).read_text().strip()
+            return f" ({head[:8]})"
     return ""
 
 

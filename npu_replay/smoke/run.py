@@ -60,7 +60,7 @@ def main(options: Options) -> int:
         if rank == 0:  # one rank says why
             raise
         return 2
-    with screen.quiet(f"smoke-rank{rank}", told=rank == 0) as log:
+    with screen.quiet(f"smoke-rank{rank}", name_it=rank == 0) as log:
         smoke = Smoke(options)
         smoke.run()
         code = smoke.leave()
@@ -117,7 +117,7 @@ class Smoke:
         self.share("leave", None, self.options.patience)  # torchrun kills all when one fails
         return 0 if self.report.passed else 1
 
-    # What ranks do: each returns a line about what it saw
+    # The features: each returns a line about what it saw
 
     def _start(self, lent: contextlib.ExitStack) -> str:
         """Choose the device, make the process groups, and configure MindSpeed."""
@@ -226,8 +226,8 @@ def _configure_mindspeed(options: Options) -> None:
         importlib.import_module("megatron.training.global_vars").set_args(arguments.get_mindspeed_args())
     if hasattr(adaptor, "repatch"):  # MindSpeed 2.1 keeps the arguments from its import otherwise
         about = config(options)
-        given = {name: getattr(about, name) for name in _READ_BY_MINDSPEED if hasattr(about, name)}
-        given |= {
+        values = {name: getattr(about, name) for name in _READ_BY_MINDSPEED if hasattr(about, name)}
+        values |= {
             "optimization_level": 2,
             "num_experts": options.experts,
             "gemm_gradient_accumulation_fusion": False,
@@ -236,13 +236,13 @@ def _configure_mindspeed(options: Options) -> None:
             "reset_position_ids": False,
             "reset_attention_mask": False,
         }
-        adaptor.repatch(vars(arguments.get_mindspeed_args(get_defaults=True)) | given)
+        adaptor.repatch(vars(arguments.get_mindspeed_args(get_defaults=True)) | values)
 
 
 def import_adaptors() -> None:
     """Import what adapts Megatron to an NPU, if it is installed, as jobs do; ReplayError if that fails."""
     modules = adaptors.before_megatron(probe.products())
-    given = sys.argv  # they parse all flags as their own
+    command_line = sys.argv  # they parse all flags as their own
     sys.argv = sys.argv[:1]
     try:
         for module in modules:
@@ -256,4 +256,4 @@ def import_adaptors() -> None:
             "package that it needs; npu-replay doctor says which. Take it off PYTHONPATH to try without it",
         ) from error
     finally:
-        sys.argv = given
+        sys.argv = command_line

@@ -85,7 +85,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
 def test_a_plan_without_routes_is_refused_by_the_frameworks_key(
     framework: Any, config: Any, key: str
 ) -> None:
-    with pytest.raises(ReplayError, match=f"{framework}'s config: ") as raised:
+    with pytest.raises(ReplayError, match=f"{framework}'s config, rollout: ") as raised:
         engines.check(framework, config)
     assert key in str(raised.value)
 
@@ -117,7 +117,7 @@ def test_a_release_without_routes_and_none_at_all(
     here: dict[str, str], caplog: Any, monkeypatch: Any
 ) -> None:
     here["sglang"] = "0.5.7"
-    with pytest.raises(ReplayError, match=r"slime's config: SGLang 0\.5\.7 is older than 0\.5\.8"):
+    with pytest.raises(ReplayError, match=r"slime's config, rollout: SGLang 0\.5\.7 is older than 0\.5\.8"):
         engines.check("slime", slime())
     monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
     with caplog.at_level(logging.ERROR):

@@ -55,7 +55,7 @@ def capability(name: str) -> Capability:
 
 
 def test_an_empty_machine_has_nothing_and_no_problem(path: Path) -> None:
-    assert [(p.found, p.version, p.where, p.problem) for p in probe.products()] == [
+    assert [(p.installed, p.version, p.where, p.problem) for p in probe.products()] == [
         (False, "", "", "") for _ in probe._KNOWN
     ]
     for found in probe.capabilities(probe.products()):
@@ -105,9 +105,9 @@ def test_a_folder_without_init_is_no_product(path: Path) -> None:
     write(path / "verl/verl/__init__.py")
     write(path / "megatron/energon/__init__.py")
     write(path / "megatron/core/package_info.py")  # copied by half
-    assert product("megatron-core") == Product("megatron-core", found=False)
-    assert product("mindspeed") == Product("mindspeed", found=False)
-    assert product("verl") == Product("verl", found=False)
+    assert product("megatron-core") == Product("megatron-core", installed=False)
+    assert product("mindspeed") == Product("mindspeed", installed=False)
+    assert product("verl") == Product("verl", installed=False)
     assert not import_hook._failures, "to be looked for is not to be imported: no shim was got ready"
 
 

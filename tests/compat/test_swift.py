@@ -77,7 +77,9 @@ def callback(swift: Any, mode: str) -> Any:
 def test_the_plan_of_its_vllm_is_checked_for_r3(swift: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "products", lambda: (probe.Product("vllm", True, "0.23.0", "/there"),))
     halves = SimpleNamespace(use_vllm=True, vllm_mode="colocate", vllm_engine_kwargs={"enable_dbo": True})
-    with pytest.raises(ReplayError, match=r"ms-swift's config: .*vllm_engine_kwargs: enable_dbo=True"):
+    with pytest.raises(
+        ReplayError, match=r"ms-swift's config, rollout: .*vllm_engine_kwargs: enable_dbo=True"
+    ):
         swift.callbacks["npu_replay_R3"](halves, "the trainer")
     assert swift.callbacks["npu_replay_R2"](halves, "the trainer").trainer == "the trainer"
     halves.vllm_engine_kwargs = {"enable_return_routed_experts": True}

@@ -29,7 +29,7 @@ from npu_replay.compat import probe
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes
 from npu_replay.inspection import inspection
-from npu_replay.inspection.found import Inspection
+from npu_replay.inspection.findings import Inspection
 from npu_replay.inspection.inspection import inspect
 from npu_replay.routes.checks import Array
 

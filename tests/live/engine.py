@@ -20,7 +20,7 @@ from typing import Any
 from json_server import post
 from live.families import LONGEST
 from npu_replay.compat.vllm import engine_arguments
-from npu_replay.rollout.launch import EngineArguments
+from npu_replay.rollout.engine_plan import EngineArguments
 
 STARTED = 180
 ENDED = 30

@@ -16,9 +16,9 @@ from live.engine import in_process
 from live.test_in_process import assert_all_right, generate, prompt
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.vllm_ascend.capture import Capture
+from npu_replay.compat.vllm_ascend.capture_points import choice, layers
 from npu_replay.compat.vllm_ascend.placing import Layout
 from npu_replay.compat.vllm_ascend.read_out import ReadOut
-from npu_replay.compat.vllm_ascend.seams import choice, layers
 from npu_replay.compat.vllm_ascend.self_check import STEPS, SelfCheck
 from npu_replay.errors import ReplayError
 

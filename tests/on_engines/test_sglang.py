@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npu_replay.compat.sglang.decode import from_sglang
-from npu_replay.compat.sglang.launch import engine_arguments
+from npu_replay.compat.sglang.engine_plan import engine_arguments
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.model_config import RoutedModel
 from on_engines.sglang_frontend import (

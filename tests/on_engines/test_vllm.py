@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 
 import vllm_outputs
 from npu_replay.compat.vllm.decode import from_vllm
-from npu_replay.compat.vllm.launch import engine_arguments
+from npu_replay.compat.vllm.engine_plan import engine_arguments
 from npu_replay.errors import InvalidRoutes, ReplayError
 from on_engines.vllm_frontend import (
     AT,

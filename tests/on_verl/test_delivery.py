@@ -82,7 +82,7 @@ def check(data: Any, model: Any, layers: tuple[int, ...] = LAYERS) -> None:
     references = data.non_tensor_batch[COLUMN]
     held = received(list(references), layers)
     mask = data.batch["attention_mask"].bool()
-    good, bad = GivenRoutes.of(keyed(data), mask, model).routes(from_rollout=True, held=held)
+    good, bad = GivenRoutes.of(keyed(data), mask, model).routes(from_rollout=True, store=held)
     assert not bad
     assert len(good) == len(data)
     for number, routes in good.items():
@@ -179,7 +179,7 @@ def check_jagged(data: Any, model: Any) -> int:
     held = received(references, LAYERS, dict(zip(keys, tokens, strict=True)))
     assert not held.bad(one.key for one in references)
     with batch_routes.keys_in_place(data, "routed_experts", keys):
-        good, bad = GivenRoutes.of(data["routed_experts"], None, model).routes(from_rollout=True, held=held)
+        good, bad = GivenRoutes.of(data["routed_experts"], None, model).routes(from_rollout=True, store=held)
     assert not bad
     for number, (ids, reference) in enumerate(zip(tokens, references, strict=True)):
         assert reference.fingerprint == fingerprint(ids)
@@ -273,7 +273,7 @@ def test_samples_without_routes_take_none_from_the_others() -> None:
     keys = keyed(data)
     mask = data.batch["attention_mask"].bool()
     for part in (slice(0, 4), slice(2, 3)):  # alone in a micro-batch, too
-        good, bad = GivenRoutes.of(keys[part], mask[part], model).routes(from_rollout=True, held=held)
+        good, bad = GivenRoutes.of(keys[part], mask[part], model).routes(from_rollout=True, store=held)
         assert not bad
         assert {one.layers for one in good.values()} == {LAYERS}
         found = [bool(good[number].recorded.any()) for number in range(len(good))]
@@ -331,7 +331,7 @@ def test_what_was_lost_is_a_bad_sample_that_says_why(folder: Path) -> None:
         check(data, model)
     mask = data.batch["attention_mask"].bool()
     held = received(list(data.non_tensor_batch[COLUMN]))
-    _, bad = GivenRoutes.of(keyed(data), mask, model).routes(from_rollout=True, held=held)
+    _, bad = GivenRoutes.of(keyed(data), mask, model).routes(from_rollout=True, store=held)
     assert "can't be read" in str(bad[0])
 
 
@@ -385,7 +385,7 @@ def test_routes_lie_once_in_memory_however_many_passes_take_them() -> None:
         [torch.arange(int(size)) < 3 for size in mask.sum(dim=1)], layout=torch.jagged
     )
     whole = [held.of(one.key) for one in data.non_tensor_batch[COLUMN]]
-    for number, routes in batch.routes(mask=keep, from_rollout=True, held=held)[0].items():
+    for number, routes in batch.routes(mask=keep, from_rollout=True, store=held)[0].items():
         assert routes.ids.data_ptr() == whole[number].ids.data_ptr()
         assert routes.recorded.tolist() == [True] * 3 + [False] * (len(routes) - 3)
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from npu_replay.compat.vllm_ascend import capture, plugin
 from npu_replay.compat.vllm_ascend.capture import Capture
+from npu_replay.compat.vllm_ascend.capture_points import CapturePoints
 from npu_replay.compat.vllm_ascend.placing import Layout, Place, place
-from npu_replay.compat.vllm_ascend.seams import Seam
 from npu_replay.compat.vllm_ascend.self_check import SelfCheck
 
 
@@ -55,14 +55,14 @@ def rows_of_earlier_steps_after_the_check() -> None:
 def a_layer_that_never_ends() -> None:
     """So the draft's choice, which comes next, is taken for its."""
 
-    def in_layer(self: Seam, number: int) -> Any:
+    def in_layer(self: CapturePoints, number: int) -> Any:
         def run(original: Any, *args: Any, **kwargs: Any) -> Any:
             self._layer = number
             return original(*args, **kwargs)
 
         return run
 
-    Seam._in_layer = in_layer
+    CapturePoints._in_layer = in_layer
 
 
 all_reduce = dist.all_reduce
@@ -71,12 +71,12 @@ all_reduce = dist.all_reduce
 def the_second_ranks_order_is_another() -> None:
     """Not the capture is broken here: a sum's last bit differs from rank to rank, so near experts change
     places."""
-    take = Seam._take
+    take = CapturePoints._take
 
-    def turned(self: Seam, layer: int, ids: Any, *rest: Any) -> None:
+    def turned(self: CapturePoints, layer: int, ids: Any, *rest: Any) -> None:
         take(self, layer, ids.flip(-1) if self._tp.rank_in_group else ids, *rest)
 
-    Seam._take = turned
+    CapturePoints._take = turned
 
 
 def _place(other: Callable[[Layout, int], Place]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from npu_replay import ReplayError
-from npu_replay.rollout.launch import EngineArguments
+from npu_replay.rollout.engine_plan import EngineArguments
 from npu_replay.rollout.release_rules import Releases, release, tells_release
 
 
@@ -33,7 +33,7 @@ def test_releases_are_compared_by_their_first_numbers(
 
 @pytest.mark.parametrize("version", [None, 0.33, (0, 33, 0)])
 def test_a_release_is_told_as_text(version: Any) -> None:
-    with pytest.raises(ReplayError, match="told as text"):
+    with pytest.raises(TypeError):
         release(version)
 
 

@@ -13,7 +13,7 @@ from npu_replay.compat.megatron_backports.router_replay import (
     AnotherNumber,
     Asked,
     RouterReplayAction,
-    asked,
+    asking,
     is_idle,
 )
 from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay as RouterReplay
@@ -122,7 +122,7 @@ def test_a_replay_without_a_fitting_target_says_what_came(target: torch.Tensor |
 
 
 def test_the_next_top_k_that_fits_asks_and_the_one_after_it_not() -> None:
-    with asked(Asked(replaying(ids([3, 2], [3, 2])), rows=2, num_experts=4, topk=2)):
+    with asking(Asked(replaying(ids([3, 2], [3, 2])), rows=2, num_experts=4, topk=2)):
         assert top(1) == [[1], [0]]
         assert top(2) == [[3, 2], [3, 2]]
         assert top(2) == [[1, 3], [0, 2]]
@@ -131,12 +131,12 @@ def test_the_next_top_k_that_fits_asks_and_the_one_after_it_not() -> None:
 
 def test_no_top_k_at_all_is_an_error() -> None:
     replay = RouterReplay()
-    with asked(Asked(replay, rows=2, num_experts=4, topk=2)):
+    with asking(Asked(replay, rows=2, num_experts=4, topk=2)):
         torch.argsort(SCORES)  # without an action none is missed
     replay.set_router_replay_action(RECORD)
     with (
         pytest.raises(NoEffect, match=r"a top-2 over 4 experts.*argsort"),
-        asked(Asked(replay, rows=2, num_experts=4, topk=2)),
+        asking(Asked(replay, rows=2, num_experts=4, topk=2)),
     ):
         torch.argsort(SCORES)
 
@@ -155,9 +155,9 @@ def test_a_frameworks_replay_is_asked_without_an_action_whatever_its_files_name_
 def test_an_ask_inside_an_ask_of_the_same_replay_answers_both() -> None:
     """A routing that was written for 0.16 asks by itself, inside the router's call."""
     replay = replaying(ids([3, 2], [3, 2]))
-    with asked(Asked(replay, rows=2, num_experts=4, topk=2)):
-        with asked(Asked(replay, rows=2, num_experts=4, topk=2)):
+    with asking(Asked(replay, rows=2, num_experts=4, topk=2)):
+        with asking(Asked(replay, rows=2, num_experts=4, topk=2)):
             assert top(2) == [[3, 2], [3, 2]]
         assert top(2) == [[1, 3], [0, 2]]
-    with asked(Asked(replay, rows=2, num_experts=4, topk=2)):
+    with asking(Asked(replay, rows=2, num_experts=4, topk=2)):
         assert replay.get_replay_topk(SCORES, 2)[1].tolist() == [[3, 2], [3, 2]]

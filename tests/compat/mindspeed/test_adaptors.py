@@ -40,7 +40,7 @@ def capability(name: str = adaptors.UNDER_MINDSPEED) -> Capability:
 
 
 def versions() -> dict[str, str]:
-    return {product.name: product.version for product in probe.products() if product.found}
+    return {product.name: product.version for product in probe.products() if product.installed}
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.name)

@@ -54,7 +54,9 @@ def test_the_engine_of_r3_is_checked_in_its_workers_config(monkeypatch: pytest.M
     pipeline._checked(checked.append, infer)
     assert checked == [infer]
     infer.strategy_args.strategy_config["pp_size"] = 2
-    with pytest.raises(ReplayError, match=r"ROLL's config: .*strategy_args\.strategy_config\.pp_size=2"):
+    with pytest.raises(
+        ReplayError, match=r"ROLL's config, rollout: .*strategy_args\.strategy_config\.pp_size=2"
+    ):
         pipeline._checked(checked.append, infer)
     infer.router_replay.mode = "disable"
     pipeline._checked(checked.append, infer)

@@ -17,7 +17,7 @@ import jobs
 from npu_replay import fingerprint
 from npu_replay.compat.sglang import decode, old_path
 from npu_replay.compat.sglang.decode import from_sglang
-from npu_replay.compat.sglang.launch import engine_arguments, request_arguments
+from npu_replay.compat.sglang.engine_plan import engine_arguments, request_arguments
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.release_rules import release

@@ -97,7 +97,9 @@ def test_sglangs_arguments_are_checked_where_slime_is_given_them(
     try:
         given = getattr(importlib.import_module(name), function)
         args = SimpleNamespace(use_rollout_routing_replay=True, sglang_enable_hierarchical_cache=True)
-        with pytest.raises(ReplayError, match=r"slime's config: .*--sglang-enable-hierarchical-cache"):
+        with pytest.raises(
+            ReplayError, match=r"slime's config, rollout: .*--sglang-enable-hierarchical-cache"
+        ):
             given(args)
         assert not hasattr(args, "told")
         for change in ({"use_rollout_routing_replay": False}, {"sglang_enable_hierarchical_cache": False}):

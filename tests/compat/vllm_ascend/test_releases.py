@@ -151,15 +151,19 @@ def test_its_faults_are_named_with_its_release(version: str, symptom: Symptom, w
 @pytest.mark.parametrize(
     ("product", "state", "words"),
     [
-        (Product("vllm-ascend", found=False), "missing", "not installed"),
-        (Product("vllm-ascend", found=True, problem="half installed: x"), "broken", "half installed"),
-        (Product("vllm-ascend", found=True), "works", "release isn't known"),
-        (Product("vllm-ascend", found=True, version="0.13.0"), "broken", "is older than 0.18.0"),
-        (Product("vllm-ascend", found=True, version="0.18.0"), "works", "unquantized experts alone"),
-        (Product("vllm-ascend", found=True, version="0.23.0.post1"), "works", "unquantized experts alone"),
-        (Product("vllm-ascend", found=True, version="0.26.0rc1"), "broken", "zeros for every id"),
-        (Product("vllm-ascend", found=True, version="0.29.0rc1"), "works", "every layer"),
-        (Product("vllm-ascend", found=True, version="0.30.0rc2"), "works", "VLLM_USE_V2_MODEL_RUNNER=1"),
+        (Product("vllm-ascend", installed=False), "missing", "not installed"),
+        (Product("vllm-ascend", installed=True, problem="half installed: x"), "broken", "half installed"),
+        (Product("vllm-ascend", installed=True), "works", "release isn't known"),
+        (Product("vllm-ascend", installed=True, version="0.13.0"), "broken", "is older than 0.18.0"),
+        (Product("vllm-ascend", installed=True, version="0.18.0"), "works", "unquantized experts alone"),
+        (
+            Product("vllm-ascend", installed=True, version="0.23.0.post1"),
+            "works",
+            "unquantized experts alone",
+        ),
+        (Product("vllm-ascend", installed=True, version="0.26.0rc1"), "broken", "zeros for every id"),
+        (Product("vllm-ascend", installed=True, version="0.29.0rc1"), "works", "every layer"),
+        (Product("vllm-ascend", installed=True, version="0.30.0rc2"), "works", "VLLM_USE_V2_MODEL_RUNNER=1"),
     ],
     ids=lambda value: value.version if isinstance(value, Product) else None,
 )

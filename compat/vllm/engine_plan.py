@@ -9,8 +9,8 @@ from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.compat.vllm.releases import BY_BLOCK, CLASHES, FAULTS, NEEDED, NEWEST, SWITCH, V2
 from npu_replay.compat.vllm_ascend import releases as ascend
 from npu_replay.errors import ReplayError, RouterError
-from npu_replay.rollout import launch
-from npu_replay.rollout.launch import EngineArguments, Kind, unreadable
+from npu_replay.rollout import engine_plan
+from npu_replay.rollout.engine_plan import EngineArguments, Kind, unreadable
 from npu_replay.rollout.model_config import RoutedModel, is_there
 from npu_replay.rollout.release_rules import release, tells_release
 
@@ -50,34 +50,34 @@ def engine_arguments(
         ReplayError: the error names the argument, the release from which it works, and what happens
             otherwise; or a release before 0.18.0, which isn't checked.
     """
-    given = launch.read_plan(planned or {}, KINDS, SHORT)
-    known = model if model is not None else given.get("model")
-    plan = {**given, "model": known if is_there(known) else None}
-    launch.refuse_untold("vLLM", version, "version", "0.23.0")
+    plan_read = engine_plan.read_plan(planned or {}, KINDS, SHORT)
+    known = model if model is not None else plan_read.get("model")
+    plan = {**plan_read, "model": known if is_there(known) else None}
+    engine_plan.refuse_untold("vLLM", version, "version", "0.23.0")
     if isinstance(vllm_ascend, str):
         vllm_ascend = ascend.of_release(vllm_ascend, version)
     if vllm_ascend:
-        launch.refuse_untold("vllm-ascend", vllm_ascend, "vllm_ascend", "0.23.0")
+        engine_plan.refuse_untold("vllm-ascend", vllm_ascend, "vllm_ascend", "0.23.0")
     if capture and not vllm_ascend:
         raise unreadable("capture", "vllm_ascend= beside it: npu_replay captures there alone", "capture=True")
-    launch.refuse(refusal(version, vllm_ascend or ""))
+    engine_plan.refuse(refusal(version, vllm_ascend or ""))
     try:
         if plan["model"] is not None:
             RoutedModel.of(plan["model"])
     except RouterError:  # layers that differ, or run several times
         raise
     except ReplayError as error:
-        problem = f"vLLM {version} gives no routes of this model"
-        expected = "a model with routed experts"
-        cause = (
-            "a dense model, with which vLLM doesn't start (vllm#42593); or a family whose config has other "
-            "keys, which RoutedModel(...) says by hand"
-        )
-        got = error.problem
-        raise ReplayError(problem, where="rollout", expected=expected, got=got, cause=cause) from error
-    about = {**plan, "quantization": quantization or given.get("quantization"), "soc": soc}
-    launch.refuse(clash(version, about, vllm_ascend or "", capture=capture))
-    launch.warn_of_later("vLLM", version, NEWEST)
+        raise ReplayError(
+            f"vLLM {version} gives no routes of this model",
+            where="rollout",
+            expected="a model with routed experts",
+            got=error.problem,
+            cause="a dense model, with which vLLM doesn't start (vllm#42593); or a family whose config has "
+            "other keys, which RoutedModel(...) says by hand",
+        ) from error
+    about = {**plan, "quantization": quantization or plan_read.get("quantization"), "soc": soc}
+    engine_plan.refuse(clash(version, about, vllm_ascend or "", capture=capture))
+    engine_plan.warn_of_later("vLLM", version, NEWEST)
     needed = {name: value for run, some in NEEDED if run.holds(version) for name, value in some.items()}
     environment = dict(V2) if release(version) >= release(BY_BLOCK) else {}
     if vllm_ascend:
@@ -85,8 +85,8 @@ def engine_arguments(
         environment |= ascend.environment() if capture else {}
         if ascend.needs_sync(vllm_ascend):
             needed["async_scheduling"] = False
-    added = {name: value for name, value in needed.items() if given.get(name) is None}
-    return EngineArguments({**given, **added}, environment)
+    added = {name: value for name, value in needed.items() if plan_read.get(name) is None}
+    return EngineArguments({**plan_read, **added}, environment)
 
 
 def clash(
@@ -105,15 +105,17 @@ def clash(
         keys: a framework's names of the arguments, for the words.
     """
     rows = [row for row in CLASHES if not (capture and row.mended)] if version else []
-    found = launch.clash("vLLM", version, "", plan, launch.sure(rows, version), keys)
-    if found is not None or not vllm_ascend:
-        return found
+    error = engine_plan.clash("vLLM", version, "", plan, engine_plan.sure(rows, version), keys)
+    if error is not None or not vllm_ascend:
+        return error
     if release(version) >= release(BY_BLOCK) > release(vllm_ascend):
-        problem = f"vllm-ascend {vllm_ascend} captures no routes beside vLLM {version}"
-        expected = "vLLM 0.30.0 with vllm-ascend 0.30.0, or a vllm-ascend of vLLM's own release"
-        cause = "routes went to the AuxOutput connector in 0.31.0, so nothing is captured"
-        got = f"vLLM {version}"
-        return ReplayError(problem, where="rollout", expected=expected, got=got, cause=cause)
+        return ReplayError(
+            f"vllm-ascend {vllm_ascend} captures no routes beside vLLM {version}",
+            where="rollout",
+            expected="vLLM 0.30.0 with vllm-ascend 0.30.0, or a vllm-ascend of vLLM's own release",
+            got=f"vLLM {version}",
+            cause="routes went to the AuxOutput connector in 0.31.0, so nothing is captured",
+        )
     return ascend.refusal(vllm_ascend, plan, version, capture=capture, keys=keys)
 
 
@@ -139,7 +141,7 @@ def refusal(version: str, vllm_ascend: str = "") -> ReplayError | None:
     """Return why that release gives no routes; None if it gives them, or is unknown."""
     if not tells_release(version):
         return None
-    return launch.refusal("vLLM", version, device_of(version, vllm_ascend) or "cuda", FAULTS)
+    return engine_plan.refusal("vLLM", version, device_of(version, vllm_ascend) or "cuda", FAULTS)
 
 
 SHORT = {

@@ -123,13 +123,13 @@ class Inspection:
 
         `busiest` was named most, in `busiest_share` of all; `entropy` of the shares is in bits.
         """
-        found = []
+        layers = []
         for layer, counts in sorted(self.load.items()):
             shares = counts[counts > 0] / max(1, counts.sum())
             about: dict[str, Any] = {"layer": layer, "rows": self.rows[layer], "used": len(shares)}
             about |= {"busiest": int(counts.argmax()), "busiest_share": float(shares.max(initial=0))}
-            found.append(about | {"entropy": abs(float(-(shares * np.log2(shares)).sum()))})
-        return found
+            layers.append(about | {"entropy": abs(float(-(shares * np.log2(shares)).sum()))})
+        return layers
 
     @property
     def bad(self) -> list[Verdict]:
@@ -140,7 +140,7 @@ class Inspection:
         return bool(self.verdicts) and not self.bad
 
     def to_json(self) -> str:
-        found = {
+        findings = {
             "ok": self.good,
             "path": self.path,
             "what": self.what,
@@ -150,7 +150,7 @@ class Inspection:
             "unchecked": self.unchecked,
         }
         error = {} if self.good else {"error": self.bad[0].problem if self.bad else "no sequence is in it"}
-        return json.dumps(error | found, indent=2)
+        return json.dumps(error | findings, indent=2)
 
     def parts(self) -> Iterator[Part]:
         yield f"{self.path}: {self.what}"
@@ -158,7 +158,7 @@ class Inspection:
             first = seen[0]
             experts = max(1, self.num_experts)
             tokens, rows, size = (
-                sum(getattr(one, name) for one in seen) for name in ("tokens", "rows", "nbytes")
+                sum(getattr(verdict, name) for verdict in seen) for name in ("tokens", "rows", "nbytes")
             )
             several = f"{len(seen):,} sequences, " if len(seen) > 1 else ""
             model = f"top-{first.topk} of {self.num_experts} experts in {first.layers} layers"
@@ -171,7 +171,7 @@ class Inspection:
             used = f"Experts used\nof {experts}"
             entropy = f"Entropy, bits\n{most}"
             cells = "{layer}|{rows:,}|{used:,}|{busiest_share:.2%} (expert {busiest})|{entropy:.2f}"
-            rows_of_table = [cells.format(**one).split("|") for one in self.layers]
+            rows_of_table = [cells.format(**layer).split("|") for layer in self.layers]
             yield Table(("Layer", "Rows", used, f"Busiest\n{even}", entropy), rows_of_table, range(1, 5))
             yield ""
         for words in self.unchecked:
@@ -221,9 +221,9 @@ class Inspection:
             axes.spines[:].set_visible(False)
         wrong = [verdict.problem for verdict in self.bad]
         several = f"{len(wrong)} of {len(self.verdicts)} refused. " if len(self.verdicts) > 1 else ""
-        said = several + (wrong[0] if wrong else "ok")
-        words = textwrap.fill(textwrap.shorten(said, 380), 120)
+        sentence = several + (wrong[0] if wrong else "ok")
+        words = textwrap.fill(textwrap.shorten(sentence, 380), 120)
         figure.supxlabel(words, x=0.01, ha="left", fontsize=10, color=_WRONG if wrong else _RIGHT)
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", metadata={"Description": said})
+        figure.savefig(buffer, format="png", metadata={"Description": sentence})
         return buffer.getvalue()

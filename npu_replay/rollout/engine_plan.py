@@ -47,7 +47,7 @@ class EngineArguments:
     def command_line(self) -> list[str]:
         """Return the arguments as options of the engine's server; those that are None are left out.
 
-        >>> from npu_replay.rollout.launch import EngineArguments
+        >>> from npu_replay.rollout.engine_plan import EngineArguments
         >>> EngineArguments({"tp_size": 8, "async_scheduling": False}).command_line()
         ['--tp-size', '8', '--no-async-scheduling']
 
@@ -64,7 +64,7 @@ class EngineArguments:
             elif not isinstance(value, (list, tuple)):
                 words += [f"--{dashed}", _text(name, value)]
             elif value:
-                words += [f"--{dashed}", *(_text(name, one) for one in value)]
+                words += [f"--{dashed}", *(_text(name, item) for item in value)]
         return words
 
 
@@ -74,10 +74,13 @@ def _text(name: str, value: Any) -> str:
             return str(value)
         if isinstance(value, Mapping):
             return json.dumps(dict(value))
-    problem = "this argument can't be given on a command line"
-    expected = "text, numbers, or a dict as JSON"
-    cause = "an object of the engine's own: start it in Python, with `arguments`"
-    raise ReplayError(problem, where=name, expected=expected, got=type(value).__name__, cause=cause)
+    raise ReplayError(
+        "this argument can't be given on a command line",
+        where=name,
+        expected="text, numbers, or a dict as JSON",
+        got=type(value).__name__,
+        cause="an object of the engine's own: start it in Python, with `arguments`",
+    )
 
 
 def refusal(product: str, version: str, device: str, faults: Iterable[Fault]) -> ReplayError | None:
@@ -85,8 +88,13 @@ def refusal(product: str, version: str, device: str, faults: Iterable[Fault]) ->
     never = next((fault for fault in faults if fault.always and fault.holds(version, device)), None)
     if never is None:
         return None
-    problem = f"{product} {version} {never.always}"
-    return ReplayError(problem, where="rollout", expected=never.instead, got=version, cause=never.cause)
+    return ReplayError(
+        f"{product} {version} {never.always}",
+        where="rollout",
+        expected=never.instead,
+        got=version,
+        cause=never.cause,
+    )
 
 
 def clash(
@@ -105,21 +113,25 @@ def clash(
     for row in table:
         if not row.holds(version, device) or not row.when(plan, row.arguments):
             continue
-        given = [name for name in row.arguments if plan.get(name) is not None]
-        names = ", ".join(called.get(name, name) for name in given)
+        planned = [name for name in row.arguments if plan.get(name) is not None]
+        names = ", ".join(called.get(name, name) for name in planned)
         problem = row.problem.format_map(plan) or f"gives no routes, or wrong ones, with this {names}"
-        expected = row.instead if row.problem else f"{names}: {row.instead}"
-        values = ", ".join(f"{called.get(name, name)}={plan[name]!r}" for name in given)
-        got = row.got or values
-        said = f"{product} {version}"
-        return ReplayError(f"{said} {problem}", where="rollout", expected=expected, got=got, cause=row.why)
+        values = ", ".join(f"{called.get(name, name)}={plan[name]!r}" for name in planned)
+        release_name = f"{product} {version}"
+        return ReplayError(
+            f"{release_name} {problem}",
+            where="rollout",
+            expected=row.instead if row.problem else f"{names}: {row.instead}",
+            got=row.got or values,
+            cause=row.why,
+        )
     return None
 
 
 def sure(table: Iterable[Clash], version: str) -> list[Clash]:
     """Return the rows of a table that are sure to be about this release; of an untold one, those of all."""
-    told = tells_release(version)
-    return [row for row in table if told or not (row.since or row.until)]
+    has_release = tells_release(version)
+    return [row for row in table if has_release or not (row.since or row.until)]
 
 
 def refuse(problem: ReplayError | None) -> None:
@@ -130,11 +142,14 @@ def refuse(problem: ReplayError | None) -> None:
 
 def refuse_untold(product: str, version: Any, parameter: str, example: str, numbers: int = 2) -> None:
     """Refuse a version that names no release: no table could be applied to it."""
-    expected = f'the release that it is nearest to: pass {parameter}="{example}", say'
-    cause = "a nightly build, or one from a clone without tags"
-    where = f"rollout, {product}"
-    problem = "this version doesn't tell its release"
-    ReplayError.unless(tells_release(version, numbers), problem, expected, repr(version), cause, where)
+    if not tells_release(version, numbers):
+        raise ReplayError(
+            "this version doesn't tell its release",
+            where=f"rollout, {product}",
+            expected=f'the release that it is nearest to: pass {parameter}="{example}", say',
+            got=repr(version),
+            cause="a nightly build, or one from a clone without tags",
+        )
 
 
 @functools.cache  # warns once per process and release
@@ -156,8 +171,6 @@ def read_plan(
     `short` has the Python names of what the command line names otherwise, for a ReplayError.
     """
     for written in planned:
-        if not isinstance(written, str):
-            raise unreadable(repr(written), "names as text", type(written).__name__)
         name = _python_name(written, short)
         name = f"{name.removeprefix('no_')}=False" if name.startswith("no_") else name or "enable_eplb, say"
         if written != name:
@@ -184,7 +197,7 @@ def as_a_config_has_it(
 ) -> tuple[str, Any]:
     """Return the Python name and the value of an argument that a framework's config writes as an option.
 
-    >>> from npu_replay.rollout.launch import as_a_config_has_it
+    >>> from npu_replay.rollout.engine_plan import as_a_config_has_it
     >>> as_a_config_has_it("no-async-scheduling", True, {}, {})
     ('async_scheduling', False)
     """
@@ -213,8 +226,12 @@ def _number_in_text(value: Any, kind: Kind) -> Any:
 
 
 def unreadable(name: str, expected: str, got: str) -> ReplayError:
-    problem = f"the argument {name} can't be read, so it can't be checked"
-    return ReplayError(problem, where="rollout", expected=expected, got=got)
+    return ReplayError(
+        f"the argument {name} can't be read, so it can't be checked",
+        where="rollout",
+        expected=expected,
+        got=got,
+    )
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
@@ -225,7 +242,7 @@ def as_mapping(value: Any) -> Mapping[str, Any]:
         except ValueError:
             return {}
     if isinstance(value, Mapping):
-        return {str(key).replace("-", "_"): one for key, one in value.items()}
+        return {str(key).replace("-", "_"): item for key, item in value.items()}
     return getattr(value, "__dict__", {})
 
 

@@ -1,4 +1,4 @@
-"""compat.vllm.launch: what turns routes on in each release, and what is refused before anything starts."""
+"""compat.vllm.engine_plan: what turns routes on in each release, and what is refused before a start."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from npu_replay.compat.probe import Product
 from npu_replay.compat.sglang import engine_arguments as sglang_arguments
-from npu_replay.compat.vllm.launch import capability, engine_arguments
+from npu_replay.compat.vllm.engine_plan import capability, engine_arguments
 from npu_replay.errors import ReplayError
-from npu_replay.rollout import launch
+from npu_replay.rollout import engine_plan
 from npu_replay.rollout.model_config import RoutedModel
 
 SWITCH = "enable_return_routed_experts"
@@ -77,7 +77,7 @@ def test_a_build_is_its_release_and_a_newer_one_the_newest(version: str) -> None
 def test_a_release_that_isnt_known_is_warned_of_once(
     product: str, arguments: Any, newest: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    launch.warn_of_later.cache_clear()
+    engine_plan.warn_of_later.cache_clear()
     for version in (newest, f"{newest}.post1", "0.99.0", "0.99.0"):
         arguments(version)
     (record,) = caplog.records
@@ -233,7 +233,6 @@ def test_a_name_as_on_a_command_line_is_refused_with_the_python_name(written: st
 
 
 UNREADABLE = [
-    {3: 1},
     *({"enable_eplb": other} for other in ("true", 1, [True])),
     {"enable_prefix_caching": ""},
     *({"pipeline_parallel_size": other} for other in (True, 0, "two", 2.0)),
@@ -302,7 +301,7 @@ def test_a_model_may_be_given_in_many_forms(tmp_path: Path) -> None:
 def test_a_build_for_a_cpu_is_refused_where_its_kernels_choose_past_the_capture(
     version: str, works: bool
 ) -> None:
-    product = Product("vllm", found=True, version=f"{version}+cpu")
+    product = Product("vllm", installed=True, version=f"{version}+cpu")
     assert (capability(product).state == "works") == works
     if works:
         assert engine_arguments(f"{version}+cpu").arguments[SWITCH] is True
@@ -341,11 +340,11 @@ def test_on_ascend_0_31_0_has_no_counterpart_yet() -> None:
 @pytest.mark.parametrize(
     ("product", "state", "words"),
     [
-        (Product("vllm", found=False), "missing", "not installed"),
-        (Product("vllm", found=True, version="0.1.dev1+g1234567"), "works", "isn't known"),
-        (Product("vllm", found=True, version="0.17.1"), "broken", "is older than 0.18.0"),
-        (Product("vllm", found=True, version="0.23.0+cpu"), "broken", "zeros"),
-        (Product("vllm", found=True, version="0.23.0"), "works", SWITCH),
+        (Product("vllm", installed=False), "missing", "not installed"),
+        (Product("vllm", installed=True, version="0.1.dev1+g1234567"), "works", "isn't known"),
+        (Product("vllm", installed=True, version="0.17.1"), "broken", "is older than 0.18.0"),
+        (Product("vllm", installed=True, version="0.23.0+cpu"), "broken", "zeros"),
+        (Product("vllm", installed=True, version="0.23.0"), "works", SWITCH),
     ],
     ids=lambda value: value.version if isinstance(value, Product) else None,
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from npu_replay.compat.vllm_ascend import plugin
-from npu_replay.compat.vllm_ascend.seams import layers, refuse_foreign, selectors
+from npu_replay.compat.vllm_ascend.capture_points import layers, refuse_foreign, selectors
 from npu_replay.errors import ReplayError
 
 HOME = "vllm_ascend.ops.fused_moe.experts_selector"

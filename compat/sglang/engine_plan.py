@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from npu_replay.compat.sglang.releases import CLASHES, EAGLE, FAULTS, HONOURS_START, NEWEST
 from npu_replay.errors import ReplayError
-from npu_replay.rollout import launch
-from npu_replay.rollout.launch import EngineArguments, Kind, number
+from npu_replay.rollout import engine_plan
+from npu_replay.rollout.engine_plan import EngineArguments, Kind, number
 from npu_replay.rollout.model_config import RoutedModel, is_there
 from npu_replay.rollout.release_rules import Plan, release
 
@@ -37,15 +37,15 @@ def engine_arguments(
             would be wrong or missing, another device, or a model without routes that can be read.
     """
     flags = (str(name) for name in planned or {} if str(name).startswith(("enable_", "disable_")))
-    plan = launch.read_plan(planned or {}, dict.fromkeys(flags, "flag"), SHORT)
+    plan = engine_plan.read_plan(planned or {}, dict.fromkeys(flags, "flag"), SHORT)
     if device not in ("cuda", "npu"):
         raise ReplayError("unknown device", where="device", expected="cuda, npu", got=repr(device))
     device = "npu" if plan.get("device") == "npu" else device
     _refuse_release(version, device)
     if is_there(known := plan.get("model_path") if model is None else model):
         RoutedModel.of(known)
-    launch.refuse(clash(version, device, plan))
-    launch.warn_of_later("SGLang", version, NEWEST)
+    engine_plan.refuse(clash(version, device, plan))
+    engine_plan.warn_of_later("SGLang", version, NEWEST)
     turned_on = {**plan, **_one_draft_a_step(plan), "enable_return_routed_experts": True}
     return EngineArguments(turned_on, negates=False)
 
@@ -74,21 +74,21 @@ def request_arguments(version: str, *, start_len: int = 0) -> dict[str, Any]:
 
 def refusal(version: str, device: str) -> ReplayError | None:
     """Return why that release returns no routes on this device; None if it does."""
-    return launch.refusal("SGLang", version, device, FAULTS)
+    return engine_plan.refusal("SGLang", version, device, FAULTS)
 
 
 def clash(version: str, device: str, plan: Plan, keys: Mapping[str, str] | None = None) -> ReplayError | None:
     """Return why that release gives no routes, or wrong ones, with this plan; None if it gives them.
 
-    `keys` has a framework's names of the arguments, for the words.
+    `keys` has a framework's names of the arguments, for the message.
     """
-    return launch.clash("SGLang", version, device, plan, launch.sure(CLASHES, version), keys)
+    return engine_plan.clash("SGLang", version, device, plan, engine_plan.sure(CLASHES, version), keys)
 
 
 def _refuse_release(version: str, device: str) -> None:
     release(version)  # raises for what is no text
-    launch.refuse_untold("SGLang", version, "version", "0.5.23", numbers=3)
-    launch.refuse(refusal(version, device))
+    engine_plan.refuse_untold("SGLang", version, "version", "0.5.23", numbers=3)
+    engine_plan.refuse(refusal(version, device))
 
 
 KINDS: dict[str, Kind] = {}
@@ -114,7 +114,9 @@ def _one_draft_a_step(plan: Plan) -> dict[str, Any]:
     drafts = plan.get("speculative_num_draft_tokens")
     steps = plan.get("speculative_num_steps")
     if steps is None:
-        steps = number(drafts) - 1 if number(drafts) > 1 else 3  # SGLang's own choice for one draft a step
+        steps = (
+            number(drafts) - 1 if number(drafts) > 1 else 3
+        )  # what SGLang itself takes for one draft a step
     return {
         "speculative_eagle_topk": 1,
         "speculative_num_steps": steps,

@@ -32,21 +32,23 @@ _NAME = "select_experts"
 
 def layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     """Return a model's modules that route, by decoder layer: vLLM's FusedMoE, from 0.24 on its MoERunner."""
-    found: dict[int, torch.nn.Module] = {}
+    routed_layers: dict[int, torch.nn.Module] = {}
     for name, module in model.named_modules():
         if hasattr(type(module), "layer_id") and hasattr(module, "moe_config"):
             number = module.layer_id
-            if number in found:
-                problem = f"two modules route for layer {number}"
-                expected = "one in each decoder layer"
-                got = f"{type(found[number]).__name__} and {type(module).__name__}"
-                cause = "a model with a draft, or a second tower of experts, inside"
-                raise ReplayError(problem, where=name, expected=expected, got=got, cause=cause)
-            found[number] = module
-    return found
+            if number in routed_layers:
+                raise ReplayError(
+                    f"two modules route for layer {number}",
+                    where=name,
+                    expected="one in each decoder layer",
+                    got=f"{type(routed_layers[number]).__name__} and {type(module).__name__}",
+                    cause="a model with a draft, or a second tower of experts, inside",
+                )
+            routed_layers[number] = module
+    return routed_layers
 
 
-class Seam:
+class CapturePoints:
     """Passes each choice of the target model's layers to a capture."""
 
     def __init__(
@@ -130,12 +132,15 @@ class Seam:
         before = entry is None
         if entry is None:  # the overlap gate chooses before `prepare`, from the incoming rows
             if logits is None:
-                problem = "a layer chose experts of unknown tokens"
-                cause = "an unknown way through it"
-                where = f"vllm-ascend, layer {layer}"
-                expected = "MoECommMethod.prepare before the choice"
-                got = "a choice alone"
-                capture.fail(ReplayError(problem, where=where, expected=expected, got=got, cause=cause))
+                capture.fail(
+                    ReplayError(
+                        "a layer chose experts of unknown tokens",
+                        where=f"vllm-ascend, layer {layer}",
+                        expected="MoECommMethod.prepare before the choice",
+                        got="a choice alone",
+                        cause="an unknown way through it",
+                    )
+                )
                 return
             entry = capture.enter(logits, sharded=bool(self._extra.flash_comm_v1_enabled), keeps_all=True)
         spread = self._parallel.data_parallel_size > 1
@@ -185,8 +190,10 @@ def refuse_foreign(function: Any, files: tuple[str, ...], where: str) -> None:
     code = function.__code__ if isinstance(function, FunctionType) else None
     own = code is not None and Path(code.co_filename).stem.removeprefix("patch_") in files
     if not own or hasattr(function, "__wrapped__"):
-        got = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
-        problem = "somebody else has replaced this function"
-        expected = f"that of {files[0]}.py"
-        cause = "another patch that captures routes: take it out, or leave NPU_REPLAY_VLLM_ASCEND away"
-        raise ReplayError(problem, where=where, expected=expected, got=got, cause=cause)
+        raise ReplayError(
+            "somebody else has replaced this function",
+            where=where,
+            expected=f"that of {files[0]}.py",
+            got=f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}",
+            cause="another patch that captures routes: take it out, or leave NPU_REPLAY_VLLM_ASCEND away",
+        )
