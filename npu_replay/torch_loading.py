@@ -29,7 +29,7 @@ def _load() -> None:
     try:
         import torch
     finally:
-        del os.environ[_SWITCH]  # 1, as it was, is what it is without
+        del os.environ[_SWITCH]  # the variable was unset or 1, which mean the same
     load = getattr(torch, "_import_device_backends", lambda: None)
     try:
         load()

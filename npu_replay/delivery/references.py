@@ -19,7 +19,7 @@ from npu_replay.routes.arguments import StageLabels
 from npu_replay.routes.routed_experts import RoutedExperts
 
 Read: TypeAlias = "Callable[[Sequence[Any], float], list[RoutedExperts | Exception]]"
-"""Reads handles within so many seconds; returns an exception in the place of each that can't be read."""
+"""Reads handles within a number of seconds; returns an exception in place of each that can't be read."""
 LAYERS_A_PIECE = 8
 """The number used if the pipeline's split isn't known."""
 PATIENCE = 60.0

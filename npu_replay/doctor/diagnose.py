@@ -40,7 +40,7 @@ _NEED = {
     adaptors.UNDER_ADAPTOR: (adaptors.UNDER_MINDSPEED,),
     adaptors.UNDER_MINDSPEED: (),
 }
-"""By capability, those that are lost with it."""
+"""Maps a capability to those that are lost with it."""
 _ROUTER = "megatron.core.transformer.moe.router"
 _QWEN = "transformers.models.qwen3_moe.modeling_qwen3_moe"
 _ACCELERATORS = {device.NAME: device for device in ACCELERATORS}

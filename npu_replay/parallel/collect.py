@@ -97,7 +97,7 @@ def collect(
     merged = None
     if everywhere or all(peers.me == 0 for peers in each_group):
         merged = outcome.attempt(_sequences, blocks, layouts, groups)
-    for peers in each_group:  # no rank leaves with a result before all have theirs
+    for peers in each_group:  # no rank returns before all ranks have their result
         peers.patience += patience * len(each_group)
         outcome.agree(peers)
     if outcome.error is not None:
@@ -244,7 +244,7 @@ class _Plan:
 
     def carried_out(self) -> Blocks:
         """Send each piece to each rank that gets the result; return what this rank then has."""
-        outcome = Outcome()  # an error is told afterwards, as the others go on sending
+        outcome = Outcome()  # an error is reported afterwards, since the other ranks go on sending
         peers = self._peers
         for number, rank, part, first, end in self._pieces:
             size = (end - first) * part.row_bytes

@@ -18,7 +18,7 @@ from npu_replay.routes.routed_experts import RoutedExperts
 
 @dataclass(frozen=True)
 class Block:
-    """Holds routes of the tokens of a micro-batch that `held`, bool [tokens], marks, in packed order."""
+    """Holds routes of the tokens of a micro-batch that `present`, bool [tokens], marks, in packed order."""
 
     present: torch.Tensor
     routes: RoutedExperts

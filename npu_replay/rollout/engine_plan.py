@@ -107,7 +107,7 @@ def clash(
 ) -> ReplayError | None:
     """Return why a release gives no routes with this plan, by the first row that holds, or None.
 
-    `keys` has the names by which a framework's config knows the arguments, for the words.
+    `keys` has the names of the arguments in a framework's config, for the message.
     """
     called = keys or {}
     for row in table:
@@ -129,7 +129,7 @@ def clash(
 
 
 def sure(table: Iterable[Clash], version: str) -> list[Clash]:
-    """Return the rows of a table that are sure to be about this release; of an untold one, those of all."""
+    """Return the rows of a table that certainly hold for this release; for an unknown one, those of all."""
     has_release = tells_release(version)
     return [row for row in table if has_release or not (row.since or row.until)]
 
@@ -168,14 +168,14 @@ def read_plan(
 ) -> dict[str, Any]:
     """Return the planned arguments, by their Python names, after reading those that have a kind.
 
-    `short` has the Python names of what the command line names otherwise, for a ReplayError.
+    `short` maps other names on the command line to the Python names, for the message of an error.
     """
     for written in planned:
         name = _python_name(written, short)
         name = f"{name.removeprefix('no_')}=False" if name.startswith("no_") else name or "enable_eplb, say"
         if written != name:
             raise unreadable(written, f"its Python name: {name}", repr(written))
-    # A value that can't be read is refused: taken for the default, it would pass the checks.
+    # Refuse a value that can't be read: taken for the default, it would pass the checks.
     read = dict(planned)
     for name, value in planned.items():
         if value is None or name not in kinds:
@@ -184,7 +184,7 @@ def read_plan(
         value = _number_in_text(value, kind)  # as configs have it
         wanted, expected = _KINDS[kind]
         fits = isinstance(value, wanted) or (kind == "keys" and hasattr(value, "__dict__"))
-        # A bool is an int for Python, and no count here.
+        # A bool is an int in Python, but it is no count.
         fits = fits and isinstance(value, bool) == (kind == "flag")
         if not fits or (kind in _LEAST and value < _LEAST[kind]):
             raise unreadable(name, expected, repr(value)[:80])

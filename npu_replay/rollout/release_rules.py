@@ -146,7 +146,7 @@ class Source:
         self, symptom: Symptom, problem: str, expected: object = None, got: object = None, *, where: str = ""
     ) -> InvalidRoutes:
         """Make an error about this data, with the likeliest cause."""
-        # Without a device it names the cause of each, without a release the first few of any.
+        # For an unknown device, name the cause on each; for an unknown release, the first few of all.
         has_release = tells_release(self.version)
         causes: dict[str, str] = {}
         for fault in self.faults:

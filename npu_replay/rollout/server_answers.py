@@ -117,10 +117,10 @@ class EngineAnswer(ABC):
 
     @abstractmethod
     def rows(self, model: RoutedModel, tokens: Tokens, start: int, missing: Missing) -> Array | None:
-        """Read the rows from `start` on, [rows, columns, topk], removed tokens' too; None if none are due."""
+        """Read the rows from `start`, [rows, columns, topk], also of removed tokens; None if none is due."""
 
     def trusted(self, routes: RoutedExperts, tokens: Tokens, missing: Missing) -> RoutedExperts:
-        """Leave rows without a route that the engine has computed again."""
+        """Remove the routes of rows that the engine has computed again."""
         return routes
 
     def tokens(self, prompt: Any, output: Any) -> Tokens:

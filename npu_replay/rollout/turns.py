@@ -81,7 +81,7 @@ class Rows:
         """Add unknown rows until there are as many as tokens; nothing is done where there are more."""
         lacking = tokens - len(self)
         if lacking > 0:
-            # Half of what is there is added too, so a sample that grows step by step copies a row seldom.
+            # Add half of the present size as well, so that a growing sample seldom copies its rows.
             more = Rows.empty(lacking + len(self) // 2, self.ids.shape[1:], self.ids.dtype)
             pairs = zip(vars(self).values(), vars(more).values(), strict=True)
             vars(self).update(zip(vars(self), map(np.concatenate, pairs), strict=True))

@@ -26,7 +26,7 @@ from npu_replay.routes.routed_experts import RoutedExperts
 
 SHARD_BYTES = 1 << 28
 SHARD_SAMPLES = 1 << 12
-"""The header of so many samples is still one that is read, even with keys of 300 characters."""
+"""The largest number of samples in a shard: its header can be read even with keys of 300 characters."""
 _ENDING = ".safetensors"
 _DAMAGED = (
     "something else, a file that was cut short, changed or taken away, or another version of npu_replay"
