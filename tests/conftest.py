@@ -13,7 +13,7 @@ import torch
 import choice
 import npu_replay
 from progress import Progress
-from toys import ToyBlocks, ToyRouters
+from zoo.toys import ToyBlocks, ToyRouters
 
 # Several workers share the cores, and one thread sums in one order.
 torch.set_num_threads(1)

@@ -25,7 +25,7 @@ import torch
 
 import npu_replay
 from npu_replay import ParallelLayout, RoutedExperts, errors, routers
-from toys import EXPERTS, ToyModel, ToyRouters, tokens
+from zoo.toys import EXPERTS, ToyModel, ToyRouters, tokens
 
 def check(fine, what):  # -O drops asserts
     if not fine:

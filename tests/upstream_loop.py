@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from megatron_cases import Grads, Trainer, build
 from router_replay_api import FLAG, MODULE
+from zoo.gpt import Grads, Trainer, build
+from zoo.outcome import gradients
 
 
 def api() -> tuple[Any, Any]:
@@ -52,4 +53,4 @@ def replay(trainer: Trainer, recorded: list[list[torch.Tensor]]) -> tuple[list[f
         loss.backward()
     router_replay.clear_global_router_replay_action()
     router_replay.clear_global_indices()
-    return [loss.item() for loss in losses], trainer.grads()
+    return [loss.item() for loss in losses], gradients(trainer.model)

@@ -14,7 +14,7 @@ import pytest
 import jobs
 from capabilities import CAPABILITIES
 from dealt_cases import SHARES, dealt
-from megatron_cases import ALL_RECOMPUTE, VARIANTS
+from zoo.gpt import ALL_RECOMPUTE, VARIANTS
 
 ROOT = Path(__file__).parents[2]
 CI = ROOT / "ci"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import npu_replay
-import tiny_qwen
 from npu_replay.compat.trainer_log import log_metrics
+from zoo import qwen
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -32,7 +32,7 @@ def test_metrics_are_logged_and_reported(tmp_path: Path) -> None:
     }
     wanted |= {"use_cpu": True, "report_to": [], "save_strategy": "no", "gradient_checkpointing": True}
     trainer = transformers.Trainer(
-        model=tiny_qwen.make(64, 2),
+        model=qwen.make(64, 2),
         args=transformers.TrainingArguments(**wanted),
         train_dataset=rows,
         callbacks=[Reporter()],

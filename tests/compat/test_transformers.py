@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 import npu_replay
-import tiny_vision
 from npu_replay import RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError, NoEffect, RouterError
-from transformers_cases import (
+from zoo import qwen_vl
+from zoo.hugging_face import (
     EXPERTS,
     FAMILIES,
     RECOMPUTE,
@@ -531,7 +531,7 @@ def test_the_variable_asks_for_it_too_and_a_positional_argument_counts(
 
 
 def test_a_text_config_inside_says_it_for_the_whole_model() -> None:
-    model = tiny_vision.make().train()
+    model = qwen_vl.make().train()
     call = {"input_ids": torch.randint(2, 100, (2, 8))}
     routes = recorded(model, **call)
     model.config.text_config.output_router_logits = True

@@ -16,7 +16,8 @@ import npu_replay
 from npu_replay import NoEffect, RoutedExperts, devices
 from npu_replay.doctor import self_test
 from npu_replay.sessions.replay import StepReplay
-from toys import EXPERTS, HIDDEN, ROWS, TOPK, ToyModel, ToyRouter, foreign, hooks, tokens
+from zoo.outcome import same
+from zoo.toys import EXPERTS, HIDDEN, ROWS, TOPK, ToyModel, ToyRouter, foreign, hooks, tokens
 
 pytestmark = [
     pytest.mark.accelerator,
@@ -37,10 +38,6 @@ def run(model: nn.Module, device: torch.device) -> Result:
     grads = [p.grad for p in model.parameters()]
     assert all(grad is not None and grad.device.type == device.type for grad in grads)
     return [loss.detach().cpu() for loss in losses], [grad.to("cpu", copy=True) for grad in grads]
-
-
-def same(a: Result, b: Result) -> bool:
-    return all(map(torch.equal, [*a[0], *a[1]], [*b[0], *b[1]]))
 
 
 def check_close(a: Result, b: Result) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,8 +10,8 @@ from benchmarks import cases
 from benchmarks import gather as bench_gather
 from benchmarks import layout as bench_layout
 from benchmarks import run as bench
-from megatron_cases import VARIANTS, build, hooks_left, perturbed, routers, same
-from npu_replay import RoutedExperts
+from zoo.gpt import VARIANTS, build, hooks, perturbed, routers, same
+from zoo.outcome import random_routes
 
 pytestmark = [
     pytest.mark.accelerator,
@@ -30,19 +28,6 @@ CASES = [
     ("capacity_padded", "full"),
     ("aux_loss", "layers_non_reentrant"),
 ]
-
-
-def foreign(model: Any) -> list[RoutedExperts]:
-    generator = torch.Generator().manual_seed(5)
-    layers = [router.label for router in routers(model)]
-    return [
-        RoutedExperts(
-            ids=torch.rand(24, len(layers), 8, generator=generator).topk(2).indices,
-            layers=layers,
-            num_experts=8,
-        )
-        for _ in range(3)
-    ]
 
 
 @pytest.mark.parametrize(("variant", "recompute"), CASES)
@@ -62,13 +47,13 @@ def test_record_and_replay_are_bit_equal_and_recompute_finds_its_own(
         trainer.run("sum")
     if "capacity" not in variant:  # which drops some of them
         assert npu_replay.compare(seen.shown, recording.routes).differing == 0
-    routes = foreign(trainer.model)
+    routes = random_routes([24] * 3, [router.label for router in routers(trainer.model)], 8, 2, seed=5)
     plain = build(VARIANTS[variant])
     with npu_replay.replay(plain.model, routes):
         expected = plain.run("sum")
     with npu_replay.replay(trainer.model, routes):
         assert same(trainer.run("sum"), expected)
-    assert hooks_left(trainer.model) == 0
+    assert hooks(trainer.model) == 0
 
 
 @pytest.mark.long

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import npu_replay
-import tiny_qwen
 from npu_replay import RoutedExperts, devices
+from zoo import qwen
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.slow]
 
@@ -35,7 +35,7 @@ def process_group(device: torch.device) -> Iterator[None]:
 
 
 def build(device: torch.device, kind: str, precision: str, *, recompute: bool) -> nn.Module:
-    model = tiny_qwen.make(64, layers=2).train()
+    model = qwen.make(64, layers=2).train()
     model.set_experts_implementation("eager")
     model.to(device)
     if recompute:

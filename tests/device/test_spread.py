@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import npu_replay
-from toys import ROWS, TOPK, ToyModel, ToyRouter, foreign, tokens
+from zoo.toys import ROWS, TOPK, ToyModel, ToyRouter, foreign, tokens
 
 pytestmark = [
     pytest.mark.accelerator,

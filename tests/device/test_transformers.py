@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import npu_replay
-from transformers_cases import RECOMPUTE, build, foreign, same, train
+from zoo.hugging_face import RECOMPUTE, build, foreign, same, train
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.slow]
 

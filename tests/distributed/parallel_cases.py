@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import hybrid_model
 import npu_replay
 from distributed import parallel_flex
-from distributed import parallel_model as pm
 from npu_replay import RoutedExperts, TokenLayout, delivery
 from piece_files import FileCarrier
+from zoo import gpt_split as pm
+from zoo import hybrid
+from zoo.outcome import as_map
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -145,7 +146,7 @@ def checks_of(name: str) -> tuple[str, ...]:
 def missing(case: Case) -> str:
     """Why this release of Megatron can't run the case; empty if it can."""
     if case.pattern:
-        return hybrid_model.missing(case.pattern)
+        return hybrid.missing(case.pattern)
     return "" if importlib.util.find_spec(case.needs) else f"this release has no {case.needs}"
 
 
@@ -172,11 +173,9 @@ def reference(task: dict[str, Any]) -> None:
 
 def refer(folder: Path) -> None:
     """What a job of one process finds, for each moe_layer_freq or pattern, whose stages don't matter."""
-    known = {
-        (case.moe, hybrid_model.symbols(case.pattern)) for cases in CASES.values() for case in cases.values()
-    }
+    known = {(case.moe, hybrid.symbols(case.pattern)) for cases in CASES.values() for case in cases.values()}
     for moe, pattern in known:
-        if pattern and hybrid_model.missing(pattern):
+        if pattern and hybrid.missing(pattern):
             continue
         split = pm.Split().start()
         chunks = pm.build(split, moe, pattern)
@@ -197,7 +196,7 @@ def refer(folder: Path) -> None:
 
 
 def reference_name(case: Case) -> str:
-    return f"reference-{''.join(map(str, case.moe))}{hybrid_model.symbols(case.pattern).replace('*', 'A')}.pt"
+    return f"reference-{''.join(map(str, case.moe))}{hybrid.symbols(case.pattern).replace('*', 'A')}.pt"
 
 
 def foreign_routes(layers: Sequence[int]) -> list[RoutedExperts]:
@@ -475,8 +474,7 @@ def _check_zeros(job: Job, wanted: Outcome, dispatched: parallel_flex.Dispatched
         assert any(bool((chances < 1e-30).any()) for _, chances in dispatched)
         calls = [(batch, layer) for batch in batches for layer in range(pm.LAYERS)]
         for (batch, layer), (ids, _) in zip(calls, dispatched, strict=True):
-            shown = torch.zeros(len(ids), pm.EXPERTS, dtype=torch.bool).scatter(1, ids, True)
-            _check_shown(shown, batch, layer, foreign)
+            _check_shown(as_map(ids, pm.EXPERTS), batch, layer, foreign)
         _same(outcome, wanted, within=1e-4)
 
 

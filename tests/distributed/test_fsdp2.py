@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import jobs
-import tiny_qwen
 from choice import WHOLE
+from zoo import qwen
+from zoo.outcome import same
 
 if TYPE_CHECKING:
     import torch
@@ -104,12 +105,6 @@ def _wrapped(model: Any, precision: str, wrap: str) -> Any:
     return model
 
 
-def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    import torch
-
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 def _try(
     way: tuple[str, ...], recompute: str, rank: int, found: Found, kept: list[torch.Tensor]
 ) -> dict[str, bool]:
@@ -118,7 +113,7 @@ def _try(
     import npu_replay
 
     precision, wrap, order = way
-    model = tiny_qwen.make(64, layers=2).train()
+    model = qwen.make(64, layers=2).train()
     if recompute == "recomputed":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     wrapped = _wrapped(model, precision, wrap)
@@ -157,8 +152,8 @@ def _try(
         kept[:] = changed
     times = 2 if recompute == "recomputed" else 1
     wanted = {str(one[:, layer].tolist()): times for one in ids for layer in range(2)}
-    follows = shown == Counter(wanted) and not _same(recorded, changed)
-    checks = _same(untouched, recorded), _same(recorded, replayed), follows, _same(kept, changed)
+    follows = shown == Counter(wanted) and not same(recorded, changed)
+    checks = same(untouched, recorded), same(recorded, replayed), follows, same(kept, changed)
     return dict(zip(CHECKS, checks, strict=True))
 
 
@@ -170,7 +165,7 @@ def _try_dtensor() -> str:
     import npu_replay
 
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    router = distribute_module(tiny_qwen.make(64, layers=1).model.layers[0].mlp.gate, mesh)
+    router = distribute_module(qwen.make(64, layers=1).model.layers[0].mlp.gate, mesh)
     hidden = DTensor.from_local(torch.randn(6, 32), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
     try:
         with npu_replay.record(router):

@@ -13,7 +13,7 @@ import torch
 import npu_replay
 from npu_replay import ReplayError, errors
 from npu_replay.compat.megatron_backports import router_replay
-from toys import HIDDEN, ToyModel
+from zoo.toys import HIDDEN, ToyModel
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")

@@ -36,7 +36,7 @@ from npu_replay.doctor.diagnose import diagnose
 from npu_replay.doctor.report import Report
 from npu_replay.sessions import backward
 from npu_replay.sessions.micro_batches import Timeline
-from toys import ToyModel, ToyRouter, tokens
+from zoo.toys import ToyModel, ToyRouter, tokens
 
 MEGATRON = "megatron.core.transformer.moe.router"
 ADAPTOR = "mindspeed.megatron_adaptor"

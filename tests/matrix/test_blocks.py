@@ -8,7 +8,7 @@ import pytest
 
 import npu_replay
 from dealt_cases import dealt
-from megatron_cases import (
+from zoo.gpt import (
     ALL_RECOMPUTE,
     VARIANTS,
     build,

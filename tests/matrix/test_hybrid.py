@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-import hybrid_model
 import npu_replay
 from dealt_cases import dealt
-from megatron_cases import (
+from zoo import hybrid
+from zoo.gpt import (
     DEVICE,
     VARIANTS,
     Trainer,
@@ -35,11 +35,11 @@ ROWS = 9
 
 def built(pattern: str, *, again: bool = False, variant: str = "softmax_after_topk") -> Trainer:
     """The same weights at each call."""
-    if why := hybrid_model.missing(pattern):
+    if why := hybrid.missing(pattern):
         pytest.skip(why)
     torch.manual_seed(7)
-    config = hybrid_model.config(pattern, **VARIANTS[variant], **(hybrid_model.recompute() if again else {}))
-    return Trainer(hybrid_model.model(config, pattern).to(DEVICE), None)
+    config = hybrid.config(pattern, **VARIANTS[variant], **(hybrid.recompute() if again else {}))
+    return Trainer(hybrid.model(config, pattern).to(DEVICE), None)
 
 
 @pytest.mark.parametrize(

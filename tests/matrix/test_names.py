@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cases import build, routers
+from zoo.gpt import build, routers
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import npu_replay
-from megatron_cases import BATCH, LENGTH, SIGMOID_BIAS, Trainer, build, random_routes, routers
 from npu_replay.smoke import megatron_model
+from zoo.gpt import BATCH, LENGTH, SIGMOID_BIAS, Trainer, build, random_routes, routers
+from zoo.outcome import same
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
@@ -42,22 +43,18 @@ def step(trainer: Trainer, mask: torch.Tensor | None = PADDED) -> list[torch.Ten
     return [loss.detach(), *(router.module.weight.grad.clone() for router in routers(trainer.model))]
 
 
-def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
-
-
 @pytest.mark.capability("padding_mask")
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_a_mask_means_the_same_in_a_record_and_in_its_replay(recompute: str | None) -> None:
     trainer = build(LOSSES, recompute)
     untouched = step(trainer)
-    assert not equal(untouched, step(trainer, mask=None)), "this mask should matter"
+    assert not same(untouched, step(trainer, mask=None)), "this mask should matter"
     with npu_replay.record(trainer.model) as recording:
         recorded = step(trainer)
     with npu_replay.replay(trainer.model, recording.routes):
         replayed = step(trainer)
-    assert equal(recorded, untouched)
-    assert equal(replayed, untouched)
+    assert same(recorded, untouched)
+    assert same(replayed, untouched)
 
 
 @pytest.mark.capability("bias_mask")

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import npu_replay
-import transformers_cases as cases
 from dealt_cases import HAND
-from megatron_cases import random_routes
 from npu_replay.routers import find
-from transformers_cases import build, foreign, same, train
+from zoo import hugging_face as cases
+from zoo.gpt import random_routes
+from zoo.hugging_face import build, foreign, same, train
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = {"qwen3_moe": "qwen3_moe", "mixtral": "mixtral", "deepseek_v3": "deepseek_v3-4-groups"}

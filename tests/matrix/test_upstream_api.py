@@ -219,7 +219,7 @@ def test_static_buffers_take_what_is_recorded(api: UpstreamApi, logits: torch.Te
 
 @pytest.mark.capability("layer_number")
 def test_an_instance_knows_its_routers_layer(api: UpstreamApi) -> None:
-    from megatron_cases import build
+    from zoo.gpt import build
 
     if not hasattr(api.new(), "layer_number"):
         pytest.skip("this release's own RouterReplay has no layer_number, and is left as it is")
@@ -234,7 +234,7 @@ def test_an_instance_knows_its_routers_layer(api: UpstreamApi) -> None:
 @pytest.mark.capability("router_replay")
 @pytest.mark.parametrize("flagged", [True, False])
 def test_each_router_of_a_flagged_config_has_an_instance_in_order(api: UpstreamApi, flagged: bool) -> None:
-    from megatron_cases import build, routers
+    from zoo.gpt import build, routers
 
     model = build({"moe_layer_freq": [0, 1, 1, 1]} | (FLAG if flagged else {})).model
     found = [router.module.router_replay for router in routers(model)]

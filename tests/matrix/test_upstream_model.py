@@ -12,7 +12,9 @@ import torch
 
 import npu_replay
 from dealt_cases import dealt
-from megatron_cases import (
+from npu_replay import RoutedExperts
+from router_replay_api import FLAG, UpstreamApi, upstream_api
+from zoo.gpt import (
     SIGMOID_BIAS,
     VARIANTS,
     Grads,
@@ -23,8 +25,7 @@ from megatron_cases import (
     routers,
     same,
 )
-from npu_replay import RoutedExperts
-from router_replay_api import FLAG, UpstreamApi, upstream_api
+from zoo.outcome import gradients
 
 pytestmark = [
     pytest.mark.megatron,
@@ -113,7 +114,7 @@ def replayed(
     schedule(forward, backward)
     api.replay.clear_global_indices()
     api.replay.clear_global_router_replay_action()
-    return [losses[number].item() for number in range(3)], trainer.grads()
+    return [losses[number].item() for number in range(3)], gradients(trainer.model)
 
 
 def witness(variant: str, routes: Sequence[RoutedExperts]) -> tuple[list[float], Grads]:

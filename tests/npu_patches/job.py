@@ -19,9 +19,9 @@ import transformers
 from torch import nn
 
 import npu_replay
-import tiny_qwen
 from npu_replay import RoutedExperts
-from tiny_qwen import EXPERTS, TOPK
+from zoo import qwen
+from zoo.qwen import EXPERTS, TOPK
 
 LAYERS = 3
 CHECKPOINTS: dict[str, bool | None] = {"none": None, "non-reentrant": False, "reentrant": True}
@@ -114,7 +114,7 @@ def _differing(seen: Chosen, routes: list[RoutedExperts], whose: str) -> int:
 
 def _model(checkpoint: str) -> Any:
     # ms-swift tells apart the two axes of packed weights by the hidden size, which must not be both.
-    model = tiny_qwen.make(vocabulary=64, layers=LAYERS, moe_intermediate_size=24).train()
+    model = qwen.make(vocabulary=64, layers=LAYERS, moe_intermediate_size=24).train()
     if CHECKPOINTS[checkpoint] is not None:
         model.gradient_checkpointing_enable({"use_reentrant": CHECKPOINTS[checkpoint]})
         model.enable_input_require_grads()

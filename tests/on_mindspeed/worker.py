@@ -173,7 +173,7 @@ def put_norm_in() -> None:
     """Megatron's norm without Apex refuses sequence parallelism; real MindSpeed replaces it."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from distributed.parallel_model import Norm
+    from zoo.gpt_split import Norm
 
     WrappedTorchNorm.__new__ = lambda cls, *args, **kwargs: Norm(*args, **kwargs)
 
@@ -206,7 +206,7 @@ def run_untouched(case: Case) -> dict[str, Any]:
 
 def examine(case: Case) -> dict[str, Any]:
     import npu_replay
-    from megatron_cases import random_routes
+    from zoo.gpt import random_routes
 
     found: dict[str, Any] = {}
     if case.refused:
@@ -248,7 +248,7 @@ def examine(case: Case) -> dict[str, Any]:
 def follows(trainer: Trainer, between: Callable[[], object] = lambda: None) -> Any:
     """A record, and its replay under other router weights: the routes, the recorded run, what was shown."""
     import npu_replay
-    from megatron_cases import perturbed
+    from zoo.gpt import perturbed
 
     model = trainer.model
     drops = trainer.case.drops

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
-from sharded_qwen import MOE
-from tiny_qwen import EXPERTS, TOPK
+from zoo.qwen import EXPERTS, TOPK
+from zoo.qwen_sharded import MOE
 
 LENGTH = 16
 LENGTHS = ((3, 9), (2, 4), (5, 7), (1, 6), (4, 8), (3, 3), (2, 10), (6, 5))

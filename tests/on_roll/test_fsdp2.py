@@ -1,7 +1,7 @@
 """ROLL's own fsdp2 strategy with npu_replay in it, over gloo, one process and two; job.py says what is lent.
 
 Each case asserts on every rank. Which token sits in which row of a router, and what it chose, is what hooks
-of these tests saw (sharded_qwen.witnessed).
+of these tests saw (qwen_sharded.witnessed).
 
 Not run, for want of what they take: its pipelines (Ray, a rollout engine), CPU offload (pinned memory),
 flash-attn, whose sequence-parallel attention the ids don't depend on.
@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 import npu_replay
-import sharded_qwen
 from case_jobs import Notes, check, noted, shared_folder, told
 from npu_replay.errors import ReplayError
 from on_roll import job
 from on_roll.job import EXPERTS, LENGTHS, TOPK, Actor, Tiny, prepare
-from sharded_qwen import LABELS, Call, check_told, other_routers, save_model, whole, witnessed
+from zoo import qwen_sharded
+from zoo.qwen_sharded import LABELS, Call, check_told, other_routers, save_model, whole, witnessed
 
 __all__ = ["prepare"]
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -39,13 +39,13 @@ WAYS: dict[str, dict[str, Any]] = {
 def check_calls(calls: Sequence[Call], tiny: Tiny, batch: Any, times: int) -> None:
     """Each token of this replica went so often to the experts that the batch has for it; a row of zeros has
     none: it took two experts of its own choice."""
-    columns = sharded_qwen.columns_of(batch.batch["routed_experts"].shape[2])
-    sharded_qwen.check(calls, _by_token(batch), columns, times, tiny.dp_rank)
+    columns = qwen_sharded.columns_of(batch.batch["routed_experts"].shape[2])
+    qwen_sharded.check(calls, _by_token(batch), columns, times, tiny.dp_rank)
 
 
 def share_of_others(calls: Sequence[Call], batch: Any) -> float:
     """In how many token-layers another set of experts was chosen than in R2's routes."""
-    return sharded_qwen.share_of_others(calls, _by_token(batch))
+    return qwen_sharded.share_of_others(calls, _by_token(batch))
 
 
 def _by_token(batch: Any) -> dict[int, torch.Tensor]:
@@ -131,7 +131,7 @@ def rolled_out(tiny: Tiny) -> Any:
         output.clone(),
         num_return_sequences=1,
         sequence_length=output.shape[1],
-        eos_token_id=sharded_qwen.VOCAB,
+        eos_token_id=qwen_sharded.VOCAB,
         pad_token_id=0,
         routed_experts=job.rollout_routes(tiny),
     )

@@ -21,6 +21,7 @@ import torch
 
 import npu_replay
 from npu_replay.smoke import megatron_model
+from zoo.outcome import as_map
 
 EXPERTS = 8
 TOPK = 2
@@ -202,10 +203,7 @@ def _r3(actor: Actor, kind: Any) -> dict[str, Any]:
     asked = [(one.forward_index, one.backward_index) for one in kind.all_routing_replays]
     kind.clear_all()
     layers = [layer for layer, sparse in enumerate(MOE) if sparse]
-    maps = [
-        [torch.zeros(len(one), EXPERTS).scatter(1, one[:, layer].long(), 1).bool() for one in given]
-        for layer in layers
-    ]
+    maps = [[as_map(one[:, layer], EXPERTS) for one in given] for layer in layers]
     with actor.witnessed() as own:
         actor.log_probs("fallthrough")
     return {

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-import tiny_qwen
-from tiny_qwen import EXPERTS, TOPK
+from zoo import qwen
+from zoo.qwen import EXPERTS, TOPK
 
 VOCABULARY = 96
 LAYERS = 3
@@ -35,8 +35,8 @@ def write_model(folder: Path) -> None:
     words = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<unk>"]
     words += [f"w{number}" for number in range(4, VOCABULARY)]
     special = {"pad_token": "<|endoftext|>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
-    tiny_qwen.tokenizer(words, **special).save_pretrained(folder)
-    tiny_qwen.make(VOCABULARY, LAYERS, pad_token_id=0, eos_token_id=1).save_pretrained(folder)
+    qwen.tokenizer(words, **special).save_pretrained(folder)
+    qwen.make(VOCABULARY, LAYERS, pad_token_id=0, eos_token_id=1).save_pretrained(folder)
     prompts = [" ".join(f"w{4 + (7 * n + k) % 90}" for k in range(2 + n % 4)) for n in range(16)]
     lines = (json.dumps({"messages": [{"role": "user", "content": prompt}]}) for prompt in prompts)
     (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")

@@ -10,7 +10,7 @@ from transformer_engine.pytorch import distributed
 
 import npu_replay
 from fused_kernel import FUSION
-from megatron_cases import (
+from zoo.gpt import (
     RECOMPUTE,
     VARIANTS,
     Trainer,

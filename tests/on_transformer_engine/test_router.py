@@ -14,8 +14,8 @@ from transformer_engine.pytorch import router as product
 import fused_kernel
 import npu_replay
 from fused_kernel import FUSION
-from megatron_cases import CAPACITY, SIGMOID_BIAS, VARIANTS, build, perturbed, random_routes, same
 from router_replay_api import FLAG, upstream_api
+from zoo.gpt import CAPACITY, SIGMOID_BIAS, VARIANTS, build, perturbed, random_routes, same
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -13,8 +13,8 @@ from datasets import Dataset
 from transformers import Qwen3MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-import tiny_qwen
-from tiny_qwen import TOPK
+from zoo import qwen
+from zoo.qwen import TOPK
 
 VOCABULARY = 96
 LAYERS = 3
@@ -25,7 +25,7 @@ Choice = dict[tuple[int, ...], dict[int, torch.Tensor]]
 def tokenizer() -> Any:
     words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(3, VOCABULARY))]
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    return tiny_qwen.tokenizer(words, **special, padding_side="left")
+    return qwen.tokenizer(words, **special, padding_side="left")
 
 
 def prompts(count: int = 16) -> Dataset:
@@ -59,7 +59,7 @@ def trainer(folder: Path, peft: Any = None, evaluate: bool = False, **options: A
         "seed": 1,
     }
     return GRPOTrainer(
-        model=tiny_qwen.make(VOCABULARY, LAYERS, pad_token_id=0, eos_token_id=1),
+        model=qwen.make(VOCABULARY, LAYERS, pad_token_id=0, eos_token_id=1),
         reward_funcs=rewards,
         args=GRPOConfig(**(chosen | options)),
         train_dataset=prompts(),

@@ -23,8 +23,6 @@ import torch.distributed as dist
 
 import npu_replay
 from case_jobs import Cases, shared_folder, told
-from distributed.parallel_model import EXPERTS
-from megatron_cases import VARIANTS
 from npu_replay import RoutedExperts
 from npu_replay.compat.verl import batch_routes, found_routes, r3_store, tensors
 from npu_replay.compat.verl.config import check_actor
@@ -37,6 +35,8 @@ from on_verl import engine_job as job
 from on_verl import glm_5_2 as glm
 from on_verl.engine_job import LENGTHS, Actor, LegacyActor, Split, Tiny, prepare
 from verl_configs import FLAG, NEW
+from zoo.gpt import VARIANTS
+from zoo.gpt_split import EXPERTS
 
 __all__ = ["CASES", "prepare"]
 CASES = Cases()

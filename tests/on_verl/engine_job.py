@@ -31,16 +31,15 @@ from torch.nn.functional import pad
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
 
-import hybrid_model
 import transformers_4
-from distributed import parallel_model
-from distributed.parallel_model import EXPERTS, TOPK, Split, share
 from npu_replay import RoutedModel
 from npu_replay.compat.verl import r3_store
 from npu_replay.compat.verl.batch_routes import COLUMN
 from npu_replay.delivery import references
 from npu_replay.smoke import megatron_model
 from piece_files import FileCarrier
+from zoo import gpt_split, hybrid
+from zoo.gpt_split import EXPERTS, TOPK, Split, share
 
 RELEASE: str = verl.__version__
 VOCAB = 64
@@ -105,7 +104,7 @@ def transformer_config(tiny: Tiny) -> Any:
     """As a bridge makes it, and verl overrides it."""
     layers: dict[str, Any] = {"moe_layer_freq": list(tiny.moe)}
     if tiny.pattern:
-        layers = {"num_layers": len(hybrid_model.symbols(tiny.pattern))}
+        layers = {"num_layers": len(hybrid.symbols(tiny.pattern))}
     config = tiny.split.config(**layers, **tiny.changes)
     config.calculate_per_token_loss = False
     config.variable_seq_lengths = True
@@ -123,8 +122,8 @@ def chunks_of(tiny: Tiny, config: Any, *, wrapped: bool) -> list[nn.Module]:
         ends = {"pre_process": pre_process, "post_process": post_process}
         build: Any = megatron_model.model
         if tiny.pattern:
-            build = partial(hybrid_model.model, pattern=tiny.pattern)
-        chunk = build(config, vp_stage=vp_stage, **ends, **parallel_model.PARTS)
+            build = partial(hybrid.model, pattern=tiny.pattern)
+        chunk = build(config, vp_stage=vp_stage, **ends, **gpt_split.PARTS)
         if tiny.value and post_process:
             chunk.output_layer = _ValueHead(config)
         return chunk

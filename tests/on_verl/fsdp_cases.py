@@ -1,7 +1,7 @@
 """What verl's own FSDP engine does with npu_replay in it, in one process and in two.
 
 Each case asserts on every rank. Which token sits in which row of a router, and what it chose, is what hooks
-of these tests saw (sharded_qwen.witnessed).
+of these tests saw (qwen_sharded.witnessed).
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ import transformers
 from torch import nn
 
 import npu_replay
-import sharded_qwen
-import tiny_qwen
-import tiny_vision
 from case_jobs import Cases, shared_folder, told
 from npu_replay.compat.verl.batch_routes import keys_in
 from npu_replay.compat.verl.fsdp import FsdpAdapter
@@ -31,7 +28,8 @@ from on_verl import fsdp_job as job
 from on_verl.engine_cases import check_unmarked, leave, nothing_is_on, patched, r3_batch_of, spoiled
 from on_verl.engine_job import LENGTHS
 from on_verl.fsdp_job import Actor, Tiny, prepare
-from sharded_qwen import LABELS, Call, check_told, other_routers, routers, save_model, whole, witnessed
+from zoo import qwen, qwen_sharded, qwen_vl
+from zoo.qwen_sharded import LABELS, Call, check_told, other_routers, routers, save_model, whole, witnessed
 
 __all__ = ["CASES", "prepare"]
 CASES = Cases()
@@ -62,12 +60,12 @@ def tiny_of(**settings: Any) -> Tiny:
 
 def check_calls(calls: Sequence[Call], tiny: Tiny, routes: Sequence[torch.Tensor], times: int) -> None:
     """Each token of this replica went to the experts of its samples' routes; `times` in all."""
-    columns = sharded_qwen.columns_of(routes[0].shape[1])
-    sharded_qwen.check(calls, job.by_token(tiny, routes), columns, times, tiny.split.ranks["dp"])
+    columns = qwen_sharded.columns_of(routes[0].shape[1])
+    qwen_sharded.check(calls, job.by_token(tiny, routes), columns, times, tiny.split.ranks["dp"])
 
 
 def share_of_others(calls: Sequence[Call], tiny: Tiny, routes: Sequence[torch.Tensor]) -> float:
-    return sharded_qwen.share_of_others(calls, job.by_token(tiny, routes))
+    return qwen_sharded.share_of_others(calls, job.by_token(tiny, routes))
 
 
 def plain_of(actor: Actor, **changes: Any) -> Actor:
@@ -408,7 +406,7 @@ def vision_batch(split: Any, images: Sequence[int]) -> Any:
     """
     import numpy as np
 
-    samples = [tiny_vision.sample(image) for image in images]
+    samples = [qwen_vl.sample(image) for image in images]
     tokens = samples[0][0]
     data = engine_job.batch(split, None, [(tokens[:6], tokens[6:])] * len(images))
     inputs = np.array([{}, *(one for _, one in samples)], dtype=object)[1:]
@@ -427,8 +425,8 @@ def by_image(model: nn.Module) -> Iterator[dict[float, torch.Tensor]]:
 
     def chose(layer: int, _: Any, __: Any, output: Any) -> None:
         ids = next(one for one in output if one.dtype == torch.int64).detach().sort(1).values
-        for image, rows in zip(fed, ids.view(len(fed), -1, tiny_vision.TOPK), strict=True):
-            found.setdefault(image, torch.zeros(tiny_vision.LAYERS, *rows.shape, dtype=torch.int64))
+        for image, rows in zip(fed, ids.view(len(fed), -1, qwen_vl.TOPK), strict=True):
+            found.setdefault(image, torch.zeros(qwen_vl.LAYERS, *rows.shape, dtype=torch.int64))
             found[image][layer] = rows
 
     handles = [model.register_forward_pre_hook(fed_with, with_kwargs=True)]
@@ -451,8 +449,8 @@ def _other_images() -> None:
     modeling.Qwen3VLCausalLMOutputWithPast = next(filter(None, (getattr(modeling, n, None) for n in names)))
     folder = shared_folder()
     files = shared_folder()
-    tiny_vision.make(3).save_pretrained(folder)
-    tiny_qwen.tokenizer(map(str, range(200)), pad_token="0").save_pretrained(folder)
+    qwen_vl.make(3).save_pretrained(folder)
+    qwen.tokenizer(map(str, range(200)), pad_token="0").save_pretrained(folder)
     actor = Actor(Tiny(folder=folder, files={"record_file": files}, most=24))
     data = vision_batch(actor.tiny.split, range(1, 9))
     with by_image(actor.model) as first:

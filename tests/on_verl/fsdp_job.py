@@ -1,7 +1,7 @@
 """verl's own FSDP engine and workers on a small Qwen3-MoE, with what this machine lacks lent; the rest is
 verl's and transformers' as released.
 
-The model and what its routers did are sharded_qwen's.
+The model and what its routers did are those of qwen_sharded.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
-from distributed.parallel_model import Split
 from on_verl import engine_job
 from on_verl.engine_job import LENGTHS
-from sharded_qwen import MOE, VOCAB, block_of, routers, whole
+from zoo.gpt_split import Split
+from zoo.qwen_sharded import MOE, VOCAB, block_of, routers, whole
 
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 

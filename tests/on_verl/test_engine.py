@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-import hybrid_model
 from case_jobs import Notes, check, noted
+from zoo import hybrid
 
 WORKERS = ("verl.workers.engine_workers",)
 VPP = "pp2, two virtual stages and a dense chunk"  # T3
@@ -80,7 +80,7 @@ def _here() -> Iterable[Any]:
     """Those that this release of verl has the code for."""
     release = version("verl")
     if not release.startswith("0.7.0"):  # its engine has no router replay, and its worker no LoRA
-        here = (*BY_RELEASE, *(() if hybrid_model.missing() else HYBRID))
+        here = (*BY_RELEASE, *(() if hybrid.missing() else HYBRID))
         yield from here
         yield from (pytest.param(case, marks=pytest.mark.newest) for case in ALIKE)
         rest = (case for case in (*EVERY, *GLM) if case not in {*here, *ALIKE})

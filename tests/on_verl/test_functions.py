@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import npu_replay
-from megatron_cases import RECOMPUTE, VARIANTS, perturbed
 from npu_replay import RoutedExperts
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.megatron_backports.router_replay import is_idle
@@ -27,6 +26,8 @@ from npu_replay.smoke import megatron_model
 from sessions.test_follow import packed as fed_packed
 from sessions.test_follow import texts
 from sessions.test_padded_end import by_hand
+from zoo.gpt import RECOMPUTE, VARIANTS, perturbed
+from zoo.outcome import gradients
 
 pytestmark = [pytest.mark.megatron]
 LENGTHS = ((7, 12, 3), (5,), (9, 2))
@@ -66,9 +67,6 @@ class Job:
         inputs = megatron_model.causal(tokens)
         return self.model(input_ids=tokens, labels=tokens.roll(-1, 1), **inputs).mean()
 
-    def grads(self) -> list[torch.Tensor | None]:
-        return [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
-
 
 def batches() -> list[list[torch.Tensor]]:
     drawn = torch.Generator().manual_seed(3)
@@ -88,7 +86,7 @@ def core_replay(job: Job, batch: list[list[torch.Tensor]], routes: list[RoutedEx
     with npu_replay.replay(job.model, routes):
         losses = [job.forward(sequences) for sequences in batch]
         torch.stack(losses).sum().backward()
-    return losses, job.grads()
+    return losses, gradients(job.model)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -199,7 +197,7 @@ def test_recomputes_take_the_targets_in_their_order(verl: Verl) -> None:
             for one in own_replays(job):
                 one.set_router_replay_action(verl.actions.REPLAY_BACKWARD)
             loss.backward()
-    for a, b in zip(job.grads(), grads, strict=True):
+    for a, b in zip(gradients(job.model), grads, strict=True):
         assert a is b or torch.allclose(a, b, atol=1e-7)
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import sharded_qwen
-import tiny_qwen
 from untouched import ABSENT, outcomes
+from zoo import qwen, qwen_sharded
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -35,10 +34,10 @@ def test_an_engine_trains_as_without_the_package(tmp_path: Path, engine: str) ->
     """Log-probs, gradients and weights of some steps."""
     task = {"engine": engine, "platform": version("verl") >= "0.9", "model": str(tmp_path / "model")}
     if engine == "fsdp2":
-        model = tiny_qwen.make(sharded_qwen.VOCAB, len(sharded_qwen.MOE), seed=3, mlp_only_layers=[1])
+        model = qwen.make(qwen_sharded.VOCAB, len(qwen_sharded.MOE), seed=3, mlp_only_layers=[1])
         model.save_pretrained(task["model"])
-        tokens = map(str, range(sharded_qwen.VOCAB))
-        tiny_qwen.tokenizer(tokens, pad_token="0").save_pretrained(task["model"])
+        tokens = map(str, range(qwen_sharded.VOCAB))
+        qwen.tokenizer(tokens, pad_token="0").save_pretrained(task["model"])
     found = outcomes("on_verl.untouched_verl", tmp_path, imports=IMPORTS, **task)
     for state, outcome in found.items():
         assert outcome == found[ABSENT], state

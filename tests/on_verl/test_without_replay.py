@@ -12,7 +12,6 @@ import pytest
 
 import jobs
 import npu_replay
-from megatron_cases import VARIANTS, build, hooks_left, routers, same
 from npu_replay.compat.patching import patches
 from npu_replay.compat.verl import engine_pass, install
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
@@ -20,6 +19,7 @@ from npu_replay.compat.verl.fsdp import FsdpAdapter
 from npu_replay.compat.vllm_ascend import plugin
 from npu_replay.smoke import megatron_model
 from verl_configs import engine_workers_replay
+from zoo.gpt import VARIANTS, build, hooks, routers, same
 
 pytestmark = pytest.mark.megatron
 
@@ -100,7 +100,7 @@ def test_a_model_trains_as_without_npu_replay(variant: str) -> None:
                 megatron_model.start()
                 trainer = build(VARIANTS[variant], "full")
                 outcomes.append(trainer.run())
-                assert not hooks_left(trainer.model)
+                assert not hooks(trainer.model)
                 for router in routers(trainer.model):
                     assert getattr(router.module, "router_replay", None) is None
         finally:

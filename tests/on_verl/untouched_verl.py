@@ -53,6 +53,6 @@ def _trained(job: Any, tiny: Any) -> dict[str, Any]:
         found["log_probs"].append(digest([data.batch["old_log_probs"]]))
     found["gradients"] = [digest(one.values() if isinstance(one, dict) else one) for one in actor.gradients]
     chunks = actor.chunks if isinstance(actor.chunks, list) else [actor.chunks]
-    whole = importlib.import_module("sharded_qwen").whole
+    whole = importlib.import_module("zoo.qwen_sharded").whole
     weights = [whole(one) for chunk in chunks for one in chunk.parameters()]
     return found | {"weights": digest(weights)}

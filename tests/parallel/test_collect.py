@@ -12,7 +12,7 @@ import npu_replay
 from npu_replay import MicroBatchError, ParallelLayout, RoutedExperts, TokenLayout, fingerprint
 from npu_replay.parallel import collect as collecting
 from simulated_ranks import Group, Rank, of_each
-from token_model import TokenModel, token_ids
+from zoo.toys import TokenModel, token_ids
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
 

@@ -12,7 +12,7 @@ import npu_replay
 from npu_replay import ParallelLayout, RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError
 from npu_replay.routers import Router
-from toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, hooks, run, same, tokens
+from zoo.toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, hooks, run, same, tokens
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),

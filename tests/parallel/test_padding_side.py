@@ -10,7 +10,7 @@ import torch
 import npu_replay
 from npu_replay import MicroBatchError, RoutedExperts, TokenLayout
 from npu_replay.routes import input_check
-from token_model import TokenModel, token_ids
+from zoo.toys import TokenModel, token_ids
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
 

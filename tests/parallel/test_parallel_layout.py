@@ -20,7 +20,7 @@ from npu_replay import DecoderLayers, ParallelLayout, RoutedModel, routers
 from npu_replay.errors import ReplayError, RouterError
 from npu_replay.module_tree import ModuleTree
 from parallel import slow_layout
-from toys import ToyModel, ToyRouter, ToyRouters
+from zoo.toys import ToyModel, ToyRouter, ToyRouters
 
 # Which decoder layers, against layers that are dealt out one by one
 

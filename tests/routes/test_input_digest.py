@@ -12,7 +12,7 @@ from torch import nn
 import npu_replay
 from npu_replay import MicroBatchError
 from npu_replay.routes.inputs import digest, input_key, other_inputs
-from toys import HIDDEN, ToyModel, ToyRouter
+from zoo.toys import HIDDEN, ToyModel, ToyRouter
 
 BATCH = 2
 LENGTH = 5

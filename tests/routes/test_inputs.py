@@ -18,7 +18,7 @@ import npu_replay
 from npu_replay import RoutedExperts, TokenLayout, fingerprint
 from npu_replay.errors import MicroBatchError, RouterError
 from npu_replay.parallel import token_layout
-from toys import EXPERTS, HIDDEN, TOPK, ToyModel, hooks
+from zoo.toys import EXPERTS, HIDDEN, TOPK, ToyModel, hooks
 
 BATCH = 3
 LENGTH = 6

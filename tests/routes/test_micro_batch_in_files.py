@@ -22,7 +22,7 @@ from npu_replay.routes import encoding
 from npu_replay.routes.inputs import Inputs
 from npu_replay.routes.routed_experts import Placement
 from routes.test_encoding import FORMS, Form
-from token_model import TokenModel, token_ids
+from zoo.toys import TokenModel, token_ids
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
 

@@ -7,7 +7,7 @@ import torch
 
 import npu_replay
 from npu_replay.sessions import torch_state
-from toys import ToyModel, tokens
+from zoo.toys import ToyModel, tokens
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
 

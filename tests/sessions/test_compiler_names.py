@@ -17,7 +17,7 @@ COMPILED = """
 
     import npu_replay
     from npu_replay import routers
-    from toys import ToyModel, ToyRouters, tokens
+    from zoo.toys import ToyModel, ToyRouters, tokens
 
     routers.register("toy", ToyRouters())
     model = ToyModel()
@@ -71,7 +71,7 @@ SCRIPTED = """
 
     import npu_replay
     from npu_replay import routers
-    from toys import ToyModel, ToyRouters, tokens
+    from zoo.toys import ToyModel, ToyRouters, tokens
 
     routers.register("toy", ToyRouters())
     model = ToyModel()

@@ -24,7 +24,7 @@ import npu_replay
 from npu_replay import RoutedExperts
 from npu_replay.errors import MicroBatchError, RecomputeError
 from npu_replay.sessions import backward
-from toys import (
+from zoo.toys import (
     EXPERTS,
     ROWS,
     SAVED_TENSOR_HOOKS,

@@ -17,7 +17,7 @@ from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError
 from npu_replay.sessions import backward
 from npu_replay.sessions.quick_call import QuickCall
 from npu_replay.sessions.replay import StepReplay
-from toys import EXPERTS, ROWS, ToyModel, ToyRouter, foreign, opened, plain, run, tokens
+from zoo.toys import EXPERTS, ROWS, ToyModel, ToyRouter, foreign, opened, plain, run, tokens
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Scores = torch.Tensor

@@ -28,9 +28,10 @@ from choice import some
 from npu_replay import RoutedExperts, routers
 from npu_replay.errors import ReplayError
 from npu_replay.sessions.session import open_sessions
-from toys import EXPERTS as TOY_EXPERTS
-from toys import HIDDEN, ToyBlock, ToyLayer, ToyRouter, in_groups, plain
-from toys import TOPK as TOY_TOPK
+from zoo.outcome import as_map, hooks, same_experts
+from zoo.toys import EXPERTS as TOY_EXPERTS
+from zoo.toys import HIDDEN, ToyBlock, ToyLayer, ToyRouter, in_groups, plain
+from zoo.toys import TOPK as TOY_TOPK
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
@@ -80,10 +81,6 @@ class Heard(nn.Module):
     def forward(self, ids: torch.Tensor) -> None:
         if self.hears is not None:
             self.hears(ids)
-
-
-def as_map(ids: torch.Tensor, experts: int) -> Map:
-    return torch.zeros(len(ids), experts, dtype=torch.bool).scatter(1, ids.detach().long(), True)
 
 
 def shifted(ids: torch.Tensor, chance: random.Random, experts: int) -> torch.Tensor:
@@ -172,9 +169,9 @@ def toy_blocks() -> Bed:
 
 def transformers_model(family: str) -> Bed:
     pytest.importorskip("transformers")
-    import transformers_cases
+    from zoo import hugging_face
 
-    model: Any = transformers_cases.build(family, num_hidden_layers=2, use_cache=False)
+    model: Any = hugging_face.build(family, num_hidden_layers=2, use_cache=False)
     found = [router.module for router in routers.find([model])[0]]
 
     def changed(output: Any, chance: random.Random) -> Any:
@@ -195,9 +192,9 @@ def transformers_model(family: str) -> Bed:
 
 
 def megatron_model(variant: str) -> Bed:
-    import megatron_cases
+    from zoo import gpt
 
-    cases = megatron_cases
+    cases = gpt
     trainer = cases.build({"num_layers": 2} | cases.VARIANTS[variant])
     model: Any = trainer.model
 
@@ -714,7 +711,6 @@ class Run:
         self, block: Any, micro_batch: int, phase: int, layer: int, calls: list[Seen], grad: bool
     ) -> str | None:
         case = self.case
-        experts = self.bed.experts
         if any(one.used is None for one in calls) or (not calls and case.fault != "not_called"):
             return "the experts got nothing"
         if not calls:
@@ -727,12 +723,10 @@ class Run:
             return "nothing was recomputed"
         if not all(torch.equal(one.used, first.used) for one in rest):
             return "its recompute took others than its forward"
-        if case.kind == "record":
-            recorded = as_map(block.routes[micro_batch].layer_ids(layer), experts)
-            if not torch.equal(recorded, first.used):
-                return "recorded others than were used"
+        if case.kind == "record" and not same_experts(block.routes[micro_batch], layer, first.used):
+            return "recorded others than were used"
         if case.kind == "replay":
-            if not torch.equal(as_map(self.given[micro_batch].layer_ids(layer), experts), first.used):
+            if not same_experts(self.given[micro_batch], layer, first.used):
                 return "used others than were given"
         elif phase == 1:
             if not torch.equal(self.calls(micro_batch, layer, 0)[0].used, first.used):
@@ -815,8 +809,8 @@ def _left(bed: Bed) -> list[str]:
         found.append(f"{modes} function modes are on")
         for _ in range(modes):
             torch._C._pop_torch_function_stack()
-    if hooks := sum(len(one._forward_pre_hooks) + len(one._forward_hooks) for one in bed.model.modules()):
-        found.append(f"{hooks} hooks on modules")
+    if left := hooks(bed.model):
+        found.append(f"{left} hooks on modules")
     if open_sessions():
         found.append("open sessions")
     if found:

@@ -15,7 +15,7 @@ import npu_replay
 from npu_replay import routers
 from npu_replay.errors import RouterError
 from npu_replay.sessions import torch_state
-from toys import (
+from zoo.toys import (
     TOPK,
     ToyBlock,
     ToyLayer,

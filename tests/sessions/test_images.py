@@ -13,7 +13,7 @@ import torch
 import npu_replay
 from npu_replay import MicroBatchError, ReplayError, RoutedExperts, fingerprint
 from npu_replay.sessions.fed_sequences import fed_sequences
-from tiny_vision import EXPERTS, LAYERS, TOPK, Sample, call, make, sample
+from zoo.qwen_vl import EXPERTS, LAYERS, TOPK, Sample, call, make, sample
 
 pytest.importorskip("transformers", minversion="5")
 

@@ -35,8 +35,8 @@ from npu_replay import RoutedExperts
 from npu_replay.sessions import backward, seam
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.session import open_sessions
-from toys import HIDDEN, ToyBlock, ToyLayer, ToyRouter, in_groups
-from toys import foreign as foreign_routes
+from zoo.toys import HIDDEN, ToyBlock, ToyLayer, ToyRouter, in_groups
+from zoo.toys import foreign as foreign_routes
 
 pytestmark = [
     pytest.mark.usefixtures("few_objects", "toy_routers"),

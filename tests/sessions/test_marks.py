@@ -16,7 +16,7 @@ from npu_replay import RoutedExperts, routers
 from npu_replay.errors import MicroBatchError, RecomputeError
 from npu_replay.routers import Router
 from npu_replay.sessions.micro_batches import Marks
-from toys import EXPERTS, HIDDEN, ROWS, ToyLayer, ToyModel, ToyRouters, foreign, hooks, tokens
+from zoo.toys import EXPERTS, HIDDEN, ROWS, ToyLayer, ToyModel, ToyRouters, foreign, hooks, tokens
 
 SEEDS = (0, 1, 2)
 

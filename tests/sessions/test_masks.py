@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import npu_replay
 from npu_replay import NoEffect, RoutedExperts, RouterError
-from toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, in_groups, outside_groups, run, same, tokens
+from zoo.toys import EXPERTS, ROWS, TOPK, ToyModel, ToyRouter, in_groups, outside_groups, run, same, tokens
 
 Scores = torch.Tensor
 Pair = Any

@@ -15,7 +15,7 @@ import pytest
 
 import npu_replay
 from npu_replay.errors import ReplayError, RouterError
-from toys import ToyModel, ToyRouter, hooks, tokens
+from zoo.toys import ToyModel, ToyRouter, hooks, tokens
 
 TESTS = Path(__file__).parents[1]
 
@@ -122,7 +122,7 @@ SCRIPT = """
 import logging
 import npu_replay
 from npu_replay import routers
-from toys import ToyModel, ToyRouters, tokens
+from zoo.toys import ToyModel, ToyRouters, tokens
 
 routers.register("toy", ToyRouters())
 model = ToyModel()

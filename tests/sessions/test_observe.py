@@ -10,7 +10,7 @@ import torch
 import npu_replay
 from npu_replay import RoutedExperts
 from npu_replay.smoke.checks import differing
-from toys import ROWS, TOPK, ToyModel, ToyRouter, foreign, plain, tokens
+from zoo.toys import ROWS, TOPK, ToyModel, ToyRouter, foreign, plain, tokens
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
 

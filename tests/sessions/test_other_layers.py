@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import npu_replay
-import tiny_qwen
 from npu_replay import RouterError
 from npu_replay.errors import MicroBatchError
 from npu_replay.rollout.model_config import RoutedModel
+from zoo import qwen
 
 UNLIKE = {"top-k": ([8, 8, 8], [2, 3, 2]), "both": ([8, 16, 4], [2, 4, 1])}
 PARTS = pytest.mark.parametrize(("experts", "topks"), UNLIKE.values(), ids=UNLIKE)
@@ -25,7 +25,7 @@ PARTS = pytest.mark.parametrize(("experts", "topks"), UNLIKE.values(), ids=UNLIK
 def uneven(experts: Sequence[int], topks: Sequence[int], **changes: Any) -> Any:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-    model = tiny_qwen.make(64, len(experts), **changes)
+    model = qwen.make(64, len(experts), **changes)
     for layer, number, topk in zip(model.model.layers, experts, topks, strict=True):
         own = copy.deepcopy(model.config)
         own.num_experts = number
@@ -113,7 +113,7 @@ def test_a_built_model_of_unlike_layers_or_loops_is_no_routed_model() -> None:
     model = uneven([8, 4], [2, 2])
     with pytest.raises(RouterError, match="part by part"):
         RoutedModel.of_module(model, npu_replay.routers.find([model])[0])
-    looped = tiny_qwen.make(64, 2)
+    looped = qwen.make(64, 2)
     looped.config.num_loops = 3
     with pytest.raises(RouterError, match=r"looped model.*num_loops=3"):
         RoutedModel.of_module(looped, npu_replay.routers.find([looped])[0])
@@ -127,7 +127,7 @@ class Looped(nn.Module):
 
     def __init__(self, passes: int, first: int = 1, end: int = 3) -> None:
         super().__init__()
-        self.inner = tiny_qwen.make(64, 4)
+        self.inner = qwen.make(64, 4)
         self.passes = passes
         self.first = first
         self.end = end
@@ -172,7 +172,7 @@ def test_a_model_that_runs_its_layers_once_is_observed_as_ever() -> None:
 
 
 def test_observe_sees_no_loop_in_a_recompute() -> None:
-    model = tiny_qwen.make(64, 3).train()
+    model = qwen.make(64, 3).train()
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with npu_replay.observe(model) as seen:
         for seed in (0, 1):

@@ -14,7 +14,7 @@ from npu_replay import MicroBatchError, ReplayError, RoutedExperts, TokenLayout
 from npu_replay.rollout.admit import admit
 from npu_replay.rollout.release_rules import Source
 from npu_replay.routes.checks import Array
-from toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, foreign
+from zoo.toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, foreign
 
 FAR = "far from what the routers would choose"
 

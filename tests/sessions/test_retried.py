@@ -13,7 +13,7 @@ from torch import nn
 import npu_replay
 from npu_replay import MicroBatchError, NoEffect, RoutedExperts
 from npu_replay.sessions.replay import StepReplay
-from toys import EXPERTS, TOPK, ToyModel, ToyRouter, foreign, tokens
+from zoo.toys import EXPERTS, TOPK, ToyModel, ToyRouter, foreign, tokens
 
 ROWS = 40
 """Two micro-batches of them are judged for their overlap."""

@@ -14,7 +14,19 @@ import npu_replay
 from npu_replay import RoutedExperts
 from npu_replay.errors import RouterError
 from npu_replay.sessions import backward, seam
-from toys import EXPERTS, ROWS, TOPK, Select, ToyModel, ToyRouter, foreign, outside_groups, run, same, tokens
+from zoo.toys import (
+    EXPERTS,
+    ROWS,
+    TOPK,
+    Select,
+    ToyModel,
+    ToyRouter,
+    foreign,
+    outside_groups,
+    run,
+    same,
+    tokens,
+)
 
 Scores = torch.Tensor
 Pair = tuple[torch.Tensor, torch.Tensor]

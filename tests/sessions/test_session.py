@@ -29,7 +29,7 @@ from npu_replay import RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError
 from npu_replay.module_tree import ModuleTree
 from npu_replay.sessions import backward, route_source
-from toys import (
+from zoo.toys import (
     EXPERTS,
     ROWS,
     SAVED_TENSOR_HOOKS,
@@ -666,7 +666,7 @@ def test_a_router_under_vmap_is_refused_by_name() -> None:
 def test_more_experts_than_ids_are_kept_for_are_refused_on_entering(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("toys.EXPERTS", 40_000)
+    monkeypatch.setattr("zoo.toys.EXPERTS", 40_000)
     with pytest.raises(RouterError, match=r"more experts.*32767.*40000"), opened(kind, ToyModel()):
         pass
 

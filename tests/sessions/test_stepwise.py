@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import npu_replay
-import toys
 from npu_replay import RoutedExperts
 from npu_replay.errors import MicroBatchError, NoEffect, ReplayError, RouterError
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.replay import StepReplay
-from toys import EXPERTS, ROWS, ToyModel, ToyRouter, hooks, recorded, run, same, tokens
+from zoo import toys
+from zoo.outcome import gradients
+from zoo.toys import EXPERTS, ROWS, ToyModel, ToyRouter, hooks, recorded, run, same, tokens
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
 
@@ -35,7 +36,7 @@ def test_a_feed_does_what_a_replay_of_all_routes_does(recompute: str | None) -> 
             losses.append(model(tokens(seed).requires_grad_()).square().mean())
         loss = sum(losses)
         loss.backward()
-    got = loss.item(), [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    got = loss.item(), gradients(model)
     assert same(wanted, got)
     assert session.metrics()["rows"] == 3 * ROWS
     assert session.counts()["replayed"] == 2

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import npu_replay
 from npu_replay.errors import NoEffect, RecomputeError
 from npu_replay.sessions import backward, seam
-from toys import EXPERTS, ROWS, TOPK, ToyBlock, foreign, hooks, run, same, tokens
+from zoo.toys import EXPERTS, ROWS, TOPK, ToyBlock, foreign, hooks, run, same, tokens
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
 

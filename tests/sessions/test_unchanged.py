@@ -21,7 +21,7 @@ from npu_replay.sessions import backward
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.replay import StepReplay
 from npu_replay.sessions.torch_state import Hook
-from toys import ToyModel, ToyRouter, foreign, opened, plain, tokens
+from zoo.toys import ToyModel, ToyRouter, foreign, opened, plain, tokens
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
@@ -255,14 +255,14 @@ def test_the_error_names_the_place_and_both_modules() -> None:
     model = ToyModel()
     message = (
         r"micro-batch 1, layers\.0\.router: the code that routes was replaced inside an open block\. "
-        r"Expected toys\.ToyRouter, got another toys\.ToyRouter\. Usual cause: .*merged"
+        r"Expected zoo\.toys\.ToyRouter, got another zoo\.toys\.ToyRouter\. Usual cause: .*merged"
     )
     with pytest.raises(RouterError, match=message), npu_replay.record(model):
         model(tokens(0))
         router(model)
         model(tokens(1))
     with (
-        pytest.raises(RouterError, match=r"Expected toys\.ToyLayer, got none of its own"),
+        pytest.raises(RouterError, match=r"Expected zoo\.toys\.ToyLayer, got none of its own"),
         npu_replay.record(model),
     ):
         model(tokens(0))

@@ -14,11 +14,11 @@ from unittest import mock
 import torch
 
 import npu_replay
-import tiny_qwen
 from npu_replay.compat.verl.batch_routes import keys_in, references_in, rows_of
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.smoke import megatron_model
 from verl_live import tiny
+from zoo import qwen
 
 TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
 NOTES = "VERL_LIVE_NOTES"
@@ -77,8 +77,8 @@ def _routes_in(engine: Any, data: Any) -> list[torch.Tensor]:
     model = npu_replay.RoutedModel(
         layers=tuple(range(tiny.LAYERS)),
         num_layers=tiny.LAYERS,
-        num_experts=tiny_qwen.EXPERTS,
-        topk=tiny_qwen.TOPK,
+        num_experts=qwen.EXPERTS,
+        topk=qwen.TOPK,
     )
     held = EngineAdapter.of(engine).routes
     keys = zip(keys_in(rows, references), rows.unbind(), strict=True)
@@ -110,7 +110,7 @@ def _register_bridge() -> None:
     from mbridge.core import register_model
     from mbridge.models.qwen3moe import Qwen3MoEBridge
 
-    from distributed.parallel_model import Attention, Norm
+    from zoo.gpt_split import Attention, Norm
 
     @register_model("qwen3_moe")
     class LocalLayers(Qwen3MoEBridge):

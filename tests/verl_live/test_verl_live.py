@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import jobs
-from tiny_qwen import TOPK
 from verl_live import job, tiny
+from zoo.qwen import TOPK
 
 pytestmark = [pytest.mark.verl, pytest.mark.slow, pytest.mark.timeout(560)]
 

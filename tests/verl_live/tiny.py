@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import tiny_qwen
+from zoo import qwen
 
 CALLS = range(8, 16)
 """The tokens that are a whole tool call each; the model stops after one."""
@@ -27,7 +27,7 @@ def tokenizer() -> Any:
     from tokenizers import AddedToken
 
     special = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<|im_end|>"}
-    found = tiny_qwen.tokenizer(words(), **special, additional_special_tokens=["<|im_start|>"])
+    found = qwen.tokenizer(words(), **special, additional_special_tokens=["<|im_start|>"])
     found.add_tokens([AddedToken("\n", normalized=False)])
     found.chat_template = (
         "{% for message in messages %}"
@@ -39,7 +39,7 @@ def tokenizer() -> Any:
 
 def save(folder: Path) -> None:
     """Everything that verl, vLLM and mbridge read of a model."""
-    model = tiny_qwen.make(
+    model = qwen.make(
         VOCAB,
         LAYERS,
         hidden_size=64,

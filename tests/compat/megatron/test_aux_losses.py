@@ -18,10 +18,10 @@ import torch
 
 import npu_replay
 import upstream_loop
-from megatron_cases import SIGMOID_BIAS, Trainer, build, perturbed, routers, same
 from npu_replay import RoutedExperts
 from npu_replay.compat.megatron import aux_losses
 from npu_replay.errors import ReplayError
+from zoo.gpt import SIGMOID_BIAS, Trainer, build, perturbed, routers, same
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 

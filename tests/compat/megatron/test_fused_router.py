@@ -11,9 +11,9 @@ import torch
 import fused_kernel
 import npu_replay
 from fused_kernel import FUSION
-from megatron_cases import CAPACITY, FULL, SIGMOID_BIAS, build, perturbed, same
 from npu_replay.compat.megatron import fused_router
 from npu_replay.errors import NoEffect, RecomputeError
+from zoo.gpt import CAPACITY, FULL, SIGMOID_BIAS, build, perturbed, same
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 

@@ -10,9 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import hybrid_model
 import npu_replay
-from megatron_cases import at_stage, random_routes
 from npu_replay import ParallelLayout, ReplayError, TokenLayout
 from npu_replay.compat.megatron import parallel_state as megatron_layout
 from npu_replay.errors import RouterError
@@ -20,6 +18,8 @@ from npu_replay.module_tree import ModuleTree
 from npu_replay.routers import find
 from npu_replay.smoke import megatron_model
 from router_replay_api import FLAG, upstream_api
+from zoo import hybrid
+from zoo.gpt import at_stage, random_routes
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
@@ -39,13 +39,13 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[int, int]]] = {
 
 
 def needs(pattern: str) -> None:
-    if why := hybrid_model.missing(pattern):
+    if why := hybrid.missing(pattern):
         pytest.skip(why)
 
 
 def built(pattern: str, **changes: Any) -> Any:
     needs(pattern)
-    return hybrid_model.model(hybrid_model.config(pattern, **changes), pattern)
+    return hybrid.model(hybrid.config(pattern, **changes), pattern)
 
 
 def loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_from_megatron_reads_a_model_its_config_and_a_config_that_has_the_patter
     for given in (model, [model], model.config):
         layout = ParallelLayout.from_megatron(given)
         assert (layout.moe_layers, layout.layers) == ((1, 4, 7), tuple(range(8)))
-    config = hybrid_model.config("*-*E")
+    config = hybrid.config("*-*E")
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         setattr(config, name, "*-*E")
         assert ParallelLayout.from_megatron(config).moe_layers == (1,)
@@ -124,10 +124,10 @@ def test_from_megatron_reads_a_model_its_config_and_a_config_that_has_the_patter
 
 def test_a_hybrid_config_without_a_pattern_or_with_several_is_refused() -> None:
     needs("E")
-    config = hybrid_model.config("*-*E", is_hybrid_model=True)
+    config = hybrid.config("*-*E", is_hybrid_model=True)
     with pytest.raises(ReplayError, match=r"doesn't say which layers have experts.*from_megatron\(model\)"):
         ParallelLayout.from_megatron(config)
-    both = [hybrid_model.model(config, pattern) for pattern in ("*-*E", "*E*-")]
+    both = [hybrid.model(config, pattern) for pattern in ("*-*E", "*E*-")]
     with pytest.raises(ReplayError, match=r"several patterns have this config.*\*-\*E.*\*E\*-"):
         ParallelLayout.from_megatron(config)
     assert [ParallelLayout.from_megatron(one).moe_layers for one in both] == [(1,), (0,)]
@@ -169,14 +169,14 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
         for old, new in ours.items():
             fake = lambda g=None, *_, old=old, new=new: new() if g is group else old()  # noqa: E731
             monkeypatch.setattr(dist, old.__name__, fake)
-        config = hybrid_model.config(
+        config = hybrid.config(
             pattern,
             pipeline_model_parallel_size=pp,
             virtual_pipeline_model_parallel_size=vp,
             pipeline_dtype=torch.float32,
             **changes,
         )
-        return hybrid_model.chunks(config, pattern)
+        return hybrid.chunks(config, pattern)
 
     return build
 

@@ -9,9 +9,9 @@ import torch
 
 import npu_replay
 from judged_rows import check, rounded
-from megatron_cases import DEVICE, SIGMOID_BIAS, VOCAB, routers
 from npu_replay import RoutedExperts
 from npu_replay.smoke import megatron_model
+from zoo.gpt import DEVICE, SIGMOID_BIAS, VOCAB, routers
 
 pytestmark = [pytest.mark.megatron, pytest.mark.first_release, pytest.mark.usefixtures("megatron")]
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import npu_replay
-from megatron_cases import at_stage
 from npu_replay import ParallelLayout, ReplayError, routers
 from npu_replay.compat.megatron import parallel_state as megatron_layout
 from npu_replay.devices import pick
@@ -22,6 +21,7 @@ from npu_replay.errors import RouterError
 from npu_replay.module_tree import ModuleTree
 from npu_replay.sessions.route_source import check_fit
 from npu_replay.smoke import megatron_model
+from zoo.gpt import at_stage
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 

@@ -12,7 +12,11 @@ import pytest
 import torch
 
 import npu_replay
-from megatron_cases import (
+from npu_replay import RoutedExperts, TokenLayout, fingerprint
+from npu_replay.errors import MicroBatchError, RouterError
+from npu_replay.sessions import dropped
+from npu_replay.smoke import megatron_model
+from zoo.gpt import (
     ALL_RECOMPUTE,
     BATCH,
     DEVICE,
@@ -22,16 +26,13 @@ from megatron_cases import (
     Trainer,
     backward,
     build,
-    hooks_left,
+    hooks,
     perturbed,
     random_routes,
     routers,
     same,
 )
-from npu_replay import RoutedExperts, TokenLayout, fingerprint
-from npu_replay.errors import MicroBatchError, RouterError
-from npu_replay.sessions import dropped
-from npu_replay.smoke import megatron_model
+from zoo.outcome import gradients
 
 pytestmark = [
     pytest.mark.megatron,
@@ -217,7 +218,7 @@ def test_chunks_in_one_list_are_merged_by_layer() -> None:
         for tokens in first.batches:  # interleaved, as virtual stages run
             losses += [first.loss(tokens), second.loss(tokens)]
         backward(losses, "reversed")
-        return [([loss.item() for loss in losses], trainer.grads()) for trainer in (first, second)]
+        return [([loss.item() for loss in losses], gradients(trainer.model)) for trainer in (first, second)]
 
     untouched = run()
     with npu_replay.record(chunks) as recording:
@@ -247,7 +248,7 @@ def test_pin_recompute_repeats_the_choice_of_its_own_forward(recompute: str) -> 
         losses = [trainer.loss(tokens) for tokens in trainer.batches]
         with perturbed_bias(trainer):
             sum(losses).backward()
-        return [loss.item() for loss in losses], trainer.grads()
+        return [loss.item() for loss in losses], gradients(trainer.model)
 
     trainer = build(SIGMOID_BIAS, recompute)
     expected = trainer.run("sum")
@@ -304,7 +305,7 @@ def test_graph_capture_around_the_router_is_refused_by_configuration(flag: str, 
     with pytest.raises(RouterError, match=f"decoder.layers.0.mlp.router.*captured in a graph.*{flag}"):
         npu_replay.record(trainer.model).__enter__()
     setattr(trainer.model.config, flag, "none" if flag == "cuda_graph_impl" else False)
-    assert hooks_left(trainer.model) == 0
+    assert hooks(trainer.model) == 0
     assert same(trainer.run(), untouched)
     # one around the attention alone is no obstacle
     trainer.model.config.cuda_graph_impl = "local"
@@ -321,7 +322,7 @@ def test_combined_1f1b_is_refused_before_the_first_micro_batch() -> None:
             block,
         ):
             pytest.fail("entered")
-    assert hooks_left(trainer.model) == 0
+    assert hooks(trainer.model) == 0
 
 
 def test_a_stage_of_dense_layers_is_no_missing_router_t43(monkeypatch: pytest.MonkeyPatch) -> None:

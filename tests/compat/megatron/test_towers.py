@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import npu_replay
-from megatron_cases import BATCH, DEVICE, LENGTH, VOCAB
 from npu_replay import RoutedExperts
 from npu_replay.compat.megatron import parallel_state as megatron_layout
 from npu_replay.errors import RouterError
 from npu_replay.module_tree import ModuleTree
 from npu_replay.routers import find
 from npu_replay.smoke import megatron_model
+from zoo.gpt import BATCH, DEVICE, LENGTH, VOCAB
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 

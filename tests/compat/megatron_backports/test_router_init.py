@@ -17,7 +17,6 @@ import torch
 
 import npu_replay
 import upstream_loop
-from megatron_cases import BATCH, LENGTH, VARIANTS, Trainer, perturbed, routers, same
 from npu_replay import RoutedExperts
 from npu_replay.compat.megatron_backports import router_init, router_replay
 from npu_replay.compat.patching import import_hook
@@ -25,6 +24,8 @@ from npu_replay.compat.patching import patches as patching
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.smoke import megatron_model
 from upstream_loop import FLAG, api, build_replayed
+from zoo.gpt import BATCH, LENGTH, VARIANTS, Trainer, perturbed, routers, same
+from zoo.outcome import as_map
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
@@ -89,11 +90,7 @@ def shown(trainer: Trainer) -> list[torch.Tensor]:
 
 def as_maps(recorded: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     """The same of ids [rows, topk]."""
-    return [
-        torch.zeros(len(ids), 8, dtype=torch.bool).scatter(1, ids.long(), True)
-        for layers in recorded
-        for ids in layers
-    ]
+    return [as_map(ids, 8) for layers in recorded for ids in layers]
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])

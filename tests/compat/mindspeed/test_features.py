@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import npu_replay
-from megatron_cases import Trainer, build, hooks_left, routers
 from npu_replay.errors import RouterError
 from npu_replay.routers import functions
+from zoo.gpt import Trainer, build, hooks, routers
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
@@ -30,7 +30,7 @@ def with_arguments(monkeypatch: pytest.MonkeyPatch, **arguments: bool) -> None:
 
 
 def check_usable(trainer: Trainer) -> None:
-    assert hooks_left(trainer.model) == 0
+    assert hooks(trainer.model) == 0
     with npu_replay.record(trainer.model) as recording:
         trainer.loss(trainer.batches[0]).backward()
     assert len(recording.routes) == 1
@@ -194,7 +194,7 @@ def test_observe_that_is_refused_leaves_no_hook() -> None:
     for block in (npu_replay.observe, npu_replay.record):
         with pytest.raises(RouterError, match="recomputes in a place that npu_replay doesn't know"):
             block(trainer.model).__enter__()
-        assert hooks_left(trainer.model) == 0
+        assert hooks(trainer.model) == 0
     trainer.model.config.moe_fb_overlap = False
     check_usable(trainer)
 

@@ -20,13 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 import mindspeed_llm_routing as mindspeed
 import npu_replay
-from megatron_cases import DEVICE, RECOMPUTE, Trainer, hooks_left, perturbed, random_routes, routers, same
 from npu_replay import DecoderLayers, ParallelLayout, ReplayError, RoutedExperts
 from npu_replay.compat.megatron.parallel_state import check_chunks
 from npu_replay.compat.mindspeed import llm
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.module_tree import ModuleTree
 from npu_replay.smoke import megatron_model
+from zoo.gpt import DEVICE, RECOMPUTE, Trainer, hooks, perturbed, random_routes, routers, same
+from zoo.outcome import gradients
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
@@ -152,7 +153,7 @@ class Tower(nn.Module):
         self.zero_grad()
         loss = self(hidden, *more).square().mean()
         loss.backward()
-        return [loss.item()], [None if p.grad is None else p.grad.clone() for p in self.parameters()]
+        return [loss.item()], gradients(self)
 
 
 def check_tower(tower: Tower) -> list[RoutedExperts]:
@@ -198,7 +199,7 @@ def check(trainer: Trainer) -> None:
     assert npu_replay.compare(replayed.shown, recording.routes).differing == 0
     assert all(torch.isfinite(torch.tensor(losses)))
     assert all(bool(torch.isfinite(grad).all()) for grad in grads if grad is not None)
-    assert hooks_left(trainer.model) == 0
+    assert hooks(trainer.model) == 0
 
 
 @pytest.mark.choice
@@ -254,7 +255,7 @@ def test_a_routing_type_without_a_top_k_is_refused_by_name(build: Callable[..., 
     for block in (npu_replay.record(trainer.model), npu_replay.pin_recompute(trainer.model)):
         with pytest.raises(RouterError, match=r"layers\.0\.mlp\.router.*'sparsemixer_topk' can't be"), block:
             pytest.fail("entered")
-    assert hooks_left(trainer.model) == 0
+    assert hooks(trainer.model) == 0
     trainer.run()
 
 
@@ -322,7 +323,7 @@ def test_a_routing_type_that_nobody_knows_is_no_silent_no_op(
         patch.setattr(TopKRouter, "routing", routing)
         with pytest.raises(NoEffect, match="micro-batch 0"), npu_replay.replay(tower, routes):
             tower(HIDDEN)
-    assert hooks_left(tower) == 0
+    assert hooks(tower) == 0
 
 
 def test_a_router_that_megatron_routes_is_none_of_mindspeed_llms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, EnginePass, current, serves, wrapped
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.sessions.replay import StepReplay
-from toys import ROWS, TOPK, ToyModel, ToyRouters, hooks, tokens
+from zoo.toys import ROWS, TOPK, ToyModel, ToyRouters, hooks, tokens
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import npu_replay
 from npu_replay import RoutedExperts
 from npu_replay.routers import Router, RouterKind
+from zoo.outcome import gradients, random_routes
+from zoo.outcome import hooks as hooks
+from zoo.outcome import same as same
 
 HIDDEN = 8
 EXPERTS = 16
@@ -142,10 +145,7 @@ def foreign(
 ) -> list[RoutedExperts]:
     """Routes of so many micro-batches that no router here would choose; `layers`: how many, or which."""
     layers = range(layers) if isinstance(layers, int) else layers
-    generator = torch.Generator().manual_seed(seed)
-    shape = (rows, len(layers), EXPERTS)
-    ids = [torch.rand(shape, generator=generator).topk(TOPK).indices for _ in range(count)]
-    return [RoutedExperts(ids=one, layers=layers, num_experts=EXPERTS, recorded=recorded) for one in ids]
+    return random_routes([rows] * count, layers, EXPERTS, TOPK, seed, recorded=recorded)
 
 
 def opened(kind: str, model: nn.Module, count: int = 1, **of_routes: Any) -> Any:
@@ -168,12 +168,28 @@ def run(model: nn.Module, *seeds: int) -> tuple[float, list[torch.Tensor | None]
     model.zero_grad()
     loss = sum(model(tokens(seed).requires_grad_()).square().mean() for seed in seeds or (0,))
     loss.backward()
-    return loss.item(), [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return loss.item(), gradients(model)
 
 
-def same(a: tuple[float, list[torch.Tensor]], b: tuple[float, list[torch.Tensor]]) -> bool:
-    return a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+class TokenModel(nn.Module):
+    """Embeds token ids, and runs the toy layers on rows that are batch-major or sequence-major."""
+
+    def __init__(self, order: str, layers: int = 2) -> None:
+        super().__init__()
+        self.order = order
+        self.body = ToyModel(*(ToyRouter(number, row_order=order) for number in range(layers)))
+        self.embedding = nn.Embedding(64, HIDDEN)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        hidden = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        rows = hidden if self.order == "batch" else hidden.transpose(0, 1)
+        return self.body(rows.reshape(-1, HIDDEN))
 
 
-def hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+def token_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 64, (batch, length), generator=torch.Generator().manual_seed(seed))

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import hybrid_model
 from npu_replay.smoke import megatron_model
 from npu_replay.smoke.model import Norm
+from zoo import hybrid
 
 VOCAB = 64
 LAYERS = 4
@@ -218,10 +218,10 @@ def build(split: Split, moe: Sequence[int] = EVERY, pattern: str = "", **changes
     """
     if not pattern:
         return megatron_model.chunks(split.config(moe_layer_freq=list(moe), **changes), **PARTS)
-    config = split.config(num_layers=len(hybrid_model.symbols(pattern)), **changes)
-    chunks = hybrid_model.chunks(config, pattern, norm=Norm, attention=Attention)
+    config = split.config(num_layers=len(hybrid.symbols(pattern)), **changes)
+    chunks = hybrid.chunks(config, pattern, norm=Norm, attention=Attention)
     for chunk in chunks:
-        chunk.label_of = hybrid_model.labels(pattern, [layer for layer, is_moe in enumerate(moe) if is_moe])
+        chunk.label_of = hybrid.labels(pattern, [layer for layer, is_moe in enumerate(moe) if is_moe])
     return chunks
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +15,11 @@ from npu_replay import RoutedExperts
 from npu_replay.devices import pick
 from npu_replay.routers import Router, find
 from npu_replay.smoke import megatron_model
+from zoo import outcome
+from zoo.outcome import Grads, backward
+from zoo.outcome import gradients as gradients
+from zoo.outcome import hooks as hooks
+from zoo.outcome import same as same
 
 BATCH = 2
 LENGTH = 12
@@ -71,8 +75,6 @@ CHECKPOINTS: dict[str, tuple[bool | None, bool | None]] = {
     "non_reentrant_in_non_reentrant": (False, False),
 }
 ALL_RECOMPUTE = [*RECOMPUTE, *CHECKPOINTS]
-
-Grads = list[torch.Tensor | None]
 
 
 def build(variant: dict[str, Any], recompute: str | None = None, seed: int = 7) -> Trainer:
@@ -137,61 +139,14 @@ class Trainer:
         else:
             losses = [self.loss(tokens) for tokens in self.batches]
             backward(losses, order)
-        return [loss.item() for loss in losses], self.grads()
-
-    def grads(self) -> Grads:
-        return [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
-
-
-def backward(losses: Sequence[torch.Tensor], order: str) -> None:
-    if order == "sum":
-        sum(losses).backward()
-    elif order == "reversed":
-        for loss in reversed(losses):
-            loss.backward()
-    else:
-        in_thread(lambda: sum(losses).backward())
-
-
-def in_thread(work: Callable[[], object]) -> None:
-    """Run in a second thread, as a CUDA or NPU device thread runs backward; pass its exception on."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
-
-
-def same(a: tuple[list[float], Grads], b: tuple[list[float], Grads]) -> bool:
-    """Losses and every gradient equal to the last bit."""
-    return a[0] == b[0] and len(a[1]) == len(b[1]) and all(map(_same_grad, a[1], b[1]))
-
-
-def _same_grad(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return torch.equal(a, b)
+        return [loss.item() for loss in losses], gradients(self.model)
 
 
 def random_routes(like: list[RoutedExperts], seed: int = 5) -> list[RoutedExperts]:
-    """Routes that no router of this model would choose, one another for each micro-batch."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        RoutedExperts(
-            ids=torch.rand(*r.ids.shape[:2], r.num_experts, generator=generator).topk(r.topk).indices,
-            layers=r.layers,
-            num_experts=r.num_experts,
-        )
-        for r in like
-    ]
+    """Routes that no router of this model would choose, laid out as these."""
+    one = like[0]
+    rows = [len(routes.ids) for routes in like]
+    return outcome.random_routes(rows, one.layers, one.num_experts, one.topk, seed)
 
 
 def check_record_and_replay(trainer: Trainer, order: str) -> list[RoutedExperts]:
@@ -203,12 +158,8 @@ def check_record_and_replay(trainer: Trainer, order: str) -> list[RoutedExperts]
     with npu_replay.replay(trainer.model, recording.routes):
         replay = trainer.run(order)
     assert same(replay, untouched)
-    assert hooks_left(trainer.model) == 0
+    assert hooks(trainer.model) == 0
     return recording.routes
-
-
-def hooks_left(model: nn.Module) -> int:
-    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
 
 
 @contextmanager

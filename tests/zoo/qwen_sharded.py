@@ -19,8 +19,8 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
-import tiny_qwen
-from tiny_qwen import TOPK
+from zoo import qwen
+from zoo.qwen import TOPK
 
 VOCAB = 128
 MOE = (1, 0, 1, 1)
@@ -32,8 +32,8 @@ def save_model(folder: str, *, dense: bool = False, **changes: Any) -> str:
     """A checkpoint with a tokenizer, the same on all ranks; where it is."""
     if dist.get_rank() == 0:
         without = [layer for layer, sparse in enumerate(MOE) if dense or not sparse]
-        tiny_qwen.make(VOCAB, len(MOE), seed=3, mlp_only_layers=without, **changes).save_pretrained(folder)
-        tiny_qwen.tokenizer(map(str, range(VOCAB)), pad_token="0").save_pretrained(folder)
+        qwen.make(VOCAB, len(MOE), seed=3, mlp_only_layers=without, **changes).save_pretrained(folder)
+        qwen.tokenizer(map(str, range(VOCAB)), pad_token="0").save_pretrained(folder)
     dist.barrier()
     return folder
 

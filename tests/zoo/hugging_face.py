@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from npu_replay import RoutedExperts, routers
+from zoo.outcome import backward, gradients, random_routes
+from zoo.outcome import same as same
 
 transformers.logging.set_verbosity_error()
 
@@ -86,45 +87,12 @@ def train(model: nn.Module, order: str = "sum", count: int = 2, **inputs: Any) -
         losses.append(model(input_ids=batch, labels=batch, use_cache=False, **inputs).loss)
         if order == "each":
             losses[-1].backward()
-    if order == "sum":
-        sum(losses).backward()
-    elif order == "reversed":
-        for loss in reversed(losses):
-            loss.backward()
-    elif order == "another thread":
-        raised: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                sum(losses).backward()
-            except BaseException as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        if raised:
-            raise raised[0]
-    gradients = [None if weight.grad is None else weight.grad.clone() for weight in model.parameters()]
-    return [*(loss.detach() for loss in losses), *gradients]
-
-
-def same(one: list[torch.Tensor | None], other: list[torch.Tensor | None]) -> bool:
-    return all(
-        a is b is None or (a is not None and b is not None and torch.equal(a, b))
-        for a, b in zip(one, other, strict=True)
-    )
+    if order != "each":
+        backward(losses, order)
+    return [*(loss.detach() for loss in losses), *gradients(model)]
 
 
 def foreign(model: nn.Module, count: int = 2) -> list[RoutedExperts]:
     """Random routes that this model would hardly choose."""
-    found = routers.find([model])[0]
-    generator = torch.Generator().manual_seed(3)
-    return [
-        RoutedExperts(
-            ids=torch.rand(batch.numel(), len(found), EXPERTS, generator=generator).topk(TOPK).indices,
-            layers=[router.label for router in found],
-            num_experts=EXPERTS,
-        )
-        for batch in batches(count)
-    ]
+    layers = [router.label for router in routers.find([model])[0]]
+    return random_routes([batch.numel() for batch in batches(count)], layers, EXPERTS, TOPK, seed=3)
