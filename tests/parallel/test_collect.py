@@ -3,15 +3,23 @@ send each other, with threads for ranks (tests/distributed has processes)."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import npu_replay
+from choice import examples
 from npu_replay import MicroBatchError, ParallelLayout, RoutedExperts, TokenLayout, fingerprint
 from npu_replay.parallel import collect as collecting
+from npu_replay.routes.routed_experts import without_layers
+from parallel.drawn_batches import Batch, batches
 from simulated_ranks import Group, Rank, of_each
+from zoo.outcome import random_routes
 from zoo.toys import TokenModel, token_ids
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
@@ -120,9 +128,6 @@ def test_what_nobody_knows_is_taken_as_before() -> None:
 
 # Between ranks
 
-STAGES = ((0,), (1, 3))
-LENGTHS = (9, 4)
-
 
 def whole_sequences() -> list[RoutedExperts]:
     generator = torch.Generator().manual_seed(0)
@@ -132,41 +137,57 @@ def whole_sequences() -> list[RoutedExperts]:
             layers=[0, 1, 3],
             num_experts=300,
         )
-        for length in LENGTHS
+        for length in (9, 4)
     ]
 
 
-@pytest.mark.parametrize("everywhere", [True, False])
-@pytest.mark.parametrize("lacks", [0, 1, 2, 3])
-def test_ranks_send_their_rows_in_pieces(
-    lacks: int, everywhere: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two stages of two context parallel ranks. One of them has no routes of its first and last row."""
-    whole = whole_sequences()
-    rows, stages = (Group(1, 3), Group(5, 7)), (Group(1, 5), Group(3, 7))
-    monkeypatch.setattr(collecting, "PIECE", 40)  # five rows of the first stage, two of the second
+def sequences_of(draw: Any, batch: Batch, layers: tuple[int, ...]) -> list[RoutedExperts]:
+    """Its sequences' routes, with rows that have none: more experts than a byte holds (T19)."""
+    count = sum(batch.lengths)
+    known = torch.tensor(draw(st.lists(st.booleans(), min_size=count, max_size=count)), dtype=torch.bool)
+    (whole,) = random_routes([count], layers, 300, 4, seed=count, recorded=known)
+    ends = itertools.accumulate(batch.lengths, initial=0)
+    return [whole.take(range(*pair)) for pair in itertools.pairwise(ends)]
 
-    def layout_of(rank: int) -> TokenLayout:
-        parallel = ParallelLayout(cp=2, cp_rank=rank % 2, pp=2, pp_rank=rank // 2)
-        return TokenLayout.packed(LENGTHS, parallel=parallel)
+
+@examples(150)
+@given(batch=batches(), data=st.data(), everywhere=st.booleans(), piece=st.sampled_from([40, 1 << 20]))
+def test_to_gather_and_to_collect_is_the_identity_for_any_split(
+    batch: Batch, data: st.DataObject, everywhere: bool, piece: int
+) -> None:
+    """Rows over tensor and context parallel ranks, which may all have the same (T46), layers over stages of
+    which one may have none (T43), and a row whose route is missing on any rank is missing in the whole."""
+    stages = data.draw(st.sampled_from([((0, 1, 3),), ((0,), (1, 3)), ((0,), (), (1, 3))]))
+    whole = sequences_of(data.draw, batch, (0, 1, 3))
+    if not any(bool(one.recorded.any()) for one in whole):
+        return
+    places = [*batch.ranks()]
+    rows = [Group(*range(stage, 99, len(stages))[: len(places)]) for stage in range(len(stages))]
+    columns = [Group(*range(len(stages) * place, 99)[: len(stages)]) for place in range(len(places))]
+    layouts = [batch.layout(place) for place in places]
+    place, stage = divmod(data.draw(st.integers(0, len(places) * len(stages) - 1)), len(stages))
+    lost = layouts[place].rows[:1]  # of the first row of this rank, if no other one holds its token
+    held = sum(int((one.rows == lost).sum()) for one in layouts)
+    loses = place * len(stages) + stage if held == 1 and lost >= 0 and stages[stage] else -1
 
     def work(rank: int) -> list[RoutedExperts] | None:
-        layout = layout_of(rank)
-        number = 2 * rank + 1
-        routes = layout.gather(whole, layers=STAGES[rank // 2])
-        if rank == lacks:
-            routes = routes.take([-1, *range(1, len(routes) - 1), -1])
-        groups: Any = [Rank(rows[rank // 2], number), Rank(stages[rank % 2], number)]
-        return npu_replay.collect([routes], [layout], groups, everywhere=everywhere)
+        place, stage = divmod(rank, len(stages))
+        routes = layouts[place].gather(whole, layers=stages[stage], on_bad_route="native", ceiling=1)
+        if rank == loses:
+            routes = routes.take([-1, *range(1, len(routes))])
+        given = routes if stages[stage] else without_layers()
+        groups: Any = [Rank(rows[stage], rank), Rank(columns[place], rank)]
+        return npu_replay.collect([given], [layouts[place]], groups, everywhere=everywhere)
 
-    first, *others = of_each(work, 4)
-    assert others == [first if everywhere else None] * 3
-    held = layout_of(lacks).rows
-    missing = held[[0, -1]][held[[0, -1]] >= 0]
-    recorded = torch.ones(sum(LENGTHS), dtype=torch.bool).index_fill(0, missing, False)
-    for one, right, known in zip(first, whole, recorded.split(LENGTHS), strict=True):
-        assert torch.equal(one.recorded, known)
-        assert torch.equal(one.ids, right.ids * known[:, None, None])
+    with mock.patch.object(collecting, "PIECE", piece):
+        first, *others = of_each(work, len(places) * len(stages))
+    assert others == [first if everywhere else None] * len(others)
+    known = torch.cat([one.recorded for one in whole])
+    if loses >= 0:
+        known[lost] = False
+    found = RoutedExperts.concat(first)
+    assert torch.equal(found.recorded, known)
+    assert torch.equal(found.ids, torch.cat([one.ids for one in whole]) * known[:, None, None])
 
 
 def test_ranks_get_what_they_lack_from_the_first_that_holds_it() -> None:
