@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import npu_replay
-from npu_replay import ParallelLayout, RoutedExperts, TokenLayout, routers
+from npu_replay import RoutedExperts, TokenLayout, routers
 from npu_replay.errors import MicroBatchError
 from npu_replay.routers import Router
 from zoo.toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, hooks, run, same, tokens
@@ -48,16 +48,6 @@ def test_columns_of_dense_layers_do_not_shift_the_others() -> None:
     assert torch.equal(seen.ids.sort(dim=2).values, everything.ids[:, [1, 3, 4]].sort(dim=2).values)
 
 
-def test_virtual_stages_find_their_layers_by_label_in_any_order_of_chunks() -> None:
-    """T3: with dense layers counted or not, an offset would be wrong; a label is not."""
-    chunks = [ToyModel(ToyRouter(layer=1)), ToyModel(ToyRouter(layer=5), ToyRouter(layer=6))]
-    everything = made_up(10, range(8))
-    for order in (chunks, chunks[::-1]):
-        seen = shown(order, chunks, tokens(), everything)
-        assert seen.layers == (1, 5, 6)
-        assert npu_replay.compare(seen, everything).differing == 0
-
-
 def test_a_second_model_is_neither_recorded_nor_replayed() -> None:
     """T18: a model that was built before (an orphan, a reference) has routers too, and nobody asks them."""
     orphan = ToyModel()
@@ -85,22 +75,6 @@ def test_a_second_model_is_neither_recorded_nor_replayed() -> None:
     assert [hooks(one) for one in (orphan, model, reference)] == [0, 0, 0]
 
 
-def test_nothing_is_left_of_a_recording_for_the_next() -> None:
-    """T20: a second, shorter recording of the same model has its own rows only; plain training has none."""
-    chunks = [ToyModel(ToyRouter(layer=0)), ToyModel(ToyRouter(layer=1))]
-    plain = [run(chunk, 0, 1) for chunk in chunks]
-    with npu_replay.record(chunks) as first:
-        for seed in (0, 1):
-            for chunk in chunks:
-                run(chunk, seed)
-    with npu_replay.record(chunks) as second, torch.no_grad():
-        for chunk in chunks:
-            chunk(tokens(2, rows=4))
-    assert [len(one) for one in first.routes] == [10, 10]
-    assert [len(one) for one in second.routes] == [4]
-    assert all(same(run(chunk, 0, 1), before) for chunk, before in zip(chunks, plain, strict=True))
-
-
 # Micro-batches
 
 
@@ -123,34 +97,6 @@ def test_a_forward_only_pass_leaks_nothing_into_the_next_backward(recompute: str
 # Rows
 
 
-LENGTHS = [3, 1, 5]
-LAYOUTS = {
-    "packed, aligned": TokenLayout.packed(LENGTHS, align=4),
-    "packed, end aligned": TokenLayout.packed(LENGTHS, align_end=16),
-    "sequence-major": TokenLayout.padded(LENGTHS),
-    "batch-major": TokenLayout.padded(LENGTHS, order="batch"),
-    "left": TokenLayout.padded(LENGTHS, 8, side="left"),
-}
-
-
-@pytest.mark.choice
-@pytest.mark.parametrize("other", LAYOUTS)
-@pytest.mark.parametrize("one", LAYOUTS)
-def test_routes_recorded_in_one_layout_are_replayed_in_another(one: str, other: str) -> None:
-    """T16, T20, T24c, T34, T44: each token keeps its experts, whatever the padding and the order of rows."""
-    # The tokens' vectors one after the other; padding is zeros.
-    packed = torch.cat([*(tokens(seed, rows) for seed, rows in enumerate(LENGTHS)), torch.zeros(1, HIDDEN)])
-    model = ToyModel()
-    recorded = LAYOUTS[one]
-    update = LAYOUTS[other]
-    given = [made_up(rows, (0, 1), seed) for seed, rows in enumerate(LENGTHS)]
-    back = recorded.scatter(shown(model, [model], packed[recorded.rows], recorded.gather(given)))
-    assert all(bool(routes.recorded.all()) for routes in back)
-    again = shown(model, [model], packed[update.rows], update.gather(back))
-    for theirs, ours in zip(given, update.scatter(again), strict=True):
-        assert npu_replay.compare(theirs, ours).differing == 0
-
-
 def test_rows_padded_to_another_multiple_are_refused_by_the_first_router() -> None:
     """T27: padded to a multiple of 8 by the layout and of 4 by the trainer. T12: the response was cut."""
     model = ToyModel()
@@ -161,39 +107,6 @@ def test_rows_padded_to_another_multiple_are_refused_by_the_first_router() -> No
     message = "(?s)micro-batch 0, layer 0.*Expected 12 rows, got 16.*padding.*TokenLayout does that"
     with pytest.raises(MicroBatchError, match=message), npu_replay.replay(model, [laid_out]):
         model(tokens(0, 12))
-
-
-class GatheringRouter(ToyRouter):
-    """As with alltoall_seq: scores of both ranks' rows before the top-k."""
-
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        flat = hidden.reshape(-1, HIDDEN)
-        logits = torch.cat([flat, flat.flip(1)]) @ self.weight.T
-        return self.select(self, logits.softmax(dim=-1))
-
-
-def test_routers_that_gather_get_the_rows_of_the_whole_group() -> None:
-    """T46: a slice for them would be half the rows; they are recorded and replayed whole."""
-    router = GatheringRouter(gathers=2)
-    nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(1))
-    ranks = [
-        ParallelLayout(tp=2, tp_rank=rank, sequence_parallel=True, gathers_rows=True) for rank in range(2)
-    ]
-    first, second = (TokenLayout.packed([12, 7], align=4, parallel=rank) for rank in ranks)
-    assert torch.equal(first.rows, second.rows)
-    given = [made_up(12, (0,), 1), made_up(7, (0,), 2)]
-    with torch.no_grad(), npu_replay.record(router) as recording:
-        router(tokens())
-    assert [len(one) for one in recording.routes] == [20]
-    whole = [first.gather(given)]
-    with torch.no_grad(), npu_replay.observe(router) as seen, npu_replay.replay(router, whole):
-        router(tokens())
-    for theirs, ours in zip(given, first.scatter(seen.shown[0]), strict=True):
-        assert npu_replay.compare(theirs, ours).differing == 0
-    sliced = TokenLayout.packed([12, 7], align=4, parallel=ParallelLayout(tp=2, sequence_parallel=True))
-    refused = pytest.raises(MicroBatchError, match="Expected 20 rows, got 10")
-    with refused, npu_replay.replay(router, [sliced.gather(given)]):
-        router(tokens())
 
 
 # Widths
@@ -246,22 +159,3 @@ def test_expert_ids_above_255_survive_record_layout_and_replay(experts: int, dty
         assert torch.equal(chosen.sort(dim=1).values, high[:, 0])
     finally:
         routers.unregister("wide")
-
-
-def test_sequences_that_are_padded_for_fp8_keep_their_tokens_routes() -> None:
-    """T8: fp8 pads each sequence to a multiple of 16; routes laid out without it met other tokens."""
-    lengths = (5, 9, 3)
-    rows = 48
-    model = ToyModel()
-    samples = [made_up(length, (0, 1), seed) for seed, length in enumerate(lengths)]
-    layout = TokenLayout.packed(lengths, align=16)
-    seen = shown(model, [model], tokens(0, rows), layout.gather(samples))
-    assert npu_replay.compare(seen.take(layout.row_of(seen)), RoutedExperts.concat(samples)).differing == 0
-    nothing = made_up(rows, (0, 1), recorded=torch.zeros(rows, dtype=bool))
-    native = shown(model, [model], tokens(0, rows), nothing)
-    padding = layout.rows < 0
-    assert torch.equal(seen.ids[padding].sort(-1).values, native.ids[padding].sort(-1).values)
-    unaware = TokenLayout.packed(lengths).gather(samples)
-    refused = pytest.raises(MicroBatchError, match=rf"Expected {rows} rows, got 17")
-    with refused, npu_replay.replay(model, [unaware]):
-        model(tokens(0, rows))

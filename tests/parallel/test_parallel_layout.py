@@ -103,25 +103,6 @@ def test_what_does_not_come_out_even_is_refused(
                 assert model.stage(pp, vp, pp_rank, vp_rank) == tuple(dealt[pp_rank, vp_rank])
 
 
-def test_layers_of_real_models() -> None:
-    """T2, T3: DeepSeek-V3, 61 layers of which the first three are dense, on 16 stages."""
-    model = DecoderLayers(61, moe_layer_freq=[0] * 3 + [1] * 58, first_stage=4, last_stage=1)
-    first = ParallelLayout(pp=16, pp_rank=0, decoder=model)
-    assert (first.layers, first.moe_layers) == ((0, 1, 2, 3), (3,))
-    assert ParallelLayout(pp=16, pp_rank=1, decoder=model).layers == (4, 5, 6, 7)
-    assert ParallelLayout(pp=16, pp_rank=15, decoder=model).layers == (60,)
-    interleaved = DecoderLayers(8, moe_layer_freq=2)
-    here = ParallelLayout(pp=2, pp_rank=1, vp=2, decoder=interleaved)
-    assert here.chunk_layers == ((2, 3), (6, 7))
-    assert (here.layers, here.moe_layers) == ((2, 3, 6, 7), (2, 6))
-    counted = DecoderLayers(7, loss_counts=True)  # the loss is in the last virtual stage of the last rank
-    assert [counted.stage(2, 2, 1, stage) for stage in range(2)] == [(2, 3), (6,)]
-    dense = DecoderLayers(4, moe_layer_freq=[0, 0, 1, 1])
-    stages = [ParallelLayout(pp=2, pp_rank=rank, decoder=dense).moe_layers for rank in range(2)]
-    assert stages == [(), (2, 3)], "none on a stage of dense layers"
-    assert DecoderLayers(4, first_stage=4, last_stage=4).stage(1, 1, 0, 0) == (0, 1, 2, 3)
-
-
 # Bad numbers
 
 

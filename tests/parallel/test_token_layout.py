@@ -57,15 +57,6 @@ def test_rows_by_hand(layout: TokenLayout, rows: list[int]) -> None:
     assert layout.rows.tolist() == rows
 
 
-def test_the_padding_multiple_follows_tp_and_cp_not_dp() -> None:
-    """T27: 7808 rows or 7744, as padding to a multiple of 128 or of 64 gives them."""
-    parallel = ParallelLayout(tp=8, cp=4, sequence_parallel=True, dp=16)
-    least, more = (TokenLayout.packed([7700], align=align, parallel=parallel) for align in (None, 128))
-    assert (len(least.rows), len(more.rows)) == (7744 // 32, 7808 // 32)
-    with pytest.raises(MicroBatchError, match=r"number of rows.*Expected 242, got 244"):
-        least.scatter(routes(len(more.rows), 1))
-
-
 @examples(400)
 @given(batch=batches())
 def test_rows_are_those_of_one_token_at_a_time(batch: Batch) -> None:

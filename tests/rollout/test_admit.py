@@ -71,29 +71,6 @@ def taken(rows: Any, **changes: Any) -> RoutedExperts:
 # What is right comes through
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", ["all layers", "MoE layers"])
-def test_any_dtype_and_both_sets_of_columns_come_through_t19(columns: str, dtype: str) -> None:
-    rows = chosen(TOKENS - 1, 4)
-    routes = taken((whole(rows) if columns == "all layers" else rows).astype(dtype))
-    assert torch.equal(routes.ids[:-1].long(), torch.from_numpy(rows))
-    assert routes.layers == (1, 2, 4, 5)
-    assert routes.ids.dtype == torch.uint8
-    assert routes.recorded.tolist() == [True] * (TOKENS - 1) + [False]
-    assert not routes.ids[-1].any()
-    assert routes.fingerprint == fingerprint(words())
-
-
-@pytest.mark.parametrize(("experts", "dtype"), [(256, torch.uint8), (257, torch.int16), (700, torch.int16)])
-def test_ids_above_a_byte_keep_their_value_t19(experts: int, dtype: torch.dtype) -> None:
-    model = RoutedModel(layers=(0, 1, 2), num_layers=3, num_experts=experts, topk=8)
-    rows = chosen(TOKENS - 1, 3, model)
-    rows[0, 0] = np.arange(experts - 8, experts)
-    routes = taken(rows.astype(np.uint16), model=model)
-    assert routes.ids.dtype == dtype
-    assert routes.ids[0, 0].tolist() == list(range(experts - 8, experts))
-
-
 def test_ids_that_a_byte_has_folded_already_are_refused_t19() -> None:
     model = RoutedModel(layers=(0, 1), num_layers=2, num_experts=257, topk=1)
     rows = chosen(3, 2, model)
@@ -101,31 +78,6 @@ def test_ids_that_a_byte_has_folded_already_are_refused_t19() -> None:
         admit(rows.astype("u1"), model=model, tokens=words(4), source=source())
     assert str(caught.value.cause).startswith("range")
     admit(rows.astype("u2"), model=model, tokens=words(4), source=source())
-
-
-@pytest.mark.parametrize("start", [0, 1, 60, TOKENS - 1, TOKENS])
-def test_tokens_before_the_start_have_no_route(start: int) -> None:
-    rows = chosen(max(0, TOKENS - 1 - start), 4)
-    routes = taken(rows, start=start)
-    there = np.arange(start, start + len(rows))
-    assert torch.equal(routes.ids[there].long(), torch.from_numpy(rows))
-    assert routes.recorded.nonzero()[:, 0].tolist() == there.tolist()
-
-
-@pytest.mark.parametrize("rows", [0, TOKENS - 1])
-def test_an_aborted_request_has_rows_for_all_that_it_ran_or_none_t28(rows: int) -> None:
-    routes = taken(chosen(rows, 4), ended=False)
-    assert routes.recorded.tolist() == [True] * rows + [False] * (TOKENS - rows)
-
-
-def test_rows_of_tokens_that_a_stop_string_took_back_are_cut_off() -> None:
-    rows = chosen(TOKENS + 3, 4)
-    routes = taken(rows, surplus=4)
-    assert torch.equal(routes.ids.long(), torch.from_numpy(rows[:TOKENS]))  # the last token left ran, too
-    assert routes.recorded.all()
-    for other in (3, 5, 0):
-        with pytest.raises(InvalidRoutes, match="more tokens" if other < 4 else "fewer tokens"):
-            taken(rows, surplus=other)
 
 
 def test_all_rows_of_zeros_are_an_error_whatever_is_done_with_missing_ones_t42() -> None:
@@ -218,31 +170,7 @@ def test_layers_that_look_experts_up_by_token_are_left_out_t22() -> None:
         taken(rows[:, [1, 3]], model=model)
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_a_sequence_of_no_token_or_of_one_has_no_rows(count: int) -> None:
-    routes = taken(np.zeros((0, 4, 8), np.uint8), tokens=words(count))
-    assert (len(routes), int(routes.recorded.sum())) == (count, 0)
-
-
 # Rightly alike: these aren't faults
-
-
-def test_one_token_said_thousands_of_times_may_choose_alike_each_time() -> None:
-    rows = chosen(5000, 4)
-    tokens = words(1000)[:1000]
-    tokens = np.concatenate([tokens[:40], np.full(4961, tokens[40])])
-    rows[40:] = rows[40]
-    assert taken(rows, tokens=tokens).recorded[:-1].all()
-    alone = taken(rows[40:], tokens=tokens, start=40)  # all rows that there are, are the same
-    assert int(alone.recorded.sum()) == 4960
-
-
-def test_a_tiny_model_whose_rows_meet_by_chance_comes_through() -> None:
-    """2 layers of 4 experts, top-2: 36 different rows in all."""
-    model = RoutedModel(layers=(0, 1), num_layers=2, num_experts=4, topk=2)
-    for seed in range(20):
-        rows = chosen(400, 2, model, seed)
-        assert taken(rows, model=model, tokens=words(401)).recorded[:-1].all()
 
 
 @pytest.mark.parametrize("tokens", [5, 20, TOKENS])
@@ -252,28 +180,6 @@ def test_the_first_rows_of_a_sequence_may_be_alike_in_all_layers(tokens: int) ->
     rows = chosen(tokens - 1, 24, model)
     rows[:4] = rows[0]
     assert taken(rows, model=model, tokens=words(tokens)).recorded[:-1].all()
-
-
-def test_a_few_tokens_that_choose_alike_in_all_layers_explain_any_number_of_copies() -> None:
-    rows = chosen(TOKENS - 1, 4)
-    tokens = words()
-    tokens[50:140] = np.tile(tokens[[50, 51, 52]], 30)
-    rows[50:140] = rows[50]
-    assert taken(rows, tokens=tokens).recorded[:-1].all()
-    alone = taken(rows[50:140], tokens=tokens[:141], start=50)  # all rows that there are, are the same
-    assert int(alone.recorded.sum()) == 90
-    tokens[100] = 2000  # the fourth
-    with pytest.raises(InvalidRoutes, match="rows are another token's"):
-        taken(rows, tokens=tokens)
-
-
-def test_copies_are_a_fault_from_a_twentieth_of_the_rows_on() -> None:
-    rows = chosen(TOKENS - 1, 4)
-    rows[142:] = rows[:7]
-    assert taken(rows).recorded[:-1].all()
-    rows[141:] = rows[:8]
-    with pytest.raises(InvalidRoutes, match=r"8 rows are another token's.*first is row 141"):
-        taken(rows)
 
 
 def test_copies_are_a_fault_where_there_are_96_bits_of_choice() -> None:
@@ -357,6 +263,10 @@ WRONG: dict[str, Wrong] = {
         r"Expected 109 rows \(150 tokens from 40 on.*got 149", lambda rows: rows, {"start": 40}),
     "too many of an aborted": Wrong(Symptom.TOO_MANY_ROWS, "got 298",
         lambda rows: np.concatenate([rows, rows]), {"ended": False}),
+    "a row past a stop string's": Wrong(Symptom.TOO_MANY_ROWS, "more tokens", lambda rows: rows,
+        {"start": 6, "surplus": 5}),
+    "a row missing before a stop string's": Wrong(Symptom.TOO_FEW_ROWS, "fewer tokens",
+        lambda rows: rows, {"surplus": 4}),
     "another top-k": Wrong(Symptom.TOPK, "Expected 8 ids, got 6", lambda rows: rows[..., :6]),
     "layers missing": Wrong(Symptom.COLUMNS, "Expected 6, or 4, got 5", lambda rows: rows[:, :5]),
     "columns shifted": Wrong(Symptom.DENSE_COLUMN,
@@ -412,48 +322,6 @@ def test_the_error_names_engine_sample_field_and_place_t1_t31_t32(case: str) -> 
     assert error.cause == f"{WRONG[case].symptom.value} as in 0.2.0"
 
 
-def test_the_error_names_the_fault_of_that_release_and_no_other() -> None:
-    for version, cause in {
-        "0.1.9": "",
-        "0.2.0rc1": "zeros as in 0.2.0",
-        "0.3.99": "zeros as in 0.2.0",
-        "0.4.0": "zeros as in 0.4.0",
-        "": "zeros as in 0.2.0; or zeros as in 0.4.0",
-    }.items():
-        error = refused("all zeros", source=source(version))
-        assert error.cause == cause
-        assert ("Usual cause" in str(error)) == bool(cause)
-
-
-@pytest.mark.parametrize(("case", "row"), [("an id too high", 66), ("an expert twice", 100)])
-def test_rows_are_counted_from_the_start_of_the_sequence(case: str, row: int) -> None:
-    rows = WRONG[case].rows(whole(chosen(TOKENS - 1, 4)))[30:]
-    with pytest.raises(InvalidRoutes, match=f"row {row}"):
-        taken(rows, start=30)
-
-
-def test_copies_are_found_beside_rows_without_a_route_t31(caplog: pytest.LogCaptureFixture) -> None:
-    rows = chosen(TOKENS - 1, 4)
-    tokens = words()
-    blank = [3, *range(20, 30), 90]
-    rows[blank] = 0
-    tokens[100:120] = tokens[99]  # one token, said again and again
-    rows[100:120] = rows[99]
-    with caplog.at_level("WARNING"):
-        assert int(taken(rows, tokens=tokens, missing="native").recorded.sum()) == TOKENS - 1 - 12
-    assert not caplog.records, "rows of zeros are nobody's copies"
-    rows[60:67] = rows[59]  # a twentieth of the rows that have a route, not of all
-    later = np.concatenate([np.arange(2000, 2010), tokens])
-    routes = taken(rows, tokens=later, start=10, missing="native")
-    left = [3, *range(20, 30), *range(60, 67), 90, TOKENS - 1]
-    assert (~routes.recorded[10:]).nonzero()[:, 0].tolist() == left
-    assert not routes.ids[70:77].any()
-    rows[blank] = chosen(12, 4, seed=77)
-    rows[67] = rows[59]
-    with pytest.raises(InvalidRoutes, match=f"8 rows are .* row 70.*for token {tokens[60]}"):
-        taken(rows, tokens=later, start=10)
-
-
 def test_a_source_of_which_little_is_known_says_what_it_can() -> None:
     with pytest.raises(InvalidRoutes) as caught:
         taken(np.zeros((TOKENS - 1, 6, 8), np.uint8), source=Source(engine="Engine"))
@@ -500,9 +368,9 @@ def rollouts(draw: st.DrawFn) -> tuple[RoutedModel, Array, Array, dict[str, Any]
     model = RoutedModel(
         layers=tuple(layers), num_layers=draw(st.integers(layers[-1] + 1, 9)), num_experts=experts, topk=topk
     )
-    tokens = np.random.default_rng(draw(st.integers(0, 2**32))).integers(0, 2**31, draw(st.integers(1, 90)))
-    start = draw(st.integers(0, len(tokens) - 1))
-    ran = len(tokens) - 1 - start
+    tokens = np.random.default_rng(draw(st.integers(0, 2**32))).integers(0, 2**31, draw(st.integers(0, 90)))
+    start = draw(st.integers(0, len(tokens)))
+    ran = max(0, len(tokens) - 1 - start)
     ended = draw(st.booleans())
     surplus = draw(st.sampled_from([0, 0, 3]))
     count = ran + surplus if ended or draw(st.booleans()) else 0
@@ -512,7 +380,7 @@ def rollouts(draw: st.DrawFn) -> tuple[RoutedModel, Array, Array, dict[str, Any]
 
 
 @examples(200)
-@given(rollout=rollouts(), columns=st.booleans(), dtype=st.sampled_from(DTYPES[1:]), data=st.data())
+@given(rollout=rollouts(), columns=st.booleans(), dtype=st.sampled_from(DTYPES), data=st.data())
 def test_good_rows_come_through_as_they_are_and_their_own_checks_take_them(
     rollout: tuple[RoutedModel, Array, Array, dict[str, Any], int],
     columns: bool,
@@ -520,8 +388,9 @@ def test_good_rows_come_through_as_they_are_and_their_own_checks_take_them(
     data: st.DataObject,
 ) -> None:
     model, tokens, rows, how, seed = rollout
+    assume(model.num_experts <= np.iinfo(dtype).max + 1)
     blank = data.draw(st.sets(st.integers(0, max(0, len(rows) - 1)), max_size=3)) if model.topk > 1 else set()
-    ran = len(tokens) - 1 - how["start"]  # the rest is surplus
+    ran = max(0, len(tokens) - 1 - how["start"])  # the rest is surplus
     blank = {row for row in blank if row < len(rows)}
     assume(not blank.issuperset(range(min(ran, len(rows)))) or not blank)
     rows[list(blank)] = 0
@@ -560,7 +429,7 @@ def test_one_wrong_id_anywhere_is_found_at_its_place(
     data: st.DataObject,
 ) -> None:
     model, tokens, rows, how, _ = rollout
-    seen = rows[: len(tokens) - 1 - how["start"]]  # the rest is surplus
+    seen = rows[: max(0, len(tokens) - 1 - how["start"])]  # the rest is surplus
     if (
         not len(seen)
         or (kind in ("twice", "zeros") and model.topk == 1)

@@ -181,39 +181,6 @@ def test_cut_to_a_response_length_t12() -> None:
         rollout.truncate(-1)
 
 
-def test_a_turn_that_is_sampled_again_has_the_row_of_its_own_time() -> None:
-    """A bad tool call is cut off and sampled anew, with other weights: its first token comes from a row that
-    the old ones made."""
-    rollout = Rollout(MODEL)
-    rollout.extend(turn([5, 6], [7, 8, 9], version=1))
-    rollout.truncate(4)
-    rollout.extend(turn([5, 6, 7, 8], [30, 31], version=2))
-    check(rollout, [5, 6, 7, 8, 30, 31], [1, 1, 1, 2, 2, None])
-    rollout.truncate(5)
-    rollout.append([40])
-    rollout.extend(turn([5, 6, 7, 8, 30, 40], [41], version=3))
-    check(rollout, [5, 6, 7, 8, 30, 40, 41], [1, 1, 1, 2, 2, 3, None])
-
-
-@pytest.mark.parametrize("keep", ["first", "latest"])
-def test_a_token_that_a_turn_without_routes_samples_anew_has_no_row(keep: str) -> None:
-    """Cut off and sampled again, or scored before it was sampled: the known row is another token's."""
-    cut = Rollout(MODEL)
-    cut.extend(turn([5, 6, 7], [8, 9]))
-    cut.truncate(3)
-    cut.extend(Turn(prompt=[5, 6, 7], sampled=[10], aborted=True), keep)
-    scored = Rollout(MODEL, missing="native")
-    scored.extend(turn([5, 6, 7, 8], []))
-    scored.truncate(3)
-    scored.extend(Turn(prompt=[5, 6, 7], sampled=[10]), keep)
-    for rollout in (cut, scored):
-        assert rollout.weight_versions == [1, 1, None, None]
-        assert rollout.routes.recorded.tolist() == [True, True, False, False]
-        assert not rollout.routes.ids[2:].any()
-        rollout.extend(turn([5, 6, 7, 10], [11], version=2), keep)
-        assert rollout.weight_versions[2] == (2 if keep == "latest" else None)
-
-
 def test_unknown_words_are_refused() -> None:
     with pytest.raises(ReplayError, match="unknown way with missing"):
         Rollout(MODEL, missing="nativ")  # type: ignore[arg-type]

@@ -159,36 +159,6 @@ def test_rows_that_share_a_number_are_compared_id_by_id_t31() -> None:
     assert checks.repeated_rows(rows, np.arange(len(rows))).tolist() == []
 
 
-@pytest.mark.parametrize(("topk", "dtype"), [(2, "u1"), (5, "i4"), (16, ">i4")])
-def test_a_fault_at_the_edge_of_a_block_is_found_t1_t32(topk: int, dtype: str) -> None:
-    layers = 3
-    step = checks._BLOCK // (layers * topk)
-    tokens = 2 * step + 3
-    rows = np.tile(np.arange(topk), (tokens, layers, 1))
-    rows += (np.arange(tokens) % 50)[:, None, None]
-    recorded = np.ones(tokens, bool)
-    clean = rows.astype(dtype)
-    assert len(checks.named_twice(clean, recorded)) == 0
-    for row in (0, step - 1, step, 2 * step - 1, 2 * step, tokens - 1):
-        for column in (0, layers - 1):
-            broken = clean.copy()
-            broken[row, column, -1] = broken[row, column, 0]
-            assert checks.named_twice(broken, recorded).tolist() == [[row, column]]
-    constant = clean.copy()
-    constant[:, 1] = clean[0, 1]
-    assert checks.constant_columns(constant).tolist() == [1]
-    for row in (1, step - 1, step, tokens - 2):
-        broken = constant.copy()
-        broken[row, 1, topk - 1] += 1
-        assert checks.constant_columns(broken).tolist() == []
-
-
-def test_neighbouring_token_layers_may_share_an_expert_t1() -> None:
-    """The ids of one token-layer end where those of the next begin."""
-    ids = np.array([[[0, 1], [1, 2]], [[2, 3], [3, 0]], [[0, 1], [1, 0]]], np.uint8)
-    assert checks.named_twice(ids, np.ones(3, bool)).tolist() == []
-
-
 @pytest.mark.parametrize("shape", [(0, 2, 2), (3, 0, 2), (0, 0, 0), (3, 2, 0)], ids=str)
 def test_an_array_without_ids_has_no_fault(shape: tuple[int, int, int]) -> None:
     ids = np.zeros(shape, np.uint8)
@@ -196,16 +166,6 @@ def test_an_array_without_ids_has_no_fault(shape: tuple[int, int, int]) -> None:
     assert len(checks.constant_columns(ids)) == 0
     assert len(checks.blank_rows(ids)) == 0
     assert len(checks.repeated_rows(ids, np.arange(shape[0]))) == 0
-
-
-def test_a_read_only_array_stays_as_it_was_t10() -> None:
-    data = np.random.default_rng(0).integers(0, 9, (50, 3, 4), np.uint8).tobytes()
-    ids = np.frombuffer(data, np.uint8).reshape(50, 3, 4)
-    checks.named_twice(ids, np.ones(50, bool))
-    checks.constant_columns(ids)
-    checks.blank_rows(ids)
-    checks.repeated_rows(ids, np.arange(50))
-    assert ids.tobytes() == data
 
 
 @pytest.mark.parametrize(("first", "gap"), [(0, 3), (120, 3), (1000, 256)])
