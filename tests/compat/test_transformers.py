@@ -106,29 +106,6 @@ def test_the_routers_follow_the_routes_after_their_weights_changed(
     assert all(router.module.weight.grad.abs().sum() > 0 for router in routers.find([model])[0])
 
 
-@pytest.mark.parametrize(
-    ("family", "recompute", "order"),
-    [
-        ("qwen3_moe", "reentrant", "sum"),
-        ("qwen3_moe", "non-reentrant", "another thread"),
-        ("deepseek_v3-4-groups", "non-reentrant", "reversed"),
-        ("gpt_oss", "reentrant", "each"),
-    ],
-)
-def test_foreign_routes_give_the_same_gradients_with_recompute_as_without(
-    family: str, recompute: str, order: str
-) -> None:
-    plain = build(family)
-    recomputing = build(family, recompute)
-    routes = foreign(plain, 3)
-    with npu_replay.replay(plain, routes):
-        wanted = train(plain, order, 3)
-    with npu_replay.replay(recomputing, routes):
-        found = train(recomputing, order, 3)
-    assert same(wanted, found)
-    assert not same(wanted, train(plain, order, 3))
-
-
 # Weights and groups
 
 

@@ -322,6 +322,37 @@ def test_the_error_names_engine_sample_field_and_place_t1_t31_t32(case: str) -> 
     assert error.cause == f"{WRONG[case].symptom.value} as in 0.2.0"
 
 
+def test_copies_are_a_fault_from_a_twentieth_of_the_rows_on() -> None:
+    rows = chosen(TOKENS - 1, 4)
+    rows[142:] = rows[:7]
+    assert taken(rows).recorded[:-1].all()
+    rows[141:] = rows[:8]
+    with pytest.raises(InvalidRoutes, match=r"8 rows are another token's.*first is row 141"):
+        taken(rows)
+
+
+def test_copies_are_found_beside_rows_without_a_route_t31(caplog: pytest.LogCaptureFixture) -> None:
+    rows = chosen(TOKENS - 1, 4)
+    tokens = words()
+    blank = [3, *range(20, 30), 90]
+    rows[blank] = 0
+    tokens[100:120] = tokens[99]  # one token, said again and again
+    rows[100:120] = rows[99]
+    with caplog.at_level("WARNING"):
+        assert int(taken(rows, tokens=tokens, missing="native").recorded.sum()) == TOKENS - 1 - 12
+    assert not caplog.records, "rows of zeros are nobody's copies"
+    rows[60:67] = rows[59]  # a twentieth of the rows that have a route, not of all
+    later = np.concatenate([np.arange(2000, 2010), tokens])
+    routes = taken(rows, tokens=later, start=10, missing="native")
+    left = [3, *range(20, 30), *range(60, 67), 90, TOKENS - 1]
+    assert (~routes.recorded[10:]).nonzero()[:, 0].tolist() == left
+    assert not routes.ids[70:77].any()
+    rows[blank] = chosen(12, 4, seed=77)
+    rows[67] = rows[59]
+    with pytest.raises(InvalidRoutes, match=f"8 rows are .* row 70.*for token {tokens[60]}"):
+        taken(rows, tokens=later, start=10)
+
+
 def test_a_source_of_which_little_is_known_says_what_it_can() -> None:
     with pytest.raises(InvalidRoutes) as caught:
         taken(np.zeros((TOKENS - 1, 6, 8), np.uint8), source=Source(engine="Engine"))
@@ -370,10 +401,9 @@ def rollouts(draw: st.DrawFn) -> tuple[RoutedModel, Array, Array, dict[str, Any]
     )
     tokens = np.random.default_rng(draw(st.integers(0, 2**32))).integers(0, 2**31, draw(st.integers(0, 90)))
     start = draw(st.integers(0, len(tokens)))
-    ran = max(0, len(tokens) - 1 - start)
     ended = draw(st.booleans())
     surplus = draw(st.sampled_from([0, 0, 3]))
-    count = ran + surplus if ended or draw(st.booleans()) else 0
+    count = max(0, len(tokens) - 1 - start + surplus) if ended or draw(st.booleans()) else 0
     seed = draw(st.integers(0, 2**32))
     rows = chosen(count, len(layers), model, seed)
     return model, tokens, rows, {"start": start, "ended": ended, "surplus": surplus}, seed

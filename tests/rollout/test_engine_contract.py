@@ -47,7 +47,7 @@ class Engine:
         answer: what a sequence is answered with, its token ids in it.
         sampled, start: what its decoder calls the sampled ids, and the first row's token.
         place, payload: the part of an answer that holds the routes, and their name in it.
-        forms: an answer in each form of each release.
+        forms: an answer in each form of each release, true or spoilt by a fault.
         causes: words that an error names once at most.
     """
 
@@ -63,7 +63,7 @@ class Engine:
     output_ids: str
     weigh: Callable[[dict[str, Any], str], None]
     source: Callable[[str], Any]
-    forms: Callable[[], Iterator[Form]]
+    forms: Callable[..., Iterator[Form]]
     releases: tuple[str, ...]
     causes: tuple[str, ...]
 
@@ -106,14 +106,18 @@ def weigh_sglang(answer: dict[str, Any], version: str) -> None:
     answer["meta_info"]["weight_version"] = version
 
 
-def forms_of_vllm() -> Iterator[Form]:
+Spoil: TypeAlias = Callable[[Array], Array]
+"""What a fault makes of the rows that an engine would have given, [tokens, MoE layers, topk]."""
+
+
+def forms_of_vllm(spoil: Spoil = np.copy) -> Iterator[Form]:
     """RequestOutputs of all releases, on vllm-ascend too; answers of three endpoints from 0.21 on."""
     models = (DEEPSEEK, QWEN, WIDE)
     every = [(version, model) for version in ("0.14.0", "0.21.0", "0.33.0") for model in models]
     versions = ("0.16.0", "0.18.0", "0.20.2", *(f"0.{minor}.0" for minor in range(22, 33)))
     every += [(version, models[number % 3]) for number, version in enumerate(versions)]
     for (version, model), output in itertools.product(every, (40, 1)):
-        one = sampled(model, output=output)
+        one = spoilt(sampled(model, output=output), spoil)
         ascend = {} if output > 1 else {"vllm_ascend": f"{version}rc1"}
         made = vllm_outputs.request_output(version, model, one)
         yield f"{version} {model}", made, model, one, {"version": version} | ascend
@@ -131,9 +135,14 @@ def forms_of_vllm() -> Iterator[Form]:
             yield f"{version} routes alone {model}", taken, model, one, both
 
 
-def forms_of_sglang() -> Iterator[Form]:
+def spoilt(one: Sampled, spoil: Spoil) -> Sampled:
+    return replace(one, rows=spoil(one.rows.copy()))
+
+
+def forms_of_sglang(spoil: Spoil = np.copy) -> Iterator[Form]:
     """meta_info alone, /generate with and without text, both OpenAI endpoints, some without a version."""
-    rows = engine_rows(ONE)
+    one = spoilt(ONE, spoil)
+    rows = engine_rows(one)
     for version in sglang_outputs.RELEASES:
         asked = sglang_outputs.Request(version, ONE.prompt, ONE.output, rows)
         prompt = {"prompt": ONE.prompt}
@@ -149,7 +158,7 @@ def forms_of_sglang() -> Iterator[Form]:
             made += [(asked.openai(kind), both | {"version": None}) for kind in kinds]
             made.append(({"sglext": asked.openai()["sglext"]}, both))  # T37: the rest went on without it
         for number, (answer, given) in enumerate(made):
-            yield f"{version} {number}", answer, MODEL, ONE, {"version": version} | given
+            yield f"{version} {number}", answer, MODEL, one, {"version": version} | given
 
 
 def meta_info(answer: dict[str, Any]) -> Any:
@@ -213,6 +222,45 @@ def test_each_release_in_each_form_gives_the_true_routes(engine: Engine) -> None
         before = json.dumps(answer, default=repr)
         assert engine.decode(answer, model, **given) == expected(model, one), name
         assert before == json.dumps(answer, default=repr), name  # T37: it isn't changed
+
+
+def put(value: Any, *place: Any) -> Spoil:
+    def spoil(rows: Array) -> Array:
+        rows[place] = value
+        return rows
+
+    return spoil
+
+
+LOST = range(16, 32)
+FAULTS: dict[str, tuple[Spoil, str]] = {
+    "T42 nothing was captured": (np.zeros_like, "rows are zeros"),
+    "T23 rows of zeros": (put(0, LOST), "16 of {run} rows are zeros"),
+    "T31 another token's rows": (lambda rows: put(rows[:16], LOST)(rows), "16 rows are another token's"),
+    "T32 a layer of one row": (
+        lambda rows: put(np.arange(rows.shape[2]), slice(None), 0)(rows),
+        "recorded rows are the same",
+    ),
+    "T1 an expert twice": (lambda rows: put(rows[5, 0, 0], 5, 0, 1)(rows), "name an expert twice"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_a_fault_makes_is_refused_by_name_in_each_form(engine: Engine, fault: str) -> None:
+    """A form in turn for each fault: with all, each release has each fault. Lost rows may be left native."""
+    spoil, words = FAULTS[fault]
+    for name, answer, model, one, given in itertools.islice(
+        engine.forms(spoil), [*FAULTS].index(fault), None, len(FAULTS)
+    ):
+        run = len(one.tokens) - 1
+        with refused(engine.name, words.format(run=run), "Usual cause"):
+            engine.decode(answer, model, **given)
+        if fault[:3] in ("T23", "T31"):
+            routes = engine.decode(answer, model, **given, missing="native")
+            assert (~routes.recorded).nonzero()[:, 0].tolist() == [*LOST, run], name
+        else:
+            with refused(engine.name, words.format(run=run)):
+                engine.decode(answer, model, **given, missing="native")
 
 
 def test_an_answer_may_be_a_dict_json_or_an_object_of_openais_client(engine: Engine) -> None:
@@ -377,43 +425,6 @@ def test_a_request_that_ended_without_routes_is_refused(engine: Engine) -> None:
         assert engine.decode(engine.answer(one)) == expected(MODEL, one)
     with refused("no routes"):
         engine.decode(engine.put(engine.answer(sampled(MODEL, prompt=2, output=0)), None))
-
-
-@pytest.mark.parametrize(
-    ("lost", "source", "words"),
-    [
-        (slice(16, 32), None, ("16 of 109 rows are zeros", "row 16, the last in row 31")),
-        (slice(64, 80), slice(16), ("16 rows are another token's",)),
-    ],
-    ids=["t23", "t31"],
-)
-def test_rows_that_were_lost_are_an_error_and_may_be_left_native(
-    engine: Engine, lost: slice, source: slice | None, words: tuple[str, ...]
-) -> None:
-    rows = engine_rows(ONE)
-    rows[lost] = 0 if source is None else rows[source]
-    answer = engine.put(engine.answer(ONE), rows)
-    with refused(*words, "Usual cause"):
-        engine.decode(answer)
-    routes = engine.decode(answer, missing="native")
-    assert (~routes.recorded).nonzero()[:, 0].tolist() == [*range(lost.start, lost.stop), RUN]
-    with pytest.raises(ReplayError, match="unknown way"):
-        engine.decode(answer, missing="skip")
-    for missing in ("error", "native"):  # T42: an engine that captures nothing isn't one that loses rows
-        with refused("all 109 rows are zeros", "Usual cause"):
-            engine.decode(engine.put(engine.answer(ONE), rows * 0), missing=missing)
-
-
-def test_another_models_rows_are_refused(engine: Engine) -> None:
-    answer = engine.put(engine.answer(ONE), engine_rows(ONE))
-    for model, words in (
-        (replace(MODEL, layers=(2, 3, 4), num_layers=5), ("5, or 3, got 7",)),
-        (replace(MODEL, layers=(3, 4, 5, 6)), ("layer 2: a dense layer has experts", "row 0")),
-        (replace(MODEL, topk=6), ("top-k isn't the model's", "6 ids, got 8")),
-        (replace(MODEL, num_experts=64), ("out of range", "0 to 63", "another model")),
-    ):
-        with refused("request", *words):
-            engine.decode(answer, model)
 
 
 @pytest.mark.filterwarnings("error")

@@ -177,14 +177,6 @@ def test_what_is_no_npy_of_integers_is_refused(data: Any) -> None:
 # base64 and nested lists; broken ones by the hundred: test_engine_fuzz.py
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 1000])
-def test_base64_is_decoded(size: int) -> None:
-    data = os.urandom(size)
-    text = base64.b64encode(data)
-    for given_text in (text, text.decode()):
-        assert from_base64(given_text, source=SOURCE, most=size) == data
-
-
 @pytest.mark.parametrize(
     "text",
     ["AAAA\n", "AAA", "AA=A", "AA==AAAA", "AA===", "AA-_", "AÄAA", "AAAA\udc80AAA", None, [65]],

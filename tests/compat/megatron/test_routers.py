@@ -182,20 +182,6 @@ def test_the_replayed_probabilities_are_live_scores_with_a_gradient() -> None:
     assert bool((gradient.abs().sum(1) > 0).all()), "every expert of the routes gets a gradient"
 
 
-def test_every_row_of_a_micro_batch_of_several_sequences_is_kept() -> None:
-    """T34: sequences of one forward must not overwrite each other's rows."""
-    trainer = build({})
-    alone = []
-    for tokens in trainer.batches[0]:
-        with npu_replay.record(trainer.model) as recording:
-            trainer.loss(tokens[None])
-        alone += recording.routes
-    with npu_replay.record(trainer.model) as recording:
-        trainer.loss(trainer.batches[0])
-    layout = npu_replay.TokenLayout.padded([LENGTH] * BATCH)
-    assert layout.scatter(recording.routes[0]) == alone
-
-
 def two_chunks(recompute: str | None = None) -> tuple[Trainer, Trainer]:
     """Both virtual stages of a rank, four layers each."""
     first = build({}, recompute)
