@@ -72,18 +72,6 @@ def test_calls_are_quick_where_nothing_is_checked(
     assert {n: quick.count(n) for n in quick if n != last} == {n: calls for n in (3, 5, 6) if n != last}
 
 
-@pytest.mark.parametrize("at", UNCHECKED)
-def test_ids_that_a_kernel_writes_into_past_torch_are_refused_in_a_replay(at: int) -> None:
-    model = ToyModel(ToyRouter(), ToyRouter(select=Sometimes(behind_torchs_back, at)))
-    with (
-        pytest.raises(NoEffect, match=f"micro-batch {at}, layer 1"),
-        torch.no_grad(),
-        opened("replay", model, 9),
-    ):
-        for number in range(9):
-            model(tokens(number))
-
-
 @pytest.mark.parametrize("rows", [ROWS - 1, ROWS + 1])
 @pytest.mark.parametrize("at", UNCHECKED)
 def test_routes_of_other_rows_are_refused_in_any_micro_batch(at: int, rows: int) -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import npu_replay
 from npu_replay.errors import NoEffect, RecomputeError
-from npu_replay.sessions import backward, seam
+from npu_replay.sessions import backward
 from zoo.toys import EXPERTS, ROWS, TOPK, ToyBlock, foreign, hooks, run, same, tokens
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
@@ -248,22 +248,6 @@ def test_observe_shows_what_the_experts_of_a_block_get(outside: bool) -> None:
     with npu_replay.observe(Model(shifted)) as observed:
         run(observed.chunks[0], 0)
     assert not observed.shown[0].recorded.all()
-
-
-def test_an_exception_and_an_interrupt_leave_no_watch() -> None:
-    class Interrupted(KeyboardInterrupt):
-        pass
-
-    def use(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
-        raise kind
-
-    for kind in (ValueError(), Interrupted()):
-        for block in (npu_replay.record, npu_replay.observe):
-            model = Model(use)
-            with pytest.raises(type(kind)), block(model):
-                run(model)
-            assert not seam._watch.is_innermost()
-            assert seam.here.takers == ()
 
 
 def load(scores: torch.Tensor) -> object:
