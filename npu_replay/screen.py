@@ -7,10 +7,11 @@ file descriptors 1 and 2, so the descriptors are redirected.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -62,3 +63,14 @@ def _turned(name: str, descriptor: int, log: TextIO) -> Iterator[None]:
             del _kept[name]
             stream.flush()  # writes what others have printed in the meantime
             os.dup2(kept.fileno(), descriptor)
+
+
+def progress(count: int) -> Callable[[str], None]:
+    """Return a function that reports on stderr which of `count` parts begins; it takes the part's title."""
+    numbers = itertools.count(1)
+
+    def tell(title: str) -> None:
+        err().write(f"{next(numbers)}/{count} {title}\n")
+        err().flush()
+
+    return tell

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from npu_replay import screen
@@ -56,24 +55,13 @@ def run(given: Namespace) -> None:
         check_out(given.out / name, force=given.force)
     with screen.quiet("demo", given.out / LOG):
         with one_thread(), megatron_on(where := pick(given.device)):
-            result = job.run(where, given.steps, given.seed, given.engine, _progress(5))
+            result = job.run(where, given.steps, given.seed, given.engine, screen.progress(5))
         if given.json:
             print_json(json.dumps(result, indent=1))
         else:
             show(tables.parts(result))
         write_out(given.out / JSON, json.dumps(result, indent=1).encode(), force=given.force)
         write_out(given.out / PNG, picture.draw(result), force=given.force)
-
-
-def _progress(count: int) -> Callable[[str], None]:
-    """Return a function that reports on stderr which of `count` parts begins; it takes the part's title."""
-    numbers = itertools.count(1)
-
-    def tell(title: str) -> None:
-        screen.err().write(f"{next(numbers)}/{count} {title}\n")
-        screen.err().flush()
-
-    return tell
 
 
 def main(arguments: Sequence[str]) -> int:

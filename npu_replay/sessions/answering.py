@@ -188,7 +188,7 @@ class Answering(Work):
 
     def _keep(self, forward: Forward) -> None:
         """Keep the ids of a forward's quick calls, those of a record together."""
-        calls = [call for call in forward.ended if type(call) is QuickCall]
+        calls: list[QuickCall] = [call for call in forward.ended if type(call) is QuickCall]
         alone = [call for call in calls if call.around or call.given]
         for call in alone:
             call.owner.keep(call)

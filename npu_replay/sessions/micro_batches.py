@@ -289,7 +289,7 @@ class Recomputes(dict[Key, list[_Around]]):
         self.any = False  # some call was held since the block opened
         self._dead: deque[_Around] = deque()
 
-    def expect(self, key: Key, around: list[Any]) -> None:
+    def expect(self, key: Key, around: Sequence[Any]) -> None:
         """Note that autograd may recompute this call while any of `around`, which enclose it, lives."""
         self.any = True
         # The callback is a C function, since an interrupt in a weak reference's Python callback is lost.

@@ -78,6 +78,8 @@ class QuickCall(Call):
     """
 
     seen: Any = ()
+    ids: Any = None
+    shown: Any = None
     direct: torch.Tensor | None = None  # the given ids, int64, if they are all that it needs
 
     def __init__(self, owner: Any, plan: Plan, forward: Any, rows: int) -> None:
@@ -113,7 +115,7 @@ class QuickCall(Call):
 
     def take(self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan = self.plan
-        scores = args[0] if args else kwargs.get("input")
+        scores: Any = args[0] if args else kwargs.get("input")
         known = (  # the same arguments as in the call before
             type(scores) is Tensor
             and (shape := scores.shape) == self.owner.shape

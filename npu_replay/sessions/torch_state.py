@@ -37,7 +37,7 @@ class Hook:
     __slots__ = ("__weakref__", "_act", "_at", "_module", "owner")
 
     def __init__(self, owner: object, act: Callable[..., Any], module: nn.Module, *at: Any) -> None:
-        self.owner = weakref.ref(owner)
+        self.owner: Callable[[], Any] = weakref.ref(owner)
         self._module = weakref.ref(module)
         self._act = act
         self._at = at
