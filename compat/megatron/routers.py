@@ -16,8 +16,8 @@ from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.module_tree import ModuleTree
 from npu_replay.routers import Handle, Router, RouterKind
+from npu_replay.sessions.dropped import least_positive
 from npu_replay.sessions.micro_batches import Marks
-from npu_replay.sessions.seam import least_positive
 
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
 IDLE_WITHOUT_ACTION = "npu_replay_idle_without_action"

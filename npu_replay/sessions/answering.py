@@ -209,7 +209,9 @@ class Answering(Work):
             try:
                 self.shared.witness.check(source.routers[chunk], forward, on)
             except NoEffect:
-                self._unchanged.check(micro_batch(forward.number))  # says more, if something was replaced
+                # These say more: something was replaced, or routers share a buffer of ids.
+                self._unchanged.check(micro_batch(forward.number))
+                self.shared.kept.narrow()
                 raise
         else:
             if chunk == 0:

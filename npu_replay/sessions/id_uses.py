@@ -2,7 +2,7 @@
 
 Where the router is a whole block, its output shows no ids. But they reach its experts through functions of
 torch (`one_hot`, `gather`, a cast for a kernel). So every integer tensor [rows, topk] that such a function is
-given after the top-k must hold the ids, row by row. `seam.Watch` shows each of these functions.
+given after the top-k must hold the ids, row by row. `watch.Watch` shows each of these functions.
 """
 
 from __future__ import annotations

@@ -21,22 +21,19 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import overrides
-from torch.overrides import TorchFunctionMode
 
 from npu_replay.errors import RouterError
 from npu_replay.sessions import dropped
 from npu_replay.sessions.guarded import guard as guard
 from npu_replay.sessions.guarded import here
-from npu_replay.sessions.id_uses import IdUses, run_seen
+from npu_replay.sessions.id_uses import IdUses
 from npu_replay.sessions.masks import Fill, Steps, unmasked
-from npu_replay.sessions.torch_state import address, outside_modes
+from npu_replay.sessions.torch_state import address, function_modes, outside_modes
+from npu_replay.sessions.watch import watch
 
 Choose: TypeAlias = "Callable[[Call], torch.Tensor]"
 """Takes a call, and returns the ids to use, int64 [rows, topk]."""
 
-_depth: Callable[[], int] = torch._C._len_torch_function_stack
-_push: Callable[[Any], None] = torch._C._push_on_torch_function_stack
-_pop: Callable[[], Any] = torch._C._pop_torch_function_stack
 _modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 
 
@@ -72,19 +69,19 @@ def unwind(block: object) -> None:
             call.end()
         call = call.below
     if here.running is None and not here.takers:
-        _watch.leave(0)
+        watch.leave(0)
 
 
 def follow(taker: IdUses) -> None:
     """Let `taker` see what this thread passes to torch's functions, except before an armed call's top-k."""
-    taker.depth = _depth()
+    taker.depth = function_modes()
     here.takers = (*here.takers, taker)
-    _watch.enter()
+    watch.enter()
 
 
 def unfollow(taker: IdUses) -> None:
     """Undo `follow`, also one that was interrupted."""
-    _watch.leave(taker.depth)
+    watch.leave(taker.depth)
     here.takers = tuple(one for one in here.takers if one is not taker)
 
 
@@ -148,15 +145,15 @@ class Call:
         self.watching |= self.follows
         self.outer = here.armed
         self.below = here.running
-        self._depth = _depth()
+        self._depth = function_modes()
         here.armed = here.running = self
         if self.watching:
-            _watch.enter()
+            watch.enter()
 
     def end(self) -> None:
         """Undo `begin`, also one that was interrupted."""
         if self.watching:
-            _watch.leave(self._depth)
+            watch.leave(self._depth)
         if self.taken is not None:
             unfollow(self.taken)
         here.armed = self.outer
@@ -178,7 +175,7 @@ class Call:
         while frame is not self.inside:
             if frame is None:  # the router's frame is gone, so this call was abandoned
                 here.armed = self.outer
-                self._stop_watching()
+                self._stopwatching()
                 return False
             if frame.f_code.co_name == "checkpoint" and not self.keeps_native_topk:
                 # That recompute would be no call of the router, and choose anew.
@@ -201,12 +198,12 @@ class Call:
         if scores.shape[-1:] == (self.num_experts,) and scores.numel() == self.rows * self.num_experts:
             self.passed = scores.shape
 
-    def _stop_watching(self) -> None:
+    def _stopwatching(self) -> None:
         """Leave Watch once the top-k is caught; from inside Watch this has no effect."""
         # The rest of the router runs without a mode, for which its compiled functions would compile again.
         # Inside Watch torch has popped it, and pushes it back.
-        if self.watching and not self.follows and _watch.is_innermost():
-            _watch.leave(self._depth)
+        if self.watching and not self.follows and watch.is_innermost():
+            watch.leave(self._depth)
             self.watching = False
 
     def answer(
@@ -218,7 +215,7 @@ class Call:
         if self.ids is not None:
             return (self._drop if self.drops else self._answer_again)(native, args, kwargs, self.ids)
         if way == "guard":
-            self._stop_watching()
+            self._stopwatching()
         scores = args[0] if args else kwargs["input"]
         if type(scores).__name__ == "DTensor":
             problem = "the scores are a DTensor, which replay doesn't support"
@@ -272,31 +269,12 @@ class Call:
                 dropped.warn()
             with outside_modes():
                 again = lambda found: native(found, *args[1:], **kwargs)  # noqa: E731
-                places = self._places(scores.detach(), answer[1], ids, again)
+                places = dropped.kept_places(scores.detach(), answer[1], ids, self.loses, again)
             answer = torch.return_types.topk((scores.gather(0, places), places))
         with outside_modes():
             placed = torch.zeros_like(scores, dtype=torch.bool).scatter(0, answer[1], True)
             self.lost = ~placed.gather(1, ids)
         return answer
-
-    def _places(
-        self, scores: torch.Tensor, own: torch.Tensor, ids: torch.Tensor, native: Callable[..., Any]
-    ) -> torch.Tensor:
-        """Return the tokens to keep; choose anew for experts that lost a token which was routed to them.
-
-        A given expert may have a probability of exactly zero, and its token must not lose its place to one
-        that was not routed there. Other columns keep the router's `own` choice, also among equal scores.
-        Where it is known which tokens were dropped, these come behind all others.
-        """
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, ids, True)
-        lifted = scores.masked_fill(chosen & (scores == 0), least_positive(scores.dtype))
-        if self.loses is not None:
-            gone = torch.zeros_like(chosen).scatter(1, ids, self.loses)
-            places: torch.Tensor = native(lifted.masked_fill(gone, -1))[1]
-            return places
-        again = native(lifted)[1]
-        lost = chosen.gather(0, own).sum(dim=0) < chosen.gather(0, again).sum(dim=0)
-        return torch.where(lost, again, own)
 
     def note(self, ids: torch.Tensor) -> None:
         """Record the ids that a kernel chose, int64 [rows, topk], where no top-k can be answered."""
@@ -314,7 +292,7 @@ class Call:
         elif not self.given and (
             torch._C._len_torch_dispatch_stack()
             or type(scores) is not torch.Tensor
-            or (_depth() and any(mode is not _watch for mode in _modes()))
+            or (function_modes() and any(mode is not watch for mode in _modes()))
         ):
             # Another mode, or a subclass of Tensor, may answer the top-k, or count operations in both passes.
             self.own()
@@ -385,42 +363,3 @@ def _k(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _identity(scores: torch.Tensor) -> tuple[object, ...]:
     """Return address and strides of scores, and their version, which inference tensors don't have."""
     return address(scores), scores.stride(), None if scores.is_inference() else scores._version
-
-
-def least_positive(dtype: torch.dtype) -> float:
-    """Return the least positive number of a dtype that no device flushes to zero."""
-    return max(2.0**-24 if dtype == torch.float16 else 0.0, torch.finfo(torch.float32).tiny)
-
-
-class Watch(TorchFunctionMode):
-    """Shows each function of torch to the armed call, until its top-k, and to the `takers` after it."""
-
-    def enter(self) -> None:
-        _push(self)
-
-    def leave(self, depth: int) -> None:
-        # A mode of others above Watch stays: popping would remove theirs.
-        while _depth() > depth and self.is_innermost():
-            _pop()
-
-    def is_innermost(self) -> bool:
-        return overrides._get_current_function_mode() is self  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        call = here.armed
-        name = getattr(func, "__name__", "")
-        if call is not None and name == "topk" and call.matches(args, kwargs):
-            return call.answer(func, args, kwargs, "watch")
-        if call is None or call.ids is not None:
-            takers = here.takers
-            return run_seen(takers, func, args, kwargs) if takers else func(*args, **kwargs)
-        call.seen.append(name)
-        if name == "topk":
-            call.passes(args, kwargs)
-        return func(*args, **kwargs) if call.steps is None else call.steps.run(func, args, kwargs)
-
-
-_watch = Watch()

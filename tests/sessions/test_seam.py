@@ -14,6 +14,7 @@ import npu_replay
 from npu_replay import RoutedExperts
 from npu_replay.errors import RouterError
 from npu_replay.sessions import backward, seam
+from npu_replay.sessions.watch import Watch
 from zoo.toys import (
     EXPERTS,
     ROWS,
@@ -311,5 +312,5 @@ def test_the_safety_net_is_left_as_soon_as_the_top_k_is_caught() -> None:
     model = ToyModel(ToyRouter(select=select, masks=True))
     with npu_replay.record(model):
         model(tokens())
-    assert isinstance(modes[0], seam.Watch)
+    assert isinstance(modes[0], Watch)
     assert modes[1] is None

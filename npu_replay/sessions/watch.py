@@ -1,0 +1,54 @@
+"""Show each function of torch that a router calls, until its top-k is caught: a TorchFunctionMode.
+
+It costs 2 µs a function, and is on in the first call of each router and where the use of ids is followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import overrides
+from torch.overrides import TorchFunctionMode
+
+from npu_replay.sessions.guarded import here
+from npu_replay.sessions.id_uses import run_seen
+from npu_replay.sessions.torch_state import function_modes
+
+_push: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+_pop: Callable[[], Any] = torch._C._pop_torch_function_stack
+
+
+class Watch(TorchFunctionMode):
+    """Shows each function of torch to the armed call, until its top-k, and to the `takers` after it."""
+
+    def enter(self) -> None:
+        _push(self)
+
+    def leave(self, depth: int) -> None:
+        # A mode of others above Watch stays: popping would remove theirs.
+        while function_modes() > depth and self.is_innermost():
+            _pop()
+
+    def is_innermost(self) -> bool:
+        return overrides._get_current_function_mode() is self  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        call = here.armed
+        name = getattr(func, "__name__", "")
+        if call is not None and name == "topk" and call.matches(args, kwargs):
+            return call.answer(func, args, kwargs, "watch")
+        if call is None or call.ids is not None:
+            takers = here.takers
+            return run_seen(takers, func, args, kwargs) if takers else func(*args, **kwargs)
+        call.seen.append(name)
+        if name == "topk":
+            call.passes(args, kwargs)
+        return func(*args, **kwargs) if call.steps is None else call.steps.run(func, args, kwargs)
+
+
+watch = Watch()
