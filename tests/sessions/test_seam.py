@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import npu_replay
 from npu_replay import RoutedExperts
 from npu_replay.errors import RouterError
-from npu_replay.sessions import backward, seam
+from npu_replay.sessions import backward
 from npu_replay.sessions.watch import Watch
 from zoo.toys import (
     EXPERTS,
