@@ -86,7 +86,6 @@ def clash(version: str, device: str, plan: Plan, keys: Mapping[str, str] | None 
 
 
 def _refuse_release(version: str, device: str) -> None:
-    release(version)  # raises for what is no text
     engine_plan.refuse_untold("SGLang", version, "version", "0.5.23", numbers=3)
     engine_plan.refuse(refusal(version, device))
 

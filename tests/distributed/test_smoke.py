@@ -65,6 +65,7 @@ def test_four_processes_pass_every_feature(tmp_path: Path) -> None:
     lines = [line[:4] for line in out.splitlines() if line[:1].isupper() and line[4:6] == "  "]
     assert lines == ["PASS"] * (1 + 3 * len(FEATURES[1:]))
     assert not any("PASS" in one.output for one in ended[1:]), "only the first rank speaks"
+    assert not any("would choose" in one.output for one in ended), "its own random routes are no news"
     cases = {one["case"] for one in found["results"] if one["feature"] == "replay"}
     assert cases == {"softmax", "sigmoid+bias", "groups"}
 

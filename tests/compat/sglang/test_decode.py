@@ -293,9 +293,7 @@ def test_requests_carry_a_start_where_it_is_honoured() -> None:
         request_arguments("0.5.23", start_len=-1)
 
 
-@pytest.mark.parametrize(
-    ("version", "words"), [("nightly", "tell its release"), ("0.5", "tell its release"), (None, "as text")]
-)
+@pytest.mark.parametrize(("version", "words"), [("nightly", "tell its release"), ("0.5", "tell its release")])
 def test_no_release_of_sglang(version: Any, words: str) -> None:
     for ask in (engine_arguments, request_arguments):
         with pytest.raises(ReplayError, match=words):
