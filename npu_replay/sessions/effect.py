@@ -255,7 +255,7 @@ class Witness:
             return
         routers = [call.owner.router for call in calls]
         shown = [call.shown for call in calls]
-        if len({(one.shape, one.dtype) for one in shown}) > 1:
+        if len({(one.shape, one.dtype, one.device) for one in shown}) > 1:
             for router, call in zip(routers, calls, strict=True):
                 self.look(router, forward.number, call.shown, call.ids)
             return

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from npu_replay.errors import ReplayError
 from npu_replay.sessions.backward import graph_task, sequence_number, top_hooks
 from npu_replay.sessions.choices import ids_of_forward
 from npu_replay.sessions.guarded import here
@@ -211,9 +212,12 @@ class Ends(Hook):
             or calls.ends_slowly
         ):
             return super().__call__(module, args, output)
+        try:
+            # Not the output, whose graph would live on: the next router then gets memory that no cache holds.
+            call.shown = calls.router.shows(output)
+        except ReplayError:
+            return super().__call__(module, args, output)  # raises it again, or keeps it (`errors_wait`)
         calls.quick = here.armed = here.running = None
-        # Not the output, whose graph would live on: the next router then gets memory that no cache holds.
-        call.shown = calls.router.shows(output)
         if call.rows > calls.most_rows:
             calls.look(call)
         call.forward.ended.append(call)

@@ -267,6 +267,7 @@ class RouterCalls:
                 # Refuses routes with other rows, of which no top-k was answered.
                 self._source.prepare(self.router, call.forward, self._rows_of(hidden), hidden.device)
             if call.forward is not None:
+                call.forward.called.add(self.label)
                 self.keep(call)
                 self._witness.saw(self.router, call.forward, call, output)
             elif call.way is not None:

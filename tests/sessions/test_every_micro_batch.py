@@ -221,3 +221,38 @@ def test_ids_that_the_layer_writes_into_behind_its_router_are_refused(block: str
     with pytest.raises(NoEffect, match=words), torch.no_grad(), opened(block, model, 5):
         for seed in range(5):
             model(tokens(seed))
+
+
+@pytest.mark.parametrize("at", UNCHECKED)
+def test_an_output_that_cant_be_read_waits_for_the_end_in_any_micro_batch(at: int) -> None:
+    def unreadable(output: object) -> torch.Tensor:
+        raise NoEffect("the router's output can't be read")
+
+    model = ToyModel()
+    done = 0
+    with (
+        pytest.raises(NoEffect, match="output can't be read"),
+        torch.no_grad(),
+        StepReplay(model, errors_wait=True, min_overlap=0) as session,
+    ):
+        for number in range(at + 1):
+            session.give(0, foreign()[0])
+            if number == at:
+                object.__setattr__(session.routers[0][1], "shows", unreadable)
+            model(tokens(number))
+            done += 1
+    assert done == at + 1
+
+
+@pytest.mark.parametrize("at", UNCHECKED)
+@pytest.mark.parametrize("kind", ["record", "replay"])
+def test_a_router_without_a_top_k_is_refused_in_any_micro_batch(kind: str, at: int) -> None:
+    def sorts(router: ToyRouter, scores: Scores) -> Pair:
+        values, ids = scores.sort(dim=1, descending=True)
+        return values[:, : router.topk], ids[:, : router.topk]
+
+    model = ToyModel(ToyRouter(), ToyRouter(select=Sometimes(sorts, at)))
+    refused = pytest.raises(NoEffect, match=f"micro-batch {at}, layer 1.*never reached its top-k")
+    with refused, torch.no_grad(), opened(kind, model, 9):
+        for number in range(9):
+            model(tokens(number))
