@@ -112,7 +112,7 @@ class Timeline:
             self._withdraw(forward)
         else:
             self.ended[chunk] += 1
-        forward.enclosing.clear()
+        forward.enclosing = []  # a new list: its quick calls still hold this one, until their ids are kept
         return forward, not raised
 
     def live(self, chunk: int) -> Forward:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import npu_replay
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError
-from npu_replay.sessions import backward
+from npu_replay.sessions import backward, router_calls
 from npu_replay.sessions.quick_call import QuickCall
 from npu_replay.sessions.replay import StepReplay
 from zoo.toys import EXPERTS, ROWS, ToyModel, ToyRouter, foreign, opened, plain, run, tokens
@@ -256,3 +257,30 @@ def test_a_router_without_a_top_k_is_refused_in_any_micro_batch(kind: str, at: i
     with refused, torch.no_grad(), opened(kind, model, 9):
         for number in range(9):
             model(tokens(number))
+
+
+@pytest.mark.parametrize("at", UNCHECKED)
+def test_a_large_output_is_looked_at_in_any_micro_batch(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_calls, "LARGE", 0)
+
+    def ignores(router: ToyRouter, scores: Scores) -> Pair:
+        values, ids = plain(router, scores)
+        return values, (ids + 1) % EXPERTS
+
+    model = ToyModel(ToyRouter(), ToyRouter(select=Sometimes(ignores, at)))
+    refused = pytest.raises(NoEffect, match=f"micro-batch {at}, layer 1")
+    with refused, torch.no_grad(), opened("record", model, 9):
+        for number in range(9):
+            model(tokens(number))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_the_model_is_known_in_any_micro_batch(reentrant: bool) -> None:
+    model = ToyModel()
+    with npu_replay.pin_recompute(model) as session:
+        for number in range(max(UNCHECKED) + 1):
+            output = checkpoint(model, tokens(number).requires_grad_(), use_reentrant=reentrant)
+            with torch.no_grad():
+                model.layers[0].router.weight.mul_(-1)  # the routers would choose other experts now
+            output.square().mean().backward()
+    assert session.metrics()["micro_batches"] == max(UNCHECKED) + 1
