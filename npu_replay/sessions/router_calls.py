@@ -235,6 +235,9 @@ class RouterCalls:
         """Return the ids [rows, topk] of the forward's call, for a recompute."""
         where = micro_batch(number, self.label)
         ids = self.shared.kept.narrow().get((self.label, number))
+        running = self.timeline.running(self._chunk)
+        if ids is None and running is not None and running.number == number:
+            ids = next((call.ids for call in running.ended if call.owner is self), None)
         if ids is None:
             given = self._source.given.get((self._chunk, number))
             if given is None or given.missing is not None:

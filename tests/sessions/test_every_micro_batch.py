@@ -284,3 +284,21 @@ def test_a_checkpoint_around_the_model_is_known_in_any_micro_batch(reentrant: bo
                 model.layers[0].router.weight.mul_(-1)  # the routers would choose other experts now
             output.square().mean().backward()
     assert session.metrics()["micro_batches"] == max(UNCHECKED) + 1
+
+
+class Penalized(ToyModel):
+    """Takes a gradient inside its forward, which runs its checkpoints again before the forward has ended."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output = super().forward(hidden)
+        (slope,) = torch.autograd.grad(output.square().sum(), hidden)
+        return output + slope
+
+
+@pytest.mark.parametrize("kind", ["pin_recompute", "replay"])
+def test_a_gradient_inside_the_forward_is_a_recompute_in_any_micro_batch(kind: str) -> None:
+    model = Penalized(recompute="non-reentrant")
+    with opened(kind, model, 5) as session:
+        for number in range(5):
+            model(tokens(number).requires_grad_())
+    assert session.metrics()["micro_batches"] == 5
