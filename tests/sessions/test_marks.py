@@ -18,7 +18,7 @@ from npu_replay.routers import Router
 from npu_replay.sessions.micro_batches import Marks
 from zoo.toys import EXPERTS, HIDDEN, ROWS, ToyLayer, ToyModel, ToyRouters, foreign, hooks, tokens
 
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1, 2, 3, 4)
 
 
 @dataclass(eq=False)
