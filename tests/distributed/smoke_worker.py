@@ -85,7 +85,7 @@ def layout_shifts_rows() -> Any:
 
 
 def replay_does_nothing() -> Any:
-    def replay(model: Any, routes: Any) -> Any:
+    def replay(model: Any, routes: Any, **options: Any) -> Any:
         return contextlib.nullcontext()
 
     return mock.patch.object(npu_replay, "replay", replay)
@@ -135,8 +135,8 @@ def missing_rows_get_expert_0() -> Any:
     """T1, T42: a row without a route is given made-up experts."""
     replay = npu_replay.replay
 
-    def filled(model: Any, routes: Sequence[RoutedExperts]) -> Any:
-        return replay(model, [_filled(one) for one in routes])
+    def filled(model: Any, routes: Sequence[RoutedExperts], **options: Any) -> Any:
+        return replay(model, [_filled(one) for one in routes], **options)
 
     return mock.patch.object(npu_replay, "replay", filled)
 
