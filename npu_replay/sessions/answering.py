@@ -188,12 +188,15 @@ class Answering(Work):
 
     def _keep(self, forward: Forward) -> None:
         """Keep the ids of a forward's quick calls, those of a record together."""
-        calls: list[QuickCall] = [call for call in forward.ended if type(call) is QuickCall]
-        alone = [call for call in calls if call.around or call.given]
-        for call in alone:
-            call.owner.keep(call)
-        if self.shared.source.records and len(alone) < len(calls):
-            together = [call for call in calls if not (call.around or call.given)]
+        together: list[QuickCall] = []
+        for call in forward.ended:
+            if type(call) is not QuickCall:
+                continue
+            if call.around or call.given:
+                call.owner.keep(call)
+            else:
+                together.append(call)
+        if self.shared.source.records and together:
             keys = [(call.owner.label, forward.number) for call in together]
             self.shared.kept.keep_all(keys, [call.ids for call in together], together[0].owner.narrow)
 

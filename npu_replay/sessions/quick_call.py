@@ -21,7 +21,6 @@ from torch import nn
 
 from npu_replay.errors import ReplayError
 from npu_replay.sessions.backward import graph_task, sequence_number, top_hooks
-from npu_replay.sessions.choices import ids_of_forward
 from npu_replay.sessions.guarded import here
 from npu_replay.sessions.masks import Fill, unmasked
 from npu_replay.sessions.micro_batches import FEW
@@ -89,6 +88,7 @@ class QuickCall(Call):
         self.forward = forward
         self.rows = rows
         self.given = owner.is_given
+        self.choose = owner.chooses
         self.fills: list[Fill] = []
         self.num_experts = owner.num_experts
         self.topk = owner.topk
@@ -143,11 +143,11 @@ class QuickCall(Call):
                 self.written = ids._version
                 return taken
             values, self.own_ids = taken
-            ids = self._chosen()
+            ids = self.choose(self)
         else:
             self.scores = scores
             self.taken_by = native, args, kwargs
-            ids = self._chosen()
+            ids = self.choose(self)
             fills = self.fills if self.given else ()
             values = unmasked(scores, fills, self.topk, ids, self.owner.router.leaves)
             self.scores = None
@@ -157,10 +157,6 @@ class QuickCall(Call):
         self.handed = self.watched = handed = ids.clone() if copies else ids
         self.written = None if handed.is_inference() else handed._version
         return _topk_result((values, handed))
-
-    def _chosen(self) -> torch.Tensor:
-        choose = ids_of_forward if self.forward is None else self.owner.chooses
-        return choose(self)
 
 
 class Begins(Hook):

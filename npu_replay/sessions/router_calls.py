@@ -110,6 +110,7 @@ class RouterCalls:
         call.keeps_native_topk = self.may_keep_native
 
     def _begins_again_quickly(self, args: tuple[Any, ...]) -> bool:
+        """Begin a recompute in an unchecked micro-batch; return False if this is another call."""
         plan = self._plans.get(self.module.training)
         if plan is None or not plan.is_quick or self.marks.any or here.running is not None:
             return False
