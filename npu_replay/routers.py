@@ -20,7 +20,7 @@ from npu_replay.module_tree import ModuleTree
 from npu_replay.routes.arguments import StageLabels
 
 if TYPE_CHECKING:
-    from npu_replay.sessions.micro_batches import Marks
+    from npu_replay.sessions.timeline import Marks
 
 Model: TypeAlias = "nn.Module | Sequence[nn.Module]"
 """Names what a block takes: a module, or the list of its virtual-pipeline chunks."""

@@ -17,7 +17,7 @@ from npu_replay.errors import NoEffect, RouterError
 from npu_replay.module_tree import ModuleTree
 from npu_replay.routers import Handle, Router, RouterKind
 from npu_replay.sessions.dropped import least_positive
-from npu_replay.sessions.micro_batches import Marks
+from npu_replay.sessions.timeline import Marks
 
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
 IDLE_WITHOUT_ACTION = "npu_replay_idle_without_action"

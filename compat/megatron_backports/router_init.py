@@ -185,7 +185,7 @@ class RouterMethods:
             count(routing_map, padding_mask=padding_mask)
 
     def _counts_rows(self) -> bool:
-        replaying = here.running is not None and here.running.given
+        replaying = here.call is not None and here.call.given
         asked = replaying or asks_for_replay(self.router.config) or environment.read(EXPERT_BIAS, False)
         return bool(asked and is_on())
 

@@ -24,6 +24,7 @@ from npu_replay.compat.megatron.routers import IDLE_WITHOUT_ACTION, action_of, i
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.sessions import seam
+from npu_replay.sessions.guarded import here
 from npu_replay.sessions.masks import unfilled
 
 MODULE = "megatron.core.transformer.moe.router_replay"
@@ -290,13 +291,13 @@ class Asked(seam.Call):
 
         def own(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
             """Run the top-k as it was called, on scores masked by groups; an outer call is answered once."""
-            if outer is not None and outer.ids is None:
-                outer.fills = self.fills
-                seam.arm(outer)
             try:
+                if outer is not None and outer.ids is None:
+                    outer.fills = self.fills
+                    here.call = outer
                 values, ids = torch.topk(scores, *args[1:], **kwargs)
             finally:
-                seam.arm(None)
+                here.call = self
             return values[:, : self.topk], ids[:, : self.topk]
 
         if self.compares:
@@ -324,11 +325,10 @@ def asking(call: Asked, *, fused: bool = False) -> Iterator[None]:
     """
     kernel = fused_router.HeldKernel() if fused else None
     seam.guard.install(call)
-    call.begin()
     try:
-        yield
+        with call:
+            yield
     finally:
-        call.end()
         seam.guard.remove(call)
         if kernel is not None:
             kernel.remove()

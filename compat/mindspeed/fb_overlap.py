@@ -22,7 +22,7 @@ from torch import nn
 
 from npu_replay.errors import RecomputeError, RouterError
 from npu_replay.routers import Handle, Router
-from npu_replay.sessions.micro_batches import Marks
+from npu_replay.sessions.timeline import Marks
 from npu_replay.sessions.torch_state import Hook
 
 _SIGNS = {"checkpoint", "bwd_layer_graph"}

@@ -234,8 +234,9 @@ def is_grid(shape: Sequence[int] | None) -> TypeGuard[Sequence[int]]:
 
 def parameter_names(module: nn.Module) -> list[str]:
     """Return the names of a module's positional arguments; for a wrapper (DDP) those of the inner module."""
-    function = getattr(module.forward, "__func__", None)
-    names = list(_positional(module.forward) if function is None else _positional(function)[1:])
+    forward = getattr(vars(module).get("forward"), "__wrapped__", module.forward)  # beneath a wrapper
+    function = getattr(forward, "__func__", None)
+    names = list(_positional(forward) if function is None else _positional(function)[1:])
     inner = getattr(module, "module", None)
     return parameter_names(inner) if not names and isinstance(inner, nn.Module) else names or ["input_ids"]
 

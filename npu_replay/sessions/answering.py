@@ -2,16 +2,12 @@
 
 A model has up to a hundred routers, and an accelerator waits for the host's work around each. So what the
 calls of one router share is computed when the block opens, and what a micro-batch shares when it begins.
-
-State is kept by (layer, micro-batch), never appended to a list: a forward that is retried after an
-exception, and recomputes in any order, find their own entries.
 """
 
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,19 +16,16 @@ from npu_replay import routers
 from npu_replay.errors import NoEffect, RecomputeError, micro_batch
 from npu_replay.routers import Router
 from npu_replay.routes.inputs import copied
-from npu_replay.sessions import seam, torch_state
+from npu_replay.sessions import effect, seam, torch_state
 from npu_replay.sessions.effect import is_due
-from npu_replay.sessions.micro_batches import (
-    Forward,
-    Key,
-    Marks,
-    Timeline,
-)
+from npu_replay.sessions.micro_batch import Key, MicroBatch, refuse_one_buffer
 from npu_replay.sessions.own_choice import OwnChoice
-from npu_replay.sessions.quick_call import Begins, Ends, QuickCall
-from npu_replay.sessions.route_source import Given, RouteSource
+from npu_replay.sessions.quick_call import FEW
+from npu_replay.sessions.route_source import DeviceRoutes, Given, RouteSource
 from npu_replay.sessions.router_calls import RouterCalls, Shared
-from npu_replay.sessions.session import Session, Undo, Work
+from npu_replay.sessions.seam import Call
+from npu_replay.sessions.session import Session, Work
+from npu_replay.sessions.timeline import Marks, Timeline
 from npu_replay.sessions.torch_state import restore_functions
 
 
@@ -61,30 +54,30 @@ class Answering(Work):
         self.shared = Shared(source, own)
         self.puts_together = puts_together
         self.timeline = Timeline(0)
+        self.kept: dict[Key, MicroBatch] = {}  # whose ids are needed, for a recompute or a record
+        self._had_recomputes = False
+        self._dropped = effect.Count()  # chosen experts that lost the token, over their capacity
+        self._chosen = 0  # experts that were chosen in these outputs
         self._lasts = lasts
         self._calls: list[list[RouterCalls]] = []  # by chunk
-        self._chunk_of: dict[int, int] = {}
         # By chunk, the devices of its routers in the last forward.
         self._devices: dict[int, tuple[torch.device, ...]] = {}
-        self._undo: Undo | None = None
 
     # The block
 
     def enters(self, session: Session) -> None:
         self.timeline = session.timeline
         self._unchanged = session.unchanged
-        self._chunk_of = {one.label: at for at, found in enumerate(session.routers) for one in found}
         self._calls = [[] for _ in session.routers]
         self.shared.source.enters(session)
         if self.shared.own is not None:
             self.shared.own.enters(session.all_routers)
-        self._undo = undo = session.undo
+        undo = session.undo
         undo.callback(torch_state.let_go, undo)
         paths = [[router.path for router in found] for found in session.routers]
         torch_state.hold_eager(session.chunks, paths, undo)
         undo.callback(seam.guard.remove, undo)
         seam.guard.install(undo)
-        undo.callback(seam.unwind, undo)
         undo.callback(restore_functions, torch._C._is_torch_function_enabled())
         for name, owner, attribute in routers.functions(session.all_routers):
             session.unchanged.hold(name, vars(owner), attribute)
@@ -92,22 +85,20 @@ class Answering(Work):
     def attach(self, session: Session, router: Router, chunk: int, marks: Marks) -> None:
         calls = RouterCalls(self.shared, session, router, chunk, marks)
         self._calls[chunk].append(calls)
-        begins = session.may_wait(RouterCalls.begins)
-        ends = session.may_wait(RouterCalls.ends)
-        session.before(router.module, Begins(calls, begins, router.module))
-        calls.last = Ends(calls, ends, router.module)
-        session.after(router.module, calls.last)
+        session.undo.callback(calls.take_off)
+        calls.put_on()
+        session.unchanged.hold(type(router.module).__name__, vars(router.module), "forward")
         if self.shared.own is not None and (handle := self.shared.own.recount(router, calls)) is not None:
             session.undo.callback(handle.remove)
 
     def check_complete(self) -> None:
-        self.shared.witness.read(wait=True)
-        due = self.shared.recomputes.due()
+        self.shared.checks.read(wait=True)
+        due = self._due()
         if due:
             gc.collect()  # a graph in a reference cycle may be garbage already
-            due = self.shared.recomputes.due()
+            due = self._due()
         if due:
-            layer, number = min(due, key=lambda key: (key[1], key[0]))
+            number, layer = min(due)
             problem = (
                 f"the block ended before {len(due)} router calls were recomputed; they would choose anew"
             )
@@ -121,14 +112,20 @@ class Answering(Work):
             raise RecomputeError(problem, where=where, expected=expected, got=got, cause=cause)
         self.shared.source.check_complete()
 
+    def _due(self) -> list[tuple[int, int]]:
+        """Return micro-batch and layer of each call that autograd may still recompute and hasn't."""
+        return [(one.number, label) for one in self.kept.values() for label in one.due()]
+
     def clear(self) -> None:
         self._calls.clear()
-        self.shared.clear()
+        self.kept.clear()
+        self.shared.checks.clear()
+        self.shared.source.clear()
 
     def counts(self) -> dict[str, int]:
         """Return microseconds spent, chosen experts, those that lost their token, and the counts of `own`."""
         figures = {"microseconds": int(self.shared.seconds * 1e6)}
-        figures |= {"dropped": int(self.shared.witness.dropped), "chosen": self.shared.witness.chosen}
+        figures |= {"dropped": int(self._dropped), "chosen": self._chosen}
         return figures if self.shared.own is None else figures | self.shared.own.counts()
 
     # Its forwards
@@ -136,122 +133,141 @@ class Answering(Work):
     def comes(self, chunk: int) -> None:
         if self.shared.own is not None:
             self.shared.own.ends(chunk, None, None)  # drop what an interrupted forward left
-        if seam.is_running():
-            seam.unwind(self._undo)
-        self.shared.recomputes.settle(self._release)
-        if (left := self.timeline.running(chunk)) is not None:  # an interrupt runs no forward hook
-            self._abandon(left)
-        self.shared.witness.read(wait=False)
+        self._let_go()
+        self.shared.checks.read(wait=False)
 
     def trusts(self, number: int) -> bool:
         # A recompute is run by what is in place then, and its results may not tell.
-        return not (self._is_checked(number) or self.shared.recomputes.any)
+        return not (self._is_checked(number) or self._had_recomputes)
 
     def _is_checked(self, number: int) -> bool:
         return is_due(number) or self.shared.source.is_last(number)
 
-    def begins(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        started = time.perf_counter()
-        number = forward.number
-        source = self.shared.source
-        chunk = source.chunks[forward.chunk]
-        forward.checked = self._is_checked(number)
-        source.check_forward(forward)
-        wanted = forward.chunk == 0 and source.wants_inputs_of(number)
-        if wanted and (called := copied(args, kwargs, chunk)) is not None:
-            source.inputs[number] = called if source.records else called.leaving()
-        given = source.given.get((forward.chunk, number))
-        if self.shared.own is not None:
-            self.shared.own.check_losses(chunk, args, kwargs)
-            self.shared.own.begins(forward, chunk, given, source.knows_tokens(number))
-            forward.compares = self.shared.own.compares(forward)
-        if given is not None:
-            for device in self._devices.get(forward.chunk, ()):
-                source.send(forward, device)
-        forward.quick = not (forward.checked or torch.is_inference_mode_enabled())
-        if forward.quick and self.shared.own is not None:
-            forward.quick = given is not None and len(given.on) == 1
-        if forward.quick and given is not None:
-            forward.given = next(iter(given.on.values()))
-            forward.rows = given.rows
-        if forward.quick:
-            self._prepare(forward)
-        self.shared.seconds += time.perf_counter() - started
+    def begins(self, begun: MicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with self.shared.timed():
+            number = begun.number
+            source = self.shared.source
+            chunk = source.chunks[begun.chunk]
+            begun.checked = self._is_checked(number)
+            source.check_forward(begun)
+            wanted = begun.chunk == 0 and source.wants_inputs_of(number)
+            if wanted and (called := copied(args, kwargs, chunk)) is not None:
+                source.inputs[number] = called if source.records else called.leaving()
+            given = source.given.get(begun.key)
+            if self.shared.own is not None:
+                self.shared.own.check_losses(chunk, args, kwargs)
+                self.shared.own.begins(begun, chunk, given, source.knows_tokens(number))
+                begun.compares = self.shared.own.compares(begun)
+            if given is not None:
+                for device in self._devices.get(begun.chunk, ()):
+                    source.send(begun, device)
+            self._prepare(begun, given)
 
-    def _prepare(self, forward: Forward) -> None:
-        given: Given | None = forward.given
+    def _prepare(self, begun: MicroBatch, given: DeviceRoutes | None) -> None:
+        """Make the routers' calls, unless a closer look is needed or the routes aren't on a device yet."""
+        if begun.checked or torch.is_inference_mode_enabled():
+            return
+        routes: Given | None = None
         direct: Mapping[int, torch.Tensor] = {}
-        if given is not None and given.wide is not None and given.missing is None and not forward.compares:
-            direct = given.by_layer
-        for calls in self._calls[forward.chunk]:
-            calls.prepare(forward, direct.get(calls.label))
-
-    def _keep(self, forward: Forward) -> None:
-        """Keep the ids of a forward's quick calls, those of a record together."""
-        together: list[QuickCall] = []
-        for call in forward.ended:
-            if type(call) is not QuickCall:
-                continue
-            if call.around or call.given:
-                call.owner.keep(call)
-            else:
-                together.append(call)
-        if self.shared.source.records and together:
-            keys = [(call.owner.label, forward.number) for call in together]
-            self.shared.kept.keep_all(keys, [call.ids for call in together], together[0].owner.narrow)
-
-    def ends(self, forward: Forward, complete: bool, output: object) -> bool:
-        started = time.perf_counter()
-        chunk = forward.chunk
-        source = self.shared.source
-        self.shared.recomputes.settle(self._release)
-        given = source.given.get((chunk, forward.number))
-        if complete:
-            self._keep(forward)
-            on = [] if given is None else list(given.on.values())
-            try:
-                self.shared.witness.check(source.routers[chunk], forward, on)
-            except NoEffect:
-                # These say more: something was replaced, or routers share a buffer of ids.
-                self._unchanged.check(micro_batch(forward.number))
-                self.shared.kept.narrow()
-                raise
-        else:
-            if chunk == 0:
-                source.inputs.pop(forward.number, None)
-            self._abandon(forward)
-        if forward.checked:
-            self.shared.kept.narrow()  # refuses routers that share a buffer
-        else:
-            self.shared.kept.narrow_many()
-        if given is not None:
-            self._devices[chunk] = tuple(given.on)
-            given.on.clear()  # ids for a recompute are in `kept`
         if self.shared.own is not None:
-            self.shared.own.ends(chunk, forward if complete else None, given)
-        source.ends(forward, complete, self.shared.kept)
-        if source.keeps is not None and len(self.shared.kept) > len(self.shared.recomputes):
-            before = self.timeline.ended[chunk] - source.keeps
-            for key in list(self.shared.kept):
-                is_old = self._chunk_of[key[0]] == chunk and key[1] < before
-                if is_old and key not in self.shared.recomputes:
-                    self.shared.kept.drop(key)
+            if given is None or len(given.on) != 1:
+                return
+            (routes,) = given.on.values()
+            begun.rows = given.rows
+            if routes.wide is not None and routes.missing is None and not begun.compares:
+                direct = routes.by_layer
+        for calls in self._calls[begun.chunk]:
+            calls.prepare(begun, routes, direct.get(calls.label))
+
+    def ends(self, ended: MicroBatch) -> bool:
+        with self.shared.timed():
+            source = self.shared.source
+            own = self.shared.own
+            given = source.given.get(ended.key)
+            try:
+                if ended.has_raised:
+                    if ended.chunk == 0:
+                        source.inputs.pop(ended.number, None)
+                else:
+                    self._keep(ended, given)
+                    self._check(ended, given)
+            finally:
+                ended.calls.clear()
+                ended.checks.clear()
+                if given is not None:
+                    self._devices[ended.chunk] = tuple(given.on)
+                    given.on.clear()  # a router may have written into the ids; those for a recompute are kept
+            source.ends(ended)  # says more of wrong rows than the routers' own choice does
+            if own is not None:
+                own.ends(ended.chunk, None if ended.has_raised else ended, given)
+            self._let_go()
+        return bool(ended.around)
+
+    def _keep(self, ended: MicroBatch, given: DeviceRoutes | None) -> None:
+        """Keep the ids of the calls that need it, and add the checks of quick calls; few ids are stacked."""
+        records = self.shared.source.records
+        kept: list[Call] = []
+        shown: list[Call] = []
+        for call in ended.calls.values():
+            if (records or call.around) and call.has_ended and ended.keep(call):
+                kept.append(call)
+            # The tensor that the router was given shows the ids: nobody has written into it.
+            if call.shown is not None and call.shown is not call.handed:
+                shown.append(call)
+        if ended.around:
+            self._had_recomputes = True
+        if ended.around or records:
+            self.kept[ended.key] = ended
+        if kept:
+            refuse_one_buffer(kept)
+        ids = None
+        if shown:
+            ids = _stacked(shown, given)
+            ended.checks.extend(effect.of_quick_calls(shown, ids))
+        if kept:
+            ended.keep_ids(kept, ids if kept == shown else _stacked(kept, None))
+
+    def _check(self, ended: MicroBatch, given: DeviceRoutes | None) -> None:
+        """Check what the routers of a forward have shown, as far as it has come to the host."""
+        found = self.shared.source.routers[ended.chunk]
+        for routes in () if given is None else given.on.values():
+            # The version of a tensor doesn't tell what a kernel writes past torch.
+            if (untouched := routes.untouched()) is not None:
+                ended.checks.append(effect.of_given(found, ended, untouched))
+        try:
+            effect.refuse_wrong_calls(ended, found)
+            self.shared.checks.add(ended.checks)
+            self.shared.checks.read(wait=False)
+        except NoEffect:
+            self._unchanged.check(micro_batch(ended.number))  # says more: something was replaced
+            raise
+        for call in ended.calls.values():
+            if call.unshown is not None:
+                self._dropped.add(call.unshown)
+                self._chosen += call.unshown.numel()
+
+    def _let_go(self) -> None:
+        """Drop the ids of micro-batches that autograd can't run again, unless they are recorded."""
+        keeps = self.shared.source.keeps
+        for key, one in list(self.kept.items()):
+            is_recorded = keeps is None or one.number >= self.timeline.ended[one.chunk] - keeps
+            if not (is_recorded or one.may_run_again()):
+                one.let_go()
+                del self.kept[key]
         if self._lasts:
-            oldest = next(iter(self.shared.recomputes), None)
-            self.timeline.forget(None if oldest is None else (self._chunk_of[oldest[0]], oldest[1]))
-        self.shared.seconds += time.perf_counter() - started
-        return complete and bool(self.shared.recomputes)
+            self.timeline.forget(next(iter(self.kept.values()), None))
 
-    def _release(self, key: Key) -> None:
-        if not self.shared.source.records:
-            self.shared.kept.drop(key)
 
-    def _abandon(self, forward: Forward) -> None:
-        given = self.shared.source.given.get(forward.owner)
-        if given is not None:
-            given.on.clear()  # a router may have written into the ids
-        for layer in forward.called | {call.owner.label for call in forward.ended}:
-            key = layer, forward.number
-            self.shared.witness.forget(key)
-            self.shared.recomputes.drop(key)
-            self.shared.kept.drop(key)
+def _stacked(calls: Sequence[Call], given: DeviceRoutes | None) -> torch.Tensor | None:
+    """Return the ids of calls, int64 [calls, rows, topk]; None if they are many, or of several shapes."""
+    for routes in () if given is None else given.on.values():
+        if routes.wide is not None and routes.missing is None and len(calls) == len(routes.wide):
+            labels = [call.owner.label for call in calls]
+            if labels == list(routes.by_layer) and all(call.ids is call.direct for call in calls):
+                return routes.wide  # the routers got these themselves
+    if calls[0].ids.numel() > FEW:
+        return None
+    try:
+        return torch.stack([call.ids for call in calls])
+    except RuntimeError:  # of several shapes, or on several devices
+        return None

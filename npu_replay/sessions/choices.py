@@ -28,7 +28,7 @@ def given_ids(call: Call) -> torch.Tensor:
     ids = given.by_layer[calls.label].long()
     if call.drops and given.lost is not None:
         call.loses = given.lost[:, given.routes.columns[calls.label]]
-    if call.forward.compares and shared.own is not None:
+    if call.micro_batch.compares and shared.own is not None:
         shared.own.compare(call, ids, missing, given.routes)
     if missing is not None:  # never in place: layers may share their storage
         ids = ids.index_copy(0, missing, call.own(missing))
@@ -37,9 +37,8 @@ def given_ids(call: Call) -> torch.Tensor:
 
 def ids_of_forward(call: Call) -> torch.Tensor:
     """Return the ids of the forward's call, for its recompute."""
-    shared = call.owner.shared
-    call.loses = shared.kept.lost.get((call.owner.label, call.number))
-    own = shared.own
+    call.loses = call.micro_batch.lost.get(call.owner.label)
+    own = call.owner.shared.own
     if own is not None:
         own.count_in(call)
     ids: torch.Tensor = call.routes.long()

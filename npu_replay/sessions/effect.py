@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -19,15 +19,14 @@ from npu_replay import routers
 from npu_replay.errors import NoEffect, RecomputeError, ReplayError, likeliest, micro_batch
 from npu_replay.routers import Router
 from npu_replay.routes.host_copies import HostCopy
-from npu_replay.sessions import seam
-from npu_replay.sessions.micro_batches import Forward, Key
-from npu_replay.sessions.route_source import Given
+from npu_replay.sessions.micro_batch import MicroBatch
+from npu_replay.sessions.seam import Call
 
 Why: TypeAlias = "tuple[str, str]"
 """A problem and its cause, as an error says them."""
 
 
-class _Check(NamedTuple):
+class Check(NamedTuple):
     """Holds what outputs have shown, and how an error describes it.
 
     Attributes:
@@ -35,14 +34,14 @@ class _Check(NamedTuple):
         number: their micro-batch.
         again: they are of a recompute.
         why: what is wrong if the check fails.
-        right: what passed, bool [routers, ...].
+        right: what passed, bool [routers, ...]; None where it is known that nothing did.
     """
 
     routers: Sequence[Router]
     number: int
     again: bool
     why: Why
-    right: torch.Tensor
+    right: torch.Tensor | None
 
 
 _CHANGED = (
@@ -130,183 +129,15 @@ def is_due(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-class Witness:
-    """Compares what the calls of a session's routers show with the ids that they were given."""
+class Checks:
+    """Reads checks whose results are on their way to the host, those of a micro-batch together."""
 
     def __init__(self) -> None:
-        self.dropped = Count()  # chosen experts that lost the token, over their capacity
-        self.chosen = 0  # experts that were chosen in these outputs
-        self._asked: list[_Check] = []
-        self._late: deque[_Late] = deque()  # of earlier micro-batches, the oldest first
-        # By layer, the number of further top-ks of a block in a checked micro-batch. A block that has some is
-        # followed in each call: the top-k that was answered may be one for a metric.
-        self._topks: dict[int, int] = {}
-        self._took: dict[Key, int] = {}  # by call, as its recompute must have the same number
-        self._lost: dict[Key, torch.Tensor] = {}  # dropped experts in calls of the running forward
-        self._refused: dict[Key, Why] = {}  # of a call that is wrong
+        self._asked: list[Check] = []
+        self._late: deque[_Late] = deque()  # the oldest first
 
-    def follows(self, label: int) -> bool:
-        """Return whether the use of this block's ids has to be followed in every call."""
-        return self._topks.get(label, 0) > 0
-
-    def saw(self, router: Router, forward: Forward, call: seam.Call, output: object) -> None:
-        """Check a call of a router that has ended in a forward."""
-        number = forward.number
-        key = (router.label, forward.number)
-        if (ids := call.ids) is None:
-            self._refused[key] = _not_reached(router, call)
-            return
-        forward.ended.append(call)
-        if call.ruled_out is not None:
-            self._ask(router, number, _RULED_OUT, ~call.ruled_out)
-        if router.shows is not None:
-            shown = router.shows(output)
-            if forward.checked or router.drops:
-                self._saw_all(router, forward, call, as_map(shown, router))
-            elif shown is not ids:
-                self.look(router, number, shown, ids)
-            return
-        # A block's output shows no ids: the functions that use them do, or else how many top-ks it takes.
-        if call.again:
-            self._took[key] = call.again
-        if forward.checked:
-            self._topks[router.label] = call.again
-        elif call.again != self._topks.get(router.label, 0):
-            self._refused[key] = _TOPKS
-            return
-        if not call.follows:
-            if call.handed is not None and call.handed is not ids:
-                self.look(router, number, call.handed, ids)
-        elif call.taken is None or not call.taken.count:
-            self._refused[key] = _UNUSED_IN_BLOCK
-        else:
-            self._saw_all(router, forward, call, call.taken.shown())
-
-    def saw_again(self, router: Router, number: int, call: seam.Call, output: object) -> None:
-        """Check a recompute of a call that has ended."""
-        if call.ids is None:
-            return
-        if call.strayed is not None:
-            self._ask(router, number, _OTHERS_IN_KERNEL, ~call.strayed, again=True)
-        elif router.shows is None:
-            if call.again != self._took.get((router.label, number), 0):
-                raise _error(router, number, *_TOPKS, again=True)
-            if call.taken is not None:
-                self.look(router, number, call.taken.shown(), call.ids, again=True)
-        elif _is_written(call.watched, call.written, call.ids):
-            raise _error(router, number, *_OTHERS_IN_RECOMPUTE, again=True)
-        else:
-            self.look(router, number, router.shows(output), call.ids, again=True)
-        if self._asked and self._asked[-1].right.is_cpu:
-            self.read(wait=True)
-
-    def saw_stopped(self, router: Router, number: int, call: seam.Call) -> None:
-        """Check a block's recompute that its checkpoint stopped early; an error is raised later."""
-        # torch hides errors that are raised while a checkpoint stops early.
-        if call.again > self._took.get((router.label, number), 0):
-            none = torch.zeros((), dtype=torch.bool)
-            self._ask(router, number, _OTHERS_IN_RECOMPUTE, none, again=True)
-        elif call.taken is not None and call.taken.count and call.ids is not None:
-            self.look(router, number, call.taken.shown(), call.ids, again=True)
-
-    def _saw_all(self, router: Router, forward: Forward, call: seam.Call, shown: torch.Tensor) -> None:
-        """Check that an output shows each of the ids and no other expert, and check their weights."""
-        ids = call.ids
-        number = forward.number
-        if ids is None or shown.shape != (call.rows, router.num_experts):
-            self._refused[router.label, number] = _NOT_SHOWN
-            return
-        held = shown.gather(1, ids)
-        if router.drops:
-            right = shown.scatter(1, ids, False).any(dim=1, keepdim=True).logical_not().expand_as(held)
-            if forward.checked:
-                self._lost[router.label, number] = ~held
-        else:
-            right = held & (shown.sum(dim=1, keepdim=True) == router.topk)
-        if call.values is not None:
-            values = call.values.detach()
-            if call.given:
-                # -inf comes from an unseen mask, unless too few scores are finite. NaN is a diverged step's.
-                scarce = (call.scores > float("-inf")).sum(dim=1, keepdim=True) < router.topk
-                unseen = held & values.isneginf() & ~scarce
-                self._ask(router, number, _RULED_OUT, ~unseen)
-        self._ask(router, number, _shows_others(router), right)
-
-    def look(
-        self, router: Router, number: int, shown: torch.Tensor, ids: torch.Tensor, *, again: bool = False
-    ) -> None:
-        """Check that a result of `Router.shows`, bool [rows, experts] or ids [rows, topk], shows the ids."""
-        # A router that drops tokens shows fewer experts, but no other.
-        if router.drops and shown.shape == (ids.shape[0], router.num_experts):
-            right = as_map(shown, router).scatter(1, ids, False).logical_not()
-        else:
-            right = _shows(shown, ids, router.num_experts)
-        why = _OTHERS_IN_RECOMPUTE if again else _shows_others(router)
-        self._ask(router, number, why, right, again=again)
-
-    def _ask(self, router: Router, number: int, why: Why, right: torch.Tensor, again: bool = False) -> None:
-        self._asked.append(_Check((router,), number, again, why, right[None]))
-
-    def _look_together(self, forward: Forward) -> None:
-        """Check what the quick calls of a forward have shown, together if it has one shape."""
-        # The tensor that the router was given shows the ids: nobody has written into it.
-        calls = [call for call in forward.ended if call.shown is not None and call.shown is not call.handed]
-        if not calls:
-            return
-        routers = [call.owner.router for call in calls]
-        shown = [call.shown for call in calls]
-        if len({(one.shape, one.dtype, one.device) for one in shown}) > 1:
-            for router, call in zip(routers, calls, strict=True):
-                self.look(router, forward.number, call.shown, call.ids)
-            return
-        right = _shows(torch.stack(shown), torch.stack([call.ids for call in calls]), calls[0].num_experts)
-        self._asked.append(_Check(routers, forward.number, False, _NOT_SHOWN, right))
-
-    def forget(self, key: Key) -> None:
-        """Drop what is known of a call whose forward raised."""
-        for kept in (self._lost, self._took, self._refused):
-            kept.pop(key, None)
-        gone = *key, False
-        self._asked = [
-            check for check in self._asked if (check.routers[0].label, check.number, check.again) != gone
-        ]
-
-    def clear(self) -> None:
-        for kept in (self._lost, self._took, self._refused, self._asked, self._late):
-            kept.clear()
-
-    def check(self, found: Sequence[Router], forward: Forward, given: Sequence[Given]) -> None:
-        """Check after a forward that top-ks were reached and outputs show the ids; NoEffect otherwise.
-
-        Args:
-            given: the routes that the routers got, on each device.
-        """
-        if self._refused or len(forward.ended) != len(found):
-            seen = {call.owner.router.label for call in forward.ended}
-            for router in found:
-                if router.label not in forward.called | seen:
-                    raise not_called(router, forward.number)
-                if (refused := self._refused.pop((router.label, forward.number), None)) is not None:
-                    raise _error(router, forward.number, *refused)
-                if router.label not in seen:
-                    raise _error(router, forward.number, "the router's output was not seen", _NO_TOPK)
-        for call in forward.ended:
-            # Compared inline first: the function call costs more than the comparison.
-            watched = call.watched
-            changed = watched is not None and (call.written is None or watched._version != call.written)
-            if changed and _is_written(watched, call.written, call.ids):
-                raise _error(call.owner.router, forward.number, *_WRITTEN)
-        self._look_together(forward)
-        forward.ended.clear()
-        for routes in given:
-            # The version of a tensor doesn't tell what a kernel writes past torch.
-            if (right := routes.untouched()) is not None:
-                self._asked.append(_Check(found, forward.number, False, _WRITTEN, right))
-        self.read(wait=False)
-        for router in found if self._lost else ():
-            if (lost := self._lost.pop((router.label, forward.number), None)) is not None:
-                self.dropped.add(lost)
-                self.chosen += lost.numel()
+    def add(self, checks: Iterable[Check]) -> None:
+        self._asked.extend(checks)
 
     def read(self, *, wait: bool) -> None:
         """Check that each output so far shows all of its ids; else raise NoEffect, or RecomputeError.
@@ -320,13 +151,18 @@ class Witness:
         while self._late and (wait or self._late[0].has_come()):
             self._late.popleft().check()
 
+    def clear(self) -> None:
+        self._asked.clear()
+        self._late.clear()
+
 
 class _Late:
-    """Holds the checks of one micro-batch, whose common result is on its way to the host."""
+    """Holds checks whose common result is on its way to the host."""
 
-    def __init__(self, asked: list[_Check]) -> None:
+    def __init__(self, asked: list[Check]) -> None:
         self._asked = asked
-        right = [check.right for check in asked]
+        right = [check.right for check in asked if check.right is not None]
+        self._known = len(right) == len(asked)
         if len(right) > 1:
             with contextlib.suppress(RuntimeError):  # on several devices, or of several shapes
                 right = [torch.cat(right)]
@@ -336,15 +172,148 @@ class _Late:
         return self._right.has_come()
 
     def check(self) -> None:
-        if all(bool(one) for one in self._right.read()):
+        if self._known and all(bool(one) for one in self._right.read()):
             return
         for check in self._asked:
-            for router, right in zip(check.routers, check.right, strict=True):
-                if not bool(right.all()):
+            for at, router in enumerate(check.routers):
+                if check.right is None or not bool(check.right[at].all()):
                     raise _error(router, check.number, *check.why, again=check.again)
 
 
-def _not_reached(router: Router, call: seam.Call) -> Why:
+def of_forward(call: Call, output: object) -> Iterator[Check]:
+    """Yield the checks of a call of a forward, by the output of the router."""
+    router = call.owner.router
+    checked = call.micro_batch.checked
+    if (ids := call.ids) is None:
+        yield _wrong(call, _not_reached(router, call))
+        return
+    if call.ruled_out is not None:
+        yield _check(call, _RULED_OUT, ~call.ruled_out)
+    if router.shows is None:
+        yield from _of_block(call, ids)
+        return
+    shown = router.shows(output)
+    if checked or router.drops:
+        yield from _of_all(call, ids, as_map(shown, router))
+    elif shown is not ids:
+        yield looked_at(call, shown, ids)
+
+
+def _of_block(call: Call, ids: torch.Tensor) -> Iterator[Check]:
+    """Check a block, whose output shows no ids: the functions that use them do, or else its top-ks."""
+    if call.further != call.owner.further:
+        yield _wrong(call, _TOPKS)
+        return
+    if not call.follows:
+        if call.handed is not None and call.handed is not ids:
+            yield looked_at(call, call.handed, ids)
+    elif call.taken is None or not call.taken.count:
+        yield _wrong(call, _UNUSED_IN_BLOCK)
+    else:
+        yield from _of_all(call, ids, call.taken.shown())
+
+
+def _of_all(call: Call, ids: torch.Tensor, shown: torch.Tensor) -> Iterator[Check]:
+    """Check that an output shows each of the ids and no other expert, and check their weights."""
+    router = call.owner.router
+    if shown.shape != (call.rows, router.num_experts):
+        yield _wrong(call, _NOT_SHOWN)
+        return
+    held = shown.gather(1, ids)
+    if router.drops:
+        right = shown.scatter(1, ids, False).any(dim=1, keepdim=True).logical_not().expand_as(held)
+        if call.micro_batch.checked:
+            call.unshown = ~held
+    else:
+        right = held & (shown.sum(dim=1, keepdim=True) == router.topk)
+    if call.values is not None and call.given:
+        # -inf comes from an unseen mask, unless too few scores are finite. NaN is a diverged step's.
+        scarce = (call.scores > float("-inf")).sum(dim=1, keepdim=True) < router.topk
+        unseen = held & call.values.detach().isneginf() & ~scarce
+        yield _check(call, _RULED_OUT, ~unseen)
+    yield _check(call, _shows_others(router), right)
+
+
+def of_recompute(call: Call, output: object) -> Iterator[Check]:
+    """Yield the checks of a recompute, by the output of the router; RecomputeError for what is known."""
+    router = call.owner.router
+    if (ids := call.ids) is None:
+        return
+    if call.strayed is not None:
+        yield _check(call, _OTHERS_IN_KERNEL, ~call.strayed)
+    elif router.shows is None:
+        if call.further != call.micro_batch.further.get(router.label, 0):
+            raise _error(router, call.micro_batch.number, *_TOPKS, again=True)
+        if call.taken is not None:
+            yield looked_at(call, call.taken.shown(), ids)
+    elif _is_written(call.watched, call.written, ids):
+        raise _error(router, call.micro_batch.number, *_OTHERS_IN_RECOMPUTE, again=True)
+    else:
+        yield looked_at(call, router.shows(output), ids)
+
+
+def of_stopped_recompute(call: Call) -> Iterator[Check]:
+    """Yield the checks of a block's recompute that its checkpoint stopped early, which hides errors."""
+    if call.further > call.micro_batch.further.get(call.owner.label, 0):
+        yield _wrong(call, _OTHERS_IN_RECOMPUTE)
+    elif call.taken is not None and call.taken.count and call.ids is not None:
+        yield looked_at(call, call.taken.shown(), call.ids)
+
+
+def looked_at(call: Call, shown: torch.Tensor, ids: torch.Tensor) -> Check:
+    """Check that a result of `Router.shows`, bool [rows, experts] or ids [rows, topk], shows the ids."""
+    router = call.owner.router
+    # A router that drops tokens shows fewer experts, but no other.
+    if router.drops and shown.shape == (ids.shape[0], router.num_experts):
+        right = as_map(shown, router).scatter(1, ids, False).logical_not()
+    else:
+        right = _shows(shown, ids, router.num_experts)
+    return _check(call, _OTHERS_IN_RECOMPUTE if call.is_recompute else _shows_others(router), right)
+
+
+def of_quick_calls(calls: Sequence[Call], ids: torch.Tensor | None) -> list[Check]:
+    """Check what quick calls of one forward have shown, together if their ids, [calls, rows, topk], are."""
+    if ids is not None:
+        with contextlib.suppress(RuntimeError):  # they have shown tensors of several shapes
+            right = _shows(torch.stack([call.shown for call in calls]), ids, calls[0].num_experts)
+            routers = [call.owner.router for call in calls]
+            return [Check(routers, calls[0].micro_batch.number, False, _NOT_SHOWN, right)]
+    return [looked_at(call, call.shown, call.ids) for call in calls]
+
+
+def of_given(found: Sequence[Router], ended: MicroBatch, untouched: torch.Tensor) -> Check:
+    """Check that nobody has written into given ids, not past torch either; bool [routers, rows, topk]."""
+    return Check(found, ended.number, False, _WRITTEN, untouched)
+
+
+def _check(call: Call, why: Why, right: torch.Tensor) -> Check:
+    return Check((call.owner.router,), call.micro_batch.number, call.is_recompute, why, right[None])
+
+
+def _wrong(call: Call, why: Why) -> Check:
+    return Check((call.owner.router,), call.micro_batch.number, call.is_recompute, why, None)
+
+
+def refuse_wrong_calls(ended: MicroBatch, found: Sequence[Router]) -> None:
+    """Refuse a forward that left a router out, or a call of which the host knows that it is wrong."""
+    calls = ended.calls
+    wrong = {check.routers[0].label: check for check in ended.checks if check.right is None}
+    for router in found if wrong or len(calls) < len(found) else ():
+        if router.label not in calls:
+            raise not_called(router, ended.number)
+        if router.label in wrong:
+            raise _error(router, ended.number, *wrong[router.label].why)
+    for call in calls.values():
+        if not call.has_ended:
+            raise _error(call.owner.router, ended.number, "the router's output was not seen", _NO_TOPK)
+        # Compared inline first: the function call costs more than the comparison.
+        watched = call.watched
+        changed = watched is not None and (call.written is None or watched._version != call.written)
+        if changed and _is_written(watched, call.written, call.ids):
+            raise _error(call.owner.router, ended.number, *_WRITTEN)
+
+
+def _not_reached(router: Router, call: Call) -> Why:
     if call.passed is not None:
         return f"the router's top-k is of scores {list(call.passed)}, and not [rows, experts]", _OTHER_AXES
     return "the router never reached its top-k", routers.explained(router, call.seen) or _NO_TOPK

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -37,11 +36,12 @@ from npu_replay.sessions.fed_sequences import (
     carried_routes,
     fed_sequences,
 )
-from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, KeptIds
+from npu_replay.sessions.micro_batch import MicroBatch
 from npu_replay.sessions.own_choice import OwnChoice
 from npu_replay.sessions.record import micro_batch_routes
 from npu_replay.sessions.route_source import RouteSource, check_fit
 from npu_replay.sessions.session import Session, to_enter
+from npu_replay.sessions.timeline import CALLED_INSIDE
 
 logger = logging.getLogger(__name__)
 
@@ -213,9 +213,8 @@ class Following(Session):
         grad = torch.is_grad_enabled() or bool(backward.enclosing(functions=True))
         why = self._why_left_alone(call, grad)
         if why is None:
-            started = time.perf_counter()
-            self._source.look_up(call, keys, grad, carried)
-            self._answering.shared.seconds += time.perf_counter() - started
+            with self._answering.shared.timed():
+                self._source.look_up(call, keys, grad, carried)
             self._source.is_on = True
             super()._chunk_begins(0, args, others)
         elif grad:
@@ -324,20 +323,20 @@ class TokenRoutes(RouteSource):
             return any(self.store.get(mark)[1] for mark in fed.marks + fed.of_tokens)
         return False  # a call without token ids
 
-    def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
+    def ends(self, forward: MicroBatch) -> None:
         self.given.clear()
         fed = self._fed
         self.records = False
-        if not complete:
+        if forward.has_raised:
             return
         if fed is None:
             self.sequences["carried"] += 1
             return
         self.sequences.update(recorded=len(self._new), replayed=self._replayed)
         if self._new:
-            rows = micro_batch_routes(kept.narrow(), list(self.routers[0]), forward.number, {})
-            problem = "the routers saw another number of rows than the model was called with"
             where = micro_batch(forward.number)
+            rows = micro_batch_routes(forward.ids, list(self.routers[0]), where, {})
+            problem = "the routers saw another number of rows than the model was called with"
             cause = self.why_other_rows
             MicroBatchError.unless(len(rows) == fed.rows, problem, fed.rows, len(rows), cause, where)
             for at in self._new:

@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 
-from npu_replay.errors import ReplayError
+from npu_replay.errors import ReplayError, micro_batch
 from npu_replay.routers import Model, Router
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 from npu_replay.sessions import seam
 from npu_replay.sessions.backward import in_backward
 from npu_replay.sessions.effect import as_map, not_called
 from npu_replay.sessions.id_uses import IdUses
-from npu_replay.sessions.micro_batches import Key, Marks
+from npu_replay.sessions.micro_batch import Key, MicroBatch
 from npu_replay.sessions.record import micro_batch_routes
 from npu_replay.sessions.router_calls import called_again, hidden_states
 from npu_replay.sessions.session import Session, Work, to_enter
+from npu_replay.sessions.timeline import Marks
 from npu_replay.sessions.torch_state import Hook
 
 
@@ -68,27 +69,27 @@ class Observation(Session):
 
     def _finish(self) -> None:
         routers = self.all_routers
-        ids = self._reading.ids
-        kept = self._reading.kept
         shown: list[RoutedExperts] = []
         for number in range(self.done):
+            parts = [self._reading.read.get((chunk, number)) for chunk in range(len(self.chunks))]
+            ids = {label: one for part in parts if part is not None for label, one in part.ids.items()}
+            lost = {label: one for part in parts if part is not None for label, one in part.lost.items()}
             for router in routers:
-                if (router.label, number) not in ids:
+                if router.label not in ids:
                     raise not_called(router, number)
-            shown.append(_routes(ids, kept, routers, number))
+            shown.append(_routes(ids, lost, routers, micro_batch(number)))
         self._shown = shown
         self._results = f", {sum(map(len, shown))} rows"
 
 
 def _routes(
-    ids: dict[Key, torch.Tensor], kept: dict[Key, torch.Tensor], routers: list[Router], number: int
+    ids: dict[int, torch.Tensor], lost: dict[int, torch.Tensor], routers: list[Router], where: str
 ) -> RoutedExperts:
     """Return what one micro-batch showed, with the experts that are left of each row that lost some."""
-    routers = sorted(routers, key=lambda router: router.label)
-    keys = [(router.label, number) for router in routers]
-    whole = torch.stack([kept[key].all(dim=1) for key in keys]).all(dim=0) if keys else None
-    lost = {} if whole is None or bool(whole.all()) else {key: ~kept[key] for key in keys}
-    return micro_batch_routes(ids, routers, number, lost, whole)
+    whole = ~torch.stack([one.any(dim=1) for one in lost.values()]).any(dim=0) if lost else None
+    if whole is None or bool(whole.all()):
+        lost = {}
+    return micro_batch_routes(ids, routers, where, lost, whole)
 
 
 class Reading(Work):
@@ -98,8 +99,7 @@ class Reading(Work):
 
     def __init__(self) -> None:
         self._taking: dict[int, IdUses] = {}
-        self.ids: dict[Key, torch.Tensor] = {}
-        self.kept: dict[Key, torch.Tensor] = {}  # bool [rows, topk], which of the ids the output shows
+        self.read: dict[Key, MicroBatch] = {}  # with the ids that outputs show
 
     def enters(self, session: Session) -> None:
         self._timeline = session.timeline
@@ -111,8 +111,7 @@ class Reading(Work):
         session.after(router.module, Hook(self, Reading._reads, router.module, router, chunk, marks))
 
     def clear(self) -> None:
-        self.ids.clear()
-        self.kept.clear()
+        self.read.clear()
 
     def _follows(self, router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = hidden_states(args, kwargs)
@@ -130,9 +129,8 @@ class Reading(Work):
         if marks.take_announced(router.module) is not None:
             return  # a recompute outside backward
         forward = self._timeline.live(chunk)
-        if router.label in forward.called:
+        if router.label in forward.ids:
             raise called_again(router, forward, self._timeline)
-        forward.called.add(router.label)
         with torch.no_grad():
             if router.shows is not None:
                 shown = as_map(router.shows(output), router)
@@ -144,9 +142,10 @@ class Reading(Work):
             order = shown.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
             ids = order[:, : router.topk].to(narrow_dtype(router.num_experts))
             # More than top-k experts are as wrong as fewer, and tell no ids.
-            kept = shown.gather(1, ids.long()) & (shown.sum(dim=1, keepdim=True) <= router.topk)
-        key = router.label, forward.number
-        self.ids[key], self.kept[key] = ids.cpu(), kept.cpu()
+            held = shown.gather(1, ids.long()) & (shown.sum(dim=1, keepdim=True) <= router.topk)
+        forward.ids[router.label] = ids.cpu()
+        forward.lost[router.label] = ~held.cpu()
+        self.read[forward.key] = forward
 
 
 def _unfollow(taking: dict[int, IdUses]) -> None:

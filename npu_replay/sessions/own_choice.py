@@ -20,7 +20,7 @@ from npu_replay.routes.overlap import RUN, Judged, Misfit, judge
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 from npu_replay.sessions import seam
 from npu_replay.sessions.effect import Count
-from npu_replay.sessions.micro_batches import Forward
+from npu_replay.sessions.micro_batch import MicroBatch
 from npu_replay.sessions.route_source import DeviceRoutes
 from npu_replay.sessions.weights import weights_moved
 
@@ -71,11 +71,13 @@ class OwnChoice:
 
         return losses.recount(counted)
 
-    def begins(self, forward: Forward, module: nn.Module, given: DeviceRoutes | None, is_known: bool) -> None:
+    def begins(
+        self, forward: MicroBatch, module: nn.Module, given: DeviceRoutes | None, is_known: bool
+    ) -> None:
         """Begin a forward with these routes; `is_known` says whether their tokens are compared elsewhere."""
         self._overlap.begins(forward, module, given, is_known)
 
-    def compares(self, forward: Forward) -> bool:
+    def compares(self, forward: MicroBatch) -> bool:
         """Return whether `compare` is needed in the calls of this forward."""
         return self._is_compared or self._counts_live or self._overlap.asked_in is forward
 
@@ -102,10 +104,10 @@ class OwnChoice:
             if missing is not None:
                 differ[missing] = False
             self._running.append((differ, len(differ) - (0 if missing is None else len(missing))))
-        if self._overlap.asked_in is call.forward:
+        if self._overlap.asked_in is call.micro_batch:
             self._overlap.add(call.owner.label, call.num_experts, given, call.own(), missing)
 
-    def ends(self, chunk: int, forward: Forward | None, given: DeviceRoutes | None) -> None:
+    def ends(self, chunk: int, forward: MicroBatch | None, given: DeviceRoutes | None) -> None:
         """Count and judge the calls of a forward, None if it raised; MicroBatchError for a low overlap."""
         shown = self._running
         self._running = []
@@ -150,14 +152,16 @@ class OverlapCheck:
             self._least = share(least, "min_overlap", "experts that were given")
         self.given = 0  # experts that were judged
         self.shared = 0  # of these, experts that the routers chose, too
-        self.asked_in: Forward | None = None
+        self.asked_in: MicroBatch | None = None
         """The running forward, if its routers' own choice is needed, which costs a top-k each."""
         self._moved = self._warned = False
         self._judged: set[int] = set()
         self._calls: dict[int, _Call] = {}  # by layer, in the running forward
         self._before: dict[int, Judged] = {}  # by chunk, rows so far, as long as they are fewer than 64
 
-    def begins(self, forward: Forward, module: nn.Module, given: DeviceRoutes | None, is_known: bool) -> None:
+    def begins(
+        self, forward: MicroBatch, module: nn.Module, given: DeviceRoutes | None, is_known: bool
+    ) -> None:
         """Decide whether this forward of a chunk is judged; `is_known` as in `OwnChoice.begins`."""
         self.asked_in = None
         # Tensors inside torch.func.grad have no memory that numpy could read.

@@ -12,20 +12,18 @@ what they show is kept and checked when it ends (`Answering.ends`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
-from npu_replay.errors import ReplayError
-from npu_replay.sessions.backward import graph_task, sequence_number, top_hooks
-from npu_replay.sessions.guarded import here
 from npu_replay.sessions.masks import Fill, unmasked
-from npu_replay.sessions.micro_batches import FEW
+from npu_replay.sessions.micro_batch import MicroBatch
+from npu_replay.sessions.plan import Plan
 from npu_replay.sessions.seam import Call, takes_largest_of_rows
-from npu_replay.sessions.torch_state import Hook, dispatch_modes, function_modes
+
+FEW = 2**17
+"""Up to this number of ids, a router gets the tensor itself: a copy of each costs a kernel (1 MB)."""
 
 LARGE = 2**20
 """Up to this number of elements, a router's output is held until its forward ends (1 MB of a mask).
@@ -35,69 +33,33 @@ it isn't waiting for the host.
 """
 
 Tensor = torch.Tensor
-is_grad_enabled = torch.is_grad_enabled
 _topk_result = torch.return_types.topk
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Says how a router takes its top-k in eval mode or in training, as its last closely watched call did.
-
-    Attributes:
-        way: `Call.way`; where it is the guard, the function mode stays off.
-        is_quick: whether unchecked calls may be quick.
-        args: arguments of the top-k behind the scores.
-        kwargs: its keywords.
-    """
-
-    way: str | None
-    is_quick: bool
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] | None = None
-
-    @classmethod
-    def of(cls, call: Call) -> Plan:
-        """Return the plan of the calls that follow one like this, which has ended."""
-        plain = call.way == "guard" and not call.again and type(call.scores) is torch.Tensor
-        if not plain or call.drops or call.spare or call.counts:
-            return cls(call.way, False)
-        _, args, kwargs = call.taken_by
-        return cls(call.way, True, args[1:], {name: kwargs[name] for name in kwargs if name != "input"})
 
 
 class QuickCall(Call):
     """Represents a call that takes its one top-k through the guarded name, on plain scores.
 
-    It begins where no other call is open and no mode of torch's is on.
+    It begins where no other call is open and no mode of torch's is on. `RouterCalls` enters and leaves it.
 
     Args:
         owner: the calls of one router (`router_calls.py`).
         plan: how the router takes its top-k.
-        forward: the forward that it belongs to; None for a recompute.
+        micro_batch: the one that it belongs to.
         rows: of the scores; -1: not known.
     """
 
     seen: Any = ()
-    ids: Any = None
-    shown: Any = None
-    direct: torch.Tensor | None = None  # the given ids, int64, if they are all that it needs
 
-    def __init__(self, owner: Any, plan: Plan, forward: Any, rows: int) -> None:
+    def __init__(self, owner: Any, plan: Plan, micro_batch: MicroBatch, rows: int) -> None:
         self.owner = owner
         self.plan = plan
-        self.forward = forward
+        self.micro_batch = micro_batch
         self.rows = rows
         self.given = owner.is_given
         self.choose = owner.chooses
         self.fills: list[Fill] = []
         self.num_experts = owner.num_experts
         self.topk = owner.topk
-
-    def begin(self) -> None:
-        here.armed = here.running = self
-
-    def end(self) -> None:
-        here.armed = here.running = None
 
     def _fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether these are the arguments of the router's top-k."""
@@ -153,68 +115,7 @@ class QuickCall(Call):
             self.scores = None
         self.ids = ids
         # A tensor made under inference_mode can't be saved for backward. Those of a recompute are kept.
-        copies = self.forward is None or ids.numel() > FEW or ids.is_inference()
+        copies = self.is_recompute or ids.numel() > FEW or ids.is_inference()
         self.handed = self.watched = handed = ids.clone() if copies else ids
         self.written = None if handed.is_inference() else handed._version
         return _topk_result((values, handed))
-
-
-class Begins(Hook):
-    """Begins a router's call: a prepared one here, all others by `RouterCalls.begins`."""
-
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        calls = self.owner()
-        if (
-            calls is None
-            or (call := calls.ready) is None
-            or module is not calls.module
-            or calls.marks.any
-            or not call.forward.is_open
-            or here.running is not None
-            or graph_task() != -1
-            or function_modes()
-            or dispatch_modes()
-        ):
-            return super().__call__(module, args, kwargs)
-        calls.ready = None
-        forward = call.forward
-        # Without grad a custom Function may enclose the call, if grad was on before.
-        if (
-            forward.enclosing
-            or top_hooks(True)
-            or (not is_grad_enabled() and (forward.grad or sequence_number() != forward.made))
-        ) and (around := calls.timeline.enclosing(forward)):
-            call.around = around
-            call.keeps_native_topk = False
-        calls.quick = here.armed = here.running = call
-        return None
-
-
-class Ends(Hook):
-    """Ends a router's call: a quick one here, all others by `RouterCalls.ends`."""
-
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        calls = self.owner()
-        if (
-            calls is None
-            or (call := calls.quick) is None
-            or call is not here.running
-            or output is None
-            or call.ids is None
-            or calls.ends_slowly
-        ):
-            return super().__call__(module, args, output)
-        try:
-            # Not the output, whose graph would live on: the next router then gets memory that no cache holds.
-            call.shown = calls.router.shows(output)
-        except ReplayError:
-            return super().__call__(module, args, output)  # raises it again, or keeps it (`errors_wait`)
-        calls.quick = here.armed = here.running = None
-        if call.rows > calls.most_rows:
-            calls.look(call)
-        call.forward.ended.append(call)
-        return None

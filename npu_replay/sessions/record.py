@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError, micro_batch
@@ -9,7 +11,7 @@ from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import Inputs, is_grid
 from npu_replay.routes.routed_experts import Placement, RoutedExperts, narrow_dtype, without_layers
 from npu_replay.sessions.answering import Answering
-from npu_replay.sessions.micro_batches import Key
+from npu_replay.sessions.micro_batch import MicroBatch
 from npu_replay.sessions.route_source import RouteSource, row_order_of
 from npu_replay.sessions.session import Session, to_enter
 
@@ -64,11 +66,8 @@ class Recording(Session):
         return self._routes
 
     def _finish(self) -> None:
-        kept = self._answering.shared.kept
-        ids = kept.narrow()
         called = self._answering.shared.source.inputs
-        count = self.timeline.ended[0]
-        found = [micro_batch_routes(ids, self.all_routers, number, kept.lost) for number in range(count)]
+        found = [self._routes_of(number) for number in range(self.timeline.ended[0])]
         order = row_order_of(self.all_routers)
         for number, routes in enumerate(found):
             inputs = mark = None
@@ -83,6 +82,16 @@ class Recording(Session):
             found[number] = routes.with_known(placement=placement, fingerprint=mark)
         self._routes = found
         self._results = f", routes of {sum(map(len, found))} rows"
+
+    def _routes_of(self, number: int) -> RoutedExperts:
+        parts = [self._answering.kept.get((chunk, number)) for chunk in range(len(self.chunks))]
+        ids: dict[int, torch.Tensor] = {}
+        lost: dict[int, torch.Tensor] = {}
+        for part in parts:
+            if part is not None:  # else a chunk without a router
+                ids |= part.ids
+                lost |= part.lost
+        return micro_batch_routes(ids, self.all_routers, micro_batch(number), lost)
 
 
 class StepRecording(Session):
@@ -104,25 +113,31 @@ class StepRecording(Session):
         fine = 0 <= chunk < len(self.routers) and self.timeline.ended[chunk] > 0
         cause = "a forward of another module than this chunk, or a block that isn't open"
         MicroBatchError.unless(fine, "nothing was recorded yet", cause=cause, where=f"chunk {chunk}")
-        number = self.timeline.ended[chunk] - 1
-        kept = self._answering.shared.kept
-        return micro_batch_routes(kept.narrow(), self.routers[chunk], number, kept.lost)
+        last = self._last(chunk)
+        if last is None:
+            return without_layers()
+        return micro_batch_routes(last.ids, self.routers[chunk], micro_batch(last.number), last.lost)
 
     def last(self, router: Router) -> torch.Tensor | None:
         """Return the ids of a router's last call, [rows, topk], narrow, on its device; None before it."""
-        ids = self._answering.shared.kept.narrow()
-        numbers = [number for label, number in ids if label == router.label]
-        return ids[router.label, max(numbers)] if numbers else None
+        for chunk, found in enumerate(self.routers):
+            last = self._last(chunk)
+            if last is not None and router.label in {one.label for one in found}:
+                return last.ids[router.label]
+        return None
+
+    def _last(self, chunk: int) -> MicroBatch | None:
+        return self._answering.kept.get((chunk, self.timeline.ended[chunk] - 1))
 
 
 def micro_batch_routes(
-    ids: dict[Key, torch.Tensor],
+    ids: Mapping[int, torch.Tensor],
     routers: list[Router],
-    number: int,
-    lost: dict[Key, torch.Tensor],
+    where: str,
+    lost: Mapping[int, torch.Tensor],
     recorded: torch.Tensor | None = None,
 ) -> RoutedExperts:
-    """Return the routes of one micro-batch from the ids of its calls, [rows, topk] each.
+    """Return the routes of one micro-batch from the ids of its calls, [rows, topk] each, by layer label.
 
     Args:
         lost: of calls that may drop tokens, the ids whose token was dropped, bool [rows, topk].
@@ -130,12 +145,11 @@ def micro_batch_routes(
     if not routers:
         return without_layers()
     routers = sorted(routers, key=lambda router: router.label)
-    found = {router.label: ids[router.label, number] for router in routers}
+    found = {router.label: ids[router.label] for router in routers}
     rows = {label: len(one) for label, one in found.items()}
     problem = "the routers differ in rows"
     cause = "pass the parts of the model to record() one by one"
     expected = "the same number in each layer"
-    where = micro_batch(number)
     RouterError.unless(len({*rows.values()}) == 1, problem, expected, rows, cause, where)
     on_one_device = len({one.device for one in found.values()}) == 1
     stacked = torch.stack([one if on_one_device else one.cpu() for one in found.values()], dim=1)
@@ -148,7 +162,7 @@ def micro_batch_routes(
         constant_layers_ok=True,
         copy=False,
     )
-    gone = {label: lost[label, number].cpu() for label in found if (label, number) in lost}
+    gone = {label: lost[label].cpu() for label in found if label in lost}
     if not gone:
         return routes
     shown = stacked.short().cpu()

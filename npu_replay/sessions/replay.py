@@ -11,7 +11,7 @@ from npu_replay.routes.input_check import InputCheck
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.answering import Answering
 from npu_replay.sessions.effect import is_due
-from npu_replay.sessions.micro_batches import Forward, KeptIds
+from npu_replay.sessions.micro_batch import MicroBatch
 from npu_replay.sessions.own_choice import AuxLoss, OwnChoice
 from npu_replay.sessions.route_source import DeviceRoutes, RouteSource, check_fit
 from npu_replay.sessions.session import Session, to_enter
@@ -147,7 +147,7 @@ class ListedRoutes(RouteSource):
             for chunk, routers in enumerate(self.routers):
                 self.given[chunk, number] = DeviceRoutes(routes, labels_of(routers, self.all_routers))
 
-    def check_forward(self, forward: Forward) -> None:
+    def check_forward(self, forward: MicroBatch) -> None:
         if forward.number >= len(self.routes):
             where = micro_batch(forward.number)
             expected = f"{len(self.routes)} forwards in this block"
@@ -168,7 +168,7 @@ class ListedRoutes(RouteSource):
         # A layout's fingerprints tell the tokens of the call, not those of routes without one.
         return self.called.knows_tokens(number) and not self.routes[number].placement.unnamed
 
-    def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
+    def ends(self, forward: MicroBatch) -> None:
         last = self.timeline.ended[0] - 1
         if is_due(last) or self.is_last(last):
             self._check_inputs(wait=self.is_last(last))
@@ -244,12 +244,12 @@ class SteppedRoutes(RouteSource):
         self.rows = self.rows_without_route = self.bytes = 0
         self.replayed: set[int] = set()
 
-    def check_forward(self, forward: Forward) -> None:
+    def check_forward(self, forward: MicroBatch) -> None:
         if self.routers[forward.chunk]:
             self.of(forward)
 
-    def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
-        if complete and (given := self.given.get((forward.chunk, forward.number))):
+    def ends(self, forward: MicroBatch) -> None:
+        if not forward.has_raised and (given := self.given.get(forward.key)):
             self.rows += given.rows
             self.bytes += given.routes.ids.nbytes
             self.rows_without_route += 0 if given.missing is None else len(given.missing)

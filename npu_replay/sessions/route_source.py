@@ -13,8 +13,9 @@ from npu_replay.routers import Router, labels_of
 from npu_replay.routes.arguments import StageLabels
 from npu_replay.routes.inputs import Called, find_other_order
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, KeptIds, Timeline
+from npu_replay.sessions.micro_batch import MicroBatch
 from npu_replay.sessions.session import Session
+from npu_replay.sessions.timeline import CALLED_INSIDE, Timeline
 
 _FEW = 2**22
 """Up to this number of ids, a micro-batch is held as int64 on the device (32 MB)."""
@@ -66,7 +67,7 @@ class RouteSource:
     def is_last(self, number: int) -> bool:
         return False
 
-    def check_forward(self, forward: Forward) -> None:
+    def check_forward(self, forward: MicroBatch) -> None:
         """Refuse a micro-batch at its beginning."""
 
     def wants_inputs_of(self, number: int) -> bool:
@@ -76,8 +77,8 @@ class RouteSource:
         """Return whether the tokens of a micro-batch's routes are known, here or to whoever gives them."""
         return True
 
-    def ends(self, forward: Forward, complete: bool, kept: KeptIds) -> None:
-        """End a forward; `complete` is False if it raised. `kept` holds the ids that its routers used."""
+    def ends(self, forward: MicroBatch) -> None:
+        """End a forward, which may have raised; it holds the ids that its routers used, if they are kept."""
 
     def check_complete(self) -> None:
         """Refuse routes that no forward has used."""
@@ -93,16 +94,16 @@ class RouteSource:
         check_fit(routes, here, every, micro_batch(number))
         self.given[chunk, number] = DeviceRoutes(routes, labels_of(here, every))
 
-    def of(self, forward: Forward) -> DeviceRoutes:
+    def of(self, forward: MicroBatch) -> DeviceRoutes:
         """Return the routes of a forward; raise MicroBatchError if there are none."""
-        given = self.given.get((forward.chunk, forward.number))
+        given = self.given.get(forward.key)
         if given is None:
             where = f"{micro_batch(forward.number)}, chunk {forward.chunk}"
             cause = "an extra forward (a reference pass, an evaluation) while a replay is on"
             raise MicroBatchError("no routes were given for this forward", where=where, cause=cause)
         return given
 
-    def prepare(self, router: Router, forward: Forward, rows: int, device: torch.device) -> Given:
+    def prepare(self, router: Router, forward: MicroBatch, rows: int, device: torch.device) -> Given:
         """Return the routes of a forward and their copies on the device, for a call with `rows` rows."""
         if forward is self.timeline.bypassed:
             self.check_forward(forward)
@@ -118,13 +119,13 @@ class RouteSource:
             self.send(forward, device)
         return given.on[device]
 
-    def send(self, forward: Forward, device: torch.device) -> None:
+    def send(self, forward: MicroBatch, device: torch.device) -> None:
         """Start to copy the routes of this micro-batch and of the next one, as far as they are known."""
         for number in (forward.number, forward.number + 1):
             if (given := self.given.get((forward.chunk, number))) is not None:
                 given.send(device)
 
-    def _why_other_rows(self, forward: Forward, routes: RoutedExperts) -> str:
+    def _why_other_rows(self, forward: MicroBatch, routes: RoutedExperts) -> str:
         if self.why_other_rows or forward is self.timeline.bypassed:
             return self.why_other_rows or CALLED_INSIDE
         placed = routes.placement

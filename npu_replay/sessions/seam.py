@@ -1,6 +1,6 @@
 """Replace the result of a router's top-k inside a call of the router: the only intervention in a model.
 
-While a call is armed, `Call.choose` answers the first top-k over the experts: two-dimensional scores of
+While a call is open, `Call.choose` answers the first top-k over the experts: two-dimensional scores of
 the expected shape and the router's k. (Group-limited routing calls another top-k before it, aux losses one
 after.) The ids are found without grad and the scores are gathered, also in a record: a non-reentrant
 checkpoint compares saved tensors of forward and recompute, so all passes must build the same graph.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
+from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
@@ -39,37 +39,16 @@ _modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 
 def armed() -> Call | None:
     """Return the router's call that this thread is in, until its top-k has been answered."""
-    call: Call | None = here.armed
-    return call if call is not None and call.ids is None else None
-
-
-def arm(call: Call | None) -> None:
-    """Let this call answer the next matching top-k of this thread; None disarms."""
-    here.armed = call
-
-
-def is_running() -> bool:
-    """Return whether this thread is in a router's call, or an interrupt left it in one."""
-    return here.running is not None
+    call: Call | None = here.call
+    return call if call is not None and call.is_armed and call.ids is None else None
 
 
 def running(owner: object) -> Call | None:
     """Return the innermost open call of this thread that belongs to `owner`."""
-    call: Call | None = here.running
+    call: Call | None = here.call
     while call is not None and call.owner is not owner:
-        call = call.below
+        call = call.outer
     return call
-
-
-def unwind(block: object) -> None:
-    """End the calls of a block whose forward hooks an interrupt (KeyboardInterrupt) has skipped."""
-    call = here.running
-    while call is not None:
-        if getattr(call.owner, "block", None) is block:
-            call.end()
-        call = call.below
-    if here.running is None and not here.takers:
-        watch.leave(0)
 
 
 def follow(taker: IdUses) -> None:
@@ -86,20 +65,19 @@ def unfollow(taker: IdUses) -> None:
 
 
 class Call:
-    """Represents one call of one router, from its forward pre-hook to its forward hook.
+    """Represents one call of one router, open in a `with` block around the router's forward.
 
     `choose` returns the ids to use, int64 [rows, topk].
     """
 
-    # Set by the caller before `begin`. Class attributes, so that a call sets only what differs:
+    # Set by the caller before the call is entered. Class attributes, so that a call sets only what differs:
+    micro_batch: Any = None
+    is_recompute = False
     steps: Steps | None = None  # what makes the scores, to tell a mask that isn't undone; needs `watching`
     watching = False  # Watch is on, until the top-k is caught
-    forward: Any = None
     routes: Any = None
-    number = 0
     around: Sequence[Any] = ()  # all that may run the call again
-    # The frame that runs the router. A top-k that isn't called from it isn't the router's. None: not checked.
-    inside: FrameType | None = None
+    inside: CodeType | None = None  # of the function that runs the router; None: the stack isn't looked at
     drops = False  # tokens over an expert's capacity are dropped by a second top-k, along dim 0
     loses: torch.Tensor | None = None  # bool [rows, topk], the ids whose token is dropped; None if not known
     leaves = 0  # see `Router.leaves`
@@ -108,14 +86,16 @@ class Call:
     follows = False  # keep Watch on until the call ends
     keeps_native_topk = False  # run the own top-k with grad, as no checkpoint compares saved tensors
     # Results:
-    ids: torch.Tensor | None = None  # int64 [rows, topk] in use; None before the top-k
+    has_ended = False  # and its output was seen
+    ids: Any = None  # int64 [rows, topk] in use; None before the top-k
     handed: torch.Tensor | None = None  # what the router got; None from a kernel
     watched: torch.Tensor | None = None  # the same, if it is this call's to see that nobody writes into it
     written: int | None = None  # version counter of `watched`; None in inference mode
     way: str | None = None  # how it was caught: "guard", "watch", or "kernel" (see `note`)
     passed: torch.Size | None = None  # of scores in other axes, whose top-k was seen and not answered
-    again = 0  # number of further top-ks of the same shape
-    shown: torch.Tensor | None = None  # what `Router.shows` returned, if it is still to be checked
+    further = 0  # number of further top-ks of the same shape
+    direct: torch.Tensor | None = None  # the given ids, int64, if they are all that the call needs
+    shown: Any = None  # what `Router.shows` returned, if it is still to be checked
     values: torch.Tensor | None = None  # values that the router got, float [rows, topk]
     scores: Any = None  # the input of the top-k
     taken_by: Any = None  # the function, its arguments and keywords
@@ -123,9 +103,10 @@ class Call:
     taken: IdUses | None = None  # uses of the ids after the top-k, if `follows`
     ruled_out: torch.Tensor | None = None  # see Steps.ruled_out
     lost: torch.Tensor | None = None  # bool [rows, topk], the ids whose token was dropped, if `drops`
+    unshown: torch.Tensor | None = None  # bool [rows, topk], the ids that a checked output lacks, if `drops`
     strayed: torch.Tensor | None = None  # a flag on the device: a kernel chose other ids
-    below: Call | None = None  # the enclosing call
-    outer: Call | None = None  # the previously armed call
+    outer: Call | None = None  # the enclosing call
+    is_armed = True  # answers the next top-k that matches
     _depth = 0
 
     def __init__(
@@ -140,24 +121,21 @@ class Call:
         self.seen: list[str] = []  # functions called before the top-k was caught, while Watch was on
         self.fills: list[Fill] = []  # of scores over the experts, before the top-k
 
-    def begin(self) -> None:
-        """Answer the next top-k of this thread that matches, until `end`."""
+    def __enter__(self) -> None:
+        """Answer the next top-k of this thread that matches."""
         self.watching |= self.follows
-        self.outer = here.armed
-        self.below = here.running
+        self.outer = here.call
         self._depth = function_modes()
-        here.armed = here.running = self
+        here.call = self
         if self.watching:
             watch.enter()
 
-    def end(self) -> None:
-        """Undo `begin`, also one that was interrupted."""
+    def __exit__(self, *_: object) -> None:
         if self.watching:
             watch.leave(self._depth)
         if self.taken is not None:
             unfollow(self.taken)
-        here.armed = self.outer
-        here.running = self.below
+        here.call = self.outer
 
     def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether the call answers a top-k with these arguments."""
@@ -171,13 +149,9 @@ class Call:
         if not fits:
             return False
         # The stack is walked, not indexed: a wrapper more or less must not matter.
-        frame: FrameType | None = None if self.inside is None else sys._getframe()
-        while frame is not self.inside:
-            if frame is None:  # the router's frame is gone, so this call was abandoned
-                here.armed = self.outer
-                self._stopwatching()
-                return False
-            if frame.f_code.co_name == "checkpoint" and not self.keeps_native_topk:
+        frame = None if self.inside is None or self.keeps_native_topk else sys._getframe()
+        while frame is not None and frame.f_code is not self.inside:
+            if frame.f_code.co_name == "checkpoint":
                 # That recompute would be no call of the router, and choose anew.
                 problem = "the router takes its top-k in a checkpoint of its own"
                 raise RouterError(problem, cause="a router that saves memory: checkpoint its caller instead")
@@ -211,7 +185,7 @@ class Call:
     ) -> Any:
         """Answer the top-k, once: later ones in this call are the router's own."""
         # Disarmed while our own operations run: a top-k among them is not the router's.
-        here.armed = None
+        self.is_armed = False
         if self.ids is not None:
             return (self._drop if self.drops else self._answer_again)(native, args, kwargs, self.ids)
         if way == "guard":
@@ -244,12 +218,12 @@ class Call:
         if self.given:
             self._answered = _identity(scores)
         comes_again = self.given and not self.spare
-        here.armed = self if self.counts or self.drops or comes_again else None
+        self.is_armed = bool(self.counts or self.drops or comes_again)
         return torch.return_types.topk((values, handed))
 
     def _answer_again(self, native: Callable[..., Any], args: Any, kwargs: Any, ids: torch.Tensor) -> Any:
         """Answer a further top-k: one of the same scores has the same ids, another is the router's own."""
-        self.again += 1
+        self.further += 1
         scores = args[0] if args else kwargs["input"]
         try:
             if self.given and _identity(scores) == self._answered and (handed := self.handed) is not None:
@@ -258,7 +232,7 @@ class Call:
                 return torch.return_types.topk((values if scores.requires_grad else values.detach(), handed))
             return native(*args, **kwargs)
         finally:
-            here.armed = self
+            self.is_armed = True
 
     def _drop(self, native: Callable[..., Any], args: Any, kwargs: Any, ids: torch.Tensor) -> Any:
         """Choose the tokens that keep their place at each expert, and note which ids lost theirs."""

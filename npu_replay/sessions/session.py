@@ -23,7 +23,9 @@ from npu_replay.errors import MicroBatchError, ReplayError, RouterError, describ
 from npu_replay.routers import Model, Router, check_alike, chunks_of, find, labels_of
 from npu_replay.routes.arguments import StageLabels
 from npu_replay.sessions.backward import in_backward
-from npu_replay.sessions.micro_batches import CALLED_INSIDE, Forward, Marks, Timeline
+from npu_replay.sessions.first_error import FirstError
+from npu_replay.sessions.micro_batch import MicroBatch
+from npu_replay.sessions.timeline import CALLED_INSIDE, Marks, Timeline
 from npu_replay.sessions.torch_state import Hook
 
 logger = logging.getLogger(__name__)
@@ -47,13 +49,12 @@ class Session:
     """
 
     name = "session"
-    failed: ReplayError | None = None  # the error kept by `errors_wait`
     _unentered: weakref.finalize[..., Any] | None = None
     _results = ""  # how much was found, for repr
 
     def __init__(self, model: Model, work: Work, *, errors_wait: bool = False) -> None:
         self.chunks = chunks_of(model)
-        self.errors_wait = errors_wait
+        self.errors = FirstError(wait=errors_wait)
         self.timeline = Timeline(len(self.chunks))
         self.routers: list[list[Router]] = []  # by chunk, while the block is open
         self.marks: list[Marks] = []
@@ -99,8 +100,8 @@ class Session:
         marks = Marks(self.timeline, chunk)
         self.marks.append(marks)
         # The chunk's hook first: a chunk may itself be the router, and begins before its top-k.
-        self.before(module, Hook(self, self.may_wait(type(self)._chunk_begins), module, chunk))
-        ends = Hook(self, self.may_wait(type(self)._chunk_ends), module, chunk)
+        self.before(module, Hook(self, type(self)._chunk_begins, module, chunk))
+        ends = Hook(self, type(self)._chunk_ends, module, chunk)
         if self._work.goes_first:
             self.after(module, ends)
         for router in self.routers[chunk]:
@@ -128,33 +129,39 @@ class Session:
             self.unchanged.hold(type(module).__name__, vars(module), hooks)
 
     def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if in_backward():
-            self.unchanged.check("in a recompute of the model")
-            return
-        self._work.comes(chunk)
-        number = self.timeline.ended[chunk]
-        if not self._work.trusts(number):
-            self.unchanged.check(micro_batch(number))
-        self.marks[chunk].clear()
-        self._work.begins(self.timeline.begin(chunk), args, kwargs)
+        with self.errors:
+            if in_backward():
+                self.unchanged.check("in a recompute of the model")
+                return
+            self._work.comes(chunk)
+            number = self.timeline.ended[chunk]
+            if not self._work.trusts(number):
+                self.unchanged.check(micro_batch(number))
+            self.marks[chunk].clear()
+            self._work.begins(self.timeline.begin(chunk), args, kwargs)
 
     def _chunk_ends(self, chunk: int, args: tuple[Any, ...], output: object) -> None:
-        if in_backward():
-            return
+        if not in_backward():
+            with self.errors:
+                self._end_forward(chunk, output)
+
+    def _end_forward(self, chunk: int, output: object) -> None:
         ended = self.timeline.end(chunk, output)
         if ended is None and output is not None:
             where = f"chunk {chunk}, {micro_batch(self.timeline.ended[chunk] - 1)}"
             cause = "a forward hook of your own that calls the model, for a metric or a second view"
             raise MicroBatchError("the model was called inside its own forward", where=where, cause=cause)
-        if ended is None or not self._work.ends(*ended, output):
+        if ended is None or not self._work.ends(ended):
             return
         # Autograd may run its routers again: check once more that they are in place when backward begins, at
         # the nodes of the output.
-        session, where = weakref.ref(self), f"{micro_batch(ended[0].number)}, in backward"
+        session = weakref.ref(self)
+        where = f"{micro_batch(ended.number)}, in backward"
 
         def begins(_: object) -> None:
             if (alive := session()) is not None:
-                alive.may_wait(alive.unchanged.check)(where)
+                with alive.errors:
+                    alive.unchanged.check(where)
 
         parts = [*output.values()] if isinstance(output, Mapping) else output
         for part in parts if isinstance(parts, list | tuple) else [parts]:
@@ -166,8 +173,8 @@ class Session:
     ) -> None:
         try:
             if kind is None:
-                if self.failed is not None:
-                    raise self.failed
+                if self.errors.first is not None:
+                    raise self.errors.first
                 self.unchanged.check("at the end of the block")
                 self.undo.close()
                 self._check_complete()
@@ -204,28 +211,9 @@ class Session:
         self.unchanged = Unchanged((), ())
         self._work.clear()
 
-    def may_wait(self, act: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `act`; under `errors_wait`, a version that keeps its errors until the block is left."""
-        if not self.errors_wait:
-            return act
-        session = weakref.ref(self)
-
-        def waits(*args: Any) -> Any:
-            try:
-                return act(*args)
-            except ReplayError as error:
-                if (alive := session()) is not None:
-                    alive.defer(error)
-                return None
-
-        return waits
-
     def defer(self, error: ReplayError) -> None:
         """Keep this error and raise it when the block is left, unless an earlier one is kept."""
-        if self.failed is None:
-            self.failed = error
-            # Logged at once, since another error before the end of the block would hide it.
-            logger.error("[npu_replay] %s; the pass goes on, and stops at its end", error.line)
+        self.errors.keep(error)
 
     @property
     def done(self) -> int:
@@ -292,11 +280,11 @@ class Work:
         """Return whether what was replaced before this micro-batch is noticed by its results."""
         return False
 
-    def begins(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begins(self, begun: MicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a forward of a chunk with the arguments of its call, or refuse it."""
 
-    def ends(self, forward: Forward, complete: bool, output: object) -> bool:
-        """End a forward, `complete` unless it raised; return whether autograd may run it again."""
+    def ends(self, ended: MicroBatch) -> bool:
+        """End a forward; return whether autograd may run it again."""
         return False
 
     def check_complete(self) -> None:

@@ -1,4 +1,4 @@
-"""Change what is torch's own, and undo it: hooks on modules, modes, its compilers' tables, the stance.
+"""Change what is torch's own, and undo it: modules' hooks and forwards, modes, compilers' tables, the stance.
 
 Compilers keep tables of torch's functions. The first torch.compile of a process makes dynamo's: made while
 torch's top-k is replaced, it would lack the real one, and code compiled later would break its graph there, or
@@ -8,11 +8,12 @@ fail with fullgraph=True. So such a table is dropped.
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import FrameType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,9 +43,6 @@ class Hook:
         self._act = act
         self._at = at
 
-    def __init_subclass__(cls) -> None:
-        _calls_of_hooks.add(cls.__call__.__code__)
-
     def __call__(self, module: nn.Module, args: tuple[Any, ...], last: Any) -> Any:
         owner = self.owner()
         if owner is None or module is not self._module():
@@ -70,17 +68,47 @@ class Hook:
         return getattr, (contextlib.nullcontext, "__exit__")
 
 
-_calls_of_hooks = {Hook.__call__.__code__}
+class ForwardInPlace:
+    """Takes the place of a module's `forward`. A copy of the module, or a pickle, has a forward of its own.
 
+    A shallow copy of the module shares it, and so runs the module itself.
 
-def caller_of_hook() -> FrameType | None:
-    """Return the frame that called our innermost running hook; it lives until the module's call ends."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code not in _calls_of_hooks:
-        frame = frame.f_back
-    while frame is not None and frame.f_code in _calls_of_hooks:
-        frame = frame.f_back
-    return frame
+    Attributes:
+        native: the forward whose place it takes, bound to the module.
+        is_on: it was put on, and not taken off.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.is_on = False
+        self.native: Callable[..., Any] = module.forward
+        self.__wrapped__ = self.native  # for `inspect.signature`
+        self._own: Any = vars(module).get("forward")  # what the module has beside its class's
+
+    def put_on(self) -> None:
+        self.is_on = True
+        vars(self.module)["forward"] = self
+
+    def take_off(self) -> None:
+        """Leave the module's place, unless somebody has wrapped this, which then passes all calls on."""
+        self.is_on = False
+        if vars(self.module).get("forward") is not self:
+            return
+        if self._own is None:
+            del vars(self.module)["forward"]
+        else:
+            vars(self.module)["forward"] = self._own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._own is not None:
+            return copy.deepcopy(self._own, memo)
+        copied = memo.get(id(self.module), self.module)
+        return MethodType(type(copied).forward, copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Looked up when a pickle is loaded: the module has its class's forward then, and needs no npu_replay.
+        holder = self.module if self._own is None else SimpleNamespace(forward=self._own)
+        return getattr, (holder, "forward")
 
 
 def outside_modes() -> AbstractContextManager[None]:

@@ -38,7 +38,7 @@ class Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        call = here.armed
+        call = here.call if here.call is not None and here.call.is_armed else None
         name = getattr(func, "__name__", "")
         if call is not None and name == "topk" and call.matches(args, kwargs):
             return call.answer(func, args, kwargs, "watch")

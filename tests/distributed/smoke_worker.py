@@ -23,8 +23,8 @@ import npu_replay
 from npu_replay import ReplayError, RoutedExperts, TokenLayout
 from npu_replay.cli.commands import parser
 from npu_replay.sessions import seam
-from npu_replay.sessions.micro_batches import Timeline
 from npu_replay.sessions.record import Recording
+from npu_replay.sessions.timeline import Timeline
 from npu_replay.smoke import checks as smoke_checks
 from npu_replay.smoke import model as smoke_model
 from npu_replay.smoke import run as smoke
@@ -110,8 +110,9 @@ def _raise(*_: object) -> None:
 def recompute_takes_the_next() -> Any:
     recomputed = Timeline.recomputed
 
-    def other(self: Timeline, *args: Any) -> int:
-        return (recomputed(self, *args) + 1) % 3
+    def other(self: Timeline, *args: Any) -> Any:
+        forwards = [forward for _, forward in self.ends]
+        return forwards[forwards.index(recomputed(self, *args)) - 1]
 
     return mock.patch.object(Timeline, "recomputed", other)
 

@@ -35,7 +35,7 @@ from npu_replay.doctor import self_test
 from npu_replay.doctor.diagnose import diagnose
 from npu_replay.doctor.report import Report
 from npu_replay.sessions import backward
-from npu_replay.sessions.micro_batches import Timeline
+from npu_replay.sessions.timeline import Timeline
 from zoo.toys import ToyModel, ToyRouter, tokens
 
 MEGATRON = "megatron.core.transformer.moe.router"
@@ -394,8 +394,9 @@ class Nothing(contextlib.nullcontext[None]):
 RECOMPUTED = Timeline.recomputed
 
 
-def takes_another(*arguments: Any) -> int:
-    return 1 - RECOMPUTED(*arguments)
+def takes_another(timeline: Timeline, *arguments: Any) -> Any:
+    own = RECOMPUTED(timeline, *arguments)
+    return next(forward for _, forward in timeline.ends if forward is not own)
 
 
 @pytest.mark.parametrize(

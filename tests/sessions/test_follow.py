@@ -689,8 +689,8 @@ def test_a_long_run_holds_nothing_but_its_store() -> None:
             record(followed, fed)
             learn(followed, fed)
         record(followed, fed)  # whose beginning settles what has died
-        kept = following._source.given, following._work.shared.kept, following.timeline.ends
-        assert [len(one) for one in (*kept, following._work.shared.recomputes)] == [0, 0, 0, 0]
+        kept = following._source.given, following._work.kept, following.timeline.ends
+        assert [len(one) for one in kept] == [0, 0, 0]
 
 
 @pytest.fixture(autouse=True)

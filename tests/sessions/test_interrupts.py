@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import npu_replay
 from npu_replay import RoutedExperts
 from npu_replay.sessions import backward, seam
+from npu_replay.sessions.guarded import here
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.session import open_sessions
 from zoo.toys import HIDDEN, ToyBlock, ToyLayer, ToyRouter, in_groups
@@ -56,7 +57,7 @@ def open_calls() -> list[str]:
     found = []
     if seam.armed() is not None:
         found.append("a call is armed")
-    if seam.is_running():
+    if here.call is not None:
         found.append("a call is running")
     if seam.guard.is_open or seam.guard._holders:
         found.append("the guard counts a block that is over")

@@ -15,7 +15,7 @@ import npu_replay
 from npu_replay import RoutedExperts, routers
 from npu_replay.errors import MicroBatchError, RecomputeError
 from npu_replay.routers import Router
-from npu_replay.sessions.micro_batches import Marks
+from npu_replay.sessions.timeline import Marks
 from zoo.toys import EXPERTS, HIDDEN, ROWS, ToyLayer, ToyModel, ToyRouters, foreign, hooks, tokens
 
 SEEDS = (0, 1, 2, 3, 4)

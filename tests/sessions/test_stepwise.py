@@ -51,7 +51,7 @@ def test_what_was_tapped_is_what_was_recorded() -> None:
         for seed in range(3):
             model(tokens(seed))
             tapped.append(session.take(0))
-            assert {number for _, number in session._work.shared.kept} == {seed}, "what was taken is let go"
+            assert {number for _, number in session._work.kept} == {seed}, "what was taken is let go"
     assert tapped == wanted
 
 
@@ -127,10 +127,10 @@ def test_a_deferred_error_waits_and_the_forward_goes_on_with_the_routers_own_cho
         model(tokens(0))
         session.give(0, foreign(1, rows=ROWS - 1))
         assert torch.equal(model(tokens(1)), live)
-        assert session.failed is not None
+        assert session.errors.first is not None
         session.give(0, foreign(2))
         model(tokens(2))
-    assert raised.value is session.failed
+    assert raised.value is session.errors.first
     assert hooks(model) == 0
 
 
@@ -154,7 +154,7 @@ def test_a_router_without_an_effect_is_deferred_too(kind: type) -> None:
         if kind is StepReplay:
             session.give(0, foreign(0))
         model(tokens(0))
-        assert isinstance(session.failed, NoEffect)
+        assert isinstance(session.errors.first, NoEffect)
 
 
 def test_a_foreign_exception_is_not_hidden_by_a_deferred_error() -> None:

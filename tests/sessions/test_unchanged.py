@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -73,12 +74,14 @@ def wrapped_past_its_call(model: ToyModel) -> None:
     model.layers[0].router = Wrapper(model.layers[0].router, calls=False)
 
 
-def cleared_hooks_before(model: ToyModel) -> None:
-    model.layers[0].router._forward_pre_hooks.clear()
+def forward_of_the_class(model: ToyModel) -> None:
+    del model.layers[0].router.forward
 
 
-def cleared_hooks_after(model: ToyModel) -> None:
-    model.layers[0].router._forward_hooks.clear()
+def forward_of_the_instance(model: ToyModel) -> None:
+    one = model.layers[0].router
+    original = one.forward
+    one.forward = lambda hidden: original(hidden)
 
 
 def cleared_hooks_of_all(model: ToyModel) -> None:
@@ -94,7 +97,8 @@ def other_dictionaries(model: ToyModel) -> None:
 
 
 REPLACING = [router, all_layers, swapped_routers]
-UNHOOKING = [cleared_hooks_after, cleared_hooks_of_all, other_dictionaries]
+HOOKS = [cleared_hooks_of_all, other_dictionaries]
+UNHOOKING = [forward_of_the_class, forward_of_the_instance, *HOOKS]
 
 
 def block(kind: str, model: ToyModel, count: int = 2) -> Any:
@@ -140,7 +144,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 @pytest.mark.choice
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("change", [*REPLACING, *UNHOOKING, cleared_hooks_before, wrapped_past_its_call])
+@pytest.mark.parametrize("change", [*REPLACING, *UNHOOKING, wrapped_past_its_call])
 def test_what_is_replaced_between_a_forward_and_its_recompute_stops_backward(
     change: Change, how: str, kind: str
 ) -> None:
@@ -185,7 +189,7 @@ def test_a_rank_in_a_schedule_goes_on_and_raises_when_its_block_is_left() -> Non
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("change", [router, swapped_routers, cleared_hooks_before])
+@pytest.mark.parametrize("change", [router, swapped_routers, forward_of_the_class])
 def test_a_checkpoint_around_the_whole_model_is_no_hiding_place(change: Change, how: str) -> None:
     model = ToyModel(Detached(), Detached())
     with pytest.raises(RouterError, match=rf"(in backward|in a recompute of the model), .*{REPLACED}"):  # noqa: SIM117
@@ -225,8 +229,10 @@ def test_a_second_backward_over_a_kept_graph_is_watched_too() -> None:
 
 
 @pytest.mark.choice
-@pytest.mark.parametrize("kind", [*KINDS, "observe"])
-@pytest.mark.parametrize("change", [*REPLACING, cleared_hooks_after])
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [*itertools.product([*REPLACING, forward_of_the_class], KINDS), (router, "observe")],
+)
 def test_what_is_replaced_before_a_forward_is_told_at_its_beginning(change: Change, kind: str) -> None:
     model = ToyModel()
     session = block(kind, model)
@@ -240,8 +246,13 @@ def test_what_is_replaced_before_a_forward_is_told_at_its_beginning(change: Chan
 
 
 @pytest.mark.choice
-@pytest.mark.parametrize("kind", [*KINDS, "observe"])
-@pytest.mark.parametrize("change", [router, swapped_routers, *UNHOOKING])
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        *itertools.product([swapped_routers, *UNHOOKING], KINDS),
+        *itertools.product([router, *HOOKS], ["observe"]),
+    ],
+)
 def test_what_is_replaced_after_the_last_forward_is_told_on_leaving(change: Change, kind: str) -> None:
     model = ToyModel()
     session = block(kind, model)
@@ -319,10 +330,9 @@ def parametrized(model: ToyModel) -> None:
     parametrize.register_parametrization(model.layers[0].router, "weight", nn.Identity())
 
 
-def forward_of_the_instance(model: ToyModel) -> None:
-    one = model.layers[0].router
-    original = one.forward
-    one.forward = lambda hidden: original(hidden)
+def no_hooks_of_the_router(model: ToyModel) -> None:
+    model.layers[0].router._forward_pre_hooks.clear()
+    model.layers[0].router._forward_hooks.clear()
 
 
 def somebodys_hooks(model: ToyModel) -> None:
@@ -346,7 +356,7 @@ def same_weights(model: ToyModel) -> None:
 @pytest.mark.parametrize("how", [None, *HOW])
 @pytest.mark.parametrize(
     "change",
-    [other_class, parametrized, forward_of_the_instance, somebodys_hooks, copies, same_weights],
+    [other_class, parametrized, no_hooks_of_the_router, somebodys_hooks, copies, same_weights],
 )
 def test_what_leaves_the_router_where_it_is_changes_nothing(
     change: Change, how: str | None, kind: str

@@ -1,0 +1,147 @@
+"""Hold one forward of a model chunk, and what is known of it until its last recompute.
+
+A forward that raises is an object that nobody keeps, so nothing has to be cleaned after it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from npu_replay.errors import RouterError, micro_batch
+from npu_replay.sessions.torch_state import address
+
+if TYPE_CHECKING:
+    from npu_replay.sessions.seam import Call
+
+Key: TypeAlias = "tuple[int, int]"
+"""The chunk and number of a micro-batch."""
+
+
+class MicroBatch:
+    """Represents one forward of a chunk.
+
+    Args:
+        grad: whether it began with grad.
+        made: autograd's sequence number when it began.
+        enclosing: objects around it that may run it again.
+        handling: the exception that was being handled when it began.
+
+    Attributes:
+        is_open: it runs.
+        has_raised: its routers' recomputes belong to no forward, and its number is the next one's.
+        checked: the whole effect is checked, not only that outputs show the ids.
+        compares: given ids are compared with the routers' own choice.
+        rows: of the given routes; -1: not known.
+        calls: the call of each router that has begun, by layer label, until the forward has ended.
+        checks: what its outputs have shown.
+        lost: of these, the ids whose token was dropped, bool [rows, topk], where any can be.
+        further: by layer label, the number of top-ks behind the answered one in a block without a router.
+        around: of the calls that may be run again, what encloses each; held weakly.
+        ran: layer labels of those that were run again.
+    """
+
+    def __init__(
+        self,
+        chunk: int,
+        number: int,
+        grad: bool,
+        made: int,
+        enclosing: Sequence[Any] = (),
+        handling: BaseException | None = None,
+    ) -> None:
+        self.chunk = chunk
+        self.number = number
+        self.grad = grad
+        self.made = made
+        self.enclosing = enclosing
+        self.handling = handling
+        self.is_open = True
+        self.has_raised = False
+        self.checked = False
+        self.compares = False
+        self.rows = -1
+        self.calls: dict[int, Call] = {}
+        self.checks: list[Any] = []  # effect.Check
+        self._ids: dict[int, torch.Tensor] = {}
+        self._stacked: tuple[list[int], torch.Tensor] | None = (
+            None  # labels, and ids that aren't in `_ids` yet
+        )
+        self.lost: dict[int, torch.Tensor] = {}
+        self.further: dict[int, int] = {}
+        self.around: dict[int, list[weakref.ref[Any]]] = {}
+        self.ran: set[int] = set()
+
+    @property
+    def key(self) -> Key:
+        return self.chunk, self.number
+
+    @property
+    def ids(self) -> dict[int, torch.Tensor]:
+        """Return the ids that its routers used, narrow [rows, topk], by layer label: those that are kept."""
+        if self._stacked is not None:
+            labels, ids = self._stacked
+            self._stacked = None
+            self._ids.update(zip(labels, ids.unbind(), strict=True))
+        return self._ids
+
+    def __repr__(self) -> str:
+        return f"{micro_batch(self.number)} of chunk {self.chunk}"
+
+    def keep(self, call: Call) -> bool:
+        """Keep what a record or a recompute needs of a call; return whether its ids are still to be kept."""
+        label = call.owner.label
+        if call.around:
+            self.around[label] = [weakref.ref(around) for around in call.around]
+            call.around = ()  # it lives no longer than its graph
+        if call.lost is not None:
+            self.lost[label] = call.lost
+        given = call.routes
+        if given is not None and given.missing is None:
+            self._ids[label] = given.narrow[:, given.routes.columns[label]]
+            return False
+        return call.ids is not None
+
+    def keep_ids(self, calls: Sequence[Call], stacked: torch.Tensor | None) -> None:
+        """Keep the ids of calls in a narrow dtype; `stacked` are theirs, [calls, rows, topk], if they fit."""
+        if stacked is None:
+            self._ids.update((call.owner.label, call.ids.to(call.owner.narrow)) for call in calls)
+        else:
+            self._stacked = [call.owner.label for call in calls], stacked.to(calls[0].owner.narrow)
+
+    def ids_of(self, label: int) -> torch.Tensor | None:
+        """Return the ids that a router used, [rows, topk]; None where they weren't kept."""
+        call = self.calls.get(label)
+        return self.ids.get(label) if call is None else call.ids
+
+    def let_go(self) -> None:
+        """Drop the ids: no recompute comes any more."""
+        self._ids.clear()
+        self._stacked = None
+        self.lost.clear()
+        self.around.clear()
+
+    def due(self) -> Iterator[int]:
+        """Yield the labels of calls that autograd may still run again and hasn't."""
+        for label, around in self.around.items():
+            if label not in self.ran and any(reference() is not None for reference in around):
+                yield label
+
+    def may_run_again(self) -> bool:
+        """Return whether autograd may run a call of it again, be it a second time."""
+        return any(reference() is not None for around in self.around.values() for reference in around)
+
+
+def refuse_one_buffer(calls: Sequence[Call]) -> None:
+    """Refuse calls whose ids lie in one buffer, which holds only the last of them at the forward's end."""
+    places: dict[int, Call] = {}
+    for call in calls:
+        first = places.setdefault(address(call.ids), call)
+        if first is not call and call.ids.numel():
+            problem = "the top-ks of several routers return their ids in one buffer, which is overwritten"
+            cause = "a patched torch.topk, or a mode, that returns a static buffer (for graph capture)"
+            where = micro_batch(first.micro_batch.number, first.owner.label)
+            raise RouterError(problem, where=where, cause=cause)
