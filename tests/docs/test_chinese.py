@@ -14,6 +14,7 @@ PAIRS += [(ROOT / "docs" / page.name, page) for page in sorted((ROOT / "docs" / 
 SECTIONS = {
     "doctor.md": ("cli.md", "doctor"),
     "smoke.md": ("versions.md", "npu-replay smoke"),
+    "glossary.md": ("index.md", "Glossary"),
 }
 """Pages in Chinese that are a section of an English page."""
 UP_TO = {ROOT / "docs" / "versions.md": "\n## npu-replay smoke\n"}
@@ -82,5 +83,5 @@ def test_it_is_written_as_chinese_is(page: Path) -> None:
 
 def test_the_pages_that_were_promised_are_there() -> None:
     promised = "quickstart verl-ascend vllm-ascend fsdp2 troubleshooting megatron mindspeed metrics smoke"
-    promised += " delivery versions trl"
+    promised += " delivery versions trl multi-turn errors glossary layout vllm verl verl-cuda"
     assert {chinese.stem for _, chinese in PAIRS} >= {"README.zh", "SECURITY.zh", *promised.split()}
