@@ -1,4 +1,4 @@
-"""Try every mixture-of-experts family of the installed transformers and rewrite its table in docs/models.md.
+"""Try every MoE family of the installed transformers and rewrite its table in both pages of models.
 
     python ci/models.py                 # rewrite the table of this transformers, 5 or 4
     python ci/models.py mixtral doge    # try these and print their rows
@@ -31,7 +31,8 @@ from transformers import PreTrainedModel
 import npu_replay
 from npu_replay import ReplayError, routers
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = DOCS / "models.md", DOCS / "zh" / "models.md"
 MAJOR = int(transformers.__version__.split(".")[0])
 MARKS = f"<!-- transformers {MAJOR}: written by ci/models.py -->", f"<!-- end of transformers {MAJOR} -->"
 
@@ -300,7 +301,8 @@ def main(names: list[str]) -> int:
         rows.append(attempt(family))
         print(pages.line(astuple(rows[-1])), flush=True)
     if not names:
-        pages.rewrite(PAGE, MARKS, told(rows))
+        for page in PAGES:
+            pages.rewrite(page, MARKS, told(rows))
     return int(any(row.verdict.startswith("WRONG") for row in rows))
 
 

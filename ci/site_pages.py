@@ -35,7 +35,7 @@ MEMBERS = {
     "Following": "open, close, paused, put, metrics",
 }
 """Which of a class are shown, where not all are."""
-SECTIONS = {"zh/doctor.md": "cli.md", "zh/smoke.md": "versions.md", "zh/glossary.md": "index.md"}
+SECTIONS = {"zh/smoke.md": "versions.md", "zh/glossary.md": "index.md"}
 """Pages in Chinese that are a part of another page in English."""
 WORDS = {
     "Home": "首页",

@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[2]
 PAIRS = [(ROOT / f"{name}.md", ROOT / f"{name}.zh.md") for name in ("README", "SECURITY")]
 PAIRS += [(ROOT / "docs" / page.name, page) for page in sorted((ROOT / "docs" / "zh").glob("*.md"))]
 SECTIONS = {
-    "doctor.md": ("cli.md", "doctor"),
     "smoke.md": ("versions.md", "npu-replay smoke"),
     "glossary.md": ("index.md", "Glossary"),
 }
@@ -84,4 +83,5 @@ def test_it_is_written_as_chinese_is(page: Path) -> None:
 def test_the_pages_that_were_promised_are_there() -> None:
     promised = "quickstart verl-ascend vllm-ascend fsdp2 troubleshooting megatron mindspeed metrics smoke"
     promised += " delivery versions trl multi-turn errors glossary layout vllm verl verl-cuda"
+    promised += " rollout upstream cli routers grpo models frameworks"
     assert {chinese.stem for _, chinese in PAIRS} >= {"README.zh", "SECURITY.zh", *promised.split()}
