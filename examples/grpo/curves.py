@@ -53,7 +53,9 @@ def draw(source: Path, target: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         if name in LOGARITHMIC:
             axes.set_yscale("log")
-    figure.axes[0].legend(frameon=False, loc="lower right", fontsize=11)
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False
+    )
     about, versions = result["settings"], result["versions"]
     trainer = "Megatron-core " + versions["megatron-core"] if about["trainer"] == "megatron" else "FSDP2"
     bits = about["rollout_bits"]
