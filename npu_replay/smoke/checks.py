@@ -1,19 +1,16 @@
-"""Examine the features of `npu-replay smoke`: one function each, able to fail alone.
+"""Examine the features of `npu-replay smoke`: one function each.
 
-A feature runs on every rank, raises `Wrong` where it doesn't work, and returns one line of what was seen. It
-raises after its last step, so that no other rank waits for this one. `npu_replay.observe` reads what routers
-choose, also the routes to replay, so a broken `record` doesn't affect the verdict on `replay`.
+A feature runs on every rank, raises `Wrong` where it doesn't work, and returns one line of what was seen.
+`npu_replay.observe` reads what routers choose, also the routes to replay, so a broken `record` doesn't affect
+the verdict on `replay`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections import ChainMap
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +19,6 @@ from torch import nn
 import npu_replay
 from npu_replay.errors import ReplayError
 from npu_replay.parallel.parallel_layout import ParallelLayout
-from npu_replay.routes.mismatch import differing_token_layers
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.smoke.model import Batch, StepOutcome, build, plan, routers_of, step
 from npu_replay.smoke.options import Options
@@ -36,20 +32,16 @@ _OTHERS = "show other experts than were replayed"
 
 
 class Wrong(ReplayError):
-    """Raised when a feature doesn't work, after all of its collectives have ended."""
+    """Raised when a feature doesn't work."""
 
 
 @dataclass
 class Trial:
-    """Holds one way of routing on this rank: the model, its micro-batches, and the untouched step.
-
-    `share` tells all ranks a value under a name, and returns those of all, or gives up after some seconds.
-    """
+    """Holds one way of routing on this rank: the model, its micro-batches, and the untouched step."""
 
     options: Options
     routing: str
     device: torch.device
-    share: Callable[..., list[Any]]
 
     @functools.cached_property
     def chunks(self) -> list[nn.Module]:
@@ -92,19 +84,17 @@ class Trial:
 def collectives(trial: Trial) -> str:
     """Check the results of the collectives that npu_replay uses, in the groups that it uses."""
     rank = dist.get_rank()
-    problems = []
     for group in [dist.group.WORLD, *trial.parallel.groups]:
         ranks = dist.get_process_group_ranks(group)
         total = torch.tensor([2**40 + 1, rank], device=trial.device)  # above what a float32 can count
         dist.all_reduce(total, group=group)
         data = torch.full((5,), rank % 251, dtype=torch.uint8, device=trial.device)
         dist.broadcast(data, ranks[-1], group)
-        expected = {"all_reduce of int64": [(2**40 + 1) * len(ranks), sum(ranks)]}
-        expected |= {"broadcast of uint8": [ranks[-1] % 251] * 5}
-        for (name, wanted), sums in zip(expected.items(), (total.tolist(), data.tolist()), strict=True):
-            if sums != wanted:
-                problems.append(f"{name} over {len(ranks)} ranks gave {sums}, not {wanted}")
-    Wrong.unless(not problems, "; ".join(problems))
+        for name, wanted, seen in (
+            ("all_reduce of int64", [(2**40 + 1) * len(ranks), sum(ranks)], total.tolist()),
+            ("broadcast of uint8", [ranks[-1] % 251] * 5, data.tolist()),
+        ):
+            Wrong.unless(seen == wanted, f"{name} over {len(ranks)} ranks gave {seen}, not {wanted}")
     return "int64 summed right, bytes sent right, in every group of ranks"
 
 
@@ -117,9 +107,8 @@ def model(trial: Trial) -> str:
 def record(trial: Trial) -> str:
     """Check that the recorded ids are those that the routers show, and that the step is unchanged."""
     untouched, routes = trial.untouched
-    with npu_replay.observe(trial.chunks) as observation, npu_replay.record(trial.chunks) as recording:
+    with npu_replay.record(trial.chunks) as recording:
         outcome = trial.step()
-    _same(recording.routes, observation.shown, "were recorded otherwise than npu_replay.observe saw them")
     count = _same(recording.routes, routes, "were recorded otherwise than the untouched step chose")
     close = _close(outcome, untouched, "a recorded step and an untouched one are")
     return f"{count} token-layers as the routers show, step {close}"
@@ -127,27 +116,20 @@ def record(trial: Trial) -> str:
 
 def collect(trial: Trial) -> str:
     """Check by the losses of all tokens that collected routes fit other micro-batches of the sequences."""
-    patience = trial.options.patience
     with npu_replay.record(trial.chunks) as recording:
-        plain = trial.step(forward_only=True)
+        before = trial.step(forward_only=True)
     layouts = [batch.layout for batch in trial.batches]
-    merged = npu_replay.collect(recording, layouts, trial.parallel, patience=patience)
+    merged = npu_replay.collect(recording, layouts, trial.parallel, patience=trial.options.patience)
     numbers = [number for batch in trial.batches for number in batch.numbers]
     samples = dict(zip(numbers, merged or [], strict=True))
-    # Padded to another length, so other ranks hold other tokens.
-    other = plan(trial.options, trial.parallel, trial.device, other=True)
+    other = plan(trial.options, trial.parallel, trial.device, first=1)
     layers = trial.parallel.moe_layers
     routes = [batch.layout.gather([samples[n] for n in batch.numbers], layers=layers) for batch in other]
     with npu_replay.replay(trial.chunks, routes):
-        again = step(trial.chunks, other, forward_only=True)
-    # Compare the losses of all ranks; keyed by data-parallel rank, since each has its own sequences.
-    rank = trial.parallel.dp_rank
-    mine = [{(rank, *token): loss for token, loss in outcome.losses.items()} for outcome in (again, plain)]
-    all_losses = trial.share(f"losses {trial.routing}", mine, patience)
-    after, before = (StepOutcome(dict(ChainMap(*losses))) for losses in zip(*all_losses, strict=True))
+        after = step(trial.chunks, other, forward_only=True)
     ends = ": they aren't the routes of their tokens"
     _close(after, before, "replayed in other micro-batches, the collected routes give losses that are", ends)
-    return f"{len(before.losses)} tokens have their own routes in other micro-batches too"
+    return f"{len(samples)} sequences have their own routes in other micro-batches too"
 
 
 def replay(trial: Trial) -> str:
@@ -156,41 +138,35 @@ def replay(trial: Trial) -> str:
     No token of this model looks at another, so a row doesn't depend on the routes of other rows.
     """
     routes = trial.random_routes(holes=True)
-    with npu_replay.observe(trial.chunks) as observation, _random(trial.chunks, routes):
+    observation = npu_replay.observe(trial.chunks)
+    with observation, npu_replay.replay(trial.chunks, routes, min_overlap=0):  # no router would choose them
         trial.step()
     _same(observation.shown, routes, _OTHERS)
+    without = [(~route.recorded).nonzero().flatten() for route in routes]
     shown, chosen = (
-        [
-            routes_there.take((~route.recorded).nonzero().flatten())
-            for routes_there, route in zip(routes_of, routes, strict=True)
-        ]
+        [routes_there.take(rows) for routes_there, rows in zip(routes_of, without, strict=True)]
         for routes_of in (observation.shown, trial.untouched[1])
     )
-    _same(shown, chosen, "of rows without a route show other experts than the router's own choice")
-    return f"random routes show; {sum(map(len, shown))} rows without a route take the router's own choice"
-
-
-def _random(chunks: list[nn.Module], routes: Sequence[RoutedExperts]) -> AbstractContextManager[object]:
-    """Replay random routes: no router would choose them, and no warning says so."""
-    return npu_replay.replay(chunks, routes, min_overlap=0)
+    count = _same(shown, chosen, "of rows without a route show other experts than the router's own choice")
+    return f"random routes show; {count} token-layers without a route are the router's own choice"
 
 
 def recompute(trial: Trial) -> str:
     """Check that each recompute takes the experts of its own forward: compares the gradients."""
     routes = trial.random_routes()
-    with _random(trial.chunks, routes):
+    with npu_replay.replay(trial.chunks, routes, min_overlap=0):
         kept = trial.step()
     chunks = build(trial.options, trial.routing, trial.device, recompute=True)
     routers = routers_of(chunks)
     calls = []
     for router in routers:
         router.module.register_forward_hook(lambda *_: calls.append(1))
-    with npu_replay.observe(chunks) as observation, _random(chunks, routes):
+    observation = npu_replay.observe(chunks)
+    with observation, npu_replay.replay(chunks, routes, min_overlap=0):
         again = step(chunks, trial.batches)
     _same(observation.shown, routes, _OTHERS)
-    due = len(routers) * len(trial.batches)
-    lacking = 2 * due - len(calls)
-    Wrong.unless(not lacking, f"{lacking} calls of routers were not recomputed, of {due}")
+    lacking = 2 * len(routers) * len(trial.batches) - len(calls)
+    Wrong.unless(not lacking, f"{lacking} calls of routers were not recomputed")
     close = _close(again, kept, "gradients with recompute and without are", ", under the same routes")
     return f"each takes the routes of its own forward; gradients {close}"
 
@@ -216,17 +192,13 @@ FEATURES: dict[str, Callable[[Trial], str]] = {
 """The features, by the name in the report, in the order in which they are tried."""
 
 
-def differing(ours: list[RoutedExperts], theirs: list[RoutedExperts]) -> int:
-    return sum(int(differing_token_layers(*pair).sum()) for pair in zip(ours, theirs, strict=True))
-
-
 def _same(ours: list[RoutedExperts], theirs: list[RoutedExperts], differ: str) -> int:
     """Return the number of token-layers; raise Wrong, «3 of 120 token-layers DIFFER», if experts differ."""
     lacking = sum(int((~routes.recorded).sum()) for routes in ours)
     Wrong.unless(not lacking, f"{lacking} rows have no route, or show fewer experts than top-k")
-    wrong = differing(ours, theirs)
-    count = sum(len(routes) * len(routes.layers) for routes in ours)
-    Wrong.unless(not wrong, f"{wrong} of {count} token-layers {differ}")
+    seen = npu_replay.compare(ours, theirs)
+    count = seen.token_layers
+    Wrong.unless(not seen.differing, f"{seen.differing} of {count} token-layers {differ}")
     return count
 
 

@@ -7,13 +7,12 @@ recompute, with MindSpeed's changes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-import re
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,9 +27,6 @@ from npu_replay.smoke.options import Options
 TOPK = 2
 BATCH = 2
 """The number of sequences of a micro-batch."""
-
-Token: TypeAlias = "tuple[int, ...]"
-"""The number of a sequence, and a position in it."""
 _SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 _GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5}
 _SOFTMAX = dict.fromkeys(_GROUPS) | dict(zip(_SIGMOID, ("softmax", False), strict=True))
@@ -48,7 +44,10 @@ ROUTINGS: dict[str, dict[str, Any]] = {
 
 def config(options: Options, **changes: Any) -> Any:
     heads = max(4, 2 * options.tp)
+    large = functools.partial(torch.nn.init.normal_, std=0.15)  # so that each expert changes the loss
     sizes = {
+        "init_method": large,
+        "output_layer_init_method": large,
         "num_layers": options.layers,
         "moe_layer_freq": [0] + [1] * (options.layers - 1),
         "num_attention_heads": heads,
@@ -102,41 +101,27 @@ def build(
     options: Options, routing: str, device: torch.device, *, recompute: bool = False
 ) -> list[nn.Module]:
     """Build this rank's chunks of the model, one a virtual stage, with the same weights at each call."""
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state, tensor_parallel
 
+    torch.manual_seed(1)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
     cfg = config(options, **ROUTINGS[routing], **(megatron_model.FULL_RECOMPUTE if recompute else {}))
-    about: dict[str, Any] = {"vocab": options.vocabulary, "length": 8 * options.alignment + 64}
-    built = megatron_model.chunks(cfg, norm=Norm, attention=Attention, **about)
-    chunks: list[Any] = [chunk.to(device) for chunk in built]
-    experts = (
-        parallel_state.get_expert_model_parallel_rank(),
-        parallel_state.get_expert_tensor_parallel_rank(),
+    length = 8 * options.alignment + 64
+    built = megatron_model.chunks(
+        cfg, norm=Norm, attention=Attention, vocab=options.vocabulary, length=length
     )
-    for chunk in chunks:
-        layers = [layer.layer_number for layer in chunk.decoder.layers]
-        for name, weight in chunk.named_parameters():
-            # The seed is a name in the whole model, the same on all ranks that hold this weight: each rank
-            # numbers its layers and experts from 0.
-            seed = re.sub(r"layers\.(\d+)", lambda match: f"layer {layers[int(match[1])]}", name)  # noqa: B023
-            if "local_experts" in name:
-                seed += f" experts {experts}"
-            elif getattr(weight, "tensor_model_parallel", False):
-                seed += f" tp {parallel_state.get_tensor_model_parallel_rank()}"
-            noise = _noise(seed, weight)  # large enough that each expert changes the loss
-            weight.copy_(1 + 0.1 * noise if weight.dim() == 1 else 0.15 * noise)
+    chunks: list[Any] = [chunk.to(device) for chunk in built]
+    for name, weight in itertools.chain.from_iterable(chunk.named_parameters() for chunk in chunks):
+        if "local_experts" in name:  # each rank draws the same weights for its experts
+            weight.copy_(weight.roll(parallel_state.get_expert_model_parallel_rank(), -1))
     for router in routers_of(chunks) if cfg.moe_router_enable_expert_bias else ():
         bias = router.module.get_buffer("expert_bias")
-        bias.copy_(0.1 * _noise(f"bias {router.label}", bias))
+        bias.copy_(0.1 * torch.randn(bias.shape))
     return chunks
 
 
 def routers_of(chunks: Sequence[nn.Module]) -> list[Router]:
     return list(itertools.chain.from_iterable(find(chunks)))
-
-
-def _noise(seed: str, like: torch.Tensor) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-    return torch.randn(like.shape, generator=generator).to(like.dtype)
 
 
 # Micro-batches
@@ -160,28 +145,23 @@ class Batch:
     layout: TokenLayout
 
 
-def plan(
-    options: Options, parallel: ParallelLayout, device: torch.device, *, other: bool = False
-) -> list[Batch]:
+def plan(options: Options, parallel: ParallelLayout, device: torch.device, *, first: int = 0) -> list[Batch]:
     """Return this rank's micro-batches of its data-parallel rank's sequences of several lengths.
 
-    With `other`, the same sequences come in another order, and padded further.
+    They come in the order of their numbers, from `first` on.
     """
     padded = options.alignment * -(-13 // options.alignment)
     count = BATCH * options.micro_batches
     generator = torch.Generator().manual_seed(5 + parallel.dp_rank)
     lengths = torch.randint(5, padded, (count,), generator=generator).tolist()
     whole = [torch.randint(1, options.vocabulary, (length,), generator=generator) for length in lengths]
-    order = list(range(count))
-    if other:
-        order = [*order[:0:-1], 0]
-        padded += 2 * options.alignment
+    order = [*range(first, count), *range(first)]
     # A context-parallel rank has one piece from each end of a sequence.
     pieces = torch.arange(padded).chunk(2 * parallel.cp)
     places = torch.cat([pieces[parallel.cp_rank], pieces[-1 - parallel.cp_rank]]).tolist()
     batches = []
-    for first in range(0, count, BATCH):
-        numbers = order[first : first + BATCH]
+    for start in range(0, count, BATCH):
+        numbers = order[start : start + BATCH]
         here = [whole[number] for number in numbers]
         tokens = torch.stack([nn.functional.pad(ids, (0, padded + 1 - len(ids))) for ids in here])
         marks = [fingerprint(ids) for ids in here]
@@ -196,21 +176,21 @@ def plan(
 
 @dataclass
 class StepOutcome:
-    """Holds a step's results on this rank: losses of tokens (last stage) and gradients of weights."""
+    """Holds a step's results on this rank: losses of sequences (last stage) and gradients of weights."""
 
-    losses: dict[Token, float] = field(default_factory=dict)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
     gradients: list[torch.Tensor] = field(default_factory=list)
 
     def distance(self, other: StepOutcome) -> float:
-        """Return the largest difference of a loss, or of a gradient relative to the largest of its weight.
+        """Return the largest difference, relative to the largest loss of a sequence or gradient of a weight.
 
         0.0 means bit-equal; infinity means not comparable, or not finite.
         """
-        if self.losses.keys() != other.losses.keys() or len(self.gradients) != len(other.gradients):
+        ours, theirs = ([*map(of.losses.get, sorted(of.losses)), *of.gradients] for of in (self, other))
+        if self.losses.keys() != other.losses.keys() or len(ours) != len(theirs):
             return math.inf
-        apart = [abs(loss - other.losses[token]) for token, loss in self.losses.items()]
-        for ours, theirs in zip(self.gradients, other.gradients, strict=True):
-            apart.append(float((ours - theirs).abs().max()) / max(float(theirs.abs().max()), 1e-6))
+        pairs = [pair for pair in zip(ours, theirs, strict=True) if pair[0].numel()]
+        apart = [float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in pairs]
         return max(apart, default=0.0) if all(map(math.isfinite, apart)) else math.inf
 
 
@@ -228,18 +208,15 @@ def step(chunks: Sequence[nn.Module], batches: Sequence[Batch], *, forward_only:
         )
 
         def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            for number, size, line in zip(batch.numbers, batch.layout.lengths, losses.tolist(), strict=True):
-                for place, value in zip(batch.places, line, strict=True):
-                    if place < size - 1:  # the last token predicts nothing
-                        outcome.losses[number, place] = value
+            for number, size, line in zip(batch.numbers, batch.layout.lengths, losses.detach(), strict=True):
+                # The last token predicts nothing.
+                outcome.losses[number] = line[[place < size - 1 for place in batch.places]]
             counts = batch.labels > 0
             total = (losses * counts).sum() / sum(batch.layout.lengths)
             return total, counts.sum().int(), total.detach().clone()
 
         return output, loss
 
-    for chunk in chunks:
-        chunk.zero_grad()
     with torch.set_grad_enabled(not forward_only):
         get_forward_backward_func()(
             forward_step_func=forward,
@@ -250,8 +227,7 @@ def step(chunks: Sequence[nn.Module], batches: Sequence[Batch], *, forward_only:
             micro_batch_size=len(batches[0].tokens),
             forward_only=forward_only,
         )
-    weights = itertools.chain.from_iterable(chunk.parameters() for chunk in chunks)
-    outcome.gradients = [weight.grad for weight in weights if weight.grad is not None]
     for chunk in chunks:
+        outcome.gradients += [weight.grad for weight in chunk.parameters() if weight.grad is not None]
         chunk.zero_grad()
     return outcome

@@ -25,7 +25,7 @@ class Options:
 
     >>> options = Options(tp=2, pp=2, ep=2)
     >>> options.multiple, options.layers, options.experts, options.micro_batches
-    (4, 4, 8, 4)
+    (4, 4, 16, 4)
     """
 
     tp: int = 1
@@ -74,9 +74,8 @@ class Options:
 
     @property
     def experts(self) -> int:
-        """Return at least eight experts, the same number on each rank, divisible into four groups."""
-        step = math.lcm(self.ep, 4)
-        return step * -(-8 // step)
+        """Return eight experts a rank, which are divisible into four groups."""
+        return 8 * self.ep
 
     @property
     def micro_batches(self) -> int:

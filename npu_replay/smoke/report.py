@@ -5,7 +5,6 @@ It names versions, sizes and results; no host, no user and no path.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -38,8 +37,7 @@ class Result:
         case: the way of routing; empty where it makes no difference.
         why: one line: what was seen, or what is wrong.
         rank: the rank that failed; None if none did.
-        trace: where an exception came from: its rank left the schedule, so others may wait for it in vain.
-        at: when it ended, in seconds; a rank that waited in vain ends later.
+        trace: where an exception came from.
     """
 
     feature: str
@@ -49,13 +47,6 @@ class Result:
     rank: int | None = None
     seconds: float = 0.0
     trace: list[str] = field(default_factory=list)
-    at: float = 0.0
-
-
-def first_to_fail(results: list[Result]) -> Result:
-    """Return the result of the rank that failed first, exceptions before others; else any result."""
-    failed = [result for result in results if result.result == FAIL]
-    return min(failed, key=lambda result: (not result.trace, result.at), default=results[0])
 
 
 @dataclass
@@ -88,10 +79,7 @@ class Report:
             "versions": versions(),
             "machine": machine(self.device),
             "sizes": {name: getattr(self.options, name) for name in sizes} | {"topk": TOPK},
-            "results": [
-                {name: value for name, value in asdict(result).items() if name != "at"}
-                for result in self.results
-            ],
+            "results": [*map(asdict, self.results)],
             "seconds": {"all": round(time.perf_counter() - self.started, 3)},
         }
         return json.dumps(about, indent=1)
@@ -112,33 +100,19 @@ class Report:
         return wrapped(begins + why, width(), " " * len(begins))
 
     def verdict(self) -> str:
-        failed = dict.fromkeys(result.feature for result in self.results if result.result == FAIL)
-        verdict = f"FAIL: {', '.join(failed)}" if failed else f"PASS: {len(self.results)} trials"
+        verdict = f"PASS: {len(self.results)} trials" if self.passed else f"FAIL: {self.results[-1].feature}"
         return f"{verdict}, in {time.perf_counter() - self.started:.0f} s"
 
 
 def versions() -> dict[str, str]:
-    """Return the releases of products, empty if not installed, with the commit of a checkout, or «?»."""
+    """Return the releases of products, empty if not installed, «?» if they don't say theirs."""
     from npu_replay import __version__  # here: only this function needs the package itself
 
     known = {"npu_replay": __version__, "python": platform.python_version(), "torch": torch.__version__}
     products = {product.name: product for product in probe.products()}
     for name in ("megatron-core", "mindspeed", probe.ADAPTOR, probe.TE_NPU, "torch_npu", "numpy"):
-        product = products[name]
-        commit = "" if name in ("torch_npu", "numpy") else _commit(product.where)
-        known[name] = f"{product.version or '?'}{commit}" if product.installed else ""
+        known[name] = products[name].version or "?" if products[name].installed else ""
     return known
-
-
-def _commit(where: str) -> str:
-    """Return the commit of the checkout that has the package at `where`, « (01234567)», or ""."""
-    for folder in [*Path(where, ".").parents][:3]:
-        with contextlib.suppress(OSError):  # no checkout, or a packed ref
-            head = (folder / ".git" / "HEAD").read_text().strip()
-            if head.startswith("ref: "):
-                head = (folder / ".git" / head[5:]).read_text().strip()
-            return f" ({head[:8]})"
-    return ""
 
 
 def machine(device: torch.device | None) -> dict[str, str]:

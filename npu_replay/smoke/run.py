@@ -4,23 +4,21 @@
 
 Needs torch, numpy and a Megatron-core that can be imported, no more.
 
-A rank that raises in a schedule leaves the others in a collective that will never complete, so its feature is
-the last one. gloo gives up after the job's patience. NCCL and HCCL don't raise an error that can be caught:
-there a timer ends the job, with what is known by then.
+There is one way to leave: a rank whose feature fails says so, writes the report, and ends; torchrun ends the
+other ranks, which may wait for it in a collective that will never complete. Of several such ranks the first
+one speaks. A rank that waits for longer than `4 * patience` prints where it waits, and ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
-import math
 import os
-import pickle
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -37,7 +35,7 @@ from npu_replay.options import WrongOption, message, write_out
 from npu_replay.smoke.checks import FEATURES, Trial, Wrong
 from npu_replay.smoke.model import ROUTINGS, config
 from npu_replay.smoke.options import Options
-from npu_replay.smoke.report import FAIL, PASS, Report, Result, first_to_fail
+from npu_replay.smoke.report import FAIL, PASS, Report, Result
 from npu_replay.tables import print_json
 
 _MINDSPEED = adaptors.MODULES[adaptors.UNDER_MINDSPEED]
@@ -61,11 +59,11 @@ def main(options: Options) -> int:
             raise
         return 2
     with screen.quiet(f"smoke-rank{rank}", name_it=rank == 0) as log:
-        smoke = Smoke(options)
-        smoke.run()
-        code = smoke.leave()
-        if dist.is_initialized():
-            dist.destroy_process_group()  # gloo's threads abort a process that exits while they run
+        code = Smoke(options).run()
+    if dist.is_initialized():
+        if code:
+            os._exit(code)  # destroying the groups would wait for ranks that wait for this one
+        dist.destroy_process_group()  # gloo's threads abort a process that exits while they run
     if code == 0:
         log.unlink(missing_ok=True)  # not needed after a success
     return code
@@ -96,28 +94,38 @@ class Smoke:
         self.store = dist.PrefixStore("smoke", store)  # type: ignore[attr-defined]
         self.report = Report(options, self.world)
         self.device = torch.device("cpu")  # until one is chosen
+        self.speaks = self.rank == 0  # or the first rank that fails
 
-    def run(self) -> None:
-        """Try one feature after the other; one that raises is the last, since its rank left the others."""
+    def run(self) -> int:
+        """Try one feature after the other, until one fails; report, and return the exit code."""
         with devices.one_thread(), contextlib.ExitStack() as lent:
-            in_step = self._try("start", "", lambda: self._start(lent))
-            for routing in self._routings:
-                trial = Trial(self.options, routing, self.device, self.share)
-                for feature, examine in FEATURES.items():
-                    if in_step and (feature != "recompute" or self.options.recompute):
-                        in_step = self._try(feature, routing, partial(examine, trial))
-
-    def leave(self) -> int:
-        """Print the verdict and write the report, wait for the other ranks, and return the exit code."""
+            for feature, routing, examine in self._trials(lent):
+                faulthandler.dump_traceback_later(4 * self.options.patience, exit=True, file=screen.err())
+                result = self._examined(feature, routing, examine)
+                faulthandler.cancel_dump_traceback_later()
+                if result is None:
+                    return 1
+                if not self.report.results:
+                    self._say(self.report.heading() + "\n")
+                self.report.results.append(result)
+                self._say(self.report.line(result))
+                if result.result == FAIL:
+                    break
         self._say(f"\n{self.report.verdict()}")
-        if self.rank == 0:
+        if self.speaks:
             if self.options.json:
                 print_json(self.report.to_json())
             write_out(self.options.out, self.report.to_json().encode(), force=self.options.force)
-        self.share("leave", None, self.options.patience)  # torchrun kills all when one fails
         return 0 if self.report.passed else 1
 
-    # The features: each returns a line about what it saw
+    def _trials(self, lent: contextlib.ExitStack) -> Iterator[tuple[str, str, Callable[[], str]]]:
+        """Yield what is tried: a feature, a way of routing, and a function that returns what was seen."""
+        yield "start", "", lambda: self._start(lent)
+        for routing in self._routings:
+            trial = Trial(self.options, routing, self.device)
+            for feature, examine in FEATURES.items():
+                if feature != "recompute" or self.options.recompute:
+                    yield feature, routing, partial(examine, trial)
 
     def _start(self, lent: contextlib.ExitStack) -> str:
         """Choose the device, make the process groups, and configure MindSpeed."""
@@ -129,7 +137,7 @@ class Smoke:
         parallel_state: Any = importlib.import_module("megatron.core.parallel_state")
         lent.enter_context(devices.megatron_on(self.device))
         backend = devices.backend(self.device)
-        # NCCL and HCCL end the process at their timeout, without a report: the timer must come first.
+        # NCCL and HCCL end the process at their timeout without a word, so faulthandler must come first.
         timeout = self.options.patience * (1 if backend == "gloo" else 20)
         if not dist.is_initialized():
             dist.init_process_group(
@@ -145,78 +153,37 @@ class Smoke:
             distributed_timeout_minutes=timeout / 60,
             create_gloo_process_groups=False,
         )
-        importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(1)
         if _MINDSPEED in sys.modules:
             _configure_mindspeed(self.options)
         return f"Megatron's process groups over {backend}"
 
-    # What ranks tell each other and the user
-
-    def share(self, name: str, value: Any, patience: float = math.inf) -> list[Any]:
-        """Return the values that all ranks give under this name."""
-        self.store.set(f"{name}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]  # takes bytes
-        # Polled, since a wait inside the store would block the timer's thread.
-        until = time.monotonic() + patience
-        while not self.store.check([f"{name}/{rank}" for rank in range(self.world)]):
-            Wrong.unless(time.monotonic() < until, f"no word of another rank within {patience:.0f} s")
-            time.sleep(0.01)
-        return self._heard(name)
-
-    def _heard(self, name: str) -> list[Any]:
-        keys = [f"{name}/{rank}" for rank in range(self.world)]
-        return [pickle.loads(self.store.get(key)) for key in keys if self.store.check([key])]
+    def _examined(self, feature: str, routing: str, examine: Callable[[], str]) -> Result | None:
+        """Return what this rank found, once all ranks have come as far; None if another failed first."""
+        begun = time.perf_counter()
+        try:
+            why = examine()
+            self.store.add(f"{feature} {routing}", 1)
+            while self.store.add(f"{feature} {routing}", 0) < self.world:
+                if self.store.add("failed", 0):
+                    return None
+                time.sleep(0.01)
+            return Result(feature, routing, PASS, why, seconds=round(time.perf_counter() - begun, 3))
+        except Exception as error:  # noqa: BLE001  whatever fails here is the finding
+            self.speaks = self.store.add("failed", 1) == 1
+            whose = "" if isinstance(error, ReplayError) else f"{type(error).__name__}: "
+            why = " ".join(f"{whose}{message(error)}".split())
+            # Only the last folders of a path, for privacy.
+            frames = traceback.extract_tb(error.__traceback__)[-6:] if not isinstance(error, Wrong) else []
+            places = [("/".join(Path(frame.filename).parts[-3:]), frame) for frame in frames]
+            trace = [f"{place}:{frame.lineno} {frame.name}" for place, frame in places]
+            seconds = round(time.perf_counter() - begun, 3)
+            return Result(feature, routing, FAIL, why, self.rank, seconds, trace) if self.speaks else None
 
     def _say(self, text: str) -> None:
-        if self.rank == 0:
+        if self.speaks:
             to = screen.err() if self.options.json else screen.out()
             to.write(text + "\n")
             to.flush()
-
-    def _try(self, feature: str, routing: str, examine: Callable[[], str]) -> bool:
-        """Try a feature on all ranks, and print its line; return whether the ranks are in step still."""
-        watch = threading.Timer(4 * self.options.patience, self._conclude, (feature, routing))
-        watch.daemon = True
-        watch.start()
-        mine = self._examined(feature, routing, examine)
-        result = first_to_fail(self.share(f"{feature} {routing}", mine))
-        watch.cancel()
-        self._note(result)
-        return not result.trace
-
-    def _examined(self, feature: str, routing: str, examine: Callable[[], str]) -> Result:
-        """Return what this rank found, also if it raised."""
-        begun = time.perf_counter()
-        rank = None
-        trace = []
-        try:
-            why = examine()
-        except Exception as error:  # noqa: BLE001  whatever fails here is the finding
-            whose = "" if isinstance(error, ReplayError) else f"{type(error).__name__}: "
-            rank = self.rank
-            why = " ".join(f"{whose}{message(error)}".split())
-            frames = traceback.extract_tb(error.__traceback__)[-6:] if not isinstance(error, Wrong) else []
-            # Only the last folders of a path, for privacy.
-            places = [("/".join(Path(frame.filename).parts[-3:]), frame) for frame in frames]
-            trace = [f"{place}:{frame.lineno} {frame.name}" for place, frame in places]
-        result = PASS if rank is None else FAIL
-        seconds = round(time.perf_counter() - begun, 3)
-        return Result(feature, routing, result, why, rank, seconds, trace, time.time())
-
-    def _note(self, result: Result) -> None:
-        if not self.report.results:
-            self._say(self.report.heading() + "\n")
-        self.report.results.append(result)
-        self._say(self.report.line(result))
-
-    def _conclude(self, feature: str, routing: str) -> None:
-        """End the job on the timer's thread, since a rank waits in a collective that will never complete."""
-        why = f"no end within {4 * self.options.patience} s: a rank waits in a collective"
-        late = Result(feature, routing, FAIL, why, self.rank, at=time.time())
-        try:
-            self._note(first_to_fail([*self._heard(f"{feature} {routing}"), late]))
-            self.leave()
-        finally:
-            os._exit(1)
 
 
 def _configure_mindspeed(options: Options) -> None:

@@ -1,7 +1,7 @@
 """One process of a smoke job: the command itself, several runs one after the other, or runs that are broken.
 
 Starting a process and importing Megatron takes longer than a run, so `runs` and `breaks` have many of them in
-one job. Rank 0 leaves what each reported in NAME.json of the job's folder.
+one job. The rank that speaks leaves what each reported in NAME.json of the job's folder.
 """
 
 from __future__ import annotations
@@ -123,13 +123,20 @@ def nothing_is_recomputed() -> Any:
 
 
 def scores_lose_their_gradient() -> Any:
+    """In a replay alone: a record's top-k is torch's own."""
     answer = seam.Call.answer
+    replay = npu_replay.replay
 
     def detached(*args: Any, **kwargs: Any) -> Any:
         values, ids = answer(*args, **kwargs)
         return torch.return_types.topk((values.detach(), ids))
 
-    return mock.patch.object(seam.Call, "answer", detached)
+    @contextlib.contextmanager
+    def detaching(model: Any, routes: Any, **options: Any) -> Any:
+        with mock.patch.object(seam.Call, "answer", detached), replay(model, routes, **options) as session:
+            yield session
+
+    return mock.patch.object(npu_replay, "replay", detaching)
 
 
 def missing_rows_get_expert_0() -> Any:
@@ -187,17 +194,16 @@ def runs(task: dict[str, Any]) -> None:
 def one_run(
     store: Any, options: Options, name: str, folder: Path, routings: Sequence[str] = (*ROUTINGS,)
 ) -> None:
-    """Run smoke with a job's process groups, and let rank 0 leave what it reported."""
+    """Run smoke with a job's process groups, and let the rank that speaks leave what it reported."""
     run = smoke.Smoke(options, routings, dist.PrefixStore(name, store))
-    run.run()
-    code = run.leave()
-    if run.rank == 0:
+    code = run.run()
+    if run.speaks:
         found = json.loads(run.report.to_json()) | {"code": code, "heading": run.report.heading()}
         (folder / f"{name}.json").write_text(json.dumps(found))
 
 
 def breaks(task: dict[str, Any]) -> None:
-    """A run with each break, and one in which a rank hangs, which ends the job."""
+    """A run with each break, and one in which a rank hangs until it is ended."""
     warnings.simplefilter("ignore")
     folder = Path(task["folder"])
     options = options_of(["--tp", "2", "--ep", "2", "--patience", "6"])

@@ -101,78 +101,75 @@ def test_context_parallelism_passes_and_recompute_is_tried_only_if_asked_for(run
 
 
 @pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, str]:
-    """Runs with one break after the other: the exit code of the last, their reports, and the output."""
+def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[jobs.Ended]]:
+    """Runs with one break after the other: the folder of their reports, and how both ranks ended."""
     folder = tmp_path_factory.mktemp("broken")
-    first, *_ = jobs.start("distributed.smoke_worker:breaks", ranks=2, folder=folder)
-    return first.code, folder, first.output
+    return folder, jobs.start("distributed.smoke_worker:breaks", ranks=2, folder=folder)
 
 
 OTHERS = "token-layers show other experts than were replayed"
-BREAKS: dict[str, dict[str, str]] = {  # each break, what fails then, and why it says that it does
-    "groups_fail": {"start": "RuntimeError: no such group"},
-    "int64_isnt_summed": {"collectives": "all_reduce of int64 over 2 ranks gave"},
-    "model_diverges": {"model": "two runs of one step, without npu_replay, are not comparable: a loss"}
-    | dict.fromkeys(("record", "collect", "gradients"), "not comparable: a loss"),
-    "record_shifts_rows": {
-        "record": "token-layers were recorded otherwise than npu_replay.observe saw them",
-        "collect": "they aren't the routes of their tokens",
-    },
-    "record_changes_choice": {"record": "token-layers were recorded otherwise than the untouched step chose"},
-    "layout_shifts_rows": {"collect": "they aren't the routes of their tokens"},
-    "replay_does_nothing": {"replay": OTHERS, "recompute": OTHERS},
-    "one_rank_raises": {"replay": "micro-batch 0, layer 3: made to fail"},
-    "recompute_takes_the_next": {"recompute": "gradients with recompute and without are"},
-    "nothing_is_recomputed": {"recompute": "calls of routers were not recomputed, of"},
-    "scores_lose_their_gradient": {
-        "record": "a recorded step and an untouched one are not comparable",
-        "gradients": "not comparable: a loss or a gradient is missing",
-    },
-    "missing_rows_get_expert_0": {"replay": "show other experts than the router's own choice"},
+BREAKS: dict[str, tuple[str, str]] = {  # each break, the feature that fails then, and what it says
+    "groups_fail": ("start", "RuntimeError: no such group"),
+    "int64_isnt_summed": ("collectives", "all_reduce of int64 over 2 ranks gave"),
+    "model_diverges": ("model", "two runs of one step, without npu_replay, are not comparable: a loss"),
+    "record_shifts_rows": ("record", "token-layers were recorded otherwise than the untouched step chose"),
+    "record_changes_choice": ("record", "token-layers were recorded otherwise than the untouched step chose"),
+    "layout_shifts_rows": ("collect", "they aren't the routes of their tokens"),
+    "replay_does_nothing": ("replay", OTHERS),
+    "one_rank_raises": ("replay", "micro-batch 0, layer 3: made to fail"),
+    "recompute_takes_the_next": ("recompute", "gradients with recompute and without are"),
+    "nothing_is_recomputed": ("recompute", "calls of routers were not recomputed"),
+    "scores_lose_their_gradient": ("gradients", "not comparable: a loss or a gradient is missing"),
+    "missing_rows_get_expert_0": ("replay", "show other experts than the router's own choice"),
 }
 
 
 @pytest.mark.first_release
 @pytest.mark.parametrize("name", BREAKS)
-def test_a_break_fails_what_it_breaks_and_nothing_else(broken: tuple[int, Path, str], name: str) -> None:
-    _, folder, output = broken
+def test_a_break_fails_what_it_breaks_and_ends_the_run(
+    broken: tuple[Path, list[jobs.Ended]], name: str
+) -> None:
+    folder, ended = broken
     file = folder / f"{name}.json"
-    assert file.exists(), output
+    assert file.exists(), ended[0].output
     found = json.loads(file.read_text())
-    failed = {one["feature"]: one["why"] for one in found["results"] if one["result"] == "FAIL"}
-    assert failed.keys() == BREAKS[name].keys(), failed
-    assert all(why in failed[feature] for feature, why in BREAKS[name].items()), failed
-    assert found["code"] == 1
-    assert not found["passed"]
+    *before, last = found["results"]
+    feature, why = BREAKS[name]
+    assert (last["feature"], last["result"]) == (feature, "FAIL"), last
+    assert why in last["why"], last
+    assert [one["feature"] for one in before] == [
+        one for one in FEATURES[: FEATURES.index(feature)] if one != "recompute"
+    ]
+    assert {one["result"] for one in before} <= {"PASS"}
+    assert (found["code"], found["passed"]) == (1, False)
 
 
 def test_every_feature_is_seen_to_fail() -> None:
-    assert {feature for failed in BREAKS.values() for feature in failed} == set(FEATURES)
+    assert {feature for feature, _ in BREAKS.values()} == set(FEATURES)
 
 
 @pytest.mark.first_release
-def test_a_rank_that_hangs_ends_the_job_with_a_report(broken: tuple[int, Path, str]) -> None:
-    code, folder, output = broken
-    assert code == 1
+def test_a_rank_that_hangs_is_reported_by_another_and_says_where_it_waits(
+    broken: tuple[Path, list[jobs.Ended]],
+) -> None:
+    folder, (waited, hung) = broken
     found = json.loads((folder / "one_rank_hangs.json").read_text())
     results = tried(found)
     assert results.pop("replay") == {"FAIL"}
     assert results == {feature: {"PASS"} for feature in FEATURES[: FEATURES.index("replay")]}
-    assert "FAIL: replay, in" in output
+    assert "FAIL: replay, in" in waited.output
+    assert hung.code == 1
+    assert "Timeout (" in hung.output
+    assert "in hanging" in hung.output
 
 
 @pytest.mark.first_release
-def test_the_rank_that_failed_is_heard_and_not_the_one_that_waited(broken: tuple[int, Path, str]) -> None:
-    _, folder, output = broken
+def test_the_rank_that_failed_speaks_and_not_the_one_that_waited(
+    broken: tuple[Path, list[jobs.Ended]],
+) -> None:
+    folder, (waited, failed) = broken
     found = json.loads((folder / "one_rank_raises.json").read_text())
-    failed = [one for one in found["results"] if one["result"] == "FAIL"]
-    assert [one["rank"] for one in failed] == [1]
-    assert any("_raise" in frame for frame in failed[0]["trace"])
-    assert "FAIL  replay        softmax: rank 1: micro-batch 0, layer 3: made to fail" in output
-
-
-@pytest.mark.first_release
-def test_a_rank_that_raised_ends_the_run(broken: tuple[int, Path, str]) -> None:
-    _, folder, _ = broken
-    found = json.loads((folder / "one_rank_raises.json").read_text())
-    assert list(tried(found)) == [*FEATURES[: FEATURES.index("replay") + 1]]
+    assert found["results"][-1]["rank"] == 1
+    assert any("_raise" in frame for frame in found["results"][-1]["trace"])
+    line = "FAIL  replay        softmax: rank 1: micro-batch 0, layer 3: made to fail"
+    assert [line in one.output for one in (waited, failed)] == [False, True]

@@ -9,7 +9,6 @@ import torch
 
 import npu_replay
 from npu_replay import RoutedExperts
-from npu_replay.smoke.checks import differing
 from zoo.toys import ROWS, TOPK, ToyModel, ToyRouter, foreign, plain, tokens
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
@@ -48,7 +47,7 @@ def test_differing_counts_the_token_layers_that_a_loop_finds() -> None:
         for a, b in zip(row, other, strict=True)
     )
     assert found
-    assert differing([ours], [theirs]) == found
+    assert npu_replay.compare(ours, theirs).differing == found
 
 
 def dropping(rows: list[int]) -> ToyModel:

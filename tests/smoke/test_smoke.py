@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,9 @@ import pytest
 from command_line import invoke
 from npu_replay.compat.probe import Product
 from npu_replay.errors import ReplayError
-from npu_replay.smoke import report as reports
 from npu_replay.smoke import run as smoke
 from npu_replay.smoke.options import Options
-from npu_replay.smoke.report import FAIL, PASS, Report, Result, first_to_fail
+from npu_replay.smoke.report import FAIL, PASS, Report, Result
 
 
 @pytest.mark.parametrize(
@@ -131,19 +129,6 @@ def test_what_adapts_megatron_is_imported_in_a_jobs_order_and_its_failure_is_nam
     assert sys.argv is arguments
 
 
-def test_the_rank_that_failed_first_is_heard() -> None:
-    def result(why: str, rank: int, at: float) -> Result:
-        return Result("replay", "", FAIL, why, rank, at=at)
-
-    fine = Result("replay", "", PASS, "all right", at=99.0)
-    waited = result("timed out after 60 s", 0, 160.0)
-    failed = [result("made to fail", 2, 100.4), result("made to fail", 3, 100.0)]
-    assert first_to_fail([waited, fine, *failed]) is failed[1]
-    raised = replace(waited, trace=["a.py:1 f"])
-    assert first_to_fail([*failed, raised]) is raised
-    assert first_to_fail([fine, fine]) is fine
-
-
 def test_lines_name_what_fails() -> None:
     report = Report(Options(), 1)
     assert not report.passed  # nothing tried is no pass
@@ -153,17 +138,3 @@ def test_lines_name_what_fails() -> None:
     assert report.line(failed) == "FAIL  collect       softmax: rank 3: others came back"
     assert not report.passed
     assert report.verdict().startswith("FAIL: collect, in")
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_checkout_is_named_by_its_commit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packed: bool
-) -> None:
-    (tmp_path / ".git/refs").mkdir(parents=True)
-    (tmp_path / ".git/HEAD").write_text("ref: refs/main\n")
-    if not packed:
-        (tmp_path / ".git/refs/main").write_text("0123456789" * 4 + "\n")
-    names = ("mindspeed", "MegatronAdaptor", "TransformerEngineNPU", "torch_npu", "numpy")
-    found = [Product("megatron-core", True, "0.16.1", str(tmp_path / "megatron"))]
-    monkeypatch.setattr(reports.probe, "products", lambda: [*found, *(Product(one, False) for one in names)])
-    assert reports.versions()["megatron-core"] == ("0.16.1" if packed else "0.16.1 (01234567)")
