@@ -12,35 +12,28 @@ if __name__ == "compat":  # the clone is on the path, and somebody asks for a co
 
 if TYPE_CHECKING:
     from npu_replay.compat import (
-        cpu,
-        cuda,
-        engines,
-        megatron,
-        megatron_backports,
-        mindspeed,
-        patching,
-        peft,
-        probe,
-        ray,
-        roll,
-        sglang,
-        slime,
-        swift,
-        torch_npu,
-        trainer_log,
-        transformers,
-        verl,
-        vllm,
-        vllm_ascend,
+        cpu as cpu,
+        cuda as cuda,
+        engines as engines,
+        megatron as megatron,
+        megatron_backports as megatron_backports,
+        mindspeed as mindspeed,
+        patching as patching,
+        peft as peft,
+        probe as probe,
+        ray as ray,
+        roll as roll,
+        sglang as sglang,
+        slime as slime,
+        swift as swift,
+        torch_npu as torch_npu,
+        trainer_log as trainer_log,
+        transformers as transformers,
+        verl as verl,
+        vllm as vllm,
+        vllm_ascend as vllm_ascend,
     )
 
-# fmt: off
-__all__ = [
-    "cpu", "cuda", "engines", "megatron", "megatron_backports", "mindspeed", "patching", "peft", "probe",
-    "ray", "roll", "sglang", "slime", "swift", "torch_npu", "trainer_log", "transformers", "verl", "vllm",
-    "vllm_ascend",
-]
-# fmt: on
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
-    __getattr__, __dir__ = lazy.names(__name__, {name: name for name in __all__})
+    __getattr__, __dir__, __all__ = lazy.names(__name__)

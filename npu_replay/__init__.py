@@ -12,86 +12,55 @@ from npu_replay import torch_loading  # isort: skip # noqa: F401  first: it keep
 from typing import TYPE_CHECKING
 
 try:
-    from npu_replay import compat
+    from npu_replay import compat as compat
 except ImportError as error:
     raise ImportError(
         f"npu_replay/compat in {__path__[0]} is no folder. In a clone it is a symbolic link to ../compat: "
         "copy compat/ too, and unpack an archive with tar or unzip, which keep links (Python's zipfile "
         "doesn't); or install the wheel"
     ) from error
-from npu_replay import lazy, routers
-from npu_replay.compat.patching.install import begin, install, uninstall
+from npu_replay import lazy, routers as routers
+from npu_replay.compat.patching.install import begin, install as install, uninstall as uninstall
 from npu_replay.errors import (
-    InvalidRoutes,
-    MicroBatchError,
-    NoEffect,
-    RecomputeError,
-    ReplayError,
-    RouteFileError,
-    RouterError,
+    InvalidRoutes as InvalidRoutes,
+    MicroBatchError as MicroBatchError,
+    NoEffect as NoEffect,
+    RecomputeError as RecomputeError,
+    ReplayError as ReplayError,
+    RouteFileError as RouteFileError,
+    RouterError as RouterError,
 )
-from npu_replay.parallel.parallel_layout import ParallelLayout, register_reader
-from npu_replay.routes.fingerprint import fingerprint  # not lazy: its module has the same name
+from npu_replay.parallel.parallel_layout import ParallelLayout as ParallelLayout, register_reader
+from npu_replay.routes.fingerprint import fingerprint as fingerprint  # not lazy: its module has the same name
 
 if TYPE_CHECKING:
-    from npu_replay import delivery
-    from npu_replay.compat.sglang.decode import from_sglang
-    from npu_replay.compat.vllm.decode import from_vllm
-    from npu_replay.doctor.report import report
-    from npu_replay.parallel.collect import collect
-    from npu_replay.parallel.parallel_layout import DecoderLayers
-    from npu_replay.parallel.token_layout import TokenLayout
-    from npu_replay.rollout.model_config import RoutedModel
-    from npu_replay.rollout.turns import Rollout, Turn
-    from npu_replay.routes.mismatch import compare
-    from npu_replay.routes.routed_experts import RoutedExperts
-    from npu_replay.routes.store import RouteStore
-    from npu_replay.sessions.follow import Following, follow
-    from npu_replay.sessions.observe import Observation, observe
-    from npu_replay.sessions.record import Pinning, Recording, pin_recompute, record
-    from npu_replay.sessions.replay import Replay, replay
+    from npu_replay import delivery as delivery
+    from npu_replay.compat.sglang.decode import from_sglang as from_sglang
+    from npu_replay.compat.vllm.decode import from_vllm as from_vllm
+    from npu_replay.doctor.report import report as report
+    from npu_replay.parallel.collect import collect as collect
+    from npu_replay.parallel.parallel_layout import DecoderLayers as DecoderLayers
+    from npu_replay.parallel.token_layout import TokenLayout as TokenLayout
+    from npu_replay.rollout.model_config import RoutedModel as RoutedModel
+    from npu_replay.rollout.turns import Rollout as Rollout, Turn as Turn
+    from npu_replay.routes.mismatch import compare as compare
+    from npu_replay.routes.routed_experts import RoutedExperts as RoutedExperts
+    from npu_replay.routes.store import RouteStore as RouteStore
+    from npu_replay.sessions.follow import Following as Following, follow as follow
+    from npu_replay.sessions.observe import Observation as Observation, observe as observe
+    from npu_replay.sessions.record import (
+        Pinning as Pinning,
+        Recording as Recording,
+        pin_recompute as pin_recompute,
+        record as record,
+    )
+    from npu_replay.sessions.replay import Replay as Replay, replay as replay
 
 __version__ = "0.1.0"
 
-# fmt: off
-__all__ = [
-    "DecoderLayers", "Following", "InvalidRoutes", "MicroBatchError", "NoEffect", "Observation",
-    "ParallelLayout", "Pinning", "RecomputeError", "Recording", "Replay", "ReplayError", "Rollout",
-    "RouteFileError", "RouteStore", "RoutedExperts", "RoutedModel", "RouterError", "TokenLayout", "Turn",
-    "collect", "compare", "compat", "delivery", "fingerprint", "follow", "from_sglang", "from_vllm",
-    "install", "observe", "pin_recompute", "record", "replay", "report", "routers", "uninstall",
-]
-# fmt: on
-
-_HOMES = {
-    "DecoderLayers": "parallel.parallel_layout",
-    "Following": "sessions.follow",
-    "Observation": "sessions.observe",
-    "Pinning": "sessions.record",
-    "Recording": "sessions.record",
-    "Replay": "sessions.replay",
-    "Rollout": "rollout.turns",
-    "RouteStore": "routes.store",
-    "RoutedExperts": "routes.routed_experts",
-    "RoutedModel": "rollout.model_config",
-    "TokenLayout": "parallel.token_layout",
-    "Turn": "rollout.turns",
-    "collect": "parallel.collect",
-    "delivery": "delivery",
-    "compare": "routes.mismatch",
-    "follow": "sessions.follow",
-    "from_sglang": "compat.sglang.decode",
-    "from_vllm": "compat.vllm.decode",
-    "observe": "sessions.observe",
-    "pin_recompute": "sessions.record",
-    "record": "sessions.record",
-    "replay": "sessions.replay",
-    "report": "doctor.report",
-}
-"""Maps each lazily loaded name to its module."""
 
 if not TYPE_CHECKING:  # with __getattr__ a type checker accepts any name
-    __getattr__, __dir__ = lazy.names(__name__, _HOMES)
+    __getattr__, __dir__, __all__ = lazy.names(__name__)
 
 routers.register("megatron-core", lazy.lazy("npu_replay.compat.megatron.routers:MegatronRouters"))
 routers.register("transformers", lazy.lazy("npu_replay.compat.transformers:TransformersRouters"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -22,21 +23,25 @@ def lazy(where: str) -> Callable[..., Any]:
     return call
 
 
-def names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package that imports its names on their first use.
+def names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of a package that imports names on their first use.
 
-    Args:
-        package: its `__name__`.
-        homes: the module of each name, relative to the package; a name that maps to itself is a module.
+    Its public names are those that its source imports as themselves, «from module import name as name», which
+    is how type checkers know them. Those under TYPE_CHECKING alone are imported here.
     """
+    loader: Any = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
+    tree = ast.parse(loader.get_source(package))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    homes = {
+        alias.name: str(node.module) for node in imports for alias in node.names if alias.asname == alias.name
+    }
 
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_module(f"{package}.{homes[name]}")
-        if homes[name] == name:
-            return module
-        value = vars(sys.modules[package])[name] = getattr(module, name)
+        home = homes[name]
+        value = import_module(f"{home}.{name}") if home == package else getattr(import_module(home), name)
+        vars(sys.modules[package])[name] = value
         return value
 
-    return get, lambda: sorted(vars(sys.modules[package]).keys() | homes.keys())
+    return get, lambda: sorted(vars(sys.modules[package]).keys() | homes.keys()), sorted(homes)

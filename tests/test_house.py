@@ -19,7 +19,7 @@ COMPAT = Path(npu_replay.compat.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "dev" / "architecture.md"
 
 FLOORS = (
-    ("errors", "lazy", "json_text", "screen", "module_tree"),
+    ("errors", "lazy", "screen", "module_tree"),
     ("routes", "tables", "environment"),
     ("options", "torch_loading"),
     ("routers",),

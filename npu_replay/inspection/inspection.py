@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from npu_replay import json_text
 from npu_replay.compat.sglang import decode as sglang
 from npu_replay.compat.vllm import decode as vllm
 from npu_replay.errors import MicroBatchError, ReplayError, RouteFileError, RouterError, quoted
@@ -350,8 +350,8 @@ def _parsed(path: Path) -> Any:
     while text.startswith(b"HTTP/"):  # 100 Continue has headers of its own
         text = text.replace(b"\r\n\r\n", b"\n\n", 1).partition(b"\n\n")[2]
     try:
-        return json_text.parse(text)
-    except ValueError as error:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
         streamed = text[:5] == b"data:"
         raise RouteFileError(
             "this is a stream of pieces" if streamed else "nobody knows what this file is",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
-from npu_replay.errors import MicroBatchError
+from npu_replay.errors import MicroBatchError, shown
 
 Preprocessing: TypeAlias = Callable[[list[torch.Tensor]], Any]
 """Maps one int64 tensor per sequence to the input of this rank's model."""
@@ -75,20 +74,15 @@ def _probed(fn: Preprocessing, sizes: tuple[int, ...], padding_alone: bool, turn
 
 def _fed(fn: Preprocessing, sequences: list[torch.Tensor]) -> torch.Tensor:
     """Return what `fn` makes of these, int64 [rows] or [batch, sequence]."""
-    made = fn(sequences)
-    if isinstance(made, (list, tuple)) and all(isinstance(number, int) for number in made):
-        made = torch.tensor(made)
-    if isinstance(made, np.ndarray) and made.dtype.kind in "iu":
-        made = torch.from_numpy(made.astype(np.int64))
-    if not isinstance(made, torch.Tensor) or made.dtype not in (torch.int32, torch.int64) or made.is_nested:
-        kind = "tensor" if isinstance(made, torch.Tensor) else "array"
+    fed = fn(sequences)
+    if isinstance(fed, Mapping) or torch.as_tensor(fed).dtype not in (torch.int32, torch.int64):
         raise MicroBatchError(
             "the preprocessing returns something else than token ids",
             expected="an integer tensor, as a model is fed",
-            got=f"{made.dtype} {kind}" if hasattr(made, "dtype") else type(made).__name__,
+            got=shown(fed),
             cause="fn returns a batch or a mask: pick input_ids",
         )
-    made = made.detach().cpu().to(torch.int64)
+    made = torch.as_tensor(fed).detach().cpu().to(torch.int64)
     if made.dim() == 2 and made.shape[0] == 1:
         made = made[0]
     if made.dim() not in (1, 2):

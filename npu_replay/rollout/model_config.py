@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import os
 import re
@@ -12,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from npu_replay import json_text
 from npu_replay.errors import ReplayError, RouterError, shown, whole_number
 from npu_replay.routers import Router, check_alike
 from npu_replay.routes.atomic_file import plain_file
@@ -28,7 +28,6 @@ _TOPK = (
 )
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
-_DEEPEST = 16  # a multimodal model's config may hold its language model's
 _KINDS: dict[str, tuple[str, ...]] = {
     "block_configs": ("moe",),  # Nemotron Puzzle
     "mlp_layer_types": ("sparse", "moe", "hash_moe"),
@@ -207,24 +206,19 @@ class _Keys:
 
     @classmethod
     def of(cls, config: Any) -> _Keys:
-        path = config if isinstance(config, (str, os.PathLike)) else None
-        config = config if path is None else cls.of_file(Path(path))
-        for _ in range(_DEEPEST):
-            keys = cls(config, str(path or type(config).__name__))
-            # A config inside this one, such as the language model's, is read in its place.
-            inner = None if isinstance(config, Mapping) else getattr(config, "config", None)
-            if inner is None or hasattr(config, "num_hidden_layers"):
-                own = any(keys[expert] is not None for expert in _EXPERTS)
-                inner = None if own else next((keys[key] for key in _TEXT if keys[key] is not None), None)
-            if inner is None:
-                return keys
-            config = inner
-        raise ReplayError(
-            "this config holds configs without end",
-            where=keys.name,
-            expected=f"a language model's, {_DEEPEST} deep at most",
-            got="another one inside that",
-        )
+        if isinstance(config, (str, os.PathLike)):
+            return cls._innermost(cls.of_file(Path(config)), str(config))
+        return cls._innermost(config, type(config).__name__)
+
+    @classmethod
+    def _innermost(cls, config: Any, name: str) -> _Keys:
+        """Return the keys of the language model's config, which may lie in another model's."""
+        keys = cls(config, name)
+        inner = None if isinstance(config, Mapping) else getattr(config, "config", None)
+        if inner is None or hasattr(config, "num_hidden_layers"):
+            own = any(keys[expert] is not None for expert in _EXPERTS)
+            inner = None if own else next((keys[key] for key in _TEXT if keys[key] is not None), None)
+        return keys if inner is None else cls._innermost(inner, name)
 
     @staticmethod
     def of_file(path: Path) -> dict[str, Any]:
@@ -233,8 +227,8 @@ class _Keys:
         try:
             file = path / "config.json" if path.is_dir() else path
             with plain_file(file) as opened:
-                config: dict[str, Any] = json_text.parse(opened.read())
-        except (OSError, ValueError) as error:
+                config: dict[str, Any] = json.loads(opened.read())
+        except (OSError, ValueError, RecursionError) as error:
             is_missing = isinstance(error, FileNotFoundError)
             raise ReplayError(
                 "the model's config can't be read",

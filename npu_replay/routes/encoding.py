@@ -193,9 +193,9 @@ def read_errors_as(problem: str, cause: str, where: object = "") -> Iterator[Non
         raise error.at(where) from error.__cause__
     except FileNotFoundError as error:
         raise RouteFileError("there is no such file", where=str(where)) from error
-    except RecursionError as error:
-        raise RouteFileError(f"{problem} (it is nested too deeply)", where=str(where), cause=cause) from error
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, MemoryError) as error:
+    except (
+        *(OSError, ValueError, LookupError, TypeError, AttributeError, MemoryError, RecursionError),
+    ) as error:
         reason = error if isinstance(error, (OSError, ValueError)) else repr(error)
         raise RouteFileError(f"{problem} ({reason})", where=str(where), cause=cause) from error
 

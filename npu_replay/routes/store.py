@@ -226,11 +226,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
                 )
             routes = routes.of_sample(sample_key)
             key = key_of(routes.fingerprint or 0)
-        try:
-            fine = bool(key.encode())
-        except UnicodeEncodeError:
-            fine = False
-        if not fine:
+        if not key:
             raise self._error("bad key", "text", shown(key))
         if key in self._keys:
             raise self._error(

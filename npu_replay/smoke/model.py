@@ -186,9 +186,10 @@ class StepOutcome:
 
         0.0 means bit-equal; infinity means not comparable, or not finite.
         """
-        ours, theirs = ([*map(of.losses.get, sorted(of.losses)), *of.gradients] for of in (self, other))
-        if self.losses.keys() != other.losses.keys() or len(ours) != len(theirs):
+        if self.losses.keys() != other.losses.keys() or len(self.gradients) != len(other.gradients):
             return math.inf
+        ours = [*(self.losses[number] for number in other.losses), *self.gradients]
+        theirs = [*other.losses.values(), *other.gradients]
         pairs = [pair for pair in zip(ours, theirs, strict=True) if pair[0].numel()]
         apart = [float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in pairs]
         return max(apart, default=0.0) if all(map(math.isfinite, apart)) else math.inf

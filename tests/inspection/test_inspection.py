@@ -434,7 +434,6 @@ def test_a_folder_of_many(desk: Desk, run: Callable[..., Result]) -> None:
         (b"[" * 100_000, "nobody knows"),
         (b'{"choices": [{"routed_experts": 7}]}', "return_token_ids"),
         (b'{"choices": "x", "meta_info": 3}', "SGLang"),
-        (b'{"choices": [], "choices": [], "usage": null}', "'choices' stands twice"),
         (b"\x93NUMPY\x01\x00v\x00{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", "isn't an .npy"),
         (b"\x10\x00\x00\x00\x00\x00\x00\x00{" + b" " * 40, "can't be read"),
     ],

@@ -223,10 +223,9 @@ def test_the_error_names_the_keys_that_were_looked_for_and_the_way_out() -> None
 
 def test_a_file_that_is_no_config_or_is_not_there_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    said = dict.fromkeys((b"", b"[]", b"[" * 100_000, b'{"a": 1}\x00', b"\xff\xfe\x00", b"{}"), "")
-    for content, words in {**said, b'{"a": 8, "a": 16}': "'a' stands twice"}.items():
+    for content in (b"", b"[]", b"[" * 100_000, b'{"a": 1}\x00', b"\xff\xfe\x00", b"{}"):
         file.write_bytes(content)
-        with pytest.raises(ReplayError, match=words or None) as refused:
+        with pytest.raises(ReplayError) as refused:
             RoutedModel.from_config(tmp_path)
         assert str(tmp_path) in str(refused.value.where)
     file.unlink()

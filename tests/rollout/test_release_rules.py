@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from npu_replay import ReplayError
 from npu_replay.rollout.engine_plan import EngineArguments
 from npu_replay.rollout.release_rules import Releases, release, tells_release
 
@@ -114,11 +113,3 @@ def test_what_is_off_is_left_out_where_a_server_knows_no_negation() -> None:
     plan = {"disable_radix_cache": False, "enable_return_routed_experts": True}
     assert EngineArguments(plan, negates=False).command_line() == ["--enable-return-routed-experts"]
     assert EngineArguments(plan).command_line()[0] == "--no-disable-radix-cache"
-
-
-@pytest.mark.parametrize(
-    "value", [object(), {"a": object()}, {1, 2}, [object()], b"x"], ids=lambda v: type(v)
-)
-def test_what_is_no_text_is_refused_by_name(value: Any) -> None:
-    with pytest.raises(ReplayError, match="compilation_config: this argument can't be given"):
-        EngineArguments({"compilation_config": value}).command_line()

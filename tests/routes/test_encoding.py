@@ -135,7 +135,7 @@ CRAFTED: dict[str, tuple[dict[str, Any], str]] = {
     },
     # of the routes in them
     "nothing of the routes": ({"routes_said": lambda said: "null"}, "can't be read"),
-    "routes nested deeply": ({"routes_said": lambda said: "[" * 100_000}, "nested too deeply"),
+    "routes nested deeply": ({"routes_said": lambda said: "[" * 100_000}, "recursion depth"),
     "a number of 5,000 digits": (
         {"routes_said": replaced('"tokens":[5', '"tokens":[' + "9" * 5000)},
         "can't be read",
