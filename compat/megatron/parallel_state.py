@@ -27,7 +27,7 @@ _AXES = {
 }
 
 
-def read(model: Any, sequence_parallel: bool | None) -> ParallelLayout:
+def read(model: Any) -> ParallelLayout:
     state: Any = sys.modules.get(_STATE)
     if state is None:
         raise ReplayError(
@@ -45,27 +45,26 @@ def read(model: Any, sequence_parallel: bool | None) -> ParallelLayout:
     config = config_of(model)
     trees = [] if config is model else [ModuleTree.of(chunk) for chunk in chunks_of(model)]
     pattern = hybrid.pattern_in(trees) if trees else hybrid.pattern_of(config)
-    sizes = {axis: _of_axis(state, axis, "world_size") for axis in _AXES}
     layout = ParallelLayout(
-        **sizes,
+        **{axis: _of_axis(state, axis, "world_size") for axis in _AXES},
         **{f"{axis}_rank": _of_axis(state, axis, "rank") for axis in _AXES},
         vp=_virtual_stages(state, config),
-        sequence_parallel=_slices(config, sequence_parallel, sizes["tp"]),
-        gathers_rows=getattr(config, "moe_token_dispatcher_type", None) == "alltoall_seq",
-        decoder=None if config is None else decoder_layers(config, pattern),
+        sequence_parallel=bool(config.sequence_parallel),
+        gathers_rows=config.moe_token_dispatcher_type == "alltoall_seq",
+        decoder=decoder_layers(config, pattern),
         groups=(  # those that share a pipeline stage, then the stages
             _ask(state, "get_tensor_and_context_parallel_group"),
             _ask(state, "get_pipeline_model_parallel_group"),
         ),
     )
-    if config is not None and config is not model:
+    if config is not model:
         layout.check(model)
     return layout
 
 
 def config_of(model: Any) -> Any:
-    """Return the TransformerConfig of a model, its chunks or a wrapper around one; None for None."""
-    if model is None or hasattr(model, "pipeline_model_parallel_size"):
+    """Return the TransformerConfig of a model, its chunks or a wrapper around one."""
+    if hasattr(model, "pipeline_model_parallel_size"):
         return model
     config = _config_in(chunks_of(model))
     if config is None:
@@ -211,16 +210,3 @@ def _virtual_stages(state: Any, config: Any) -> int:
     if stages is None:
         stages = _ask(state, "get_virtual_pipeline_model_parallel_world_size")
     return int(stages or 1)
-
-
-def _slices(config: Any, asked: bool | None, tp: int) -> bool:
-    slices = asked if config is None else bool(config.sequence_parallel)
-    if asked is not None and slices != asked:
-        raise ReplayError("sequence_parallel is another in the model's config", expected=asked, got=slices)
-    if slices is None and tp != 1:
-        raise ReplayError(
-            "whether rows are sliced over the tensor-parallel ranks isn't known",
-            expected="from_megatron(model), or from_megatron(sequence_parallel=True or False)",
-            got=f"from_megatron() with tensor parallelism {tp}",
-        )
-    return bool(slices)

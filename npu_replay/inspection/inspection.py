@@ -207,12 +207,7 @@ class _Reader:
                     f"top-{routes.topk} of {routes.num_experts} in layers {routes.layers}",
                 )
             if tokens is not None:
-                count = len(tokens)
-                if count != len(routes):
-                    raise MicroBatchError(
-                        "these are routes of another number of tokens", expected=count, got=len(routes)
-                    )
-                other = find_other_tokens(count, routes.fingerprint, count, fingerprint(tokens))
+                other = find_other_tokens(len(routes), routes.fingerprint, len(tokens), fingerprint(tokens))
                 if other is not None:
                     raise other.error(MicroBatchError, where)
             return routes

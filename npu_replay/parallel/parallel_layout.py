@@ -297,18 +297,17 @@ class ParallelLayout:
     __copy__ = __deepcopy__
 
     @classmethod
-    def from_megatron(cls, model: Any = None, *, sequence_parallel: bool | None = None) -> ParallelLayout:
+    def from_megatron(cls, model: Any) -> ParallelLayout:
         """Read the layout from the running Megatron-core, of any release.
 
         Args:
-            model: the model, its chunks, or its config; without one, `decoder` stays None.
-            sequence_parallel: needed only without a model and with tensor parallelism.
+            model: the model, its chunks, or its config.
 
         Raises:
             ReplayError: Megatron's parallel state isn't initialised, or a required value is unknown.
             RouterError: the built model has routers in other layers than its config says.
         """
-        return _readers["megatron-core"](model, sequence_parallel)
+        return _readers["megatron-core"](model)
 
     @property
     def chunk_layers(self) -> tuple[tuple[int, ...], ...]:
@@ -383,9 +382,9 @@ class ParallelLayout:
             )
 
 
-_readers: dict[str, Callable[[Any, bool | None], ParallelLayout]] = {}
+_readers: dict[str, Callable[[Any], ParallelLayout]] = {}
 
 
-def register_reader(product: str, reader: Callable[[Any, bool | None], ParallelLayout]) -> None:
+def register_reader(product: str, reader: Callable[[Any], ParallelLayout]) -> None:
     """Register a reader of a product's running parallel state; the same name again replaces it."""
     _readers[product] = reader

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
+from npu_replay.errors import MicroBatchError, ReplayError
 from npu_replay.routes import arguments
 from npu_replay.routes.arguments import StageLabels
 from npu_replay.routes.checks import Array, Finding
@@ -83,22 +83,15 @@ def _even(numbers: Array) -> slice | Array:
 def pick(
     runs: Sequence[Run], rows: int, samples: Mapping[int, RoutedExperts], layers: Sequence[int]
 ) -> RoutedExperts:
-    """Return the routes of these layers in a rank's rows; rows of other samples, or past an end, lack one."""
+    """Return the routes of these layers in a rank's rows; rows of other samples, or past an end, lack one.
+
+    The samples are alike in top-k and experts, as `find_bad` has it.
+    """
     labels = arguments.labels(layers)
     like = next(iter(samples.values()))
     here = [run for run in runs if run.sample in samples]
     used = {run.sample: samples[run.sample] for run in here}
     topk = like.topk
-    experts = like.num_experts
-    for number, routes in used.items():
-        if routes.topk != topk or routes.num_experts != experts:  # the message is built only for an error
-            raise InvalidRoutes(
-                "the samples of a batch have another top-k or number of experts",
-                where=f"sequence {number}",
-                expected=f"top-{topk} of {experts}",
-                got=f"top-{routes.topk} of {routes.num_experts}",
-                cause="routes of different models",
-            )
     # Samples of one engine share their layers, so the columns are looked up once for each kind.
     columns = {
         of: routes.columns(labels)

@@ -32,7 +32,7 @@ from npu_replay.compat import probe
 from npu_replay.compat.mindspeed import adaptors
 from npu_replay.errors import ReplayError
 from npu_replay.options import WrongOption, message, write_out
-from npu_replay.smoke.checks import FEATURES, Trial, Wrong
+from npu_replay.smoke.checks import FEATURES, Trial
 from npu_replay.smoke.model import ROUTINGS, config
 from npu_replay.smoke.options import Options
 from npu_replay.smoke.report import FAIL, PASS, Report, Result
@@ -172,10 +172,10 @@ class Smoke:
             self.speaks = self.store.add("failed", 1) == 1
             whose = "" if isinstance(error, ReplayError) else f"{type(error).__name__}: "
             why = " ".join(f"{whose}{message(error)}".split())
-            # Only the last folders of a path, for privacy.
-            frames = traceback.extract_tb(error.__traceback__)[-6:] if not isinstance(error, Wrong) else []
-            places = [("/".join(Path(frame.filename).parts[-3:]), frame) for frame in frames]
-            trace = [f"{place}:{frame.lineno} {frame.name}" for place, frame in places]
+            trace = [  # only the last folders of a path, for privacy
+                f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.name}"
+                for frame in traceback.extract_tb(error.__traceback__)[-6:]
+            ]
             seconds = round(time.perf_counter() - begun, 3)
             return Result(feature, routing, FAIL, why, self.rank, seconds, trace) if self.speaks else None
 

@@ -364,7 +364,7 @@ def test_routes_of_ours(desk: Desk) -> None:
     others = desk.put([*desk.tokens[:-1], 511], "others.json")
     larger = desk.put(CONFIG | {"num_experts": 64}, "larger.json")
     for words, how in (
-        ("another number of tokens", {"prompt_ids": every, "output_ids": every}),
+        ("number of tokens", {"prompt_ids": every, "output_ids": every}),
         ("other tokens", {"prompt_ids": others, "output_ids": none}),
         ("another model", {"config": larger}),
     ):

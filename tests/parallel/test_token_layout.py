@@ -136,12 +136,6 @@ def test_tokens_with_many_gaps_between_them_have_their_routes_up_to_the_end() ->
     assert torch.equal(found.ids[1:], one.ids[rows[1:]])
 
 
-def test_samples_of_two_models_are_refused_where_both_are_needed() -> None:
-    samples = {0: routes(3, 0), 1: routes(3, 1, topk=3)}
-    with pytest.raises(InvalidRoutes, match=r"sequence 1: .*Expected top-2 of 8, got top-3 of 8"):
-        pick(plan(torch.arange(6), [3, 3]), 6, samples, (1,))
-
-
 def test_scatter_keeps_the_weight_version_and_carries_the_layouts_fingerprints() -> None:
     """T24e: what was recorded is told by its tokens, wherever the batch goes from here."""
     recorded = routes(6, 1, weight_version=7)

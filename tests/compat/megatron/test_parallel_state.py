@@ -365,41 +365,29 @@ def test_every_axis_is_read_from_its_own_place(
     """No axis is taken for another: expert tensor parallelism for tensor parallelism, say."""
     from megatron.core import parallel_state
 
-    alone = ParallelLayout.from_megatron()
-    assert alone.decoder is None
+    config = megatron_model.config()
+    alone = ParallelLayout.from_megatron(config)
     assert (alone.tp, alone.pp, alone.dp, alone.sequence_parallel) == (1, 1, 1, False)
     assert [group.size() for group in alone.groups] == [1, 1]
     at(2, 1, 3, 0)
-    assert ParallelLayout.from_megatron().vp == 3
+    assert ParallelLayout.from_megatron(config).vp == 3
     groups = {name: object() for name in ("tensor_and_context_parallel", "pipeline_model_parallel")}
     given: dict[str, Any] = {f"get_{name}_group": group for name, group in groups.items()}
     for number, name in enumerate(AXES.values()):
         given |= {f"get_{name}_world_size": 10 + number, f"get_{name}_rank": number + 1}
     for name, value in given.items():
         monkeypatch.setattr(parallel_state, name, lambda *_, value=value, **__: value)
-    layout = ParallelLayout.from_megatron(sequence_parallel=False)
+    layout = ParallelLayout.from_megatron(config)
     assert [getattr(layout, axis) for axis in AXES] == [*range(10, 16)]
     assert [getattr(layout, f"{axis}_rank") for axis in AXES] == [*range(1, 7)]
     assert layout.groups == tuple(groups.values()), "those that share a stage, then the stages"
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_sequence_parallelism_is_the_configs_or_has_to_be_told(
-    sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.core import parallel_state
-
+def test_sequence_parallelism_is_the_configs(sequence_parallel: bool) -> None:
     config = megatron_model.config(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
     layout = ParallelLayout.from_megatron(config)
     assert (layout.sequence_parallel, layout.gathers_rows) == (sequence_parallel, False)
-    assert ParallelLayout.from_megatron(config, sequence_parallel=sequence_parallel) == layout
-    with pytest.raises(ReplayError, match=f"another in the model's config.*got {sequence_parallel}"):
-        ParallelLayout.from_megatron(config, sequence_parallel=not sequence_parallel)
-    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
-    with pytest.raises(ReplayError, match=r"isn't known.*from_megatron\(model\).*parallelism 2"):
-        ParallelLayout.from_megatron()
-    told = ParallelLayout.from_megatron(sequence_parallel=sequence_parallel)
-    assert told.sequence_parallel == sequence_parallel
     assert not ParallelLayout.from_megatron(megatron_model.config()).sequence_parallel
 
 
@@ -420,13 +408,13 @@ def test_what_cant_be_read_is_an_error_that_says_why(monkeypatch: pytest.MonkeyP
         ParallelLayout.from_megatron(nn.Linear(2, 2))
     with monkeypatch.context() as patch, pytest.raises(ReplayError, match=r"expert_tensor_parallel_rank"):
         patch.delattr(parallel_state, "get_expert_tensor_parallel_rank")
-        ParallelLayout.from_megatron()
+        ParallelLayout.from_megatron(megatron_model.config())
     with monkeypatch.context() as patch, pytest.raises(ReplayError, match=r"isn't initialised"):
         patch.setattr(parallel_state, "model_parallel_is_initialized", lambda: False)
-        ParallelLayout.from_megatron()
+        ParallelLayout.from_megatron(megatron_model.config())
     monkeypatch.delitem(sys.modules, "megatron.core.parallel_state")  # on the driver there is none
     with pytest.raises(ReplayError, match=r"isn't running in this process.*ParallelLayout\(tp="):
-        ParallelLayout.from_megatron()
+        ParallelLayout.from_megatron(megatron_model.config())
     assert "megatron.core.parallel_state" not in sys.modules
 
 
