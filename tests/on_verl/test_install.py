@@ -11,6 +11,8 @@ import multiprocessing
 import os
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
@@ -20,121 +22,100 @@ import transformers_4
 
 pytestmark = [pytest.mark.megatron, pytest.mark.newest]
 
-AFTER_US = {
-    case: (case, {})
-    for case in ("nothing", "install_again", "uninstall", "strangers_routing", "adaptors_routing")
-}
-LENIENT = {"NPU_REPLAY_STRICT": "0"}
-AFTER_VERL: dict[str, tuple[str, dict[str, str]]] = {
-    "patched_by_verl": ("patched_by_verl", {}),
-    "unknown_argument": ("unknown_argument", {}),
-    "missing_name": ("missing_name", {}),
-    "no_apply": ("no_apply", {}),
-    "dispatcher": ("dispatcher", {}),
-    "strangers_apply": ("strangers_apply", {}),
-    "missing_name, lenient": ("missing_name", LENIENT),
-    "disabled": ("nothing", {"NPU_REPLAY_DISABLE": "1"}),
+ALL, NONE, REFUSAL = "all", "none", "apply_router_replay_patch alone"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a process does, and what is so then.
+
+    Attributes:
+        first: which of the two is imported before the other.
+        ours: which of the names that LOOKED_AT has are npu_replay's.
+        words: of the error when an engine is built.
+        logged: words of the one ERROR in the log, since verl swallows what a plug-in raises.
+        facts: what the process's function has found, besides.
+    """
+
+    first: str
+    do: str = "nothing"
+    env: Mapping[str, str] = field(default_factory=dict)
+    ours: str = ALL
+    words: Sequence[str] = ()
+    logged: Sequence[str] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def unknown(do: str, *words: str) -> Case:
+    """An unknown verl, or somebody else's in its place: all or nothing, and an engine isn't built."""
+    return Case("verl", do, ours=REFUSAL, words=("ReplayError", *words), logged=("[npu_replay]", *words))
+
+
+RESTORED = {"patched": True, "restored": True, "flag": False}
+CASES = {
+    "npu_replay first": Case("npu_replay"),
+    "installed twice": Case("npu_replay", "install_again", facts={"changed": False, "warned": []}),
+    "uninstalled": Case("npu_replay", "uninstall", ours=NONE, facts={"patches": 0}),
+    "turned off": Case("verl", env={"NPU_REPLAY_DISABLE": "1"}, ours=NONE, facts={"patches": 0}),
+    "verl's own patch came first": Case("verl", "patched_by_verl", facts=RESTORED),
+    "a dispatcher's wrapper that kept nothing": Case("verl", "dispatcher", facts={"restored": True}),
+    "an unknown argument": unknown("unknown_argument", "router_replay_utils", "novelty", "update npu_replay"),
+    "a name is missing": unknown(
+        "missing_name", "router_replay_utils", "pp_gather", "another than npu_replay knows"
+    ),
+    "somebody else's apply": unknown(
+        "strangers_apply",
+        *("somebody else has replaced apply_router_replay_patch", "stranger", "remove it"),
+    ),
+    # There is nothing to put the refusal in then, and that must not be the error.
+    "no apply": Case(
+        "verl",
+        "no_apply",
+        ours=NONE,
+        logged=("another than npu_replay knows", "apply_router_replay_patch"),
+    ),
+    "a name is missing, lenient": Case(
+        "verl", "missing_name", {"NPU_REPLAY_STRICT": "0"}, ours=NONE, logged=("pp_gather",)
+    ),
+    "somebody else's routing": Case(
+        "npu_replay",
+        "strangers_routing",
+        words=("TopKRouter.routing: somebody else's routing", "with RoutingReplay", "stranger"),
+    ),
+    # As MegatronAdaptor, a bridge or TransformerEngineNPU may replace it for their accelerator.
+    "a routing that only routes": Case("npu_replay", "adaptors_routing"),
 }
 Answer = dict[str, Any]
-Found = dict[str, Answer]
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
+def found() -> dict[str, Answer]:
     """What each case has found, of two processes: npu_replay comes first in one, verl in the other."""
-    answers: dict[str, dict[str, Any]] = {}
-    for first, cases in (("npu_replay", AFTER_US), ("verl", AFTER_VERL)):
+    answers: dict[str, Answer] = {}
+    for first in ("npu_replay", "verl"):
+        cases = {name: (case.do, dict(case.env)) for name, case in CASES.items() if case.first == first}
         # From 0.9 on verl loads an installed npu_replay by itself; the order is the test's here.
         env: dict[str, str | None] = {"VERL_USE_EXTERNAL_PLUGINS": "none"}
         answers |= jobs.run("on_verl.test_install:main", {"first": first, "cases": cases}, env=env)
     return answers
 
 
-@pytest.mark.parametrize("case", ["nothing", "patched_by_verl", "install_again"])
-def test_everything_is_ours_in_every_module_that_bound_it(found: Found, case: str) -> None:
-    answer = found[case]
-    assert answer["ours"]
-    assert all(answer["ours"].values()), answer["ours"]
-    assert answer["raised"] is None
-    assert answer["logged"] == []
-
-
-def test_verls_own_patch_that_came_first_is_taken_back(found: Found) -> None:
-    answer = found["patched_by_verl"]
-    assert (answer["patched"], answer["restored"], answer["flag"]) == (True, True, False)
-
-
-def test_a_dispatchers_wrapper_that_kept_nothing_gives_way_to_megatrons_own(found: Found) -> None:
-    assert found["dispatcher"]["restored"]
-
-
-def test_installing_twice_changes_nothing(found: Found) -> None:
-    """And no warning says that an NPU has no replay."""
-    answer = found["install_again"]
-    assert answer["once"] == answer["again"] != []
-    assert answer["warned"] == []
-
-
-@pytest.mark.parametrize("case", ["uninstall", "disabled"])
-def test_all_of_it_is_verls_own_again_or_still(found: Found, case: str) -> None:
-    """Also in modules that bound our names by from ... import."""
-    answer = found[case]
-    assert answer["ours"]
-    assert not any(answer["ours"].values()), answer["ours"]
-    assert answer["patches"] == 0
-
-
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("unknown_argument", ("router_replay_utils", "novelty", "update npu_replay")),
-        ("missing_name", ("router_replay_utils", "pp_gather", "another than npu_replay knows")),
-        (
-            "strangers_apply",
-            ("somebody else has replaced apply_router_replay_patch", "stranger", "remove it"),
-        ),
-    ],
-)
-def test_an_unknown_verl_is_an_error_at_import_and_stops_the_engine(
-    found: Found, case: str, words: tuple[str, ...]
+@pytest.mark.parametrize("name", CASES)
+def test_in_either_order_all_names_are_ours_or_none_and_an_engine_says_why(
+    found: dict[str, Answer], name: str
 ) -> None:
-    """verl swallows what a plug-in raises, so it is logged; the engine's build then raises it."""
-    answer = found[case]
-    (logged,) = answer["logged"]
-    for word in ("[npu_replay]", *words):
-        assert word in logged
-    for word in ("ReplayError", *words):
-        assert word in answer["raised"], answer["raised"]
-    kept = {name for name, is_ours in answer["ours"].items() if is_ours}
-    assert all(name.endswith(".apply_router_replay_patch") for name in kept), "all or nothing"
-
-
-def test_a_verl_without_apply_router_replay_patch_is_told_as_an_unknown_one(found: Found) -> None:
-    """There is nothing to put the refusal in then, and that must not be the error."""
-    answer = found["no_apply"]
-    (logged,) = answer["logged"]
-    for word in ("another than npu_replay knows", "apply_router_replay_patch"):
-        assert word in logged
-    assert not any(answer["ours"].values()), answer["ours"]
-
-
-def test_without_strictness_the_job_runs_as_if_npu_replay_were_not_there(found: Found) -> None:
-    answer = found["missing_name, lenient"]
-    assert len(answer["logged"]) == 1
-    assert not any(answer["ours"].values()), answer["ours"]
-    assert "ReplayError" not in (answer["raised"] or "")
-
-
-def test_somebody_elses_routing_is_refused_by_name(found: Found) -> None:
-    answer = found["strangers_routing"]
-    assert "TopKRouter.routing: somebody else's routing" in answer["raised"]
-    assert "with RoutingReplay" in answer["raised"]
-    assert "stranger" in answer["raised"]
-
-
-def test_a_routing_that_only_routes_is_nobodys_replay_whoever_wrote_it(found: Found) -> None:
-    """As MegatronAdaptor, a bridge or TransformerEngineNPU may replace it for their accelerator."""
-    assert found["adaptors_routing"]["raised"] is None
+    """In every module that bound them, too."""
+    case = CASES[name]
+    answer = found[name]
+    ours = {name for name, is_ours in answer["ours"].items() if is_ours}
+    apply = {name for name in answer["ours"] if name.endswith(".apply_router_replay_patch")}
+    assert ours - apply == (answer["ours"].keys() - apply if case.ours == ALL else set())
+    assert bool(ours & apply) == (case.ours != NONE)
+    assert all(word in (answer["raised"] or "") for word in case.words), answer["raised"]
+    assert case.words or "ReplayError" not in (answer["raised"] or "")
+    assert len(answer["logged"]) == bool(case.logged), answer["logged"]
+    assert all(word in answer["logged"][0] for word in case.logged)
+    assert {fact: answer[fact] for fact in case.facts} == case.facts
 
 
 # In the processes
@@ -209,9 +190,9 @@ def _nothing(patch: Any, utils: Any) -> Answer:
 
 def _install_again(patch: Any, utils: Any) -> Answer:
     npu_replay: Any = sys.modules["npu_replay"]
-    once = [patch.where for patch in npu_replay.report().patches]
+    once = npu_replay.report().patches
     npu_replay.install()
-    return {"once": once, "again": [patch.where for patch in npu_replay.report().patches]}
+    return {"changed": not once or once != npu_replay.report().patches}
 
 
 def _uninstall(patch: Any, utils: Any) -> Answer:
