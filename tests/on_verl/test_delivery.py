@@ -30,7 +30,7 @@ from npu_replay.environment import DELIVERY
 from npu_replay.errors import RouterError
 from npu_replay.routes.arguments import StageLabels
 from on_verl import test_rollout as loops
-from on_verl.test_rollout import SAMPLED, Engine, Turn, deep, guarded, installed, make_worker
+from on_verl.test_rollout import SAMPLED, Turn, deep, guarded, installed
 from piece_files import FileCarrier
 
 __all__ = ["installed"]
@@ -89,6 +89,7 @@ def check(data: Any, model: Any, layers: tuple[int, ...] = LAYERS) -> None:
         tokens = data.batch["input_ids"][number][mask[number]].numpy()
         expected = deep(np.empty(len(tokens) - 1))
         assert routes.layers == layers
+        assert routes.ids.data_ptr() == held.of(references[number].key).ids.data_ptr(), "it was copied"
         assert routes.recorded.tolist() == [True] * (len(tokens) - 1) + [False]
         np.testing.assert_array_equal(routes.ids[:-1].numpy(), expected[:, list(layers)])
         assert references[number].fingerprint == fingerprint(tokens)
@@ -98,6 +99,8 @@ def test_a_rollout_puts_its_routes_away(folder: Path) -> None:
     data, model = batch_of()
     assert data.batch["routed_experts"].dtype == torch.int16
     assert tuple(data.batch["routed_experts"].shape[2:]) == (1, 1)
+    assert data.batch["routed_experts"].element_size() == MARKS  # bytes a token
+    assert len(pickle.dumps(data.non_tensor_batch[COLUMN])) < 700 * COUNT
     assert len(list(folder.glob("*.pieces"))) == COUNT
     check(data, model)
     check(data, model, layers=(2, 3))
@@ -256,13 +259,6 @@ def test_the_reference_is_sent_no_routes(value: str, lora: bool, monkeypatch: py
     assert "routed_experts" in data.batch.keys()  # noqa: SIM118
 
 
-def test_a_batch_on_its_way_to_the_workers_is_small() -> None:
-    data, _ = batch_of()
-    marks = data.batch["routed_experts"]
-    assert marks.element_size() * marks[0, 0].numel() == MARKS  # bytes a token
-    assert len(pickle.dumps(data.non_tensor_batch[COLUMN])) < 700 * COUNT
-
-
 def test_samples_without_routes_take_none_from_the_others() -> None:
     """Aborted ones, and those that were never put: verl's padding has zeros in the place of keys."""
     turns = [Turn(SAMPLED[: 3 + n], change=deep) for n in range(4)]
@@ -280,59 +276,33 @@ def test_samples_without_routes_take_none_from_the_others() -> None:
         assert found == [True, False, False, True][part]
 
 
-def test_routes_that_the_door_refuses_are_a_bad_sample(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def bad_of(data: Any, model: Any, rows: torch.Tensor, held: RoutesByKey | None = None) -> str:
+    """Why a batch's only sample has no routes."""
+    mask = data.batch["attention_mask"].bool()
+    good, bad = GivenRoutes.of(rows, mask, model).routes(from_rollout=True, store=held)
+    assert not good
+    return str(bad[0])
+
+
+def test_a_sample_without_its_routes_says_why(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Its reference stayed behind; what it refers to was lost; or the door has refused its routes."""
+    turn = Turn(SAMPLED[:4], change=deep)
+    data, model = batch_of(turn)
+    stayed = bad_of(data, model, data.batch["routed_experts"])
+    assert "the column npu_replay_routes beside routed_experts" in stayed
+    for file in folder.iterdir():
+        file.unlink()
+    held = received(list(data.non_tensor_batch[COLUMN]))
+    assert "can't be read" in bad_of(data, model, keyed(data), held)
     monkeypatch.setattr(rollout_checks, "PROOF", 0)
     rollout_checks._warned.clear()
     monkeypatch.setattr(r3_store, "from_batch", lambda *a, **k: (_ for _ in ()).throw(InvalidRoutes("bad")))
-    data, model = batch_of(Turn(SAMPLED[:4], change=deep))
+    data, model = batch_of(turn)
     assert data.non_tensor_batch[COLUMN].tolist() == [None]
     assert "go without their routes: [npu_replay] bad" in caplog.text
-    mask = data.batch["attention_mask"].bool()
-    good, bad = GivenRoutes.of(keyed(data), mask, model).routes(from_rollout=True)
-    assert not good
-    assert "refused when the rollout handed them over" in str(bad[0])
-
-
-def test_a_layer_that_the_tokens_explain_is_taken_from_a_batch_as_at_the_door() -> None:
-    """And any layer of R2's record: the trainer's own routers chose."""
-    model = RoutedModel(layers=tuple(range(32)), num_layers=32, num_experts=8, topk=2)
-    rows = torch.rand(96, 32, 8, generator=torch.Generator().manual_seed(0)).topk(2).indices
-    rows[:, 5] = torch.tensor([0, 1])
-    ids = torch.arange(96)
-
-    def nested(one: torch.Tensor) -> torch.Tensor:
-        return torch.nested.nested_tensor([one], layout=torch.jagged)
-
-    def found(tokens: torch.Tensor | None) -> Any:
-        return GivenRoutes.of(nested(rows), None, model).checked(range(32), tokens)[1]
-
-    assert found(nested(ids % 12)).recorded.all()
-    assert isinstance(found(nested(ids)), InvalidRoutes)
-    assert isinstance(found(None), InvalidRoutes)
-    batch = GivenRoutes.of(nested(rows), None, model)
-    assert list(batch.routes(from_rollout=True)[1]) == [0]
-    assert list(batch.routes(from_rollout=False)[0]) == [0]
-
-
-def test_a_reference_that_stayed_behind_is_named() -> None:
-    data, model = batch_of(Turn(SAMPLED[:4], change=deep))
-    mask = data.batch["attention_mask"].bool()
-    _, bad = GivenRoutes.of(data.batch["routed_experts"], mask, model).routes(from_rollout=True)
-    assert "the column npu_replay_routes beside routed_experts" in str(bad[0])
-
-
-def test_what_was_lost_is_a_bad_sample_that_says_why(folder: Path) -> None:
-    data, model = batch_of(Turn(SAMPLED[:4], change=deep))
-    for file in folder.iterdir():
-        file.unlink()
-    with pytest.raises(AssertionError):
-        check(data, model)
-    mask = data.batch["attention_mask"].bool()
-    held = received(list(data.non_tensor_batch[COLUMN]))
-    _, bad = GivenRoutes.of(keyed(data), mask, model).routes(from_rollout=True, store=held)
-    assert "can't be read" in str(bad[0])
+    assert "refused when the rollout handed them over" in bad_of(data, model, keyed(data))
 
 
 def test_routes_are_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,20 +344,6 @@ def test_routes_of_other_tokens_are_refused() -> None:
         held.of(references[1].key)
     with pytest.raises(InvalidRoutes, match="aren't here"):
         held.of(references[2].key)
-
-
-def test_routes_lie_once_in_memory_however_many_passes_take_them() -> None:
-    data, model = batch_of()
-    held = received(list(data.non_tensor_batch[COLUMN]))
-    mask = data.batch["attention_mask"].bool()
-    batch = GivenRoutes.of(keyed(data), mask, model)
-    keep = torch.nested.as_nested_tensor(
-        [torch.arange(int(size)) < 3 for size in mask.sum(dim=1)], layout=torch.jagged
-    )
-    whole = [held.of(one.key) for one in data.non_tensor_batch[COLUMN]]
-    for number, routes in batch.routes(mask=keep, from_rollout=True, store=held)[0].items():
-        assert routes.ids.data_ptr() == whole[number].ids.data_ptr()
-        assert routes.recorded.tolist() == [True] * 3 + [False] * (len(routes) - 3)
 
 
 def test_without_steps_of_the_job_nothing_grows_without_end(
@@ -465,42 +421,32 @@ def test_a_token_without_a_route_has_none_behind_its_reference_either(tmp_path: 
     assert found.recorded.nonzero().flatten().tolist() == [0, 1, 2, 4, 5, 6]
 
 
+def test_nothing_is_put_away_for_a_validation(folder: Path) -> None:
+    made = worker(Turn(SAMPLED[:4], change=deep))
+    assert loops.run(worker=made, validate=True).routed_experts is None
+    assert not list(folder.glob("*.pieces"))
+
+
+INTERVAL = "moe_load_balance_metrics_interval"
+
+
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "model", "changes", "words"),
     [
-        ("redis", "Expected one of ray,.*got redis"),
-        ("/a/folder", "got /a/folder.*RouteStore.*record_file"),
+        ("redis", loops.DEEP, {}, "Expected one of ray,.*got redis"),
+        ("/a/folder", loops.DEEP, {}, "got /a/folder.*RouteStore.*record_file"),
+        ("ray", None, {}, r"config\.json"),
+        ("ray", loops.DEEP, {f"actor_rollout_ref__rollout__{INTERVAL}": 5}, INTERVAL),  # verl's, of ids
     ],
 )
-def test_what_is_no_carrier_is_refused(value: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_not_be_put_away_is_refused(
+    value: str, model: Any, changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(DELIVERY, value)
+    made = guarded(Turn(SAMPLED[:4], change=deep), **changes)
+    made.model_config.hf_config = model
     with pytest.raises(ReplayError, match=words):
-        batch_of(Turn(SAMPLED[:4], change=deep))
-
-
-def test_a_model_that_is_not_known_is_refused() -> None:
-    with pytest.raises(ReplayError, match=r"config\.json"):
-        loops.run(worker=make_worker(Engine(Turn(SAMPLED[:4], change=deep))))
-
-
-def test_verls_own_metrics_of_ids_are_refused() -> None:
-    made = guarded(
-        Turn(SAMPLED[:4], change=deep), actor_rollout_ref__rollout__moe_load_balance_metrics_interval=5
-    )
-    with pytest.raises(ReplayError, match="moe_load_balance_metrics_interval"):
         loops.run(worker=made)
-
-
-def test_nothing_is_put_away_for_a_validation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = worker(Turn(SAMPLED[:4], change=deep))
-    run = loops.worker_class()._run_agent_loop
-
-    async def validates(self: Any, parameters: Any, trajectory: Any, **given: Any) -> Any:
-        return await run(self, parameters, trajectory | {"validate": True}, **given)
-
-    monkeypatch.setattr(type(made), "_run_agent_loop", validates)
-    assert loops.run(worker=made).routed_experts is None
-    assert not list(folder.glob("*.pieces"))
 
 
 @pytest.mark.parametrize("value", ["", "off"])

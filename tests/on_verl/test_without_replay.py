@@ -1,10 +1,8 @@
-"""npu_replay installed, and no mode set: verl's engines, Megatron and vLLM run their released code.
-And engines that go on after an uninstall."""
+"""npu_replay installed, and no mode set: what an entry point changes until a config asks for replay.
+And engines that go on after an uninstall. That nothing else differs: test_untouched.py."""
 
 from __future__ import annotations
 
-import importlib
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +11,9 @@ import pytest
 import jobs
 import npu_replay
 from npu_replay.compat.patching import patches
-from npu_replay.compat.verl import engine_pass, install
+from npu_replay.compat.verl import engine_pass
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
-from npu_replay.compat.verl.fsdp import FsdpAdapter
-from npu_replay.compat.vllm_ascend import plugin
-from npu_replay.smoke import megatron_model
 from verl_configs import engine_workers_replay
-from zoo.gpt import VARIANTS, build, hooks, routers, same
 
 pytestmark = pytest.mark.megatron
 
@@ -37,75 +31,6 @@ class Engine:
         self.passes += 1
         self.seen.append(engine_pass.serves())
         return {"metrics": {}}
-
-
-OFF = SimpleNamespace(mode="disabled")
-R2 = SimpleNamespace(mode="R2")
-
-
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        (EngineAdapter, {"router_replay": OFF}),  # verl's own config always has the key
-        (FsdpAdapter, {"strategy": "fsdp2"}),
-        (FsdpAdapter, {"strategy": "fsdp2", "router_replay": {"mode": "disabled"}}),
-    ],
-)
-def test_a_pass_of_an_engine_is_the_released_function_with_its_own_arguments(
-    kind: type[EngineAdapter], config: dict[str, Any]
-) -> None:
-    calls: list[Any] = []
-    answer, data = object(), object()
-    importlib.import_module(install.UTILS)
-
-    def released(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> object:
-        calls.append((self, data, loss_function, forward_only))
-        utils: Any = sys.modules[install.UTILS]
-        asked = utils.RouterReplayHelper.is_r2_record_action(None, 0)
-        assert not asked, "verl's own question, which its own function can't answer on Megatron-core 0.12"
-        return answer
-
-    engine = Engine(**config)
-    assert engine_pass.wrapped(released, kind)(engine, data, print, forward_only=True) is answer
-    assert calls == [(engine, data, print, True)]
-
-
-def test_functions_of_verls_replay_are_the_released_ones() -> None:
-    """Outside a pass; nothing of them is called in a job without a mode."""
-    utils = sys.modules[install.UTILS]
-    given = [vars(utils)[name] for name in install._OF_UTILS if hasattr(utils, name)]
-    given += [getattr(utils.RouterReplayHelper, name) for name in install._OF_CLASSES["RouterReplayHelper"]]
-    assert len(given) >= 7
-    for function in given:
-        called: list[Any] = []
-        (at,) = [cell for cell in function.__closure__ if cell.cell_contents is function.__wrapped__]
-        theirs = at.cell_contents
-        at.cell_contents = lambda *words, to=called: to.append(words)
-        try:
-            function(1, 2)
-        finally:
-            at.cell_contents = theirs
-        assert theirs.__module__ == install.UTILS
-        assert called == [(1, 2)]
-
-
-@pytest.mark.parametrize("variant", ["groups_sigmoid_bias", "aux_loss"])
-def test_a_model_trains_as_without_npu_replay(variant: str) -> None:
-    """No hook, no replay object; losses and gradients are the same to the bit, with recompute."""
-    outcomes = []
-    for put in (npu_replay.install, npu_replay.uninstall):
-        put()
-        try:
-            with npu_replay.compat.cpu.lend():
-                megatron_model.start()
-                trainer = build(VARIANTS[variant], "full")
-                outcomes.append(trainer.run())
-                assert not hooks(trainer.model)
-                for router in routers(trainer.model):
-                    assert getattr(router.module, "router_replay", None) is None
-        finally:
-            npu_replay.install()
-    assert same(*outcomes)
 
 
 _OF_A_WORKER = {"__init__", "set_dispatch_collect", "_build_model_optimizer"}
@@ -153,13 +78,6 @@ def test_where_npu_replay_can_not_be_imported_a_job_that_asks_is_refused(place: 
     assert not lenient["R3"]
 
 
-def test_the_plug_in_of_vllm_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NPU_REPLAY_VLLM_ASCEND", raising=False)
-    before = npu_replay.report().patches, {*sys.modules}
-    plugin.register()
-    assert (npu_replay.report().patches, {*sys.modules}) == before
-
-
 def test_an_engine_goes_on_as_verls_own_after_uninstall_and_replays_after_install() -> None:
     """Whoever holds its method, too."""
     original = Engine.forward_backward_batch
@@ -167,7 +85,7 @@ def test_an_engine_goes_on_as_verls_own_after_uninstall_and_replays_after_instal
     class Replaying(Engine):
         forward_backward_batch = patches.switched(original, engine_pass.wrapped(original, EngineAdapter))
 
-    engine = Replaying(router_replay=R2)
+    engine = Replaying(router_replay=SimpleNamespace(mode="R2"))
     held = engine.forward_backward_batch
     for off in (False, True, False):
         (npu_replay.uninstall if off else npu_replay.install)()
