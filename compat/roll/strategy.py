@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -87,8 +86,8 @@ class StrategyAdapter(WholeModelAdapter):
             self.batch = None
 
     @property
-    def settings(self) -> SimpleNamespace:
-        return SimpleNamespace(mode=mode_of(self.engine.worker_config))
+    def section(self) -> dict[str, str]:
+        return {"mode": mode_of(self.engine.worker_config)}
 
     @property
     def chunks(self) -> list[Any]:

@@ -22,7 +22,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from npu_replay import environment
 from npu_replay.compat import engines, probe
@@ -50,8 +50,6 @@ ENGINE_WORKERS = "verl.workers.engine_workers"
 LEGACY_WORKERS = ("verl.workers.megatron_workers", "verl.workers.fsdp_workers")
 
 _MODE = "router_replay"
-_KEYS = ("mode", "record_file", "replay_file")
-"""The keys of verl's EngineRouterReplayConfig."""
 _ENGINES = ("megatron", "mindspeed", "veomni", "fsdp", "fsdp_config", "torchtitan", "automodel")
 _PLACES = tuple(
     (role, *section)
@@ -75,6 +73,20 @@ _NO_LEGACY = "trainer.use_legacy_worker_impl=disable"
 
 _WHAT = "the check of verl's config"
 _WHY = "refuses a config that replay would be off with in silence, or wrong"
+
+
+class ReplaySettings(NamedTuple):
+    """Holds a section router_replay, with the keys of verl's EngineRouterReplayConfig."""
+
+    mode: str
+    record_file: str | None
+    replay_file: str | None
+
+    @classmethod
+    def of(cls, section: Any) -> ReplaySettings:
+        """Read a section: a dict, a DictConfig, verl's dataclass, or None. A mode is read here alone."""
+        mode, record_file, replay_file = (setting(section, name) for name in cls._fields)
+        return cls(str(mode or OFF), record_file, replay_file)
 
 
 def install() -> None:
@@ -122,7 +134,7 @@ def check_actor(config: Any, *, legacy: bool = False) -> None:
 def _misspelt_keys(config: Any) -> Iterator[ReplayError]:
     """Yield keys that are nearly router_replay or one of its own: a line with + adds any name."""
     for section in [(), *((engine,) for engine in _ENGINES)]:
-        for path, known in ((section, (_MODE,)), ((*section, _MODE), _KEYS)):
+        for path, known in ((section, (_MODE,)), ((*section, _MODE), ReplaySettings._fields)):
             section_there = setting(config, "actor", *path)
             is_mapping = isinstance(section_there, Mapping)
             for name in map(str, section_there if is_mapping else getattr(section_there, "__dict__", ())):
@@ -186,8 +198,8 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
         )
         return
     sent = bool(setting(config, "rollout", FLAG))
-    from_files = bool(setting(config, "actor", *key, "replay_file"))
-    if mode == "R3" and not sent and not from_files:
+    files = ReplaySettings.of(setting(config, "actor", *key))._asdict()
+    if mode == "R3" and not sent and not files["replay_file"]:
         yield refused(
             f"{where}=R3 needs the rollout's routes, and the rollout isn't asked for them",
             expected=f"{flag}=True",
@@ -214,9 +226,7 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
         )
     legacy = key == (_MODE,)
     here = where.removesuffix(".mode")
-    asked = {
-        f"{here}.{file}": setting(config, "actor", *key, file) for file in ("record_file", "replay_file")
-    }
+    asked = {f"{here}.{file}": files[file] for file in ("record_file", "replay_file")}
     asked[environment.DELIVERY] = environment.read(environment.DELIVERY)
     if legacy and any(asked.values()):
         yield refused(
@@ -371,7 +381,7 @@ def _of_verl(pattern: str) -> list[Path]:
 
 
 def _mode_at(config: Any, key: tuple[str, ...], role: str = "actor") -> str:
-    return str(setting(config, role, *key, "mode") or OFF)
+    return ReplaySettings.of(setting(config, role, *key)).mode
 
 
 def _dotted(key: tuple[str, ...], role: str = "actor") -> str:

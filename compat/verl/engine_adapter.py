@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from npu_replay.compat.verl.batch_routes import R2Store, RoutesByKey
-from npu_replay.compat.verl.config import OFF
+from npu_replay.compat.verl.config import OFF, ReplaySettings
 from npu_replay.compat.verl.files import Files
 from npu_replay.compat.verl.r3_store import R3Store
 from npu_replay.environment import BAD_SAMPLES, DELIVERY, read
@@ -66,14 +66,18 @@ class EngineAdapter:
         return self._engine()
 
     @property
-    def settings(self) -> Any:
-        """Return the engine's settings of router_replay: mode, record_file, replay_file."""
+    def section(self) -> Any:
+        """Return the section router_replay of the engine's config."""
         return self.engine.engine_config.router_replay
+
+    @property
+    def settings(self) -> ReplaySettings:
+        return ReplaySettings.of(self.section)
 
     @property
     def mode(self) -> str:
         """Return R2, R3 or disabled, as configured now."""
-        return self.settings.mode  # type: ignore[no-any-return]
+        return self.settings.mode
 
     @property
     def from_rollout(self) -> bool:
@@ -109,7 +113,7 @@ class LegacyActorAdapter(EngineAdapter):
     """Adapts verl 0.7's own MegatronPPOActor, whose workers set the action before its pass."""
 
     @property
-    def settings(self) -> Any:
+    def section(self) -> Any:
         return self.engine.config.router_replay
 
     @property

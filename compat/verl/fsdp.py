@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from npu_replay.compat.engines import setting
 from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Patches, switched
 from npu_replay.compat.verl import functions, tensors
-from npu_replay.compat.verl.config import FSDP, OFF, ROOT, refused, without_keys
+from npu_replay.compat.verl.config import FSDP, OFF, ROOT, ReplaySettings, refused, without_keys
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, Problem
 from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, current, without_adapter, wrapped
 from npu_replay.compat.verl.files import IMAGES, ROUTES, TOKENS
@@ -106,23 +105,25 @@ class FsdpAdapter(WholeModelAdapter):
         return setting(self.engine.engine_config, "strategy")
 
     @property
-    def settings(self) -> SimpleNamespace:
-        """Return the settings of router_replay, a plain dict in the config: verl's yaml has no such key."""
-        section = setting(self.engine.engine_config, "router_replay")
+    def section(self) -> Any:
+        """Return a plain dict, or None: verl's yaml has no such key."""
+        return setting(self.engine.engine_config, "router_replay")
+
+    @property
+    def settings(self) -> ReplaySettings:
         key = f"{ROOT}.actor.fsdp_config.router_replay"
-        bare = without_keys(section, key)
+        bare = without_keys(self.section, key)
         if bare is not None:
             raise bare
-        settings = {name: setting(section, name) for name in ("mode", "record_file", "replay_file")}
-        mode = settings["mode"] or OFF
-        if mode != OFF and self.strategy not in FSDP:
+        settings = super().settings
+        if settings.mode != OFF and self.strategy not in FSDP:
             raise refused(
-                f"{key}.mode={mode} is set, and this engine can't replay",
+                f"{key}.mode={settings.mode} is set, and this engine can't replay",
                 expected="strategy fsdp or fsdp2",
                 got=f"strategy {self.strategy}",
                 cause="FSDP-Turbo, which cuts its batches in a way of its own",
             )
-        return SimpleNamespace(**settings | {"mode": mode})
+        return settings
 
 
 def _step(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
