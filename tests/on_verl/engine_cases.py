@@ -24,7 +24,7 @@ import torch.distributed as dist
 import npu_replay
 from case_jobs import Cases, shared_folder, told
 from npu_replay import RoutedExperts
-from npu_replay.compat.verl import batch_routes, found_routes, r3_store, tensors
+from npu_replay.compat.verl import batch_routes, found_routes, r3_store
 from npu_replay.compat.verl.config import check_actor
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.compat.verl.engine_pass import current
@@ -352,7 +352,7 @@ def _r2_by_reference(settings: dict[str, Any]) -> None:
 @case("R2 by reference: samples that another replica trains on")
 def _moved() -> None:
     """Their routes move there, once, for log-probs that are computed again too; a key that nobody knows is an
-    error on every rank. Routes are dropped a step after they were trained on."""
+    error on every rank, as after workers were started anew."""
     actor = Actor(begin(mode="R2"))
     with patched() as patch, job.other_routers(actor.chunks):
         patch.setenv(DELIVERY, "ray")
@@ -380,23 +380,6 @@ def _moved() -> None:
         assert moves == [len(data)]
         kept = EngineAdapter.of(actor.engine).routes
         kept.clear()
-        with pytest.raises(ReplayError, match=r"routes that can't be used|so does this one"):
-            actor.update(data)
-        patch.setattr(batch_routes, "_STEPS", 1)
-        recorded_batch(actor)
-        held = len(kept)
-        recorded_batch(actor)
-        assert len(kept) == 2 * held, "nothing was trained on yet"
-        actor.update(recorded_batch(actor)[0])
-        recorded_batch(actor)
-        assert len(kept) == held
-        patch.setattr(batch_routes, "_PASSES", 3)
-        for _ in range(4):  # only a critic is trained
-            recorded_batch(actor)
-        assert len(kept) <= 3 * held
-        kept.clear()  # workers that were started anew
-        EngineAdapter.of(actor.engine).r2 = batch_routes.R2Store(kept)
-        recorded_batch(actor)
         with pytest.raises(ReplayError, match=r"routes that can't be used|so does this one"):
             actor.update(data)
     nothing_is_on()
@@ -429,24 +412,6 @@ def _stays_and_fails() -> None:
             patch.setenv(DELIVERY, (one, other)[dist.get_rank()])
             with pytest.raises(ReplayError, match=words):
                 recorded_batch(actor)
-    nothing_is_on()
-
-
-@case("R2 by reference: a sample of padding")
-def _padding() -> None:
-    """It has zeros in the place of keys, and takes the routers' own choice; alone in a micro-batch, too."""
-    actor = Actor(begin(mode="R2", micro=1))
-    with patched() as patch:
-        patch.setenv(DELIVERY, "ray")
-        data, keys = recorded_batch(actor)
-        update = job.update_batch(data)
-        keys[0] = torch.zeros_like(keys[0])
-        update["routed_experts"] = torch.nested.as_nested_tensor(keys, layout=torch.jagged)
-        metrics = actor.output(actor.worker.update_actor(update))["metrics"]
-    padding = [sum(LENGTHS[first]) for first in (0, len(LENGTHS) // 2)]  # of both ranks
-    share = sum(padding) / sum(map(sum, LENGTHS))
-    assert metrics["npu_replay/rows_without_route"][0] == pytest.approx(share)
-    assert set(metrics["npu_replay/bad_samples"]) == {0.0}
     nothing_is_on()
 
 
@@ -531,22 +496,6 @@ def _wide() -> None:
     with job.other_routers(actor.chunks), npu_replay.observe(actor.chunks) as seen:
         actor.update(data)
     check_rows(seen.shown, routes, tiny)
-
-
-@case("ids and keys where verl narrows as in 0.9.0")
-def _narrowed() -> None:
-    """It merges micro-batches by the function that 0.9.1 has, and casts what that returns to uint8."""
-    engine = importlib.import_module("verl.workers.engine.megatron.transformer_impl")
-    merge = engine.merge_nested_router_maps
-
-    def narrows(maps: Any) -> torch.Tensor:
-        return merge(maps).to(torch.uint8)  # type: ignore[no-any-return]
-
-    with patched() as patch:
-        for module in (engine, tensors.utils()):
-            patch.setattr(module, "merge_nested_router_maps", narrows)
-        _wide()
-        _r2_by_reference({})
 
 
 @case("packing that returns two things, or three")
@@ -731,12 +680,6 @@ def _files() -> None:
         one[-1] = 0  # verl's R3 leaves the last token to the router: nothing comes after it
     for seen in (first, second):
         check_rows(seen.shown, routes, again)
-    with pytest.raises(ReplayError, match=r"under this name|other: nobody|so does this one"):
-        recorded_batch(Actor(tiny))
-    nothing_is_on()
-    batch.batch["input_ids"] += batch.batch["attention_mask"]
-    with pytest.raises(ReplayError, match=r"no routes of these tokens|so does this one"):
-        other.log_probs(batch)
     nothing_is_on()
 
 
@@ -778,23 +721,6 @@ def _way() -> None:
         assert len(entered) <= 13, entered
         assert max(map(len, entered.values())) <= 3, entered
         assert len(entered["npu_replay/compat/verl/engine_pass.py"]) <= 2, entered
-
-
-@case("switched off")
-def _off() -> None:
-    """No line, no figures, no routes, with mode disabled; routes in the batch or not."""
-    tiny = begin(mode="disabled")
-    actor = Actor(tiny)
-    data = job.batch(tiny.split, job.rollout_routes(tiny))
-    with told() as lines:
-        with npu_replay.observe(actor.chunks) as first:
-            data.batch["old_log_probs"], routes = actor.log_probs(data)
-        with npu_replay.observe(actor.chunks) as second:
-            metrics = actor.update(data)
-    assert routes is None
-    assert lines == []
-    assert not [name for name in metrics if name.startswith("npu_replay/")]
-    same_shown(first.shown, second.shown)
 
 
 # What goes wrong
@@ -982,20 +908,3 @@ def check_unmarked(actor: Any, update: Any) -> None:
     assert len(actor.gradients) == 1
     assert not [name for name in metrics if name.startswith("npu_replay/")]
     nothing_is_on()
-
-
-@case("a rollout's routes under R2")
-def _rollouts_routes() -> None:
-    """T4: what the update replays is what the batch holds; a record beside it is the trainer's own choice."""
-    tiny = begin(mode="R2")
-    actor = Actor(tiny)
-    routes = job.rollout_routes(tiny)
-    data = job.batch(tiny.split, routes)
-    with npu_replay.observe(actor.chunks) as first:
-        data.batch["old_log_probs"], chosen = actor.log_probs(data)
-    if chosen is not None:
-        data.batch["routed_experts"], routes = chosen, list(chosen.unbind())
-    check_rows(first.shown, routes, tiny)
-    with job.other_routers(actor.chunks), npu_replay.observe(actor.chunks) as second:
-        actor.update(data)
-    check_rows(second.shown, routes, tiny)

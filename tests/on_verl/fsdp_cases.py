@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 
 import npu_replay
@@ -187,23 +186,6 @@ def _npu_block() -> None:
         _r3(tiny_of(mode="R3", **settings))
 
 
-@case("without replay it would have differed")
-def _control() -> None:
-    """And a record changes nothing."""
-    actor = Actor(tiny_of(recompute=True))
-    data, routes = recorded(actor)
-    plain = plain_of(actor)
-    wanted, none = plain.log_probs(data)
-    assert none is None
-    assert torch.equal(data.batch["old_log_probs"], wanted)
-    data.batch.pop("routed_experts")
-    with other_routers(plain.model), witnessed(plain.model) as calls, told() as lines:
-        metrics = plain.update(data)
-    assert share_of_others(calls, actor.tiny, routes) > 0.5
-    assert lines == []
-    assert not [name for name in metrics if name.startswith("npu_replay/")]
-
-
 @case("without its adapter")
 def _adapter() -> None:
     """LoRA: the reference pass is the actor's own without its adapter, and neither recorded nor replayed."""
@@ -230,59 +212,6 @@ def _adapter() -> None:
         actor.update(data)
     check_calls(calls, tiny, routes, times=1)
     nothing_is_on()
-
-
-@case("gradients of one process")
-def _gradients() -> None:
-    """Two ranks' gradients, replayed, are the bare model's with its routers' outputs put in by hand."""
-    actor = Actor(tiny_of(recompute=True))
-    data, routes = recorded(actor)
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, routes)
-    actor.worker.set_loss_fn(_loss)
-    with other_routers(actor.model):
-        actor.update(data)
-    ours = actor.gradients[0]
-    theirs = _by_hand(actor.tiny.folder, [one for each in everyones for one in each])
-    assert ours.keys() == theirs.keys() == dict(actor.model.named_parameters()).keys()
-    for name, gradient in theirs.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-5)
-    live = _by_hand(actor.tiny.folder, None)
-    assert any(not torch.allclose(ours[name], one, rtol=1e-2, atol=1e-3) for name, one in live.items())
-
-
-def _weight(tokens: torch.Tensor) -> torch.Tensor:
-    return (tokens * 7 % 5 - 2).float()
-
-
-def _loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
-    """What each next token's log-prob counts for is told by the token; a replica's part of the sum."""
-    each = zip(data["input_ids"].unbind(), model_output["log_probs"].unbind(), strict=True)
-    kept = [_weight(tokens[:-1]) @ logs[:-1] for tokens, logs in each]
-    return -dist.get_world_size() * torch.stack(kept).sum() / 100, {}
-
-
-def _by_hand(folder: str, routes: Sequence[torch.Tensor] | None) -> dict[str, torch.Tensor]:
-    """Gradients of all samples through the bare model, one after the other; without routes those of its
-    routers' own choice."""
-    model = transformers.Qwen3MoeForCausalLM.from_pretrained(folder, torch_dtype=torch.float32)
-    row: list[torch.Tensor] = []
-
-    def put_in(column: int, _: Any, __: Any, output: Any) -> Any:
-        ids = row[0][:, column].long()
-        chosen = output[0].float().softmax(-1).gather(1, ids)
-        return output[0], (chosen / chosen.sum(-1, keepdim=True)).to(output[1].dtype), ids
-
-    with other_routers(model):
-        if routes is not None:
-            for layer, router in routers(model).items():
-                router.register_forward_hook(partial(put_in, LABELS.index(layer)))
-        for number, (prompt, response) in enumerate(job.samples()):
-            tokens = torch.cat([prompt, response])
-            row[:] = [] if routes is None else [routes[number]]
-            logs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-            (-(_weight(tokens[:-1]) @ logs) / 100).backward()
-    return job.whole_gradients(model)
 
 
 @case("a checkpoint in between")
@@ -484,27 +413,3 @@ def _dense() -> None:
     actor = Actor(tiny_of(folder=folder))
     leave(partial(recorded, actor), "no router", first=0)
     Actor(tiny_of(folder=folder, mode="disabled")).log_probs(job.batch(actor.tiny))
-
-
-@case("uninstalled and installed again")
-def _uninstalled() -> None:
-    """verl's methods are back, and an engine that has replayed goes on as verl's; installed, it replays."""
-    from verl.workers.engine.fsdp import transformer_impl as impl
-
-    actor = Actor(tiny_of())
-    data, routes = recorded(actor)
-    npu_replay.uninstall()
-    for cls, name in (
-        (impl.FSDPEngine, "forward_backward_batch"),
-        (impl.FSDPEngine, "disable_adapter"),
-        (impl.FSDPEngineWithLMHead, "forward_step"),
-    ):
-        assert not hasattr(vars(cls)[name], "__wrapped__"), name
-    with other_routers(actor.model), witnessed(actor.model) as calls:
-        actor.update(data)
-    with pytest.raises(AssertionError):
-        check_calls(calls, actor.tiny, routes, times=1)
-    npu_replay.install()
-    with other_routers(actor.model), witnessed(actor.model) as calls:
-        actor.update(data)
-    check_calls(calls, actor.tiny, routes, times=1)

@@ -22,10 +22,8 @@ BY_RELEASE = ("R3: padded", "R2: dynamic, recompute", "R3: sp2", "a worker that 
 FROM_0_8 = ("R2: sp2, dynamic, recompute", "R3 by reference")
 ALIKE = (
     *("R3: to a length", "R2: sp2, to a length, recompute", "R2 by reference"),
-    "without replay it would have differed",
     "without its adapter",
     "one rank has bad routes in the first step",
-    "gradients of one process",
     "more experts than a byte holds",
     "a checkpoint in between",
     "routes in files",
@@ -33,7 +31,6 @@ ALIKE = (
     "one rank fails in a way that nobody has thought of",
     "images, which are cut after their embedding",
     "a model without experts",
-    "uninstalled and installed again",
 )
 ALONE = ("R2: packed, recompute", "the same question about other images")
 """The second has a model of transformers 5."""

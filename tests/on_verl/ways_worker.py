@@ -57,9 +57,8 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     pools = {count: RayResourcePool([count], use_gpu=False, max_colocate_count=1) for count in (1, 2)}
     answers = [run(job, pools[job.get("workers", 1)]) for job in task["jobs"]]
-    store = ray.get(ray.remote(num_cpus=0)(read).remote([ray.put(routes())]))
     ray.shutdown()
-    return {"jobs": answers, "store": store}
+    return {"jobs": answers}
 
 
 def run(task: dict[str, Any], pool: Any) -> tuple[list[Any], list[Any]]:
@@ -102,41 +101,6 @@ def late(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
         one["config"] = job(lines, trainer=name).actor_rollout_ref
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         return dict(zip(task["jobs"], pool.map(found, task["jobs"].values(), chunksize=1), strict=True))
-
-
-def routes() -> Any:
-    """Some 8 MB of routes, the same in each process."""
-    import numpy as np
-
-    import npu_replay
-
-    generator = np.random.default_rng(0)
-    some = np.argsort(generator.random((1024, 128)), axis=1)[:, :8]
-    return npu_replay.RoutedExperts(
-        ids=some[generator.integers(0, 1024, (20_000, 48))],
-        layers=tuple(range(48)),
-        num_experts=128,
-        recorded=np.arange(20_000) < 19_999,
-        fingerprint=7,
-        weight_version="step 3",
-    )
-
-
-def read(boxed: list[Any]) -> dict[str, bool]:
-    """In a worker: read them twice."""
-    import numpy as np
-    import ray
-
-    first = ray.get(boxed[0])
-    second = ray.get(boxed[0])
-    made = routes()
-    memory = np.frombuffer(first.to_buffers()[1], np.uint8)
-    some = first.take([0, 5, -1])
-    return {
-        "equal": first == made and second == made,
-        "shared": first.ids.data_ptr() == second.ids.data_ptr() == memory.ctypes.data,
-        "taken": bool((some.ids[1] == made.ids[5]).all()) and not bool(some.recorded[2]),
-    }
 
 
 def found(task: dict[str, Any]) -> dict[str, Any]:
