@@ -21,14 +21,13 @@ from typing import Any
 import torch.distributed as dist
 
 from npu_replay.compat.megatron.parallel_state import unwrapped
-from npu_replay.compat.megatron.routers import action_of
 from npu_replay.compat.verl.batch_routes import keys_in_place
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, Problem
 from npu_replay.compat.verl.files import ROUTES
 from npu_replay.compat.verl.found_routes import Delivery, found_in
 from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, figures, summary
 from npu_replay.environment import BAD_SAMPLES, DELIVERY, METRICS_EVERY, read
-from npu_replay.errors import MicroBatchError, ReplayError, RouterError, described
+from npu_replay.errors import MicroBatchError, ReplayError, described
 from npu_replay.parallel.rank_failures import agreed, all_here, gathered
 from npu_replay.parallel.row_gather import above_ceiling
 from npu_replay.sessions.record import StepRecording
@@ -298,8 +297,6 @@ def wrapped(original: Callable[..., Any], kind: type[EngineAdapter]) -> Any:
             if flags is not None:
                 flags.assign_non_tensor(data, **{_MARK: False})
             return original(self, *args, **kwargs)
-        if not serves():
-            _refuse_own_actions(engine)
         mark = flags and flags.get_non_tensor_data(data, _MARK, None)
         flagged = bool(mark)
         trains = not bound.get("forward_only", False)
@@ -342,20 +339,6 @@ def reference(original: Any, self: Any, data: Any) -> Any:
     if batch is not None and ROUTES in batch.keys():  # noqa: SIM118  a TensorDict iterates over rows
         del batch[ROUTES]
     return output
-
-
-def _refuse_own_actions(engine: EngineAdapter) -> None:
-    """Refuse an action that was set on verl's own routers, which this pass wouldn't see."""
-    modules = (module for chunk in engine.chunks for module in chunk.modules())
-    for module in modules:
-        if (action := action_of(getattr(module, "router_replay", None))) is not None:
-            raise RouterError(
-                "a router's action was set before the pass of its engine, which would not replay",
-                expected="the action in forward_backward_batch, or in compute_log_prob and update_policy of "
-                "0.7's own workers",
-                got=action,
-                cause="a worker of one's own",
-            )
 
 
 def _unmarked(engine: EngineAdapter) -> ReplayError:
