@@ -24,7 +24,7 @@ from npu_replay.compat.verl.fsdp import FsdpAdapter
 from npu_replay.environment import DELIVERY
 from on_verl import engine_job
 from on_verl import fsdp_job as job
-from on_verl.engine_cases import check_unmarked, leave, nothing_is_on, patched, r3_batch_of, spoiled
+from on_verl.engine_cases import check_unmarked, leave, nothing_is_on, patched, r3_batch_of
 from on_verl.engine_job import LENGTHS
 from on_verl.fsdp_job import Actor, Tiny, prepare
 from zoo import qwen, qwen_sharded, qwen_vl
@@ -233,43 +233,7 @@ def _checkpoint() -> None:
         nothing_is_on()
 
 
-@case("routes in files")
-def _files() -> None:
-    """record_file writes what one job records, replay_file gives it to another."""
-    folder = shared_folder()
-    actor = Actor(tiny_of(files={"record_file": folder}))
-    _, routes = recorded(actor)
-    dist.barrier()
-    assert len(npu_replay.RouteStore(folder)) == len(LENGTHS)
-    tiny = tiny_of(mode="R3", files={"replay_file": folder}, packed=False, micro=1)
-    other = Actor(tiny)
-    with other_routers(other.model), witnessed(other.model) as calls:
-        metrics = other.update(r3_batch(tiny, None))
-    for one in routes:
-        one[-1] = 0  # R3 leaves the last token to the router: nothing comes after it
-    check_calls(calls, tiny, routes, times=1)
-    left = len(LENGTHS) / sum(map(sum, LENGTHS))
-    assert metrics["npu_replay/rows_without_route"][0] == pytest.approx(left)
-    nothing_is_on()
-
-
 # What goes wrong
-
-
-@case("one rank has bad routes in the first step")
-def _bad_first() -> None:
-    """All leave together, before the optimizer steps; with good routes the next pass is right."""
-    tiny = tiny_of(mode="R3", recompute=True, sp=2)
-    actor = Actor(tiny)
-    routes = engine_job.rollout_routes(tiny)
-    weights = {name: whole(one) for name, one in actor.model.named_parameters()}
-    for problem in ("out of range", "expert twice", "number of layers"):
-        leave(partial(actor.update, r3_batch(tiny, spoiled(problem, routes))), problem)
-        assert actor.gradients == [], "no step was made"
-        same_weights(actor, weights)
-    with witnessed(actor.model) as calls:
-        actor.update(r3_batch(tiny, routes))
-    check_calls(calls, tiny, routes, times=2)
 
 
 @case("bad samples after the first step")

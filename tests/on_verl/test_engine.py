@@ -38,7 +38,6 @@ BY_RELEASE = (
 """Where verl's own code differs from release to release: how it packs, merges, narrows and hands on."""
 ALIKE = (
     *(f"R2: {DENSE}", f"R3: {DENSE}", "R2: full recompute", "R2: ep2"),
-    *("GLM-5.2 as verl's script sets it, R3: pp2", "GLM-5.2 as verl's script sets it, R2: cp2"),
     "padded sequences that have other rows",
     f"R2 by reference: {DENSE}",
     "R2 by reference: one rank fails",
@@ -61,7 +60,6 @@ EVERY = [
     for reference in ("", " by reference")
     for split in ("dp2", "pp2", VPP, DENSE, "cp2", "tp2 with sequence parallel", "full recompute", "ep2")
 ]
-GLM = ("GLM-5.2 as verl's script sets it, R2: pp2", "GLM-5.2 as verl's script sets it, R3: cp2")
 ACTOR = (f"R3: {DENSE}", f"R2: {VPP}", "R3: cp2", "R2: dynamic micro-batches", "without its adapter")
 ACTOR_TOO = ("R2: tp2 with sequence parallel", "R2: full recompute")
 
@@ -80,7 +78,7 @@ def _here() -> Iterable[Any]:
         here = (*BY_RELEASE, *(() if hybrid.missing() else HYBRID))
         yield from here
         yield from (pytest.param(case, marks=pytest.mark.newest) for case in ALIKE)
-        rest = (case for case in (*EVERY, *GLM) if case not in {*here, *ALIKE})
+        rest = (case for case in EVERY if case not in {*here, *ALIKE})
         yield from (pytest.param(case, marks=[pytest.mark.newest, pytest.mark.long]) for case in rest)
     if release.startswith("0.7."):
         yield from (f"0.7's actor, {case}" for case in (ACTOR[:-1] if release == "0.7.0" else ACTOR))

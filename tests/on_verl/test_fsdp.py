@@ -23,10 +23,8 @@ FROM_0_8 = ("R2: sp2, dynamic, recompute", "R3 by reference")
 ALIKE = (
     *("R3: to a length", "R2: sp2, to a length, recompute", "R2 by reference"),
     "without its adapter",
-    "one rank has bad routes in the first step",
     "more experts than a byte holds",
     "a checkpoint in between",
-    "routes in files",
     "bad samples after the first step",
     "one rank fails in a way that nobody has thought of",
     "images, which are cut after their embedding",

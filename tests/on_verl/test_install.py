@@ -82,8 +82,6 @@ CASES = {
         "strangers_routing",
         words=("TopKRouter.routing: somebody else's routing", "with RoutingReplay", "stranger"),
     ),
-    # As MegatronAdaptor, a bridge or TransformerEngineNPU may replace it for their accelerator.
-    "a routing that only routes": Case("npu_replay", "adaptors_routing"),
 }
 Answer = dict[str, Any]
 
@@ -260,15 +258,4 @@ def _strangers_routing(patch: Any, utils: Any) -> Answer:
         return RoutingReplay.pop_forward(logits)  # type: ignore[name-defined]  # noqa: F821
 
     router.TopKRouter.routing = stranger
-    return {}
-
-
-def _adaptors_routing(patch: Any, utils: Any) -> Answer:
-    router = importlib.import_module("megatron.core.transformer.moe.router")
-
-    def routing(self: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
-        return router.topk_routing_with_score_function(logits, self.topk, router_replay=self.router_replay)
-
-    routing.__module__ = "megatron_adaptor.patches.megatron.router"
-    router.TopKRouter.routing = routing
     return {}
