@@ -395,19 +395,16 @@ def _guard_workers(module: Any) -> None:
         raise AttributeError("no class ActorRolloutRefWorker")
     legacy = module.__name__ != ENGINE_WORKERS
 
-    def made(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
+    def checked(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_worker(self, legacy)  # it has no config before its constructor
+        output = original(self, *args, **kwargs)
         _check_worker(self, legacy)
+        return output
 
-    # For a job with npu_replay as its external_lib: workers import that in `init_model`.
-    def called(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_worker(self, legacy)
-        return original(self, *args, **kwargs)
-
-    _patches.wrap(cls, "__init__", made, _WHY)
-    for name in ("_build_model_optimizer", "set_dispatch_collect"):
+    # The methods are for a job with npu_replay as its external_lib, which workers import in `init_model`.
+    for name in ("__init__", "_build_model_optimizer", "set_dispatch_collect"):
         if hasattr(cls, name):
-            _patches.wrap(cls, name, called, _WHY)
+            _patches.wrap(cls, name, checked, _WHY)
 
 
 def _check_worker(worker: Any, legacy: bool) -> None:

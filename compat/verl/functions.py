@@ -183,9 +183,7 @@ def _of_all_stages(local: torch.Tensor, config: Any) -> torch.Tensor:
 
     labels: list[int] = []
     samples: list[Any] = []
-    error: Exception | None = None
-    failure: str | None = None
-    try:
+    with Problem("gather its layers") as problem:  # the other stages wait to hear of it
         samples = [sample.numpy() for sample in local.detach().cpu().unbind()]
         parallel = ParallelLayout.from_megatron(config)
         moe = {*parallel.moe_layers}
@@ -193,15 +191,13 @@ def _of_all_stages(local: torch.Tensor, config: Any) -> torch.Tensor:
         columns = samples[0].shape[1] if samples else len(labels)
         if columns != len(labels):
             raise MicroBatchError(f"{columns} recorded layers for the {len(labels)} MoE layers of this stage")
-    except Exception as problem:  # noqa: BLE001  the other stages wait to hear of it, whatever it is
-        error = problem
-        failure = problem.line if isinstance(problem, ReplayError) else repr(problem)
+    failure = problem.error and problem.error.line
     group = parallel_state.get_pipeline_model_parallel_group()
     everyone_has: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone_has, (labels, samples, failure), group)
     for rank, (_, _, theirs) in enumerate(everyone_has):
         if theirs is not None:
-            raise MicroBatchError(theirs, where=f"pipeline rank {rank}") from error
+            raise MicroBatchError(theirs, where=f"pipeline rank {rank}") from problem.error
     order = np.argsort([label for stage, _, _ in everyone_has for label in stage], kind="stable")
     whole = [
         torch.from_numpy(np.concatenate(parts, axis=1)[:, order])
