@@ -803,7 +803,7 @@ def _unthought() -> None:
         leave(partial(recorded_batch, actor), "this rank can't record")
     with (
         _failing_on_rank_1("verl.functions.ParallelLayout"),
-        pytest.raises(ReplayError, match="pipeline rank 1: .*this rank can't gather its layers"),
+        pytest.raises(ReplayError, match=r"pipeline rank 1: .*this rank can't gather its layers"),
     ):
         recorded_batch(actor)
     nothing_is_on()

@@ -24,7 +24,6 @@ ALIKE = (
     *("R3: to a length", "R2: sp2, to a length, recompute", "R2 by reference"),
     "without its adapter",
     "more experts than a byte holds",
-    "a checkpoint in between",
     "bad samples after the first step",
     "one rank fails in a way that nobody has thought of",
     "images, which are cut after their embedding",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,6 +31,10 @@ IMAGE = replace(
     vllm_ascend=VLLM,
 )
 """The image with this verl, which is the real one here. That of 0.7.1 is given a vLLM that returns routes."""
+OTHER_BRIDGE = {"mbridge": "0.15.1", "megatron_bridge": ""}
+if RELEASE < "0.9":
+    OTHER_BRIDGE = {"mbridge": "", "megatron_bridge": "0.5.0"}
+"""The bridge alone that this verl doesn't take by itself."""
 MODULES = "VERL_USE_EXTERNAL_MODULES"
 BRIDGE = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
 
@@ -94,7 +97,8 @@ def test_there_is_one_for_each_trainer_and_device() -> None:
 def test_a_script_is_a_whole_job_with_replay(
     script: Path, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = ran("bash", script, env=python_that_shows(tmp_path) | {"MODE": mode})
+    image = IMAGE if mode == "R3" else replace(IMAGE, **OTHER_BRIDGE)
+    done = ran("bash", script, env=python_that_shows(tmp_path, image) | {"MODE": mode})
     assert done.returncode == 0, done.stderr
     trainer, path, name, *lines = done.stdout.splitlines()
     assert (trainer, path) == ("verl.trainer.main_ppo", "--config-path=config")
@@ -109,7 +113,9 @@ def test_a_script_is_a_whole_job_with_replay(
     if mode == "R3" and metadata.version("verl") < "0.9":
         wanted.add(MODULES)
     assert {*environment} == wanted
-    assert BRIDGE not in done.stdout, "this image has the bridge that its verl takes"
+    told = {line.partition("=")[2] for line in lines if line.startswith(BRIDGE)}
+    asked = mode == "R2" and "megatron" in script.stem
+    assert told == ({str(RELEASE >= "0.9")} if asked else set()), "else the image has what its verl takes"
     synchronous = OmegaConf.select(config, "actor_rollout_ref.rollout.engine_kwargs.vllm.no_async_scheduling")
     assert bool(synchronous) == (mode == "R3" and VLLM == "0.18.0")
 
@@ -122,47 +128,6 @@ def test_what_the_caller_adds_counts_last(tmp_path: Path) -> None:
         done = ran("bash", SCRIPTS[0], env=environment | {variable: value})
         assert done.returncode, "and verl isn't called"
         assert not done.stdout
-
-
-@pytest.mark.parametrize("way", ["pasted", "$(...)", "mapfile"])
-def test_verl_gets_the_same_lines_in_each_way(way: str, tmp_path: Path) -> None:
-    """Out of a real bash into Hydra; Ray takes text alone for its variables."""
-    from ray._private.runtime_env.validation import parse_and_validate_env_vars
-
-    environment = python_that_shows(tmp_path) | {
-        MODULES: "megatron_adaptor,another",
-        "VERL_USE_EXTERNAL_PLUGINS": "none",  # so that 0.9 needs the line, too
-    }
-    asked = f"python3 {shlex.quote(str(FOLDER / 'replay_lines.py'))} R3 megatron npu"
-    pasted = ran("bash", "-c", asked, env=environment, check=True).stdout
-    called = "python3 -m verl.trainer.main_ppo"
-    commands = {
-        "pasted": f"{called} \\\n{pasted}",
-        "$(...)": f"{called} $({asked} --words)",
-        "mapfile": f'mapfile -t words < <({asked} --words)\n{called} "${{words[@]}}"',
-    }
-    _, *lines = ran("bash", "-c", commands[way], env=environment, check=True).stdout.splitlines()
-    config = overridden("ppo_megatron_trainer", lines)
-    variables = OmegaConf.to_container(config.ray_kwargs.ray_init.runtime_env.env_vars)
-    assert parse_and_validate_env_vars(variables) == variables
-    assert variables["NPU_REPLAY_VLLM_ASCEND"] == "on"
-    assert variables[MODULES] == "megatron_adaptor,another,npu_replay"
-
-
-def test_verl_takes_the_line_of_the_bridge(tmp_path: Path) -> None:
-    """For actor and reference, where the image has only the bridge that this release doesn't take."""
-    only = {"mbridge": "0.15.1", "megatron_bridge": ""}
-    if RELEASE < "0.9":
-        only = {"mbridge": "", "megatron_bridge": "0.5.0"}
-    environment = python_that_shows(tmp_path, replace(IMAGE, **only))
-    done = ran("bash", FOLDER / "npu_megatron.sh", env=environment, check=True)
-    _, _, name, *lines = done.stdout.splitlines()
-    config = overridden(name.removeprefix("--config-name="), lines)
-    assert f"{BRIDGE}={RELEASE >= '0.9'}" in lines
-    for role in ("actor", "ref"):
-        megatron = config.actor_rollout_ref[role].megatron
-        assert megatron.use_mbridge
-        assert megatron.vanilla_mbridge == (RELEASE >= "0.9")
 
 
 def test_a_script_says_that_it_wants_vllm(tmp_path: Path) -> None:
