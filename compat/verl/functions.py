@@ -38,13 +38,12 @@ from npu_replay.sessions.replay import StepReplay
 logger = logging.getLogger(__name__)
 
 
-def served(theirs: Any, where: str) -> Callable[..., Any]:
-    """Return a function that is the one here while an engine's pass runs, and verl's own elsewhere.
+def served(ours: Callable[..., Any], theirs: Callable[..., Any], where: str) -> Callable[..., Any]:
+    """Return a function that is `ours` while an engine's pass runs, and verl's own elsewhere.
 
     Raises:
-        ReplayError: verl's takes an argument that the one here doesn't know; `where` names its place.
+        ReplayError: verl's takes an argument that ours doesn't know; `where` names its place.
     """
-    ours = globals()[theirs.__name__]
     if more := inspect.signature(theirs).parameters.keys() - inspect.signature(ours).parameters.keys():
         known = f"{theirs.__name__} with known arguments"
         raise known_names.unknown(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -51,20 +52,28 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     MINDSPEED: (),
 }
 """The modules that have router replay or bind its names with `from ... import`, and what has to be there."""
-_OF_CLASSES = {
+_OF_CLASSES: dict[str, tuple[Callable[..., Any], ...]] = {
     "RouterReplay": (
-        *("set_global_router_replay_action", "clear_global_router_replay_action"),
-        "clear_global_indices",
+        functions.set_global_router_replay_action,
+        functions.clear_global_router_replay_action,
+        functions.clear_global_indices,
     ),
     "RouterReplayHelper": (
-        *("get_micro_batch_router_list", "is_r2_record_action"),
-        *("is_replay_forward_action", "is_replay_backward_action"),
+        functions.get_micro_batch_router_list,
+        functions.is_r2_record_action,
+        functions.is_replay_forward_action,
+        functions.is_replay_backward_action,
     ),
 }
 """The static methods of verl's classes that a pass answers."""
-_OF_UTILS = (
-    *("merge_router_topk_indices", "reorder_and_merge_vpp_layers", "pp_gather", "set_router_replay_data"),
-    *("build_r3_replay_mask", "align_r3_router_replay_data", "set_model_router_replay_action"),
+_OF_UTILS: tuple[Callable[..., Any], ...] = (
+    functions.merge_router_topk_indices,
+    functions.reorder_and_merge_vpp_layers,
+    functions.pp_gather,
+    functions.set_router_replay_data,
+    functions.build_r3_replay_mask,
+    functions.align_r3_router_replay_data,
+    functions.set_model_router_replay_action,
 )
 """The functions of UTILS that a pass answers; no release has all."""
 _BY_VERL: dict[tuple[str, str, str], dict[str, str]] = {
@@ -151,9 +160,9 @@ def _change(module: Any) -> None:
         _undo_verls()
     elif module.__name__ == UTILS:
         _serve_class(module.RouterReplayHelper)
-        for name in _OF_UTILS:
-            if hasattr(module, name):
-                _put(module, name, functions.served(getattr(module, name), module.__name__), _IN_A_PASS)
+        for ours in _OF_UTILS:
+            if (theirs := getattr(module, ours.__name__, None)) is not None:
+                _put(module, ours.__name__, functions.served(ours, theirs, module.__name__), _IN_A_PASS)
     elif module.__name__ == ENGINE:
         cls = module.MegatronEngine
         if hasattr(module, "apply_router_replay_patch"):  # 0.7.0's engine has no router replay
@@ -176,9 +185,9 @@ def _run_as_a_pass(cls: Any, kind: type[EngineAdapter]) -> None:
 
 
 def _serve_class(cls: Any) -> None:
-    for name in _OF_CLASSES[cls.__name__]:
-        ours = functions.served(getattr(cls, name), described(cls))
-        _patches.set(cls, name, staticmethod(ours), _IN_A_PASS)
+    for ours in _OF_CLASSES[cls.__name__]:
+        served = functions.served(ours, getattr(cls, ours.__name__), described(cls))
+        _patches.set(cls, ours.__name__, staticmethod(served), _IN_A_PASS)
 
 
 def apply_router_replay_patch() -> None:
