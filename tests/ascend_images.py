@@ -345,6 +345,8 @@ def _stand_ins(image: Image, folder: Path, megatron: Path) -> None:
         "megatron_adaptor": _TESTS / "stubs" / "megatron_adaptor_stand_in" / "megatron_adaptor",
         "transformer_engine": _TESTS / "stubs" / "transformer_engine_npu" / "transformer_engine",
     }
+    contract = _TESTS / "stubs" / "megatron_adaptor_stand_in" / "ascend_contract"
+    shutil.copytree(contract, folder / "ascend_contract")
     for name, source in sources.items():
         if (folder / name).is_dir():
             kept = (folder / name / "__init__.py").read_text(encoding="utf-8") if name == "mindspeed" else ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import subprocess
 import sys
 import typing
@@ -20,7 +19,7 @@ from typing import Any
 import typing_extensions
 
 import jobs
-from on_mindspeed.stand_in.mindspeed import branch
+from on_mindspeed.stand_in.mindspeed.branch import BRANCH
 
 TESTS = Path(__file__).parents[1]
 STAND_IN = "stand-in"
@@ -28,7 +27,8 @@ REAL = "real"
 _OWN = (STAND_IN_FOLDER := Path(__file__).parent / "stand_in", STUBS := TESTS / "stubs", TESTS)
 TRANSFORMER_ENGINE_NPU = STUBS / "transformer_engine_npu"
 MEGATRON_ADAPTOR = STUBS / "megatron_adaptor_stand_in"
-"""Nothing imports it but a MindSpeed from core_r0.17.0 on, and a target that asks for it."""
+"""With what MindSpeed's stand-in is made of, too. Nothing imports MegatronAdaptor itself but a MindSpeed from
+core_r0.17.0 on, and a target that asks for it."""
 
 
 def run(product: str, target: str, task: dict[str, Any], timeout: float = 200) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def run_ranks(
 ) -> list[dict[str, Any]]:
     """The same in `count` processes."""
     real = _has_torch_npu()
-    path = _beside_real() if product == REAL else _stand_in()
+    path = beside_real() if product == REAL else _stand_in()
     if MEGATRON_ADAPTOR not in path and PathFinder.find_spec("megatron_adaptor", _foreign_path()) is None:
         path.append(MEGATRON_ADAPTOR)
     return jobs.run_ranks(
@@ -54,11 +54,7 @@ def run_ranks(
         count,
         fresh=real,  # it comes with torch
         path=[*path, *([] if product == REAL and real else [STUBS])],
-        # Of this process now: a fork has the variables of the server's start.
-        env={
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if real else "0",
-            branch.VARIABLE: os.environ.get(branch.VARIABLE),
-        },
+        env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if real else "0"},
         timeout=timeout,
     )
 
@@ -93,12 +89,11 @@ def real_mindspeed() -> str:
 
 
 def _stand_in() -> list[Path]:
-    if branch.played().lends_transformer_engine:
-        return [STAND_IN_FOLDER]
-    return [STAND_IN_FOLDER, TRANSFORMER_ENGINE_NPU, MEGATRON_ADAPTOR]
+    beside = [TRANSFORMER_ENGINE_NPU] if BRANCH.over_megatron_adaptor else []
+    return [STAND_IN_FOLDER, MEGATRON_ADAPTOR, *beside]
 
 
-def _beside_real() -> list[Path]:
+def beside_real() -> list[Path]:
     """Stand-ins for the packages that this MindSpeed needs, from core_r0.17.0 on, and that aren't there."""
     if "megatron_adaptor" not in Path(real_mindspeed()).read_text(encoding="utf-8"):
         return []

@@ -14,7 +14,7 @@ import pytest
 
 from on_mindspeed import processes
 from on_mindspeed.feature_cases import CASES, Case
-from on_mindspeed.stand_in.mindspeed import branch
+from on_mindspeed.stand_in.mindspeed.branch import BRANCH
 
 pytestmark = [
     pytest.mark.megatron,
@@ -24,11 +24,12 @@ pytestmark = [
 ]
 
 WORKER = "worker:features"
-NOT_IN_STAND_IN = {
-    # They change no routing, or don't so in the stand-in.
-    *("capacity", "permute_fusion", "permute_fusion_ep2", "zero_memory_level0", "zero_memory_level1"),
-    "balanced_moe",
+OF_2_3_0 = {
+    *("none", "grouped_gemm", "alltoall_seq", "alltoall_seq_tp2", "alltoall_overlap", "fix_router"),
+    *("fb_overlap", "fb_overlap_no_recompute", "fb_overlap_dense_first", "tp_extend_ep"),
 }
+"""What the stand-in plays of it: the others change no routing. How core_r0.18.0's layers are mended isn't
+known."""
 NEWEST = {name for name in CASES if name.startswith(("score_reuse", "fast_ops"))}
 """Features that core_r0.18.0 got after July. mc2 came after 2.3, and fix_router isn't in core_r0.16.0."""
 BROKEN_UPSTREAM = (
@@ -61,9 +62,10 @@ def _played(world: int) -> tuple[str, ...]:
 
 
 def is_played(name: str) -> bool:
-    """Does the stand-in play this case? How core_r0.18.0's other layers are mended isn't known."""
-    of_the_branch = not branch.played().over_megatron_adaptor or name in NEWEST | {"none", "fix_router"}
-    return of_the_branch and name not in NOT_IN_STAND_IN
+    """Does the stand-in play this case?"""
+    if BRANCH.over_megatron_adaptor:
+        return name.startswith("score_reuse") or name in ("none", "fix_router")
+    return name in OF_2_3_0
 
 
 @functools.cache
@@ -107,10 +109,7 @@ def may_lack(product: str, name: str) -> bool:
     """Is a branch of MindSpeed, or that which the stand-in plays, known to lack this feature?"""
     if product == processes.REAL:
         return name in NEWEST | {"alltoall_mc2", "fix_router"}
-    played = branch.played()
-    has = {"alltoall_mc2": played.has_mc2, "fix_router": played.has_fix_router}
-    has |= dict.fromkeys(NEWEST, played.has_fast_ops and played.has_score_reuse)
-    return name in has and not has[name]
+    return name == "fix_router" and not BRANCH.has_fix_router
 
 
 def skip_what_fails_by_itself(name: str, error: str) -> None:

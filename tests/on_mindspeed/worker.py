@@ -676,7 +676,7 @@ def import_half() -> None:
         apply, count = patch_utils.Patch.apply_patch, iter(range(1000))
 
         def failing(self: Any) -> None:
-            if not self.is_applied and next(count) == 3:
+            if not self.is_applied and next(count) == 2:
                 raise RuntimeError("no exist topk_softmax_with_capacity")
             apply(self)
 

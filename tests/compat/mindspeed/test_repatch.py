@@ -1,7 +1,8 @@
 """Our wrapper around one constructor, and those of MindSpeed and MegatronAdaptor: which lies where.
 
-Both products' patch managers are the stand-ins'. A process without npu_replay is the measure: beside ours,
-and after it was undone, the products' own wrappers have to be those of that process.
+MegatronAdaptor's patch manager is the stand-in's; MindSpeed's is the real one, too, where that is. A process
+without npu_replay is the measure: beside ours, and after it was undone, the products' own wrappers have to be
+those of that process.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +20,9 @@ import pytest
 from npu_replay.compat.mindspeed import repatch
 from npu_replay.compat.patching import patches as patching
 from npu_replay.compat.patching.patches import Patches
+from on_mindspeed import processes
 
-TESTS = Path(__file__).parents[2]
-STAND_INS = {
-    "mindspeed": TESTS / "on_mindspeed" / "stand_in",
-    "megatron_adaptor": TESTS / "stubs" / "megatron_adaptor_stand_in",
-}
+PRODUCTS = ("mindspeed", "megatron_adaptor")
 PLACE = f"{__name__}.Router.__init__"
 
 
@@ -46,25 +43,34 @@ def adding(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return wrapper
 
 
-@pytest.fixture(params=["MindSpeed's Patch", "MegatronAdaptor's Patch"])
+@pytest.fixture(params=[False, True, pytest.param(processes.REAL, marks=pytest.mark.mindspeed)])
 def managers(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """Both products' managers; from 1881e01a on MindSpeed's registry is made of MegatronAdaptor's Patch."""
-    for folder in STAND_INS.values():
-        monkeypatch.syspath_prepend(folder)
+    """Both products' managers: of a MindSpeed that puts methods back or doesn't, or a real one's."""
+    monkeypatch.syspath_prepend(processes.MEGATRON_ADAPTOR)
+    if request.param != processes.REAL:
+        monkeypatch.syspath_prepend(processes.STAND_IN_FOLDER)
+    elif not processes.real_mindspeed() or processes.beside_real():
+        pytest.skip(
+            "no real MindSpeed with a registry of its own: put one of before core_r0.17.0 on PYTHONPATH"
+        )
     native = Router.__init__
+    patching = importlib.import_module("ascend_contract.patching")
+    # The packages without their __init__, which patches torch and Megatron.
+    for name in PRODUCTS:
+        spec = importlib.machinery.PathFinder.find_spec(name)
+        assert spec is not None
+        monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
     mindspeed = importlib.import_module("mindspeed.patch_utils")
-    adaptor = importlib.machinery.PathFinder.find_spec("megatron_adaptor")
-    # The package without its __init__, which patches torch and Megatron.
-    assert adaptor is not None
-    monkeypatch.setitem(sys.modules, "megatron_adaptor", importlib.util.module_from_spec(adaptor))
     own = importlib.import_module("megatron_adaptor.patches.patch_manager")
-    for module in (mindspeed, own):  # thousands of repatches; each would look through all modules
-        monkeypatch.setattr(module, "sys", SimpleNamespace(modules={__name__: sys.modules[__name__]}))
-    if request.param == "MegatronAdaptor's Patch":
-        monkeypatch.setattr(mindspeed, "Patch", own.Patch)
+    if request.param != processes.REAL:
+        monkeypatch.setattr(mindspeed.Patch, "restores_methods", request.param)
+    for module in {mindspeed, patching}:  # thousands of repatches; each would look through all modules
+        monkeypatch.setattr(
+            module, "sys", SimpleNamespace(modules={__name__: sys.modules[__name__]}), raising=False
+        )
     yield {"MindSpeed": mindspeed.MindSpeedPatchesManager, "MegatronAdaptor": own.PatchesManager}
     Router.__init__ = native  # type: ignore[method-assign]
-    for name in [name for name in sys.modules if name.partition(".")[0] in STAND_INS]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in (*PRODUCTS, "ascend_contract")]:
         del sys.modules[name]
 
 
@@ -190,15 +196,6 @@ def check(events: list[str], got: list[Any], expected: list[Any]) -> None:
         assert is_listed is here, (events, event, "listed" if is_listed else "not listed")
 
 
-def test_over_somebody_elses_wrapper_ours_lies_on_top_until_a_repatch(managers: dict[str, Any]) -> None:
-    job = Job(managers, Router.__init__)
-    for event in ("MindSpeed: comes", "somebody: wraps", "npu_replay comes"):
-        job.does(event)
-    assert Router().calls == ["its own", "MindSpeed's", "somebody's", "ours"]
-    job.does("MindSpeed: repatches")
-    assert Router().calls == ["its own", "ours", "MindSpeed's"]
-
-
 def test_a_wrap_that_somebody_has_thrown_away_is_not_listed(managers: dict[str, Any]) -> None:
     native = Router.__init__
     job = Job(managers, native)
@@ -207,16 +204,3 @@ def test_a_wrap_that_somebody_has_thrown_away_is_not_listed(managers: dict[str, 
     Router.__init__ = native  # type: ignore[method-assign]
     assert listed() == 0
     job.does("npu_replay goes")
-
-
-def test_what_is_undone_leaves_the_very_functions_that_were_there(managers: dict[str, Any]) -> None:
-    native = Router.__init__
-    for order in itertools.permutations(["MindSpeed: comes", "MegatronAdaptor: comes", "npu_replay comes"]):
-        job = Job(managers, native)
-        for event in (*order, "npu_replay goes"):
-            job.does(event)
-        kept = [manager.patches_info[PLACE] for manager in managers.values()]
-        lower = next(patch for patch in kept if patch.orig_func is native)
-        upper = next(patch for patch in kept if patch is not lower)
-        assert upper.orig_func is lower.final_patch_func, order
-        assert Router.__init__ is upper.final_patch_func, order

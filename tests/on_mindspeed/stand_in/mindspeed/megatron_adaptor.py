@@ -6,22 +6,12 @@ from typing import Any
 
 from torch_npu.contrib import transfer_to_npu  # noqa: F401 - first of all, as in the original
 
-from mindspeed.args_utils import get_full_args, get_mindspeed_args
+from mindspeed.args_utils import ARGUMENTS
 from mindspeed.features_manager import MindSpeedFeaturesManager
 
 
 def repatch(args: dict[str, Any]) -> None:
-    """Undo every patch, take over `args` for good, and patch anew."""
-    MindSpeedFeaturesManager.remove_patches()
-    full_args = get_full_args()
-    for name, value in args.items():
-        setattr(full_args, name, value)
-    _apply(full_args)
+    ARGUMENTS.repatch(MindSpeedFeaturesManager, args)
 
 
-def _apply(args: Any) -> None:
-    MindSpeedFeaturesManager.apply_features_pre_patches(args)
-    MindSpeedFeaturesManager.apply_features_patches(args)
-
-
-_apply(get_mindspeed_args())
+repatch({})

@@ -11,23 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_adaptor.features_manager import create_features_list
 from megatron_adaptor.features_manager.features_manager import FeaturesManager
-from megatron_adaptor.utils.args_utils import get_full_args, get_mindspeed_args
-
-__all__ = ["repatch"]
+from megatron_adaptor.utils.args_utils import ARGUMENTS
 
 
 def repatch(args: dict[str, Any]) -> None:
-    """Undo MegatronAdaptor's patches, take over `args` for good, and patch anew."""
-    FeaturesManager.remove_patches()
-    full_args = get_full_args()
-    for name, value in args.items():
-        setattr(full_args, name, value)
-    FeaturesManager.apply_features_pre_patches(full_args)
-    FeaturesManager.apply_features_patches(full_args)
+    ARGUMENTS.repatch(FeaturesManager, args)
 
 
-FeaturesManager.set_features_list(create_features_list())
-FeaturesManager.apply_features_pre_patches(get_mindspeed_args())
-FeaturesManager.apply_features_patches(get_mindspeed_args())
+repatch({})

@@ -1,1 +1,0 @@
-"""What takes the place of Megatron's and torch's functions."""
