@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 
 import jobs
 from npu_replay import fingerprint
-from npu_replay.compat.sglang import decode, old_path
+from npu_replay.compat.sglang import decode
 from npu_replay.compat.sglang.decode import from_sglang
 from npu_replay.compat.sglang.engine_plan import engine_arguments, request_arguments
 from npu_replay.errors import InvalidRoutes, ReplayError
@@ -23,7 +22,7 @@ from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.release_rules import release
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
-from sglang_outputs import RELEASES, WITH_SGLEXT, Request, true_rows
+from sglang_outputs import RELEASES, Request, true_rows
 
 MODEL = RoutedModel(layers=(1, 2, 3, 4, 5), num_layers=6, num_experts=64, topk=4)
 PROMPT = 12
@@ -128,24 +127,6 @@ def test_wrong_rows_of_sglang_name_their_fault(version: str, change: Any, words:
     change(asked.rows)
     with refused(words):
         decoded(asked.generate(), asked)
-
-
-@pytest.mark.parametrize("version", ["0.5.9", "0.5.23"])
-def test_T32_zeros_of_a_top_1_model_are_called_so(version: str) -> None:
-    """Llama 4 and its like: expert 0 in all of 24 layers is no choice, and no row of another token's."""
-    model = RoutedModel(layers=tuple(range(24)), num_layers=24, num_experts=128, topk=1)
-    asked = replace(request(version), rows=true_rows(model, 81))
-
-    def read(rows: Array, **options: Any) -> RoutedExperts:
-        answer = with_payload(asked, text_of(rows))
-        return from_sglang(answer, model, prompt_token_ids=asked.prompt, version=version, **options)
-
-    with refused(r"all 81 rows are zeros.*routes inside its kernel"):
-        read(np.zeros_like(asked.rows))
-    LATE(asked.rows)
-    with refused(r"69 of 81 rows are zeros in all layers.*NGRAM"):
-        read(asked.rows)
-    assert read(asked.rows, missing="native").recorded.tolist() == [True] * PROMPT + [False] * OUTPUT
 
 
 # What a server is started with, and what each request carries
@@ -279,9 +260,6 @@ def test_one_draft_a_step_where_eagle_would_choose_a_tree() -> None:
     adaptive = {"speculative_algorithm": "EAGLE3", "speculative_adaptive": True}
     arguments = engine_arguments("0.5.23", planned=adaptive).arguments
     assert arguments == {**adaptive, names[0]: 1, ON: True}
-    for other in (None, "STANDALONE"):  # which nobody asked to draft so
-        plan = engine_arguments("0.5.23", planned={"speculative_algorithm": other})
-        assert set(plan.arguments) == {"speculative_algorithm", ON}
 
 
 def test_requests_carry_a_start_where_it_is_honoured() -> None:
@@ -293,10 +271,10 @@ def test_requests_carry_a_start_where_it_is_honoured() -> None:
         request_arguments("0.5.23", start_len=-1)
 
 
-@pytest.mark.parametrize(("version", "words"), [("nightly", "tell its release"), ("0.5", "tell its release")])
-def test_no_release_of_sglang(version: Any, words: str) -> None:
+@pytest.mark.parametrize("version", ["nightly", "0.5"])
+def test_no_release_of_sglang(version: str) -> None:
     for ask in (engine_arguments, request_arguments):
-        with pytest.raises(ReplayError, match=words):
+        with pytest.raises(ReplayError, match="tell its release"):
             ask(version)
 
 
@@ -347,13 +325,6 @@ def test_the_capturers_old_name_of_sglang(
     assert jobs.printed(OLD_PATH, path=[tmp_path], env={"NPU_REPLAY_DISABLE": ""}) == printed
 
 
-def test_the_old_name_stays_away_where_nothing_may_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NPU_REPLAY_DISABLE", "1")
-    before = list(sys.meta_path)
-    old_path.install()
-    assert sys.meta_path == before
-
-
 # How many rows: past the end, and from a start (T30)
 
 
@@ -382,10 +353,6 @@ def test_rows_past_the_end_without_a_reason_until_sglang_0_5_12(version: str) ->
         cause = "speculative" if release(version) >= (0, 5, 8) else "nobody checks"
         with refused(rf"rows for other tokens.*81 rows.*got 86.*{cause}"):
             decoded(asked.generate(), asked)
-    if version in WITH_SGLEXT:  # an OpenAI answer doesn't count drafts
-        asked = request(version, past=5, finish="stop", drafts=6)
-        with refused(r"got 86.*/generate, whose meta_info says by how much"):
-            decoded(asked.openai(), asked)
 
 
 @pytest.mark.parametrize("version", ["0.5.7", "0.5.12", "0.5.23"])
@@ -410,20 +377,11 @@ def test_T30_rows_from_a_start_of_sglang(version: str, start: int) -> None:
         assert_true(decoded(asked.generate(), asked, start_len=start), asked, start)
 
 
-@pytest.mark.parametrize("version", ["0.5.11", "0.5.13"])
-def test_T30_a_start_is_told_by_the_count_where_the_release_isnt_known(version: str) -> None:
-    asked = request(version, asked_from=7)
-    assert_true(decoded(asked.generate(), asked, start_len=7, version=None), asked, 7)
-
-
 def test_T30_a_start_or_a_release_that_from_sglang_wasnt_told() -> None:
     for version in ("0.5.12", "0.5.23"):
         asked = request(version, asked_from=7)
         with refused(r"(?s)81 rows.*got 74.*wasn't told"):
             decoded(asked.generate(), asked)
-    asked = request("0.5.12", asked_from=7)
-    with refused(r"Expected 81 rows, from token 0 on.*got 74"):
-        decoded(asked.generate(), asked, start_len=7, version="0.5.11")
 
 
 def test_T30_rows_that_may_begin_at_either_are_refused() -> None:
@@ -450,10 +408,6 @@ def test_an_aborted_request_of_sglang(version: str) -> None:
 
 
 def test_tokens_are_taken_away_only_at_a_stop_or_where_the_answer_shows_them() -> None:
-    asked = request("0.5.23", finish="stop")
-    trimmed = replace(asked, output=asked.output[:-3])
-    for answer in (asked.generate(), asked.meta_info(), asked.openai()):
-        assert_true(decoded(answer, trimmed), trimmed, last=0)
     asked = request("0.5.23", finish="length")
     trimmed = replace(asked, output=asked.output[:-3])
     assert_true(decoded(asked.generate(), trimmed), trimmed, last=0)
@@ -462,17 +416,6 @@ def test_tokens_are_taken_away_only_at_a_stop_or_where_the_answer_shows_them() -
 
 
 # Whose tokens they are
-
-
-def test_a_prompt_that_lacks_the_engines_first_token() -> None:
-    """Its BOS: each row would be the token's before it."""
-    asked = request("0.5.23", finish="stop")
-    shorter = replace(asked, prompt=asked.prompt[1:])
-    for output in (asked.output, [*asked.output, 1], asked.output[:-1]):
-        with refused(r"prompt_token_ids: .*Expected 12 ids, got 11.*BOS"):
-            decoded(asked.openai(), replace(shorter, output=output))
-    with refused(r"rows for other tokens.*Expected 80 rows.*got 81"):
-        decoded({"sglext": asked.openai()["sglext"]}, shorter)
 
 
 def test_a_usage_that_leaves_the_stub_of_a_kimi_k3_chat_out() -> None:
@@ -503,8 +446,6 @@ def test_the_engines_own_ids_are_found_in_an_openai_answer() -> None:
     body = asked.openai()
     body["sglext"] |= {"input_ids": asked.prompt, "output_ids": [asked.output]}
     assert_true(from_sglang(body, MODEL), asked)
-    with refused(r"prompt_token_ids: .*aren't those that the engine ran.*12 ids, as in the answer"):
-        decoded(body, replace(asked, prompt=[1, *asked.prompt[1:]]))
 
 
 # Weights, and T29
@@ -586,14 +527,10 @@ def test_rows_of_another_model_or_of_other_tokens_are_named(make: Any, words: st
 
 def test_text_far_too_long_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("binascii.a2b_base64", lambda *_, **__: pytest.fail("decoded"))
+    asked = request("0.5.7")
     for text in ("A" * 40_000, "A" * 40_001, b"A" * 2**20):
-        asked = request("0.5.7")
         with refused(r"more text than|can't be shaped|rows for other tokens"):
             decoded(with_payload(asked, text), asked)
-        # a count in the answer can't make room for it
-        info = request("0.5.23", finish="stop").meta_info() | {"completion_tokens": 10**12}
-        with refused("aren't those that the engine sampled"):
-            decoded(info | {"routed_experts": text}, request("0.5.23"))
 
 
 def test_a_count_of_something_else() -> None:
@@ -606,14 +543,10 @@ def test_a_count_of_something_else() -> None:
 
 def test_a_model_that_cannot_be_replayed_is_refused_before_the_server_starts(tmp_path: Path) -> None:
     """By the config that is given, or that lies in the planned folder."""
-    once = {"num_hidden_layers": 24, "n_routed_experts": 128, "num_experts_per_tok": 8, "loop_num_passes": 1}
-    looped = once | {"loop_num_passes": 3}
-    blocks = {"block_configs": [{"block_type": "moe", "num_experts_per_tok": topk} for topk in (4, 6)] * 12}
-    for config, said in ((looped, "a looped model"), (once | blocks, "block_configs, layer 1")):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ReplayError, match=said):
-            engine_arguments("0.5.23", planned={"model_path": str(tmp_path)})
-        with pytest.raises(ReplayError, match=said):
-            engine_arguments("0.5.23", model=config)
-    plan = engine_arguments("0.5.23", planned={"model_path": "somebody/on-a-hub"}, model=once)
-    assert plan.arguments["model_path"] == "somebody/on-a-hub"
+    looped = {"num_hidden_layers": 24, "n_routed_experts": 128, "num_experts_per_tok": 8}
+    looped |= {"loop_num_passes": 3}
+    (tmp_path / "config.json").write_text(json.dumps(looped))
+    for about in ({"planned": {"model_path": str(tmp_path)}}, {"model": looped}):
+        with pytest.raises(ReplayError, match="a looped model"):
+            engine_arguments("0.5.23", **about)
+    assert engine_arguments("0.5.23", planned={"model_path": "somebody/on-a-hub"}).arguments["model_path"]

@@ -328,12 +328,6 @@ def test_on_ascend_the_second_model_runner_is_in_the_environment(
     assert (found.environment.get("VLLM_USE_V2_MODEL_RUNNER") == "1") == needed
 
 
-def test_on_ascend_0_31_0_has_no_counterpart_yet() -> None:
-    with refused("vllm-ascend 0.30.0rc2 captures no routes beside", "vLLM 0.31.0", "AuxOutput"):
-        engine_arguments("0.31.0", vllm_ascend="0.30.0rc2")
-    assert engine_arguments("0.31.0", vllm_ascend="0.31.0rc1").arguments[SWITCH] is True
-
-
 # ---- doctor
 
 
