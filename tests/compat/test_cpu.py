@@ -60,15 +60,6 @@ def test_a_failure_half_way_through_lending_leaves_nothing(monkeypatch: pytest.M
     assert same(before, snapshot(*OWNERS))
 
 
-def test_nothing_of_torch_is_lent_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with cpu.lend():
-        pass  # imports Megatron, where it is there
-    before = snapshot(*OWNERS)
-    with cpu.lend():
-        assert same(before, snapshot(*OWNERS))
-
-
 @pytest.mark.usefixtures("no_cuda")
 def test_what_asks_for_cuda_by_name_gets_the_cpu() -> None:
     with cpu.lend():

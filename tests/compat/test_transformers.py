@@ -20,14 +20,12 @@ import torch
 from torch import nn
 
 import npu_replay
-from npu_replay import RoutedExperts, TokenLayout, routers
-from npu_replay.errors import MicroBatchError, NoEffect, RouterError
+from npu_replay import RoutedExperts, routers
+from npu_replay.errors import NoEffect, RouterError
 from zoo import qwen_vl
 from zoo.hugging_face import (
-    EXPERTS,
     FAMILIES,
     RECOMPUTE,
-    TOPK,
     batches,
     build,
     foreign,
@@ -81,32 +79,47 @@ class Shown:
         )
 
 
+IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+GROUPS = ({"n_group": 1, "topk_group": 1}, {}, {"topk_group": 4, "num_experts_per_tok": 4})
+"""One group holds all experts; and the top-k that ranks groups looks much like the routing's own."""
+WAYS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    **{f"{family} {recompute}": (family, recompute, {}) for family in FAMILIES for recompute in RECOMPUTE},
+    **{f"{groups}": ("deepseek_v3-4-groups", None, groups) for groups in GROUPS},
+    **{way: ("qwen3_moe", "non-reentrant", {}) for way in ("bf16", "autocast", *IMPLEMENTATIONS)},
+    "aux loss": ("mixtral", "non-reentrant", {"output_router_logits": True, "router_aux_loss_coef": 0.1}),
+}
+
+
 @pytest.mark.choice
-@pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_routers_follow_the_routes_after_their_weights_changed(
-    family: str, recompute: str | None
-) -> None:
-    model = build(family, recompute)
-    with npu_replay.record(model) as recording:
-        train(model)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_record_changes_nothing_its_replay_repeats_it_and_other_routers_follow_it_s1_s2(way: str) -> None:
+    family, recompute, changes = WAYS[way]
+    model: Any = build(family, recompute, **changes)
+    if way == "bf16":
+        model.to(torch.bfloat16)
+    if way in IMPLEMENTATIONS:
+        model.set_experts_implementation(way)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way == "autocast", cache_enabled=False):
+        untouched = train(model)
+        with npu_replay.record(model) as recording:
+            recorded = train(model)
+        with npu_replay.replay(model, recording.routes):
+            assert same(train(model), recorded)
+        perturb(model)
+        with Shown(model) as shown:
+            train(model)
+        assert not shown.follow(recording.routes)
+        with npu_replay.replay(model, recording.routes), Shown(model) as shown:
+            results = train(model)
+    assert same(untouched, recorded)
     assert [len(one) for one in recording.routes] == [10, 12]
     assert {one.layers for one in recording.routes} == {FAMILIES[family][2]}
-    perturb(model)
-    with Shown(model) as shown:
-        train(model)
-    assert not shown.follow(recording.routes)
-    with npu_replay.replay(model, recording.routes), Shown(model) as shown:
-        results = train(model)
     assert shown.follow(recording.routes)
     if recompute is not None:  # the recomputes ran inside backward, the last micro-batch first
         again = {layer: ids[2:][::-1] for layer, ids in shown.ids.items()}
         assert all(torch.equal(again[layer][n], shown.ids[layer][n]) for layer in again for n in (0, 1))
     assert all(result is None or result.isfinite().all() for result in results)
     assert all(router.module.weight.grad.abs().sum() > 0 for router in routers.find([model])[0])
-
-
-# Weights and groups
 
 
 def test_deepseek_v2_weights_come_from_the_scores_before_the_group_mask_s2() -> None:
@@ -126,18 +139,6 @@ def test_deepseek_v2_weights_come_from_the_scores_before_the_group_mask_s2() -> 
             best = scores.view(-1, 4, 2).amax(dim=-1).topk(2).indices
             crossing += int((ids[..., None] // 2 != best[:, None]).all(dim=-1).sum())
     assert crossing > 0, "no route left the groups that the router would have kept"
-
-
-@pytest.mark.parametrize(("groups", "topk_group", "topk"), [(1, 1, 2), (4, 2, 2), (4, 4, 4)])
-def test_any_number_of_groups_is_replayed_s1(groups: int, topk_group: int, topk: int) -> None:
-    """One group holds all experts; and the top-k that ranks groups looks much like the routing's own."""
-    model = build("deepseek_v3-4-groups", n_group=groups, topk_group=topk_group, num_experts_per_tok=topk)
-    check_recorded_and_replayed(model)
-    if topk == TOPK:
-        routes = foreign(model)
-        with npu_replay.replay(model, routes), Shown(model) as shown:
-            train(model)
-        assert shown.follow(routes)
 
 
 def test_dense_layers_keep_their_place_in_the_labels_t2_t3() -> None:
@@ -174,17 +175,6 @@ def test_a_stage_that_counts_its_layers_anew_has_the_labels_of_the_whole_model(f
     assert [router.label for router in routers.find([model])[0]] == [one for one in labels if one > 0]
 
 
-def test_the_routes_of_a_stage_are_found_by_its_layers_own_numbers() -> None:
-    stage = build("qwen3_moe")
-    (whole,) = foreign(stage, count=1)
-    holder, layers = _layers(stage)
-    holder.layers = nn.ModuleList(list(layers)[2:])
-    with torch.no_grad(), npu_replay.replay(stage, [whole]), npu_replay.observe(stage) as seen:
-        stage(batches(1)[0])
-    assert seen.shown[0].layers == (2,)
-    assert npu_replay.compare(seen.shown[0], whole).differing == 0
-
-
 def test_a_pruned_model_is_labelled_by_places_and_numbers_that_disagree_are_refused() -> None:
     model = build("qwen3_moe")
     holder, layers = _layers(model)
@@ -197,57 +187,6 @@ def test_a_pruned_model_is_labelled_by_places_and_numbers_that_disagree_are_refu
     layers[2].mlp.layer_idx = 7
     with pytest.raises(RouterError, match=r"layers.1.*disagree about its number.*got \[2, 7\]"):
         routers.find([model])
-
-
-def test_a_model_that_is_found_again_is_described_anew() -> None:
-    model = build("qwen3_moe")
-    (first, second, *_) = routers.find([model])[0]
-    first.module.top_k = 1
-    second.module.__class__ = type("Sharded", (type(second.module),), {})  # as FSDP2 does
-    model.config.num_hidden_layers = 9
-    after = routers.find([model])[0]
-    assert [after[0].topk, after[0].depth, after[1].module] == [1, 9, second.module]
-    block = model.get_submodule(second.path.rpartition(".")[0])
-    name = second.path.rpartition(".")[2]
-    setattr(block, name, nn.Identity())
-    with pytest.raises(RouterError, match="it chooses its experts inside the block"):
-        routers.find([model])
-    setattr(block, name, second.module)
-    assert routers.find([model])[0][1].module is second.module
-
-
-# Precision, implementations, other ways of running
-
-
-def check_recorded_and_replayed(model: nn.Module) -> None:
-    """A record changes nothing, its replay repeats it, and its routes are followed by other routers."""
-    untouched = train(model)
-    with npu_replay.record(model) as recording:
-        recorded = train(model)
-    with npu_replay.replay(model, recording.routes):
-        assert same(train(model), recorded)
-    perturb(model)
-    with npu_replay.replay(model, recording.routes), Shown(model) as shown:
-        train(model)
-    assert same(untouched, recorded)
-    assert shown.follow(recording.routes)
-
-
-@pytest.mark.parametrize("way", ["bf16", "autocast", "aux loss"])
-def test_precision_and_an_aux_loss_change_nothing_in_it_s2(way: str) -> None:
-    loss = {"output_router_logits": True, "router_aux_loss_coef": 0.1} if way == "aux loss" else {}
-    model = build("mixtral" if loss else "qwen3_moe", "non-reentrant", **loss)
-    if way == "bf16":
-        model.to(torch.bfloat16)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way == "autocast"):
-        check_recorded_and_replayed(model)
-
-
-@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
-def test_every_implementation_of_the_experts_is_replayed_s1(experts: str) -> None:
-    model = build("qwen3_moe", "non-reentrant")
-    model.set_experts_implementation(experts)
-    check_recorded_and_replayed(model)
 
 
 def test_the_routes_of_generate_are_those_of_one_pass_over_the_text() -> None:
@@ -307,24 +246,6 @@ def test_a_compiled_module_is_replayed_and_its_graphs_stay_as_they_are_s1(what: 
     with npu_replay.replay(called, recording.routes), Shown(model) as shown:
         train(called, count=1)
     assert shown.follow(recording.routes)
-
-
-# Routes of another micro-batch, or in Megatron's rows
-
-
-def test_swapped_micro_batches_and_megatrons_order_of_rows_are_refused() -> None:
-    model = build("qwen3_moe")
-    one = batches()[0]
-    with npu_replay.record(model) as recording, torch.no_grad():
-        model(input_ids=one), model(one.flip(0))
-    swapped = recording.routes[::-1]
-    with pytest.raises(MicroBatchError, match="routes of micro-batch 1"), npu_replay.replay(model, swapped):
-        model(one)
-    lengths = [one.shape[1]] * 2
-    layout = TokenLayout.padded(lengths, order="batch")
-    laid = TokenLayout.padded(lengths).gather(layout.scatter(recording.routes[0]))
-    with pytest.raises(RouterError, match="TokenLayout with order='batch'"), npu_replay.replay(model, [laid]):
-        pass
 
 
 # What is not a router, and what is refused
@@ -412,21 +333,6 @@ def test_a_block_that_chooses_inside_itself_is_refused_by_name_t36(remote: types
     assert "upgrade" in caught.value.cause
 
 
-def test_a_router_that_changes_its_choice_after_the_top_k_is_an_error_t36() -> None:
-    model = build("qwen3_moe")
-    router = model.model.layers[1].mlp.gate
-    native = router.forward
-
-    def forced(hidden: torch.Tensor) -> Any:
-        logits, weights, ids = native(hidden)
-        return logits, weights, (ids + 1) % EXPERTS
-
-    router.forward = forced
-    where = r"micro-batch 0, layer 1 \(model\.layers\.1\.mlp\.gate\)"
-    with pytest.raises(NoEffect, match=where), npu_replay.record(model):
-        train(model)
-
-
 def test_experts_that_a_kernel_calls_past_the_router_are_an_error_t36() -> None:
     """A kernel from the hub takes the place of the block's forward and calls no router."""
     for family, skipped in (("qwen3_moe", lambda hidden: hidden), ("gpt_oss", lambda hidden: (hidden, None))):
@@ -481,30 +387,14 @@ def test_a_loss_of_the_live_choice_is_refused_where_the_replayed_one_is_asked_fo
     assert following.metrics()["replayed"] == len(call["input_ids"])
 
 
-def test_the_variable_asks_for_it_too_and_a_positional_argument_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Wrapped(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return self.module(*args, **kwargs)
-
-    monkeypatch.setenv("NPU_REPLAY_AUX_LOSS", "replayed")
-    for model in (build("qwen3_moe"), Wrapped(build("qwen3_moe"))):
-        inner = getattr(model, "module", model)
-        (ids, *_) = batches()
-        names = list(inspect.signature(inner.forward).parameters)
-        others = [None] * (names.index("output_router_logits") - 1)
-        routes = recorded(model, input_ids=ids)
-        with pytest.raises(RouterError, match=LIVE), npu_replay.replay(model, routes):
-            model(ids, *others, True)
-        with npu_replay.replay(model, routes):
-            assert model(ids, *others, False).aux_loss is None
-        with npu_replay.replay(model, routes, aux_loss="live"):
-            assert model(ids, *others, True).aux_loss is not None
+def test_a_positional_argument_counts() -> None:
+    model = build("qwen3_moe")
+    (ids, *_) = batches()
+    names = list(inspect.signature(model.forward).parameters)
+    others = [None] * (names.index("output_router_logits") - 1)
+    replay = npu_replay.replay(model, recorded(model, input_ids=ids), aux_loss="replayed")
+    with pytest.raises(RouterError, match=LIVE), replay:
+        model(ids, *others, True)
 
 
 def test_a_text_config_inside_says_it_for_the_whole_model() -> None:

@@ -171,10 +171,3 @@ def test_what_a_preparation_waits_for_is_not_missed(said: list[str], product: Pa
 
     import_hook.when_imported(NAME, "waits", waits, early=True)
     assert importlib.import_module(NAME).value == 2
-
-
-def test_a_package_without_code_of_its_own_is_prepared_for_too(said: list[str], product: Path) -> None:
-    (product / "__init__.py").unlink()
-    prepares(said)
-    importlib.import_module(f"{NAME}.inner")
-    assert said == ["prepared"]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import npu_replay
 from npu_replay.compat.patching import patches as patching
 from npu_replay.compat.patching.patches import Patches
 
@@ -129,17 +128,3 @@ def test_what_could_not_be_undone_is_refused_and_left_as_it_was(patches: Patches
         patches.set(module, "weight", torch.nn.Parameter(torch.zeros(2, 2)), "it hides in _parameters")
     assert module.weight is weight
     assert patching.applied() == []
-
-
-def test_report_says_what_where_why_and_for_what(patches: Patches) -> None:
-    patches.set(torch.Tensor, "npu_replay_test", 1, "because")
-    (patch,) = npu_replay.report().patches
-    assert (patch.where, patch.why, patch.reason) == (
-        "torch.Tensor.npu_replay_test",
-        "because",
-        "a test runs",
-    )
-    patches.undo()
-    assert npu_replay.report().patches == ()
-    for owner, where in ((torch.cuda, "torch.cuda.x"), (SimpleNamespace(), "x of one types.SimpleNamespace")):
-        assert patching.Patch(owner, "x", "", None, None).where == where
