@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import logging
 import pickle
 import weakref
 from typing import Any
@@ -124,23 +123,3 @@ def test_a_copy_made_inside_a_block_counts_its_own(how: Any) -> None:
     gc.collect()
     assert alive() is None
     assert twin.apply_load_balancing_loss(**call) == ("second", [1, 1, 2])
-
-
-def test_a_loss_of_another_kind_is_left_alone_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Router:
-        def apply_load_balancing_loss(self, activation: Any, load_balancing_loss_func: Any) -> Any:
-            return load_balancing_loss_func()
-
-    aux_losses._say_unknown.cache_clear()
-    router = Router()
-    handle = aux_losses._Recounted(
-        router, ("apply_load_balancing_loss",), lambda: (torch.tensor([[0, 1]]),) * 2
-    )
-    loss = functools.partial(lambda: 5)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            assert router.apply_load_balancing_loss(activation=1, load_balancing_loss_func=loss) == 5
-    assert len(caplog.records) == 1
-    assert "NPU_REPLAY_AUX_LOSS=replayed" in caplog.text
-    handle.remove()
-    assert not vars(router)

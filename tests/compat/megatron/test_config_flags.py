@@ -10,14 +10,12 @@ import copy
 import dataclasses
 import inspect
 import pickle
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from npu_replay.compat.megatron import config_flags
 from npu_replay.compat.megatron.config_flags import FLAGS, REPLAY
-from npu_replay.compat.patching.patches import Patches
 from npu_replay.errors import ReplayError
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
@@ -104,43 +102,6 @@ def test_another_config_with_the_same_init_method_is_no_copy(config_class: type)
     assert config_class(**SIZES, init_method=own).enable_routing_replay is False
     config = config_class(**SIZES, enable_routing_replay=True)
     assert config_class(**SIZES, init_method=config.init_method).enable_routing_replay is False
-
-
-OTHERS = {
-    "none": None,
-    "unhashable": [],
-}
-
-
-@pytest.mark.parametrize("made", OTHERS.values(), ids=OTHERS)
-def test_a_subclass_that_finishes_itself_otherwise_is_built_as_ever(config_class: type, made: Any) -> None:
-    class Deferred(config_class):  # type: ignore[valid-type, misc]
-        def __post_init__(self) -> None:
-            self.init_method = made
-
-    if not hasattr(config_class, "moe_router_fusion"):  # a field of Megatron's can't be a property
-        Deferred.moe_router_fusion = property(lambda self: False)
-
-    for _ in range(2):
-        deferred = Deferred(**SIZES, enable_routing_replay=True)
-        assert deferred.enable_routing_replay is True
-        assert deferred.init_method is made
-    assert dataclasses.replace(deferred, enable_routing_replay=False).enable_routing_replay is False
-
-
-def test_a_shim_that_fails_in_the_second_class_leaves_the_first_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, config_class: type
-) -> None:
-    first = type("TransformerConfig", (), {})
-    second = type("MLATransformerConfig", (), {"__init__": 7})
-    before = dict(vars(first))
-    patches = Patches("a test")
-    monkeypatch.setattr(config_flags, "_patches", patches)
-    module = SimpleNamespace(TransformerConfig=first, MLATransformerConfig=second)
-    with pytest.raises(TypeError):
-        config_flags._wrap(module)
-    assert dict(vars(first)) == before
-    assert not list(patches)
 
 
 def test_a_subclass_with_a_field_of_its_own_keeps_it(config_class: type) -> None:

@@ -11,7 +11,6 @@ import torch
 import fused_kernel
 import npu_replay
 from fused_kernel import FUSION
-from npu_replay.compat.megatron import fused_router
 from npu_replay.errors import NoEffect, RecomputeError
 from zoo.gpt import CAPACITY, FULL, SIGMOID_BIAS, build, perturbed, same
 
@@ -104,22 +103,6 @@ def test_a_fused_path_of_somebody_elses_is_refused_in_the_first_micro_batch(
         npu_replay.record(trainer.model),
     ):
         trainer.loss(trainer.batches[0])
-
-
-def test_the_kernel_is_replaced_as_long_as_somebody_holds_it(kernel: Any) -> None:
-    native = kernel.fused_topk_with_score_function
-    first = fused_router.HeldKernel()
-    second = fused_router.HeldKernel()
-    assert kernel.fused_topk_with_score_function is not native
-    first.remove()
-    first.remove()
-    assert kernel.fused_topk_with_score_function is not native
-    second.remove()
-    assert kernel.fused_topk_with_score_function is native
-    handle = fused_router.HeldKernel()
-    kernel.fused_topk_with_score_function = over = lambda **kwargs: None
-    handle.remove()
-    assert kernel.fused_topk_with_score_function is over, "what somebody else has put over it stays"
 
 
 def test_without_transformer_engine_megatron_says_what_is_missing() -> None:

@@ -39,17 +39,6 @@ def moe_utils() -> Any:
     return import_module(moe_functions.MODULE)
 
 
-def test_taken_off_the_function_is_the_releases_own_wherever_it_is_held(moe_utils: Any) -> None:
-    name = "topk_routing_with_score_function"
-    moe_functions._patches.undo()
-    try:
-        holders = moe_utils, import_module("megatron.core.transformer.moe.router")
-        held = [vars(one)[name] for one in holders if name in vars(one)]
-        assert {one.__module__ for one in held} <= {moe_functions.MODULE}
-    finally:
-        moe_functions.install()
-
-
 def topk(**options: Any) -> Any:
     return import_module(moe_functions.MODULE).topk_routing_with_score_function(LOGITS, 2, **options)
 
@@ -60,22 +49,6 @@ def with_target(action: str) -> Any:
     replay.set_router_replay_action(module.RouterReplayAction(action))
     replay.set_target_indices(IDS)
     return replay
-
-
-def test_a_frameworks_own_way_to_choose_is_asked_without_an_action_too() -> None:
-    """As upstream does in every call: the framework may know better than the action."""
-    module: Any = import_module("megatron.core.transformer.moe.router_replay")
-    calls: list[int] = []
-
-    class Own(module.RouterReplay):  # type: ignore[misc]  # a class of the module above
-        def get_replay_topk(self, scores: torch.Tensor, topk: int, *_: Any) -> Any:
-            calls.append(topk)
-            ids = IDS
-            return scores.gather(1, ids), ids
-
-    _, routing_map = topk(router_replay=Own())
-    assert calls == [2]
-    assert torch.equal(routing_map, torch.zeros_like(routing_map).scatter(1, IDS, True))
 
 
 def test_a_dense_output_holds_the_chosen_experts_alone_in_the_order_of_the_top_k() -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-import npu_replay
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.patching import patches as patching
 from npu_replay.compat.patching.patches import Patches
@@ -87,18 +86,6 @@ def test_a_copy_has_methods_of_its_own(way: str) -> None:
     assert other.get_aux_loss_coeff("aux_loss") == 0.0
 
 
-def test_one_line_of_the_report_stands_for_all_routers() -> None:
-    for _ in range(3):
-        equipped(Router())
-    (line,) = npu_replay.report().patches
-    assert line.where == "methods of each megatron.core.transformer.moe.router.TopKRouter"
-    assert (line.why, line.reason) == ("as later releases have", "methods of TopKRouter")
-    assert patching.undo_all() == []
-    assert npu_replay.report().patches == ()
-    equipped(Router())
-    assert len(npu_replay.report().patches) == 1, "and they can be had again"
-
-
 # The counts for the expert bias: Megatron-core 0.16 to 0.19 lay the padding mask over the experts
 
 
@@ -163,11 +150,3 @@ def test_padding_is_left_out_where_that_is_asked_for_and_else_a_router_counts_as
     chosen = torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 0]], dtype=torch.bool)
     router._apply_expert_bias(chosen, padding_mask=torch.tensor([False, True, False]))
     assert router.local_tokens_per_expert.tolist() == counts
-
-
-def test_a_router_without_a_bias_or_without_the_method_is_left_as_it_is() -> None:
-    router = counting(over_experts)
-    other = torch.nn.Module()
-    router.enable_expert_bias, other.enable_expert_bias = False, True  # type: ignore[assignment]
-    for one in (router, other):
-        assert "_apply_expert_bias" not in vars(equipped(one))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,17 +44,6 @@ def replaying(target: torch.Tensor | None) -> RouterReplay:
 
 def top(k: int) -> list[list[int]]:
     return torch.topk(SCORES, k, dim=1).indices.tolist()
-
-
-def test_a_frameworks_own_in_the_list_is_given_its_target_and_told_by_its_layer() -> None:
-    given: list[torch.Tensor] = []
-    own = SimpleNamespace(layer_number=7, set_target_indices=given.append)
-    RouterReplay.global_router_replay_instances.append(own)  # type: ignore[arg-type]
-    RouterReplay.set_replay_data([ids([0, 1])])
-    assert [one.tolist() for one in given] == [[[0, 1]]]
-    with pytest.raises(RouterError, match="layer_number 7: these are no expert ids"):
-        RouterReplay.set_replay_data([torch.ones(2)])
-    assert len(given) == 1
 
 
 def test_the_face_is_upstreams() -> None:

@@ -12,8 +12,7 @@ import torch
 from npu_replay import routers
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, EnginePass, current, serves, wrapped
-from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
-from npu_replay.sessions.replay import StepReplay
+from npu_replay.errors import InvalidRoutes, ReplayError
 from zoo.toys import ROWS, TOPK, ToyModel, ToyRouters, hooks, tokens
 
 
@@ -39,10 +38,6 @@ class Engine:
 
 
 Engine.forward_backward_batch = wrapped(Engine.forward_backward_batch, EngineAdapter)  # type: ignore[method-assign]
-
-
-class EngineWithValueHead(Engine):
-    """A critic's, by the end of its name."""
 
 
 def record(engine: Engine) -> list[Any]:
@@ -154,22 +149,6 @@ def test_no_action_has_an_effect_in_a_reference_pass_or_in_an_engine_without_rep
     assert not serves()
 
 
-@pytest.mark.parametrize("mode", ["R2", "R3", "disabled"])
-def test_an_update_with_a_mode_and_without_verls_mark_is_refused_before_it_runs(mode: str) -> None:
-    """A worker of another package marks no batches; an evaluation or a critic is no actor's update."""
-    ran = list[str]()
-    for kind, forward_only in ((Engine, True), (EngineWithValueHead, False)):
-        kind(mode).forward_backward_batch(lambda model: ran.append("fine"), forward_only=forward_only)
-    assert ran == ["fine", "fine"]
-    if mode == "disabled":
-        Engine(mode).forward_backward_batch(ran.append)
-        return
-    expected = rf"Engine: router_replay.mode={mode}, and this update.*Expected enable_routing_replay in it"
-    with pytest.raises(ReplayError, match=expected):
-        Engine(mode).forward_backward_batch(lambda model: ran.append("an update"))
-    assert len(ran) == 2
-
-
 def test_an_action_that_waits_is_the_engines_and_over_when_the_engine_ends_it() -> None:
     engine = Engine()
 
@@ -184,33 +163,6 @@ def test_an_action_that_waits_is_the_engines_and_over_when_the_engine_ends_it() 
         engine.forward_backward_batch(lambda model: (schedule(model), current().clear()), forward_only=True)
         assert not current().action
     assert hooks(engine.module[0]) == 0
-
-
-@pytest.mark.parametrize(
-    ("updates", "trains", "compares"), [(0, True, True), (0, False, False), (1, True, False)]
-)
-def test_what_a_pass_checks_depends_on_the_updates_before_it(
-    updates: int, trains: bool, compares: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[dict[str, Any]] = []
-
-    class Opened(StepReplay):
-        def __init__(self, model: Any, **options: Any) -> None:
-            asked.append(options)
-            super().__init__(model, **options)
-
-    monkeypatch.setattr("npu_replay.compat.verl.engine_pass.StepReplay", Opened)
-    engine = Engine("R3")
-    adapter = EngineAdapter.of(engine)
-    adapter.updates = updates
-    with (
-        pytest.raises(MicroBatchError, match="nothing ran"),
-        EnginePass(adapter, trains=trains).entered() as one,
-    ):
-        assert one.tolerant == (updates > 0)
-        one.set(REPLAY)
-    told = {"errors_wait": True, "live_mismatch": compares}
-    assert asked == [told]
 
 
 def test_an_fsdp_engine_whose_mode_lacks_its_key_or_that_cant_replay_is_refused() -> None:
@@ -244,26 +196,3 @@ def test_what_a_batch_lends_to_a_pass_goes_with_it_and_a_disabled_engine_is_not_
     assert EngineAdapter.of(engine) is None
     engine.engine_config.router_replay.mode = "R3"
     assert EngineAdapter.of(engine) is adapter
-
-
-@pytest.mark.parametrize(
-    ("mode", "trains", "action"), [("R2", False, RECORD), ("R2", True, REPLAY), ("R3", False, REPLAY)]
-)
-def test_a_pass_of_an_engine_without_an_action_of_its_own_sets_it(
-    mode: str, trains: bool, action: str
-) -> None:
-    routes = record(Engine())
-    engine = Engine(mode)
-    adapter = type("ActingAdapter", (EngineAdapter,), {"acts": True})(engine)
-    with EnginePass(adapter, trains=trains, flagged=True).entered() as one:
-        assert one.action == action
-        if action == REPLAY:
-            session, chunk = one.replaying()
-            session.give(chunk, routes[0])
-        with torch.set_grad_enabled(trains):
-            output = engine.module[0](tokens(0)).sum()
-        if trains:
-            output.backward()
-    assert not current().action
-    with EnginePass(adapter, trains=trains).entered() as one:
-        assert not one.action, "its flag isn't in the batch"

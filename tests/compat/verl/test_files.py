@@ -91,8 +91,3 @@ def test_replay_reads_by_the_tokens_in_any_order(tmp_path: Path) -> None:
         files.give({"input_ids": jagged([SAMPLES[2], [1, 2, 3]])})
     with pytest.raises(ReplayError, match="a padded batch has no place"):
         files.give({"input_ids": torch.zeros(2, 4, dtype=torch.int64)})
-
-
-def test_no_files_where_none_are_named() -> None:
-    assert Files.of(SimpleNamespace(record_file=None, replay_file="")) is None
-    assert Files.of(SimpleNamespace(mode="R2")) is None

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
 from npu_replay import InvalidRoutes, RoutedExperts, RoutedModel
 from npu_replay.compat.verl import batch_routes
-from npu_replay.compat.verl.batch_routes import R2Store, RoutesByKey, keys_in, keys_in_place, rows_of
+from npu_replay.compat.verl.batch_routes import R2Store, RoutesByKey
 
 MODEL = RoutedModel(layers=(1, 3), num_layers=4, num_experts=8, topk=2)
 TOKENS = 6
@@ -64,21 +61,6 @@ def test_a_samples_key_is_the_same_on_all_chunks_and_no_other_passes_or_replicas
     assert anew.keep(0, 2, [routes()] * 2) == last
 
 
-def test_a_batch_has_keys_for_the_length_of_a_pass() -> None:
-    held, _ = filled()
-    marks = [torch.full((n, 1, 1), 32767, dtype=torch.int16) for n in (6, 4)]
-    data: dict[str, Any] = {"routes": torch.nested.as_nested_tensor(marks, layout=torch.jagged)}
-    given = data["routes"]
-    references = [SimpleNamespace(key=2**63 + 7), None]
-    keys = keys_in(given, references)
-    assert keys == [2**63 + 7, 1]
-    with keys_in_place(data, "routes", keys):
-        assert keys_in(data["routes"]) == keys
-    assert data["routes"] is given
-    with pytest.raises(InvalidRoutes, match="aren't here"):
-        held.of_sample(rows_of(1, 4), None, MODEL)
-
-
 def test_what_a_pass_lends_or_refuses_goes_before_what_is_held() -> None:
     held, _ = filled()
     held.keep(9, routes(1), 0)
@@ -96,18 +78,3 @@ def test_what_a_pass_lends_or_refuses_goes_before_what_is_held() -> None:
     assert len(held) == 1
     held.has((1,))
     assert not len(held), "other layers drop all"
-
-
-def test_rows_that_are_not_to_be_replayed_have_no_route_and_those_of_several_samples_are_refused() -> None:
-    held, _ = filled()
-    held.keep(9, routes(1), 0)
-    rows = rows_of(9, TOKENS)
-    keep = torch.arange(TOKENS) < 3
-    rows[1] = 0
-    assert held.of_sample(rows, keep, MODEL).recorded.tolist() == [True, False, True, False, False, False]
-    assert len(held.of_sample(rows_of(9, TOKENS + 1), None, MODEL)) == TOKENS, "an engine has no last row"
-    with pytest.raises(InvalidRoutes, match="another number of tokens"):
-        held.of_sample(rows_of(9, TOKENS + 2), None, MODEL)
-    rows[2] = rows_of(8, 1)[0]
-    with pytest.raises(InvalidRoutes, match="belong to several"):
-        held.of_sample(rows, None, MODEL)

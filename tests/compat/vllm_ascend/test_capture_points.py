@@ -103,23 +103,3 @@ def test_layers_are_held_against_the_models_config() -> None:
             held(numbers, columns)
     with pytest.raises(ReplayError, match=r"layers \[1, 2, 3\] choose experts that compute nothing"):
         held((1, 2, 3), zero_experts=2)
-
-
-def test_one_engine_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same runner with another KV cache: tests/on_vllm_ascend."""
-    comm = type("MoECommMethod", (), {"prepare": None})
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    made = {
-        "vllm.distributed": {"get_tp_group": None},
-        "vllm_ascend.ops.fused_moe.moe_comm_method": {"MoECommMethod": comm},
-    }
-    for name, held_there in made.items():
-        module = ModuleType(name)
-        vars(module).update(held_there)
-        monkeypatch.setitem(sys.modules, name, module)
-    plugin._attached.set(comm, "prepare", print, "an engine of this process")
-    try:
-        with pytest.raises(ReplayError, match="an engine of this process is captured already"):
-            plugin.attach(SimpleNamespace())
-    finally:
-        plugin._attached.undo()

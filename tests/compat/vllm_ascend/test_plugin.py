@@ -260,15 +260,6 @@ def test_what_cannot_be_captured_ends_the_start_before_weights_are_loaded(
     assert worker.log.text.count(RELEASED) == 2
 
 
-def test_a_hybrid_model_is_refused_where_vllm_keeps_too_few_slots(worker: Worker) -> None:
-    worker.releases.update({"vllm-ascend": "0.20.2rc1", "vllm": "0.20.2"})
-    plugin.register()
-    made = config()
-    made.model_config.hf_text_config["layer_types"] = ["linear_attention", "full_attention"]
-    with pytest.raises(ReplayError, match="captures no model with linear attention"):
-        worker.runner(made)
-
-
 SPREAD = {"tensor_parallel_size": 4, "data_parallel_size": 2, "enable_expert_parallel": True}
 MTP = {"speculative_config": {"method": "mtp"}}
 

@@ -217,14 +217,3 @@ def test_a_plan_for_a_release_that_is_not_known_is_refused(version: str) -> None
     problem = str(refusal(version, capture=True))
     assert f"captures nothing on vllm-ascend {version}" in problem
     assert "return no rows by vLLM's capturer" in problem
-
-
-@pytest.mark.parametrize("version", ["0.30.0", "0.30.0.post1", "0.23.0.post1.dev3+gabc", "0.23.1.dev0"])
-def test_a_final_release_and_a_build_of_a_branch_are_planned_as_their_number(version: str) -> None:
-    assert refusal(version, capture=True) is None
-    vllm = "0.30.0" if version.startswith("0.30") else "0.23.0"
-    assert vllm_ascend.unknown(version, vllm) is None
-    assert vllm_ascend.unpaired(version, vllm) is None
-    assert needs_v2(version) == (vllm == "0.30.0")
-    other = str(vllm_ascend.unpaired("0.30.0", "0.29.0"))
-    assert "vllm-ascend 0.30.0 beside vLLM 0.29.0" in other
