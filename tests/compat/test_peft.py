@@ -112,20 +112,11 @@ def fed() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def chosen(of: Any, call: dict[str, Any], grad: bool = False) -> torch.Tensor:
-    """What the routers' own outputs show in one call, [layers, rows, topk], sorted."""
-    found: list[torch.Tensor] = []
-
-    def saw(gate: Any, args: Any, out: Any) -> None:
-        found.append(next(one for one in out if one.dtype == torch.int64).detach().sort(1).values)
-
-    gates = [one for one in of.modules() if type(one).__name__ == "Qwen3MoeTopKRouter"]
-    handles = [gate.register_forward_hook(saw) for gate in gates]
+def chosen(of: Any, call: dict[str, Any], grad: bool = False) -> list[list[int]]:
+    """What the experts are handed in one call."""
     with torch.set_grad_enabled(grad), sent(of) as rows:
         of(**call)
-    for handle in handles:
-        handle.remove()
-    return torch.stack(found) if gates else torch.tensor(rows)  # transformers 4 has no such module
+    return rows
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -147,9 +138,9 @@ def test_a_reference_pass_by_the_same_module_leaves_no_trace(way: str) -> None:
         assert following.left_alone["of another variant of the model (adapters)"] == 1
         updates = chosen(whole, call, grad=True)
     if way != "an adapter that came later":  # which is another one each time
-        assert torch.equal(reference, free)
-    assert not torch.equal(reference, recorded)  # a record of it would be seen
-    assert torch.equal(updates, recorded)
+        assert reference == free
+    assert reference != recorded  # a record of it would be seen
+    assert updates == recorded
 
 
 def test_adapters_of_each_sample_are_another_variant() -> None:
@@ -160,8 +151,8 @@ def test_adapters_of_each_sample_are_another_variant() -> None:
         recorded = chosen(whole, call)
         other = chosen(whole, call | {"adapter_names": ["__base__"] * 3})
         assert following.metrics()["recorded"] == 3
-        assert torch.equal(chosen(whole, call, grad=True), recorded)
-    assert not torch.equal(other, recorded)
+        assert chosen(whole, call, grad=True) == recorded
+    assert other != recorded
 
 
 def test_a_merged_adapter_is_the_same_policy() -> None:
@@ -172,7 +163,7 @@ def test_a_merged_adapter_is_the_same_policy() -> None:
         followed.merge_adapter()
         recorded = chosen(followed, call)
         followed.unmerge_adapter()
-        assert torch.equal(chosen(followed, call, grad=True), recorded)
+        assert chosen(followed, call, grad=True) == recorded
         assert not following.left_alone
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe import modeling_qwen3_moe as stock
 
 import npu_replay
 from npu_replay.errors import RouterError
+from zoo import qwen
 
 if not hasattr(stock, "Qwen3MoeTopKRouter"):
     pytest.skip("transformers 4 has no class of the router", allow_module_level=True)
@@ -50,31 +50,15 @@ def unsloth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     torch.compiler.reset()
 
 
-def model() -> Any:
-    torch.manual_seed(0)
-    # fmt: off
-    made = Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        hidden_size=32, num_hidden_layers=3, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
-        intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, vocab_size=64, head_dim=8,
-    ))
-    # fmt: on
-    turn(made)
-    return made
-
-
-def turn(made: Any) -> None:
-    for layer in made.model.layers:
-        nn.init.normal_(layer.mlp.gate.weight)
-
-
 @pytest.mark.usefixtures("unsloth")
 def test_routers_that_were_written_anew_are_recorded_observed_and_replayed() -> None:
-    made = model()
+    made = qwen.make(vocabulary=64, layers=3)
     tokens = torch.randint(0, 64, (2, 10))
     with torch.no_grad(), npu_replay.record(made) as recording:
         made(tokens)
     assert recording.routes[0].layers == (0, 1, 2)
-    turn(made)
+    for layer in made.model.layers:
+        nn.init.normal_(layer.mlp.gate.weight)
     got: list[torch.Tensor] = []
     for layer in made.model.layers:
         layer.mlp.experts.register_forward_pre_hook(lambda _, args: got.append(args[1].sort().values))
@@ -91,7 +75,7 @@ def test_routers_that_were_written_anew_are_recorded_observed_and_replayed() -> 
 
 def test_half_of_a_model_is_never_taken_for_it_all() -> None:
     """Whoever writes classes anew under a name that nobody knows, in some layers alone."""
-    made = model()
+    made = qwen.make(vocabulary=64, layers=3)
     other = written_anew("somebodys_compiler", [ROUTER, BLOCK])
     for layer in (0, 2):
         made.model.layers[layer].mlp = vars(other)[BLOCK](made.config)

@@ -173,20 +173,6 @@ def test_a_pipeline_layout_is_read_as_megatron_reads_it(
     assert our_stages(config) == theirs
 
 
-@pytest.mark.parametrize("freq", [1, 3, [1, 0, 0, 1, 0, 1]])
-def test_the_layers_with_a_router_are_those_that_megatron_builds(freq: int | list[int]) -> None:
-    """T2: dense layers by an integer or a list."""
-    config = megatron_model.config(num_layers=6, moe_layer_freq=freq)
-    model = megatron_model.model(config)
-    built = [number for number, layer in enumerate(model.decoder.layers) if hasattr(layer.mlp, "router")]
-    assert list(megatron_layout.decoder_layers(config).moe) == built
-    assert ParallelLayout.from_megatron(model).moe_layers == tuple(built)
-    dense = megatron_layout.decoder_layers(
-        megatron_model.config(num_moe_experts=None, moe_ffn_hidden_size=None)
-    )
-    assert (dense.moe, dense.stage(1, 1, 0, 0)) == ((), (0, 1, 2, 3))
-
-
 # Models built as stages
 
 
@@ -378,8 +364,3 @@ def test_what_cant_be_read_is_an_error_that_says_why(monkeypatch: pytest.MonkeyP
     with pytest.raises(ReplayError, match=r"isn't running in this process.*ParallelLayout\(tp="):
         ParallelLayout.from_megatron(megatron_model.config())
     assert "megatron.core.parallel_state" not in sys.modules
-
-
-@pytest.mark.parametrize("path", ["module.mtp.layers.0.mlp.router", "language_model.mtp", "smtp.layers.0"])
-def test_multi_token_prediction_is_known_by_its_name_anywhere_in_the_path(path: str) -> None:
-    assert megatron_layout.is_in_mtp(path) is not path.startswith("smtp")

@@ -312,26 +312,32 @@ def test_engine_arguments_let_the_plug_in_pass_a_filter(
     assert made.environment.get("VLLM_PLUGINS") == given
 
 
-def test_doctor_says_what_keeps_it_from_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
-    ascend = Product("vllm-ascend", True, "0.23.0", "here")
-    vllm = Product("vllm", True, "0.23.0", "here")
-    found = plugin.capability(ascend, vllm)
-    assert (found.state, "vllm-ascend 0.23.0 beside vLLM 0.23.0" in found.why) == ("works", True)
-    for filter_, left_out in (
-        ("ascend, other", "VLLM_PLUGINS=ascend, other leaves npu_replay out"),
-        ("ascend, npu_replay", "leaves npu_replay out"),  # vLLM looks for it with the space
-        ("ascend,npu_replay", "None"),
-    ):
-        monkeypatch.setenv("VLLM_PLUGINS", filter_)
-        assert left_out in str(plugin.left_out())
-        assert (left_out in plugin.capability(ascend, vllm).why) == (left_out != "None")
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
-    assert "isn't installed as a distribution" in plugin.capability(ascend, vllm).why
-    monkeypatch.setenv("NPU_REPLAY_VLLM_ASCEND", "0")
-    assert "it is off" in plugin.capability(ascend, vllm).why
-    assert plugin.left_out() is None
-    monkeypatch.setenv("NPU_REPLAY_DISABLE", "1")
-    found = plugin.capability(ascend, vllm)
-    assert ("NPU_REPLAY_DISABLE=1" in found.why, found.remedy) == (True, "")
-    unknown = Product("vllm-ascend", True, "0.31.0", "here")
-    assert plugin.capability(unknown, vllm).state == "missing"
+@pytest.mark.parametrize(
+    ("variables", "ascend", "state", "why"),
+    [
+        ({}, "0.23.0", "works", "vllm-ascend 0.23.0 beside vLLM 0.23.0"),
+        ({"VLLM_PLUGINS": "ascend,npu_replay"}, "0.23.0", "works", ""),
+        (
+            {"VLLM_PLUGINS": "ascend, other"},
+            "0.23.0",
+            "broken",
+            "VLLM_PLUGINS=ascend, other leaves",
+        ),
+        # vLLM looks for it with the space
+        ({"VLLM_PLUGINS": "ascend, npu_replay"}, "0.23.0", "broken", "leaves npu_replay out"),
+        ({"NPU_REPLAY_VLLM_ASCEND": "0"}, "0.23.0", "missing", "it is off"),
+        ({"NPU_REPLAY_VLLM_ASCEND": "0"}, "0.31.0", "missing", ""),
+        ({"NPU_REPLAY_DISABLE": "1"}, "0.23.0", "missing", "NPU_REPLAY_DISABLE=1"),
+    ],
+)
+def test_doctor_says_what_keeps_it_from_capturing(
+    worker: Worker, variables: dict[str, str], ascend: str, state: str, why: str
+) -> None:
+    for name, value in variables.items():
+        worker.env.setenv(name, value)
+    found = plugin.capability(Product("vllm-ascend", True, ascend), Product("vllm", True, "0.23.0"))
+    assert found.state == state
+    assert why in found.why
+    assert (plugin.left_out() is not None) == (state == "broken")
+    worker.env.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    assert ("isn't installed as a distribution" in plugin.filtered()) == (state != "broken")
