@@ -15,21 +15,6 @@ from npu_replay.compat.probe import Capability, Product
 PACKAGE_INFO = "MAJOR = 0\nMINOR = 12\nPATCH = 1\nPRE_RELEASE = {!r}\n__version__ = '.'.join(['unread'])\n"
 
 
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder that is the only place where a product can be found."""
-    stdlib = [
-        entry
-        for entry in sys.path
-        if entry.endswith((".zip", "lib-dynload")) or Path(entry, "ast.py").is_file()
-    ]
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *stdlib])
-    names = {module.partition(".")[0] for module, _ in probe._KNOWN.values()}
-    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
-        monkeypatch.delitem(sys.modules, name)
-    return tmp_path
-
-
 def write(file: Path, text: str = "") -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")

@@ -175,20 +175,6 @@ def test_a_stage_that_counts_its_layers_anew_has_the_labels_of_the_whole_model(f
     assert [router.label for router in routers.find([model])[0]] == [one for one in labels if one > 0]
 
 
-def test_a_pruned_model_is_labelled_by_places_and_numbers_that_disagree_are_refused() -> None:
-    model = build("qwen3_moe")
-    holder, layers = _layers(model)
-    holder.layers = nn.ModuleList([layers[0], layers[2]])
-    layers[2].mlp.layer_idx = 2
-    model.config.num_hidden_layers = 2  # whole again
-    assert [router.label for router in routers.find([model])[0]] == [0, 1]
-    model.config.num_hidden_layers = 3  # a stage
-    assert [router.label for router in routers.find([model])[0]] == [0, 2]
-    layers[2].mlp.layer_idx = 7
-    with pytest.raises(RouterError, match=r"layers.1.*disagree about its number.*got \[2, 7\]"):
-        routers.find([model])
-
-
 def test_the_routes_of_generate_are_those_of_one_pass_over_the_text() -> None:
     """One micro-batch a forward."""
     model = build("qwen3_moe").eval()

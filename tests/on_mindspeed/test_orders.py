@@ -2,7 +2,7 @@
 
 Covered: npu_replay before, between and after the other two, with and without a repatch right after the import
 of MindSpeed; and in each process, one after the other: no repatch after the model was built, one, one between
-record and replay, a model that was built after them, one in a block. Recompute is full throughout. Then what
+record and replay, a model that was built after them. Recompute is full throughout. Then what
 becomes of a config's flags in the hands of MindSpeed and of people, and what is left after uninstall().
 """
 
@@ -83,25 +83,12 @@ def test_any_order_of_imports_keeps_flags_and_replays(
         # MindSpeed up to 2.3.0 lets nobody build a subclass of his own, with a flag or without.
         assert own is True or ("AttributeError" in own and own == bare), name
     assert found["undone"] == [False, False]
-    replaced = found["repatch in a block"]
-    if not found["replaces routing"]:
-        assert product == processes.REAL
-        assert replaced == {"error": "", "hooks": 0, "usable": ""}
-        return
-    assert re.match(
-        r"RouterError: .*micro-batch 1, (topk_\w+|TopKRouter\.routing): "
-        r"the code that routes was replaced inside an open block\. "
-        r"Expected megatron\.core\.\S+, got another (?:mindspeed|megatron)\.\S+\. "
-        r"Usual cause: MindSpeed's repatch\(\)",
-        replaced["error"],
-    ), replaced["error"]
-    assert (replaced["hooks"], replaced["usable"]) == (0, "")
 
 
 @pytest.mark.first_release
 def test_a_mindspeed_that_was_half_imported_is_refused(product: str) -> None:
     found = processes.run(product, "worker:half_imported", {})
-    message = r"RouterError: .*half imported\. Expected all \d+ of its patches in place, got 2, without "
+    message = r".*half imported\. Expected all \d+ of its patches in place, got 2, without "
     assert re.match(message, found["error"]), found["error"]
     assert "python -c 'import mindspeed.megatron_adaptor'" in found["error"]
     assert found["hooks"] == 0

@@ -527,8 +527,6 @@ def orders(task: dict[str, Any]) -> dict[str, Any]:
         found["another model"] = tried(trainer, lambda: repatch(a_name=7, moe_router_topk=2))
         kept["after another repatch"] = flags_kept()
         found["model of a repatched config"] = tried(Trainer(CASES["none"], recompute=True))
-        found["replaces routing"] = replaces_routing()
-        found["repatch in a block"] = said_of(Trainer(CASES["none"], recompute=False), repatched_inside)
     found |= {name: ways(name) for name in CLASSES}
     npu_replay.uninstall()
     found["torch restored"] = torch.topk is top_k
@@ -611,61 +609,15 @@ def half_imported(task: dict[str, Any]) -> dict[str, Any]:
     """A MindSpeed whose import breaks off half way."""
     import_half()
     import npu_replay
+    from zoo.outcome import hooks
 
     with npu_replay.compat.cpu.lend(), process_group(task), parallel(CASES["none"]):
-        return said_of(Trainer(CASES["none"], recompute=False), lambda trainer: None)
-
-
-def said_of(trainer: Trainer, then: Callable[[Trainer], object]) -> dict[str, Any]:
-    """The error of a block in which `then` comes after a micro-batch, what is left of it, the next one's."""
-    import npu_replay
-
-    def recorded(then: Callable[[Trainer], object]) -> str:
+        model = Trainer(CASES["none"], recompute=False).model
         try:
-            with npu_replay.record(trainer.model):
-                trainer.loss(trainer.batches[0])
-                then(trainer)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    error = recorded(then)
-    modules = list(trainer.model.modules())
-    hooks = sum(len(one._forward_pre_hooks) + len(one._forward_hooks) for one in modules)
-    return {"error": error, "hooks": hooks, "usable": recorded(lambda trainer: None)}
-
-
-def repatched_inside(trainer: Trainer) -> None:
-    """With a feature that takes other routing code: what was checked no longer holds."""
-    feature = routing_feature()
-    repatch(**feature)
-    try:
-        trainer.loss(trainer.batches[1])
-    finally:
-        repatch(**dict.fromkeys(feature, False) | {"moe_token_dispatcher_type": "alltoall"})
-
-
-def routing_feature() -> dict[str, Any]:
-    if "fix_router" in known_arguments():
-        return {"fix_router": True, "moe_token_dispatcher_type": "alltoall"}
-    return {"moe_tp_extend_ep": True, "moe_token_dispatcher_type": "alltoall_seq"}  # core_r0.16.0
-
-
-def replaces_routing() -> bool:
-    """Does that feature replace code that routes? In core_r0.18.0 of July it replaces what nobody calls."""
-    before = routing_code()
-    feature = routing_feature()
-    repatch(**feature)
-    after = routing_code()
-    repatch(**dict.fromkeys(feature, False) | {"moe_token_dispatcher_type": "alltoall"})
-    return any(one is not other for one, other in zip(before, after, strict=True))
-
-
-def routing_code() -> list[Any]:
-    from megatron.core.transformer.moe import router
-
-    functions = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
-    return [router.TopKRouter.routing, *(getattr(router, name, None) for name in functions)]
+            npu_replay.record(model).__enter__()
+        except npu_replay.ReplayError as error:
+            return {"error": str(error), "hooks": hooks(model)}
+        raise AssertionError("record() takes this model")
 
 
 def import_half() -> None:

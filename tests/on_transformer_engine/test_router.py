@@ -14,7 +14,6 @@ from transformer_engine.pytorch import router as product
 import fused_kernel
 import npu_replay
 from fused_kernel import FUSION
-from router_replay_api import FLAG, upstream_api
 from zoo.gpt import CAPACITY, SIGMOID_BIAS, VARIANTS, build, perturbed, random_routes, same
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -84,20 +83,6 @@ def test_a_recompute_that_falls_the_other_way_takes_the_experts_of_its_forward(
     assert not same(fused.run("sum"), untouched)
     with npu_replay.pin_recompute(fused.model):
         assert same(fused.run("sum"), untouched)
-
-
-def test_upstreams_api_records_what_a_top_k_inside_chose() -> None:
-    fused = build(WIDE | FLAG | FUSION, "full")
-    with npu_replay.record(fused.model) as chosen:
-        fused.loss(fused.batches[0])
-    with upstream_api() as api:
-        fused = build(WIDE | FLAG | FUSION, "full")
-        api.everywhere("RECORD")
-        fused.loss(fused.batches[0])
-        recorded = api.replay.get_recorded_data()
-    (routes,) = chosen.routes
-    for layer, ids in zip(routes.layers, recorded, strict=True):
-        assert torch.equal(ids, routes.layer_ids(layer).long())
 
 
 @pytest.mark.parametrize("counted", ["live", "replayed"])

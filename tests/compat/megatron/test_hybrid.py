@@ -17,9 +17,8 @@ from npu_replay.errors import RouterError
 from npu_replay.module_tree import ModuleTree
 from npu_replay.routers import find
 from npu_replay.smoke import megatron_model
-from router_replay_api import FLAG, upstream_api
 from zoo import hybrid
-from zoo.gpt import at_stage, random_routes
+from zoo.gpt import at_stage
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
@@ -189,34 +188,3 @@ def test_the_decoder_alone_is_taken_where_it_is_the_whole_model(stage: Callable[
     (chunk,) = stage("*E|*E", 2, 1)
     with pytest.raises(RouterError, match=r"pattern of the whole model isn't known.*model.decoder"):
         find([chunk.decoder])
-
-
-# A trainer that is written against Megatron's own RouterReplay
-
-
-def test_targets_that_a_walk_over_the_model_sets_reach_the_routers() -> None:
-    """As NeMo-RL does it: each router's own RouterReplay, in the order of layer_number; no list of all."""
-    pattern = "MEM*E-ME"
-    plain = built(pattern)
-    ids = tokens()
-    with torch.no_grad(), npu_replay.record(plain) as recording:
-        loss(plain, ids)
-    (given,) = random_routes(recording.routes)
-    with upstream_api() as api:
-        model = built(pattern, **FLAG, **SELECTIVE)
-        model.load_state_dict(plain.state_dict())
-        routers = [one for one in model.decoder.modules() if getattr(one, "router_replay", None) is not None]
-        with npu_replay.replay(plain, [given]):
-            expected = loss(plain, ids)
-            expected.backward()
-        routers.sort(key=lambda one: one.layer_number)
-        for column, router in enumerate(routers):
-            router.router_replay.set_target_indices(given.ids[:, column].long())
-        api.everywhere("REPLAY_FORWARD")
-        replayed = loss(model, ids)
-        api.everywhere("REPLAY_BACKWARD")
-        replayed.backward()
-    assert [one.layer_number for one in routers] == [2, 5, 8]
-    assert replayed == expected
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)

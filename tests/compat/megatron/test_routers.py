@@ -222,30 +222,6 @@ def test_combined_1f1b_is_refused_before_the_first_micro_batch() -> None:
     assert hooks(trainer.model) == 0
 
 
-def test_a_stage_of_dense_layers_is_no_missing_router_t43(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank opens the same blocks; one whose layers are all dense has nothing to say, and says so."""
-    from megatron.core import parallel_state
-
-    config = megatron_model.config(num_layers=2, moe_layer_freq=[0, 0])
-    trainer = Trainer(megatron_model.model(config).to(DEVICE), None)
-    with pytest.raises(RouterError, match="no router in this model"):
-        npu_replay.record(trainer.model).__enter__()
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
-    trainer.model.config.num_layers = 4
-    trainer.model.config.moe_layer_freq = [0, 0, 1, 1]
-    with npu_replay.record(trainer.model) as recording:
-        trainer.run("each")
-    assert [one.layers for one in recording.routes] == [()] * 3
-    assert recording.metrics()["routers"] == 0
-    rows = [RoutedExperts(ids=torch.empty(ROWS, 0, 2).long(), layers=(), num_experts=8)] * 3
-    with npu_replay.replay(trainer.model, rows), npu_replay.observe(trainer.model) as observation:
-        trainer.run("each")
-    assert [one.layers for one in observation.shown] == [()] * 3
-    trainer.model.config.moe_layer_freq = [0, 1, 1, 1]
-    with pytest.raises(RouterError, match="no router in this model"):
-        npu_replay.record(trainer.model).__enter__()
-
-
 def test_two_live_models_of_one_config_object_keep_their_own_routes() -> None:
     """T18: an actor and its reference share the config; what is asked of it means neither of them alone."""
     actor = build({"moe_layer_freq": [0, 1, 1, 1]}, "full")

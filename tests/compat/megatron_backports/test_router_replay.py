@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -44,24 +43,6 @@ def replaying(target: torch.Tensor | None) -> RouterReplay:
 
 def top(k: int) -> list[list[int]]:
     return torch.topk(SCORES, k, dim=1).indices.tolist()
-
-
-def test_the_face_is_upstreams() -> None:
-    """Of a release that has one: each public name, static or not, with its arguments."""
-    theirs = pytest.importorskip("megatron.core.transformer.moe.router_replay")
-    if theirs.RouterReplay is RouterReplay:
-        pytest.skip("this Megatron-core has no RouterReplay of its own")
-    for name, found in vars(theirs.RouterReplay).items():
-        if name.startswith("_") or not callable(getattr(theirs.RouterReplay, name)):
-            continue
-        assert isinstance(vars(RouterReplay)[name], staticmethod) == isinstance(found, staticmethod), name
-        ours, upstreams = (getattr(kind, name) for kind in (RouterReplay, theirs.RouterReplay))
-        assert [*inspect.signature(ours).parameters] == [*inspect.signature(upstreams).parameters], name
-    fresh = theirs.RouterReplay()
-    theirs.RouterReplay.clear_global_router_replay_instances()
-    assert vars(fresh).keys() <= vars(RouterReplay()).keys()
-    actions = [(one.name, one.value) for one in theirs.RouterReplayAction]
-    assert actions == [(one.name, one.value) for one in RouterReplayAction]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])

@@ -7,7 +7,6 @@ of MindSpeed, each with each Megatron-LM (docs/dev/tried.md).
 from __future__ import annotations
 
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,6 @@ from npu_replay.compat.probe import ADAPTOR, TE_NPU, Capability
 
 NEWEST = ascend_images.image("latest-vllm-910b-ubuntu")
 OF_0_12 = ascend_images.image("verl-8.5.0-910b-ubuntu22.04-py3.11-v0.7.1")
-
-
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only folder in which a product can be found."""
-    stdlib = [entry for entry in sys.path if entry.endswith("lib-dynload") or Path(entry, "ast.py").is_file()]
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *stdlib])
-    names = {module.partition(".")[0] for module, _ in probe._KNOWN.values()}
-    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
-        monkeypatch.delitem(sys.modules, name)
-    return tmp_path
 
 
 def capability(name: str = adaptors.UNDER_MINDSPEED) -> Capability:

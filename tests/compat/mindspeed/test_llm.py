@@ -280,11 +280,9 @@ def test_a_router_that_megatron_routes_is_none_of_mindspeed_llms(monkeypatch: py
     """It goes by the function that runs: an installed or half-patched MindSpeed-LLM changes nothing."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    tower = Tower(megatron_model.config())
-    router = tower.routers[0]
+    router = Tower(megatron_model.config()).routers[0]
     router.routing_type = "sparsemixer_topk"
     assert not llm.routes(router)
-    llm.refuse(router, "")
 
     @wraps(mindspeed.stand_in_routing)
     def outer(*args: Any) -> Any:
@@ -294,9 +292,6 @@ def test_a_router_that_megatron_routes_is_none_of_mindspeed_llms(monkeypatch: py
     outer.__module__ = "somebody.else"
     monkeypatch.setattr(TopKRouter, "routing", outer)
     assert llm.routes(router)
-    with pytest.raises(RouterError, match="sparsemixer_topk"):
-        llm.refuse(router, "")
-    assert "mindspeed_llm" not in sys.modules
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -11,8 +11,8 @@ import torch
 
 from npu_replay import routers
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
-from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, EnginePass, current, serves, wrapped
-from npu_replay.errors import InvalidRoutes, ReplayError
+from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, EnginePass, current, wrapped
+from npu_replay.errors import ReplayError
 from zoo.toys import ROWS, TOPK, ToyModel, ToyRouters, hooks, tokens
 
 
@@ -126,29 +126,6 @@ def test_nothing_is_left_when_a_pass_raises() -> None:
     assert hooks(engine.module[0]) == 0
 
 
-def test_no_action_has_an_effect_in_a_reference_pass_or_in_an_engine_without_replay() -> None:
-    """0.7's worker sets the action in its log-probs, which a LoRA actor's reference pass asks for.
-
-    T40: verl's own answer counts layers by functions that Megatron-core 0.12.1 hasn't.
-    """
-    engine = Engine()
-    seen = list[tuple[bool, str]]()
-    with EnginePass(is_off=True).entered(), EnginePass().entered():
-        current().set(RECORD)
-        engine.forward_backward_batch(lambda model: model(tokens(0)), forward_only=True)
-        assert not current().action
-    assert hooks(engine.module[0]) == 0
-    assert not current().action
-
-    def schedule(model: ToyModel) -> None:
-        current().set(RECORD)
-        seen.append((serves(), current().action))
-
-    Engine("disabled").forward_backward_batch(schedule)
-    assert seen == [(True, "")]
-    assert not serves()
-
-
 def test_an_action_that_waits_is_the_engines_and_over_when_the_engine_ends_it() -> None:
     engine = Engine()
 
@@ -179,20 +156,3 @@ def test_an_fsdp_engine_whose_mode_lacks_its_key_or_that_cant_replay_is_refused(
     config["router_replay"] = "R2"
     with pytest.raises(ReplayError, match=r"Expected \S+router_replay.mode=R2"):
         fsdp.FsdpAdapter(engine)
-
-
-def test_what_a_batch_lends_to_a_pass_goes_with_it_and_a_disabled_engine_is_not_kept() -> None:
-    engine = Engine("R3")
-    adapter = EngineAdapter.of(engine)
-    running = EnginePass(adapter, trains=False)
-    running.found.carried[1] = InvalidRoutes("bad", expected="good", got="bad")
-    with running.entered():
-        assert current() is running
-        assert adapter.routes.lent is running.found.carried
-    assert adapter.routes.lent == {}
-    assert EngineAdapter.of(engine) is adapter
-    assert EngineAdapter.of(Engine("disabled")) is None
-    engine.engine_config.router_replay.mode = "disabled"  # for some passes
-    assert EngineAdapter.of(engine) is None
-    engine.engine_config.router_replay.mode = "R3"
-    assert EngineAdapter.of(engine) is adapter
