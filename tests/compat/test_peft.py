@@ -195,24 +195,8 @@ def sent(of: Any) -> Iterator[list[list[int]]]:
     def fused(_: Any, args: Any, kwargs: Any) -> None:
         found.append(args[1].flatten().bincount(minlength=8).tolist())
 
-    def begun(*_: Any) -> None:
-        found.append([0] * 8)
-
-    def one(number: int) -> Callable[..., None]:
-        def got(_: Any, args: Any) -> None:
-            found[-1][number] = len(args[0])
-
-        return got
-
-    handles = []
-    for block in [one for one in of.modules() if type(one).__name__ == "Qwen3MoeSparseMoeBlock"]:
-        if isinstance(block.experts, torch.nn.ModuleList):  # transformers 4: the block is the router
-            handles.append(block.register_forward_pre_hook(begun))
-            handles += [
-                expert.register_forward_pre_hook(one(number)) for number, expert in enumerate(block.experts)
-            ]
-        else:
-            handles.append(block.experts.register_forward_pre_hook(fused, with_kwargs=True))
+    blocks = [one for one in of.modules() if type(one).__name__ == "Qwen3MoeSparseMoeBlock"]
+    handles = [block.experts.register_forward_pre_hook(fused, with_kwargs=True) for block in blocks]
     try:
         yield found
     finally:

@@ -1,4 +1,4 @@
-"""The fused router: recorded from what its kernel returned, replayed past it."""
+"""What goes wrong with the fused router. That it is recorded and replayed, on every release: tests/matrix."""
 
 from __future__ import annotations
 
@@ -12,51 +12,15 @@ import fused_kernel
 import npu_replay
 from fused_kernel import FUSION
 from npu_replay.errors import NoEffect, RecomputeError
-from zoo.gpt import CAPACITY, FULL, SIGMOID_BIAS, build, perturbed, same
+from zoo.gpt import FULL, build
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "softmax_after_topk": {},
-    "groups_sigmoid_bias": SIGMOID_BIAS | {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
-    "capacity": CAPACITY,
-}
 
 
 @pytest.fixture
 def kernel() -> Iterator[Any]:
     with fused_kernel.lent() as moe_utils:
         yield moe_utils
-
-
-@pytest.mark.parametrize(
-    ("variant", "recompute"), [*zip(VARIANTS, [None, "full", "layers_non_reentrant"], strict=True)]
-)
-def test_a_record_is_bit_equal_to_the_fused_run_and_its_replay_gives_the_same_ids(
-    kernel: Any, variant: str, recompute: str | None
-) -> None:
-    """T45, N1."""
-    fused = build(VARIANTS[variant] | FUSION, recompute)
-    unfused = build(VARIANTS[variant], recompute)
-    untouched = fused.run("sum")
-    with npu_replay.record(fused.model) as recording:
-        assert same(fused.run("sum"), untouched)
-    with npu_replay.record(unfused.model) as expected:
-        plain = unfused.run("sum")
-    for ours, theirs in zip(recording.routes, expected.routes, strict=True):
-        assert torch.equal(ours.ids, theirs.ids.sort(dim=-1).values), "in ascending order"
-    assert untouched[0] == pytest.approx(plain[0])
-
-    with perturbed(fused.model), perturbed(unfused.model):
-        fused_kernel.calls.clear()
-        with npu_replay.replay(fused.model, recording.routes):
-            given = fused.run("sum")
-        assert not fused_kernel.calls, "a replay goes past the kernel"
-        with npu_replay.replay(unfused.model, recording.routes):
-            assert same(given, unfused.run("sum"))
-    assert kernel.fused_topk_with_score_function is fused_kernel.fused_topk_with_score_function
-    fused.run("sum")
-    assert fused_kernel.calls, "and afterwards through it again"
 
 
 def test_a_recompute_that_falls_the_other_way_is_an_error(
@@ -75,6 +39,7 @@ def test_a_recompute_that_falls_the_other_way_is_an_error(
         npu_replay.pin_recompute(trainer.model),
     ):
         trainer.run("each")
+    assert kernel.fused_topk_with_score_function is drifting
 
 
 def test_a_kernel_of_another_kind_is_an_error_that_says_so(
