@@ -12,7 +12,6 @@ import torch
 
 from npu_replay import RouteStore, fingerprint
 from npu_replay.compat.verl.files import Files
-from npu_replay.errors import ReplayError
 
 CONFIG = SimpleNamespace(
     num_layers=4,
@@ -75,19 +74,3 @@ def test_of_a_sample_the_first_pass_is_written(tmp_path: Path) -> None:
     """Updates come after the log-probs with the same routes; a later step would have other ones."""
     store = recorded(tmp_path, batch([20, 30, 25]), batch([20, 30, 25], seed=50))
     assert torch.equal(store.of(SAMPLES[0]).ids, ids(20))
-
-
-def test_replay_reads_by_the_tokens_in_any_order(tmp_path: Path) -> None:
-    recorded(tmp_path, batch([20, 29, 25]))
-    files = Files.of(SimpleNamespace(record_file=None, replay_file=str(tmp_path)))
-    assert files is not None
-    data = {"input_ids": jagged([SAMPLES[2], SAMPLES[1]])}
-    files.give(data)
-    third, second = data["routed_experts"].unbind()
-    assert torch.equal(third, ids(25, 2))
-    assert torch.equal(second[:-1], ids(29, 1))
-    assert not second[-1].any()
-    with pytest.raises(ReplayError, match="no routes of these tokens"):
-        files.give({"input_ids": jagged([SAMPLES[2], [1, 2, 3]])})
-    with pytest.raises(ReplayError, match="a padded batch has no place"):
-        files.give({"input_ids": torch.zeros(2, 4, dtype=torch.int64)})

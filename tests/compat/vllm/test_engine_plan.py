@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from npu_replay.compat.sglang import engine_arguments as sglang_arguments
 from npu_replay.compat.vllm.engine_plan import capability, engine_arguments
 from npu_replay.errors import ReplayError
 from npu_replay.rollout import engine_plan
-from npu_replay.rollout.model_config import RoutedModel
 
 SWITCH = "enable_return_routed_experts"
 SHARED_MEMORY = ("0.18.0", "0.19.1", "0.20.2")
@@ -282,15 +280,11 @@ def test_a_family_whose_top_k_has_another_key_is_refused_before_0_22_0(version: 
     engine_arguments("0.22.0", model=GEMMA4)
 
 
-def test_a_model_may_be_given_in_many_forms(tmp_path: Path) -> None:
+def test_a_model_that_is_planned_is_looked_at_where_it_lies(tmp_path: Path) -> None:
+    """In which forms it may be given: tests/rollout/test_model_config.py."""
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     with refused("gives no routes of this model"):
-        engine_arguments("0.33.0", model=tmp_path)
-    with refused("gives no routes of this model"):
         engine_arguments("0.33.0", planned={"model": str(tmp_path)})
-    with refused("linear attention"):
-        engine_arguments("0.20.2", model=SimpleNamespace(to_dict=lambda: QWEN3_NEXT, **QWEN3_NEXT))
-    engine_arguments("0.20.2", model=RoutedModel(layers=(0,), num_layers=1, num_experts=4, topk=2))
     engine_arguments("0.33.0", planned={"model": "Qwen/Qwen3-30B-A3B"})  # of a hub, so it isn't asked
 
 
