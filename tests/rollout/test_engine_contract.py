@@ -25,7 +25,6 @@ from npu_replay.compat.sglang import decode as sglang
 from npu_replay.compat.vllm import decode as vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.release_rules import Symptom
 from npu_replay.routes.checks import Array
 from vllm_outputs import DEEPSEEK, QWEN, WIDE, Sampled, expected, sampled
 
@@ -48,7 +47,6 @@ class Engine:
         sampled, start: what its decoder calls the sampled ids, and the first row's token.
         place, payload: the part of an answer that holds the routes, and their name in it.
         forms: an answer in each form of each release, true or spoilt by a fault.
-        causes: words that an error names once at most.
     """
 
     name: str
@@ -62,10 +60,7 @@ class Engine:
     ids: Callable[[dict[str, Any]], dict[str, Any]]
     output_ids: str
     weigh: Callable[[dict[str, Any], str], None]
-    source: Callable[[str], Any]
     forms: Callable[..., Iterator[Form]]
-    releases: tuple[str, ...]
-    causes: tuple[str, ...]
 
     def decode(self, answer: Any, model: Any = MODEL, **given: Any) -> RoutedExperts:
         named = {"output": self.sampled, "start": self.start, "prompt": "prompt_token_ids"}
@@ -183,9 +178,6 @@ ENGINES = [
         output_ids="token_ids",
         weigh=weigh_vllm,
         forms=forms_of_vllm,
-        source=lambda version: vllm.source(version, ways=("http", "in-process", "alone", "stop string")),
-        releases=("", "0.13.0", "0.18.0", "0.20.2", "0.21.0", "0.22.0", "0.27.0", "0.31.0", "0.33.0"),
-        causes=("enable_return_routed_experts", "beam search", "a stream", "another model's", "NeMo-RL"),
     ),
     Engine(
         "SGLang",
@@ -199,10 +191,7 @@ ENGINES = [
         ids=lambda answer: answer,
         output_ids="output_ids",
         weigh=weigh_sglang,
-        source=sglang.source,
         forms=forms_of_sglang,
-        releases=("", "0.5.6", "0.5.7", "0.5.9", "0.5.10", "0.5.12", "0.5.13", "0.5.15", "0.5.23"),
-        causes=("sglang#26423", "HiCache", "MoE runner", "another model", "decode node"),
     ),
 ]
 
@@ -282,8 +271,6 @@ def test_the_model_may_be_its_config(engine: Engine) -> None:
 def test_an_answer_of_a_release_that_isnt_told_is_decoded(engine: Engine) -> None:
     for version in (None, "", "main", "0.1.dev123+g1a2b3c"):
         assert engine.decode(engine.answer(ONE), version=version) == expected(MODEL, ONE)
-    with pytest.raises(TypeError):
-        engine.decode(engine.answer(ONE), version=0.33)
 
 
 # ---- token ids
@@ -304,8 +291,6 @@ def test_token_ids_may_come_in_any_container(engine: Engine, container: Any) -> 
     [
         ([1, 2.5], "list [1, 2.5]"),
         ([1, -1], "-1 to 1"),
-        ("text", "str text"),
-        (torch.ones(109, dtype=torch.bfloat16), "torch.bfloat16 [109]"),
     ],
 )
 def test_token_ids_that_are_none_are_refused(engine: Engine, ids: Any, got: str) -> None:
@@ -384,12 +369,6 @@ def test_rows_before_the_start_have_no_route(engine: Engine, start: Any) -> None
     assert engine.decode(answer, start=start) == expected(MODEL, ONE, start=start)
     with refused("tokens", f"Expected {RUN} rows", f"got {RUN - start}"):  # that nobody told
         engine.decode(answer)
-
-
-@pytest.mark.parametrize(("start", "words"), [(-1, "0 to 110"), (111, "0 to 110")])
-def test_a_start_that_is_none_is_refused(engine: Engine, start: Any, words: str) -> None:
-    with pytest.raises(ReplayError, match=words):
-        engine.decode(engine.answer(ONE), start=start)
 
 
 @pytest.mark.parametrize("finish", ["length", "abort"])
@@ -479,14 +458,6 @@ def test_the_weights_are_the_callers_or_the_answers(engine: Engine) -> None:
         if said:  # «default» is what the engine says by itself
             engine.weigh(answer, said)
         assert engine.decode(answer, weight_version=given).weight_version == found
-
-
-@pytest.mark.parametrize("symptom", Symptom)
-def test_no_cause_is_named_twice(engine: Engine, symptom: Symptom) -> None:
-    for version in engine.releases:
-        cause = engine.source(version).error(symptom, "").cause
-        assert all(cause.count(words) < 2 for words in engine.causes), (version, cause)
-        assert len(set(cause.split("; or "))) == len(cause.split("; or ")), (version, cause)
 
 
 # what the server said instead, and the words that quote it or say what it is

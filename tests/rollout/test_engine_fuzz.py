@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
@@ -22,8 +22,7 @@ from choice import examples
 from npu_replay import RoutedExperts, fingerprint
 from npu_replay.compat.sglang.decode import from_sglang
 from npu_replay.compat.vllm.decode import from_vllm
-from npu_replay.errors import InvalidRoutes, ReplayError
-from npu_replay.rollout import payloads
+from npu_replay.errors import ReplayError
 from npu_replay.rollout.admit import admit
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.release_rules import Source
@@ -162,53 +161,6 @@ def stands(
 
 
 # The core's
-
-
-@QUIET
-@given(
-    rows=arrays() | JUNK,
-    tokens=st.lists(st.integers(0, 9), max_size=6) | arrays() | JUNK,
-    start=st.integers(-1, 6),
-    ended=st.booleans(),
-    surplus=st.sampled_from([0, 2]),
-    missing=st.sampled_from(["error", "native"]),
-)
-@example(rows=np.zeros((0, 0, 0), "u1"), tokens=[0, 0], start=0, ended=False, surplus=0, missing="error")
-def test_the_door_takes_or_refuses(
-    rows: Any, tokens: Any, start: int, ended: bool, surplus: int, missing: Any
-) -> None:
-    how = {"start": start, "ended": ended, "surplus": surplus, "missing": missing}
-    for routes in survives(lambda: admit(rows, model=MODEL, tokens=tokens, source=SOURCE, **how)):
-        stands(routes, tokens, cut=surplus > 0)
-
-
-@QUIET
-@given(data=st.data(), most=st.sampled_from([0, 10, 24, 1000, 10**18]), order=st.sampled_from("CF"))
-def test_a_broken_npy_is_read_or_refused(data: st.DataObject, most: int, order: Any) -> None:
-    array = np.arange(24).reshape(4, 3, 2).astype(data.draw(DTYPES), order=order)
-    good = base64.b64decode(vllm_outputs.npy(array))
-    bad = data.draw(broken_bytes(good) | st.binary(max_size=60).map(lambda tail: good[:10] + tail))
-    try:
-        found = payloads.from_npy(bad, source=SOURCE, most=most)
-    except InvalidRoutes:
-        return
-    assert found.ndim == 3
-    assert found.dtype.kind in "iu"
-    assert found.nbytes <= most
-    assert found.nbytes <= len(bad)
-
-
-@QUIET
-@given(data=st.data(), most=st.sampled_from([0, 3, 30, 10**18]))
-def test_broken_base64_is_decoded_or_refused(data: st.DataObject, most: int) -> None:
-    good = base64.b64encode(bytes(range(30))).decode()
-    text = data.draw(broken_text(good) | TEXTS | st.text(max_size=12))
-    try:
-        found = payloads.from_base64(text, source=SOURCE, most=most)
-    except InvalidRoutes:
-        return
-    assert len(found) <= most + 3
-    assert base64.b64decode(text) == found
 
 
 # The engines'

@@ -167,14 +167,6 @@ def test_lmdeploys_lists_are_read() -> None:
         from_sglang(answer | {"meta_info": info}, MODEL, prompt_token_ids=PROMPT)
 
 
-def test_a_request_of_megatrons_without_routes_names_its_flag() -> None:
-    request = SimpleNamespace(
-        routing_indices=None, prompt_tokens=torch.tensor(PROMPT), generated_tokens=OUTPUT
-    )
-    with pytest.raises(InvalidRoutes, match=r"Megatron's inference.*no routes.*moe_enable_routing_replay"):
-        from_vllm(request, MODEL)
-
-
 WRONG = {
     "another start": (envelope(20), r"begin at another token.*start=0.*start 20"),
     "no shape": (envelope(shape=None), r"unknown form.*shape None"),

@@ -168,28 +168,6 @@ def test_a_turn_without_routes_is_an_error_unless_it_was_aborted() -> None:
     check(rollout, [5, 6, 7], [None] * 3)
 
 
-def test_cut_to_a_response_length_t12() -> None:
-    rollout = Rollout(MODEL)
-    rollout.extend(turn([5, 6], [7, 8, 9, 10]))
-    rollout.truncate(rollout.prompt_length + 2)
-    check(rollout, [5, 6, 7, 8], [1, 1, 1, 1])
-    rollout.truncate(100)
-    check(rollout, [5, 6, 7, 8], [1, 1, 1, 1])
-    rollout.extend(turn([5, 6, 7, 8], [30]))
-    check(rollout, [5, 6, 7, 8, 30], [1] * 4 + [None])
-    with pytest.raises(ReplayError, match="bad length"):
-        rollout.truncate(-1)
-
-
-def test_unknown_words_are_refused() -> None:
-    with pytest.raises(ReplayError, match="unknown way with missing"):
-        Rollout(MODEL, missing="nativ")  # type: ignore[arg-type]
-    with pytest.raises(ReplayError, match="unknown way to keep"):
-        Rollout.merge([Rollout(MODEL)], keep="newest")  # type: ignore[arg-type]
-    with pytest.raises(ReplayError, match="aren't token ids"):
-        Rollout(MODEL).append([1.5])  # type: ignore[list-item]
-
-
 def test_the_prompt_ends_where_the_first_token_was_sampled() -> None:
     """Not with the first call of the engine: that may have been aborted, or its tokens cut off again."""
     rollout = Rollout(MODEL)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import stat
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 from unittest import mock
@@ -17,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import jobs
 from npu_replay import RoutedExperts, RouteStore
 from npu_replay.errors import RouteFileError
 from npu_replay.routes import atomic_file
@@ -167,67 +162,6 @@ def test_a_place_is_checked_without_a_trace(tmp_path: Path) -> None:
 # Files that change, writers that are killed
 
 
-def test_a_file_that_is_cut_short_after_it_was_loaded_kills_nobody(path: Path) -> None:
-    """A memory map does, by SIGBUS: so it runs in a process of its own."""
-    routes(tokens=50_000).save(path)
-    program = f"""
-import os
-from npu_replay import RoutedExperts
-routes = RoutedExperts.load({str(path)!r})
-os.truncate({str(path)!r}, 0)
-print(int(routes.ids.sum()))
-"""
-    assert jobs.printed(program) == int(routes(tokens=50_000).ids.sum())
-
-
-HANGING_WRITER = """
-import os, sys
-from npu_replay import RoutedExperts
-import torch
-def hang(_):
-    print("written", flush=True)
-    sys.stdin.read(1)
-os.fsync = hang
-ids = torch.rand(5000, 2, 8).topk(2).indices
-RoutedExperts(ids=ids, layers=(1, 4), num_experts=8).save(sys.argv[1], overwrite=True)
-"""
-
-
-@contextlib.contextmanager
-def hanging_writer(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has written all of a file and not yet given it its name; a byte lets it go on."""
-    arguments = [sys.executable, "-c", HANGING_WRITER, str(path)]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "written\n"
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-@pytest.mark.slow
-def test_writers_of_one_name_do_not_disturb_each_other_and_a_killed_one_blocks_nobody(tmp_path: Path) -> None:
-    path = tmp_path / "other-00000.safetensors"
-    with hanging_writer(path) as process:
-        RouteStore.writer(tmp_path, name="other")  # the name is free until there is a file
-        routes().save(path)
-        assert RoutedExperts.load(path) == routes()
-        assert len(os.listdir(tmp_path)) == 2
-        process.communicate("x", timeout=60)
-        assert process.returncode == 0
-    assert len(RoutedExperts.load(path)) == 5000  # the later of two that overwrite
-    assert os.listdir(tmp_path) == [path.name]
-    with pytest.raises(RouteFileError, match="under this name"):
-        RouteStore.writer(tmp_path, name="other")
-    with hanging_writer(path) as process:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    routes().save(path, overwrite=True)
-    assert RoutedExperts.load(path) == routes()
-    assert sorted(name[-5:] for name in os.listdir(tmp_path)) == [".part", path.name[-5:]]
-
-
 # What is no file of routes
 
 
@@ -267,33 +201,3 @@ def test_what_is_no_file_of_routes_is_refused_by_name(path: Path, what: str) -> 
     with pytest.raises(RouteFileError, match=words or None) as caught:
         RoutedExperts.load(path)
     assert caught.value.where == str(path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tokens", [400, 50_000], ids=["at the flush", "at the write"])
-def test_a_full_disk_leaves_nothing_behind(path: Path, tokens: int) -> None:
-    """RLIMIT_FSIZE stands in for it. What is small waits in a buffer, and is tried again by the close."""
-    program = (
-        "import resource, sys, torch\n"
-        "from npu_replay import ReplayError, RoutedExperts, RouteStore\n"
-        "from pathlib import Path\n"
-        "ids = torch.rand(int(sys.argv[2]), 2, 8).topk(2).indices\n"
-        "routes = RoutedExperts(ids=ids, layers=(1, 4), num_experts=8)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        "path = Path(sys.argv[1])\n"
-        "for write in (routes.save, lambda path: write_store(path, routes)):\n"
-        "    try:\n"
-        "        write(path)\n"
-        "    except ReplayError as error:\n"
-        "        print(error.problem)\n"
-    )
-    store = (
-        "def write_store(path, routes):\n"
-        "    with RouteStore.writer(path.parent / 'store') as writer:\n"
-        "        writer.add(routes, 'k')\n"
-    )
-    given = [sys.executable, "-c", store + program, str(path), str(tokens)]
-    done = subprocess.run(given, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("can't be written") == 2
-    assert [str(left.relative_to(path.parent)) for left in path.parent.rglob("*")] == ["store"]

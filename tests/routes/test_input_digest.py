@@ -174,12 +174,3 @@ def test_a_key_names_what_it_is_made_of() -> None:
     assert key.startswith("image_grid_thw [1, 3] ")
     assert "pixel_values [4, 6] " in key
     assert input_key(other_inputs({"labels": IDS}, IDS)) is None
-
-
-@pytest.mark.parametrize("name", ["returns", "old_values", "kl", "entropy", "scores"])
-def test_figures_of_the_response_are_no_inputs(name: str) -> None:
-    """[batch, response], also as long as the sequence: the update has them, and the pass before hasn't."""
-    for response in range(1, IDS.shape[1] + 1):
-        assert not other_inputs({name: noise(len(IDS), response)}, IDS)
-    assert other_inputs({name: noise(len(IDS) + 1, 4)}, IDS)
-    assert other_inputs({name: noise(len(IDS), 2, 3)}, IDS)

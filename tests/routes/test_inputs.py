@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch import nn
 import npu_replay
 from npu_replay import RoutedExperts, TokenLayout, fingerprint
 from npu_replay.errors import MicroBatchError, RouterError
-from npu_replay.parallel import token_layout
 from zoo.toys import EXPERTS, HIDDEN, TOPK, ToyModel, hooks
 
 BATCH = 3
@@ -357,16 +355,6 @@ def test_one_sequence_a_call_is_held_against_the_fingerprint_of_its_routes(key: 
         model(torch.from_numpy(other)[None])
 
 
-def test_one_sequences_routes_for_a_padded_batch_are_told_of_the_layout() -> None:
-    tokens, routes = samples([6, 4, 3])
-    message = r"Expected 18 rows, got 6 .*first:\n- these are the routes of one sequence.*TokenLayout"
-    with (
-        pytest.raises(MicroBatchError, match=f"(?s){message}"),
-        npu_replay.replay(Embedded(), routes) as session,
-    ):
-        session.chunks[0](padded(tokens))
-
-
 def test_a_model_that_is_called_with_embeddings_says_that_nothing_was_compared(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -394,21 +382,6 @@ def test_rows_in_another_order_than_the_models_are_refused_on_entering(laid: str
 
 
 # Fingerprints that nobody asks for
-
-
-def test_fingerprints_that_the_layout_does_not_ask_for_are_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    token_layout._say_unchecked.cache_clear()
-    _, routes = samples([6, 4, 3])
-    grid = TokenLayout.padded([6, 4, 3])
-    with caplog.at_level(logging.WARNING):
-        grid.gather([one.sequence(0, len(one)) for one in routes])
-        assert not caplog.messages, "there are none"
-        grid.gather(routes)
-        grid.gather(routes)
-    (said,) = caplog.messages
-    assert "fingerprints=[npu_replay.fingerprint(tokens) for tokens in sequences]" in said
 
 
 @pytest.mark.parametrize("changed", [None, 0, 1, 2])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from typing import Any
 
 import numpy as np
@@ -49,20 +48,6 @@ def test_integers_of_any_dtype_are_taken(dtype: Any) -> None:
         built = routes(ids=given)
         assert built.ids.dtype == torch.uint8
         assert torch.equal(built.ids.long(), ids(tokens))
-
-
-@pytest.mark.parametrize("dtype", ["u1", "i8"])
-def test_read_only_numpy_is_taken_without_a_warning_t10(dtype: str) -> None:
-    array = ids().numpy().astype(dtype)
-    array.flags.writeable = False
-    torch.set_warn_always(True)  # else only the first time in a process
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            built = routes(ids=array)
-    finally:
-        torch.set_warn_always(False)
-    assert torch.equal(built.ids.long(), ids())
 
 
 def test_numpy_that_is_a_view_is_taken() -> None:
