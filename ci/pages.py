@@ -16,11 +16,6 @@ def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(' '.join(cell.replace('|', '/').split()) for cell in cells)} |"
 
 
-def between(page: str, marks: tuple[str, str]) -> str:
-    """What stands between two marks."""
-    return page.split(marks[0])[1].split(marks[1])[0]
-
-
 def rewritten(page: str, marks: tuple[str, str], text: str) -> str:
     """The page with this between its marks."""
     head, rest = page.split(marks[0])

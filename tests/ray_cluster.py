@@ -21,7 +21,7 @@ from ray._private.state import available_resources_per_node
 from ray.cluster_utils import Cluster
 
 from npu_replay import DecoderLayers, ParallelLayout, RoutedExperts, TokenLayout, delivery
-from npu_replay.compat.ray import RayCarrier, read_objects
+from npu_replay.compat.ray import RayCarrier
 from npu_replay.errors import InvalidRoutes
 
 STORE = 120 * 2**20
@@ -84,17 +84,6 @@ def laid_out(references: Any, parallel: ParallelLayout, layout: TokenLayout) -> 
     return layout.gather(delivery.fetch(references, parallel), layers=parallel.moe_layers)
 
 
-def read_in_halves(handles: Any, patience: float) -> Any:
-    """A carrier's `read` that tells when it has read one half, and goes on when somebody says so."""
-    half = len(handles) // 2
-    said = Path(os.environ["RAY_TMPDIR"])
-    found = read_objects(handles[:half], patience)
-    (said / f"half-{os.getpid()}").touch()
-    while not (said / "go-on").exists():
-        time.sleep(0.02)
-    return found + read_objects(handles[half:], patience)
-
-
 class Machine:
     """Both nodes, "a" and "b"; a node has 4 of the 8 ranks, as Megatron-core numbers them: tp-dp-pp."""
 
@@ -142,10 +131,6 @@ class Machine:
     def drop(self) -> None:
         """The step is over on all ranks."""
         ray.get([rank.drop.remote() for rank in self.ranks])
-
-    def replace(self, number: int) -> None:
-        """Start a rank anew in the place of one that died."""
-        self.ranks[number] = self.on("ab"[number // 4], Rank, self.places[number][0])
 
     def resident(self) -> dict[str, int]:
         """The most that each node's object store had in memory so far, copies from other nodes too."""

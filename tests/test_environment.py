@@ -92,7 +92,7 @@ def test_a_slip_in_a_name_is_told(slip: str, monkeypatch: pytest.MonkeyPatch) ->
         environment.check()
 
 
-@pytest.mark.parametrize("other", ["NPU_REPLAY_HOME", "NPU_REPLAY_NEEDED", "NPU_REPLAY_VLLM_ASCEND_RESULTS"])
+@pytest.mark.parametrize("other", ["NPU_REPLAY_HOME", "NPU_REPLAY_NEEDED"])
 def test_other_names_are_left_alone(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(other, "1")
     environment.check()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import npu_replay
-from benchmarks import SUBJECTS, cases
 from benchmarks import __main__ as command
+from benchmarks import cases
 from benchmarks import decode as bench_decode
 from benchmarks import gather as bench_gather
 from benchmarks import layout as bench_layout
@@ -54,25 +54,6 @@ def test_a_wrong_option_is_refused_before_anything_runs(
 ) -> None:
     assert command.main(arguments.split()) == 2
     assert words in " ".join(capfd.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    ("raised", "code", "said"),
-    [(npu_replay.ReplayError("wrong"), 1, "wrong"), (KeyboardInterrupt(), 130, "")],
-)
-def test_a_failure_is_a_message_and_an_exit_code(
-    raised: BaseException,
-    code: int,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    def measure(**_: object) -> None:
-        raise raised
-
-    monkeypatch.setattr(bench, "main", measure)
-    assert command.main([]) == code
-    assert said in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -150,27 +131,3 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     assert not seam.guard.is_open
     bench_gather.rollout.cache_clear()
     bench_decode.sample.cache_clear()
-
-
-@pytest.mark.parametrize(("pairs", "quick"), [(50, False), (5, True)])
-def test_the_help_says_the_duration_that_the_bench_says(pairs: int, quick: bool) -> None:
-    parts = list(cases.parts(torch.device("cpu"), pairs, quick=quick))
-    assert list(dict.fromkeys(part.subject for part in parts)) == list(SUBJECTS)
-    said = command.ABOUT.split(";")[quick]
-    assert f"about {bench._rounded(sum(part.seconds for part in parts))}" in said
-
-
-def test_a_layout_is_read_once_for_batches_of_the_same_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    prepare = bench_layout._Engine.prepare_model_inputs
-    monkeypatch.setattr(
-        bench_layout._Engine,
-        "prepare_model_inputs",
-        lambda engine, micro_batch: (calls.append(1), prepare(engine, micro_batch))[1],
-    )
-    read, again = bench_layout.ways(torch.arange(12).view(3, 4))
-    for way, expected in ((read, 4), (again, 2)):
-        calls.clear()
-        layouts = [way.run(), way.run()]
-        assert [one.rows.tolist() for one in layouts] == [list(range(12))] * 2
-        assert len(calls) == expected

@@ -23,16 +23,6 @@ def test_any_two_values_of_three_tables_or_more_meet(sizes: tuple[int, ...]) -> 
     assert len(found) < len(cases) or sizes == (2, 2, 2)
 
 
-def test_each_value_of_two_tables_is_there_and_names_of_one_table_are_one() -> None:
-    first = [("a", 1), ("b", 2), ("c", 3)]
-    second = [None, "x"]
-    cases = [{"name": name, "number": number, "other": other} for name, number in first for other in second]
-    found = [cases[place] for place in choice.chosen(cases)]
-    assert {(one["name"], one["number"]) for one in found} == set(first)
-    assert {one["other"] for one in found} == set(second)
-    assert len(found) == 3
-
-
 class Item:
     def __init__(self, number: int, every: int) -> None:
         self.nodeid = f"tests/test_it.py::test_it[{number}]"

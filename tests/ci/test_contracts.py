@@ -166,10 +166,6 @@ def test_what_is_there_in_another_guise_is_found(contracts: ModuleType, stub: st
     assert contracts.differences(stub, source) == []
 
 
-def test_a_source_of_another_python_is_a_line_too(contracts: ModuleType) -> None:
-    assert "can't parse it" in contracts.differences("x: ...", "def f(:")[0]
-
-
 # ---- what a release is held to
 
 
@@ -211,12 +207,6 @@ def test_what_a_release_is_held_to(
     assert check(version, files) == KEPT | lines
 
 
-def test_what_other_releases_may_hold_too(contracts: ModuleType) -> None:
-    text = CONTRACTS.replace('until = "0.28.0"\n', 'until = "0.28.0"\nelsewhere = true\n')
-    engine = contracts.products(text)["engine"]
-    assert engine.check(contracts.Version("0.34.0"), (NEW | OLD).get)["encoding"] == []
-
-
 # ---- which releases are looked at
 
 
@@ -236,27 +226,6 @@ def test_releases_that_are_asked_for(
 
     asked = contracts.asked(names, everything, contracts.products(CONTRACTS), versions)
     assert [str(version) for _, version in asked] == expected
-
-
-def test_candidates_and_nightly_builds_can_be_left_out(contracts: ModuleType) -> None:
-    text = CONTRACTS.replace("[engine]\n", "[engine]\ncandidates = false\n", 1)
-    versions = [contracts.Version(one) for one in ("0.14.0rc1", "0.14.0", "0.15.0rc0.dev12", "0.15.0.post1")]
-    for candidates, expected in ((text, [False, True, False, True]), (CONTRACTS, [True] * 4)):
-        product = contracts.products(candidates)["engine"]
-        assert [product.looks_at(one) for one in versions] == expected
-
-
-def test_a_product_that_is_not_known(contracts: ModuleType) -> None:
-    with pytest.raises(SystemExit, match="motor==1: give PACKAGE or PACKAGE==VERSION, of engine"):
-        list(contracts.asked(["motor==1"], False, contracts.products(CONTRACTS), None))
-
-
-def test_the_releases_of_ci_are_not_older_than_the_first_one(contracts: ModuleType) -> None:
-    known = contracts.products((CI / "contracts.toml").read_text(encoding="utf-8"))
-    assert sorted(known) == ["megatron-core", "sglang", "vllm", "vllm-ascend"]
-    for product in known.values():
-        assert product.ci
-        assert min(product.ci) >= product.first
 
 
 # ---- Megatron-core

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,29 +55,6 @@ def test_a_package_page_has_no_link_that_needs_the_repository(release_tree: Modu
     assert [one[2] for one in found if not (ROOT / one[2]).exists()] == []
 
 
-def test_the_metadata_has_the_address(release_tree: ModuleType, tree: Path) -> None:
-    release_tree.main([str(tree), f"{ADDRESS}/"])
-    project = tomllib.loads((tree / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["urls"]["Homepage"] == ADDRESS
-    assert project["scripts"]["npu-replay"]
-
-
-@pytest.mark.parametrize("address", ["lab/npu_replay", "http://forge.example/lab", "https://forge.example"])
-def test_another_address_is_refused(
-    release_tree: ModuleType, tree: Path, address: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert release_tree.main([str(tree), address]) == 1
-    assert address in capsys.readouterr().err
-
-
-def test_a_release_needs_a_tag_a_date_and_a_clean_tree() -> None:
-    """In a clone without the tag."""
-    asked = ["bash", "ci/release.sh", ADDRESS]
-    done = subprocess.run(asked, cwd=ROOT, text=True, capture_output=True, check=False)
-    assert done.returncode == 1
-    assert re.search(r"isn't the tag|has no heading|aren't committed", done.stderr)
-
-
 def test_the_forges_run_ci_run_and_nothing_else() -> None:
     github: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
     (job,) = github["jobs"].values()
@@ -102,14 +78,3 @@ def test_each_template_asks_for_doctors_and_smokes_report() -> None:
         assert smoke[0] in text, one
     for one in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
         assert yaml.safe_load(one.read_text(encoding="utf-8"))
-
-
-def test_the_citation_and_the_hooks_can_be_read() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert citation["license"] == project["license"]
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0][
-        "hooks"
-    ]
-    run = (ROOT / ".ci/run").read_text(encoding="utf-8")
-    assert [one["entry"] for one in hooks if one["entry"].partition(" --")[0] not in run] == []

@@ -100,53 +100,9 @@ def test_a_row_says_what_failed_and_on_what(verified: ModuleType) -> None:
     assert line.count("|") == len(verified.TITLES[verified.SMOKE]) + 1
 
 
-def test_accelerators_come_first(verified: ModuleType, tmp_path: Path) -> None:
-    for name, device in (("a", "cpu"), ("b", "npu")):
-        found = written(*GOOD)
-        found["machine"]["device"] = device
-        (tmp_path / f"{name}.json").write_text(json.dumps(found))
-    smoke, _ = verified.table(tmp_path).split("\n\n")
-    *rows, empty = smoke.splitlines()[2:]
-    assert [line.rpartition("(dev/verified/")[2][0] for line in rows] == ["b", "a"]
-    assert empty.startswith("| CUDA: no report yet |")
-
-
 def device_report(verified: ModuleType, **changes: Any) -> dict[str, Any]:
     """One of ci/device.sh, in which smoke failed."""
     found: dict[str, Any] = json.loads((verified.FOLDER / "device-cpu-quick.json").read_text())
     smoke = next(part for part in found["parts"] if part["part"] == "smoke")
     smoke.update(result="FAIL", rc=1, why="it broke")
     return found | {"passed": False} | changes
-
-
-def test_a_device_report_is_shown_part_by_part(verified: ModuleType, tmp_path: Path) -> None:
-    found = device_report(verified, devices=8)
-    found["machine"] |= {"device": "cuda", "name": "H100", "cuda": "13.0"}
-    assert verified.problems(found) == []
-    (tmp_path / "someone.json").write_text(json.dumps(found))
-    smoke, device = verified.table(tmp_path).split("\n\n")
-    assert [line.split(":")[0] for line in smoke.splitlines()[2:]] == ["| NPU", "| CUDA", "| CPU"]
-    line, *nobodys = device.splitlines()[2:]
-    assert [one.split(":")[0] for one in nobodys] == ["| NPU", "| CPU"]
-    assert line.startswith("| 8 x H100, x86_64 | 13.0 |")
-    assert "| test_core.py (15), doctor, bench | smoke |  |" in line
-
-
-def test_the_benchs_ratios_are_shown_by_report(verified: ModuleType) -> None:
-    row = {"what": "router", "tokens": 64, "ratio_low": 1.0, "ratio_high": 1.0, "ratio": 1.0}
-    rows = [row | {"way": "live"}, row | {"way": "record", "ratio": 1.02, "ratio_high": 1.1}]
-    reports = {name: device_report(verified) for name in ("a", "b")}
-    for part in reports["b"]["parts"]:
-        part["found"] = {"rows": rows} if part["part"] == "bench" else None
-    assert "| [a](verified/a.json) | [b](verified/b.json) |" in verified.bench_table(reports)
-    lines = verified.bench_table({"b": reports["b"]}).splitlines()
-    assert lines[2:] == ["| router | 64 | record | 1.02 (1.00-1.10) |"]
-
-
-def test_the_script_names_a_file_that_is_no_report(
-    verified: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "half.json"
-    file.write_text("{")
-    assert verified.main([str(file)]) == 1
-    assert "half.json" in capsys.readouterr().err

@@ -16,7 +16,7 @@ import npu_replay
 import npu_replay.inspection.compare
 import npu_replay.inspection.inspection
 from command_line import Result
-from npu_replay import RoutedExperts, options
+from npu_replay import RoutedExperts
 from npu_replay.cli import exits
 
 ROOT = Path(__file__).parents[2]
@@ -142,17 +142,6 @@ def test_a_failure_is_one_message_and_under_json_one_document_too(
     assert words in found["error"]
 
 
-def test_an_error_is_folded_and_names_the_page_of_cures(
-    invoke: Invoke, fails: Fails, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fails(npu_replay.ReplayError("routes and rows differ", expected="a " * 50, got=2, cause="a test"))
-    monkeypatch.setenv("COLUMNS", "60")
-    said = invoke("compare x y").stderr
-    assert max(map(len, said.splitlines())) <= 60
-    words = " ".join(said.split())  # a long path stands in a line of its own
-    assert "docs/troubleshooting.md" in words.split("Symptoms and cures: ")[1]
-
-
 @pytest.mark.parametrize(
     ("error", "line"),
     [
@@ -168,14 +157,6 @@ def test_debug_and_a_fault_of_ours_let_the_error_through(
     with pytest.raises(type(error)) as caught:
         invoke(line)
     assert caught.value is error
-
-
-def test_a_missing_package_leads_to_doctor(invoke: Invoke, fails: Fails) -> None:
-    fails(ModuleNotFoundError("No module named 'einops'"))
-    result = invoke("compare x y")
-    assert result.exit_code == 1
-    assert "No module named 'einops'" in result.stderr
-    assert "npu-replay doctor" in result.stderr
 
 
 def test_the_codes_are_those_of_the_page() -> None:
@@ -231,10 +212,3 @@ def test_where_nothing_can_be_written_is_said_before_the_work(
     assert "can't be written" in result.stderr
     assert ".part" not in result.stderr  # a file that nobody has named
     assert {path.name for path in tmp_path.rglob("*")} == {"a.routes", "b.routes", "folder"}
-
-
-def test_a_file_that_came_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text("theirs")
-    with pytest.raises(npu_replay.ReplayError, match="not overwritten"):
-        options.write_out(tmp_path / "x.json", b"ours", force=False)
-    assert (tmp_path / "x.json").read_text() == "theirs"

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import json
 import os
-import pty
 import re
 import signal
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -86,24 +81,6 @@ def log_of(complaints: str) -> Path:
     return Path(re.findall(r"others go to (.+)", complaints)[0])
 
 
-def too_long(text: str, columns: int) -> list[str]:
-    """Lines that don't fit; one of a single long word, such as a path, stays whole."""
-    return [line for line in text.splitlines() if len(line) > columns and len(line.split()) > 1]
-
-
-@pytest.mark.megatron
-@pytest.mark.first_release
-@pytest.mark.slow
-def test_a_smoke_in_a_pipe_is_a_table_that_fits_without_the_noise_of_others(tmp_path: Path) -> None:
-    done = run(tmp_path, "smoke", "--recompute", "--device", "cpu", "--out", "found.json", code=NOISE)
-    assert done.returncode == 0, done.stderr
-    assert {one["result"] for one in json.loads((tmp_path / "found.json").read_text())["results"]} == {"PASS"}
-    assert done.stdout.startswith("npu-replay smoke: 1 process, on cpu")
-    assert too_long(done.stdout, 80) == []
-    assert not any(one in done.stdout + done.stderr for one in ("\x1b", "\r", "…", "noise"))
-    assert not log_of(done.stderr).exists(), "all passed, so nobody needs it"
-
-
 def test_what_others_print_is_in_the_log_of_a_smoke_that_failed(tmp_path: Path) -> None:
     done = run(tmp_path, "smoke", "--device", "npu", "--json", code=NOISE)
     assert done.returncode == 1, done.stderr
@@ -126,26 +103,6 @@ def test_without_megatron_smoke_says_what_doctor_says(tmp_path: Path) -> None:
     assert "put Megatron-LM on PYTHONPATH" in said
     assert "Traceback" not in said
     assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
-
-
-def test_a_narrow_terminal_has_no_line_too_long(desk: Path) -> None:
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
-    streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
-    command = [sys.executable, "-m", "npu_replay", "inspect", "a.routes"]
-    with subprocess.Popen(command, cwd=desk, env=environment(), **streams):
-        os.close(theirs)
-        sent = b""
-        try:
-            while piece := os.read(ours, 65536):
-                sent += piece
-        except OSError:  # the other side is closed
-            pass
-    os.close(ours)
-    text = sent.decode().replace("\r\n", "\n")
-    assert "\x1b" not in text
-    assert too_long(text, 60) == []
-    assert "…" not in text
 
 
 def test_ctrl_c_ends_without_a_traceback(tmp_path: Path) -> None:

@@ -6,13 +6,8 @@ ci/verl.sh runs it, whose environment has Ray; `pytest -s` prints the figures of
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +15,7 @@ import pytest
 from benchmarks.delivery_plan import plan
 from distributed.parallel_cases import CASES
 from memory import own_memory
-from npu_replay import DecoderLayers, InvalidRoutes, ParallelLayout, ReplayError, TokenLayout, delivery
+from npu_replay import DecoderLayers, ParallelLayout, ReplayError, TokenLayout, delivery
 from npu_replay.compat.ray import RayCarrier
 
 ray = pytest.importorskip("ray", reason="Ray isn't installed: pip install ray")
@@ -141,73 +136,6 @@ def test_what_is_fetched_lies_in_each_rank_as_without_delivery(machine: Any, nam
         assert (got.layers, got.ids.shape) == (one.layers, one.ids.shape)
 
 
-def test_a_putter_that_dies_in_the_midst_of_a_fetch(machine: Any, putters: list[Any]) -> None:
-    """Each rank has read half of its pieces, and says of the other half what is lost, or has it still."""
-    said = Path(os.environ["RAY_TMPDIR"])
-    doomed = machine.on("b", ray_cluster.Putter)
-    references = [*put(putters, 9000, 200, 2), *put([doomed], 9100, 200, 2)]
-    for one in references:
-        one.read = ray_cluster.read_in_halves
-    asked = machine.asked([references] * 2, PATIENCE)
-    until = time.monotonic() + 30
-    while len(list(said.glob("half-*"))) < 8 and time.monotonic() < until:
-        time.sleep(0.1)
-    assert len(list(said.glob("half-*"))) == 8
-    ray.kill(doomed)
-    await_death(doomed)
-    time.sleep(2)  # the nodes hear of it after the driver
-    (said / "go-on").touch()
-    got = ray.get(asked, timeout=90)
-    wanted = [made(seed, 200) for seed in (9000, 9001, 9100, 9101)]
-    assert_lost(got[:4], number=2, seconds=20)
-    for found, (pp, _) in zip(got[4:], machine.places[4:], strict=True):
-        if isinstance(found, tuple):
-            assert_lost([found], number=2, seconds=20)
-        else:  # its own store has the objects yet
-            assert found == [digest(one.only(stage(pp))) for one in wanted]
-    machine.drop()
-
-
-def test_a_rank_that_dies_in_its_step_leaves_the_others_and_the_next_step(
-    machine: Any, putters: list[Any]
-) -> None:
-    references = put(putters, 9200, 200, 4)
-    asked = machine.asked(shares(references), PATIENCE)
-    ray.kill(machine.ranks[3])
-    for number, (one, (pp, dp)) in enumerate(zip(asked, machine.places, strict=True)):
-        seeds = range(9200 + 2 * dp, 9202 + 2 * dp)
-        if number != 3:
-            assert ray.get(one, timeout=60) == [digest(made(seed, 200).only(stage(pp))) for seed in seeds]
-    machine.replace(3)
-    again = put(putters, 9300, 200, 4)
-    got = machine.fetched(shares(again))
-    pp, dp = machine.places[3]
-    assert got[3] == [digest(made(9300 + 2 * dp + n, 200).only(stage(pp))) for n in (0, 1)]
-    del references, again, asked, got
-    machine.drop()
-    assert machine.settled(lambda held: not any(held.values())) == {"a": 0, "b": 0}
-
-
-OTHER_JOB = """
-import pickle, ray, sys
-import ray_cluster
-from npu_replay.compat.ray import RayCarrier
-ray.init(address=sys.argv[1], log_to_driver=False)
-open(sys.argv[2], "wb").write(pickle.dumps(RayCarrier().put(ray_cluster.made(1, 50))))
-"""
-
-
-def test_references_of_another_job_are_refused_in_words(machine: Any, tmp_path: Path) -> None:
-    """Its objects ended with it."""
-    file = tmp_path / "reference"
-    given = [sys.executable, "-c", OTHER_JOB, machine.cluster.address, str(file)]
-    subprocess.run(given, check=True, timeout=90)
-    begun = time.monotonic()
-    with pytest.raises(InvalidRoutes, match=r"sample 0, .*the routes of this sample can't be read"):
-        delivery.fetch([pickle.loads(file.read_bytes())], patience=PATIENCE)
-    assert time.monotonic() - begun < PATIENCE + 10
-
-
 def assert_lost(found: list[Any], number: int, seconds: float) -> None:
     """Every rank of this share says which sample is lost, in time."""
     for said, spent in found:
@@ -215,18 +143,6 @@ def assert_lost(found: list[Any], number: int, seconds: float) -> None:
         assert "the routes of this sample can't be read" in said
         assert "died" in said or "Lost" in said, said
         assert spent < seconds
-
-
-def await_death(actor: Any) -> None:
-    """Return once the actor answers no more: `ray.kill` comes back before."""
-    until = time.monotonic() + PATIENCE
-    while time.monotonic() < until:
-        try:
-            ray.get(actor.put.remote([], 1), timeout=PATIENCE)
-        except ray.exceptions.RayActorError:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"the actor still answers, {PATIENCE:.0f} s after it was killed")
 
 
 def test_a_node_that_is_lost_is_told_by_every_rank_and_the_next_step_works(

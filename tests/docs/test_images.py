@@ -23,11 +23,6 @@ TEXTS = {
     for pattern in ("README*.md", "docs/*.md", "docs/zh/*.md", "examples/**/*.md", "examples/**/*.sh")
     for path in ROOT.glob(pattern)
 }
-SOURCES = {
-    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for folder in ("npu_replay", "compat")
-    for path in (ROOT / folder).rglob("*.py")
-}
 GONE = ("vanilla_mbridge", "grad_offload")
 """Keys that verl main has no longer. Where an image needs one, replay_lines.py prints it there."""
 
@@ -93,19 +88,6 @@ def test_each_image_prints_its_block_and_runs_what_the_table_says(tmp_path: Path
             assert images_of[block] == {said[1]}
 
 
-def test_the_block_for_cann_9_0_0_on_fsdp2_is_as_the_page_says(tmp_path: Path) -> None:
-    newest, older = (next(one for one in VERL_IMAGES if one.cann == cann) for cann in ("9.1.0", "9.0.0"))
-    asked = ("--words", "R3", "fsdp2", "npu")
-    known = image_lines.printed(image_lines.made(newest, tmp_path / "newest"), *asked).splitlines()
-    lines = image_lines.printed(image_lines.made(older, tmp_path / "older"), *asked).splitlines()
-    added = [line for line in lines if line not in known]
-    assert {*known} < {*lines}
-    assert [re.search(r"\.(\w+)=", line)[1] for line in added] == [  # type: ignore[index]
-        "no_async_scheduling",
-        "VERL_USE_EXTERNAL_MODULES",
-    ]
-
-
 @pytest.mark.parametrize("name", TEXTS)
 def test_nothing_to_copy_has_what_the_newest_images_lack(name: str) -> None:
     text = TEXTS[name]
@@ -113,11 +95,6 @@ def test_nothing_to_copy_has_what_the_newest_images_lack(name: str) -> None:
     for key in GONE:
         assert key not in code
     assert not re.search(r"\b(import|install)\b[^\n]*[ =]mbridge\b", code)
-
-
-def test_no_message_names_a_key_that_is_gone() -> None:
-    assert len(SOURCES) > 100
-    assert not [name for name, text in SOURCES.items() if any(key in text for key in GONE)]
 
 
 CANN = r"CANN (\d[\d.]*(?:RC\d)?(?:(?:, | and |、| 和 )\d[\d.]*)*) ?[(（]([^()（）]*)[)）]"
@@ -156,10 +133,3 @@ def test_what_is_said_of_an_image_is_in_it(name: str, canns: str, has: str) -> N
 def engines_of(image: Image) -> list[tuple[str, str]]:
     told = (("vllm-ascend", image.vllm_ascend), ("SGLang", image.sglang))
     return [(kind, version) for kind, version in told if version]
-
-
-def test_the_pages_say_something_of_each_image_that_is_built() -> None:
-    """So that the patterns above find what they are for."""
-    canns = {image.cann for image in VERL_IMAGES if image.cann > "8.4"}
-    found = {cann for _, said, _ in said_of_images() for cann in re.findall(r"\d[\d.]*\d", said)}
-    assert canns <= found

@@ -123,13 +123,6 @@ def test_the_examples_of_a_page_run_one_after_the_other(page: Path, names: dict[
             names["self"].following.close()
 
 
-def run(page: str, names: dict[str, Any]) -> dict[str, Any]:
-    for why, block in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
-        if not why:
-            exec(compile(block, page, "exec"), names)
-    return names
-
-
 R3 = ["README.md", *(f"docs/{one}.md" for one in ("fsdp2", "vllm"))]
 
 
@@ -165,14 +158,6 @@ def chosen_otherwise(routes: RoutedExperts) -> RoutedExperts:
     )
 
 
-def test_several_turns_become_one_sample(names: dict[str, Any]) -> None:
-    found = run("docs/multi-turn.md", names)["rollout"]
-    assert len(found) == 70 + 24 + 3 + 24
-    assert found.turns == 2
-    assert found.weight_versions == [7] * 93 + [8] * (1 + 3 + 23) + [None]
-    assert int(found.routes.recorded.sum()) == len(found) - 1
-
-
 def test_a_layout_has_the_rows_that_its_page_says(names: dict[str, Any]) -> None:
     text = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
     (said,) = re.findall(r"layout\.rows\.tolist\(\)  # (\[.*?\])", text)
@@ -186,18 +171,6 @@ def test_a_layout_has_the_rows_that_its_page_says(names: dict[str, Any]) -> None
     assert str(names["found"]) == layers
 
 
-def test_routes_come_back_from_files_and_bytes(names: dict[str, Any]) -> None:
-    text = (ROOT / "docs" / "delivery.md").read_text(encoding="utf-8")
-    for part in ("In a folder", "Over a socket"):
-        (block,) = re.findall(
-            r"```python\n(.*?)```", text.split(f"## {part}\n")[1].split("\n## ")[0], re.DOTALL
-        )
-        exec(compile(block, part, "exec"), names)
-    found = names
-    assert isinstance(found["routes"], RoutedExperts)
-    assert int(found["rows"].recorded.sum()) == len(found["rollout"])
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_what_a_page_points_to_is_there(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -209,17 +182,6 @@ def test_what_a_page_points_to_is_there(page: Path) -> None:
             assert anchor in anchors(target), f"{path}#{anchor}"
     scripts = set(re.findall(r"\bci/[\w/]+\.(?:sh|py|toml|txt)\b", page.read_text(encoding="utf-8")))
     assert {script for script in scripts if not (ROOT / script).is_file()} == set()
-
-
-def test_every_page_is_reached_from_the_index_in_two_clicks() -> None:
-    def beside(page: Path) -> set[Path]:
-        links = re.findall(r"\]\(([^)\s#]+\.md)[^)\s]*\)", page.read_text(encoding="utf-8"))
-        return {(page.parent / link).resolve() for link in links if "://" not in link}
-
-    index = ROOT / "docs" / "index.md"
-    first = beside(index)
-    reached = first.union({index.resolve()}, *map(beside, first))
-    assert {page.resolve() for page in ROOT.glob("docs/**/*.md")} - reached == set()
 
 
 def anchors(page: Path) -> set[str]:

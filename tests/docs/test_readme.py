@@ -11,7 +11,6 @@ import tomllib
 
 from examples.demo import tables as demo_tables
 from npu_replay import tables
-from npu_replay.compat.vllm import releases
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
@@ -30,34 +29,6 @@ def test_the_versions_are_those_of_the_package_and_of_doctor() -> None:
     assert "a torch that is tested, 2.7 to 2.15" in text_of("npu_replay/doctor/report.py")
     assert "torch from 2.7 on" in text_of("docs/dev/notes.md")
     assert "version_info < (3, 11)" in text_of("ci/environment.sh")
-
-
-@pytest.mark.parametrize("page", BOTH)
-def test_the_badges_are_true(page: str) -> None:
-    badges = set(re.findall(r"img\.shields\.io/badge/(\S+)\)", text_of(page)))
-    assert badges == {
-        "python-3.10+-blue",
-        "torch-2.7+-orange",
-        "megatron--core-0.12--0.19-green",
-        "licence-Apache--2.0-lightgrey",
-    }
-    project = tomllib.loads(text_of("pyproject.toml"))["project"]
-    assert project["license"] == "Apache-2.0"
-    tested = [one.stem for one in (ROOT / "docs/dev/matrix").glob("megatron-*.json")]
-    minors = sorted({int(one.split(".")[1]) for one in tested})
-    assert (minors[0], minors[-1]) == (12, 19)
-
-
-@pytest.mark.parametrize("page", BOTH)
-def test_the_commands_that_set_all_up_say_how_long_they_take(page: str) -> None:
-    """The first time, on two idle cores; CONTRIBUTING.md and the script say the same."""
-    minutes = {
-        script: re.findall(r"\d+", re.split("minutes|分钟", said)[0])
-        for script, said in re.findall(r"(?m)^bash ci/(\w+)\.sh +# (.+)$", text_of(page))
-    }
-    assert minutes == {"demo": ["2"], "test": ["5", "8"]}
-    assert "5 to 8 minutes on two cores the first time" in text_of("CONTRIBUTING.md")
-    assert "in 5 to 8 minutes on two cores the first time" in text_of("ci/test.sh")
 
 
 @pytest.mark.parametrize("page", BOTH)
@@ -99,10 +70,3 @@ def test_the_output_of_the_demo_is_that_of_its_run(page: str, monkeypatch: pytes
     printed = tables.as_text(demo_tables.parts(json.loads(text_of("docs/dev/demo.json"))))
     (shown,) = re.findall(r"(?s)```text\n(Rollout: .+?)```", text_of(page))
     assert printed.startswith(shown)
-
-
-def test_what_is_said_of_vllm_is_what_the_decoder_says() -> None:
-    assert releases.OLDEST == "0.18.0"
-    http = [fault for fault in releases.FAULTS if fault.only == ("http",)]
-    assert [fault.until for fault in http] == ["0.21.0"]
-    assert "| vLLM 0.18 to 0.33 (over HTTP from 0.21)" in VERSIONS

@@ -12,9 +12,6 @@ import pytest
 
 from npu_replay import ReplayError
 from npu_replay.compat import sglang, vllm
-from npu_replay.compat.sglang import releases as sglang_releases
-from npu_replay.compat.vllm import releases as vllm_releases
-from npu_replay.compat.vllm_ascend import releases as ascend_releases
 
 ROOT = Path(__file__).parents[1].parent
 DOCS = ROOT / "docs"
@@ -120,13 +117,6 @@ def test_the_table_of_sglang_is_what_engine_arguments_says() -> None:
     assert sglang.engine_arguments("0.5.23", planned={"enable_eplb": True}, device="npu").arguments
 
 
-def test_the_page_of_limits_names_the_oldest_releases_that_are_checked() -> None:
-    said = " ".join((DOCS / "dev" / "engine-limits.md").read_text(encoding="utf-8").split())
-    oldest = (vllm_releases.OLDEST, sglang_releases.OLDEST, ascend_releases.OLDEST)
-    assert "Releases before vLLM {}, SGLang {} and vllm-ascend {} are older".format(*oldest) in said
-    assert TEXT.count("(dev/engine-limits.md)") == 2  # a link on each engine's page
-
-
 @pytest.mark.slow
 def test_the_output_of_inspect_is_what_it_says(tmp_path: Path) -> None:
     """All but the figures, which may differ from processor to processor."""
@@ -154,11 +144,3 @@ def test_the_output_of_inspect_is_what_it_says(tmp_path: Path) -> None:
     assert words(done.stdout) == words("".join(shown))
     layers = [set(re.findall(r"(?m)^(\d+) .*\(expert", text)) for text in (done.stdout, shown[0])]
     assert layers[0] > layers[1] >= {"1", "11"}
-
-
-def test_the_picture_says_what_the_page_says() -> None:
-    from PIL import Image
-
-    assert "(images/inspect.png)" in INSPECT
-    with Image.open(ROOT / "docs" / "images" / "inspect.png") as picture:
-        assert picture.info["Description"] == "ok"

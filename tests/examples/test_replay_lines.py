@@ -116,13 +116,6 @@ def test_what_cannot_work_ends_with_its_reason(
     assert why in done.stderr
 
 
-def test_without_an_engine_it_says_whose_lines_these_are(tmp_path: Path) -> None:
-    folder = image_lines.made(replace(V091, vllm="", vllm_ascend=""), tmp_path)
-    done = image_lines.run(folder, "R3", "megatron", "npu")
-    assert "no_async_scheduling=True" in done.stdout
-    assert "neither vLLM nor SGLang is installed here" in done.stderr
-
-
 @pytest.mark.parametrize("image", [V091, SGLANG, V080, V071], ids=lambda image: image.name)
 def test_a_shell_makes_the_words_of_what_is_pasted(image: ascend_images.Image, tmp_path: Path) -> None:
     """With all quotes that there may be; bash takes the lines of one for a command's arguments."""

@@ -17,7 +17,6 @@ from shown_examples import (
     command,
     docstring,
     launched,
-    plain,
     prints_what_it_promises,
     promised,
 )
@@ -107,8 +106,3 @@ def test_a_script_is_bash_and_says_where_it_ran(script: Path) -> None:
     assert done.returncode == 0, done.stderr
     head = script.read_text(encoding="utf-8").split("set -euo")[0]
     assert re.search(r"verl 0\.[789](?s:.)*# Not run on", head)
-
-
-def test_numbers_differ_from_run_to_run_and_zeros_do_not() -> None:
-    said = plain("    update 2: mismatch 0, KL 1.9e-05, 0.00%, 0.12.1, R3 of 2.50%\n")
-    assert said == ["update #: mismatch 0, KL #, 0%, #, R3 of #%"]

@@ -14,7 +14,7 @@ import torch
 from command_line import Result, invoke
 from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint
 from npu_replay.errors import InvalidRoutes
-from npu_replay.inspection.compare import Comparison, compare_paths, percent
+from npu_replay.inspection.compare import compare_paths
 
 TOKENS = 100
 LAYERS = (1, 2, 5)
@@ -152,15 +152,6 @@ def test_what_is_no_file_of_routes_is_refused(tmp_path: Path, put: Put, run: Run
     assert "no plain file" in refused(run(good, "/dev/zero"))
 
 
-def test_a_file_against_a_folder_is_refused(put: Put, run: Run) -> None:
-    file = put(routes())
-    folder = put({None: routes()})
-    for arguments in ((file, folder), (folder, file)):
-        line = refused(run(*arguments))
-        assert "a folder and a file can't be compared" in line
-        assert f"got the folder {folder} and the file {file}" in line
-
-
 # Folders
 
 
@@ -185,12 +176,6 @@ def test_samples_with_other_keys_meet_by_fingerprint_and_none_twice(put: Put) ->
     assert (found.samples, found.alone_in_b, found.whole["differing"]) == (1, 1, 0)
 
 
-def test_samples_of_other_layers_count_where_they_have_them(put: Put, run: Run) -> None:
-    a = put({"1": routes(), "2": routes(IDS[:9], layers=(5, 6, 7))})
-    tokens = {layer: row[0] for layer, row in table(run(a, a)).items()}
-    assert tokens == {"1": "100", "2": "100", "5": "109", "6": "9", "7": "9", "all": "109"}
-
-
 def test_a_sample_that_lost_its_routes_stops_no_other(put: Put) -> None:
     lost = routes(IDS[:9], recorded=torch.zeros(9, dtype=torch.bool))
     a = put({"1": routes(), "2": routes(IDS[:9])})
@@ -206,12 +191,6 @@ def test_folders_with_nothing_in_common_or_one_key_for_other_tokens_are_refused(
         compare_paths(put({None: routes()}), put({None: routes(IDS[:9])}))
     with pytest.raises(InvalidRoutes, match="prompt-3: these routings are of other sequences"):
         compare_paths(put({"prompt-3": routes()}), put({"prompt-3": routes(fingerprint=7)}))
-
-
-def test_an_array_is_refused_in_words(tmp_path: Path) -> None:
-    (tmp_path / "rows.npy").touch()
-    with pytest.raises(ReplayError, match=r"an \.npy array doesn't say which layers .*from_vllm"):
-        compare_paths(tmp_path / "rows.npy", tmp_path / "rows.npy")
 
 
 # For programs
@@ -233,10 +212,3 @@ def test_json_says_the_same_and_is_not_overwritten_unasked(put: Put, run: Run, t
     assert json.loads(out.read_text()) == said
     assert run(a, a, "--out", out, "--force").exit_code == 0
     assert json.loads(out.read_text())["differing"] == 0
-
-
-def test_a_small_share_is_not_shown_as_none_nor_a_large_one_as_all() -> None:
-    assert [percent(share) for share in (0, 1e-9, 0.0001, 0.5, 1 - 1e-9, 1)] == [
-        *("0.00%", "< 0.01%", "0.01%", "50.00%", "> 99.99%", "100.00%")
-    ]
-    assert Comparison(a="a", b="b", folders=False).whole["token_share"] == 0

@@ -42,26 +42,11 @@ def at(values: torch.Tensor) -> torch.Tensor:
     return values.gather(1, FOREIGN)
 
 
-def rows_of(routing_map: torch.Tensor) -> list[set[int]]:
-    return [set(row.nonzero().flatten().tolist()) for row in routing_map]
-
-
 def sets(ids: torch.Tensor) -> list[set[int]]:
     return [set(row) for row in ids.tolist()]
 
 
 GROUPED = pytest.mark.parametrize("groups", [{}, GROUPS, {"num_groups": 1, "group_topk": 1}], ids=str)
-
-
-@function_row
-def test_record_keeps_the_topk_in_its_order(api: UpstreamApi, logits: torch.Tensor) -> None:
-    replay = api.new("RECORD")
-    probs, routing_map = api.topk_routing(
-        logits=logits, topk=2, use_pre_softmax=False, router_replay=replay, score_function="softmax"
-    )
-    assert torch.equal(replay.get_recorded_indices(), logits.topk(2, dim=1).indices)
-    assert probs.shape == routing_map.shape == (ROWS, EXPERTS)
-    assert routing_map.sum(dim=1).tolist() == [2] * ROWS
 
 
 @function_row
@@ -79,23 +64,6 @@ def test_replay_shows_the_targets_own_scores(
             probs, routing_map = api.topk_routing(logits, 2, router_replay=replay, **options)
         assert torch.equal(routing_map, torch.zeros(ROWS, EXPERTS).scatter(1, FOREIGN, 1).bool())
         assert torch.equal(at(probs), expected)
-
-
-@function_row
-@GROUPED
-def test_without_an_action_and_in_a_record_nothing_changes(
-    api: UpstreamApi, logits: torch.Tensor, groups: dict[str, Any]
-) -> None:
-    record = api.new("RECORD")
-    live = api.topk_routing(logits, 2, **groups)
-    for replay in (api.new(), record):
-        probs, routing_map = api.topk_routing(logits, 2, router_replay=replay, **groups)
-        assert torch.equal(live[0], probs)
-        assert torch.equal(live[1], routing_map)
-    found = sets(record.get_recorded_indices())
-    assert found == rows_of(live[1])
-    if groups is GROUPS:
-        assert all(len({expert // 2 for expert in row}) == 1 for row in found)
 
 
 @module_row
@@ -137,27 +105,6 @@ def test_the_module_its_actions_and_its_list_of_all_are_upstreams(api: UpstreamA
     assert api.replay.global_router_replay_instances == []
 
 
-@module_row
-@function_row
-def test_backward_takes_the_targets_first_in_first_out(api: UpstreamApi, logits: torch.Tensor) -> None:
-    """Forward always sees the last target, backward each of them once, in the order they were set."""
-    targets = [FOREIGN, (FOREIGN + 1) % EXPERTS, (FOREIGN + 2) % EXPERTS]
-    replay = api.new("REPLAY_FORWARD")
-
-    def chosen() -> list[set[int]]:
-        return rows_of(api.topk_routing(logits, 2, router_replay=replay)[1])
-
-    for ids in targets:
-        replay.set_target_indices(ids)
-        for _ in range(2):
-            assert chosen() == sets(ids)
-    replay.set_router_replay_action(api.action.REPLAY_BACKWARD)
-    for ids in targets:
-        assert chosen() == sets(ids)
-    with pytest.raises(IndexError):
-        chosen()
-
-
 @function_row
 @pytest.mark.parametrize("groups", [{}, GROUPS], ids=["no groups", "groups"])
 def test_sigmoid_with_a_bias_weighs_by_the_unbiased_scores(
@@ -179,18 +126,6 @@ def test_sigmoid_with_a_bias_weighs_by_the_unbiased_scores(
     probs, _ = api.topk_routing(logits, 2, router_replay=replay, **settings)
     scores = at(logits.sigmoid())
     torch.testing.assert_close(at(probs), 2.5 * scores / scores.sum(dim=-1, keepdim=True))
-
-
-@function_row
-@pytest.mark.parametrize("action", ["REPLAY_FORWARD", "REPLAY_BACKWARD"])
-def test_replayed_scores_keep_their_gradient(api: UpstreamApi, logits: torch.Tensor, action: str) -> None:
-    """T33: the router learns from the experts that were replayed, as from a softmax over them."""
-    probs, _ = api.topk_routing(logits, 2, router_replay=api.new(action, FOREIGN))
-    weights = torch.arange(1.0, 1 + probs.numel()).view_as(probs)
-    (given,) = torch.autograd.grad((probs * weights).sum(), logits)
-    (expected,) = torch.autograd.grad((at(logits).softmax(dim=-1) * at(weights)).sum(), logits)
-    torch.testing.assert_close(given, expected)
-    assert bool((given.gather(1, FOREIGN) != 0).all())
 
 
 @pytest.mark.capability("static_buffers")

@@ -11,7 +11,6 @@ import ast
 import functools
 import importlib
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
@@ -33,7 +32,6 @@ assert _spec.origin is not None
 SOURCE = Path(_spec.origin).parent
 
 NAMES = {"np": np, "torch": torch, "pybase64": pybase64}
-READERS = ("srt/state_capturer/routed_experts.py", "srt/layers/moe/routed_experts_capturer.py")
 
 
 def meta_info(rows: torch.Tensor | None, said: dict[str, Any], *, text: bool = True) -> dict[str, Any]:
@@ -51,28 +49,6 @@ def meta_info(rows: torch.Tensor | None, said: dict[str, Any], *, text: bool = T
     found = dict(said)
     exec(_filling(), NAMES | {"recv_obj": batch, "i": 0, "meta_info": found})
     return found
-
-
-def own_reader() -> Callable[[Any], np.ndarray[Any, Any]]:
-    """Its `extract_routed_experts_from_meta_info`."""
-    file = next(name for name in READERS if (SOURCE / name).is_file())
-    return _taken(file, "extract_routed_experts_from_meta_info")
-
-
-def captured_in_halves(halves: list[torch.Tensor]) -> torch.Tensor:
-    """The rows in its device buffer after a step whose batch ran in parts: [rows, layers, topk].
-
-    Args:
-        halves: of each part the ids of one layer, [tokens, topk].
-    """
-    buffer = torch.full((sum(map(len, halves)), 1, halves[0].shape[1]), -1, dtype=torch.int32)
-    own = SimpleNamespace(buffer=buffer)
-    old = AT < (0, 5, 12)
-    file = READERS[1] if old else "srt/state_capturer/base.py"
-    capture = _taken(file, "capture_fwd_routed_experts" if old else "capture")
-    for half in halves:
-        capture(own, 0, half)
-    return buffer
 
 
 def openai_protocol() -> ModuleType:

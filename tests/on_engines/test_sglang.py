@@ -9,17 +9,13 @@ import pytest
 import torch
 
 from npu_replay.compat.sglang.decode import from_sglang
-from npu_replay.compat.sglang.engine_plan import engine_arguments
-from npu_replay.errors import ReplayError
 from npu_replay.rollout.model_config import RoutedModel
 from on_engines.sglang_frontend import (
     AT,
     VERSION,
-    captured_in_halves,
     meta_info,
     openai_protocol,
     openai_rows,
-    own_reader,
 )
 from vllm_outputs import DEEPSEEK, QWEN, WIDE, Sampled, expected, sampled
 
@@ -49,16 +45,6 @@ def read(meta: Any, model: RoutedModel, one: Sampled, **asked: Any) -> Any:
     )
 
 
-@pytest.mark.skipif(AT < (0, 5, 8), reason="an older release is refused whatever it is started with")
-def test_two_half_batches_at_once_lose_rows() -> None:
-    """SGLang's own buffer, in a step of two halves of four tokens, one layer; a plan with them is refused."""
-    with pytest.raises(ReplayError, match="two half batches"):
-        engine_arguments(VERSION, planned={"enable_two_batch_overlap": True, "moe_a2a_backend": "none"})
-    halves = torch.arange(16, dtype=torch.int32).reshape(2, 4, 2)
-    captured = captured_in_halves(list(halves))
-    assert not (captured == halves.reshape(8, 1, 2)).all(-1).any()
-
-
 @MODELS
 @pytest.mark.parametrize("text", [True, False], ids=["text", "skip-tokenizer-init"])
 def test_a_meta_info(model: RoutedModel, text: bool) -> None:
@@ -66,16 +52,6 @@ def test_a_meta_info(model: RoutedModel, text: bool) -> None:
     meta = meta_info(collected(model, one), said(one), text=text)
     assert isinstance(meta["routed_experts"], str if text or AT >= (0, 5, 10) else torch.Tensor)
     assert read(meta, model, one) == expected(model, one)
-
-
-@MODELS
-def test_its_own_reader_reads_the_same(model: RoutedModel) -> None:
-    one = sampled(model)
-    meta = meta_info(collected(model, one), said(one))
-    flat = own_reader()({"meta_info": meta})
-    assert flat.dtype == np.int32
-    rows = flat.reshape(-1, model.num_layers, model.topk)[:, list(model.layers)]
-    assert np.array_equal(rows, read(meta, model, one).ids[:-1])
 
 
 @pytest.mark.skipif(AT < (0, 5, 12), reason="a request's start counts from 0.5.12 on")

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import vllm.outputs
 from vllm.sampling_params import RequestOutputKind
 
 import vllm_outputs
 from npu_replay.compat.vllm.decode import from_vllm
-from npu_replay.compat.vllm.engine_plan import engine_arguments
-from npu_replay.errors import InvalidRoutes, ReplayError
+from npu_replay.errors import InvalidRoutes
 from on_engines.vllm_frontend import (
     AT,
     VERSION,
     Frontend,
-    captured_in_halves,
     chat_answer,
     completion_answer,
     generate,
@@ -65,14 +61,6 @@ def test_columns_as_0_21_counts_them(says: dict[str, Any], columns: int) -> None
     for step in steps(DEEPSEEK, one):
         frontend.step(dataclasses.replace(step, rows=None if step.rows is None else rows))
     assert from_vllm(frontend.output(), DEEPSEEK, version=VERSION) == [expected(DEEPSEEK, one)]
-
-
-@MODELS
-def test_several_completions_of_one_prompt(model: Any) -> None:
-    completions = siblings(model, 3)
-    output = generate(model, completions)
-    assert [one.index for one in output.outputs] == [0, 1, 2]
-    assert from_vllm(output, model, version=VERSION) == [expected(model, one) for one in completions]
 
 
 @pytest.mark.skipif(AT < (0, 22), reason="the request's start is new in 0.22")
@@ -168,16 +156,6 @@ def test_the_token_endpoint(model: Any) -> None:
     wanted = [expected(model, one) for one in completions]
     prompt = completions[0].prompt
     assert from_vllm(text, model, prompt_token_ids=prompt, version=VERSION) == wanted
-
-
-def test_two_half_batches_at_once_lose_rows_before_0_33(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own capturer, in a step of two halves of four tokens: a plan with them is refused till then."""
-    mended = AT >= (0, 33)
-    halves = torch.arange(16).reshape(2, 4, 2)
-    captured = captured_in_halves(list(halves), monkeypatch)
-    assert int((captured[:, 0] == halves.reshape(8, 2)).all(-1).sum()) == (8 if mended else 0)
-    with nullcontext() if mended else pytest.raises(ReplayError, match="two half batches"):
-        engine_arguments(VERSION, planned={"enable_dbo": True})
 
 
 def test_what_the_other_tests_take_for_its_outputs_has_its_attributes() -> None:

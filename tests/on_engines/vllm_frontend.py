@@ -11,11 +11,8 @@ import json
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
-import torch
 import vllm
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -202,39 +199,6 @@ def token_answer(output: RequestOutput) -> str:
     ]
     text: str = answer(choices=choices, request_id="17").model_dump_json()
     return text
-
-
-def captured_in_halves(halves: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """The rows that vLLM's capturer holds after a step whose batch ran in parts: [rows, layers, topk].
-
-    Args:
-        halves: of each part the ids of one layer, [tokens, topk].
-    """
-    from vllm.model_executor.layers.fused_moe import routed_experts_capturer as product
-
-    total = sum(map(len, halves))
-    topk = halves[0].shape[1]
-    buffer = torch.full((total, 1, topk), -1, dtype=torch.int32)
-    if AT[:2] == (0, 21):
-        cache = object.__new__(product._RoutedExpertsDeviceCache)
-        cache.buffer = buffer.transpose(0, 1)
-        for half in halves:
-            cache.capture_fwd_routed_experts(0, half)
-        return buffer
-    capturer = object.__new__(product.RoutedExpertsCapturer)
-    capturer._shm = capturer._lock_file = None  # to 0.20 it looks at both when it goes
-    setattr(capturer, "_device_buffer" if AT < (0, 21) else "device_buffer", buffer)
-    capturer.dp_rank = 0
-    capturer.tp_size = 1
-    done = 0
-    for half in halves:
-        context = SimpleNamespace(dp_metadata=None, batch_descriptor=SimpleNamespace(num_tokens=len(half)))
-        monkeypatch.setattr(product, "get_forward_context", lambda context=context: context)
-        if hasattr(product, "dbo_current_ubatch_token_offset"):
-            monkeypatch.setattr(product, "dbo_current_ubatch_token_offset", lambda done=done: done)
-        capturer.capture(0, half)
-        done += len(half)
-    return buffer
 
 
 def _if_known(kind: Any, **said: Any) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import npu_replay
 from case_jobs import Notes, check, noted, shared_folder, told
 from npu_replay.errors import ReplayError
 from on_roll import job
@@ -247,18 +246,6 @@ def nothing_is_on() -> None:
     assert not open_sessions()
 
 
-def uninstalled(folder: str, **settings: Any) -> None:
-    """Without npu_replay the same strategy goes on as ROLL's own, and with it again it replays."""
-    actor = Actor(tiny := Tiny(folder=folder, mode="R2", **settings))
-    batch = job.batch_of(tiny)
-    actor.log_probs(batch)
-    npu_replay.uninstall()
-    actor.log_probs(batch)
-    assert npu_replay.report().patches == ()
-    npu_replay.install()
-    actor.update(batch)
-
-
 @functools.cache
 def _weights_in() -> str:
     return save_model(shared_folder())
@@ -278,7 +265,6 @@ CASES: dict[str, Callable[[], None]] = {
     "one rank fails": partial(_run, one_rank_fails, {}),
     "another order": partial(_run, another_order, {}),
     "routes are missing": partial(_run, routes_are_missing, {}),
-    "uninstalled": partial(_run, uninstalled, {}),
 }
 
 

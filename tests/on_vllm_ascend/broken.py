@@ -26,20 +26,10 @@ def each_ranks_part_taken_for_the_whole() -> None:
     _place(lambda layout, rows: Place(0, rows, 0))
 
 
-def rows_one_too_far() -> None:
-    def further(layout: Layout, rows: int) -> Place:
-        found = place(layout, rows)
-        return found._replace(row=found.row + 1)
-
-    _place(further)
-
-
 def nothing_put_together() -> None:
-    _reduce(lambda *_, **__: None)
-
-
-def summed_instead() -> None:
-    _reduce(lambda rows, op, group: all_reduce(rows, dist.ReduceOp.SUM, group=group))
+    # The merge alone: the check's own sums stay.
+    of_torch = {"all_reduce": staticmethod(lambda *_, **__: None), "ReduceOp": dist.ReduceOp}
+    capture.dist = type("dist", (), of_torch)
 
 
 def rows_of_earlier_steps() -> None:
@@ -65,9 +55,6 @@ def a_layer_that_never_ends() -> None:
     CapturePoints._in_layer = in_layer
 
 
-all_reduce = dist.all_reduce
-
-
 def the_second_ranks_order_is_another() -> None:
     """Not the capture is broken here: a sum's last bit differs from rank to rank, so near experts change
     places."""
@@ -83,19 +70,7 @@ def _place(other: Callable[[Layout, int], Place]) -> None:
     capture.place = other
 
 
-def _reduce(other: Callable[..., None]) -> None:
-    """The merge alone: the check's own sums stay."""
-    of_torch = {"all_reduce": staticmethod(other), "ReduceOp": dist.ReduceOp}
-    capture.dist = type("dist", (), of_torch)
-
-
 # ---- classes as another release might have them
-
-
-def layers_that_prepare_otherwise() -> None:
-    from vllm_ascend.ops.fused_moe.moe_comm_method import MoECommMethod
-
-    MoECommMethod.prepare = lambda self, prepare_input: prepare_input
 
 
 def a_context_without_the_way() -> None:
@@ -113,13 +88,6 @@ def a_capturer_that_hands_rows_out_otherwise() -> None:
         if hasattr(RoutedExpertsCapturer, name):
             delattr(RoutedExpertsCapturer, name)
     RoutedExpertsCapturer.snapshot_routing_data = lambda self, num_tokens: None
-
-
-def a_capturer_that_is_asked_by_request() -> None:
-    """As that of vLLM 0.21."""
-    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
-
-    RoutedExpertsCapturer.get_routed_experts = lambda self, req_id, seqlen=None, free_slot=True: None
 
 
 def layers_that_choose_otherwise() -> None:

@@ -326,11 +326,3 @@ except ImportError as error:
 """
     said = replace(bare, path=tmp_path).execute(code)
     assert said.startswith(f"npu_replay/compat in {tmp_path / 'npu_replay'} is no folder")
-
-
-@pytest.mark.skipif(shutil.which("git") is None, reason="asks git which files it ignores")
-def test_building_and_installing_leave_only_what_git_ignores(
-    wheel: Path, editable_install: Environment, sources: Path
-) -> None:
-    shutil.copy(wheel, sources)  # where README's `pip wheel` leaves it
-    assert run("git", "ls-files", "--others", "--exclude-standard", cwd=sources) == ""

@@ -102,11 +102,6 @@ def test_dynamo_says_which_tokens_were_sampled() -> None:
     assert_the_rows(from_sglang(chat(nvext=beside), MODEL, prompt_token_ids=PROMPT))
 
 
-def test_sglang_behind_dynamo_sends_its_own_form() -> None:
-    flat = base64.b64encode(ROWS.astype(np.int32).tobytes()).decode()
-    assert_the_rows(as_sglang(chat(nvext={"engine_data": {"routed_experts": flat}})))
-
-
 def nemo(rows: Array = ROWS, dtype: str = "int16") -> str:
     """NeMo-RL's codec: a row for each token, the last of which is filled."""
     filled = np.broadcast_to(np.arange(rows.shape[2]), (1, *rows.shape[1:]))

@@ -3,7 +3,6 @@ the weights."""
 
 from __future__ import annotations
 
-import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -203,32 +202,6 @@ def test_samples_merge_into_one() -> None:
         Rollout.merge([second, first])
     with pytest.raises(ReplayError, match="can't be merged"):
         Rollout.merge([])
-
-
-def test_a_sample_that_grows_copies_its_rows_seldom() -> None:
-    """By the memory that calls allocate: turns that copy all rows take that of 50 whole samples and more."""
-    model = RoutedModel(layers=range(64), num_layers=64, num_experts=64, topk=16)
-    rollout = Rollout(model)
-    tokens = [3]
-    allocated = 0
-    tracemalloc.start()
-    try:
-        for step in range(100):
-            grown = tokens + [step] * 10
-            ids = torch.arange(16, dtype=torch.uint8).expand(len(grown), 64, 16)
-            recorded = torch.arange(len(grown)) < len(grown) - 1
-            routes = RoutedExperts(ids=ids, layers=range(64), num_experts=64, recorded=recorded)
-            sampled = Turn(prompt=tokens, sampled=[step] * 10, routes=routes)
-            for add, what in ((rollout.extend, sampled), (rollout.append, [5] * 10)):
-                tracemalloc.reset_peak()
-                before, _ = tracemalloc.get_traced_memory()
-                add(what)  # type: ignore[operator]
-                allocated += tracemalloc.get_traced_memory()[1] - before
-            tokens = grown + [5] * 10
-    finally:
-        tracemalloc.stop()
-    assert int(rollout.routes.recorded.sum()) == len(tokens) - 11
-    assert allocated < 10 * len(tokens) * 64 * 16
 
 
 @examples(60)

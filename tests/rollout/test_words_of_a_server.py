@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from command_line import invoke
 from npu_replay import RoutedModel, from_sglang, from_vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
 
@@ -46,27 +43,6 @@ def test_a_servers_words_are_quoted_on_one_line_and_printable(engine: str, words
         message = refused({"detail": said}, engine)
         assert "the server refused the request" in message
         assert "three\n" not in message
-
-
-@pytest.mark.parametrize("words", [CLEAR, "\ud800"], ids=ascii)
-def test_inspect_shows_no_control_characters(words: str, tmp_path: Path) -> None:
-    rows = {"routed_experts": ROWS.tolist()}
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}))
-    for number, answer in enumerate(
-        (
-            {"error": {"message": words}},
-            {"id": words, "choices": [choice(finish_reason=words), choice(index=1, routed_experts=words)]},
-            {words: words},
-            {"meta_info": {**rows, "id": words}},
-        )
-    ):
-        path = tmp_path / f"{number}.json"
-        path.write_text(json.dumps(answer))
-        ended = invoke("inspect", path, "--config", config)
-        assert "Traceback" not in ended.output
-        assert not CONTROL.search(ended.output), ascii(ended.output)
-        ended.output.encode()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn
 
 import npu_replay
 from npu_replay import MicroBatchError
-from npu_replay.routes.inputs import digest, input_key, other_inputs
+from npu_replay.routes.inputs import digest
 from zoo.toys import HIDDEN, ToyModel, ToyRouter
 
 BATCH = 2
@@ -160,17 +160,3 @@ def test_a_small_part_of_a_large_input_counts(changed: tuple[int, int]) -> None:
     row, column = changed
     pixels[max(0, row - 3) : row + 4, max(0, column - 255) : column + 256] = 1
     assert int(digest(pixels)) != before
-
-
-def test_the_host_does_not_wait_and_the_digest_stays_where_its_input_is() -> None:
-    found = digest(torch.empty(9, 9, device="meta"))
-    assert (found.device.type, found.dtype, found.dim()) == ("meta", torch.int64, 0)
-
-
-def test_a_key_names_what_it_is_made_of() -> None:
-    call = {"pixel_values": noise(4, 6), "image_grid_thw": torch.tensor([[1, 2, 2]]), "labels": IDS}
-    key = input_key(other_inputs(call, IDS))
-    assert key is not None
-    assert key.startswith("image_grid_thw [1, 3] ")
-    assert "pixel_values [4, 6] " in key
-    assert input_key(other_inputs({"labels": IDS}, IDS)) is None

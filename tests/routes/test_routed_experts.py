@@ -50,16 +50,6 @@ def test_integers_of_any_dtype_are_taken(dtype: Any) -> None:
         assert torch.equal(built.ids.long(), ids(tokens))
 
 
-def test_numpy_that_is_a_view_is_taken() -> None:
-    wide = np.zeros((6, 4, 2), dtype=np.int32)
-    wide[:, ::2] = ids().numpy()
-    assert torch.equal(routes(ids=wide[:, ::2]).ids.long(), ids())
-    backwards = np.ascontiguousarray(ids().numpy()[::-1])[::-1]
-    assert torch.equal(routes(ids=backwards).ids.long(), ids())
-    by_column = ids().to(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1)
-    assert routes(ids=by_column).ids.is_contiguous()
-
-
 def test_ids_that_need_a_gradient_history_or_inference_mode_are_taken() -> None:
     with torch.inference_mode():
         made = ids()
@@ -288,17 +278,3 @@ def test_a_constant_layer_of_64_recorded_rows_is_refused_from_outside_only_t32(
         InvalidRoutes, match=r"layer 4: all 64 recorded rows are the same.*\[0, 1\] in every row"
     ):
         RoutedExperts.from_bytes(built.to_bytes())
-
-
-def test_numbers_of_numpy_and_torch_become_plain_ones() -> None:
-    built = routes(
-        layers=np.array([1, 4]),
-        num_experts=np.int32(EXPERTS),
-        fingerprint=np.uint64(2**63),
-        weight_version=torch.tensor(7),
-    )
-    kinds = {
-        type(value) for value in (*built.layers, built.num_experts, built.fingerprint, built.weight_version)
-    }
-    assert kinds == {int}
-    assert RoutedExperts.from_bytes(built.to_bytes()) == built

@@ -101,14 +101,6 @@ def test_a_key_of_two_writers_with_other_routes_is_an_error_and_no_other_key_is(
     assert RouteStore(tmp_path, shard="c-00000")["k"] == sample(2)
 
 
-def test_a_sample_that_two_writers_have_alike_is_one(tmp_path: Path) -> None:
-    """Ranks that run the same tokens write the same routes: nobody has to say which is meant."""
-    for name in ("a", "b", "c"):
-        found = store(tmp_path, (sample(1), None), name=name)
-        assert found.of(tokens_of(1)) == sample(1)
-        assert len(found) == 1
-
-
 def test_samples_of_the_same_tokens_are_found_by_their_key_alone(tmp_path: Path) -> None:
     """The same question about two images, of two ranks; and of one, whose digests are the same."""
     tokens = tokens_of(1)
@@ -163,17 +155,6 @@ def test_a_full_disk_loses_nothing_and_hides_nobodys_error(
         store(tmp_path, (sample(1), None), name="x")
 
 
-def test_a_shard_has_no_more_samples_than_its_header_can_name_and_one_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(route_store, "SHARD_SAMPLES", 2)
-    whole = sample(1)
-    samples = (whole, whole, whole.sequence(2, 8), sample(2, experts=300), whole.only([1]))  # shared memory
-    found = store(tmp_path, *((one, str(number)) for number, one in enumerate(samples)))
-    assert tuple(found.values()) == samples
-    assert len(list(tmp_path.iterdir())) == 4
-
-
 # What is damaged or foreign
 
 
@@ -186,15 +167,6 @@ def test_a_folder_with_a_file_of_something_else_is_refused_by_its_name(tmp_path:
             RouteStore(tmp_path)
         assert caught.value.where == str(other)
     assert RouteStore(tmp_path, shard="routes-00000")["k"] == found["k"] == sample(1)
-
-
-def test_a_job_that_dies_leaves_whole_shards(tmp_path: Path) -> None:
-    writer = RouteStore.writer(tmp_path, shard_bytes=1)
-    writer.add(sample(1))
-    writer.shard_bytes = 1 << 20
-    writer.add(sample(2))
-    del writer
-    assert list(RouteStore(tmp_path)) == [f"{fingerprint(tokens_of(1)):016x}"]
 
 
 @pytest.mark.parametrize(
@@ -226,18 +198,6 @@ def test_what_was_read_stays_when_the_shard_is_overwritten_and_a_shorter_one_is_
     os.truncate(shard, 10_000)
     with pytest.raises(RouteFileError, match=r"10000 bytes long, and its header says"):
         found["k"]
-
-
-def test_a_shard_that_another_writer_replaced_is_read_by_its_own_header(tmp_path: Path) -> None:
-    """A folder that was removed and written anew, with its samples elsewhere in the file."""
-    found = store(tmp_path, (sample(1), "a"), (sample(2), "k"))
-    assert found["k"] == sample(2)
-    other = tmp_path / "other"
-    store(other, (sample(3, tokens=700), "b"), (sample(2), "k"))
-    os.replace(other / "routes-00000.safetensors", tmp_path / "routes-00000.safetensors")
-    assert found["k"] == sample(2)
-    with pytest.raises(RouteFileError, match="this sample isn't here"):
-        found["a"]
 
 
 def test_a_shard_of_an_earlier_job_is_not_read_for_one_of_a_later(tmp_path: Path) -> None:
