@@ -52,10 +52,3 @@ def post(url: str, body: dict[str, Any]) -> bytes:
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return bytes(answer.read())
-
-
-def events(stream: bytes) -> Iterator[dict[str, Any]]:
-    """The objects of a stream of server-sent events."""
-    for line in stream.decode().splitlines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))

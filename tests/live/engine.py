@@ -66,7 +66,8 @@ def in_process(folder: Path, **planned: Any) -> Any:
 
     import live.rotary  # noqa: F401 - before vLLM builds a model
 
-    found = arguments(folder, disable_log_stats=False, **planned)
+    weights = "examples.qwen3_moe.vllm_engine.NewWeights"  # by name: vLLM imports it
+    found = arguments(folder, disable_log_stats=False, worker_extension_cls=weights, **planned)
     os.environ.update(found.environment)
     # On a processor with AMX vLLM would take a backend for DeepSeek's attention that refuses float32.
     backend = {"attention_backend": AttentionBackendEnum.CPU_MLA} if is_deepseek(folder) else {}
@@ -77,28 +78,9 @@ def is_deepseek(folder: Path) -> bool:
     return "Deepseek" in json.loads((folder / "config.json").read_text())["architectures"][0]
 
 
-def load(llm: Any, model: Any, folder: Path, experts: bool = True) -> None:
-    """Give a running LLM the weights of `model`, saved in `folder`; its prefix cache stays.
-
-    Args:
-        experts: False leaves the old ones, as vLLM 0.30's reload_weights does on a CPU.
-    """
-    from vllm._custom_ops import cpu_prepack_moe_weight
-
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-    if not experts:
-        return
-    ours = [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
-
-    def pack(theirs: Any) -> None:
-        runners = [module for module in theirs.modules() if type(module).__name__ == "MoERunner"]
-        for runner, own in zip(runners, ours, strict=True):
-            isa = runner._quant_method.moe_kernel.impl.fused_experts.isa
-            for name, weight in (("w13_weight", own.gate_up_proj), ("w2_weight", own.down_proj)):
-                packed = cpu_prepack_moe_weight(weight.detach().contiguous(), isa)
-                getattr(runner.routed_experts, name).data.copy_(packed)
-
-    llm.apply_model(pack)
+def load(llm: Any, folder: Path) -> None:
+    """Give a running LLM the weights in `folder`; its prefix cache stays."""
+    llm.collective_rpc("take_weights", args=(str(folder),))
 
 
 class Server:
@@ -162,9 +144,4 @@ class Server:
 
     def ask(self, path: str, **body: Any) -> bytes:
         """The answer as it came, with the token ids in it."""
-        return self.ask_at(self.url, path, **body)
-
-    @staticmethod
-    def ask_at(url: str, path: str, **body: Any) -> bytes:
-        """The same of any server, or of what stands before it."""
-        return post(f"{url}{path}", {"model": "m", "return_token_ids": True, **body})
+        return post(f"{self.url}{path}", {"model": "m", "return_token_ids": True, **body})

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from zoo import qwen
+
 VOCABULARY = 512
 LONGEST = 1024
 MARGIN = 1e-3
@@ -84,7 +86,10 @@ def make(family: str, seed: int = 0, **changes: Any) -> Any:
 def save(model: Any, folder: Path) -> Path:
     """As engines load it, with a tokenizer."""
     model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    # One word a token, «w17»; a chat is its messages' words between w1 and w2.
+    words = qwen.tokenizer((f"w{number}" for number in range(VOCABULARY)), unk_token="w0")
+    words.chat_template = "{% for one in messages %}w1 {{ one.content }} {% endfor %}w2"
+    words.save_pretrained(folder)
     return folder
 
 
@@ -161,16 +166,3 @@ def _gap(scores: torch.Tensor, topk: int) -> torch.Tensor:
         return torch.full(scores.shape[:1], torch.inf)
     best = scores.topk(topk + 1).values
     return best[:, topk - 1] - best[:, topk]
-
-
-def tokenizer() -> Any:
-    """One word a token, «w17»; a chat is its messages' words between w1 and w2."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = WhitespaceSplit()
-    template = "{% for one in messages %}w1 {{ one.content }} {% endfor %}w2"
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", chat_template=template)

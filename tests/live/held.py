@@ -68,11 +68,6 @@ class Trainer:
 
     def look(self, tokens: Any, routes: RoutedExperts) -> float:
         """The same without an update; return live_mismatch, the share of token-layers that differ."""
-        return self.look_at_all([tokens], [routes])
-
-    def look_at_all(self, tokens: list[Any], routes: list[RoutedExperts]) -> float:
-        """The same of several samples, a micro-batch each."""
-        with torch.no_grad(), npu_replay.replay(self.model, routes, live_mismatch=True) as session:
-            for one in tokens:
-                self.model(torch.as_tensor(np.asarray(one))[None], use_cache=False)
+        with torch.no_grad(), npu_replay.replay(self.model, [routes], live_mismatch=True) as session:
+            self.model(torch.as_tensor(np.asarray(tokens))[None], use_cache=False)
         return session.metrics()["live_mismatch"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -70,18 +68,6 @@ class Sequence:
         return self.prompt + self.sampled
 
 
-def decoded(text: str) -> Rows:
-    """The rows of an answer over HTTP, read without npu_replay."""
-    rows: Rows = np.load(io.BytesIO(base64.b64decode(text)))
-    return rows
-
-
-def encoded(rows: Rows) -> str:
-    file = io.BytesIO()
-    np.save(file, rows)
-    return base64.b64encode(file.getvalue()).decode()
-
-
 def _constant(rng: np.random.Generator, rows: Rows, layers: tuple[int, ...], _: Rows) -> Rows:
     layer = rng.choice(layers)
     rows[:, layer] = rows[0, layer]
@@ -137,7 +123,6 @@ class Tally:
         self._before: Sequence | None = None  # of another request
         self._layers = RoutedModel.of(self.folder).layers
         self.change(self.model)
-        ALL_OF_THEM.append(self)
 
     def change(self, model: Any) -> None:
         """From now on the engine has the weights of this one."""
@@ -155,26 +140,6 @@ class Tally:
             if len(one.rows) >= 8 and self._before is not None:
                 self._refuse(one, self._before)
         self._before = completions[-1]
-        if len(completions) == 8:
-            self._hold_group(completions)
-
-    def _hold_group(self, group: list[Sequence]) -> None:
-        """A micro-batch each: the first was prefilled, the others began in the prefix cache."""
-        tokens = [one.tokens for one in group]
-        right = [self._read(one, one.rows) for one in group]
-        assert self._trainer.look_at_all(tokens, right) <= CEILING
-        self.features["groups of eight"] += 1
-        second = group[1]
-        late = [self._read(one, np.roll(one.rows, 1, axis=0)) for one in group[1:]]
-        if self._differ(np.roll(second.rows, 1, axis=0), second.rows) < 0.5:
-            return  # the prompt repeats itself
-        try:
-            self._trainer.look_at_all(tokens, [right[0], *late])
-        except MicroBatchError:
-            self.features["groups that are shifted from their second on, refused"] += 1
-            return
-        assert len(second.rows) < RUN
-        self.features["of fewer than 64 rows each, taken"] += 1
 
     def _read(self, one: Sequence, rows: Rows) -> RoutedExperts:
         (routes,) = from_vllm(one.answer(rows), self.folder, start=one.start)
@@ -231,16 +196,3 @@ class Tally:
         assert self.ties <= self.token_layers / 2_000
         assert not set(WRONG) - {kind for kind, _ in self.refused}
         assert not {(kind, "trainer") for kind in AT_THE_DOOR} & self.refused.keys()
-
-    def __str__(self) -> str:
-        who = Counter({where: 0 for _, where in self.refused})
-        for (_, where), count in self.refused.items():
-            who[where] += count
-        return (
-            f"{type(self.model).__name__}: {self.sequences} sequences, {self.token_layers} token-layers, "
-            f"{self.ties} ties; wrong rows refused: {dict(who)}; {dict(self.features)}"
-        )
-
-
-ALL_OF_THEM: list[Tally] = []
-"""For the summary of the run."""

@@ -111,11 +111,3 @@ def test_an_engine_killed_in_the_middle_ends_the_run_and_the_same_command_goes_o
     found = json.loads((out / "grpo.json").read_text())["runs"][0]["rows"]
     assert [row["step"] for row in found] == [0, 1, 2], "no step is taken twice, none is left out"
     assert [row["router_mismatch"] for row in found] == [0, 0, 0]
-
-
-def test_other_settings_in_the_same_folder_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "settings.json").write_text("{}")
-    refused = start(tmp_path)
-    told, _ = refused.communicate(timeout=LIMIT)
-    assert refused.returncode != 0
-    assert "take another --out" in told

