@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -61,31 +62,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        plain = Case()
-        parts = [self.scheme or "unquantized", self.comm, f"tp{self.tp}", f"dp{self.dp}"]
-        parts += [
-            name
-            for name in (
-                *("sequence_parallel", "eplb", "mix_placement", "draft", "overlap_gate"),
-                "kv_cache_twice",
-            )
-            if getattr(self, name)
-        ]
-        if self.routing != plain.routing:
-            parts.append(self.routing)
-        if self.device != plain.device:
-            parts.append(self.device.strip("_"))
-        if self.padding:
-            parts.append(f"{self.padding}_padded")
-        if self.broken:
-            parts.append(f"broken_{self.broken}")
-        if any(self.called):
-            parts.append("called_" + "_beside_".join(self.called))
-        if len(self.steps) == 1 and max(self.steps[0]) > plain.steps[0][0]:
-            parts.append(f"{max(self.steps[0])}_tokens")
-        if len(self.steps) > 1:
-            parts.append(f"{len(self.steps)}_steps")
-        return "-".join(parts)
+        """What it has that a plain case hasn't."""
+        plain = asdict(Case())
+        told = (f"{name} {value}" for name, value in asdict(self).items() if value != plain[name])
+        return re.sub(r"[^\w.+-]+", "_", "-".join(told)) or "plain"
 
     @property
     def compared(self) -> int:

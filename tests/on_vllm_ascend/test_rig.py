@@ -35,10 +35,8 @@ pytestmark = [
 Told = Callable[[str, Case], dict[str, Any]]
 PLAIN = Case()
 STEPS = Case(comm="MC2", tp=2, steps=((13,), (5,), (1,)))
-FEW = {
-    *(PLAIN.name, STEPS.name, "unquantized-ALLGATHER-tp1-dp1-draft", "unquantized-ALLGATHER-tp1-dp2"),
-    "W8A8_DYNAMIC-ALLGATHER-tp1-dp1",
-}
+UNEQUAL = Case(dp=2, steps=((13, 9),))
+FEW = {case.name for case in (PLAIN, STEPS, UNEQUAL, Case(draft=True), Case(scheme="W8A8_DYNAMIC"))}
 CHOSEN = "the router's logits"
 UNWRITTEN = "were written by no rank"
 BROKEN = {
