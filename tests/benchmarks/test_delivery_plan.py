@@ -1,4 +1,4 @@
-"""The planner, held against a count of every rank's ids one by one, and against worked-out figures."""
+"""The planner, held against worked-out figures."""
 
 from __future__ import annotations
 

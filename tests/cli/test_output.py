@@ -1,4 +1,4 @@
-"""What takes a process: a pipe, a terminal, a log, Ctrl-C, a reader that goes. Each starts another way."""
+"""What takes a process: a pipe, a log, Ctrl-C, a reader that goes. Each starts another way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README.md: its loops run, its figures are those of a file, and other files say the same of releases."""
+"""README.md: its figures are those of a file, and other files say the same of releases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is looked up is complete: every metric, every switch, every logger."""
+"""What is looked up is complete: every metric, every switch."""
 
 from __future__ import annotations
 

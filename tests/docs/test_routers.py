@@ -1,4 +1,4 @@
-"""docs/routers.md: its example runs, and its routers are recorded and replayed."""
+"""docs/routers.md: its routers are recorded and replayed."""
 
 from __future__ import annotations
 

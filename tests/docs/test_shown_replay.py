@@ -1,4 +1,4 @@
-"""A replay that is shown does something: routers have a choice, and the figures beside it come from it."""
+"""A replay that is shown does something: the figures beside it come from it."""
 
 from __future__ import annotations
 

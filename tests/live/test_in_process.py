@@ -1,5 +1,5 @@
 """Ways in which a live engine computes a row, held against transformers' own router logits. Of the prefix
-cache, of preempted requests, of stops and of a start: test_mix.py."""
+cache, chunks, several completions, preempted requests, stops and a start: test_mix.py."""
 
 from __future__ import annotations
 

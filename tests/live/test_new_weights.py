@@ -1,4 +1,4 @@
-"""Weights that change between two turns, and a turn that is aborted, in this process."""
+"""Weights that change between two turns, in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer says is text of a size and printable before it is hashed, walked or printed."""
+"""What a server says instead of an answer is quoted on one line, and printable."""
 
 from __future__ import annotations
 

@@ -127,9 +127,6 @@ def test_a_place_is_checked_without_a_trace(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-# Files that change, writers that are killed
-
-
 # What is no file of routes
 
 
