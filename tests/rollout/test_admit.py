@@ -277,6 +277,15 @@ def test_the_error_names_engine_sample_field_and_place_t1_t31_t32(case: str) -> 
     assert error.cause == f"{WRONG[case].symptom.value} as in 0.2.0"
 
 
+def test_copies_are_a_fault_from_a_twentieth_of_the_rows_on() -> None:
+    rows = chosen(TOKENS - 1, 4)
+    rows[142:] = rows[:7]
+    assert taken(rows).recorded[:-1].all()
+    rows[141:] = rows[:8]
+    with pytest.raises(InvalidRoutes, match=r"8 rows are another token's.*first is row 141"):
+        taken(rows)
+
+
 def test_copies_are_found_beside_rows_without_a_route_t31(caplog: pytest.LogCaptureFixture) -> None:
     rows = chosen(TOKENS - 1, 4)
     tokens = words()
