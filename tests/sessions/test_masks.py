@@ -83,11 +83,8 @@ def groups_behind_a_bias(router: ToyRouter, scores: Scores) -> Pair:
 
 OWN: dict[str, Select] = {
     "padding is filled": after(lambda scores, out: scores.masked_fill(PADDING[:, None], 0.0)),
-    "padding is assigned": after(lambda scores, out: written(scores.clone(), PADDING, 0.0)),
     "padding behind groups": after(padding_behind_groups),
     "below a threshold": after(lambda scores, out: scores.masked_fill(scores < 0.3, 0.0)),
-    "capped": after(lambda scores, out: torch.where(scores > 0.5, 0.5, scores)),
-    "lowered": after(lambda scores, out: scores - 0.05 * (GROUPS > 1)),
     "groups behind a bias": groups_behind_a_bias,
 }
 
@@ -97,27 +94,10 @@ def test_a_replay_of_its_own_record_changes_nothing(how: str) -> None:
     of_its_own_record(ToyModel(*(ToyRouter(select=OWN[how], masks=True) for _ in range(2))), 4)
 
 
-def scattered(scores: Scores, out: torch.Tensor) -> Scores:
-    places = out.to(torch.uint8).argsort(dim=1, stable=True)[:, : EXPERTS // 2]
-    return torch.zeros_like(scores).scatter(1, places, scores.gather(1, places))
-
-
-def through_a_view(scores: Scores, out: torch.Tensor) -> Scores:
-    masked = scores.clone()
-    for column in range(EXPERTS):
-        masked[:, column].mul_(~out[:, column])
-    return masked
-
-
-def of_a_view(name: str) -> Select:
+def of_a_view(scores: Scores, out: torch.Tensor) -> Scores:
     """As torchtitan's router masks: a view [rows, groups, experts of a group], by a mask of groups."""
-
-    def change(scores: Scores, out: torch.Tensor) -> Scores:
-        parts, outside = (one.unflatten(1, (4, -1)) for one in (scores.clone(), out))
-        filled: Scores = getattr(parts, name)(outside[..., :1], float("-inf"))
-        return filled.flatten(1)
-
-    return after(change)
+    parts, outside = (one.unflatten(1, (4, -1)) for one in (scores, out))
+    return parts.masked_fill(outside[..., :1], float("-inf")).flatten(1)
 
 
 def after_another_mask(router: ToyRouter, scores: Scores) -> Pair:
@@ -130,26 +110,22 @@ UNDONE: dict[str, Select] = {
     "masked_fill_": after(lambda scores, out: scores.clone().masked_fill_(out, float("-inf"))),
     "torch.masked_fill": after(lambda scores, out: torch.masked_fill(scores, mask=out, value=-1e4)),
     "two masks": after(lambda scores, out: scores.masked_fill(out, 0.0).masked_fill(GROUPS == 3, 0.0)),
-    "of a view": of_a_view("masked_fill"),
-    "of a view in place": of_a_view("masked_fill_"),
+    "of a view": after(of_a_view),
     "another tensor's": after_another_mask,
 }
+
+
+def unseen(scores: Scores, out: torch.Tensor) -> Scores:
+    with torch._C.DisableTorchFunction():  # as in a compiled function
+        return scores * ~out
+
+
 REFUSED: dict[str, Select] = {
     "where": after(lambda scores, out: scores.where(~out, torch.tensor(0.0))),
-    "assigned": after(lambda scores, out: written(scores.clone(), out, 1e-9)),
     "product": after(lambda scores, out: scores * ~out),
-    "product in place": after(lambda scores, out: scores.clone().mul_((~out).float())),
+    "product that nothing sees": after(unseen),
     "sum": after(lambda scores, out: out.float() * -1e4 + scores),
-    "difference in place": after(lambda scores, out: scores.clone().sub_(out * 1e4)),
-    "through a view": after(through_a_view),
-    "copied into zeros": after(lambda scores, out: written(torch.zeros_like(scores), ~out, scores[~out])),
-    "scattered": after(scattered),
-    "copied over memory": after(
-        lambda scores, out: scores.detach().clone().copy_(scores.masked_fill(out, -1.0))
-    ),
-    "minimum": after(lambda scores, out: torch.minimum(scores, torch.where(out, -1.0, 1.0))),
-    "in chunks": after(lambda scores, out: torch.cat(scores.masked_fill(out, 0.0).chunk(2, dim=1), dim=1)),
-    "of another type": after(lambda scores, out: scores.masked_fill(out, 0.0).double().float()),
+    "assigned": after(lambda scores, out: written(scores.clone(), out, 0.0)),
 }
 
 
@@ -188,15 +164,6 @@ def test_a_masked_router_reads_nothing_back_from_the_device(layers: int) -> None
     assert sum(counts.get(f"aten::{name}", 0) for name in ("_local_scalar_dense", "nonzero")) == 1
 
 
-def test_a_product_with_zeros_that_nothing_sees_is_refused() -> None:
-    def hidden(scores: Scores, out: torch.Tensor) -> Scores:
-        with torch._C.DisableTorchFunction():  # as in a compiled function
-            return scores * ~out
-
-    with pytest.raises(NoEffect, match="made from a mask's number"):
-        replayed(after(hidden))
-
-
 def through_a_softmax(scores: Scores, out: torch.Tensor) -> Scores:
     return scores.log().masked_fill(out, float("-inf")).softmax(dim=1)
 
@@ -227,56 +194,14 @@ SELDOM = torch.where(GROUPS == 3, 1e-3, 1.0)
     ("change", "wanted"),
     [
         (lambda scores, out: scores + BIAS, lambda scores: scores + BIAS),
-        (lambda scores, out: scores * 2.5, lambda scores: scores * 2.5),
         (padding_behind_groups, lambda scores: scores.masked_fill(PADDING[:, None], 0.0)),
         (lambda scores, out: scores * SELDOM + LOWERING, lambda scores: scores * SELDOM + LOWERING),
     ],
-    ids=["bias", "scale", "padding keeps its fill", "bias that lowers a group"],
+    ids=["bias", "padding keeps its fill", "bias that lowers a group"],
 )
 def test_weights_are_those_of_the_steps_that_mask_nothing(change: Any, wanted: Any) -> None:
     for scores, values, ids in replayed(after(change)):
         assert torch.equal(values, wanted(scores).gather(1, ids))
-
-
-def test_a_bias_that_is_zero_at_first_is_no_mask_later() -> None:
-    """An optimizer that steps inside the block, and micro-batches that aren't checked."""
-    calls: list[Scores] = []
-
-    def change(scores: Scores, out: torch.Tensor) -> Scores:
-        calls.append(scores + (BIAS if len(calls) > 4 else 0))
-        return scores + (BIAS if len(calls) > 5 else torch.zeros(EXPERTS))
-
-    for biased, (_, values, ids) in zip(calls, replayed(after(change), 8), strict=True):
-        assert torch.equal(values, biased.gather(1, ids))
-
-
-def test_a_bias_that_learns_does_so_in_a_replay_whatever_it_lowers() -> None:
-    router = ToyRouter(select=lambda me, scores: torch.topk((scores + me.bias) * 1.0, me.topk), masks=True)
-    router.bias = nn.Parameter(torch.zeros(EXPERTS))
-    model = ToyModel(router)
-    with torch.no_grad():
-        router.bias.zero_()
-    model(tokens()).square().mean().backward()
-    live = router.bias.grad
-    model.zero_grad()
-    with npu_replay.record(model) as recording:
-        model(tokens())
-    with npu_replay.replay(model, recording.routes):
-        model(tokens()).square().mean().backward()
-    assert live is not None
-    assert torch.equal(router.bias.grad, live)
-
-    taken: list[Scores] = []
-    router.register_forward_hook(lambda _, __, output: taken.append(output[0]))
-    lowered = torch.arange(EXPERTS // 2, EXPERTS // 2 + TOPK)
-    with torch.no_grad():
-        router.bias[EXPERTS // 2 :] = -5.0
-    routes = RoutedExperts(ids=lowered.expand(ROWS, 1, TOPK), layers=range(1), num_experts=EXPERTS)
-    model.zero_grad()
-    with npu_replay.replay(model, [routes]):
-        model(tokens()).square().mean().backward()
-    assert bool((taken[0] < -4).all())
-    assert bool(router.bias.grad[lowered].all())
 
 
 @pytest.mark.parametrize("masks", [False, True])
@@ -288,14 +213,6 @@ def test_a_replayed_expert_of_probability_zero_is_not_taken_for_a_mask(masks: bo
         model(tokens())
     sharp = replayed(after(lambda scores, out: (scores.log() * 400).softmax(dim=1)))
     assert any(bool((values == 0).any()) for _, values, _ in sharp)
-
-
-def test_of_two_tensors_with_the_same_scores_the_one_with_a_gradient_is_meant() -> None:
-    def change(scores: Scores, out: torch.Tensor) -> Scores:
-        twins = torch.where(scores > 0.1, scores.detach(), scores) * 1.0
-        return torch.where(twins > 9, scores.detach(), scores).masked_fill(out, 0.0)
-
-    of_its_own_record(ToyModel(ToyRouter(select=after(change), masks=True)), 2)
 
 
 @RECOMPUTE
@@ -358,30 +275,6 @@ def test_ids_and_weights_may_be_asked_for_by_two_top_ks_of_the_same_scores(
         run(model, 0, 1, 2, 3)
     assert calls == [True] * (8 if recompute else 4)
     assert not any(torch.equal(one, routes.layer_ids(0).long()) for one in others)
-
-
-@pytest.mark.parametrize("of", [torch.Tensor.detach, lambda scores: scores.view(-1, EXPERTS)])
-@pytest.mark.parametrize("number", [0, 3])
-def test_a_view_of_the_scores_has_the_same_answer(of: Callable[[Scores], Scores], number: int) -> None:
-    seen: list[tuple[Scores, torch.Tensor, torch.Tensor]] = []
-
-    def select(router: ToyRouter, scores: Scores) -> Pair:
-        ids = torch.topk(of(scores), router.topk).indices
-        seen.append((scores, scores.topk(router.topk).values, ids))
-        return seen[-1][1:]
-
-    model = ToyModel(ToyRouter(select=select))
-    with npu_replay.record(model) as recording:
-        run(model, *range(5))
-    routes = [*recording.routes]
-    routes[number] = foreign()
-    seen.clear()
-    with npu_replay.replay(model, routes):
-        run(model, *range(5))
-    scores, values, ids = seen[number]
-    assert torch.equal(ids, foreign().layer_ids(0).long())
-    assert torch.equal(values, scores.gather(1, ids))
-    assert values.requires_grad
 
 
 # What somebody else does around a router
@@ -449,7 +342,7 @@ def test_ids_of_several_routers_in_one_buffer_are_refused(monkeypatch: pytest.Mo
 
 
 @pytest.mark.choice
-@pytest.mark.parametrize("when", ["before", "inside", "inside, twice"])
+@pytest.mark.parametrize("when", ["before", "inside"])
 @pytest.mark.parametrize("number", [0, 3])
 @pytest.mark.parametrize("block", ["record", "replay"])
 def test_a_hook_of_somebodys_that_returns_other_experts_is_refused(
@@ -471,8 +364,6 @@ def test_a_hook_of_somebodys_that_returns_other_experts_is_refused(
         if not handles:
             handles += [router.register_forward_hook(moves)]
         for one in range(4):
-            if when == "inside, twice" and one == 1:
-                handles += [router.register_forward_hook(lambda *_: None)]
             model(tokens(one))
     for handle in handles:
         handle.remove()
@@ -503,30 +394,3 @@ def test_gradients_of_torch_func_go_through_a_replay(masks: bool) -> None:
     for name, wanted in untouched.items():
         assert torch.equal(recorded[name], wanted)
         assert torch.equal(given[name], wanted)
-
-
-def test_a_retry_after_an_interrupt_does_not_get_the_errors_of_what_was_left() -> None:
-    """The interrupted forward had a router that goes on with other experts."""
-    model = ToyModel()
-    model.wrong = True
-
-    def changes(router: ToyRouter, scores: Scores) -> Pair:
-        values, ids = torch.topk(scores, router.topk)
-        return values, (ids + 1) % EXPERTS if model.wrong else ids
-
-    def stops(router: ToyRouter, scores: Scores) -> Pair:
-        if model.wrong:
-            raise KeyboardInterrupt
-        return torch.topk(scores, router.topk)
-
-    model.layers[0].router.select = changes
-    model.layers[1].router.select = stops
-    with npu_replay.record(model) as recording:
-        for number in range(4):
-            model.wrong = number == 3
-            if model.wrong:
-                with pytest.raises(KeyboardInterrupt):
-                    model(tokens(number))
-            model.wrong = False
-            model(tokens(number))
-    assert len(recording.routes) == 4
