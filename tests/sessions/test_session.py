@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,9 @@ from torch.utils.checkpoint import (
 )
 
 import npu_replay
-from npu_replay import RoutedExperts, TokenLayout, routers
+from npu_replay import RoutedExperts, TokenLayout
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError
-from npu_replay.module_tree import ModuleTree
-from npu_replay.sessions import backward, route_source
+from npu_replay.sessions import backward
 from zoo.toys import (
     EXPERTS,
     ROWS,
@@ -36,7 +35,6 @@ from zoo.toys import (
     TOPK,
     ToyModel,
     ToyRouter,
-    ToyRouters,
     foreign,
     hooks,
     opened,
@@ -294,22 +292,13 @@ def test_forwards_from_two_threads_are_refused() -> None:
         except ReplayError as error:
             raised.append(error)
 
-    def beside(*_: object) -> None:
+    # The block says it again, since a pool may keep its thread's error to itself.
+    with pytest.raises(MicroBatchError, match="two threads"), npu_replay.record(model):
+        model(tokens())
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-
-    for at_once in (False, True):
-        # The block says it again, since a pool may keep its thread's error to itself.
-        with pytest.raises(MicroBatchError, match="two threads"), npu_replay.record(model):
-            handle = model.layers[1].register_forward_pre_hook(beside) if at_once else None
-            model(tokens())
-            if handle is None:
-                beside()
-            else:
-                handle.remove()
-        assert "two threads" in str(raised.pop())
-        assert not raised
+    assert "two threads" in str(raised.pop())
 
 
 # Exceptions
@@ -440,16 +429,17 @@ def test_a_second_backward_recomputes_again(how: str) -> None:
 def test_little_is_held_where_a_graph_is_always_in_flight(how: str | None, kind: str) -> None:
     """As in a pipeline: a backward comes two forwards after its own. All ids would be a GB on the device."""
     model = ToyModel(recompute=how)
-    with opened(kind, model, 30, recorded=torch.arange(ROWS) % 2 == 0) as session:
+    counts = []
+    with opened(kind, model, 30, recorded=torch.arange(ROWS) % 2 == 0):
         losses: list[torch.Tensor] = []
         for seed in range(30):
             losses.append(model(tokens(seed).requires_grad_()).square().mean())
             if len(losses) > 2:
                 losses.pop(0).backward()
-            assert len(session._work.kept) <= (4 if how else 0)
-            assert kind == "replay" or len(session.timeline.ends) <= 8
+            counts.append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
         for loss in losses:
             loss.backward()
+    assert max(counts[20:]) <= max(counts[5:20])
 
 
 @pytest.mark.parametrize("usable", [True, False])
@@ -534,19 +524,8 @@ def test_no_mode_of_anybodys_sees_our_own_operations(mode: type[Any], kind: str,
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "copied dicts": lambda model: with_copied_hooks(model),
 }
 BLOCKS = ["record", "replay", "pin_recompute", "observe"]
-
-
-def with_copied_hooks(model: ToyModel) -> ToyModel:
-    """As frameworks do that copy `__dict__` by hand: the hooks themselves go along."""
-    twin = ToyModel()
-    twin.load_state_dict(model.state_dict())
-    for one, other in zip(twin.modules(), model.modules(), strict=True):
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
-            setattr(one, name, getattr(other, name).copy())
-    return twin
 
 
 @pytest.mark.choice
@@ -592,28 +571,6 @@ def test_a_block_is_no_garbage_that_waits_for_the_collector(kind: str, how: str 
 
 
 # Odd but legitimate use
-
-
-@pytest.mark.parametrize("masks", [False, True])
-def test_a_top_k_after_an_interrupt_is_the_callers_own(masks: bool) -> None:
-    def interrupt(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        raise KeyboardInterrupt
-
-    model = ToyModel(ToyRouter(), ToyRouter(masks=masks))
-    scores = torch.rand(ROWS, EXPERTS)
-    before = run(model, 0)
-    native = NATIVE[0](scores, TOPK).indices
-    with npu_replay.replay(model, foreign()):
-        model.layers[1].router.select, kept = interrupt, model.layers[1].router.select
-        try:
-            model(tokens())
-        except KeyboardInterrupt:
-            assert torch.equal(torch.topk(scores, TOPK).indices, native)
-        assert torch.equal(scores.topk(TOPK, dim=-1).indices, native)
-        assert torch.overrides._get_current_function_mode() is None
-        model.layers[1].router.select = kept
-        model(tokens())
-    check_usable(model, before)
 
 
 def test_a_skipped_loss_that_is_still_held_is_named() -> None:
@@ -697,31 +654,6 @@ def test_a_copy_chooses_by_itself() -> None:
     assert hooks(model) == 0
 
 
-def test_routes_go_to_the_device_once_narrow_and_one_micro_batch_ahead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The layers of this model alone, and never a whole micro-batch as int64."""
-    model = ToyModel(ToyRouter(1), ToyRouter(3))
-    whole = foreign(3, layers=4, recorded=torch.arange(ROWS) != 0)
-    sent: list[torch.Tensor] = []
-    native = route_source.to_device
-
-    def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        sent.append(tensor)
-        return native(tensor, device)
-
-    monkeypatch.setattr(route_source, "to_device", to_device)
-    counts = []
-    with npu_replay.replay(model, whole):
-        for seed in range(3):
-            model(tokens(seed)).sum().backward()
-            counts.append(len(sent))
-    assert counts == [4, 6, 6]  # ids and the rows without a route; of two micro-batches, then of one more
-    assert [tuple(one.shape) for one in sent[::2]] == [(ROWS, 2, TOPK)] * 3
-    assert {one.dtype for one in sent[::2]} == {torch.uint8}
-    assert all(torch.equal(one, routes.ids[:, [1, 3]]) for one, routes in zip(sent[::2], whole, strict=True))
-
-
 def test_observe_is_never_empty_in_silence() -> None:
     model = ToyModel()
     with pytest.raises(MicroBatchError, match="not through the __call__"), npu_replay.observe(model):
@@ -732,21 +664,6 @@ def test_observe_is_never_empty_in_silence() -> None:
     block = npu_replay.observe(ToyModel())
     with pytest.raises(ReplayError, match="complete when"):
         _ = block.shown
-
-
-def test_an_observation_of_a_stage_without_routers_is_entered_once_too() -> None:
-    class Dense(ToyRouters):
-        def accepts_none(self, chunks: Sequence[ModuleTree]) -> bool:
-            return True
-
-    routers.register("toy", Dense())
-    stage = torch.nn.Linear(2, 2)
-    block = npu_replay.observe(stage)
-    with block:
-        stage(torch.zeros(1, 2))
-    with pytest.raises(ReplayError, match="this observe block was entered before"), block:
-        pass
-    assert [shown.layers for shown in block.shown] == [()]
 
 
 class Wrapper(nn.Module):
@@ -808,7 +725,3 @@ def test_repr_says_what_a_block_holds() -> None:
         run(model, 1)
     assert repr(replay) == f"Replay(ended, 2 of 2 micro-batches, {rows})"
     assert repr(observation) == f"Observation(ended, 2 micro-batches, {2 * ROWS} rows)"
-    with npu_replay.pin_recompute(model) as pinning:
-        run(model, 0)
-    assert repr(pinning) == "Pinning(ended, 1 micro-batches)"
-    assert repr(npu_replay.observe(model)) == "Observation(not entered, 0 micro-batches)"
