@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -180,16 +179,8 @@ HOOKS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 def test_a_router_that_autograd_does_not_see_is_recomputed_as_it_was(under: str, how: str, kind: str) -> None:
     """And is due when the block ends before backward."""
 
-    def made(recompute: str | None) -> ToyModel:
-        model = ToyModel(recompute=recompute)
-        model.layers = nn.ModuleList(Hidden(under) for _ in range(2))
-        torch.manual_seed(3)
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=0.5)
-        return model
-
-    expected = gradients(kind, made(None), plainly, "sum")
-    model = made(how)
+    expected = gradients(kind, ToyModel(Hidden(under), Hidden(under)), plainly, "sum")
+    model = ToyModel(Hidden(under), Hidden(under), recompute=how)
     close(gradients(kind, model, plainly, "sum"), expected)
     with pytest.raises(RecomputeError, match="the block ended before 2 router calls"), block(kind, model, 1):
         kept = model(tokens().requires_grad_())
@@ -316,68 +307,6 @@ def test_a_hook_of_the_first_node_of_a_forward_recomputes_that_forward() -> None
     assert len(shown) == 1
 
 
-def test_only_the_function_that_runs_is_found_among_many() -> None:
-    alive = [Rerun.apply(torch.sin, tokens(seed).requires_grad_()) for seed in range(3)]
-    seen: list[Any] = []
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        seen.extend(backward.enclosing(functions=True))
-        return x * 2
-
-    output = Rerun.apply(run, tokens().requires_grad_())
-    assert [one is output.grad_fn for one in seen] == [True]
-    assert len(alive) == 3
-
-
-def function_made_here(how: str) -> type[torch.autograd.Function]:
-    """Each call makes a class of its own, of the same code."""
-    if how == "setup_context":
-
-        class Unshown(Rerun):
-            @staticmethod
-            def forward(run: Run, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-                return run(x)
-
-        return Unshown
-
-    def forward(ctx: Any, run: Run, x: torch.Tensor) -> torch.Tensor:
-        ctx.run = run
-        ctx.x = x
-        return run(x)
-
-    wrap: dict[str, Callable[..., Any]] = {
-        "wrapped": functools.partial(torch.amp.custom_fwd, device_type="cpu"),
-        "partial": functools.partial,
-    }
-
-    class Shown(torch.autograd.Function):
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
-            forward(ctx, ctx.run, ctx.x)
-            return None, grad
-
-    Shown.forward = staticmethod(wrap.get(how, lambda plain: plain)(forward))  # type: ignore[method-assign]
-    return Shown
-
-
-@pytest.mark.parametrize("how", ["ctx", "setup_context", "wrapped", "partial"])
-def test_a_function_is_found_in_its_forward_alone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gc.collect()  # no class of another case
-    monkeypatch.setattr(backward, "_codes", {})
-    seen: list[list[Any]] = []
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        seen.append(backward.enclosing(functions=True))
-        return x * 2
-
-    for _ in range(2):
-        output = function_made_here(how).apply(run, tokens().requires_grad_())
-        assert [one is output.grad_fn for one in seen.pop()] == [True]
-        output.sum().backward()
-        if how != "setup_context":
-            assert seen.pop() == []  # in its backward, the same forward with the same ctx
-
-
 # Any of them in any other
 
 
@@ -442,22 +371,6 @@ def test_any_of_them_in_any_other(seed: int) -> None:
 # What was lifted off lies as it lay
 
 
-def test_saved_tensor_hooks_are_laid_back_as_they_were() -> None:
-    packed: list[str] = []
-
-    def hooks(name: str) -> contextlib.AbstractContextManager[Any]:
-        return torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(name) or x, lambda x: x)
-
-    x = torch.ones(2, requires_grad=True)
-    with hooks("outer"):
-        with hooks("inner"):
-            assert backward.enclosing(functions=False) == []
-            x.sin()
-        x.sin()
-    x.sin()
-    assert packed == ["inner", "outer"]
-
-
 # Exceptions, interrupts, and forwards in forwards
 
 
@@ -479,29 +392,6 @@ def test_a_recompute_of_a_forward_that_raised_is_nobodys() -> None:
             if not retried:
                 model(tokens(1).requires_grad_())
             kept.clear()
-
-
-def test_an_interrupt_in_a_recompute_leaves_nothing_to_the_next() -> None:
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    grads = []
-    for interrupted in (False, True):
-        Drifting.calls = 0
-        model = ToyModel(Drifting(), Drifting(), recompute="non-reentrant")
-        with npu_replay.replay(model, foreign(2, recorded=torch.arange(ROWS) % 3 != 0)):
-            first = checkpoint(model, tokens(0).requires_grad_(), use_reentrant=True).sum()
-            second = model(tokens(1).requires_grad_()).sum()
-            if interrupted:
-                handle = model.layers[1].router.register_forward_pre_hook(stop)
-                with pytest.raises(KeyboardInterrupt):
-                    first.backward(retain_graph=True)
-                handle.remove()
-                model.zero_grad()
-            second.backward()
-            grads.append([p.grad.clone() for p in model.parameters()])
-            del first, second
-    assert all(map(torch.equal, *grads))
 
 
 def test_a_model_that_is_called_inside_its_own_forward_is_refused() -> None:

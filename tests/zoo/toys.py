@@ -64,12 +64,14 @@ class ToyLayer(nn.Module):
 
 
 class ToyModel(nn.Module):
-    """Layers with routers; `recompute` checkpoints each layer: "reentrant" or "non-reentrant"."""
+    """Layers with these routers, or these layers; `recompute` checkpoints each of them: "reentrant" or
+    "non-reentrant"."""
 
-    def __init__(self, *routers: ToyRouter, recompute: str | None = None) -> None:
+    def __init__(self, *parts: nn.Module, recompute: str | None = None) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.layers = nn.ModuleList(ToyLayer(router) for router in routers or (ToyRouter(), ToyRouter()))
+        parts = parts or (ToyRouter(), ToyRouter())
+        self.layers = nn.ModuleList(ToyLayer(one) if isinstance(one, ToyRouter) else one for one in parts)
         self.recompute = recompute
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.5)
