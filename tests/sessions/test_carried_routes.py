@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay import InvalidRoutes, MicroBatchError, ReplayError, RoutedExperts, RoutedModel
-from npu_replay.sessions.fed_sequences import carried_routes
+from npu_replay import MicroBatchError, ReplayError
 
 pytest.importorskip("transformers")
 
@@ -105,22 +104,32 @@ def test_the_last_token_of_a_sequence_may_lack_its_route() -> None:
         assert torch.equal(ids[ends], own[ends])
 
 
+def made(layers: int, topk: int = TOPK, **changes: Any) -> Any:
+    sizes = {"num_hidden_layers": layers, "num_experts": EXPERTS, "num_experts_per_tok": topk}
+    return make("Qwen3Moe", 0, **sizes, **changes).train()
+
+
+def chosen_by(followed: Any, run: Callable[[], object]) -> dict[int, torch.Tensor]:
+    """By layer, what its router put out meanwhile, sorted."""
+    chosen = {}
+    for layer, block in enumerate(followed.model.layers):
+        if hasattr(block.mlp, "gate"):
+            block.mlp.gate.register_forward_hook(
+                lambda _, __, out, layer=layer: chosen.update({layer: out[-1].sort(1).values})
+            )
+    run()
+    return chosen
+
+
 def test_the_columns_may_be_all_decoder_layers() -> None:
-    followed = make("Qwen3Moe", 0, num_hidden_layers=4, num_experts=EXPERTS, mlp_only_layers=[1]).train()
-    topk = followed.config.num_experts_per_tok
+    followed = made(4, mlp_only_layers=[1])
     ids = torch.arange(2, 12)[None]
     generator = torch.Generator().manual_seed(0)
-    routes = torch.rand(1, 10, 4, EXPERTS, generator=generator).topk(topk).indices
+    routes = torch.rand(1, 10, 4, EXPERTS, generator=generator).topk(TOPK).indices
     routes[:, :, 1] = 0
-    chosen = {}
-    for layer in (0, 2, 3):
-        followed.model.layers[layer].mlp.gate.register_forward_hook(
-            lambda gate, args, out, layer=layer: chosen.update({layer: out[-1]})
-        )
     with npu_replay.follow(followed, mode="R3"):
-        followed(ids, routed_experts=routes)
-        for layer in (0, 2, 3):
-            assert torch.equal(chosen[layer].sort(1).values, routes[0, :, layer].sort(1).values)
+        taken = chosen_by(followed, lambda: followed(ids, routed_experts=routes))
+        assert [torch.equal(taken[n], routes[0, :, n].sort(1).values) for n in (0, 2, 3)] == [True] * 3
         routes[0, 4, 1] = 3
         with pytest.raises(ReplayError, match="a dense layer has experts"):
             followed(ids, routed_experts=routes)
@@ -250,111 +259,15 @@ def test_with_put_alone_every_pass_needs_its_rollout() -> None:
         assert following.metrics()["recorded"] == 0
 
 
-def test_a_layer_that_the_calls_tokens_explain_is_no_fault() -> None:
-    model = RoutedModel(layers=tuple(range(32)), num_layers=32, num_experts=8, topk=2)
-    routes = torch.rand(2, 48, 32, 8, generator=torch.Generator().manual_seed(0)).topk(2).indices
-    routes[:, :, 5] = torch.tensor([0, 1])
-    ids = torch.arange(96).reshape(2, 48)
-    assert carried_routes(routes, {"input_ids": ids % 12}, model).recorded.all()
-    with pytest.raises(InvalidRoutes, match="layer 5: all 96 recorded rows are the same"):
-        carried_routes(routes, {"input_ids": ids}, model)
-
-
-# Tokens without a route
-
-
-def few(layers: int = 2, topk: int = 2, dense: int = 0, experts: int = EXPERTS) -> RoutedModel:
-    return RoutedModel(
-        layers=tuple(range(dense, dense + layers)),
-        num_layers=dense + layers,
-        num_experts=experts,
-        topk=topk,
-    )
-
-
-def chosen(model: RoutedModel, rows: int = 10) -> torch.Tensor:
-    """[1, rows, MoE layers, topk], without expert 0."""
-    scores = torch.rand(1, rows, len(model.layers), model.num_experts - 1)
-    return scores.topk(model.topk).indices + 1
-
-
-def of_two(routes: torch.Tensor, model: RoutedModel, **call: Any) -> RoutedExperts:
-    """Of two packed sequences, of 4 tokens and of the others."""
-    rows = routes.shape[1]
-    positions = torch.cat([torch.arange(4), torch.arange(rows - 4)])[None]
-    ids = torch.arange(2, 2 + rows)[None]
-    return carried_routes(routes, {"input_ids": ids, "position_ids": positions} | call, model)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64])
-@pytest.mark.parametrize("topk", [1, 2, 3])
-def test_rows_of_minus_one_have_no_route(topk: int, dtype: torch.dtype) -> None:
-    """With a top-k of 1 they would be expert 0."""
-    model = few(topk=topk)
-    routes = chosen(model).to(dtype)
-    routes[0, [3, 9]] = -1
-    found = of_two(routes, model)
-    assert found.recorded.tolist() == [*[True] * 3, False, *[True] * 5, False]
-    routes[0, 6] = -1
-    with pytest.raises(
-        MicroBatchError, match=r"a token has no route, and isn't the last .* place 6, and 0 more"
-    ):
-        of_two(routes, model)
-
-
-@pytest.mark.parametrize("at", [3, 5, 9])
-@pytest.mark.parametrize("topk", [1, 2])
-def test_a_row_that_is_blank_in_some_layers_only_is_refused(topk: int, at: int) -> None:
-    """In the place of a last token, too."""
-    model = few(layers=3, topk=topk)
-    for blank in ((-1,), (-1, 0), (0, -1)):
-        routes = chosen(model)
-        routes[0, at, : len(blank)] = torch.tensor(blank)[:, None]
-        with pytest.raises(InvalidRoutes, match=f"out of range, the first in row {at} "):
-            of_two(routes, model)
-
-
-@pytest.mark.parametrize("empty", [0, -1])
-def test_columns_of_dense_layers_may_hold_minus_one(empty: int) -> None:
-    model = few(dense=2)
-    routes = torch.full((1, 10, 4, 2), empty)
-    routes[0, :9, 2:] = chosen(model, 9)
-    routes[0, 9] = -1
-    routes[0, 9, :2] = 0
-    assert of_two(routes, model).recorded.tolist() == [*[True] * 9, False]
-    routes[0, 1, 1, 0] = 4
-    with pytest.raises(InvalidRoutes, match="a dense layer has experts"):
-        of_two(routes, model)
-
-
 def test_zeros_of_a_top_1_model_are_expert_0_where_a_route_has_to_be() -> None:
-    """A last token and padding have none; nor has any token where so many layers never agree by chance."""
-    model = few(topk=1)
-    routes = chosen(model)
-    routes[0, [1, 3, 9]] = 0
-    found = of_two(routes, model)
-    assert found.recorded.tolist() == [*[True] * 3, False, *[True] * 5, False]
-    assert found.ids[1].flatten().tolist() == [0, 0]
-    mask = torch.tensor([[0] * 2 + [1] * 8])
-    padded = carried_routes(
-        chosen(model).where(mask[..., None, None] != 0, 0), {"input_ids": mask, "attention_mask": mask}, model
-    )
-    assert padded.recorded.tolist() == [False, False, *[True] * 8]
-    deep = few(topk=1, layers=40)
-    routes = chosen(deep)
-    routes[0, 9] = 0
-    assert of_two(routes, deep).recorded.sum() == 9
-    routes[0, 1] = 0
-    with pytest.raises(MicroBatchError, match="a token has no route"):
-        of_two(routes, deep)
-
-
-def test_ids_of_any_integers_stay_what_they_are() -> None:
-    """255 of one byte, and 65,535 of two, are no -1."""
-    model = few(topk=1, experts=256)
-    for dtype in (torch.uint8, torch.uint16):
-        routes = torch.full((1, 10, 2, 1), 255).to(dtype)
-        assert of_two(routes, model).ids.unique().tolist() == [255]
-    for far in (65_535, 2**32 - 1, 2**32 + 1):
-        with pytest.raises(InvalidRoutes, match="out of range"):
-            of_two(torch.full((1, 10, 2, 1), far).to(torch.uint16 if far == 65_535 else torch.int64), model)
+    """A last token may have none: it chooses by itself."""
+    followed = made(2, 1)
+    ids = torch.arange(2, 12)[None]
+    generator = torch.Generator().manual_seed(0)
+    routes = torch.rand(1, 10, 2, EXPERTS - 1, generator=generator).topk(1).indices + 1
+    routes[0, [3, 9]] = 0
+    free = chosen_by(followed, lambda: followed(ids))
+    with npu_replay.follow(followed, mode="R3"):
+        taken = chosen_by(followed, lambda: followed(ids, routed_experts=routes))
+    assert [torch.equal(taken[layer][:9], routes[0, :9, layer]) for layer in (0, 1)] == [True] * 2
+    assert torch.equal(taken[0][9], free[0][9])
