@@ -181,16 +181,6 @@ def test_a_recompute_that_is_still_to_come_when_the_block_ends_is_an_error() -> 
     model.due = []
 
 
-def test_a_graph_that_is_gone_is_no_recompute_to_come() -> None:
-    model = Interleaved()
-    with npu_replay.record(model) as recording:
-        for seed in SEEDS:
-            model.due = []
-            model(tokens(seed))
-        model.due = []
-    assert len(recording.routes) == len(SEEDS)
-
-
 def test_a_mark_that_no_call_took_does_not_reach_the_next_forward() -> None:
     """The recompute raised before it came to the router."""
     model = Interleaved()

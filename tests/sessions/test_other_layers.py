@@ -153,28 +153,3 @@ def test_a_looped_model_is_refused_by_that_word(block: str, passes: int, first: 
     with pytest.raises(MicroBatchError, match=said), getattr(npu_replay, block)(model):
         model(batch())
     assert model(batch()).isfinite().all()
-
-
-def test_a_model_that_runs_its_layers_once_is_observed_as_ever() -> None:
-    """Also in forwards that raised and are tried again, and with a forward for each token."""
-    model = Looped(1)
-
-    def fails(*_: Any) -> None:
-        raise ValueError("once")
-
-    with npu_replay.observe(model) as seen, torch.no_grad():
-        handle = model.inner.model.layers[3].mlp.experts.register_forward_pre_hook(fails)
-        with pytest.raises(ValueError, match="once"):
-            model(batch())
-        handle.remove()
-        model(batch()), model(batch(1)), model(batch()[:, :1])
-    assert [one.layers for one in seen.shown] == [(0, 1, 2, 3)] * 3
-
-
-def test_observe_sees_no_loop_in_a_recompute() -> None:
-    model = qwen.make(64, 3).train()
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    with npu_replay.observe(model) as seen:
-        for seed in (0, 1):
-            model(batch(seed)).logits.sum().backward()
-    assert len(seen.shown) == 2

@@ -155,51 +155,6 @@ def test_an_error_of_one_chunk_that_waits_leaves_nothing_to_be_judged_with_the_n
         assert session.counts()["compared"] == 2 * 80
 
 
-def test_calls_that_are_followed_count_once_however_often_they_are_tried() -> None:
-    pytest.importorskip("transformers")
-    from sessions import test_follow as of_follow
-
-    made = of_follow.model()
-    fed = of_follow.padded(of_follow.texts(8))
-    last = made.model.layers[-1].mlp.experts
-
-    def figures(tries: int) -> dict[str, float]:
-        with npu_replay.follow(made, live_mismatch=True, min_overlap=0.0) as following:
-            for run in (of_follow.record, of_follow.learn, of_follow.learn):
-                for _ in range(tries):
-                    with raising(last, OutOfMemory), pytest.raises(OutOfMemory):
-                        run(made, fed)
-                run(made, fed)
-            found = following.counts() | following.metrics()
-        return {name: value for name, value in found.items() if name not in ("microseconds", "seconds")}
-
-    assert figures(2) == (wanted := figures(0))
-    assert (wanted["recorded"], wanted["replayed"], wanted["held"], wanted["micro_batches"]) == (8, 16, 8, 3)
-    assert wanted["compared"] == 2 * of_follow.LAYERS * sum(map(len, of_follow.texts(8)))
-
-
-def test_the_tokens_of_a_forward_that_raised_are_not_compared() -> None:
-    pytest.importorskip("transformers")
-    from sessions import test_follow as of_follow
-
-    made = of_follow.model()
-    calls = [of_follow.padded(of_follow.texts(4, seed)) for seed in range(3)]
-    with torch.no_grad(), npu_replay.record(made) as recording:
-        for fed, _ in calls:
-            made(**fed)
-    with npu_replay.replay(made, recording.routes, live_mismatch=True) as session:
-        for fed, _ in calls:
-            for other, _ in calls:  # also of another batch
-                with raising(made.model.layers[-1].mlp.experts, OutOfMemory), pytest.raises(OutOfMemory):
-                    made(**other)
-            made(**fed)
-    assert (session.metrics()["tokens_compared"], session.metrics()["rows"]) == (
-        3,
-        sum(map(len, recording.routes)),
-    )
-    assert session.counts()["compared"] == of_follow.LAYERS * session.metrics()["rows"]
-
-
 @pytest.mark.parametrize("skipped", [[1], [0], [3], [0, 1], [2, 3]])
 def test_a_micro_batch_that_is_left_out_is_passed_over(skipped: list[int]) -> None:
     """One with a bad loss, say, or all that are left after PPO's early stop."""
