@@ -6,10 +6,6 @@ import pytest
 import torch
 
 import npu_replay
-from benchmarks import cases
-from benchmarks import gather as bench_gather
-from benchmarks import layout as bench_layout
-from benchmarks import run as bench
 from zoo.gpt import VARIANTS, build, hooks, perturbed, routers, same
 from zoo.outcome import random_routes
 
@@ -54,31 +50,3 @@ def test_record_and_replay_are_bit_equal_and_recompute_finds_its_own(
     with npu_replay.replay(trainer.model, routes):
         assert same(trainer.run("sum"), expected)
     assert hooks(trainer.model) == 0
-
-
-@pytest.mark.long
-def test_the_bench_runs_and_names_the_device(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cases, "TOKENS", (16,))
-    monkeypatch.setattr(cases, "ROUTER", cases.ROUTER | {"hidden_size": 32})
-    monkeypatch.setattr(cases, "STEP", cases.STEP | {"hidden_size": 32})
-    monkeypatch.setattr(bench_gather, "SEQUENCES", 3)
-    monkeypatch.setattr(bench_layout, "TOKENS", 1024)
-    bench_gather.rollout.cache_clear()
-    rows = bench.main(device="auto", pairs=1, out=None, force=False)
-    bench_gather.rollout.cache_clear()
-    assert {row.what for row in rows} == {
-        "router",
-        "other top-k",
-        "gather",
-        "decode",
-        "capture",
-        "import",
-        "inputs",
-        "overlap",
-        "layout",
-        "step",
-    }
-    module = getattr(torch, device.type)
-    assert module.get_device_name() in capfd.readouterr().out

@@ -38,10 +38,10 @@ def environment() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "least"),
     [
-        ("test_spread.py", 20),
+        ("test_spread.py", 19),
         ("test_transformers.py", 9 if WHOLE else 3),
         pytest.param(
-            *("test_megatron.py", 6 if WHOLE else 5),
+            *("test_megatron.py", 5),
             marks=[pytest.mark.megatron, pytest.mark.first_release, pytest.mark.timeout(900)],
         ),
     ],

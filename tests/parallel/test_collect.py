@@ -97,21 +97,6 @@ def test_layouts_of_other_tokens_than_the_recorded_ones_are_refused() -> None:
         collected(routes, *reversed(right))
 
 
-def test_the_side_of_the_padding_is_held_against_the_recorded_tokens() -> None:
-    ids = token_ids(BATCH, LENGTH)
-    ids[:, :2] = 0  # padded on the left
-    (routes,) = recorded(TokenModel("batch"), ids)
-    lengths = [LENGTH - 2] * BATCH
-    of = marks(ids[:, 2:])
-    left, right = (
-        TokenLayout.padded(lengths, LENGTH, order="batch", side=side, fingerprints=of)
-        for side in ("left", "right")
-    )
-    assert len(collected([routes], left)) == BATCH
-    with pytest.raises(MicroBatchError, match="other tokens"):
-        collected([routes], right)
-
-
 def test_what_nobody_knows_is_taken_as_before() -> None:
     model = TokenModel("batch")
     ids = token_ids(BATCH, LENGTH)

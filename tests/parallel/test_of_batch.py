@@ -12,7 +12,7 @@ from npu_replay import MicroBatchError, ParallelLayout, RoutedExperts, TokenLayo
 
 pytest.importorskip("transformers")
 
-from sessions.test_follow import EXPERTS, LAYERS, LAYOUTS, TOPK, Fed, Seen, model, packed, padded, texts
+from sessions.test_follow import EXPERTS, LAYERS, LAYOUTS, TOPK, Seen, model, packed, padded, texts
 
 
 def call_of(fed: dict[str, Any], mask: bool = False) -> dict[str, Any]:
@@ -60,62 +60,56 @@ def test_routes_of_a_rollout_land_on_the_rows_of_their_tokens(layout: str, form:
             made.gather([*routes[1:], routes[0]])
 
 
-def wrong(change: str) -> tuple[Fed, dict[str, Any]]:
-    fed = (
-        padded(texts(), left=3, positions=True)
-        if change in ("holes", "positions", "shape")
-        else packed(texts())
-    )
-    if "end" in change:
-        fed = packed(texts(), end=5, bounds="cu" in change)
-    if change == "short" or change == "long":
-        fed = packed(texts(), bounds=True)
-    return fed, call_of(fed[0])
+def padded_call(**changes: Any) -> dict[str, Any]:
+    return call_of(padded(texts(), left=3, positions=True)[0]) | changes
+
+
+def packed_call(end: int = 0, bounds: bool = False, **changes: Any) -> dict[str, Any]:
+    return call_of(packed(texts(), end=end, bounds=bounds)[0]) | changes
+
+
+HOLED = padded_call()["attention_mask"].index_put((torch.tensor(4), torch.tensor(7)), torch.tensor(0))
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("call", "said"),
     [
-        ("holes", "attention_mask has holes.* one run of ones.* 2 in row 4"),
-        ("positions", "position_ids are of a part of a sequence.* positions that count padding"),
-        ("shape", r"position_ids have another shape.* \[5, 14\], got \[5, 13\]"),
-        ("end", "may be padding.* row 0: id 0 from place 39.* attention_mask= with 0 there"),
         (
-            "end, cu",
+            padded_call(attention_mask=HOLED, position_ids=None),
+            "attention_mask has holes.* one run of ones.* 2 in row 4",
+        ),
+        (
+            padded_call(position_ids=torch.arange(14).expand(5, 14)),
+            "position_ids are of a part of a sequence.* positions that count padding",
+        ),
+        (
+            padded_call(position_ids=torch.arange(13).expand(5, 13)),
+            r"position_ids have another shape.* \[5, 14\], got \[5, 13\]",
+        ),
+        (packed_call(end=5), "may be padding.* row 0: id 0 from place 39.* attention_mask= with 0 there"),
+        (
+            packed_call(end=5, bounds=True),
             "cu_seqlens don't add up to the tokens.* 40 at the end, got 35.* an attention_mask shows",
         ),
-        ("short", "cu_seqlens don't add up.* 35 at the end, got 24"),
-        ("long", "cu_seqlens don't add up.* 35 at the end, got 70"),
-        ("lengths", r"no cumulative lengths.* got \[3, 5, 7\].* lengths in their place"),
-        ("both", r"tell different sequences.* \[\(0, 35\)\], got \[\(0, 3\), \(3, 8\)"),
-        ("floats", "aren't the token ids of a batch.* whole numbers"),
-        ("ragged", "input_ids can't be read.* pad or pack them"),
-        ("context", r"a part of each sequence.*TokenLayout\.padded and \.packed"),
+        (packed_call(cu_seqlens=[0, 3, 8, 24]), "cu_seqlens don't add up.* 35 at the end, got 24"),
+        (packed_call(cu_seqlens=[0, 6, 70]), "cu_seqlens don't add up.* 35 at the end, got 70"),
+        (
+            packed_call(cu_seqlens=[3, 5, 7]),
+            r"no cumulative lengths.* got \[3, 5, 7\].* lengths in their place",
+        ),
+        (
+            packed_call(cu_seqlens=[0, 35]),
+            r"tell different sequences.* \[\(0, 35\)\], got \[\(0, 3\), \(3, 8\)",
+        ),
+        (packed_call(input_ids=torch.rand(1, 35)), "aren't the token ids of a batch.* whole numbers"),
+        (packed_call(input_ids=[[1, 2], [3]]), "input_ids can't be read.* pad or pack them"),
+        (
+            packed_call(parallel=ParallelLayout(cp=2)),
+            r"a part of each sequence.*TokenLayout\.padded and \.packed",
+        ),
     ],
 )
-def test_what_does_not_tell_the_sequences_is_refused(change: str, said: str) -> None:
-    (_, _), call = wrong(change)
-    if change == "holes":
-        call["attention_mask"][4, 7] = 0
-        call.pop("position_ids")
-    elif change == "positions":
-        call["position_ids"] = torch.arange(14).expand(5, 14)
-    elif change == "shape":
-        call["position_ids"] = call["position_ids"][:, 1:]
-    elif change == "short":
-        call["cu_seqlens"] = call["cu_seqlens"][:-1]
-    elif change == "long":
-        call["cu_seqlens"] = call["cu_seqlens"] * 2
-    elif change == "lengths":
-        call["cu_seqlens"] = [3, 5, 7]
-    elif change == "both":
-        call["cu_seqlens"] = [0, 35]
-    elif change == "floats":
-        call["input_ids"] = call["input_ids"].float()
-    elif change == "ragged":
-        call["input_ids"] = [[1, 2], [3]]
-    elif change == "context":
-        call["parallel"] = ParallelLayout(cp=2)
+def test_what_does_not_tell_the_sequences_is_refused(call: dict[str, Any], said: str) -> None:
     with pytest.raises(MicroBatchError, match=f"(?s)TokenLayout.of_batch: .*{said}"):
         TokenLayout.of_batch(**call)
 

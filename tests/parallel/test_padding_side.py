@@ -49,14 +49,6 @@ def test_a_mask_that_leaves_out_more_or_fewer_tokens_says_nothing() -> None:
         replayed("right", given)
 
 
-def test_where_nothing_at_all_is_compared_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    input_check._warned.clear()
-    replayed("right", mask("right"))
-    replayed("right", mask("right"))
-    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-    assert "nothing holds these routes against the tokens" in said
-
-
 @pytest.mark.parametrize("way", ["inputs=False", "embeddings"])
 def test_it_says_so_of_a_record_that_knows_no_tokens(way: str, caplog: pytest.LogCaptureFixture) -> None:
     input_check._warned.clear()
@@ -65,6 +57,7 @@ def test_it_says_so_of_a_record_that_knows_no_tokens(way: str, caplog: pytest.Lo
     call = {"input_ids": ids} if way == "inputs=False" else {"inputs_embeds": model.embedding(ids).detach()}
     with torch.no_grad(), npu_replay.record(model, inputs=way != "inputs=False") as recording:
         model(**call)
-    with torch.no_grad(), npu_replay.replay(model, recording.routes):
-        model(**call)
+    for _ in range(2):
+        with torch.no_grad(), npu_replay.replay(model, recording.routes):
+            model(**call)
     assert caplog.text.count("nothing holds these routes") == 1

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from choice import examples
 from npu_replay import ParallelLayout, ReplayError, RoutedExperts, TokenLayout, fingerprint
 from npu_replay.errors import InvalidRoutes, MicroBatchError
-from npu_replay.parallel.row_gather import pick, plan
 from parallel import slow_layout
 from parallel.drawn_batches import Batch, batches
 
@@ -114,26 +113,6 @@ def test_each_row_gets_the_route_of_its_token_and_each_token_gets_it_back(
             assert torch.equal(
                 one.ids, routes(len(one), number, layers=known_layers, recorded=one.recorded).ids
             )
-
-
-@pytest.mark.parametrize("rows", [[0, 1, 2, 3, -1], [3, 0, 2, 1]])
-def test_rows_that_are_marked_afterwards_have_no_ids(rows: list[int]) -> None:
-    """Who takes a row's route away by the mark alone leaves its ids; zeros are what a native row has."""
-    whole = RoutedExperts(ids=torch.arange(3).expand(4, 3, 3) + 1, layers=range(3), num_experts=9)
-    marked = whole.with_rows(whole.ids, torch.tensor([True, False, True, False]))
-    found = pick(plan(torch.tensor(rows), [4]), len(rows), {0: marked}, (1, 2))
-    assert found.recorded.tolist() == [row in (0, 2) for row in rows]
-    assert found.ids[found.recorded].eq(torch.arange(3) + 1).all()
-    assert not found.ids[~found.recorded].any()
-
-
-def test_tokens_with_many_gaps_between_them_have_their_routes_up_to_the_end() -> None:
-    """So many are looked up singly."""
-    rows = [39, *[token for token in range(39) if token % 3]]
-    one = routes(39, 1)
-    found = laid(rows, [40]).gather([one])
-    assert found.recorded.tolist() == [False] + [True] * 26
-    assert torch.equal(found.ids[1:], one.ids[rows[1:]])
 
 
 def test_scatter_keeps_the_weight_version_and_carries_the_layouts_fingerprints() -> None:
@@ -446,10 +425,8 @@ def test_a_probe_hands_in_one_int64_tensor_a_sequence_twice(kind: Callable[[torc
         return kind(ids)
 
     assert probed(fn, [3, 0, 2]).rows.tolist() == [0, 1, 2, 3, 4]
-    assert [[(len(one), one.dtype) for one in call] for call in seen] == [
-        [(size, torch.int64) for size in (3, 0, 2)]
-    ] * 2
     first, second = map(torch.cat, seen)
+    assert first.dtype == torch.int64
     assert not (first == second).any()
     assert max(first.max(), second.max()) < 2**31, "preprocessing may make them int32"
     assert min(first.min(), second.min()) > 1_000_000, "no vocabulary's ids, a padding id among them"
