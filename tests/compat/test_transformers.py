@@ -25,7 +25,7 @@ from npu_replay.errors import NoEffect, RouterError
 from zoo import qwen_vl
 from zoo.hugging_face import (
     FAMILIES,
-    RECOMPUTE,
+    TOPK,
     batches,
     build,
     foreign,
@@ -83,7 +83,6 @@ IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 GROUPS = ({"n_group": 1, "topk_group": 1}, {}, {"topk_group": 4, "num_experts_per_tok": 4})
 """One group holds all experts; and the top-k that ranks groups looks much like the routing's own."""
 WAYS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
-    **{f"{family} {recompute}": (family, recompute, {}) for family in FAMILIES for recompute in RECOMPUTE},
     **{f"{groups}": ("deepseek_v3-4-groups", None, groups) for groups in GROUPS},
     **{way: ("qwen3_moe", "non-reentrant", {}) for way in ("bf16", "autocast", *IMPLEMENTATIONS)},
     "aux loss": ("mixtral", "non-reentrant", {"output_router_logits": True, "router_aux_loss_coef": 0.1}),
@@ -120,6 +119,9 @@ def test_a_record_changes_nothing_its_replay_repeats_it_and_other_routers_follow
         assert all(torch.equal(again[layer][n], shown.ids[layer][n]) for layer in again for n in (0, 1))
     assert all(result is None or result.isfinite().all() for result in results)
     assert all(router.module.weight.grad.abs().sum() > 0 for router in routers.find([model])[0])
+
+
+# Weights and groups
 
 
 def test_deepseek_v2_weights_come_from_the_scores_before_the_group_mask_s2() -> None:

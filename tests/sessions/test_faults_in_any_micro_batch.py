@@ -14,24 +14,21 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch import topk as topk_taken_early
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import CheckpointError
 
 import npu_replay
 from choice import some
-from npu_replay import RoutedExperts, routers
+from npu_replay import RoutedExperts
 from npu_replay.errors import ReplayError
-from npu_replay.sessions.session import open_sessions
+from zoo.beds import VOCABULARY, Bed, Map, bed_of, toy
 from zoo.outcome import as_map, hooks, same_experts
-from zoo.toys import EXPERTS as TOY_EXPERTS
-from zoo.toys import HIDDEN, ToyBlock, ToyLayer, ToyRouter, in_groups, plain
-from zoo.toys import TOPK as TOY_TOPK
+from zoo.toys import ToyBlock
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
@@ -41,220 +38,8 @@ pytestmark = [
 ]
 
 NATIVE = torch.topk, torch.Tensor.topk
-VOCABULARY = 64
 LEAST_ROWS = 3
 MOST = 20
-Map = torch.Tensor
-"""Bool [rows, experts]: which experts a token goes to."""
-
-
-# Models: each is called with token ids [1, rows], and a micro-batch is told by its number of rows
-
-
-@dataclass
-class Bed:
-    """A model, where its experts are chosen, and how its output is read."""
-
-    model: nn.Module
-    call: Callable[[torch.Tensor], torch.Tensor]
-    """Gives a loss."""
-    layers: list[nn.Module]
-    """Which hold a router each, and may be left out."""
-    routers: list[nn.Module]
-    experts: int
-    topk: int
-    skipped: Callable[[torch.Tensor], Any] = lambda hidden: hidden
-    """What a layer that leaves out its router returns."""
-    used: Callable[[Any], Map] | None = None
-    """What a router's output sends tokens to; None where the experts tell."""
-    changed: Callable[[Any, random.Random], Any] = lambda output, chance: output
-    """An output that shows other experts, in some rows."""
-
-
-class Heard(nn.Module):
-    """Tells what the experts are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hears: Callable[[torch.Tensor], None] | None = None
-
-    def forward(self, ids: torch.Tensor) -> None:
-        if self.hears is not None:
-            self.hears(ids)
-
-
-def shifted(ids: torch.Tensor, chance: random.Random, experts: int) -> torch.Tensor:
-    """Other ids in one row, or in all."""
-    rows = slice(None) if chance.random() < 0.5 else slice(chance.randrange(len(ids)), None)
-    other = ids.clone()
-    other[rows] = (ids[rows] + 1) % experts
-    return other
-
-
-class Layer(ToyLayer):
-    def __init__(self, router: ToyRouter) -> None:
-        super().__init__(router)
-        self.heard = Heard()
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        values, ids = self.router(hidden)
-        self.heard(ids)
-        return hidden + torch.einsum("tk,tkhg,th->tg", values, self.experts[ids], hidden).tanh()
-
-
-class Block(ToyBlock):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard = Heard()
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        values, ids = torch.topk((hidden @ self.weight.T).softmax(dim=-1), TOY_TOPK, dim=-1)
-        mixed = torch.einsum("tk,tkhg,th->tg", values, self.experts[ids], hidden)
-        with torch._C.DisableTorchFunction():
-            self.heard(ids)
-        return hidden + mixed.tanh()
-
-
-class Toy(nn.Module):
-    config = SimpleNamespace(num_hidden_layers=3, get_text_config=lambda: Toy.config)
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleList(layers)
-        self.how: str | None = None
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.5)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(input_ids.flatten())
-        for layer in self.layers:
-            if self.how is None:
-                hidden = layer(hidden)
-            else:
-                hidden = checkpoint(layer, hidden, use_reentrant=self.how == "reentrant")
-        return hidden
-
-
-def toy(masked: bool) -> Bed:
-    select = in_groups if masked else plain
-    model = Toy([Layer(ToyRouter(select=select, masks=masked)) for _ in range(3)])
-
-    def changed(output: Any, chance: random.Random) -> Any:
-        return output[0], shifted(output[1], chance, TOY_EXPERTS)
-
-    return Bed(
-        model,
-        lambda ids: model(input_ids=ids).square().mean(),
-        [*model.layers],
-        [layer.router for layer in model.layers],
-        TOY_EXPERTS,
-        TOY_TOPK,
-        changed=changed,
-    )
-
-
-def toy_blocks() -> Bed:
-    model = Toy([Block() for _ in range(3)])
-    layers = [*model.layers]
-    return Bed(
-        model,
-        lambda ids: model(input_ids=ids).square().mean(),
-        layers,
-        layers,
-        TOY_EXPERTS,
-        TOY_TOPK,
-    )
-
-
-def transformers_model(family: str) -> Bed:
-    pytest.importorskip("transformers")
-    from zoo import hugging_face
-
-    model: Any = hugging_face.build(family, num_hidden_layers=2, use_cache=False)
-    found = [router.module for router in routers.find([model])[0]]
-
-    def changed(output: Any, chance: random.Random) -> Any:
-        logits, scores, ids = output
-        return logits, scores, shifted(ids, chance, 8)
-
-    return Bed(
-        model,
-        lambda ids: model(input_ids=ids).logits.square().mean(),
-        [layer.mlp for layer in model.model.layers],
-        found,
-        8,
-        2,
-        skipped=(lambda hidden: (hidden, None)) if family == "gpt_oss" else (lambda hidden: hidden),
-        used=lambda output: as_map(next(one for one in output if one.dtype == torch.int64), 8),
-        changed=changed,
-    )
-
-
-def megatron_model(variant: str) -> Bed:
-    from zoo import gpt
-
-    cases = gpt
-    trainer = cases.build({"num_layers": 2} | cases.VARIANTS[variant])
-    model: Any = trainer.model
-
-    def changed(output: Any, chance: random.Random) -> Any:
-        probs, routing_map = output[:2]
-        rows = slice(None) if chance.random() < 0.5 else slice(chance.randrange(len(routing_map)), None)
-        maps = routing_map.clone()
-        weights = probs.clone()
-        maps[rows] = routing_map[rows].roll(1, dims=1)
-        weights[rows] = probs[rows].roll(1, dims=1)
-        return (weights, maps, *output[2:])
-
-    return Bed(
-        model,
-        lambda ids: trainer.loss(ids.to(cases.DEVICE)),
-        [layer.mlp for layer in model.decoder.layers],
-        [router.module for router in cases.routers(model)],
-        8,
-        2,
-        skipped=lambda hidden: (hidden, None),
-        used=lambda output: output[1].detach().cpu(),
-        changed=changed,
-    )
-
-
-BEDS: dict[str, Callable[[], Bed]] = {
-    "toy": lambda: toy(masked=False),
-    "masked toy": lambda: toy(masked=True),
-    "Qwen3Moe": lambda: transformers_model("qwen3_moe"),
-    "Mixtral": lambda: transformers_model("mixtral"),
-    "GptOss": lambda: transformers_model("gpt_oss"),
-    "megatron": lambda: megatron_model("softmax_after_topk"),
-    "megatron in groups": lambda: megatron_model("groups_sigmoid_bias"),
-    "toy blocks": toy_blocks,
-}
-
-
-@functools.cache
-def bed_of(name: str, how: str | None) -> Bed:
-    """The model, each of its layers in a checkpoint of this sort."""
-    torch.manual_seed(3)
-    made = BEDS[name]()
-    model: Any = made.model
-    if isinstance(model, Toy):
-        model.how = how
-    elif how is not None:
-        lists = (getattr(one, "layers", None) for one in model.modules())
-        for layer in next(one for one in lists if isinstance(one, nn.ModuleList)):
-            layer.forward = _checkpointed(layer.forward, reentrant=how == "reentrant")
-    return made
-
-
-def _checkpointed(forward: Callable[..., Any], *, reentrant: bool) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
-        return checkpoint(
-            lambda hidden: forward(hidden, *args[1:], **kwargs), hidden, use_reentrant=reentrant
-        )
-
-    return run
 
 
 # Cases
@@ -585,20 +370,19 @@ class Run:
     def own(self, layer: int, args: Any) -> Map:
         """What the router's class chooses for this input, outside of the block's hooks."""
         module = self.bed.routers[layer]
-        found = []
-        heard = getattr(module, "heard", None)
-        if heard is not None:
-            kept = heard.hears
-            heard.hears = lambda ids: found.append(as_map(ids, self.bed.experts))
+        used = self.running[layer].used
         with torch.no_grad():
             output: Any = type(module).forward(module, *args)
-        if heard is not None:
-            heard.hears = kept
-            return found[0]
+        own = self.running[layer].used if isinstance(module, ToyBlock) else None
+        self.running[layer].used = used
+        if own is not None:
+            return own
         return self.bed.used(output) if self.bed.used is not None else as_map(output[1], self.bed.experts)
 
-    def heard(self, layer: int, ids: torch.Tensor) -> None:
-        self.running[layer].used = as_map(ids, self.bed.experts)
+    def taken(self, layer: int, module: nn.Module, args: Any, ids: torch.Tensor) -> None:
+        """A hook on what the experts are given."""
+        with torch._C.DisableTorchFunction():
+            self.running[layer].used = as_map(ids, self.bed.experts)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -607,10 +391,9 @@ class Run:
                 undo.callback(module.register_forward_hook(functools.partial(self.after, layer)).remove)
                 _replace(undo, module, functools.partial(self.routed, layer, module.forward))
             for layer, module in enumerate(self.bed.layers):
-                for inner in module.modules():
-                    if isinstance(inner, Heard):
-                        inner.hears = functools.partial(self.heard, layer)
-                        undo.callback(setattr, inner, "hears", None)
+                if hasattr(module, "taken"):
+                    taken = functools.partial(self.taken, layer)
+                    undo.callback(module.taken.register_forward_hook(taken).remove)
             if self.case.fault == "not_called":
                 module = self.bed.layers[self.case.layer]
                 _replace(undo, module, functools.partial(self.maybe_skipped, module.forward))
@@ -811,7 +594,7 @@ def _left(bed: Bed) -> list[str]:
             torch._C._pop_torch_function_stack()
     if left := hooks(bed.model):
         found.append(f"{left} hooks on modules")
-    if open_sessions():
+    if npu_replay.report().open_sessions:
         found.append("open sessions")
     if found:
         bed_of.cache_clear()
@@ -819,19 +602,6 @@ def _left(bed: Bed) -> list[str]:
 
 
 # The tests
-
-
-@pytest.fixture(autouse=True)
-def megatron_if_needed(request: pytest.FixtureRequest) -> None:
-    if request.node.get_closest_marker("megatron"):
-        request.getfixturevalue("megatron")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def models_of_this_file() -> Iterator[None]:
-    bed_of.cache_clear()
-    yield
-    bed_of.cache_clear()
 
 
 CASES = {
@@ -873,65 +643,45 @@ def test_a_block_that_routes_itself_is_never_wrong_in_silence(fault: str) -> Non
 # Compiled functions: without any hook of the test's, which would break their graphs
 
 
-def compiled_once(kind: str, part: str, at: int) -> None:
-    """Micro-batch `at` runs through a compiled function around the model or a layer, the others don't."""
-    torch.manual_seed(3)
-    micro_batches = [torch.randint(VOCABULARY, (1, LEAST_ROWS + one)) for one in range(6)]
-    bed = toy(masked=False)
-    model: Any = bed.model
-    with torch.no_grad(), npu_replay.record(model) as recording:
-        truth = [model(input_ids=ids) for ids in micro_batches]
-    if kind == "replay":
-        with torch.no_grad():
-            for module in bed.routers:
-                module.weight.neg_()
-    make: dict[str, Callable[[], Any]] = {
-        "record": lambda: npu_replay.record(model),
-        "replay": lambda: npu_replay.replay(model, recording.routes),
-        "pin_recompute": lambda: npu_replay.pin_recompute(model),
-        "follow": lambda: npu_replay.follow(model),
-    }
-    if kind == "replay":
-        with torch.no_grad(), make[kind]():
-            truth = [model(input_ids=ids) for ids in micro_batches]
-    block = make[kind]()
-    outputs = []
-    refused = None
-    stopped = False
-    torch._dynamo.reset()
-    try:
-        with torch.no_grad(), block:
-            for number, ids in enumerate(micro_batches):
-                call = model
-                if number == at and part == "model":
-                    call = torch.compile(lambda **fed: model(**fed), backend="eager")
-                elif number == at:
-                    model.layers[1].forward = torch.compile(model.layers[1].forward, backend="eager")
-                outputs.append(call(input_ids=ids))
-                vars(model.layers[1]).pop("forward", None)
-    except ReplayError as error:
-        refused = error
-    except torch._dynamo.exc.TorchDynamoException:
-        stopped = True  # the compiler's own error: it can't trace a hook
-    finally:
-        torch._dynamo.reset()
-        vars(model.layers[1]).pop("forward", None)
-        left = _left(bed)
-    assert not left, left
-    if stopped:
-        assert len(outputs) == at
-        return
-    if refused is not None:
-        assert f"micro-batch {at}" in refused.where, refused
-        assert len(outputs) in (at, at + 1), f"refused late: {refused}"
-        return
-    assert all(torch.equal(a, b) for a, b in zip(outputs, truth, strict=True)), "wrong in silence"
-    if kind == "record":
-        assert block.routes == recording.routes
-
-
 @pytest.mark.choice
 @pytest.mark.parametrize("part", ["model", "layer"])
 @pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute", "follow"])
 def test_a_compiled_function_around_one_micro_batch_is_never_wrong_in_silence(kind: str, part: str) -> None:
-    compiled_once(kind, part, random.Random(f"{kind} {part}").choice([3, 5]))
+    """It runs in micro-batch 3 or 5, and is right, refused there, or stopped by the compiler."""
+    at = random.Random(f"{kind} {part}").choice([3, 5])
+    bed = toy(masked=False)
+    model: Any = bed.model
+    layer = model.body.layers[1]
+    micro_batches = [torch.randint(VOCABULARY, (1, LEAST_ROWS + one)) for one in range(6)]
+
+    def block() -> Any:
+        given = [recording.routes] if kind == "replay" else []
+        return getattr(npu_replay, kind)(model, *given)
+
+    with torch.no_grad(), npu_replay.record(model) as recording:
+        truth = [model(ids) for ids in micro_batches]
+    if kind == "replay":
+        for module in bed.routers:
+            module.weight.data.neg_()
+        with torch.no_grad(), block():
+            truth = [model(ids) for ids in micro_batches]
+    outputs = []
+    refused = ""
+    torch._dynamo.reset()
+    try:
+        with torch.no_grad(), block() as session:
+            for number, ids in enumerate(micro_batches):
+                call = model
+                if number == at and part == "model":
+                    call = torch.compile(lambda input_ids: model(input_ids), backend="eager")
+                elif number == at:
+                    layer.forward = torch.compile(layer.forward, backend="eager")
+                outputs.append(call(input_ids=ids))
+                vars(layer).pop("forward", None)
+        assert all(map(torch.equal, outputs, truth)), "wrong in silence"
+        assert kind != "record" or session.routes == recording.routes
+    except (ReplayError, torch._dynamo.exc.TorchDynamoException) as error:
+        refused = getattr(error, "where", f"micro-batch {at}")
+    torch._dynamo.reset()
+    assert not refused or (f"micro-batch {at}" in refused and len(outputs) in (at, at + 1))
+    assert not _left(bed)

@@ -112,27 +112,6 @@ def test_a_chunk_that_there_is_not_and_a_block_that_is_left_are_refused(chunk: i
             late()
 
 
-def test_a_deferred_error_waits_and_the_forward_goes_on_with_the_routers_own_choices() -> None:
-    """A rank that raises inside a schedule leaves the others in a collective until its timeout."""
-    model = ToyModel()
-    live = model(tokens(1))
-    with (
-        pytest.raises(
-            MicroBatchError, match="micro-batch 1, layer 0: the routes have another number"
-        ) as raised,
-        StepReplay(model, errors_wait=True) as session,
-    ):
-        session.give(0, foreign(0))
-        model(tokens(0))
-        session.give(0, foreign(1, rows=ROWS - 1))
-        assert torch.equal(model(tokens(1)), live)
-        assert session.errors.first is not None
-        session.give(0, foreign(2))
-        model(tokens(2))
-    assert raised.value is session.errors.first
-    assert hooks(model) == 0
-
-
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
 def test_after_a_deferred_error_a_recompute_goes_on_too(recompute: str) -> None:
     """It would die of its own error otherwise, in the middle of backward."""

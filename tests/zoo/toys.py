@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,15 +51,20 @@ class ToyRouter(nn.Module):
 
 
 class ToyLayer(nn.Module):
-    """A router and its experts, each of which scales and turns its tokens its own way."""
+    """A router and its experts, each of which scales and turns its tokens its own way.
+
+    `taken` is given the ids that the experts get.
+    """
 
     def __init__(self, router: ToyRouter) -> None:
         super().__init__()
         self.router = router
         self.experts = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN) * 0.3)
+        self.taken = nn.Identity()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         values, ids = self.router(hidden)
+        ids = self.taken(ids)
         mixed = torch.einsum("tk,tkhg,th->tg", values, self.experts[ids], hidden)
         return hidden + mixed.tanh()
 
@@ -102,9 +108,11 @@ class ToyBlock(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
         self.experts = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN))
+        self.taken = nn.Identity()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         values, ids = torch.topk((hidden @ self.weight.T).softmax(dim=-1), TOPK, dim=-1)
+        ids = self.taken(ids)
         return hidden + torch.einsum("tk,tkhg,th->tg", values, self.experts[ids], hidden).tanh()
 
 
@@ -176,11 +184,12 @@ def run(model: nn.Module, *seeds: int) -> tuple[float, list[torch.Tensor | None]
 class TokenModel(nn.Module):
     """Embeds token ids, and runs the toy layers on rows that are batch-major or sequence-major."""
 
-    def __init__(self, order: str, layers: int = 2) -> None:
+    def __init__(self, order: str, *parts: nn.Module) -> None:
         super().__init__()
         self.order = order
-        self.body = ToyModel(*(ToyRouter(number, row_order=order) for number in range(layers)))
+        self.body = ToyModel(*(parts or (ToyRouter(number, row_order=order) for number in range(2))))
         self.embedding = nn.Embedding(64, HIDDEN)
+        self.config = SimpleNamespace(num_hidden_layers=len(parts), get_text_config=lambda: self.config)
 
     def forward(
         self,
