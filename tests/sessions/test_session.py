@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import re
 import sys
 import threading
 import weakref
@@ -33,6 +32,8 @@ from zoo.toys import (
     ROWS,
     SAVED_TENSOR_HOOKS,
     TOPK,
+    Select,
+    ToyLayer,
     ToyModel,
     ToyRouter,
     foreign,
@@ -58,6 +59,134 @@ def check_usable(model: ToyModel, before: object) -> None:
     assert (torch.topk, torch.Tensor.topk) == NATIVE
     assert same(run(model, 0), before)
     assert len(recorded(model)) == 1
+
+
+# Bad models and bad loops: refused where it is told
+
+
+def by_sorting(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values, ids = scores.sort(dim=-1, descending=True)
+    return values[:, : router.topk], ids[:, : router.topk]
+
+
+def showing_fewer(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values, ids = torch.topk(scores, router.topk, dim=-1)
+    return values, torch.cat([ids[:, :1], ids[:, :-1]], dim=1)
+
+
+def in_axes(*axes: int) -> Select:
+    def select(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, ids = torch.topk(scores.unflatten(0, axes), k=router.topk, dim=-1)
+        return values.flatten(0, -2), ids.flatten(0, -2)
+
+    return select
+
+
+LIBRARY = torch.library.Library("npu_replay_test", "DEF")
+LIBRARY.define("npu_moe_gating_top_k(Tensor x, int k) -> (Tensor, Tensor)")
+LIBRARY.impl("npu_moe_gating_top_k", lambda x, k: torch.ops.aten.topk(x, k), "CompositeExplicitAutograd")
+
+
+def fused(router: ToyRouter, scores: torch.Tensor) -> Any:
+    return torch.ops.npu_replay_test.npu_moe_gating_top_k(scores, router.topk)
+
+
+def with_a_shared_layer() -> ToyModel:
+    layer = ToyLayer(ToyRouter())
+    return ToyModel(layer, layer)
+
+
+def with_a_shared_router() -> ToyModel:
+    """T34: the second sequence would overwrite the first. So would a router that is called twice."""
+    router = ToyRouter()
+    return ToyModel(router, router)
+
+
+def chunk(*numbers: int | None) -> ToyModel:
+    return ToyModel(*(ToyRouter(layer=number) for number in numbers))
+
+
+def once(model: Any) -> object:
+    return model(tokens())
+
+
+def of(select: Select, **about: Any) -> Callable[[], ToyModel]:
+    return lambda: ToyModel(ToyRouter(), ToyRouter(select=select, **about))
+
+
+def in_its_own_forward(model: ToyModel) -> None:
+    handle = model.layers[1].register_forward_hook(lambda *_: (handle.remove(), once(model), None)[2])
+    once(model)
+
+
+AXES = r"layer 1.*top-k is of scores \[{}, 16\], and not \[rows, experts\].*flatten\(0, -2\)"
+Refused = tuple[Callable[[], Any], Callable[[Any], object], type[ReplayError], str]
+REFUSED: dict[str, Refused] = {
+    "no router": (lambda: nn.Linear(2, 2), once, RouterError, r"Linear.*no router.*toy"),
+    "a layer twice": (lambda: chunk(3, 3), once, RouterError, "layer 3.*two routers.*layers.0.*layers.1"),
+    "a layer unknown": (lambda: chunk(3, None), once, RouterError, "layers.1.*some don't.*1 of 2"),
+    "a chunk twice": (lambda: [chunk(0)] * 2, once, RouterError, "is in two chunks"),
+    "nothing ran": (ToyModel, lambda model: None, MicroBatchError, "nothing ran"),
+    "no top-k": (
+        of(by_sorting, bypass="why its kind has none"),
+        once,
+        NoEffect,
+        "micro-batch 0, layer 1.*never reached its top-k.*why its kind has none",
+    ),
+    "a fused operator": (
+        of(fused),
+        once,
+        NoEffect,
+        "layer 1.*never reached its top-k.*npu_moe_gating_top_k.*moe_router_fusion=False",
+    ),
+    "two axes of rows": (of(in_axes(2, 5)), once, NoEffect, AXES.format("2, 5")),
+    "three axes of rows": (of(in_axes(1, 5, 2)), once, NoEffect, AXES.format("1, 5, 2")),
+    "fewer experts": (of(showing_fewer), once, NoEffect, "doesn't show the chosen experts"),
+    "a shared layer": (
+        with_a_shared_layer,
+        once,
+        MicroBatchError,
+        "layer 0.*called again.*layers that share one router",
+    ),
+    "a shared router": (with_a_shared_router, once, MicroBatchError, "layer 0.*called again"),
+    "past its call": (  # S1: it has no end, so every micro-batch would be number 0
+        ToyModel,
+        lambda model: (model.forward(tokens()), model.forward(tokens())),
+        MicroBatchError,
+        "micro-batch 0, layer 0.*past the __call__",
+    ),
+    "chunks apart": (
+        lambda: [chunk(0), chunk(1)],
+        lambda chunks: (once(chunks[0]), once(chunks[1]), once(chunks[0])),
+        MicroBatchError,
+        r"different numbers.*\[2, 1\]",
+    ),
+    "inside itself": (ToyModel, in_its_own_forward, MicroBatchError, "called inside its own forward"),
+    "under vmap": (
+        ToyModel,
+        lambda model: torch.vmap(model)(torch.stack([tokens(), tokens(1)])),
+        RouterError,
+        "layer 0.*vmap.*torch.vmap",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["record", "pin_recompute"])
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_replayed_is_refused_by_name(what: str, kind: str) -> None:
+    make, act, error, words = REFUSED[what]
+    model = make()
+    with pytest.raises(error, match=words), opened(kind, model):
+        act(model)
+    assert hooks(nn.ModuleList(model if isinstance(model, list) else [model])) == 0
+
+
+def test_only_a_router_that_drops_may_show_fewer_experts_than_were_chosen() -> None:
+    model = ToyModel(ToyRouter(select=showing_fewer, drops=True))
+    with npu_replay.record(model) as recording:
+        model(tokens())
+    assert recording.metrics()["capacity_dropped"] == pytest.approx(1 / TOPK)
+    assert recorded(chunk(7, 2))[0].layers == (2, 7)
 
 
 # Bad input: refused on entering
@@ -98,24 +227,6 @@ def test_blocks_on_the_same_router_do_not_nest(outer: str, inner: str) -> None:
     check_usable(model, before)
 
 
-def test_a_model_without_routers_is_refused() -> None:
-    """T36: an architecture that isn't known must not be passed over."""
-    with pytest.raises(RouterError, match=r"Linear.*no router.*toy"):
-        npu_replay.record(torch.nn.Linear(2, 2)).__enter__()
-
-
-def test_labels_must_be_clear() -> None:
-    some = ToyModel(ToyRouter(layer=3), ToyRouter())
-    for wrong, words in (
-        (ToyModel(ToyRouter(layer=3), ToyRouter(layer=3)), "layer 3.*two routers.*layers.0.*layers.1"),
-        (some, "layers.1.*some don't.*1 of 2"),
-        ([some, some], "is in two chunks"),
-    ):
-        with pytest.raises(RouterError, match=words):
-            npu_replay.record(wrong).__enter__()
-    assert recorded(ToyModel(ToyRouter(layer=7), ToyRouter(layer=2)))[0].layers == (2, 7)
-
-
 def test_what_is_no_model_and_no_list_of_routes_is_said_in_words() -> None:
     model = ToyModel()
     with npu_replay.record(model) as recording:
@@ -154,45 +265,6 @@ def test_one_micro_batch_too_many_or_too_few_is_refused() -> None:
     check_usable(model, before)
 
 
-def test_a_block_in_which_nothing_ran_is_an_error() -> None:
-    model = ToyModel()
-    other = ToyModel()
-    for block in (npu_replay.record(model), npu_replay.pin_recompute(model)):
-        with pytest.raises(MicroBatchError, match="nothing ran"), block:
-            other(tokens())
-
-
-def by_sorting(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    values, ids = scores.sort(dim=-1, descending=True)
-    return values[:, : router.topk], ids[:, : router.topk]
-
-
-def test_a_router_without_a_top_k_is_refused_before_an_optimizer_can_step() -> None:
-    """In other micro-batches than the first, and in other ways: test_faults_in_any_micro_batch.py."""
-    model = ToyModel(ToyRouter(), ToyRouter(select=by_sorting, bypass="why its kind has none"))
-    before = run(model, 0)
-    message = "micro-batch 0, layer 1.*never reached its top-k.*why its kind has none"
-    with pytest.raises(NoEffect, match=message), npu_replay.record(model):
-        model(tokens())
-        pytest.fail("the forward ended")
-    assert hooks(model) == 0
-    assert same(run(model, 0), before)
-
-
-@pytest.mark.parametrize("axes", [(2, 5), (1, 5, 2)], ids=str)
-def test_a_top_k_over_more_axes_is_refused_by_that_name(axes: tuple[int, ...]) -> None:
-    def in_axes(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values, ids = torch.topk(scores.unflatten(0, axes), k=router.topk, dim=-1)
-        return values.flatten(0, -2), ids.flatten(0, -2)
-
-    model = ToyModel(ToyRouter(), ToyRouter(select=in_axes))
-    shape = re.escape(str([*axes, EXPERTS]))
-    message = rf"layer 1.*top-k is of scores {shape}, and not \[rows, experts\].*flatten\(0, -2\)"
-    for block in (npu_replay.record(model), npu_replay.replay(model, recorded(ToyModel()))):
-        with pytest.raises(NoEffect, match=message), block:
-            model(tokens())
-
-
 @pytest.mark.parametrize("before_the_step", [1, 3])
 def test_a_router_that_ignores_its_routes_shows_after_the_optimizer_stepped(before_the_step: int) -> None:
     """Until then it chooses what the routes say: they were recorded from it."""
@@ -212,42 +284,6 @@ def test_a_router_that_ignores_its_routes_shows_after_the_optimizer_stepped(befo
             model(tokens())
 
 
-def showing_fewer(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    values, ids = torch.topk(scores, router.topk, dim=-1)
-    return values, torch.cat([ids[:, :1], ids[:, :-1]], dim=1)
-
-
-def test_only_a_router_that_drops_may_show_fewer_experts_than_were_chosen() -> None:
-    with pytest.raises(NoEffect, match="doesn't show the chosen experts"):
-        recorded(ToyModel(ToyRouter(select=showing_fewer)))
-    model = ToyModel(ToyRouter(select=showing_fewer, drops=True))
-    with npu_replay.record(model) as recording:
-        model(tokens())
-    assert recording.metrics()["capacity_dropped"] == pytest.approx(1 / TOPK)
-
-
-def test_a_fused_gating_operator_is_named_in_the_error() -> None:
-    library = torch.library.Library("npu_replay_test", "DEF")
-    library.define("npu_moe_gating_top_k(Tensor x, int k) -> (Tensor, Tensor)")
-    library.impl("npu_moe_gating_top_k", lambda x, k: torch.ops.aten.topk(x, k), "CompositeExplicitAutograd")
-    operator = torch.ops.npu_replay_test.npu_moe_gating_top_k
-    model = ToyModel(ToyRouter(select=lambda router, scores: operator(scores, router.topk)))
-    message = "layer 0.*never reached its top-k.*npu_moe_gating_top_k.*moe_router_fusion=False"
-    with pytest.raises(NoEffect, match=message), npu_replay.record(model):
-        model(tokens())
-
-
-def test_a_forward_past_call_is_an_error_at_the_second_live_call() -> None:
-    """S1: it has no end, so every micro-batch would be number 0."""
-    model = ToyModel()
-    before = run(model, 0)
-    past = pytest.raises(MicroBatchError, match=r"micro-batch 0, layer 0.*past the __call__")
-    with past, npu_replay.replay(model, foreign()):
-        model.forward(tokens())
-        model.forward(tokens())
-    check_usable(model, before)
-
-
 def sorted_with_grad(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As Megatron-core does from 0.18 on."""
     return torch.topk(scores, router.topk, dim=-1, sorted=torch.is_grad_enabled())
@@ -261,25 +297,6 @@ def test_a_recompute_sorts_what_its_forward_left_unsorted(opens: Any) -> None:
     plain = run(model, 0, 1)
     with opens(model):
         assert same(run(model, 0, 1), plain)
-
-
-def test_a_router_called_twice_in_one_forward_is_an_error() -> None:
-    """T34: the second sequence would overwrite the first. So would layers that share a router."""
-    twice = ToyModel()
-    shared = ToyModel()
-    twice.layers[1] = twice.layers[0]
-    shared.layers[1].router = shared.layers[0].router
-    for model in (twice, shared):
-        message = "layer 0.*called again.*layers that share one router"
-        with pytest.raises(MicroBatchError, match=message), npu_replay.record(model):
-            model(tokens())
-
-
-def test_chunks_that_ran_different_numbers_of_forwards_are_an_error() -> None:
-    one = ToyModel(ToyRouter(layer=0))
-    two = ToyModel(ToyRouter(layer=1))
-    with pytest.raises(MicroBatchError, match=r"different numbers.*\[2, 1\]"), npu_replay.record([one, two]):
-        one(tokens()), two(tokens()), one(tokens())
 
 
 def test_forwards_from_two_threads_are_refused() -> None:
@@ -579,14 +596,6 @@ def test_a_skipped_loss_that_is_still_held_is_named() -> None:
         run(model, 0)
         loss = model(tokens().requires_grad_() * float("nan")).sum()
     assert loss.isnan()
-
-
-def test_a_router_under_vmap_is_refused_by_name() -> None:
-    model = ToyModel()
-    with npu_replay.record(model):
-        with pytest.raises(RouterError, match=r"layer 0.*vmap.*torch.vmap"):
-            torch.vmap(model)(torch.stack([tokens(), tokens(1)]))
-        model(tokens())
 
 
 @pytest.mark.parametrize("kind", ["record", "observe", "pin_recompute"])
