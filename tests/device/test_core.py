@@ -17,7 +17,7 @@ from npu_replay import NoEffect, RoutedExperts, devices
 from npu_replay.doctor import self_test
 from npu_replay.sessions.replay import StepReplay
 from zoo.outcome import same
-from zoo.toys import EXPERTS, HIDDEN, ROWS, TOPK, ToyModel, ToyRouter, foreign, hooks, tokens
+from zoo.toys import EXPERTS, HIDDEN, ROWS, ToyModel, ToyRouter, foreign, hooks, tokens
 
 pytestmark = [
     pytest.mark.accelerator,
@@ -200,13 +200,6 @@ def test_pin_recompute_repeats_the_choice_of_its_own_forward(recompute: str, dev
     untouched = run(model, device)
     with npu_replay.pin_recompute(model):
         assert same(run(model, device), untouched)
-
-
-def test_ids_on_the_device_are_taken_over_as_routes(device: torch.device) -> None:
-    ids = torch.rand(ROWS, 2, EXPERTS).topk(TOPK).indices
-    assert RoutedExperts(ids=ids.to(device), layers=range(2), num_experts=EXPERTS) == RoutedExperts(
-        ids=ids, layers=range(2), num_experts=EXPERTS
-    )
 
 
 def test_the_self_test_passes(device: torch.device) -> None:

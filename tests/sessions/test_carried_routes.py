@@ -173,24 +173,12 @@ def bad(change: Callable[[torch.Tensor], Any], *also: str) -> Callable[[Fed], di
     return lambda fed: fed[0] | dict.fromkeys(("routed_experts", *also), change(carried(fed, rollout(fed))))
 
 
-def holed(routes: torch.Tensor) -> torch.Tensor:
-    routes[2, 3] = 0
-    return routes
+def put(value: Any, *place: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(routes: torch.Tensor) -> torch.Tensor:
+        routes[place] = torch.tensor(value)
+        return routes
 
-
-def padding(routes: torch.Tensor) -> torch.Tensor:
-    routes[0, -1] = torch.tensor([1, 2])
-    return routes
-
-
-def huge(routes: torch.Tensor) -> torch.Tensor:
-    routes[4, 2, 1, 0] = EXPERTS
-    return routes
-
-
-def twice(routes: torch.Tensor) -> torch.Tensor:
-    routes[4, 2, 1] = 3
-    return routes
+    return change
 
 
 def constant(routes: torch.Tensor) -> torch.Tensor:
@@ -201,15 +189,15 @@ def constant(routes: torch.Tensor) -> torch.Tensor:
 
 BAD: dict[str, tuple[Callable[[Fed], dict[str, Any]], str]] = {
     "none": (lambda fed: fed[0], "no routes are known"),
-    "a token without": (bad(holed), "a token has no route, and isn't the last of its sequence"),
-    "padding with": (bad(padding), "padding has a route"),
+    "a token without": (bad(put(0, 2, 3)), "a token has no route, and isn't the last of its sequence"),
+    "padding with": (bad(put([1, 2], 0, -1)), "padding has a route"),
     "moved by one": (bad(lambda routes: routes.roll(1, 1)), "padding has a route|a token has no route"),
     "too short": (bad(lambda routes: routes[:, 1:]), "another shape than its ids"),
     "another top-k": (bad(lambda routes: routes[..., :1]), "another shape than its ids"),
     "flat": (bad(lambda routes: routes.flatten(2)), "another shape than its ids"),
     "a layer too few": (bad(lambda routes: routes[:, :, 1:]), "another number of layers than the model"),
-    "an expert too far": (bad(huge), "out of range|not between|of 8"),
-    "an expert twice": (bad(twice), "twice"),
+    "an expert too far": (bad(put(EXPERTS, 4, 2, 1, 0)), "out of range|not between|of 8"),
+    "an expert twice": (bad(put(3, 4, 2, 1)), "twice"),
     "one layer constant": (bad(constant), "same"),
     "both keywords": (bad(lambda routes: routes, "rollout_expert_indices"), "carries its routes twice"),
     "words": (bad(lambda routes: ["x"]), "no tensor"),

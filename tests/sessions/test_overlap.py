@@ -225,16 +225,6 @@ def test_each_chunk_is_judged_by_itself() -> None:
         chunks[0](inputs), chunks[1](inputs)
 
 
-def test_a_wrong_layer_is_named() -> None:
-    model = ToyModel(*(ToyRouter(layer) for layer in range(6)))
-    inputs = hidden(4 * RUN)
-    (right,) = own(model, inputs)
-    ids = right.ids.clone()
-    ids[:, 4] = random(len(ids), (0,)).ids[:, 0]
-    with pytest.raises(MicroBatchError, match="chunk 0, layer 4: "):
-        run(model, [of_engine(ids, right)], inputs)
-
-
 @pytest.mark.parametrize("order", ["sequence", "batch"])
 def test_a_stale_tail_of_one_sequence_is_found_among_interleaved_rows_and_named(order: Any) -> None:
     """Megatron's rows have the sequences of a batch in turn, so a run of one sequence isn't a run of rows."""
@@ -264,22 +254,30 @@ def test_a_run_of_short_sequences_is_named_by_its_first_and_last() -> None:
         run(model, [layout.gather(samples)], inputs)
 
 
-@pytest.mark.parametrize("by", [1, -1, 7, -40])
-def test_the_shift_that_would_fit_is_named(by: int) -> None:
-    model = ToyModel()
-    inputs = hidden(6 * RUN)
-    (right,) = own(model, inputs)
-    with pytest.raises(MicroBatchError, match=re.escape(f"moved by {-by:+} they overlap by 0.")):
-        run(model, [of_engine(right.ids.roll(by, 0), right)], inputs)
+def with_another_layer(right: RoutedExperts, number: int) -> torch.Tensor:
+    ids = right.ids.clone()
+    ids[:, number] = random(len(ids), (0,)).ids[:, 0]
+    return ids
 
 
-def test_a_shift_after_which_rows_would_still_fit_badly_is_not_named() -> None:
-    model = ToyModel()
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        *(
+            (lambda right, by=by: right.ids.roll(by, 0), rf"moved by \{-by:+} they overlap by 0\.")
+            for by in (1, -1, 7, -40)
+        ),
+        # moved, they would still fit badly
+        (lambda right: flipped(right, 0.7).roll(7, 0), r"an overlap of 0.[12]. or more"),
+        (lambda right: with_another_layer(right, 4), "chunk 0, layer 4: "),
+    ],
+)
+def test_a_shift_that_would_fit_and_a_wrong_layer_are_named(change: Any, words: str) -> None:
+    model = ToyModel(*(ToyRouter(layer) for layer in range(6)))
     inputs = hidden(6 * RUN)
     (right,) = own(model, inputs)
-    moved = of_engine(flipped(right, 0.7).roll(7, 0), right)
-    with pytest.raises(MicroBatchError, match=r"an overlap of 0.[12]. or more"):
-        run(model, [moved], inputs)
+    with pytest.raises(MicroBatchError, match=words):
+        run(model, [of_engine(change(right), right)], inputs)
 
 
 @pytest.mark.parametrize(("share", "way"), [(0.0, 0.25), (0.3, 0.18), (0.6, 0.15)])
@@ -288,8 +286,7 @@ def test_a_layer_is_held_against_a_quarter_of_the_best_ones_way_from_chance(shar
     model = ToyModel()
     inputs = hidden(10 * RUN)
     (right,) = own(model, inputs)
-    ids = flipped(right, share)
-    ids[:, 1] = random(len(ids), (0,)).ids[:, 0]
+    ids = with_another_layer(right.with_rows(flipped(right, share), right.recorded), 1)
     chance = TOPK / EXPERTS
     with pytest.raises(MicroBatchError, match="chunk 0, layer 1: ") as caught:
         run(model, [of_engine(ids, right)], inputs)

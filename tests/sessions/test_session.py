@@ -227,38 +227,16 @@ def test_blocks_on_the_same_router_do_not_nest(outer: str, inner: str) -> None:
     check_usable(model, before)
 
 
-def test_what_is_no_model_and_no_list_of_routes_is_said_in_words() -> None:
-    model = ToyModel()
-    with npu_replay.record(model) as recording:
-        model(tokens())
-    for wrong, words in (
-        (recording.routes[0], "a single"),
-        ([], "no routes"),
-        (None, "a list"),
-        ([recording.routes[0].ids], "'Tensor'"),
-        (recording, "recording.routes was meant"),
-    ):
-        with pytest.raises(MicroBatchError, match=words):
-            npu_replay.replay(model, wrong)
-    for wrong in (None, [model, "chunk"]):
-        with pytest.raises(RouterError, match="isn't a module"):
-            npu_replay.record(wrong)
-
-
 # Bad input: refused in the offending forward
 
 
 def test_one_micro_batch_too_many_or_too_few_is_refused() -> None:
     model = ToyModel()
     before = run(model, 0)
-    reached = []
     many = pytest.raises(MicroBatchError, match=r"micro-batch 1.*more micro-batches")
     with many, npu_replay.replay(model, recorded(model)):
         model(tokens(0))
-        model.layers[0].register_forward_pre_hook(lambda *_: reached.append(1))
         model(tokens(1))
-    model.layers[0]._forward_pre_hooks.clear()
-    assert not reached, "it is refused at its beginning"
     few = pytest.raises(MicroBatchError, match=r"micro-batch 1.*fewer micro-batches.*Expected 2.*got 1")
     with few, npu_replay.replay(model, recorded(model, 0, 1)):
         model(tokens(0))
