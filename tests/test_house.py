@@ -167,21 +167,6 @@ def test_arrows_run_down(room: str) -> None:
     assert up == set()
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    done: set[str] = set()
-
-    def follow(module: str, way: tuple[str, ...]) -> None:
-        assert module not in way, " -> ".join((*way[way.index(module) :], module))
-        if module in done or module == "npu_replay":
-            return
-        for one in INSIDE[module]:
-            follow(one, (*way, module))
-        done.add(module)
-
-    for module in MODULES:
-        follow(module, ())
-
-
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_can_be_read_at_one_go(module: str) -> None:
     nodes = ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8")))

@@ -15,23 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from npu_replay import ReplayError, RouterError, routers
 from npu_replay.rollout.model_config import RoutedModel
+from zoo import hugging_face
+from zoo.hugging_face import LATENT
 
 transformers.logging.set_verbosity_error()
 
-# fmt: off
-SIZES = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 64, "num_experts_per_tok": 2, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}
-# fmt: on
-LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-}
+SIZES = hugging_face.SIZES | {"num_hidden_layers": 4}
 ONE_GROUP = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}
 
 # Each way in which a family of transformers says which layers have experts, and which have them then.
@@ -65,8 +54,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
 def build(family: str) -> PreTrainedModel:
     model_type, special, _ = FAMILIES[family]
     torch.manual_seed(0)
-    narrow = {"moe_intermediate_size": 16}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(SIZES | narrow | special)))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(SIZES | special)))
 
 
 def saved_config(model: PreTrainedModel, folder: Path) -> Path:
@@ -338,7 +326,7 @@ def test_blocks_of_another_form_are_refused_by_their_key(blocks: Any) -> None:
     ],
 )
 def test_layers_own_configs_in_transformers_way_are_read(own: Any, wanted: Any, tmp_path: Path) -> None:
-    config = AutoConfig.for_model("qwen3_moe", **SIZES | {"num_experts": 8, "moe_intermediate_size": 16})
+    config = AutoConfig.for_model("qwen3_moe", **SIZES | {"num_experts": 8})
     if not hasattr(config, "per_layer_config"):
         pytest.skip("a transformers without per_layer_config")
     config.per_layer_config = own

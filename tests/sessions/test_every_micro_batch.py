@@ -121,30 +121,6 @@ def test_a_record_of_ids_that_a_kernel_wrote_into_is_what_was_used() -> None:
         assert torch.equal(shown.ids.sort(dim=2).values, routes.ids.sort(dim=2).values)
 
 
-@pytest.mark.parametrize("at", [0, 3])
-def test_a_retry_gets_the_ids_that_a_forward_that_raised_has_written_into(at: int) -> None:
-    calls: list[int] = []
-
-    def fails_once(router: ToyRouter, scores: Scores) -> Pair:
-        values, ids = plain(router, scores)
-        calls.append(1)
-        if len(calls) == at + 1:
-            ids.zero_()
-            raise ValueError("once")
-        return values, ids
-
-    model = ToyModel(ToyRouter(), ToyRouter(select=fails_once))
-    routes = foreign(5)
-    with torch.no_grad(), npu_replay.replay(model, routes), npu_replay.observe(model) as observation:
-        for number in range(5):
-            if number == at:
-                with pytest.raises(ValueError, match="once"):
-                    model(tokens(number))
-            model(tokens(number))
-    for shown, given in zip(observation.shown, routes, strict=True):
-        assert torch.equal(shown.ids.sort(dim=2).values, given.ids.sort(dim=2).values)
-
-
 def flipped(router: ToyRouter, scores: Scores) -> Pair:
     """Written in place: the output shows the same experts, each with another's weight."""
     values, ids = plain(router, scores)
