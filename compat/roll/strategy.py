@@ -193,7 +193,7 @@ def _fsdp2_forward(original: Callable[..., Any], self: Any, input_ids: Any, *arg
     if job.action == RECORD and rows:
         from roll.utils.context_parallel import get_ulysses_group
 
-        batch = tensors.MicroBatch.of(rows[TOKENS], rows[_MASK], running.adapter.model)
+        batch = tensors.BatchForm.of(rows[TOKENS], rows[_MASK], running.adapter.model)
         groups = [get_ulysses_group()] if self.worker.rank_info.cp_size > 1 else []
         record = job.recording()
         dtype = narrow_dtype(batch.model["num_experts"])
@@ -221,7 +221,7 @@ def _give(adapter: StrategyAdapter, rows: dict[str, Any]) -> None:
     functions.give(replay, chunk, routes, _layout(adapter.engine, routes.batch), mask)
 
 
-def _layout(self: Any, batch: tensors.MicroBatch) -> TokenLayout:
+def _layout(self: Any, batch: tensors.BatchForm) -> TokenLayout:
     """Return the layout of this rank's rows, by the mask and ROLL's own cut."""
     kept: Any = batch.kept  # ROLL pads
     place = self.worker.rank_info

@@ -60,7 +60,7 @@ class Files:
             self._store = RouteStore(self.replay)
         stored = [self._store.of(tokens, sample_key=key) for tokens, key in _samples(data)]
         if stored:
-            batch = tensors.MicroBatch.of(data[TOKENS], None, None)
+            batch = tensors.BatchForm.of(data[TOKENS], None, None)
             data[ROUTES] = batch.filled(stored, narrow_dtype(stored[0].num_experts)).to(data[TOKENS].device)
 
     def keep(self, data: Any, output: Any, config: Any, *, from_rollout: bool) -> None:

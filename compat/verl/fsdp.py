@@ -139,7 +139,7 @@ def _step(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any)
             running.defer(problem.error)
     loss, output = original(self, micro_batch, *args, **kwargs)
     if running.action == RECORD:
-        batch = tensors.MicroBatch.of(micro_batch[TOKENS], None, engine.model)
+        batch = tensors.BatchForm.of(micro_batch[TOKENS], None, engine.model)
         groups = [] if self.ulysses_parallel_group is None else [self.ulysses_parallel_group]
         layout = functools.partial(layout_of, self, micro_batch, engine.layouts)
         record = running.recording()

@@ -81,7 +81,7 @@ def merge_router_topk_indices(
     Shaped [batch, sequence, layers of the chunk, topk], or jagged. Every rank of the chunk's tensor and
     context parallel group has to call it. An error waits for the end of the schedule; rows are blank then.
     """
-    batch = tensors.MicroBatch.of(input_ids, attention_mask, tf_config, local_cp_size)
+    batch = tensors.BatchForm.of(input_ids, attention_mask, tf_config, local_cp_size)
     groups = []  # over which the rows of one stage are spread
     if dist.is_initialized():
         from megatron.core import parallel_state
@@ -95,7 +95,7 @@ def merge_router_topk_indices(
     mini_layer_topk_idx_list.append(tensors.viewed(merged, torch.uint8) if as_bytes else merged)
 
 
-def layout_of(batch: tensors.MicroBatch) -> TokenLayout:
+def layout_of(batch: tensors.BatchForm) -> TokenLayout:
     """Return the layout of this rank's rows, by verl's packing.
 
     Raises:
@@ -111,7 +111,7 @@ def layout_of(batch: tensors.MicroBatch) -> TokenLayout:
 def take(
     session: StepRecording,
     chunk: int,
-    batch: tensors.MicroBatch,
+    batch: tensors.BatchForm,
     layout_of: Callable[[], TokenLayout],
     groups: Sequence[Any],
     dtype: torch.dtype,

@@ -33,7 +33,7 @@ _PACKERS = ("preprocess_thd_engine", "preprocess_thd_no_padding")
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class BatchForm:
     """Holds the form of a micro-batch: its sequences, and the model.
 
     Attributes:
@@ -51,7 +51,7 @@ class MicroBatch:
     @classmethod
     def of(
         cls, ids: torch.Tensor, mask: torch.Tensor | None, config: Any, local_cp_size: int | None = None
-    ) -> MicroBatch:
+    ) -> BatchForm:
         """Return the form of a jagged tensor [batch, tokens, ...], or of a padded one [batch, sequence, ...].
 
         Raises:
@@ -171,14 +171,14 @@ class GivenRoutes:
     """
 
     ids: torch.Tensor
-    batch: MicroBatch
+    batch: BatchForm
 
     @classmethod
     def of(
         cls, ids: torch.Tensor, mask: torch.Tensor | None, config: Any, local_cp_size: int | None = None
     ) -> GivenRoutes:
-        """Return routes of a jagged batch, or of a padded one with its mask; see `MicroBatch.of`."""
-        return cls(ids, MicroBatch.of(ids, mask, config, local_cp_size))
+        """Return routes of a jagged batch, or of a padded one with its mask; see `BatchForm.of`."""
+        return cls(ids, BatchForm.of(ids, mask, config, local_cp_size))
 
     def samples(self) -> list[torch.Tensor]:
         """Return each sequence's routes, [tokens, layers, topk], on the CPU."""

@@ -21,8 +21,11 @@ _FEW = 2**22
 """Up to this number of ids, a micro-batch is held as int64 on the device (32 MB)."""
 _OF_ONE = (
     "these are the routes of one sequence, and the micro-batch has several, padding or a rank's part: "
-    "TokenLayout.padded(...) or .packed(...) lays the routes of all its sequences out with gather([...])"
+    "TokenLayout.of_batch(input_ids, attention_mask), padded(...) or packed(...) lays the routes of all its "
+    "sequences out with gather([...])"
 )
+_RESPONSE = "the routes are of the response alone, and the model is called with its prompt, too"
+_LEFT_OUT = "a micro-batch before it was left out, and the block wasn't told by session.skip()"
 
 
 class RouteSource:
@@ -130,7 +133,7 @@ class RouteSource:
             return self.why_other_rows or CALLED_INSIDE
         placed = routes.placement
         if placed.rows is None and placed.inputs is None and routes.fingerprint is not None:
-            return likeliest(_OF_ONE, EXTRA)
+            return likeliest(_OF_ONE, _RESPONSE, EXTRA)
         laid_out = (
             "padding, packing, sequence or context parallelism that the routes were not laid out for "
             "(TokenLayout does that)"
@@ -140,7 +143,7 @@ class RouteSource:
         if self.timeline.had_grad and not forward.grad:
             why = "this forward runs without grad, earlier ones of the block had it"
             return likeliest(f"{EXTRA} ({why})", RECUT, laid_out)
-        return likeliest(RECUT, laid_out, EXTRA)
+        return likeliest(RECUT, laid_out, _RESPONSE, _LEFT_OUT, EXTRA)
 
 
 class DeviceRoutes:

@@ -105,6 +105,7 @@ class RouterCalls(ForwardInPlace):
         if (
             call is None
             or self.marks.any
+            or self.module._forward_hooks  # of others: they may replace the output
             or not call.micro_batch.is_open
             or here.call is not None
             or graph_task() != -1
@@ -128,7 +129,7 @@ class RouterCalls(ForwardInPlace):
             output = self.native(*args, **kwargs)
         finally:
             here.call = None
-        if call.ids is None or self._behind is not None or self._mend is not None:
+        if call.ids is None or self._mend is not None:
             return self._end_closely(call, args, output)
         try:
             # Not the output, whose graph would live on: the next router then gets memory that no cache holds.
@@ -224,7 +225,7 @@ class RouterCalls(ForwardInPlace):
         checked = effect.is_due(repeated.number)
         plain = not (checked or function_modes() or dispatch_modes() or here.call)
         rows = self._rows_of(hidden)
-        if plan is not None and plan.is_quick and plain and self._behind is None:
+        if plan is not None and plan.is_quick and plain and not self.module._forward_hooks:
             call: Call = QuickCall(self, plan, repeated, rows)
         else:
             call = Call(rows, self.num_experts, self.topk, given=self.is_given, owner=self)

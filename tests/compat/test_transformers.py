@@ -25,7 +25,6 @@ from npu_replay.errors import NoEffect, RouterError
 from zoo import qwen_vl
 from zoo.hugging_face import (
     FAMILIES,
-    TOPK,
     batches,
     build,
     foreign,

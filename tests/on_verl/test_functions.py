@@ -262,7 +262,7 @@ def padded_rows(lengths: tuple[int, ...], rank: dict[str, int], **how: Any) -> l
 
 def own_rows(lengths: tuple[int, ...], config: Any) -> list[int]:
     jagged = torch.nested.as_nested_tensor([torch.zeros(one) for one in lengths], layout=torch.jagged)
-    return tensors.MicroBatch.of(jagged, None, config).layout().rows.tolist()
+    return tensors.BatchForm.of(jagged, None, config).layout().rows.tolist()
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
@@ -301,7 +301,7 @@ def test_a_padded_micro_batch_with_other_rows_is_an_error(verl: Verl) -> None:
         jagged = torch.nested.as_nested_tensor([torch.zeros(one) for one in lengths], layout=torch.jagged)
         for name, value in settings.items():
             setattr(config, name, value)
-        tensors.MicroBatch.of(jagged, None, config).check_padded(to_mini_batch=to_mini_batch)
+        tensors.BatchForm.of(jagged, None, config).check_padded(to_mini_batch=to_mini_batch)
 
     check(7)
     for lengths, how, words in (

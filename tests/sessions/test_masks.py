@@ -353,18 +353,21 @@ def test_ids_of_several_routers_in_one_buffer_are_refused(monkeypatch: pytest.Mo
         model(tokens(0)), model(tokens(1)), model(tokens(2)), model(tokens(3))
 
 
-@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize(("number", "hung"), [(0, 0), (3, 0), (3, 3)])
 @pytest.mark.parametrize("block", ["record", "replay"])
-def test_a_hook_of_somebodys_that_returns_other_experts_is_refused(number: int, block: str) -> None:
-    """It is hung up inside the block: behind the block's own."""
+def test_a_hook_of_somebodys_that_returns_other_experts_is_refused(
+    number: int, hung: int, block: str
+) -> None:
+    """It is hung up inside the block, before micro-batch `hung`, and lies in micro-batch `number`."""
     model = ToyModel()
 
     def moves(module: nn.Module, args: Any, output: Pair) -> Pair:
         return (output[0], (output[1] + 1) % EXPERTS) if one == number else None
 
     with pytest.raises(NoEffect, match=rf"micro-batch {number}"), opened(block, model, 4):
-        model.layers[1].router.register_forward_hook(moves)
         for one in range(4):
+            if one == hung:
+                model.layers[1].router.register_forward_hook(moves)
             model(tokens(one))
 
 

@@ -85,8 +85,7 @@ def other_dictionaries(model: ToyModel) -> None:
 
 
 REPLACING = [router, swapped_routers]
-HOOKS = [other_dictionaries]
-UNHOOKING = [forward_of_the_class, forward_of_the_instance, *HOOKS]
+UNHOOKING = [forward_of_the_class, forward_of_the_instance, other_dictionaries]
 
 
 def forward(model: ToyModel, number: int) -> torch.Tensor:
@@ -201,7 +200,7 @@ def test_what_is_replaced_before_a_forward_is_told_at_its_beginning(change: Chan
     ("change", "kind"),
     [
         *itertools.product([swapped_routers, *UNHOOKING], KINDS),
-        *itertools.product([router, *HOOKS], ["observe"]),
+        *itertools.product([router, other_dictionaries], ["observe"]),
     ],
 )
 def test_what_is_replaced_after_the_last_forward_is_told_on_leaving(change: Change, kind: str) -> None:
@@ -289,9 +288,7 @@ def same_weights(model: ToyModel) -> None:
 @pytest.mark.parametrize("how", [None, *HOW])
 @pytest.mark.parametrize(
     "change",
-REPLACING = [router, swapped_routers]
-HOOKS = [other_dictionaries]
-UNHOOKING = [forward_of_the_class, forward_of_the_instance, *HOOKS]
+    [other_class, parametrized, no_hooks_of_the_router, same_weights],
 )
 def test_what_leaves_the_router_where_it_is_changes_nothing(
     change: Change, how: str | None, kind: str
