@@ -3,6 +3,8 @@
 SUBJECTS = (
     "router",
     "host",
+    "recompute",
+    "micro-batch",
     "other-top-k",
     "wrapper",
     "gather",

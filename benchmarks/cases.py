@@ -72,6 +72,11 @@ def parts(device: torch.device, pairs: int, *, quick: bool) -> Iterator[Part]:
         yield Part(
             "host", f"host, {routing}", 0.5 + 0.45 * (some + 2), lambda build=build: _measured(build())
         )
+    yield part("recompute", host.TOKENS, 0.5, 1.0, some, lambda: host.recompute(Routers, some))
+    seconds = 0.4 * some
+    yield Part(
+        "micro-batch", "micro-batch", seconds, lambda: rows("micro-batch", 0, host.micro_batch(Routers, some))
+    )
     yield part("other top-k", 1, 0, 0.005, pairs, lambda: _others(device, pairs))
     yield part("wrapper", 1, 0, 0.001, pairs, lambda: _wrapper(pairs))
     yield part("gather", 0, 8, 0.01, pairs, lambda: Case("gather", gather.tokens(), gather.ways(), pairs))

@@ -15,10 +15,12 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import npu_replay
 from benchmarks.timing import Case, Row, Way
 from npu_replay import routers
+from npu_replay.sessions.session import Session
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_moe_experts": 128, "moe_router_topk": 8}
 ROUTERS = 24
@@ -59,6 +61,77 @@ def case(routing: str, build: Callable[..., nn.Module], rounds: int) -> Case:
     ]
     around = {"before": _BEFORE, "repeats": _TIMED, "after": _AFTER}
     return Case(f"host, {routing}", TOKENS, ways, rounds, per=ROUTERS, clock=time.process_time, **around)
+
+
+def recompute(build: Callable[..., nn.Module], rounds: int) -> Case:
+    """Forward and backward of micro-batches 5, 6 and 7, with each router in a checkpoint."""
+    model = build(ROUTERS, **SMALL).train()
+    hidden = torch.randn(TOKENS, 1, SMALL["hidden_size"], requires_grad=True)
+    with npu_replay.record(model) as recording:
+        model(hidden)
+    listed = recording.routes * (_BEFORE + _TIMED + _AFTER)
+
+    def checkpointed(self: Any, hidden: torch.Tensor) -> Any:
+        return sum(checkpoint(router, hidden, use_reentrant=False)[0].sum() for router in self.routers)
+
+    def run() -> None:
+        with mock.patch.object(type(model), "forward", checkpointed):
+            model(hidden).backward()
+
+    ways = [
+        Way("live", run),
+        Way("pin_recompute", run, lambda: npu_replay.pin_recompute(model)),
+        Way("replay", run, lambda: npu_replay.replay(model, listed)),
+    ]
+    around = {"before": _BEFORE, "repeats": _TIMED, "after": _AFTER}
+    return Case("recompute", TOKENS, ways, rounds, per=ROUTERS, clock=time.process_time, **around)
+
+
+def micro_batch(build: Callable[..., nn.Module], rounds: int) -> dict[str, list[float]]:
+    """Microseconds of a block's two hooks on the model, in micro-batches 5, 6 and 7 of 48 routers."""
+    model = build(2 * ROUTERS, **SMALL).train()
+    hidden = torch.randn(TOKENS, 1, SMALL["hidden_size"], requires_grad=True)
+    with npu_replay.record(model) as recording:
+        model(hidden)
+    listed = recording.routes * (_BEFORE + _TIMED + _AFTER)
+    blocks: dict[str, Callable[[], Any]] = {
+        "record": lambda: npu_replay.record(model),
+        "pin_recompute": lambda: npu_replay.pin_recompute(model),
+        "replay": lambda: npu_replay.replay(model, listed),
+    }
+    times: dict[str, list[float]] = {"the 48 routers, live": [], **{name: [] for name in blocks}}
+    for _ in range(rounds):
+        started = time.process_time()
+        for _ in range(_TIMED):
+            model(hidden)
+        times["the 48 routers, live"].append(1e6 * (time.process_time() - started) / _TIMED)
+        for name, block in blocks.items():
+            with _timed_hooks() as spent, block():
+                for _ in range(_BEFORE + _TIMED + _AFTER):
+                    model(hidden)
+            timed = slice(2 * _BEFORE, 2 * (_BEFORE + _TIMED))  # a micro-batch begins and ends
+            times[name].append(1e6 * sum(spent[timed]) / _TIMED)
+    return times
+
+
+@contextlib.contextmanager
+def _timed_hooks() -> Iterator[list[float]]:
+    """Note the seconds of each call of the hooks that a block hangs on the model."""
+    spent: list[float] = []
+
+    def timed(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            started = time.process_time()
+            try:
+                return hook(*args)
+            finally:
+                spent.append(time.process_time() - started)
+
+        return call
+
+    names = ("_chunk_begins", "_chunk_ends")
+    with mock.patch.multiple(Session, **{name: timed(getattr(Session, name)) for name in names}):
+        yield spent
 
 
 def over_least(mine: Sequence[Row]) -> str:

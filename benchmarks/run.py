@@ -114,6 +114,8 @@ def _words(what: str, about: dict[str, Any], mine: list[Row]) -> Iterator[str]:
             f"{router['num_moe_experts']}; forward with grad, inside an open block"
         ),
         "host": lambda: host.over_least(mine),
+        "recompute": lambda: f"{host.ROUTERS} routers, each in a checkpoint: forward and backward",
+        "micro-batch": lambda: "the two hooks of a block on a model of 48 routers, all together",
         "other top-k": lambda: "one of torch's that is no routing",
         "wrapper": lambda: "a method of a product's class that npu_replay has wrapped, while it is off",
         "gather": gather.sizes,

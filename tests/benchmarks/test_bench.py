@@ -45,7 +45,7 @@ def test_a_command_line_is_read(arguments: str, wanted: dict[str, object]) -> No
     [
         ("--pairs 0", "0 is less than 1"),
         ("--pairs many", "invalid"),
-        ("--only router,nothing", "nothing: there are router, host, other-top-k"),
+        ("--only router,nothing", "nothing: there are router, host, recompute"),
         ("--device tpu", "invalid choice"),
     ],
 )
