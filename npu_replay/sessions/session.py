@@ -396,8 +396,8 @@ class Unchanged:
             expected = own if before is None else described(before)
             got = own if now is None else f"another {described(now)}"
             cause = (
-                "MindSpeed's repatch(), another library's patch, a layer that was replaced or merged with "
-                "its adapter, or module._forward_hooks.clear(): do it before the block or after it"
+                "MindSpeed's repatch(), another library's patch, a forward or a layer that was replaced, or "
+                "merged with its adapter, or module._forward_hooks.clear(): do it before or after the block"
             )
             raise RouterError(problem, where=f"{where}, {name}", expected=expected, got=got, cause=cause)
 
