@@ -62,7 +62,8 @@ def find_other_length(rows: int, tokens: int) -> Finding | None:
         "the routes have another number of tokens than the sequence",
         f"{tokens} (or {tokens - 1}: the last token has no route)",
         rows,
-        cause="a response that was cut after the rollout, a turn's new tokens alone, another sequence; or "
+        cause="routes of the response alone, without its prompt's rows; a response that was cut after the "
+        "rollout; a turn's new tokens alone; another sequence; or "
         "padding that no attention_mask shows",
     )
 

@@ -25,10 +25,10 @@ class FirstError:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        waits = self._wait and isinstance(error, ReplayError)
-        if isinstance(error, ReplayError) and waits:
-            self.keep(error)
-        return waits
+        if not self._wait or not isinstance(error, ReplayError):
+            return False
+        self.keep(error)
+        return True
 
     def keep(self, error: ReplayError) -> None:
         """Keep this error, unless an earlier one is kept."""

@@ -1,6 +1,6 @@
 """Hold one forward of a model chunk, and what is known of it until its last recompute.
 
-A forward that raises is an object that nobody keeps, so nothing has to be cleaned after it.
+A forward that raises leaves an object without calls, so nothing has to be cleaned after it elsewhere.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MicroBatch:
         rows: of the given routes; -1: not known.
         calls: the call of each router that has begun, by layer label, until the forward has ended.
         checks: what its outputs have shown.
-        lost: of these, the ids whose token was dropped, bool [rows, topk], where any can be.
+        lost: of the kept ids, those whose token was dropped, bool [rows, topk], where any can be.
         further: by layer label, the number of top-ks behind the answered one in a block without a router.
         around: of the calls that may be run again, what encloses each; held weakly.
         ran: layer labels of those that were run again.

@@ -37,6 +37,7 @@ from npu_replay.sessions.torch_state import (
 )
 
 is_grad_enabled = torch.is_grad_enabled
+_global_hooks: dict[int, Any] = torch.nn.modules.module._global_forward_hooks
 _is_batched = torch._C._functorch.is_batchedtensor
 
 
@@ -116,10 +117,11 @@ class RouterCalls(ForwardInPlace):
         self._shown_before: tuple[object, Call] | None = None  # its output before these hooks
 
     def take_off(self) -> None:
-        self.ready = None
         super().take_off()
         if self._behind is not None:
             self._behind.take_off()
+        for held in ("ready", "shared", "timeline", "marks", "_closely", "_shown_before"):
+            vars(self)[held] = None  # a wrapper of somebody's may hold this for ever
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the router; its top-k is answered."""
@@ -127,7 +129,8 @@ class RouterCalls(ForwardInPlace):
         if (
             call is None
             or self.marks.any
-            or self.module._forward_hooks  # of others: they may replace the output
+            or self.module._forward_hooks  # they may replace the output
+            or _global_hooks
             or not call.micro_batch.is_open
             or here.call is not None
             or graph_task() != -1
@@ -167,6 +170,7 @@ class RouterCalls(ForwardInPlace):
 
     def _run_closely(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call: Call | None = None
+        self.look_again()
         if self.is_on:
             with self._closely:
                 call = self._begin(args, kwargs)
@@ -196,6 +200,7 @@ class RouterCalls(ForwardInPlace):
             routes: the given routes on their device (`Given`); None where routers choose.
             ids: the given ids, int64 [rows, topk], if that is all that the call needs.
         """
+        self.look_again()
         plan = self._plans.get(self.module.training)
         if plan is None or not plan.is_quick:
             self.ready = None
@@ -241,7 +246,7 @@ class RouterCalls(ForwardInPlace):
         checked = effect.is_due(repeated.number)
         plain = not (checked or function_modes() or dispatch_modes() or here.call)
         rows = self._rows_of(hidden)
-        if plan is not None and plan.is_quick and plain and not self.module._forward_hooks:
+        if plan is not None and plan.is_quick and plain and not (self.module._forward_hooks or _global_hooks):
             call: Call = QuickCall(self, plan, repeated, rows)
         else:
             call = Call(rows, self.num_experts, self.topk, given=self.is_given, owner=self)
@@ -275,13 +280,12 @@ class RouterCalls(ForwardInPlace):
 
     def _go_behind(self) -> None:
         """Place our hook behind those of others, which may replace the output."""
-        hooks = self.module._forward_hooks
-        if self._is_block or not hooks or next(reversed(hooks.values())) is self._behind:
-            return
-        if self._behind is None:
+        if self._behind is not None:
+            self._behind.take_off()
+        self._behind = None
+        if not self._is_block and (self.module._forward_hooks or _global_hooks):
             self._behind = Hook(self, RouterCalls._leaves, self.module)
-        self._behind.take_off()
-        self.module.register_forward_hook(self._behind)
+            self.module.register_forward_hook(self._behind)
 
     def _rows_of(self, hidden: torch.Tensor) -> int:
         """Return the number of rows of the scores that the router makes of its input."""

@@ -1,4 +1,4 @@
-"""Define Session, the context manager behind every block: it hangs hooks on a model and removes them.
+"""Define Session, the context manager behind every block: it changes a model and undoes that.
 
 Read it from the top: entering, the hooks of a model chunk, leaving. What is done with the routers is its
 `Work`: `Answering` answers their top-k, `Reading` reads their outputs.
@@ -37,7 +37,7 @@ _answered: WeakValueDictionary[int, Session] = WeakValueDictionary()
 
 
 class Session:
-    """Hangs hooks on the chunks and routers of a model. Use it as a context manager, once.
+    """Hangs hooks on the chunks of a model, and lets its `Work` at the routers. A context manager, used once.
 
     Args:
         model: a module, or the list of its virtual-pipeline chunks. One micro-batch is one `__call__`
@@ -271,7 +271,7 @@ class Work:
         """Check the model, then make the changes to be undone at exit. Runs before any hook is attached."""
 
     def attach(self, session: Session, router: Router, chunk: int, marks: Marks) -> None:
-        """Attach hooks to a router."""
+        """Attach what the work needs to a router."""
 
     def comes(self, chunk: int) -> None:
         """Prepare for a forward of a chunk: the previous one has ended, or an interrupt has stopped it."""

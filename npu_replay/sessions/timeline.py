@@ -37,7 +37,7 @@ class Timeline:
         self.bypassed: MicroBatch | None = None  # a forward past the model's __call__
         self.had_grad = False
         self.threads: MicroBatchError | None = None  # the refusal of a second thread's forward
-        # Autograd's sequence number after each forward. Ascending, so that a node is found by bisection.
+        # With autograd's sequence number after each forward; ascending, so that a node is found by bisection.
         self.ends: list[tuple[int, MicroBatch]] = []
         self._open: list[MicroBatch | None] = [None] * chunks
         self._thread: int | None = None
@@ -80,6 +80,9 @@ class Timeline:
         self.ends.append((backward.sequence_number(), ended))
         ended.enclosing = ()
         ended.handling = None
+        if raised:
+            ended.calls.clear()
+            ended.checks.clear()
 
     def live(self, chunk: int) -> MicroBatch:
         """Return the micro-batch that a router's call outside backward belongs to."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Hook:
 
 
 class ForwardInPlace:
-    """Takes the place of a module's `forward`. A copy of the module, or a pickle, has a forward of its own.
+    """Takes the place of a module's `forward`. A deep copy or a pickle of the module has its class's.
 
     A shallow copy of the module shares it, and so runs the module itself.
 
@@ -81,9 +82,16 @@ class ForwardInPlace:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.is_on = False
+        self._own: Any = vars(module).get("forward")  # what the module has beside its class's
+        self._class = _in_class(module)
         self.native: Callable[..., Any] = module.forward
         self.__wrapped__ = self.native  # for `inspect.signature`
-        self._own: Any = vars(module).get("forward")  # what the module has beside its class's
+
+    def look_again(self) -> None:
+        """Take the class's forward as it is now: a class may be patched, or be another one."""
+        if self._own is None and (now := _in_class(self.module)) is not self._class:
+            self._class = now
+            self.native = now.__get__(self.module, type(self.module))
 
     def put_on(self) -> None:
         self.is_on = True
@@ -102,13 +110,21 @@ class ForwardInPlace:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._own is not None:
             return copy.deepcopy(self._own, memo)
-        copied = memo.get(id(self.module), self.module)
-        return MethodType(type(copied).forward, copied)
+        return functools.partial(_forward_of_class, memo.get(id(self.module), self.module))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Looked up when a pickle is loaded: the module has its class's forward then, and needs no npu_replay.
         holder = self.module if self._own is None else SimpleNamespace(forward=self._own)
         return getattr, (holder, "forward")
+
+
+def _in_class(module: nn.Module) -> Any:
+    """Return the forward of a module's class, unbound: some wrappers on a class bind at each access."""
+    return next(vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind))
+
+
+def _forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _in_class(module).__get__(module, type(module))(*args, **kwargs)
 
 
 def outside_modes() -> AbstractContextManager[None]:

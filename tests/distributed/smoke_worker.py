@@ -206,7 +206,7 @@ def breaks(task: dict[str, Any]) -> None:
     """A run with each break, and one in which a rank hangs until it is ended."""
     warnings.simplefilter("ignore")
     folder = Path(task["folder"])
-    options = options_of(["--tp", "2", "--ep", "2", "--patience", "6"])
+    options = options_of(["--tp", "2", "--ep", "2", "--patience", "15"])
     store = smoke.Smoke(options).store
     for broken in BREAKS:
         asked = replace(options, recompute=broken in RECOMPUTED)

@@ -53,7 +53,7 @@ def test_r3_under_fsdp2() -> None:
 @pytest.mark.distributed
 def test_the_page_about_fsdp2_shards_its_model_under_torchrun(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "fsdp2.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    block, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     copy = tmp_path / "page.py"
     copy.write_text(block + "\nassert (ratio == 1).all()\nprint(type(next(model.parameters())).__name__)\n")
     done = launched([*LAUNCHERS["torchrun"], "--nproc-per-node", "2", str(copy)])

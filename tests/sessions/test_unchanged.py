@@ -17,10 +17,11 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import npu_replay
-from npu_replay.errors import RouterError
+from npu_replay.errors import NoEffect, RouterError
 from npu_replay.sessions import backward
 from npu_replay.sessions.replay import StepReplay
-from zoo.toys import ToyModel, ToyRouter, foreign, opened, plain, tokens
+from npu_replay.sessions.router_calls import RouterCalls
+from zoo.toys import EXPERTS, ToyModel, ToyRouter, foreign, opened, plain, tokens
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
@@ -325,3 +326,55 @@ def test_a_graph_that_outlives_its_block_asks_nobody_and_keeps_no_model(how: str
     del session
     gc.collect()
     assert gone() is None
+
+
+def test_a_class_that_is_patched_in_a_block_runs_as_it_is_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ToyModel()
+    native = ToyRouter.forward
+    calls = []
+
+    def patched(self: ToyRouter, hidden: torch.Tensor) -> Any:
+        calls.append(self)
+        return native(self, hidden)
+
+    with torch.no_grad(), npu_replay.record(model):
+        for number in range(4):
+            model(tokens(number))
+        copied = copy.deepcopy(model)
+        monkeypatch.setattr(ToyRouter, "forward", patched)
+        model(tokens(4)), model(tokens(5))
+    copied(tokens(0))
+    assert len(calls) == 3 * len(model.layers)
+
+
+@pytest.mark.parametrize("hung", [0, 3])
+def test_a_global_hook_that_returns_other_experts_is_refused(hung: int) -> None:
+    model = ToyModel()
+
+    def moves(module: nn.Module, args: Any, output: Any) -> Any:
+        return (output[0], (output[1] + 1) % EXPERTS) if isinstance(module, ToyRouter) else None
+
+    handles = []
+    try:
+        with pytest.raises(NoEffect, match=f"micro-batch {hung}"), torch.no_grad(), npu_replay.record(model):
+            for number in range(4):
+                if number == hung:
+                    handles.append(nn.modules.module.register_module_forward_hook(moves))
+                model(tokens(number))
+    finally:
+        handles[0].remove()
+
+
+def test_a_hook_that_is_taken_off_again_leaves_calls_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ToyModel()
+    closely = []
+    look = RouterCalls._look_closely
+    monkeypatch.setattr(RouterCalls, "_look_closely", lambda *a, **k: closely.append(number) or look(*a, **k))
+    with torch.no_grad(), npu_replay.record(model):
+        for number in range(8):
+            if number == 3:
+                handle = model.layers[0].router.register_forward_hook(lambda *_: None)
+            if number == 5:
+                handle.remove()
+            model(tokens(number))
+    assert [closely.count(number) for number in range(8)] == [2, 2, 2, 1, 2, 1, 0, 0]
