@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import npu_replay
 from benchmarks.timing import Case, Row, Way
-from npu_replay import routers
+from npu_replay import RoutedExperts, routers
 from npu_replay.sessions.session import Session
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_moe_experts": 128, "moe_router_topk": 8}
@@ -40,13 +40,8 @@ _AFTER = 4
 
 def case(routing: str, build: Callable[..., nn.Module], rounds: int) -> Case:
     """Micro-batches 5, 6 and 7 of blocks over routers of this kind."""
-    model = build(ROUTERS, **SMALL, **ROUTINGS[routing]).train()
-    hidden = torch.randn(TOKENS, 1, SMALL["hidden_size"], requires_grad=True)
-    with npu_replay.record(model) as recording:
-        model(hidden)
-    (routes,) = recording.routes
-    given = [routes.layer_ids(label).long() for label in routes.layers]
-    listed = [routes] * (_BEFORE + _TIMED + _AFTER)
+    model, hidden, listed = _recorded(build(ROUTERS, **SMALL, **ROUTINGS[routing]))
+    given = [listed[0].layer_ids(label).long() for label in listed[0].layers]
 
     def run() -> None:
         model(hidden)
@@ -65,11 +60,7 @@ def case(routing: str, build: Callable[..., nn.Module], rounds: int) -> Case:
 
 def recompute(build: Callable[..., nn.Module], rounds: int) -> Case:
     """Forward and backward of micro-batches 5, 6 and 7, with each router in a checkpoint."""
-    model = build(ROUTERS, **SMALL).train()
-    hidden = torch.randn(TOKENS, 1, SMALL["hidden_size"], requires_grad=True)
-    with npu_replay.record(model) as recording:
-        model(hidden)
-    listed = recording.routes * (_BEFORE + _TIMED + _AFTER)
+    model, hidden, listed = _recorded(build(ROUTERS, **SMALL))
 
     def checkpointed(self: Any, hidden: torch.Tensor) -> Any:
         return sum(checkpoint(router, hidden, use_reentrant=False)[0].sum() for router in self.routers)
@@ -89,11 +80,7 @@ def recompute(build: Callable[..., nn.Module], rounds: int) -> Case:
 
 def micro_batch(build: Callable[..., nn.Module], rounds: int) -> dict[str, list[float]]:
     """Microseconds of a block's two hooks on the model, in micro-batches 5, 6 and 7 of 48 routers."""
-    model = build(2 * ROUTERS, **SMALL).train()
-    hidden = torch.randn(TOKENS, 1, SMALL["hidden_size"], requires_grad=True)
-    with npu_replay.record(model) as recording:
-        model(hidden)
-    listed = recording.routes * (_BEFORE + _TIMED + _AFTER)
+    model, hidden, listed = _recorded(build(2 * ROUTERS, **SMALL))
     blocks: dict[str, Callable[[], Any]] = {
         "record": lambda: npu_replay.record(model),
         "pin_recompute": lambda: npu_replay.pin_recompute(model),
@@ -112,6 +99,14 @@ def micro_batch(build: Callable[..., nn.Module], rounds: int) -> dict[str, list[
             timed = slice(2 * _BEFORE, 2 * (_BEFORE + _TIMED))  # a micro-batch begins and ends
             times[name].append(1e6 * sum(spent[timed]) / _TIMED)
     return times
+
+
+def _recorded(model: nn.Module) -> tuple[nn.Module, torch.Tensor, list[RoutedExperts]]:
+    """The model in train mode, its input, and its routes for all micro-batches of a block."""
+    hidden = torch.randn(TOKENS, 1, SMALL["hidden_size"], requires_grad=True)
+    with npu_replay.record(model.train()) as recording:
+        model(hidden)
+    return model, hidden, recording.routes * (_BEFORE + _TIMED + _AFTER)
 
 
 @contextlib.contextmanager

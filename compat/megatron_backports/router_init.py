@@ -34,6 +34,7 @@ from npu_replay.environment import EXPERT_BIAS
 from npu_replay.errors import described
 from npu_replay.sessions import seam
 from npu_replay.sessions.guarded import here
+from npu_replay.sessions.torch_state import method_of_class
 
 MODULE = "megatron.core.transformer.moe.router"
 
@@ -133,12 +134,7 @@ class RouterMethods:
 
     def of_class(self, name: str) -> Any:
         """Return the class's method, bound to the router; looked up each time, since MindSpeed patches it."""
-        router = self.router
-        kind = type(router)
-        method = next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
-        return method.__get__(
-            router, kind
-        )  # taken from __mro__, since some wrappers on the class bind at each access
+        return method_of_class(self.router, name).__get__(self.router, type(self.router))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the router's forward, in which its top-k or its fused kernel asks `router_replay`."""

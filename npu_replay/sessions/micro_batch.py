@@ -6,7 +6,7 @@ A forward that raises leaves an object without calls, so nothing has to be clean
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -133,6 +133,19 @@ class MicroBatch:
     def may_run_again(self) -> bool:
         """Return whether autograd may run a call of it again, be it a second time."""
         return any(reference() is not None for around in self.around.values() for reference in around)
+
+
+def of_all_chunks(
+    kept: Mapping[Key, MicroBatch], chunks: int, number: int
+) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    """Return `ids` and `lost` of all chunks of one micro-batch; a chunk without a router has none."""
+    ids: dict[int, torch.Tensor] = {}
+    lost: dict[int, torch.Tensor] = {}
+    for chunk in range(chunks):
+        if (part := kept.get((chunk, number))) is not None:
+            ids |= part.ids
+            lost |= part.lost
+    return ids, lost
 
 
 def refuse_one_buffer(calls: Sequence[Call]) -> None:

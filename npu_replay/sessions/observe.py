@@ -16,7 +16,7 @@ from npu_replay.sessions import seam
 from npu_replay.sessions.backward import in_backward
 from npu_replay.sessions.effect import as_map, not_called
 from npu_replay.sessions.id_uses import IdUses
-from npu_replay.sessions.micro_batch import Key, MicroBatch
+from npu_replay.sessions.micro_batch import Key, MicroBatch, of_all_chunks
 from npu_replay.sessions.record import micro_batch_routes
 from npu_replay.sessions.router_calls import called_again, hidden_states
 from npu_replay.sessions.session import Session, Work, to_enter
@@ -71,9 +71,7 @@ class Observation(Session):
         routers = self.all_routers
         shown: list[RoutedExperts] = []
         for number in range(self.done):
-            parts = [self._reading.read.get((chunk, number)) for chunk in range(len(self.chunks))]
-            ids = {label: one for part in parts if part is not None for label, one in part.ids.items()}
-            lost = {label: one for part in parts if part is not None for label, one in part.lost.items()}
+            ids, lost = of_all_chunks(self._reading.read, len(self.chunks), number)
             for router in routers:
                 if router.label not in ids:
                     raise not_called(router, number)

@@ -11,7 +11,7 @@ from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import Inputs, is_grid
 from npu_replay.routes.routed_experts import Placement, RoutedExperts, narrow_dtype, without_layers
 from npu_replay.sessions.answering import Answering
-from npu_replay.sessions.micro_batch import MicroBatch
+from npu_replay.sessions.micro_batch import MicroBatch, of_all_chunks
 from npu_replay.sessions.route_source import RouteSource, row_order_of
 from npu_replay.sessions.session import Session, to_enter
 
@@ -84,13 +84,7 @@ class Recording(Session):
         self._results = f", routes of {sum(map(len, found))} rows"
 
     def _routes_of(self, number: int) -> RoutedExperts:
-        parts = [self._answering.kept.get((chunk, number)) for chunk in range(len(self.chunks))]
-        ids: dict[int, torch.Tensor] = {}
-        lost: dict[int, torch.Tensor] = {}
-        for part in parts:
-            if part is not None:  # else a chunk without a router
-                ids |= part.ids
-                lost |= part.lost
+        ids, lost = of_all_chunks(self._answering.kept, len(self.chunks), number)
         return micro_batch_routes(ids, self.all_routers, micro_batch(number), lost)
 
 

@@ -104,7 +104,6 @@ class RouterCalls(ForwardInPlace):
         self.ready: QuickCall | None = None  # the next call, if it is quick
         self.further = 0  # top-ks behind the answered one of a block, in its last checked call
         self.shape: Sequence[int] = ()  # of the scores of its last quick call
-        self._errors: FirstError = session.errors
         self._closely = Closely(shared, session.errors)
         self._chunk = chunk
         self._keeps_native = backward.TELLS_REGIONS and not (self.is_given or router.spare)
@@ -356,7 +355,7 @@ class RouterCalls(ForwardInPlace):
         self._shown_before = None
         if output is ours or call is None or call.ids is None or self.router.shows is None:
             return
-        with self._errors:
+        with self._closely:
             shown = self.router.shows(output)
             if shown is not call.ids:
                 self.shared.checks.add([effect.looked_at(call, shown, call.ids)])

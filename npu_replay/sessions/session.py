@@ -37,7 +37,7 @@ _answered: WeakValueDictionary[int, Session] = WeakValueDictionary()
 
 
 class Session:
-    """Hangs hooks on the chunks of a model, and lets its `Work` at the routers. A context manager, used once.
+    """Hangs hooks on the chunks of a model; its `Work` handles the routers. Use it as a context once.
 
     Args:
         model: a module, or the list of its virtual-pipeline chunks. One micro-batch is one `__call__`

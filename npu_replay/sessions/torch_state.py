@@ -83,13 +83,13 @@ class ForwardInPlace:
         self.module = module
         self.is_on = False
         self._own: Any = vars(module).get("forward")  # what the module has beside its class's
-        self._class = _in_class(module)
+        self._class = method_of_class(module, "forward")
         self.native: Callable[..., Any] = module.forward
         self.__wrapped__ = self.native  # for `inspect.signature`
 
     def look_again(self) -> None:
         """Take the class's forward as it is now: a class may be patched, or be another one."""
-        if self._own is None and (now := _in_class(self.module)) is not self._class:
+        if self._own is None and (now := method_of_class(self.module, "forward")) is not self._class:
             self._class = now
             self.native = now.__get__(self.module, type(self.module))
 
@@ -118,13 +118,16 @@ class ForwardInPlace:
         return getattr, (holder, "forward")
 
 
-def _in_class(module: nn.Module) -> Any:
-    """Return the forward of a module's class, unbound: some wrappers on a class bind at each access."""
-    return next(vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind))
+def method_of_class(module: object, name: str) -> Any:
+    """Return a method of a module's class, unbound.
+
+    It is taken from the classes' dictionaries, since some wrappers on a class bind at each access.
+    """
+    return next(vars(kind)[name] for kind in type(module).__mro__ if name in vars(kind))
 
 
 def _forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _in_class(module).__get__(module, type(module))(*args, **kwargs)
+    return method_of_class(module, "forward").__get__(module, type(module))(*args, **kwargs)
 
 
 def outside_modes() -> AbstractContextManager[None]:
