@@ -167,15 +167,6 @@ def perturbed_bias(trainer: Trainer) -> Iterator[None]:
         bias.copy_(before)
 
 
-def test_mtp_routers_are_left_alone() -> None:
-    """T25: a multi-token-prediction layer has the number of a decoder layer."""
-    trainer = build({})
-    trainer.model.mtp = torch.nn.ModuleList([build({}, seed=9).model.decoder.layers[0]])
-    assert [router.path for router in routers(trainer.model)] == [
-        f"decoder.layers.{layer}.mlp.router" for layer in range(4)
-    ]
-
-
 def test_quantile_balancing_over_the_tokens_of_several_ranks_is_refused() -> None:
     model = build({}).model
     ranks = [1]
