@@ -42,8 +42,9 @@ def test_a_replay_of_ones_own_record_counts_what_a_run_counts_also_after_a_drop(
     with npu_replay.record(trainer.model) as recording:
         trainer.run("each")
     before = [set(vars(router.module)) for router in routers(trainer.model)]
-    with npu_replay.replay(trainer.model, recording.routes):
-        assert same(trainer.run("each"), untouched)
+    for asked in ("live", "replayed"):
+        with npu_replay.replay(trainer.model, recording.routes, aux_loss=asked):  # type: ignore[arg-type]
+            assert same(trainer.run("each"), untouched)
     assert [set(vars(router.module)) for router in routers(trainer.model)] == before
 
 
