@@ -53,9 +53,13 @@ def recorded(trainer: Trainer, order: str = "each") -> list[RoutedExperts]:
 def test_a_replay_of_a_recording_drops_the_tokens_that_were_dropped(
     variant: str, recompute: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a step. Routes that don't say who was dropped have one WARNING. Recomputes: tests/matrix."""
+    """After a step, in the recomputes, too. Routes that don't say who was dropped have one WARNING."""
     dropped.warn.cache_clear()
     trainer = build(VARIANTS[variant], recompute)
+    calls: list[torch.Tensor] = []
+    routers(trainer.model)[1].module.register_forward_hook(
+        lambda _, __, output: calls.append(output[0].detach() != 0)
+    )
     with npu_replay.observe(trainer.model) as before:
         routes = recorded(trainer, "sum")
     by_position = variant == "capacity_position"
@@ -64,6 +68,7 @@ def test_a_replay_of_a_recording_drops_the_tokens_that_were_dropped(
     assert npu_replay.compare(chosen, before.shown).differing > 0
     for given, same_tokens in ((routes, True), (chosen, by_position)):
         assert "drops tokens by their live probabilities" not in caplog.text
+        again = len(calls)
         replay = npu_replay.replay(trainer.model, given)
         with perturbed(trainer.model), npu_replay.observe(trainer.model) as shown, replay as session:
             trainer.run("sum")
@@ -71,6 +76,9 @@ def test_a_replay_of_a_recording_drops_the_tokens_that_were_dropped(
         assert apart.token_layers == 3 * ROWS * 4
         assert (apart.differing == 0) == same_tokens
         assert 0 < session.metrics()["capacity_dropped"] < 0.5
+        for number, used in enumerate(calls[again:]):  # forwards, then their recomputes from the last on
+            forward = number if number < 3 else 5 - number
+            assert torch.equal(used, calls[again + forward])
     with perturbed(trainer.model), npu_replay.replay(trainer.model, chosen):
         trainer.run()
     assert caplog.text.count("drops tokens by their live probabilities") == int(not by_position)
