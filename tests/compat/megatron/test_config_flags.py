@@ -83,14 +83,3 @@ def test_another_config_with_the_same_init_method_is_no_copy(config_class: type)
     assert config_class(**SIZES, init_method=own).enable_routing_replay is False
     config = config_class(**SIZES, enable_routing_replay=True)
     assert config_class(**SIZES, init_method=config.init_method).enable_routing_replay is False
-
-
-def test_a_subclass_with_a_field_of_its_own_keeps_it(config_class: type) -> None:
-    @dataclasses.dataclass
-    class Provider(config_class):  # type: ignore[valid-type, misc]
-        enable_routing_replay: bool = False
-
-    provider = Provider(**SIZES, enable_routing_replay=True)
-    assert provider.enable_routing_replay is True
-    assert dataclasses.replace(provider).enable_routing_replay is True
-    assert "__init__" in vars(Provider)
