@@ -23,6 +23,7 @@ from npu_replay.sessions.replay import StepReplay
 from zoo.toys import (
     EXPERTS,
     ROWS,
+    TOPK,
     ToyModel,
     ToyRouter,
     ToyRouters,
@@ -260,3 +261,39 @@ def test_a_gradient_inside_the_forward_is_a_recompute_in_any_micro_batch(kind: s
         for number in range(5):
             model(tokens(number).requires_grad_())
     assert session.metrics()["micro_batches"] == 5
+
+
+def behind_smaller_top_ks(router: ToyRouter, scores: Scores) -> Pair:
+    """Ask the same scores for fewer experts, and for the least ones, before the router's own top-k."""
+    assert torch.topk(scores, TOPK - 1, dim=-1).indices.shape == (ROWS, TOPK - 1)
+    least = torch.topk(scores, TOPK, dim=-1, largest=False).values
+    assert torch.equal(least, scores.sort(dim=-1).values[:, :TOPK])
+    return plain(router, scores)
+
+
+@pytest.mark.parametrize("block", ["record", "replay"])
+def test_a_top_k_with_other_arguments_is_not_answered_in_any_micro_batch(block: str) -> None:
+    model = ToyModel(ToyRouter(select=behind_smaller_top_ks), ToyRouter(select=behind_smaller_top_ks))
+    with opened(block, model, 6):
+        run(model, *range(6))
+
+
+@pytest.mark.parametrize("block", ["record", "replay"])
+def test_a_router_that_raises_is_left_in_any_micro_batch(block: str) -> None:
+    """A top-k of the same shape that comes next is no router's."""
+
+    def raises(router: ToyRouter, scores: Scores) -> Pair:
+        raise ArithmeticError
+
+    model = ToyModel(ToyRouter(select=Sometimes(raises, 3)), ToyRouter())
+    scores = torch.randn(ROWS, EXPERTS)
+    with torch.no_grad(), opened(block, model, 5):
+        for number in range(3):
+            model(tokens(number))
+        with pytest.raises(ArithmeticError):
+            model(tokens(3))
+        answer = torch.topk(scores, TOPK, dim=-1)
+        for number in (3, 4):
+            model(tokens(number))
+    assert torch.equal(answer.values, scores.gather(1, answer.indices))
+    assert torch.equal(answer.values, scores.sort(dim=-1, descending=True).values[:, :TOPK])
