@@ -67,7 +67,7 @@ def of_its_own_record(model: nn.Module, count: int) -> list[RoutedExperts]:
     return recording.routes
 
 
-def replayed(select: Select, count: int = 4) -> list[tuple[Scores, Scores, torch.Tensor]]:
+def replayed(select: Select, count: int = 4, **about: Any) -> list[tuple[Scores, Scores, torch.Tensor]]:
     """Of each micro-batch of foreign routes, the scores and what the router goes on with: values and ids."""
     found: list[tuple[Scores, Scores, torch.Tensor]] = []
 
@@ -76,7 +76,7 @@ def replayed(select: Select, count: int = 4) -> list[tuple[Scores, Scores, torch
         found.append((scores, values, ids))
         return values, ids
 
-    model = ToyModel(ToyRouter(select=reads, masks=True))
+    model = ToyModel(ToyRouter(select=reads, masks=True, **about))
     with npu_replay.replay(model, [foreign()] * count):
         for number in range(count):
             model(tokens(number))
@@ -202,6 +202,7 @@ LOWERING = torch.where(GROUPS == 3, -0.1, 0.0)
 SELDOM = torch.where(GROUPS == 3, 1e-3, 1.0)
 
 
+@pytest.mark.parametrize("leaves", [0, EXPERTS // 2])
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
@@ -211,8 +212,8 @@ SELDOM = torch.where(GROUPS == 3, 1e-3, 1.0)
     ],
     ids=["bias", "padding keeps its fill", "bias that lowers a group"],
 )
-def test_weights_are_those_of_the_steps_that_mask_nothing(change: Any, wanted: Any) -> None:
-    for scores, values, ids in replayed(after(change)):
+def test_weights_are_those_of_the_steps_that_mask_nothing(change: Any, wanted: Any, leaves: int) -> None:
+    for scores, values, ids in replayed(after(change), leaves=leaves):
         assert torch.equal(values, wanted(scores).gather(1, ids))
 
 
