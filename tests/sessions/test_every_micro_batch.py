@@ -209,6 +209,7 @@ def test_ids_that_the_layer_writes_into_behind_its_router_are_refused(block: str
 @pytest.mark.parametrize("at", [0, 3])
 def test_an_output_that_cant_be_read_waits_for_the_end_in_any_micro_batch(at: int) -> None:
     running: list[int] = []
+    ended: list[int] = []
 
     class Unreadable(ToyRouters):
         def describe(self, module: nn.Module, path: str) -> Router | None:
@@ -230,7 +231,8 @@ def test_an_output_that_cant_be_read_waits_for_the_end_in_any_micro_batch(at: in
             session.give(0, foreign()[0])
             running.append(number)
             model(tokens(number))
-    assert len(running) == at + 1
+            ended.append(number)
+    assert ended == running == list(range(at + 1))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
