@@ -15,20 +15,29 @@ logger = logging.getLogger(__name__)
 
 
 class InputCheck:
-    """Checks the calls of a replay against the inputs of their routes; `compared` counts micro-batches."""
+    """Checks the calls of a replay against the inputs of their routes.
+
+    `compared` counts the micro-batches whose routes all have a fingerprint that was compared with the call's.
+    """
 
     def __init__(self, routes: Sequence[RoutedExperts]) -> None:
         self.known = [of_micro_batch.placement.inputs for of_micro_batch in routes]
         self._orders = [of_micro_batch.placement.row_order for of_micro_batch in routes]
+        self._unnamed = [of_micro_batch.placement.unnamed for of_micro_batch in routes]
         for number, of_micro_batch in enumerate(routes):
             if self.known[number] is None and of_micro_batch.fingerprint is not None:
                 self.known[number] = Inputs(None, (len(of_micro_batch),), (of_micro_batch.fingerprint,))
         self.compared = 0
 
-    def knows_tokens(self, number: int) -> bool:
-        """Return whether it is known which tokens the routes of a micro-batch belong to."""
+    def tells_tokens(self, number: int) -> bool:
+        """Return whether the tokens that a micro-batch is called with are known, by its layout or routes."""
         inputs = self.known[number]
         return inputs is not None and inputs.tells_tokens
+
+    def knows_tokens(self, number: int) -> bool:
+        """Return whether it is known which tokens the routes of a micro-batch belong to."""
+        # A layout's fingerprints tell the tokens of the call, not those of routes without one.
+        return self.tells_tokens(number) and not self._unnamed[number]
 
     def check(self, number: int, call: Called, row_order: str | None = None) -> None:
         """Refuse a micro-batch that was called with other inputs than those of its routes.
@@ -44,7 +53,7 @@ class InputCheck:
         if other is not None:
             raise other.error(MicroBatchError, micro_batch(number))
         differing = inputs.differing(called) if inputs else None
-        self.compared += differing is not None
+        self.compared += differing is not None and not self._unnamed[number]
         if differing:
             others = [
                 n
@@ -93,8 +102,9 @@ class InputCheck:
             logger.warning(
                 "[npu_replay] nothing holds these routes against the tokens of the model's calls: routes of "
                 "another micro-batch would be replayed. They don't say which tokens they belong to "
-                "(fingerprints= of the layout, or a record of calls with token ids), and weren't compared "
-                "with the routers' own choice either (fewer than 64 rows, or min_overlap=0)"
+                "(fingerprint= of each sequence's routes, fingerprints= of the layout, or a record of calls "
+                "with token ids), and weren't compared with the routers' own choice either (fewer than 64 "
+                "rows, or min_overlap=0)"
             )
 
 

@@ -114,7 +114,7 @@ class Replay(Session):
         """Return plain numbers for any tracker.
 
         These are micro-batches, rows, rows without a route, those of them that a TokenLayout made as padding,
-        samples with bad routes, seconds; micro-batches whose tokens were compared (tokens_compared);
+        samples with bad routes, seconds; micro-batches whose routes' tokens were compared (tokens_compared);
         live_mismatch and overlap where measured; capacity_dropped where tokens are dropped.
         """
         done = [one for n, one in enumerate(self._source.routes[: self.done]) if n not in self._skipped]
@@ -162,11 +162,10 @@ class ListedRoutes(RouteSource):
     def wants_inputs_of(self, number: int) -> bool:
         # Without fingerprints only the padding can be compared, which is alike in all micro-batches.
         known = self.called.known[number] is not None
-        return known and (self.called.knows_tokens(number) or is_due(number) or self.is_last(number))
+        return known and (self.called.tells_tokens(number) or is_due(number) or self.is_last(number))
 
     def knows_tokens(self, number: int) -> bool:
-        # A layout's fingerprints tell the tokens of the call, not those of routes without one.
-        return self.called.knows_tokens(number) and not self.routes[number].placement.unnamed
+        return self.called.knows_tokens(number)
 
     def ends(self, forward: MicroBatch) -> None:
         last = self.timeline.ended[0] - 1

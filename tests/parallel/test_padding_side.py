@@ -49,6 +49,28 @@ def test_a_mask_that_leaves_out_more_or_fewer_tokens_says_nothing() -> None:
         replayed("right", given)
 
 
+@pytest.mark.parametrize("named", [0, 2, 3])
+def test_only_routes_that_all_have_a_fingerprint_count_as_compared(
+    named: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    input_check._warned.clear()
+    ids = token_ids(3, LENGTH)
+    layout = TokenLayout.of_batch(ids, order="batch")
+    rows = [
+        RoutedExperts(
+            ids=torch.rand(LENGTH, 2, 16).topk(3).indices,
+            layers=[0, 1],
+            num_experts=16,
+            fingerprint=npu_replay.fingerprint(tokens) if number < named else None,
+        )
+        for number, tokens in enumerate(ids)
+    ]
+    with torch.no_grad(), npu_replay.replay(TokenModel("batch"), [layout.gather(rows)]) as session:
+        session.chunks[0](ids)
+    assert session.metrics()["tokens_compared"] == (named == 3)
+    assert ("nothing holds these routes" in caplog.text) == (named < 3)
+
+
 @pytest.mark.parametrize("way", ["inputs=False", "embeddings"])
 def test_it_says_so_of_a_record_that_knows_no_tokens(way: str, caplog: pytest.LogCaptureFixture) -> None:
     input_check._warned.clear()
