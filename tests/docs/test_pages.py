@@ -139,7 +139,7 @@ def test_r3_replays_the_old_log_probs_too(
         return own(model, [chosen_otherwise(one) for one in routes], live_mismatch=live_mismatch)
 
     monkeypatch.setattr(npu_replay, "replay", replay)
-    text = (ROOT / page).read_text(encoding="utf-8").partition("\n## Does it work on this device?")[0]
+    text = (ROOT / page).read_text(encoding="utf-8").partition("\n## R2 with other micro-batches")[0]
     if old_log_probs == "not replayed":
         text, taken_out = re.subn(
             r"with torch\.no_grad\(\), (npu_replay\.)?replay\(.+\):", "with torch.no_grad():", text
