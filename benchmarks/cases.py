@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -68,10 +68,8 @@ def parts(device: torch.device, pairs: int, *, quick: bool) -> Iterator[Part]:
         yield part("router", tokens, 2, 0.3 + tokens * 3e-4, pairs, build)
     some = max(5, pairs // 5)
     for routing in host.ROUTINGS:
-        build = functools.partial(host.case, routing, Routers, some)
-        yield Part(
-            "host", f"host, {routing}", 0.5 + 0.45 * (some + 2), lambda build=build: _measured(build())
-        )
+        measure = functools.partial(_host, routing, some)
+        yield Part("host", f"host, {routing}", 1 + 0.45 * (some + 2), measure)
     yield part("recompute", host.TOKENS, 0.5, 1.0, some, lambda: host.recompute(Routers, some))
     seconds = 0.4 * some
     yield Part(
@@ -105,7 +103,9 @@ def parts(device: torch.device, pairs: int, *, quick: bool) -> Iterator[Part]:
 
 
 def _host(routing: str, rounds: int) -> Iterable[Row]:
-    return _measured(host.case(routing, Routers, rounds))
+    case = host.case(routing, Routers, rounds)
+    waits = dict(zip([way.name for way in case.ways], map(host.waits, case.ways), strict=True))
+    return [replace(row, waits=waits[row.way]) for row in _measured(case)]
 
 
 def _measured(case: Case) -> Iterable[Row]:

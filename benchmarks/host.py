@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import npu_replay
@@ -56,6 +57,19 @@ def case(routing: str, build: Callable[..., nn.Module], rounds: int) -> Case:
     ]
     around = {"before": _BEFORE, "repeats": _TIMED, "after": _AFTER}
     return Case(f"host, {routing}", TOKENS, ways, rounds, per=ROUTERS, clock=time.process_time, **around)
+
+
+def waits(way: Way) -> int:
+    """Count how often the host waits for the device in micro-batch 6: once for a CPU's check at its end."""
+    names = ("aten::_local_scalar_dense", "aten::nonzero")
+    with way.block():
+        for _ in range(_BEFORE + 1):
+            way.run()
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            way.run()
+        for _ in range(_TIMED + _AFTER - 2):
+            way.run()
+    return sum(event.count for event in seen.key_averages() if event.key in names)
 
 
 def recompute(build: Callable[..., nn.Module], rounds: int) -> Case:

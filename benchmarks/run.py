@@ -141,9 +141,13 @@ def _table(mine: list[Row]) -> Table:
         for number, row in enumerate(group):
             size = (f"{tokens:,}" if not number else "",) if len(sizes) > 1 else ()
             over = (_figure(row.over, "+"), f"{row.ratio:.2f}", f"{row.ratio_low:.2f}-{row.ratio_high:.2f}")
-            lines.append((*size, row.way, _figure(row.microseconds), *(over if number else [""] * 3)))
+            waits = () if row.waits is None else (f"{row.waits}",)
+            lines.append((*size, row.way, _figure(row.microseconds), *(over if number else [""] * 3), *waits))
     titles = (*(["tokens"] if len(sizes) > 1 else []), "way", "µs a call", "over base", "x base", "quartiles")
-    return Table(titles, lines, numbers=range(len(titles) - 4, len(titles)))
+    first = len(titles) - 4
+    if mine[0].waits is not None:
+        titles = (*titles, "waits")
+    return Table(titles, lines, numbers=range(first, len(titles)))
 
 
 def _figure(microseconds: float, sign: str = "") -> str:

@@ -98,6 +98,7 @@ class Row:
         ratio: median of the rounds' ratios to the first way, with its quartiles.
         over: median difference to the first way in microseconds.
         over_least: the least of these differences.
+        waits: how often a micro-batch waits for the device; None where that isn't counted.
     """
 
     what: str
@@ -110,6 +111,7 @@ class Row:
     over: float
     over_least: float
     rounds: int
+    waits: int | None = None
 
 
 def rows(what: str, tokens: int, times: dict[str, list[float]]) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -39,18 +40,33 @@ def record(trainer: Trainer) -> tuple[list[float], list[list[torch.Tensor]]]:
     return losses, recorded
 
 
-def replay(trainer: Trainer, recorded: list[list[torch.Tensor]]) -> tuple[list[float], Grads]:
-    """Losses and gradients of all forwards, then all backwards in the same order."""
+Schedule = Callable[[Callable[[int], None], Callable[[int], None]], None]
+
+
+def all_forwards_first(forward: Callable[[int], None], backward: Callable[[int], None]) -> None:
+    for step in (forward, backward):
+        for number in range(3):
+            step(number)
+
+
+def replay(
+    trainer: Trainer, targets: Sequence[list[torch.Tensor]], schedule: Schedule = all_forwards_first
+) -> tuple[list[float], Grads]:
+    """The three micro-batches through REPLAY_FORWARD and REPLAY_BACKWARD, as upstream means them."""
     router_replay, action = api()
     trainer.model.zero_grad()
-    losses = []
-    for tokens, ids in zip(trainer.batches, recorded, strict=True):
+    losses: dict[int, torch.Tensor] = {}
+
+    def forward(number: int) -> None:
+        router_replay.set_replay_data(targets[number])
         router_replay.set_global_router_replay_action(action.REPLAY_FORWARD)
-        router_replay.set_replay_data(ids)
-        losses.append(trainer.loss(tokens))
-    router_replay.set_global_router_replay_action(action.REPLAY_BACKWARD)
-    for loss in losses:
-        loss.backward()
-    router_replay.clear_global_router_replay_action()
+        losses[number] = trainer.loss(trainer.batches[number])
+
+    def backward(number: int) -> None:
+        router_replay.set_global_router_replay_action(action.REPLAY_BACKWARD)
+        losses[number].backward()
+
+    schedule(forward, backward)
     router_replay.clear_global_indices()
-    return [loss.item() for loss in losses], gradients(trainer.model)
+    router_replay.clear_global_router_replay_action()
+    return [losses[number].item() for number in range(3)], gradients(trainer.model)

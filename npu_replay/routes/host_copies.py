@@ -18,6 +18,8 @@ class HostCopy:
         self._tensors = list(tensors)
         self._events: list[torch.Event] = []
         self._on_way = True
+        if all(tensor.is_cpu for tensor in tensors):
+            return
         away = {tensor.device for tensor in tensors if not tensor.is_cpu}
         try:
             self._tensors = [_sent(tensor) for tensor in tensors]

@@ -231,7 +231,6 @@ class Answering(Work):
         """Check what the routers of a forward have shown, as far as it has come to the host."""
         found = self.shared.source.routers[ended.chunk]
         for routes in () if given is None else given.on.values():
-            # The version of a tensor doesn't tell what a kernel writes past torch.
             if (untouched := routes.untouched()) is not None:
                 ended.checks.append(effect.of_given(found, ended, untouched))
         try:
@@ -241,7 +240,7 @@ class Answering(Work):
         except NoEffect:
             self._unchanged.check(micro_batch(ended.number))  # says more: something was replaced
             raise
-        for call in ended.calls.values():
+        for call in ended.calls.values() if ended.checked else ():
             if call.unshown is not None:
                 self._dropped.add(call.unshown)
                 self._chosen += call.unshown.numel()

@@ -282,7 +282,7 @@ def of_quick_calls(calls: Sequence[Call], ids: torch.Tensor | None) -> list[Chec
 
 
 def of_given(found: Sequence[Router], ended: MicroBatch, untouched: torch.Tensor) -> Check:
-    """Check that nobody has written into given ids, not past torch either; bool [routers, rows, topk]."""
+    """Check that the ids of a forward that somebody has written into are the given ones."""
     return Check(found, ended.number, False, _WRITTEN, untouched)
 
 

@@ -12,7 +12,7 @@ what they show is kept and checked when it ends (`Answering.ends`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class QuickCall(Call):
     """
 
     seen: Any = ()
+    fills: Sequence[Fill] = ()
 
     def __init__(self, owner: Any, plan: Plan, micro_batch: MicroBatch, rows: int) -> None:
         self.owner = owner
@@ -57,7 +58,6 @@ class QuickCall(Call):
         self.rows = rows
         self.given = owner.is_given
         self.choose = owner.chooses
-        self.fills: list[Fill] = []
         self.num_experts = owner.num_experts
         self.topk = owner.topk
 
@@ -76,6 +76,14 @@ class QuickCall(Call):
         self.owner.shape = scores.shape
         return True
 
+    def fill(
+        self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool
+    ) -> Any:
+        """Run a `masked_fill`, and keep it if given ids may need the scores before it."""
+        if not self.given:
+            return native(*args, **kwargs)
+        return super().fill(native, args, kwargs, in_place)
+
     def take(self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan = self.plan
         scores: Any = args[0] if args else kwargs.get("input")
@@ -90,10 +98,12 @@ class QuickCall(Call):
             return native(*args, **kwargs)
         self.way = "guard"
         self.rows = scores.shape[0]
+        fills = self.fills
+        self.fills = ()  # their graph must not live on: the next router gets the memory
         if (ids := self.direct) is not None:
             self.ids = self.handed = ids  # `Given.untouched` tells whether the router writes into them
-            if self.fills:
-                values = unmasked(scores, self.fills, self.topk, ids, self.owner.router.leaves)
+            if fills:
+                values = unmasked(scores, fills, self.topk, ids, self.owner.router.leaves)
             else:
                 values = scores.gather(1, ids)
             return _topk_result((values, ids))
@@ -110,9 +120,9 @@ class QuickCall(Call):
             self.scores = scores
             self.taken_by = native, args, kwargs
             ids = self.choose(self)
-            fills = self.fills if self.given else ()
             values = unmasked(scores, fills, self.topk, ids, self.owner.router.leaves)
             self.scores = None
+            self.taken_by = None
         self.ids = ids
         # A tensor made under inference_mode can't be saved for backward. Those of a recompute are kept.
         copies = self.is_recompute or ids.numel() > FEW or ids.is_inference()

@@ -177,7 +177,8 @@ class DeviceRoutes:
         if self.routes.shown is not None:
             dropped = (self.routes.shown < 0) & self.routes.recorded[:, None, None]
             lost = to_device(dropped[:, self._of_all], device)
-        self.on[device] = Given(self, narrow, missing, by_layer, wide, lost)
+        version = None if wide is None else wide._version
+        self.on[device] = Given(self, narrow, missing, by_layer, wide, version, lost)
 
 
 class Given(NamedTuple):
@@ -190,6 +191,7 @@ class Given(NamedTuple):
         missing: the rows without a route, int64; None if each row has one.
         by_layer: the ids of each layer, [rows, topk]: a part of `wide`, or else of `narrow`.
         wide: the ids, int64 [layers, rows, topk], which the routers get; None if they are many.
+        version: the version counter of `wide`, which its parts share.
         lost: the ids whose token was dropped over its expert's capacity, bool [rows, layers, topk]; None if
             the routes don't say.
     """
@@ -199,11 +201,14 @@ class Given(NamedTuple):
     missing: torch.Tensor | None
     by_layer: dict[int, torch.Tensor]
     wide: torch.Tensor | None
+    version: int | None
     lost: torch.Tensor | None
 
     def untouched(self) -> torch.Tensor | None:
-        """Return which ids in `wide` are still what they were, bool [layers, rows, topk]."""
-        return None if self.wide is None else self.wide == self.narrow.transpose(0, 1)
+        """Return which ids in `wide` are what they were, bool [layers, rows, topk]; None if all must be."""
+        if self.wide is None or self.wide._version == self.version:
+            return None
+        return self.wide == self.narrow.transpose(0, 1)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -119,7 +119,7 @@ class Call:
         self.topk = topk
         self.choose: Choose = Call.own
         self.seen: list[str] = []  # functions called before the top-k was caught, while Watch was on
-        self.fills: list[Fill] = []  # of scores over the experts, before the top-k
+        self.fills: Sequence[Fill] = ()  # of scores over the experts, before the top-k
 
     def __enter__(self) -> None:
         """Answer the next top-k of this thread that matches."""
@@ -203,7 +203,7 @@ class Call:
         if self.spare:
             values, places = self.native_topk(scores)
             self.handed = torch.cat([ids, places[:, self.topk :]], dim=1)
-            self.fills.clear()  # the router got its top-k's own values, so no mask is undone
+            self.fills = ()  # the router got its top-k's own values, so no mask is undone
         if (handed := self.handed) is None:
             with outside_modes():
                 handed = self.handed = ids.clone()  # which the router may write into
@@ -320,7 +320,7 @@ class Call:
         if not has_shape:
             with outside_modes():
                 fill = Fill(*(one.expand(scores.shape).reshape(shape) for one in fill))
-        self.fills.append(fill)
+        self.fills = [*self.fills, fill]
         return after
 
 

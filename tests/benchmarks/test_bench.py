@@ -115,6 +115,10 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     assert all(row.ratio == 1 and row.over == 0 for row in rows if row.way == "live")
     assert all(row.microseconds > 0 and row.ratio_low <= row.ratio <= row.ratio_high for row in rows)
     assert all(row.over_least <= row.over for row in rows)
+    counted = [row for row in rows if row.what.startswith("host")]
+    assert {row.waits for row in counted if row.way in ("live", "least record", "least replay")} == {0}
+    # A CPU's own check at the forward's end.
+    assert {row.waits for row in counted if row.way in ("record", "replay", "pin_recompute")} == {1}
     ends = [row.microseconds for row in rows if row.what == "import"]
     assert ends == sorted(ends), "each step ends after the one before it"
 

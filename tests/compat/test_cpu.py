@@ -48,18 +48,6 @@ def test_everything_that_was_lent_is_taken_back() -> None:
     assert patches.applied() == applied
 
 
-@pytest.mark.usefixtures("no_cuda")
-def test_a_failure_half_way_through_lending_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: object) -> None:
-        raise ImportError("a broken Megatron")
-
-    monkeypatch.setattr(cpu, "_lend_megatron", fail)
-    before = snapshot(*OWNERS)
-    with pytest.raises(ImportError), cpu.lend():
-        pytest.fail("the block must not begin")
-    assert same(before, snapshot(*OWNERS))
-
-
 @pytest.mark.megatron
 def test_what_megatron_lacks_without_transformer_engine_is_lent_on_cuda_too(
     monkeypatch: pytest.MonkeyPatch,

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -41,43 +41,6 @@ def perturb(model: nn.Module) -> None:
                 weight.add_(torch.randn(weight.shape, generator=generator))
 
 
-class Shown:
-    """What the routers' own outputs show, by layer and in the order of the calls; with hooks of its own."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.ids: dict[int, list[torch.Tensor]] = {}
-        self.inputs: dict[int, list[torch.Tensor]] = {}
-        self.weights: dict[int, list[torch.Tensor]] = {}
-        self._handles = [
-            module.register_forward_hook(self._look(int(path.split("layers.")[1].split(".")[0])))
-            for path, module in model.named_modules()
-            if type(module).__name__.endswith(("TopKRouter", "TopkRouter"))
-        ]
-
-    def _look(self, layer: int) -> Callable[..., None]:
-        def look(_: nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-            _, weights, ids = output
-            self.ids.setdefault(layer, []).append(ids.detach().clone())
-            self.weights.setdefault(layer, []).append(weights.detach().clone())
-            self.inputs.setdefault(layer, []).append(args[0].detach().clone())
-
-        return look
-
-    def __enter__(self) -> Shown:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def follow(self, routes: list[RoutedExperts]) -> bool:
-        return all(
-            torch.equal(self.ids[layer][number].sort().values, one.layer_ids(layer).long().sort().values)
-            for number, one in enumerate(routes)
-            for layer in one.layers
-        )
-
-
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 GROUPS = ({"n_group": 1, "topk_group": 1}, {}, {"topk_group": 4, "num_experts_per_tok": 4})
 """One group holds all experts; and the top-k that ranks groups looks much like the routing's own."""
@@ -104,18 +67,15 @@ def test_a_record_changes_nothing_its_replay_repeats_it_and_other_routers_follow
         with npu_replay.replay(model, recording.routes):
             assert same(train(model), recorded)
         perturb(model)
-        with Shown(model) as shown:
+        with npu_replay.observe(model) as live:
             train(model)
-        assert not shown.follow(recording.routes)
-        with npu_replay.replay(model, recording.routes), Shown(model) as shown:
+        with npu_replay.observe(model) as seen, npu_replay.replay(model, recording.routes):
             results = train(model)
     assert same(untouched, recorded)
     assert [len(one) for one in recording.routes] == [10, 12]
     assert {one.layers for one in recording.routes} == {FAMILIES[family][2]}
-    assert shown.follow(recording.routes)
-    if recompute is not None:  # the recomputes ran inside backward, the last micro-batch first
-        again = {layer: ids[2:][::-1] for layer, ids in shown.ids.items()}
-        assert all(torch.equal(again[layer][n], shown.ids[layer][n]) for layer in again for n in (0, 1))
+    assert npu_replay.compare(live.shown, recording.routes).differing > 0
+    assert npu_replay.compare(seen.shown, recording.routes).differing == 0
     assert all(result is None or result.isfinite().all() for result in results)
     assert all(router.module.weight.grad.abs().sum() > 0 for router in routers.find([model])[0])
 
@@ -126,19 +86,20 @@ def test_a_record_changes_nothing_its_replay_repeats_it_and_other_routers_follow
 def test_deepseek_v2_weights_come_from_the_scores_before_the_group_mask_s2() -> None:
     """Its router sets the scores of other groups to 0.0 and takes the top-k's values as weights."""
     model = build("deepseek_v2-groups", routed_scaling_factor=2.0)
-    routes = foreign(model)
-    with npu_replay.replay(model, routes), Shown(model) as shown:
-        train(model)
+    (routes,) = foreign(model, count=1)
+    found = routers.find([model])[0]
+    calls: list[Any] = []
+    for router in found:
+        router.module.register_forward_hook(lambda _, args, output: calls.append((args[0], output[1])))
+    with npu_replay.replay(model, [routes]):
+        train(model, count=1)
     crossing = 0
-    for router in routers.find([model])[0]:
-        for number, one in enumerate(routes):
-            hidden = shown.inputs[router.label][number].flatten(0, -2)
-            ids = one.layer_ids(router.label).long()
-            scores = (hidden @ router.module.weight.T).softmax(dim=-1)
-            weights = shown.weights[router.label][number]
-            torch.testing.assert_close(weights, scores.gather(1, ids) * 2.0)
-            best = scores.view(-1, 4, 2).amax(dim=-1).topk(2).indices
-            crossing += int((ids[..., None] // 2 != best[:, None]).all(dim=-1).sum())
+    for router, (inputs, weights) in zip(found, calls, strict=True):
+        ids = routes.layer_ids(router.label).long()
+        scores = (inputs.flatten(0, -2) @ router.module.weight.T).softmax(dim=-1)
+        torch.testing.assert_close(weights, scores.gather(1, ids) * 2.0)
+        best = scores.view(-1, 4, 2).amax(dim=-1).topk(2).indices
+        crossing += int((ids[..., None] // 2 != best[:, None]).all(dim=-1).sum())
     assert crossing > 0, "no route left the groups that the router would have kept"
 
 
@@ -230,9 +191,9 @@ def test_a_compiled_module_is_replayed_and_its_graphs_stay_as_they_are_s1(what: 
     after = train(called, count=1)
     assert len(graphs) == before, "the block left something that is compiled anew"
     assert not same(replayed, after)
-    with npu_replay.replay(called, recording.routes), Shown(model) as shown:
+    with npu_replay.observe(called) as seen, npu_replay.replay(called, recording.routes):
         train(called, count=1)
-    assert shown.follow(recording.routes)
+    assert npu_replay.compare(seen.shown, recording.routes).differing == 0
 
 
 # What is not a router, and what is refused

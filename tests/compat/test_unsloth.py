@@ -59,18 +59,12 @@ def test_routers_that_were_written_anew_are_recorded_observed_and_replayed() -> 
     assert recording.routes[0].layers == (0, 1, 2)
     for layer in made.model.layers:
         nn.init.normal_(layer.mlp.gate.weight)
-    got: list[torch.Tensor] = []
-    for layer in made.model.layers:
-        layer.mlp.experts.register_forward_pre_hook(lambda _, args: got.append(args[1].sort().values))
-    made(tokens)
-    live = list(got)
-    got[:] = []
+    with npu_replay.observe(made) as live:
+        made(tokens)
     with npu_replay.observe(made) as seen, npu_replay.replay(made, recording.routes):
         made(tokens).logits.sum().backward()
+    assert npu_replay.compare(recording.routes, live.shown).router_mismatch > 0
     assert npu_replay.compare(recording.routes, seen.shown).router_mismatch == 0
-    wanted = [recording.routes[0].layer_ids(layer).sort().values for layer in (0, 1, 2)]
-    assert all(torch.equal(a.to(b.dtype), b) for a, b in zip(got, wanted, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(got, live, strict=True))
 
 
 def test_half_of_a_model_is_never_taken_for_it_all() -> None:

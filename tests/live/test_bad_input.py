@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import http.client
 import json
-import time
 import urllib.error
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,7 +14,7 @@ import torch
 from live.engine import Live
 from live.families import FAMILIES, VOCABULARY
 from live.held import Trainer
-from npu_replay import Rollout, RoutedExperts, Turn, from_vllm
+from npu_replay import RoutedExperts, from_vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
 
 ASKED = np.random.default_rng(1).integers(3, VOCABULARY, 80).tolist()
@@ -74,24 +71,3 @@ def test_what_a_server_refuses_is_quoted(served: Live) -> None:
         served.engine.ask("/v1/completions", prompt=[*ASKED] * 20, **SAMPLING)
     with pytest.raises(InvalidRoutes, match=r"the server refused.*1024"):
         from_vllm(caught.value.read(), served.folder)
-
-
-def test_killed_in_the_middle(served: Live) -> None:
-    """Comes last: it kills the server."""
-    rollout = Rollout(served.folder)
-    tokens, routes = sample(served)
-    rollout.extend(Turn(prompt=ASKED, sampled=tokens[len(ASKED) :], routes=routes))
-
-    def ask() -> None:
-        with pytest.raises((OSError, http.client.HTTPException)):
-            served.engine.ask("/v1/completions", prompt=tokens, max_tokens=900, ignore_eos=True)
-
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask)
-        time.sleep(0.5)
-        assert not asked.done()
-        served.engine.kill()
-        asked.result(60)
-    # what was sampled is lost, what was known isn't
-    rollout.extend(Turn(prompt=tokens, sampled=[], aborted=True))
-    assert rollout.tokens.tolist() == tokens

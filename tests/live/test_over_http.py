@@ -6,7 +6,6 @@ import json
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,7 @@ from json_server import post
 from live.engine import Live
 from live.families import FAMILIES, VOCABULARY
 from live.held import assert_right
-from npu_replay import Rollout, RouteStore, Turn, from_vllm
-from npu_replay.errors import RouteFileError
+from npu_replay import Rollout, Turn, from_vllm
 
 MESSAGES = [{"role": "user", "content": "w17 w9 w30 w8"}, {"role": "assistant", "content": "w5 w6"}]
 
@@ -91,25 +89,6 @@ def turn(live: Live, ids: list[int], tokens: int = 16, **said: Any) -> Turn:
     answer = live.engine.ask("/v1/completions", prompt=ids, max_tokens=tokens, ignore_eos=True)
     (routes,) = from_vllm(answer, live.folder, **said)
     return Turn(prompt=ids, sampled=json.loads(answer)["choices"][0]["token_ids"], routes=routes)
-
-
-def test_T24_T30_T42_two_turns_with_a_tool_and_a_store(served: Live, tmp_path: Path) -> None:
-    rollout = Rollout(served.folder)
-    rollout.extend(turn(served, prompt(5, 60)))
-    rollout.append(prompt(6, 21))
-    assert rollout.routes.recorded.sum() == 75  # neither the last sampled token nor the tool's have rows yet
-    rollout.extend(turn(served, rollout.tokens.tolist()))
-    assert_right(served.model, rollout.tokens, rollout.routes)
-    rollout.append(prompt(7, 5))
-    assert rollout.routes.recorded.sum() == 60 + 16 + 21 + 16 - 1
-    rollout.truncate(60 + 16 + 21 + 16)
-
-    with RouteStore.writer(tmp_path / "routes", name="rank-0") as writer:
-        writer.add(rollout.routes)
-    read = RouteStore(tmp_path / "routes").of(rollout.tokens)
-    assert_right(served.model, rollout.tokens, read)
-    with pytest.raises(RouteFileError, match="no routes of these tokens"):
-        RouteStore(tmp_path / "routes").of(rollout.tokens[:-1])
 
 
 def test_T13_T28_an_abort_and_its_resume(served: Live) -> None:

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import npu_replay
+import upstream_loop
 from dealt_cases import dealt
 from npu_replay import RoutedExperts
 from router_replay_api import FLAG, UpstreamApi, upstream_api
+from upstream_loop import Schedule, all_forwards_first
 from zoo.gpt import (
     SIGMOID_BIAS,
     VARIANTS,
@@ -25,7 +27,6 @@ from zoo.gpt import (
     routers,
     same,
 )
-from zoo.outcome import gradients
 
 pytestmark = [
     pytest.mark.megatron,
@@ -53,29 +54,10 @@ def layers(routes: RoutedExperts) -> Layers:
     return [routes.layer_ids(layer).long() for layer in routes.layers]
 
 
-def recorded(api: UpstreamApi, trainer: Trainer) -> list[Layers]:
-    """What a pass that trains nothing records, one entry a micro-batch."""
-    api.everywhere("RECORD")
-    found = []
-    for tokens in trainer.batches:
-        with torch.no_grad():
-            trainer.loss(tokens)
-        found.append([ids.clone() for ids in api.replay.get_recorded_data()])
-    api.replay.clear_global_router_replay_action()
-    api.replay.clear_global_indices()
-    return found
-
-
 def one_by_one(forward: Callable[[int], None], backward: Callable[[int], None]) -> None:
     for number in range(3):
         forward(number)
         backward(number)
-
-
-def all_forwards_first(forward: Callable[[int], None], backward: Callable[[int], None]) -> None:
-    for step in (forward, backward):
-        for number in range(3):
-            step(number)
 
 
 def one_forward_ahead(forward: Callable[[int], None], backward: Callable[[int], None]) -> None:
@@ -88,33 +70,10 @@ def one_forward_ahead(forward: Callable[[int], None], backward: Callable[[int], 
 
 
 SCHEDULES = [one_by_one, all_forwards_first, one_forward_ahead]
-Schedule = Callable[[Callable[[int], None], Callable[[int], None]], None]
 
 
 def _named(value: object) -> str:
     return str(getattr(value, "__name__", value))
-
-
-def replayed(
-    api: UpstreamApi, trainer: Trainer, targets: Sequence[Layers], schedule: Schedule
-) -> tuple[list[float], Grads]:
-    """The three micro-batches through REPLAY_FORWARD and REPLAY_BACKWARD, as upstream means them."""
-    trainer.model.zero_grad()
-    losses: dict[int, torch.Tensor] = {}
-
-    def forward(number: int) -> None:
-        api.replay.set_replay_data(targets[number])
-        api.everywhere("REPLAY_FORWARD")
-        losses[number] = trainer.loss(trainer.batches[number])
-
-    def backward(number: int) -> None:
-        api.everywhere("REPLAY_BACKWARD")
-        losses[number].backward()
-
-    schedule(forward, backward)
-    api.replay.clear_global_indices()
-    api.replay.clear_global_router_replay_action()
-    return [losses[number].item() for number in range(3)], gradients(trainer.model)
 
 
 def witness(variant: str, routes: Sequence[RoutedExperts]) -> tuple[list[float], Grads]:
@@ -135,12 +94,12 @@ def test_what_was_recorded_is_as_by_npu_replay_and_is_replayed_after_the_router_
     with npu_replay.record(plain.model) as recording, torch.no_grad():
         for tokens in plain.batches:
             plain.loss(tokens)
-    targets = recorded(api, trainer)
+    _, targets = upstream_loop.record(trainer)
     for ours, theirs in zip(recording.routes, targets, strict=True):
         for ids, others in zip(layers(ours), theirs, strict=True):
             assert torch.equal(ids.sort(dim=1).values, others.sort(dim=1).values)
     with perturbed(trainer.model):
-        losses, grads = replayed(api, trainer, targets, schedule)
+        losses, grads = upstream_loop.replay(trainer, targets, schedule)
     labels = [router.label for router in routers(trainer.model)]
     routes = [RoutedExperts(ids=torch.stack(ids, dim=1), layers=labels, num_experts=8) for ids in targets]
     with perturbed(plain.model), npu_replay.replay(plain.model, routes):
@@ -163,7 +122,7 @@ def test_backward_replays_several_micro_batches_first_in_first_out(
     with npu_replay.record(plain.model) as recording:
         plain.run("each")
     foreign = random_routes(recording.routes)
-    given = replayed(api, trainer, [layers(one) for one in foreign], schedule)
+    given = upstream_loop.replay(trainer, [layers(one) for one in foreign], schedule)
     assert same(given, witness(variant, foreign))
 
 

@@ -11,7 +11,7 @@ import ast
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ import torch
 
 import npu_replay
 from npu_replay.smoke import megatron_model
-from zoo.outcome import as_map
+from zoo.outcome import as_map, changed
 
 EXPERTS = 8
 TOPK = 2
@@ -120,16 +120,8 @@ class Actor:
         for handle in handles:
             handle.remove()
 
-    @contextmanager
-    def other_routers(self) -> Iterator[None]:
-        kept = [router.weight.detach().clone() for router in self.routers]
-        with torch.no_grad():
-            for router in self.routers:
-                router.weight.add_(torch.randn(router.weight.shape))
-        yield
-        with torch.no_grad():
-            for router, weight in zip(self.routers, kept, strict=True):
-                router.weight.copy_(weight)
+    def other_routers(self) -> AbstractContextManager[None]:
+        return changed((number, router.weight) for number, router in enumerate(self.routers))
 
 
 def same(calls: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:

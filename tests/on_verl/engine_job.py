@@ -12,7 +12,7 @@ import inspect
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from npu_replay.smoke import megatron_model
 from piece_files import FileCarrier
 from zoo import gpt_split, hybrid
 from zoo.gpt_split import EXPERTS, TOPK, Split, share
+from zoo.outcome import changed
 
 RELEASE: str = verl.__version__
 VOCAB = 64
@@ -169,25 +170,16 @@ def fill(chunks: Sequence[nn.Module]) -> None:
                 weight.copy_(1 + 0.1 * noise if weight.dim() == 1 else 0.15 * noise)
 
 
-@contextmanager
-def other_routers(*models: Sequence[nn.Module]) -> Iterator[None]:
+def other_routers(*models: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Routers that choose otherwise, for the length of the block."""
-    weights = [
-        (name, weight)
+    each = (
+        (zlib.crc32(name.replace("module.", "").encode()), weight)
         for chunks in models
         for chunk in chunks
         for name, weight in chunk.named_parameters()
         if "router.weight" in name
-    ]
-    kept = [weight.detach().clone() for _, weight in weights]
-    with torch.no_grad():
-        for name, weight in weights:
-            seed = zlib.crc32(name.replace("module.", "").encode())
-            weight += 0.5 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
-    yield
-    with torch.no_grad():
-        for (_, weight), original in zip(weights, kept, strict=True):
-            weight.copy_(original)
+    )
+    return changed(each, scale=0.5)
 
 
 def gradients(chunks: Sequence[nn.Module]) -> list[torch.Tensor]:

@@ -290,12 +290,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # One turn
 
 
-def test_one_turn_gives_each_token_its_row_and_the_last_none() -> None:
-    tokens, rows = rows_of(run(Turn([20, 21, 22])))
-    assert tokens == [*PROMPT, 20, 21, 22]
-    check_rows(tokens, rows)
-
-
 def test_read_only_routes_reach_verl_in_memory_of_their_own() -> None:  # T10
     handed = run(Turn([20, 21, 22]), kind=Handed).routed_experts
     assert handed.flags.writeable

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import jobs
+from live.families import truth
 from verl_live import job, tiny
-from zoo.qwen import TOPK
 
 pytestmark = [pytest.mark.verl, pytest.mark.slow, pytest.mark.timeout(560)]
 
@@ -110,11 +110,9 @@ def like(folder: Path, weights: Tensors) -> Any:
     return AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
 
 
-def chosen(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def choice(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """What transformers' routers choose, [tokens, layers, topk]."""
-    with torch.no_grad():
-        logits = model(tokens[None], output_router_logits=True).router_logits
-    return torch.stack([one.topk(TOPK, dim=-1).indices for one in logits], dim=1)
+    return torch.from_numpy(truth(model, tokens.tolist()).ids)
 
 
 def differing(ours: torch.Tensor, theirs: torch.Tensor, where: torch.Tensor) -> int:
@@ -180,9 +178,9 @@ def test_the_engines_rows_are_those_of_the_weights_it_was_given(trained: Job) ->
             has = known(routes)
             assert bool(has[:-1].all()), "a token without a row, and not the last"
             rows += int(has.sum()) * tiny.LAYERS
-            wrong += differing(routes, chosen(step.router, tokens), has)
+            wrong += differing(routes, choice(step.router, tokens), has)
             if before is not None:
-                with_older += differing(routes, chosen(before.router, tokens), has)
+                with_older += differing(routes, choice(before.router, tokens), has)
         assert rows > 500
         assert wrong == 0, f"{wrong} of {rows} token-layers"
         assert before is None or with_older > 0, "the weights made no difference: nothing was checked"

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from npu_replay import routers
 from npu_replay.smoke import megatron_model
 from zoo import toys
-from zoo.outcome import as_map
+from zoo.outcome import as_map, checkpointed
 
 VOCABULARY = 64
 Map = torch.Tensor
@@ -158,15 +157,5 @@ def bed_of(name: str, how: str | None) -> Bed:
     elif how is not None:
         lists = (getattr(one, "layers", None) for one in model.modules())
         for layer in next(one for one in lists if isinstance(one, nn.ModuleList)):
-            layer.forward = _checkpointed(layer.forward, reentrant=how == "reentrant")
+            layer.forward = checkpointed(layer.forward, reentrant=how == "reentrant")
     return made
-
-
-def _checkpointed(forward: Callable[..., Any], *, reentrant: bool) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
-        return checkpoint(
-            lambda hidden: forward(hidden, *args[1:], **kwargs), hidden, use_reentrant=reentrant
-        )
-
-    return run

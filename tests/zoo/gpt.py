@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from npu_replay.devices import pick
 from npu_replay.routers import Router, find
 from npu_replay.smoke import megatron_model
 from zoo import outcome
-from zoo.outcome import Grads, backward
+from zoo.outcome import Grads, backward, changed, checkpointed
 from zoo.outcome import gradients as gradients
 from zoo.outcome import hooks as hooks
 from zoo.outcome import same as same
@@ -88,22 +87,12 @@ def build(variant: dict[str, Any], recompute: str | None = None, seed: int = 7) 
             bias.copy_(torch.randn(bias.shape) * 0.1)
     if inner is not None:
         for layer in model.decoder.layers:
-            layer.forward = _checkpointed(layer.forward, reentrant=inner)
+            layer.forward = checkpointed(layer.forward, reentrant=inner)
     return Trainer(model, outer)
 
 
 def routers(model: nn.Module) -> list[Router]:
     return find([model])[0]
-
-
-def _checkpointed(forward: Callable[..., Any], *, reentrant: bool) -> Callable[..., Any]:
-    def run(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        def layer(hidden: torch.Tensor) -> Any:
-            return forward(hidden, *args, **kwargs)
-
-        return checkpoint(layer, hidden_states, use_reentrant=reentrant)
-
-    return run
 
 
 class Trainer:
@@ -162,21 +151,9 @@ def check_record_and_replay(trainer: Trainer, order: str) -> list[RoutedExperts]
     return recording.routes
 
 
-@contextmanager
-def perturbed(model: nn.Module, scale: float = 1.0) -> Iterator[None]:
+def perturbed(model: nn.Module) -> AbstractContextManager[None]:
     """Other router weights for the length of the block."""
-    weights = [router.module.weight for router in routers(model)]
-    kept = [weight.detach().clone() for weight in weights]
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for weight in weights:
-            weight.add_((torch.randn(weight.shape, generator=generator) * scale).to(DEVICE))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for weight, original in zip(weights, kept, strict=True):
-                weight.copy_(original)
+    return changed((11 + number, router.module.weight) for number, router in enumerate(routers(model)))
 
 
 class PipelineGroup:

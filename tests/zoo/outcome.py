@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from npu_replay import RoutedExperts
 
@@ -41,6 +43,39 @@ def backward(losses: Sequence[torch.Tensor], order: str) -> None:
             loss.backward()
     else:
         in_thread(lambda: sum(losses).backward())
+
+
+@contextmanager
+def changed(weights: Iterable[tuple[int, Any]], scale: float = 1.0) -> Iterator[None]:
+    """These weights have noise on them, each by its seed, for the length of the block."""
+    kept = []
+    with torch.no_grad():
+        for seed, weight in weights:
+            kept.append((weight, weight.detach().clone()))
+            noise = scale * torch.randn(tuple(weight.shape), generator=torch.Generator().manual_seed(seed))
+            if hasattr(weight, "device_mesh"):
+                from torch.distributed.tensor import distribute_tensor
+
+                noise = distribute_tensor(noise, weight.device_mesh, weight.placements)
+            weight.add_(noise.to(weight.device))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, original in kept:
+                weight.copy_(original)
+
+
+def checkpointed(forward: Callable[..., Any], *, reentrant: bool) -> Callable[..., Any]:
+    """A layer's forward in a checkpoint, whose input are the hidden states alone."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+        return checkpoint(
+            lambda hidden: forward(hidden, *args[1:], **kwargs), hidden, use_reentrant=reentrant
+        )
+
+    return run
 
 
 def in_thread(work: Callable[[], object]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ import transformers
 from torch import nn
 
 from zoo import qwen
+from zoo.outcome import changed
 from zoo.qwen import TOPK
 
 VOCAB = 128
@@ -52,26 +53,11 @@ def block_of(model: nn.Module, router: nn.Module) -> nn.Module:
     return next(one for one in model.modules() if router in one.children())
 
 
-@contextmanager
-def other_routers(*models: nn.Module) -> Iterator[None]:
+def other_routers(*models: nn.Module) -> AbstractContextManager[None]:
     """Routers that choose otherwise, for the length of the block."""
-    kept = []
-    for model in models:
-        for layer, router in routers(model).items():
-            weight: Any = router.weight
-            noise = torch.randn(tuple(weight.shape), generator=torch.Generator().manual_seed(layer))
-            if hasattr(weight, "device_mesh"):
-                from torch.distributed.tensor import distribute_tensor
-
-                noise = distribute_tensor(noise, weight.device_mesh, weight.placements)
-            kept.append((weight, weight.detach().clone()))
-            with torch.no_grad():
-                weight.add_(noise)
-    assert kept
-    yield
-    with torch.no_grad():
-        for weight, original in kept:
-            weight.copy_(original)
+    each = [(layer, router.weight) for model in models for layer, router in routers(model).items()]
+    assert each
+    return changed(each)
 
 
 def whole(tensor: Any) -> torch.Tensor:

@@ -16,18 +16,14 @@ import pytest
 import torch
 
 import npu_replay
-import upstream_loop
 from npu_replay import RoutedExperts
 from npu_replay.compat.megatron import aux_losses
 from npu_replay.errors import ReplayError
-from zoo.gpt import SIGMOID_BIAS, Trainer, build, perturbed, routers, same
+from zoo.gpt import SIGMOID_BIAS, Trainer, build, routers, same
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
-KINDS = {
-    kind: {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.1}
-    for kind in ("aux_loss", "seq_aux_loss")
-}
+LOSS = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}
 
 
 def foreign(trainer: Trainer) -> list[RoutedExperts]:
@@ -37,42 +33,19 @@ def foreign(trainer: Trainer) -> list[RoutedExperts]:
     return [RoutedExperts(ids=ids, layers=[0, 1, 2, 3], num_experts=8)] * len(trainer.batches)
 
 
-@pytest.mark.parametrize(
-    ("kind", "recompute"),
-    [("aux_loss", None), ("aux_loss", "layers_non_reentrant"), ("seq_aux_loss", "full")],
-)
-def test_what_is_counted_makes_a_difference_and_live_is_upstreams(
-    kind: str, recompute: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = upstream_loop.build_replayed(KINDS[kind], recompute)
-    routes = foreign(trainer)
-    given = [[one.ids[:, layer].long() for layer in range(4)] for one in routes]
-    results = {}
-    before = [set(vars(router.module)) for router in routers(trainer.model)]
-    with perturbed(trainer.model):
-        for asked in ("live", "replayed"):
-            with npu_replay.replay(trainer.model, routes, aux_loss=asked):  # type: ignore[arg-type]
-                results[asked] = trainer.run("each")
-        assert [set(vars(router.module)) for router in routers(trainer.model)] == before
-        monkeypatch.setenv("NPU_REPLAY_AUX_LOSS", "replayed")  # for jobs whose framework opens the block
-        with npu_replay.replay(trainer.model, routes):
-            assert same(trainer.run("each"), results["replayed"])
-        upstream = upstream_loop.replay(trainer, given)
-    upstream_loop.api()[0].clear_global_router_replay_instances()
-    assert not same(results["live"], results["replayed"])
-    assert same(results["live"], upstream)
-
-
 @pytest.mark.parametrize("pad", [False, True])
 def test_a_replay_of_ones_own_record_counts_what_a_run_counts_also_after_a_drop(pad: bool) -> None:
     """0.12's seq_aux_loss counts what is left after the drop by capacity."""
     room = {"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": pad}
-    trainer = build(KINDS["seq_aux_loss"] | room)
+    trainer = build(LOSS | room)
     untouched = trainer.run("each")
     with npu_replay.record(trainer.model) as recording:
         trainer.run("each")
-    with npu_replay.replay(trainer.model, recording.routes):
-        assert same(trainer.run("each"), untouched)
+    before = [set(vars(router.module)) for router in routers(trainer.model)]
+    for asked in ("live", "replayed"):
+        with npu_replay.replay(trainer.model, recording.routes, aux_loss=asked):  # type: ignore[arg-type]
+            assert same(trainer.run("each"), untouched)
+    assert [set(vars(router.module)) for router in routers(trainer.model)] == before
 
 
 def test_another_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

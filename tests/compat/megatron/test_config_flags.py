@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import pickle
 from typing import Any
 
 import pytest
 
 from npu_replay.compat.megatron import config_flags
-from npu_replay.compat.megatron.config_flags import FLAGS, REPLAY
+from npu_replay.compat.megatron.config_flags import REPLAY
 from npu_replay.errors import ReplayError
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
@@ -29,24 +28,6 @@ def config_class(request: pytest.FixtureRequest) -> type:
 
     config_flags.install()  # another test may have called uninstall()
     return getattr(transformer_config, request.param)
-
-
-@pytest.mark.parametrize("flag", REPLAY)
-def test_both_names_of_the_flag_mean_the_same(config_class: type, flag: str) -> None:
-    """T6: the wrong one of the two was taken by no one, in silence."""
-    config = config_class(**SIZES, **{flag: True})
-    assert [getattr(config, name) for name in REPLAY] == [True, True]
-
-
-def test_nothing_is_written_on_the_class(config_class: type) -> None:
-    """A class attribute makes MindSpeed drop the argument, a signature of ours makes it pass it on."""
-    fields = {field.name for field in dataclasses.fields(config_class)}
-    for name in set(FLAGS) - fields:
-        assert not hasattr(config_class, name)
-    assert set(inspect.signature(config_class).parameters) == {
-        field.name for field in dataclasses.fields(config_class) if field.init
-    }
-    assert "__signature__" not in vars(config_class.__init__)
 
 
 def test_a_config_that_is_made_from_another_has_the_flags_that_it_was_built_with(config_class: type) -> None:
@@ -102,14 +83,3 @@ def test_another_config_with_the_same_init_method_is_no_copy(config_class: type)
     assert config_class(**SIZES, init_method=own).enable_routing_replay is False
     config = config_class(**SIZES, enable_routing_replay=True)
     assert config_class(**SIZES, init_method=config.init_method).enable_routing_replay is False
-
-
-def test_a_subclass_with_a_field_of_its_own_keeps_it(config_class: type) -> None:
-    @dataclasses.dataclass
-    class Provider(config_class):  # type: ignore[valid-type, misc]
-        enable_routing_replay: bool = False
-
-    provider = Provider(**SIZES, enable_routing_replay=True)
-    assert provider.enable_routing_replay is True
-    assert dataclasses.replace(provider).enable_routing_replay is True
-    assert "__init__" in vars(Provider)

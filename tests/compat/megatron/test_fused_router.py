@@ -68,10 +68,3 @@ def test_a_fused_path_of_somebody_elses_is_refused_in_the_first_micro_batch(
         npu_replay.record(trainer.model),
     ):
         trainer.loss(trainer.batches[0])
-
-
-def test_without_transformer_engine_megatron_says_what_is_missing() -> None:
-    fused_kernel.product()
-    trainer = build(FUSION)
-    with pytest.raises(ValueError, match="install TE"), npu_replay.record(trainer.model):
-        trainer.loss(trainer.batches[0])

@@ -331,14 +331,6 @@ def test_every_axis_is_read_from_its_own_place(
     assert layout.groups == tuple(groups.values()), "those that share a stage, then the stages"
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_sequence_parallelism_is_the_configs(sequence_parallel: bool) -> None:
-    config = megatron_model.config(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
-    layout = ParallelLayout.from_megatron(config)
-    assert (layout.sequence_parallel, layout.gathers_rows) == (sequence_parallel, False)
-    assert not ParallelLayout.from_megatron(megatron_model.config()).sequence_parallel
-
-
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall", "alltoall_seq"])
 def test_alltoall_seq_routers_see_the_rows_of_the_whole_group(dispatcher: str) -> None:
     """T46: of the dispatchers, this one alone gathers the logits before the top-k."""

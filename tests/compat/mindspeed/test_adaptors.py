@@ -145,12 +145,3 @@ def test_a_source_tree_without_metadata_says_its_version_in_setup_py(path: Path)
     text = "__version__ = '0.12.1'\n__package_name__ = 'mindspeed'\n"
     (path / "setup.py").write_text(text, encoding="utf-8")
     assert (versions()["mindspeed"], capability().state) == ("0.12.1", "broken")
-
-
-def test_a_product_that_cannot_be_looked_up_is_broken(path: Path) -> None:
-    products = {product.name: product for product in probe.products()}
-    problem = "not to be looked up (OSError: gone)"
-    for name in (ADAPTOR, "mindspeed"):
-        products[name] = replace(products[name], problem=problem)
-    states = {one.state for one in adaptors.capabilities(products.values())}
-    assert states == {"broken"}

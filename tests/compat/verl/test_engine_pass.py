@@ -91,22 +91,6 @@ def test_a_replayed_pass_says_once_that_it_is_on_and_adds_its_metrics(
         replay(engine, routes)
 
 
-def test_what_goes_wrong_in_a_schedule_is_raised_behind_it_and_an_update_is_counted() -> None:
-    engine = Engine()
-    routes = record(engine)
-    after = list[str]()
-
-    def schedule(model: ToyModel) -> None:
-        current().defer(ReplayError("a sample of this rank is bad"))
-        after.append("went on")
-
-    with pytest.raises(ReplayError, match="this rank is bad"):
-        update(engine, schedule)
-    assert (after, EngineAdapter.of(engine).updates) == (["went on"], 0)
-    replay(engine, routes)
-    assert EngineAdapter.of(engine).updates == 1
-
-
 def test_nothing_is_left_when_a_pass_raises() -> None:
     engine = Engine()
 
@@ -123,22 +107,6 @@ def test_nothing_is_left_when_a_pass_raises() -> None:
             current().set(RECORD)
             raise ZeroDivisionError
         assert not current().action, "nor in what runs it"
-    assert hooks(engine.module[0]) == 0
-
-
-def test_an_action_that_waits_is_the_engines_and_over_when_the_engine_ends_it() -> None:
-    engine = Engine()
-
-    def schedule(model: ToyModel) -> None:
-        model(tokens(0))
-        current().recording(None, 0)
-
-    with EnginePass().entered():
-        current().set(RECORD)
-        engine.forward_backward_batch(schedule, forward_only=True)
-        assert current().action == RECORD
-        engine.forward_backward_batch(lambda model: (schedule(model), current().clear()), forward_only=True)
-        assert not current().action
     assert hooks(engine.module[0]) == 0
 
 

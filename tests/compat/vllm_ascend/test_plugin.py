@@ -167,12 +167,6 @@ def test_a_runner_that_knows_no_routes_is_refused(worker: Worker) -> None:
         worker.runner(config())
 
 
-def test_a_runner_that_cannot_be_guarded_ends_the_start(worker: Worker) -> None:
-    """Nobody opens a block in a worker, where such a failure would be said: it would run as released."""
-    worker.env.delattr(worker.module, "NPUModelRunner")
-    worker.refuses(plugin.register, says="capture of routed experts failed: AttributeError")
-
-
 @pytest.mark.parametrize(
     ("answers", "says"),
     [
@@ -195,18 +189,35 @@ def test_an_engine_with_a_worker_that_does_not_capture_ends(
     assert "initialize_from_config" not in vars(worker.executor)
 
 
-@pytest.mark.parametrize(
-    ("ascend", "vllm", "says"),
-    [
-        ("0.17.0rc1", "0.17.0", "nobody checks those before 0.18.0"),
-        ("0.23.0", "0.24.0", "beside vLLM 0.24.0"),
-    ],
-)
-def test_what_is_too_old_or_no_pair_ends_the_start(worker: Worker, ascend: str, vllm: str, says: str) -> None:
-    worker.releases.update({"vllm-ascend": ascend, "vllm": vllm})
+NEVER_STARTED: dict[str, tuple[Any, str]] = {
+    "too old": (
+        lambda worker: worker.releases.update({"vllm-ascend": "0.17.0rc1", "vllm": "0.17.0"}),
+        "nobody checks those before 0.18.0",
+    ),
+    "no pair": (lambda worker: worker.releases.update(vllm="0.24.0"), "beside vLLM 0.24.0"),
+    # Nothing would be told of it otherwise, and the engine would run as released.
+    **{
+        f"no {module}": (
+            lambda worker, module=module: worker.env.delitem(sys.modules, module),
+            rf"another than npu_replay knows.*{module}.*no such module",
+        )
+        for module in (V1, EXECUTOR)
+    },
+}
+
+
+@pytest.mark.parametrize(("change", "says"), NEVER_STARTED.values(), ids=NEVER_STARTED)
+def test_what_is_another_product_than_is_known_ends_the_start(worker: Worker, change: Any, says: str) -> None:
+    change(worker)
     worker.refuses(plugin.register, says=says)
     assert RELEASED in worker.log.text
     assert "__init__" not in vars(worker.runner)
+
+
+def test_a_runner_that_cannot_be_guarded_ends_the_start(worker: Worker) -> None:
+    """Nobody opens a block in a worker, where such a failure would be said: it would run as released."""
+    worker.env.delattr(worker.module, "NPUModelRunner")
+    worker.refuses(plugin.register, says="capture of routed experts failed: AttributeError")
 
 
 @pytest.mark.parametrize("ascend", ["0.21.0rc1", "0.30.0", "0.32.0rc1", "0.1.dev1"])
@@ -220,15 +231,6 @@ def test_a_worker_whose_classes_lack_a_part_ends_whatever_its_release(worker: Wo
     worker.env.setattr(parts, "check", lacks)
     worker.refuses(worker.runner, config(), says=f"this vllm-ascend {ascend} is another than")
     assert RELEASED in worker.log.text
-
-
-@pytest.mark.parametrize("module", [V1, EXECUTOR])
-def test_a_release_whose_runner_or_executor_lies_elsewhere_ends_the_start(
-    worker: Worker, module: str
-) -> None:
-    """Nothing would be told of it otherwise, and the engine would run as released."""
-    worker.env.delitem(sys.modules, module)
-    worker.refuses(plugin.register, says=rf"another than npu_replay knows.*{module}.*no such module")
 
 
 def test_an_engine_that_is_not_asked_for_routes_starts_and_says_so(worker: Worker) -> None:

@@ -26,109 +26,145 @@ JAMBA = {**QWEN3, "attn_layer_period": 8}
 HYBRIDS = {"qwen3-next": QWEN3_NEXT, "qwen3.5": QWEN3_5, "nemotron-h": NEMOTRON_H, "jamba": JAMBA}
 
 
-def check(version: str, capture: bool = False, refused: str = "", **plan: Any) -> None:
-    """It is refused with these words, or taken where there are none."""
-    problem = refusal(version, plan, capture=capture)
-    assert (problem is not None) == bool(refused), problem
-    assert re.search(refused, str(problem)), problem
+SPREAD = {"enable_expert_parallel": True}
+"""Experts over the ranks."""
+TWO_HALVES = "captures wrong rows with two half batches"
+LATE = r"{version} hands out rows of the next step.*async_scheduling=False.*#10727"
+SPLIT = (
+    r"captures one token in {tp} on {soc}: the other rows would be zeros or, from 0\.28\.0rc1 on, an earlier "
+    r"step's\. Expected expert parallelism off"
+)
+FLASH = {"additional_config": {"enable_flashcomm1": True}, "tensor_parallel_size": 2, "data_parallel_size": 2}
+FOUR = {"data_parallel_size": 4} | SPREAD
+Row = tuple[tuple[str, ...], dict[str, Any], str]
+ROWS: list[Row] = [
+    # releases, the plan, and in which words it is refused; empty: it is taken
+    (
+        ("0.11.0",),
+        {"model": QWEN3},
+        "vllm-ascend {version} is older than 0.18.0.*Expected 0.18.0 and later.*nobody checks",
+    ),
+    (("0.17.0rc1",), {"model": QWEN3}, "vllm-ascend {version} is older than"),
+    (ZEROS, {"model": QWEN3}, r"{version} gives zeros for every id.*27\.1rc1.*vllm-ascend#16314"),  # T32
+    ((*UNQUANTIZED, *ALL), {"model": QWEN3, "tensor_parallel_size": 8}, ""),
+    *(
+        row
+        for plan, words in (
+            ({"quantization": "fp8"}, "captures no quantized experts.*Expected an unquantized model.*fp8"),
+            ({"soc": "310P"}, r"captures nothing on 310P.*0\.27\.1rc1"),
+            # 0.21 to 0.24 have the patch that mends it, and don't install it on the vLLM that they are for.
+            (
+                {"data_parallel_size": 2},
+                r"ends in an AssertionError under data par.*0\.27\.1rc1.*#9728.*0\.25\.1rc1",
+            ),
+        )
+        for row in (
+            (UNQUANTIZED, plan | {"model": QWEN3}, "{version} " + words),
+            (ALL, plan | {"model": QWEN3}, ""),
+        )
+    ),
+    *(  # T23
+        row
+        for model in HYBRIDS.values()
+        for row in (
+            (
+                ("0.18.0", "0.27.1rc1"),
+                {"model": model},
+                r"{version} reads the rows of a model with linear attention.*0\.28\.0rc1",
+            ),
+            (ALL[1:], {"model": model}, ""),
+        )
+    ),
+    # tokens that are split over tensor-parallel ranks before they are routed
+    *(
+        (("0.18.0", "0.27.1rc1", "0.30.0rc2"), {"tensor_parallel_size": tp, "soc": soc, **more}, words)
+        for soc, tp, splits in (
+            *(("A3", 2, True), ("A3", 16, True), ("A5", 4, True)),
+            *(("A2", 8, False), ("A2", 16, True)),
+        )
+        for more, words in (
+            (SPREAD, SPLIT.replace("{tp}", str(tp)).replace("{soc}", soc) if splits else ""),
+            ({}, ""),  # experts aren't spread
+            (SPREAD | {"soc": None}, ""),  # nobody says the processor
+        )
+    ),
+    *(
+        row
+        for plan in ({"enable_dbo": True}, {"ubatch_size": 2})
+        for row in (
+            ((*UNQUANTIZED, *ALL), plan, TWO_HALVES),
+            ((*UNQUANTIZED, *ALL[:-1]), plan | {"capture": True}, TWO_HALVES),
+        )
+    ),
+    ((*UNQUANTIZED, *ALL), {"enable_dbo": False, "ubatch_size": 1}, ""),
+    (UNQUANTIZED[:3], {"async_scheduling": True}, LATE),
+    ((*UNQUANTIZED[3:], "0.27.1rc1"), {"async_scheduling": True}, ""),
+    ((*UNQUANTIZED, "0.27.1rc1"), {"async_scheduling": False}, ""),
+    # MC2 at one tensor-parallel rank: the patch of 0.25.1 on knows its rows with several alone
+    *(
+        (("0.27.1rc1", "0.30.0rc2"), FOUR | more, words)
+        for more, words in (
+            ({}, ""),  # nobody says the processor
+            ({"soc": "A3"}, "ends in an AssertionError on A3"),
+            ({"soc": "A2"}, ""),
+            ({"soc": "A3", "tensor_parallel_size": 2}, ""),
+            ({"soc": "A3", "capture": True}, ""),
+        )
+    ),
+    # from 0.27 on flash comm is vLLM's `use_sequence_parallel_moe`, which asks for all three, off by itself
+    *(
+        (ALL[:2], FLASH | SPREAD | more, words)
+        for more, words in (
+            ({}, "wrong rows with flash comm"),
+            ({"additional_config": {"enable_dsa_cp": True}}, "wrong rows with flash comm"),
+            ({"capture": True}, ""),
+            ({"data_parallel_size": 1, "soc": "310P"}, ""),
+            ({"enable_expert_parallel": False}, ""),
+            ({"tensor_parallel_size": 1}, ""),
+            ({"additional_config": {}}, ""),
+        )
+    ),
+    # a release that isn't known to a plan; a worker looks at its classes: tests/on_vllm_ascend
+    (
+        ("nightly", "0.21.0rc1", "0.32.0rc1"),
+        {"capture": True},
+        "captures nothing on vllm-ascend {version}.*return no rows by vLLM's capturer",
+    ),
+]
+
+
+def check(version: str, words: str, plan: dict[str, Any]) -> None:
+    given = dict(plan)
+    problem = refusal(version, given, capture=given.pop("capture", False))
+    assert (problem is not None) == bool(words), problem
+    assert re.search(words.replace("{version}", version), str(problem)), problem
 
 
 @pytest.mark.parametrize(
-    ("version", "words"),
-    [
-        ("0.11.0", "vllm-ascend 0.11.0 is older than 0.18.0.*Expected 0.18.0 and later.*nobody checks"),
-        ("0.17.0rc1", "vllm-ascend 0.17.0rc1 is older than"),
-        *(
-            (version, f"{version} gives zeros for every id.*27\\.1rc1.*vllm-ascend#16314")
-            for version in ZEROS
-        ),
-    ],
+    ("version", "plan", "words"),
+    [(version, plan, words) for versions, plan, words in ROWS for version in versions],
 )
-def test_t32_a_release_that_gives_zeros_or_that_nobody_checks_is_refused(version: str, words: str) -> None:
-    check(version, refused=words, model=QWEN3)
-
-
-REFUSED_BEFORE_0_27 = {
-    "quantized": (
-        {"quantization": "fp8"},
-        "captures no quantized experts.*Expected an unquantized model.*fp8",
-    ),
-    "310P": ({"soc": "310P"}, r"captures nothing on 310P.*0\.27\.1rc1"),
-    # 0.21 to 0.24 have the patch that mends it, and don't install it on the vLLM that they are made for.
-    "data parallel": (
-        {"data_parallel_size": 2},
-        r"ends in an AssertionError under data par.*0\.27\.1rc1.*#9728.*0\.25\.1rc1",
-    ),
-}
-
-
-@pytest.mark.parametrize(("plan", "words"), REFUSED_BEFORE_0_27.values(), ids=REFUSED_BEFORE_0_27)
-@pytest.mark.parametrize("version", [*UNQUANTIZED, *ALL])
-def test_what_is_not_captured_before_0_27_1rc1(version: str, plan: dict[str, Any], words: str) -> None:
-    check(version, model=QWEN3, tensor_parallel_size=8)
-    check(version, refused="" if version in ALL else f"{version} {words}", model=QWEN3, **plan)
-
-
-@pytest.mark.parametrize("version", ["0.18.0", "0.27.1rc1", *ALL[1:]])
-@pytest.mark.parametrize("model", HYBRIDS.values(), ids=HYBRIDS.keys())
-def test_t23_hybrid_models_need_0_28_0rc1_and_the_second_model_runner(
-    version: str, model: dict[str, Any]
+def test_plans_that_give_no_routes_are_refused_and_no_others(
+    version: str, plan: dict[str, Any], words: str
 ) -> None:
-    if version in ALL[1:]:
-        check(version, model=model)
-        assert needs_v2(version, model)
+    check(version, words, plan)
+
+
+def test_which_releases_need_another_runner_or_scheduling() -> None:
+    for version in ALL[1:]:
+        assert needs_v2(version, QWEN3_NEXT)
         assert needs_v2(version) == (version >= "0.30")
-        return
-    check(
-        version,
-        refused=rf"{version} reads the rows of a model with linear attention.*0\.28\.0rc1",
-        model=model,
-    )
+    for version in (*UNQUANTIZED, "0.27.1rc1"):
+        assert vllm_ascend.needs_sync(version) == (version < "0.23")
 
 
 def test_a_models_own_folder_says_that_it_is_quantized(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
-    check("0.23.0", model=tmp_path)
+    check("0.23.0", "", {"model": tmp_path})
     (tmp_path / "quant_model_description.json").write_text("{}")
-    check("0.23.0", refused="captures no quantized.*quant_model_description.json", model=str(tmp_path))
+    check("0.23.0", "captures no quantized.*quant_model_description.json", {"model": str(tmp_path)})
     quantized = {**QWEN3, "quantization_config": {"quant_method": "fp8"}}
-    check("0.23.0", refused="captures no quantized experts.*quantization_config", model=quantized)
-
-
-@pytest.mark.parametrize(
-    ("soc", "tensor_parallel", "splits"),
-    [("A3", 2, True), ("A3", 16, True), ("A5", 4, True), ("A2", 8, False), ("A2", 16, True)],
-)
-@pytest.mark.parametrize("version", ["0.18.0", "0.27.1rc1", "0.30.0rc2"])
-def test_tokens_split_over_tensor_parallel_ranks_are_refused(
-    version: str, soc: Any, tensor_parallel: int, splits: bool
-) -> None:
-    spread = {"tensor_parallel_size": tensor_parallel, "enable_expert_parallel": True, "soc": soc}
-    says = (
-        rf"captures one token in {tensor_parallel} on {soc}: the other rows would be zeros or, from "
-        rf"0\.28\.0rc1 on, an earlier step's\. Expected expert parallelism off"
-    )
-    check(version, refused=says if splits else "", **spread)
-    check(version, tensor_parallel_size=tensor_parallel, soc=soc)  # experts aren't spread
-    check(version, **spread | {"soc": None})  # nobody says the processor
-
-
-@pytest.mark.parametrize("plan", [{"enable_dbo": True}, {"ubatch_size": 2}], ids=str)
-@pytest.mark.parametrize("version", [*UNQUANTIZED, *ALL])
-def test_two_half_batches_at_once_are_refused_whoever_captures(version: str, plan: dict[str, Any]) -> None:
-    says = "captures wrong rows with two half batches"
-    check(version, refused=says, **plan)
-    if vllm_ascend.unknown(version) is None:
-        check(version, capture=True, refused=says, **plan)
-    check(version, enable_dbo=False, ubatch_size=1)
-
-
-@pytest.mark.parametrize("version", [*UNQUANTIZED, "0.27.1rc1"])
-def test_asynchronous_scheduling_is_refused_before_0_23_0(version: str) -> None:
-    says = rf"{version} hands out rows of the next step.*async_scheduling=False.*#10727"
-    check(version, refused=says if version < "0.23" else "", async_scheduling=True)
-    assert vllm_ascend.needs_sync(version) == (version < "0.23")
-    check(version, async_scheduling=False)
+    check("0.23.0", "captures no quantized experts.*quantization_config", {"model": quantized})
 
 
 @pytest.mark.parametrize(
@@ -174,31 +210,6 @@ def test_doctor_is_told(product: Product, state: str, words: str) -> None:
     assert found.remedy.startswith("take ") == (found.state == "broken" and bool(product.version))
 
 
-@pytest.mark.parametrize("release", ["0.27.1rc1", "0.30.0rc2"])
-def test_tokens_that_are_filled_up_over_data_parallel_ranks_alone_end_the_engine(release: str) -> None:
-    """MC2 at one tensor-parallel rank: the patch of 0.25.1 on knows its rows with several alone."""
-    spread = {"data_parallel_size": 4, "enable_expert_parallel": True}
-    check(release, **spread)  # nobody says the processor
-    check(release, refused="ends in an AssertionError on A3", **spread, soc="A3")
-    check(release, **spread, soc="A2")
-    check(release, **spread, soc="A3", tensor_parallel_size=2)
-    check(release, **spread, soc="A3", capture=True)
-
-
-@pytest.mark.parametrize("version", ALL[:2])
-@pytest.mark.parametrize("switch", ["enable_flashcomm1", "enable_dsa_cp"])
-def test_flash_comm_hands_out_wrong_rows_where_tokens_are_shared_out(version: str, switch: str) -> None:
-    """From 0.27 on it is vLLM's `use_sequence_parallel_moe`, which asks for all three, and off by itself."""
-    spread = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
-    flash = {"additional_config": {switch: True}}
-    check(version, refused="wrong rows with flash comm", **flash, **spread)
-    check(version, **flash, **spread, capture=True)
-    check(version, **flash, **spread | {"data_parallel_size": 1, "soc": "310P"})
-    check(version, **flash, **spread | {"enable_expert_parallel": False})
-    check(version, **flash, **spread | {"tensor_parallel_size": 1})
-    check(version, **spread)
-
-
 @pytest.mark.parametrize(
     ("version", "vllm", "rules"),
     [
@@ -209,11 +220,3 @@ def test_flash_comm_hands_out_wrong_rows_where_tokens_are_shared_out(version: st
 )
 def test_a_build_between_releases_has_the_rules_of_its_vllm(version: str, vllm: str, rules: str) -> None:
     assert vllm_ascend.of_release(version, vllm) == rules
-
-
-@pytest.mark.parametrize("version", ["nightly", "0.21.0rc1", "0.32.0rc1"])
-def test_a_plan_for_a_release_that_is_not_known_is_refused(version: str) -> None:
-    """A worker looks at its classes instead: tests/on_vllm_ascend."""
-    problem = str(refusal(version, capture=True))
-    assert f"captures nothing on vllm-ascend {version}" in problem
-    assert "return no rows by vLLM's capturer" in problem
