@@ -42,11 +42,6 @@ def check_calls(calls: Sequence[Call], tiny: Tiny, batch: Any, times: int) -> No
     qwen_sharded.check(calls, _by_token(batch), columns, times, tiny.dp_rank)
 
 
-def share_of_others(calls: Sequence[Call], batch: Any) -> float:
-    """In how many token-layers another set of experts was chosen than in R2's routes."""
-    return qwen_sharded.share_of_others(calls, _by_token(batch))
-
-
 def _by_token(batch: Any) -> dict[int, torch.Tensor]:
     mask = batch.batch["attention_mask"].bool()
     pairs = zip(
@@ -71,21 +66,6 @@ def r2(folder: str, **settings: Any) -> None:
     check_told(lines, "R2", "100%")
     assert metrics["npu_replay/rows_without_route"] == [0.0] * len(metrics["npu_replay/rows_without_route"])
     assert metrics["npu_replay/live_mismatch"][0] > 0.5
-    control(actor, batch)
-
-
-def control(actor: Actor, batch: Any) -> None:
-    """Without replay the same routers choose otherwise."""
-    plain = job.batch_of(actor.tiny)
-    for name in ("old_log_probs", "ref_log_probs"):
-        plain.batch[name] = batch.batch[name]
-    mode = actor.tiny.mode
-    actor.worker.worker_config.router_replay.mode = "disable"
-    with other_routers(actor.model), witnessed(actor.model) as calls:
-        metrics = actor.update(plain)
-    actor.worker.worker_config.router_replay.mode = mode
-    assert share_of_others(calls, batch) > 0.5
-    assert not [name for name in metrics if name.startswith("npu_replay/")]
 
 
 def r3(folder: str, **settings: Any) -> None:
@@ -215,20 +195,6 @@ def routes_are_missing(folder: str, **settings: Any) -> None:
         nothing_is_on()
 
 
-def on_policy_it_changes_nothing(folder: str, **settings: Any) -> None:
-    """Routes of the same weights are what the routers choose anyway: one step is as without replay."""
-    after = []
-    for mode in ("R2", "disable"):
-        actor = Actor(tiny := Tiny(folder=folder, mode=mode, **settings))
-        batch = job.batch_of(tiny)
-        actor.log_probs(batch)
-        before = {name: whole(one) for name, one in actor.model.named_parameters()}
-        actor.update(batch)
-        after.append({name: whole(one) for name, one in actor.model.named_parameters()})
-    assert any(not torch.equal(before[name], one) for name, one in after[0].items())
-    assert all(torch.equal(one, after[1][name]) for name, one in after[0].items())
-
-
 def refused(actor: Actor, batch: Any) -> str:
     """Why an update stopped."""
     with pytest.raises(ReplayError) as raised:
@@ -261,7 +227,6 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"R3: {way}": partial(_run, r3, settings) for way, settings in WAYS.items()},
     "optimizer steps and epochs": partial(_run, two_steps_and_epochs, {}),
     "reference of a LoRA actor": partial(_run, reference_of_lora, {}),
-    "on policy it changes nothing": partial(_run, on_policy_it_changes_nothing, {}),
     "one rank fails": partial(_run, one_rank_fails, {}),
     "another order": partial(_run, another_order, {}),
     "routes are missing": partial(_run, routes_are_missing, {}),
