@@ -70,7 +70,7 @@ _NOT_SHOWN = "the router's output doesn't show the chosen experts", _CHANGED
 _RULED_OUT = (
     "an expert of the routes has a weight that was made from a mask's number",
     likeliest(
-        "the router masks experts and then makes the scores of its top-k (by a softmax, or a bias), so an "
+        "the router masks experts and then makes the scores of its top-k (by a softmax, say), so an "
         "expert that it masks now has a weight of 0 or so: mask after the softmax, or describe the router "
         "with masks=False where its weights come from other scores than the top-k's",
         "the router masks by another function than masked_fill (where, a product), or in compiled code: call "
@@ -226,11 +226,6 @@ def _of_all(call: Call, ids: torch.Tensor, shown: torch.Tensor) -> Iterator[Chec
             call.unshown = ~held
     else:
         right = held & (shown.sum(dim=1, keepdim=True) == router.topk)
-    if call.values is not None and call.given:
-        # -inf comes from an unseen mask, unless too few scores are finite. NaN is a diverged step's.
-        scarce = (call.scores > float("-inf")).sum(dim=1, keepdim=True) < router.topk
-        unseen = held & call.values.detach().isneginf() & ~scarce
-        yield _check(call, _RULED_OUT, ~unseen)
     yield _check(call, _shows_others(router), right)
 
 

@@ -19,7 +19,6 @@ from npu_replay.sessions.backward import graph_task, sequence_number, top_hooks
 from npu_replay.sessions.choices import given_ids, ids_of_forward, own_choice
 from npu_replay.sessions.first_error import FirstError
 from npu_replay.sessions.guarded import here
-from npu_replay.sessions.masks import Steps
 from npu_replay.sessions.micro_batch import MicroBatch
 from npu_replay.sessions.own_choice import OwnChoice
 from npu_replay.sessions.plan import Plan
@@ -271,9 +270,7 @@ class RouterCalls(ForwardInPlace):
         plan = self._plans.get(self.module.training)
         call.watching = plan is None or plan.way != "guard"
         call.follows = self._is_block and (checked or self.further > 0)
-        if checked and not call.is_recompute and self.is_given and router.masks:
-            call.watching = True
-            call.steps = Steps(call.rows, router.num_experts)
+        call.looks_for_masks = checked and self.is_given and router.masks and not call.is_recompute
         call.inside = RouterCalls._run_closely.__code__
         self._go_behind()
 

@@ -27,7 +27,7 @@ from npu_replay.sessions import dropped
 from npu_replay.sessions.guarded import guard as guard
 from npu_replay.sessions.guarded import here
 from npu_replay.sessions.id_uses import IdUses
-from npu_replay.sessions.masks import Fill, Steps, unmasked
+from npu_replay.sessions.masks import Fill, ruled_out, unmasked
 from npu_replay.sessions.torch_state import address, function_modes, outside_modes
 from npu_replay.sessions.watch import watch
 
@@ -73,7 +73,7 @@ class Call:
     # Set by the caller before the call is entered. Class attributes, so that a call sets only what differs:
     micro_batch: Any = None
     is_recompute = False
-    steps: Steps | None = None  # what makes the scores, to tell a mask that isn't undone; needs `watching`
+    looks_for_masks = False  # find out whether a mask that isn't undone rules out a given expert
     watching = False  # Watch is on, until the top-k is caught
     routes: Any = None
     around: Sequence[Any] = ()  # all that may run the call again
@@ -96,12 +96,11 @@ class Call:
     further = 0  # number of further top-ks of the same shape
     direct: torch.Tensor | None = None  # the given ids, int64, if they are all that the call needs
     shown: Any = None  # what `Router.shows` returned, if it is still to be checked
-    values: torch.Tensor | None = None  # values that the router got, float [rows, topk]
     scores: Any = None  # the input of the top-k
     taken_by: Any = None  # the function, its arguments and keywords
     own_ids: torch.Tensor | None = None  # the router's own choice of all rows, once computed
     taken: IdUses | None = None  # uses of the ids after the top-k, if `follows`
-    ruled_out: torch.Tensor | None = None  # see Steps.ruled_out
+    ruled_out: torch.Tensor | None = None  # see `masks.ruled_out`
     lost: torch.Tensor | None = None  # bool [rows, topk], the ids whose token was dropped, if `drops`
     unshown: torch.Tensor | None = None  # bool [rows, topk], the ids that a checked output lacks, if `drops`
     strayed: torch.Tensor | None = None  # a flag on the device: a kernel chose other ids
@@ -199,7 +198,6 @@ class Call:
         self.scores = scores
         self.taken_by = native, args, kwargs
         values, ids = self.decide(scores)
-        self.values = values.detach() if self.spare else values
         if self.spare:
             values, places = self.native_topk(scores)
             self.handed = torch.cat([ids, places[:, self.topk :]], dim=1)
@@ -272,8 +270,8 @@ class Call:
             self.own()
         with outside_modes():
             ids = self.choose(self)
-            if self.steps is not None:
-                self.ruled_out = self.steps.ruled_out(scores, self.fills, ids, self.own())
+            if self.looks_for_masks:
+                self.ruled_out = ruled_out(scores, self.fills, ids, self.own())
         if not self.keeps_native_topk:
             values = unmasked(scores, self.fills if self.given else (), self.topk, ids, self.leaves)
         return values, ids

