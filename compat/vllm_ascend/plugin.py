@@ -1,4 +1,4 @@
-"""Capture routed experts on vllm-ascend, as a plug-in of vLLM, where NPU_REPLAY_VLLM_ASCEND=1.
+"""Capture routed experts on vllm-ascend, as a plug-in of vLLM, where NPU_REPLAY_VLLM_ASCEND=on.
 
 vLLM calls `register` in each of its processes. In a worker it waits for the model runner. What can't be
 captured ends the start before weights are loaded; the rest is installed when vLLM makes its capturer: weights
@@ -96,7 +96,7 @@ def capability(product: Product, vllm: Product) -> Capability:
     if environment.disabled():
         return Capability(CAPABILITY, "missing", "NPU_REPLAY_DISABLE=1: npu_replay changes nothing")
     if not wanted():
-        remedy = f"{VLLM_ASCEND}=1 in the engine's environment"
+        remedy = f"{VLLM_ASCEND}=on in the engine's environment"
         return Capability(CAPABILITY, "missing", "it is off; this release is known", remedy)
     why = filtered()
     if why:

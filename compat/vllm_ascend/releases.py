@@ -127,8 +127,8 @@ def environment() -> dict[str, str]:
     # The processes inherit a filter of this one, which must contain the plug-in.
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is None or PLUGIN in allowed.split(","):
-        return {VLLM_ASCEND: "1"}
-    return {VLLM_ASCEND: "1", "VLLM_PLUGINS": ",".join(filter(None, (allowed, PLUGIN)))}
+        return {VLLM_ASCEND: "on"}
+    return {VLLM_ASCEND: "on", "VLLM_PLUGINS": ",".join(filter(None, (allowed, PLUGIN)))}
 
 
 def needs_v2(version: str, model: Any = None) -> bool:
@@ -240,7 +240,7 @@ _SNAPSHOTS = "0.23.0"
 """The first release that copies the rows before the next step overwrites their buffer."""
 _WORKING = "vllm-ascend 0.23.0 captures unquantized models, 0.27.1rc1 and later all"
 _OF_MAIN = "a build of its main branch between 1 and 12 August 2026"
-_OR_OURS = "; or npu_replay's own capture (NPU_REPLAY_VLLM_ASCEND=1; in engine_arguments, capture=True)"
+_OR_OURS = "; or npu_replay's own capture (NPU_REPLAY_VLLM_ASCEND=on; in engine_arguments, capture=True)"
 _ONE_RANK = "captures one tensor-parallel rank's tokens with expert parallelism and no data parallelism"
 
 OLDER = older(OLDEST, "0.18.0 and later: " + _WORKING)

@@ -7,8 +7,9 @@ line, without what is for a shell: for the scripts beside it, and for a script o
 
     bash run_qwen3_30b_a3b_megatron.sh $(python3 replay_lines.py --words R3 megatron npu)
 
-stderr says in which image it seems to run, and what is installed. The blocks of docs/verl-ascend.md are what
-it prints in their images. Nothing of verl or of a rollout engine is imported.
+stderr says in which image it seems to run, and what is installed; what is missing it says in Chinese, too.
+The blocks of docs/verl-ascend.md are what it prints in their images. Nothing of
+verl or of a rollout engine is imported.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def folder_of_verl() -> Path:
     spec = util.find_spec("verl")
     if spec is None or not spec.submodule_search_locations:
         sys.exit(
-            "replay_lines.py: verl isn't installed here. Run this where the job runs, in the image's Python."
+            "replay_lines.py: verl isn't installed here. Run this where the job runs, in the image's Python. "
+            "这里没有安装 verl。请在作业的容器中运行。"
         )
     return Path(next(iter(spec.submodule_search_locations)))
 
@@ -91,7 +93,7 @@ def mode_lines(mode: str, trainer: str, verl: Path) -> list[str]:
     has_legacy = (verl / "workers" / "megatron_workers.py").is_file()  # 0.7: they read other keys
     if trainer == "fsdp2":
         if "router_replay:" not in megatron_settings(verl):
-            end("verl 0.7.0 replays on Megatron alone.")
+            end("verl 0.7.0 replays on Megatron alone. verl 0.7.0 只能在 Megatron 上重放。请改用 megatron。")
         key = f"+{ACTOR}.fsdp_config.router_replay.mode={mode}"
         return [key, *[f"{NO_LEGACY}=disable"] * has_legacy]  # its legacy FSDP workers drop routes
     if has_legacy:
@@ -114,7 +116,10 @@ def bridge_lines(verl: Path) -> list[str]:
     if default is not None and has[not takes_mbridge]:
         return [f"{ACTOR}.megatron.vanilla_mbridge={not takes_mbridge}"]
     wanted = "Megatron-Bridge" if default is None else "Megatron-Bridge or mbridge"
-    warn(f"this verl loads the weights of a Megatron model with {wanted}, which isn't installed here.")
+    warn(
+        f"this verl loads the weights of a Megatron model with {wanted}, which isn't installed here. "
+        "缺少加载 Megatron 权重所需的 bridge。请改用 fsdp2 或更换镜像。"
+    )
     return []
 
 
@@ -123,11 +128,17 @@ def engine_lines(device: str, verl: Path) -> list[str]:
         # With token ids alone verl takes the routes for a tensor, and from 0.5.10 on SGLang sends text.
         return [f"{ROLLOUT}.skip_tokenizer_init=False"] * (release("sglang") >= (0, 5, 10))
     if device == "npu" and () < release("vllm") < (0, 18):
-        end("vllm-ascend captures no routes before 0.18. Take R2.")
+        end("vllm-ascend captures no routes before 0.18. Take R2. 该版本不采集路由。请改用 R2 或更换镜像。")
     if asks_plugins(verl) and () < release("vllm") < (0, 22):
-        end("verl 0.9 refuses R3 with vLLM below 0.22. Take R2, or verl 0.8.0.")
+        end(
+            "verl 0.9 refuses R3 with vLLM below 0.22. Take R2, or verl 0.8.0. "
+            "vLLM 版本过低。请改用 R2 或 verl 0.8.0。"
+        )
     if not release("vllm"):
-        warn("neither vLLM nor SGLang is installed here: these lines are those of vLLM below 0.22.")
+        warn(
+            "neither vLLM nor SGLang is installed here: these lines are those of vLLM below 0.22. "
+            "这里没有安装推理引擎。以下按 0.22 之前的 vLLM 给出。请在作业的容器中运行。"
+        )
     chosen = []
     if release("vllm") < (0, 22):  # older ones hand out another step's rows under asynchronous scheduling
         chosen.append(f"+{ROLLOUT}.engine_kwargs.vllm.no_async_scheduling=True")

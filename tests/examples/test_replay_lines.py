@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -15,6 +16,7 @@ import image_lines
 V091, MAIN, A5, _, SGLANG, V080, V071, V070 = ascend_images.VERL_IMAGES
 IMAGES = pytest.mark.parametrize("image", ascend_images.VERL_IMAGES, ids=lambda image: image.name)
 BRIDGE = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
+IN_CHINESE = re.compile("[\u4e00-\u9fff]。")
 MODULES = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES"
 
 
@@ -38,6 +40,7 @@ def test_without_verl_it_says_so(image: ascend_images.Image, tmp_path: Path) -> 
     assert done.returncode == 1
     assert not done.stdout
     assert "verl isn't installed here" in done.stderr
+    assert IN_CHINESE.search(done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +67,8 @@ def test_the_bridge_is_the_one_that_is_installed(
     assert done.returncode == 0
     bridges = [word for word in done.stdout.splitlines() if "mbridge" in word]
     assert bridges == ([line] if line.startswith(BRIDGE) else [])
-    assert ("which isn't installed" in done.stderr) == ("which" in line)
+    is_told = "which isn't installed" in done.stderr
+    assert is_told == ("which" in line) == bool(IN_CHINESE.search(done.stderr))
     assert not line.startswith("Megatron-Bridge") or line in done.stderr
     assert "mbridge" not in image_lines.printed(folder, "R2", "fsdp2", "npu")
 
@@ -114,6 +118,14 @@ def test_what_cannot_work_ends_with_its_reason(
     done = image_lines.run(image_lines.made(image, tmp_path), *asked, "npu")
     assert (done.returncode, done.stdout) == (1, "")
     assert why in done.stderr
+    assert IN_CHINESE.search(done.stderr)
+
+
+def test_a_machine_without_an_engine_is_named(tmp_path: Path) -> None:
+    folder = image_lines.made(replace(V091, vllm=""), tmp_path)
+    told = image_lines.run(folder, "R3", "megatron", "npu").stderr
+    assert "neither vLLM nor SGLang is installed here" in told
+    assert IN_CHINESE.search(told)
 
 
 @pytest.mark.parametrize("image", [V091, SGLANG, V080, V071], ids=lambda image: image.name)

@@ -280,7 +280,7 @@ SGLANG = f"{ROLLOUT}.engine_kwargs.sglang"
 NO_ASYNC = {f"{KWARGS}.no_async_scheduling": True}
 LATE = rf"asynchronous scheduling.*Expected \+{KWARGS}\.no_async_scheduling=True, got async_scheduling="
 ASCEND = {"vllm-ascend": "0.23.0", "vllm": "0.23.0"}
-CAPTURES = {"NPU_REPLAY_VLLM_ASCEND": "1"}
+CAPTURES = {"NPU_REPLAY_VLLM_ASCEND": "on"}
 QUANTIZED = {f"{ROLLOUT}.quantization": "ascend"}
 SIZES = {f"{ROLLOUT}.{name}": "4" for name in ("tensor_model_parallel_size", "expert_parallel_size")}
 CANN = r"vllm-ascend 0\.13\.0 is older than.*Expected 0\.18\.0 and later.*nobody checks.*R2 needs no"

@@ -279,7 +279,7 @@ def test_engine_arguments_lift_what_the_plug_in_mends(version: str, about: dict[
     with pytest.raises(ReplayError, match=says):
         engine_arguments(version, vllm_ascend=version, **about)
     made = engine_arguments(version, vllm_ascend=version, capture=True, **about)
-    assert made.environment == {"NPU_REPLAY_VLLM_ASCEND": "1"}
+    assert made.environment == {"NPU_REPLAY_VLLM_ASCEND": "on"}
     assert made == engine_arguments(version, vllm_ascend="0.1.dev1+g5487946", capture=True, **about)
     assert made.arguments.get("async_scheduling") is (False if version == "0.18.0" else None)
 
