@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +32,8 @@ from npu_replay.smoke import model as smoke_model
 from npu_replay.smoke import run as smoke
 from npu_replay.smoke.model import ROUTINGS
 from npu_replay.smoke.options import Options
+
+LONG = timedelta(minutes=2)
 
 Break = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -195,6 +199,9 @@ def one_run(
     store: Any, options: Options, name: str, folder: Path, routings: Sequence[str] = (*ROUTINGS,)
 ) -> None:
     """Run smoke with a job's process groups, and let the rank that speaks leave what it reported."""
+    # In the run before, one rank may have waited for the other as long as the other waits for it here.
+    store.set(f"{name} begins on {os.environ['RANK']}", "")
+    store.wait([f"{name} begins on {rank}" for rank in range(int(os.environ["WORLD_SIZE"]))], LONG)
     run = smoke.Smoke(options, routings, dist.PrefixStore(name, store))
     code = run.run()
     if run.speaks:
