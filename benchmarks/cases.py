@@ -104,8 +104,8 @@ def parts(device: torch.device, pairs: int, *, quick: bool) -> Iterator[Part]:
 
 def _host(routing: str, rounds: int) -> Iterable[Row]:
     case = host.case(routing, Routers, rounds)
-    waits = dict(zip([way.name for way in case.ways], map(host.waits, case.ways), strict=True))
-    return [replace(row, waits=waits[row.way]) for row in _measured(case)]
+    measured = zip(_measured(case), case.ways, strict=True)
+    return [replace(row, waits=host.waits(way)) for row, way in measured]
 
 
 def _measured(case: Case) -> Iterable[Row]:

@@ -7,9 +7,9 @@ line, without what is for a shell: for the scripts beside it, and for a script o
 
     bash run_qwen3_30b_a3b_megatron.sh $(python3 replay_lines.py --words R3 megatron npu)
 
-stderr says in which image it seems to run, and what is installed; what is missing it says in Chinese, too.
-The blocks of docs/verl-ascend.md are what it prints in their images. Nothing of
-verl or of a rollout engine is imported.
+stderr says in which image it seems to run, and what is installed. What is missing is said in Chinese, too.
+The blocks of docs/verl-ascend.md are what it prints in their images. Nothing of verl or of a rollout engine
+is imported.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ class HostCopy:
         self._tensors = list(tensors)
         self._events: list[torch.Event] = []
         self._on_way = True
-        if all(tensor.is_cpu for tensor in tensors):
-            return
         away = {tensor.device for tensor in tensors if not tensor.is_cpu}
+        if not away:
+            return
         try:
             self._tensors = [_sent(tensor) for tensor in tensors]
             self._events = [torch.Event(device) for device in away]

@@ -76,14 +76,6 @@ class QuickCall(Call):
         self.owner.shape = scores.shape
         return True
 
-    def fill(
-        self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool
-    ) -> Any:
-        """Run a `masked_fill`, and keep it if given ids may need the scores before it."""
-        if not self.given:
-            return native(*args, **kwargs)
-        return super().fill(native, args, kwargs, in_place)
-
     def take(self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan = self.plan
         scores: Any = args[0] if args else kwargs.get("input")

@@ -273,7 +273,7 @@ class Call:
             if self.looks_for_masks:
                 self.ruled_out = ruled_out(scores, self.fills, ids, self.own())
         if not self.keeps_native_topk:
-            values = unmasked(scores, self.fills if self.given else (), self.topk, ids, self.leaves)
+            values = unmasked(scores, self.fills, self.topk, ids, self.leaves)
         return values, ids
 
     def own(self, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -297,10 +297,10 @@ class Call:
     def fill(
         self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool
     ) -> Any:
-        """Run a `masked_fill`, and keep the scores before it if it fills scores over the experts."""
+        """Run a `masked_fill`, and keep the scores before it: given experts may be among those it fills."""
         scores = args[0] if args else kwargs.get("input")
         shape = self.rows, self.num_experts
-        if not isinstance(scores, torch.Tensor):
+        if not self.given or not isinstance(scores, torch.Tensor):
             return native(*args, **kwargs)
         has_shape = scores.shape == shape
         # Routers that mask whole groups may fill a view [rows, groups, experts of a group].

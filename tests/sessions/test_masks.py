@@ -213,8 +213,7 @@ def test_weights_are_those_of_the_steps_that_mask_nothing(change: Any, wanted: A
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_a_replayed_expert_of_probability_zero_may_be_the_routers_own_kind(masks: bool) -> None:
-    """In rows where the router's own choice has a probability of 0, too."""
+def test_an_expert_of_probability_zero_is_replayed_where_the_own_choice_has_one_too(masks: bool) -> None:
     model = ToyModel(ToyRouter(masks=masks))
     with torch.no_grad():
         model.layers[0].router.weight.mul_(1e4)  # a softmax that is 0 or 1
