@@ -20,7 +20,7 @@ from npu_replay import RoutedExperts
 from npu_replay.compat.patching import patches
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.routes import inputs
-from npu_replay.sessions import seam
+from npu_replay.seam.guarded import guard
 from npu_replay.smoke import megatron_model
 
 TOKENS = (64, 1024, 8192)
@@ -198,7 +198,7 @@ def _only_watch(way: Way) -> Callable[[], contextlib.AbstractContextManager[Any]
 
     @contextlib.contextmanager
     def watched() -> Iterator[None]:
-        with mock.patch.object(seam.guard, "install"), mock.patch.object(seam.guard, "remove"), way.block():
+        with mock.patch.object(guard, "install"), mock.patch.object(guard, "remove"), way.block():
             yield
 
     return watched
@@ -215,11 +215,11 @@ def _others(device: torch.device, rounds: int) -> Case:
 
     @contextlib.contextmanager
     def guarded() -> Iterator[None]:
-        seam.guard.install(guarded)
+        guard.install(guarded)
         try:
             yield
         finally:
-            seam.guard.remove(guarded)
+            guard.remove(guarded)
 
     ways = [Way("live", run), Way("in a block", run, guarded)]
     return Case("other top-k", 1, ways, rounds, per=count, device=device)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.sessions import torch_state
+from npu_replay.seam import torch_state
 
 CPU = torch.device("cpu")
 

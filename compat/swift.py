@@ -23,10 +23,10 @@ from npu_replay.compat import engines
 from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Change, Patches
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
+from npu_replay.following.fed_sequences import KEYWORDS
+from npu_replay.following.follow import follow
 from npu_replay.routes.fingerprint import find_other_length
 from npu_replay.routes.places import Places
-from npu_replay.sessions.fed_sequences import KEYWORDS
-from npu_replay.sessions.follow import follow
 
 logger = logging.getLogger(__name__)
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from npu_replay.routes.mismatch import compare as compare
     from npu_replay.routes.routed_experts import RoutedExperts as RoutedExperts
     from npu_replay.routes.store import RouteStore as RouteStore
-    from npu_replay.sessions.follow import Following as Following, follow as follow
+    from npu_replay.following.follow import Following as Following, follow as follow
     from npu_replay.sessions.observe import Observation as Observation, observe as observe
     from npu_replay.sessions.record import (
         Pinning as Pinning,

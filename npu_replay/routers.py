@@ -65,7 +65,7 @@ class Router:
         layer: the global 0-based decoder layer; None where the module doesn't know: `find` then numbers it.
         shows: reads the router's own output: bool [rows, num_experts], the experts that it sends tokens to,
             or their ids, integers [rows, topk], in any order. None where the module itself uses the ids (a
-            block without a router inside): then their use is followed (`sessions/id_uses.py`).
+            block without a router inside): then their use is followed (`seam/id_uses.py`).
         drops: tokens over an expert's capacity are dropped, so `shows` may show fewer than were chosen.
         masks: scores are masked before the top-k (group-limited routing).
         leaves: the number of experts that its own mask leaves unmasked in each row (group-limited routing:

@@ -23,7 +23,7 @@ import torch
 
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.errors import NoEffect
-from npu_replay.sessions import seam
+from npu_replay.seam.call import Call, armed
 
 MODULE = "megatron.core.transformer.moe.moe_utils"
 KERNEL = "fused_topk_with_score_function"
@@ -63,7 +63,7 @@ _kernel = Patches("replay of the fused router")
 def _answered(module: Any, native: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(native)
     def fused(*args: Any, **kwargs: Any) -> Any:
-        call = seam.armed()
+        call = armed()
         if call is None:
             return native(*args, **kwargs)
         if call.given:
@@ -79,7 +79,7 @@ def _answered(module: Any, native: Callable[..., Any]) -> Callable[..., Any]:
     return fused
 
 
-def _ids(output: Any, call: seam.Call) -> torch.Tensor:
+def _ids(output: Any, call: Call) -> torch.Tensor:
     """Return the experts in a map [rows, experts], ascending: int64 [rows, topk]."""
     routing_map = output[1] if isinstance(output, tuple) and len(output) > 1 else None
     if not isinstance(routing_map, torch.Tensor) or routing_map.shape != (call.rows, call.num_experts):

@@ -16,7 +16,7 @@ from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.module_tree import ModuleTree
 from npu_replay.routers import Handle, Router, RouterKind
-from npu_replay.sessions.dropped import least_positive
+from npu_replay.seam.dropped import least_positive
 from npu_replay.sessions.timeline import Marks
 
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"

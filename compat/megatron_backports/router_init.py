@@ -32,9 +32,9 @@ from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Change, Patches, is_on
 from npu_replay.environment import EXPERT_BIAS
 from npu_replay.errors import described
-from npu_replay.sessions import seam
-from npu_replay.sessions.guarded import here
-from npu_replay.sessions.torch_state import method_of_class
+from npu_replay.seam.call import armed, running
+from npu_replay.seam.guarded import here
+from npu_replay.seam.torch_state import method_of_class
 
 MODULE = "megatron.core.transformer.moe.router"
 
@@ -147,7 +147,7 @@ class RouterMethods:
     def apply_load_balancing_loss(self, activation: Any, load_balancing_loss_func: Any) -> Any:
         """Run the router's method; in a replay it counts the live choice, as upstream's do."""
         loss = load_balancing_loss_func
-        call = seam.running(self.router)
+        call = running(self.router)
         if is_on() and call is not None and call.own_ids is not None and call.ids is not None:
             loss = aux_losses.recounted(loss, (call.own_ids, call.ids))
         return self.of_class("apply_load_balancing_loss")(activation, loss)
@@ -200,7 +200,7 @@ def lend(router: Any, names: Iterable[str]) -> None:
 def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the class's method, with a call of the router armed if its `router_replay` may answer."""
     replay = getattr(router, _REPLAY, None)
-    outer = seam.armed()
+    outer = armed()
     asks_already = isinstance(outer, router_replay.Asked) and outer.replay is replay
     if not is_on() or router_replay.is_idle(replay) or asks_already:
         return plain(*args, **kwargs)

@@ -23,9 +23,9 @@ from npu_replay.compat.megatron import fused_router
 from npu_replay.compat.megatron.routers import IDLE_WITHOUT_ACTION, action_of, is_replaying
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, ReplayError, RouterError
-from npu_replay.sessions import seam
-from npu_replay.sessions.guarded import here
-from npu_replay.sessions.masks import unfilled
+from npu_replay.seam.call import Call, armed
+from npu_replay.seam.guarded import guard, here
+from npu_replay.seam.masks import unfilled
 
 MODULE = "megatron.core.transformer.moe.router_replay"
 
@@ -218,7 +218,7 @@ class MegatronRouterReplay:
         """Return the top-k of scores [rows, experts] under the action: values and int64 ids, [rows, topk]."""
         if is_replaying(self):
             ids = self._target(len(scores), topk).to(scores.device, torch.int64)
-            call = seam.armed()
+            call = armed()
             if isinstance(call, Asked) and call.replay is self:
                 # The routing asked by itself, as upstream's does, and calls no top-k: answered here.
                 call.ids = ids
@@ -267,7 +267,7 @@ def is_idle(replay: Any) -> bool:
     return action_of(replay) is None and (plain or hasattr(type(replay), IDLE_WITHOUT_ACTION))
 
 
-class Asked(seam.Call):
+class Asked(Call):
     """Lets the top-k of a router's call ask a RouterReplay, ours or a framework's.
 
     `groups` are the number of groups and of chosen ones.
@@ -324,12 +324,12 @@ def asking(call: Asked, *, fused: bool = False) -> Iterator[None]:
         NoEffect: no top-k came, and the RouterReplay has an action.
     """
     kernel = fused_router.HeldKernel() if fused else None
-    seam.guard.install(call)
+    guard.install(call)
     try:
         with call:
             yield
     finally:
-        seam.guard.remove(call)
+        guard.remove(call)
         if kernel is not None:
             kernel.remove()
     if call.ids is None and action_of(call.replay) is not None:

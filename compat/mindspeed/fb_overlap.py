@@ -22,8 +22,8 @@ from torch import nn
 
 from npu_replay.errors import RecomputeError, RouterError
 from npu_replay.routers import Handle, Router
+from npu_replay.seam.torch_state import Hook
 from npu_replay.sessions.timeline import Marks
-from npu_replay.sessions.torch_state import Hook
 
 _SIGNS = {"checkpoint", "bwd_layer_graph"}
 """Parameters of a layer's forward that MindSpeed has bound to it."""

@@ -18,7 +18,7 @@ from npu_replay.compat.probe import Capability, Product
 from npu_replay.compat.vllm import engine_plan as vllm
 from npu_replay.compat.vllm_ascend import plugin
 from npu_replay.compat.vllm_ascend import releases as vllm_ascend
-from npu_replay.sessions import backward
+from npu_replay.seam import backward
 from npu_replay.sessions.session import OpenSession, open_sessions
 from npu_replay.tables import Part, Table
 

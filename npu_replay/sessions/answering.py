@@ -16,17 +16,19 @@ from npu_replay import routers
 from npu_replay.errors import NoEffect, RecomputeError, micro_batch
 from npu_replay.routers import Router
 from npu_replay.routes.inputs import copied
-from npu_replay.sessions import effect, seam, torch_state
+from npu_replay.seam import torch_state
+from npu_replay.seam.call import Call
+from npu_replay.seam.guarded import guard
+from npu_replay.seam.quick_call import FEW
+from npu_replay.seam.torch_state import restore_functions
+from npu_replay.sessions import effect
 from npu_replay.sessions.effect import is_due
 from npu_replay.sessions.micro_batch import Key, MicroBatch, refuse_one_buffer
 from npu_replay.sessions.own_choice import OwnChoice
-from npu_replay.sessions.quick_call import FEW
 from npu_replay.sessions.route_source import DeviceRoutes, Given, RouteSource
 from npu_replay.sessions.router_calls import RouterCalls, Shared
-from npu_replay.sessions.seam import Call
 from npu_replay.sessions.session import Session, Work
 from npu_replay.sessions.timeline import Marks, Timeline
-from npu_replay.sessions.torch_state import restore_functions
 
 
 class Answering(Work):
@@ -76,8 +78,8 @@ class Answering(Work):
         undo.callback(torch_state.let_go, undo)
         paths = [[router.path for router in found] for found in session.routers]
         torch_state.hold_eager(session.chunks, paths, undo)
-        undo.callback(seam.guard.remove, undo)
-        seam.guard.install(undo)
+        undo.callback(guard.remove, undo)
+        guard.install(undo)
         undo.callback(restore_functions, torch._C._is_torch_function_enabled())
         for name, owner, attribute in routers.functions(session.all_routers):
             session.unchanged.hold(name, vars(owner), attribute)

@@ -5,13 +5,10 @@ Each function takes a call and returns int64 [rows, topk].
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from npu_replay.sessions.route_source import Given
-    from npu_replay.sessions.seam import Call
+from npu_replay.seam.call import Call
+from npu_replay.sessions.route_source import Given
 
 
 def own_choice(call: Call) -> torch.Tensor:

@@ -19,8 +19,8 @@ from npu_replay import routers
 from npu_replay.errors import NoEffect, RecomputeError, ReplayError, likeliest, micro_batch
 from npu_replay.routers import Router
 from npu_replay.routes.host_copies import HostCopy
+from npu_replay.seam.call import Call
 from npu_replay.sessions.micro_batch import MicroBatch
-from npu_replay.sessions.seam import Call
 
 Why: TypeAlias = "tuple[str, str]"
 """A problem and its cause, as an error says them."""

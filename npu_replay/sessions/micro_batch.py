@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from npu_replay.errors import RouterError, micro_batch
-from npu_replay.sessions.torch_state import address
-
-if TYPE_CHECKING:
-    from npu_replay.sessions.seam import Call
+from npu_replay.seam.call import Call
+from npu_replay.seam.torch_state import address
 
 Key: TypeAlias = "tuple[int, int]"
 """The chunk and number of a micro-batch."""

@@ -12,16 +12,16 @@ import torch
 from npu_replay.errors import ReplayError, micro_batch
 from npu_replay.routers import Model, Router
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
-from npu_replay.sessions import seam
-from npu_replay.sessions.backward import in_backward
+from npu_replay.seam.backward import in_backward
+from npu_replay.seam.id_uses import IdUses
+from npu_replay.seam.torch_state import Hook
+from npu_replay.seam.watch import watch
 from npu_replay.sessions.effect import as_map, not_called
-from npu_replay.sessions.id_uses import IdUses
 from npu_replay.sessions.micro_batch import Key, MicroBatch, of_all_chunks
 from npu_replay.sessions.record import micro_batch_routes
 from npu_replay.sessions.router_calls import called_again, hidden_states
 from npu_replay.sessions.session import Session, Work, to_enter
 from npu_replay.sessions.timeline import Marks
-from npu_replay.sessions.torch_state import Hook
 
 
 def observe(model: Model) -> Observation:
@@ -115,12 +115,12 @@ class Reading(Work):
         hidden = hidden_states(args, kwargs)
         taken = IdUses(hidden.numel() // hidden.shape[-1], router.topk, router.num_experts)
         self._taking[router.label] = taken
-        seam.follow(taken)
+        watch.follow(taken)
 
     def _reads(self, router: Router, chunk: int, marks: Marks, args: tuple[Any, ...], output: object) -> None:
         taken = self._taking.get(router.label)
         if taken is not None:
-            seam.unfollow(taken)
+            watch.unfollow(taken)
             del self._taking[router.label]
         if output is None or in_backward():
             return  # the router raised, or this is a recompute
@@ -148,5 +148,5 @@ class Reading(Work):
 
 def _unfollow(taking: dict[int, IdUses]) -> None:
     for taken in list(taking.values()):
-        seam.unfollow(taken)
+        watch.unfollow(taken)
     taking.clear()

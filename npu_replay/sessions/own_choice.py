@@ -18,7 +18,7 @@ from npu_replay.routes.checks import Array
 from npu_replay.routes.inputs import named
 from npu_replay.routes.overlap import RUN, Judged, Misfit, judge
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
-from npu_replay.sessions import seam
+from npu_replay.seam.call import Call, running
 from npu_replay.sessions.effect import Count
 from npu_replay.sessions.micro_batch import MicroBatch
 from npu_replay.sessions.route_source import DeviceRoutes
@@ -63,7 +63,7 @@ class OwnChoice:
         owner = weakref.ref(calls)
 
         def counted() -> tuple[torch.Tensor, torch.Tensor] | None:
-            call = None if (alive := owner()) is None else seam.running(alive)
+            call = None if (alive := owner()) is None else running(alive)
             if call is None or call.ids is None:
                 return None
             ids = call.ids if replayed else call.own_ids
@@ -86,7 +86,7 @@ class OwnChoice:
         if self._aux_loss == "replayed":
             check_losses(module, named(args, kwargs, module))
 
-    def count_in(self, call: seam.Call) -> None:
+    def count_in(self, call: Call) -> None:
         """Find the router's own choice, if its aux losses count that in this call."""
         if not self._counts_live:
             return
@@ -95,7 +95,7 @@ class OwnChoice:
             call.own()
 
     def compare(
-        self, call: seam.Call, given: torch.Tensor, missing: torch.Tensor | None, routes: DeviceRoutes
+        self, call: Call, given: torch.Tensor, missing: torch.Tensor | None, routes: DeviceRoutes
     ) -> None:
         """Compare the given ids, int64 [rows, topk], with the router's own; `missing` rows don't count."""
         self.count_in(call)

@@ -14,26 +14,27 @@ from npu_replay import routers
 from npu_replay.errors import MicroBatchError, RecomputeError, ReplayError, RouterError, micro_batch
 from npu_replay.routers import Router
 from npu_replay.routes.routed_experts import narrow_dtype
-from npu_replay.sessions import backward, effect
-from npu_replay.sessions.backward import graph_task, sequence_number, top_hooks
-from npu_replay.sessions.choices import given_ids, ids_of_forward, own_choice
-from npu_replay.sessions.first_error import FirstError
-from npu_replay.sessions.guarded import here
-from npu_replay.sessions.micro_batch import MicroBatch
-from npu_replay.sessions.own_choice import OwnChoice
-from npu_replay.sessions.plan import Plan
-from npu_replay.sessions.quick_call import LARGE, QuickCall
-from npu_replay.sessions.route_source import RouteSource, to_device
-from npu_replay.sessions.seam import Call
-from npu_replay.sessions.session import Session
-from npu_replay.sessions.timeline import CALLED_INSIDE, Marks, Timeline
-from npu_replay.sessions.torch_state import (
+from npu_replay.seam import backward
+from npu_replay.seam.backward import graph_task, sequence_number, top_hooks
+from npu_replay.seam.call import Call
+from npu_replay.seam.guarded import here
+from npu_replay.seam.plan import Plan
+from npu_replay.seam.quick_call import LARGE, QuickCall
+from npu_replay.seam.torch_state import (
     ForwardInPlace,
     Hook,
     dispatch_modes,
     function_modes,
     outside_modes,
 )
+from npu_replay.sessions import effect
+from npu_replay.sessions.choices import given_ids, ids_of_forward, own_choice
+from npu_replay.sessions.first_error import FirstError
+from npu_replay.sessions.micro_batch import MicroBatch
+from npu_replay.sessions.own_choice import OwnChoice
+from npu_replay.sessions.route_source import RouteSource, to_device
+from npu_replay.sessions.session import Session
+from npu_replay.sessions.timeline import CALLED_INSIDE, Marks, Timeline
 
 is_grad_enabled = torch.is_grad_enabled
 _global_hooks: dict[int, Any] = torch.nn.modules.module._global_forward_hooks

@@ -22,11 +22,11 @@ from npu_replay import routers
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError, described, micro_batch
 from npu_replay.routers import Model, Router, check_alike, chunks_of, find, labels_of
 from npu_replay.routes.arguments import StageLabels
-from npu_replay.sessions.backward import in_backward
+from npu_replay.seam.backward import in_backward
+from npu_replay.seam.torch_state import Hook
 from npu_replay.sessions.first_error import FirstError
 from npu_replay.sessions.micro_batch import MicroBatch
 from npu_replay.sessions.timeline import CALLED_INSIDE, Marks, Timeline
-from npu_replay.sessions.torch_state import Hook
 
 logger = logging.getLogger(__name__)
 

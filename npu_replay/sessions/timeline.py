@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from npu_replay.errors import MicroBatchError, RecomputeError, micro_batch
-from npu_replay.sessions import backward
+from npu_replay.seam import backward
 from npu_replay.sessions.micro_batch import MicroBatch
 
 CALLED_INSIDE = (

@@ -16,7 +16,7 @@ from benchmarks import gather as bench_gather
 from benchmarks import layout as bench_layout
 from benchmarks import opening as bench_opening
 from benchmarks import run as bench
-from npu_replay.sessions import seam
+from npu_replay.seam.guarded import guard
 
 pytestmark = [pytest.mark.megatron, pytest.mark.first_release, pytest.mark.usefixtures("megatron")]
 
@@ -132,6 +132,6 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     with pytest.raises(npu_replay.ReplayError, match=r"not overwritten.*--force"):
         bench.main(device="auto", pairs=2, out=out, force=False)
     assert (torch.topk, torch.Tensor.topk) == natives
-    assert not seam.guard.is_open
+    assert not guard.is_open
     bench_gather.rollout.cache_clear()
     bench_decode.sample.cache_clear()

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import npu_replay
 from npu_replay import ReplayError, RoutedExperts, TokenLayout
 from npu_replay.cli.commands import parser
-from npu_replay.sessions import seam
+from npu_replay.seam.call import Call
 from npu_replay.sessions.record import Recording
 from npu_replay.sessions.timeline import Timeline
 from npu_replay.smoke import checks as smoke_checks
@@ -68,14 +68,14 @@ def record_shifts_rows() -> Any:
 
 def record_changes_choice() -> Any:
     """Of all rows, as a record asks for them; a replay asks for the rows that have no route."""
-    native = seam.Call.own
+    native = Call.own
 
-    def changed(self: seam.Call, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def changed(self: Call, rows: torch.Tensor | None = None) -> torch.Tensor:
         found = native(self, rows)
         self.keeps_native_topk = False  # the values have to be those of the changed ids
         return self.num_experts - 1 - found if rows is None else found
 
-    return mock.patch.object(seam.Call, "own", changed)
+    return mock.patch.object(Call, "own", changed)
 
 
 def layout_shifts_rows() -> Any:
@@ -128,7 +128,7 @@ def nothing_is_recomputed() -> Any:
 
 def scores_lose_their_gradient() -> Any:
     """In a replay alone: a record's top-k is torch's own."""
-    answer = seam.Call.answer
+    answer = Call.answer
     replay = npu_replay.replay
 
     def detached(*args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ def scores_lose_their_gradient() -> Any:
 
     @contextlib.contextmanager
     def detaching(model: Any, routes: Any, **options: Any) -> Any:
-        with mock.patch.object(seam.Call, "answer", detached), replay(model, routes, **options) as session:
+        with mock.patch.object(Call, "answer", detached), replay(model, routes, **options) as session:
             yield session
 
     return mock.patch.object(npu_replay, "replay", detaching)

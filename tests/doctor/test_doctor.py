@@ -168,7 +168,7 @@ def test_one_framework_is_enough_and_a_broken_extra_is_no_fault(
     assert [*found.trials] == ["cpu", "npu"], "the NPU in another process"
     assert states(found.report)["NPU"] == "works"
     monkeypatch.setattr(self_test, "run", lambda device: "NoEffect: none")
-    monkeypatch.setattr("npu_replay.sessions.backward.probe", lambda: "a name is gone")
+    monkeypatch.setattr("npu_replay.seam.backward.probe", lambda: "a name is gone")
     found = diagnose()
     assert [fault.name for fault in found.faults] == ["recompute", "CPU"]
     assert "a name is gone" in found.faults[0].why

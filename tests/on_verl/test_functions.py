@@ -21,7 +21,7 @@ from npu_replay.compat.verl import tensors
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.compat.verl.engine_pass import EnginePass
 from npu_replay.errors import MicroBatchError, ReplayError
-from npu_replay.sessions.fed_sequences import fed_sequences
+from npu_replay.following.fed_sequences import fed_sequences
 from npu_replay.smoke import megatron_model
 from sessions.test_follow import packed as fed_packed
 from sessions.test_follow import texts

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay.sessions import torch_state
+from npu_replay.seam import torch_state
 from zoo.toys import ToyModel, tokens
 
 pytestmark = pytest.mark.usefixtures("toy_routers")

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 import npu_replay
 from npu_replay import RoutedExperts
 from npu_replay.errors import RecomputeError
-from npu_replay.sessions import backward
+from npu_replay.seam import backward
 from zoo.toys import (
     EXPERTS,
     ROWS,

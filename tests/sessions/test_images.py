@@ -11,7 +11,7 @@ import torch
 
 import npu_replay
 from npu_replay import MicroBatchError, ReplayError, RoutedExperts, fingerprint
-from npu_replay.sessions.fed_sequences import fed_sequences
+from npu_replay.following.fed_sequences import fed_sequences
 from zoo.qwen_vl import EXPERTS, LAYERS, TOPK, Sample, call, make, sample
 
 pytest.importorskip("transformers", minversion="5")

@@ -10,7 +10,7 @@ import torch
 
 import npu_replay
 from npu_replay import MicroBatchError, ReplayError
-from npu_replay.sessions.fed_sequences import fed_sequences
+from npu_replay.following.fed_sequences import fed_sequences
 
 pytest.importorskip("transformers")
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 import npu_replay
 from npu_replay import RoutedExperts, TokenLayout
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError, ReplayError, RouterError
-from npu_replay.sessions import backward
+from npu_replay.seam import backward
 from zoo.toys import (
     EXPERTS,
     ROWS,

@@ -10,7 +10,7 @@ from torch.nn.functional import one_hot
 
 import npu_replay
 from npu_replay.errors import NoEffect, RecomputeError
-from npu_replay.sessions import backward
+from npu_replay.seam import backward
 from zoo.toys import EXPERTS, ROWS, TOPK, ToyBlock, ToyModel, foreign, hooks, run, same, tokens
 
 pytestmark = pytest.mark.usefixtures("toy_routers")

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import npu_replay
 from npu_replay.errors import NoEffect, RouterError
-from npu_replay.sessions import backward
+from npu_replay.seam import backward
 from npu_replay.sessions.replay import StepReplay
 from npu_replay.sessions.router_calls import RouterCalls
 from zoo.toys import EXPERTS, ToyModel, ToyRouter, foreign, opened, plain, tokens

@@ -13,7 +13,7 @@ import torch
 import npu_replay
 from npu_replay import RoutedExperts
 from npu_replay.errors import RouterError
-from npu_replay.sessions import dropped
+from npu_replay.seam import dropped
 from npu_replay.smoke import megatron_model
 from zoo.gpt import (
     ALL_RECOMPUTE,

@@ -23,13 +23,12 @@ import torch
 from torch import overrides
 
 from npu_replay.errors import RouterError
-from npu_replay.sessions import dropped
-from npu_replay.sessions.guarded import guard as guard
-from npu_replay.sessions.guarded import here
-from npu_replay.sessions.id_uses import IdUses
-from npu_replay.sessions.masks import Fill, ruled_out, unmasked
-from npu_replay.sessions.torch_state import address, function_modes, outside_modes
-from npu_replay.sessions.watch import watch
+from npu_replay.seam import dropped
+from npu_replay.seam.guarded import here
+from npu_replay.seam.id_uses import IdUses
+from npu_replay.seam.masks import Fill, ruled_out, unmasked
+from npu_replay.seam.torch_state import address, function_modes, outside_modes
+from npu_replay.seam.watch import watch
 
 Choose: TypeAlias = "Callable[[Call], torch.Tensor]"
 """Takes a call, and returns the ids to use, int64 [rows, topk]."""
@@ -49,19 +48,6 @@ def running(owner: object) -> Call | None:
     while call is not None and call.owner is not owner:
         call = call.outer
     return call
-
-
-def follow(taker: IdUses) -> None:
-    """Let `taker` see what this thread passes to torch's functions, except before an armed call's top-k."""
-    taker.depth = function_modes()
-    here.takers = (*here.takers, taker)
-    watch.enter()
-
-
-def unfollow(taker: IdUses) -> None:
-    """Undo `follow`, also one that was interrupted."""
-    watch.leave(taker.depth)
-    here.takers = tuple(one for one in here.takers if one is not taker)
 
 
 class Call:
@@ -133,7 +119,7 @@ class Call:
         if self.watching:
             watch.leave(self._depth)
         if self.taken is not None:
-            unfollow(self.taken)
+            watch.unfollow(self.taken)
         here.call = self.outer
 
     def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from npu_replay.sessions.masks import Fill, unmasked
-from npu_replay.sessions.micro_batch import MicroBatch
-from npu_replay.sessions.plan import Plan
-from npu_replay.sessions.seam import Call, takes_largest_of_rows
+from npu_replay.seam.call import Call, takes_largest_of_rows
+from npu_replay.seam.masks import Fill, unmasked
+from npu_replay.seam.plan import Plan
 
 FEW = 2**17
 """Up to this number of ids, a router gets the tensor itself: a copy of each costs a kernel (1 MB)."""
@@ -51,7 +50,7 @@ class QuickCall(Call):
     seen: Any = ()
     fills: Sequence[Fill] = ()
 
-    def __init__(self, owner: Any, plan: Plan, micro_batch: MicroBatch, rows: int) -> None:
+    def __init__(self, owner: Any, plan: Plan, micro_batch: Any, rows: int) -> None:
         self.owner = owner
         self.plan = plan
         self.micro_batch = micro_batch

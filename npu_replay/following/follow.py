@@ -21,21 +21,21 @@ from npu_replay.errors import (
     one_of,
     shown,
 )
-from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.routers import Model, Router, labels_of
-from npu_replay.routes.fingerprint import SampleKey, find_other_tokens, fingerprint
-from npu_replay.routes.inputs import named, parameter_names
-from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.routes.store import RoutesByTokens
-from npu_replay.sessions import backward
-from npu_replay.sessions.answering import Answering
-from npu_replay.sessions.fed_sequences import (
+from npu_replay.following.fed_sequences import (
     KEYWORDS,
     MODALITIES,
     FedSequences,
     carried_routes,
     fed_sequences,
 )
+from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.routers import Model, Router, labels_of
+from npu_replay.routes.fingerprint import SampleKey, find_other_tokens, fingerprint
+from npu_replay.routes.inputs import named, parameter_names
+from npu_replay.routes.routed_experts import RoutedExperts
+from npu_replay.routes.store import RoutesByTokens
+from npu_replay.seam import backward
+from npu_replay.sessions.answering import Answering
 from npu_replay.sessions.micro_batch import MicroBatch
 from npu_replay.sessions.own_choice import OwnChoice
 from npu_replay.sessions.record import micro_batch_routes

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from npu_replay.sessions.seam import Call
+from npu_replay.seam.call import Call
 
 
 @dataclass(frozen=True)

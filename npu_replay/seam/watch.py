@@ -12,9 +12,9 @@ import torch
 from torch import overrides
 from torch.overrides import TorchFunctionMode
 
-from npu_replay.sessions.guarded import here
-from npu_replay.sessions.id_uses import run_seen
-from npu_replay.sessions.torch_state import function_modes
+from npu_replay.seam.guarded import here
+from npu_replay.seam.id_uses import IdUses, run_seen
+from npu_replay.seam.torch_state import function_modes
 
 _push: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 _pop: Callable[[], Any] = torch._C._pop_torch_function_stack
@@ -30,6 +30,17 @@ class Watch(TorchFunctionMode):
         # A mode of others above Watch stays: popping would remove theirs.
         while function_modes() > depth and self.is_innermost():
             _pop()
+
+    def follow(self, taker: IdUses) -> None:
+        """Let `taker` see what torch's functions are given here, but before an armed call's top-k."""
+        taker.depth = function_modes()
+        here.takers = (*here.takers, taker)
+        self.enter()
+
+    def unfollow(self, taker: IdUses) -> None:
+        """Undo `follow`, also one that was interrupted."""
+        self.leave(taker.depth)
+        here.takers = tuple(other for other in here.takers if other is not taker)
 
     def is_innermost(self) -> bool:
         return overrides._get_current_function_mode() is self  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from npu_replay.sessions.torch_state import outside_modes
+from npu_replay.seam.torch_state import outside_modes
 
 
 class IdUses:

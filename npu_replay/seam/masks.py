@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from npu_replay.sessions.torch_state import address, outside_modes
+from npu_replay.seam.torch_state import address, outside_modes
 
 
 class Fill(NamedTuple):

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from npu_replay.sessions.id_uses import IdUses
-from npu_replay.sessions.torch_state import dynamo_forgets, dynamo_knows
+from npu_replay.seam.id_uses import IdUses
+from npu_replay.seam.torch_state import dynamo_forgets, dynamo_knows
 
 
 class Here(threading.local):
