@@ -213,19 +213,19 @@ def check_losses(chunk: nn.Module, call: Mapping[str, object]) -> None:
 
 def explained(router: Router, called: Iterable[str]) -> str:
     """Return why this router, which called these functions, reached no top-k; empty if no product knows."""
-    said = [kind.diverts(router.module) for kind in _registered()]
-    said += [kind.explains(name) for name in called for kind in _registered()]
-    return next(filter(None, said), router.bypass)
+    causes = [kind.diverts(router.module) for kind in _registered()]
+    causes += [kind.explains(name) for name in called for kind in _registered()]
+    return next(filter(None, causes), router.bypass)
 
 
-def functions(found: Sequence[Router]) -> list[tuple[str, object, str]]:
+def functions(routers: Sequence[Router]) -> list[tuple[str, object, str]]:
     """Return the functions that route in these routers, for every product: name, owner, attribute."""
-    return [place for kind in _registered() for place in kind.functions(found)]
+    return [place for kind in _registered() for place in kind.functions(routers)]
 
 
-def mark(chunk: nn.Module, found: Sequence[Router], marks: Marks) -> list[Handle]:
+def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
     """Let every product mark what it runs again outside backward; return handles that remove the hooks."""
-    return [handle for kind in _registered() for handle in kind.mark(chunk, found, marks)]
+    return [handle for kind in _registered() for handle in kind.mark(chunk, routers, marks)]
 
 
 def variant(model: nn.Module) -> Callable[[], dict[str, object]]:
@@ -263,10 +263,10 @@ def chunks_of(model: Model) -> list[nn.Module]:
     return chunks
 
 
-def labels_of(found: Sequence[Router], here: Iterable[Router] = ()) -> StageLabels:
+def labels_of(routers: Sequence[Router], here: Iterable[Router] = ()) -> StageLabels:
     """Return the labels of these routers; `here` are all of this rank."""
-    labels, every = ([router.label for router in each] for each in (found, here))
-    return StageLabels(labels, found[0].whole if found else (), sorted(every))
+    labels, every = ([router.label for router in each] for each in (routers, here))
+    return StageLabels(labels, routers[0].whole if routers else (), sorted(every))
 
 
 def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
@@ -276,7 +276,7 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
         RouterError: no router (unless it is a pipeline stage of dense layers), one that can't be replayed, a
             label twice, or labels for some only.
     """
-    found: list[list[Router]] = []
+    by_chunk: list[list[Router]] = []
     owner: dict[int, str] = {}
     kinds = _registered()
     trees = [ModuleTree.of(chunk) for chunk in chunks]
@@ -291,10 +291,10 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
                 got = f"also at {owner[id(router.module)]}"
                 raise RouterError("the same router is in two chunks", where=place, expected=expected, got=got)
             owner[id(router.module)] = place
-        found.append(routers)
+        by_chunk.append(routers)
     for kind in kinds:
         kind.check_chunks(trees)
-    if not any(found) and not any(kind.accepts_none(trees) for kind in kinds):
+    if not any(by_chunk) and not any(kind.accepts_none(trees) for kind in kinds):
         where = ", ".join(type(chunk).__name__ for chunk in chunks) or "an empty list of chunks"
         expected = f"at least one router of {', '.join(_kinds) or 'a registered kind'}"
         cause = (
@@ -302,7 +302,7 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
             "(docs/models.md lists those it does, docs/routers.md teaches it another)"
         )
         raise RouterError("no router in this model", where=where, expected=expected, got=0, cause=cause)
-    return _labelled(found)
+    return _labelled(by_chunk)
 
 
 def _described(tree: ModuleTree, kinds: Sequence[RouterKind]) -> Iterator[Router]:
@@ -310,7 +310,7 @@ def _described(tree: ModuleTree, kinds: Sequence[RouterKind]) -> Iterator[Router
 
     asked = (zip(tree.where(kind.may_be_router), itertools.repeat(kind)) for kind in kinds)
     inside: str | None = None  # the path of a router: modules inside it are none
-    for (_, path, module), kind in heapq.merge(*asked, key=lambda one: one[0][0]):
+    for (_, path, module), kind in heapq.merge(*asked, key=lambda entry: entry[0][0]):
         if inside is not None and f"{path}.".startswith(inside):
             continue
         router = kind.describe(module, path)
@@ -325,8 +325,8 @@ def _described(tree: ModuleTree, kinds: Sequence[RouterKind]) -> Iterator[Router
         yield replace(router, path=path)
 
 
-def _labelled(found: list[list[Router]]) -> list[list[Router]]:
-    everything = [router for routers in found for router in routers]
+def _labelled(by_chunk: list[list[Router]]) -> list[list[Router]]:
+    everything = [router for routers in by_chunk for router in routers]
     numbered = [router for router in everything if router.layer is not None]
     if numbered and len(numbered) < len(everything):
         nameless = next(router for router in everything if router.layer is None)
@@ -337,18 +337,18 @@ def _labelled(found: list[list[Router]]) -> list[list[Router]]:
         raise RouterError(problem, where=nameless.path, expected=expected, got=got, cause=cause)
     if not numbered:
         count = itertools.count()
-        found = [[replace(router, layer=next(count)) for router in routers] for routers in found]
+        by_chunk = [[replace(router, layer=next(count)) for router in routers] for routers in by_chunk]
     seen: dict[int, str] = {}
     cause = (
         "multi-token-prediction, a second tower or experts in the attention counted as decoder layers, the "
         "same pipeline stage given as two chunks, or a whole layer in PEFT's modules_to_save: name its "
         "router there, or its block of experts"
     )
-    for router in (router for routers in found for router in routers):
+    for router in (router for routers in by_chunk for router in routers):
         if router.label in seen:
             problem = "two routers say that they are in the same decoder layer"
             where = f"layer {router.label}"
             got = f"{seen[router.label]} and {router.path}"
             raise RouterError(problem, where=where, expected="each layer once", got=got, cause=cause)
         seen[router.label] = router.path
-    return [sorted(routers, key=lambda router: router.label) for routers in found]
+    return [sorted(routers, key=lambda router: router.label) for routers in by_chunk]

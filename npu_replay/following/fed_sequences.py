@@ -49,11 +49,11 @@ def fed_sequences(call: Mapping[str, Any], placeholders: Mapping[str, int], keys
     """
     ids: Any = next((call[name] for name in IDS if name in call), None)
     embedded = [name for name in call if "embeds" in name]
-    told = isinstance(ids, torch.Tensor) and not ids.is_nested and ids.dim() == 2 and not embedded
+    are_token_ids = isinstance(ids, torch.Tensor) and not ids.is_nested and ids.dim() == 2 and not embedded
     problem = "routes are found by token ids, which this call lacks"
     expected = "input_ids, [batch, sequence]"
     cause = "embeddings in the place of ids or of images, which change with the weights"
-    _refuse_unless(told, problem, expected, ", ".join(embedded or sorted(call)), cause)
+    _refuse_unless(are_token_ids, problem, expected, ", ".join(embedded or sorted(call)), cause)
     real, spans, padded = Places.of(call, placeholders.get("padding", 0))
     flat = on_host(ids).reshape(-1)
     if keys is None:
@@ -77,7 +77,9 @@ def _input_keys(
     own: list[dict[str, torch.Tensor]] = [{} for _ in spans]
     for name, tensor in others.items():
         rows = tensor if tensor.dim() else tensor[None]
-        kind = next((one for one in MODALITIES if one in name.replace("pixel", "image")), "audio")
+        kind = next(
+            (modality for modality in MODALITIES if modality in name.replace("pixel", "image")), "audio"
+        )
         # A sequence has one row for each run of its placeholders (an image, a clip), or a share of the rows
         # like its share of the placeholders (patches). Rows that can't be assigned so belong to all.
         here = flat == special.get(kind, -1)
@@ -87,15 +89,15 @@ def _input_keys(
         bounds = np.array(spans, dtype=np.int64).reshape(-1, 2)
         shares = np.append(0, np.cumsum(counted))[bounds] * len(rows)
         is_told = bool(of) and not (shares % of).any()
-        for number, found in enumerate(own):
+        for number, inputs in enumerate(own):
             a, b = (shares[number] // of).tolist() if is_told else (0, len(rows))
             if a < b:
-                found[name if is_told else f"{name} for sequence {number}"] = rows[a:b]
-    return [input_key(found) for found in own]
+                inputs[name if is_told else f"{name} for sequence {number}"] = rows[a:b]
+    return [input_key(inputs) for inputs in own]
 
 
 def carried_routes(
-    given: Any, call: Mapping[str, Any], model: RoutedModel, padding: int = 0
+    carried: Any, call: Mapping[str, Any], model: RoutedModel, padding: int = 0
 ) -> RoutedExperts:
     """Return the routes of a call, one row for each place of its [batch, sequence], batch-major.
 
@@ -104,7 +106,7 @@ def carried_routes(
     zeros at any other token are expert 0.
 
     Args:
-        given: [batch, sequence, layers, topk], padded or packed like the call's ids; layers are all decoder
+        carried: [batch, sequence, layers, topk], padded or packed like the call's ids; layers are all decoder
             layers or the MoE layers.
 
     Raises:
@@ -112,12 +114,12 @@ def carried_routes(
     """
     real, spans, padded = Places.of(call, padding)
     try:
-        rows = torch.as_tensor(given).detach()
+        rows = torch.as_tensor(carried).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         expected = "integers, [batch, sequence, layers, topk]"
         cause = "an engine's answer as text, or a list of samples of several lengths: pad them as the ids"
         problem = "the call's routes are no tensor"
-        got = shown(given)
+        got = shown(carried)
         raise MicroBatchError(problem, expected=expected, got=got, cause=cause) from error
     fits = rows.dim() == 4 and (*rows.shape[:2], rows.shape[3]) == (*real.shape, model.topk)
     problem = "the call's routes have another shape than its ids"

@@ -167,8 +167,8 @@ class Following(Session):
         if mark is None:
             raise ReplayError("these routes don't say whose they are", expected="tokens=", got=routes)
         length = len(routes) if tokens is None else len(tokens)
-        if found := find_other_tokens(len(routes), routes.fingerprint, length, mark):
-            raise found.error(InvalidRoutes, "put")
+        if misfit := find_other_tokens(len(routes), routes.fingerprint, length, mark):
+            raise misfit.error(InvalidRoutes, "put")
         check_fit(routes, self.all_routers, self.all_routers, micro_batch(self.done))
         self._source.store.put(mark, routes, rollout=True)
         self._has_rollouts = True
@@ -192,11 +192,11 @@ class Following(Session):
             super()._check_complete()
 
     def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = [kwargs[name] for name in KEYWORDS if kwargs.get(name) is not None]
+        carried_here = [kwargs[name] for name in KEYWORDS if kwargs.get(name) is not None]
         problem = "a call carries its routes twice"
         got = " and ".join(KEYWORDS)
-        MicroBatchError.unless(len(given) < 2, problem, "one of them", got)
-        carried = given[0] if given else None
+        MicroBatchError.unless(len(carried_here) < 2, problem, "one of them", got)
+        carried = carried_here[0] if carried_here else None
         others = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
         keys = others.pop("sample_key", None)
         fed = None if len(others) == len(kwargs) else (args, others)  # what the model is called with instead
@@ -309,12 +309,12 @@ class TokenRoutes(RouteSource):
         self._new = []
         try:
             if carried is None:
-                given = self._found(fed_sequences(call, self._placeholders, keys), grad)
+                routes = self._found(fed_sequences(call, self._placeholders, keys), grad)
             else:
-                given = carried_routes(carried, call, self._model, self._placeholders.get("padding", 0))
+                routes = carried_routes(carried, call, self._model, self._placeholders.get("padding", 0))
         except (MicroBatchError, InvalidRoutes) as error:
             raise error.at(micro_batch(number)) from None
-        self.give(0, number, given)
+        self.give(0, number, routes)
         self.records = bool(self._new)
 
     def has_rollout(self, call: dict[str, Any], keys: Any) -> bool:
@@ -359,15 +359,15 @@ class TokenRoutes(RouteSource):
 
         Looked up with the first call, since a trainer may set the model's padding id when it starts.
         """
-        configs = [one.config for one in self.chunks[0].modules() if hasattr(one, "config")]
+        configs = [module.config for module in self.chunks[0].modules() if hasattr(module, "config")]
         names = [(kind, f"{kind}_token_{end}") for kind in MODALITIES for end in ("id", "index")]
         names.append(("padding", "pad_token_id"))
-        found = [(kind, getattr(one, name, None)) for one in configs for kind, name in names]
-        return {kind: token for kind, token in found if token is not None}
+        tokens = [(kind, getattr(config, name, None)) for config in configs for kind, name in names]
+        return {kind: token for kind, token in tokens if token is not None}
 
     def _found(self, fed: FedSequences, grad: bool) -> RoutedExperts:
         """Return the routes of a call's sequences in its rows; rows of padding and of new ones have none."""
-        found = {}
+        known = {}
         here = self.routers[0]
         renewed = 0
         self._fed = fed
@@ -377,13 +377,13 @@ class TokenRoutes(RouteSource):
             if routes is not None and (rollout or grad):
                 if other := find_other_tokens(len(routes), mark, end - first, mark):
                     raise other.error(MicroBatchError, f"sequence {at}")
-                found[at] = routes
+                known[at] = routes
                 renewed += grad and self.store.is_renewed(mark)
             elif routes is not None or not fed.padded[at]:
                 if routes is None and (grad or not self._records_new):
                     raise self._unknown(at, fed)
                 self._new.append(at)
-        self._replayed = len(found)
+        self._replayed = len(known)
         if renewed and not self._warned:
             self._warned = True
             logger.warning(
@@ -395,15 +395,15 @@ class TokenRoutes(RouteSource):
         labels = labels_of(here)
         topk = here[0].topk
         experts = here[0].num_experts
-        if not found:
+        if not known:
             return RoutedExperts.unrecorded(fed.rows, layers=labels, topk=topk, num_experts=experts)
         index = torch.full((fed.rows,), -1)
         begin = 0
-        for at, routes in found.items():
+        for at, routes in known.items():
             first = fed.spans[at][0]
             index[first : first + len(routes)] = torch.arange(begin, begin + len(routes))
             begin += len(routes)
-        return RoutedExperts.concat(list(found.values()), labels).take(index)
+        return RoutedExperts.concat(list(known.values()), labels).take(index)
 
     def _unknown(self, at: int, fed: FedSequences) -> MicroBatchError:
         known = sum(self.store.get(mark)[0] is not None for mark in fed.marks)

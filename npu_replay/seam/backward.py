@@ -75,9 +75,9 @@ def enclosing(*, functions: bool) -> list[Any]:
     """
     if not functions and _top_hooks is not None and _top_hooks(True) is None:
         return []
-    found = list(_running_functions()) if functions else []
+    running = list(_running_functions()) if functions else []
     if _top_hooks is None:
-        return [*_regions_on_stack(), *found]
+        return [*_regions_on_stack(), *running]
     # torch shows the innermost saved-tensor hooks only, so all are popped and pushed back. This is one line
     # that runs in C alone, since an interrupt between pop and push would lose the user's hooks.
     top = iter(partial(_top_hooks, True), None)
@@ -90,7 +90,7 @@ def enclosing(*, functions: bool) -> list[Any]:
             names = unpack.__code__.co_freevars if isinstance(unpack, FunctionType) else ()
             has_frame = "frame" in names
             regions.append(unpack.__closure__[names.index("frame")].cell_contents if has_frame else unpack)
-    return regions + found
+    return regions + running
 
 
 def _regions_on_stack() -> Iterator[Any]:
@@ -105,13 +105,13 @@ def _regions_on_stack() -> Iterator[Any]:
 def recomputing() -> list[Any]:
     """Return what runs a forward again now, innermost first, of the objects that `enclosing` returned."""
     # A frame's f_back passes through autograd's C++ code into an outer backward.
-    found: list[Any] = []
+    running: list[Any] = []
     for frame in _frames():
         if frame.f_code in _RUN_BACKWARD:
-            found.append(frame.f_locals["self"])
+            running.append(frame.f_locals["self"])
         elif frame.f_code.co_name == "unpack_hook" and "frame" in frame.f_code.co_freevars:
-            found.append(frame.f_locals.get("frame"))
-    return found
+            running.append(frame.f_locals.get("frame"))
+    return running
 
 
 def _frames() -> Iterator[FrameType]:
@@ -132,7 +132,7 @@ def _running_functions() -> Iterator[Any]:
     A ctx has metadata once its forward has ended; one that calls `forward` again in its backward is skipped.
     From torch 2.15 on `apply` has no frame, so a forward is recognised by its code.
     """
-    found: set[int] = set()
+    yielded: set[int] = set()
     for frame in _frames():
         code = frame.f_code
         if (known := _codes.get(id(code))) is None:
@@ -143,15 +143,15 @@ def _running_functions() -> Iterator[Any]:
             first: Any = frame.f_locals.get(next(iter(code.co_varnames), ""))
             shown = isinstance(first, BackwardCFunction)
             for ctx in [first] if shown else _unshown(code):
-                if not ctx._input_metadata and id(ctx) not in found:
-                    found.add(id(ctx))
+                if not ctx._input_metadata and id(ctx) not in yielded:
+                    yielded.add(id(ctx))
                     yield ctx
 
 
 def _subclasses(kind: Any) -> Iterator[Any]:
-    for one in kind.__subclasses__():
-        yield one
-        yield from _subclasses(one)
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _code_of(function: Any) -> Any:
@@ -166,14 +166,14 @@ def _unshown(code: CodeType) -> list[Any]:
     """Find the running ctxs of Functions with `setup_context`, whose forward with this code gets no ctx."""
     # The garbage collector's objects, youngest first: a running ctx has just been made.
     for generation in range(3):
-        found = []
-        for one in gc.get_objects(generation=generation):
+        running = []
+        for candidate in gc.get_objects(generation=generation):
             # By `type`: isinstance would ask objects of others for their __class__.
-            known = issubclass(type(one), BackwardCFunction)
-            if known and not one._input_metadata and _code_of(one._forward_cls) is code:
-                found.append(one)
-        if found:
-            return found
+            known = issubclass(type(candidate), BackwardCFunction)
+            if known and not candidate._input_metadata and _code_of(candidate._forward_cls) is code:
+                running.append(candidate)
+        if running:
+            return running
     return []
 
 
@@ -199,7 +199,7 @@ def _fails(*, reentrant: bool) -> str | None:
         if in_backward():
             own = around[1 - len(seen)]  # backward begins with the last one
             number = running_node_number()
-            seen.append((-1 if number is None else number, any(one is own[0] for one in recomputing())))
+            seen.append((-1 if number is None else number, any(runner is own[0] for runner in recomputing())))
         else:
             around.append(enclosing(functions=reentrant))
         return (x * 2).sin()
@@ -211,7 +211,7 @@ def _fails(*, reentrant: bool) -> str | None:
     for _ in range(2):
         outputs.append(checkpoint(watched, weight, use_reentrant=reentrant))
         ends.append(sequence_number())
-    if in_backward() or seen or [len(found) for found in around] != [1, 1]:
+    if in_backward() or seen or [len(objects) for objects in around] != [1, 1]:
         return f"a {kind} checkpoint can't be told while its forward runs"
     sum(output.sum() for output in outputs).backward()
     if len(seen) != 2 or not (seen[1][0] < ends[0] <= seen[0][0] < ends[1]):

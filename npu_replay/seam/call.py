@@ -226,7 +226,7 @@ class Call:
             if self.loses is None:
                 dropped.warn()
             with outside_modes():
-                again = lambda found: native(found, *args[1:], **kwargs)  # noqa: E731
+                again = lambda lifted: native(lifted, *args[1:], **kwargs)  # noqa: E731
                 places = dropped.kept_places(scores.detach(), answer[1], ids, self.loses, again)
             answer = torch.return_types.topk((scores.gather(0, places), places))
         with outside_modes():
@@ -303,7 +303,7 @@ class Call:
         fill = Fill(before, after, args[1] if len(args) > 1 else kwargs["mask"])
         if not has_shape:
             with outside_modes():
-                fill = Fill(*(one.expand(scores.shape).reshape(shape) for one in fill))
+                fill = Fill(*(part.expand(scores.shape).reshape(shape) for part in fill))
         self.fills = [*self.fills, fill]
         return after
 

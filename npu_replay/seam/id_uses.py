@@ -36,28 +36,28 @@ class IdUses:
         """Return for each such tensor among these arguments a bool [rows, topk]: which ids it holds."""
         if self._first_alone and self.count:
             return []
-        held: list[torch.Tensor] = []
-        for one in _tensors(args, kwargs):
-            dtype = one.dtype
+        matches: list[torch.Tensor] = []
+        for tensor in _tensors(args, kwargs):
+            dtype = tensor.dtype
             if (
-                one.shape != self._shape
+                tensor.shape != self._shape
                 or (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
                 # Stride 0 is a row index that was expanded to the shape of the ids.
-                or (one.stride(1) == 0 and self._shape[1] > 1)
+                or (tensor.stride(1) == 0 and self._shape[1] > 1)
             ):
                 continue
             with outside_modes():
                 if self._ids is None:
-                    self._ids = one.clone()
-                held.append(one.to(self._ids) == self._ids)
-        return held
+                    self._ids = tensor.clone()
+                matches.append(tensor.to(self._ids) == self._ids)
+        return matches
 
-    def add(self, held: Sequence[torch.Tensor]) -> None:
+    def add(self, matches: Sequence[torch.Tensor]) -> None:
         """Count tensors that a function has used to make a tensor."""
-        self.count += len(held)
+        self.count += len(matches)
         with outside_modes():
-            for one in held:
-                self._held = one if self._held is None else self._held & one
+            for match in matches:
+                self._held = match if self._held is None else self._held & match
 
     def shown(self) -> torch.Tensor:
         """Return bool [rows, experts]: the ids that all of the tensors held; none if there was no tensor."""
@@ -74,10 +74,10 @@ def run_seen(
     takers: Sequence[IdUses], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run a function of torch; one that makes no tensor of the ids (`size`, `device`) hasn't used them."""
-    held = [taken.holds(args, kwargs) for taken in takers]  # before the call, which may write into them
+    matches = [taken.holds(args, kwargs) for taken in takers]  # before the call, which may write into them
     result = func(*args, **kwargs)
-    if any(held) and any(True for _ in _tensors((result,), {})):
-        for taken, mine in zip(takers, held, strict=True):
+    if any(matches) and any(True for _ in _tensors((result,), {})):
+        for taken, mine in zip(takers, matches, strict=True):
             taken.add(mine)
     return result
 
@@ -85,6 +85,6 @@ def run_seen(
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors among the arguments, and in lists and tuples there (an index of several)."""
     for value in (*args, *kwargs.values()):
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(one, torch.Tensor):
-                yield one
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, torch.Tensor):
+                yield item

@@ -53,17 +53,6 @@ class Hook:
         with outside_modes():
             return self._act(owner, *self._at, args, last)
 
-    def take_off(self) -> None:
-        """Remove the hook from its module, also where it isn't attached yet."""
-        # Not by torch's handle: an interrupt may come between the attaching and our keeping of the handle.
-        module = self._module()
-        for name in ("_forward_pre_hooks", "_forward_hooks") if module is not None else ():
-            hooks = vars(module)[name]
-            for key in [key for key, hook in hooks.items() if hook is self]:
-                for kind in ("with_kwargs", "always_called"):
-                    vars(module).get(f"{name}_{kind}", {}).pop(key, None)
-                del hooks[key]
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Reduce to a built-in that takes any arguments: loading the pickle then needs no npu_replay."""
         return getattr, (contextlib.nullcontext, "__exit__")

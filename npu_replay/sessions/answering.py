@@ -23,7 +23,7 @@ from npu_replay.seam.quick_call import FEW
 from npu_replay.seam.torch_state import restore_functions
 from npu_replay.sessions import effect
 from npu_replay.sessions.effect import is_due
-from npu_replay.sessions.micro_batch import Key, MicroBatch, refuse_one_buffer
+from npu_replay.sessions.micro_batch import Key, MicroBatch
 from npu_replay.sessions.own_choice import OwnChoice
 from npu_replay.sessions.route_source import DeviceRoutes, Given, RouteSource
 from npu_replay.sessions.router_calls import RouterCalls, Shared
@@ -76,7 +76,7 @@ class Answering(Work):
             self.shared.own.enters(session.all_routers)
         undo = session.undo
         undo.callback(torch_state.let_go, undo)
-        paths = [[router.path for router in found] for found in session.routers]
+        paths = [[router.path for router in chunk_routers] for chunk_routers in session.routers]
         torch_state.hold_eager(session.chunks, paths, undo)
         undo.callback(guard.remove, undo)
         guard.install(undo)
@@ -116,7 +116,7 @@ class Answering(Work):
 
     def _due(self) -> list[tuple[int, int]]:
         """Return micro-batch and layer of each call that autograd may still recompute and hasn't."""
-        return [(one.number, label) for one in self.kept.values() for label in one.due()]
+        return [(forward.number, label) for forward in self.kept.values() for label in forward.due()]
 
     def clear(self) -> None:
         self._calls.clear()
@@ -155,27 +155,27 @@ class Answering(Work):
             wanted = begun.chunk == 0 and source.wants_inputs_of(number)
             if wanted and (called := copied(args, kwargs, chunk)) is not None:
                 source.inputs[number] = called if source.records else called.leaving()
-            given = source.given.get(begun.key)
+            device_routes = source.given.get(begun.key)
             if self.shared.own is not None:
                 self.shared.own.check_losses(chunk, args, kwargs)
-                self.shared.own.begins(begun, chunk, given, source.knows_tokens(number))
+                self.shared.own.begins(begun, chunk, device_routes, source.knows_tokens(number))
                 begun.compares = self.shared.own.compares(begun)
-            if given is not None:
+            if device_routes is not None:
                 for device in self._devices.get(begun.chunk, ()):
                     source.send(begun, device)
-            self._prepare(begun, given)
+            self._prepare(begun, device_routes)
 
-    def _prepare(self, begun: MicroBatch, given: DeviceRoutes | None) -> None:
+    def _prepare(self, begun: MicroBatch, device_routes: DeviceRoutes | None) -> None:
         """Make the routers' calls, unless a closer look is needed or the routes aren't on a device yet."""
         if begun.checked or torch.is_inference_mode_enabled():
             return
         routes: Given | None = None
         direct: Mapping[int, torch.Tensor] = {}
         if self.shared.own is not None:
-            if given is None or len(given.on) != 1:
+            if device_routes is None or len(device_routes.on) != 1:
                 return
-            (routes,) = given.on.values()
-            begun.rows = given.rows
+            (routes,) = device_routes.on.values()
+            begun.rows = device_routes.rows
             if routes.wide is not None and routes.missing is None and not begun.compares:
                 direct = routes.by_layer
         for calls in self._calls[begun.chunk]:
@@ -185,27 +185,28 @@ class Answering(Work):
         with self.shared.timed():
             source = self.shared.source
             own = self.shared.own
-            given = source.given.get(ended.key)
+            device_routes = source.given.get(ended.key)
             try:
                 if ended.has_raised:
                     if ended.chunk == 0:
                         source.inputs.pop(ended.number, None)
                 else:
-                    self._keep(ended, given)
-                    self._check(ended, given)
+                    self._keep(ended, device_routes)
+                    self._check(ended, device_routes)
             finally:
                 ended.calls.clear()
                 ended.checks.clear()
-                if given is not None:
-                    self._devices[ended.chunk] = tuple(given.on)
-                    given.on.clear()  # a router may have written into the ids; those for a recompute are kept
+                if device_routes is not None:
+                    self._devices[ended.chunk] = tuple(device_routes.on)
+                    # A router may have written into the ids; those for a recompute are kept.
+                    device_routes.on.clear()
             source.ends(ended)  # says more of wrong rows than the routers' own choice does
             if own is not None:
-                own.ends(ended.chunk, None if ended.has_raised else ended, given)
+                own.ends(ended.chunk, None if ended.has_raised else ended, device_routes)
             self._let_go()
         return bool(ended.around)
 
-    def _keep(self, ended: MicroBatch, given: DeviceRoutes | None) -> None:
+    def _keep(self, ended: MicroBatch, device_routes: DeviceRoutes | None) -> None:
         """Keep the ids of the calls that need it, and add the checks of quick calls; few ids are stacked."""
         records = self.shared.source.records
         kept: list[Call] = []
@@ -220,23 +221,21 @@ class Answering(Work):
             self._had_recomputes = True
         if ended.around or records:
             self.kept[ended.key] = ended
-        if kept:
-            refuse_one_buffer(kept)
         ids = None
         if shown:
-            ids = _stacked(shown, given)
+            ids = _stacked(shown, device_routes)
             ended.checks.extend(effect.of_quick_calls(shown, ids))
         if kept:
             ended.keep_ids(kept, ids if kept == shown else _stacked(kept, None))
 
-    def _check(self, ended: MicroBatch, given: DeviceRoutes | None) -> None:
+    def _check(self, ended: MicroBatch, device_routes: DeviceRoutes | None) -> None:
         """Check what the routers of a forward have shown, as far as it has come to the host."""
-        found = self.shared.source.routers[ended.chunk]
-        for routes in () if given is None else given.on.values():
+        chunk_routers = self.shared.source.routers[ended.chunk]
+        for routes in () if device_routes is None else device_routes.on.values():
             if (untouched := routes.untouched()) is not None:
-                ended.checks.append(effect.of_given(found, ended, untouched))
+                ended.checks.append(effect.of_given(chunk_routers, ended, untouched))
         try:
-            effect.refuse_wrong_calls(ended, found)
+            effect.refuse_wrong_calls(ended, chunk_routers)
             self.shared.checks.add(ended.checks)
             self.shared.checks.read(wait=False)
         except NoEffect:
@@ -250,18 +249,18 @@ class Answering(Work):
     def _let_go(self) -> None:
         """Drop the ids of micro-batches that autograd can't run again, unless they are recorded."""
         keeps = self.shared.source.keeps
-        for key, one in list(self.kept.items()):
-            is_recorded = keeps is None or one.number >= self.timeline.ended[one.chunk] - keeps
-            if not (is_recorded or one.may_run_again()):
-                one.let_go()
+        for key, forward in list(self.kept.items()):
+            is_recorded = keeps is None or forward.number >= self.timeline.ended[forward.chunk] - keeps
+            if not (is_recorded or forward.may_run_again()):
+                forward.let_go()
                 del self.kept[key]
         if self._lasts:
             self.timeline.forget(next(iter(self.kept.values()), None))
 
 
-def _stacked(calls: Sequence[Call], given: DeviceRoutes | None) -> torch.Tensor | None:
+def _stacked(calls: Sequence[Call], device_routes: DeviceRoutes | None) -> torch.Tensor | None:
     """Return the ids of calls, int64 [calls, rows, topk]; None if they are many, or of several shapes."""
-    for routes in () if given is None else given.on.values():
+    for routes in () if device_routes is None else device_routes.on.values():
         if routes.wide is not None and routes.missing is None and len(calls) == len(routes.wide):
             labels = [call.owner.label for call in calls]
             if labels == list(routes.by_layer) and all(call.ids is call.direct for call in calls):

@@ -20,13 +20,13 @@ def given_ids(call: Call) -> torch.Tensor:
     """Return the given ids; rows without a route take the router's own choice."""
     calls = call.owner  # RouterCalls
     shared = calls.shared
-    given: Given = call.routes
-    missing = given.missing
-    ids = given.by_layer[calls.label].long()
-    if call.drops and given.lost is not None:
-        call.loses = given.lost[:, given.routes.columns[calls.label]]
+    on_device: Given = call.routes
+    missing = on_device.missing
+    ids = on_device.by_layer[calls.label].long()
+    if call.drops and on_device.lost is not None:
+        call.loses = on_device.lost[:, on_device.routes.columns[calls.label]]
     if call.micro_batch.compares and shared.own is not None:
-        shared.own.compare(call, ids, missing, given.routes)
+        shared.own.compare(call, ids, missing, on_device.routes)
     if missing is not None:  # never in place: layers may share their storage
         ids = ids.index_copy(0, missing, call.own(missing))
     return ids

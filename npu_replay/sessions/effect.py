@@ -109,9 +109,9 @@ class Count:
         self._parts: dict[torch.device, torch.Tensor] = {}
 
     def add(self, counted: torch.Tensor) -> None:
-        found = counted.sum()
-        before = self._parts.get(found.device)
-        self._parts[found.device] = found if before is None else before + found
+        total = counted.sum()
+        before = self._parts.get(total.device)
+        self._parts[total.device] = total if before is None else before + total
 
     def __int__(self) -> int:
         return sum(int(part) for part in self._parts.values())
@@ -166,13 +166,13 @@ class _Late:
         if len(right) > 1:
             with contextlib.suppress(RuntimeError):  # on several devices, or of several shapes
                 right = [torch.cat(right)]
-        self._right = HostCopy([one.all() for one in right])
+        self._right = HostCopy([part.all() for part in right])
 
     def has_come(self) -> bool:
         return self._right.has_come()
 
     def check(self) -> None:
-        if self._known and all(bool(one) for one in self._right.read()):
+        if self._known and all(bool(part) for part in self._right.read()):
             return
         for check in self._asked:
             for at, router in enumerate(check.routers):
@@ -219,13 +219,13 @@ def _of_all(call: Call, ids: torch.Tensor, shown: torch.Tensor) -> Iterator[Chec
     if shown.shape != (call.rows, router.num_experts):
         yield _wrong(call, _NOT_SHOWN)
         return
-    held = shown.gather(1, ids)
+    present = shown.gather(1, ids)
     if router.drops:
-        right = shown.scatter(1, ids, False).any(dim=1, keepdim=True).logical_not().expand_as(held)
+        right = shown.scatter(1, ids, False).any(dim=1, keepdim=True).logical_not().expand_as(present)
         if call.micro_batch.checked:
-            call.unshown = ~held
+            call.unshown = ~present
     else:
-        right = held & (shown.sum(dim=1, keepdim=True) == router.topk)
+        right = present & (shown.sum(dim=1, keepdim=True) == router.topk)
     yield _check(call, _shows_others(router), right)
 
 
@@ -276,9 +276,9 @@ def of_quick_calls(calls: Sequence[Call], ids: torch.Tensor | None) -> list[Chec
     return [looked_at(call, call.shown, call.ids) for call in calls]
 
 
-def of_given(found: Sequence[Router], ended: MicroBatch, untouched: torch.Tensor) -> Check:
+def of_given(routers: Sequence[Router], ended: MicroBatch, untouched: torch.Tensor) -> Check:
     """Check that the ids of a forward that somebody has written into are the given ones."""
-    return Check(found, ended.number, False, _WRITTEN, untouched)
+    return Check(routers, ended.number, False, _WRITTEN, untouched)
 
 
 def _check(call: Call, why: Why, right: torch.Tensor) -> Check:
@@ -289,11 +289,11 @@ def _wrong(call: Call, why: Why) -> Check:
     return Check((call.owner.router,), call.micro_batch.number, call.is_recompute, why, None)
 
 
-def refuse_wrong_calls(ended: MicroBatch, found: Sequence[Router]) -> None:
+def refuse_wrong_calls(ended: MicroBatch, routers: Sequence[Router]) -> None:
     """Refuse a forward that left a router out, or a call of which the host knows that it is wrong."""
     calls = ended.calls
     wrong = {check.routers[0].label: check for check in ended.checks if check.right is None}
-    for router in found if wrong or len(calls) < len(found) else ():
+    for router in routers if wrong or len(calls) < len(routers) else ():
         if router.label not in calls:
             raise not_called(router, ended.number)
         if router.label in wrong:
@@ -342,8 +342,8 @@ def as_map(shown: torch.Tensor, router: Router) -> torch.Tensor:
         return shown
     experts = router.num_experts
     ids = shown.long().where((shown >= 0) & (shown < experts), experts)
-    found = torch.zeros(len(ids), experts + 1, dtype=torch.bool, device=ids.device).scatter(1, ids, True)
-    return found[:, :experts]
+    shown_map = torch.zeros(len(ids), experts + 1, dtype=torch.bool, device=ids.device).scatter(1, ids, True)
+    return shown_map[:, :experts]
 
 
 def not_called(router: Router, number: int) -> ReplayError:

@@ -11,9 +11,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from npu_replay.errors import RouterError, micro_batch
+from npu_replay.errors import micro_batch
 from npu_replay.seam.call import Call
-from npu_replay.seam.torch_state import address
 
 Key: TypeAlias = "tuple[int, int]"
 """The chunk and number of a micro-batch."""
@@ -97,9 +96,9 @@ class MicroBatch:
             call.around = ()  # it lives no longer than its graph
         if call.lost is not None:
             self.lost[label] = call.lost
-        given = call.routes
-        if given is not None and given.missing is None:
-            self._ids[label] = given.narrow[:, given.routes.columns[label]]
+        on_device = call.routes
+        if on_device is not None and on_device.missing is None:
+            self._ids[label] = on_device.narrow[:, on_device.routes.columns[label]]
             return False
         return call.ids is not None
 
@@ -144,15 +143,3 @@ def of_all_chunks(
             ids |= part.ids
             lost |= part.lost
     return ids, lost
-
-
-def refuse_one_buffer(calls: Sequence[Call]) -> None:
-    """Refuse calls whose ids lie in one buffer, which holds only the last of them at the forward's end."""
-    places: dict[int, Call] = {}
-    for call in calls:
-        first = places.setdefault(address(call.ids), call)
-        if first is not call and call.ids.numel():
-            problem = "the top-ks of several routers return their ids in one buffer, which is overwritten"
-            cause = "a patched torch.topk, or a mode, that returns a static buffer (for graph capture)"
-            where = micro_batch(first.micro_batch.number, first.owner.label)
-            raise RouterError(problem, where=where, cause=cause)

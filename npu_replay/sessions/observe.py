@@ -84,7 +84,7 @@ def _routes(
     ids: dict[int, torch.Tensor], lost: dict[int, torch.Tensor], routers: list[Router], where: str
 ) -> RoutedExperts:
     """Return what one micro-batch showed, with the experts that are left of each row that lost some."""
-    whole = ~torch.stack([one.any(dim=1) for one in lost.values()]).any(dim=0) if lost else None
+    whole = ~torch.stack([layer_lost.any(dim=1) for layer_lost in lost.values()]).any(dim=0) if lost else None
     if whole is None or bool(whole.all()):
         lost = {}
     return micro_batch_routes(ids, routers, where, lost, whole)
@@ -140,9 +140,9 @@ class Reading(Work):
             order = shown.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
             ids = order[:, : router.topk].to(narrow_dtype(router.num_experts))
             # More than top-k experts are as wrong as fewer, and tell no ids.
-            held = shown.gather(1, ids.long()) & (shown.sum(dim=1, keepdim=True) <= router.topk)
+            present = shown.gather(1, ids.long()) & (shown.sum(dim=1, keepdim=True) <= router.topk)
         forward.ids[router.label] = ids.cpu()
-        forward.lost[router.label] = ~held.cpu()
+        forward.lost[router.label] = ~present.cpu()
         self.read[forward.key] = forward
 
 

@@ -72,10 +72,10 @@ class OwnChoice:
         return losses.recount(counted)
 
     def begins(
-        self, forward: MicroBatch, module: nn.Module, given: DeviceRoutes | None, is_known: bool
+        self, forward: MicroBatch, module: nn.Module, device_routes: DeviceRoutes | None, is_known: bool
     ) -> None:
         """Begin a forward with these routes; `is_known` says whether their tokens are compared elsewhere."""
-        self._overlap.begins(forward, module, given, is_known)
+        self._overlap.begins(forward, module, device_routes, is_known)
 
     def compares(self, forward: MicroBatch) -> bool:
         """Return whether `compare` is needed in the calls of this forward."""
@@ -95,26 +95,26 @@ class OwnChoice:
             call.own()
 
     def compare(
-        self, call: Call, given: torch.Tensor, missing: torch.Tensor | None, routes: DeviceRoutes
+        self, call: Call, given_ids: torch.Tensor, missing: torch.Tensor | None, routes: DeviceRoutes
     ) -> None:
         """Compare the given ids, int64 [rows, topk], with the router's own; `missing` rows don't count."""
         self.count_in(call)
         if self._is_compared:
-            differ = (given.sort(dim=1).values != call.own().sort(dim=1).values).any(dim=1)
+            differ = (given_ids.sort(dim=1).values != call.own().sort(dim=1).values).any(dim=1)
             if missing is not None:
                 differ[missing] = False
             self._running.append((differ, len(differ) - (0 if missing is None else len(missing))))
         if self._overlap.asked_in is call.micro_batch:
-            self._overlap.add(call.owner.label, call.num_experts, given, call.own(), missing)
+            self._overlap.add(call.owner.label, call.num_experts, given_ids, call.own(), missing)
 
-    def ends(self, chunk: int, forward: MicroBatch | None, given: DeviceRoutes | None) -> None:
+    def ends(self, chunk: int, forward: MicroBatch | None, device_routes: DeviceRoutes | None) -> None:
         """Count and judge the calls of a forward, None if it raised; MicroBatchError for a low overlap."""
         shown = self._running
         self._running = []
         for differ, compared in shown if forward is not None else ():
             self._differing.add(differ)
             self._compared += compared
-        self._overlap.check(chunk, None if forward is None else forward.number, given)
+        self._overlap.check(chunk, None if forward is None else forward.number, device_routes)
 
     @property
     def has_judged(self) -> bool:
@@ -160,39 +160,39 @@ class OverlapCheck:
         self._before: dict[int, Judged] = {}  # by chunk, rows so far, as long as they are fewer than 64
 
     def begins(
-        self, forward: MicroBatch, module: nn.Module, given: DeviceRoutes | None, is_known: bool
+        self, forward: MicroBatch, module: nn.Module, device_routes: DeviceRoutes | None, is_known: bool
     ) -> None:
         """Decide whether this forward of a chunk is judged; `is_known` as in `OwnChoice.begins`."""
         self.asked_in = None
         # Tensors inside torch.func.grad have no memory that numpy could read.
-        if given is None or self._least == 0 or torch._C._functorch.maybe_current_level() is not None:
+        if device_routes is None or self._least == 0 or torch._C._functorch.maybe_current_level() is not None:
             return
-        refuses = self._judges_all or given.routes.from_engine
+        refuses = self._judges_all or device_routes.routes.from_engine
         # An engine's first rows are judged before an optimizer steps, however few a micro-batch has.
         begins = refuses and forward.chunk not in self._judged
         if begins or (forward.checked and (refuses or not is_known)):
             self.asked_in = forward
-            self._moved = weights_moved(module, given.routes.made_at, grad=forward.grad)
+            self._moved = weights_moved(module, device_routes.routes.made_at, grad=forward.grad)
 
     def add(
         self,
         label: int,
         num_experts: int,
-        given: torch.Tensor,
+        given_ids: torch.Tensor,
         own: torch.Tensor,
         missing: torch.Tensor | None,
     ) -> None:
         """Record the ids that a router was given and those it would choose, int64 [rows, topk] each."""
-        counts = torch.ones_like(given)
+        counts = torch.ones_like(given_ids)
         if missing is not None:
             counts[missing] = 0
-        loads = torch.zeros(2, num_experts, dtype=torch.int64, device=given.device)
-        loads.scatter_add_(1, torch.stack([given, own]).flatten(1), counts.flatten().expand(2, -1))
-        hits = (given[:, :, None] == own[:, None, :]).flatten(1).sum(dim=1)
+        loads = torch.zeros(2, num_experts, dtype=torch.int64, device=given_ids.device)
+        loads.scatter_add_(1, torch.stack([given_ids, own]).flatten(1), counts.flatten().expand(2, -1))
+        hits = (given_ids[:, :, None] == own[:, None, :]).flatten(1).sum(dim=1)
         narrow = narrow_dtype(num_experts + 1)  # a count may be num_experts
         self._calls[label] = _Call(hits.to(narrow), loads, own.to(narrow))
 
-    def check(self, chunk: int, number: int | None, given: DeviceRoutes | None) -> None:
+    def check(self, chunk: int, number: int | None, device_routes: DeviceRoutes | None) -> None:
         """Judge a forward at its end, if `add` was called in it; `number` is None for one that raised.
 
         Waits for the device. The error names the layers or tokens, and a shift that would fit.
@@ -200,13 +200,13 @@ class OverlapCheck:
         calls = self._calls
         self._calls = {}
         self.asked_in = None
-        if number is None or given is None or not calls:
+        if number is None or device_routes is None or not calls:
             return
         labels = sorted(calls)
-        routes = given.routes
+        routes = device_routes.routes
         rows = rows_by_token(routes)
         judged = Judged(
-            given.ids.numpy()[rows],
+            device_routes.ids.numpy()[rows],
             np.stack([calls[label].own.cpu().numpy() for label in labels], axis=1)[rows],
             np.stack([calls[label].hits.cpu().numpy() for label in labels])[:, rows],
             np.stack([calls[label].loads.cpu().numpy() for label in labels]),
@@ -253,7 +253,7 @@ def _error(
         f"min_overlap= or {MIN_OVERLAP} sets what is expected, and 0 switches this check off"
     )
     if misfit.layers:
-        named = ", ".join(str(labels[one]) for one in misfit.layers[:8])
+        named = ", ".join(str(labels[layer]) for layer in misfit.layers[:8])
         count = len(misfit.layers)
         more = ", ..." if len(misfit.layers) > 8 else ""
         place = f"all {count} layers" if count == len(labels) > 1 else f"layer {named}{more}"
@@ -293,6 +293,7 @@ def tokens_of(routes: RoutedExperts, rows: Array, at: int) -> str:
         return f"rows {first} to {last}"
     starts = np.cumsum([0, *routes.placement.lengths])
     first, last = int(tokens[first]), int(tokens[last])
-    one, other = (int(number) - 1 for number in np.searchsorted(starts, (first, last), side="right"))
-    to = "" if one == other else f"sequence {other}, "
-    return f"sequence {one}, tokens {first - starts[one]} to {to}{last - starts[other]}"
+    here = int(np.searchsorted(starts, first, side="right")) - 1  # the sequence of the first token
+    there = int(np.searchsorted(starts, last, side="right")) - 1
+    to = "" if here == there else f"sequence {there}, "
+    return f"sequence {here}, tokens {first - starts[here]} to {to}{last - starts[there]}"

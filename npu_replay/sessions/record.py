@@ -67,9 +67,9 @@ class Recording(Session):
 
     def _finish(self) -> None:
         called = self._answering.shared.source.inputs
-        found = [self._routes_of(number) for number in range(self.timeline.ended[0])]
+        routes_of_all = [self._routes_of(number) for number in range(self.timeline.ended[0])]
         order = row_order_of(self.all_routers)
-        for number, routes in enumerate(found):
+        for number, routes in enumerate(routes_of_all):
             inputs = mark = None
             if number in called:
                 call = called[number].on_host()
@@ -79,9 +79,9 @@ class Recording(Session):
                     (mark,) = inputs.marks
             alike = inputs is not None and not is_grid(inputs.shape)  # both orders give the same rows
             placement = Placement(inputs=inputs, row_order=None if alike else order)
-            found[number] = routes.with_known(placement=placement, fingerprint=mark)
-        self._routes = found
-        self._results = f", routes of {sum(map(len, found))} rows"
+            routes_of_all[number] = routes.with_known(placement=placement, fingerprint=mark)
+        self._routes = routes_of_all
+        self._results = f", routes of {sum(map(len, routes_of_all))} rows"
 
     def _routes_of(self, number: int) -> RoutedExperts:
         ids, lost = of_all_chunks(self._answering.kept, len(self.chunks), number)
@@ -114,9 +114,9 @@ class StepRecording(Session):
 
     def last(self, router: Router) -> torch.Tensor | None:
         """Return the ids of a router's last call, [rows, topk], narrow, on its device; None before it."""
-        for chunk, found in enumerate(self.routers):
+        for chunk, chunk_routers in enumerate(self.routers):
             last = self._last(chunk)
-            if last is not None and router.label in {one.label for one in found}:
+            if last is not None and router.label in {router_here.label for router_here in chunk_routers}:
                 return last.ids[router.label]
         return None
 
@@ -139,28 +139,30 @@ def micro_batch_routes(
     if not routers:
         return without_layers()
     routers = sorted(routers, key=lambda router: router.label)
-    found = {router.label: ids[router.label] for router in routers}
-    rows = {label: len(one) for label, one in found.items()}
+    by_layer = {router.label: ids[router.label] for router in routers}
+    rows = {label: len(layer_ids) for label, layer_ids in by_layer.items()}
     problem = "the routers differ in rows"
     cause = "pass the parts of the model to record() one by one"
     expected = "the same number in each layer"
     RouterError.unless(len({*rows.values()}) == 1, problem, expected, rows, cause, where)
-    on_one_device = len({one.device for one in found.values()}) == 1
-    stacked = torch.stack([one if on_one_device else one.cpu() for one in found.values()], dim=1)
+    on_one_device = len({layer_ids.device for layer_ids in by_layer.values()}) == 1
+    stacked = torch.stack(
+        [layer_ids if on_one_device else layer_ids.cpu() for layer_ids in by_layer.values()], dim=1
+    )
     experts = routers[0].num_experts
     routes = RoutedExperts(
         ids=stacked.to(narrow_dtype(experts)).cpu(),
-        layers=list(found),
+        layers=list(by_layer),
         num_experts=experts,
         recorded=recorded,
         constant_layers_ok=True,
         copy=False,
     )
-    gone = {label: lost[label].cpu() for label in found if label in lost}
+    gone = {label: lost[label].cpu() for label in by_layer if label in lost}
     if not gone:
         return routes
     shown = stacked.short().cpu()
-    for column, label in enumerate(found):
+    for column, label in enumerate(by_layer):
         if label in gone:
             shown[:, column].masked_fill_(gone[label], -1)
     return routes.with_known(shown=shown)

@@ -99,7 +99,7 @@ class Replay(Session):
         where = micro_batch(self.done)
         MicroBatchError.unless(count <= left, problem, f"at most {left}", count, where=where)
         self._skipped.update(range(self.done, self.done + count))
-        ended[:] = [one + count for one in ended]
+        ended[:] = [number + count for number in ended]
 
     def _finish(self) -> None:
         if self.done > len(self._skipped):
@@ -117,12 +117,12 @@ class Replay(Session):
         samples with bad routes, seconds; micro-batches whose routes' tokens were compared (tokens_compared);
         live_mismatch and overlap where measured; capacity_dropped where tokens are dropped.
         """
-        done = [one for n, one in enumerate(self._source.routes[: self.done]) if n not in self._skipped]
+        done = [part for n, part in enumerate(self._source.routes[: self.done]) if n not in self._skipped]
         rows, missing = _rows(done)
         placements = [routes.placement for routes in done]
-        padding = sum(int((one.rows < 0).sum()) for one in placements if one.rows is not None)
+        padding = sum(int((placed.rows < 0).sum()) for placed in placements if placed.rows is not None)
         figures = {"rows": rows, "rows_without_route": missing, "padding": padding}
-        figures["bad_samples"] = sum(one.bad_samples for one in placements)
+        figures["bad_samples"] = sum(placed.bad_samples for placed in placements)
         figures |= {"micro_batches": len(done), "tokens_compared": self._source.called.compared}
         return super().metrics() | figures
 
@@ -189,14 +189,14 @@ class ListedRoutes(RouteSource):
         MicroBatchError.unless(fine, problem, expected, done, cause, where)
 
     def _check_inputs(self, *, wait: bool) -> None:
-        for number in [one for one in sorted(self.inputs) if one < self.timeline.ended[0]]:
+        for number in [waiting for waiting in sorted(self.inputs) if waiting < self.timeline.ended[0]]:
             if not (wait or self.inputs[number].has_come()):
                 return
             self.called.check(number, self.inputs.pop(number), self.row_order)
 
 
 def _rows(routes: Sequence[RoutedExperts]) -> tuple[int, int]:
-    return sum(map(len, routes)), sum(int((~one.recorded).sum()) for one in routes)
+    return sum(map(len, routes)), sum(int((~part.recorded).sum()) for part in routes)
 
 
 class StepReplay(Session):
@@ -248,11 +248,11 @@ class SteppedRoutes(RouteSource):
             self.of(forward)
 
     def ends(self, forward: MicroBatch) -> None:
-        if not forward.has_raised and (given := self.given.get(forward.key)):
-            self.rows += given.rows
-            self.bytes += given.routes.ids.nbytes
-            self.rows_without_route += 0 if given.missing is None else len(given.missing)
-            self.replayed |= given.columns.keys()
+        if not forward.has_raised and (device_routes := self.given.get(forward.key)):
+            self.rows += device_routes.rows
+            self.bytes += device_routes.routes.ids.nbytes
+            self.rows_without_route += 0 if device_routes.missing is None else len(device_routes.missing)
+            self.replayed |= device_routes.columns.keys()
 
     def check_complete(self) -> None:
         left = [at for at in self.given if at[1] >= self.timeline.ended[at[0]]]

@@ -99,34 +99,34 @@ class RouteSource:
 
     def of(self, forward: MicroBatch) -> DeviceRoutes:
         """Return the routes of a forward; raise MicroBatchError if there are none."""
-        given = self.given.get(forward.key)
-        if given is None:
+        device_routes = self.given.get(forward.key)
+        if device_routes is None:
             where = f"{micro_batch(forward.number)}, chunk {forward.chunk}"
             cause = "an extra forward (a reference pass, an evaluation) while a replay is on"
             raise MicroBatchError("no routes were given for this forward", where=where, cause=cause)
-        return given
+        return device_routes
 
     def prepare(self, router: Router, forward: MicroBatch, rows: int, device: torch.device) -> Given:
         """Return the routes of a forward and their copies on the device, for a call with `rows` rows."""
         if forward is self.timeline.bypassed:
             self.check_forward(forward)
-        given = self.of(forward)
-        if given.rows != rows:
+        device_routes = self.of(forward)
+        if device_routes.rows != rows:
             problem = "the routes have another number of tokens than the router"
             where = micro_batch(forward.number, router.label)
-            cause = self._why_other_rows(forward, given.routes)
+            cause = self._why_other_rows(forward, device_routes.routes)
             expected = f"{rows} rows"
-            got = f"{given.rows} in the routes"
+            got = f"{device_routes.rows} in the routes"
             raise MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
-        if device not in given.on:
+        if device not in device_routes.on:
             self.send(forward, device)
-        return given.on[device]
+        return device_routes.on[device]
 
     def send(self, forward: MicroBatch, device: torch.device) -> None:
         """Start to copy the routes of this micro-batch and of the next one, as far as they are known."""
         for number in (forward.number, forward.number + 1):
-            if (given := self.given.get((forward.chunk, number))) is not None:
-                given.send(device)
+            if (device_routes := self.given.get((forward.chunk, number))) is not None:
+                device_routes.send(device)
 
     def _why_other_rows(self, forward: MicroBatch, routes: RoutedExperts) -> str:
         if self.why_other_rows or forward is self.timeline.bypassed:
@@ -232,8 +232,8 @@ def check_fit(routes: RoutedExperts, routers: Sequence[Router], every: Sequence[
     """Refuse routes that don't fit these routers; `every` holds all routers of this rank."""
     named = labels_of(routers, every).among(routes.layers, place)
     # A stage holds a part of the layers: only labels beyond the whole model's depth are sure to be wrong.
-    depths = [one.depth for one in every if not one.whole]
-    depth = max(*depths, *(one.label + 1 for one in every)) if any(depths) else 0
+    depths = [other.depth for other in every if not other.whole]
+    depth = max(*depths, *(other.label + 1 for other in every)) if any(depths) else 0
     model = f" of a model of {depth} decoder layers" if depth else ""
     for router, label in zip(routers, named, strict=True):
         order = find_other_order(router.row_order, routes.placement.row_order, None, None)
@@ -244,7 +244,7 @@ def check_fit(routes: RoutedExperts, routers: Sequence[Router], every: Sequence[
             cause = "rollout engine and trainer run different models, or this one was cut to some layers"
         elif label not in routes.layers:
             problem = "this decoder layer of the model is missing from the routes"
-            expected = f"layers {[one.label for one in routers]}{model}"
+            expected = f"layers {[other.label for other in routers]}{model}"
             got = f"{list(routes.layers)}"
             cause = likeliest(
                 "routes of another model, with another number of layers",

@@ -12,7 +12,7 @@ import torch
 
 from npu_replay import routers
 from npu_replay.errors import MicroBatchError, RecomputeError, ReplayError, RouterError, micro_batch
-from npu_replay.routers import Router
+from npu_replay.routers import Handle, Router
 from npu_replay.routes.routed_experts import narrow_dtype
 from npu_replay.seam import backward
 from npu_replay.seam.backward import graph_task, sequence_number, top_hooks
@@ -111,16 +111,16 @@ class RouterCalls(ForwardInPlace):
         self._mend = router.mend if self.is_given else None
         self._plans: dict[bool, Plan] = {}  # by `module.training`
         self._most_rows = LARGE // router.num_experts
-        # Used where the module has hooks of others, which come later: our hook behind them.
-        self._behind: Hook | None = None
+        # Used where the module has hooks of others, which come later: our hook behind them, by its handle.
+        self._behind: Handle | None = None
         self._shown_before: tuple[object, Call] | None = None  # its output before these hooks
 
     def take_off(self) -> None:
         super().take_off()
         if self._behind is not None:
-            self._behind.take_off()
-        for held in ("ready", "shared", "timeline", "marks", "_closely", "_shown_before"):
-            vars(self)[held] = None  # a wrapper of somebody's may hold this for ever
+            self._behind.remove()
+        for name in ("ready", "shared", "timeline", "marks", "_closely", "_shown_before"):
+            vars(self)[name] = None  # a wrapper of somebody's may hold this for ever
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the router; its top-k is answered."""
@@ -278,11 +278,11 @@ class RouterCalls(ForwardInPlace):
     def _go_behind(self) -> None:
         """Place our hook behind those of others, which may replace the output."""
         if self._behind is not None:
-            self._behind.take_off()
+            self._behind.remove()
         self._behind = None
         if not self._is_block and (self.module._forward_hooks or _global_hooks):
-            self._behind = Hook(self, RouterCalls._leaves, self.module)
-            self.module.register_forward_hook(self._behind)
+            hook = Hook(self, RouterCalls._leaves, self.module)
+            self._behind = self.module.register_forward_hook(hook)
 
     def _rows_of(self, hidden: torch.Tensor) -> int:
         """Return the number of rows of the scores that the router makes of its input."""
@@ -293,12 +293,12 @@ class RouterCalls(ForwardInPlace):
         where = micro_batch(repeated.number, self.label)
         ids = repeated.ids_of(self.label)
         if ids is None:
-            given = self.shared.source.given.get(repeated.key)
-            if given is None or given.missing is not None:
+            device_routes = self.shared.source.given.get(repeated.key)
+            if device_routes is None or device_routes.missing is not None:
                 problem = "this recompute was not foreseen when its forward ran, so its ids were not kept"
                 cause = "recomputing by other means than torch's checkpoint or a custom autograd Function"
                 raise RecomputeError(problem, where=where, cause=cause)
-            ids = to_device(given.ids[:, given.columns[self.label]], device)
+            ids = to_device(device_routes.ids[:, device_routes.columns[self.label]], device)
         if len(ids) != rows:
             problem = "the recompute has another number of tokens than its forward"
             cause = "a forward of something else that a gradient hook runs"

@@ -6,10 +6,10 @@ Read it from the top: entering, the hooks of a model chunk, leaving. What is don
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -49,7 +49,7 @@ class Session:
     """
 
     name = "session"
-    _unentered: weakref.finalize[..., Any] | None = None
+    _finalizer: weakref.finalize[..., Any] | None = None
     _results = ""  # how much was found, for repr
 
     def __init__(self, model: Model, work: Work, *, errors_wait: bool = False) -> None:
@@ -59,22 +59,23 @@ class Session:
         self.routers: list[list[Router]] = []  # by chunk, while the block is open
         self.marks: list[Marks] = []
         self.unchanged = Unchanged((), ())
-        self.undo = Undo()
+        self.undo = ExitStack()
         self._work = work
         self._count = 0
         self._state = "new"
 
     def __enter__(self: _S) -> _S:
-        if self._unentered is not None:
-            self._unentered.detach()
+        if self._finalizer is not None:
+            self._finalizer.detach()
         fresh = self._state == "new"
         ReplayError.unless(fresh, f"this {self.name} block was entered before", "a new one", "a used one")
         self.routers = find(self.chunks)
-        found = self.all_routers
+        all_routers = self.all_routers
         if self._work.puts_together:
-            check_alike({f"layer {one.label}, {one.path}": (one.topk, one.num_experts) for one in found})
-        self._count = len(found)
-        for router in found if self._work.answers_topk else ():
+            sizes = {f"layer {r.label}, {r.path}": (r.topk, r.num_experts) for r in all_routers}
+            check_alike(sizes)
+        self._count = len(all_routers)
+        for router in all_routers if self._work.answers_topk else ():
             if (other := _answered.get(id(router.module))) is not None:
                 problem = f"{self.name} can't be opened inside {other.name} on the same router"
                 where = f"layer {router.label}"
@@ -82,8 +83,9 @@ class Session:
                 cause = "a log-prob pass that the update calls, or an earlier block that was never left"
                 expected = "one open block for a router"
                 raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)
-        # An interrupt may skip `__exit__`, or its last line; then garbage collection undoes the block.
-        weakref.finalize(self, _dropped, self.undo, self.name).atexit = False
+        # Where `__exit__` never runs, garbage collection undoes the block.
+        self._finalizer = weakref.finalize(self, _dropped, self.undo, self.name)
+        self._finalizer.atexit = False
         try:
             self._state = "open"
             self.timeline = Timeline(len(self.chunks))
@@ -115,15 +117,14 @@ class Session:
             self.undo.callback(handle.remove)
 
     def before(self, module: nn.Module, hook: Hook) -> None:
-        self.undo.callback(hook.take_off)
         self._hung(module, module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def after(self, module: nn.Module, hook: Hook) -> None:
-        self.undo.callback(hook.take_off)
         first = self._work.goes_first
         self._hung(module, module.register_forward_hook(hook, prepend=first, always_call=True))
 
     def _hung(self, module: nn.Module, handle: Any) -> None:
+        self.undo.callback(handle.remove)
         self.unchanged.hold(type(module).__name__, handle.hooks_dict_ref(), handle.id)
         for hooks in ("_forward_pre_hooks", "_forward_hooks"):
             self.unchanged.hold(type(module).__name__, vars(module), hooks)
@@ -204,10 +205,12 @@ class Session:
 
     def _end(self) -> None:
         self.undo.close()
+        if self._finalizer is not None:
+            self._finalizer.detach()
         if self._state == "open":
             self._state = "closed"
-        for held in (self.chunks, self.routers, self.marks):
-            held.clear()
+        for container in (self.chunks, self.routers, self.marks):
+            container.clear()
         self.unchanged = Unchanged((), ())
         self._work.clear()
 
@@ -298,43 +301,17 @@ class Work:
         return {}
 
 
-class Undo:
-    """Collects the actions that undo a block, and runs them in reverse order.
-
-    An interrupt may stop `close`, which is then called again: so each action must be safe to run twice, and
-    none may hold the session, since the death of the session triggers the undo.
-    """
-
-    def __init__(self) -> None:
-        self._acts: list[Callable[[], object]] = []
-
-    def callback(self, act: Callable[..., object], *args: Any) -> None:
-        """Add an undo action. Call this before the change that it undoes."""
-        self._acts.append(functools.partial(act, *args))
-
-    def __len__(self) -> int:
-        return len(self._acts)
-
-    def close(self) -> None:
-        # Popped only after it ran: an interrupt in between makes the next `close` run it again.
-        while self._acts:
-            self._acts[-1]()
-            self._acts.pop()
-
-
 def to_enter(session: _S) -> _S:
     """Return the session, and log a WARNING if it dies or the process ends before it is entered."""
     text = "[npu_replay] %s() was called, but its block was never entered: with npu_replay.%s(...):"
-    session._unentered = weakref.finalize(session, logger.warning, text, session.name, session.name)
+    session._finalizer = weakref.finalize(session, logger.warning, text, session.name, session.name)
     return session
 
 
-def _dropped(undo: Undo, name: str) -> None:
+def _dropped(undo: ExitStack, name: str) -> None:
     """End a block that died without being left. It gets no session, or that would never die."""
-    was_open = bool(undo)
     undo.close()
-    if was_open:
-        logger.warning("[npu_replay] an open %s() was dropped, and ended: keep what open() gives", name)
+    logger.warning("[npu_replay] an open %s() was dropped, and ended: keep what open() gives", name)
 
 
 @dataclass(frozen=True)
@@ -350,8 +327,10 @@ class OpenSession:
 
 def open_sessions() -> tuple[OpenSession, ...]:
     """Return the blocks that answer routers in this process."""
-    found = {id(session): session for session in list(_answered.values())}.values()
-    return tuple(OpenSession(one.name, tuple(sorted(r.label for r in one.all_routers))) for one in found)
+    answering = {id(session): session for session in list(_answered.values())}.values()
+    return tuple(
+        OpenSession(block.name, tuple(sorted(r.label for r in block.all_routers))) for block in answering
+    )
 
 
 class Unchanged:
@@ -372,8 +351,8 @@ class Unchanged:
         self._held[id(place), key] = name, place, key, place.get(key)
 
     def _hold_ways(self, routers: Sequence[Sequence[Router]]) -> None:
-        for chunk, found in zip(self._chunks, routers, strict=True):
-            for path in (router.path for router in found if router.path):
+        for chunk, chunk_routers in zip(self._chunks, routers, strict=True):
+            for path in (router.path for router in chunk_routers if router.path):
                 parent = chunk
                 for name in path.split("."):
                     self.hold(path, parent._modules, name)
@@ -403,4 +382,4 @@ class Unchanged:
 
 
 def _by_layer(routers: Sequence[Sequence[Router]]) -> dict[int, nn.Module]:
-    return {router.label: router.module for found in routers for router in found}
+    return {router.label: router.module for chunk_routers in routers for router in chunk_routers}

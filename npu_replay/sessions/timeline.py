@@ -118,7 +118,7 @@ class Timeline:
             )
             raise RecomputeError(problem, where=where, cause=cause)
         repeated = (
-            [one for one in self._noted.get(around, ()) if one.chunk == chunk and not one.has_raised]
+            [noted for noted in self._noted.get(around, ()) if noted.chunk == chunk and not noted.has_raised]
             for around in backward.recomputing()
         )
         forwards = next(filter(None, repeated), [])  # of the innermost noted checkpoint that runs again
@@ -145,7 +145,7 @@ class Timeline:
 
     def forget(self, oldest: MicroBatch | None) -> None:
         """Drop the ends of forwards before the oldest that a graph can recompute; None drops all."""
-        gone = next((at for at, (_, one) in enumerate(self.ends) if one is oldest), len(self.ends))
+        gone = next((at for at, (_, forward) in enumerate(self.ends) if forward is oldest), len(self.ends))
         if gone:
             self._since = self.ends[gone - 1][0]
             del self.ends[:gone]
@@ -161,14 +161,14 @@ class Timeline:
             return None
         at = bisect.bisect_right(self.ends, number, key=lambda end: end[0])
         if at < len(self.ends):
-            found = self.ends[at][1]
-            return None if found.has_raised else found
-        running = [one for one in self._open if one is not None]
+            forward = self.ends[at][1]
+            return None if forward.has_raised else forward
+        running = [open_forward for open_forward in self._open if open_forward is not None]
         return running[0] if len(running) == 1 else None
 
     def _note(self, enclosing: list[Any], running: MicroBatch) -> None:
-        for one in enclosing:
-            self._noted.setdefault(one, set()).add(running)
+        for enclosing_object in enclosing:
+            self._noted.setdefault(enclosing_object, set()).add(running)
 
     def _check_thread(self, chunk: int) -> None:
         """Refuse a second thread: each has sequence numbers of its own, which order nothing between two."""

@@ -37,8 +37,8 @@ def weights_moved(module: nn.Module, made_at: float, *, grad: bool) -> bool:
         grad: whether the forward has a graph.
     """
     before = _seen.get(module)
-    looked_at = [] if before is None else [one() for one in before.looked_at]
-    parameters = [one for one in looked_at if one is not None]
+    looked_at = [] if before is None else [parameter() for parameter in before.looked_at]
+    parameters = [parameter for parameter in looked_at if parameter is not None]
     if before is None or len(parameters) < len(looked_at):
         parameters = _some_parameters(module)
     now = _digests(parameters)
@@ -57,13 +57,13 @@ def _differ(before: _Digests, now: _Digests) -> bool:
 def _some_parameters(module: nn.Module) -> list[torch.Tensor]:
     """Return a few parameters of a model, trained ones if there are any."""
     parameters = list(module.parameters())
-    trained = [one for one in parameters if one.requires_grad] or parameters
+    trained = [parameter for parameter in parameters if parameter.requires_grad] or parameters
     places = sorted({round(at * (len(trained) - 1) / (_PARAMETERS - 1)) for at in range(_PARAMETERS)})
     return [trained[at] for at in places] if trained else []
 
 
 def _digests(parameters: list[torch.Tensor]) -> _Digests:
     """Return shape and digest of each, since optimizers write past version counters."""
-    local = [getattr(one.detach(), "_local_tensor", one.detach()) for one in parameters]
-    on_host = HostCopy([digest(one) for one in local]).read()
-    return [(one.shape, int(value)) for one, value in zip(local, on_host, strict=True)]
+    local = [getattr(parameter.detach(), "_local_tensor", parameter.detach()) for parameter in parameters]
+    on_host = HostCopy([digest(parameter) for parameter in local]).read()
+    return [(parameter.shape, int(value)) for parameter, value in zip(local, on_host, strict=True)]

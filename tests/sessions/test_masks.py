@@ -14,7 +14,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import npu_replay
-from npu_replay import NoEffect, RoutedExperts, RouterError
+from npu_replay import NoEffect, RoutedExperts
 from zoo.toys import (
     EXPERTS,
     ROWS,
@@ -326,25 +326,6 @@ def test_a_mode_of_somebodys_that_answers_the_top_k_is_heard(
         assert same(run(model, 0, 1, 2, 3), untouched)
     if block is npu_replay.record:
         assert all(torch.equal(one.layer_ids(0).long(), wanted.expand(ROWS, TOPK)) for one in session.routes)
-
-
-def test_ids_of_several_routers_in_one_buffer_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = torch.empty(ROWS, TOPK, dtype=torch.int64)
-    native = torch.topk
-    calls = []
-
-    def static(*args: Any, **kwargs: Any) -> Any:
-        values, ids = native(*args, **kwargs)
-        calls.append(1)
-        if len(calls) <= 6:
-            return torch.return_types.topk((values, ids))
-        buffer.data.copy_(ids)
-        return torch.return_types.topk((values, buffer))
-
-    monkeypatch.setattr(torch, "topk", static)
-    model = ToyModel()
-    with pytest.raises(RouterError, match=r"micro-batch 3.*in one buffer"), npu_replay.record(model):
-        model(tokens(0)), model(tokens(1)), model(tokens(2)), model(tokens(3))
 
 
 @pytest.mark.parametrize(("number", "hung"), [(0, 0), (3, 0), (3, 3)])
