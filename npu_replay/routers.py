@@ -352,3 +352,11 @@ def _labelled(by_chunk: list[list[Router]]) -> list[list[Router]]:
             raise RouterError(problem, where=where, expected="each layer once", got=got, cause=cause)
         seen[router.label] = router.path
     return [sorted(routers, key=lambda router: router.label) for routers in by_chunk]
+
+
+def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the first tensor that a router is called with."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value
+    raise RouterError("the router was called without a tensor", expected="hidden states", got=args)

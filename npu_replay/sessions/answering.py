@@ -85,7 +85,7 @@ class Answering(Work):
             session.unchanged.hold(name, vars(owner), attribute)
 
     def attach(self, session: Session, router: Router, chunk: int, marks: Marks) -> None:
-        calls = RouterCalls(self.shared, session, router, chunk, marks)
+        calls = RouterCalls(self.shared, session.timeline, session.errors, router, chunk, marks)
         self._calls[chunk].append(calls)
         session.undo.callback(calls.take_off)
         calls.put_on()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from npu_replay.errors import ReplayError, micro_batch
-from npu_replay.routers import Model, Router
+from npu_replay.routers import Model, Router, hidden_states
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 from npu_replay.seam.backward import in_backward
 from npu_replay.seam.id_uses import IdUses
@@ -19,7 +19,6 @@ from npu_replay.seam.watch import watch
 from npu_replay.sessions.effect import as_map, not_called
 from npu_replay.sessions.micro_batch import Key, MicroBatch, of_all_chunks
 from npu_replay.sessions.record import micro_batch_routes
-from npu_replay.sessions.router_calls import called_again, hidden_states
 from npu_replay.sessions.session import Session, Work, to_enter
 from npu_replay.sessions.timeline import Marks
 
@@ -128,7 +127,7 @@ class Reading(Work):
             return  # a recompute outside backward
         forward = self._timeline.live(chunk)
         if router.label in forward.ids:
-            raise called_again(router, forward, self._timeline)
+            raise self._timeline.called_again(router.label, forward)
         with torch.no_grad():
             if router.shows is not None:
                 shown = as_map(router.shows(output), router)

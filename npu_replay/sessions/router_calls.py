@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from npu_replay import routers
-from npu_replay.errors import MicroBatchError, RecomputeError, ReplayError, RouterError, micro_batch
-from npu_replay.routers import Handle, Router
+from npu_replay.errors import RecomputeError, ReplayError, RouterError, micro_batch
+from npu_replay.routers import Handle, Router, hidden_states
 from npu_replay.routes.routed_experts import narrow_dtype
 from npu_replay.seam import backward
 from npu_replay.seam.backward import graph_task, sequence_number, top_hooks
@@ -33,8 +33,7 @@ from npu_replay.sessions.first_error import FirstError
 from npu_replay.sessions.micro_batch import MicroBatch
 from npu_replay.sessions.own_choice import OwnChoice
 from npu_replay.sessions.route_source import RouteSource, to_device
-from npu_replay.sessions.session import Session
-from npu_replay.sessions.timeline import CALLED_INSIDE, Marks, Timeline
+from npu_replay.sessions.timeline import Marks, Timeline
 
 is_grad_enabled = torch.is_grad_enabled
 _global_hooks: dict[int, Any] = torch.nn.modules.module._global_forward_hooks
@@ -89,7 +88,15 @@ class Closely:
 class RouterCalls(ForwardInPlace):
     """Takes the place of one router's forward while a block is open, and answers its top-k."""
 
-    def __init__(self, shared: Shared, session: Session, router: Router, chunk: int, marks: Marks) -> None:
+    def __init__(
+        self,
+        shared: Shared,
+        timeline: Timeline,
+        errors: FirstError,
+        router: Router,
+        chunk: int,
+        marks: Marks,
+    ) -> None:
         super().__init__(router.module)
         self.is_given = shared.own is not None
         self.router = router
@@ -99,12 +106,12 @@ class RouterCalls(ForwardInPlace):
         self.narrow = narrow_dtype(router.num_experts)  # the dtype in which its ids are kept
         self.shared = shared
         self.marks = marks
-        self.timeline: Timeline = session.timeline
+        self.timeline: Timeline = timeline
         self.chooses = given_ids if self.is_given else own_choice  # in a forward
         self.ready: QuickCall | None = None  # the next call, if it is quick
         self.further = 0  # top-ks behind the answered one of a block, in its last checked call
         self.shape: Sequence[int] = ()  # of the scores of its last quick call
-        self._closely = Closely(shared, session.errors)
+        self._closely = Closely(shared, errors)
         self._chunk = chunk
         self._keeps_native = backward.TELLS_REGIONS and not (self.is_given or router.spare)
         self._is_block = router.shows is None
@@ -225,7 +232,7 @@ class RouterCalls(ForwardInPlace):
         """Return the call of a forward; refuse one whose routes have other rows."""
         forward = self.timeline.live(self._chunk)
         if self.label in forward.calls:
-            raise called_again(self.router, forward, self.timeline)
+            raise self.timeline.called_again(self.label, forward)
         call = Call(self._rows_of(hidden), self.num_experts, self.topk, given=self.is_given, owner=self)
         forward.calls[self.label] = call
         call.micro_batch = forward
@@ -357,24 +364,3 @@ class RouterCalls(ForwardInPlace):
             shown = self.router.shows(output)
             if shown is not call.ids:
                 self.shared.checks.add([effect.looked_at(call, shown, call.ids)])
-
-
-def called_again(router: Router, running: MicroBatch, timeline: Timeline) -> MicroBatchError:
-    """Return the error for a router that one forward calls twice: routes have one column for each router."""
-    problem = "the router is called again before the forward of the model that was passed has ended"
-    cause = (
-        "a looped model, which runs layers several times in one forward (Inkling-2) and can't be replayed; a "
-        "model that runs one sequence after another; layers that share one router; or MindSpeed's "
-        "moe_fb_overlap, which runs a graph of before this block again"
-    )
-    if running is timeline.bypassed:
-        cause = f"{CALLED_INSIDE}; Megatron's overlap_moe_expert_parallel_comm does so too"
-    return MicroBatchError(problem, where=micro_batch(running.number, router.label), cause=cause)
-
-
-def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return the first tensor that a router is called with."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            return value
-    raise RouterError("the router was called without a tensor", expected="hidden states", got=args)

@@ -143,6 +143,18 @@ class Timeline:
         self._note(backward.enclosing(functions=not torch.is_grad_enabled()), owner)
         return owner
 
+    def called_again(self, label: int, running: MicroBatch) -> MicroBatchError:
+        """Return the error for a router that a forward calls twice: routes have a column for each router."""
+        problem = "the router is called again before the forward of the model that was passed has ended"
+        cause = (
+            "a looped model, which runs layers several times in one forward (Inkling-2) and can't be "
+            "replayed; a model that runs one sequence after another; layers that share one router; "
+            "MindSpeed's moe_fb_overlap, which runs a graph of before this block again"
+        )
+        if running is self.bypassed:
+            cause = f"{CALLED_INSIDE}; Megatron's overlap_moe_expert_parallel_comm does so too"
+        return MicroBatchError(problem, where=micro_batch(running.number, label), cause=cause)
+
     def forget(self, oldest: MicroBatch | None) -> None:
         """Drop the ends of forwards before the oldest that a graph can recompute; None drops all."""
         gone = next((at for at, (_, forward) in enumerate(self.ends) if forward is oldest), len(self.ends))
