@@ -126,7 +126,7 @@ INSIDE = {name: {one for one in imported(path) if one in MODULES} for name, path
 
 VAGUE = {"one", "found", "given", "said", "told", "held"}
 """Names that say nothing of the thing."""
-LEFT = Counter(seam=1, routes=1)
+LEFT = Counter(routes=1)
 """How many variables, parameters and fields still have such a name, by room. They may only become fewer."""
 
 

@@ -66,13 +66,13 @@ def _answered(module: Any, native: Callable[..., Any]) -> Callable[..., Any]:
         call = armed()
         if call is None:
             return native(*args, **kwargs)
-        if call.given:
+        if call.plan.is_given:
             # Both take the same arguments, in the same order.
             return getattr(module, _UNFUSED)(*args, **kwargs, fused=False)
         output = native(*args, **kwargs)
         # Ids that a top-k inside returned keep its order: a recompute sums in the order of its forward.
         if call.ids is None:
-            call.is_armed = False  # a top-k after the kernel isn't the router's
+            call.disarm()  # a top-k after the kernel isn't the router's
             call.note(_ids(output, call))
         return output
 
@@ -82,13 +82,13 @@ def _answered(module: Any, native: Callable[..., Any]) -> Callable[..., Any]:
 def _ids(output: Any, call: Call) -> torch.Tensor:
     """Return the experts in a map [rows, experts], ascending: int64 [rows, topk]."""
     routing_map = output[1] if isinstance(output, tuple) and len(output) > 1 else None
-    if not isinstance(routing_map, torch.Tensor) or routing_map.shape != (call.rows, call.num_experts):
+    if not isinstance(routing_map, torch.Tensor) or routing_map.shape != (call.rows, call.plan.num_experts):
         raise NoEffect(
             "the fused router's output can't be read",
-            expected=f"(probs, routing_map), the map of shape {[call.rows, call.num_experts]}",
+            expected=f"(probs, routing_map), the map of shape {[call.rows, call.plan.num_experts]}",
             got=type(output) if routing_map is None else getattr(routing_map, "shape", type(routing_map)),
             cause="another Transformer Engine than is known; set moe_router_fusion=False",
         )
     # A top-k over the map: nonzero() would synchronise with the device.
-    ids = routing_map.detach().to(torch.float32).topk(call.topk, dim=1).indices
+    ids = routing_map.detach().to(torch.float32).topk(call.plan.topk, dim=1).indices
     return ids.sort(dim=1).values

@@ -181,7 +181,7 @@ class RouterMethods:
             count(routing_map, padding_mask=padding_mask)
 
     def _counts_rows(self) -> bool:
-        replaying = here.call is not None and here.call.given
+        replaying = here.call is not None and here.call.plan.is_given
         asked = replaying or asks_for_replay(self.router.config) or environment.read(EXPERT_BIAS, False)
         return bool(asked and is_on())
 
@@ -214,10 +214,13 @@ def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwarg
     losses = aux_losses.of(router)
     rows = inputs.numel() // inputs.shape[-1] * gathered_ranks(config)
     groups = config.moe_router_num_groups, config.moe_router_group_topk
-    call = router_replay.Asked(replay, rows, int(router.num_experts), int(router.topk), groups)
-    call.owner = router
-    call.spare = spare(router)
-    call.compares = losses is not None and is_replaying(replay) and losses.follow_the_call_of(router)
+    compares = losses is not None and is_replaying(replay) and losses.follow_the_call_of(router)
+    call = router_replay.Asked(
+        *(replay, rows, int(router.num_experts), int(router.topk), groups),
+        owner=router,
+        spare=spare(router),
+        compares=compares,
+    )
     with router_replay.asking(call, fused=fused_router.is_on(config)):
         return plain(*args, **kwargs)
 

@@ -26,6 +26,7 @@ from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.seam.call import Call, armed
 from npu_replay.seam.guarded import guard, here
 from npu_replay.seam.masks import unfilled
+from npu_replay.seam.plan import Plan
 
 MODULE = "megatron.core.transformer.moe.router_replay"
 
@@ -221,8 +222,7 @@ class MegatronRouterReplay:
             call = armed()
             if isinstance(call, Asked) and call.replay is self:
                 # The routing asked by itself, as upstream's does, and calls no top-k: answered here.
-                call.ids = ids
-                call.way = "inner"
+                call.answered(ids, "inner")
             return scores.gather(1, ids), ids
         if default_compute_topk is None:
             raise RouterError(
@@ -270,22 +270,32 @@ def is_idle(replay: Any) -> bool:
 class Asked(Call):
     """Lets the top-k of a router's call ask a RouterReplay, ours or a framework's.
 
-    `groups` are the number of groups and of chosen ones.
+    `groups` are the number of groups and of chosen ones; `compares`: compute the live choice, too.
     """
 
-    watching = True  # the function mode also sees group masking, and a top-k imported by name
-    drops = True  # a second top-k of the same scores is the aux loss's: it stays live
-    compares = False  # compute the live choice, too
-
     def __init__(
-        self, replay: Any, rows: int, num_experts: int, topk: int, groups: Groups = (None, None)
+        self,
+        replay: Any,
+        rows: int,
+        num_experts: int,
+        topk: int,
+        groups: Groups = (None, None),
+        *,
+        owner: Any = None,
+        spare: int = 0,
+        compares: bool = False,
     ) -> None:
-        super().__init__(rows, num_experts, topk, given=is_replaying(replay))
+        # A second top-k of the same scores is the aux loss's and stays live, as one that drops tokens does.
+        is_given = is_replaying(replay)
+        plan = Plan(num_experts=num_experts, topk=topk, is_given=is_given, drops=True, spare=spare)
+        super().__init__(owner, plan, rows=rows)
         self.replay = replay
         self._groups = groups
+        self._compares = compares
 
     def decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         outer = self.outer
+        topk = self.plan.topk
         _, args, kwargs = self.taken_by
         kwargs = {name: value for name, value in kwargs.items() if name != "input"}
 
@@ -293,26 +303,25 @@ class Asked(Call):
             """Run the top-k as it was called, on scores masked by groups; an outer call is answered once."""
             try:
                 if outer is not None and outer.ids is None:
-                    outer.fills = self.fills
+                    outer.take_fills(self.fills)
                     here.call = outer
                 values, ids = torch.topk(scores, *args[1:], **kwargs)
             finally:
                 here.call = self
-            return values[:, : self.topk], ids[:, : self.topk]
+            return values[:, :topk], ids[:, :topk]
 
-        if self.compares:
+        if self._compares:
             self.own()
-        before = unfilled(scores, self.fills, self.topk) if self.given else scores
-        values, ids = self.replay.get_replay_topk(before, self.topk, *self._groups, own)
+        before = unfilled(scores, self.fills, topk) if self.plan.is_given else scores
+        values, ids = self.replay.get_replay_topk(before, topk, *self._groups, own)
         if isinstance(outer, Asked) and outer.replay is self.replay:
-            outer.ids = ids  # the routing that armed the outer call is answered, too
-            outer.way = "inner"
+            outer.answered(ids, "inner")  # the routing that armed the outer call is answered, too
         return values, ids
 
     def note(self, ids: torch.Tensor) -> None:
         """Have the choice of a fused call recorded."""
         none = ids.new_empty(len(ids), 0, dtype=torch.float32)
-        self.replay.get_replay_topk(none, self.topk, *self._groups, lambda *_, **__: (ids, ids))
+        self.replay.get_replay_topk(none, self.plan.topk, *self._groups, lambda *_, **__: (ids, ids))
         super().note(ids)
 
 
@@ -345,7 +354,7 @@ def no_top_k(problem: str, call: Asked, cause: str, where: str = "") -> NoEffect
     return NoEffect(
         problem,
         where=where,
-        expected=f"a top-{call.topk} over {call.num_experts} experts",
+        expected=f"a top-{call.plan.topk} over {call.plan.num_experts} experts",
         got=", ".join(dict.fromkeys(call.seen)) or "nothing",
         cause=cause,
     )

@@ -15,8 +15,9 @@ the use of the ids is followed (`id_uses.py`). The guard also notes the `masked_
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
-from types import CodeType
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +28,7 @@ from npu_replay.seam import dropped
 from npu_replay.seam.guarded import here
 from npu_replay.seam.id_uses import IdUses
 from npu_replay.seam.masks import Fill, ruled_out, unmasked
+from npu_replay.seam.plan import Plan
 from npu_replay.seam.torch_state import address, function_modes, outside_modes
 from npu_replay.seam.watch import watch
 
@@ -53,31 +55,29 @@ def running(owner: object) -> Call | None:
 class Call:
     """Represents one call of one router, open in a `with` block around the router's forward.
 
-    `choose` returns the ids to use, int64 [rows, topk].
+    Args:
+        owner: what `running` finds the call by: in a session, the calls of its router.
+        plan: what is known of the router's calls.
+        micro_batch: the one that it belongs to, in a session.
+        rows: of the scores; -1: not known.
+        choose: returns the ids to use.
+        routes: the ids to choose from, as `choose` takes them.
+        loses: bool [rows, topk], the ids whose token is dropped over its expert's capacity; None: not known.
+        around: all that may run the call again.
+        is_recompute: it runs a call of a forward again.
+        checked: find out whether a mask that isn't undone rules out a given expert, and in a block without a
+            router module what it does with the ids.
+        follows: keep Watch on until the call ends, in a block that isn't checked.
+        keeps_native_topk: run the own top-k with grad, where no checkpoint compares saved tensors.
     """
 
-    # Set by the caller before the call is entered. Class attributes, so that a call sets only what differs:
-    micro_batch: Any = None
-    is_recompute = False
-    looks_for_masks = False  # find out whether a mask that isn't undone rules out a given expert
-    watching = False  # Watch is on, until the top-k is caught
-    routes: Any = None
-    around: Sequence[Any] = ()  # all that may run the call again
-    inside: CodeType | None = None  # of the function that runs the router; None: the stack isn't looked at
-    drops = False  # tokens over an expert's capacity are dropped by a second top-k, along dim 0
-    loses: torch.Tensor | None = None  # bool [rows, topk], the ids whose token is dropped; None if not known
-    leaves = 0  # see `Router.leaves`
-    spare = 0  # experts that the top-k returns beyond those used; they come last and aren't replaced
-    counts = False  # count further top-ks
-    follows = False  # keep Watch on until the call ends
-    keeps_native_topk = False  # run the own top-k with grad, as no checkpoint compares saved tensors
-    # Results:
+    # Class attributes, so that a call sets only what differs:
     has_ended = False  # and its output was seen
     ids: Any = None  # int64 [rows, topk] in use; None before the top-k
     handed: torch.Tensor | None = None  # what the router got; None from a kernel
     watched: torch.Tensor | None = None  # the same, if it is this call's to see that nobody writes into it
     written: int | None = None  # version counter of `watched`; None in inference mode
-    way: str | None = None  # how it was caught: "guard", "watch", or "kernel" (see `note`)
+    way: str | None = None  # how it was caught: "guard", "watch", "inner", or "kernel" (see `note`)
     passed: torch.Size | None = None  # of scores in other axes, whose top-k was seen and not answered
     further = 0  # number of further top-ks of the same shape
     direct: torch.Tensor | None = None  # the given ids, int64, if they are all that the call needs
@@ -87,24 +87,69 @@ class Call:
     own_ids: torch.Tensor | None = None  # the router's own choice of all rows, once computed
     taken: IdUses | None = None  # uses of the ids after the top-k, if `follows`
     ruled_out: torch.Tensor | None = None  # see `masks.ruled_out`
-    lost: torch.Tensor | None = None  # bool [rows, topk], the ids whose token was dropped, if `drops`
-    unshown: torch.Tensor | None = None  # bool [rows, topk], the ids that a checked output lacks, if `drops`
+    lost: torch.Tensor | None = None  # bool [rows, topk], the ids whose token was dropped, if it drops
     strayed: torch.Tensor | None = None  # a flag on the device: a kernel chose other ids
     outer: Call | None = None  # the enclosing call
     is_armed = True  # answers the next top-k that matches
     _depth = 0
 
     def __init__(
-        self, rows: int, num_experts: int, topk: int, *, given: bool = False, owner: Any = None
+        self,
+        owner: Any,
+        plan: Plan,
+        micro_batch: Any = None,
+        rows: int = -1,
+        *,
+        choose: Choose | None = None,
+        routes: Any = None,
+        loses: torch.Tensor | None = None,
+        around: Sequence[Any] = (),
+        is_recompute: bool = False,
+        checked: bool = False,
+        follows: bool = False,
+        keeps_native_topk: bool = False,
     ) -> None:
         self.owner = owner
-        self.given = given  # the ids may differ from the router's own choice
+        self.plan = plan
+        self.micro_batch = micro_batch
         self.rows = rows
-        self.num_experts = num_experts
-        self.topk = topk
-        self.choose: Choose = Call.own
+        self.choose: Choose = choose or Call.own
+        self.routes = routes
+        self.around = around
+        self.is_recompute = is_recompute
+        self.follows = plan.is_block and (checked or follows)
+        self.keeps_native_topk = keeps_native_topk
+        self.watching = plan.way != "guard"  # Watch is on, until the top-k is caught
         self.seen: list[str] = []  # functions called before the top-k was caught, while Watch was on
         self.fills: Sequence[Fill] = ()  # of scores over the experts, before the top-k
+        self._loses = loses
+        self._looks_for_masks = checked and plan.is_given and plan.masks and not is_recompute
+
+    def end(self, shown: Any = None) -> None:
+        """End the call; `shown` is what `Router.shows` returned, if it is still to be checked."""
+        self.shown = shown
+        self.has_ended = True
+
+    def enclose(self, around: Sequence[Any]) -> None:
+        """Note what may run the call again: then its top-k has to build the same graph each time."""
+        self.around = around
+        self.keeps_native_topk = False
+
+    def let_go(self) -> list[weakref.ref[Any]]:
+        """Return what may run the call again, held weakly from now on: it lives no longer than its graph."""
+        around = [weakref.ref(enclosing) for enclosing in self.around]
+        self.around = ()
+        return around
+
+    def learned(self) -> Plan:
+        """Return the plan of the calls that follow this one, which has ended."""
+        plan = self.plan
+        plain = self.way == "guard" and not self.further and type(self.scores) is torch.Tensor
+        if not plain or plan.drops or plan.spare or plan.is_block:
+            return replace(plan, way=self.way, is_quick=False)
+        _, args, kwargs = self.taken_by
+        named = {name: kwargs[name] for name in kwargs if name != "input"}
+        return replace(plan, way=self.way, is_quick=True, args=args[1:], kwargs=named)
 
     def __enter__(self) -> None:
         """Answer the next top-k of this thread that matches."""
@@ -124,18 +169,19 @@ class Call:
 
     def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether the call answers a top-k with these arguments."""
+        plan = self.plan
         scores = args[0] if args else kwargs.get("input")
-        if not isinstance(scores, torch.Tensor) or scores.shape != (self.rows, self.num_experts):
+        if not isinstance(scores, torch.Tensor) or scores.shape != (self.rows, plan.num_experts):
             return False
-        if self.drops and self.ids is not None:  # the next one asks which tokens to drop
+        if plan.drops and self.ids is not None:  # the next one asks which tokens to drop
             fits = takes_largest_of_rows(args, kwargs, dims=(0, -2))
         else:
-            fits = _k(args, kwargs) == self.topk + self.spare and takes_largest_of_rows(args, kwargs)
+            fits = _k(args, kwargs) == plan.topk + plan.spare and takes_largest_of_rows(args, kwargs)
         if not fits:
             return False
         # The stack is walked, not indexed: a wrapper more or less must not matter.
-        frame = None if self.inside is None or self.keeps_native_topk else sys._getframe()
-        while frame is not None and frame.f_code is not self.inside:
+        frame = None if plan.inside is None or self.keeps_native_topk else sys._getframe()
+        while frame is not None and frame.f_code is not plan.inside:
             if frame.f_code.co_name == "checkpoint":
                 # That recompute would be no call of the router, and choose anew.
                 problem = "the router takes its top-k in a checkpoint of its own"
@@ -151,10 +197,11 @@ class Call:
 
     def passes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the shape of the scores of a top-k that would be answered if they were two-dimensional."""
+        plan = self.plan
         scores = args[0] if args else kwargs.get("input")
-        if not isinstance(scores, torch.Tensor) or _k(args, kwargs) != self.topk + self.spare:
+        if not isinstance(scores, torch.Tensor) or _k(args, kwargs) != plan.topk + plan.spare:
             return
-        if scores.shape[-1:] == (self.num_experts,) and scores.numel() == self.rows * self.num_experts:
+        if scores.shape[-1:] == (plan.num_experts,) and scores.numel() == self.rows * plan.num_experts:
             self.passed = scores.shape
 
     def _stopwatching(self) -> None:
@@ -172,7 +219,7 @@ class Call:
         # Disarmed while our own operations run: a top-k among them is not the router's.
         self.is_armed = False
         if self.ids is not None:
-            return (self._drop if self.drops else self._answer_again)(native, args, kwargs, self.ids)
+            return (self._drop if self.plan.drops else self._answer_again)(native, args, kwargs, self.ids)
         if way == "guard":
             self._stopwatching()
         scores = args[0] if args else kwargs["input"]
@@ -184,9 +231,9 @@ class Call:
         self.scores = scores
         self.taken_by = native, args, kwargs
         values, ids = self.decide(scores)
-        if self.spare:
+        if self.plan.spare:
             values, places = self.native_topk(scores)
-            self.handed = torch.cat([ids, places[:, self.topk :]], dim=1)
+            self.handed = torch.cat([ids, places[:, self.plan.topk :]], dim=1)
             self.fills = ()  # the router got its top-k's own values, so no mask is undone
         if (handed := self.handed) is None:
             with outside_modes():
@@ -196,23 +243,24 @@ class Call:
         self.watched = handed
         self.written = None if handed.is_inference() else handed._version
         if self.follows:
-            self.taken = IdUses(self.rows, self.topk, self.num_experts, ids)
+            self.taken = IdUses(self.rows, self.plan.topk, self.plan.num_experts, ids)
             self.taken.depth = self._depth
             here.takers = (*here.takers, self.taken)
-        if self.given:
+        if self.plan.is_given:
             self._answered = _identity(scores)
-        comes_again = self.given and not self.spare
-        self.is_armed = bool(self.counts or self.drops or comes_again)
+        comes_again = self.plan.is_given and not self.plan.spare
+        self.is_armed = bool(self.plan.is_block or self.plan.drops or comes_again)
         return torch.return_types.topk((values, handed))
 
     def _answer_again(self, native: Callable[..., Any], args: Any, kwargs: Any, ids: torch.Tensor) -> Any:
         """Answer a further top-k: one of the same scores has the same ids, another is the router's own."""
         self.further += 1
+        plan = self.plan
         scores = args[0] if args else kwargs["input"]
         try:
-            if self.given and _identity(scores) == self._answered and (handed := self.handed) is not None:
+            if plan.is_given and _identity(scores) == self._answered and (handed := self.handed) is not None:
                 # Not the values of before: they may have been made without grad, or written into.
-                values = unmasked(scores, self.fills, self.topk, handed, self.leaves)
+                values = unmasked(scores, self.fills, plan.topk, handed, plan.leaves)
                 return torch.return_types.topk((values if scores.requires_grad else values.detach(), handed))
             return native(*args, **kwargs)
         finally:
@@ -222,12 +270,12 @@ class Call:
         """Choose the tokens that keep their place at each expert, and note which ids lost theirs."""
         scores = args[0] if args else kwargs.pop("input")
         answer = native(scores, *args[1:], **kwargs)
-        if self.given and scores.is_floating_point():
-            if self.loses is None:
+        if self.plan.is_given and scores.is_floating_point():
+            if self._loses is None:
                 dropped.warn()
             with outside_modes():
                 again = lambda lifted: native(lifted, *args[1:], **kwargs)  # noqa: E731
-                places = dropped.kept_places(scores.detach(), answer[1], ids, self.loses, again)
+                places = dropped.kept_places(scores.detach(), answer[1], ids, self._loses, again)
             answer = torch.return_types.topk((scores.gather(0, places), places))
         with outside_modes():
             placed = torch.zeros_like(scores, dtype=torch.bool).scatter(0, answer[1], True)
@@ -240,14 +288,26 @@ class Call:
         wanted = self.choose(self)  # differs from `ids` where a recompute chose otherwise
         if wanted is not ids:
             self.strayed = (wanted != ids).any()
+        self.answered(ids, "kernel")
+
+    def answered(self, ids: torch.Tensor, way: str) -> None:
+        """Note the ids [rows, topk] that the router goes on with, and how they were caught."""
         self.ids = ids
-        self.way = "kernel"
+        self.way = way
+
+    def take_fills(self, fills: Sequence[Fill]) -> None:
+        """Take over what an inner call has seen of the masks before its top-k."""
+        self.fills = fills
+
+    def disarm(self) -> None:
+        """Answer no top-k that comes next."""
+        self.is_armed = False
 
     def decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return values, float [rows, topk], and ids for the router's top-k of these scores."""
         if self.keeps_native_topk:
             values, self.own_ids = self.native_topk(scores)
-        elif not self.given and (
+        elif not self.plan.is_given and (
             torch._C._len_torch_dispatch_stack()
             or type(scores) is not torch.Tensor
             or (function_modes() and any(mode is not watch for mode in _modes()))
@@ -256,10 +316,10 @@ class Call:
             self.own()
         with outside_modes():
             ids = self.choose(self)
-            if self.looks_for_masks:
+            if self._looks_for_masks:
                 self.ruled_out = ruled_out(scores, self.fills, ids, self.own())
         if not self.keeps_native_topk:
-            values = unmasked(scores, self.fills, self.topk, ids, self.leaves)
+            values = unmasked(scores, self.fills, self.plan.topk, ids, self.plan.leaves)
         return values, ids
 
     def own(self, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -268,8 +328,8 @@ class Call:
             return self.own_ids if rows is None else self.own_ids.index_select(0, rows)
         scores = self.scores.detach()  # half the cost of no_grad()
         ids: torch.Tensor = self.native_topk(scores if rows is None else scores.index_select(0, rows))[1]
-        if self.spare:
-            ids = ids[:, : self.topk]
+        if self.plan.spare:
+            ids = ids[:, : self.plan.topk]
         if rows is None:
             self.own_ids = ids
         return ids
@@ -284,9 +344,10 @@ class Call:
         self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool
     ) -> Any:
         """Run a `masked_fill`, and keep the scores before it: given experts may be among those it fills."""
+        plan = self.plan
         scores = args[0] if args else kwargs.get("input")
-        shape = self.rows, self.num_experts
-        if not self.given or not isinstance(scores, torch.Tensor):
+        shape = self.rows, plan.num_experts
+        if not plan.is_given or not isinstance(scores, torch.Tensor):
             return native(*args, **kwargs)
         has_shape = scores.shape == shape
         # Routers that mask whole groups may fill a view [rows, groups, experts of a group].

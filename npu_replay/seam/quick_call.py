@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from npu_replay.seam.call import Call, takes_largest_of_rows
+from npu_replay.seam.call import Call, Choose, takes_largest_of_rows
 from npu_replay.seam.masks import Fill, unmasked
 from npu_replay.seam.plan import Plan
 
@@ -42,33 +42,46 @@ class QuickCall(Call):
 
     Args:
         owner: the calls of one router (`router_calls.py`).
-        plan: how the router takes its top-k.
-        micro_batch: the one that it belongs to.
-        rows: of the scores; -1: not known.
+        plan, micro_batch, rows, choose, routes, is_recompute, keeps_native_topk: see `Call`.
+        direct: the given ids, int64 [rows, topk], if they are all that the call needs.
     """
 
     seen: Any = ()
     fills: Sequence[Fill] = ()
+    around: Sequence[Any] = ()
+    watching = follows = False
 
-    def __init__(self, owner: Any, plan: Plan, micro_batch: Any, rows: int) -> None:
+    def __init__(
+        self,
+        owner: Any,
+        plan: Plan,
+        micro_batch: Any,
+        rows: int,
+        choose: Choose,
+        routes: Any,
+        direct: torch.Tensor | None,
+        is_recompute: bool,
+        keeps_native_topk: bool,
+    ) -> None:
         self.owner = owner
         self.plan = plan
         self.micro_batch = micro_batch
         self.rows = rows
-        self.given = owner.is_given
-        self.choose = owner.chooses
-        self.num_experts = owner.num_experts
-        self.topk = owner.topk
+        self.choose = choose
+        self.routes = routes
+        self.direct = direct
+        self.is_recompute = is_recompute
+        self.keeps_native_topk = keeps_native_topk
 
     def _fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether these are the arguments of the router's top-k."""
         plan = self.plan
         if args[1:] != plan.args or kwargs != plan.kwargs:  # else they are those of a checked call
             k = args[1] if len(args) > 1 else kwargs.get("k")
-            if k != self.topk or not takes_largest_of_rows(args, kwargs):
+            if k != plan.topk or not takes_largest_of_rows(args, kwargs):
                 return False
         scores = args[0] if args else kwargs.get("input")
-        if type(scores) is not torch.Tensor or scores.dim() != 2 or scores.shape[1] != self.num_experts:
+        if type(scores) is not torch.Tensor or scores.dim() != 2 or scores.shape[1] != plan.num_experts:
             return False
         if self.rows not in (len(scores), -1):
             return False
@@ -93,10 +106,7 @@ class QuickCall(Call):
         self.fills = ()  # their graph must not live on: the next router gets the memory
         if (ids := self.direct) is not None:
             self.ids = self.handed = ids  # `Given.untouched` tells whether the router writes into them
-            if fills:
-                values = unmasked(scores, fills, self.topk, ids, self.owner.router.leaves)
-            else:
-                values = scores.gather(1, ids)
+            values = unmasked(scores, fills, plan.topk, ids, plan.leaves) if fills else scores.gather(1, ids)
             return _topk_result((values, ids))
         if self.keeps_native_topk:
             taken = native(*args, **kwargs)
@@ -111,7 +121,7 @@ class QuickCall(Call):
             self.scores = scores
             self.taken_by = native, args, kwargs
             ids = self.choose(self)
-            values = unmasked(scores, fills, self.topk, ids, self.owner.router.leaves)
+            values = unmasked(scores, fills, plan.topk, ids, plan.leaves)
             self.scores = None
             self.taken_by = None
         self.ids = ids

@@ -196,6 +196,7 @@ class Answering(Work):
             finally:
                 ended.calls.clear()
                 ended.checks.clear()
+                ended.unshown.clear()
                 if device_routes is not None:
                     self._devices[ended.chunk] = tuple(device_routes.on)
                     # A router may have written into the ids; those for a recompute are kept.
@@ -241,10 +242,9 @@ class Answering(Work):
         except NoEffect:
             self._unchanged.check(micro_batch(ended.number))  # says more: something was replaced
             raise
-        for call in ended.calls.values() if ended.checked else ():
-            if call.unshown is not None:
-                self._dropped.add(call.unshown)
-                self._chosen += call.unshown.numel()
+        for unshown in ended.unshown:
+            self._dropped.add(unshown)
+            self._chosen += unshown.numel()
 
     def _let_go(self) -> None:
         """Drop the ids of micro-batches that autograd can't run again, unless they are recorded."""

@@ -23,8 +23,6 @@ def given_ids(call: Call) -> torch.Tensor:
     on_device: Given = call.routes
     missing = on_device.missing
     ids = on_device.by_layer[calls.label].long()
-    if call.drops and on_device.lost is not None:
-        call.loses = on_device.lost[:, on_device.routes.columns[calls.label]]
     if call.micro_batch.compares and shared.own is not None:
         shared.own.compare(call, ids, missing, on_device.routes)
     if missing is not None:  # never in place: layers may share their storage
@@ -34,12 +32,11 @@ def given_ids(call: Call) -> torch.Tensor:
 
 def ids_of_forward(call: Call) -> torch.Tensor:
     """Return the ids of the forward's call, for its recompute."""
-    call.loses = call.micro_batch.lost.get(call.owner.label)
     own = call.owner.shared.own
     if own is not None:
         own.count_in(call)
     ids: torch.Tensor = call.routes.long()
-    if not call.given and call.taken_by is not None and call.taken_by[2].get("sorted"):
+    if not call.plan.is_given and call.taken_by is not None and call.taken_by[2].get("sorted"):
         # Megatron-core from 0.18 on requests sorted ids only with grad, which is off in a checkpoint's
         # forward. In another order of experts their outputs would be summed with other rounding.
         order = call.scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)

@@ -223,7 +223,7 @@ def _of_all(call: Call, ids: torch.Tensor, shown: torch.Tensor) -> Iterator[Chec
     if router.drops:
         right = shown.scatter(1, ids, False).any(dim=1, keepdim=True).logical_not().expand_as(present)
         if call.micro_batch.checked:
-            call.unshown = ~present
+            call.micro_batch.unshown.append(~present)
     else:
         right = present & (shown.sum(dim=1, keepdim=True) == router.topk)
     yield _check(call, _shows_others(router), right)
@@ -270,7 +270,7 @@ def of_quick_calls(calls: Sequence[Call], ids: torch.Tensor | None) -> list[Chec
     """Check what quick calls of one forward have shown, together if their ids, [calls, rows, topk], are."""
     if ids is not None:
         with contextlib.suppress(RuntimeError):  # they have shown tensors of several shapes
-            right = _shows(torch.stack([call.shown for call in calls]), ids, calls[0].num_experts)
+            right = _shows(torch.stack([call.shown for call in calls]), ids, calls[0].plan.num_experts)
             routers = [call.owner.router for call in calls]
             return [Check(routers, calls[0].micro_batch.number, False, _NOT_SHOWN, right)]
     return [looked_at(call, call.shown, call.ids) for call in calls]

@@ -35,6 +35,7 @@ class MicroBatch:
         rows: of the given routes; -1: not known.
         calls: the call of each router that has begun, by layer label, until the forward has ended.
         checks: what its outputs have shown.
+        unshown: of checked outputs that may drop tokens, the ids that they lack, bool [rows, topk].
         lost: of the kept ids, those whose token was dropped, bool [rows, topk], where any can be.
         further: by layer label, the number of top-ks behind the answered one in a block without a router.
         around: of the calls that may be run again, what encloses each; held weakly.
@@ -63,6 +64,7 @@ class MicroBatch:
         self.rows = -1
         self.calls: dict[int, Call] = {}
         self.checks: list[Any] = []  # effect.Check
+        self.unshown: list[torch.Tensor] = []
         self._ids: dict[int, torch.Tensor] = {}
         self._stacked: tuple[list[int], torch.Tensor] | None = (
             None  # labels, and ids that aren't in `_ids` yet
@@ -92,8 +94,7 @@ class MicroBatch:
         """Keep what a record or a recompute needs of a call; return whether its ids are still to be kept."""
         label = call.owner.label
         if call.around:
-            self.around[label] = [weakref.ref(around) for around in call.around]
-            call.around = ()  # it lives no longer than its graph
+            self.around[label] = call.let_go()
         if call.lost is not None:
             self.lost[label] = call.lost
         on_device = call.routes

@@ -105,7 +105,7 @@ class OwnChoice:
                 differ[missing] = False
             self._running.append((differ, len(differ) - (0 if missing is None else len(missing))))
         if self._overlap.asked_in is call.micro_batch:
-            self._overlap.add(call.owner.label, call.num_experts, given_ids, call.own(), missing)
+            self._overlap.add(call.owner.label, call.plan.num_experts, given_ids, call.own(), missing)
 
     def ends(self, chunk: int, forward: MicroBatch | None, device_routes: DeviceRoutes | None) -> None:
         """Count and judge the calls of a forward, None if it raised; MicroBatchError for a low overlap."""

@@ -204,6 +204,10 @@ class Given(NamedTuple):
     version: int | None
     lost: torch.Tensor | None
 
+    def lost_of(self, label: int) -> torch.Tensor | None:
+        """Return which ids of a layer have lost their token, bool [rows, topk]; None if that isn't known."""
+        return None if self.lost is None else self.lost[:, self.routes.columns[label]]
+
     def untouched(self) -> torch.Tensor | None:
         """Return which ids in `wide` are what they were, bool [layers, rows, topk]; None if all must be."""
         if self.wide is None or self.wide._version == self.version:

@@ -101,22 +101,31 @@ class RouterCalls(ForwardInPlace):
         self.is_given = shared.own is not None
         self.router = router
         self.label = router.label
-        self.num_experts = router.num_experts
-        self.topk = router.topk
         self.narrow = narrow_dtype(router.num_experts)  # the dtype in which its ids are kept
         self.shared = shared
         self.marks = marks
         self.timeline: Timeline = timeline
-        self.chooses = given_ids if self.is_given else own_choice  # in a forward
         self.ready: QuickCall | None = None  # the next call, if it is quick
         self.further = 0  # top-ks behind the answered one of a block, in its last checked call
         self.shape: Sequence[int] = ()  # of the scores of its last quick call
         self._closely = Closely(shared, errors)
         self._chunk = chunk
+        self._chooses = given_ids if self.is_given else own_choice  # in a forward
         self._keeps_native = backward.TELLS_REGIONS and not (self.is_given or router.spare)
         self._is_block = router.shows is None
         self._mend = router.mend if self.is_given else None
-        self._plans: dict[bool, Plan] = {}  # by `module.training`
+        plan = Plan(
+            num_experts=router.num_experts,
+            topk=router.topk,
+            is_given=self.is_given,
+            drops=router.drops,
+            spare=router.spare,
+            leaves=router.leaves,
+            masks=router.masks,
+            is_block=self._is_block,
+            inside=RouterCalls._run_closely.__code__,
+        )
+        self._plans = {True: plan, False: plan}  # by `module.training`
         self._most_rows = LARGE // router.num_experts
         # Used where the module has hooks of others, which come later: our hook behind them, by its handle.
         self._behind: Handle | None = None
@@ -152,8 +161,7 @@ class RouterCalls(ForwardInPlace):
             or top_hooks(True)
             or (not is_grad_enabled() and (forward.grad or sequence_number() != forward.made))
         ) and (around := self.timeline.enclosing(forward)):
-            call.around = around
-            call.keeps_native_topk = False
+            call.enclose(around)
         forward.calls[self.label] = call
         try:
             here.call = call
@@ -165,13 +173,13 @@ class RouterCalls(ForwardInPlace):
         try:
             # Not the output, whose graph would live on: the next router then gets memory that no cache holds.
             shows: Any = self.router.shows  # no block's calls are quick
-            call.shown = shows(output)
+            shown = shows(output)
         except ReplayError:
             return self._end_closely(call, args, output)  # raises it again, or keeps it (`errors_wait`)
-        call.has_ended = True
         if call.rows > self._most_rows:
-            forward.checks.append(effect.looked_at(call, call.shown, call.ids))
-            call.shown = None
+            forward.checks.append(effect.looked_at(call, shown, call.ids))
+            shown = None
+        call.end(shown)
         return output
 
     def _run_closely(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -207,14 +215,11 @@ class RouterCalls(ForwardInPlace):
             ids: the given ids, int64 [rows, topk], if that is all that the call needs.
         """
         self.look_again()
-        plan = self._plans.get(self.module.training)
-        if plan is None or not plan.is_quick:
-            self.ready = None
-            return
-        self.ready = call = QuickCall(self, plan, begun, begun.rows)
-        call.routes = routes
-        call.direct = ids
-        call.keeps_native_topk = self._keeps_native
+        plan = self._plans[self.module.training]
+        self.ready = None
+        if plan.is_quick:
+            native = self._keeps_native
+            self.ready = QuickCall(self, plan, begun, begun.rows, self._chooses, routes, ids, False, native)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Return the call that begins; None if the router is left alone."""
@@ -233,54 +238,57 @@ class RouterCalls(ForwardInPlace):
         forward = self.timeline.live(self._chunk)
         if self.label in forward.calls:
             raise self.timeline.called_again(self.label, forward)
-        call = Call(self._rows_of(hidden), self.num_experts, self.topk, given=self.is_given, owner=self)
-        forward.calls[self.label] = call
-        call.micro_batch = forward
-        call.around = self.timeline.enclosing(forward)
+        around = self.timeline.enclosing(forward)
         if (foreseen := self.marks.take_foreseen(self.module)) is not None:
-            call.around = [*call.around, foreseen]
-        call.keeps_native_topk = self._keeps_native and not call.around
-        call.choose = self.chooses
+            around = [*around, foreseen]
+        rows = self._rows_of(hidden)
+        routes = None
+        loses = None
         if self.is_given:
-            call.routes = self.shared.source.prepare(self.router, forward, call.rows, hidden.device)
-        self._look_closely(call, hidden, checked=forward.checked)
+            routes = self.shared.source.prepare(self.router, forward, rows, hidden.device)
+            loses = routes.lost_of(self.label) if self.router.drops else None
+        self._refuse_batched(hidden)
+        self._go_behind()
+        forward.calls[self.label] = call = Call(
+            *(self, self._plans[self.module.training], forward, rows),
+            choose=self._chooses,
+            routes=routes,
+            loses=loses,
+            around=around,
+            checked=forward.checked,
+            follows=self.further > 0,
+            keeps_native_topk=self._keeps_native and not around,
+        )
         return call
 
     def _begin_recompute(self, repeated: MicroBatch, hidden: torch.Tensor) -> Call:
         """Return the call of a recompute; refuse one that isn't of a forward's."""
-        plan = self._plans.get(self.module.training)
+        plan = self._plans[self.module.training]
         checked = effect.is_due(repeated.number)
         plain = not (checked or function_modes() or dispatch_modes() or here.call)
         rows = self._rows_of(hidden)
-        if plan is not None and plan.is_quick and plain and not (self.module._forward_hooks or _global_hooks):
-            call: Call = QuickCall(self, plan, repeated, rows)
-        else:
-            call = Call(rows, self.num_experts, self.topk, given=self.is_given, owner=self)
-            call.micro_batch = repeated
-            self._look_closely(call, hidden, checked=checked)
-        call.is_recompute = True
-        call.choose = ids_of_forward
-        call.routes = self._ids_again(repeated, rows, hidden.device)
-        return call
+        ids = self._ids_again(repeated, rows, hidden.device)
+        if plan.is_quick and plain and not (self.module._forward_hooks or _global_hooks):
+            return QuickCall(self, plan, repeated, rows, ids_of_forward, ids, None, True, False)
+        self._refuse_batched(hidden)
+        self._go_behind()
+        return Call(
+            *(self, plan, repeated, rows),
+            choose=ids_of_forward,
+            routes=ids,
+            loses=repeated.lost.get(self.label),
+            is_recompute=True,
+            checked=checked,
+            follows=self.further > 0,
+        )
 
-    def _look_closely(self, call: Call, hidden: torch.Tensor, *, checked: bool) -> None:
-        """Set what a call needs that finds out how the router takes its top-k."""
+    def _refuse_batched(self, hidden: torch.Tensor) -> None:
         router = self.router
         if _is_batched(hidden):
             problem = "the router runs under vmap, where its rows can't be told apart"
             where = f"layer {router.label} ({router.path or 'the module itself'})"
             cause = "torch.vmap, torch.func.jacrev or the like around the model: loop over the batch"
             raise RouterError(problem, where=where, cause=cause)
-        call.drops = router.drops
-        call.spare = router.spare
-        call.leaves = router.leaves
-        call.counts = self._is_block
-        plan = self._plans.get(self.module.training)
-        call.watching = plan is None or plan.way != "guard"
-        call.follows = self._is_block and (checked or self.further > 0)
-        call.looks_for_masks = checked and self.is_given and router.masks and not call.is_recompute
-        call.inside = RouterCalls._run_closely.__code__
-        self._go_behind()
 
     def _go_behind(self) -> None:
         """Place our hook behind those of others, which may replace the output."""
@@ -318,9 +326,9 @@ class RouterCalls(ForwardInPlace):
 
     def _end(self, call: Call, args: tuple[Any, ...], output: object) -> object:
         """End a call; a result that isn't None replaces the output."""
-        call.has_ended = True
+        call.end()
         if not isinstance(call, QuickCall):
-            self._plans[self.module.training] = Plan.of(call)
+            self._plans[self.module.training] = call.learned()
         if call.is_recompute:
             self._end_recompute(call, output)
         else:
