@@ -56,6 +56,8 @@ def begin() -> None:
     try:
         environment.check()
     except ReplayError as error:
+        if environment.runs_command():
+            return
         if not by_entry_point:
             raise
         logger.error("%s. %s", error, import_hook.MEANING)

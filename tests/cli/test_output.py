@@ -105,6 +105,17 @@ def test_without_megatron_smoke_says_what_doctor_says(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
 
 
+@pytest.mark.parametrize("variable", ["NPU_REPLAY_STRICTT", "NPU_REPLAY_STRICT", "NPU_REPLAY_DISABLE"])
+def test_a_variable_that_cannot_be_used_is_one_short_error(desk: Path, variable: str) -> None:
+    """Though the import of npu_replay, which comes before the command, refuses it elsewhere."""
+    done = run(desk, "inspect", "a.routes", "--json", **{variable: "maybe"})
+    assert done.returncode == 2
+    assert variable in json.loads(done.stdout)["error"]
+    assert len(done.stderr.splitlines()) < 4
+    assert run(desk, "--version", **{variable: "maybe"}).returncode == 0
+    assert run(desk, code="import npu_replay", **{variable: "maybe"}).returncode == 1, "a user's own process"
+
+
 def test_ctrl_c_ends_without_a_traceback(tmp_path: Path) -> None:
     job = subprocess.Popen(
         [sys.executable, "-c", WAITS, "doctor"],
