@@ -32,7 +32,7 @@ from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.capture_points import CapturePoints, layers, refuse_foreign
 from npu_replay.compat.vllm_ascend.read_out import ReadOut
 from npu_replay.compat.vllm_ascend.self_check import SelfCheck
-from npu_replay.environment import STRICT, VLLM_ASCEND
+from npu_replay.environment import AUTOLOAD, STRICT, VLLM_ASCEND
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.model_config import RoutedModel
 
@@ -54,6 +54,12 @@ _PARALLEL = (
     *("prefill_context_parallel_size", "decode_context_parallel_size", "enable_expert_parallel"),
 )
 
+_LOADED = (
+    f"npu_replay installed beside vLLM; {AUTOLOAD}=on in the engine's environment, where an image has it off; "
+    f"{NAME} in VLLM_PLUGINS, without spaces, where that is set"
+)
+"""What vLLM loads the plug-in with."""
+
 _patches = Patches("routed experts of vllm-ascend")
 _attached = Patches("routed experts of vllm-ascend, in a worker")
 
@@ -65,6 +71,8 @@ def wanted() -> bool:
 
 def filtered() -> str:
     """Return what keeps vLLM from loading the plug-in, as far as this process can tell; empty if nothing."""
+    if not environment.read(AUTOLOAD, True):
+        return f"{AUTOLOAD}={os.environ[AUTOLOAD]} leaves npu_replay out"
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and NAME not in allowed.split(","):  # vLLM strips no spaces either
         return f"VLLM_PLUGINS={allowed} leaves {NAME} out"
@@ -80,7 +88,7 @@ def left_out() -> ReplayError | None:
     return ReplayError(
         f"{VLLM_ASCEND} is set, and npu_replay captures nothing",
         where="rollout",
-        expected=f"npu_replay installed beside vLLM; where VLLM_PLUGINS is set, {NAME} in it, without spaces",
+        expected=_LOADED,
         got=why,
         cause="a filter from before; or npu_replay on PYTHONPATH alone, where vLLM finds no plug-in",
     )
@@ -100,8 +108,7 @@ def capability(product: Product, vllm: Product) -> Capability:
         return Capability(CAPABILITY, "missing", "it is off; this release is known", remedy)
     why = filtered()
     if why:
-        remedy = f"pip install npu_replay-*.whl beside vLLM; {NAME} in VLLM_PLUGINS"
-        return Capability(CAPABILITY, "broken", why, remedy)
+        return Capability(CAPABILITY, "broken", why, _LOADED)
     pair = f"vllm-ascend {product.version} beside vLLM {vllm.version}"
     words = f"{pair}: every quantization and layout, checked in the first steps"
     return Capability(CAPABILITY, "works", words)

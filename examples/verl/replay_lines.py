@@ -144,7 +144,13 @@ def engine_lines(device: str, verl: Path) -> list[str]:
         chosen.append(f"+{ROLLOUT}.engine_kwargs.vllm.no_async_scheduling=True")
     if device == "npu":
         chosen.append(f"{ENV}.NPU_REPLAY_VLLM_ASCEND=on")  # a word: Ray refuses the number that 1 would be
+        chosen += [f"{ENV}.{AUTOLOAD}=on"] * autoload_is_off()  # else vLLM's entry point does nothing
     return chosen
+
+
+def autoload_is_off() -> bool:
+    """Whether the environment keeps entry points from loading npu_replay, as a shared image may."""
+    return os.environ.get(AUTOLOAD, "").strip().lower() in ("0", "false", "no", "off")
 
 
 def asks_plugins(verl: Path) -> bool:
@@ -156,7 +162,7 @@ def module_lines(verl: Path) -> list[str]:
     """Has the workers of agent loops import npu_replay, beside what the environment has them import."""
     allowed = os.environ.get(PLUGINS, "auto").strip().lower()
     is_allowed = allowed == "auto" or "npu_replay" in map(str.strip, allowed.split(","))
-    is_allowed &= os.environ.get(AUTOLOAD, "1").strip().lower() not in ("0", "false", "no", "off")
+    is_allowed &= not autoload_is_off()
     plugins = {plugin.name for plugin in metadata.entry_points(group="verl.plugins")}  # a clone has none
     if asks_plugins(verl) and is_allowed and "npu_replay" in plugins:
         return []

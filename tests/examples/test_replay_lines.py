@@ -17,7 +17,9 @@ V091, MAIN, A5, _, SGLANG, V080, V071, V070 = ascend_images.VERL_IMAGES
 IMAGES = pytest.mark.parametrize("image", ascend_images.VERL_IMAGES, ids=lambda image: image.name)
 BRIDGE = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
 IN_CHINESE = re.compile("[\u4e00-\u9fff]。")
-MODULES = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES"
+ENV = "+ray_kwargs.ray_init.runtime_env.env_vars"
+MODULES = f"{ENV}.VERL_USE_EXTERNAL_MODULES"
+AUTOLOAD_ON = f"{ENV}.NPU_REPLAY_AUTOLOAD=on"
 
 
 @IMAGES
@@ -96,7 +98,10 @@ def test_an_installed_npu_replay_needs_no_module(tmp_path: Path) -> None:
     assert MODULES not in image_lines.printed(newest, *asked, VERL_USE_EXTERNAL_PLUGINS="npu_replay, other")
     for plugins in ("none", "other"):
         assert MODULES in image_lines.printed(newest, *asked, VERL_USE_EXTERNAL_PLUGINS=plugins)
-    assert MODULES in image_lines.printed(newest, *asked, NPU_REPLAY_AUTOLOAD="0")
+    switched_off = image_lines.printed(newest, *asked, NPU_REPLAY_AUTOLOAD="0")
+    assert MODULES in switched_off
+    assert AUTOLOAD_ON in switched_off, "capture is an entry point of vLLM's"
+    assert AUTOLOAD_ON not in image_lines.printed(newest, *asked)
     older = image_lines.made(V080, tmp_path / "older")
     assert MODULES in image_lines.printed(older, *asked)
     assert MODULES not in image_lines.printed(older, "R2", "megatron", "npu"), "external_lib does"
