@@ -25,6 +25,12 @@ CEILING = 0.01
 _FEW = 8
 """The most runs per sample that are copied one by one; beyond, tokens are looked up singly."""
 
+_NONE = (
+    "a sample that was aborted, or whose routes were dropped on the way. "
+    'TokenLayout.gather(..., on_bad_route="native") lets the routers choose for it; where no sample of the '
+    "batch has routes, put RoutedExperts.unrecorded(...) in the place of None"
+)
+
 _log = logging.getLogger(__name__)
 
 
@@ -183,9 +189,7 @@ def _find_wrong(
             "this isn't RoutedExperts",
             "RoutedExperts",
             type(routes).__name__,
-            cause="a sample that was aborted, or whose routes were dropped on the way"
-            if routes is None
-            else "",
+            cause=_NONE if routes is None else "",
         )
     if (other := find_other_tokens(len(routes), routes.fingerprint, size, mark)) is not None:
         return other

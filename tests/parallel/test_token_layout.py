@@ -179,9 +179,12 @@ REFUSED: Refused = [  # what is said, and of what
     ("longer than what", lambda: TokenLayout.padded([3, 5], 4)),
     ("empty batch", lambda: gathered([], [])),
     # no routes: T20; without any, nobody knows how many experts there are
-    ("sequence 1.*isn't RoutedExperts.*NoneType", lambda: gathered([3, 2], [routes(3, 1), None])),
+    ('sequence 1.*isn\'t RoutedExperts.*NoneType.*on_bad_route="native"', lambda: gathered([3, 2], [routes(3, 1), None])),
     ("sequence 0.*isn't RoutedExperts.*Tensor", lambda: gathered([3], [routes(3, 1).ids])),
-    ("sequence 0", lambda: gathered([2, 2], [None] * 2, on_bad_route="native", ceiling=1.0)),
+    (
+        "sequence 0.*place of None",
+        lambda: gathered([2, 2], [None] * 2, on_bad_route="native", ceiling=1.0),
+    ),
     # the first bad one is named, whatever the ceiling, which is for "native"
     ("sequence 0: .*got 4", lambda: gathered([2, 2], [routes(4, 1), None], ceiling=1.0)),
     # layers: T2, T27, the 1-based numbers of Megatron's layer_number too
