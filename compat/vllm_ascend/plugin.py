@@ -55,8 +55,8 @@ _PARALLEL = (
 )
 
 _LOADED = (
-    f"npu_replay installed beside vLLM; {AUTOLOAD}=on in the engine's environment, where an image has it off; "
-    f"{NAME} in VLLM_PLUGINS, without spaces, where that is set"
+    f"npu_replay installed beside vLLM; {AUTOLOAD}=on where an image has it off; {NAME} in "
+    "VLLM_PLUGINS, without spaces, where that is set"
 )
 """What vLLM loads the plug-in with."""
 

@@ -179,7 +179,7 @@ REFUSED: Refused = [  # what is said, and of what
     ("longer than what", lambda: TokenLayout.padded([3, 5], 4)),
     ("empty batch", lambda: gathered([], [])),
     # no routes: T20; without any, nobody knows how many experts there are
-    ('sequence 1.*isn\'t RoutedExperts.*NoneType.*on_bad_route="native"', lambda: gathered([3, 2], [routes(3, 1), None])),
+    ("sequence 1.*isn't RoutedExperts.*NoneType.*native", lambda: gathered([3, 2], [routes(3, 1), None])),
     ("sequence 0.*isn't RoutedExperts.*Tensor", lambda: gathered([3], [routes(3, 1).ids])),
     (
         "sequence 0.*place of None",
