@@ -122,7 +122,7 @@ class Header:
     def arguments(self, read: Read, key: str = "") -> dict[str, Any]:
         """Return the values of one sample, checked by its digest; call it in `read_errors_as`.
 
-        They are RoutedExperts' arguments, and `row_order` and `inputs` of a micro-batch.
+        They are RoutedExperts' arguments, and as `micro_batch` the values of a placement.
         """
         if key not in self.samples:
             raise RouteFileError(
@@ -150,7 +150,7 @@ class Header:
             **{name: known[name] for name in _CARRIED},
             "ids": shared_tensor(ids),
             "recorded": shared_tensor(recorded.view(np.bool_)),
-            **_read_micro_batch(known.get(_MICRO_BATCH)),
+            _MICRO_BATCH: _read_micro_batch(known.get(_MICRO_BATCH)),
         }
 
 
@@ -170,7 +170,7 @@ def encode(samples: Mapping[str, Mapping[str, Any]]) -> list[bytes | memoryview]
             "num_experts": sample["num_experts"],
         }
         known = {"tokens": len(sample["ids"]), **{name: sample[name] for name in _CARRIED}}
-        known |= _described_micro_batch(sample["placement"].row_order, sample["placement"].inputs)
+        known |= _described_micro_batch(sample["placement"])
         described[key] = known | {"digest": _digest(model, key, known, sample["ids"], sample["recorded"])}
     text = Header(model, described).text
     if len(text) > 8 + _LONGEST_HEADER:
@@ -208,17 +208,19 @@ def _digest(model: dict[str, Any], key: str, known: dict[str, Any], ids: Array, 
     return summed.hexdigest()
 
 
-def _described_micro_batch(row_order: str | None, inputs: Inputs | None) -> dict[str, Any]:
-    if row_order is None and inputs is None:
+def _described_micro_batch(placement: Any) -> dict[str, Any]:
+    inputs = placement.inputs
+    if placement.row_order is None and inputs is None:
         return {}
-    return {_MICRO_BATCH: {"row_order": row_order, "inputs": None if inputs is None else inputs.described()}}
+    known = {"row_order": placement.row_order, "inputs": None if inputs is None else inputs.described()}
+    return {_MICRO_BATCH: known | ({"unnamed": True} if placement.unnamed else {})}
 
 
 def _read_micro_batch(value: Any) -> dict[str, Any]:
     if value is None:
-        return {"row_order": None, "inputs": None}
-    inputs = value["inputs"]
-    return {"row_order": value["row_order"], "inputs": None if inputs is None else Inputs.read(inputs)}
+        return {}
+    inputs = None if value["inputs"] is None else Inputs.read(value["inputs"])
+    return {"row_order": value["row_order"], "inputs": inputs, "unnamed": "unnamed" in value}
 
 
 def _json(value: Any) -> str:

@@ -110,8 +110,8 @@ class RoutedExperts:
     from_engine: bool = field(init=False)
 
     placement: Placement = field(default=Placement(), init=False)
-    """Where the rows of a micro-batch lie. A pickle carries it; bytes and files carry its `row_order`, and of
-    `inputs` the digests."""
+    """Where the rows of a micro-batch lie. A pickle carries it; bytes and files carry its `row_order`,
+    `unnamed`, and of `inputs` the digests."""
     shown: torch.Tensor | None = field(default=None, init=False)
     """From `record` and `observe`, where tokens over an expert's capacity are dropped: the ids that ran,
     int16 [tokens, layers, topk], with -1 in the place of each that lost the token. A pickle carries it;
@@ -376,7 +376,7 @@ class RoutedExperts:
     @classmethod
     def of_decoded(cls, values: dict[str, Any]) -> RoutedExperts:
         """Build routes from the values that `encoding` read, and check them."""
-        placement = Placement(row_order=values.pop("row_order"), inputs=values.pop("inputs"))
+        placement = Placement(**values.pop("micro_batch"))
         return cls(**values, copy=False).with_known(placement=placement)
 
     @classmethod

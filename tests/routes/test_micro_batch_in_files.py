@@ -61,8 +61,9 @@ def gathered(routes: list[RoutedExperts], side: Any) -> list[RoutedExperts]:
     made = []
     for one, ids in zip(routes, BATCHES, strict=True):
         rows = ids[:, 2:] if side == "left" else ids[:, :-2]
-        layout = TokenLayout.padded([4] * 3, 6, order="batch", side=side, fingerprints=map(fingerprint, rows))
-        made.append(layout.gather([one.take(torch.arange(4)).sequence(0, 4)] * 3))
+        marks = [fingerprint(row) for row in rows]
+        layout = TokenLayout.padded([4] * 3, 6, order="batch", side=side, fingerprints=marks)
+        made.append(layout.gather([one.take(torch.arange(4)).sequence(0, 4, mark) for mark in marks]))
     return made
 
 
@@ -76,6 +77,17 @@ def test_saved_and_loaded_they_are_refused_in_another_order(kind: str, again: An
     assert replayed(model, loaded)["tokens_compared"] == 2
     with pytest.raises(MicroBatchError, match=r"other tokens.*got those of the routes of micro-batch 1"):
         replayed(model, loaded[::-1])
+
+
+def test_saved_and_loaded_tokens_that_only_the_layout_knows_are_not_counted(again: Any) -> None:
+    """Whatever the routes' form: without a fingerprint of their own nobody knows whose they are."""
+    model = TokenModel("batch")
+    layout = TokenLayout.padded([6] * 3, 6, order="batch", fingerprints=map(fingerprint, BATCHES[0]))
+    one = recorded(model)[0].take(torch.arange(6))
+    rows = again(layout.gather([one.with_known(fingerprint=None)] * 3))
+    with npu_replay.replay(model, [rows]) as session:
+        model(BATCHES[0])
+    assert session.metrics()["tokens_compared"] == 0
 
 
 def test_images_and_the_order_of_rows_are_in_them(again: Any) -> None:
