@@ -78,20 +78,20 @@ def test_lines_that_a_page_gives_switch_replay_on(page: str, block: str) -> None
     assert actor.model.external_lib == "npu_replay"
 
 
-@pytest.mark.parametrize("off", ["verl", "verl-ascend"])
 @pytest.mark.parametrize(("page", "block"), LINES)
-def test_lines_at_the_end_switch_it_off(off: str, page: str, block: str) -> None:
-    text = (DOCS / f"{off}.md").read_text(encoding="utf-8").split("## Off at once\n")[1]
-    flag, *modes = [
+def test_lines_at_the_end_switch_it_off(page: str, block: str) -> None:
+    text = (DOCS / "verl.md").read_text(encoding="utf-8").split("## Off at once\n")[1]
+    flag, *modes, scheduling = [
         line.split(" #")[0].strip() for line in text.split("```text\n")[1].split("\n```")[0].splitlines()
     ]
     key = next(line.lstrip("+").split("=")[0] for line in typed(block) if "router_replay.mode" in line)
     (mode,) = [line for line in modes if line.lstrip("+").startswith(key + "=")]
-    config, legacy = config_of(f"{block.rstrip()} \\\n{flag} \\\n{mode}\n")
+    config, legacy = config_of(f"{block.rstrip()} \\\n{flag} \\\n{mode} \\\n{scheduling}\n")
     actor = config.actor_rollout_ref
     verl_config.check_actor(actor, legacy=legacy)
     assert verl_config.mode_of(actor, legacy=legacy) == "disabled"
     assert not actor.rollout.enable_rollout_routing_replay
+    assert not actor.rollout.engine_kwargs.vllm.no_async_scheduling
 
 
 @pytest.mark.parametrize(("ascend", "block"), IMAGES)
