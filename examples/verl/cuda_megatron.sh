@@ -1,25 +1,35 @@
 #!/usr/bin/env bash
-# GRPO of Qwen3-30B-A3B with replay on 2 nodes of 8 GPUs: Megatron trains, vLLM rolls out.
-# For verlai/verl images of verl 0.8.0, 0.9.0 and 0.9.1: replay_lines.py asks what is installed, the bridge that loads
-# the weights among it.
+# GRPO of Qwen3-30B-A3B with replay: Megatron trains, vLLM rolls out, on 2 nodes of 8 GPUs.
+# 带路由重放的 GRPO，Qwen3-30B-A3B：训练用 Megatron，推理用 vLLM；2 个节点，每节点 8 卡。
+# For verlai/verl of verl 0.8.0, 0.9.0 and 0.9.1.
+# 适用于 verlai/verl 的 verl 0.8.0、0.9.0、0.9.1。
 #
-# On each node, in the container, npu_replay installed:
+# On each node, in the container with npu_replay; 在每个节点上，于已安装 npu_replay 的容器中：
 #
-#   ray start --head --port 6379         # the first node
-#   ray start --address FIRST_NODE:6379  # the second
+#   ray start --head --port 6379         # the first node; 第一个节点
+#   ray start --address FIRST_NODE:6379  # the second; 第二个节点
 #
-# Then on the first; DATA is GSM8K as verl's examples/data_preprocess/gsm8k.py makes it, and both nodes see both paths:
+# Then on the first; 然后在第一个节点上：
 #
 #   MODEL=/shared/Qwen3-30B-A3B DATA=/shared/gsm8k bash cuda_megatron.sh
 #
-# MODE=R2 takes R2. What else you write comes last, and counts. --cfg job shows the whole config and starts nothing.
+#   MODEL  the model's folder, as Hugging Face has it, on both nodes; Hugging Face 格式的模型目录，各节点路径相同
+#   DATA   GSM8K by verl's examples/data_preprocess/gsm8k.py, likewise; 由该脚本生成的 GSM8K 目录，同上
+#   MODE   R3, or R2; 默认 R3，可改为 R2
+#   NODES  2; 节点数，默认 2
+#   GPUS   8 a node; 每个节点的卡数，默认 8
+#
+# What you write behind it comes last, and counts; --cfg job shows the config and starts nothing.
+# 写在命令后面的参数追加在最后，以其为准；--cfg job 只打印完整配置，不启动作业。
 # Not run on CUDA: verl 0.7.1, 0.8.0 and 0.9.1 compose and check it; replay itself ran on CPUs (docs/dev/verl.md).
+# 尚未在 CUDA 上运行：由 verl 0.7.1、0.8.0、0.9.1 组合并检查配置；重放本身在 CPU 上运行过。
 set -euo pipefail
-: "${MODEL:?the folder of Qwen3-30B-A3B, as Hugging Face has it}" "${DATA:?the folder of train.parquet, test.parquet}"
+: "${MODEL:?the folder of Qwen3-30B-A3B, as Hugging Face has it (模型目录)}"
+: "${DATA:?the folder of train.parquet, test.parquet (数据目录)}"
 MODE=${MODE:-R3} NODES=${NODES:-2} GPUS=${GPUS:-8}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python3 -c 'import importlib.util; raise SystemExit(importlib.util.find_spec("vllm") is None)' ||
-    { echo "cuda_megatron.sh: there is no vLLM here, with which this job rolls out" >&2 && exit 1; }
+    { echo "cuda_megatron.sh: there is no vLLM here, with which this job rolls out. 这里没有安装 vLLM。" >&2 && exit 1; }
 replay=$(python3 "$here/replay_lines.py" --words "$MODE" megatron cuda)
 printf 'npu_replay adds:\n%s\n' "$replay" >&2
 mapfile -t replay <<<"$replay"

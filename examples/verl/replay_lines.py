@@ -2,10 +2,12 @@
 
     python3 replay_lines.py MODE TRAINER DEVICE    # R2 or R3, megatron or fsdp2, npu or cuda
 
-This prints lines to paste behind the command of a job. With --words it prints the arguments themselves, one a
+It prints lines to paste behind the command of a job. With --words it prints the arguments themselves, one a
 line, without what is for a shell: for the scripts beside it, and for a script of your own:
 
     bash run_qwen3_30b_a3b_megatron.sh $(python3 replay_lines.py --words R3 megatron npu)
+
+在作业的镜像中运行：打印重放需要追加到启动命令末尾的配置项；加 --words 则每行一个参数，供脚本使用。
 
 stderr says in which image it seems to run, and what is installed. What is missing is said in Chinese, too.
 The blocks of docs/verl-ascend.md are what it prints in their images. Nothing of verl or of a rollout engine
