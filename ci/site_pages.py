@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 _PAGES = "README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md SECURITY.zh.md examples/README.md"
 HOMES = {"en": "index.md", "zh": "zh/index.md"}
 """By language, the page that the first tab and the logo lead to. In Chinese it is README.zh.md."""
-OUTSIDE = {name: f"project/{name.lower()}" for name in _PAGES.split()} | {"README.zh.md": HOMES["zh"]}
+_IN_CHINESE = {"README.zh.md": HOMES["zh"], "examples/README.zh.md": "project/examples/readme.zh.md"}
+OUTSIDE = {name: f"project/{name.lower()}" for name in _PAGES.split()} | _IN_CHINESE
 """Pages of the clone that docs/ links to, and where they lie in the site."""
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
 SHOWN = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAIRS = [(ROOT / f"{name}.md", ROOT / f"{name}.zh.md") for name in ("README", "SECURITY")]
+PAIRS = [(ROOT / f"{name}.md", ROOT / f"{name}.zh.md") for name in ("README", "SECURITY", "examples/README")]
 PAIRS += [(ROOT / "docs" / page.name, page) for page in sorted((ROOT / "docs" / "zh").glob("*.md"))]
 SECTIONS = {
     "smoke.md": ("versions.md", "npu-replay smoke"),
@@ -18,7 +18,7 @@ SECTIONS = {
 """Pages in Chinese that are a section of an English page."""
 UP_TO = {ROOT / "docs" / "versions.md": "\n## npu-replay smoke\n"}
 """Of an English page, where its Chinese part ends: the rest is another page, or what machines sent."""
-BOTH = pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=[chinese.stem for _, chinese in PAIRS])
+BOTH = pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=[str(chinese.relative_to(ROOT)) for _, chinese in PAIRS])
 FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)+(?:\.?rc\d+)?(?!\w)|\d+(?:\.\d+)?(?:e-\d+|%)")
 WHOLE = re.compile(r"(?<![\w.])\d{2,}(?!\w|\.\d| 万)")
