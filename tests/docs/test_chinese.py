@@ -18,7 +18,8 @@ SECTIONS = {
 """Pages in Chinese that are a section of an English page."""
 UP_TO = {ROOT / "docs" / "versions.md": "\n## npu-replay smoke\n"}
 """Of an English page, where its Chinese part ends: the rest is another page, or what machines sent."""
-BOTH = pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=[str(chinese.relative_to(ROOT)) for _, chinese in PAIRS])
+NAMES = [str(chinese.relative_to(ROOT)) for _, chinese in PAIRS]
+BOTH = pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=NAMES)
 FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)+(?:\.?rc\d+)?(?!\w)|\d+(?:\.\d+)?(?:e-\d+|%)")
 WHOLE = re.compile(r"(?<![\w.])\d{2,}(?!\w|\.\d| 万)")
