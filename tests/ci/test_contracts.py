@@ -210,24 +210,6 @@ def test_what_a_release_is_held_to(
 # ---- which releases are looked at
 
 
-@pytest.mark.parametrize(
-    ("names", "everything", "expected"),
-    [
-        ([], False, ["0.14.0"]),
-        (["engine"], True, ["0.13.0", "0.14.0", "0.34.0"]),
-        (["engine==0.12.0"], True, ["0.12.0"]),
-    ],
-)
-def test_releases_that_are_asked_for(
-    contracts: ModuleType, names: list[str], everything: bool, expected: list[str]
-) -> None:
-    def versions(package: str) -> list[Any]:
-        return [contracts.Version(one) for one in ("0.12.0", "0.13.0", "0.14.0", "0.34.0")]
-
-    asked = contracts.asked(names, everything, contracts.products(CONTRACTS), versions)
-    assert [str(version) for _, version in asked] == expected
-
-
 # ---- Megatron-core
 
 CORE = "megatron/core/"

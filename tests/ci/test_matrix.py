@@ -1,9 +1,8 @@
-"""The matrix: what its list and its cells mean, which cases are dealt, and that the page is whole."""
+"""The matrix: what its list and its cells mean, and that the page is whole."""
 
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from capabilities import CAPABILITIES
-from dealt_cases import SHARES, dealt
 
 ROOT = Path(__file__).parents[2]
 CI = ROOT / "ci"
@@ -42,47 +40,6 @@ def test_the_list_has_every_line_of_megatron_core_and_both_of_transformers(matri
     assert majors == {"4", "5"}
     versions = [tuple(map(int, release.version.split("."))) for release in releases[:-2]]
     assert versions == sorted(set(versions))
-
-
-def test_a_release_goes_by_two_names_and_none_means_all(
-    matrix: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    read = matrix.read()
-    for name in ("0.15.3", "megatron-0.15.3"):
-        assert [release.name for release in read.of([name])] == ["megatron-0.15.3"]
-    assert [one.version for one in read.of(["5.24.0", "0.16.1", "0.12.0"])] == ["0.12.0", "0.16.1", "5.24.0"]
-    assert read.of([]) == list(read.releases)
-    assert matrix.main(["names", "0.15.3", "0.99.1"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("ci/matrix.toml has no 0.99.1. It has megatron-0.12.0, ")
-
-
-# The choice of cases
-
-FIRST = list(range(15))
-SECOND = "abcdefghijklmn"
-THIRD = "wxyz"
-
-
-def hands(count: int, first: int = 0) -> list[list[tuple[Any, Any, Any]]]:
-    return [dealt(FIRST, SECOND, THIRD, str(first + number)) for number in range(count)]
-
-
-@pytest.mark.parametrize("start", [0, SHARES * len(SECOND)])
-def test_hands_that_follow_each_other_hold_every_pair_once(start: int) -> None:
-    pairs = [case[:2] for hand in hands(SHARES * len(SECOND), start) for case in hand]
-    assert sorted(pairs) == sorted(itertools.product(FIRST, SECOND))
-
-
-def test_the_releases_together_hold_every_value_and_no_case_twice(matrix: Any) -> None:
-    """All triples where there are enough releases."""
-    count = sum(release.product == "megatron" for release in matrix.read().releases)
-    triples = list(itertools.chain(*hands(count)))
-    assert len(set(triples)) == len(triples) >= 2 * len(FIRST)
-    assert [set(values) for values in zip(*triples, strict=True)] == [set(FIRST), set(SECOND), set(THIRD)]
-    turns = set(itertools.chain(*hands(SHARES * len(SECOND) * len(THIRD))))
-    assert turns == set(dealt(FIRST, SECOND, THIRD, "all"))
 
 
 # What a cell says
@@ -119,16 +76,6 @@ def test_a_cell_is_what_the_tests_and_the_untouched_release_say(
 def shown(runs: Any, **changes: Any) -> Any:
     cells = dict.fromkeys(CAPABILITIES["megatron"], "shimmed") | changes.pop("cells", {})
     return runs.Shown("3.11.7", "2.13.0", "all", 9, 1, "2026-11-22", cells=cells, **changes)
-
-
-def test_a_page_that_says_something_else_is_stale(runs: Any, matrix: Any) -> None:
-    release = matrix.read().one("megatron", "0.15.3")
-    outcome = runs.Outcome(release, shown(runs), (), 1.0)
-    assert runs.stale(outcome, {release.name: shown(runs, reasons={})}) == []
-    (line,) = runs.stale(outcome, {release.name: shown(runs, cells={"flag": "native"})})
-    assert line.startswith("flag is shimmed, and docs/dev/matrix.md says native: run bash ci/matrix.sh --all")
-    (line,) = runs.stale(outcome, {})
-    assert "no column" in line
 
 
 def test_a_release_whose_test_fails_makes_the_run_fail(

@@ -85,21 +85,6 @@ def test_what_is_no_report_is_refused(verified: ModuleType) -> None:
             assert said in "; ".join(verified.problems(found))
 
 
-def test_a_row_says_what_failed_and_on_what(verified: ModuleType) -> None:
-    found = written(*GOOD, Result("bytes", "groups", FAIL, "others", 3))
-    found["machine"] |= {"device": "npu", "name": "Ascend910B3", "cann": "8.5.0"}
-    found["versions"] |= {"torch": "2.9.0", "torch_npu": "2.9.0", "mindspeed": "0.12.1 (674226a1)"}
-    line = verified.pages.line(verified.row(found, "someone"))
-    assert "| Ascend910B3, " in line
-    assert "| 8.5.0 | 2.9.0 (2.9.0), " in line
-    assert "| 0.12.1 (674226a1) | 4, tp 2, ep 2, recompute | not bytes |" in line
-    assert line.endswith("| this project | [someone](dev/verified/someone.json) |")
-    found["machine"]["name"] = "a | b\n| c"  # a cell can't break the table
-    line = verified.pages.line(verified.row(found, "lab--910b3"))
-    assert line.endswith("| lab | [lab--910b3](dev/verified/lab--910b3.json) |")
-    assert line.count("|") == len(verified.TITLES[verified.SMOKE]) + 1
-
-
 def device_report(verified: ModuleType, **changes: Any) -> dict[str, Any]:
     """One of ci/device.sh, in which smoke failed."""
     found: dict[str, Any] = json.loads((verified.FOLDER / "device-cpu-quick.json").read_text())
