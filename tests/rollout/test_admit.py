@@ -18,7 +18,7 @@ from npu_replay import RoutedExperts, fingerprint
 from npu_replay.errors import InvalidRoutes
 from npu_replay.rollout.admit import admit
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.release_rules import Fault, Source, Symptom, older
+from npu_replay.rollout.release_rules import Fault, Source, Symptom
 from npu_replay.routes import checks
 from npu_replay.routes.checks import Array
 
@@ -277,15 +277,6 @@ def test_the_error_names_engine_sample_field_and_place_t1_t31_t32(case: str) -> 
     assert error.cause == f"{WRONG[case].symptom.value} as in 0.2.0"
 
 
-def test_copies_are_a_fault_from_a_twentieth_of_the_rows_on() -> None:
-    rows = chosen(TOKENS - 1, 4)
-    rows[142:] = rows[:7]
-    assert taken(rows).recorded[:-1].all()
-    rows[141:] = rows[:8]
-    with pytest.raises(InvalidRoutes, match=r"8 rows are another token's.*first is row 141"):
-        taken(rows)
-
-
 def test_copies_are_found_beside_rows_without_a_route_t31(caplog: pytest.LogCaptureFixture) -> None:
     rows = chosen(TOKENS - 1, 4)
     tokens = words()
@@ -306,33 +297,6 @@ def test_copies_are_found_beside_rows_without_a_route_t31(caplog: pytest.LogCapt
     rows[67] = rows[59]
     with pytest.raises(InvalidRoutes, match=f"8 rows are .* row 70.*for token {tokens[60]}"):
         taken(rows, tokens=later, start=10)
-
-
-def test_the_likeliest_cause_is_named_of_the_release_and_device_that_are_known() -> None:
-    """Of an old release it is that nobody checks it; where nobody says the release, each may be it."""
-
-    def fault(cause: str, **said: Any) -> Fault:
-        return Fault(symptom=Symptom.ZEROS, cause=cause, **said)
-
-    faults = (
-        older("0.1", "0.1 or later"),
-        fault("first", until="0.3"),
-        fault("on an NPU", until="0.5", device="npu"),
-        fault("last"),
-        fault("last", since="0.9"),
-    )
-    for version, device, cause in [
-        ("0.2", "npu", "first"),
-        ("0.2", "", "first; or on an NPU"),
-        ("0.4", "npu", "on an NPU"),
-        ("0.4", "cuda", "last"),
-        ("0.4", "", "on an NPU; or last"),
-        ("", "", "first; or on an NPU; or last"),
-        ("nightly", "cuda", "first; or last"),
-        ("0.0.9", "", older("0.1", "").cause),
-    ]:
-        source = Source(engine="Engine", version=version, device=device, faults=faults)
-        assert source.error(Symptom.ZEROS, "zeros").cause == cause
 
 
 # Against a slow truth
@@ -410,7 +374,7 @@ def test_one_wrong_id_anywhere_is_found_at_its_place(
     seen = rows[: max(0, len(tokens) - 1 - how["start"])]  # the rest is surplus
     if (
         not len(seen)
-        or (kind in ("twice", "zeros") and model.topk == 1)
+        or (kind in ("twice", "zeros", "low") and model.topk == 1)  # a row of -1 alone is no row
         or (kind == "dense" and not model.dense)
     ):
         return
@@ -488,17 +452,3 @@ def test_a_dead_router_beside_live_ones_is_let_in_with_one_warning_that_names_it
     assert len(warned()) == 2, "of another set of layers"
     alone = routes.only([MODEL.layers[columns[0]]])  # a pipeline stage may hold no other
     assert RoutedExperts.from_bytes(alone.to_bytes()) == alone
-
-
-@pytest.mark.parametrize(
-    ("columns", "row"),
-    [([2], np.arange(8)), ([0, 1, 2, 3], COLLAPSED)],
-    ids=["0 to k - 1", "all layers of one row"],
-)
-def test_what_nobody_wrote_stays_an_error(
-    warned: Callable[[], list[str]], columns: list[int], row: Any
-) -> None:
-    for missing in ("error", "native"):
-        with pytest.raises(InvalidRoutes, match=r"are the same"):
-            taken(dead(chosen(TOKENS - 1, 4), columns, row), missing=missing)
-    assert not warned()

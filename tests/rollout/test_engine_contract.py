@@ -23,7 +23,7 @@ import vllm_outputs
 from npu_replay import RoutedExperts
 from npu_replay.compat.sglang import decode as sglang
 from npu_replay.compat.vllm import decode as vllm
-from npu_replay.errors import InvalidRoutes, ReplayError
+from npu_replay.errors import InvalidRoutes
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.checks import Array
 from vllm_outputs import DEEPSEEK, QWEN, WIDE, Sampled, expected, sampled
@@ -260,14 +260,6 @@ def test_an_answer_may_be_a_dict_json_or_an_object_of_openais_client(engine: Eng
         assert engine.decode(form) == expected(MODEL, ONE)
 
 
-def test_the_model_may_be_its_config(engine: Engine) -> None:
-    config = {"num_hidden_layers": 7, "first_k_dense_replace": 2, "n_routed_experts": 256}
-    config["num_experts_per_tok"] = 8
-    assert engine.decode(engine.answer(ONE), config) == expected(MODEL, ONE)
-    with pytest.raises(ReplayError, match="the number of routed experts"):
-        engine.decode(engine.answer(ONE), {**config, "n_routed_experts": None})
-
-
 def test_an_answer_of_a_release_that_isnt_told_is_decoded(engine: Engine) -> None:
     for version in (None, "", "main", "0.1.dev123+g1a2b3c"):
         assert engine.decode(engine.answer(ONE), version=version) == expected(MODEL, ONE)
@@ -284,27 +276,6 @@ def test_token_ids_may_come_in_any_container(engine: Engine, container: Any) -> 
     engine.ids(answer)["prompt_token_ids"] = container(ONE.prompt)
     engine.ids(answer)[engine.output_ids] = container(ONE.output)
     assert engine.decode(answer) == expected(MODEL, ONE)
-
-
-@pytest.mark.parametrize(
-    ("ids", "got"),
-    [
-        ([1, 2.5], "list [1, 2.5]"),
-        ([1, -1], "-1 to 1"),
-    ],
-)
-def test_token_ids_that_are_none_are_refused(engine: Engine, ids: Any, got: str) -> None:
-    for which, name, key in (
-        ("prompt", "prompt_token_ids", "prompt_token_ids"),
-        ("output", engine.sampled, engine.output_ids),
-    ):
-        words = (f"{engine.name} {engine.version}, request", f"{name}: ", "aren't token ids", f"got {got}")
-        with refused(*words):
-            engine.decode(engine.answer(ONE), **{which: ids})
-        answer = engine.answer(ONE)
-        engine.ids(answer)[key] = ids
-        with refused(*words):
-            engine.decode(answer)
 
 
 def test_token_ids_that_the_answer_lacks_must_be_given(engine: Engine) -> None:
@@ -390,20 +361,6 @@ def test_t28_an_aborted_request_has_all_its_rows_or_none(engine: Engine) -> None
     for nothing in (None, engine_rows(one)[:0]):
         answer = engine.put(engine.answer(one), nothing)
         assert engine.decode(answer) == expected(MODEL, one, rows=0)
-
-
-def test_a_request_that_ended_without_routes_is_refused(engine: Engine) -> None:
-    answer = engine.answer(ONE)
-    del engine.place(answer)["routed_experts"]
-    words = (f"{engine.name} {engine.version}, request", "no routes", "enable_return_routed_experts=True")
-    for missing in ("error", "native"):
-        with refused(*words):
-            engine.decode(answer, missing=missing)
-    for finish in ("length", "abort"):  # one token without a sample has no rows
-        one = sampled(MODEL, prompt=1, output=0, finish_reason=finish)
-        assert engine.decode(engine.answer(one)) == expected(MODEL, one)
-    with refused("no routes"):
-        engine.decode(engine.put(engine.answer(sampled(MODEL, prompt=2, output=0)), None))
 
 
 @pytest.mark.filterwarnings("error")

@@ -142,16 +142,6 @@ def test_what_frameworks_send_in_the_place_of_vllm_is_read(form: str) -> None:
         assert whose(FORMS[form]) == "vllm", "`npu-replay inspect` tells the decoder"
 
 
-def test_a_row_that_nemo_lost_has_no_route() -> None:
-    lost = ROWS.astype(np.int16)
-    lost[[4, 9]] = -1
-    answer = {"choices": [{"message": {"routed_experts": nemo(lost), **KNOWN}}]}
-    (found,) = from_vllm(answer, MODEL, missing="native")
-    assert np.flatnonzero(~found.recorded).tolist() == [4, 9, RUN]
-    with pytest.raises(InvalidRoutes, match=r"2 of .* rows are -1 in all layers"):
-        from_vllm(answer, MODEL)
-
-
 def test_lmdeploys_lists_are_read() -> None:
     info = {"finish_reason": {"type": "length"}, "completion_tokens": len(OUTPUT)}
     answer = {"output_ids": OUTPUT, "meta_info": info | {"routed_experts": ROWS.tolist()}}

@@ -47,22 +47,6 @@ def rows_with_a_constant_layer() -> torch.Tensor:
     return torch.from_numpy(rows)
 
 
-def test_few_different_tokens_explain_it_as_they_do_at_the_door() -> None:
-    rows = rows_with_a_constant_layer()
-    tokens = np.arange(TOKENS)
-    assert from_batch(rows, MODEL, zeros_are_none=True, tokens=tokens % 12).recorded.all()
-    for known in (tokens, None):
-        with pytest.raises(InvalidRoutes, match="layer 5: all 96 recorded rows are the same"):
-            from_batch(rows, MODEL, zeros_are_none=True, tokens=known)
-
-
-def test_a_trainers_own_routers_may_choose_so() -> None:
-    """R2's record says what the model did: an engine's faults aren't looked for."""
-    routes = from_batch(rows_with_a_constant_layer(), MODEL, zeros_are_none=True, from_engine=False)
-    assert routes.recorded.all()
-    assert len(RoutedExperts.from_bytes(routes.to_bytes())) == TOKENS, "a file of the record is read again"
-
-
 def test_experts_in_the_column_of_a_dense_layer_are_refused() -> None:
     """Labels have shifted by a layer; -1 there is no expert."""
     model = RoutedModel(layers=tuple(range(1, 32)), num_layers=32, num_experts=8, topk=2)

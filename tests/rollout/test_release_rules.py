@@ -106,10 +106,3 @@ def test_a_server_reads_what_was_planned() -> None:
     mapping = MappingProxyType({"max_bytes": 1 << 40})
     words = EngineArguments({"tp_size": 8, "empty": [], "aux_output_config": mapping}).command_line()
     assert words == ["--tp-size", "8", "--aux-output-config", '{"max_bytes": 1099511627776}']
-
-
-def test_what_is_off_is_left_out_where_a_server_knows_no_negation() -> None:
-    """SGLang's options are store_true: --no-... would stop it."""
-    plan = {"disable_radix_cache": False, "enable_return_routed_experts": True}
-    assert EngineArguments(plan, negates=False).command_line() == ["--enable-return-routed-experts"]
-    assert EngineArguments(plan).command_line()[0] == "--no-disable-radix-cache"

@@ -22,7 +22,7 @@ from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.release_rules import release
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
-from sglang_outputs import RELEASES, Request, true_rows
+from sglang_outputs import Request, true_rows
 
 MODEL = RoutedModel(layers=(1, 2, 3, 4, 5), num_layers=6, num_experts=64, topk=4)
 PROMPT = 12
@@ -69,17 +69,6 @@ def text_of(rows: Array) -> str:
 
 
 # Every release's own form
-
-
-@pytest.mark.parametrize("version", [version for version in RELEASES if release(version) >= (0, 5, 13)])
-def test_a_choice_with_its_own_meta_info_of_sglang(version: str) -> None:
-    """With return_meta_info the choices have them, and from 0.5.19 on sglext hasn't."""
-    asked = request(version)
-    body = asked.openai(meta_info=True)
-    assert ("sglext" in body) == (release(version) < (0, 5, 19))
-    assert_true(decoded(body, asked), asked)
-    for choice in asked.openai(choices=2, meta_info=True)["choices"]:
-        assert_true(decoded(choice, asked), asked)
 
 
 def test_the_openai_endpoint_gives_one_choices_routes_only() -> None:
@@ -377,13 +366,6 @@ def test_T30_rows_from_a_start_of_sglang(version: str, start: int) -> None:
         assert_true(decoded(asked.generate(), asked, start_len=start), asked, start)
 
 
-def test_T30_a_start_or_a_release_that_from_sglang_wasnt_told() -> None:
-    for version in ("0.5.12", "0.5.23"):
-        asked = request(version, asked_from=7)
-        with refused(r"(?s)81 rows.*got 74.*wasn't told"):
-            decoded(asked.generate(), asked)
-
-
 def test_T30_rows_that_may_begin_at_either_are_refused() -> None:
     """Three rows too many for those from token 3 on: they are before it, or past the end."""
     asked = request("0.5.12", asked_from=3, past=3, finish="stop", drafts=6)
@@ -394,17 +376,6 @@ def test_T30_rows_that_may_begin_at_either_are_refused() -> None:
 
 
 # How a request ends
-
-
-@pytest.mark.parametrize("version", ["0.5.7", "0.5.9", "0.5.10", "0.5.23"])
-def test_an_aborted_request_of_sglang(version: str) -> None:
-    """Running, it has its rows so far; in the queue, none."""
-    asked = request(version, finish="abort")
-    assert_true(decoded(asked.generate(), asked), asked)
-    asked = request(version, finish="abort", captured=False)
-    assert decoded(asked.generate(), asked).recorded.tolist() == [False] * (PROMPT + OUTPUT)
-    queued = request(version, output=0)
-    assert decoded(queued.aborted_in_the_queue(), queued).recorded.tolist() == [False] * PROMPT
 
 
 def test_tokens_are_taken_away_only_at_a_stop_or_where_the_answer_shows_them() -> None:
@@ -523,14 +494,6 @@ def test_rows_of_another_model_or_of_other_tokens_are_named(make: Any, words: st
     asked = request("0.5.23")
     with refused(words):
         decoded(with_payload(asked, text_of(make(asked.rows))), asked)
-
-
-def test_text_far_too_long_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("binascii.a2b_base64", lambda *_, **__: pytest.fail("decoded"))
-    asked = request("0.5.7")
-    for text in ("A" * 40_000, "A" * 40_001, b"A" * 2**20):
-        with refused(r"more text than|can't be shaped|rows for other tokens"):
-            decoded(with_payload(asked, text), asked)
 
 
 def test_a_count_of_something_else() -> None:

@@ -83,15 +83,6 @@ def test_a_release_that_isnt_known_is_warned_of_once(
     assert f"no {product} 0.99.0 is known, the newest is {newest}: " in record.getMessage()
 
 
-@pytest.mark.parametrize("version", ["0.17.1", "0.9.2", "0.11.1rc2.dev123+gabc"])
-def test_a_release_before_the_oldest_that_is_checked_is_refused(version: str) -> None:
-    words = (f"vLLM {version} is older than 0.18.0", "0.18.0 and later", f"got {version}", "nobody checks")
-    with refused(*words):
-        engine_arguments(version)
-    with refused(*words):
-        engine_arguments(version, vllm_ascend="0.18.0", capture=True)
-
-
 @pytest.mark.parametrize("version", ["0.1.dev123+g1234567", "nightly", "", "33", None, 0.33])
 def test_a_version_that_doesnt_tell_its_release_is_asked_for(version: Any) -> None:
     with refused("this version doesn't tell its release", 'pass version="0.23.0"', repr(version)):
@@ -212,42 +203,6 @@ def test_an_argument_that_the_release_can_is_passed_on(version: str, planned: di
 
 
 # ---- how arguments are written
-
-
-@pytest.mark.parametrize(
-    ("written", "python"),
-    [
-        *((name, "enable_eplb") for name in ("--enable-eplb", "_enable_eplb")),
-        *(("-pp", "pipeline_parallel_size"), ("dp", "data_parallel_size")),
-        ("--no-enable-prefix-caching", "enable_prefix_caching=False"),
-        ("speculative_config.method", "speculative_config"),
-        ("--kv-transfer-config.kv_connector", "kv_transfer_config"),
-        ("", "enable_eplb, say"),
-    ],
-)
-def test_a_name_as_on_a_command_line_is_refused_with_the_python_name(written: str, python: str) -> None:
-    """Passed on, it would slip past the checks."""
-    with refused(f"the argument {written} can't be read", f"its Python name: {python}", f"got '{written}'"):
-        engine_arguments("0.33.0", planned={written: True})
-
-
-UNREADABLE = [
-    *({"enable_eplb": other} for other in ("true", 1, [True])),
-    {"enable_prefix_caching": ""},
-    *({"pipeline_parallel_size": other} for other in (True, 0, "two", 2.0)),
-    *({"ubatch_size": other} for other in (-1, "two", True)),
-    *({"kv_offloading_size": other} for other in ("much", True)),
-    {"runner": ["generate"]},
-    {"quantization": True},
-    *({"kv_transfer_config": other} for other in ('{"kv_connector": "NixlConnector"}', 3, [1])),
-]
-
-
-@pytest.mark.parametrize("planned", UNREADABLE, ids=lambda planned: str(planned)[:50])
-def test_what_cant_be_read_is_refused_by_name(planned: dict[Any, Any]) -> None:
-    """Taken for its default it would start, and give no routes."""
-    with refused("rollout: ", str(next(iter(planned)))):
-        engine_arguments("0.33.0", planned=planned)
 
 
 # ---- models
