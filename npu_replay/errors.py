@@ -186,8 +186,13 @@ def whole_number(
     7
     """
     number = operator.index(value)
-    fits = (least is None or number >= least) and (most is None or number <= most)
-    kind.unless(fits, f"bad {what}", f"{least} to {most}", number, where=where)
+    kind.unless(
+        (least is None or number >= least) and (most is None or number <= most),
+        f"bad {what}",
+        expected=f"{least} to {most}",
+        got=number,
+        where=where,
+    )
     return number
 
 

@@ -184,8 +184,12 @@ def register(name: str, kind: RouterKind | Callable[[], RouterKind]) -> None:
 
 def _checked(name: str, kind: object) -> RouterKind:
     if not isinstance(kind, RouterKind):
-        expected = "an instance of a subclass of npu_replay.routers.RouterKind"
-        raise RouterError("this isn't a RouterKind", where=name, expected=expected, got=kind)
+        raise RouterError(
+            "this isn't a RouterKind",
+            where=name,
+            expected="an instance of a subclass of npu_replay.routers.RouterKind",
+            got=kind,
+        )
     return kind
 
 
@@ -247,10 +251,13 @@ def check_alike(numbers: Mapping[str, tuple[int, int]]) -> None:
     for layer, ours in numbers.items():
         first, wanted = next(iter(numbers.items()))
         if ours != wanted:
-            problem = "the layers differ in top-k or experts, which one RoutedExperts can't hold"
-            expected = f"top-{wanted[0]} of {wanted[1]} experts, as in {first}"
-            got = f"top-{ours[0]} of {ours[1]}"
-            raise RouterError(problem, where=layer, expected=expected, got=got, cause=PART_BY_PART)
+            raise RouterError(
+                "the layers differ in top-k or experts, which one RoutedExperts can't hold",
+                where=layer,
+                expected=f"top-{wanted[0]} of {wanted[1]} experts, as in {first}",
+                got=f"top-{ours[0]} of {ours[1]}",
+                cause=PART_BY_PART,
+            )
 
 
 def chunks_of(model: Model) -> list[nn.Module]:
@@ -258,8 +265,9 @@ def chunks_of(model: Model) -> list[nn.Module]:
     single = isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)
     chunks: list[Any] = [model] if single or not isinstance(model, Iterable) else list(model)
     for chunk in chunks:
-        fine = isinstance(chunk, nn.Module)
-        RouterError.unless(fine, "a model chunk isn't a module", "torch.nn.Module", type(chunk))
+        RouterError.unless(
+            isinstance(chunk, nn.Module), "a model chunk isn't a module", "torch.nn.Module", type(chunk)
+        )
     return chunks
 
 
@@ -287,21 +295,27 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
         for router in routers:
             place = f"chunk {number}, {router.path or 'the module itself'}"
             if id(router.module) in owner:
-                expected = "each chunk once, none in another"
-                got = f"also at {owner[id(router.module)]}"
-                raise RouterError("the same router is in two chunks", where=place, expected=expected, got=got)
+                raise RouterError(
+                    "the same router is in two chunks",
+                    where=place,
+                    expected="each chunk once, none in another",
+                    got=f"also at {owner[id(router.module)]}",
+                )
             owner[id(router.module)] = place
         by_chunk.append(routers)
     for kind in kinds:
         kind.check_chunks(trees)
     if not any(by_chunk) and not any(kind.accepts_none(trees) for kind in kinds):
-        where = ", ".join(type(chunk).__name__ for chunk in chunks) or "an empty list of chunks"
-        expected = f"at least one router of {', '.join(_kinds) or 'a registered kind'}"
-        cause = (
-            "a dense model, a wrapper that hides the modules, or a model family that npu_replay doesn't know "
-            "(docs/models.md lists those it does, docs/routers.md teaches it another)"
+        raise RouterError(
+            "no router in this model",
+            where=", ".join(type(chunk).__name__ for chunk in chunks) or "an empty list of chunks",
+            expected=f"at least one router of {', '.join(_kinds) or 'a registered kind'}",
+            got=0,
+            cause=(
+                "a dense model, a wrapper that hides the modules, or a model family that npu_replay doesn't "
+                "know (docs/models.md lists those it does, docs/routers.md teaches it another)"
+            ),
         )
-        raise RouterError("no router in this model", where=where, expected=expected, got=0, cause=cause)
     return _labelled(by_chunk)
 
 
@@ -317,10 +331,14 @@ def _described(tree: ModuleTree, kinds: Sequence[RouterKind]) -> Iterator[Router
         if router is None:
             continue
         count = router.num_experts
-        problem = "the router has more experts than ids are kept for"
-        cause = "a layer of another kind described as a router"
-        where = path or "the module itself"
-        RouterError.unless(count <= MAX_EXPERTS, problem, f"up to {MAX_EXPERTS}", count, cause, where)
+        RouterError.unless(
+            count <= MAX_EXPERTS,
+            "the router has more experts than ids are kept for",
+            expected=f"up to {MAX_EXPERTS}",
+            got=count,
+            cause="a layer of another kind described as a router",
+            where=path or "the module itself",
+        )
         inside = f"{path}." if path else ""
         yield replace(router, path=path)
 
@@ -330,11 +348,13 @@ def _labelled(by_chunk: list[list[Router]]) -> list[list[Router]]:
     numbered = [router for router in everything if router.layer is not None]
     if numbered and len(numbered) < len(everything):
         nameless = next(router for router in everything if router.layer is None)
-        expected = "a layer number on every router, or on none"
-        got = f"{len(numbered)} of {len(everything)} numbered"
-        cause = "routers of two products in one model, or set_layer_number() was not called"
-        problem = "some routers know their decoder layer and some don't"
-        raise RouterError(problem, where=nameless.path, expected=expected, got=got, cause=cause)
+        raise RouterError(
+            "some routers know their decoder layer and some don't",
+            where=nameless.path,
+            expected="a layer number on every router, or on none",
+            got=f"{len(numbered)} of {len(everything)} numbered",
+            cause="routers of two products in one model, or set_layer_number() was not called",
+        )
     if not numbered:
         count = itertools.count()
         by_chunk = [[replace(router, layer=next(count)) for router in routers] for routers in by_chunk]
@@ -346,10 +366,13 @@ def _labelled(by_chunk: list[list[Router]]) -> list[list[Router]]:
     )
     for router in (router for routers in by_chunk for router in routers):
         if router.label in seen:
-            problem = "two routers say that they are in the same decoder layer"
-            where = f"layer {router.label}"
-            got = f"{seen[router.label]} and {router.path}"
-            raise RouterError(problem, where=where, expected="each layer once", got=got, cause=cause)
+            raise RouterError(
+                "two routers say that they are in the same decoder layer",
+                where=f"layer {router.label}",
+                expected="each layer once",
+                got=f"{seen[router.label]} and {router.path}",
+                cause=cause,
+            )
         seen[router.label] = router.path
     return [sorted(routers, key=lambda router: router.label) for routers in by_chunk]
 

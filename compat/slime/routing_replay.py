@@ -146,8 +146,12 @@ class StagedReplay(MegatronRouterReplay):
         try:
             return RouterReplayAction(stage)
         except ValueError:
-            known = ", ".join([_OFF, *(known_action.value for known_action in RouterReplayAction)])
-            raise RouterError("there is no such stage", where=_STAGE, expected=known, got=stage) from None
+            raise RouterError(
+                "there is no such stage",
+                where=_STAGE,
+                expected=", ".join([_OFF, *(known_action.value for known_action in RouterReplayAction)]),
+                got=stage,
+            ) from None
 
     @router_replay_action.setter
     def router_replay_action(self, action: object) -> None:

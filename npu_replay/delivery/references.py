@@ -164,10 +164,10 @@ def fetch(
         InvalidRoutes.unless(
             isinstance(reference, Reference) or (reference is None and on_bad_route == "native"),
             "this is no reference",
-            "what RayCarrier.put returned",
-            type(reference).__name__,
-            "a sample whose routes nobody put: a rollout without them, or a worker without npu_replay",
-            f"sample {number}",
+            expected="what RayCarrier.put returned",
+            got=type(reference).__name__,
+            cause="a sample whose routes nobody put: a rollout without them, or a worker without npu_replay",
+            where=f"sample {number}",
         )
     wanted = parallel.moe_layers if layers is None and parallel is not None else layers
     asked = None if wanted is None else arguments.labels(wanted)
@@ -220,10 +220,9 @@ def _joined(
     parts = [piece for piece in pieces if isinstance(piece, RoutedExperts)]
     for piece in pieces:
         if not isinstance(piece, RoutedExperts):
-            where = repr(reference)
             return InvalidRoutes(
                 "the routes of this sample can't be read",
-                where=where,
+                where=repr(reference),
                 expected="routes that were put and not yet freed",
                 got=f"{type(piece).__name__}: {piece}"[:300],
                 cause="a step that is over, whose routes were freed; a worker or a node that died with them",
@@ -232,13 +231,11 @@ def _joined(
         return parts[0]
     labels = reference.layers if asked is None else asked
     if lacking := {*labels} - {layer for part in parts for layer in part.layers}:
-        where = repr(reference)
-        here = list(reference.layers)
         return InvalidRoutes(
             f"nobody put decoder layer {min(lacking)} of this sample",
-            where=where,
+            where=repr(reference),
             expected=list(labels),
-            got=here,
+            got=list(reference.layers),
             cause="a rank whose layers are another model's, or counted otherwise",
         )
     parts = [part.only([layer for layer in part.layers if layer in {*labels}]) for part in parts]

@@ -49,19 +49,22 @@ def fed_sequences(call: Mapping[str, Any], placeholders: Mapping[str, int], keys
     """
     ids: Any = next((call[name] for name in IDS if name in call), None)
     embedded = [name for name in call if "embeds" in name]
-    are_token_ids = isinstance(ids, torch.Tensor) and not ids.is_nested and ids.dim() == 2 and not embedded
-    problem = "routes are found by token ids, which this call lacks"
-    expected = "input_ids, [batch, sequence]"
-    cause = "embeddings in the place of ids or of images, which change with the weights"
-    _refuse_unless(are_token_ids, problem, expected, ", ".join(embedded or sorted(call)), cause)
+    _refuse_unless(
+        isinstance(ids, torch.Tensor) and not ids.is_nested and ids.dim() == 2 and not embedded,
+        "routes are found by token ids, which this call lacks",
+        expected="input_ids, [batch, sequence]",
+        got=", ".join(embedded or sorted(call)),
+        cause="embeddings in the place of ids or of images, which change with the weights",
+    )
     real, spans, padded = Places.of(call, placeholders.get("padding", 0))
     flat = on_host(ids).reshape(-1)
     if keys is None:
         keys = _input_keys(other_inputs(call, ids), flat, spans, placeholders)
     keys = [keys] if isinstance(keys, str) else list(keys)
-    problem = "another number of sample keys than sequences"
     keyed = [n for n, (first, _) in enumerate(spans) if len(keys) == len(spans) or not padded[first]]
-    _refuse_unless(len(keys) == len(keyed), problem, len(keyed), len(keys))
+    _refuse_unless(
+        len(keys) == len(keyed), "another number of sample keys than sequences", len(keyed), len(keys)
+    )
     key_of = dict(zip(keyed, keys, strict=True))
     long = [n for n, (first, end) in enumerate(spans) if end - first > 1]
     spans = [spans[n] for n in long]
@@ -116,17 +119,20 @@ def carried_routes(
     try:
         rows = torch.as_tensor(carried).detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        expected = "integers, [batch, sequence, layers, topk]"
-        cause = "an engine's answer as text, or a list of samples of several lengths: pad them as the ids"
-        problem = "the call's routes are no tensor"
-        got = shown(carried)
-        raise MicroBatchError(problem, expected=expected, got=got, cause=cause) from error
+        raise MicroBatchError(
+            "the call's routes are no tensor",
+            expected="integers, [batch, sequence, layers, topk]",
+            got=shown(carried),
+            cause="an engine's answer as text, or a list of samples of several lengths: pad them as the ids",
+        ) from error
     fits = rows.dim() == 4 and (*rows.shape[:2], rows.shape[3]) == (*real.shape, model.topk)
-    problem = "the call's routes have another shape than its ids"
-    expected = f"integers, {list(real.shape)} as the ids, layers, {model.topk}"
-    got = f"{str(rows.dtype).removeprefix('torch.')}, {list(rows.shape)}"
-    cause = "routes that were padded, cut or packed otherwise than the ids; sequence parallelism"
-    _refuse_unless(fits and not rows.is_floating_point(), problem, expected, got, cause)
+    _refuse_unless(
+        fits and not rows.is_floating_point(),
+        "the call's routes have another shape than its ids",
+        expected=f"integers, {list(real.shape)} as the ids, layers, {model.topk}",
+        got=f"{str(rows.dtype).removeprefix('torch.')}, {list(rows.shape)}",
+        cause="routes that were padded, cut or packed otherwise than the ids; sequence parallelism",
+    )
     width, real = real.shape[1], real.reshape(-1)
     lacking: Array = ~real  # padding, and the last token of each sequence
     for first, end in spans:
@@ -145,6 +151,11 @@ def carried_routes(
         (~there & ~lacking, "a token has no route, and isn't the last of its sequence", moved),
     ):
         at = int(wrong.argmax()) if wrong.any() else -1
-        got = f"row {at // width} of the batch, place {at % width}, and {int(wrong.sum()) - 1} more"
-        _refuse_unless(at < 0, problem, "a route for each token, and none for padding", got, cause)
+        _refuse_unless(
+            at < 0,
+            problem,
+            expected="a route for each token, and none for padding",
+            got=f"row {at // width} of the batch, place {at % width}, and {int(wrong.sum()) - 1} more",
+            cause=cause,
+        )
     return routes

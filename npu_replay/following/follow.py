@@ -193,9 +193,9 @@ class Following(Session):
 
     def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         carried_here = [kwargs[name] for name in KEYWORDS if kwargs.get(name) is not None]
-        problem = "a call carries its routes twice"
-        got = " and ".join(KEYWORDS)
-        MicroBatchError.unless(len(carried_here) < 2, problem, "one of them", got)
+        MicroBatchError.unless(
+            len(carried_here) < 2, "a call carries its routes twice", "one of them", " and ".join(KEYWORDS)
+        )
         carried = carried_here[0] if carried_here else None
         others = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
         keys = others.pop("sample_key", None)
@@ -203,10 +203,13 @@ class Following(Session):
         if backward.in_backward():
             return fed
         names = parameter_names(self.chunks[0]) if args else []
-        fine = len(args) <= len(names)
-        problem = "this call's arguments have no names"
-        cause = "a wrapper: follow the model in it, or name them"
-        MicroBatchError.unless(fine, problem, f"at most {len(names)} without", len(args), cause)
+        MicroBatchError.unless(
+            len(args) <= len(names),
+            "this call's arguments have no names",
+            expected=f"at most {len(names)} without",
+            got=len(args),
+            cause="a wrapper: follow the model in it, or name them",
+        )
         call = named(args, others, self.chunks[0])
         call = {name: value for name, value in call.items() if value is not None}
         # A reentrant checkpoint around the model runs the update's first pass without grad.
@@ -218,10 +221,11 @@ class Following(Session):
             self._source.is_on = True
             super()._chunk_begins(0, args, others)
         elif grad:
-            problem = f"a call with grad can't be followed {why}"
-            where = micro_batch(self.done)
-            cause = "a reference pass or a generation that lacks torch.no_grad()"
-            raise MicroBatchError(problem, where=where, cause=cause)
+            raise MicroBatchError(
+                f"a call with grad can't be followed {why}",
+                where=micro_batch(self.done),
+                cause="a reference pass or a generation that lacks torch.no_grad()",
+            )
         else:
             self.left_alone[why] += 1
             if why == _EVAL and not self._warned:  # it may be a pass for old log-probs
@@ -289,17 +293,21 @@ class TokenRoutes(RouteSource):
         self.policy = self.variant()
         for router in self.all_routers:
             if router.row_order == "sequence":
-                problem = "follow needs rows that are batch-major"
-                expected = "a model of transformers"
-                got = f"{type(router.module).__name__}, whose rows are sequence-major"
-                cause = "a model of Megatron's: its pipelines see no token ids; use record and replay"
-                where = f"layer {router.label}"
-                raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)
+                raise RouterError(
+                    "follow needs rows that are batch-major",
+                    where=f"layer {router.label}",
+                    expected="a model of transformers",
+                    got=f"{type(router.module).__name__}, whose rows are sequence-major",
+                    cause="a model of Megatron's: its pipelines see no token ids; use record and replay",
+                )
 
     def answers(self, router: Router) -> bool:
         if not self.is_on and torch.is_grad_enabled():
-            problem = "a router runs with grad, but not through the __call__ of the model that is followed"
-            raise MicroBatchError(problem, where=f"layer {router.label}", cause=CALLED_INSIDE)
+            raise MicroBatchError(
+                "a router runs with grad, but not through the __call__ of the model that is followed",
+                where=f"layer {router.label}",
+                cause=CALLED_INSIDE,
+            )
         return self.is_on
 
     def look_up(self, call: dict[str, Any], keys: Any, grad: bool, carried: Any) -> None:
@@ -336,9 +344,14 @@ class TokenRoutes(RouteSource):
         if self._new:
             where = micro_batch(forward.number)
             rows = micro_batch_routes(forward.ids, list(self.routers[0]), where, {})
-            problem = "the routers saw another number of rows than the model was called with"
-            cause = self.why_other_rows
-            MicroBatchError.unless(len(rows) == fed.rows, problem, fed.rows, len(rows), cause, where)
+            MicroBatchError.unless(
+                len(rows) == fed.rows,
+                "the routers saw another number of rows than the model was called with",
+                expected=fed.rows,
+                got=len(rows),
+                cause=self.why_other_rows,
+                where=where,
+            )
             for at in self._new:
                 mark = fed.marks[at]
                 self.store.put(mark, rows.sequence(*fed.spans[at], mark), rollout=False)
@@ -424,8 +437,11 @@ class TokenRoutes(RouteSource):
         if self.store.dropped:
             cause = f"max_bytes={self.store.max_bytes}, for which {self.store.dropped} sequences were dropped"
         first, end = fed.spans[at]
-        problem = "no routes are known for this sequence"
-        where = f"sequence {at} ({end - first} tokens)"
         alone = dict(self.left_alone) or "none"
-        got = f"{known} of {len(fed.marks)} known; {len(self.store)} held, calls left alone: {alone}"
-        return MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
+        return MicroBatchError(
+            "no routes are known for this sequence",
+            where=f"sequence {at} ({end - first} tokens)",
+            expected=expected,
+            got=f"{known} of {len(fed.marks)} known; {len(self.store)} held, calls left alone: {alone}",
+            cause=cause,
+        )

@@ -57,19 +57,19 @@ class Comparison:
         InvalidRoutes.unless(
             a.layers == b.layers,
             "these routings are of other layers",
-            f"layers {_spans(a.layers)}",
-            f"layers {_spans(b.layers)}",
-            "routes of two models, or of one pipeline stage against all of them",
-            where,
+            expected=f"layers {_spans(a.layers)}",
+            got=f"layers {_spans(b.layers)}",
+            cause="routes of two models, or of one pipeline stage against all of them",
+            where=where,
         )
         unsure = a.fingerprint is None or b.fingerprint is None
         InvalidRoutes.unless(
             unsure or a.fingerprint == b.fingerprint,
             "these routings are of other sequences",
-            f"fingerprint {a.fingerprint or 0:016x}",
-            f"{b.fingerprint or 0:016x}",
-            "another sample, one that was sampled anew, or text that was tokenised again",
-            where,
+            expected=f"fingerprint {a.fingerprint or 0:016x}",
+            got=f"{b.fingerprint or 0:016x}",
+            cause="another sample, one that was sampled anew, or text that was tokenised again",
+            where=where,
         )
         # In a folder, one sample without common routes must not stop the comparison of the others.
         lost = self.folders and len(a) == len(b) and not (a.recorded & b.recorded).any()
@@ -151,8 +151,10 @@ def compare_paths(a: Path, b: Path) -> Comparison:
     wanted = "two files of RoutedExperts.save, or two folders of a RouteStore"
     for path in (a, b):
         if not path.is_dir() and not path.is_file():
-            words = "this is no plain file" if path.exists() else "there is no such file or folder"
-            raise RouteFileError(words, where=str(path))
+            raise RouteFileError(
+                "this is no plain file" if path.exists() else "there is no such file or folder",
+                where=str(path),
+            )
         if path.suffix == ".npy":
             raise RouteFileError(
                 "an .npy array doesn't say which layers and experts its rows are of",
@@ -210,10 +212,10 @@ def _in_folders(
     ReplayError.unless(
         bool(partners),
         "no sample of one folder is in the other",
-        "the same keys, or the same fingerprints",
-        f"{len(a):,} and {len(b):,} samples with nothing in common",
-        "two runs over other prompts, or answers that were sampled anew",
-        where,
+        expected="the same keys, or the same fingerprints",
+        got=f"{len(a):,} and {len(b):,} samples with nothing in common",
+        cause="two runs over other prompts, or answers that were sampled anew",
+        where=where,
     )
     for ours, theirs in partners.items():
         key = ours if ours == theirs else f"{ours} and {theirs}"

@@ -119,14 +119,15 @@ def _process_groups(groups: Groups) -> list[Any]:
         ReplayError.unless(
             bool(groups.groups) or groups.tp * groups.cp * groups.pp == 1,
             "this ParallelLayout has no process groups to collect over",
-            "ParallelLayout.from_megatron(model), or groups=(...) beside the numbers",
-            f"tp={groups.tp}, cp={groups.cp}, pp={groups.pp} given by hand",
+            expected="ParallelLayout.from_megatron(model), or groups=(...) beside the numbers",
+            got=f"tp={groups.tp}, cp={groups.cp}, pp={groups.pp} given by hand",
         )
         groups = groups.groups
     process_groups: list[Any] = list(groups) if isinstance(groups, Iterable) else [groups]
     for group in process_groups:
-        inside = dist.get_rank(group) >= 0
-        ReplayError.unless(inside, "this rank isn't in the group", "a group of this rank", group)
+        ReplayError.unless(
+            dist.get_rank(group) >= 0, "this rank isn't in the group", "a group of this rank", group
+        )
     return [group for group in process_groups if dist.get_world_size(group) > 1]
 
 

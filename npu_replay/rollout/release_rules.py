@@ -159,10 +159,9 @@ class Source:
                 one_of = ("" if self.device else fault.device) if has_release else fault.cause
                 causes.setdefault(one_of, fault.cause)
         parts = (f"{self.engine} {self.version}".rstrip(), self.sample, self.field, where)
-        where = ", ".join(part for part in parts if part)
         return InvalidRoutes(
             problem,
-            where=where,
+            where=", ".join(part for part in parts if part),
             expected=expected,
             got=got,
             cause="; or ".join([*dict.fromkeys(causes.values())][:_CAUSES]),

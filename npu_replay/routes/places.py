@@ -34,10 +34,12 @@ class Places(NamedTuple):
     def of(cls, call: Mapping[str, Any], padding: int = 0) -> Places:
         """Find the places of a call with these arguments, padded (with 0 or `padding`) or packed."""
         fed = [call[name] for name in (*IDS, "inputs_embeds") if isinstance(call.get(name), torch.Tensor)]
-        known = bool(fed) and not fed[0].is_nested and fed[0].dim() >= 2
         wanted = " or ".join(IDS)
         MicroBatchError.unless(
-            known, "this call has no token ids", f"{wanted}, [batch, sequence]", sorted(call)
+            bool(fed) and not fed[0].is_nested and fed[0].dim() >= 2,
+            "this call has no token ids",
+            expected=f"{wanted}, [batch, sequence]",
+            got=sorted(call),
         )
         real = _real(call.get("attention_mask"), tuple(fed[0].shape[:2]))
         begins = real & ~_before(real)

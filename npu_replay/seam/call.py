@@ -184,8 +184,10 @@ class Call:
         while frame is not None and frame.f_code is not plan.inside:
             if frame.f_code.co_name == "checkpoint":
                 # That recompute would be no call of the router, and choose anew.
-                problem = "the router takes its top-k in a checkpoint of its own"
-                raise RouterError(problem, cause="a router that saves memory: checkpoint its caller instead")
+                raise RouterError(
+                    "the router takes its top-k in a checkpoint of its own",
+                    cause="a router that saves memory: checkpoint its caller instead",
+                )
             frame = frame.f_back
         return True
 
@@ -224,10 +226,12 @@ class Call:
             self._stopwatching()
         scores = args[0] if args else kwargs["input"]
         if type(scores).__name__ == "DTensor":
-            problem = "the scores are a DTensor, which replay doesn't support"
-            got = f"{scores.placements}"
-            cause = "tensor parallelism by parallelize_module over the router; FSDP2 alone is fine"
-            raise RouterError(problem, expected="plain tensors in the router", got=got, cause=cause)
+            raise RouterError(
+                "the scores are a DTensor, which replay doesn't support",
+                expected="plain tensors in the router",
+                got=f"{scores.placements}",
+                cause="tensor parallelism by parallelize_module over the router; FSDP2 alone is fine",
+            )
         self.scores = scores
         self.taken_by = native, args, kwargs
         values, ids = self.decide(scores)

@@ -101,17 +101,16 @@ class Answering(Work):
             due = self._due()
         if due:
             number, layer = min(due)
-            problem = (
-                f"the block ended before {len(due)} router calls were recomputed; they would choose anew"
+            raise RecomputeError(
+                f"the block ended before {len(due)} router calls were recomputed; they would choose anew",
+                where=micro_batch(number, layer),
+                expected="backward inside the block",
+                got="a graph whose backward has not run",
+                cause=(
+                    "loss.backward() after the with block; a loss that was skipped (NaN, say) and is still "
+                    "held: `del loss` inside the block; or outputs of a forward that lacks torch.no_grad()"
+                ),
             )
-            expected = "backward inside the block"
-            got = "a graph whose backward has not run"
-            cause = (
-                "loss.backward() after the with block; a loss that was skipped (NaN, say) and is still held: "
-                "`del loss` inside the block; or outputs of a forward that lacks torch.no_grad()"
-            )
-            where = micro_batch(number, layer)
-            raise RecomputeError(problem, where=where, expected=expected, got=got, cause=cause)
         self.shared.source.check_complete()
 
     def _due(self) -> list[tuple[int, int]]:
@@ -147,18 +146,17 @@ class Answering(Work):
 
     def begins(self, begun: MicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self.shared.timed():
-            number = begun.number
             source = self.shared.source
             chunk = source.chunks[begun.chunk]
-            begun.checked = self._is_checked(number)
+            begun.checked = self._is_checked(begun.number)
             source.check_forward(begun)
-            wanted = begun.chunk == 0 and source.wants_inputs_of(number)
+            wanted = begun.chunk == 0 and source.wants_inputs_of(begun.number)
             if wanted and (called := copied(args, kwargs, chunk)) is not None:
-                source.inputs[number] = called if source.records else called.leaving()
+                source.inputs[begun.number] = called if source.records else called.leaving()
             device_routes = source.given.get(begun.key)
             if self.shared.own is not None:
                 self.shared.own.check_losses(chunk, args, kwargs)
-                self.shared.own.begins(begun, chunk, device_routes, source.knows_tokens(number))
+                self.shared.own.begins(begun, chunk, device_routes, source.knows_tokens(begun.number))
                 begun.compares = self.shared.own.compares(begun)
             if device_routes is not None:
                 for device in self._devices.get(begun.chunk, ()):

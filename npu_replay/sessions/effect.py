@@ -356,5 +356,10 @@ def _error(router: Router, number: int, problem: str, cause: str, *, again: bool
     if again:
         return RecomputeError(problem, where=where, cause=cause)
     where += f" ({router.path or 'the module itself'})"
-    expected = f"a top-{router.topk} over {router.num_experts} experts whose result is used"
-    return NoEffect(problem, where=where, expected=expected, got="none, or another selection", cause=cause)
+    return NoEffect(
+        problem,
+        where=where,
+        expected=f"a top-{router.topk} over {router.num_experts} experts whose result is used",
+        got="none, or another selection",
+        cause=cause,
+    )

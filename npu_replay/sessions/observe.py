@@ -62,8 +62,11 @@ class Observation(Session):
         replayed, and is not recorded in any layer. `compare` takes the experts that are left.
         """
         if self._shown is None:
-            problem = "what was shown is complete when the block has ended without an exception"
-            raise ReplayError(problem, expected="an ended block", got="an open one, or one that raised")
+            raise ReplayError(
+                "what was shown is complete when the block has ended without an exception",
+                expected="an ended block",
+                got="an open one, or one that raised",
+            )
         return self._shown
 
     def _finish(self) -> None:

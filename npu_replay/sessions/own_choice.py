@@ -262,9 +262,13 @@ def _error(
     if misfit.shift:
         expected = f"rows in their places: moved by {misfit.shift:+} they overlap by {misfit.there:.2f}"
         cause = f"a row too many or too few before these, from padding or from another prompt; {cause}"
-    problem = "the routes are far from what the routers would choose for these tokens"
-    got = f"{misfit.got:.2f}"
-    return MicroBatchError(problem, where=f"{where}, {place}", expected=expected, got=got, cause=cause)
+    return MicroBatchError(
+        "the routes are far from what the routers would choose for these tokens",
+        where=f"{where}, {place}",
+        expected=expected,
+        got=f"{misfit.got:.2f}",
+        cause=cause,
+    )
 
 
 def rows_by_token(routes: RoutedExperts) -> Array:

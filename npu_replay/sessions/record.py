@@ -61,8 +61,11 @@ class Recording(Session):
         routes themselves. Other rows made of them (`take`, a TokenLayout), bytes and files don't say which.
         """
         if self._routes is None:
-            problem = "the routes are complete when the record block has ended without an exception"
-            raise ReplayError(problem, expected="an ended block", got=self)
+            raise ReplayError(
+                "the routes are complete when the record block has ended without an exception",
+                expected="an ended block",
+                got=self,
+            )
         return self._routes
 
     def _finish(self) -> None:
@@ -104,9 +107,12 @@ class StepRecording(Session):
         super().__init__(model, self._answering, errors_wait=errors_wait)
 
     def take(self, chunk: int) -> RoutedExperts:
-        fine = 0 <= chunk < len(self.routers) and self.timeline.ended[chunk] > 0
-        cause = "a forward of another module than this chunk, or a block that isn't open"
-        MicroBatchError.unless(fine, "nothing was recorded yet", cause=cause, where=f"chunk {chunk}")
+        MicroBatchError.unless(
+            0 <= chunk < len(self.routers) and self.timeline.ended[chunk] > 0,
+            "nothing was recorded yet",
+            cause="a forward of another module than this chunk, or a block that isn't open",
+            where=f"chunk {chunk}",
+        )
         last = self._last(chunk)
         if last is None:
             return without_layers()
@@ -141,10 +147,14 @@ def micro_batch_routes(
     routers = sorted(routers, key=lambda router: router.label)
     by_layer = {router.label: ids[router.label] for router in routers}
     rows = {label: len(layer_ids) for label, layer_ids in by_layer.items()}
-    problem = "the routers differ in rows"
-    cause = "pass the parts of the model to record() one by one"
-    expected = "the same number in each layer"
-    RouterError.unless(len({*rows.values()}) == 1, problem, expected, rows, cause, where)
+    RouterError.unless(
+        len({*rows.values()}) == 1,
+        "the routers differ in rows",
+        expected="the same number in each layer",
+        got=rows,
+        cause="pass the parts of the model to record() one by one",
+        where=where,
+    )
     on_one_device = len({layer_ids.device for layer_ids in by_layer.values()}) == 1
     stacked = torch.stack(
         [layer_ids if on_one_device else layer_ids.cpu() for layer_ids in by_layer.values()], dim=1

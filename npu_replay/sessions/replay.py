@@ -90,14 +90,21 @@ class Replay(Session):
             MicroBatchError: in a forward, or with fewer micro-batches left.
         """
         ended = self.timeline.ended
-        problem = "skip() is called between two micro-batches"
-        between = len(set(ended)) == 1 and not any(map(self.timeline.running, range(len(ended))))
-        MicroBatchError.unless(between, problem, "an open block whose forwards have ended", f"{self}")
+        MicroBatchError.unless(
+            len(set(ended)) == 1 and not any(map(self.timeline.running, range(len(ended)))),
+            "skip() is called between two micro-batches",
+            expected="an open block whose forwards have ended",
+            got=f"{self}",
+        )
         left = len(self._source.routes) - self.done
         count = left if micro_batches is None else whole_number(micro_batches, "micro_batches", least=0)
-        problem = "there are fewer micro-batches left than are skipped"
-        where = micro_batch(self.done)
-        MicroBatchError.unless(count <= left, problem, f"at most {left}", count, where=where)
+        MicroBatchError.unless(
+            count <= left,
+            "there are fewer micro-batches left than are skipped",
+            expected=f"at most {left}",
+            got=count,
+            where=micro_batch(self.done),
+        )
         self._skipped.update(range(self.done, self.done + count))
         ended[:] = [number + count for number in ended]
 
@@ -135,9 +142,12 @@ class ListedRoutes(RouteSource):
         self.routes = list_of(
             routes, RoutedExperts, "routes", "recording.routes was meant", kind=MicroBatchError
         )
-        problem = "there are no routes to replay"
-        expected = "one RoutedExperts a micro-batch"
-        MicroBatchError.unless(bool(self.routes), problem, expected, "an empty list")
+        MicroBatchError.unless(
+            bool(self.routes),
+            "there are no routes to replay",
+            expected="one RoutedExperts a micro-batch",
+            got="an empty list",
+        )
         self.called = InputCheck(self.routes)
 
     def enters(self, session: Session) -> None:
@@ -149,12 +159,15 @@ class ListedRoutes(RouteSource):
 
     def check_forward(self, forward: MicroBatch) -> None:
         if forward.number >= len(self.routes):
-            where = micro_batch(forward.number)
-            expected = f"{len(self.routes)} forwards in this block"
-            problem = "there are more micro-batches than routes"
-            got = f"forward number {forward.number + 1}"
-            cause = likeliest("a second epoch over the same batch: replay(model, routes * 2)", RECUT, EXTRA)
-            raise MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
+            raise MicroBatchError(
+                "there are more micro-batches than routes",
+                where=micro_batch(forward.number),
+                expected=f"{len(self.routes)} forwards in this block",
+                got=f"forward number {forward.number + 1}",
+                cause=likeliest(
+                    "a second epoch over the same batch: replay(model, routes * 2)", RECUT, EXTRA
+                ),
+            )
 
     def is_last(self, number: int) -> bool:
         return number == len(self.routes) - 1
@@ -175,18 +188,20 @@ class ListedRoutes(RouteSource):
     def check_complete(self) -> None:
         self._check_inputs(wait=True)
         done = self.timeline.ended[0]
-        where = micro_batch(done)
-        expected = f"{len(self.routes)} forwards in this block"
-        cause = likeliest(
-            RECUT,
-            "a schedule that was cut short, or routes of more than this rank's micro-batches",
-            "an evaluation inside the record block",
-            "a forward that raised or was left out: what came after it had the routes before its own; "
-            "session.skip() passes over one, session.skip(None) over all that are left",
+        MicroBatchError.unless(
+            done >= len(self.routes),
+            "there were fewer micro-batches than routes",
+            expected=f"{len(self.routes)} forwards in this block",
+            got=done,
+            cause=likeliest(
+                RECUT,
+                "a schedule that was cut short, or routes of more than this rank's micro-batches",
+                "an evaluation inside the record block",
+                "a forward that raised or was left out: what came after it had the routes before its own; "
+                "session.skip() passes over one, session.skip(None) over all that are left",
+            ),
+            where=micro_batch(done),
         )
-        problem = "there were fewer micro-batches than routes"
-        fine = done >= len(self.routes)
-        MicroBatchError.unless(fine, problem, expected, done, cause, where)
 
     def _check_inputs(self, *, wait: bool) -> None:
         for number in [waiting for waiting in sorted(self.inputs) if waiting < self.timeline.ended[0]]:
@@ -216,9 +231,12 @@ class StepReplay(Session):
 
     def give(self, chunk: int, routes: RoutedExperts) -> None:
         """Set or replace the routes of a chunk's next forward; RouterError if they don't fit its routers."""
-        fine = 0 <= chunk < len(self.routers)
-        cause = "a block that isn't open, or another model's chunk"
-        MicroBatchError.unless(fine, "routes for no chunk of this block", cause=cause, where=f"chunk {chunk}")
+        MicroBatchError.unless(
+            0 <= chunk < len(self.routers),
+            "routes for no chunk of this block",
+            cause="a block that isn't open, or another model's chunk",
+            where=f"chunk {chunk}",
+        )
         self._source.give(chunk, self.timeline.ended[chunk], routes)
 
     @property
@@ -257,7 +275,8 @@ class SteppedRoutes(RouteSource):
     def check_complete(self) -> None:
         left = [at for at in self.given if at[1] >= self.timeline.ended[at[0]]]
         if left:
-            problem = "routes were given for a forward that never came"
-            cause = "a schedule cut short"
-            where = f"{micro_batch(left[0][1])}, chunk {left[0][0]}"
-            raise MicroBatchError(problem, where=where, cause=cause)
+            raise MicroBatchError(
+                "routes were given for a forward that never came",
+                where=f"{micro_batch(left[0][1])}, chunk {left[0][0]}",
+                cause="a schedule cut short",
+            )

@@ -101,9 +101,11 @@ class RouteSource:
         """Return the routes of a forward; raise MicroBatchError if there are none."""
         device_routes = self.given.get(forward.key)
         if device_routes is None:
-            where = f"{micro_batch(forward.number)}, chunk {forward.chunk}"
-            cause = "an extra forward (a reference pass, an evaluation) while a replay is on"
-            raise MicroBatchError("no routes were given for this forward", where=where, cause=cause)
+            raise MicroBatchError(
+                "no routes were given for this forward",
+                where=f"{micro_batch(forward.number)}, chunk {forward.chunk}",
+                cause="an extra forward (a reference pass, an evaluation) while a replay is on",
+            )
         return device_routes
 
     def prepare(self, router: Router, forward: MicroBatch, rows: int, device: torch.device) -> Given:
@@ -112,12 +114,13 @@ class RouteSource:
             self.check_forward(forward)
         device_routes = self.of(forward)
         if device_routes.rows != rows:
-            problem = "the routes have another number of tokens than the router"
-            where = micro_batch(forward.number, router.label)
-            cause = self._why_other_rows(forward, device_routes.routes)
-            expected = f"{rows} rows"
-            got = f"{device_routes.rows} in the routes"
-            raise MicroBatchError(problem, where=where, expected=expected, got=got, cause=cause)
+            raise MicroBatchError(
+                "the routes have another number of tokens than the router",
+                where=micro_batch(forward.number, router.label),
+                expected=f"{rows} rows",
+                got=f"{device_routes.rows} in the routes",
+                cause=self._why_other_rows(forward, device_routes.routes),
+            )
         if device not in device_routes.on:
             self.send(forward, device)
         return device_routes.on[device]
@@ -264,5 +267,6 @@ def check_fit(routes: RoutedExperts, routers: Sequence[Router], every: Sequence[
             raise order.error(RouterError, f"{place}, layer {router.label}")
         else:
             continue
-        where = f"{place}, layer {router.label}"
-        raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)
+        raise RouterError(
+            problem, where=f"{place}, layer {router.label}", expected=expected, got=got, cause=cause
+        )

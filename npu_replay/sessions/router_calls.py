@@ -285,10 +285,11 @@ class RouterCalls(ForwardInPlace):
     def _refuse_batched(self, hidden: torch.Tensor) -> None:
         router = self.router
         if _is_batched(hidden):
-            problem = "the router runs under vmap, where its rows can't be told apart"
-            where = f"layer {router.label} ({router.path or 'the module itself'})"
-            cause = "torch.vmap, torch.func.jacrev or the like around the model: loop over the batch"
-            raise RouterError(problem, where=where, cause=cause)
+            raise RouterError(
+                "the router runs under vmap, where its rows can't be told apart",
+                where=f"layer {router.label} ({router.path or 'the module itself'})",
+                cause="torch.vmap, torch.func.jacrev or the like around the model: loop over the batch",
+            )
 
     def _go_behind(self) -> None:
         """Place our hook behind those of others, which may replace the output."""
@@ -310,15 +311,20 @@ class RouterCalls(ForwardInPlace):
         if ids is None:
             device_routes = self.shared.source.given.get(repeated.key)
             if device_routes is None or device_routes.missing is not None:
-                problem = "this recompute was not foreseen when its forward ran, so its ids were not kept"
-                cause = "recomputing by other means than torch's checkpoint or a custom autograd Function"
-                raise RecomputeError(problem, where=where, cause=cause)
+                raise RecomputeError(
+                    "this recompute was not foreseen when its forward ran, so its ids were not kept",
+                    where=where,
+                    cause="recomputing by other means than torch's checkpoint or a custom autograd Function",
+                )
             ids = to_device(device_routes.ids[:, device_routes.columns[self.label]], device)
         if len(ids) != rows:
-            problem = "the recompute has another number of tokens than its forward"
-            cause = "a forward of something else that a gradient hook runs"
-            expected = f"{len(ids)} rows"
-            raise RecomputeError(problem, where=where, expected=expected, got=rows, cause=cause)
+            raise RecomputeError(
+                "the recompute has another number of tokens than its forward",
+                where=where,
+                expected=f"{len(ids)} rows",
+                got=rows,
+                cause="a forward of something else that a gradient hook runs",
+            )
         repeated.ran.add(self.label)
         return ids
 
@@ -354,9 +360,11 @@ class RouterCalls(ForwardInPlace):
         if call.way is None:
             cause = routers.explained(self.router, call.seen)
             cause = cause or "a recompute that takes another path than the forward"
-            problem = "the recompute of this router never reached its top-k"
-            where = micro_batch(call.micro_batch.number, self.label)
-            raise RecomputeError(problem, where=where, cause=cause)
+            raise RecomputeError(
+                "the recompute of this router never reached its top-k",
+                where=micro_batch(call.micro_batch.number, self.label),
+                cause=cause,
+            )
         checks = list(effect.of_recompute(call, output))
         self.shared.checks.add(checks)
         if checks and checks[-1].right is not None and checks[-1].right.is_cpu:

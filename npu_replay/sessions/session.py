@@ -67,8 +67,9 @@ class Session:
     def __enter__(self: _S) -> _S:
         if self._finalizer is not None:
             self._finalizer.detach()
-        fresh = self._state == "new"
-        ReplayError.unless(fresh, f"this {self.name} block was entered before", "a new one", "a used one")
+        ReplayError.unless(
+            self._state == "new", f"this {self.name} block was entered before", "a new one", "a used one"
+        )
         self.routers = find(self.chunks)
         all_routers = self.all_routers
         if self._work.puts_together:
@@ -77,12 +78,13 @@ class Session:
         self._count = len(all_routers)
         for router in all_routers if self._work.answers_topk else ():
             if (other := _answered.get(id(router.module))) is not None:
-                problem = f"{self.name} can't be opened inside {other.name} on the same router"
-                where = f"layer {router.label}"
-                got = f"an open {other.name} block"
-                cause = "a log-prob pass that the update calls, or an earlier block that was never left"
-                expected = "one open block for a router"
-                raise RouterError(problem, where=where, expected=expected, got=got, cause=cause)
+                raise RouterError(
+                    f"{self.name} can't be opened inside {other.name} on the same router",
+                    where=f"layer {router.label}",
+                    expected="one open block for a router",
+                    got=f"an open {other.name} block",
+                    cause="a log-prob pass that the update calls, or an earlier block that was never left",
+                )
         # Where `__exit__` never runs, garbage collection undoes the block.
         self._finalizer = weakref.finalize(self, _dropped, self.undo, self.name)
         self._finalizer.atexit = False
@@ -150,8 +152,11 @@ class Session:
         ended = self.timeline.end(chunk, output)
         if ended is None and output is not None:
             where = f"chunk {chunk}, {micro_batch(self.timeline.ended[chunk] - 1)}"
-            cause = "a forward hook of your own that calls the model, for a metric or a second view"
-            raise MicroBatchError("the model was called inside its own forward", where=where, cause=cause)
+            raise MicroBatchError(
+                "the model was called inside its own forward",
+                where=where,
+                cause="a forward hook of your own that calls the model, for a metric or a second view",
+            )
         if ended is None or not self._work.ends(ended):
             return
         # Autograd may run its routers again: check once more that they are in place when backward begins, at
@@ -188,17 +193,26 @@ class Session:
         if self.timeline.threads is not None:
             raise self.timeline.threads  # its own thread may have swallowed it
         if (bypassed := self.timeline.bypassed) is not None:
-            problem = "the routers ran, but not through the __call__ of the module that was passed"
-            raise MicroBatchError(problem, where=micro_batch(bypassed.number), cause=CALLED_INSIDE)
+            raise MicroBatchError(
+                "the routers ran, but not through the __call__ of the module that was passed",
+                where=micro_batch(bypassed.number),
+                cause=CALLED_INSIDE,
+            )
         ended = self.timeline.ended
-        problem = f"nothing ran inside this {self.name} block"
-        expected = "at least one __call__ of the module that was passed"
-        cause = "the training loop calls another module (an outer wrapper, or a copy)"
-        MicroBatchError.unless(max(ended) > 0, problem, expected, 0, cause)
-        problem = "the chunks ran different numbers of forwards"
-        expected = "each chunk once a micro-batch"
-        cause = "a schedule that was cut short, or a chunk that is missing from the list"
-        MicroBatchError.unless(min(ended) == max(ended), problem, expected, ended, cause)
+        MicroBatchError.unless(
+            max(ended) > 0,
+            f"nothing ran inside this {self.name} block",
+            expected="at least one __call__ of the module that was passed",
+            got=0,
+            cause="the training loop calls another module (an outer wrapper, or a copy)",
+        )
+        MicroBatchError.unless(
+            min(ended) == max(ended),
+            "the chunks ran different numbers of forwards",
+            expected="each chunk once a micro-batch",
+            got=ended,
+            cause="a schedule that was cut short, or a chunk that is missing from the list",
+        )
 
     def _finish(self) -> None:
         """Build the results. Called after a body that raised nothing, with nothing outstanding."""
@@ -251,8 +265,9 @@ class Session:
 
     def counts(self) -> dict[str, int]:
         """Return the whole numbers behind `metrics`, which ranks can add up. Waits for the device."""
-        entered = self._state != "new"
-        ReplayError.unless(entered, f"the {self.name} block was never entered", "with ... as session:", self)
+        ReplayError.unless(
+            self._state != "new", f"the {self.name} block was never entered", "with ... as session:", self
+        )
         return {"routers": self._count} | self._work.counts()
 
     def __repr__(self) -> str:
@@ -370,15 +385,18 @@ class Unchanged:
                     self._hold_ways(routers)
                     self.check(where)
                     return
-            problem = "the code that routes was replaced inside an open block"
             own = "none of its own"
-            expected = own if before is None else described(before)
-            got = own if now is None else f"another {described(now)}"
-            cause = (
-                "MindSpeed's repatch(), another library's patch, a forward or a layer that was replaced, or "
-                "merged with its adapter, or module._forward_hooks.clear(): do it before or after the block"
+            raise RouterError(
+                "the code that routes was replaced inside an open block",
+                where=f"{where}, {name}",
+                expected=own if before is None else described(before),
+                got=own if now is None else f"another {described(now)}",
+                cause=(
+                    "MindSpeed's repatch(), another library's patch, a forward or a layer that was replaced, "
+                    "or merged with its adapter, or module._forward_hooks.clear(): do it before or after the "
+                    "block"
+                ),
             )
-            raise RouterError(problem, where=f"{where}, {name}", expected=expected, got=got, cause=cause)
 
 
 def _by_layer(routers: Sequence[Sequence[Router]]) -> dict[int, nn.Module]:

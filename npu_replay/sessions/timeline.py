@@ -112,33 +112,43 @@ class Timeline:
         where = f"layer {layer}, in backward"
         if (problem := backward.probe()) is not None:
             problem = f"on torch {torch.__version__} the forward of a recompute can't be found ({problem})"
-            cause = (
-                "what the brackets name: a broken package that torch imports, a patched checkpoint, or a "
-                "torch that npu_replay doesn't know; mend it, or turn activation recompute off"
+            raise RecomputeError(
+                problem,
+                where=where,
+                cause=(
+                    "what the brackets name: a broken package that torch imports, a patched checkpoint, or a "
+                    "torch that npu_replay doesn't know; mend it, or turn activation recompute off"
+                ),
             )
-            raise RecomputeError(problem, where=where, cause=cause)
         repeated = (
             [noted for noted in self._noted.get(around, ()) if noted.chunk == chunk and not noted.has_raised]
             for around in backward.recomputing()
         )
         forwards = next(filter(None, repeated), [])  # of the innermost noted checkpoint that runs again
         if len(forwards) > 1:
-            problem = "one checkpoint holds several forwards of the model, and their recomputes look alike"
-            got = f"{len(forwards)} forwards in one"
-            cause = "checkpoint() around a loop over micro-batches"
-            expected = "a checkpoint for each forward"
-            raise RecomputeError(problem, where=where, expected=expected, got=got, cause=cause)
+            raise RecomputeError(
+                "one checkpoint holds several forwards of the model, and their recomputes look alike",
+                where=where,
+                expected="a checkpoint for each forward",
+                got=f"{len(forwards)} forwards in one",
+                cause="checkpoint() around a loop over micro-batches",
+            )
         owner = forwards[0] if forwards else self._by_number(where)
         if owner is None or owner.chunk != chunk:
             got = "a forward that raised, ran before the block, or went past the model's __call__"
             if owner is not None:
                 got = f"{owner}"
-            expected = f"one of {self.ended[chunk]} micro-batches of chunk {chunk}"
-            cause = (
-                "forward and backward are not in the same block" if self.bypassed is None else CALLED_INSIDE
+            raise RecomputeError(
+                "this recompute belongs to no forward of this block",
+                where=where,
+                expected=f"one of {self.ended[chunk]} micro-batches of chunk {chunk}",
+                got=got,
+                cause=(
+                    "forward and backward are not in the same block"
+                    if self.bypassed is None
+                    else CALLED_INSIDE
+                ),
             )
-            problem = "this recompute belongs to no forward of this block"
-            raise RecomputeError(problem, where=where, expected=expected, got=got, cause=cause)
         # Backward of a checkpoint that this recompute makes may run on a thread without the outer one.
         self._note(backward.enclosing(functions=not torch.is_grad_enabled()), owner)
         return owner
@@ -166,9 +176,11 @@ class Timeline:
         """Return the forward between whose neighbours' ends the running node was made; None if of none."""
         number = backward.running_node_number()
         if number is None:
-            problem = "a forward was run in backward, but by no node of the model's graph"
-            cause = "a forward run from a gradient hook or from an engine callback"
-            raise RecomputeError(problem, where=where, cause=cause)
+            raise RecomputeError(
+                "a forward was run in backward, but by no node of the model's graph",
+                where=where,
+                cause="a forward run from a gradient hook or from an engine callback",
+            )
         if number < self._since:
             return None
         at = bisect.bisect_right(self.ends, number, key=lambda end: end[0])
