@@ -11,7 +11,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import CodeType
 from typing import Any
@@ -48,9 +48,8 @@ _GROUPS = ("num_group", "n_group", "num_expert_groups")
 class TransformersRouters(RouterKind):
     """Recognises router modules and blocks without one; refuses by name every other choice of experts."""
 
-    def explains(self, operator: str) -> str:
-        """Return why a fused operator in the place of the top-k can't be replayed; empty if it is none."""
-        return torch_npu.gating_operator(operator)
+    def explains(self, module: nn.Module, called: Iterable[str]) -> str:
+        return next(filter(None, map(torch_npu.gating_operator, called)), "")
 
     def variant(self, model: nn.Module) -> Callable[[], Mapping[str, object]]:
         """Return a function that tells which PEFT adapters run, and whether the model generates."""

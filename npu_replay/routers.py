@@ -143,12 +143,8 @@ class RouterKind:
     def check_losses(self, chunk: nn.Module, call: Mapping[str, object]) -> None:
         """Refuse a call with these arguments whose loss can't count the experts of a replay."""
 
-    def explains(self, operator: str) -> str:
-        """Return why a router that calls this function reaches no top-k, an error's cause; "" if it may."""
-        return ""
-
-    def diverts(self, module: nn.Module) -> str:
-        """Return what answers this router's top-k instead, as an error's cause; "" if nothing is known."""
+    def explains(self, module: nn.Module, called: Iterable[str]) -> str:
+        """Return why this router, which called these functions, reaches no top-k; "" if that isn't known."""
         return ""
 
     def functions(self, routers: Sequence[Router]) -> Iterable[tuple[str, object, str]]:
@@ -217,8 +213,7 @@ def check_losses(chunk: nn.Module, call: Mapping[str, object]) -> None:
 
 def explained(router: Router, called: Iterable[str]) -> str:
     """Return why this router, which called these functions, reached no top-k; empty if no product knows."""
-    causes = [kind.diverts(router.module) for kind in _registered()]
-    causes += [kind.explains(name) for name in called for kind in _registered()]
+    causes = (kind.explains(router.module, called) for kind in _registered())
     return next(filter(None, causes), router.bypass)
 
 

@@ -20,6 +20,8 @@ import npu_replay_autoload
 from entry_points_job import points, write
 from npu_replay import environment
 
+pytestmark = pytest.mark.slow
+
 OURS = ("npu_replay", "npu_replay_autoload")
 OFF = {"NPU_REPLAY_DISABLE": "1", "NPU_REPLAY_STRICT": "lenient", "NPU_REPLAY_DISABEL": "1"}
 """Turned off, with slips that are errors where it is on."""

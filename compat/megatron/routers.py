@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,14 +79,12 @@ class MegatronRouters(RouterKind):
             mend=_without_exact_zeros if config.moe_token_dispatcher_type == "flex" else None,
         )
 
-    def explains(self, operator: str) -> str:
-        """Return why a fused operator in the place of the top-k can't be replayed; empty if it is none."""
-        return torch_npu.gating_operator(operator)
-
-    def diverts(self, module: nn.Module) -> str:
-        """Return an error's words if RouterReplay was told to replay since the block was entered."""
+    def explains(self, module: nn.Module, called: Iterable[str]) -> str:
+        """Return whether RouterReplay answers since the block was entered, or a fused operator does."""
         action = _upstream_replay(module)
-        return "" if action is None else f"RouterReplay was given {action} inside the block: {_TWO_WAYS}"
+        if action is not None:
+            return f"RouterReplay was given {action} inside the block: {_TWO_WAYS}"
+        return next(filter(None, map(torch_npu.gating_operator, called)), "")
 
     def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
         """Mark what MindSpeed's moe_fb_overlap recomputes, and let the kernel of a fused router ask."""

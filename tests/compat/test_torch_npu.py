@@ -56,6 +56,7 @@ def broken(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blamed", [True, False], ids=["takes torch with it", "leaves torch alone"])
 def test_a_torch_npu_that_fails_says_why_and_leaves_the_cpu(broken: Path, blamed: bool) -> None:
     assert torch_npu.load() == "torch_npu is not installed"  # in this process

@@ -17,6 +17,8 @@ import pytest
 import npu_device
 from npu_replay import devices
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 no_accelerator = pytest.mark.skipif(devices.available() != ["cpu"], reason="an accelerator is here")

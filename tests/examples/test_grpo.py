@@ -19,6 +19,8 @@ import npu_replay
 import vllm_outputs
 from npu_replay import ReplayError, RoutedModel
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo"
 NAMES = tuple(file.stem for file in EXAMPLE.glob("*.py"))
 STEPS = 3

@@ -643,6 +643,7 @@ def test_a_block_that_routes_itself_is_never_wrong_in_silence(fault: str) -> Non
 # Compiled functions: without any hook of the test's, which would break their graphs
 
 
+@pytest.mark.slow
 @pytest.mark.choice
 @pytest.mark.parametrize("part", ["model", "layer"])
 @pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute", "follow"])

@@ -62,6 +62,7 @@ def test_the_engine_of_r3_is_checked_in_its_workers_config(monkeypatch: pytest.M
     pipeline._checked(checked.append, infer)
 
 
+@pytest.mark.slow
 def test_a_workers_process_imports_npu_replay_with_its_config() -> None:
     """Ray sends a config and a class of ROLL's; nobody there would import npu_replay."""
     sent = pickle.dumps({"mode": pipeline.Mode("R2")})
