@@ -1,7 +1,7 @@
 """Import torch without a device backend that fails to load.
 
 `import torch` imports device packages (torch_npu) at its end, and fails if one of them fails, for want of
-CANN, for example. Importing this module first keeps torch, without that device. With NPU_REPLAY_DISABLE=1
+CANN, for example. Importing this module first keeps torch, without that device. With NPU_REPLAY_DISABLE=on
 nothing is done, and torch fails as it does by itself.
 """
 

@@ -3,8 +3,8 @@
 verl and vLLM load the entry points of every installed distribution in each of their processes. These modules
 need the standard library alone, so a job that leaves npu_replay out pays for nothing else of it.
 
-    NPU_REPLAY_DISABLE=1     the entry points do nothing, as if npu_replay weren't installed
-    NPU_REPLAY_AUTOLOAD=0    the same; `import npu_replay` by the job's own code works as ever
+    NPU_REPLAY_DISABLE=on      the entry points do nothing, as if npu_replay weren't installed
+    NPU_REPLAY_AUTOLOAD=off    the same; `import npu_replay` by the job's own code works as ever
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def load(product: str) -> None:
     """Import npu_replay for an entry point of `product`, if it may; a failure is one ERROR in the log.
 
     The job goes on, since most jobs don't ask for replay. One that asks is refused when its workers are
-    built, unless NPU_REPLAY_STRICT=0 has it go on without.
+    built, unless NPU_REPLAY_STRICT=off has it go on without.
     """
     global loading
     if not wanted():
@@ -43,7 +43,7 @@ def load(product: str) -> None:
         words = (
             "[npu_replay] the entry point of %s can't load npu_replay: %s. Jobs without replay go on as if "
             "it weren't installed. A job that asks for replay is refused when its engine is built. "
-            "NPU_REPLAY_AUTOLOAD=0 leaves npu_replay out"
+            "NPU_REPLAY_AUTOLOAD=off leaves npu_replay out"
         )
         logger.error(words, product, cause)
         if _word("NPU_REPLAY_STRICT") not in OFF:

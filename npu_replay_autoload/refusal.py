@@ -59,8 +59,8 @@ def _guarded(init: Callable[..., None], cause: str) -> Callable[..., None]:
                 key = ".".join(("actor_rollout_ref.actor", *place, "router_replay.mode"))
                 raise RuntimeError(
                     f"[npu_replay] {key}={mode} asks for replay, and npu_replay can't be imported in this "
-                    f"process: {cause}. Mend that, or leave out the mode. With NPU_REPLAY_AUTOLOAD=0 or "
-                    "NPU_REPLAY_STRICT=0 the job goes on with verl's own replay"
+                    f"process: {cause}. Mend that, or leave out the mode. With NPU_REPLAY_AUTOLOAD=off or "
+                    "NPU_REPLAY_STRICT=off the job goes on with verl's own replay"
                 )
 
     return made

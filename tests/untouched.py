@@ -25,8 +25,8 @@ AGAIN = "asked and uninstalled"
 STATES: dict[str, dict[str, str]] = {
     ABSENT: {},
     "installed": {},
-    "NPU_REPLAY_AUTOLOAD=0": {"NPU_REPLAY_AUTOLOAD": "0"},
-    "NPU_REPLAY_DISABLE=1": {"NPU_REPLAY_DISABLE": "1"},
+    "NPU_REPLAY_AUTOLOAD=off": {"NPU_REPLAY_AUTOLOAD": "0"},
+    "NPU_REPLAY_DISABLE=on": {"NPU_REPLAY_DISABLE": "1"},
     AGAIN: {},
 }
 """The variables of each. A test may have others, in which npu_replay is imported by the job's own code."""

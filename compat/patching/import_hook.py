@@ -59,7 +59,7 @@ def when_imported(module: str, name: str, shim: Shim, *, early: bool = False, en
 
     It turns npu_replay on, where an uninstall() has turned it off.
 
-    With NPU_REPLAY_DISABLE=1 nothing is done. A shim that raises is logged as an ERROR; the import goes on,
+    With NPU_REPLAY_DISABLE=on nothing is done. A shim that raises is logged as an ERROR; the import goes on,
     and the first block is refused (`refuse_failures`).
 
     >>> from npu_replay.compat.patching.import_hook import when_imported
@@ -118,7 +118,7 @@ def refuse_with(error: ReplayError) -> None:
 
 
 def refuse_failures() -> None:
-    """Run the shims of modules that are imported by now; raise if one failed, unless NPU_REPLAY_STRICT=0."""
+    """Run the shims of modules that are imported by now; raise if one failed, unless strict is off."""
     if _unusable:
         raise _unusable[0]
     for module in list(_waiting):  # a finder before ours in sys.meta_path may have found it
@@ -165,8 +165,8 @@ def _refuse() -> None:
         where="at import",
         expected="a release that npu_replay knows how to change",
         got="another; it was left as it was",
-        cause="a new release, or a patch of somebody else's in the same place. NPU_REPLAY_STRICT=0 goes on "
-        "without, NPU_REPLAY_DISABLE=1 changes nothing at all",
+        cause="a new release, or a patch of somebody else's in the same place. NPU_REPLAY_STRICT=off goes on "
+        "without, NPU_REPLAY_DISABLE=on changes nothing at all",
     )
 
 

@@ -71,7 +71,7 @@ def begin() -> None:
         install()
     how = "an entry point" if by_entry_point else "an import"
     logger.debug(
-        "[npu_replay] loaded by %s in process %d; %s=1 leaves it out", how, os.getpid(), environment.DISABLE
+        "[npu_replay] loaded by %s in process %d; %s=on leaves it out", how, os.getpid(), environment.DISABLE
     )
 
 
@@ -79,7 +79,7 @@ def install() -> None:
     """Change what has to be changed in other modules, now or when they are imported.
 
     `import npu_replay` does this; call it after `uninstall` to have all of it again: routers and engines that
-    were built with npu_replay go on with it. Repeated calls do nothing. With NPU_REPLAY_DISABLE=1 nothing is
+    were built with npu_replay go on with it. Repeated calls do nothing. With NPU_REPLAY_DISABLE=on nothing is
     done.
 
     >>> npu_replay.uninstall()

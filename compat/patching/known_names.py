@@ -36,5 +36,5 @@ def unknown(what: str, where: str, expected: str, got: str, product: str) -> Rep
         where=where,
         expected=expected,
         got=got,
-        cause=f"another release of {product}; update npu_replay, or turn it off with NPU_REPLAY_DISABLE=1",
+        cause=f"another release of {product}; update npu_replay, or turn it off with NPU_REPLAY_DISABLE=on",
     )

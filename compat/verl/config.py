@@ -9,7 +9,7 @@ verl reads one key for the mode and ignores all others; which one depends on the
 Asks:     the config, and verl's source where releases differ; never which release it is.
 Changes:  the constructor of verl's ActorRolloutRefWorker and its first method called; `enable_routing_replay`
           of a worker whose mode is on.
-Undone:   by `npu_replay.uninstall()`; with NPU_REPLAY_STRICT=0 by a config that can't replay.
+Undone:   by `npu_replay.uninstall()`; with NPU_REPLAY_STRICT=off by a config that can't replay.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def mode_of(config: Any, *, legacy: bool = False) -> str:
 def check_actor(config: Any, *, legacy: bool = False) -> None:
     """Refuse a config with which replay would be off in silence, or wrong.
 
-    With NPU_REPLAY_STRICT=0 each problem is one ERROR in the log, npu_replay undoes all that it has changed
+    With NPU_REPLAY_STRICT=off each problem is one ERROR in the log, npu_replay undoes all that it has changed
     in this process, and the job goes on without it.
 
     Args:
@@ -413,7 +413,7 @@ def _check_worker(worker: Any, legacy: bool) -> None:
         return
     check_actor(config, legacy=legacy)
     mode = mode_of(config, legacy=legacy)
-    if mode != OFF and any(_patches):  # else NPU_REPLAY_STRICT=0 has turned all of it off
+    if mode != OFF and any(_patches):  # else NPU_REPLAY_STRICT=off has turned all of it off
         install_everything()  # an entry point has installed this check alone
         import_hook.refuse_failures()
         _say_asked(mode)
@@ -433,7 +433,7 @@ def _say_asked(mode: str) -> None:
     if rank % ranks == 0:
         release = vars(sys.modules["npu_replay"])["__version__"]
         attached = ", ".join(dict.fromkeys(reason for reason, _ in patches.applied()))
-        off = f"{environment.DISABLE}=1 leaves it out"
+        off = f"{environment.DISABLE}=on leaves it out"
         announce(f"{release}: {mode} is asked for on rank {rank}; attached: {attached}; {off}")
 
 

@@ -239,7 +239,7 @@ def _somebody_elses(problem: str, where: str, *, expected: str, got: Any) -> Rep
         where=where,
         expected=expected,
         got=described(got),
-        cause="another replay patch in this process; remove it, or set NPU_REPLAY_DISABLE=1",
+        cause="another replay patch in this process; remove it, or set NPU_REPLAY_DISABLE=on",
     )
 
 

@@ -72,7 +72,7 @@ class RolloutChecks:
             ended: whether the engine ended the turn by itself.
 
         Raises:
-            InvalidRoutes: what is wrong, unless many turns have passed before, or NPU_REPLAY_STRICT=0.
+            InvalidRoutes: what is wrong, unless many turns have passed before, or NPU_REPLAY_STRICT=off.
         """
         if not ended:
             tokens = tokens[: len(rows) + 1]

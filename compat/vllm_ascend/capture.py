@@ -110,7 +110,7 @@ class Capture:
     def finish(self, check_slots: Callable[[], None] = lambda: None) -> None:
         """Merge the rows of all ranks, once a step; in the first steps, check them.
 
-        A failed check is raised. With NPU_REPLAY_STRICT=0 it is logged, and the rows are zeros, which the
+        A failed check is raised. With NPU_REPLAY_STRICT=off it is logged, and the rows are zeros, which the
         reader of the routes refuses.
         """
         if self._merged:

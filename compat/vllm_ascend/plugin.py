@@ -102,7 +102,7 @@ def capability(product: Product, vllm: Product) -> Capability:
     if problem is not None:
         return Capability(CAPABILITY, "broken" if wanted() else "missing", problem.problem, problem.cause)
     if environment.disabled():
-        return Capability(CAPABILITY, "missing", "NPU_REPLAY_DISABLE=1: npu_replay changes nothing")
+        return Capability(CAPABILITY, "missing", "NPU_REPLAY_DISABLE=on: npu_replay changes nothing")
     if not wanted():
         remedy = f"{VLLM_ASCEND}=on in the engine's environment"
         return Capability(CAPABILITY, "missing", "it is off; this release is known", remedy)

@@ -127,7 +127,7 @@ def diagnose(*, imports: bool = False) -> Diagnosis:
         product = next(product for product in here.products if product.name == _PRODUCTS[name])
         remedy = f"python -c 'import {', '.join(modules)}' has to work with what is in {product.where}"
         if problem.startswith(_REFUSED):
-            remedy = "take a release that npu_replay knows (docs/versions.md); NPU_REPLAY_STRICT=0 goes on"
+            remedy = "take a release that npu_replay knows (docs/versions.md); NPU_REPLAY_STRICT=off goes on"
         elif "megatron.training" in problem:
             remedy = "put a Megatron-LM source tree first on PYTHONPATH: a wheel has no megatron.training"
         says = f"{product.name} {product.version}".rstrip()  # MindSpeed's source has none

@@ -192,7 +192,7 @@ def all_here(patience: float = PATIENCE) -> None:
     if _alone():
         return
     _calls += 1
-    cause = f"npu_replay isn't installed on a node, or NPU_REPLAY_DISABLE=1 is set there alone; or {_FAILED}"
+    cause = f"npu_replay isn't installed on a node, or NPU_REPLAY_DISABLE=on is set there alone; or {_FAILED}"
     peers = RankGroup(dist.group.WORLD, patience, "not all ranks take part in the replay", cause)
     error = peers.meet(str(_calls), None, time.monotonic() + patience)
     if error is not None:

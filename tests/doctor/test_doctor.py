@@ -203,7 +203,7 @@ def test_a_framework_that_does_not_import_is_a_fault(fails: dict[tuple[str, ...]
     fails[MEGATRON,] = "can't be replayed: flags failed: a name is gone"
     (fault,) = diagnose().faults
     assert fault.why == "megatron-core 0.12.1 can't be replayed: flags failed: a name is gone"
-    assert "NPU_REPLAY_STRICT=0" in fault.remedy
+    assert "NPU_REPLAY_STRICT=off" in fault.remedy
 
 
 UNDER_ADAPTOR = "MegatronAdaptor 0.1.0 doesn't import: No module named 'einops'"

@@ -109,12 +109,12 @@ def test_lines_of_an_image_suit_its_vllm_ascend(
             verl_config.check_actor(config_of(without)[0].actor_rollout_ref, legacy=legacy)
 
 
-@pytest.mark.parametrize("page", [*DOCS.glob("verl*.md")], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*DOCS.glob("verl*.md"), DOCS / "metrics.md"], ids=lambda page: page.stem)
 def test_variables_that_a_page_puts_into_rays_environment_are_text(page: Path) -> None:
     """Ray refuses a number, and ends the job with a TypeError."""
     from ray._private.runtime_env.validation import parse_and_validate_env_vars
 
-    found = re.findall(r"[`\n]\"?(\+ray_kwargs\.[^`\"\s\\]+)", page.read_text(encoding="utf-8"))
+    found = re.findall(r"[`\n]\"?(\+{1,2}ray_kwargs\.[^`\"\s\\]+)", page.read_text(encoding="utf-8"))
     lines = sorted({*found})
     assert lines
     config = overridden("ppo_trainer", lines)

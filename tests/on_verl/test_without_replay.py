@@ -67,13 +67,13 @@ def test_an_entry_point_wraps_what_reads_the_config_and_the_rest_once_a_config_a
 @pytest.mark.skipif(not engine_workers_replay(), reason="0.7.0's don't replay")
 @pytest.mark.parametrize("place", ["megatron.router_replay", "fsdp_config.router_replay", "router_replay"])
 def test_where_npu_replay_can_not_be_imported_a_job_that_asks_is_refused(place: str) -> None:
-    """And no other job, nor one that goes on without by NPU_REPLAY_STRICT=0."""
+    """And no other job, nor one that goes on without by NPU_REPLAY_STRICT=off."""
     task = {"modes": ["disabled", "R3"], "key": f"actor.{place}.mode"}
     raised = jobs.run("on_verl.ways_worker:broken", task)
     assert not raised["disabled"]
     assert f"actor_rollout_ref.actor.{place}.mode=R3 asks for replay" in raised["R3"]
     assert "ModuleNotFoundError" in raised["R3"], "the cause"
-    assert "NPU_REPLAY_AUTOLOAD=0" in raised["R3"], "the way out"
+    assert "NPU_REPLAY_AUTOLOAD=off" in raised["R3"], "the way out"
     lenient = jobs.run("on_verl.ways_worker:broken", task, env={"NPU_REPLAY_STRICT": "0"})
     assert not lenient["R3"]
 

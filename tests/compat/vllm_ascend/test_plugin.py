@@ -330,7 +330,7 @@ def test_engine_arguments_let_the_plug_in_pass_a_filter(
         ({"NPU_REPLAY_AUTOLOAD": " off"}, "0.23.0", "broken", "NPU_REPLAY_AUTOLOAD= off leaves"),
         ({"NPU_REPLAY_VLLM_ASCEND": "0"}, "0.23.0", "missing", "it is off"),
         ({"NPU_REPLAY_VLLM_ASCEND": "0"}, "0.31.0", "missing", ""),
-        ({"NPU_REPLAY_DISABLE": "1"}, "0.23.0", "missing", "NPU_REPLAY_DISABLE=1"),
+        ({"NPU_REPLAY_DISABLE": "1"}, "0.23.0", "missing", "NPU_REPLAY_DISABLE=on"),
     ],
 )
 def test_doctor_says_what_keeps_it_from_capturing(
