@@ -30,10 +30,18 @@ MODULES = {"delivery", "routers", "compat"}
 """Of what api.md names: they have no page of their own there, their names have."""
 MEMBERS = {
     "Recording": "routes, metrics",
-    "Replay": "metrics",
+    "Replay": "metrics, skip",
     "Pinning": "metrics",
     "Observation": "shown",
     "Following": "open, close, paused, put, metrics",
+    "RoutedExperts": "take, only, layer_ids, concat, unrecorded, of_sample, check_not_constant, "
+    "to_bytes, to_buffers, from_bytes, save, load",
+    "RouteStore": "writer, of",
+    "TokenLayout": "of_batch, padded, packed, from_probe, gather, bad_routes, scatter",
+    "ParallelLayout": "from_megatron, moe_layers, chunk_layers, alignment",
+    "DecoderLayers": "of_pattern",
+    "RoutedModel": "from_config",
+    "Rollout": "extend, append, merge, truncate, tokens, routes",
 }
 """Which of a class are shown, where not all are."""
 SECTIONS = {"zh/smoke.md": "versions.md", "zh/glossary.md": "index.md"}
@@ -96,7 +104,7 @@ def with_reference(markdown: str) -> str:
     | `Replay` | It. |
     <BLANKLINE>
     ::: npu_replay.Replay
-        options: {members: [metrics]}
+        options: {members: [metrics, skip]}
     <BLANKLINE>
     """
     lines: list[str] = []

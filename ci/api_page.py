@@ -1,0 +1,58 @@
+"""The signatures in docs/api.md and docs/zh/api.md, from the code.
+
+python ci/api_page.py            # print them
+python ci/api_page.py --write    # and put them into both pages
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pages
+import site_pages
+
+ROOT = Path(__file__).parents[1]
+PAGES = tuple(ROOT / "docs" / name for name in ("api.md", "zh/api.md"))
+MARKS = "<!-- signatures -->", "<!-- end of signatures -->"
+MADE_BY_BLOCKS = {"Recording", "Replay", "Pinning", "Observation", "Following"}
+"""Nobody calls their constructors."""
+
+
+def signatures() -> str:
+    """Those of all names in the page's tables, in their order, without types: `help` has these."""
+    page = PAGES[0].read_text(encoding="utf-8")
+    return "\n".join(line for name in re.findall(r"(?m)^\| `([\w.]*\w)` \|", page) for line in lines(name))
+
+
+def lines(name: str) -> list[str]:
+    found = pkgutil.resolve_name(f"npu_replay.{name}")
+    if inspect.ismodule(found) or (inspect.isclass(found) and issubclass(found, Exception)):
+        return []
+    own = [] if name in MADE_BY_BLOCKS else [called(name, found)]
+    members = site_pages.MEMBERS[name].split(", ") if name in site_pages.MEMBERS else []
+    return own + [called(f"{name}.{member}", getattr(found, member)) for member in members]
+
+
+def called(name: str, found: Any) -> str:
+    """How it is called; a property is its name alone."""
+    if not callable(found):
+        return name
+    signature = inspect.signature(found)
+    plain = [one.replace(annotation=one.empty) for one in signature.parameters.values() if one.name != "self"]
+    return name + str(signature.replace(parameters=plain, return_annotation=signature.empty))
+
+
+def block() -> str:
+    return f"```text\n{signatures()}\n```"
+
+
+if __name__ == "__main__":
+    print(signatures())
+    if "--write" in sys.argv:
+        for file in PAGES:
+            pages.rewrite(file, MARKS, block())
