@@ -39,6 +39,7 @@ TITLES = {
     SMOKE: (*_MACHINE, "MindSpeed", "processes", "features", *_SENT),
     DEVICE: (*_MACHINE, "transformers", "passed", "failed", "not tried", *_SENT),
 }
+HEADS = {SMOKE: "Reports of `npu-replay smoke`", DEVICE: "Reports of `bash ci/device.sh`"}
 
 
 def row(found: dict[str, Any], name: str) -> list[str]:
@@ -153,7 +154,7 @@ def table(folder: Path = FOLDER) -> str:
         missing = DEVICES.keys() - {report["machine"]["device"] for report in reports.values()}
         empty = [""] * (len(titles) - 1)
         rows += [[f"{told}: no report yet", *empty] for one, told in DEVICES.items() if one in missing]
-        tables.append(pages.table(titles, rows))
+        tables.append(f"**{HEADS[kind]}**\n\n{pages.table(titles, rows)}")
     return "\n\n".join(tables)
 
 

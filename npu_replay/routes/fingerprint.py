@@ -79,7 +79,8 @@ def find_other_tokens(rows: int, theirs: int | None, tokens: int, mark: int | No
         "the routes belong to other tokens",
         f"fingerprint {mark:#018x}",
         f"{theirs:#018x}",
-        cause="retokenised text, a shuffled batch, parts merged in another order, another sample or its key",
+        cause="retokenised text, a shuffled batch, parts merged in another order, another sample or its key; "
+        "or a fingerprint of tokens without the last",
     )
 
 
