@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import npu_replay
-from benchmarks import __main__ as command
 from benchmarks import cases
 from benchmarks import decode as bench_decode
 from benchmarks import gather as bench_gather
@@ -19,41 +18,6 @@ from benchmarks import run as bench
 from npu_replay.seam.guarded import guard
 
 pytestmark = [pytest.mark.megatron, pytest.mark.first_release, pytest.mark.usefixtures("megatron")]
-
-
-DEFAULTS = {"device": "auto", "pairs": 50, "out": None, "force": False, "only": (), "quick": False}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "wanted"),
-    [
-        ("", {}),
-        ("--quick", {"pairs": 5, "quick": True}),
-        (
-            "--pairs 7 --out x.json --device npu --force",
-            {"pairs": 7, "out": Path("x.json"), "device": "npu", "force": True},
-        ),
-        ("--only step,other-top-k --json", {"only": ("step", "other-top-k"), "as_json": True}),
-    ],
-)
-def test_a_command_line_is_read(arguments: str, wanted: dict[str, object]) -> None:
-    assert command.options(arguments.split()) == DEFAULTS | {"as_json": False} | wanted
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--pairs 0", "0 is less than 1"),
-        ("--pairs many", "invalid"),
-        ("--only router,nothing", "nothing: there are router, host, recompute"),
-        ("--device tpu", "invalid choice"),
-    ],
-)
-def test_a_wrong_option_is_refused_before_anything_runs(
-    arguments: str, words: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main(arguments.split()) == 2
-    assert words in " ".join(capfd.readouterr().err.split())
 
 
 @pytest.mark.slow

@@ -125,32 +125,6 @@ def test_a_rollout_on_ascend_that_nobody_captured_is_no_pass(
     assert found.found.get("captured", line) == line
 
 
-@no_accelerator
-def test_a_report_of_rollouts_is_one_that_can_be_sent(tmp_path: Path) -> None:
-    model = tmp_path / "a-model"
-    out = tmp_path / "device.json"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    done = script("--device", "cpu", "--rollout", str(model), "--out", str(out))
-    found = json.loads(out.read_text())
-    assert load("verified").problems(found) == []
-    assert [part["part"] for part in found["parts"]] == [
-        f"rollout a-model {one}" for one in ("eager", "graph", "off")
-    ]
-    assert done.returncode, "without vLLM nothing was tried"
-
-
-def test_tests_that_were_all_skipped_are_no_pass(device: ModuleType, tmp_path: Path) -> None:
-    file = tmp_path / "test_none.py"
-    file.write_text("import pytest\n\n@pytest.mark.skip(reason='no such thing')\ndef test_it(): ...\n")
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml", "{out}", str(file))
-    found = device.Bench(dict(os.environ), tmp_path, tmp_path).run(
-        device.Part("test_none.py", (), 60, command)
-    )
-    assert found.result == "MISSING"
-    assert found.skipped == ["test_it: no such thing"]
-
-
 def test_of_the_wheels_only_what_is_lacking_is_taken(device: ModuleType, tmp_path: Path) -> None:
     for name in ("numpy-1.0-py3-none-any.whl", "no_such_thing-1.0-py3-none-any.whl"):
         with zipfile.ZipFile(tmp_path / name, "w") as wheel:

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-import npu_replay
-
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
-
-
-@contextlib.contextmanager
-def counted_alone(model: Any, routes: Any, **_: Any) -> Iterator[Any]:
-    """In the place of `replay`: the routers choose by themselves."""
-    with npu_replay.observe(model) as seen:
-        yield SimpleNamespace(
-            metrics=lambda: {"live_mismatch": npu_replay.compare(routes, seen.shown).router_mismatch}
-        )
 
 
 def figures(text: str) -> list[list[int]]:
@@ -48,15 +33,6 @@ def test_the_figures_of_readmes_r2_are_those_that_it_prints(capsys: pytest.Captu
     assert said[1][1] == printed[1][1] == 0
     assert said[1][0] == pytest.approx(printed[1][0], abs=8), "sums differ between processors"
     assert printed[1][0] > 20
-
-
-def test_without_the_replay_readmes_r2_prints_other_figures(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(npu_replay, "replay", counted_alone)
-    exec(compile(first_block("README.md"), "README.md", "exec"), {})
-    _, (own, used) = figures(capsys.readouterr().out)
-    assert used == own > 20
 
 
 def test_the_figures_of_the_quickstart_are_those_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,36 +107,6 @@ def test_without_any_framework_it_says_how_to_get_one_and_exits_1(tmp_path: Path
     assert "pip install matplotlib" in result.text
     assert "no framework whose routers are recognised" in result.text
     assert result.text.count("put Megatron-LM on PYTHONPATH") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.megatron
-@pytest.mark.first_release
-def test_a_fork_whose_routing_has_another_name_works_and_one_that_does_not_import_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = find_spec("megatron.core")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    copy = tmp_path / "megatron" / "core"
-    shutil.copytree(spec.submodule_search_locations[0], copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for source in copy.rglob("*.py"):
-        text = renamed = source.read_text(encoding="utf-8")
-        for name in ("topk_softmax_with_capacity", "topk_routing_with_score_function"):
-            renamed = renamed.replace(name, f"forked_{name}")
-        if renamed != text:
-            source.write_text(renamed, encoding="utf-8")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    result = run(path=path)
-    assert result.code == 0
-    assert "Replay works here: on Megatron-core" in result.text
-    monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
-    assert doctor._try(doctor.__name__, MEGATRON) == ""
-    with (copy / "transformer" / "moe" / "router.py").open("a") as router:
-        router.write("\nimport gone\n")
-    said = "doesn't import: ModuleNotFoundError: No module named 'gone'"
-    assert doctor._try(doctor.__name__, MEGATRON) == said
 
 
 # In this process

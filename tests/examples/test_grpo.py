@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import jobs
 import json_server
 import npu_replay
 import vllm_outputs
@@ -195,39 +194,3 @@ def test_rows_of_weights_that_are_a_step_older_are_near_enough_to_pass(job: Any)
     """docs/grpo.md says so: neither the number nor the overlap shows an engine that took nothing."""
     job.engine.deaf = True
     assert len(list(job.grpo("R3").steps())) == STEPS
-
-
-RANKS = 2
-EACH = 3
-
-
-@pytest.mark.distributed
-def test_by_each_road_a_rank_gets_the_samples_of_its_own_prompts() -> None:
-    found = jobs.run_ranks("examples.test_grpo:travel", None, RANKS, path=[EXAMPLE])
-    for rank, answer in enumerate(found):
-        wanted = [[prompt, number] for prompt in range(rank, 5, RANKS) for number in range(EACH)]
-        assert answer == {"answer": wanted, "wire": wanted, "store": wanted}
-
-
-def travel(task: dict[str, Any]) -> dict[str, Any]:
-    """On each rank, by each road: the prompt and the number of each sample, which its routes say too."""
-    from roads import ROADS
-
-    from examples.qwen3_moe.sample import Sample
-
-    def sample(prompts: Any, each: int, **_: Any) -> list[Any]:
-        pairs = [(prompt[0], number) for prompt in prompts for number in range(each)]
-        return [Sample(torch.tensor(pair), 1, torch.zeros(1), routes(pair)) for pair in pairs]
-
-    def routes(pair: tuple[int, int]) -> npu_replay.RoutedExperts:
-        return npu_replay.RoutedExperts(ids=np.array(pair).reshape(2, 1, 1), layers=[0], num_experts=8)
-
-    dist.init_process_group("gloo")
-    engine = SimpleNamespace(sample=sample)
-    found = {}
-    for name, road in ROADS.items():
-        samples = road(engine, Path(task["folder"]) / name).sample([[prompt] for prompt in range(5)], EACH)
-        found[name] = [one.tokens.tolist() for one in samples]
-        assert found[name] == [one.routes.ids.flatten().tolist() for one in samples]
-    dist.destroy_process_group()
-    return found

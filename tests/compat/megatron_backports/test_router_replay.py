@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from npu_replay.compat.megatron_backports.router_replay import (
-    AnotherNumber,
     Asked,
     RouterReplayAction,
     asking,
@@ -55,14 +54,6 @@ def test_replay_gathers_the_targets_scores(dtype: torch.dtype) -> None:
     assert torch.equal(found, target.long())
     values.sum().backward()
     assert torch.equal(scores.grad, torch.zeros_like(SCORES).scatter(1, found, 1.0))
-
-
-def test_another_number_of_tensors_is_a_value_error_that_says_why() -> None:
-    replay = RouterReplay()
-    with pytest.raises(ValueError, match=r"Expected 1, got 2.*pipeline stage") as raised:
-        RouterReplay.set_replay_data([ids([0, 1]), ids([0, 1])])
-    assert isinstance(raised.value, AnotherNumber)
-    assert replay.target_topk_idx is None
 
 
 def test_a_static_buffer_that_is_too_small_is_an_error() -> None:
