@@ -153,26 +153,6 @@ def test_a_pipeline_that_is_not_known_is_cut_evenly(caplog: pytest.LogCaptureFix
     assert caplog.text.count("the split of the actor's pipeline isn't known") == 1
 
 
-def test_references_go_where_their_samples_go() -> None:
-    """Every way in which verl's trainer moves a batch, and at its end the way to the workers."""
-    from verl import DataProto
-    from verl.protocol import pad_dataproto_to_divisor, unpad_dataproto
-
-    data, model = batch_of()
-    order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(1))
-    data.reorder(order)
-    data = data.union(DataProto.from_dict({"old_log_probs": torch.zeros(COUNT, 3)}))
-    data = DataProto.concat(data.chunk(4)[::-1])
-    data = data.repeat(2, interleave=True)
-    data, pad = pad_dataproto_to_divisor(data, 5)
-    check(data, model)
-    data = unpad_dataproto(data, pad).select_idxs(list(range(0, 2 * COUNT, 3)))
-    data = pickle.loads(pickle.dumps(data))
-    data.meta_info = {}
-    check(data, model)
-    check(DataProto.from_tensordict(data.to_tensordict()), model)
-
-
 def check_jagged(data: Any, model: Any) -> int:
     """Each row of a worker's batch gets the routes of its own tokens; how many samples it has."""
     references = batch_routes.references_in(data)
@@ -447,14 +427,6 @@ def test_what_can_not_be_put_away_is_refused(
     made.model_config.hf_config = model
     with pytest.raises(ReplayError, match=words):
         loops.run(worker=made)
-
-
-@pytest.mark.parametrize("value", ["", "off"])
-def test_switched_off_batches_carry_ids(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DELIVERY, value)
-    data, _ = batch_of(Turn(SAMPLED[:4], change=deep))
-    assert tuple(data.batch["routed_experts"].shape[2:]) == (5, 8)
-    assert COLUMN not in data.non_tensor_batch
 
 
 def test_pieces_that_count_layers_otherwise_than_a_hybrid_models_pattern_are_refused(tmp_path: Path) -> None:

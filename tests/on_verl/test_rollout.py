@@ -463,26 +463,6 @@ def test_each_turn_is_checked(loop: str, turns: list[Turn]) -> None:
         run(loop=loop, worker=guarded(*turns))
 
 
-@pytest.mark.parametrize("bad", [False, True])
-def test_each_part_of_a_resumed_turn_is_checked_once(bad: bool) -> None:
-    parts = [Turn(SAMPLED[:6], stop="aborted", change=deep), Turn(SAMPLED[6:], change=stale if bad else deep)]
-    worker, _ = resuming(*parts)
-    worker.model_config = SimpleNamespace(hf_config=DEEP)
-    if bad:
-        with pytest.raises(InvalidRoutes, match="another token's"):
-            run(worker=worker)
-        return
-    tokens, rows = rows_of(run(worker=worker))
-    np.testing.assert_array_equal(rows[:-1], deep(np.empty(len(tokens) - 1)))
-
-
-def test_a_model_that_is_not_known_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    rollout_checks._say_unchecked.cache_clear()
-    for _ in range(2):
-        run(Turn([20, 21, 22]))
-    assert caplog.text.count("rows of another token can't be told here") == 1
-
-
 # Several turns
 
 
@@ -591,16 +571,6 @@ def test_a_resumed_sample_has_each_row_of_its_own_turn(turns: list[Turn], spans:
     check_rows(tokens, rows, *spans)
 
 
-def test_a_multi_turn_sample_with_a_resume_in_each_turn() -> None:  # T13, T14
-    worker, engine = resuming(
-        Turn([20], 1, "aborted"), Turn([CALL, 2], 2), Turn([30], 3, "abort"), Turn([31], 4)
-    )
-    tokens, rows = rows_of(run(loop="tool_agent", worker=worker))
-    assert tokens[: len(PROMPT) + 3] == [*PROMPT, 20, CALL, 2]
-    start = len(engine.prompts[2])
-    check_rows(tokens, rows, (1, 0, 6), (2, 6, 8), (3, 8, start), (4, start, start + 1))
-
-
 # The batch
 
 
@@ -644,15 +614,6 @@ def test_the_transfer_queues_form_has_a_row_a_token() -> None:  # T12
 
 
 # Leaving no trace
-
-
-def test_it_is_reported_and_undone() -> None:
-    worker = make_worker(Engine(Turn([20, 21])))
-    run(worker=worker)
-    assert "routes from verl's rollout" in str(npu_replay.report())
-    npu_replay.uninstall()
-    assert "routes from verl's rollout" not in str(npu_replay.report())
-    assert "_agent_loop_postprocess" not in vars(worker)
 
 
 def test_a_job_without_routes_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ What test_faults_in_any_micro_batch.py, which draws its schedules by chance, doe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import npu_replay
-from npu_replay import routers
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError
-from npu_replay.routers import Router
 from npu_replay.seam import backward
 from npu_replay.seam.call import armed
 from npu_replay.sessions.replay import StepReplay
@@ -27,12 +24,10 @@ from zoo.toys import (
     TOPK,
     ToyModel,
     ToyRouter,
-    ToyRouters,
     foreign,
     opened,
     plain,
     run,
-    shows,
     tokens,
 )
 
@@ -205,35 +200,6 @@ def test_ids_that_the_layer_writes_into_behind_its_router_are_refused(block: str
     with pytest.raises(NoEffect, match=words), torch.no_grad(), opened(block, model, 5):
         for seed in range(5):
             model(tokens(seed))
-
-
-@pytest.mark.parametrize("at", [0, 3])
-def test_an_output_that_cant_be_read_waits_for_the_end_in_any_micro_batch(at: int) -> None:
-    running: list[int] = []
-    ended: list[int] = []
-
-    class Unreadable(ToyRouters):
-        def describe(self, module: nn.Module, path: str) -> Router | None:
-            router = super().describe(module, path)
-            return None if router is None else replace(router, shows=self.shows)
-
-        def shows(self, output: object) -> torch.Tensor:
-            NoEffect.unless(running[-1] != at, "the router's output can't be read", "ids", output)
-            return shows(output)
-
-    routers.register("toy", Unreadable())
-    model = ToyModel()
-    with (
-        pytest.raises(NoEffect, match="output can't be read"),
-        torch.no_grad(),
-        StepReplay(model, errors_wait=True, min_overlap=0) as session,
-    ):
-        for number in range(at + 1):
-            session.give(0, foreign()[0])
-            running.append(number)
-            model(tokens(number))
-            ended.append(number)
-    assert ended == running == list(range(at + 1))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -361,18 +361,6 @@ def test_leaving_the_block_before_backward_is_an_error(how: str, kind: str) -> N
     check_usable(model, before)
 
 
-@pytest.mark.parametrize("how", RECOMPUTE)
-def test_a_recompute_of_a_forward_before_the_block_is_refused(how: str) -> None:
-    model = ToyModel(recompute=how)
-    before = run(model, 0)
-    loss = model(tokens().requires_grad_()).sum()
-    with npu_replay.replay(model, foreign()):
-        model(tokens())
-        with pytest.raises(RecomputeError, match=r"in backward.*no forward of this block"):
-            loss.backward()
-    check_usable(model, before)
-
-
 def test_a_torch_that_hides_its_autograd_facts_refuses_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ToyModel(recompute="reentrant")
     monkeypatch.setattr(backward, "probe", lambda: "_current_autograd_node is gone")
@@ -628,17 +616,6 @@ def test_a_forward_in_a_gradient_hook_is_not_taken_for_a_recompute(leaf: bool, w
         hooked.register_hook(lambda grad: model(tokens(1, rows=7)).sum() * 0 + grad)
         with pytest.raises(RecomputeError, match=words):
             loss.backward()
-
-
-def test_a_copy_chooses_by_itself() -> None:
-    model = ToyModel()
-    with npu_replay.record(model) as recording, npu_replay.observe(model) as observation:
-        model(tokens(0))
-        copy.deepcopy(model)(tokens(5))
-        model(tokens(1))
-    assert npu_replay.compare(observation.shown, recording.routes).differing == 0
-    assert len(recording.routes) == 2
-    assert hooks(model) == 0
 
 
 def test_observe_is_never_empty_in_silence() -> None:

@@ -15,14 +15,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
 
 import npu_replay
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.seam import backward
-from npu_replay.sessions.replay import StepReplay
 from npu_replay.sessions.router_calls import RouterCalls
-from zoo.toys import EXPERTS, ToyModel, ToyRouter, foreign, opened, plain, tokens
+from zoo.toys import EXPERTS, ToyModel, ToyRouter, opened, plain, tokens
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
@@ -133,48 +131,6 @@ def test_what_is_replaced_between_a_forward_and_its_recompute_stops_backward(
         ended = True
     assert not ended, "backward itself says it, before an optimizer steps"
     assert not any(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_a_rank_in_a_schedule_goes_on_and_raises_when_its_block_is_left() -> None:
-    model = ToyModel(recompute="reentrant")
-    session = StepReplay(model, errors_wait=True)
-    routes = foreign()[0]
-    ended = False
-    with pytest.raises(RouterError, match=rf"in backward.*{REPLACED}"), session:
-        session.give(0, routes)
-        loss = forward(model, 0)
-        router(model)
-        loss.backward()
-        ended = True
-    assert ended
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("change", [router, swapped_routers, forward_of_the_class])
-def test_a_checkpoint_around_the_whole_model_is_no_hiding_place(change: Change, how: str) -> None:
-    model = ToyModel(Detached(), Detached())
-    with pytest.raises(RouterError, match=rf"(in backward|in a recompute of the model), .*{REPLACED}"):  # noqa: SIM117
-        with npu_replay.replay(model, foreign(1)):
-            loss = checkpoint(model, tokens().requires_grad_(), use_reentrant=how == "reentrant").sum()
-            change(model)
-            loss.backward()
-
-
-@pytest.mark.parametrize("form", [dict, tuple])
-def test_the_form_of_the_models_output_does_not_matter(form: type) -> None:
-    class Formed(ToyModel):
-        def forward(self, hidden: torch.Tensor) -> Any:
-            named = {"aux": torch.zeros(()), "logits": super().forward(hidden), "cache": None}
-            return named if form is dict else form(named.values())
-
-    model = Formed(Detached(), Detached(), recompute="reentrant")
-    with (
-        pytest.raises(RouterError, match=rf"micro-batch 0, in backward, .*{REPLACED}"),
-        npu_replay.record(model),
-    ):
-        output = model(tokens().requires_grad_())
-        router(model)
-        (output["logits"] if form is dict else output[1]).sum().backward()
 
 
 # Before a forward, and at the end
