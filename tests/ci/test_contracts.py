@@ -9,15 +9,17 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from ci_module import ci_module
+
 CI = Path(__file__).parents[2] / "ci"
+contracts = ci_module("contracts")
 
 CONTRACTS = '''
 [engine]
@@ -76,16 +78,8 @@ OLD = {"engine/outputs.py": OUTPUTS, "engine/serving.py": SERVING}
 NEW = {"engine/outputs.py": OUTPUTS, "engine/utils.py": UTILS}
 
 
-@pytest.fixture(scope="module")
-def contracts() -> Iterator[ModuleType]:
-    """ci/contracts.py, which imports its neighbours by name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(CI))
-        yield importlib.import_module("contracts")
-
-
 @pytest.fixture
-def check(contracts: ModuleType) -> Callable[..., dict[str, list[str] | None]]:
+def check() -> Callable[..., dict[str, list[str] | None]]:
     """What comes of the engine's contracts, in a release of these files; of a line what is before « do, »."""
     engine = contracts.products(CONTRACTS)["engine"]
 
@@ -136,9 +130,7 @@ def check(contracts: ModuleType) -> Callable[..., dict[str, list[str] | None]]:
         ("x: ...", "y = 1", "no name x"),
     ],
 )
-def test_what_is_not_there_is_said_in_one_line(
-    contracts: ModuleType, stub: str, source: str, line: str
-) -> None:
+def test_what_is_not_there_is_said_in_one_line(stub: str, source: str, line: str) -> None:
     assert contracts.differences(stub, source) == [line]
 
 
@@ -162,7 +154,7 @@ def test_what_is_not_there_is_said_in_one_line(
         ("from m import a", "def f():\n  from m import b, a as c"),
     ],
 )
-def test_what_is_there_in_another_guise_is_found(contracts: ModuleType, stub: str, source: str) -> None:
+def test_what_is_there_in_another_guise_is_found(stub: str, source: str) -> None:
     assert contracts.differences(stub, source) == []
 
 
@@ -287,12 +279,12 @@ Check = Callable[..., dict[str, list[str] | None]]
 
 
 @pytest.fixture(scope="module")
-def product(contracts: ModuleType) -> Any:
+def product() -> Any:
     return contracts.products((CI / "contracts.toml").read_text(encoding="utf-8"))["megatron-core"]
 
 
 @pytest.fixture(scope="module")
-def held(contracts: Any, product: Any) -> Check:
+def held(product: Any) -> Check:
     """Hold the release on the path to some contracts, or all, some files with other text."""
     try:
         version = contracts.Version(importlib.metadata.version("megatron-core"))

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from capabilities import CAPABILITIES
+from ci_module import ci_module
 
-ROOT = Path(__file__).parents[2]
-CI = ROOT / "ci"
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Any]:
-    """ci/matrix_run.py, which imports its neighbours by name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(CI))
-        yield importlib.import_module("matrix_run")
-
-
-@pytest.fixture(scope="module")
-def matrix(runs: Any) -> Any:
-    return runs.matrix
+runs = ci_module("matrix_run")
+matrix = runs.matrix
 
 
 # The list of releases
 
 
-def test_the_list_has_every_line_of_megatron_core_and_both_of_transformers(matrix: Any) -> None:
+def test_the_list_has_every_line_of_megatron_core_and_both_of_transformers() -> None:
     releases = matrix.read().releases
     minors = {int(one.version.split(".")[1]) for one in releases if one.product == "megatron"}
     assert minors >= set(range(12, 20))
@@ -62,7 +48,7 @@ def ran(passed: int = 0, failed: int = 0, skipped: tuple[str, ...] = ()) -> dict
     ],
 )
 def test_a_cell_is_what_the_tests_and_the_untouched_release_say(
-    runs: Any, tests: dict[str, Any], native: bool, cell: str, problem: str
+    tests: dict[str, Any], native: bool, cell: str, problem: str
 ) -> None:
     found = {"capabilities": dict.fromkeys(CAPABILITIES["transformers"], ran(passed=1)) | {"mixtral": tests}}
     natives = dict.fromkeys(CAPABILITIES["transformers"], False) | {"mixtral": native}
@@ -73,20 +59,20 @@ def test_a_cell_is_what_the_tests_and_the_untouched_release_say(
     assert {cell for name, cell in shown.cells.items() if name != "mixtral"} == {"shimmed"}
 
 
-def shown(runs: Any, **changes: Any) -> Any:
+def shown(**changes: Any) -> Any:
     cells = dict.fromkeys(CAPABILITIES["megatron"], "shimmed") | changes.pop("cells", {})
     return runs.Shown("3.11.7", "2.13.0", "all", 9, 1, "2026-11-22", cells=cells, **changes)
 
 
 def test_a_release_whose_test_fails_makes_the_run_fail(
-    runs: Any, matrix: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = {"megatron-0.15.3": shown(runs), "megatron-0.16.1": shown(runs)}
+    known = {"megatron-0.15.3": shown(), "megatron-0.16.1": shown()}
     monkeypatch.setattr(runs, "read", lambda: known)
     bad = "megatron-0.16.1"
 
     def run(release: Any, cases: str) -> Any:
-        return runs.Outcome(release, shown(runs), ("tests/x.py::y (flag)",) * (release.name == bad), 1.0)
+        return runs.Outcome(release, shown(), ("tests/x.py::y (flag)",) * (release.name == bad), 1.0)
 
     monkeypatch.setattr(runs, "run", run)
     assert runs.main(["--check", "0.15.3"]) == 0
@@ -97,7 +83,7 @@ def test_a_release_whose_test_fails_makes_the_run_fail(
 # The page
 
 
-def test_the_page_is_made_of_the_results_beside_it(runs: Any, matrix: Any, tmp_path: Path) -> None:
+def test_the_page_is_made_of_the_results_beside_it(tmp_path: Path) -> None:
     """And is nothing that a hand has changed; a result that is written anew is the same file."""
     text = runs.PAGE.read_text(encoding="utf-8")
     known = runs.read()

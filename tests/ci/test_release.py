@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import tomllib
 
 import npu_replay
+from ci_module import ci_module
 
 ROOT = Path(__file__).parents[2]
+release_tree = ci_module("release_tree")
 ADDRESS = "https://forge.example/lab/npu_replay"
-
-
-@pytest.fixture(scope="module")
-def release_tree() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "ci"))
-        return importlib.import_module("release_tree")
 
 
 @pytest.fixture
@@ -31,7 +24,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_version_stands_in_one_place(release_tree: ModuleType) -> None:
+def test_the_version_stands_in_one_place() -> None:
     assert release_tree.version() == npu_replay.__version__
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["dynamic"] == ["version"]
@@ -40,7 +33,7 @@ def test_the_version_stands_in_one_place(release_tree: ModuleType) -> None:
     assert newest[1] in ("Unreleased", npu_replay.__version__)
 
 
-def test_a_package_page_has_no_link_that_needs_the_repository(release_tree: ModuleType, tree: Path) -> None:
+def test_a_package_page_has_no_link_that_needs_the_repository(tree: Path) -> None:
     assert release_tree.main([str(tree), ADDRESS]) == 0
     page = (tree / "README.md").read_text(encoding="utf-8")
     targets = re.findall(r"\]\(([^)\s]+)\)", page)

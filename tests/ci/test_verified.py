@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 
+from ci_module import ci_module
 from npu_replay.smoke.options import Options
 from npu_replay.smoke.report import FAIL, PASS, Report, Result
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def verified() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "ci"))
-        return importlib.import_module("verified")
+verified = ci_module("verified")
 
 
 def written(*results: Result) -> dict[str, Any]:
@@ -37,7 +29,7 @@ def written(*results: Result) -> dict[str, Any]:
 GOOD = (Result("replay", "softmax", PASS, "seen", None, 0.5), Result("recompute", "softmax", PASS, "seen"))
 
 
-def test_the_page_shows_the_reports_that_are_here(verified: ModuleType) -> None:
+def test_the_page_shows_the_reports_that_are_here() -> None:
     page = verified.PAGE.read_text(encoding="utf-8")
     assert page == verified.pages.rewritten(page, verified.MARKS, verified.table()), (
         "run python ci/verified.py --write"
@@ -50,7 +42,7 @@ def test_the_page_shows_the_reports_that_are_here(verified: ModuleType) -> None:
     )
 
 
-def test_what_the_command_writes_is_a_report(verified: ModuleType) -> None:
+def test_what_the_command_writes_is_a_report() -> None:
     assert verified.problems(written(*GOOD)) == []
     failed = Result("bytes", "groups", FAIL, "others", 3, 0.1, ["a.py:1 f"])
     assert verified.problems(written(*GOOD, failed)) == []
@@ -74,10 +66,10 @@ OF_DEVICE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
 ]
 
 
-def test_what_is_no_report_is_refused(verified: ModuleType) -> None:
+def test_what_is_no_report_is_refused() -> None:
     for made, spoilt in (
         (written(*GOOD), SPOILT + OF_SMOKE),
-        (device_report(verified), SPOILT + OF_DEVICE),
+        (device_report(), SPOILT + OF_DEVICE),
     ):
         for spoil, said in spoilt:
             found = copy.deepcopy(made)
@@ -85,7 +77,7 @@ def test_what_is_no_report_is_refused(verified: ModuleType) -> None:
             assert said in "; ".join(verified.problems(found))
 
 
-def device_report(verified: ModuleType, **changes: Any) -> dict[str, Any]:
+def device_report(**changes: Any) -> dict[str, Any]:
     """One of ci/device.sh, in which smoke failed."""
     found: dict[str, Any] = json.loads((verified.FOLDER / "device-cpu-quick.json").read_text())
     smoke = next(part for part in found["parts"] if part["part"] == "smoke")

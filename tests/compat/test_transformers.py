@@ -6,7 +6,6 @@ tests/sessions; each family with each checkpoint, on every release of transforme
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 import types
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 import npu_replay
+from ci_module import ci_module
 from npu_replay import RoutedExperts, routers
 from npu_replay.errors import NoEffect, RouterError
 from zoo import qwen_vl
@@ -358,13 +358,7 @@ def test_a_text_config_inside_says_it_for_the_whole_model() -> None:
 # The table in docs/models.md
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def table() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "ci"))
-        return importlib.import_module("models")
+table = ci_module("models")
 
 
 # Routers of every sort: bias as an argument, sigmoid, scores that show the choice (Llama 4), ids of experts
@@ -379,7 +373,7 @@ REFUSED = ("doge", "ernie4_5_vl_moe", "jetmoe", "nllb_moe", "phimoe", "switch_tr
 
 
 @pytest.mark.parametrize("family", WORKING + REFUSED)
-def test_a_row_of_the_table_is_what_happens_t36(table: Any, family: str) -> None:
+def test_a_row_of_the_table_is_what_happens_t36(family: str) -> None:
     row = table.attempt(family)
     line = f"`{family}`" if row.verdict == "works" else table.pages.line(astuple(row))
     for page in table.PAGES:

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 import npu_device
+from ci_module import ci_module
 from npu_replay import devices
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+device = ci_module("device")
 
 no_accelerator = pytest.mark.skipif(devices.available() != ["cpu"], reason="an accelerator is here")
-
-
-def load(name: str) -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "ci"))
-        return importlib.import_module(name)
-
-
-@pytest.fixture(scope="module")
-def device() -> ModuleType:
-    return load("device")
 
 
 def script(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -70,7 +59,7 @@ def test_it_writes_a_report_that_names_what_was_tried_and_what_is_missing(
     done = script("--device", kind, "--quick", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(out.read_text())
-    assert load("verified").problems(found) == []
+    assert ci_module("verified").problems(found) == []
     assert found["machine"]["name"] == name
     assert {part["part"]: part["result"] for part in found["parts"]} == {
         "test_core.py": "PASS",
@@ -85,7 +74,7 @@ def test_it_writes_a_report_that_names_what_was_tried_and_what_is_missing(
         assert f"{path}/" not in out.read_text()
 
 
-def test_a_part_that_fails_or_hangs_takes_no_other_along(device: ModuleType, tmp_path: Path) -> None:
+def test_a_part_that_fails_or_hangs_takes_no_other_along(tmp_path: Path) -> None:
     bench = device.Bench(dict(os.environ), tmp_path, tmp_path)
     hangs = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     wanted = [
@@ -115,7 +104,7 @@ CAPTURED = "[npu_replay] routes of 48 layers are captured on vllm-ascend 0.23.0.
     ],
 )
 def test_a_rollout_on_ascend_that_nobody_captured_is_no_pass(
-    device: ModuleType, tmp_path: Path, ascend: str, mode: str, line: str, result: str
+    tmp_path: Path, ascend: str, mode: str, line: str, result: str
 ) -> None:
     wrote = json.dumps({"vllm_ascend": ascend, "mode": mode})
     code = f"print('(Worker pid=1) ' + {line!r}); open(r'{{out}}', 'w').write({wrote!r})"
@@ -125,7 +114,7 @@ def test_a_rollout_on_ascend_that_nobody_captured_is_no_pass(
     assert found.found.get("captured", line) == line
 
 
-def test_of_the_wheels_only_what_is_lacking_is_taken(device: ModuleType, tmp_path: Path) -> None:
+def test_of_the_wheels_only_what_is_lacking_is_taken(tmp_path: Path) -> None:
     for name in ("numpy-1.0-py3-none-any.whl", "no_such_thing-1.0-py3-none-any.whl"):
         with zipfile.ZipFile(tmp_path / name, "w") as wheel:
             wheel.writestr(f"{name.partition('-')[0]}/__init__.py", "")

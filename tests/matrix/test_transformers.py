@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import npu_replay
+from ci_module import ci_module
 from dealt_cases import HAND
 from npu_replay.routers import find
 from zoo import hugging_face as cases
@@ -24,17 +24,11 @@ FAMILIES = {"qwen3_moe": "qwen3_moe", "mixtral": "mixtral", "deepseek_v3": "deep
 """Capability, and its case."""
 CHECKPOINTS = {"no checkpoint": None, "reentrant": "reentrant", "non-reentrant": "non-reentrant"}
 ORDERS = {"no checkpoint": "each", "reentrant": "another thread", "non-reentrant": "reversed"}
+table = ci_module("models")
 """Of the backwards over several micro-batches."""
 
 
 # What is used, seen past npu_replay: the ids that come to the experts
-
-
-@pytest.fixture(scope="module")
-def table() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "ci"))
-        return importlib.import_module("models")
 
 
 BLOCKS = (
@@ -77,9 +71,7 @@ def _masked() -> Iterator[list[torch.Tensor]]:
 
 @pytest.mark.capability("families")
 @pytest.mark.parametrize(("family", "checkpoint"), IN_TURN)
-def test_the_experts_get_the_routes_in_forward_and_recompute(
-    table: Any, family: str, checkpoint: str
-) -> None:
+def test_the_experts_get_the_routes_in_forward_and_recompute(family: str, checkpoint: str) -> None:
     model = table.build(family).train()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
@@ -101,7 +93,7 @@ def test_the_experts_get_the_routes_in_forward_and_recompute(
 
 @pytest.mark.slow
 @pytest.mark.capability("families")
-def test_every_family_does_what_the_page_says(table: Any) -> None:
+def test_every_family_does_what_the_page_says() -> None:
     tried = [table.attempt(family) for family in table.families()]
     for page in (place.read_text(encoding="utf-8") for place in table.PAGES):
         assert page == table.pages.rewritten(page, table.MARKS, table.told(tried))
