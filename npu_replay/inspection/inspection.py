@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -340,10 +339,7 @@ def _contents(path: Path, most: int | None = None) -> bytes:
 
 
 def _parsed(path: Path) -> Any:
-    """Parse JSON after a byte order mark and the headers that `curl -i` writes."""
-    text = _contents(path).removeprefix(codecs.BOM_UTF8).lstrip(b" \t\r\n")
-    while text.startswith(b"HTTP/"):  # 100 Continue has headers of its own
-        text = text.replace(b"\r\n\r\n", b"\n\n", 1).partition(b"\n\n")[2]
+    text = _contents(path)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -97,20 +97,6 @@ def test_layouts_of_other_tokens_than_the_recorded_ones_are_refused() -> None:
         collected(routes, *reversed(right))
 
 
-def test_what_nobody_knows_is_taken_as_before() -> None:
-    model = TokenModel("batch")
-    ids = token_ids(BATCH, LENGTH)
-    with torch.no_grad(), npu_replay.record(model, inputs=False) as recording:
-        model(ids)
-    by_hand = RoutedExperts(ids=recording.routes[0].ids, layers=[0, 1], num_experts=16)
-    rows = torch.arange(BATCH * LENGTH)
-    for routes in (recording.routes[0], by_hand):
-        for layout in (padded(ids, "batch"), TokenLayout(rows, [LENGTH] * BATCH)):
-            assert len(collected([routes], layout)) == BATCH
-    with pytest.raises(MicroBatchError, match=OTHER_ORDER):  # the routers say their order all the same
-        collected(recording.routes, padded(ids, "sequence"))
-
-
 # Between ranks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,16 +92,6 @@ def test_a_wrapped_function_keeps_its_face_and_what_is_awaited_stays_so(patches:
     assert [inspect.iscoroutinefunction(one) for one in (owner.ask, owner.wait)] == [False, True]
     patches.undo()
     assert (owner.ask, owner.wait) == (ask, wait)
-
-
-def test_what_somebody_else_replaced_meanwhile_is_left_and_named(patches: Patches) -> None:
-    owner = ModuleType("somebody")
-    owner.value = 1
-    patches.set(owner, "value", 2, "ours")
-    owner.value = 3
-    (left,) = patches.undo()
-    assert left.where == "somebody.value"
-    assert owner.value == 3
 
 
 @pytest.mark.parametrize("all_at_once", [True, False])
