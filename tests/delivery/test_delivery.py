@@ -81,24 +81,6 @@ def test_references_are_small_and_survive_what_a_batch_goes_through(make: Make) 
     assert got[0] is got[1]  # read once
 
 
-def test_a_stage_of_a_pipeline_reads_its_own_piece(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = npu_replay.DecoderLayers(13, moe_layer_freq=[0] + [1] * 12, table=[[4], [5], [4]])
-    whole = ParallelLayout(pp=3, decoder=decoder)
-    sample = routes(0)
-    [reference] = make(cut=whole).put_all([sample])
-    assert len(reference.blocks) == 3
-    assert sorted(layer for block in reference.blocks for layer in block) == list(LAYERS)
-    asked: list[int] = []
-    read, counted = reference.read, copy.copy(reference)
-    object.__setattr__(
-        counted, "read", lambda handles, patience: asked.append(len(handles)) or read(handles, patience)
-    )
-    for rank in range(3):
-        here = ParallelLayout(pp=3, pp_rank=rank, decoder=decoder)
-        assert delivery.fetch([counted], here) == [sample.only(here.moe_layers)]
-    assert asked == [1, 1, 1]
-
-
 def test_virtual_stages_of_a_rank_are_one_piece(make: Make) -> None:
     whole = ParallelLayout(pp=2, vp=3, decoder=npu_replay.DecoderLayers(12))
     sample = routes(0, layers=tuple(range(12)))
@@ -106,21 +88,6 @@ def test_virtual_stages_of_a_rank_are_one_piece(make: Make) -> None:
     assert reference.blocks == ((0, 1, 4, 5, 8, 9), (2, 3, 6, 7, 10, 11))
     assert delivery.fetch([reference]) == [sample]
     assert delivery.fetch([reference], replace(whole, pp_rank=1)) == [sample.only(reference.blocks[1])]
-
-
-def test_one_call_reads_all_its_pieces_at_once(make: Make) -> None:
-    """So that it has one deadline."""
-    samples = make(cut=5).put_all([routes(seed) for seed in range(3)])
-    asked = list[Any]()
-    read = samples[0].read
-    samples[0].read = lambda handles, patience: (
-        asked.append((len(handles), patience)) or read(handles, patience)
-    )
-    delivery.fetch([*samples, samples[0]], layers=(1, 6), patience=0.15)
-    assert asked == [(6, 0.15)]
-    delivery.fetch(samples, layers=())
-    delivery.fetch([])
-    assert len(asked) == 1
 
 
 def test_what_is_gone_or_no_reference_is_an_error_in_words(make: Make, tmp_path: Path) -> None:

@@ -50,21 +50,6 @@ def patches(nothing_else_is_patched: None) -> Iterator[Patches]:
     assert patching.applied() == []
 
 
-@pytest.mark.parametrize("name", ["value", "static", "of_class", "prop", "inherited", "new"])
-def test_an_attribute_of_a_class_comes_back_identical(patches: Patches, name: str) -> None:
-    before = dict(vars(Owner))
-    patches.set(Owner, name, lambda *_: "patched", "to see")
-    set_first = vars(Owner)[name]
-    assert set_first is not before.get(name)
-    patches.set(Owner, name, 3, "again")
-    assert vars(Owner)[name] is set_first
-    assert len(list(patches)) == 1
-    assert patches.undo() == []
-    assert dict(vars(Owner)) == before
-    assert vars(Owner).get(name) is before.get(name)
-    assert patches.undo() == []
-
-
 def test_a_wrapped_function_keeps_its_face_and_what_is_awaited_stays_so(patches: Patches) -> None:
     """Ray tells the methods that run in an event loop by asking, and verl keeps what it knows in a method."""
 

@@ -273,18 +273,3 @@ def test_replays_are_checked_where_the_first_steps_all_ran_eagerly() -> None:
     graph.replay()
     with pytest.raises(ReplayError, match=f"in step {STEPS + 1}, 16 rows of layer 2 were written by no rank"):
         capture.finish()
-
-
-def test_a_graphs_copies_run_again_without_python() -> None:
-    """Captured once, before any step; run for steps of other tokens, filled up to the graph's."""
-    capture = new_capture()
-    graph, ids = captured(capture)
-    for step, scheduled in enumerate((16, 9, 12)):
-        chosen = {layer: logits.topk(TOP_K).indices.int() for layer, logits in logits_of(step, 16).items()}
-        capture.begin(scheduled)
-        for layer, static in ids.items():
-            static.copy_(chosen[layer])
-        graph.replay()
-        capture.finish()
-        for layer in LAYERS:
-            assert capture.buffer[:scheduled, layer].tolist() == chosen[layer][:scheduled].tolist()
