@@ -15,25 +15,8 @@ from npu_replay.compat.patching import patches as patching
 from npu_replay.compat.patching.patches import Patches
 
 
-class Base:
-    def inherited(self) -> str:
-        return "base"
-
-
-class Owner(Base):
+class Owner:
     value = 1
-
-    @staticmethod
-    def static() -> str:
-        return "static"
-
-    @classmethod
-    def of_class(cls) -> str:
-        return cls.__name__
-
-    @property
-    def prop(self) -> str:
-        return "property"
 
 
 @pytest.fixture(autouse=True)
