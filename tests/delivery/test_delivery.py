@@ -5,14 +5,11 @@ What arrives is held against what was put, whatever happened to the references o
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -64,21 +61,6 @@ def test_what_arrives_is_what_was_put(make: Make, cut: Any, layers: tuple[int, .
     references = make(cut=cut).put_all(samples)
     for sent, got in zip(samples, delivery.fetch(references, layers=layers), strict=True):
         assert got == (sent if layers is None else sent.only(layers))
-
-
-def test_references_are_small_and_survive_what_a_batch_goes_through(make: Make) -> None:
-    """Pickled in an object array, reordered, split, joined, repeated."""
-    samples = [routes(seed, 200) for seed in range(8)]
-    references = make().put_all(samples)
-    column = np.array(references, dtype=object)
-    assert len(pickle.dumps(column)) < 8 * 400 < 8 * 200 * len(LAYERS)
-    order = np.random.default_rng(0).permutation(8)
-    moved = np.concatenate([pickle.loads(pickle.dumps(part)) for part in np.split(column[order], 4)])
-    moved = copy.deepcopy(moved).repeat(2)
-    got = delivery.fetch(moved, layers=(3, 4))
-    for number, one in enumerate(got):
-        assert one == samples[order[number // 2]].only((3, 4))
-    assert got[0] is got[1]  # read once
 
 
 def test_virtual_stages_of_a_rank_are_one_piece(make: Make) -> None:
