@@ -10,11 +10,15 @@ from npu_replay.errors import ReplayError
 from npu_replay.rollout import engine_plan
 from npu_replay.rollout.engine_plan import EngineArguments, Kind, number
 from npu_replay.rollout.model_config import RoutedModel, is_there
-from npu_replay.rollout.release_rules import Plan, release
+from npu_replay.rollout.release_rules import EnginePlan, release
 
 
 def engine_arguments(
-    version: str, *, planned: Plan | None = None, device: Literal["cuda", "npu"] = "cuda", model: Any = None
+    version: str,
+    *,
+    planned: EnginePlan | None = None,
+    device: Literal["cuda", "npu"] = "cuda",
+    model: Any = None,
 ) -> EngineArguments:
     """Return the arguments with which SGLang returns routes, or refuse a plan with which it won't.
 
@@ -77,7 +81,9 @@ def refusal(version: str, device: str) -> ReplayError | None:
     return engine_plan.refusal("SGLang", version, device, FAULTS)
 
 
-def clash(version: str, device: str, plan: Plan, keys: Mapping[str, str] | None = None) -> ReplayError | None:
+def clash(
+    version: str, device: str, plan: EnginePlan, keys: Mapping[str, str] | None = None
+) -> ReplayError | None:
     """Return why that release gives no routes, or wrong ones, with this plan; None if it gives them.
 
     `keys` has a framework's names of the arguments, for the message.
@@ -103,7 +109,7 @@ SHORT = {
 """Maps the aliases and shortened names of the command line to the arguments' names."""
 
 
-def _one_draft_a_step(plan: Plan) -> dict[str, Any]:
+def _one_draft_a_step(plan: EnginePlan) -> dict[str, Any]:
     """Return the three numbers, which EAGLE takes together, that keep it from a tree of drafts."""
     # It chooses one by itself for some models: all that 0.5.7 doesn't know; Grok, to this day.
     if str(plan.get("speculative_algorithm")).lower() not in EAGLE:

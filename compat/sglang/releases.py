@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from npu_replay.rollout.engine_plan import number, on, says, several
-from npu_replay.rollout.release_rules import Clash, Fault, Plan, Symptom, older
+from npu_replay.rollout.release_rules import Clash, EnginePlan, Fault, Symptom, older
 
 OLDEST = "0.5.8"
 """The oldest release that is checked; answers of earlier ones are decoded by their shape."""
@@ -90,7 +90,7 @@ FAULTS = (
 # ---- rules of some rows below
 
 
-def _moves_experts(plan: Plan, _: Any) -> bool:
+def _moves_experts(plan: EnginePlan, _: Any) -> bool:
     return bool(
         plan.get("enable_eplb")
         or plan.get("ep_dispatch_algorithm")
@@ -99,7 +99,7 @@ def _moves_experts(plan: Plan, _: Any) -> bool:
     )
 
 
-def _more_requests_than_a_chunk(plan: Plan, _: Any) -> bool:
+def _more_requests_than_a_chunk(plan: EnginePlan, _: Any) -> bool:
     chunk = number(plan.get("chunked_prefill_size"))
     spread = plan.get("enable_dp_attention") and number(plan.get("dp_size")) > 1
     return bool(spread) and 0 < chunk < number(plan.get("max_running_requests"))

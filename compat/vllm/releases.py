@@ -16,7 +16,7 @@ from typing import Any
 
 from npu_replay.rollout.engine_plan import as_mapping, off, on, says, several
 from npu_replay.rollout.model_config import is_hybrid, names_topk
-from npu_replay.rollout.release_rules import Clash, Fault, Plan, Releases, Symptom, older
+from npu_replay.rollout.release_rules import Clash, EnginePlan, Fault, Releases, Symptom, older
 
 OLDEST = "0.18.0"
 """The oldest release that is checked; answers of earlier ones are decoded by their shape."""
@@ -127,18 +127,18 @@ FAULTS = (
 # ---- rules of some rows below
 
 
-def _speculation(plan: Plan) -> tuple[str, str]:
+def _speculation(plan: EnginePlan) -> tuple[str, str]:
     """Return the method and the draft."""
     config = as_mapping(plan.get("speculative_config"))
     return str(config.get("method") or "").lower(), str(config.get("model") or "").lower()
 
 
-def _by_dspark(plan: Plan, _: Any) -> bool:
+def _by_dspark(plan: EnginePlan, _: Any) -> bool:
     method, draft = _speculation(plan)
     return method == "dspark" or (not method and "dspark" in draft)
 
 
-def _disaggregated(plan: Plan, _: Any) -> bool:
+def _disaggregated(plan: EnginePlan, _: Any) -> bool:
     names = _connectors(plan.get("kv_transfer_config"))
     return any(name.startswith(("Nixl", "MoRIIO")) or name == "MooncakeConnector" for name in names)
 

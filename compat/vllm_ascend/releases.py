@@ -27,8 +27,8 @@ from npu_replay.rollout import engine_plan, model_config
 from npu_replay.rollout.engine_plan import on, says, several
 from npu_replay.rollout.release_rules import (
     Clash,
+    EnginePlan,
     Fault,
-    Plan,
     Releases,
     Symptom,
     older,
@@ -50,7 +50,7 @@ Soc = Literal["A2", "A3", "A5", "310P"]
 
 def refusal(
     version: str,
-    plan: Plan | None = None,
+    plan: EnginePlan | None = None,
     vllm: str = "",
     *,
     capture: bool = False,
@@ -73,7 +73,7 @@ def refusal(
     )
 
 
-def not_captured(version: str, plan: Plan, keys: Mapping[str, str] | None = None) -> ReplayError | None:
+def not_captured(version: str, plan: EnginePlan, keys: Mapping[str, str] | None = None) -> ReplayError | None:
     """Return why npu_replay captures nothing with this plan, or wrong rows; None if it captures."""
     return engine_plan.clash("npu_replay on vllm-ascend", version, "", plan, CAPTURE_CLASHES, keys)
 
@@ -183,41 +183,41 @@ _SPLIT_FROM_EP: dict[Soc | None, int] = {"A2": 16, "A3": 2, "A5": 2}
 routing. For an unknown processor nothing is refused."""
 
 
-def _ranks(plan: Plan) -> tuple[int, int]:
+def _ranks(plan: EnginePlan) -> tuple[int, int]:
     """Return the tensor-parallel and data-parallel sizes, which may be text or None in a config."""
     tp, dp = (engine_plan.number(plan.get(f"{kind}_parallel_size")) or 1 for kind in ("tensor", "data"))
     return tp, dp
 
 
-def _of_a_hybrid(plan: Plan, _: Any) -> bool:
+def _of_a_hybrid(plan: EnginePlan, _: Any) -> bool:
     return model_config.is_hybrid(plan.get("model"))
 
 
-def _splits_tokens(plan: Plan, _: Any) -> bool:
+def _splits_tokens(plan: EnginePlan, _: Any) -> bool:
     """Return whether tokens are split over tensor-parallel ranks before routing, and not gathered again."""
     tp, dp = _ranks(plan)
     least = _SPLIT_FROM_EP.get(plan.get("soc"))
     return bool(plan.get("enable_expert_parallel") and dp == 1 and least is not None and tp >= least)
 
 
-def _fills_up(plan: Plan, _: Any) -> bool:
+def _fills_up(plan: EnginePlan, _: Any) -> bool:
     """Return whether tokens are padded to the longest data-parallel rank's, and not split over TP ranks."""
     tp, dp = _ranks(plan)
     least = _SPLIT_FROM_EP.get(plan.get("soc"))
     return bool(plan.get("enable_expert_parallel") and tp == 1 < dp and least is not None and dp >= least)
 
 
-def _shares_parts(plan: Plan, _: Any) -> bool:
+def _shares_parts(plan: EnginePlan, _: Any) -> bool:
     """Return whether MoE layers share tokens out in parts; from 0.27 on only with flash comm."""
     config = engine_plan.as_mapping(plan.get("additional_config"))
     flash = any(config.get(name) for name in ("enable_flashcomm1", "enable_dsa_cp"))
     return bool(flash and min(_ranks(plan)) > 1 and plan.get("enable_expert_parallel"))
 
 
-def _asks(*keys: str) -> Callable[[Plan, tuple[str, ...]], bool]:
+def _asks(*keys: str) -> Callable[[EnginePlan, tuple[str, ...]], bool]:
     """Make a rule that holds if a key is on in vllm-ascend's own config."""
 
-    def asks(plan: Plan, arguments: tuple[str, ...]) -> bool:
+    def asks(plan: EnginePlan, arguments: tuple[str, ...]) -> bool:
         value = plan.get(arguments[0])
         for key in keys:
             value = engine_plan.as_mapping(value).get(key)
@@ -226,7 +226,7 @@ def _asks(*keys: str) -> Callable[[Plan, tuple[str, ...]], bool]:
     return asks
 
 
-def _splits_by_pass(plan: Plan, arguments: tuple[str, ...]) -> bool:
+def _splits_by_pass(plan: EnginePlan, arguments: tuple[str, ...]) -> bool:
     by_pass = _asks("pass_config", "enable_sp")(plan, arguments)
     return (
         by_pass and engine_plan.number(plan.get("tensor_parallel_size")) > 1 and not plan.get("enforce_eager")

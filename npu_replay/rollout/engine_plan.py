@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias
 
 from npu_replay.errors import ReplayError
-from npu_replay.rollout.release_rules import Clash, Fault, Plan, release, tells_release
+from npu_replay.rollout.release_rules import Clash, EnginePlan, Fault, release, tells_release
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def clash(
     product: str,
     version: str,
     device: str,
-    plan: Plan,
+    plan: EnginePlan,
     table: Iterable[Clash],
     keys: Mapping[str, str] | None = None,
 ) -> ReplayError | None:
@@ -245,22 +245,22 @@ def number(value: Any) -> int:
         return 0
 
 
-def several(plan: Plan, arguments: tuple[str, ...]) -> bool:
+def several(plan: EnginePlan, arguments: tuple[str, ...]) -> bool:
     return any(number(plan.get(name)) > 1 for name in arguments)
 
 
-def on(plan: Plan, arguments: tuple[str, ...]) -> bool:
+def on(plan: EnginePlan, arguments: tuple[str, ...]) -> bool:
     return any(bool(plan.get(name)) for name in arguments)
 
 
-def off(plan: Plan, arguments: tuple[str, ...]) -> bool:
+def off(plan: EnginePlan, arguments: tuple[str, ...]) -> bool:
     return any(plan.get(name) is False for name in arguments)
 
 
-def says(*words: str) -> Callable[[Plan, tuple[str, ...]], bool]:
+def says(*words: str) -> Callable[[EnginePlan, tuple[str, ...]], bool]:
     """Make a rule that holds if one of the arguments is one of these words."""
 
-    def one_of_them(plan: Plan, arguments: tuple[str, ...]) -> bool:
+    def one_of_them(plan: EnginePlan, arguments: tuple[str, ...]) -> bool:
         return any(str(plan.get(name)).lower().replace("-", "_") in words for name in arguments)
 
     return one_of_them

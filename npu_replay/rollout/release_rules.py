@@ -101,7 +101,7 @@ def older(oldest: str, instead: str) -> Fault:
     )
 
 
-Plan: TypeAlias = "Mapping[str, Any]"
+EnginePlan: TypeAlias = "Mapping[str, Any]"
 """The arguments that an engine is to be started with, by their Python names."""
 
 
@@ -118,7 +118,7 @@ class Clash(Releases):
     """
 
     arguments: tuple[str, ...]
-    when: Callable[[Plan, tuple[str, ...]], bool]
+    when: Callable[[EnginePlan, tuple[str, ...]], bool]
     instead: str
     why: str
     problem: str = ""
