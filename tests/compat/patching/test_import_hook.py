@@ -96,6 +96,15 @@ def test_a_shim_that_fails_is_one_error_and_the_import_goes_on(
     import_hook.refuse_failures()
 
 
+def test_a_shim_that_fails_may_end_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_hook.when_imported(NAME, "its shim", broken, ends=True)
+    for _ in range(2):
+        with pytest.raises(ReplayError, match="its shim failed: AttributeError: no such class"):
+            importlib.import_module(NAME)
+    monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
+    assert importlib.import_module(NAME).value == 1
+
+
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("when", ["before", "after", "forgotten", "never"])
 def test_disabled_or_forgotten_a_shim_does_not_run(

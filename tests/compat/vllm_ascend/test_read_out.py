@@ -57,6 +57,17 @@ def step(tokens: int = TOKENS, done: int = 0) -> SimpleNamespace:
     )
 
 
+def test_slots_that_fill_up_a_graph_are_cut_off() -> None:
+    """To 0.20.2: they are -1, which numpy takes for the cache's last slot."""
+    runner = Runner()
+    capturer = runner.install()
+    runner.execute_model(step())
+    capturer.save_captured_experts(indices=[*range(32, 32 + TOKENS), -1, -1])
+    assert runner.kept == [list(range(32, 32 + TOKENS))]
+    runner.execute_model(step(2), dummy_run=True)  # which begins nothing
+    assert runner.capture.scheduled == TOKENS
+
+
 @pytest.mark.parametrize(
     "change",
     [lambda slot: slot + 1, lambda slot: 32, lambda slot: slot - 64],
