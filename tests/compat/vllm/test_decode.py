@@ -262,6 +262,7 @@ BROKEN: list[tuple[RoutedModel, Any, dict[str, Any], list[tuple[str, ...]]]] = [
         [
             ("0.18.0", "", "linear attention", "0.22.0"),
             ("0.20.2", "", "wrong KV cache group", "vllm#37118"),
+            ("0.21.0", "", "prefix cache", "enable_prefix_caching=False"),
             ("0.22.0", "", "NeMo-RL", 'missing="native"'),
             ("0.28.0", "0.28.0rc1", "KV cache group 0"),
             ("0.23.0", "0.23.0", "one tensor-parallel rank's tokens"),
