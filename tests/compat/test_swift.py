@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import npu_replay
+from npu_replay.compat import probe
 from npu_replay.compat import swift as shim
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 
@@ -71,6 +72,18 @@ def samples(fed: Fed, wanted: list[list[torch.Tensor]], last: bool = True) -> li
 
 def callback(swift: Any, mode: str) -> Any:
     return swift.callbacks[f"npu_replay_{mode}"](SimpleNamespace(use_vllm=False), "the trainer")
+
+
+def test_the_plan_of_its_vllm_is_checked_for_r3(swift: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "products", lambda: (probe.Product("vllm", True, "0.23.0", "/there"),))
+    halves = SimpleNamespace(use_vllm=True, vllm_mode="colocate", vllm_engine_kwargs={"enable_dbo": True})
+    with pytest.raises(
+        ReplayError, match=r"ms-swift's config, rollout: .*vllm_engine_kwargs: enable_dbo=True"
+    ):
+        swift.callbacks["npu_replay_R3"](halves, "the trainer")
+    assert swift.callbacks["npu_replay_R2"](halves, "the trainer").trainer == "the trainer"
+    halves.vllm_engine_kwargs = {"enable_return_routed_experts": True}
+    assert swift.callbacks["npu_replay_R3"](halves, "the trainer").trainer == "the trainer"
 
 
 def test_the_callbacks_are_there_and_an_uninstall_takes_them_and_the_collate_back(swift: Any) -> None:
