@@ -280,7 +280,6 @@ OTHER_IMAGES = (
 """Images and install scripts of other projects; but for vime's they have MegatronAdaptor and no MindSpeed."""
 
 IMAGES = VERL_IMAGES + OTHER_IMAGES
-WITHOUT_MINDSPEED = tuple(one for one in IMAGES if one.megatron_adaptor and not one.mindspeed)
 
 
 def image(tag: str) -> Image:

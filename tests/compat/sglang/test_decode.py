@@ -378,6 +378,17 @@ def test_T30_rows_that_may_begin_at_either_are_refused() -> None:
 # How a request ends
 
 
+@pytest.mark.parametrize("version", ["0.5.7", "0.5.9", "0.5.10", "0.5.23"])
+def test_an_aborted_request_of_sglang(version: str) -> None:
+    """Running, it has its rows so far; in the queue, none."""
+    asked = request(version, finish="abort")
+    assert_true(decoded(asked.generate(), asked), asked)
+    asked = request(version, finish="abort", captured=False)
+    assert decoded(asked.generate(), asked).recorded.tolist() == [False] * (PROMPT + OUTPUT)
+    queued = request(version, output=0)
+    assert decoded(queued.aborted_in_the_queue(), queued).recorded.tolist() == [False] * PROMPT
+
+
 def test_tokens_are_taken_away_only_at_a_stop_or_where_the_answer_shows_them() -> None:
     asked = request("0.5.23", finish="length")
     trimmed = replace(asked, output=asked.output[:-3])
