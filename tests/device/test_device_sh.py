@@ -121,3 +121,14 @@ def test_of_the_wheels_only_what_is_lacking_is_taken(tmp_path: Path) -> None:
     found = device._unpacked(tmp_path, tmp_path / "to")
     assert [path.name for path in found] == [tmp_path.name, "no-such-thing"]
     assert (found[1] / "no_such_thing" / "__init__.py").exists()
+
+
+def test_tests_that_were_all_skipped_are_no_pass(tmp_path: Path) -> None:
+    file = tmp_path / "test_none.py"
+    file.write_text("import pytest\n\n@pytest.mark.skip(reason='no such thing')\ndef test_it(): ...\n")
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml", "{out}", str(file))
+    found = device.Bench(dict(os.environ), tmp_path, tmp_path).run(
+        device.Part("test_none.py", (), 60, command)
+    )
+    assert found.result == "MISSING"
+    assert found.skipped == ["test_it: no such thing"]
