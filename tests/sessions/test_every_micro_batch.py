@@ -28,6 +28,7 @@ from zoo.toys import (
     opened,
     plain,
     run,
+    same,
     tokens,
 )
 
@@ -174,15 +175,32 @@ def test_ids_written_in_place_are_refused_in_every_size_and_mode(
             model(tokens(seed, rows))
 
 
+@pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
-def test_experts_that_change_their_weights_in_a_recompute_alone_are_refused(how: str) -> None:
+def test_experts_that_change_their_weights_in_a_recompute_alone_are_refused(how: str, at: int) -> None:
+    running: list[int] = []
+
     def flips(router: ToyRouter, scores: Scores) -> Pair:
-        return (flipped if backward.in_backward() else plain)(router, scores)
+        return (flipped if backward.in_backward() and running[-1] == at else plain)(router, scores)
 
     model = ToyModel(ToyRouter(), ToyRouter(select=flips), recompute=how)
-    refused = pytest.raises(RecomputeError, match="micro-batch 0, layer 1")
-    with refused, npu_replay.replay(model, foreign()):
-        run(model)
+    refused = pytest.raises(RecomputeError, match=f"micro-batch {at}, layer 1")
+    with refused, npu_replay.replay(model, foreign(5)):
+        for number in range(5):
+            running.append(number)
+            run(model, number)
+
+
+@pytest.mark.parametrize("kind", ["record", "pin_recompute", "replay"])
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_a_recompute_takes_the_experts_of_its_own_layer_in_any_micro_batch(how: str, kind: str) -> None:
+    """Each layer has others, and the gradients are those without a recompute."""
+    found = []
+    for recompute in (None, how):
+        model = ToyModel(recompute=recompute)
+        with opened(kind, model, 9):
+            found.append(run(model, *range(9)))
+    assert same(*found)
 
 
 @pytest.mark.parametrize("block", ["record", "replay"])

@@ -168,6 +168,22 @@ def test_a_block_that_begins_to_shift_is_found_in_the_next_micro_batch_that_is_c
             model(tokens(number))
 
 
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+def test_a_block_with_a_further_top_k_that_shifts_is_refused_in_any_micro_batch(recompute: str) -> None:
+    """With a recompute, it shifts in that alone."""
+
+    def use(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+        assert torch.topk(scores * 1.0, TOPK).values.shape == ids.shape
+        shifts = number == 3 and backward.in_backward() == (recompute is not None)
+        return (shifted if shifts else by_one_hot)(block, scores, ids)
+
+    model = made(use, recompute)
+    kind = NoEffect if recompute is None else RecomputeError
+    with pytest.raises(kind, match="micro-batch 3"), npu_replay.replay(model, foreign(5)):
+        for number in range(5):
+            run(model, number)
+
+
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
 def test_a_block_that_shifts_in_a_recompute_alone_is_refused_in_backward(recompute: str) -> None:
     def shifts_again(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
