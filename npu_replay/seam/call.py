@@ -351,7 +351,9 @@ class Call:
         plan = self.plan
         scores = args[0] if args else kwargs.get("input")
         shape = self.rows, plan.num_experts
-        if not plan.is_given or not isinstance(scores, torch.Tensor):
+        # An inner call that records keeps them for the outer one, which takes them over.
+        is_given = plan.is_given or (self.outer is not None and self.outer.plan.is_given)
+        if not is_given or not isinstance(scores, torch.Tensor):
             return native(*args, **kwargs)
         has_shape = scores.shape == shape
         # Routers that mask whole groups may fill a view [rows, groups, experts of a group].

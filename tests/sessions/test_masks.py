@@ -190,6 +190,12 @@ def test_a_mask_whose_scores_go_through_a_softmax_is_refused() -> None:
         run(model, *range(6))
 
 
+def test_a_router_that_is_described_without_masks_is_let_be() -> None:
+    model = ToyModel(ToyRouter(select=after(through_a_softmax), masks=False))
+    with npu_replay.replay(model, [foreign()] * 6):
+        run(model, *range(6))
+
+
 # What is no mask
 
 BIAS = torch.linspace(-0.3, 0.3, EXPERTS) * (torch.arange(EXPERTS) % 2)

@@ -215,6 +215,20 @@ def test_router_replay_records_beside_a_block() -> None:
         assert torch.equal(routes.ids.long(), torch.stack(layers, dim=1))
 
 
+def test_a_block_replays_experts_that_are_masked_now_beside_a_recording_router_replay() -> None:
+    """The inner call has seen the mask, and the block's gathers the scores before it."""
+    trainer = build_replayed(VARIANTS["groups_softmax"])
+    apart = torch.tensor([0, 7]).expand(BATCH * LENGTH, 4, 2)  # in the first group and in the last
+    routes = [RoutedExperts(ids=apart, layers=[0, 1, 2, 3], num_experts=8)] * 3
+    with npu_replay.replay(trainer.model, routes):
+        alone = trainer.run("each")[0]
+    with npu_replay.replay(trainer.model, routes):
+        losses, recorded = upstream_loop.record(trainer)
+    assert losses == alone
+    if api()[0].__module__.startswith("npu_replay"):  # upstream's records what the router would choose
+        assert all(torch.equal(ids, apart[:, 0]) for layers in recorded for ids in layers)
+
+
 def of_0_16(self: Any, logits: torch.Tensor, *_: Any, **__: Any) -> Any:
     """A routing as a framework writes it against 0.16."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
