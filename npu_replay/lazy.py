@@ -29,8 +29,9 @@ def names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], 
     Its public names are those that its source imports as themselves, «from module import name as name», which
     is how type checkers know them. Those under TYPE_CHECKING alone are imported here.
     """
-    loader: Any = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
-    tree = ast.parse(loader.get_source(package))
+    spec: Any = sys.modules[package].__spec__
+    # Not get_source, which the loader of `pytest -p npu_replay` lacks.
+    tree = ast.parse(spec.loader.get_data(spec.origin))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     homes = {
         alias.name: str(node.module) for node in imports for alias in node.names if alias.asname == alias.name

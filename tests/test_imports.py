@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -47,7 +48,7 @@ CORE = sorted(
         PACKAGE / "routers.py",
         *(
             path
-            for room in ("routes", "sessions", "parallel", "rollout")
+            for room in ("routes", "seam", "sessions", "following", "parallel", "rollout")
             for path in (PACKAGE / room).glob("*.py")
         ),
     ]
@@ -111,6 +112,18 @@ def test_a_name_is_the_same_object_wherever_it_is_taken_from() -> None:
         assert set(under_type_checking(package)) <= set(package.__all__) <= set(dir(package))
         with pytest.raises(AttributeError, match=rf"module '{package.__name__}' has no attribute 'recrod'"):
             package.recrod  # noqa: B018
+
+
+def test_pytest_may_load_it_as_a_plugin(tmp_path: Path) -> None:
+    """Its loader has another interface than Python's own."""
+    (tmp_path / "test_it.py").write_text(
+        "import npu_replay\n\ndef test_it():\n    assert npu_replay.record\n"
+    )
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "npu_replay", "-p", "no:cacheprovider")
+    done = subprocess.run(
+        [*command, str(tmp_path)], text=True, capture_output=True, check=False, cwd=tmp_path
+    )
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_every_module_of_compat_is_public() -> None:
