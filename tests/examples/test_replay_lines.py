@@ -133,6 +133,20 @@ def test_a_machine_without_an_engine_is_named(tmp_path: Path) -> None:
     assert IN_CHINESE.search(told)
 
 
+def test_where_npu_replay_is_missing_it_says_so(tmp_path: Path) -> None:
+    """Neither an installed one is missing, nor one that is on PYTHONPATH alone."""
+    asked = ("R2", "megatron", "npu")
+    folder = image_lines.made(V091, tmp_path / "without", installed=False)
+    done = image_lines.run(folder, *asked)
+    assert "npu_replay isn't installed here" in done.stderr
+    assert IN_CHINESE.search(done.stderr)
+    assert done.stdout
+    (folder / "npu_replay").mkdir()
+    (folder / "npu_replay" / "__init__.py").touch()
+    for there in (folder, image_lines.made(V091, tmp_path / "with")):
+        assert "npu_replay isn't" not in image_lines.run(there, *asked).stderr
+
+
 @pytest.mark.parametrize("image", [V091, SGLANG, V080, V071], ids=lambda image: image.name)
 def test_a_shell_makes_the_words_of_what_is_pasted(image: ascend_images.Image, tmp_path: Path) -> None:
     """With all quotes that there may be; bash takes the lines of one for a command's arguments."""
