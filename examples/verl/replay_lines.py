@@ -218,7 +218,7 @@ if __name__ == "__main__":
     if not version("npu_replay") and not is_here("npu_replay"):  # the latter by PYTHONPATH
         warn(
             "npu_replay isn't installed here: these lines end the job with ModuleNotFoundError. Install its "
-            "wheel on every node. 这里没有安装 npu_replay。请在每个节点的容器中安装 wheel。"
+            "wheel on every node. 这里没有安装 npu_replay。请先在每个节点的容器中安装。"
         )
     overrides = lines(asked.mode, asked.trainer, asked.device)
     print("\n".join(overrides) if asked.words else for_a_shell(overrides))
