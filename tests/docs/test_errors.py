@@ -45,7 +45,7 @@ def test_the_example_is_what_a_user_reads() -> None:
     with pytest.raises(ReplayError) as raised, npu_replay.replay(model, recording.routes):
         model(torch.randn(5, HIDDEN))
         model(torch.randn(7, HIDDEN))
-    (example,) = re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)
+    example = re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)[0]
     assert " ".join(example.split()) == " ".join(str(raised.value).split())
 
 

@@ -18,7 +18,7 @@ from npu_replay.errors import ReplayError
 from verl_configs import HAS_LEGACY, engine_workers_replay, job, overridden
 
 DOCS = Path(__file__).parents[2] / "docs"
-BLOCK = re.compile(r"```bash\n((?:\"?\+?(?:actor_rollout_ref|ray_kwargs)\.[^\n]+\n)+)```")
+BLOCK = re.compile(r"```bash\n((?:\"?\+{0,2}(?:actor_rollout_ref|ray_kwargs)\.[^\n]+\n)+)```")
 LINES = [
     (page.stem, found.group(1))
     for page in DOCS.glob("verl-*.md")
@@ -81,17 +81,26 @@ def test_lines_that_a_page_gives_switch_replay_on(page: str, block: str) -> None
 @pytest.mark.parametrize(("page", "block"), LINES)
 def test_lines_at_the_end_switch_it_off(page: str, block: str) -> None:
     text = (DOCS / "verl.md").read_text(encoding="utf-8").split("## Off at once\n")[1]
-    flag, *modes, scheduling = [
-        line.split(" #")[0].strip() for line in text.split("```text\n")[1].split("\n```")[0].splitlines()
-    ]
+    section = text.split("\n## ")[0]
     key = next(line.lstrip("+").split("=")[0] for line in typed(block) if "router_replay.mode" in line)
-    (mode,) = [line for line in modes if line.lstrip("+").startswith(key + "=")]
-    config, legacy = config_of(f"{block.rstrip()} \\\n{flag} \\\n{mode} \\\n{scheduling}\n")
+    ends = BLOCK.findall(section)
+    (end,) = [one for one in ends if any(line.lstrip("+").startswith(key + "=") for line in typed(one))]
+    (scheduling,) = re.findall(r"`(\S+no_async_scheduling=False)`", section)
+    config, legacy = config_of(f"{block.rstrip()} \\\n{end.rstrip()} \\\n{scheduling}\n")
     actor = config.actor_rollout_ref
     verl_config.check_actor(actor, legacy=legacy)
     assert verl_config.mode_of(actor, legacy=legacy) == "disabled"
     assert not actor.rollout.enable_rollout_routing_replay
     assert not actor.rollout.engine_kwargs.vllm.no_async_scheduling
+
+
+@pytest.mark.skipif(not engine_workers_replay(), reason="this release's engine workers don't replay")
+def test_the_example_of_an_error_is_what_a_job_is_told() -> None:
+    text = (DOCS / "errors.md").read_text(encoding="utf-8").split("In a verl job:\n")[1]
+    shown = text.split("```text\n")[1].split("```")[0]
+    with pytest.raises(ReplayError) as raised:
+        verl_config.check_actor(config_of(f"{REPLAY}.mode=R3")[0].actor_rollout_ref, legacy=False)
+    assert " ".join(shown.split()) == " ".join(str(raised.value).split())
 
 
 @pytest.mark.parametrize(("ascend", "block"), IMAGES)
