@@ -73,7 +73,7 @@ def record_changes_choice() -> Any:
     def changed(self: Call, rows: torch.Tensor | None = None) -> torch.Tensor:
         found = native(self, rows)
         self.keeps_native_topk = False  # the values have to be those of the changed ids
-        return self.num_experts - 1 - found if rows is None else found
+        return self.plan.num_experts - 1 - found if rows is None else found
 
     return mock.patch.object(Call, "own", changed)
 
