@@ -111,6 +111,7 @@ print(npu_replay.record.__name__)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"),
     [(environment.DISABLE, "maybe"), (environment.MIN_OVERLAP, "much"), ("NPU_REPLAY_DISABLED", "1")],

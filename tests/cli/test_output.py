@@ -105,6 +105,7 @@ def test_without_megatron_smoke_says_what_doctor_says(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variable", ["NPU_REPLAY_STRICTT", "NPU_REPLAY_STRICT", "NPU_REPLAY_DISABLE"])
 def test_a_variable_that_cannot_be_used_is_one_short_error(desk: Path, variable: str) -> None:
     """Though the import of npu_replay, which comes before the command, refuses it elsewhere."""
