@@ -90,8 +90,8 @@ def remedy() -> str:
     )
 
 
-def gating_operator(name: str) -> str:
-    """Return why a router that calls this operator can't be replayed; empty if it can.
+def gating_operator(*names: str) -> str:
+    """Return why a router that calls these operators can't be replayed; empty if it can.
 
     The operators choose in one kernel: no top-k is called that could be answered. A name may have its
     library and overload.
@@ -102,7 +102,7 @@ def gating_operator(name: str) -> str:
     >>> torch_npu.gating_operator("aten.topk")
     ''
     """
-    for part in name.replace("::", ".").split("."):
+    for part in (part for name in names for part in name.replace("::", ".").split(".")):
         if part in _GATING:
             return (
                 f"{part}, a fused operator of {_GATING[part]}, chooses the experts in one kernel and calls "

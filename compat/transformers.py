@@ -49,7 +49,7 @@ class TransformersRouters(RouterKind):
     """Recognises router modules and blocks without one; refuses by name every other choice of experts."""
 
     def explains(self, module: nn.Module, called: Iterable[str]) -> str:
-        return next(filter(None, map(torch_npu.gating_operator, called)), "")
+        return torch_npu.gating_operator(*called)
 
     def variant(self, model: nn.Module) -> Callable[[], Mapping[str, object]]:
         """Return a function that tells which PEFT adapters run, and whether the model generates."""

@@ -80,11 +80,11 @@ class MegatronRouters(RouterKind):
         )
 
     def explains(self, module: nn.Module, called: Iterable[str]) -> str:
-        """Return whether RouterReplay answers since the block was entered, or a fused operator does."""
+        """Return why RouterReplay or a fused operator answers instead of the top-k; empty if neither does."""
         action = _upstream_replay(module)
         if action is not None:
             return f"RouterReplay was given {action} inside the block: {_TWO_WAYS}"
-        return next(filter(None, map(torch_npu.gating_operator, called)), "")
+        return torch_npu.gating_operator(*called)
 
     def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
         """Mark what MindSpeed's moe_fb_overlap recomputes, and let the kernel of a fused router ask."""

@@ -223,7 +223,7 @@ class RouterCalls(ForwardInPlace):
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Return the call that begins; None if the router is left alone."""
-        hidden = args[0] if args and isinstance(args[0], torch.Tensor) else hidden_states(args, kwargs)
+        hidden = hidden_states(args, kwargs)
         repeated = self.marks.take_announced(self.module)
         if repeated is None and backward.in_backward():
             repeated = self.timeline.recomputed(self._chunk, self.label)

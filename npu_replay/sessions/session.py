@@ -326,7 +326,9 @@ def to_enter(session: _S) -> _S:
 def _dropped(undo: ExitStack, name: str) -> None:
     """End a block that died without being left. It gets no session, or that would never die."""
     undo.close()
-    logger.warning("[npu_replay] an open %s() was dropped, and ended: keep what open() gives", name)
+    logger.warning(
+        "[npu_replay] an open %s() was dropped, and ended: keep a reference to it until it is left", name
+    )
 
 
 @dataclass(frozen=True)
