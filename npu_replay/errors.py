@@ -127,6 +127,7 @@ RECUT = (
     "routes of whole sequences, and TokenLayout.gather lays them out again"
 )
 EXTRA = "an evaluation or a reference pass inside the block, which belongs outside"
+LEFT_OUT = "a micro-batch before it was left out, and the block wasn't told by session.skip()"
 
 
 def shown(value: object, most: int = 80) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from npu_replay.errors import EXTRA, RECUT, MicroBatchError, likeliest, micro_batch
+from npu_replay.errors import EXTRA, LEFT_OUT, RECUT, MicroBatchError, likeliest, micro_batch
 from npu_replay.routes.inputs import Called, Inputs, find_other_order, find_other_padding
 from npu_replay.routes.routed_experts import RoutedExperts
 
@@ -64,6 +64,7 @@ class InputCheck:
                 "micro-batches in another order than their routes (a shuffle, dynamic batches)",
                 RECUT,
                 "padding on another side, to another length or with other ids",
+                LEFT_OUT,
                 EXTRA,
                 "fingerprints of more tokens than the model is fed",
             ]

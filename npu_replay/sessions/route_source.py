@@ -8,7 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from npu_replay.errors import EXTRA, RECUT, MicroBatchError, RouterError, likeliest, micro_batch
+from npu_replay.errors import (
+    EXTRA,
+    LEFT_OUT,
+    RECUT,
+    MicroBatchError,
+    RouterError,
+    likeliest,
+    micro_batch,
+)
 from npu_replay.routers import Router, labels_of
 from npu_replay.routes.arguments import StageLabels
 from npu_replay.routes.inputs import Called, find_other_order
@@ -25,7 +33,6 @@ _OF_ONE = (
     "sequences out with gather([...])"
 )
 _RESPONSE = "the routes are of the response alone, and the model is called with its prompt, too"
-_LEFT_OUT = "a micro-batch before it was left out, and the block wasn't told by session.skip()"
 
 
 class RouteSource:
@@ -146,7 +153,7 @@ class RouteSource:
         if self.timeline.had_grad and not forward.grad:
             why = "this forward runs without grad, earlier ones of the block had it"
             return likeliest(f"{EXTRA} ({why})", RECUT, laid_out)
-        return likeliest(RECUT, laid_out, _RESPONSE, _LEFT_OUT, EXTRA)
+        return likeliest(RECUT, laid_out, _RESPONSE, LEFT_OUT, EXTRA)
 
 
 class DeviceRoutes:

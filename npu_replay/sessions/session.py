@@ -83,7 +83,10 @@ class Session:
                     where=f"layer {router.label}",
                     expected="one open block for a router",
                     got=f"an open {other.name} block",
-                    cause="a log-prob pass that the update calls, or an earlier block that was never left",
+                    cause=(
+                        "a log-prob pass that the update calls, or an earlier block that was never left; "
+                        "it ends when nothing refers to its session any more (session = None)"
+                    ),
                 )
         # Where `__exit__` never runs, garbage collection undoes the block.
         self._finalizer = weakref.finalize(self, _dropped, self.undo, self.name)

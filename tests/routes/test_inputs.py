@@ -155,6 +155,16 @@ def test_a_record_of_one_sequence_has_its_fingerprint(called: str, tmp_path: Pat
         assert session.metrics()["tokens_compared"] == 1
 
 
+def test_a_micro_batch_that_was_left_out_is_a_cause_of_other_tokens() -> None:
+    """All have one shape, so the number of rows doesn't tell it."""
+    model = Embedded()
+    routes = recorded(model)
+    words = r"(?s)micro-batch 1: the model was called with other tokens.*session\.skip\(\)"
+    with pytest.raises(MicroBatchError, match=words), npu_replay.replay(model, routes):
+        for batch in batches()[::2]:
+            model(batch)
+
+
 def test_it_shows_in_the_forward_of_a_checked_micro_batch_and_else_when_the_block_ends() -> None:
     model = Embedded()
     routes = recorded(model, 8)

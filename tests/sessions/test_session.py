@@ -233,7 +233,8 @@ def test_blocks_on_the_same_router_do_not_nest(outer: str, inner: str) -> None:
 def test_one_micro_batch_too_many_or_too_few_is_refused() -> None:
     model = ToyModel()
     before = run(model, 0)
-    many = pytest.raises(MicroBatchError, match=r"micro-batch 1.*more micro-batches")
+    words = r"(?s)micro-batch 1.*more micro-batches.*without `with` and never left"
+    many = pytest.raises(MicroBatchError, match=words)
     with many, npu_replay.replay(model, recorded(model)):
         model(tokens(0))
         model(tokens(1))
