@@ -87,7 +87,7 @@ class Engine:
         module: Any = ModuleType("vllm")
         module.__version__ = "0.30.0"
         module.SamplingParams = SimpleNamespace
-        module.LLM = lambda *_, **said: SimpleNamespace(generate=self._generate(said))
+        module.LLM = lambda *_, **said: SleepingEngine(self._generate(said))
         return module  # type: ignore[no-any-return]
 
     def _generate(self, said: dict[str, Any]) -> Any:
@@ -102,6 +102,27 @@ class Engine:
             return found
 
         return generate
+
+
+class SleepingEngine:
+    """vLLM's LLM, with what a colocated job calls between a rollout and its training."""
+
+    def __init__(self, generate: Any) -> None:
+        self._generate = generate
+        self._is_asleep = False
+
+    def generate(self, *args: Any) -> list[Any]:
+        assert not self._is_asleep
+        return self._generate(*args)  # type: ignore[no-any-return]
+
+    def sleep(self, level: int = 1) -> None:
+        self._is_asleep = True
+
+    def wake_up(self) -> None:
+        self._is_asleep = False
+
+    def reset_prefix_cache(self) -> None:
+        assert not self._is_asleep
 
 
 def served(engine: Engine) -> AbstractContextManager[str]:

@@ -5,10 +5,12 @@ A block of Python that can't run here has a comment before it that says why: <!-
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,8 +22,12 @@ import npu_replay
 from answering_engine import Engine, served
 from command_line import invoke
 from npu_replay import ParallelLayout, Rollout, TokenLayout
+from npu_replay.compat.vllm import engine_arguments
+from npu_replay.rollout.engine_plan import EngineArguments
 from npu_replay.routers import find
+from npu_replay.routes.mismatch import LogProbDifference, RoutingDifference
 from npu_replay.routes.routed_experts import RoutedExperts
+from npu_replay.routes.store import RouteWriter
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
@@ -245,6 +251,67 @@ def test_a_symptom_is_what_an_error_says(page: str) -> None:
     assert len(symptoms) > 15
     for symptom in re.findall(r"`([^`]+)`", "".join(symptoms)):
         assert symptom in SOURCES or symptom.startswith("[npu_replay] R2"), symptom
+
+
+FIELDS_OF: dict[str, Any] = {
+    "RoutedExperts": RoutedExperts,
+    "`compare` of routes": RoutingDifference,
+    "`compare` of log-probs": LogProbDifference,
+    "every error": npu_replay.ReplayError("a slip"),
+    "TokenLayout": TokenLayout([0], [1]),
+    "Rollout": Rollout,
+    "EngineArguments": EngineArguments({}),
+}
+TAKING: dict[str, list[Any]] = {
+    "record": [npu_replay.record],
+    "replay": [npu_replay.replay],
+    "follow": [npu_replay.follow],
+    "put": [npu_replay.Following.put],
+    "of": [npu_replay.RouteStore.of],
+    "writer.add": [RouteWriter.add],
+    "Rollout": [Rollout],
+    "TokenLayout": [TokenLayout, TokenLayout.padded, TokenLayout.packed],
+    "gather": [TokenLayout.gather],
+    "fetch": [npu_replay.delivery.fetch],
+    "collect": [npu_replay.collect],
+    "from_vllm": [npu_replay.from_vllm],
+    "from_sglang": [npu_replay.from_sglang],
+    "engine_arguments": [engine_arguments],
+}
+
+
+def table_of_api(title: str) -> Iterator[tuple[str, list[str]]]:
+    """First cell, of the rows above where it is empty, and the names in the second."""
+    section = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").split(f"\n## {title}\n")[1]
+    first = ""
+    for line in section.split("\n## ")[0].splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        names = re.findall(r"`(\w+)", line.split("|")[2]) if len(cells) == 5 else []
+        if names:
+            first = cells[1] or first
+            yield first, names
+
+
+def test_the_fields_of_the_api_page_are_those_of_the_code() -> None:
+    there: dict[str, set[str]] = {}
+    for owner, names in table_of_api("Fields"):
+        there.setdefault(owner, set()).update(names)
+    assert there.keys() == FIELDS_OF.keys()
+    for owner, names in there.items():
+        of = FIELDS_OF[owner]
+        known = {field.name for field in fields(of)} if is_dataclass(of) else set()
+        assert all(name in known or hasattr(of, name) for name in names), owner
+        if owner not in ("Rollout", "EngineArguments"):  # some of whose fields are how they are built
+            assert known <= names, owner
+
+
+def test_the_arguments_of_the_api_page_are_those_of_the_code() -> None:
+    rows = [*table_of_api("Arguments")]
+    assert len(rows) > 15
+    for function, names in rows:
+        taking = [part for name in function.split(", ") for part in TAKING[name]]
+        known = {name for part in taking for name in inspect.signature(part).parameters}
+        assert set(names) <= known, (function, names)
 
 
 def test_the_api_page_has_every_public_name_with_the_first_line_of_its_docstring() -> None:
