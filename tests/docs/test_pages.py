@@ -253,6 +253,15 @@ def test_a_symptom_is_what_an_error_says(page: str) -> None:
         assert symptom in SOURCES or symptom.startswith("[npu_replay] R2"), symptom
 
 
+def test_what_the_chinese_page_of_errors_quotes_is_what_an_error_says() -> None:
+    """Messages are English alone: a reader looks for the text that he has."""
+    text = (ROOT / "docs" / "zh" / "errors.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"“([^”]*[a-z]{3}[^”]*)”", text)
+    assert len(quoted) > 40
+    literals = re.sub(r'"\s+f?"', "", SOURCES)  # a text that goes on in the next line
+    assert [words for words in quoted if words not in literals] == []
+
+
 FIELDS_OF: dict[str, Any] = {
     "RoutedExperts": RoutedExperts,
     "`compare` of routes": RoutingDifference,
