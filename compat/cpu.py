@@ -3,7 +3,7 @@
     with npu_replay.compat.cpu.lend():
         model = GPTModel(...)          # built, run and trained on the CPU
 
-What it is was found by running Megatron-core 0.12 to 0.19 on a CPU; docs/dev/megatron.md has a list.
+What it is was found by running Megatron-core 0.12 to 0.19 on a CPU; docs/dev/megatron.md has the config.
 
 Asks:     whether there is CUDA; with it one name is missing, where there is no Transformer Engine.
 Changes:  names of `torch.cuda`, factories of torch, gloo's collectives, Megatron's CUDA generator.
