@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -14,9 +13,8 @@ import torch
 from torch import nn
 
 import npu_replay
-from benchmarks import capture, decode, gather, host, imports, layout, opening
+from benchmarks import capture, decode, gather, host, imports, layout, opening, upstream
 from benchmarks.timing import Case, Row, Way, rows
-from npu_replay import RoutedExperts
 from npu_replay.compat.patching import patches
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.routes import inputs
@@ -167,30 +165,8 @@ def _ways(build: Callable[..., nn.Module], call: Callable[[nn.Module], object], 
         Way("record", lambda: call(ours), lambda: npu_replay.record(ours)),
         Way("replay", lambda: call(ours), lambda: npu_replay.replay(ours, [routes] * calls)),
     ]
-    if (name := native_replay()) is not None:
-        native = build(moe_enable_routing_replay=True)
-        _set_native(native, routes)
-        ways.append(Way(name, lambda: call(native)))
-    return ways
-
-
-def native_replay() -> str | None:
-    """What Megatron's replay API is called here: its own, or what npu_replay serves on 0.12 to 0.15."""
-    spec = find_spec("megatron.core.transformer.moe.router_replay")
-    if spec is None:
-        return None
-    return "Megatron's own" if spec.has_location else "its API, served"
-
-
-def _set_native(model: nn.Module, routes: RoutedExperts) -> None:
-    """Make Megatron's own replay answer with `routes` in every forward from now on."""
-    from megatron.core.transformer.moe.router_replay import RouterReplayAction
-
-    routers = [module for module in model.modules() if getattr(module, "router_replay", None) is not None]
-    for label, router in zip(routes.layers, routers, strict=True):
-        replay: Any = router.router_replay
-        replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        replay.target_topk_idx = routes.layer_ids(label).long().to(next(router.parameters()).device)
+    native = build(moe_enable_routing_replay=True)
+    return ways + upstream.record_and_replay(native, lambda: call(native), routes)[1:]
 
 
 def _only_watch(way: Way) -> Callable[[], contextlib.AbstractContextManager[Any]]:

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import npu_replay
+from benchmarks import upstream
 from benchmarks.timing import Case, Row, Way
 from npu_replay import RoutedExperts, routers
 from npu_replay.sessions.session import Session
@@ -55,6 +56,8 @@ def case(routing: str, build: Callable[..., nn.Module], rounds: int) -> Case:
         Way("least replay", run, lambda: _least(model, given)),
         Way("replay", run, lambda: npu_replay.replay(model, listed)),
     ]
+    native = build(ROUTERS, **SMALL, **ROUTINGS[routing], moe_enable_routing_replay=True).train()
+    ways += upstream.record_and_replay(native, lambda: native(hidden), listed[0])
     around = {"before": _BEFORE, "repeats": _TIMED, "after": _AFTER}
     return Case(f"host, {routing}", TOKENS, ways, rounds, per=ROUTERS, clock=time.process_time, **around)
 

@@ -70,7 +70,7 @@ class MegatronRouters(RouterKind):
             depth=int(getattr(config, "num_layers", None) or 0),
             drops=drops,
             masks=bool(config.moe_router_group_topk),
-            leaves=_left_by_groups(config, int(module.num_experts)),
+            leaves=left_by_groups(config, int(module.num_experts)),
             gathers=gathered_ranks(config),
             spare=spare(module),
             aux_losses=aux_losses.of(module),
@@ -160,7 +160,7 @@ def _without_exact_zeros(output: object, ids: torch.Tensor) -> object:
     return lifted, *output[1:]  # type: ignore[index]
 
 
-def _left_by_groups(config: Any, experts: int) -> int:
+def left_by_groups(config: Any, experts: int) -> int:
     """Return how many experts group-limited routing leaves each row; 0 without it."""
     chosen = config.moe_router_group_topk or 0
     groups = config.moe_router_num_groups or experts
@@ -228,8 +228,11 @@ def _refuse(module: Any, path: str) -> None:
 def is_replaying(replay: Any) -> bool:
     """Return whether a RouterReplay's action is a replay, by its name: a framework may have its own enum."""
     action = action_of(replay)
-    called = (getattr(action, "name", ""), getattr(action, "value", ""))
-    return any(str(word).lower().startswith("replay") for word in called)
+    if action is None:
+        return False
+    name = str(getattr(action, "name", "")).lower()
+    value = str(getattr(action, "value", "")).lower()
+    return name.startswith("replay") or value.startswith("replay")
 
 
 def action_of(replay: Any) -> Any:

@@ -19,7 +19,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from npu_replay.compat.megatron_backports.router_replay import Asked, asking, is_idle, no_top_k
+from npu_replay.compat.megatron.routers import is_replaying
+from npu_replay.compat.megatron_backports.router_replay import Asked, asking, is_idle, no_top_k, plan_of
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Change, Patches
 
@@ -131,7 +132,8 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
             if not dense_output:
                 return native(logits, topk, **how)
             router_replay = SimpleNamespace(get_replay_topk=own_topk)  # only to learn the ids of the top-k
-        call = Asked(router_replay, logits.shape[0], logits.shape[-1], topk, (num_groups, group_topk))
+        plan = plan_of(logits.shape[-1], topk, is_replaying(router_replay))
+        call = Asked(router_replay, plan, logits.shape[0], (num_groups, group_topk))
         with asking(call, fused=fused):
             probs, routing_map = native(logits, topk, **how)
         if not dense_output:

@@ -17,6 +17,7 @@ import importlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ import torch
 from npu_replay import environment
 from npu_replay.compat.megatron import aux_losses, foreign_routing, fused_router
 from npu_replay.compat.megatron.config_flags import asks_for_replay
-from npu_replay.compat.megatron.routers import gathered_ranks, is_replaying, spare
+from npu_replay.compat.megatron.routers import gathered_ranks, is_replaying, left_by_groups, spare
 from npu_replay.compat.megatron_backports import router_replay
 from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay
 from npu_replay.compat.mindspeed import repatch
@@ -34,6 +35,7 @@ from npu_replay.environment import EXPERT_BIAS
 from npu_replay.errors import described
 from npu_replay.seam.call import armed, running
 from npu_replay.seam.guarded import here
+from npu_replay.seam.plan import Plan
 from npu_replay.seam.torch_state import method_of_class
 
 MODULE = "megatron.core.transformer.moe.router"
@@ -121,6 +123,7 @@ class RouterMethods:
     def __init__(self, router: Any, names: Iterable[str]) -> None:
         self._router = weakref.ref(router)
         self.names = list(names)
+        self._plans: dict[tuple[object, ...], Plan] = {}  # of calls, by what they depend on
         if not any(_methods):
             _methods.add(Change(f"methods of each {MODULE}.TopKRouter", "as later releases have"))
 
@@ -138,11 +141,52 @@ class RouterMethods:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the router's forward, in which its top-k or its fused kernel asks `router_replay`."""
-        return _asking(self.router, self.of_class("forward"), args, kwargs)
+        return self._asking("forward", args, kwargs)
 
     def routing(self, *args: Any, **kwargs: Any) -> Any:
         """Run the router's routing, for callers that call it directly; its top-k asks `router_replay`."""
-        return _asking(self.router, self.of_class("routing"), args, kwargs)
+        return self._asking("routing", args, kwargs)
+
+    def _asking(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the class's method, with a call of the router armed if its `router_replay` may answer."""
+        router = self.router
+        plain = self.of_class(name)
+        replay = getattr(router, _REPLAY, None)
+        outer = armed()
+        asks_already = isinstance(outer, router_replay.Asked) and outer.replay is replay
+        if not is_on() or router_replay.is_idle(replay) or asks_already:
+            return plain(*args, **kwargs)
+        # A framework with a replay of its own, as verl, also has its own routing that asks it.
+        if not isinstance(replay, MegatronRouterReplay) and foreign_routing.replays(type(router)):
+            return plain(*args, **kwargs)
+        # Hidden states or logits: all dimensions but the last count tokens.
+        inputs = next(iter((*args, *kwargs.values())))
+        config = router.config
+        experts = int(router.num_experts)
+        leaves = left_by_groups(config, experts)
+        facts = experts, int(router.topk), is_replaying(replay), spare(router), leaves
+        key = (*facts, router.training)
+        plan = self._plans.get(key) or router_replay.plan_of(*facts)
+        call = router_replay.Asked(
+            replay,
+            plan,
+            rows=inputs.numel() // inputs.shape[-1] * gathered_ranks(config),
+            groups=(config.moe_router_num_groups, config.moe_router_group_topk),
+            owner=router,
+            compares=plan.is_given and self._compares(),
+        )
+        try:
+            with router_replay.asking(call, fused=fused_router.is_on(config)):
+                return plain(*args, **kwargs)
+        finally:
+            if plan.way != call.way:
+                # Once the guard has caught the top-k, the function mode stays off.
+                self._plans[key] = replace(plan, way=call.way)
+
+    def _compares(self) -> bool:
+        """Return whether an aux loss follows the ids of the call, and has to be given the live ones."""
+        losses = aux_losses.of(self.router)
+        return losses is not None and losses.follow_the_call_of(self.router)
 
     def apply_load_balancing_loss(self, activation: Any, load_balancing_loss_func: Any) -> Any:
         """Run the router's method; in a replay it counts the live choice, as upstream's do."""
@@ -195,34 +239,6 @@ def lend(router: Any, names: Iterable[str]) -> None:
     methods = RouterMethods(router, wanted) if wanted else None
     for name in wanted:
         setattr(router, name, getattr(methods, name))
-
-
-def _asking(router: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the class's method, with a call of the router armed if its `router_replay` may answer."""
-    replay = getattr(router, _REPLAY, None)
-    outer = armed()
-    asks_already = isinstance(outer, router_replay.Asked) and outer.replay is replay
-    if not is_on() or router_replay.is_idle(replay) or asks_already:
-        return plain(*args, **kwargs)
-    # A framework with a replay of its own, as verl, also has its own routing that asks it.
-    if not isinstance(replay, MegatronRouterReplay) and foreign_routing.replays(type(router)):
-        return plain(*args, **kwargs)
-    inputs = next(
-        iter((*args, *kwargs.values()))
-    )  # hidden states or logits: all dimensions but the last count tokens
-    config = router.config
-    losses = aux_losses.of(router)
-    rows = inputs.numel() // inputs.shape[-1] * gathered_ranks(config)
-    groups = config.moe_router_num_groups, config.moe_router_group_topk
-    compares = losses is not None and is_replaying(replay) and losses.follow_the_call_of(router)
-    call = router_replay.Asked(
-        *(replay, rows, int(router.num_experts), int(router.topk), groups),
-        owner=router,
-        spare=spare(router),
-        compares=compares,
-    )
-    with router_replay.asking(call, fused=fused_router.is_on(config)):
-        return plain(*args, **kwargs)
 
 
 # ---- the `router_replay` of a router

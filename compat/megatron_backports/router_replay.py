@@ -5,7 +5,8 @@
 global action and a queue of targets, so backward has to visit micro-batches in the order of their forwards.
 
 Asks:     whether the release has the module.
-Changes:  nothing of Megatron's; the module can be imported. `torch.topk` asks while `asking` is open.
+Changes:  nothing of Megatron's; the module can be imported. `torch.topk` asks while a RouterReplay has an
+          action, and while `asking` is open.
 Undone:   the module is taken away.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
@@ -94,7 +96,7 @@ class MegatronRouterReplay:
     def __init__(self) -> None:
         self.target_topk_idx: torch.Tensor | None = None
         self.recorded_topk_idx: torch.Tensor | None = None
-        self.router_replay_action: RouterReplayAction | None = None
+        self._action: RouterReplayAction | None = None
         self.replay_backward_list: list[torch.Tensor] = []
         self.static_buffer: torch.Tensor | None = None
         self.layer_number: int | None = None
@@ -154,6 +156,21 @@ class MegatronRouterReplay:
             replay.clear_static_buffer()
 
     # One
+
+    @property
+    def router_replay_action(self) -> RouterReplayAction | None:
+        return self._action
+
+    @router_replay_action.setter
+    def router_replay_action(self, action: RouterReplayAction | None) -> None:
+        self._action = action
+        key = id(self)
+        if action is None:
+            _acts_no_more(key)
+        elif key not in _acting:
+            _acting[key] = weakref.ref(self, lambda _: _acts_no_more(key))
+            # In each call this would cost 50 µs: torch caches the methods of Tensor until one is replaced.
+            guard.install(MODULE)
 
     def set_target_indices(self, topk_indices: Any) -> None:
         """Set the ids of this router's next forward, int [rows, topk], and queue them for its recompute."""
@@ -254,17 +271,35 @@ class MegatronRouterReplay:
         return ids
 
 
+_acting: dict[int, weakref.ref[MegatronRouterReplay]] = {}
+"""Holds the instances that have an action, by their id: torch's names are replaced while there is one."""
+
+
+def _acts_no_more(key: int) -> None:
+    _acting.pop(key, None)
+    if not _acting:
+        guard.remove(MODULE)
+
+
 def is_idle(replay: Any) -> bool:
     """Return whether calling this RouterReplay would change nothing."""
     ask = getattr(replay, "get_replay_topk", None)
     if ask is None:
         return True  # None, or a framework's own class, which its own routing handles
+    if action_of(replay) is not None:
+        return False
     # Upstream asks in every call, and a framework may have wrapped the method. Upstream's and ours have the
     # globals of the module that defines them; a wrapper, or a framework's own method, has other globals.
     names = getattr(ask, "__globals__", None)
     product = sys.modules.get(MODULE)
     plain = names is globals() or (product is not None and names is vars(product))
-    return action_of(replay) is None and (plain or hasattr(type(replay), IDLE_WITHOUT_ACTION))
+    return plain or hasattr(type(replay), IDLE_WITHOUT_ACTION)
+
+
+def plan_of(num_experts: int, topk: int, is_given: bool, spare: int = 0, leaves: int = 0) -> Plan:
+    """Return the plan of calls that ask a RouterReplay; the arguments are those of `Plan`."""
+    # A second top-k of the same scores is the aux loss's and stays live, as one that drops tokens does.
+    return Plan(num_experts=num_experts, topk=topk, is_given=is_given, drops=True, spare=spare, leaves=leaves)
 
 
 class Asked(Call):
@@ -276,18 +311,13 @@ class Asked(Call):
     def __init__(
         self,
         replay: Any,
+        plan: Plan,
         rows: int,
-        num_experts: int,
-        topk: int,
         groups: Groups = (None, None),
         *,
         owner: Any = None,
-        spare: int = 0,
         compares: bool = False,
     ) -> None:
-        # A second top-k of the same scores is the aux loss's and stays live, as one that drops tokens does.
-        is_given = is_replaying(replay)
-        plan = Plan(num_experts=num_experts, topk=topk, is_given=is_given, drops=True, spare=spare)
         super().__init__(owner, plan, rows=rows)
         self.replay = replay
         self._groups = groups
@@ -312,7 +342,7 @@ class Asked(Call):
 
         if self._compares:
             self.own()
-        before = unfilled(scores, self.fills, topk) if self.plan.is_given else scores
+        before = unfilled(scores, self.fills, topk, self.plan.leaves) if self.plan.is_given else scores
         values, ids = self.replay.get_replay_topk(before, topk, *self._groups, own)
         if isinstance(outer, Asked) and outer.replay is self.replay:
             outer.answered(ids, "inner")  # the routing that armed the outer call is answered, too

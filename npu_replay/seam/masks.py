@@ -46,10 +46,12 @@ def unmasked(
     return torch.where(_keeps_fill(mask, scores, topk), scores.gather(1, ids), unfilled)
 
 
-def unfilled(scores: torch.Tensor, fills: Sequence[Fill], topk: int) -> torch.Tensor:
+def unfilled(scores: torch.Tensor, fills: Sequence[Fill], topk: int, leaves: int = 0) -> torch.Tensor:
     """Return the scores of all experts as `unmasked` does, [rows, experts]."""
     before, mask = before_fills(scores, fills)
-    return scores if mask is None else torch.where(_keeps_fill(mask, scores, topk), scores, before)
+    if mask is None or (leaves >= topk and len(fills) == 1):
+        return before
+    return torch.where(_keeps_fill(mask, scores, topk), scores, before)
 
 
 def _keeps_fill(mask: torch.Tensor, scores: torch.Tensor, topk: int) -> torch.Tensor:

@@ -39,6 +39,7 @@ QUANTILE: dict[str, Any] = {"moe_router_load_balancing_type": "quantile_balancin
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield
+    api()[0].clear_global_router_replay_action()
     api()[0].clear_global_router_replay_instances()
 
 
@@ -269,6 +270,34 @@ def test_a_router_is_replayed_however_it_was_made(way: str, monkeypatch: pytest.
     api()[0].clear_global_router_replay_action()
     assert len(maps) == 12
     assert all(map(torch.equal, maps, as_maps(recorded)))
+
+
+def test_the_function_mode_is_on_until_the_guard_has_caught_a_routers_top_k(
+    ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs 2 µs for each operation. A top-k that the guard misses later is an error, and then found."""
+    trainer = build_replayed({})
+    first = routers(trainer.model)[0].module
+    modes: list[int] = []
+    gating = first.gating
+
+    def counting(*args: Any) -> Any:
+        modes.append(torch._C._len_torch_function_stack())
+        return gating(*args)
+
+    first.gating = counting
+    hidden = torch.randn(4, 2, first.config.hidden_size)
+    native = torch.topk
+    ours.set_global_router_replay_action(api()[1].RECORD)
+    first(hidden)
+    first(hidden)
+    assert modes == [1, 0]
+    alias = types.SimpleNamespace(**vars(torch) | {"topk": native})
+    monkeypatch.setattr("megatron.core.transformer.moe.moe_utils.torch", alias)
+    with pytest.raises(NoEffect, match="RouterReplay has an action, and this router calls no top-k"):
+        first(hidden)
+    first(hidden)
+    assert modes == [1, 0, 0, 1]
 
 
 def test_a_wrapped_get_replay_topk_is_asked_without_an_action_too(monkeypatch: pytest.MonkeyPatch) -> None:

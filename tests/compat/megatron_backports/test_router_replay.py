@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from npu_replay.compat.megatron.routers import is_replaying
 from npu_replay.compat.megatron_backports.router_replay import (
     Asked,
     RouterReplayAction,
     asking,
     is_idle,
+    plan_of,
 )
 from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay as RouterReplay
 from npu_replay.errors import NoEffect, RouterError
@@ -38,6 +40,10 @@ def replaying(target: torch.Tensor | None) -> RouterReplay:
         replay.set_target_indices(target)
     replay.set_router_replay_action(FORWARD)
     return replay
+
+
+def asked(replay: RouterReplay) -> Asked:
+    return Asked(replay, plan_of(num_experts=4, topk=2, is_given=is_replaying(replay)), rows=2)
 
 
 def top(k: int) -> list[list[int]]:
@@ -82,7 +88,7 @@ def test_a_replay_without_a_fitting_target_says_what_came(target: torch.Tensor |
 
 
 def test_the_next_top_k_that_fits_asks_and_the_one_after_it_not() -> None:
-    with asking(Asked(replaying(ids([3, 2], [3, 2])), rows=2, num_experts=4, topk=2)):
+    with asking(asked(replaying(ids([3, 2], [3, 2])))):
         assert top(1) == [[1], [0]]
         assert top(2) == [[3, 2], [3, 2]]
         assert top(2) == [[1, 3], [0, 2]]
@@ -91,14 +97,33 @@ def test_the_next_top_k_that_fits_asks_and_the_one_after_it_not() -> None:
 
 def test_no_top_k_at_all_is_an_error() -> None:
     replay = RouterReplay()
-    with asking(Asked(replay, rows=2, num_experts=4, topk=2)):
+    with asking(asked(replay)):
         torch.argsort(SCORES)  # without an action none is missed
     replay.set_router_replay_action(RECORD)
     with (
         pytest.raises(NoEffect, match=r"a top-2 over 4 experts.*argsort"),
-        asking(Asked(replay, rows=2, num_experts=4, topk=2)),
+        asking(asked(replay)),
     ):
         torch.argsort(SCORES)
+
+
+def test_torch_is_changed_while_a_replay_has_an_action() -> None:
+    """Setting names of torch in each call would cost more than the call."""
+    native = torch.topk
+    recording, forward = RouterReplay(), replaying(ids([3, 2], [3, 2]))
+    recording.set_router_replay_action(RECORD)
+    forward.clear_router_replay_action()
+    assert torch.topk is not native
+    with asking(asked(recording)):
+        assert top(2) == [[1, 3], [0, 2]]
+    assert torch.topk is not native
+    recording.clear_router_replay_action()
+    assert torch.topk is native
+
+    recording.set_router_replay_action(RECORD)
+    RouterReplay.clear_global_router_replay_instances()
+    del recording  # a model that is discarded in an action
+    assert torch.topk is native
 
 
 def test_a_frameworks_replay_is_asked_without_an_action_whatever_its_files_name_is() -> None:
@@ -115,9 +140,9 @@ def test_a_frameworks_replay_is_asked_without_an_action_whatever_its_files_name_
 def test_an_ask_inside_an_ask_of_the_same_replay_answers_both() -> None:
     """A routing that was written for 0.16 asks by itself, inside the router's call."""
     replay = replaying(ids([3, 2], [3, 2]))
-    with asking(Asked(replay, rows=2, num_experts=4, topk=2)):
-        with asking(Asked(replay, rows=2, num_experts=4, topk=2)):
+    with asking(asked(replay)):
+        with asking(asked(replay)):
             assert top(2) == [[3, 2], [3, 2]]
         assert top(2) == [[1, 3], [0, 2]]
-    with asking(Asked(replay, rows=2, num_experts=4, topk=2)):
+    with asking(asked(replay)):
         assert replay.get_replay_topk(SCORES, 2)[1].tolist() == [[3, 2], [3, 2]]
