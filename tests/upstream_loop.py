@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from router_replay_api import FLAG, MODULE
-from zoo.gpt import Grads, Trainer, build
+from zoo.gpt import MICRO_BATCHES, Grads, Trainer, build
 from zoo.outcome import gradients
 
 
@@ -45,14 +45,14 @@ Schedule = Callable[[Callable[[int], None], Callable[[int], None]], None]
 
 def all_forwards_first(forward: Callable[[int], None], backward: Callable[[int], None]) -> None:
     for step in (forward, backward):
-        for number in range(3):
+        for number in range(MICRO_BATCHES):
             step(number)
 
 
 def replay(
     trainer: Trainer, targets: Sequence[list[torch.Tensor]], schedule: Schedule = all_forwards_first
 ) -> tuple[list[float], Grads]:
-    """The three micro-batches through REPLAY_FORWARD and REPLAY_BACKWARD, as upstream means them."""
+    """All micro-batches through REPLAY_FORWARD and REPLAY_BACKWARD, as upstream means them."""
     router_replay, action = api()
     trainer.model.zero_grad()
     losses: dict[int, torch.Tensor] = {}
@@ -69,4 +69,4 @@ def replay(
     schedule(forward, backward)
     router_replay.clear_global_indices()
     router_replay.clear_global_router_replay_action()
-    return [losses[number].item() for number in range(3)], gradients(trainer.model)
+    return [losses[number].item() for number in range(MICRO_BATCHES)], gradients(trainer.model)

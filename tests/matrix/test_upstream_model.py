@@ -17,6 +17,7 @@ from npu_replay import RoutedExperts
 from router_replay_api import FLAG, UpstreamApi, upstream_api
 from upstream_loop import Schedule, all_forwards_first
 from zoo.gpt import (
+    MICRO_BATCHES,
     SIGMOID_BIAS,
     VARIANTS,
     Grads,
@@ -55,7 +56,7 @@ def layers(routes: RoutedExperts) -> Layers:
 
 
 def one_by_one(forward: Callable[[int], None], backward: Callable[[int], None]) -> None:
-    for number in range(3):
+    for number in range(MICRO_BATCHES):
         forward(number)
         backward(number)
 
@@ -63,10 +64,10 @@ def one_by_one(forward: Callable[[int], None], backward: Callable[[int], None]) 
 def one_forward_ahead(forward: Callable[[int], None], backward: Callable[[int], None]) -> None:
     """As a stage of a pipeline before the last does under 1F1B."""
     forward(0)
-    for number in (1, 2):
+    for number in range(1, MICRO_BATCHES):
         forward(number)
         backward(number - 1)
-    backward(2)
+    backward(MICRO_BATCHES - 1)
 
 
 SCHEDULES = [one_by_one, all_forwards_first, one_forward_ahead]

@@ -20,6 +20,7 @@ from zoo.gpt import (
     BATCH,
     DEVICE,
     LENGTH,
+    MICRO_BATCHES,
     SIGMOID_BIAS,
     VARIANTS,
     Trainer,
@@ -56,7 +57,6 @@ def test_a_replay_of_a_recording_drops_the_tokens_that_were_dropped(
     """After a step, in the recomputes, too. Routes that don't say who was dropped have one WARNING."""
     dropped.warn.cache_clear()
     trainer = build(VARIANTS[variant], recompute)
-    trainer.batches.append(trainer.batches[0].flip(0))  # micro-batch 3 isn't checked as a whole
     calls: list[torch.Tensor] = []
     routers(trainer.model)[1].module.register_forward_hook(
         lambda _, __, output: calls.append(output[0].detach() != 0)
@@ -75,11 +75,11 @@ def test_a_replay_of_a_recording_drops_the_tokens_that_were_dropped(
         with perturbed(trainer.model), npu_replay.observe(trainer.model) as shown, replay as session:
             trainer.run("sum")
         apart = npu_replay.compare(before.shown, shown.shown)
-        assert apart.token_layers == 4 * ROWS * 4
+        assert apart.token_layers == 4 * ROWS * MICRO_BATCHES
         assert (apart.differing == 0) == same_tokens
         assert 0 < session.metrics()["capacity_dropped"] < 0.5
         for number, used in enumerate(calls[again:]):  # forwards, then their recomputes from the last on
-            forward = number if number < 4 else 7 - number
+            forward = number if number < MICRO_BATCHES else 2 * MICRO_BATCHES - 1 - number
             assert torch.equal(used, calls[again + forward])
     with perturbed(trainer.model), npu_replay.replay(trainer.model, chosen):
         trainer.run()
@@ -96,7 +96,7 @@ def test_rows_without_a_route_take_the_routers_own_choice_also_in_the_recompute(
         partial = [RoutedExperts(ids=r.ids, layers=r.layers, num_experts=8, recorded=~holes) for r in like]
         with npu_replay.observe(plain.model) as shown, npu_replay.replay(plain.model, partial) as session:
             expected = plain.run("sum")
-        assert session.metrics()["rows_without_route"] == 3 * int(holes.sum())
+        assert session.metrics()["rows_without_route"] == MICRO_BATCHES * int(holes.sum())
         first = npu_replay.compare(shown.shown[0].take(~holes), like[0].take(~holes))
         assert first.differing == 0
         with npu_replay.replay(checkpointed.model, partial):
@@ -106,7 +106,7 @@ def test_rows_without_a_route_take_the_routers_own_choice_also_in_the_recompute(
             assert npu_replay.compare(shown.shown, routes).differing == 0
     zeros = torch.zeros(ROWS, 4, 2, dtype=torch.int32)  # duplicates break the dispatcher's splits
     nothing = RoutedExperts(ids=zeros, layers=range(4), num_experts=8, recorded=torch.zeros(ROWS).bool())
-    with npu_replay.replay(plain.model, [nothing] * 3):
+    with npu_replay.replay(plain.model, [nothing] * MICRO_BATCHES):
         live = plain.run("sum")
     assert same(live, plain.run("sum"))
 
@@ -225,7 +225,7 @@ def test_two_live_models_of_one_config_object_keep_their_own_routes() -> None:
     with npu_replay.record(actor.model) as recording, npu_replay.record(reference.model) as beside:
         actor.run("sum")
         assert same(reference.run("sum"), untouched)
-    assert [len(one.routes) for one in (recording, beside)] == [3, 3]
+    assert [len(one.routes) for one in (recording, beside)] == [MICRO_BATCHES] * 2
     assert recording.routes != beside.routes
     foreign = random_routes(recording.routes)
     with npu_replay.replay(actor.model, foreign), npu_replay.observe(actor.model) as seen:

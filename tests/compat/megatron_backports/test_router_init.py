@@ -23,7 +23,7 @@ from npu_replay.compat.patching import patches as patching
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.smoke import megatron_model
 from upstream_loop import FLAG, api, build_replayed
-from zoo.gpt import BATCH, LENGTH, VARIANTS, Trainer, perturbed, routers, same
+from zoo.gpt import BATCH, LENGTH, MICRO_BATCHES, VARIANTS, Trainer, perturbed, routers, same
 from zoo.outcome import as_map
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
@@ -57,7 +57,7 @@ def check(trainer: Trainer) -> None:
     untouched = trainer.run("each")
     losses, recorded = upstream_loop.record(trainer)
     assert losses == untouched[0]
-    assert [len(ids) for ids in recorded] == [4, 4, 4]
+    assert [len(ids) for ids in recorded] == [4] * MICRO_BATCHES
     assert all(ids.shape == (BATCH * LENGTH, 2) for layers in recorded for ids in layers)
     with perturbed(trainer.model):
         assert trainer.run("each")[0] != untouched[0]
@@ -268,7 +268,7 @@ def test_a_router_is_replayed_however_it_was_made(way: str, monkeypatch: pytest.
             api()[0].set_replay_data(ids)
             trainer.loss(tokens)
     api()[0].clear_global_router_replay_action()
-    assert len(maps) == 12
+    assert len(maps) == 4 * MICRO_BATCHES
     assert all(map(torch.equal, maps, as_maps(recorded)))
 
 
@@ -312,10 +312,10 @@ def test_a_wrapped_get_replay_topk_is_asked_without_an_action_too(monkeypatch: p
 
     monkeypatch.setattr(api()[0], "get_replay_topk", wrapped)
     untouched = trainer.run("each")
-    assert len(asked) == 12
+    assert len(asked) == 4 * MICRO_BATCHES
     with npu_replay.record(trainer.model):
         assert same(trainer.run("each"), untouched)
-    assert len(asked) == 24
+    assert len(asked) == 8 * MICRO_BATCHES
 
 
 def test_a_copy_and_a_pickle_of_a_router_have_a_replay_of_their_own(ours: Any) -> None:

@@ -26,6 +26,7 @@ from npu_replay.errors import RouterError
 from npu_replay.smoke import megatron_model
 from zoo.gpt import (
     DEVICE,
+    MICRO_BATCHES,
     RECOMPUTE,
     Trainer,
     check_record_and_replay,
@@ -188,7 +189,7 @@ def recorded(trainer: Trainer) -> list[RoutedExperts]:
 def check(trainer: Trainer) -> None:
     """Record is bit-equal to untouched, replay to record, and a changed router takes the recorded experts."""
     routes = check_record_and_replay(trainer, "sum")
-    assert [one.layers for one in routes] == [(0, 1, 2, 3)] * 3
+    assert [one.layers for one in routes] == [(0, 1, 2, 3)] * MICRO_BATCHES
     with perturbed(trainer.model):
         with npu_replay.observe(trainer.model) as live:
             trainer.run()
@@ -438,4 +439,4 @@ def test_a_parallel_layout_is_read_off_a_model_with_dense_first_and_noop_layers(
     config.noop_layers = {1}
     with npu_replay.record(trainer.model) as recording:
         trainer.run("each")
-    assert [one.layers for one in recording.routes] == [()] * 3
+    assert [one.layers for one in recording.routes] == [()] * MICRO_BATCHES
