@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,7 +22,7 @@ from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 from npu_replay.seam.call import Call, running
 from npu_replay.sessions.effect import Count
 from npu_replay.sessions.micro_batch import MicroBatch
-from npu_replay.sessions.route_source import DeviceRoutes
+from npu_replay.sessions.route_source import DeviceRoutes, Given
 from npu_replay.sessions.weights import weights_moved
 
 AuxLoss: TypeAlias = Literal["live", "replayed"]
@@ -94,18 +95,19 @@ class OwnChoice:
         if (losses := router.aux_losses) is not None and losses.follow_the_call_of(router.module):
             call.own()
 
-    def compare(
-        self, call: Call, given_ids: torch.Tensor, missing: torch.Tensor | None, routes: DeviceRoutes
-    ) -> None:
-        """Compare the given ids, int64 [rows, topk], with the router's own; `missing` rows don't count."""
+    def compare(self, call: Call, routes: Given) -> None:
+        """Compare the given ids with the router's own choice; rows without a route don't count."""
         self.count_in(call)
+        label = call.owner.label
         if self._is_compared:
-            differ = (given_ids.sort(dim=1).values != call.own().sort(dim=1).values).any(dim=1)
-            if missing is not None:
-                differ[missing] = False
-            self._running.append((differ, len(differ) - (0 if missing is None else len(missing))))
+            ids = routes.by_layer[label].long()
+            differ = (ids.sort(dim=1).values != call.own().sort(dim=1).values).any(dim=1)
+            if routes.missing is not None:
+                differ[routes.missing] = False
+            rows = len(differ) - (0 if routes.missing is None else len(routes.missing))
+            self._running.append((differ, rows))
         if self._overlap.asked_in is call.micro_batch:
-            self._overlap.add(call.owner.label, call.plan.num_experts, given_ids, call.own(), missing)
+            self._overlap.add(label, routes, call.own())
 
     def ends(self, chunk: int, forward: MicroBatch | None, device_routes: DeviceRoutes | None) -> None:
         """Count and judge the calls of a forward, None if it raised; MicroBatchError for a low overlap."""
@@ -128,9 +130,12 @@ class OwnChoice:
 
 
 class _Call(NamedTuple):
-    hits: torch.Tensor  # [rows], how many of the experts that a row was given are its own choice, too
-    loads: torch.Tensor  # int64 [2, num_experts], how many rows were given an expert, or would choose it
-    own: torch.Tensor  # [rows, topk], its own choice
+    routes: Given
+    own: torch.Tensor  # the router's own choice, narrow [rows, topk]
+
+
+_MOST_PAIRS = 2**24
+"""How many pairs of a given and a chosen expert are compared at once (16 MB)."""
 
 
 class OverlapCheck:
@@ -174,23 +179,9 @@ class OverlapCheck:
             self.asked_in = forward
             self._moved = weights_moved(module, device_routes.routes.made_at, grad=forward.grad)
 
-    def add(
-        self,
-        label: int,
-        num_experts: int,
-        given_ids: torch.Tensor,
-        own: torch.Tensor,
-        missing: torch.Tensor | None,
-    ) -> None:
-        """Record the ids that a router was given and those it would choose, int64 [rows, topk] each."""
-        counts = torch.ones_like(given_ids)
-        if missing is not None:
-            counts[missing] = 0
-        loads = torch.zeros(2, num_experts, dtype=torch.int64, device=given_ids.device)
-        loads.scatter_add_(1, torch.stack([given_ids, own]).flatten(1), counts.flatten().expand(2, -1))
-        hits = (given_ids[:, :, None] == own[:, None, :]).flatten(1).sum(dim=1)
-        narrow = narrow_dtype(num_experts + 1)  # a count may be num_experts
-        self._calls[label] = _Call(hits.to(narrow), loads, own.to(narrow))
+    def add(self, label: int, routes: Given, own: torch.Tensor) -> None:
+        """Keep what a router would choose, int64 [rows, topk], until its forward ends."""
+        self._calls[label] = _Call(routes, own.to(routes.narrow.dtype))
 
     def check(self, chunk: int, number: int | None, device_routes: DeviceRoutes | None) -> None:
         """Judge a forward at its end, if `add` was called in it; `number` is None for one that raised.
@@ -205,11 +196,12 @@ class OverlapCheck:
         labels = sorted(calls)
         routes = device_routes.routes
         rows = rows_by_token(routes)
+        own, hits, loads = _counted(calls, labels)
         judged = Judged(
             device_routes.ids.numpy()[rows],
-            np.stack([calls[label].own.cpu().numpy() for label in labels], axis=1)[rows],
-            np.stack([calls[label].hits.cpu().numpy() for label in labels])[:, rows],
-            np.stack([calls[label].loads.cpu().numpy() for label in labels]),
+            own.transpose(1, 0, 2)[rows],
+            hits[:, rows],
+            loads,
             starts_of(routes, rows),
         )
         before = self._before.pop(chunk, None)
@@ -240,6 +232,40 @@ class OverlapCheck:
                 "random on purpose",
                 *(error.where, 100 * misfit.got, 100 * misfit.chance),
             )
+
+
+def _counted(calls: Mapping[int, _Call], labels: Sequence[int]) -> list[Array]:
+    """Count all layers' calls together, and copy to the host: each copy waits for the device.
+
+    Returns:
+        The own choices [layers, rows, topk]; `hits` and `loads` of `Judged`.
+    """
+    rows, topk = calls[labels[0]].own.shape
+    size = max(1, _MOST_PAIRS // max(1, rows * topk * topk))
+    parts = []
+    for _, same in groupby(labels, key=lambda label: id(calls[label].routes)):  # those of one device
+        of_device = list(same)
+        for first in range(0, len(of_device), size):
+            group = of_device[first : first + size]
+            own = torch.stack([calls[label].own for label in group])
+            hits, loads = _counts(calls[group[0]].routes, group, own)
+            parts.append([tensor.cpu().numpy() for tensor in (own, hits, loads)])
+    return [np.concatenate(part) for part in zip(*parts, strict=True)]
+
+
+def _counts(routes: Given, labels: Sequence[int], own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `hits` and `loads` of `Judged`, of some layers with these own choices, [layers, rows, topk]."""
+    num_experts = routes.routes.routes.num_experts
+    columns = routes.routes.columns
+    ids = torch.stack([routes.narrow[:, columns[label]] for label in labels])
+    hits = (ids[..., None] == own[..., None, :]).flatten(2).sum(dim=2)
+    counts = torch.ones(own.shape[1:], dtype=torch.int64, device=own.device)
+    if routes.missing is not None:
+        counts[routes.missing] = 0
+    both = torch.stack([ids, own], dim=1).flatten(2).long()
+    loads = torch.zeros(len(labels), 2, num_experts, dtype=torch.int64, device=own.device)
+    loads.scatter_add_(2, both, counts.flatten().expand_as(both))
+    return hits.to(narrow_dtype(num_experts + 1)), loads  # a count may be num_experts
 
 
 def _error(

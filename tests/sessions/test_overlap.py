@@ -11,6 +11,8 @@ import torch
 import npu_replay
 from judged_rows import RUN, of_engine
 from npu_replay import MicroBatchError, ReplayError, RoutedExperts, TokenLayout
+from npu_replay.routes.overlap import Judged
+from npu_replay.sessions import own_choice
 from zoo.toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, foreign
 
 FAR = "far from what the routers would choose"
@@ -49,6 +51,38 @@ def run(model: Any, routes: list[RoutedExperts], *inputs: torch.Tensor, **option
         for one in inputs:
             model(one).sum().backward()
     return session.metrics()
+
+
+@pytest.mark.parametrize("most", [1, 5 * RUN * TOPK * TOPK, 2**24], ids=["a layer", "two layers", "all"])
+def test_what_is_judged_are_the_given_and_the_own_choices_of_rows_with_a_route(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Layers are counted in groups of a bounded size."""
+    monkeypatch.setattr(own_choice, "_MOST_PAIRS", most)
+    seen: list[Judged] = []
+    monkeypatch.setattr(own_choice, "judge", lambda rows, **_: seen.append(rows))
+    model = ToyModel(*(ToyRouter(layer) for layer in range(3)))
+    rows = 2 * RUN
+    recorded = torch.arange(rows) % 3 > 0
+    (routes,) = foreign(layers=3, rows=rows, recorded=recorded)
+    own_ids: list[torch.Tensor] = []
+    for layer in model.layers:  # what it would choose behind the experts that it was given before
+        weight = layer.router.weight
+        layer.router.register_forward_hook(
+            lambda _, args, __, weight=weight: own_ids.append((args[0] @ weight.T).topk(TOPK).indices)
+        )
+    run(model, [routes.with_known(from_engine=True)], hidden(rows))
+    (judged,) = seen
+    given_ids = routes.ids[recorded].long()
+    chosen = torch.stack(own_ids, dim=1)[recorded]
+    assert torch.equal(torch.from_numpy(judged.own).long(), chosen)
+    hits = (given_ids[..., None] == chosen[..., None, :]).any(dim=-1).sum(dim=-1)
+    assert torch.equal(torch.from_numpy(judged.hits).long(), hits.T)
+    loads = [
+        [side[:, layer].flatten().bincount(minlength=EXPERTS) for side in (given_ids, chosen)]
+        for layer in range(3)
+    ]
+    assert judged.loads.tolist() == [[side.tolist() for side in sides] for sides in loads]
 
 
 # Who is judged
