@@ -445,6 +445,24 @@ def test_what_is_no_answer_is_refused_with_what_it_is(engine: Engine, found: Any
         assert len(str(caught.value)) < 1000
 
 
+CLEAR = "\x1b[2J\x1b]0;owned\x07"
+WORDS = [CLEAR, "\ud800", "\u202e", "\x9b31m", "one\rtwo\nthree", "x" * 100_000]
+CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800-\udfff]")
+
+
+@pytest.mark.parametrize("words", WORDS, ids=lambda words: ascii(words)[:12])
+def test_a_servers_words_are_quoted_on_one_line_and_printable(engine: Engine, words: str) -> None:
+    for said in (words, [[[[words]]]], {"msg": words, "loc": [words, {words: words}]}, {words: [words]}):
+        with refused("the server refused the request") as caught:
+            engine.decode({"detail": said}, prompt=[1], output=[2])
+        error = caught.value
+        assert "three\n" not in str(error)
+        for text in (str(error), error.problem, error.where, error.cause):
+            assert not CONTROL.search(text), ascii(text)
+            assert len(text) < 3000
+            text.encode()
+
+
 def test_an_endpoint_that_isnt_there_has_its_flag_named(engine: Engine) -> None:
     """vLLM 0.30.0 and 0.31.0 answer «Not Found»; later ones name it themselves."""
     with refused("Not Found") as caught:

@@ -70,6 +70,24 @@ def test_a_start_that_the_engine_didnt_know_is_an_error(version: str, words: tup
         from_vllm(answer(version, QWEN, sampled(QWEN)), QWEN, start=64, version=version)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "sampled", "start"), [([1], [], 0), ([1, 2, 3], [4], 3), ([1, 2, 3], [], 2)]
+)
+def test_no_row_is_due_in_any_form(prompt: list[int], sampled: list[int], start: int) -> None:
+    """A list without rows doesn't tell the sizes of the other axes."""
+    for rows in (np.zeros((0, QWEN.num_layers, QWEN.topk), np.uint8), [], None):
+        choice = {"prompt_token_ids": prompt, "token_ids": sampled, "routed_experts": rows}
+        routes = only(from_vllm({"choices": [choice]}, QWEN, start=start))
+        assert len(routes) == len(prompt + sampled)
+        assert not routes.recorded.any()
+    choice["routed_experts"] = np.zeros((0, QWEN.num_layers + 1, QWEN.topk), np.uint8)
+    with refused("columns are neither"):
+        from_vllm({"choices": [choice]}, QWEN, start=start)
+    choice |= {"prompt_token_ids": [1, 2, 3, 4], "routed_experts": []}
+    with refused("fewer tokens than it ran"):
+        from_vllm({"choices": [choice]}, QWEN)
+
+
 # ---- token ids that the answer hasn't got
 
 
@@ -95,9 +113,6 @@ def test_0_21_0_answers_a_batch_of_prompts_with_the_rows_of_the_first() -> None:
         from_vllm(sent, QWEN)
 
 
-# ---- usage, where the answer names no tokens
-
-
 # ---- which completion
 
 
@@ -110,9 +125,6 @@ def test_choices_are_numbered_by_their_own_index(endpoint: Endpoint) -> None:
     sent["choices"][0]["routed_experts"] = None
     with refused("completion 2, choices[2]"):
         from_vllm(sent, QWEN)
-
-
-# ---- streams
 
 
 @pytest.mark.parametrize("given", [[[1], [2], [3]], [1, 2]])
