@@ -1,7 +1,8 @@
 """Real transformers models, small and random: recording changes nothing, replay repeats it all.
 
 What is the session's, whatever the model (copies, inference mode, selective checkpoints), is in
-tests/sessions; each family with each checkpoint, on every release of transformers, in tests/matrix.
+tests/sessions; each family with each checkpoint, and the table of families in docs/models.md, on every
+release of transformers, in tests/matrix.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import inspect
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import astuple
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ import torch
 from torch import nn
 
 import npu_replay
-from ci_module import ci_module
 from npu_replay import RoutedExperts, routers
 from npu_replay.errors import NoEffect, RouterError
 from zoo import qwen_vl
@@ -353,29 +351,3 @@ def test_a_text_config_inside_says_it_for_the_whole_model() -> None:
     assert model(**call).aux_loss is not None
     with pytest.raises(RouterError, match=LIVE), npu_replay.replay(model, routes, aux_loss="replayed"):
         model(**call)
-
-
-# The table in docs/models.md
-
-ROOT = Path(__file__).resolve().parents[2]
-table = ci_module("models")
-
-
-# Routers of every sort: bias as an argument, sigmoid, scores that show the choice (Llama 4), ids of experts
-# that do nothing (LongCat), numbers in the config alone (Gemma 4), hash layers, other gates beside them.
-# fmt: off
-WORKING = (
-    "afmoe", "deepseek_v4", "ernie4_5_moe", "gemma4", "granitemoe", "inkling", "kimi_linear", "lfm2_moe",
-    "llama4", "longcat_flash", "minimax_m2", "dbrx", "nemotron_h", "qwen3_next", "qwen3_vl_moe",
-)
-# fmt: on
-REFUSED = ("doge", "ernie4_5_vl_moe", "jetmoe", "nllb_moe", "phimoe", "switch_transformers", "zaya")
-
-
-@pytest.mark.parametrize("family", WORKING + REFUSED)
-def test_a_row_of_the_table_is_what_happens_t36(family: str) -> None:
-    row = table.attempt(family)
-    line = f"`{family}`" if row.verdict == "works" else table.pages.line(astuple(row))
-    for page in table.PAGES:
-        assert line in page.read_text(encoding="utf-8"), f"{line}: run python ci/models.py"
-    assert row.verdict.startswith("works" if family in WORKING else "refused")
