@@ -9,22 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-import npu_replay
-from npu_replay import RoutedExperts
 from npu_replay.compat.megatron import parallel_state as megatron_layout
 from npu_replay.errors import RouterError
 from npu_replay.module_tree import ModuleTree
 from npu_replay.routers import find
 from npu_replay.smoke import megatron_model
-from zoo.gpt import BATCH, DEVICE, LENGTH, VOCAB
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
-
-TOWER = 6
-"""Layers of the vision tower: more than the decoder has."""
 
 
 class VisionLanguage(nn.Module):
@@ -40,89 +33,27 @@ class VisionLanguage(nn.Module):
             layer.layer_number = 1
             layer.mlp.set_layer_number(1)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The loss of tokens [batch, length]."""
-        inputs = megatron_model.causal(tokens)
-        words = self.language_model.embedding(tokens, inputs["position_ids"])
-        seen = words + self.vision_model(words)
-        after, _ = self.language_model.mtp[0](words, attention_mask=inputs["attention_mask"])
-        loss: torch.Tensor = self.language_model(
-            input_ids=tokens, decoder_input=seen, labels=tokens.roll(-1, 1), **inputs
-        )
-        return loss.mean() + after.square().mean()
-
 
 class Tower(nn.Module):
-    """A dense transformer, which Megatron's vision models call their decoder too."""
+    """A dense transformer of more layers than the decoder, which vision models call their decoder, too."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
-        dense: dict[str, Any] = {"num_moe_experts": None, "moe_ffn_hidden_size": None, "num_layers": TOWER}
+        dense: dict[str, Any] = {"num_moe_experts": None, "moe_ffn_hidden_size": None, "num_layers": 6}
         self.config = megatron_model.config(**(dense | changes))
         self.decoder = megatron_model.model(self.config).decoder
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        seen: torch.Tensor = self.decoder(hidden, attention_mask=None)
-        return seen
-
-
-def build(**changes: Any) -> VisionLanguage:
-    torch.manual_seed(7)
-    return VisionLanguage(**changes).to(DEVICE)
-
-
-def tokens() -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randint(0, VOCAB, (BATCH, LENGTH), generator=generator).to(DEVICE)
-
-
-def maps(model: VisionLanguage) -> dict[str, torch.Tensor]:
-    """What each router of the model, of all its parts, sends where in one forward."""
-    found: dict[str, torch.Tensor] = {}
-
-    def keep(path: str) -> Any:
-        return lambda module, args, output: found.update({path: output[1].detach().clone()})
-
-    routers = [(path, module) for path, module in model.named_modules() if path.endswith(".router")]
-    handles = [module.register_forward_hook(keep(path)) for path, module in routers]
-    model(tokens())
-    for handle in handles:
-        handle.remove()
-    return found
 
 
 @pytest.mark.parametrize("freq", [1, [0, 1, 1, 1]])
 def test_the_decoders_routers_are_found_with_their_own_numbers(freq: int | list[int]) -> None:
     labels = range(4) if freq == 1 else range(1, 4)
-    assert [(router.path, router.label) for router in find([build(moe_layer_freq=freq)])[0]] == [
+    assert [(router.path, router.label) for router in find([VisionLanguage(moe_layer_freq=freq)])[0]] == [
         (f"language_model.decoder.layers.{label}.mlp.router", label) for label in labels
     ]
 
 
-def test_record_and_replay_leave_the_other_parts_routers_alone() -> None:
-    model = build()
-    live = maps(model)
-    (other,) = (path for path in live if ".mtp." in path)
-    assert len(live) == 5
-    with npu_replay.record(model) as recording:
-        assert maps(model).keys() == live.keys()
-    (routes,) = recording.routes
-    assert routes.layers == (0, 1, 2, 3)
-    other_ids = (routes.ids.long() + 3) % routes.num_experts
-    foreign = RoutedExperts(ids=other_ids, layers=routes.layers, num_experts=routes.num_experts)
-    with npu_replay.replay(model, [foreign]):
-        replayed = maps(model)
-    assert torch.equal(replayed[other], live[other])
-    for layer in routes.layers:
-        path = f"language_model.decoder.layers.{layer}.mlp.router"
-        recorded = live[path].nonzero()[:, 1].view(-1, 2)
-        assert torch.equal(routes.layer_ids(layer).long().sort(dim=1).values, recorded.cpu())
-        shown = replayed[path].nonzero()[:, 1].view(-1, 2).cpu()
-        assert torch.equal(shown, foreign.layer_ids(layer).long().sort(dim=1).values)
-
-
 def test_a_tower_that_routes_too_is_refused_by_its_number() -> None:
-    model = build()
+    model = VisionLanguage()
     model.vision_model = Tower(num_moe_experts=4, moe_ffn_hidden_size=32)
     with pytest.raises(RouterError, match=r"same decoder layer.*a second tower") as error:
         find([model])
@@ -136,7 +67,7 @@ def test_the_towers_layers_are_not_taken_for_those_of_a_missing_chunk(
     """Both chunks of a rank with two virtual stages: four decoder layers in all, the tower in the first."""
     from megatron.core import parallel_state
 
-    chunks = [build(num_layers=2), build(num_layers=2)]
+    chunks = [VisionLanguage(num_layers=2), VisionLanguage(num_layers=2)]
     for number, layer in enumerate(layer for one in chunks for layer in one.language_model.decoder.layers):
         layer.layer_number = number + 1
         layer.mlp.set_layer_number(number + 1)
