@@ -53,7 +53,24 @@ def blocks(trainer: Trainer, recorded: list[list[torch.Tensor]]) -> Any:
         return trainer.run("each")
 
 
-def check(trainer: Trainer) -> None:
+@pytest.mark.parametrize(
+    ("changes", "recompute"),
+    [
+        pytest.param(SINKHORN, "full", id="sinkhorn"),
+        # its top-k asks for one expert more than it uses, to find where the limit lies
+        pytest.param(QUANTILE, None, id="quantile balancing"),
+        pytest.param(QUANTILE, "full", id="quantile balancing in a recompute"),
+    ],
+)
+def test_a_loop_written_against_upstreams_api_gives_what_a_block_gives(
+    changes: dict[str, Any], recompute: str | None
+) -> None:
+    """N2: ways to route that tests/matrix/test_upstream_model.py hasn't, which runs on every release."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if changes is QUANTILE and not hasattr(moe_utils, "qb_dual_update"):
+        pytest.skip("this Megatron-core has no quantile balancing: 0.19 is the first")
+    trainer = build_replayed(changes, recompute)
     untouched = trainer.run("each")
     losses, recorded = upstream_loop.record(trainer)
     assert losses == untouched[0]
@@ -62,22 +79,6 @@ def check(trainer: Trainer) -> None:
     with perturbed(trainer.model):
         assert trainer.run("each")[0] != untouched[0]
         assert same(upstream_loop.replay(trainer, recorded), blocks(trainer, recorded))
-
-
-@pytest.mark.parametrize(
-    ("changes", "recompute"),
-    [
-        (VARIANTS["softmax_after_topk"], None),
-        (VARIANTS["groups_sigmoid_bias"], "layers_non_reentrant"),
-        (VARIANTS["seq_aux_loss"], "full"),
-        pytest.param(SINKHORN, "full", id="N2: sinkhorn"),
-    ],
-)
-def test_a_loop_written_against_upstreams_api_gives_what_a_block_gives(
-    changes: dict[str, Any], recompute: str | None
-) -> None:
-    """Recorded losses are an untouched run's; a replay after the router changed is that of a block."""
-    check(build_replayed(changes, recompute))
 
 
 def shown(trainer: Trainer) -> list[torch.Tensor]:
@@ -91,16 +92,6 @@ def shown(trainer: Trainer) -> list[torch.Tensor]:
 def as_maps(recorded: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     """The same of ids [rows, topk]."""
     return [as_map(ids, 8) for layers in recorded for ids in layers]
-
-
-@pytest.mark.parametrize("recompute", [None, "full"])
-def test_quantile_balancing_is_recorded_and_replayed_by_upstreams_api(recompute: str | None) -> None:
-    """N2: its top-k asks for one expert more than it uses, to find where the limit lies."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "qb_dual_update"):
-        pytest.skip("this Megatron-core has no quantile balancing: 0.19 is the first")
-    check(build_replayed(QUANTILE, recompute))
 
 
 @pytest.mark.parametrize("flag", ["moe_enable_routing_replay", "enable_routing_replay"])
