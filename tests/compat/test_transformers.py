@@ -161,7 +161,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("what", ["wrapped model", "layers", "router"])
+@pytest.mark.parametrize("what", [pytest.param("wrapped model", marks=pytest.mark.slow), "layers", "router"])
 def test_a_compiled_module_is_replayed_and_its_graphs_stay_as_they_are_s1(what: str) -> None:
     graphs: list[Any] = []
 

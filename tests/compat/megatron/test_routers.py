@@ -49,6 +49,7 @@ def recorded(trainer: Trainer, order: str = "each") -> list[RoutedExperts]:
     return recording.routes
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "full", "layers_non_reentrant"])
 @pytest.mark.parametrize("variant", ["capacity_probs", "capacity_padded", "capacity_position"])
 def test_a_replay_of_a_recording_drops_the_tokens_that_were_dropped(

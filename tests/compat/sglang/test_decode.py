@@ -290,6 +290,7 @@ OLD_FILE = "srt/layers/moe/routed_experts_capturer"
 NEW_FILE = "srt/state_capturer/routed_experts"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("version", "files", "printed"),
     [
