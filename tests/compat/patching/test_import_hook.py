@@ -1,4 +1,5 @@
-"""compat.import_hook: what waits for a module runs before or after its code, whoever came first."""
+"""compat.import_hook: what waits for a module runs before or after its code, whoever came first; and names
+that a product lacks can be imported, and give way to its own."""
 
 from __future__ import annotations
 
@@ -10,13 +11,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from npu_replay.compat.patching import import_hook
+import npu_replay
+from npu_replay.compat.patching import import_hook, patches
 from npu_replay.errors import ReplayError
 
 NAME = "waited_for"
+SERVED = "waited_for.deep.new"
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +29,12 @@ def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(import_hook, "_waiting", {})
     monkeypatch.setattr(import_hook, "_failures", {})
     monkeypatch.setattr(import_hook, "_served", {})
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(patches, "_groups", [])
+    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if one is not import_hook._finder])
     package = tmp_path / NAME
-    package.mkdir()
+    deep = package / "deep"
+    deep.mkdir(parents=True)
+    (deep / "__init__.py").touch()
     (package / "__init__.py").write_text("value = 1\n")
     (package / "inner.py").write_text("from waited_for import value\nseen = value\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -172,3 +179,103 @@ def test_what_a_preparation_waits_for_is_not_missed(said: list[str], product: Pa
 
     import_hook.when_imported(NAME, "waits", waits, early=True)
     assert importlib.import_module(NAME).value == 2
+
+
+# A module that is served
+
+
+def fill(module: Any) -> None:
+    module.value = "made"
+
+
+def serve_it() -> None:
+    import_hook.serve(SERVED, fill, "a name that others import", reason="what others do with it")
+
+
+def withdraw() -> None:
+    import_hook.forget()
+    assert not patches.undo_all()
+
+
+def reported() -> list[str]:
+    return [patch.where for patch in npu_replay.report().patches]
+
+
+def test_a_name_that_is_missing_is_found_imported_and_reported() -> None:
+    meant = False
+    import_hook.serve(
+        SERVED, fill, "a name that others import", reason="what others do with it", where=lambda: meant
+    )
+    assert importlib.util.find_spec(SERVED) is None, "a release for which it is not meant"
+    del sys.modules["waited_for.deep"], sys.modules[NAME]
+    meant = True
+    seen: list[str] = []
+    import_hook.when_imported(SERVED, "a test", lambda module: seen.append(module.value))
+    assert NAME not in sys.modules, "nothing is imported for it"
+    assert reported() == []
+    spec = importlib.util.find_spec(SERVED)
+    assert spec is not None
+    assert SERVED not in sys.modules
+    from waited_for.deep import new  # type: ignore[import-not-found]
+
+    assert new.value == "made"
+    assert seen == ["made"], "a shim that waits for it runs after it was filled"
+    pickle.dumps(new.__spec__)
+    assert sys.modules[SERVED] is new is importlib.import_module(SERVED)
+    (patch,) = npu_replay.report().patches
+    assert (patch.where, patch.why, patch.reason) == (
+        SERVED,
+        "a name that others import",
+        "what others do with it",
+    )
+    with pytest.raises(ModuleNotFoundError, match=r"waited_for\.deep\.newer"):
+        importlib.import_module("waited_for.deep.newer")
+    with pytest.raises(ImportError, match="cannot import name 'newer'"):
+        from waited_for.deep import newer  # noqa: F401
+
+
+def test_without_the_product_or_disabled_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_hook.serve("absent.new", fill, "")
+    with pytest.raises(ModuleNotFoundError, match="absent"):
+        importlib.import_module("absent.new")
+    stand_in = ModuleType("absent")
+    stand_in.__path__ = []
+    monkeypatch.setitem(sys.modules, "absent", stand_in)
+    with pytest.raises(ModuleNotFoundError, match=r"absent\.new"):
+        importlib.import_module("absent.new")
+    serve_it()
+    monkeypatch.setenv("NPU_REPLAY_DISABLE", "1")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(SERVED)
+    import_hook.forget()
+    before = list(sys.meta_path)
+    serve_it()
+    assert sys.meta_path == before
+
+
+def test_a_finder_that_asks_all_finders_is_no_endless_loop() -> None:
+    class Asking:
+        def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+            found = (one.find_spec(name, path, target) for one in sys.meta_path if one is not self)
+            return next((spec for spec in found if spec is not None), None)
+
+    serve_it()
+    sys.meta_path.append(Asking())  # type: ignore[arg-type]
+    assert importlib.import_module(SERVED).value == "made"
+    sys.meta_path.insert(0, sys.meta_path.pop())
+    del sys.modules[SERVED]
+    assert importlib.import_module(SERVED).value == "made"
+
+
+def test_withdrawn_it_is_missing_as_before() -> None:
+    package = importlib.import_module("waited_for.deep")
+    serve_it()
+    importlib.import_module(SERVED)
+    withdraw()
+    assert reported() == []
+    serve_it()
+    assert importlib.import_module(SERVED).value == "made", "and it can be served again"
+    theirs = ModuleType(SERVED)
+    sys.modules[SERVED] = package.new = theirs  # type: ignore[attr-defined]
+    withdraw()
+    assert sys.modules[SERVED] is package.new is theirs, "what somebody else has put there stays"
