@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,25 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay import InvalidRoutes, RoutedExperts, RouteStore, TokenLayout, delivery
+from npu_replay import (
+    InvalidRoutes,
+    MicroBatchError,
+    ParallelLayout,
+    RoutedExperts,
+    RouteStore,
+    TokenLayout,
+    delivery,
+)
 from npu_replay.compat.verl.batch_routes import RoutesByKey
 from npu_replay.parallel.merge import Block, Union, side_by_side
+from npu_replay.routes import encoding
 from npu_replay.routes.inputs import Inputs
 from npu_replay.routes.routed_experts import Placement
 from npu_replay.routes.store import RoutesByTokens
 from piece_files import FileCarrier
+from zoo.toys import TokenModel, token_ids
+
+pytestmark = pytest.mark.usefixtures("toy_routers")
 
 TOKENS = 80
 LAYERS = (1, 3)
@@ -49,8 +62,8 @@ def saved(one: RoutedExperts, folder: Path) -> RoutedExperts:
 
 def stored(one: RoutedExperts, folder: Path) -> RoutedExperts:
     with RouteStore.writer(folder) as writer:
-        writer.add(one)
-    return RouteStore(folder).of(range(TOKENS))
+        writer.add(one, "k")
+    return RouteStore(folder)["k"]
 
 
 def fetched(one: RoutedExperts, folder: Path) -> RoutedExperts:
@@ -92,7 +105,7 @@ OTHER_ROWS: dict[str, Callable[..., RoutedExperts]] = {
     "concat of layers": lambda one: RoutedExperts.concat([one, one], [3]),
     "gather": lambda one: LAYOUT.gather([one]),
     "scatter": lambda one: LAYOUT.scatter(one)[0],
-    "collect, alone": lambda one: npu_replay.collect([one], [LAYOUT], npu_replay.ParallelLayout())[0],
+    "collect, alone": lambda one: npu_replay.collect([one], [LAYOUT], ParallelLayout())[0],
     "collect of two ranks": merged,
     "bytes": lambda one: RoutedExperts.from_bytes(one.to_bytes()),
     "layers side by side": lambda one: side_by_side([one.only([layer]) for layer in LAYERS]),
@@ -104,6 +117,7 @@ OTHER_ROWS: dict[str, Callable[..., RoutedExperts]] = {
 }
 
 
+FORMS = ("bytes", "a file", "a folder")
 PLACEMENT = Placement(
     bad_samples=3,
     row_order="batch",
@@ -131,7 +145,7 @@ def test_that_layers_may_be_constant_and_that_an_engine_chose_stays_known(way: s
     assert RoutedExperts.from_bytes(again.to_bytes()) == again
     assert not again.from_engine
     assert do(way, favourite(constant_layers_ok=True, from_engine=True)).from_engine
-    if way in ("bytes", "a file", "a folder"):  # no way says it by itself
+    if way in FORMS:  # no way says it by itself
         with pytest.raises(InvalidRoutes, match="layer 3: all"):
             do(way, favourite())
     else:
@@ -163,4 +177,57 @@ def test_parts_are_together_what_each_of_them_is(marks: tuple[bool, bool]) -> No
         assert (made.constant_layers_ok, made.from_engine) == (False, True)
 
 
-# What observe shows
+# In files, which tokens a micro-batch has comes along, too
+
+IDS = token_ids(3, 6)
+
+
+def recorded() -> RoutedExperts:
+    with torch.no_grad(), npu_replay.record(TokenModel("batch")) as recording:
+        recording.chunks[0](IDS)
+    return recording.routes[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_saved_and_loaded_tokens_that_only_the_layout_knows_are_not_counted(form: str, do: Any) -> None:
+    """Whatever the routes' form: without a fingerprint of their own nobody knows whose they are."""
+    layout = TokenLayout.padded([6] * 3, 6, order="batch", fingerprints=map(npu_replay.fingerprint, IDS))
+    one = recorded().take(torch.arange(6))
+    rows = do(form, layout.gather([one.with_known(fingerprint=None)] * 3))
+    with npu_replay.replay(TokenModel("batch"), [rows]) as session:
+        session.chunks[0](IDS)
+    assert session.metrics()["tokens_compared"] == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_images_and_the_order_of_rows_are_in_them(form: str, do: Any) -> None:
+    """Another micro-batch's are refused by these: test_inputs.py."""
+    first = recorded()
+    assert do(form, first).placement.inputs.described() == first.placement.inputs.described()
+    digests = {"pixel_values": (torch.Size([2, 3]), 5), "grid\n": (torch.Size([]), 0)}
+    known = first.with_known(
+        placement=Placement(inputs=Inputs(None, (18,), (7,), digests, (3, 6)), row_order="batch")
+    )
+    loaded = do(form, known)
+    assert loaded.placement.row_order == "batch"
+    assert vars(loaded.placement.inputs) == vars(known.placement.inputs)
+    layout = TokenLayout.padded([6] * 3, 6)
+    with pytest.raises(MicroBatchError, match="another order of rows"):
+        npu_replay.collect([loaded], [layout], ParallelLayout())
+
+
+def test_a_layout_with_gaps_and_sequences_out_of_order_comes_back() -> None:
+    fed = torch.tensor([3, 4, -1, 0, 1, 2, -1, 6, 5])
+    for places in (fed, fed[:0], fed[2:3]):
+        inputs = Inputs(places, (3, 4), (None, 2**64 - 1))
+        read = Inputs.read(json.loads(json.dumps(inputs.described())))
+        assert torch.equal(read.fed, places)
+        assert (read.lengths, read.marks) == ((3, 4), (None, 2**64 - 1))
+
+
+def test_what_knows_no_micro_batch_is_written_as_before() -> None:
+    routes = recorded()
+    bare = routes.sequence(0, len(routes))
+    assert b"micro_batch" not in bare.to_bytes()
+    assert encoding.FORMAT.encode() in bare.to_bytes()
+    assert encoding.WITH_MICRO_BATCH.encode() in routes.to_bytes()
