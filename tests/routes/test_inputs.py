@@ -16,7 +16,8 @@ from torch import nn
 import npu_replay
 from npu_replay import RoutedExperts, TokenLayout, fingerprint
 from npu_replay.errors import MicroBatchError, RouterError
-from zoo.toys import EXPERTS, HIDDEN, TOPK, ToyModel, hooks
+from npu_replay.routes import input_check
+from zoo.toys import EXPERTS, HIDDEN, TOPK, TokenModel, ToyModel, hooks, token_ids
 
 BATCH = 3
 LENGTH = 6
@@ -308,6 +309,66 @@ def test_one_sequence_a_call_is_held_against_the_fingerprint_of_its_routes(key: 
     assert session.metrics()["tokens_compared"] == 2
     with pytest.raises(MicroBatchError, match="other tokens"), npu_replay.replay(model, [routes]):
         model(torch.from_numpy(other)[None])
+
+
+# Layouts and records without fingerprints
+
+
+def mask(side: str) -> torch.Tensor:
+    real = torch.arange(LENGTH) < torch.tensor([6, 4, 3])[:, None]
+    return (real if side == "right" else real.flip(1)).long()
+
+
+def replayed(side: Any, given: torch.Tensor | None) -> dict[str, float]:
+    """Routes of nobody's tokens, laid out with padding on this side, in a call with this mask."""
+    bare = [one.with_known(fingerprint=None) for one in samples([6, 4, 3])[1]]
+    routes = TokenLayout.padded([6, 4, 3], LENGTH, order="batch", side=side).gather(bare)
+    with torch.no_grad(), npu_replay.replay(Embedded(), [routes]) as session:
+        session.chunks[0](batches()[0], attention_mask=given)
+    return session.metrics()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_another_side_is_refused_by_the_mask_of_the_call(side: str) -> None:
+    other = {"left": "right", "right": "left"}[side]
+    assert replayed(side, mask(side))["tokens_compared"] == 0
+    with pytest.raises(MicroBatchError, match=r"micro-batch 0: the layout pads .* another side.*row 1 from"):
+        replayed(other, mask(side))
+
+
+def test_a_mask_that_leaves_out_more_or_fewer_tokens_says_nothing() -> None:
+    fewer = mask("right")
+    fewer[:, 0] = 0
+    for given in (fewer, torch.ones(3, LENGTH), mask("right")[:, None, None], None):
+        replayed("right", given)
+
+
+@pytest.mark.parametrize("named", [0, 2, 3])
+def test_only_routes_that_all_have_a_fingerprint_count_as_compared(
+    named: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    input_check._warned.clear()
+    tokens, routes = samples([LENGTH] * 3)
+    rows = [one if n < named else one.with_known(fingerprint=None) for n, one in enumerate(routes)]
+    layout = TokenLayout.of_batch(padded(tokens), order="batch")
+    with torch.no_grad(), npu_replay.replay(Embedded(), [layout.gather(rows)]) as session:
+        session.chunks[0](padded(tokens))
+    assert session.metrics()["tokens_compared"] == (named == 3)
+    assert ("nothing holds these routes" in caplog.text) == (named < 3)
+
+
+@pytest.mark.parametrize("way", ["inputs=False", "embeddings"])
+def test_it_says_so_of_a_record_that_knows_no_tokens(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    input_check._warned.clear()
+    model = TokenModel("batch")
+    ids = token_ids(3, LENGTH)
+    call = {"input_ids": ids} if way == "inputs=False" else {"inputs_embeds": model.embedding(ids).detach()}
+    with torch.no_grad(), npu_replay.record(model, inputs=way != "inputs=False") as recording:
+        model(**call)
+    for _ in range(2):
+        with torch.no_grad(), npu_replay.replay(model, recording.routes):
+            model(**call)
+    assert caplog.text.count("nothing holds these routes") == 1
 
 
 # The order of rows
