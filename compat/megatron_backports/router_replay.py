@@ -343,10 +343,7 @@ class Asked(Call):
         if self._compares:
             self.own()
         before = unfilled(scores, self.fills, topk, self.plan.leaves) if self.plan.is_given else scores
-        values, ids = self.replay.get_replay_topk(before, topk, *self._groups, own)
-        if isinstance(outer, Asked) and outer.replay is self.replay:
-            outer.answered(ids, "inner")  # the routing that armed the outer call is answered, too
-        return values, ids
+        return self.replay.get_replay_topk(before, topk, *self._groups, own)  # type: ignore[no-any-return]
 
     def note(self, ids: torch.Tensor) -> None:
         """Have the choice of a fused call recorded."""
@@ -372,22 +369,12 @@ def asking(call: Asked, *, fused: bool = False) -> Iterator[None]:
         if kernel is not None:
             kernel.remove()
     if call.ids is None and action_of(call.replay) is not None:
-        raise no_top_k(
+        raise NoEffect(
             "RouterReplay has an action, and this router calls no top-k that could ask it",
-            call,
-            "a selection that is made without torch.topk: by a hash, by a kernel, or in turn",
+            expected=f"a top-{call.plan.topk} over {call.plan.num_experts} experts",
+            got=", ".join(dict.fromkeys(call.seen)) or "nothing",
+            cause="a selection that is made without torch.topk: by a hash, by a kernel, or in turn",
         )
-
-
-def no_top_k(problem: str, call: Asked, cause: str, where: str = "") -> NoEffect:
-    """Return the error for a call of a router in which no top-k asked."""
-    return NoEffect(
-        problem,
-        where=where,
-        expected=f"a top-{call.plan.topk} over {call.plan.num_experts} experts",
-        got=", ".join(dict.fromkeys(call.seen)) or "nothing",
-        cause=cause,
-    )
 
 
 def _everyone() -> list[MegatronRouterReplay]:
