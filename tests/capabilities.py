@@ -113,9 +113,6 @@ CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
         "module": Capability(
             "`RouterReplay`, `RouterReplayAction`", _has(REPLAY, "RouterReplay", "RouterReplayAction")
         ),
-        "static_buffers": Capability(
-            "`RouterReplay`: static buffers", _has(REPLAY, "RouterReplay.set_global_static_buffers")
-        ),
         "layer_number": Capability("`RouterReplay.layer_number`", _numbers_its_instances),
         "router_replay": Capability("`TopKRouter.router_replay`, by the flag", _gives_routers_a_replay),
         "upstream_model": Capability(
@@ -126,10 +123,6 @@ CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
         "vp_stages": Capability(
             "`is_vp_first_stage`, `is_vp_last_stage`",
             _has("megatron.core.pipeline_parallel.utils", "is_vp_first_stage", "is_vp_last_stage"),
-        ),
-        "router_methods": Capability(
-            "`router.is_aux_loss_enabled`, `get_aux_loss_coeff`",
-            _has(f"{MOE}.router", "TopKRouter.is_aux_loss_enabled", "TopKRouter.get_aux_loss_coeff"),
         ),
         "fusion_flag": Capability("`config.moe_router_fusion`", _flag("moe_router_fusion")),
         "padding_mask": Capability(

@@ -44,8 +44,6 @@ _WHAT = "routers that are replayed"
 _REPLAY = "router_replay"
 _OF_EACH = f"{_REPLAY} of each TopKRouter"
 _EVERYONE = "global_router_replay_instances"
-_LOSSES = ("aux_loss", "seq_aux_loss")
-"""The auxiliary losses of the releases that lack the methods about them."""
 _COUNT = "_apply_expert_bias"
 _UNHEARD = ("sinkhorn", "quantile_balancing")
 """Load balancing types with a top-k of their own, which upstream's RouterReplay doesn't see."""
@@ -80,7 +78,7 @@ def _wrap(module: Any) -> None:
 
 
 def _equip(router: Any) -> None:
-    names = missing(router)
+    names = [_COUNT] if counts_padding(router) else []
     kind = _router_replay()
     ours = kind is MegatronRouterReplay
     # A RouterReplay if the config asks for it, and None otherwise, as from 0.16 on.
@@ -107,14 +105,11 @@ def _equip(router: Any) -> None:
 # ---- methods that a router is given
 
 
-def missing(router: Any) -> list[str]:
-    """Return the methods that the router's class lacks or has wrong, replayed or not."""
-    kind = type(router)
-    names = [name for name in ("get_aux_loss_coeff", "is_aux_loss_enabled") if not hasattr(kind, name)]
-    count = getattr(kind, _COUNT, None)
-    if count is not None and getattr(router, "enable_expert_bias", False):
-        names += [_COUNT] if "padding_mask" in inspect.signature(count).parameters else []
-    return names
+def counts_padding(router: Any) -> bool:
+    """Return whether the router's class applies a padding mask wrongly to the counts of an expert bias."""
+    count: Any = getattr(type(router), _COUNT, None)
+    has_bias = count is not None and getattr(router, "enable_expert_bias", False)
+    return bool(has_bias and "padding_mask" in inspect.signature(count).parameters)
 
 
 class RouterMethods:
@@ -125,7 +120,9 @@ class RouterMethods:
         self.names = list(names)
         self._plans: dict[tuple[object, ...], Plan] = {}  # of calls, by what they depend on
         if not any(_methods):
-            _methods.add(Change(f"methods of each {MODULE}.TopKRouter", "as later releases have"))
+            _methods.add(
+                Change(f"methods of each {MODULE}.TopKRouter", "they ask a replay, or count no padding")
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A deep copy or a pickle of a router takes its bound methods along: they get an object of their own.
@@ -200,15 +197,6 @@ class RouterMethods:
         self.of_class("set_layer_number")(layer_number)
         if getattr(self.router, _REPLAY, None) is not None:
             self.router.router_replay.layer_number = layer_number
-
-    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-        """Return the coefficient of this auxiliary loss; 0 if the router has another or none."""
-        router = self.router
-        coefficient: float = router.config.moe_aux_loss_coeff if router.routing_type == aux_loss_type else 0.0
-        return coefficient
-
-    def is_aux_loss_enabled(self) -> bool:
-        return any(self.router.get_aux_loss_coeff(kind) > 0 for kind in _LOSSES)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         """Count the tokens of a map, bool [rows, experts], without those of the mask, bool [rows].

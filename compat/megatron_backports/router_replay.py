@@ -84,10 +84,9 @@ class MegatronRouterReplay:
         global_router_replay_instances: all instances in the order of creation. The instance of a router is
             removed when the router is garbage, so a discarded model shifts nothing.
         target_topk_idx: what the next REPLAY_FORWARD uses.
-        recorded_topk_idx: the ids of the last call under RECORD; a view of the static buffer, if one is set.
+        recorded_topk_idx: the ids of the last call under RECORD.
         router_replay_action: None for the router's own choice.
         replay_backward_list: targets for REPLAY_BACKWARD, oldest first.
-        static_buffer: int [max_rows, topk]; recorded ids are copied into its first rows.
         layer_number: of its router, from 1 on; None without one.
     """
 
@@ -98,7 +97,6 @@ class MegatronRouterReplay:
         self.recorded_topk_idx: torch.Tensor | None = None
         self._action: RouterReplayAction | None = None
         self.replay_backward_list: list[torch.Tensor] = []
-        self.static_buffer: torch.Tensor | None = None
         self.layer_number: int | None = None
         _everyone().append(self)
 
@@ -112,7 +110,13 @@ class MegatronRouterReplay:
             ValueError: the number of tensors isn't the number of routers.
             RouterError: an element is no tensor of ids; no target has been set then.
         """
-        _check_count(len(all_layers_topk_indices), "tensors")
+        if (got := len(all_layers_topk_indices)) != (wanted := len(_everyone())):
+            raise AnotherNumber(
+                "another number of tensors than of routers with a replay",
+                expected=wanted,
+                got=got,
+                cause="layers of another pipeline stage, or a second model in this process with the flag",
+            )
         pairs = list(zip(_everyone(), all_layers_topk_indices, strict=True))
         for replay, ids in pairs:
             _check_ids(ids, replay)  # a framework's own may be among them
@@ -143,18 +147,6 @@ class MegatronRouterReplay:
         """Empty the list of instances; each of them goes on working."""
         _everyone().clear()
 
-    @staticmethod
-    def set_global_static_buffers(static_buffer: torch.Tensor) -> None:
-        """Give every router its slice of a buffer, int [max_rows, routers, topk]."""
-        _check_count(static_buffer.shape[1], "layers in the buffer")
-        for layer, replay in enumerate(_everyone()):
-            replay.set_static_buffer(static_buffer[:, layer, :])
-
-    @staticmethod
-    def clear_global_static_buffers() -> None:
-        for replay in _everyone():
-            replay.clear_static_buffer()
-
     # One
 
     @property
@@ -183,18 +175,6 @@ class MegatronRouterReplay:
         return self.recorded_topk_idx
 
     def record_indices(self, topk_indices: torch.Tensor) -> None:
-        """Record ids; copies them into the static buffer, if one is set."""
-        if self.static_buffer is not None:
-            place = self.static_buffer[: len(topk_indices)]
-            if place.shape != topk_indices.shape:
-                raise RouterError(
-                    "the static buffer doesn't fit what is recorded",
-                    where=_place(self),
-                    expected=f"at least {list(topk_indices.shape)}",
-                    got=list(self.static_buffer.shape),
-                )
-            place.copy_(topk_indices)
-            topk_indices = place
         self.recorded_topk_idx = topk_indices
 
     def clear_indices(self) -> None:
@@ -217,13 +197,6 @@ class MegatronRouterReplay:
 
     def clear_router_replay_action(self) -> None:
         self.router_replay_action = None
-
-    def set_static_buffer(self, buffer: torch.Tensor) -> None:
-        """Set the buffer, int [max_rows, topk], that recorded ids are copied into."""
-        self.static_buffer = buffer
-
-    def clear_static_buffer(self) -> None:
-        self.static_buffer = None
 
     def get_replay_topk(
         self,
@@ -394,14 +367,4 @@ def _check_ids(ids: Any, replay: Any) -> None:
             where=_place(replay),
             expected="a tensor of integers, [rows, topk]",
             got=f"{ids.dtype} {list(ids.shape)}" if is_tensor else ids,
-        )
-
-
-def _check_count(got: int, of: str) -> None:
-    if got != (wanted := len(_everyone())):
-        raise AnotherNumber(
-            f"another number of {of} than of routers with a replay",
-            expected=wanted,
-            got=got,
-            cause="layers of another pipeline stage, or a second model in this process with the flag",
         )

@@ -1,23 +1,23 @@
-"""Waits for a module that others import, or serves one that a product lacks, by one finder.
+"""Waits for a module that others import, and makes one that a product lacks.
 
 npu_replay imports no framework: the order of imports changes what MindSpeed patches. So changes to one wait
-for its import. A module that a release lacks (`megatron.core.transformer.moe.router_replay`) is made when
-somebody imports it, where its package is there and no other finder has the module.
+for its import. A module that a release lacks (`megatron.core.transformer.moe.router_replay`) is made when its
+package is imported, unless a finder has the module.
 
 Asks:     the other finders, for the names that somebody waits for or serves, and for no other.
-Changes:  the loader of such a module for one import, and sys.modules where one is served.
-Undone:   by `forget` and, for modules that were served, by `patches.undo_all`.
+Changes:  the loader of such a module for one import; sys.modules and the package where one is made.
+Undone:   by `forget` and, for modules that were made, by `patches.undo_all`.
 """
 
 from __future__ import annotations
 
 import importlib.abc
+import importlib.util
 import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -29,20 +29,11 @@ from npu_replay.errors import ReplayError
 logger = logging.getLogger(__name__)
 
 Shim = Callable[[Any], object]
-"""Changes a module that was just imported, or fills one that is served; undoes its part if it raises."""
-
-
-@dataclass(frozen=True)
-class _Served:
-    fill: Shim
-    why: str
-    where: Callable[[], bool]
-    patches: Patches
+"""Changes a module that was just imported, or fills one that is made; undoes its part if it raises."""
 
 
 _waiting: dict[str, dict[str, tuple[Shim, bool, bool]]] = {}
 """What waits for a module, by the module's name and its own: the shim, `early` and `ends`."""
-_served: dict[str, _Served] = {}
 _failures: dict[str, str] = {}
 _unusable: list[ReplayError] = []
 """Errors of the environment that are raised when a block is opened."""
@@ -80,7 +71,7 @@ def when_imported(module: str, name: str, shim: Shim, *, early: bool = False, en
 def serve(
     name: str, fill: Shim, why: str, *, reason: str = "", where: Callable[[], bool] = lambda: True
 ) -> None:
-    """Serve a module `name` where the product has none. Repeated calls do nothing.
+    """Make a module `name` when its package is imported, where the product has none.
 
     >>> from npu_replay.compat.patching.import_hook import serve
     >>> serve("json.newer", lambda module: setattr(module, "value", 1), "an example")
@@ -90,14 +81,35 @@ def serve(
 
     Args:
         name: in full, «megatron.core.transformer.moe.router_replay».
-        fill: called with the new module, each time that it is made. The import raises what it raises.
-        why: what is done here, for the report, once the module is imported.
+        fill: called with the new module.
+        why: what is done here, for the report.
         reason: the capability that is missing without it, for the report; `name` if there is none.
-        where: called at each import; returns whether to serve it in this release.
+        where: called when the package is imported; returns whether to serve it in this release.
     """
-    if not environment.disabled():
-        _served.setdefault(name, _Served(fill, why, where, Patches(reason or f"the names of {name}")))
-        _look_out()
+    package, _, child = name.rpartition(".")
+
+    def make(parent: Any) -> None:
+        with asking(name):
+            is_there = importlib.util.find_spec(name) is not None
+        # A parent without a file is a stand-in made by hand, or a bare folder: no product.
+        if is_there or not getattr(parent, "__file__", None) or not where():
+            return
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None, origin=__name__)
+        fill(module)
+        places: tuple[tuple[dict[str, Any], str], ...] = (sys.modules, name), (vars(parent), child)
+        for names, key in places:
+            names[key] = module
+
+        def take_away() -> bool:
+            for names, key in places:
+                if names.get(key) is module:  # else somebody has replaced it since
+                    del names[key]
+            return True
+
+        Patches(reason or f"the names of {name}").add(Change(name, why, take_away))
+
+    when_imported(package, name, make)
 
 
 @contextmanager
@@ -128,8 +140,8 @@ def refuse_failures() -> None:
 
 
 def forget() -> None:
-    """Stop waiting for imports and serving modules, and forget failures."""
-    for asked in (_waiting, _failures, _served, _unusable):
+    """Stop waiting for imports, and forget failures."""
+    for asked in (_waiting, _failures, _unusable):
         asked.clear()
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
@@ -193,50 +205,23 @@ def _run(module: str, *, ran: bool) -> None:
                 _refuse()
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules by the other finders and wraps their loaders; loads the modules that are served."""
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules that somebody waits for by the other finders, and wraps their loaders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        awaited = _waiting.get(fullname)
-        served = _served.get(fullname)
-        if fullname in _asked() or not (awaited or served):
+        if fullname in _asked() or not _waiting.get(fullname):
             return None
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         with asking(fullname):
             specs = (finder.find_spec(fullname, path, target) for finder in others)
             spec = next((candidate for candidate in specs if candidate is not None), None)
-            parent = sys.modules.get(fullname.rpartition(".")[0])
-            # A parent without a file is a stand-in made by hand, or a bare folder: no product.
-            if spec is None and served and getattr(parent, "__file__", None) and served.where():
-                spec = None if environment.disabled() else ModuleSpec(fullname, self, origin=__name__)
-            if awaited and spec is not None and hasattr(spec.loader, "exec_module"):
+            if spec is not None and hasattr(spec.loader, "exec_module"):
                 spec.loader = _Loader(spec.loader, fullname)
             elif spec is not None:
                 _run(fullname, ran=False)  # a namespace package, which has no code to run
         return spec
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__
-        served = _served[name]
-        served.fill(module)
-
-        def take_away() -> bool:
-            """Remove the module from sys.modules and its package, unless it was replaced since."""
-            package, _, child = name.rpartition(".")
-            places: list[tuple[dict[str, Any], str]] = [(sys.modules, name)]
-            places += [] if package not in sys.modules else [(vars(sys.modules[package]), child)]
-            for names, key in places:
-                if getattr(getattr(names.get(key), "__spec__", None), "loader", None) is self:
-                    del names[key]
-            return True
-
-        if not any(served.patches):  # else it was reloaded, or removed from sys.modules
-            served.patches.add(Change(name, served.why, take_away))
 
 
 _finder = _Finder()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from types import ModuleType
+from typing import Any
 
 from npu_replay.compat.patching import import_hook
 
@@ -20,9 +21,14 @@ NEW = "sglang.srt.state_capturer.routed_experts"
 def install() -> None:
     """Let the old name be imported if SGLang has only the new one."""
 
+    def named(name: str) -> Any:
+        """Return a name of the new module, which is imported with the first."""
+        if name.startswith("__"):  # asked of every module, by inspect and by import
+            raise AttributeError(name)
+        return getattr(importlib.import_module(NEW), name)
+
     def fill(module: ModuleType) -> None:
-        names = vars(importlib.import_module(NEW))
-        vars(module).update({name: value for name, value in names.items() if not name.startswith("__")})
+        module.__getattr__ = named  # type: ignore[method-assign]
 
     def new_is_there() -> bool:
         try:

@@ -24,7 +24,7 @@ from npu_replay.compat.megatron.parallel_state import unwrapped
 from npu_replay.compat.verl.batch_routes import keys_in_place
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, Problem
 from npu_replay.compat.verl.files import ROUTES
-from npu_replay.compat.verl.found_routes import Delivery, found_in
+from npu_replay.compat.verl.found_routes import Delivery, exchange, faults_of, found_in
 from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, figures, summary
 from npu_replay.environment import BAD_SAMPLES, DELIVERY, METRICS_EVERY, read
 from npu_replay.errors import MicroBatchError, ReplayError, described
@@ -74,7 +74,7 @@ class EnginePass:
         self.is_off = is_off
         self.action = ""
         self.session: StepReplay | StepRecording | None = None
-        self.found = Delivery(engine)
+        self.found = Delivery()
         self._problem: ReplayError | None = None  # raised when the other ranks know
         # An error in the first step is in every step.
         self.tolerant = engine is not None and engine.updates > 0
@@ -224,14 +224,13 @@ class EnginePass:
             ReplayError: any rank can't record or replay, or ranks have different settings.
         """
         engine = self.engine
-        delivered = self.found
         if not engine.met:
             _meet(engine)
-        totals = delivered.told(records=records) | {"salt": secrets.randbits(40)}
+        totals = faults_of(engine, self.found, records=records) | {"salt": secrets.randbits(40)}
         sums = agreed(error or self._problem, totals)
         if self.trains:
             engine.r2.trained()
-        delivered.exchange(sums, records=records, tolerant=self.tolerant)
+        exchange(engine, self.found, sums, records=records, tolerant=self.tolerant)
 
     def _settle(self, session: StepReplay | StepRecording | None, error: ReplayError | None) -> None:
         """Agree with the other ranks, log once that replay is on, and keep the figures."""

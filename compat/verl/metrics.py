@@ -73,22 +73,9 @@ def summary(mode: str, sums: dict[str, int], stack: str = "") -> str:
 
 
 def announce(line: str) -> None:
-    """Log one line at INFO, and have it shown in a process that shows warnings only."""
-    if not _log.isEnabledFor(logging.INFO):
-        _log.setLevel(logging.INFO)
-    logger: logging.Logger | None = _log
-    handlers: list[logging.Handler] = []
-    while logger is not None:
-        handlers += logger.handlers
-        logger = logger.parent if logger.propagate else None
-    if all(handler.level > logging.INFO for handler in handlers):
-        _log.addHandler(_Stderr())
-    _log.info("[npu_replay] %s", line)
-
-
-class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to the current sys.stderr, which may be replaced after the handler was made."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
+    """Log one line at INFO, also in a process that shows warnings only; to stderr where nothing is set up."""
+    _log.setLevel(logging.INFO)
+    if _log.hasHandlers():
+        _log.info("[npu_replay] %s", line)
+    else:
+        sys.stderr.write(f"[npu_replay] {line}\n")

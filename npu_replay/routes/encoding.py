@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from npu_replay.errors import ReplayError, RouteFileError, shown
+from npu_replay.errors import ReplayError, RouteFileError
 from npu_replay.routes.arguments import shared_tensor
 from npu_replay.routes.checks import Array
 from npu_replay.routes.inputs import Inputs
@@ -39,14 +39,6 @@ _LONGEST_HEADER = 12_000_000  # above that of any full shard; reading one may ta
 _MODEL = ("layers", "topk", "num_experts")
 _CARRIED = ("fingerprint", "weight_version", "constant_layers_ok", "from_engine")
 _SAMPLE = ("tokens", *_CARRIED, "digest")
-_FIELDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("layers", "topk", "num_experts", "tokens"), (int,)),
-    **dict.fromkeys(("keys", "digest"), (str,)),
-    "fingerprint": (int, type(None)),
-    "weight_version": (int, str, type(None)),
-    **dict.fromkeys(("constant_layers_ok", "from_engine"), (bool,)),
-}
-"""Maps each value in a header, or in a list of it, to its types."""
 _MICRO_BATCH = "micro_batch"
 
 
@@ -96,15 +88,6 @@ class Header:
                 cause="safetensors of something else (a checkpoint?), or of another version of npu_replay",
             )
         model = json.loads(about["routes"])
-        for name, types in _FIELDS.items():
-            if name not in model:
-                raise ValueError(f"no {name}")
-            # A list at a time, as that is fast. `type`, not isinstance: a bool is an int.
-            values = [model[name]] if name in ("topk", "num_experts") else model[name]
-            listed = type(values) is list
-            wrong = [value for value in values if type(value) not in types] if listed else [values]
-            if wrong:
-                raise ValueError(f"{name} {shown(wrong[0])}")
         rows = zip(*(model[name] for name in _SAMPLE), strict=True)
         each = zip(model["keys"], rows, strict=True)
         samples = {key: dict(zip(_SAMPLE, row, strict=True)) for key, row in each}

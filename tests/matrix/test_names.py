@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from zoo.gpt import build, routers
-
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
@@ -57,16 +55,3 @@ def test_the_first_and_the_last_virtual_stage() -> None:
     for ask in (is_vp_first_stage, is_vp_last_stage):
         with pytest.raises(AssertionError, match="vp_stage=1"):
             ask(1, None)
-
-
-@pytest.mark.capability("router_methods")
-@pytest.mark.parametrize(
-    ("kind", "coefficient", "enabled"),
-    [("aux_loss", 0.5, True), ("seq_aux_loss", 0.25, True), ("aux_loss", 0.0, False), ("none", 0.5, False)],
-)
-def test_a_router_says_which_aux_loss_it_has(kind: str, coefficient: float, enabled: bool) -> None:
-    changes = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": coefficient}
-    for router in (router.module for router in routers(build(changes).model)):
-        assert router.is_aux_loss_enabled() is enabled
-        for name in ("aux_loss", "seq_aux_loss", "global_aux_loss"):
-            assert router.get_aux_loss_coeff(name) == (coefficient if name == kind else 0.0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
@@ -29,18 +28,6 @@ FOREIGN = torch.tensor([[5, 0], [1, 4], [3, 2], [0, 2]])
 def api() -> Iterator[UpstreamApi]:
     with upstream_api() as found:
         yield found
-
-
-@pytest.fixture
-def logits() -> torch.Tensor:
-    return torch.randn(ROWS, EXPERTS, generator=torch.Generator().manual_seed(4), requires_grad=True)
-
-
-def choose(replay: Any, scores: torch.Tensor) -> None:
-    """Ask a RouterReplay as a router does."""
-    replay.get_replay_topk(
-        scores, 2, default_compute_topk=lambda scores, topk, **_: torch.topk(scores, topk, dim=1)
-    )
 
 
 @module_row
@@ -80,30 +67,6 @@ def test_the_module_its_actions_and_its_list_of_all_are_upstreams(api: UpstreamA
     assert {one.router_replay_action for one in pair} == {None}
     api.replay.clear_global_router_replay_instances()
     assert api.replay.global_router_replay_instances == []
-
-
-@pytest.mark.capability("static_buffers")
-def test_static_buffers_take_what_is_recorded(api: UpstreamApi, logits: torch.Tensor) -> None:
-    """One buffer [tokens, layers, topk]; each instance has a view of its layer, longer than a batch."""
-    if not hasattr(api.replay, "set_global_static_buffers"):
-        pytest.skip("this release's own RouterReplay has no static buffers, and is left as it is")
-    pair = api.new("RECORD"), api.new("RECORD")
-    buffer = torch.full((ROWS + 3, 2, 2), -1)
-    api.replay.set_global_static_buffers(buffer)
-    for number, one in enumerate(pair):
-        choose(one, logits * (-1) ** number)
-    for number, one in enumerate(pair):
-        expected = (logits * (-1) ** number).topk(2, dim=1).indices
-        assert torch.equal(buffer[:ROWS, number], expected)
-        assert torch.equal(one.get_recorded_indices(), expected)
-        assert one.get_recorded_indices().data_ptr() == buffer[:, number].data_ptr()
-    assert bool((buffer[ROWS:] == -1).all())
-    api.replay.clear_global_static_buffers()
-    choose(pair[0], -logits)
-    assert torch.equal(buffer[:ROWS, 0], logits.topk(2, dim=1).indices)
-    assert pair[0].static_buffer is None
-    with pytest.raises(AssertionError, match=r"3 layers.*2|Expected 2, got 3"):
-        api.replay.set_global_static_buffers(torch.zeros(ROWS, 3, 2))
 
 
 @pytest.mark.capability("layer_number")

@@ -414,15 +414,12 @@ def test_strict_0_logs_every_problem_once_and_undoes_all_changes(
     target.value = 1  # type: ignore[attr-defined]
     Patches("a test").set(target, "value", 2, "to see it undone")
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr(import_hook, "_served", {})
-    import_hook.serve("never.there", print, "to see it withdrawn")
     monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
     with caplog.at_level(logging.ERROR):
         workers.check(None, key="R3", unpadded=False)
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
     assert target.value == 1
     assert not import_hook._waiting
-    assert not import_hook._served
     assert import_hook._finder not in sys.meta_path
 
 

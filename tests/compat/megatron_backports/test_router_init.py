@@ -366,48 +366,8 @@ def test_turned_off_a_live_router_is_megatrons_own_and_turned_on_it_is_replayed(
     assert same(trainer.run("each"), untouched)
 
 
-# Methods that a class lacks or has wrong; of a real router, on every release: tests/matrix/test_names.py and
-# test_padding_mask.py
-
-
-class BareRouter(torch.nn.Module):
-    """Without any of the methods, as in Megatron-core 0.12 and 0.13."""
-
-    def __init__(self, routing_type: str = "aux_loss", coefficient: float = 0.25) -> None:
-        super().__init__()
-        self.routing_type = routing_type
-        self.config = types.SimpleNamespace(moe_aux_loss_coeff=coefficient)
-
-
-class Later(BareRouter):
-    """Has one of the two."""
-
-    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-        return 7.0
-
-
-def equipped(router: Any) -> Any:
-    router_init.lend(router, router_init.missing(router))
-    return router
-
-
-def test_a_method_of_the_class_or_of_the_instance_is_left_alone() -> None:
-    router = equipped(Later("none"))
-    assert [name for name in vars(router) if "aux_loss" in name] == ["is_aux_loss_enabled"]
-    assert router.get_aux_loss_coeff("none") == 7.0
-    assert router.is_aux_loss_enabled() is True, "and it is asked"
-    own = equipped(BareRouter("seq_aux_loss"))
-    asked = [own.get_aux_loss_coeff(kind) for kind in ("none", "aux_loss", "seq_aux_loss")]
-    assert asked == [0.0, 0.0, 0.25]
-    without = equipped(BareRouter("none"))
-    assert (own.is_aux_loss_enabled(), without.is_aux_loss_enabled()) == (True, False)
-    frameworks = BareRouter()
-    frameworks.is_aux_loss_enabled = lambda: "theirs"  # type: ignore[assignment]
-    equipped(frameworks)
-    assert frameworks.is_aux_loss_enabled() == "theirs"
-
-
-# The counts for the expert bias: Megatron-core 0.16 to 0.19 lay the padding mask over the experts
+# The counts for the expert bias: Megatron-core 0.16 to 0.19 lay the padding mask over the experts; on a real
+# router, on every release: tests/matrix/test_padding_mask.py
 
 
 def over_experts(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
@@ -437,7 +397,9 @@ def counting() -> Any:
 def test_padding_is_left_out_where_that_is_asked_for_and_else_a_router_counts_as_its_class_does(
     monkeypatch: pytest.MonkeyPatch, flag: bool, variable: str, on: bool, counts: list[int]
 ) -> None:
-    router = equipped(counting())
+    router = counting()
+    assert router_init.counts_padding(router)
+    router_init.lend(router, ["_apply_expert_bias"])
     router.config.moe_enable_routing_replay = flag
     monkeypatch.setenv("NPU_REPLAY_EXPERT_BIAS", variable)
     monkeypatch.setattr(patching._switch, "on", on)

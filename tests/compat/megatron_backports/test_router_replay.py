@@ -62,13 +62,6 @@ def test_replay_gathers_the_targets_scores(dtype: torch.dtype) -> None:
     assert torch.equal(scores.grad, torch.zeros_like(SCORES).scatter(1, found, 1.0))
 
 
-def test_a_static_buffer_that_is_too_small_is_an_error() -> None:
-    replay = RouterReplay()
-    replay.set_static_buffer(torch.zeros(1, 2, dtype=torch.int32))
-    with pytest.raises(RouterError, match="static buffer doesn't fit"):
-        replay.record_indices(ids([0, 1], [0, 1]))
-
-
 @pytest.mark.parametrize("wrong", [torch.rand(2, 2), SCORES > 0, torch.zeros(4, dtype=torch.int64), None])
 def test_targets_that_are_no_ids_are_refused_when_they_are_set(wrong: object) -> None:
     with pytest.raises(RouterError, match="these are no expert ids"):

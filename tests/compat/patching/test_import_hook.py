@@ -28,7 +28,6 @@ def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package on the path that nobody has imported, and a hook that waits for and serves nothing else."""
     monkeypatch.setattr(import_hook, "_waiting", {})
     monkeypatch.setattr(import_hook, "_failures", {})
-    monkeypatch.setattr(import_hook, "_served", {})
     monkeypatch.setattr(patches, "_groups", [])
     monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if one is not import_hook._finder])
     package = tmp_path / NAME
@@ -209,17 +208,16 @@ def test_a_name_that_is_missing_is_found_imported_and_reported() -> None:
     assert importlib.util.find_spec(SERVED) is None, "a release for which it is not meant"
     del sys.modules["waited_for.deep"], sys.modules[NAME]
     meant = True
-    seen: list[str] = []
-    import_hook.when_imported(SERVED, "a test", lambda module: seen.append(module.value))
+    import_hook.serve(
+        SERVED, fill, "a name that others import", reason="what others do with it", where=lambda: meant
+    )
     assert NAME not in sys.modules, "nothing is imported for it"
     assert reported() == []
-    spec = importlib.util.find_spec(SERVED)
-    assert spec is not None
-    assert SERVED not in sys.modules
+    importlib.import_module("waited_for.deep")
+    assert importlib.util.find_spec(SERVED) is not None
     from waited_for.deep import new  # type: ignore[import-not-found]
 
     assert new.value == "made"
-    assert seen == ["made"], "a shim that waits for it runs after it was filled"
     pickle.dumps(new.__spec__)
     assert sys.modules[SERVED] is new is importlib.import_module(SERVED)
     (patch,) = npu_replay.report().patches
@@ -232,6 +230,13 @@ def test_a_name_that_is_missing_is_found_imported_and_reported() -> None:
         importlib.import_module("waited_for.deep.newer")
     with pytest.raises(ImportError, match="cannot import name 'newer'"):
         from waited_for.deep import newer  # noqa: F401
+
+
+def test_the_products_own_module_is_left(product: Path) -> None:
+    (product / "deep" / "new.py").write_text("value = 'theirs'\n")
+    serve_it()
+    assert importlib.import_module(SERVED).value == "theirs"
+    assert reported() == []
 
 
 def test_without_the_product_or_disabled_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,8 +267,10 @@ def test_a_finder_that_asks_all_finders_is_no_endless_loop() -> None:
     serve_it()
     sys.meta_path.append(Asking())  # type: ignore[arg-type]
     assert importlib.import_module(SERVED).value == "made"
+    withdraw()
+    del sys.modules["waited_for.deep"]
+    serve_it()
     sys.meta_path.insert(0, sys.meta_path.pop())
-    del sys.modules[SERVED]
     assert importlib.import_module(SERVED).value == "made"
 
 
