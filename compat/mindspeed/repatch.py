@@ -5,72 +5,50 @@ ours lies beneath the lowest of theirs, whichever came first, and theirs lie ove
 
 Asks:     the registries of both products.
 Changes:  what they keep for the original of the constructor; the constructor, where neither has patched it.
-Undone:   by the wrap's record, in both registries. Where a product's wrapper has kept ours and isn't built
-          anew, ours passes each call on.
+Undone:   in both registries. Where a product's wrapper has kept ours and isn't built anew, ours passes each
+          call on while npu_replay is off.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from npu_replay.compat.mindspeed import registries
-from npu_replay.compat.patching.patches import Patch, Patches
+from npu_replay.compat.patching.patches import Change, Patches, switched
 
 Init = Callable[..., None]
 
 
 def wrap_init(patches: Patches, cls: Any, wrapped: Callable[[Init], Init], why: str) -> None:
     """Replace `cls.__init__` by `wrapped(init)`, beneath the wrappers of MindSpeed and MegatronAdaptor."""
+    # Our functions, each with the one that it calls. There are two where somebody else's wrapper lay over the
+    # products' own: ours lies over that, and beneath the products' for the next repatch.
     made: dict[Init, Init] = {}
 
     def ours_around(init: Init) -> Init:
-        known = next((ours for ours, inner in made.items() if inner is init), None)
-        return known or _switchable(init, wrapped(init), made)
+        for ours, inner in made.items():
+            if inner is init:
+                return ours
+        ours = switched(init, wrapped(init))
+        made[ours] = init
+        return ours
+
+    def in_place() -> bool:
+        return any(init in made for init in _beneath(cls))
+
+    def undo() -> bool:
+        """Put back what the wrap lies over; return whether nobody's wrapper keeps ours."""
+        _exchange(cls, lambda init: made.get(init, init))
+        return not in_place()
 
     _exchange(cls, ours_around)
-    ours, init = next(iter(made.items()))
-    patches.add(Wrap(cls, "__init__", why, init, ours, made))
+    patches.add(Change(_name(cls), why, undo, in_place), (cls, "__init__"))
 
 
 def is_patched(cls: type) -> bool:
     """Return whether MindSpeed or MegatronAdaptor has patched the constructor of a class."""
     return bool(registries.patches_of(_name(cls)))
-
-
-@dataclass(frozen=True, eq=False)
-class Wrap(Patch):
-    """Describes the wrap of one constructor.
-
-    Attributes:
-        made: our functions, each with the one that it calls. There are two where somebody else's wrapper lay
-            over the products' own: ours lies over that, and beneath the products' for the next repatch.
-    """
-
-    made: dict[Init, Init]
-
-    def in_place(self) -> bool:
-        return any(init in self.made for init in _beneath(self.owner))
-
-    def undo(self) -> bool:
-        """Put back what the wrap lies over; return whether nobody's wrapper keeps ours."""
-        made = dict(self.made)
-        self.made.clear()
-        _exchange(self.owner, lambda init: made.get(init, init))
-        return not any(init in made for init in _beneath(self.owner))
-
-
-def _switchable(init: Init, ours: Init, made: dict[Init, Init]) -> Init:
-    """Return a function that calls ours, and `init` once the wrap is undone."""
-
-    @functools.wraps(init)
-    def switched(*args: Any, **kwargs: Any) -> None:
-        (ours if switched in made else init)(*args, **kwargs)
-
-    made[switched] = init
-    return switched
 
 
 def _exchange(cls: Any, exchanged: Callable[[Init], Init]) -> None:

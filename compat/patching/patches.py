@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 _ABSENT = object()
 
@@ -53,52 +53,29 @@ def switched(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable
 
 
 @dataclass(frozen=True, eq=False)
-class Patch:
-    """Describes one attribute that was replaced: where, why, and the original."""
-
-    owner: Any
-    name: str
-    why: str
-    original: Any
-    replacement: Any
-
-    @property
-    def where(self) -> str:
-        """Return the full name of the attribute, «torch.cuda.Stream»."""
-        if isinstance(self.owner, ModuleType):
-            return f"{self.owner.__name__}.{self.name}"
-        kind = self.owner if isinstance(self.owner, type) else type(self.owner)
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        return f"{name}.{self.name}" if kind is self.owner else f"{self.name} of one {name}"
-
-    def in_place(self) -> bool:
-        """Return whether the patch is in place. A subclass looks, where others may remove the patch."""
-        return True
-
-    def undo(self) -> bool:
-        """Put the original back, unless it was replaced since; return whether it was put back."""
-        if vars(self.owner).get(self.name, _ABSENT) is not self.replacement:
-            return False
-        _put(self.owner, self.name, self.original)
-        return True
-
-
-@dataclass(frozen=True, eq=False)
 class Change:
-    """Describes another change, for the report; `undo` undoes it and returns whether all was put back.
+    """Describes one change, for the report.
 
-    A change without `undo` stays in place: its functions ask the switch.
+    Attributes:
+        where: the full name of what was changed, «torch.cuda.Stream».
+        why: what the change is for.
+        undo: undoes it and returns whether all was put back. Without it the change stays in place: its
+            functions ask the switch.
+        in_place: returns whether it is in place, where others may remove it.
     """
 
     where: str
     why: str
     undo: Callable[[], bool] = lambda: True
-
-    def in_place(self) -> bool:
-        return True
+    in_place: Callable[[], bool] = lambda: True
 
 
-Applied: TypeAlias = "Patch | Change"
+def _where(owner: Any, name: str) -> str:
+    if isinstance(owner, ModuleType):
+        return f"{owner.__name__}.{name}"
+    kind = owner if isinstance(owner, type) else type(owner)
+    of = f"{kind.__module__}.{kind.__qualname__}"
+    return f"{of}.{name}" if kind is owner else f"{name} of one {of}"
 
 
 def _put(owner: Any, name: str, value: object) -> None:
@@ -124,7 +101,8 @@ class Patches:
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
-        self._applied: list[Applied] = []
+        self._applied: list[Change] = []
+        self._names: list[tuple[Any, str]] = []
 
     def set(self, owner: Any, name: str, value: Any, why: str) -> None:
         """Replace an attribute of a module, class or object, and keep what was in its own dictionary.
@@ -142,43 +120,55 @@ class Patches:
             raise TypeError(
                 f"{name} of {type(owner).__qualname__} is no plain attribute and can't be patched"
             )
-        self.add(Patch(owner, name, why, original, value))
+        self.note(owner, name, why, original, value)
+
+    def note(self, owner: Any, name: str, why: str, original: Any, ours: Any) -> None:
+        """Record that an attribute was replaced by ours; it is put back unless it was replaced since."""
+
+        def undo() -> bool:
+            is_ours = vars(owner).get(name, _ABSENT) is ours
+            if is_ours:
+                _put(owner, name, original)
+            return is_ours
+
+        self.add(Change(_where(owner, name), why, undo), (owner, name))
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any], why: str) -> None:
         """Replace a function, plain or async, by `around(original, *arguments)` of the same signature."""
         original = getattr(owner, name)
         self.set(owner, name, switched(original, functools.partial(around, original)), why)
 
-    def add(self, applied: Applied) -> None:
-        """Record a change that was made by other means than `set`."""
-        self._applied.append(applied)
+    def add(self, change: Change, *names: tuple[Any, str]) -> None:
+        """Record a change that was made by other means than `set`, and the attributes that it concerns."""
+        self._applied.append(change)
+        self._names += names
         if self not in _groups:
             _groups.append(self)
 
     def has(self, owner: Any, name: str) -> bool:
-        patches = (change for change in self._applied if isinstance(change, Patch))
-        return any(patch.owner is owner and patch.name == name for patch in patches)
+        return any(patched is owner and name == known for patched, known in self._names)
 
-    def undo(self) -> list[Applied]:
+    def undo(self) -> list[Change]:
         """Undo all, newest first; return those that were replaced by others since."""
         left = [change for change in reversed(self._applied) if not change.undo()]
         self._applied.clear()
+        self._names.clear()
         if self in _groups:
             _groups.remove(self)
         return left
 
-    def __iter__(self) -> Iterator[Applied]:
+    def __iter__(self) -> Iterator[Change]:
         return iter(self._applied)
 
 
 _groups: list[Patches] = []
 
 
-def applied() -> list[tuple[str, Applied]]:
+def applied() -> list[tuple[str, Change]]:
     """Return all changes in place, with the reason of their group."""
     return [(group.reason, change) for group in _groups for change in group if change.in_place()]
 
 
-def undo_all() -> list[Applied]:
+def undo_all() -> list[Change]:
     """Undo every group, newest first; return what was replaced by others since."""
     return [change for group in reversed(list(_groups)) for change in group.undo()]

@@ -22,7 +22,7 @@ from npu_replay import environment
 from npu_replay.compat.megatron import foreign_routing
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.patching import class_source, import_hook, known_names
-from npu_replay.compat.patching.patches import Patch, Patches, switched
+from npu_replay.compat.patching.patches import Patches, switched
 from npu_replay.compat.verl import functions
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, LegacyActorAdapter
 from npu_replay.compat.verl.engine_pass import reference, waiting, without_adapter, wrapped
@@ -261,4 +261,4 @@ def _rebind_in(module: Any) -> None:
         if bound is original:
             _patches.set(module, name, ours, "bound here by from ... import")
         elif bound is ours and not _patches.has(module, name):
-            _patches.add(Patch(module, name, "bound here by from ... import", original, ours))
+            _patches.note(module, name, "bound here by from ... import", original, ours)

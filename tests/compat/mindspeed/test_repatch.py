@@ -44,6 +44,12 @@ def adding(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return wrapper
 
 
+@pytest.fixture(autouse=True)
+def turned_on() -> Iterator[None]:
+    yield
+    patching.turn(True)
+
+
 @pytest.fixture(params=[False, True, pytest.param(processes.REAL, marks=pytest.mark.mindspeed)])
 def managers(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """Both products' managers: of a MindSpeed that puts methods back or doesn't, or a real one's."""
@@ -84,6 +90,7 @@ class Job:
         for manager in managers.values():
             manager.patches_info.clear()
         self._patches = Patches("a test")
+        patching.turn(True)
 
     def does(self, event: str) -> None:
         who, _, what = event.partition(": ")
@@ -99,6 +106,7 @@ class Job:
         elif event == "npu_replay comes":
             repatch.wrap_init(self._patches, Router, adding("ours"), "why")
         elif event == "npu_replay goes":
+            patching.turn(False)
             self._patches.undo()
         else:
             raise AssertionError(event)
