@@ -6,15 +6,13 @@ Undone:   the constructors are put back, also from beneath wrappers of MindSpeed
 
 Megatron before 0.16 doesn't know the flags. MindSpeed drops an argument that the class has as an attribute,
 and reads the signature of the class, so flags are set on instances only. Its `repatch()` drops what wraps its
-own wrapper, so ours lies beneath. It gives each config a class whose `__init__` fails in dataclasses.replace.
+own wrapper, so ours lies beneath.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -86,7 +84,6 @@ def _config_init(init: Callable[..., None]) -> Any:
         # MindSpeed sets attributes before it calls the constructor beneath its wrapper.
         unknown = {name: vars(self)[name] for name in FLAGS if name in vars(self)} | unknown
         init(self, *args, **kwargs)
-        _mend_replace(type(self))
         flags = {name: bool(getattr(self, name, False)) for name in FLAGS} | carried | unknown
         replay = _agreed(unknown, self)
         if replay is None:
@@ -123,21 +120,6 @@ def _agreed(flags: Flags, config: Any) -> bool | None:
             got=replay,
         )
     return next(iter(replay.values()), None)
-
-
-def _mend_replace(cls: type) -> None:
-    """Delete each `__init__` that MindSpeed or MegatronAdaptor made for one config's class.
-
-    It breaks dataclasses.replace; the inherited constructor works.
-    """
-    # Such a class is a dataclass of its base's name that no module holds. Each of the two products makes one.
-    for kind, base in itertools.pairwise(cls.__mro__):
-        own = vars(kind)
-        made = "__dataclass_fields__" in own and "__init__" in own and kind.__name__ == base.__name__
-        module = sys.modules.get(kind.__module__)
-        kept = "." in kind.__qualname__ or getattr(module, kind.__qualname__, None) is kind
-        if made and not kept and any(map(repatch.is_patched, kind.__mro__[1:])):
-            del kind.__init__  # type: ignore[misc]
 
 
 _patches = Patches(_WHAT)

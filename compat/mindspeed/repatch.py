@@ -46,11 +46,6 @@ def wrap_init(patches: Patches, cls: Any, wrapped: Callable[[Init], Init], why: 
     patches.add(Change(_name(cls), why, undo, in_place), (cls, "__init__"))
 
 
-def is_patched(cls: type) -> bool:
-    """Return whether MindSpeed or MegatronAdaptor has patched the constructor of a class."""
-    return bool(registries.patches_of(_name(cls)))
-
-
 def _exchange(cls: Any, exchanged: Callable[[Init], Init]) -> None:
     """Exchange the constructor at the bottom, and build what the registries have put over it anew."""
     on_top = cls.__init__

@@ -30,6 +30,8 @@ from npu_replay.errors import MicroBatchError
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.routes.routed_experts import narrow_dtype
+from npu_replay.sessions.record import StepRecording
+from npu_replay.sessions.replay import StepReplay
 
 STRATEGY = "roll.distributed.strategy.fsdp2_strategy"
 NAME = "fsdp2_train"
@@ -195,7 +197,7 @@ def _fsdp2_forward(original: Callable[..., Any], self: Any, input_ids: Any, *arg
 
         batch = tensors.BatchForm.of(rows[TOKENS], rows[_MASK], running.adapter.model)
         groups = [get_ulysses_group()] if self.worker.rank_info.cp_size > 1 else []
-        record = job.recording()
+        record = job.opened(StepRecording)
         dtype = narrow_dtype(batch.model["num_experts"])
         running.taken.append(functions.take(*record, batch, lambda: _layout(self, batch), groups, dtype))
     return logits
@@ -212,7 +214,7 @@ def _give(adapter: StrategyAdapter, rows: dict[str, Any]) -> None:
         "enable_old_logprobs_recompute has to be true); R3: actor_infer isn't sglang with "
         "router_replay.mode: R3, the only engine of which ROLL takes routes",
     )
-    replay, chunk = current().replaying()
+    replay, chunk = current().opened(StepReplay)
     mask = None
     if adapter.from_rollout:
         kept = [tokens_of[there.bool()] for tokens_of, there in zip(rows[TOKENS], rows[_MASK], strict=True)]

@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -42,6 +42,9 @@ BACKWARD = "replay_backward"
 
 _MARK = "enable_routing_replay"
 """verl's mark in a batch: True in what an actor records or replays, False in what it doesn't."""
+
+
+_Kind = TypeVar("_Kind", bound=StepReplay | StepRecording)
 
 
 class EnginePass:
@@ -118,13 +121,7 @@ class EnginePass:
             raise error
         self.session.defer(error)
 
-    def replaying(self, model: Any = None, stage: int | None = None) -> tuple[StepReplay, int]:
-        return self._opened(StepReplay, model, stage)
-
-    def recording(self, model: Any = None, stage: int | None = None) -> tuple[StepRecording, int]:
-        return self._opened(StepRecording, model, stage)
-
-    def _opened(self, kind: Any, model: Any, stage: int | None) -> tuple[Any, int]:
+    def opened(self, kind: type[_Kind], model: Any = None, stage: int | None = None) -> tuple[_Kind, int]:
         """Return the open session, and the number of the chunk; raises MicroBatchError if none is open."""
         if not isinstance(self.session, kind):
             raise MicroBatchError(
@@ -288,10 +285,7 @@ def wrapped(original: Callable[..., Any], kind: type[EngineAdapter]) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
         data = bound["data"]
         # verl's functions for non-tensors in a batch; the DataProto of a legacy actor has none.
-        flags: Any = sys.modules.get("verl.utils.tensordict_utils")
-        batches: Any = sys.modules.get("tensordict")
-        if flags is None or batches is None or not isinstance(data, batches.TensorDictBase):
-            flags = None
+        flags: Any = None if hasattr(data, "meta_info") else sys.modules.get("verl.utils.tensordict_utils")
         if current().is_off:  # an engine reads its batch; a legacy actor asks for the action
             if flags is not None:
                 flags.assign_non_tensor(data, **{_MARK: False})

@@ -32,6 +32,8 @@ from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routers import find
 from npu_replay.routes.routed_experts import narrow_dtype
+from npu_replay.sessions.record import StepRecording
+from npu_replay.sessions.replay import StepReplay
 
 ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _WHAT = "router replay of verl's FSDP engines"
@@ -142,7 +144,7 @@ def _step(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any)
         batch = tensors.BatchForm.of(micro_batch[TOKENS], None, engine.model)
         groups = [] if self.ulysses_parallel_group is None else [self.ulysses_parallel_group]
         layout = functools.partial(layout_of, self, micro_batch, engine.layouts)
-        record = running.recording()
+        record = running.opened(StepRecording)
         dtype = narrow_dtype(engine.model.num_experts)
         output["model_output"][ROUTES] = functions.take(*record, batch, layout, groups, dtype)
     return loss, output
@@ -150,7 +152,7 @@ def _step(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any)
 
 @functions.timed()
 def _give(adapter: FsdpAdapter, micro_batch: Any) -> None:
-    replay, chunk = current().replaying()
+    replay, chunk = current().opened(StepReplay)
     tokens = micro_batch[TOKENS]
     aligned = functions.align_r3_router_replay_data(micro_batch.get(ROUTES, None), tokens)
     mask = None

@@ -91,7 +91,9 @@ def merge_router_topk_indices(
             dynamic = parallel_state.get_dynamic_data_context_parallel_groups(group_size=local_cp_size)
             groups = [parallel_state.get_tensor_model_parallel_group(), dynamic]
     dtype, as_bytes = tensors.wire_dtype(tf_config, keys=current().keeps)
-    merged = take(*current().recording(model, vp_rank), batch, lambda: layout_of(batch), groups, dtype)
+    merged = take(
+        *current().opened(StepRecording, model, vp_rank), batch, lambda: layout_of(batch), groups, dtype
+    )
     mini_layer_topk_idx_list.append(tensors.viewed(merged, torch.uint8) if as_bytes else merged)
 
 
@@ -220,7 +222,7 @@ def set_router_replay_data(
     Shaped [batch, sequence, layers, topk], or jagged, of all decoder layers or the MoE layers; `replay_mask`
     are the rows to replay. Routes that are missing or don't fit are an error at the end of the schedule.
     """
-    replay, chunk = current().replaying(model, vp_rank)
+    replay, chunk = current().opened(StepReplay, model, vp_rank)
     if not replay.labels(chunk):
         return
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -251,19 +250,15 @@ class GivenRoutes:
         return by_key
 
 
-_patterns: dict[int, tuple[weakref.ref[Any], str | None]] = {}
+_PATTERN = "npu_replay_pattern"
+"""The attribute of a TransformerConfig with the pattern of its HybridModel; None for any other model's."""
 
 
 def decoder_of(config: Any) -> DecoderLayers:
     """Return the decoder layers of a TransformerConfig; a HybridModel's by the pattern of its model."""
-    # By id, since a config may be unhashable; the weak reference tells a new object with a reused id.
-    known = _patterns.get(id(config))
-    if known is not None and known[0]() is config:  # searching is slow, and each micro-batch asks
-        return parallel_state.decoder_layers(config, known[1])
-    pattern = hybrid.pattern_of(config)
-    with contextlib.suppress(TypeError):  # it takes no weak reference, so it is searched each time
-        _patterns[id(config)] = weakref.ref(config), pattern
-    return parallel_state.decoder_layers(config, pattern)
+    if not hasattr(config, _PATTERN):  # searching is slow, and each micro-batch asks
+        setattr(config, _PATTERN, hybrid.pattern_of(config))
+    return parallel_state.decoder_layers(config, getattr(config, _PATTERN))
 
 
 def utils() -> Any:

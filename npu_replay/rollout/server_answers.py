@@ -203,7 +203,7 @@ def opened(answer: Any, engine: str, expected: str, *, not_found: str = "") -> A
     )
     refusal = next((words for name in ("error", "detail", "message") if (words := answer.get(name))), None)
     if refusal is not None and not answered:
-        words = _words(refusal)
+        words = refusal.get("message", refusal) if isinstance(refusal, Mapping) else refusal
         raise InvalidRoutes(
             "the server refused the request",
             where=engine,
@@ -213,16 +213,3 @@ def opened(answer: Any, engine: str, expected: str, *, not_found: str = "") -> A
             or "the answer's HTTP status says so too, and wasn't looked at",
         )
     return answer
-
-
-def _words(refusal: Any, depth: int = 2) -> str:
-    """Return the words of a refusal: text, or an object with a message, or a list of these."""
-    if isinstance(refusal, Mapping) and isinstance(
-        message := refusal.get("message", refusal.get("msg")), str
-    ):
-        where = refusal.get("loc")
-        place = ".".join(quoted(part) for part in where[:8]) if isinstance(where, (list, tuple)) else ""
-        return f"{place}: {message[:_SAID]}" if place else message[:_SAID]
-    if isinstance(refusal, list) and depth:
-        return "; ".join(_words(part, depth - 1) for part in refusal[:8])
-    return quoted(refusal, _SAID)

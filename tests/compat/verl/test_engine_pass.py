@@ -13,6 +13,8 @@ from npu_replay import routers
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, EnginePass, current, wrapped
 from npu_replay.errors import ReplayError
+from npu_replay.sessions.record import StepRecording
+from npu_replay.sessions.replay import StepReplay
 from zoo.toys import ROWS, TOPK, ToyModel, ToyRouters, hooks, tokens
 
 
@@ -48,7 +50,7 @@ def record(engine: Engine) -> list[Any]:
         current().set(RECORD)
         with torch.no_grad():
             model(tokens(0))
-        tap, chunk = current().recording(None, 0)
+        tap, chunk = current().opened(StepRecording, None, 0)
         routes.append(tap.take(chunk))
         current().clear()
 
@@ -58,7 +60,7 @@ def record(engine: Engine) -> list[Any]:
 
 def replay(engine: Engine, routes: list[Any]) -> Any:
     def schedule(model: ToyModel) -> None:
-        feed, chunk = current().replaying(None, 0)
+        feed, chunk = current().opened(StepReplay, None, 0)
         feed.give(chunk, routes[0])
         model(tokens(0)).sum().backward()
         current().clear()
