@@ -211,7 +211,7 @@ def test_a_block_replays_experts_that_are_masked_now_beside_a_recording_router_r
     """The inner call has seen the mask, and the block's gathers the scores before it."""
     trainer = build_replayed(VARIANTS["groups_softmax"])
     apart = torch.tensor([0, 7]).expand(BATCH * LENGTH, 4, 2)  # in the first group and in the last
-    routes = [RoutedExperts(ids=apart, layers=[0, 1, 2, 3], num_experts=8)] * 3
+    routes = [RoutedExperts(ids=apart, layers=[0, 1, 2, 3], num_experts=8)] * MICRO_BATCHES
     with npu_replay.replay(trainer.model, routes):
         alone = trainer.run("each")[0]
     with npu_replay.replay(trainer.model, routes):
