@@ -73,9 +73,13 @@ def summary(mode: str, sums: dict[str, int], stack: str = "") -> str:
 
 
 def announce(line: str) -> None:
-    """Log one line at INFO, also in a process that shows warnings only; to stderr where nothing is set up."""
+    """Log a line at INFO, also in a process that shows warnings only; to stderr where no handler shows it."""
     _log.setLevel(logging.INFO)
-    if _log.hasHandlers():
-        _log.info("[npu_replay] %s", line)
-    else:
+    _log.info("[npu_replay] %s", line)
+    logger: logging.Logger | None = _log
+    handlers: list[logging.Handler] = []
+    while logger is not None:
+        handlers += logger.handlers
+        logger = logger.parent if logger.propagate else None
+    if all(handler.level > logging.INFO for handler in handlers):
         sys.stderr.write(f"[npu_replay] {line}\n")

@@ -54,9 +54,11 @@ def test_turns_of_two_models_are_refused() -> None:
 
 WARNINGS = "import logging; logging.basicConfig(level=logging.WARNING, format='%(name)s %(message)s')"
 """They alone are shown."""
+HANDLER = "import logging; logging.basicConfig(); logging.root.handlers[0].setLevel(logging.WARNING)"
+"""It shows no line at INFO."""
 
 
-@pytest.mark.parametrize(("set_up", "before"), [("pass", ""), (WARNINGS, "npu_replay.job ")])
+@pytest.mark.parametrize(("set_up", "before"), [("pass", ""), (WARNINGS, "npu_replay.job "), (HANDLER, "")])
 def test_the_line_for_the_operator_is_seen_once_whatever_logging_is_set_up(set_up: str, before: str) -> None:
     code = f"""
 import io
