@@ -3,6 +3,7 @@
 SUBJECTS = (
     "router",
     "host",
+    "checked",
     "recompute",
     "micro-batch",
     "other-top-k",

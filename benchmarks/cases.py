@@ -68,6 +68,11 @@ def parts(device: torch.device, pairs: int, *, quick: bool) -> Iterator[Part]:
     for routing in host.ROUTINGS:
         measure = functools.partial(_host, routing, some)
         yield Part("host", f"host, {routing}", 1 + 0.45 * (some + 2), measure)
+    for routing in host.ROUTINGS:
+        build_checked = functools.partial(host.checked, routing, Routers, some)
+        yield Part(
+            "checked", f"checked, {routing}", 1 + 0.3 * (some + 2), lambda of=build_checked: _measured(of())
+        )
     yield part("recompute", host.TOKENS, 0.5, 1.0, some, lambda: host.recompute(Routers, some))
     seconds = 0.4 * some
     yield Part(

@@ -62,6 +62,23 @@ def case(routing: str, build: Callable[..., nn.Module], rounds: int) -> Case:
     return Case(f"host, {routing}", TOKENS, ways, rounds, per=ROUTERS, clock=time.process_time, **around)
 
 
+def checked(routing: str, build: Callable[..., nn.Module], rounds: int) -> Case:
+    """Micro-batches 1 and 2 of the same blocks, in which the whole effect is checked."""
+    model, hidden, listed = _recorded(build(ROUTERS, **SMALL, **ROUTINGS[routing]))
+
+    def run() -> None:
+        model(hidden)
+
+    ways = [
+        Way("live", run),
+        Way("record", run, lambda: npu_replay.record(model)),
+        Way("pin_recompute", run, lambda: npu_replay.pin_recompute(model)),
+        Way("replay", run, lambda: npu_replay.replay(model, listed)),
+    ]
+    around = {"before": 1, "repeats": 2, "after": _BEFORE + _TIMED + _AFTER - 3}
+    return Case(f"checked, {routing}", TOKENS, ways, rounds, per=ROUTERS, clock=time.process_time, **around)
+
+
 def waits(way: Way) -> int:
     """Count how often the host waits for the device in micro-batch 6: once for a CPU's check at its end."""
     names = ("aten::_local_scalar_dense", "aten::nonzero")

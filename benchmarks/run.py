@@ -114,6 +114,9 @@ def _words(what: str, about: dict[str, Any], mine: list[Row]) -> Iterator[str]:
             f"{router['num_moe_experts']}; forward with grad, inside an open block"
         ),
         "host": lambda: host.over_least(mine),
+        "checked": lambda: (
+            f"the {host.ROUTERS} routers in micro-batches 1 and 2, whose whole effect is checked"
+        ),
         "recompute": lambda: f"{host.ROUTERS} routers, each in a checkpoint: forward and backward",
         "micro-batch": lambda: "the two hooks of a block on a model of 48 routers, all together",
         "other top-k": lambda: "one of torch's that is no routing",

@@ -86,7 +86,8 @@ class Row:
     """One way at one size, against the first of the same rounds.
 
     Attributes:
-        what: "router" (its forward), "host, ..." (the host's part of it, by routing), "recompute" (forward
+        what: "router" (its forward), "host, ..." (the host's part of it, by routing), "checked, ..." (the
+            same in micro-batches that are checked as a whole), "recompute" (forward
             and backward of checkpointed routers), "micro-batch" (a block's hooks on the model, by the
             routers' forward), "other top-k" (one that is no routing), "wrapper" (a call through one that is
             off), "gather" (routes into a rank's rows), "decode" (an engine's answer into routes), "step"
