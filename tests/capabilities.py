@@ -115,6 +115,10 @@ CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
         ),
         "layer_number": Capability("`RouterReplay.layer_number`", _numbers_its_instances),
         "router_replay": Capability("`TopKRouter.router_replay`, by the flag", _gives_routers_a_replay),
+        "topk_function": Capability(
+            "`topk_routing_with_score_function(router_replay=)`",
+            _takes(f"{MOE}.moe_utils", "topk_routing_with_score_function", "router_replay"),
+        ),
         "upstream_model": Capability(
             "a whole model recorded and replayed by `RouterReplay` alone, recompute by REPLAY_BACKWARD",
             _has(REPLAY, "RouterReplay"),

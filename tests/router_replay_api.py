@@ -22,6 +22,8 @@ class UpstreamApi:
     """The class RouterReplay."""
     action: Any
     """The enum RouterReplayAction."""
+    topk_routing: Any
+    """topk_routing_with_score_function."""
 
     def new(self, action: str | None = None, ids: torch.Tensor | None = None) -> Any:
         """An instance of its own, with this action and these ids as its target."""
@@ -40,7 +42,10 @@ class UpstreamApi:
 def upstream_api() -> Iterator[UpstreamApi]:
     """The API with no instance before, and none left after."""
     module = import_module(MODULE)
-    api = UpstreamApi(module.RouterReplay, module.RouterReplayAction)
+    functions = import_module("megatron.core.transformer.moe.moe_utils")
+    api = UpstreamApi(
+        module.RouterReplay, module.RouterReplayAction, functions.topk_routing_with_score_function
+    )
     api.replay.clear_global_router_replay_instances()
     try:
         yield api

@@ -316,7 +316,10 @@ class Asked(Call):
         if self._compares:
             self.own()
         before = unfilled(scores, self.fills, topk, self.plan.leaves) if self.plan.is_given else scores
-        return self.replay.get_replay_topk(before, topk, *self._groups, own)  # type: ignore[no-any-return]
+        values, ids = self.replay.get_replay_topk(before, topk, *self._groups, own)
+        if isinstance(outer, Asked) and outer.replay is self.replay:
+            outer.answered(ids, "inner")  # the routing that armed the outer call is answered, too
+        return values, ids
 
     def note(self, ids: torch.Tensor) -> None:
         """Have the choice of a fused call recorded."""
@@ -342,12 +345,22 @@ def asking(call: Asked, *, fused: bool = False) -> Iterator[None]:
         if kernel is not None:
             kernel.remove()
     if call.ids is None and action_of(call.replay) is not None:
-        raise NoEffect(
+        raise no_top_k(
             "RouterReplay has an action, and this router calls no top-k that could ask it",
-            expected=f"a top-{call.plan.topk} over {call.plan.num_experts} experts",
-            got=", ".join(dict.fromkeys(call.seen)) or "nothing",
-            cause="a selection that is made without torch.topk: by a hash, by a kernel, or in turn",
+            call,
+            "a selection that is made without torch.topk: by a hash, by a kernel, or in turn",
         )
+
+
+def no_top_k(problem: str, call: Asked, cause: str, where: str = "") -> NoEffect:
+    """Return the error for a call of a router in which no top-k asked."""
+    return NoEffect(
+        problem,
+        where=where,
+        expected=f"a top-{call.plan.topk} over {call.plan.num_experts} experts",
+        got=", ".join(dict.fromkeys(call.seen)) or "nothing",
+        cause=cause,
+    )
 
 
 def _everyone() -> list[MegatronRouterReplay]:

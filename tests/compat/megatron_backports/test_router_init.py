@@ -223,12 +223,11 @@ def test_a_block_replays_experts_that_are_masked_now_beside_a_recording_router_r
 
 def of_0_16(self: Any, logits: torch.Tensor, *_: Any, **__: Any) -> Any:
     """A routing as a framework writes it against 0.16."""
-    scores = logits.view(-1, 8)
-    values, ids = self.router_replay.get_replay_topk(
-        scores, self.topk, default_compute_topk=lambda scores, topk, **_: torch.topk(scores, topk, dim=1)
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    return topk_routing_with_score_function(
+        logits.view(-1, 8), self.topk, score_function="softmax", router_replay=self.router_replay
     )
-    probs = torch.zeros_like(scores).scatter(1, ids, values.softmax(dim=-1))
-    return probs, torch.zeros_like(scores, dtype=torch.bool).scatter(1, ids, True)
 
 
 def by_its_class(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -130,8 +130,12 @@ def test_a_frameworks_replay_is_asked_without_an_action_whatever_its_files_name_
     assert not is_idle(Own())
 
 
-def test_a_routing_that_asks_by_itself_needs_no_top_k() -> None:
-    """One that was written for 0.16 asks inside the router's call."""
+def test_an_ask_inside_an_ask_of_the_same_replay_answers_both() -> None:
+    """A routing that was written for 0.16 asks by itself, inside the router's call."""
     replay = replaying(ids([3, 2], [3, 2]))
+    with asking(asked(replay)):
+        with asking(asked(replay)):
+            assert top(2) == [[3, 2], [3, 2]]
+        assert top(2) == [[1, 3], [0, 2]]
     with asking(asked(replay)):
         assert replay.get_replay_topk(SCORES, 2)[1].tolist() == [[3, 2], [3, 2]]
