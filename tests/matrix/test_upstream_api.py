@@ -6,9 +6,9 @@ What upstream's own six tests ask is asked here, and what they leave out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
