@@ -20,6 +20,7 @@ from npu_replay.compat import probe, torch_npu
 from npu_replay.compat.mindspeed import adaptors
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.probe import Capability
+from npu_replay.compat.vllm_ascend import plugin
 from npu_replay.devices import ACCELERATORS
 from npu_replay.doctor import self_test
 from npu_replay.doctor.report import Report, report
@@ -144,6 +145,8 @@ def diagnose(*, imports: bool = False) -> Diagnosis:
         put(_TRANSFORMERS, _try(__name__, _QWEN), (_QWEN,))
     # The capabilities without which replay fails; other missing ones only affect what needs them.
     decisive = {*_PRODUCTS, "CPU", *(kind.upper() for kind in _ACCELERATORS)}
+    if plugin.wanted():
+        decisive.add(plugin.CAPABILITY)
     every = tuple(capabilities.values())
     faults = [
         capability

@@ -146,6 +146,19 @@ def test_one_framework_is_enough_and_a_broken_extra_is_no_fault(
     assert (told.exit_code, json.loads(told.stdout)["works"]) == (1, False)
 
 
+def test_a_capture_that_is_asked_for_and_cannot_work_is_a_fault(
+    machine: dict[str, Product], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine["vllm"] = Product("vllm", True, "0.18.0")
+    machine["vllm-ascend"] = Product("vllm-ascend", True, "0.18.0rc1")
+    assert problems() == []
+    monkeypatch.setenv("NPU_REPLAY_VLLM_ASCEND", "on")
+    monkeypatch.setenv("NPU_REPLAY_AUTOLOAD", "off")
+    (fault,) = diagnose().faults
+    assert (fault.name, fault.state) == ("capture on vllm-ascend", "broken")
+    assert invoke("doctor").exit_code == 1
+
+
 EINOPS = "doesn't import: No module named 'einops'"
 MEGATRONS = "megatron-core 0.12.1 doesn't import: No module named 'einops'"
 
