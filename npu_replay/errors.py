@@ -126,6 +126,7 @@ RECUT = (
     "the update cuts the batch into other micro-batches than the pass that recorded: collect() returns the "
     "routes of whole sequences, and TokenLayout.gather lays them out again"
 )
+OTHER_ORDER = "micro-batches in another order than their routes (a shuffle, dynamic batches)"
 EXTRA = "an evaluation or a reference pass inside the block, which belongs outside"
 LEFT_OUT = "a micro-batch before it was left out, and the block wasn't told by session.skip()"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from npu_replay.errors import EXTRA, LEFT_OUT, RECUT, MicroBatchError, likeliest, micro_batch
+from npu_replay.errors import EXTRA, LEFT_OUT, OTHER_ORDER, RECUT, MicroBatchError, likeliest, micro_batch
 from npu_replay.routes.inputs import Called, Inputs, find_other_order, find_other_padding
 from npu_replay.routes.routed_experts import RoutedExperts
 
@@ -61,7 +61,7 @@ class InputCheck:
                 if inputs_there and inputs_there.differing(called) == []
             ]
             causes = [
-                "micro-batches in another order than their routes (a shuffle, dynamic batches)",
+                OTHER_ORDER,
                 RECUT,
                 "padding on another side, to another length or with other ids",
                 LEFT_OUT,
@@ -72,6 +72,9 @@ class InputCheck:
                 causes.remove(EXTRA)
                 again = f"the tokens of {micro_batch(others[-1])} came a second time: {EXTRA}"
                 causes.insert(0, f"{again} (by a policy whose adapter is off, say)")
+            if others[:1] == [number + 1]:
+                causes.remove(LEFT_OUT)
+                causes.insert(0, LEFT_OUT)
             raise MicroBatchError(
                 "the model was called with other tokens than those that the routes belong to".replace(
                     "tokens", " and ".join(differing)

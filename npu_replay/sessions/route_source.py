@@ -11,6 +11,7 @@ from torch import nn
 from npu_replay.errors import (
     EXTRA,
     LEFT_OUT,
+    OTHER_ORDER,
     RECUT,
     MicroBatchError,
     RouterError,
@@ -153,7 +154,7 @@ class RouteSource:
         if self.timeline.had_grad and not forward.grad:
             why = "this forward runs without grad, earlier ones of the block had it"
             return likeliest(f"{EXTRA} ({why})", RECUT, laid_out)
-        return likeliest(RECUT, laid_out, _RESPONSE, LEFT_OUT, EXTRA)
+        return likeliest(RECUT, OTHER_ORDER, laid_out, _RESPONSE, LEFT_OUT, EXTRA)
 
 
 class DeviceRoutes:
