@@ -285,7 +285,10 @@ def wrapped(original: Callable[..., Any], kind: type[EngineAdapter]) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
         data = bound["data"]
         # verl's functions for non-tensors in a batch; the DataProto of a legacy actor has none.
-        flags: Any = None if hasattr(data, "meta_info") else sys.modules.get("verl.utils.tensordict_utils")
+        flags: Any = sys.modules.get("verl.utils.tensordict_utils")
+        batches: Any = sys.modules.get("tensordict")
+        if flags is None or batches is None or not isinstance(data, batches.TensorDictBase):
+            flags = None
         if current().is_off:  # an engine reads its batch; a legacy actor asks for the action
             if flags is not None:
                 flags.assign_non_tensor(data, **{_MARK: False})
