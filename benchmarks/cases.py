@@ -69,10 +69,8 @@ def parts(device: torch.device, pairs: int, *, quick: bool) -> Iterator[Part]:
         measure = functools.partial(_host, routing, some)
         yield Part("host", f"host, {routing}", 1 + 0.45 * (some + 2), measure)
     for routing in host.ROUTINGS:
-        build_checked = functools.partial(host.checked, routing, Routers, some)
-        yield Part(
-            "checked", f"checked, {routing}", 1 + 0.3 * (some + 2), lambda of=build_checked: _measured(of())
-        )
+        measure = functools.partial(_checked, routing, some)
+        yield Part("checked", f"checked, {routing}", 1 + 0.3 * (some + 2), measure)
     yield part("recompute", host.TOKENS, 0.5, 1.0, some, lambda: host.recompute(Routers, some))
     seconds = 0.4 * some
     yield Part(
@@ -109,6 +107,10 @@ def _host(routing: str, rounds: int) -> Iterable[Row]:
     case = host.case(routing, Routers, rounds)
     measured = zip(_measured(case), case.ways, strict=True)
     return [replace(row, waits=host.waits(way)) for row, way in measured]
+
+
+def _checked(routing: str, rounds: int) -> Iterable[Row]:
+    return _measured(host.checked(routing, Routers, rounds))
 
 
 def _measured(case: Case) -> Iterable[Row]:

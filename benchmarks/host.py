@@ -69,12 +69,7 @@ def checked(routing: str, build: Callable[..., nn.Module], rounds: int) -> Case:
     def run() -> None:
         model(hidden)
 
-    ways = [
-        Way("live", run),
-        Way("record", run, lambda: npu_replay.record(model)),
-        Way("pin_recompute", run, lambda: npu_replay.pin_recompute(model)),
-        Way("replay", run, lambda: npu_replay.replay(model, listed)),
-    ]
+    ways = [Way("live", run), *(Way(name, run, block) for name, block in _blocks(model, listed).items())]
     around = {"before": 1, "repeats": 2, "after": _BEFORE + _TIMED + _AFTER - 3}
     return Case(f"checked, {routing}", TOKENS, ways, rounds, per=ROUTERS, clock=time.process_time, **around)
 
@@ -115,11 +110,7 @@ def recompute(build: Callable[..., nn.Module], rounds: int) -> Case:
 def micro_batch(build: Callable[..., nn.Module], rounds: int) -> dict[str, list[float]]:
     """Microseconds of a block's two hooks on the model, in micro-batches 5, 6 and 7 of 48 routers."""
     model, hidden, listed = _recorded(build(2 * ROUTERS, **SMALL))
-    blocks: dict[str, Callable[[], Any]] = {
-        "record": lambda: npu_replay.record(model),
-        "pin_recompute": lambda: npu_replay.pin_recompute(model),
-        "replay": lambda: npu_replay.replay(model, listed),
-    }
+    blocks = _blocks(model, listed)
     times: dict[str, list[float]] = {"the 48 routers, live": [], **{name: [] for name in blocks}}
     for _ in range(rounds):
         started = time.process_time()
@@ -133,6 +124,14 @@ def micro_batch(build: Callable[..., nn.Module], rounds: int) -> dict[str, list[
             timed = slice(2 * _BEFORE, 2 * (_BEFORE + _TIMED))  # a micro-batch begins and ends
             times[name].append(1e6 * sum(spent[timed]) / _TIMED)
     return times
+
+
+def _blocks(model: nn.Module, listed: list[RoutedExperts]) -> dict[str, Callable[[], Any]]:
+    return {
+        "record": lambda: npu_replay.record(model),
+        "pin_recompute": lambda: npu_replay.pin_recompute(model),
+        "replay": lambda: npu_replay.replay(model, listed),
+    }
 
 
 def _recorded(model: nn.Module) -> tuple[nn.Module, torch.Tensor, list[RoutedExperts]]:

@@ -87,13 +87,13 @@ class Row:
 
     Attributes:
         what: "router" (its forward), "host, ..." (the host's part of it, by routing), "checked, ..." (the
-            same in micro-batches that are checked as a whole), "recompute" (forward
-            and backward of checkpointed routers), "micro-batch" (a block's hooks on the model, by the
-            routers' forward), "other top-k" (one that is no routing), "wrapper" (a call through one that is
-            off), "gather" (routes into a rank's rows), "decode" (an engine's answer into routes), "step"
-            (forward and backward of a model), "open and close" (a block, by a walk of the modules),
-            "inputs" (the tokens of a micro-batch, by its forward), "overlap" (a first micro-batch, judged)
-            or "import" (in a new process).
+            same in micro-batches that are checked as a whole), "recompute" (forward and backward of
+            checkpointed routers), "micro-batch" (a block's hooks on the model, by the routers' forward),
+            "other top-k" (one that is no routing), "wrapper" (a call through one that is off), "gather"
+            (routes into a rank's rows), "decode" (an engine's answer into routes), "step" (forward and
+            backward of a model), "open and close" (a block, by a walk of the modules), "inputs" (the tokens
+            of a micro-batch, by its forward), "overlap" (a first micro-batch, judged) or "import" (in a new
+            process).
         tokens: 0 where it doesn't depend on them.
         microseconds: median time of one call.
         ratio: median of the rounds' ratios to the first way, with its quartiles.

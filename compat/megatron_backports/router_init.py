@@ -17,7 +17,6 @@ import importlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -178,7 +177,7 @@ class RouterMethods:
         finally:
             if plan.way != call.way:
                 # Once the guard has caught the top-k, the function mode stays off.
-                self._plans[key] = replace(plan, way=call.way)
+                self._plans[key] = call.learned()
 
     def _compares(self) -> bool:
         """Return whether an aux loss follows the ids of the call, and has to be given the live ones."""

@@ -74,7 +74,8 @@ def summary(mode: str, sums: dict[str, int], stack: str = "") -> str:
 
 def announce(line: str) -> None:
     """Log a line at INFO, also in a process that shows warnings only; to stderr where no handler shows it."""
-    _log.setLevel(logging.INFO)
+    if not _log.isEnabledFor(logging.INFO):
+        _log.setLevel(logging.INFO)
     _log.info("[npu_replay] %s", line)
     logger: logging.Logger | None = _log
     handlers: list[logging.Handler] = []

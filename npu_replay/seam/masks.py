@@ -41,7 +41,7 @@ def unmasked(
     if mask is None:
         return scores.gather(1, ids)
     unfilled = before.gather(1, ids)
-    if leaves >= topk and len(fills) == 1:
+    if _leaves_enough(fills, topk, leaves):
         return unfilled
     return torch.where(_keeps_fill(mask, scores, topk), scores.gather(1, ids), unfilled)
 
@@ -49,9 +49,14 @@ def unmasked(
 def unfilled(scores: torch.Tensor, fills: Sequence[Fill], topk: int, leaves: int = 0) -> torch.Tensor:
     """Return the scores of all experts as `unmasked` does, [rows, experts]."""
     before, mask = before_fills(scores, fills)
-    if mask is None or (leaves >= topk and len(fills) == 1):
+    if mask is None or _leaves_enough(fills, topk, leaves):
         return before
     return torch.where(_keeps_fill(mask, scores, topk), scores, before)
+
+
+def _leaves_enough(fills: Sequence[Fill], topk: int, leaves: int) -> bool:
+    """Return whether the router's own fill leaves each row its top-k, so that no row keeps its fill."""
+    return leaves >= topk and len(fills) == 1
 
 
 def _keeps_fill(mask: torch.Tensor, scores: torch.Tensor, topk: int) -> torch.Tensor:

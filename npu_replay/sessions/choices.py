@@ -24,7 +24,7 @@ def given_ids(call: Call) -> torch.Tensor:
     missing = on_device.missing
     ids = on_device.by_layer[calls.label].long()
     if call.micro_batch.compares and shared.own is not None:
-        shared.own.compare(call, on_device)
+        shared.own.compare(call, ids, on_device)
     if missing is not None:  # never in place: layers may share their storage
         ids = ids.index_copy(0, missing, call.own(missing))
     return ids

@@ -95,19 +95,20 @@ class OwnChoice:
         if (losses := router.aux_losses) is not None and losses.follow_the_call_of(router.module):
             call.own()
 
-    def compare(self, call: Call, routes: Given) -> None:
-        """Compare the given ids with the router's own choice; rows without a route don't count."""
+    def compare(self, call: Call, ids: torch.Tensor, routes: Given) -> None:
+        """Compare the ids of these routes, int64 [rows, topk], with the router's own choice.
+
+        Rows without a route don't count.
+        """
         self.count_in(call)
-        label = call.owner.label
         if self._is_compared:
-            ids = routes.by_layer[label].long()
             differ = (ids.sort(dim=1).values != call.own().sort(dim=1).values).any(dim=1)
             if routes.missing is not None:
                 differ[routes.missing] = False
             rows = len(differ) - (0 if routes.missing is None else len(routes.missing))
             self._running.append((differ, rows))
         if self._overlap.asked_in is call.micro_batch:
-            self._overlap.add(label, routes, call.own())
+            self._overlap.add(call.owner.label, routes, call.own())
 
     def ends(self, chunk: int, forward: MicroBatch | None, device_routes: DeviceRoutes | None) -> None:
         """Count and judge the calls of a forward, None if it raised; MicroBatchError for a low overlap."""
