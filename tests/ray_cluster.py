@@ -25,6 +25,7 @@ from npu_replay.compat.ray import RayCarrier
 from npu_replay.errors import InvalidRoutes
 
 STORE = 120 * 2**20
+STARTED_AFTER = 300.0  # seconds at most: each process imports torch, on a machine that may run other tests
 LAYERS = 48
 TOPK = 8
 EXPERTS = 128
@@ -97,6 +98,7 @@ class Machine:
         ray.init(address=self.cluster.address, log_to_driver=False)
         self.places = [(rank // 4, rank // 2 % 2) for rank in range(8)]  # (pp, dp)
         self.ranks = [self.on("ab"[rank // 4], Rank, pp) for rank, (pp, _) in enumerate(self.places)]
+        ray.get([rank.__ray_ready__.remote() for rank in self.ranks], timeout=STARTED_AFTER)
 
     @staticmethod
     def on(node: str, actor: Any, *args: Any) -> Any:
@@ -158,8 +160,13 @@ class Machine:
 
 def _shared_memory(pid: int) -> int:
     """Bytes of the shared files of a process that have pages."""
-    files = {os.stat(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if "/plasma" in os.readlink(fd)}
-    return sum({one.st_ino: one.st_blocks * 512 for one in files}.values())
+    files = {}
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            if "/plasma" in os.readlink(descriptor):
+                status = os.stat(descriptor)
+                files[status.st_ino] = status.st_blocks * 512
+    return sum(files.values())
 
 
 @contextlib.contextmanager

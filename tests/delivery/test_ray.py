@@ -27,7 +27,7 @@ WHOLE = ray_cluster.WHOLE
 made = ray_cluster.made
 digest = ray_cluster.digest
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 TOKENS = 8192
 SAMPLES = 16
 LARGE = 1700  # tokens: 0.65 MB
@@ -42,7 +42,9 @@ def machine() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def putters(machine: Any) -> list[Any]:
-    return [machine.on(node, ray_cluster.Putter) for node in "ab"]
+    started = [machine.on(node, ray_cluster.Putter) for node in "ab"]
+    ray.get([putter.__ray_ready__.remote() for putter in started], timeout=ray_cluster.STARTED_AFTER)
+    return started
 
 
 def put(putters: list[Any], first: int, tokens: int = TOKENS, samples: int = SAMPLES) -> list[Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import npu_replay
-from zoo.gpt import VARIANTS, build, hooks, perturbed, routers, same
+from zoo.gpt import MICRO_BATCHES, VARIANTS, build, hooks, perturbed, routers, same
 from zoo.outcome import random_routes
 
 pytestmark = [
@@ -43,7 +43,8 @@ def test_record_and_replay_are_bit_equal_and_recompute_finds_its_own(
         trainer.run("sum")
     if "capacity" not in variant:  # which drops some of them
         assert npu_replay.compare(seen.shown, recording.routes).differing == 0
-    routes = random_routes([24] * 3, [router.label for router in routers(trainer.model)], 8, 2, seed=5)
+    labels = [router.label for router in routers(trainer.model)]
+    routes = random_routes([24] * MICRO_BATCHES, labels, 8, 2, seed=5)
     plain = build(VARIANTS[variant])
     with npu_replay.replay(plain.model, routes):
         expected = plain.run("sum")
