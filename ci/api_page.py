@@ -24,7 +24,10 @@ MADE_BY_BLOCKS = {"Recording", "Replay", "Pinning", "Observation", "Following"}
 
 
 def signatures() -> str:
-    """Those of all names in the page's tables, in their order, without types: `help` has these."""
+    """Those of all names in the page's tables, in their order, without types, which `help` has.
+
+    The tables describe the names; a method's line is followed by what its docstring says first.
+    """
     page = PAGES[0].read_text(encoding="utf-8")
     return "\n".join(line for name in re.findall(r"(?m)^\| `([\w.]*\w)` \|", page) for line in lines(name))
 
@@ -35,7 +38,11 @@ def lines(name: str) -> list[str]:
         return []
     own = [] if name in MADE_BY_BLOCKS else [called(name, found)]
     members = site_pages.MEMBERS[name].split(", ") if name in site_pages.MEMBERS else []
-    return own + [called(f"{name}.{member}", getattr(found, member)) for member in members]
+    for member in members:
+        method = getattr(found, member)
+        first, *_ = inspect.getdoc(method).splitlines()
+        own += [called(f"{name}.{member}", method), f"    {first}"]
+    return own
 
 
 def called(name: str, found: Any) -> str:

@@ -147,6 +147,9 @@ def engine_lines(device: str, verl: Path) -> list[str]:
     if device == "npu":
         chosen.append(f"{ENV}.NPU_REPLAY_VLLM_ASCEND=on")  # a word: Ray refuses the number that 1 would be
         chosen += [f"{ENV}.{AUTOLOAD}=on"] * autoload_is_off()  # else vLLM's entry point does nothing
+        allowed = os.environ.get("VLLM_PLUGINS")
+        if allowed is not None and "npu_replay" not in allowed.split(","):  # vLLM loads those that it names
+            chosen.append(f"{ENV}.VLLM_PLUGINS={listed([allowed, 'npu_replay'])}")
     return chosen
 
 
@@ -168,9 +171,13 @@ def module_lines(verl: Path) -> list[str]:
     plugins = {plugin.name for plugin in metadata.entry_points(group="verl.plugins")}  # a clone has none
     if asks_plugins(verl) and is_allowed and "npu_replay" in plugins:
         return []
-    modules = [*filter(None, os.environ.get(MODULES, "").split(","))]
-    value = ",".join(dict.fromkeys([*modules, "npu_replay"]))
-    return [f"{ENV}.{MODULES}=" + (f"'{value}'" if "," in value else value)]  # Hydra splits at a bare comma
+    return [f"{ENV}.{MODULES}={listed([os.environ.get(MODULES, ''), 'npu_replay'])}"]
+
+
+def listed(lists: list[str]) -> str:
+    """Join lists with commas between the names, each name once."""
+    value = ",".join(dict.fromkeys(filter(None, ",".join(lists).split(","))))
+    return f"'{value}'" if "," in value else value  # Hydra splits at a bare comma
 
 
 def tag() -> str:

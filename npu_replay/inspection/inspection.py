@@ -20,7 +20,7 @@ from npu_replay.rollout import payloads, server_answers
 from npu_replay.rollout.admit import admit
 from npu_replay.rollout.envelope import of_choice
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.release_rules import Source
+from npu_replay.rollout.release_rules import Fault, Source, Symptom
 from npu_replay.routes.atomic_file import plain_file
 from npu_replay.routes.checks import Array
 from npu_replay.routes.fingerprint import find_other_tokens, fingerprint
@@ -39,6 +39,11 @@ _MOST_TOKENS = 1 << 23  # limit where only the number of tokens is known
 _NO_MODEL = "layers and experts against the model: give --config"
 _NO_IDS = "its tokens: give the ids (--prompt-ids, --output-ids)"
 _NO_TOKENS = "rows and layers that are alike for other tokens: give the ids (--prompt-ids, --output-ids)"
+_PADDED = Fault(
+    Symptom.ZERO_ROWS,
+    cause="padding, or tokens that the engine didn't run. RoutedExperts(recorded=) says which rows have a "
+    "route",
+)
 
 
 def inspect(
@@ -219,10 +224,10 @@ class _Reader:
     # What an engine made
 
     def add_array(self, npy: bytes) -> None:
-        """Add rows without an answer around them, [rows, columns, topk]."""
+        """Add rows without an answer around them, [rows, columns, topk]; the last token's may be -1."""
         self.refuse_sample()
         model, tokens = self.needed_model(), self.tokens()
-        source = Source(engine=str(self.path))
+        source = Source(engine=str(self.path), faults=(_PADDED,))
         self.findings.what = "an .npy array"
         if self.engine is not None:
             decoder = vllm if self.engine == "vllm" else sglang
@@ -231,6 +236,10 @@ class _Reader:
 
         def routes() -> RoutedExperts:
             rows = payloads.from_npy(npy, source=source, most=len(npy))
+            if len(rows) and (rows[-1] == -1).all():
+                rows = rows[:-1]
+            if tokens is None:
+                self.findings.what += " with the rows of all tokens but the last, which no engine runs"
             # Unknown tokens all get one id, so that equal rows are no fault.
             ids = np.zeros(self.start + len(rows) + 1, np.int64) if tokens is None else tokens
             return admit(rows, model=model, tokens=ids, source=source, start=self.start)

@@ -158,10 +158,11 @@ def common(versions: Iterable[int | str | None]) -> int | str | None:
 
 def known_of_all(parts: Collection[Any]) -> dict[str, Any]:
     """Return the fields that several parts have together."""
+    chosen = {part.from_engine for part in parts}
     return {
         "weight_version": common(part.weight_version for part in parts),
         "constant_layers_ok": all(part.constant_layers_ok for part in parts),
-        "from_engine": any(part.from_engine for part in parts),
+        "from_engine": True if True in chosen else None if None in chosen else False,
         "made_at": min((part.made_at for part in parts), default=0.0),
     }
 

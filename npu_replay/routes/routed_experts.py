@@ -78,7 +78,9 @@ class RoutedExperts:
         weight_version: the weights that chose, if known.
         constant_layers_ok: `load` accepts a layer that is the same in all rows: the trainer's own routers
             chose so, or the tokens explain it.
-        from_engine: a rollout engine chose; `replay` compares the rows with the routers' own choice.
+        from_engine: True if a rollout engine chose: `replay` refuses rows that are far from the routers' own
+            choice. False if the trainer's routers chose, as `record` sets it. None, of rows made by hand:
+            `replay` logs one WARNING if they are far from it.
         copy: False keeps the array where that is possible. Nothing may write to it afterwards.
 
     >>> ids = np.array([[[0, 3], [1, 2]], [[2, 1], [0, 1]], [[-1, -1], [-1, -1]]])
@@ -107,7 +109,7 @@ class RoutedExperts:
     fingerprint: int | None = field(init=False)
     weight_version: int | str | None = field(init=False)
     constant_layers_ok: bool = field(init=False)
-    from_engine: bool = field(init=False)
+    from_engine: bool | None = field(init=False)
 
     placement: Placement = field(default=Placement(), init=False)
     """Where the rows of a micro-batch lie. A pickle carries it; bytes and files carry its `row_order`,
@@ -131,7 +133,7 @@ class RoutedExperts:
         fingerprint: int | None = None,
         weight_version: int | str | None = None,
         constant_layers_ok: bool = False,
-        from_engine: bool = False,
+        from_engine: bool | None = None,
         copy: bool = True,
     ) -> None:
         wide = arguments.ids(ids)
@@ -291,7 +293,14 @@ class RoutedExperts:
         tokens = whole_number(tokens, "number of tokens", least=0, most=checks.MAX_TOKENS, kind=InvalidRoutes)
         ids = torch.zeros(tokens, len(labels), topk, dtype=narrow_dtype(num_experts))
         none = torch.zeros(tokens, dtype=torch.bool)
-        return cls(ids=ids, layers=labels, num_experts=num_experts, recorded=none, constant_layers_ok=True)
+        return cls(
+            ids=ids,
+            layers=labels,
+            num_experts=num_experts,
+            recorded=none,
+            constant_layers_ok=True,
+            from_engine=False,
+        )
 
     def only(self, layers: Sequence[int]) -> RoutedExperts:
         """Return the routes of these decoder layers, ascending.

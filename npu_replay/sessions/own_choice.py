@@ -173,10 +173,11 @@ class OverlapCheck:
         # Tensors inside torch.func.grad have no memory that numpy could read.
         if device_routes is None or self._least == 0 or torch._C._functorch.maybe_current_level() is not None:
             return
-        refuses = self._judges_all or device_routes.routes.from_engine
+        chosen_by_engine = device_routes.routes.from_engine
+        refuses = self._judges_all or bool(chosen_by_engine)
         # An engine's first rows are judged before an optimizer steps, however few a micro-batch has.
         begins = refuses and forward.chunk not in self._judged
-        if begins or (forward.checked and (refuses or not is_known)):
+        if begins or (forward.checked and (refuses or not is_known or chosen_by_engine is None)):
             self.asked_in = forward
             self._moved = weights_moved(module, device_routes.routes.made_at, grad=forward.grad)
 
@@ -227,8 +228,8 @@ class OverlapCheck:
             self._warned = True
             logger.warning(
                 "[npu_replay] %s: the routers would choose %.0f %% of the given experts for these tokens, "
-                "and chance gives %.0f %%. The routes may be of another micro-batch, or rows in another "
-                "order: they don't say which tokens they belong to (RoutedExperts(fingerprint=)). "
+                "and chance gives %.0f %%. Rows may be in another order, or moved by some, or the routes of "
+                "another micro-batch if they have no fingerprint (RoutedExperts(fingerprint=)). "
                 "from_engine=True makes this an error; min_overlap=0 switches it off, for routes that are "
                 "random on purpose",
                 *(error.where, 100 * misfit.got, 100 * misfit.chance),

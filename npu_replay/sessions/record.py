@@ -166,6 +166,7 @@ def micro_batch_routes(
         num_experts=experts,
         recorded=recorded,
         constant_layers_ok=True,
+        from_engine=False,
         copy=False,
     )
     gone = {label: lost[label].cpu() for label in by_layer if label in lost}

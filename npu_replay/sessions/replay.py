@@ -165,8 +165,8 @@ class ListedRoutes(RouteSource):
                 expected=f"{len(self.routes)} forwards in this block",
                 got=f"forward number {forward.number + 1}",
                 cause=likeliest(
-                    "a second epoch over the same batch: replay(model, routes * 2)",
                     RECUT,
+                    "a second epoch over the same batch: replay(model, routes * 2)",
                     EXTRA,
                     "a block that was opened without `with` and never left: npu_replay.report() names it",
                 ),

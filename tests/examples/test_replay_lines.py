@@ -90,6 +90,19 @@ def test_modules_that_the_image_imports_are_kept(there: str, value: str, tmp_pat
     assert f"{MODULES}={value}" in told.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("there", "value"), [("ascend", "'ascend,npu_replay'"), ("", "npu_replay"), ("ascend,npu_replay", "")]
+)
+def test_a_list_of_vllms_plugins_gets_npu_replay(there: str, value: str, tmp_path: Path) -> None:
+    """vLLM loads what the list names, and all where there is no list."""
+    folder = image_lines.made(V091, tmp_path)
+    asked = ("--words", "R3", "megatron", "npu")
+    told = image_lines.printed(folder, *asked, VLLM_PLUGINS=there).splitlines()
+    assert [line for line in told if "VLLM_PLUGINS" in line] == [f"{ENV}.VLLM_PLUGINS={value}"] * bool(value)
+    assert "VLLM_PLUGINS" not in image_lines.printed(folder, *asked)
+    assert "VLLM_PLUGINS" not in image_lines.printed(folder, *asked[:3], "cuda", VLLM_PLUGINS=there)
+
+
 def test_an_installed_npu_replay_needs_no_module(tmp_path: Path) -> None:
     """verl finds it by its entry points from 0.9 on, unless they are switched off; a clone has none."""
     asked = ("--words", "R3", "megatron", "npu")

@@ -366,6 +366,21 @@ def test_routes_of_ours(desk: Desk) -> None:
         desk.look(routes, prompt_ids=every)
 
 
+def test_an_array_may_have_a_row_of_the_last_token_and_says_how_it_counts(desk: Desk) -> None:
+    """A token's row that has no route is -1: of the last it stands for nothing, of another it is a fault."""
+    rows = desk.rows.astype(np.int16)
+    whole = np.concatenate([rows, np.full_like(rows[:1], -1)])
+    without = desk.look(rows)
+    assert "all tokens but the last, which no engine runs" in without.what
+    again = desk.look(whole)
+    assert again.good
+    assert again.layers == without.layers
+    whole[2] = -1
+    said = desk.refusal(whole)
+    assert "first in row 2, the last in row 2" in said
+    assert "RoutedExperts(recorded=)" in said
+
+
 @pytest.mark.parametrize("form", ["npy", "bytes", "file"])
 def test_damage_and_a_sample_of_one_sequence_are_refused(desk: Desk, form: str) -> None:
     """A number that is meant for another file would be left aside in silence."""

@@ -143,8 +143,8 @@ def test_that_layers_may_be_constant_and_that_an_engine_chose_stays_known(way: s
     again = do(way, favourite(constant_layers_ok=True))
     assert again.constant_layers_ok
     assert RoutedExperts.from_bytes(again.to_bytes()) == again
-    assert not again.from_engine
-    assert do(way, favourite(constant_layers_ok=True, from_engine=True)).from_engine
+    for chosen in (None, False, True):
+        assert do(way, favourite(constant_layers_ok=True, from_engine=chosen)).from_engine is chosen
     if way in FORMS:  # no way says it by itself
         with pytest.raises(InvalidRoutes, match="layer 3: all"):
             do(way, favourite())
@@ -168,13 +168,14 @@ def test_of_other_rows_nothing_is_known_of_a_micro_batch(way: str, do: Any) -> N
     assert vars(again.placement) == vars(Placement())
 
 
-@pytest.mark.parametrize("marks", [(True, False), (False, True)])
-def test_parts_are_together_what_each_of_them_is(marks: tuple[bool, bool]) -> None:
-    """Constant layers are right where they are in all, and an engine chose where it chose one."""
-    wholes = [favourite(constant_layers_ok=mark, from_engine=mark) for mark in marks]
+@pytest.mark.parametrize("marks", [(True, False), (False, True), (False, None), (None, True), (False, False)])
+def test_parts_are_together_what_each_of_them_is(marks: tuple[bool | None, ...]) -> None:
+    """Constant layers are right where they are in all; who chose is as for the part that is judged most."""
+    wholes = [favourite(constant_layers_ok=bool(mark), from_engine=mark) for mark in marks]
     parts = [one.only([layer]) for one, layer in zip(wholes, LAYERS, strict=True)]
+    chosen = True if True in marks else None if None in marks else False
     for made in (side_by_side(parts), RoutedExperts.concat(wholes)):
-        assert (made.constant_layers_ok, made.from_engine) == (False, True)
+        assert (made.constant_layers_ok, made.from_engine) == (False, chosen)
 
 
 # In files, which tokens a micro-batch has comes along, too

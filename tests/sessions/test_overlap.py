@@ -109,15 +109,19 @@ def test_an_engines_routes_are_refused_and_those_made_by_hand_get_one_warning(
         run(model, [by_hand], inputs, min_overlap=0.5)
 
 
-def test_the_fingerprints_of_a_layout_dont_vouch_for_routes_without_one(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_fingerprint_vouches_for_the_rows_of_a_recording_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Rows made by hand may be moved by some, though their tokens are right."""
     inputs = hidden(RUN)
-    by_hand = random(RUN).with_known(from_engine=False)
+    by_hand = random(RUN).with_known(from_engine=None)
     layout = npu_replay.TokenLayout.packed([RUN], fingerprints=[7])
     assert run(ToyModel(), [layout.gather([by_hand])], inputs)["overlap"] < 0.3
     assert "RoutedExperts(fingerprint=)" in caplog.text
-    assert "overlap" not in run(ToyModel(), [layout.gather([by_hand.with_known(fingerprint=7)])], inputs)
+    caplog.clear()
+    named = by_hand.with_known(fingerprint=7)
+    assert run(ToyModel(), [layout.gather([named])], inputs)["overlap"] < 0.3
+    assert "moved by some" in caplog.text
+    recorded = named.with_known(from_engine=False)
+    assert "overlap" not in run(ToyModel(), [layout.gather([recorded])], inputs)
 
 
 def test_the_argument_and_the_variable_switch_it_off_and_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
