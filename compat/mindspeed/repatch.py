@@ -43,7 +43,7 @@ def wrap_init(patches: Patches, cls: Any, wrapped: Callable[[Init], Init], why: 
         return not in_place()
 
     _exchange(cls, ours_around)
-    patches.add(Change(_name(cls), why, undo, in_place), (cls, "__init__"))
+    patches.add(Change(_name(cls), why, undo, in_place, (cls, "__init__")))
 
 
 def _exchange(cls: Any, exchanged: Callable[[Init], Init]) -> None:

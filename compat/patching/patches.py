@@ -62,12 +62,14 @@ class Change:
         undo: undoes it and returns whether all was put back. Without it the change stays in place: its
             functions ask the switch.
         in_place: returns whether it is in place, where others may remove it.
+        attribute: the owner and name of the attribute that was replaced, if it is one.
     """
 
     where: str
     why: str
     undo: Callable[[], bool] = lambda: True
     in_place: Callable[[], bool] = lambda: True
+    attribute: tuple[Any, str] | None = None
 
 
 def _where(owner: Any, name: str) -> str:
@@ -102,7 +104,6 @@ class Patches:
     def __init__(self, reason: str) -> None:
         self.reason = reason
         self._applied: list[Change] = []
-        self._names: list[tuple[Any, str]] = []
 
     def set(self, owner: Any, name: str, value: Any, why: str) -> None:
         """Replace an attribute of a module, class or object, and keep what was in its own dictionary.
@@ -131,28 +132,27 @@ class Patches:
                 _put(owner, name, original)
             return is_ours
 
-        self.add(Change(_where(owner, name), why, undo), (owner, name))
+        self.add(Change(_where(owner, name), why, undo, attribute=(owner, name)))
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any], why: str) -> None:
         """Replace a function, plain or async, by `around(original, *arguments)` of the same signature."""
         original = getattr(owner, name)
         self.set(owner, name, switched(original, functools.partial(around, original)), why)
 
-    def add(self, change: Change, *names: tuple[Any, str]) -> None:
-        """Record a change that was made by other means than `set`, and the attributes that it concerns."""
+    def add(self, change: Change) -> None:
+        """Record a change that was made by other means than `set`."""
         self._applied.append(change)
-        self._names += names
         if self not in _groups:
             _groups.append(self)
 
     def has(self, owner: Any, name: str) -> bool:
-        return any(patched is owner and name == known for patched, known in self._names)
+        attributes = filter(None, (change.attribute for change in self._applied))
+        return any(patched is owner and name == known for patched, known in attributes)
 
     def undo(self) -> list[Change]:
         """Undo all, newest first; return those that were replaced by others since."""
         left = [change for change in reversed(self._applied) if not change.undo()]
         self._applied.clear()
-        self._names.clear()
         if self in _groups:
             _groups.remove(self)
         return left

@@ -42,7 +42,7 @@ class Delivery:
         lost: why samples have no routes on this rank, then on any, by key (R3 by reference).
         due: the keys of samples that verl hasn't rejected.
         stays: whether R2 keeps its routes on the ranks that record them.
-        wanted: the keys that a replay of such routes looks up.
+        lacking: the keys that a replay of such routes looks up, and that another rank has.
         counted: microseconds and bytes.
     """
 
@@ -51,7 +51,7 @@ class Delivery:
     lost: dict[int, Routes] = field(default_factory=dict)
     due: set[int] = field(default_factory=set)
     stays: bool = False
-    wanted: list[int] = field(default_factory=list)
+    lacking: list[int] = field(default_factory=list)
     counted: dict[str, int] = field(default_factory=dict)
 
 
@@ -98,8 +98,8 @@ def _staying(engine: Any, data: Any) -> Delivery:
             logger.warning("[npu_replay] under dynamic_context_parallel %s has no effect in R2", DELIVERY)
         return Delivery()
     _hold(engine, by_reference=True)
-    wanted = [key for key in keys_in(data.get(ROUTES, None)) if key] if engine.routes.layers else []
-    return Delivery(stays=True, wanted=wanted)
+    keys = [key for key in keys_in(data.get(ROUTES, None)) if key] if engine.routes.layers else []
+    return Delivery(stays=True, lacking=engine.routes.lacking(keys))
 
 
 def _hold(engine: Any, *, by_reference: bool = False) -> None:
@@ -120,7 +120,7 @@ def faults_of(engine: Any, delivered: Delivery, *, records: bool) -> dict[str, i
     return {
         "bad": sum(isinstance(routes, InvalidRoutes) for routes in delivered.carried.values()),
         "lost": len(delivered.lost),
-        "lacking": 0 if records else len(engine.routes.lacking(delivered.wanted)),
+        "lacking": 0 if records else len(delivered.lacking),
     }
 
 
@@ -148,8 +148,7 @@ def exchange(
         agreed(errors[0] if errors and not tolerant else None, {})
     if sums["lacking"]:
         with together("exchange routes"):
-            lacking = engine.routes.lacking(delivered.wanted)
-            engine.r2.fetch(lacking, engine.engine.get_data_parallel_group())
+            engine.r2.fetch(delivered.lacking, engine.engine.get_data_parallel_group())
 
 
 def _tell(routes: dict[int, Routes], ranks: Any, called: str) -> None:
