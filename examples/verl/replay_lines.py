@@ -9,6 +9,9 @@ line, without what is for a shell: for the scripts beside it, and for a script o
 
 在作业的镜像中运行：打印重放需要追加到启动命令末尾的配置项；加 --words 则每行一个参数，供脚本使用。
 
+They go behind the job's last setting, before "$@", | or >. With --words, what the job can't start without
+ends this script, too.
+
 stderr says in which image it seems to run, and what is installed. What is missing is said in Chinese, too.
 The blocks of docs/verl-ascend.md are what it prints in their images. Nothing of verl or of a rollout engine
 is imported.
@@ -20,6 +23,7 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Callable
 from importlib import metadata, util
 from pathlib import Path
 from typing import NoReturn
@@ -79,12 +83,23 @@ def engine() -> str:
     return "sglang" if release("sglang") and not release("vllm") else "vllm"
 
 
-def lines(mode: str, trainer: str, device: str) -> list[str]:
-    """The overrides, those of verl's own keys first."""
+def lines(mode: str, trainer: str, device: str, lacks: Callable[[str], None]) -> list[str]:
+    """The overrides, those of verl's own keys first; `lacks` says what the job can't start without."""
     verl = folder_of_verl()
+    if device == "npu" and not is_here("torch_npu"):
+        lacks(
+            "torch_npu isn't installed here: this is no image for NPUs. Run this in the job's container. "
+            "这里没有安装 torch_npu。请在作业的容器中运行。"
+        )
     chosen = ["actor_rollout_ref.model.external_lib=npu_replay", *mode_lines(mode, trainer, verl)]
     if trainer == "megatron":
-        chosen += bridge_lines(verl)
+        chosen += bridge_lines(verl, lacks)
+    if trainer == "fsdp2" and version("transformers").startswith("4."):
+        warn(
+            "transformers 4 may hang under FSDP2, with replay off too, unless verl replaces the model's MoE "
+            "block, as it does for Qwen3-MoE on an NPU. FSDP2 下 transformers 4 可能卡死；"
+            "verl 在 NPU 上替换了 MoE 模块的模型（如 Qwen3-MoE）除外。"
+        )
     if mode == "R3":
         chosen += [f"{ROLLOUT}.enable_rollout_routing_replay=True", *engine_lines(device, verl)]
         chosen += module_lines(verl)
@@ -108,7 +123,7 @@ def megatron_settings(verl: Path) -> str:
     return (verl / "trainer" / "config" / "engine" / "megatron.yaml").read_text(encoding="utf-8")
 
 
-def bridge_lines(verl: Path) -> list[str]:
+def bridge_lines(verl: Path, lacks: Callable[[str], None]) -> list[str]:
     """The bridge that is installed, where verl would take the other; releases after 0.9 know only one."""
     default = re.search(r"(?m)^vanilla_mbridge: *(\w+)", megatron_settings(verl))
     takes_mbridge = default is not None and default[1] == "True"
@@ -118,7 +133,7 @@ def bridge_lines(verl: Path) -> list[str]:
     if default is not None and has[not takes_mbridge]:
         return [f"{ACTOR}.megatron.vanilla_mbridge={not takes_mbridge}"]
     wanted = "Megatron-Bridge" if default is None else "Megatron-Bridge or mbridge"
-    warn(
+    lacks(
         f"this verl loads the weights of a Megatron model with {wanted}, which isn't installed here. "
         "缺少加载 Megatron 权重所需的 bridge。请改用 fsdp2 或更换镜像。"
     )
@@ -129,17 +144,22 @@ def engine_lines(device: str, verl: Path) -> list[str]:
     if engine() == "sglang":
         # With token ids alone verl takes the routes for a tensor, and from 0.5.10 on SGLang sends text.
         return [f"{ROLLOUT}.skip_tokenizer_init=False"] * (release("sglang") >= (0, 5, 10))
-    if device == "npu" and () < release("vllm") < (0, 18):
+    if not release("vllm"):
+        end(
+            "neither vLLM nor SGLang is installed here, and R3 needs what its release needs. Run this in the "
+            "job's container. 这里没有安装推理引擎，R3 的配置取决于它的版本。请在作业的容器中运行。"
+        )
+    if device == "npu" and release("vllm_ascend") >= (0, 31):
+        end(
+            "npu_replay captures on vllm-ascend 0.18 to 0.30. npu_replay 只支持在 vllm-ascend 0.18 至 0.30 "
+            "上采集。请改用 R2 或更换镜像。"
+        )
+    if device == "npu" and release("vllm") < (0, 18):
         end("vllm-ascend captures no routes before 0.18. Take R2. 该版本不采集路由。请改用 R2 或更换镜像。")
-    if asks_plugins(verl) and () < release("vllm") < (0, 22):
+    if asks_plugins(verl) and release("vllm") < (0, 22):
         end(
             "verl 0.9 refuses R3 with vLLM below 0.22. Take R2, or verl 0.8.0. "
             "vLLM 版本过低。请改用 R2 或 verl 0.8.0。"
-        )
-    if not release("vllm"):
-        warn(
-            "neither vLLM nor SGLang is installed here: these lines are those of vLLM below 0.22. "
-            "这里没有安装推理引擎。以下按 0.22 之前的 vLLM 给出。请在作业的容器中运行。"
         )
     chosen = []
     if release("vllm") < (0, 22):  # older ones hand out another step's rows under asynchronous scheduling
@@ -196,7 +216,7 @@ def image(device: str) -> str:
     # MindSpeed says 0.12.1 on all newer branches, too.
     told = [f"{name} {version(PRODUCTS[name])}".strip() if name != "MindSpeed" else name for name in here]
     missing = [name for name in ("Megatron-Bridge", "mbridge") if name not in here]
-    seems = f"this looks like verl's image {tag()}: " if device == "npu" else ""
+    seems = f"this looks like verl's image {tag()}: " if device == "npu" and is_here("torch_npu") else ""
     return seems + ", ".join(told) + "".join(f", no {name}" for name in missing)
 
 
@@ -214,11 +234,17 @@ def for_a_shell(overrides: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="replay_lines.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("mode", choices=("R2", "R3"))
-    parser.add_argument("trainer", choices=("megatron", "fsdp2"))
-    parser.add_argument("device", choices=("npu", "cuda"))
-    parser.add_argument("--words", action="store_true", help="print them for a script, and not for a shell")
+    parser = argparse.ArgumentParser(
+        prog="replay_lines.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "mode", choices=("R2", "R3"), help="whose routes: the trainer's, the engine's; 重放的方式"
+    )
+    parser.add_argument("trainer", choices=("megatron", "fsdp2"), help="actor.strategy; 训练后端")
+    parser.add_argument("device", choices=("npu", "cuda"), help="of the job; 设备")
+    parser.add_argument("--words", action="store_true", help="for a script, and not for a shell; 供脚本使用")
     asked = parser.parse_args()
     folder_of_verl()
     warn(image(asked.device))
@@ -227,5 +253,5 @@ if __name__ == "__main__":
             "npu_replay isn't installed here: these lines end the job with ModuleNotFoundError. Install its "
             "wheel on every node. 这里没有安装 npu_replay。请先在每个节点的容器中安装。"
         )
-    overrides = lines(asked.mode, asked.trainer, asked.device)
+    overrides = lines(asked.mode, asked.trainer, asked.device, end if asked.words else warn)
     print("\n".join(overrides) if asked.words else for_a_shell(overrides))

@@ -161,8 +161,8 @@ def compare_paths(a: Path, b: Path) -> Comparison:
                 where=str(path),
                 expected=wanted,
                 got="an .npy file",
-                cause="an engine's rows: decode them (npu_replay.from_vllm, from_sglang), and save what "
-                "comes",
+                cause="an engine's rows: decode them (npu_replay.from_vllm, from_sglang), or build "
+                "RoutedExperts(ids=..., layers=..., num_experts=...), and save() what comes",
             )
     if a.is_dir() != b.is_dir():
         folder, file = (a, b) if a.is_dir() else (b, a)

@@ -39,10 +39,20 @@ _MOST_TOKENS = 1 << 23  # limit where only the number of tokens is known
 _NO_MODEL = "layers and experts against the model: give --config"
 _NO_IDS = "its tokens: give the ids (--prompt-ids, --output-ids)"
 _NO_TOKENS = "rows and layers that are alike for other tokens: give the ids (--prompt-ids, --output-ids)"
-_PADDED = Fault(
-    Symptom.ZERO_ROWS,
-    cause="padding, or tokens that the engine didn't run. RoutedExperts(recorded=) says which rows have a "
-    "route",
+_OF_ARRAYS = (
+    Fault(
+        Symptom.ZERO_ROWS,
+        cause="padding, or tokens that the engine didn't run. "
+        "RoutedExperts(recorded=) says which rows have a route",
+    ),
+    Fault(
+        Symptom.ZEROS,
+        cause="an engine that captured nothing; on vllm-ascend NPU_REPLAY_VLLM_ASCEND=on captures",
+    ),
+    Fault(
+        Symptom.COLUMNS,
+        cause="another model's config, or an array [layers, tokens, topk] for [tokens, layers, topk]",
+    ),
 )
 
 
@@ -134,16 +144,8 @@ class _Reader:
         return ids[0], ids[1]
 
     def tokens(self) -> Array | None:
-        prompt, output = self.ids(0)
-        if prompt is not None and output is not None:
-            return np.concatenate([prompt, output])
-        if prompt is not output:
-            raise ReplayError(
-                "the ids of the prompt and of the output go together",
-                expected="--prompt-ids and --output-ids (a file with [] where there are none)",
-                got=f"only {'--output-ids' if prompt is None else '--prompt-ids'}",
-            )
-        return None
+        parts = [ids for ids in self.ids(0) if ids is not None]
+        return np.concatenate(parts) if parts else None
 
     def needed_model(self) -> RoutedModel:
         if self.model is None:
@@ -227,7 +229,7 @@ class _Reader:
         """Add rows without an answer around them, [rows, columns, topk]; the last token's may be -1."""
         self.refuse_sample()
         model, tokens = self.needed_model(), self.tokens()
-        source = Source(engine=str(self.path), faults=(_PADDED,))
+        source = Source(engine=str(self.path), faults=_OF_ARRAYS)
         self.findings.what = "an .npy array"
         if self.engine is not None:
             decoder = vllm if self.engine == "vllm" else sglang
@@ -236,10 +238,10 @@ class _Reader:
 
         def routes() -> RoutedExperts:
             rows = payloads.from_npy(npy, source=source, most=len(npy))
+            if tokens is None:
+                self.findings.what += "; no engine runs the last token, whose row is left out, or -1"
             if len(rows) and (rows[-1] == -1).all():
                 rows = rows[:-1]
-            if tokens is None:
-                self.findings.what += " with the rows of all tokens but the last, which no engine runs"
             # Unknown tokens all get one id, so that equal rows are no fault.
             ids = np.zeros(self.start + len(rows) + 1, np.int64) if tokens is None else tokens
             return admit(rows, model=model, tokens=ids, source=source, start=self.start)

@@ -144,12 +144,12 @@ def find_bad(
     layers: Sequence[int] | None,
 ) -> dict[int, ReplayError]:
     """Return the sequences of a batch whose routes can't be used, by number; see TokenLayout.bad_routes."""
-    if len(batch) != len(lengths):
+    if len(batch) != len(lengths) or isinstance(batch, RoutedExperts):
         raise MicroBatchError(
             "another number of sequences than the layout has",
             expected=len(lengths),
-            got=len(batch),
-            cause="a batch that was cut or merged after its layout was made",
+            got="one RoutedExperts, and no list" if isinstance(batch, RoutedExperts) else len(batch),
+            cause="a batch that was cut or merged after its layout was made; [routes] was meant",
         )
     labels = None if layers is None else arguments.labels(layers)
     # What all sequences of a batch must share.
@@ -189,7 +189,9 @@ def _find_wrong(
             "this isn't RoutedExperts",
             "RoutedExperts",
             type(routes).__name__,
-            cause=_NONE if routes is None else "",
+            cause=_NONE
+            if routes is None
+            else "an array of ids: RoutedExperts(ids=...) checks and holds them",
         )
     if (other := find_other_tokens(len(routes), routes.fingerprint, size, mark)) is not None:
         return other

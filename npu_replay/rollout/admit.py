@@ -165,7 +165,7 @@ def _routed_rows(
         raise source.error(
             Symptom.COLUMNS,
             "the engine's columns are neither all decoder layers nor the MoE layers",
-            f"{model.num_layers}, or {len(model.sparse)}",
+            " or ".join(map(str, sorted({model.num_layers, len(model.sparse)}))),
             columns,
         )
     routed: Array = rows[:, wanted_columns]

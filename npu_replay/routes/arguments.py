@@ -76,6 +76,7 @@ def ids(ids: Any) -> torch.Tensor:
             "ids must be an array of integers",
             expected="torch.Tensor or numpy.ndarray of an integer dtype",
             got=shown(ids) if hasattr(ids, "dtype") else f"{type(ids).__name__}: {shown(ids)}",
+            cause="a list, or ids that went through a float: ids.astype(int) if they are whole numbers",
         )
     shape = list(tensor.shape)
     if tensor.dim() != 3:
@@ -111,7 +112,7 @@ def labels(layers: Any, columns: int | None = None) -> tuple[int, ...]:
                 expected=f"{len(numbers)}, for layers {short}",
                 got=columns,
                 cause="an engine that reports every layer against labels of the MoE layers only, or the "
-                "reverse",
+                "reverse; an array [layers, tokens, topk] in the place of [tokens, layers, topk]",
             )
         if not (
             list(numbers) == sorted({*numbers})

@@ -37,11 +37,14 @@ def unmasked(
         ids: int64 [rows, topk].
         leaves: the number of experts that the router's own fill leaves in each row; 0: not known.
     """
+    enough = _leaves_enough(fills, topk, leaves)
+    if enough and fills[0].after is scores:
+        return fills[0].before.gather(1, ids)
     before, mask = before_fills(scores, fills)
     if mask is None:
         return scores.gather(1, ids)
     unfilled = before.gather(1, ids)
-    if _leaves_enough(fills, topk, leaves):
+    if enough:
         return unfilled
     return torch.where(_keeps_fill(mask, scores, topk), scores.gather(1, ids), unfilled)
 

@@ -88,6 +88,15 @@ class QuickCall(Call):
         self.owner.shape = scores.shape
         return True
 
+    def fill(
+        self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool
+    ) -> Any:
+        if in_place or len(args) < 2 or not self.plan.is_given or args[0].shape != self.owner.shape:
+            return super().fill(native, args, kwargs, in_place)
+        after = native(*args, **kwargs)
+        self.fills = (*self.fills, Fill(args[0], after, args[1]))
+        return after
+
     def take(self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan = self.plan
         scores: Any = args[0] if args else kwargs.get("input")

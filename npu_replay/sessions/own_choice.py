@@ -124,10 +124,24 @@ class OwnChoice:
         """Return whether some routes were compared with the routers' own choice."""
         return self._overlap.given > 0 or self._compared > 0
 
+    def warn_of_few_rows(self) -> None:
+        """Log once in a process that routes had too few rows to be judged."""
+        if (rows := self._overlap.waiting) and not _warned_of_few_rows:
+            _warned_of_few_rows.append(True)
+            logger.warning(
+                "[npu_replay] these routes weren't compared with the routers' own choice: the block had %d "
+                "rows, and below %d right rows can't be told from wrong ones. live_mismatch=True shows how "
+                "far they are apart",
+                *(rows, RUN),
+            )
+
     def counts(self) -> dict[str, int]:
         """Return numbers of token-layers, compared and differing, and of experts, judged and shared."""
         figures = {"differing": int(self._differing), "compared": self._compared}
         return figures | {"shared": self._overlap.shared, "given": self._overlap.given}
+
+
+_warned_of_few_rows: list[bool] = []
 
 
 class _Call(NamedTuple):
@@ -165,6 +179,11 @@ class OverlapCheck:
         self._calls: dict[int, _Call] = {}  # by layer, in the running forward
         self._before: dict[int, Judged] = {}  # by chunk, rows so far, as long as they are fewer than 64
 
+    @property
+    def waiting(self) -> int:
+        """Return the number of rows that wait for more to be judged with, if none was judged."""
+        return 0 if self._judged else max((len(judged.given) for judged in self._before.values()), default=0)
+
     def begins(
         self, forward: MicroBatch, module: nn.Module, device_routes: DeviceRoutes | None, is_known: bool
     ) -> None:
@@ -177,7 +196,8 @@ class OverlapCheck:
         refuses = self._judges_all or bool(chosen_by_engine)
         # An engine's first rows are judged before an optimizer steps, however few a micro-batch has.
         begins = refuses and forward.chunk not in self._judged
-        if begins or (forward.checked and (refuses or not is_known or chosen_by_engine is None)):
+        due = self._judges_all or (forward.checked and (refuses or not is_known or chosen_by_engine is None))
+        if begins or due:
             self.asked_in = forward
             self._moved = weights_moved(module, device_routes.routes.made_at, grad=forward.grad)
 

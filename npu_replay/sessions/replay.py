@@ -111,6 +111,8 @@ class Replay(Session):
     def _finish(self) -> None:
         if self.done > len(self._skipped):
             self._source.called.warn(self.chunks, judged=self._own.has_judged)
+            if self._source.called.compared:  # else the line above has said it
+                self._own.warn_of_few_rows()
 
     def _progress(self) -> str:
         rows, missing = _rows(self._source.routes)
@@ -159,17 +161,19 @@ class ListedRoutes(RouteSource):
 
     def check_forward(self, forward: MicroBatch) -> None:
         if forward.number >= len(self.routes):
+            extra = self.why_extra(forward)
+            causes = [
+                RECUT,
+                "a second epoch over the same batch: a block each, or routes * 2 if no step lies between",
+                "a block that was opened without `with` and never left: npu_replay.report() names it",
+            ]
+            causes.insert(0 if extra else 2, extra or EXTRA)
             raise MicroBatchError(
                 "there are more micro-batches than routes",
                 where=micro_batch(forward.number),
                 expected=f"{len(self.routes)} forwards in this block",
                 got=f"forward number {forward.number + 1}",
-                cause=likeliest(
-                    RECUT,
-                    "a second epoch over the same batch: replay(model, routes * 2)",
-                    EXTRA,
-                    "a block that was opened without `with` and never left: npu_replay.report() names it",
-                ),
+                cause=likeliest(*causes),
             )
 
     def is_last(self, number: int) -> bool:
@@ -197,11 +201,11 @@ class ListedRoutes(RouteSource):
             expected=f"{len(self.routes)} forwards in this block",
             got=done,
             cause=likeliest(
+                "a loop that stopped early: session.skip(None) passes over the routes that are left",
                 RECUT,
-                "a schedule that was cut short, or routes of more than this rank's micro-batches",
-                "an evaluation inside the record block",
+                "routes of more than this rank's micro-batches, or an evaluation inside the record block",
                 "a forward that raised or was left out: what came after it had the routes before its own; "
-                "session.skip() passes over one, session.skip(None) over all that are left",
+                "session.skip() passes over one",
             ),
             where=micro_batch(done),
         )

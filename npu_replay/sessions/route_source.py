@@ -149,12 +149,17 @@ class RouteSource:
             "padding, packing, sequence or context parallelism that the routes were not laid out for "
             "(TokenLayout does that)"
         )
-        if not self.chunks[forward.chunk].training:
-            return likeliest(f"{EXTRA} (the model is in eval mode)", RECUT, laid_out)
-        if self.timeline.had_grad and not forward.grad:
-            why = "this forward runs without grad, earlier ones of the block had it"
-            return likeliest(f"{EXTRA} ({why})", RECUT, laid_out)
+        if extra := self.why_extra(forward):
+            return likeliest(extra, RECUT, laid_out)
         return likeliest(RECUT, OTHER_ORDER, laid_out, _RESPONSE, LEFT_OUT, EXTRA)
+
+    def why_extra(self, forward: MicroBatch) -> str:
+        """Return the cause that a forward belongs outside, with what shows it; "" if nothing does."""
+        if not self.chunks[forward.chunk].training:
+            return f"{EXTRA} (the model is in eval mode)"
+        if self.timeline.had_grad and not forward.grad:
+            return f"{EXTRA} (this forward runs without grad, earlier ones of the block had it)"
+        return ""
 
 
 class DeviceRoutes:
@@ -257,6 +262,8 @@ def check_fit(routes: RoutedExperts, routers: Sequence[Router], every: Sequence[
             expected = f"layers 0 to {depth - 1}{model}"
             got = f"layers up to {routes.layers[-1]}"
             cause = "rollout engine and trainer run different models, or this one was cut to some layers"
+            if [label - 1 for label in routes.layers] == [other.label for other in every]:
+                cause = "labels that count from 1: decoder layers are counted from 0"
         elif label not in routes.layers:
             problem = "this decoder layer of the model is missing from the routes"
             expected = f"layers {[other.label for other in routers]}{model}"

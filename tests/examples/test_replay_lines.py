@@ -65,13 +65,15 @@ def test_the_bridge_is_the_one_that_is_installed(
 ) -> None:
     """verl 0.9.1 takes Megatron-Bridge by itself, older ones mbridge; main knows Megatron-Bridge alone."""
     folder = image_lines.made(image, tmp_path)
-    done = image_lines.run(folder, "--words", "R2", "megatron", "npu")
+    done = image_lines.run(folder, "R2", "megatron", "npu")
     assert done.returncode == 0
-    bridges = [word for word in done.stdout.splitlines() if "mbridge" in word]
+    bridges = [word.removesuffix(" \\") for word in done.stdout.splitlines() if "mbridge" in word]
     assert bridges == ([line] if line.startswith(BRIDGE) else [])
     is_told = "which isn't installed" in done.stderr
     assert is_told == ("which" in line) == bool(IN_CHINESE.search(done.stderr))
     assert not line.startswith("Megatron-Bridge") or line in done.stderr
+    for_a_script = image_lines.run(folder, "--words", "R2", "megatron", "npu")
+    assert (for_a_script.returncode, for_a_script.stdout == "") == ((1, True) if is_told else (0, False))
     assert "mbridge" not in image_lines.printed(folder, "R2", "fsdp2", "npu")
 
 
@@ -127,11 +129,14 @@ def test_an_installed_npu_replay_needs_no_module(tmp_path: Path) -> None:
         (V070, ("R3", "megatron"), "no routes before 0.18. Take R2"),
         (V070, ("R2", "fsdp2"), "verl 0.7.0 replays on Megatron alone"),
         (replace(V091, vllm="0.18.0"), ("R3", "megatron"), "verl 0.9 refuses R3 with vLLM below 0.22"),
+        (replace(V091, vllm_ascend="0.31.0"), ("R3", "fsdp2"), "captures on vllm-ascend 0.18 to 0.30"),
+        (replace(V091, vllm=""), ("R3", "megatron"), "neither vLLM nor SGLang is installed here"),
+        (replace(V091, torch_npu=""), ("--words", "R2", "megatron"), "no image for NPUs"),
     ],
-    ids=range(4),
+    ids=range(7),
 )
 def test_what_cannot_work_ends_with_its_reason(
-    image: ascend_images.Image, asked: tuple[str, str], why: str, tmp_path: Path
+    image: ascend_images.Image, asked: tuple[str, ...], why: str, tmp_path: Path
 ) -> None:
     done = image_lines.run(image_lines.made(image, tmp_path), *asked, "npu")
     assert (done.returncode, done.stdout) == (1, "")
@@ -139,11 +144,16 @@ def test_what_cannot_work_ends_with_its_reason(
     assert IN_CHINESE.search(done.stderr)
 
 
-def test_a_machine_without_an_engine_is_named(tmp_path: Path) -> None:
-    folder = image_lines.made(replace(V091, vllm=""), tmp_path)
-    told = image_lines.run(folder, "R3", "megatron", "npu").stderr
-    assert "neither vLLM nor SGLang is installed here" in told
+def test_what_may_hang_and_what_is_no_image_is_told(tmp_path: Path) -> None:
+    told = image_lines.run(image_lines.made(V071, tmp_path / "old"), "R2", "fsdp2", "npu").stderr
+    assert "transformers 4 may hang under FSDP2" in told
     assert IN_CHINESE.search(told)
+    newest = image_lines.run(image_lines.made(V091, tmp_path / "new"), "R3", "fsdp2", "npu").stderr
+    assert "transformers 4" not in newest
+    nowhere = image_lines.made(replace(V091, torch_npu=""), tmp_path / "elsewhere")
+    told = image_lines.run(nowhere, "R2", "megatron", "npu").stderr
+    assert "torch_npu isn't installed here" in told
+    assert "looks like verl's image" not in told
 
 
 def test_where_npu_replay_is_missing_it_says_so(tmp_path: Path) -> None:
@@ -165,7 +175,7 @@ def test_a_shell_makes_the_words_of_what_is_pasted(image: ascend_images.Image, t
     """With all quotes that there may be; bash takes the lines of one for a command's arguments."""
     folder = image_lines.made(image, tmp_path, installed=False)
     mode = "R2" if image is V071 else "R3"
-    for trainer in ("megatron", "fsdp2"):
+    for trainer in ("fsdp2",) if image is SGLANG else ("megatron", "fsdp2"):  # which has no bridge
         asked = (mode, trainer, "npu")
         modules = {"VERL_USE_EXTERNAL_MODULES": "megatron_adaptor,other"}
         lines = image_lines.printed(folder, *asked, **modules)

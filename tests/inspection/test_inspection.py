@@ -340,8 +340,7 @@ def test_an_array_with_its_tokens(desk: Desk) -> None:
     stale(desk.rows)
     problem = desk.refusal(desk.rows, engine="vllm", **desk.ids)
     assert all(words in problem for words in ("another token's", "Usual cause"))
-    with pytest.raises(ReplayError, match="only --prompt-ids"):
-        desk.look(desk.rows, prompt_ids=desk.ids["prompt_ids"])
+    assert "more tokens than it ran" in desk.refusal(desk.rows, prompt_ids=desk.ids["prompt_ids"])
 
 
 def test_routes_of_ours(desk: Desk) -> None:
@@ -362,8 +361,7 @@ def test_routes_of_ours(desk: Desk) -> None:
         ("another model", {"config": larger}),
     ):
         assert words in desk.refusal(routes, **how)
-    with pytest.raises(ReplayError, match="only --prompt-ids"):
-        desk.look(routes, prompt_ids=every)
+    assert desk.look(routes, prompt_ids=every).good, "there may be no --output-ids"
 
 
 def test_an_array_may_have_a_row_of_the_last_token_and_says_how_it_counts(desk: Desk) -> None:
@@ -371,7 +369,7 @@ def test_an_array_may_have_a_row_of_the_last_token_and_says_how_it_counts(desk: 
     rows = desk.rows.astype(np.int16)
     whole = np.concatenate([rows, np.full_like(rows[:1], -1)])
     without = desk.look(rows)
-    assert "all tokens but the last, which no engine runs" in without.what
+    assert "no engine runs the last token" in without.what
     again = desk.look(whole)
     assert again.good
     assert again.layers == without.layers

@@ -17,6 +17,7 @@ import npu_replay
 from npu_replay import RoutedExperts, TokenLayout, fingerprint
 from npu_replay.errors import MicroBatchError, RouterError
 from npu_replay.routes import input_check
+from npu_replay.sessions import own_choice
 from zoo.toys import EXPERTS, HIDDEN, TOPK, TokenModel, ToyModel, hooks, token_ids
 
 BATCH = 3
@@ -408,3 +409,19 @@ def test_an_engines_routes_know_their_tokens_where_the_layout_knows_none(changed
     with expected, npu_replay.replay(model, [layout.gather(ended)]) as session:
         model(padded(tokens))
     assert changed is not None or session.metrics()["tokens_compared"] == 1
+
+
+def test_too_few_rows_of_an_engine_to_be_judged_are_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tokens are compared, and whether the rows lie in their places is not."""
+    monkeypatch.setattr(own_choice, "_warned_of_few_rows", [])
+    tokens, routes = samples([6, 4, 3])
+    marks = [one.fingerprint for one in routes]
+    given = TokenLayout.padded([6, 4, 3], LENGTH, order="batch", fingerprints=marks).gather(routes)
+    for chosen in (False, True, True):
+        model = Embedded()
+        with torch.no_grad(), npu_replay.replay(model, [given.with_known(from_engine=chosen)]):
+            model(padded(tokens))
+    (told,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "the block had 13 rows, and below 64" in told

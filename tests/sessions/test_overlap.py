@@ -109,6 +109,17 @@ def test_an_engines_routes_are_refused_and_those_made_by_hand_get_one_warning(
         run(model, [by_hand], inputs, min_overlap=0.5)
 
 
+def test_a_limit_of_ones_own_has_every_micro_batch_judged() -> None:
+    """Micro-batch 3 isn't judged otherwise, and would be of another sample unseen."""
+    model = ToyModel()
+    inputs = hidden(RUN)
+    (right,) = own(model, inputs)
+    wrong = [right, right, right, random(RUN), right, right]
+    assert run(model, wrong, *[inputs] * 6)["overlap"] == 1.0
+    with pytest.raises(MicroBatchError, match=rf"micro-batch 3, .*{FAR}"):
+        run(model, wrong, *[inputs] * 6, min_overlap=0.5)
+
+
 def test_a_fingerprint_vouches_for_the_rows_of_a_recording_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Rows made by hand may be moved by some, though their tokens are right."""
     inputs = hidden(RUN)
