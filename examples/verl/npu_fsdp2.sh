@@ -22,8 +22,8 @@
 #   NODES  2; 节点数，默认 2
 #   NPUS   8 a node; 每个节点的卡数，默认 8
 #
-# What you write behind it comes last, and counts; --cfg job shows the config and starts nothing.
-# 写在命令后面的参数追加在最后，以其为准；--cfg job 只打印完整配置，不启动作业。
+# What you write behind it comes last, and counts; --cfg job, as the last, shows the config alone.
+# 写在命令后面的参数追加在最后，以其为准；--cfg job 须放在最后，只打印完整配置，不启动作业。
 # Not run on an NPU: verl 0.7.1, 0.8.0 and 0.9.1 compose and check it; replay itself ran on CPUs (docs/dev/tried.md).
 # 尚未在 NPU 上运行：由 verl 0.7.1、0.8.0、0.9.1 组合并检查配置；重放本身在 CPU 上运行过。
 set -euo pipefail

@@ -23,7 +23,7 @@ from zoo.outcome import as_map, gradients, hooks, random_routes, same, same_expe
 STACKS = ("toy", "Qwen3Moe", "Mixtral", "DeepseekV3", "GptOss", "megatron", "megatron hybrid")
 COUNT = 5
 """Micro-batches; number 3 is neither checked nor the last, as most of a job's."""
-OF_TRANSFORMERS = "the loss of transformers counts logits: it refuses aux_loss='replayed'"
+OF_TRANSFORMERS = "the loss of transformers counts logits: a call with output_router_logits is refused"
 NO_ROOM = "its experts have no capacity"
 UNABLE = {
     "follow": dict.fromkeys(("megatron", "megatron hybrid"), "its pipelines see no token ids"),
