@@ -12,6 +12,7 @@ import npu_replay
 from benchmarks import cases
 from benchmarks import decode as bench_decode
 from benchmarks import gather as bench_gather
+from benchmarks import host as bench_host
 from benchmarks import layout as bench_layout
 from benchmarks import opening as bench_opening
 from benchmarks import run as bench
@@ -28,6 +29,7 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
 
     monkeypatch.setenv("COLUMNS", "200")  # a busy machine's figures are wider, and would cut the names short
     monkeypatch.setattr(cases, "TOKENS", (16,))
+    monkeypatch.setattr(bench_host, "ROUTERS", 2)
     monkeypatch.setattr(cases, "ROUTER", cases.ROUTER | {"hidden_size": 32})
     monkeypatch.setattr(bench_gather, "SEQUENCES", 3)
     monkeypatch.setattr(bench_layout, "TOKENS", 1024)

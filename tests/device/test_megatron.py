@@ -26,7 +26,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("variant", "recompute"), CASES)
+@pytest.mark.parametrize(
+    ("variant", "recompute"),
+    # The first and the third on a simulated device; all of them on a real one, and in ci/all.sh.
+    [pytest.param(*case, marks=[pytest.mark.long] * (at not in (0, 2))) for at, case in enumerate(CASES)],
+)
 def test_record_and_replay_are_bit_equal_and_recompute_finds_its_own(
     variant: str, recompute: str | None, device: torch.device
 ) -> None:

@@ -29,7 +29,13 @@ OF_MEGATRON = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("engine", [pytest.param("megatron", marks=OF_MEGATRON), "fsdp2"])
+# Of the older releases what replaces most runs with every change, and FSDP2 in ci/all.sh.
+OF_FSDP2 = [pytest.mark.long] if version("verl") < "0.9" else []
+
+
+@pytest.mark.parametrize(
+    "engine", [pytest.param("megatron", marks=OF_MEGATRON), pytest.param("fsdp2", marks=OF_FSDP2)]
+)
 def test_an_engine_trains_as_without_the_package(tmp_path: Path, engine: str) -> None:
     """Log-probs, gradients and weights of some steps."""
     task = {"engine": engine, "platform": version("verl") >= "0.9", "model": str(tmp_path / "model")}
