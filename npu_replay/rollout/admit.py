@@ -165,7 +165,7 @@ def _routed_rows(
         raise source.error(
             Symptom.COLUMNS,
             "the engine's columns are neither all decoder layers nor the MoE layers",
-            " or ".join(map(str, sorted({model.num_layers, len(model.sparse)}))),
+            f"{model.num_layers}" + (f", or {len(model.sparse)}" if model.dense else ""),
             columns,
         )
     routed: Array = rows[:, wanted_columns]
