@@ -75,7 +75,7 @@ def filtered() -> str:
         return f"{AUTOLOAD}={os.environ[AUTOLOAD]} leaves npu_replay out"
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and NAME not in allowed.split(","):  # vLLM strips no spaces either
-        return f"VLLM_PLUGINS={allowed} leaves {NAME} out"
+        return f"VLLM_PLUGINS={allowed} leaves {NAME} out: export VLLM_PLUGINS={allowed},{NAME}"
     entry_points = importlib.metadata.entry_points(group=GROUP, name=NAME)
     return "" if entry_points else "vLLM finds no plug-in of npu_replay: it isn't installed as a distribution"
 
