@@ -125,7 +125,7 @@ def parts(kind: str, count: int, *, quick: bool) -> list[Part]:
     tests = [
         Part(file, ("pytest", *needs), seconds, (*pytest, str(ROOT / "tests" / "device" / file)))
         for file, needs, seconds in (
-            ("test_core.py", (), 90),
+            ("test_core.py", (), 240),
             ("test_spread.py", (), 60),
             ("test_transformers.py", ("transformers",), 120),
             ("test_sharded.py", ("transformers",), 90),
