@@ -157,8 +157,9 @@ class OverlapCheck:
     """Judges whether routes are near what the routers would choose for their tokens (routes/overlap.py).
 
     Each chunk's first 64 rows with a route are judged, and then micro-batches 1, 2, 4, 8, ... and the last.
-    An engine's routes that are too far off are refused. Of others, whose tokens nobody can compare, one
-    WARNING says so: those made for a test are random on purpose.
+    With a limit of one's own every micro-batch is judged. An engine's routes that are too far off are
+    refused. Of routes made by hand, or whose tokens nobody can compare, one WARNING says so: those made for a
+    test are random on purpose.
 
     Args:
         least: overlap below which any routes are refused, 0 to 1; 0 refuses none. None:
@@ -196,8 +197,8 @@ class OverlapCheck:
         refuses = self._judges_all or bool(chosen_by_engine)
         # An engine's first rows are judged before an optimizer steps, however few a micro-batch has.
         begins = refuses and forward.chunk not in self._judged
-        due = self._judges_all or (forward.checked and (refuses or not is_known or chosen_by_engine is None))
-        if begins or due:
+        is_recording = is_known and chosen_by_engine is False
+        if begins or self._judges_all or (forward.checked and not is_recording):
             self.asked_in = forward
             self._moved = weights_moved(module, device_routes.routes.made_at, grad=forward.grad)
 

@@ -162,12 +162,9 @@ class ListedRoutes(RouteSource):
     def check_forward(self, forward: MicroBatch) -> None:
         if forward.number >= len(self.routes):
             extra = self.why_extra(forward)
-            causes = [
-                RECUT,
-                "a second epoch over the same batch: a block each, or routes * 2 if no step lies between",
-                "a block that was opened without `with` and never left: npu_replay.report() names it",
-            ]
-            causes.insert(0 if extra else 2, extra or EXTRA)
+            epoch = "a second epoch over the same batch: a block each, or routes * 2 if no step lies between"
+            left_open = "a block that was opened without `with` and never left: npu_replay.report() names it"
+            causes = [extra, RECUT, epoch, left_open] if extra else [RECUT, epoch, EXTRA, left_open]
             raise MicroBatchError(
                 "there are more micro-batches than routes",
                 where=micro_batch(forward.number),
