@@ -22,6 +22,7 @@ class MicroBatch:
     """Represents one forward of a chunk.
 
     Args:
+        chunks: of the block.
         grad: whether it began with grad.
         made: autograd's sequence number when it began.
         enclosing: objects around it that may run it again.
@@ -46,6 +47,7 @@ class MicroBatch:
         self,
         chunk: int,
         number: int,
+        chunks: int,
         grad: bool,
         made: int,
         enclosing: Sequence[Any] = (),
@@ -53,6 +55,7 @@ class MicroBatch:
     ) -> None:
         self.chunk = chunk
         self.number = number
+        self._has_others = chunks > 1
         self.grad = grad
         self.made = made
         self.enclosing = enclosing
@@ -87,8 +90,14 @@ class MicroBatch:
             self._ids.update(zip(labels, ids.unbind(), strict=True))
         return self._ids
 
+    @property
+    def place(self) -> str:
+        """Return the place of an error: the micro-batch, and its chunk where there are several."""
+        where = micro_batch(self.number)
+        return f"{where}, chunk {self.chunk}" if self._has_others else where
+
     def __repr__(self) -> str:
-        return f"{micro_batch(self.number)} of chunk {self.chunk}"
+        return self.place
 
     def keep(self, call: Call) -> bool:
         """Keep what a record or a recompute needs of a call; return whether its ids are still to be kept."""

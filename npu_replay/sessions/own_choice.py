@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from npu_replay.environment import AUX_LOSS, MIN_OVERLAP, read
-from npu_replay.errors import MicroBatchError, micro_batch, one_of, share
+from npu_replay.errors import MicroBatchError, one_of, share
 from npu_replay.routers import Handle, Router, check_losses
 from npu_replay.routes.checks import Array
 from npu_replay.routes.inputs import named
@@ -117,7 +117,7 @@ class OwnChoice:
         for differ, compared in shown if forward is not None else ():
             self._differing.add(differ)
             self._compared += compared
-        self._overlap.check(chunk, None if forward is None else forward.number, device_routes)
+        self._overlap.check(chunk, forward, device_routes)
 
     @property
     def has_judged(self) -> bool:
@@ -206,15 +206,15 @@ class OverlapCheck:
         """Keep what a router would choose, int64 [rows, topk], until its forward ends."""
         self._calls[label] = _Call(routes, own.to(routes.narrow.dtype))
 
-    def check(self, chunk: int, number: int | None, device_routes: DeviceRoutes | None) -> None:
-        """Judge a forward at its end, if `add` was called in it; `number` is None for one that raised.
+    def check(self, chunk: int, forward: MicroBatch | None, device_routes: DeviceRoutes | None) -> None:
+        """Judge a forward at its end, if `add` was called in it; None is one that raised.
 
         Waits for the device. The error names the layers or tokens, and a shift that would fit.
         """
         calls = self._calls
         self._calls = {}
         self.asked_in = None
-        if number is None or device_routes is None or not calls:
+        if forward is None or device_routes is None or not calls:
             return
         labels = sorted(calls)
         routes = device_routes.routes
@@ -239,7 +239,7 @@ class OverlapCheck:
         earlier = 0 if before is None else len(before.given)
         misfit = judge(judged, least=self._least, before=earlier, moved=self._moved)
         if misfit is not None:
-            error = _error(misfit, f"{micro_batch(number)}, chunk {chunk}", labels, routes, rows, earlier)
+            error = _error(misfit, forward.place, labels, routes, rows, earlier)
             self._refuse(error, misfit, routes)
 
     def _refuse(self, error: MicroBatchError, misfit: Misfit, routes: RoutedExperts) -> None:

@@ -279,8 +279,10 @@ class SteppedRoutes(RouteSource):
     def check_complete(self) -> None:
         left = [at for at in self.given if at[1] >= self.timeline.ended[at[0]]]
         if left:
+            chunk, number = left[0]
+            where = micro_batch(number)
             raise MicroBatchError(
                 "routes were given for a forward that never came",
-                where=f"{micro_batch(left[0][1])}, chunk {left[0][0]}",
+                where=f"{where}, chunk {chunk}" if len(self.routers) > 1 else where,
                 cause="a schedule cut short",
             )

@@ -111,7 +111,7 @@ class RouteSource:
         if device_routes is None:
             raise MicroBatchError(
                 "no routes were given for this forward",
-                where=f"{micro_batch(forward.number)}, chunk {forward.chunk}",
+                where=forward.place,
                 cause="an extra forward (a reference pass, an evaluation) while a replay is on",
             )
         return device_routes

@@ -154,10 +154,9 @@ class Session:
     def _end_forward(self, chunk: int, output: object) -> None:
         ended = self.timeline.end(chunk, output)
         if ended is None and output is not None:
-            where = f"chunk {chunk}, {micro_batch(self.timeline.ended[chunk] - 1)}"
             raise MicroBatchError(
                 "the model was called inside its own forward",
-                where=where,
+                where=micro_batch(self.timeline.ended[chunk] - 1),
                 cause="a forward hook of your own that calls the model, for a metric or a second view",
             )
         if ended is None or not self._work.ends(ended):

@@ -55,7 +55,8 @@ class Timeline:
         self.had_grad |= grad
         enclosing = backward.enclosing(functions=not grad)
         made = backward.sequence_number()
-        begun = MicroBatch(chunk, self.ended[chunk], grad, made, enclosing, sys.exc_info()[1])
+        chunks = len(self.ended)
+        begun = MicroBatch(chunk, self.ended[chunk], chunks, grad, made, enclosing, sys.exc_info()[1])
         self._note(enclosing, begun)
         self._open[chunk] = begun
         return begun
@@ -92,7 +93,8 @@ class Timeline:
         if self.bypassed is None or self.bypassed.chunk != chunk:
             self._check_thread(chunk)
             made = backward.sequence_number()
-            self.bypassed = MicroBatch(chunk, self.ended[chunk], torch.is_grad_enabled(), made)
+            grad = torch.is_grad_enabled()
+            self.bypassed = MicroBatch(chunk, self.ended[chunk], len(self.ended), grad, made)
         return self.bypassed
 
     def enclosing(self, running: MicroBatch) -> list[Any]:
@@ -141,7 +143,7 @@ class Timeline:
             raise RecomputeError(
                 "this recompute belongs to no forward of this block",
                 where=where,
-                expected=f"one of {self.ended[chunk]} micro-batches of chunk {chunk}",
+                expected=f"one of the {self.ended[chunk]} micro-batches that have run",
                 got=got,
                 cause=(
                     "forward and backward are not in the same block"
@@ -205,7 +207,7 @@ class Timeline:
             problem = "the forwards of one block come from two threads"
             where = micro_batch(self.ended[chunk])
             cause = "a model called from a thread pool; micro-batches can't be put in order there"
-            self.threads = MicroBatchError(problem, where=f"chunk {chunk}, {where}", cause=cause)
+            self.threads = MicroBatchError(problem, where=where, cause=cause)
             raise self.threads
 
 

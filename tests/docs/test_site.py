@@ -33,7 +33,7 @@ def test_every_page_is_in_the_menu_once(pages: ModuleType) -> None:
     [
         ("quickstart.md", "[a](metrics.md#keys)", "[a](metrics.md#keys)"),
         ("zh/quickstart.md", "[a](../metrics.md)", "[a](../metrics.md)"),
-        ("index.md", "[a](../README.md#why)", "[a](project/readme.md#why)"),
+        ("index.md", "[a](../README.md#install)", "[a](project/readme.md#install)"),
         ("zh/x.md", "[a](../../CONTRIBUTING.md)", "[a](../project/contributing.md)"),
         ("project/readme.md", "[a](docs/metrics.md)", "[a](../metrics.md)"),
         ("project/readme.md", "![a](docs/images/grpo.png)", "![a](../images/grpo.png)"),

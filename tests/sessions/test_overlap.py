@@ -95,7 +95,7 @@ def test_an_engines_routes_are_refused_and_those_made_by_hand_get_one_warning(
     inputs = hidden(RUN)
     (right,) = own(model, inputs)
     assert run(model, [right], inputs)["overlap"] == 1.0
-    with pytest.raises(MicroBatchError, match=rf"micro-batch 0, chunk 0, .*{FAR}.*min_overlap="):
+    with pytest.raises(MicroBatchError, match=rf"micro-batch 0, .*{FAR}.*min_overlap="):
         run(model, [random(RUN)], inputs)
     by_hand = random(RUN).with_known(from_engine=False)
     assert 0.1 < run(model, [by_hand] * 3, inputs, inputs, inputs)["overlap"] < 0.3
@@ -179,7 +179,7 @@ def test_rows_are_named_within_the_micro_batch_that_brings_them_to_64() -> None:
     before, right = own(model, *inputs)
     ids = right.ids.clone()
     ids[2 * RUN :] = random(RUN).ids
-    with pytest.raises(MicroBatchError, match=rf"micro-batch 1, chunk 0, rows 12. to {3 * RUN - 1}: .*{FAR}"):
+    with pytest.raises(MicroBatchError, match=rf"micro-batch 1, rows 12. to {3 * RUN - 1}: .*{FAR}"):
         run(model, [before, of_engine(ids, right)], *inputs)
 
 
@@ -318,7 +318,7 @@ def with_another_layer(right: RoutedExperts, number: int) -> torch.Tensor:
         ),
         # moved, they would still fit badly
         (lambda right: flipped(right, 0.7).roll(7, 0), r"an overlap of 0.[12]. or more"),
-        (lambda right: with_another_layer(right, 4), "chunk 0, layer 4: "),
+        (lambda right: with_another_layer(right, 4), "micro-batch 0, layer 4: "),
     ],
 )
 def test_a_shift_that_would_fit_and_a_wrong_layer_are_named(change: Any, words: str) -> None:
@@ -337,7 +337,7 @@ def test_a_layer_is_held_against_a_quarter_of_the_best_ones_way_from_chance(shar
     (right,) = own(model, inputs)
     ids = with_another_layer(right.with_rows(flipped(right, share), right.recorded), 1)
     chance = TOPK / EXPERTS
-    with pytest.raises(MicroBatchError, match="chunk 0, layer 1: ") as caught:
+    with pytest.raises(MicroBatchError, match="micro-batch 0, layer 1: ") as caught:
         run(model, [of_engine(ids, right)], inputs)
     (floor,) = re.findall(r"an overlap of (\S+) or more", str(caught.value))
     # Two standard errors below it, of shares that are spread by about a fifth.

@@ -71,7 +71,7 @@ def test_a_tap_keeps_it_while_forwards_without_a_graph_come_and_go() -> None:
 def test_a_forward_without_routes_is_refused() -> None:
     model = ToyModel()
     with (
-        pytest.raises(MicroBatchError, match="micro-batch 1, chunk 0: no routes were given"),
+        pytest.raises(MicroBatchError, match="micro-batch 1: no routes were given"),
         StepReplay(model) as session,
     ):
         session.give(0, foreign(0))
