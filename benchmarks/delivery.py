@@ -2,7 +2,7 @@
 
     python -m benchmarks.delivery --layers 94 --samples 8192 --tp 4 --cp 2 --pp 8 --dp 4
 
-Measured is the processor's time for 50 MB of ids, more than its caches hold: put, with 48 layers; fetched and
+`--pairs 0` plans, and measures nothing. Measured is the processor's time for 50 MB of ids, more than its caches hold: put, with 48 layers; fetched and
 gathered by a rank of 12 layers, from samples that lie side by side in one copy by numpy as the yardstick; and
 gathered by ranks of cp2 x tp8.
 """
@@ -89,8 +89,11 @@ def main(
         rollout_nodes=rollout_nodes,
     )
     with screen.quiet("bench"):
-        screen.err().write(f"Measuring takes about {0.9 * (pairs + 2) + 5:.0f} s on two idle CPU cores\n")
-        found = measured(pairs, screen.progress(3))
+        found: list[Row] = []
+        if pairs:
+            seconds = 0.9 * (pairs + 2) + 5
+            screen.err().write(f"Measuring takes about {seconds:.0f} s on two idle CPU cores\n")
+            found = measured(pairs, screen.progress(3))
         result = {"planned": summary(planned), "rows": [asdict(row) for row in found]}
         if as_json:
             print_json(json.dumps(result, indent=1))
@@ -111,6 +114,8 @@ def _shown(planned: Plan, found: list[Row]) -> Iterator[Part]:
         f"{_gigabytes(planned.unique)} GB of ids"
     )
     yield table(planned)
+    if not found:
+        return
     yield ""
     yield f"Measured here: samples of {TOKENS:,} tokens, the processor's time, one thread"
     yield measured_table(found)
@@ -316,7 +321,7 @@ def _options() -> dict[str, Any]:
         ("last-stage", None, "layers of the last"),
         ("ranks-a-node", 8, "ranks that share a node"),
         ("rollout-nodes", None, "nodes of the rollout, if they are others than the training's"),
-        ("pairs", 50, "rounds to take the median of"),
+        ("pairs", 50, "rounds to take the median of; 0: plan alone"),
     ):
         reader.add_argument(f"--{name}", type=int, default=default, metavar="N", help=said)
     reader.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")

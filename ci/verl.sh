@@ -6,11 +6,11 @@
 # in two processes, the engine that it takes on an NPU; 0.7.1 runs its whole engine there. Older releases leave out what
 # is marked `newest`: our own code, or Ray's, and not verl's of that release. What they run is where releases differ:
 # how they pack, narrow, merge and hand on (test_engine.BY_RELEASE, test_fsdp.BY_RELEASE, test_functions), configs,
-# agent loops, and of 0.7 its own actor and its external_lib; its engine, which can't run on 0.12.1 by itself, is compared
-# with what it is without npu_replay on 0.16.1. They have transformers 4, which they want; the newest has
+# agent loops, and of 0.7 its own actor and its external_lib. They have transformers 4, which they want; the newest has
 # 5. npu_patches runs each form of verl's own block for an NPU (0.9.1's; 0.7.1's; 0.8.0's patches want a transformers
-# that its block doesn't run on), and ms-swift's on both lines of transformers. With --all: what is `long`, 0.9.1 whole on
-# 0.12.1, 0.9.0, which narrows routes as 0.8.0 does, Megatron-core 0.13.1 and 0.15.3, and 0.9.1's block on transformers 4.
+# that its block doesn't run on), and ms-swift's on both lines of transformers. With --all: what is `long`; 0.7.1's engine
+# beside what it is without npu_replay, on 0.16.1, since it can't run on 0.12.1 by itself; 0.9.1 whole on 0.12.1; 0.9.0,
+# which narrows routes as 0.8.0 does; Megatron-core 0.13.1 and 0.15.3; and 0.9.1's block on transformers 4.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 all=
@@ -58,8 +58,8 @@ fi
 export PYTHONPATH=$datasets:$work/transformers/4.57.6:$PYTHONPATH
 run_with 0.12.1 0.7.1 "not newest${quick:+ and $quick}" tests/on_verl tests/npu_patches "$@"
 run_with 0.16.1 0.8.0 "not newest${quick:+ and $quick}" tests/on_verl "$@"
-run_with 0.16.1 0.7.1 "" "tests/on_verl/test_untouched.py::test_an_engine_trains_as_without_the_package[megatron]" "$@"
 if [[ $all ]]; then
+    run_with 0.16.1 0.7.1 "" "tests/on_verl/test_untouched.py::test_an_engine_trains_as_without_the_package[megatron]" "$@"
     block="tests/on_verl/test_fsdp.py::test_verls_own_fsdp_engine_in_two_processes[verl's block for an NPU]"
     run_with 0.12.1 0.9.1 "" tests/npu_patches "$block" "$@"
 fi

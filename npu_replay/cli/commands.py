@@ -13,6 +13,7 @@ from npu_replay.cli.exits import FAULT, WRONG
 from npu_replay.compat import probe
 from npu_replay.errors import ReplayError
 from npu_replay.options import Parser, WrongOption, at_least, check_out, message, write_out
+from npu_replay.screen import err
 from npu_replay.smoke.options import SIZES, Options
 from npu_replay.tables import print_json, show
 
@@ -115,6 +116,7 @@ def _doctor(options: Namespace) -> int:
     from npu_replay.doctor.diagnose import diagnose
 
     check_out(options.out, force=options.force)
+    err().write("Imports what a job imports and tries a replay on each device: 10 seconds to a minute\n")
     diagnosis = diagnose(imports=options.imports)
     _end(options, diagnosis)
     return 0 if diagnosis.works else FAULT

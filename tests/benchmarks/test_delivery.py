@@ -38,3 +38,9 @@ def test_the_job_is_planned_and_its_parts_are_measured(
     assert found["planned"]["nodes"] == 1
     assert "Planned: 2 ranks on 1 node," in printed
     assert printed.count(": met") + printed.count(": not met") == 5
+
+    monkeypatch.setattr("sys.argv", ["delivery", "--pairs", "0", "--layers", "4", "--pp", "2"])
+    bench.main(**bench._options())
+    printed = capfd.readouterr().out
+    assert "Planned: 2 ranks on 1 node," in printed
+    assert "Measured" not in printed

@@ -68,6 +68,7 @@ def run(*arguments: str, path: str) -> Run:
         check=False,
     )
     assert "Traceback" not in done.stderr
+    assert "10 seconds to a minute" in done.stderr
     return Run(done.returncode, done.stdout)
 
 

@@ -3,6 +3,7 @@ And engines that go on after an uninstall. That nothing else differs: test_untou
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,9 @@ from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from verl_configs import engine_workers_replay
 
 pytestmark = pytest.mark.megatron
+
+# Each case imports verl anew. Of the older releases one of each kind runs with every change, the rest in ci/all.sh.
+OF_OLDER = [pytest.mark.long] if version("verl") < "0.9" else []
 
 
 class Engine:
@@ -47,7 +51,11 @@ AT_LOAD = {
 
 @pytest.mark.skipif(not engine_workers_replay(), reason="0.7.0's don't replay")
 @pytest.mark.parametrize(
-    "task", [{"modes": ["disabled", "R2"]}, {"with_routes": [False, True]}], ids=["trainer", "agent loops"]
+    "task",
+    [
+        pytest.param({"modes": ["disabled", "R2"]}, id="trainer"),
+        pytest.param({"with_routes": [False, True]}, id="agent loops", marks=OF_OLDER),
+    ],
 )
 def test_an_entry_point_wraps_what_reads_the_config_and_the_rest_once_a_config_asks(
     task: dict[str, Any],
@@ -65,7 +73,13 @@ def test_an_entry_point_wraps_what_reads_the_config_and_the_rest_once_a_config_a
 
 
 @pytest.mark.skipif(not engine_workers_replay(), reason="0.7.0's don't replay")
-@pytest.mark.parametrize("place", ["megatron.router_replay", "fsdp_config.router_replay", "router_replay"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "megatron.router_replay",
+        *(pytest.param(place, marks=OF_OLDER) for place in ("fsdp_config.router_replay", "router_replay")),
+    ],
+)
 def test_where_npu_replay_can_not_be_imported_a_job_that_asks_is_refused(place: str) -> None:
     """And no other job, nor one that goes on without by NPU_REPLAY_STRICT=off."""
     task = {"modes": ["disabled", "R3"], "key": f"actor.{place}.mode"}
