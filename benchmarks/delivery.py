@@ -2,9 +2,9 @@
 
     python -m benchmarks.delivery --layers 94 --samples 8192 --tp 4 --cp 2 --pp 8 --dp 4
 
-`--pairs 0` plans, and measures nothing. Measured is the processor's time for 50 MB of ids, more than its caches hold: put, with 48 layers; fetched and
-gathered by a rank of 12 layers, from samples that lie side by side in one copy by numpy as the yardstick; and
-gathered by ranks of cp2 x tp8.
+`--pairs 0` plans, and measures nothing. Measured is the processor's time for 50 MB of ids, more than its
+caches hold: put, with 48 layers; fetched and gathered by a rank of 12 layers, from samples that lie side by
+side in one copy by numpy as the yardstick; and gathered by ranks of cp2 x tp8.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from verl_configs import engine_workers_replay
 
 pytestmark = pytest.mark.megatron
 
-# Each case imports verl anew. Of the older releases one of each kind runs with every change, the rest in ci/all.sh.
+# Each case imports verl anew. Of the older releases one of each kind runs with every change.
 OF_OLDER = [pytest.mark.long] if version("verl") < "0.9" else []
 
 
