@@ -7,7 +7,8 @@ line, without what is for a shell: for the scripts beside it, and for a script o
 
     bash run_qwen3_30b_a3b_megatron.sh $(python3 replay_lines.py --words R3 megatron npu)
 
-在作业的镜像中运行：打印重放需要追加到启动命令末尾的配置项；加 --words 则每行一个参数，供脚本使用。
+在作业的镜像中运行：打印重放需要追加到启动命令末尾的配置项；加 --words 则每行一个参数，供脚本使用，
+此时缺少作业启动所必需的软件也会使本脚本报错退出。
 
 They go behind the job's last setting, before "$@", | or >. With --words, what the job can't start without
 ends this script, too.
@@ -240,7 +241,7 @@ if __name__ == "__main__":
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "mode", choices=("R2", "R3"), help="whose routes: the trainer's, the engine's; 重放的方式"
+        "mode", choices=("R2", "R3"), help="whose routes: the trainer's, the engine's; 训练侧、推理引擎的路由"
     )
     parser.add_argument("trainer", choices=("megatron", "fsdp2"), help="actor.strategy; 训练后端")
     parser.add_argument("device", choices=("npu", "cuda"), help="of the job; 设备")
@@ -248,10 +249,11 @@ if __name__ == "__main__":
     asked = parser.parse_args()
     folder_of_verl()
     warn(image(asked.device))
+    say = end if asked.words else warn
     if not version("npu_replay") and not is_here("npu_replay"):  # the latter by PYTHONPATH
-        warn(
+        say(
             "npu_replay isn't installed here: these lines end the job with ModuleNotFoundError. Install its "
             "wheel on every node. 这里没有安装 npu_replay。请先在每个节点的容器中安装。"
         )
-    overrides = lines(asked.mode, asked.trainer, asked.device, end if asked.words else warn)
+    overrides = lines(asked.mode, asked.trainer, asked.device, say)
     print("\n".join(overrides) if asked.words else for_a_shell(overrides))

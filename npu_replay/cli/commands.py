@@ -75,7 +75,8 @@ def parser() -> Parser:
     about = "Say how far two sets of routes of the same tokens are apart (exits 0 if they differ, too)."
     examples = "npu-replay compare rollout trainer", "npu-replay compare a.routes b.routes --json"
     compare = _add(commands, "compare", _compare, about, *examples)
-    compare.add_argument("a", type=Path, metavar="A", help="A file of routes, or a folder of them.")
+    words = "What RoutedExperts.save wrote, or a folder of RouteStore."
+    compare.add_argument("a", type=Path, metavar="A", help=words)
     words = "The same kind of thing, to hold against it."
     compare.add_argument("b", type=Path, metavar="B", help=words)
     compare.add_report("JSON file for the numbers.")

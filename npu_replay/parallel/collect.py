@@ -43,7 +43,7 @@ _CAUSE = (
 def collect(
     routes: Recording | Sequence[RoutedExperts],
     layouts: Sequence[TokenLayout],
-    groups: Groups,
+    groups: Groups = (),
     *,
     everywhere: bool = True,
     patience: float = 20.0,
@@ -60,7 +60,7 @@ def collect(
     >>> layout = npu_replay.TokenLayout.padded([2, 1])
     >>> ids = torch.tensor([0, 2, 1, 7]).view(4, 1, 1)
     >>> rows = npu_replay.RoutedExperts(ids=ids, layers=[0], num_experts=8)
-    >>> found = npu_replay.collect([rows], [layout], npu_replay.ParallelLayout())
+    >>> found = npu_replay.collect([rows], [layout])
     >>> [one.ids.flatten().tolist() for one in found]
     [[0, 1], [2]]
 
@@ -68,7 +68,8 @@ def collect(
         routes: this rank's recording, or its `routes`: one RoutedExperts per micro-batch.
         layouts: this rank's TokenLayout of each micro-batch.
         groups: a ParallelLayout that was read from a running framework; or process groups, which are merged
-            over one after the other: first the ranks that share a pipeline stage, then the stages.
+            over one after the other: first the ranks that share a pipeline stage, then the stages. Left
+            out: this process alone.
         everywhere: every rank gets the result; if False only the first rank of the groups, the others None.
         patience: seconds to wait for a rank that is late; twice that in a second group, whose ranks may wait
             in a first one. Give more if ranks may be further apart (one writes a checkpoint): a group whose

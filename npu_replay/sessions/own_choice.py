@@ -308,6 +308,10 @@ def _error(
         place = f"all {count} layers" if count == len(labels) > 1 else f"layer {named}{more}"
     else:
         place = tokens_of(routes, rows, (misfit.first or 0) - before)
+    if misfit.fits is not None:
+        layer, column = (labels[at] for at in misfit.fits)
+        expected = f"each layer's own ids: layer {layer} has {misfit.there:.2f} with those of layer {column}"
+        cause = f"layers in another order (reversed, or labels that are moved by some); {cause}"
     if misfit.shift:
         expected = f"rows in their places: moved by {misfit.shift:+} they overlap by {misfit.there:.2f}"
         cause = f"a row too many or too few before these, from padding or from another prompt; {cause}"

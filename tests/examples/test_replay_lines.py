@@ -159,14 +159,17 @@ def test_what_may_hang_and_what_is_no_image_is_told(tmp_path: Path) -> None:
 def test_where_npu_replay_is_missing_it_says_so(tmp_path: Path) -> None:
     """Neither an installed one is missing, nor one that is on PYTHONPATH alone."""
     asked = ("R2", "megatron", "npu")
-    folder = image_lines.made(V091, tmp_path / "without", installed=False)
+    folder = tmp_path / "without"
+    ascend_images.make(V091, folder)
     done = image_lines.run(folder, *asked)
     assert "npu_replay isn't installed here" in done.stderr
     assert IN_CHINESE.search(done.stderr)
     assert done.stdout
-    (folder / "npu_replay").mkdir()
-    (folder / "npu_replay" / "__init__.py").touch()
-    for there in (folder, image_lines.made(V091, tmp_path / "with")):
+    for_a_script = image_lines.run(folder, "--words", *asked)
+    assert (for_a_script.returncode, for_a_script.stdout) == (1, "")
+    assert "npu_replay isn't installed here" in for_a_script.stderr
+    clone = image_lines.made(V091, tmp_path / "clone", installed=False)
+    for there in (clone, image_lines.made(V091, tmp_path / "with")):
         assert "npu_replay isn't" not in image_lines.run(there, *asked).stderr
 
 

@@ -318,7 +318,9 @@ def with_another_layer(right: RoutedExperts, number: int) -> torch.Tensor:
         ),
         # moved, they would still fit badly
         (lambda right: flipped(right, 0.7).roll(7, 0), r"an overlap of 0.[12]. or more"),
-        (lambda right: with_another_layer(right, 4), "micro-batch 0, layer 4: "),
+        (lambda right: with_another_layer(right, 4), "micro-batch 0, layer 4: .* an overlap of 0"),
+        (lambda right: right.ids.flip(1), r"(?s)layer 0 has [01]\.\d+ with those of layer 5, .*reversed"),
+        (lambda right: right.ids.roll(1, 1), r"(?s)layer 0 has [01]\.\d+ with those of layer 1, .*reversed"),
     ],
 )
 def test_a_shift_that_would_fit_and_a_wrong_layer_are_named(change: Any, words: str) -> None:
