@@ -19,8 +19,12 @@
 #   NODES  2; 节点数，默认 2
 #   GPUS   8 a node; 每个节点的卡数，默认 8
 #
-# What you write behind it comes last, and counts; --cfg job, as the last, shows the config alone.
-# 写在命令后面的参数追加在最后，以其为准；--cfg job 须放在最后，只打印完整配置，不启动作业。
+# What you write behind it comes last, and counts; --cfg job, as the last, shows the config alone. Two steps as a trial:
+# 写在命令后面的参数追加在最后，以其为准；--cfg job 须放在最后，只打印完整配置，不启动作业。先试两步：
+#   trainer.total_training_steps=2 trainer.save_freq=-1 trainer.test_freq=-1
+# Every 20 steps verl saves model and optimizer, some 400 GB, below checkpoints/ of this folder (trainer.default_local_dir),
+# keeps all, and goes on from the last when started again (trainer.resume_mode).
+# verl 每 20 步把模型和优化器（约 400 GB）保存到当前目录的 checkpoints/ 下，全部保留；再次启动时从最后一次继续。
 # Not run on CUDA: verl 0.7.1, 0.8.0 and 0.9.1 compose and check it; replay itself ran on CPUs (docs/dev/verl.md).
 # 尚未在 CUDA 上运行：由 verl 0.7.1、0.8.0、0.9.1 组合并检查配置；重放本身在 CPU 上运行过。
 set -euo pipefail
