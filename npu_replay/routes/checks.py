@@ -130,8 +130,10 @@ def find_twice(ids: Array, recorded: Array, first_row: int = 0) -> Finding | Non
     if not len(places):
         return None
     row, column = places[0].tolist()
+    layers = len(np.unique(places[:, 1]))
+    among = f" in {layers} layers" if layers > 1 else ""
     return Finding(
-        f"{len(places)} token-layers name an expert twice, the first in row {first_row + row}",
+        f"{len(places)} token-layers{among} name an expert twice, the first in row {first_row + row}",
         f"{ids.shape[2]} different experts a token",
         ids[row, column].tolist(),
         column,
