@@ -266,6 +266,24 @@ def test_a_top_k_with_other_arguments_is_not_answered_in_any_micro_batch(block: 
 
 
 @pytest.mark.parametrize("block", ["record", "replay"])
+@pytest.mark.parametrize("at", [0, *UNCHECKED])
+def test_a_second_top_k_in_one_micro_batch_is_the_routers_own(at: int, block: str) -> None:
+    """Such as that of an aux loss that is counted now and then."""
+
+    def twice(router: ToyRouter, scores: Scores) -> Pair:
+        first = plain(router, scores)
+        lowest = torch.topk(-scores, router.topk, dim=-1)[1]
+        assert torch.equal(lowest, (-scores).argsort(dim=1, descending=True)[:, : router.topk])
+        return first
+
+    select = Sometimes(twice, at)
+    model = ToyModel(ToyRouter(select=select), ToyRouter())
+    with opened(block, model, 9):
+        run(model, *range(9))
+    assert select.calls == 9
+
+
+@pytest.mark.parametrize("block", ["record", "replay"])
 def test_a_router_that_raises_is_left_in_any_micro_batch(block: str) -> None:
     """Else the next top-k of the same shape would be answered, whoever calls it."""
 
