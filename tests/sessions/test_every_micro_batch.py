@@ -283,6 +283,57 @@ def test_a_second_top_k_in_one_micro_batch_is_the_routers_own(at: int, block: st
     assert select.calls == 9
 
 
+class Before(nn.Module):
+    """Runs the backward of the micro-batch before, in the middle of a forward."""
+
+    loss: Any = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.loss is not None:
+            loss, self.loss = self.loss, None
+            loss.backward()
+        return hidden
+
+
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_a_backward_inside_the_next_forward_recomputes_its_own(how: str) -> None:
+    routes = foreign(6)
+    grads = []
+    for inside in (False, True):
+        before = Before()
+        model = ToyModel(ToyRouter(), before, ToyRouter(), recompute=how)
+        with npu_replay.replay(model, routes):
+            for seed in range(6):
+                loss = model(tokens(seed).requires_grad_()).sum()
+                if inside:
+                    before.loss = loss
+                else:
+                    loss.backward()
+            if inside:
+                loss, before.loss = before.loss, None
+                loss.backward()
+        grads.append([parameter.grad for parameter in model.parameters()])
+    assert same(*grads)
+
+
+def test_a_router_that_asks_another_has_its_own_experts_in_each_micro_batch() -> None:
+    inner = ToyRouter(1)
+    chosen = []
+
+    def asks(router: ToyRouter, scores: Scores) -> Pair:
+        inner(scores[:, : tokens().shape[1]])
+        chosen.append(scores.argsort(dim=1, descending=True)[:, : router.topk])
+        return plain(router, scores)
+
+    model = ToyModel(ToyRouter(0, select=asks))
+    model.inner = inner
+    with torch.no_grad(), npu_replay.record(model) as recording:
+        for seed in range(6):
+            model(tokens(seed))
+    for routes, wanted in zip(recording.routes, chosen, strict=True):
+        assert torch.equal(routes.layer_ids(0).long(), wanted)
+
+
 @pytest.mark.parametrize("block", ["record", "replay"])
 def test_a_router_that_raises_is_left_in_any_micro_batch(block: str) -> None:
     """Else the next top-k of the same shape would be answered, whoever calls it."""
