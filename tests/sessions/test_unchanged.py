@@ -285,7 +285,10 @@ def test_a_graph_that_outlives_its_block_asks_nobody_and_keeps_no_model(how: str
     assert gone() is None
 
 
-def test_a_class_that_is_patched_in_a_block_runs_as_it_is_then(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at", [3, 4])  # one that isn't checked, and one that is
+def test_a_class_that_is_patched_in_a_block_runs_as_it_is_then(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = ToyModel()
     native = ToyRouter.forward
     calls = []
@@ -295,13 +298,14 @@ def test_a_class_that_is_patched_in_a_block_runs_as_it_is_then(monkeypatch: pyte
         return native(self, hidden)
 
     with torch.no_grad(), npu_replay.record(model):
-        for number in range(4):
+        for number in range(at):
             model(tokens(number))
         copied = copy.deepcopy(model)
         monkeypatch.setattr(ToyRouter, "forward", patched)
-        model(tokens(4)), model(tokens(5))
+        for number in range(at, 6):
+            model(tokens(number))
     copied(tokens(0))
-    assert len(calls) == 3 * len(model.layers)
+    assert len(calls) == (6 - at + 1) * len(model.layers)
 
 
 @pytest.mark.parametrize("hung", [0, 3])
