@@ -156,8 +156,9 @@ def _overlap_of_columns(rows: Judged, layer: int) -> Array:
     """Return how well each given column fits the own choice of one layer, in up to 256 rows: [layers]."""
     some = slice(0, 4 * RUN)
     given = rows.given[some].transpose(1, 0, 2)
-    same: Array = (given[..., None] == rows.own[some, layer, None, :]).any(axis=3).mean(axis=(1, 2))
-    return same
+    is_chosen = (given[..., None] == rows.own[some, layer, None, :]).any(axis=3)
+    overlaps: Array = is_chosen.mean(axis=(1, 2))
+    return overlaps
 
 
 def _error_of_few(own: Array, hits: Array) -> float:
