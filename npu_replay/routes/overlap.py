@@ -155,8 +155,8 @@ def judge(rows: Judged, *, least: float | None = None, before: int = 0, moved: b
 def _overlap_of_columns(rows: Judged, layer: int) -> Array:
     """Return how well each given column fits the own choice of one layer, in up to 256 rows: [layers]."""
     some = slice(0, 4 * RUN)
-    given = rows.given[some].transpose(1, 0, 2)
-    is_chosen = (given[..., None] == rows.own[some, layer, None, :]).any(axis=3)
+    columns = rows.given[some].transpose(1, 0, 2)
+    is_chosen = (columns[..., None] == rows.own[some, layer, None, :]).any(axis=3)
     overlaps: Array = is_chosen.mean(axis=(1, 2))
     return overlaps
 
