@@ -15,14 +15,14 @@ SCRIPT = Path(__file__).parents[1] / "examples" / "verl" / "replay_lines.py"
 def made(image: Image, folder: Path, *, installed: bool = True) -> Path:
     """Return a folder that simulates an image, with npu_replay's metadata; a clone on PYTHONPATH has none."""
     ascend_images.make(image, folder)
-    if not installed:
-        (folder / "npu_replay").mkdir()
-        (folder / "npu_replay" / "__init__.py").touch()
-    else:
+    if installed:
         info = folder / "npu_replay-0.1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: npu-replay\nVersion: 0.1.0\n")
         (info / "entry_points.txt").write_text("[verl.plugins]\nnpu_replay = npu_replay_autoload.verl\n")
+    else:
+        (folder / "npu_replay").mkdir()
+        (folder / "npu_replay" / "__init__.py").touch()
     return folder
 
 

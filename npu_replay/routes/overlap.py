@@ -128,7 +128,7 @@ def judge(rows: Judged, *, least: float | None = None, before: int = 0, moved: b
         worst = low[(overlap - floor)[low].argmin()]
         columns = tuple(low.tolist())
         misfit = Misfit(float(overlap[worst]), float(floor[worst]), float(chance[worst]), layers=columns)
-        first = int(low[0])  # only the right experts are before it
+        first = int(low[0])  # the layers before it have right ids, so its own choice is what it should be
         columns_fit = _overlap_of_columns(rows, first)
         column = int(columns_fit.argmax())
         if column != first and columns_fit[column] > (1 + misfit.chance) / 2:

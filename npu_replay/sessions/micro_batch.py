@@ -55,7 +55,7 @@ class MicroBatch:
     ) -> None:
         self.chunk = chunk
         self.number = number
-        self._has_others = chunks > 1
+        self._chunks = chunks
         self.grad = grad
         self.made = made
         self.enclosing = enclosing
@@ -92,9 +92,8 @@ class MicroBatch:
 
     @property
     def place(self) -> str:
-        """Return the place of an error: the micro-batch, and its chunk where there are several."""
-        where = micro_batch(self.number)
-        return f"{where}, chunk {self.chunk}" if self._has_others else where
+        """Return the place of an error."""
+        return place_of(self.number, self.chunk, self._chunks)
 
     def __repr__(self) -> str:
         return self.place
@@ -140,6 +139,12 @@ class MicroBatch:
     def may_run_again(self) -> bool:
         """Return whether autograd may run a call of it again, be it a second time."""
         return any(reference() is not None for around in self.around.values() for reference in around)
+
+
+def place_of(number: int, chunk: int, chunks: int) -> str:
+    """Return the place of an error: a micro-batch, and its chunk if the block has several."""
+    where = micro_batch(number)
+    return f"{where}, chunk {chunk}" if chunks > 1 else where
 
 
 def of_all_chunks(

@@ -11,7 +11,7 @@ from npu_replay.routes.input_check import InputCheck
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.answering import Answering
 from npu_replay.sessions.effect import is_due
-from npu_replay.sessions.micro_batch import MicroBatch
+from npu_replay.sessions.micro_batch import MicroBatch, place_of
 from npu_replay.sessions.own_choice import AuxLoss, OwnChoice
 from npu_replay.sessions.route_source import DeviceRoutes, RouteSource, check_fit
 from npu_replay.sessions.session import Session, to_enter
@@ -280,9 +280,8 @@ class SteppedRoutes(RouteSource):
         left = [at for at in self.given if at[1] >= self.timeline.ended[at[0]]]
         if left:
             chunk, number = left[0]
-            where = micro_batch(number)
             raise MicroBatchError(
                 "routes were given for a forward that never came",
-                where=f"{where}, chunk {chunk}" if len(self.routers) > 1 else where,
+                where=place_of(number, chunk, len(self.routers)),
                 cause="a schedule cut short",
             )

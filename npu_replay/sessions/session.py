@@ -25,7 +25,7 @@ from npu_replay.routes.arguments import StageLabels
 from npu_replay.seam.backward import in_backward
 from npu_replay.seam.torch_state import Hook
 from npu_replay.sessions.first_error import FirstError
-from npu_replay.sessions.micro_batch import MicroBatch
+from npu_replay.sessions.micro_batch import MicroBatch, place_of
 from npu_replay.sessions.timeline import CALLED_INSIDE, Marks, Timeline
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class Session:
         if ended is None and output is not None:
             raise MicroBatchError(
                 "the model was called inside its own forward",
-                where=micro_batch(self.timeline.ended[chunk] - 1),
+                where=place_of(self.timeline.ended[chunk] - 1, chunk, len(self.chunks)),
                 cause="a forward hook of your own that calls the model, for a metric or a second view",
             )
         if ended is None or not self._work.ends(ended):

@@ -21,7 +21,7 @@ from torch import nn
 
 from npu_replay.errors import MicroBatchError, RecomputeError, micro_batch
 from npu_replay.seam import backward
-from npu_replay.sessions.micro_batch import MicroBatch
+from npu_replay.sessions.micro_batch import MicroBatch, place_of
 
 CALLED_INSIDE = (
     "the block was given a wrapper, and the loop calls the module inside it (model.module, say) or forward() "
@@ -205,7 +205,7 @@ class Timeline:
                 self._since = backward.sequence_number()
         if thread != self._thread:
             problem = "the forwards of one block come from two threads"
-            where = micro_batch(self.ended[chunk])
+            where = place_of(self.ended[chunk], chunk, len(self.ended))
             cause = "a model called from a thread pool; micro-batches can't be put in order there"
             self.threads = MicroBatchError(problem, where=where, cause=cause)
             raise self.threads
