@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the quick tests on another torch, and another Python (3.10 too), with Megatron-core 0.12.1, in an environment of
-# its own. Some 5 GB: torch brings what it needs of CUDA. By hand; what came of it is in docs/dev/tried.md.
+# Runs the quick tests, and the slow ones of blocks and shims, on another torch, and another Python (3.10 too), with
+# Megatron-core 0.12.1, in an environment of its own. Some 5 GB: torch brings what it needs of CUDA. By hand; what came
+# of it is in docs/dev/tried.md.
 #
 #   ci/torch.sh 2.15.0 python3.13          further arguments are pytest's
 set -euo pipefail
@@ -22,5 +23,6 @@ python -c 'import sys, torch; print("torch", torch.__version__, "Python", sys.ve
 
 # ci/ wants 3.11, and so do the tests of it; those of single products have scripts of their own.
 left_out=(ci docs test_house.py packaging distributed on_verl on_engines on_vllm_ascend live verl_live npu_patches)
-OMP_NUM_THREADS=1 PYTHONPATH=$megatron python -m pytest -n 2 --dist loadfile -rs -m "not slow and not long" \
-    "${left_out[@]/#/--ignore=tests/}" "${@:3}"
+run_pytest() { OMP_NUM_THREADS=1 PYTHONPATH=$megatron python -m pytest -n 2 --dist loadfile -rs "$@"; }
+run_pytest -m "not slow and not long" "${left_out[@]/#/--ignore=tests/}" "${@:3}"
+run_pytest -m "slow and not long" tests/compat tests/sessions "${@:3}"

@@ -111,6 +111,17 @@ class Router:
         return self.layer
 
 
+def as_map(shown: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return the result of `Router.shows` as bool [rows, experts]; ids that are no expert's show none."""
+    if shown.dtype == torch.bool:
+        return shown
+    ids = shown.long().where((shown >= 0) & (shown < num_experts), num_experts)
+    shown_map = torch.zeros(len(ids), num_experts + 1, dtype=torch.bool, device=ids.device).scatter(
+        1, ids, True
+    )
+    return shown_map[:, :num_experts]
+
+
 class RouterKind:
     """Recognises one product's routers. Subclass it, and register an instance."""
 

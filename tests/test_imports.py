@@ -70,6 +70,7 @@ def under_type_checking(package: ModuleType) -> dict[str, str]:
     return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
+@pytest.mark.slow
 def test_importing_it_brings_little_of_itself_and_no_framework_nor_does_a_report() -> None:
     code = """
 import npu_replay
@@ -114,6 +115,7 @@ def test_a_name_is_the_same_object_wherever_it_is_taken_from() -> None:
             package.recrod  # noqa: B018
 
 
+@pytest.mark.slow
 def test_pytest_may_load_it_as_a_plugin(tmp_path: Path) -> None:
     """Its loader has another interface than Python's own."""
     (tmp_path / "test_it.py").write_text(

@@ -23,7 +23,7 @@ from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.release_rules import Source
 from npu_replay.routes import checks
 from npu_replay.routes.checks import Array
-from npu_replay.sessions.effect import is_due
+from npu_replay.sessions.micro_batch import is_due
 
 logger = logging.getLogger(__name__)
 _warned: Counter[str] = Counter()

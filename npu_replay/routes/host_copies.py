@@ -1,4 +1,4 @@
-"""Copy tensors to the host asynchronously: a read doesn't wait once the copy has arrived."""
+"""Bring results to the host: copies that are read without waiting, and sums that are read at the end."""
 
 from __future__ import annotations
 
@@ -47,3 +47,18 @@ def _sent(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return room.copy_(tensor, non_blocking=True)
+
+
+class Count:
+    """Counts on whatever devices its tensors are. Reading it waits for them."""
+
+    def __init__(self) -> None:
+        self._parts: dict[torch.device, torch.Tensor] = {}
+
+    def add(self, counted: torch.Tensor) -> None:
+        total = counted.sum()
+        before = self._parts.get(total.device)
+        self._parts[total.device] = total if before is None else before + total
+
+    def __int__(self) -> int:
+        return sum(int(part) for part in self._parts.values())

@@ -93,7 +93,7 @@ class Misfit:
 
 
 def judge(rows: Judged, *, least: float | None = None, before: int = 0, moved: bool = False) -> Misfit | None:
-    """Return why these rows, 64 or more, can't be right; None if nothing is wrong.
+    """Judge 64 rows or more by their overlap: return why they can't be right, or None.
 
     Args:
         least: the overlap below which they are refused; None for a part of the way from chance to 1.

@@ -15,6 +15,7 @@ import torch
 from npu_replay import routers
 from npu_replay.errors import NoEffect, RecomputeError, micro_batch
 from npu_replay.routers import Router
+from npu_replay.routes.host_copies import Count
 from npu_replay.routes.inputs import copied
 from npu_replay.seam import torch_state
 from npu_replay.seam.call import Call
@@ -22,8 +23,7 @@ from npu_replay.seam.guarded import guard
 from npu_replay.seam.quick_call import FEW
 from npu_replay.seam.torch_state import restore_functions
 from npu_replay.sessions import effect
-from npu_replay.sessions.effect import is_due
-from npu_replay.sessions.micro_batch import Key, MicroBatch
+from npu_replay.sessions.micro_batch import Key, MicroBatch, is_due
 from npu_replay.sessions.own_choice import OwnChoice
 from npu_replay.sessions.route_source import DeviceRoutes, Given, RouteSource
 from npu_replay.sessions.router_calls import RouterCalls, Shared
@@ -58,7 +58,7 @@ class Answering(Work):
         self.timeline = Timeline(0)
         self.kept: dict[Key, MicroBatch] = {}  # whose ids are needed, for a recompute or a record
         self._had_recomputes = False
-        self._dropped = effect.Count()  # chosen experts that lost the token, over their capacity
+        self._dropped = Count()  # chosen experts that lost the token, over their capacity
         self._chosen = 0  # experts that were chosen in these outputs
         self._lasts = lasts
         self._calls: list[list[RouterCalls]] = []  # by chunk

@@ -17,7 +17,7 @@ import torch
 
 from npu_replay import routers
 from npu_replay.errors import NoEffect, RecomputeError, ReplayError, likeliest, micro_batch
-from npu_replay.routers import Router
+from npu_replay.routers import Router, as_map
 from npu_replay.routes.host_copies import HostCopy
 from npu_replay.seam.call import Call
 from npu_replay.sessions.micro_batch import MicroBatch
@@ -102,33 +102,6 @@ _OTHERS_IN_KERNEL = (
 )
 
 
-class Count:
-    """Counts on whatever devices its tensors are. Reading it waits for them."""
-
-    def __init__(self) -> None:
-        self._parts: dict[torch.device, torch.Tensor] = {}
-
-    def add(self, counted: torch.Tensor) -> None:
-        total = counted.sum()
-        before = self._parts.get(total.device)
-        self._parts[total.device] = total if before is None else before + total
-
-    def __int__(self) -> int:
-        return sum(int(part) for part in self._parts.values())
-
-
-def is_due(number: int) -> bool:
-    """Return whether the whole effect is checked: in micro-batch 0, 1, 2, 4, 8, ...
-
-    In the first the routes may be what the router would choose anyway, where a missing effect doesn't show;
-    an optimizer that steps inside the block changes that.
-
-    >>> [number for number in range(20) if is_due(number)]
-    [0, 1, 2, 4, 8, 16]
-    """
-    return number & (number - 1) == 0
-
-
 class Checks:
     """Reads checks whose results are on their way to the host, those of a micro-batch together."""
 
@@ -194,7 +167,7 @@ def of_forward(call: Call, output: object) -> Iterator[Check]:
         return
     shown = router.shows(output)
     if checked or router.drops:
-        yield from _of_all(call, ids, as_map(shown, router))
+        yield from _of_all(call, ids, as_map(shown, router.num_experts))
     elif shown is not ids:
         yield looked_at(call, shown, ids)
 
@@ -260,7 +233,7 @@ def looked_at(call: Call, shown: torch.Tensor, ids: torch.Tensor) -> Check:
     router = call.owner.router
     # A router that drops tokens shows fewer experts, but no other.
     if router.drops and shown.shape == (ids.shape[0], router.num_experts):
-        right = as_map(shown, router).scatter(1, ids, False).logical_not()
+        right = as_map(shown, router.num_experts).scatter(1, ids, False).logical_not()
     else:
         right = _shows(shown, ids, router.num_experts)
     return _check(call, _OTHERS_IN_RECOMPUTE if call.is_recompute else _shows_others(router), right)
@@ -334,16 +307,6 @@ def _shows(shown: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Te
     if shown.dtype != torch.bool and shown.shape == ids.shape:
         return shown.sort(dim=-1).values == ids.sort(dim=-1).values  # any order is right
     return torch.zeros_like(ids, dtype=torch.bool)
-
-
-def as_map(shown: torch.Tensor, router: Router) -> torch.Tensor:
-    """Return the result of `Router.shows` as bool [rows, experts]; ids that are no expert's show none."""
-    if shown.dtype == torch.bool:
-        return shown
-    experts = router.num_experts
-    ids = shown.long().where((shown >= 0) & (shown < experts), experts)
-    shown_map = torch.zeros(len(ids), experts + 1, dtype=torch.bool, device=ids.device).scatter(1, ids, True)
-    return shown_map[:, :experts]
 
 
 def not_called(router: Router, number: int) -> ReplayError:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from npu_replay.errors import ReplayError, micro_batch
-from npu_replay.routers import Model, Router, hidden_states
+from npu_replay.routers import Model, Router, as_map, hidden_states
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 from npu_replay.seam.backward import in_backward
 from npu_replay.seam.id_uses import IdUses
 from npu_replay.seam.torch_state import Hook
 from npu_replay.seam.watch import watch
-from npu_replay.sessions.effect import as_map, not_called
+from npu_replay.sessions.effect import not_called
 from npu_replay.sessions.micro_batch import Key, MicroBatch, of_all_chunks
 from npu_replay.sessions.record import micro_batch_routes
 from npu_replay.sessions.session import Session, Work, to_enter
@@ -133,7 +133,7 @@ class Reading(Work):
             raise self._timeline.called_again(router.label, forward)
         with torch.no_grad():
             if router.shows is not None:
-                shown = as_map(router.shows(output), router)
+                shown = as_map(router.shows(output), router.num_experts)
             elif taken is not None:
                 shown = taken.shown()
             else:

@@ -16,11 +16,11 @@ from npu_replay.environment import AUX_LOSS, MIN_OVERLAP, read
 from npu_replay.errors import MicroBatchError, one_of, share
 from npu_replay.routers import Handle, Router, check_losses
 from npu_replay.routes.checks import Array
+from npu_replay.routes.host_copies import Count
 from npu_replay.routes.inputs import named
 from npu_replay.routes.overlap import RUN, Judged, Misfit, judge
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 from npu_replay.seam.call import Call, running
-from npu_replay.sessions.effect import Count
 from npu_replay.sessions.micro_batch import MicroBatch
 from npu_replay.sessions.route_source import DeviceRoutes, Given
 from npu_replay.sessions.weights import weights_moved

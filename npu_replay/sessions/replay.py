@@ -10,8 +10,7 @@ from npu_replay.routers import Model, labels_of
 from npu_replay.routes.input_check import InputCheck
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.answering import Answering
-from npu_replay.sessions.effect import is_due
-from npu_replay.sessions.micro_batch import MicroBatch, place_of
+from npu_replay.sessions.micro_batch import MicroBatch, is_due, place_of
 from npu_replay.sessions.own_choice import AuxLoss, OwnChoice
 from npu_replay.sessions.route_source import DeviceRoutes, RouteSource, check_fit
 from npu_replay.sessions.session import Session, to_enter

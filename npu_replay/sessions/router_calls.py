@@ -30,7 +30,7 @@ from npu_replay.seam.torch_state import (
 from npu_replay.sessions import effect
 from npu_replay.sessions.choices import given_ids, ids_of_forward, own_choice
 from npu_replay.sessions.first_error import FirstError
-from npu_replay.sessions.micro_batch import MicroBatch
+from npu_replay.sessions.micro_batch import MicroBatch, is_due
 from npu_replay.sessions.own_choice import OwnChoice
 from npu_replay.sessions.route_source import RouteSource, to_device
 from npu_replay.sessions.timeline import Marks, Timeline
@@ -264,7 +264,7 @@ class RouterCalls(ForwardInPlace):
     def _begin_recompute(self, repeated: MicroBatch, hidden: torch.Tensor) -> Call:
         """Return the call of a recompute; refuse one that isn't of a forward's."""
         plan = self._plans[self.module.training]
-        checked = effect.is_due(repeated.number)
+        checked = is_due(repeated.number)
         plain = not (checked or function_modes() or dispatch_modes() or here.call)
         rows = self._rows_of(hidden)
         ids = self._ids_again(repeated, rows, hidden.device)

@@ -81,6 +81,7 @@ def log_of(complaints: str) -> Path:
     return Path(re.findall(r"others go to (.+)", complaints)[0])
 
 
+@pytest.mark.slow
 def test_what_others_print_is_in_the_log_of_a_smoke_that_failed(tmp_path: Path) -> None:
     done = run(tmp_path, "smoke", "--device", "npu", "--json", code=NOISE)
     assert done.returncode == 1, done.stderr
@@ -93,6 +94,7 @@ def test_what_others_print_is_in_the_log_of_a_smoke_that_failed(tmp_path: Path) 
     assert "npu-replay-smoke" in log.name
 
 
+@pytest.mark.slow
 def test_without_megatron_smoke_says_what_doctor_says(tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()  # another product's half of the name
     ours = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -117,6 +119,7 @@ def test_a_variable_that_cannot_be_used_is_one_short_error(desk: Path, variable:
     assert run(desk, code="import npu_replay", **{variable: "maybe"}).returncode == 1, "a user's own process"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_without_a_traceback(tmp_path: Path) -> None:
     job = subprocess.Popen(
         [sys.executable, "-c", WAITS, "doctor"],
@@ -136,6 +139,7 @@ def test_ctrl_c_ends_without_a_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_leaves_no_traceback(desk: Path) -> None:
     ours, theirs = os.pipe()
     os.close(ours)

@@ -49,6 +49,7 @@ WAYS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.choice
 @pytest.mark.parametrize("way", WAYS)
 def test_a_record_changes_nothing_its_replay_repeats_it_and_other_routers_follow_it_s1_s2(way: str) -> None:
@@ -160,8 +161,9 @@ def fresh_dynamo() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("what", [pytest.param("wrapped model", marks=pytest.mark.slow), "layers", "router"])
+@pytest.mark.parametrize("what", ["wrapped model", "layers", "router"])
 def test_a_compiled_module_is_replayed_and_its_graphs_stay_as_they_are_s1(what: str) -> None:
     graphs: list[Any] = []
 

@@ -64,6 +64,7 @@ def test_the_table_is_that_of_the_images() -> None:
         assert others == {image.name}, "those of A3 have a3 in the place of 910b"
 
 
+@pytest.mark.slow
 def test_each_image_prints_its_block_and_runs_what_the_table_says(tmp_path: Path) -> None:
     told = {row[-1].strip("`"): dict(zip(("R2", "R3"), row[2:4], strict=True)) for row in rows_of_the_page()}
     images_of: dict[str, set[str]] = {block: set() for _, block in BLOCKS}

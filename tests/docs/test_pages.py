@@ -119,7 +119,11 @@ def names(engine: Engine, server: str, tmp_path: Path, monkeypatch: pytest.Monke
     }
 
 
-@pytest.mark.parametrize("page", RUNS, ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=() if name_of(page) == "README.md" else pytest.mark.slow) for page in RUNS],
+    ids=name_of,
+)
 def test_the_examples_of_a_page_run_one_after_the_other(page: Path, names: dict[str, Any]) -> None:
     try:
         for why, block in BLOCK.findall(page.read_text(encoding="utf-8")):
@@ -138,6 +142,7 @@ def test_the_examples_of_a_page_run_one_after_the_other(page: Path, names: dict[
 R3 = ["README.md", *(f"docs/{one}.md" for one in ("fsdp2", "vllm"))]
 
 
+@pytest.mark.slow
 @pytest.mark.choice
 @pytest.mark.parametrize("old_log_probs", ["replayed", "not replayed"])
 @pytest.mark.parametrize("page", R3)

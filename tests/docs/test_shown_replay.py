@@ -23,6 +23,7 @@ def first_block(page: str) -> str:
     return next(block for block in blocks if "import npu_replay\n" in block)
 
 
+@pytest.mark.slow
 def test_the_figures_of_readmes_r2_are_those_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     code = first_block("README.md")
     exec(compile(code, "README.md", "exec"), {})
@@ -35,6 +36,7 @@ def test_the_figures_of_readmes_r2_are_those_that_it_prints(capsys: pytest.Captu
     assert printed[1][0] > 20
 
 
+@pytest.mark.slow
 def test_the_figures_of_the_quickstart_are_those_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     pages = [first_block(page) for page in ("docs/quickstart.md", "docs/zh/quickstart.md")]
     said, also_said = (re.findall(r"print\(round\(.*#\D*(0\.0)\D+(0\.\d\d)", code) for code in pages)

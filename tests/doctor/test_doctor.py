@@ -99,6 +99,7 @@ def test_with_megatron_it_says_that_replay_works_and_exits_0(tmp_path: Path) -> 
     assert json.loads(file.read_text())["works"]
 
 
+@pytest.mark.slow
 def test_without_any_framework_it_says_how_to_get_one_and_exits_1(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDE)
     result = run(path=str(tmp_path))
@@ -282,6 +283,7 @@ def test_whatever_happens_to_a_child_is_told(
     assert doctor._try("child") == problem
 
 
+@pytest.mark.slow
 def test_modules_are_imported_in_their_order_in_another_process_up_to_the_first_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

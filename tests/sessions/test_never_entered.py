@@ -115,6 +115,7 @@ model(tokens())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.choice(every=2)
 @pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "raise KeyError('theirs')"])
 def test_one_that_lives_until_the_process_ends_warns_then(end: str) -> None:

@@ -32,6 +32,7 @@ def recorded(model: Any, tokens: torch.Tensor) -> RoutedExperts:
     return recording.routes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.choice
 @pytest.mark.parametrize("length", [128, 600])
 @pytest.mark.parametrize("size", SIZES)

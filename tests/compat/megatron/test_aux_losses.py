@@ -33,6 +33,7 @@ def foreign(trainer: Trainer) -> list[RoutedExperts]:
     return [RoutedExperts(ids=ids, layers=[0, 1, 2, 3], num_experts=8)] * len(trainer.batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pad", [False, True])
 def test_a_replay_of_ones_own_record_counts_what_a_run_counts_also_after_a_drop(pad: bool) -> None:
     """0.12's seq_aux_loss counts what is left after the drop by capacity."""

@@ -38,6 +38,7 @@ def built(size: str) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.choice(every=2)
 @pytest.mark.parametrize("size", SIZES)
 def test_right_rows_are_taken_and_wrong_ones_refused(size: str) -> None:

@@ -49,6 +49,7 @@ def recorded(trainer: Trainer, order: str = "each") -> list[RoutedExperts]:
     return recording.routes
 
 
+@pytest.mark.slow
 @pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "full", "layers_non_reentrant"])
 @pytest.mark.parametrize("variant", ["capacity_probs", "capacity_padded", "capacity_position"])
@@ -134,6 +135,7 @@ def test_the_replayed_probabilities_are_live_scores_with_a_gradient() -> None:
     assert bool((gradient.abs().sum(1) > 0).all()), "every expert of the routes gets a gradient"
 
 
+@pytest.mark.slow
 @pytest.mark.choice(every=4)
 @pytest.mark.parametrize("recompute", ALL_RECOMPUTE)
 def test_pin_recompute_repeats_the_choice_of_its_own_forward(recompute: str) -> None:

@@ -53,6 +53,7 @@ def blocks(trainer: Trainer, recorded: list[list[torch.Tensor]]) -> Any:
         return trainer.run("each")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "recompute"),
     [

@@ -204,6 +204,7 @@ def check(trainer: Trainer) -> None:
     assert all(bool(torch.isfinite(grad).all()) for grad in grads if grad is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("case", CASES | REAL_ONLY)

@@ -53,6 +53,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 def test_routers_ask_slimes_queues_unless_megatron_has_a_replay_of_its_own(path: Path) -> None:
     found: dict[str, Any] = jobs.run("on_slime.job:stand_in", {}, path=[path])
