@@ -87,6 +87,18 @@ def _put(owner: Any, name: str, value: object) -> None:
         setattr(owner, name, value)
 
 
+def _holders_of_a_copy(owner: Any, name: str, function: Any) -> Iterator[type]:
+    """Yield the subclasses whose own attribute of this name wraps the function that they would inherit."""
+    subclasses: list[type] = owner.__subclasses__() if isinstance(owner, type) else []
+    for kind in subclasses:
+        own = vars(kind).get(name)
+        while own is not None and own is not function:
+            own = getattr(own, "__wrapped__", None)
+        if own is not None:
+            yield kind
+        yield from _holders_of_a_copy(kind, name, function)
+
+
 class Patches:
     """Makes and undoes a group of patches together.
 
@@ -135,9 +147,17 @@ class Patches:
         self.add(Change(_where(owner, name), why, undo, attribute=(owner, name)))
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any], why: str) -> None:
-        """Replace a function, plain or async, by `around(original, *arguments)` of the same signature."""
-        original = getattr(owner, name)
-        self.set(owner, name, switched(original, functools.partial(around, original)), why)
+        """Replace a function, plain or async, by `around(original, *arguments)` of the same signature.
+
+        Ray gives the class of an actor a copy of each method that it inherits, made when the class is defined
+        or unpickled. Such copies are replaced, too.
+        """
+        if self.has(owner, name):
+            return
+        function = getattr(owner, name)
+        for holder in (owner, *_holders_of_a_copy(owner, name, function)):
+            original = getattr(holder, name)
+            self.set(holder, name, switched(original, functools.partial(around, original)), why)
 
     def add(self, change: Change) -> None:
         """Record a change that was made by other means than `set`."""

@@ -15,6 +15,7 @@ Undone:   by `npu_replay.uninstall()`, on instances too.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -28,14 +29,17 @@ from npu_replay.compat.engines import setting
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.install import install as install_everything
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.compat.verl.batch_routes import COLUMN
+from npu_replay.compat.verl.batch_routes import COLUMN, refused_rows
 from npu_replay.compat.verl.config import FLAG, ROOT
 from npu_replay.compat.verl.files import ROUTES
-from npu_replay.compat.verl.r3_store import Putter
+from npu_replay.compat.verl.r3_store import Putter, queues
 from npu_replay.compat.verl.rollout_checks import RolloutChecks, warn_seldom
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.turns import Rows
 from npu_replay.routes.checks import Array, is_ids
+from npu_replay.routes.routed_experts import narrow_array_dtype
+
+logger = logging.getLogger(__name__)
 
 AGENT_LOOP = "verl.experimental.agent_loop.agent_loop"
 CLIENTS = {
@@ -130,6 +134,7 @@ class Turns:
     def __init__(self, job: _Job | None = None, step: int | None = None) -> None:
         self.job = job
         self.step = step
+        self.is_refused = False  # the trainer is to refuse the sample
         self._ran: list[tuple[Array, Rows]] = []
         """Tokens and their rows; a turn that continues the one before is merged into it."""
 
@@ -220,6 +225,7 @@ class _Job:
         checks: checks what the engine returns; None where the model is unknown.
         putter: puts routes away, so that the batch has references; None where the batch carries ids.
         like: [0, layers, topk], of the routes so far, for samples that have none of their own.
+        queues: samples go to a queue, and verl logs an error of an agent loop and trains without the sample.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -233,10 +239,23 @@ class _Job:
             self.checks = RolloutChecks.of(worker, str(setting(rollout, "name")))
             self.putter = Putter.of(worker, None if self.checks is None else self.checks.model)
         self.like: Array | None = None
+        self.queues = queues(worker)
+
+    def refuse(self, turns: Turns, error: ReplayError) -> None:
+        """Raise the error of a sample; where a queue would lose it, log it and let the trainer raise one."""
+        model = None if self.checks is None else self.checks.model
+        if not self.queues or (self.like is None and model is None):
+            raise error
+        logger.error("[npu_replay] rollout: %s", error)
+        turns.is_refused = True
+        if self.like is None and model is not None:
+            self.like = np.empty((0, model.num_layers, model.topk), narrow_array_dtype(model.num_experts))
 
     def routes_of(self, output: Any, turns: Turns) -> Array | None:
         """Return an output's rows, [tokens, layers, topk], writable, uint8 or int16."""
         tokens = _ids([*output.prompt_ids, *output.response_ids])
+        if turns.is_refused and self.like is not None:
+            return refused_rows(len(tokens), self.like)
         own = output.routed_experts
         rows, seen = turns.routes_of(tokens)
         # The loop asked the engine by a way of its own, which the turns haven't seen: its own rows are used.
@@ -272,7 +291,7 @@ async def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         outer[1].add(prompt, _ids(output.token_ids), output.routed_experts, aborted=_is_aborted(output))
         return output.model_copy(update={"routed_experts": None})
     sample = _sample.get()
-    job = None if sample is None else sample.job
+    job: Any = None if sample is None else sample.job
     if job is None or job.client is not self:
         sample = job = None
     turns = Turns(job)
@@ -289,7 +308,10 @@ async def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         output.routed_experts, _ = turns.routes_of(np.concatenate([prompt, sampled]))
     if sample is not None:
         aborted = resumed or _is_aborted(output)
-        sample.add(prompt, sampled, output.routed_experts, aborted=aborted, checked=resumed)
+        try:
+            sample.add(prompt, sampled, output.routed_experts, aborted=aborted, checked=resumed)
+        except ReplayError as error:
+            job.refuse(sample, error)
     return output
 
 
@@ -312,9 +334,16 @@ async def _run_agent_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -
 
 
 async def _agent_loop_postprocess(job: _Job, original: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-    turns = _sample.get() or Turns()
+    turns = _sample.get()
+    if turns is None:
+        turns = Turns()
     for sample in output if isinstance(output, list) else [output]:
-        sample.routed_experts = job.routes_of(sample, turns)
+        try:
+            rows = job.routes_of(sample, turns)
+        except ReplayError as error:
+            job.refuse(turns, error)
+            rows = job.routes_of(sample, turns)
+        sample.routed_experts = rows
         if job.putter is not None:
             job.putter.put_away(sample, turns.step)
     return await original(output, *args, **kwargs)

@@ -25,6 +25,7 @@ from npu_replay.errors import InvalidRoutes
 from npu_replay.parallel.collect import exchange
 from npu_replay.parallel.merge import side_by_side
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.routes.checks import Array
 from npu_replay.routes.fingerprint import find_other_length
 from npu_replay.routes.routed_experts import RoutedExperts
 
@@ -36,6 +37,8 @@ up to 0.9.0 narrows a batch whose numbers all fit.
 """
 REFUSED = MARK - 1
 """The mark of a sample whose routes were refused at rollout."""
+_REFUSED = np.iinfo(np.uint8).max, np.iinfo(np.int16).max
+"""The ids of `refused_rows`: a row that is full of one of them names an expert twice."""
 _STAYED = 1
 """The key of a sample that came without its reference."""
 _WORDS = 5
@@ -123,12 +126,7 @@ class RoutesByKey:
         if routes is not None:
             raise routes
         if not key:
-            raise InvalidRoutes(
-                "these routes were refused when the rollout handed them over",
-                expected="routes that passed validation at rollout",
-                got="none",
-                cause="the log of the agent loops' worker has the error",
-            )
+            raise refused_at_rollout()
         raise InvalidRoutes(
             "the routes behind this sample's key aren't here",
             where=f"key {key:016x}",
@@ -162,6 +160,30 @@ class RoutesByKey:
         here = marked if keep is None else marked & keep.detach().cpu().bool()
         # Ids aren't copied here: laying out a micro-batch copies the rows that it has.
         return routes.with_rows(routes.ids, routes.recorded & here[: len(routes)])
+
+
+def refused_at_rollout() -> InvalidRoutes:
+    """Return the error for a sample whose routes were refused in a worker of the agent loops."""
+    return InvalidRoutes(
+        "these routes were refused when the rollout handed them over",
+        expected="routes that passed validation at rollout",
+        got="none",
+        cause="the log of the agent loops' worker has the error",
+    )
+
+
+def refused_rows(tokens: int, like: Array) -> Array:
+    """Return the rows of a sample that a trainer refuses, in the shape and dtype of `like`."""
+    return np.full((tokens, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
+
+
+def are_refused(rows: torch.Tensor, num_experts: int) -> bool:
+    """Return whether these are `refused_rows`, [tokens, layers, topk], in whatever dtype they have come."""
+    if not rows.numel():
+        return False
+    mark = int(rows[0, 0, 0])
+    is_mark = mark in _REFUSED and (mark >= num_experts or rows.shape[2] > 1)
+    return is_mark and bool((rows[0] == mark).all())
 
 
 class R2Store:

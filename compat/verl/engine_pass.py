@@ -154,7 +154,7 @@ class EnginePass:
                 self.session = StepRecording(chunks, errors_wait=True).__enter__()
             else:
                 every = int(read(METRICS_EVERY, 10))  # only in each n-th update, since it costs a top-k
-                judged = self.trains and every > 0 and self.engine.updates % every == 0
+                judged = self.trains and every > 0 and _is_judged(self.engine.updates, every)
                 self.session = StepReplay(chunks, errors_wait=True, live_mismatch=judged).__enter__()
         self._begin(problem.error, records=record)
 
@@ -256,6 +256,18 @@ class EnginePass:
                     announce(summary(engine.mode, sums, engine.stack))
         if self.trains:
             engine.updates += 1
+
+
+def _is_judged(update: int, every: int) -> bool:
+    """Return whether an update counts the live choice: one of `every`, at each place of a step in turn.
+
+    Always the same place would hide the drift within a step. In R2 the first update of a step shows 0, since
+    it has the weights of the record.
+
+    >>> [update for update in range(36) if _is_judged(update, 10)]
+    [0, 11, 22, 33]
+    """
+    return update % every == update // every % every
 
 
 _passes = [EnginePass()]

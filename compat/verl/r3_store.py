@@ -32,8 +32,6 @@ from npu_replay.routes.fingerprint import find_other_tokens, fingerprint
 
 logger = logging.getLogger(__name__)
 
-_QUEUED = "verl.trainer.ppo.v1.agent_loop_tq"
-"""The module of verl's workers that hand samples to a queue (TransferQueue)."""
 _STEPS = 3
 """The number of steps that a worker keeps what it has put: trainers may be that far behind."""
 _SAMPLES = 4096
@@ -85,8 +83,7 @@ class Putter:
                 got=interval,
             )
         cut = cut_of(config, model)
-        queued = any(kind.__module__ == _QUEUED for kind in type(worker).__mro__)
-        return cls(RayCarrier(cut=cut), model, keeps=queued)
+        return cls(RayCarrier(cut=cut), model, keeps=queues(worker))
 
     def put_away(self, output: Any, step: int | None) -> None:
         """Replace the routes of an agent loop's output by marks and a reference; without a step drop them."""
@@ -118,6 +115,12 @@ class Putter:
                 self._kept = {put_at: those for put_at, those in self._kept.items() if put_at > step - _STEPS}
         mark = REFUSED if reference is None else MARK
         return np.full((len(rows), 1, 1), mark, np.int16), reference
+
+
+def queues(worker: Any) -> bool:
+    """Return whether a worker of agent loops hands its samples to a queue (TransferQueue)."""
+    # By name: it is in verl.trainer.ppo.v1.agent_loop_tq, in 0.8 in main_ppo_sync, which may be __main__.
+    return any(kind.__name__ == "AgentLoopWorkerTQ" for kind in type(worker).__mro__)
 
 
 def cut_of(config: Any, model: RoutedModel) -> Any:

@@ -18,7 +18,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from npu_replay.compat.megatron import hybrid, parallel_state
-from npu_replay.compat.verl.batch_routes import Routes, RoutesByKey, are_keys, rows_of
+from npu_replay.compat.verl.batch_routes import (
+    Routes,
+    RoutesByKey,
+    are_keys,
+    are_refused,
+    refused_at_rollout,
+    rows_of,
+)
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
 from npu_replay.parallel.parallel_layout import DecoderLayers, ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
@@ -217,7 +224,7 @@ class GivenRoutes:
             how: Any = {"keep": keep, "zeros_are_none": zeros_are_none, "from_engine": from_rollout}
             try:
                 routes_of_sample = (
-                    store.of_sample(ids, keep, routed) if keys else from_batch(ids, routed, **how)
+                    store.of_sample(ids, keep, routed) if keys else _admitted(ids, routed, **how)
                 )
             except InvalidRoutes as error:
                 bad[number] = error.with_traceback(None).at(f"sample {number} of the micro-batch")
@@ -228,7 +235,7 @@ class GivenRoutes:
     def checked(self, layers: Sequence[int], tokens: torch.Tensor | None) -> dict[int, Routes]:
         """Check a batch's ids once for all chunks; return this rank's routes, or errors, by key from 1 on."""
         # All layers are checked: only the others tell a dead router from a lost layer.
-        take = partial(from_batch, model=self.batch.routed, zeros_are_none=True)
+        take = partial(_admitted, model=self.batch.routed, zeros_are_none=True)
         own = [layer for layer in self.batch.routed.layers if layer in {*layers}]
         each = self.samples()
         words = (
@@ -248,6 +255,13 @@ class GivenRoutes:
                     by_key[key] = take(rows, tokens=of_sample, keep=keep).only(own)
                 by_key.setdefault(key, error.with_traceback(None))
         return by_key
+
+
+def _admitted(rows: torch.Tensor, model: RoutedModel, **how: Any) -> RoutedExperts:
+    """Return `from_batch`; raises InvalidRoutes for rows that were refused at rollout."""
+    if are_refused(rows, model.num_experts):
+        raise refused_at_rollout()
+    return from_batch(rows, model, **how)
 
 
 _PATTERN = "npu_replay_pattern"

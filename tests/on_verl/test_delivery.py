@@ -367,13 +367,11 @@ def test_the_weights_version_stands_for_a_step_where_the_trainer_says_none(
 
 
 @pytest.mark.parametrize("queued", [True, False])
-def test_references_live_as_long_as_may_be_trained_on_them(
-    queued: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_references_live_as_long_as_may_be_trained_on_them(queued: bool) -> None:
     """A queue pickles them past Ray: the worker that put them keeps those of the last three steps."""
     made = worker(*(Turn(SAMPLED[: 3 + n], change=deep) for n in range(COUNT)))
     if queued:
-        monkeypatch.setattr(type(made), "__module__", "verl.trainer.ppo.v1.agent_loop_tq")
+        made.__class__ = type("AgentLoopWorkerTQ", (type(made),), {})  # in whatever module a release has it
     putter = r3_store.Putter.of(made, model_of(made))
     assert putter is not None
     tokens = np.arange(8)

@@ -29,7 +29,9 @@ from npu_replay import ReplayError
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.verl import agent_loop as verl_rollout
 from npu_replay.compat.verl import rollout_checks
+from npu_replay.compat.verl.tensors import GivenRoutes
 from npu_replay.errors import InvalidRoutes
+from npu_replay.rollout.model_config import RoutedModel
 
 agent_loop: Any = importlib.import_module("verl.experimental.agent_loop.agent_loop")
 importlib.import_module("verl.experimental.agent_loop.tool_agent_loop")
@@ -611,6 +613,48 @@ def test_the_transfer_queues_form_has_a_row_a_token() -> None:  # T12
     fields = run(Turn([20, 21, 22]), kind=Queued)
     tokens = torch.cat([fields["prompts"], fields["responses"]]).tolist()
     check_rows(tokens, fields["routed_experts"].numpy())
+
+
+def test_a_queue_that_would_lose_an_error_hands_it_to_the_trainer(caplog: pytest.LogCaptureFixture) -> None:
+    """verl's TransferQueue logs the error of an agent loop, and trains on the samples that are left."""
+
+    class AgentLoopWorkerTQ(worker_class()):
+        async def _agent_loop_postprocess(self, output: Any, *args: Any, **kwargs: Any) -> Any:
+            return output
+
+    def handed(change: Callable[[np.ndarray], Any], model: Any = DEEP) -> Any:
+        worker = make_worker(Engine(Turn(SAMPLED, change=change)), kind=AgentLoopWorkerTQ)
+        worker.model_config = SimpleNamespace(hf_config=model)
+        return run(worker=worker)
+
+    def read(rows: torch.Tensor) -> tuple[Any, Any]:
+        jagged = torch.nested.as_nested_tensor([rows], layout=torch.jagged)
+        return GivenRoutes.of(jagged, None, model).routes(from_rollout=True)
+
+    model = RoutedModel.of(DEEP)
+    faults = {"returned no routes": NO_ROUTES, "out of range": FAULTY["an id is out of range"]}
+    for words, change in faults.items():
+        rows = torch.as_tensor(handed(change).routed_experts)
+        assert rows.shape == (len(PROMPT) + len(SAMPLED), model.num_layers, model.topk)
+        assert words in caplog.text
+        for dtype in (rows.dtype, torch.int16, torch.int64):
+            good, bad = read(rows.to(dtype))
+            assert not good
+            assert "refused when the rollout handed them over" in str(bad[0])
+    good, _ = read(torch.as_tensor(handed(deep).routed_experts))
+    assert list(good) == [0]
+    with pytest.raises(ReplayError, match="returned no routes"):  # nothing tells the form of a row
+        handed(NO_ROUTES, None)
+
+
+def test_the_class_of_an_actor_that_was_made_before_is_corrected_too() -> None:
+    """Ray copies the methods that an actor's class inherits, before its constructor reads the config."""
+    ray = pytest.importorskip("ray")
+    npu_replay.uninstall()
+    kind = ray.remote(worker_class()).__ray_metadata__.modified_class
+    npu_replay.install()
+    with pytest.raises(ReplayError, match="returned no routes"):
+        run(Turn([20, 21], change=NO_ROUTES), kind=kind)
 
 
 # Leaving no trace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -86,3 +87,38 @@ def test_what_could_not_be_undone_is_refused_and_left_as_it_was(patches: Patches
         patches.set(module, "weight", torch.nn.Parameter(torch.zeros(2, 2)), "it hides in _parameters")
     assert module.weight is weight
     assert patching.applied() == []
+
+
+def test_the_copies_that_ray_gives_an_actors_class_are_wrapped_too(patches: Patches) -> None:
+    """Its class has a wrapper of each method that it inherits, as `_inject_tracing_into_class` makes them."""
+
+    class Worker:
+        def ask(self, number: int) -> int:
+            return number
+
+        async def wait(self, number: int) -> int:
+            return number
+
+    class Actor(Worker):
+        @functools.wraps(Worker.ask)
+        def ask(self, number: int, _ray_trace_ctx: Any = None) -> int:
+            return Worker_ask(self, number)
+
+        @functools.wraps(Worker.wait)
+        async def wait(self, number: int, _ray_trace_ctx: Any = None) -> int:
+            return await Worker_wait(self, number)
+
+    class Own(Worker):
+        def ask(self, number: int) -> int:
+            return super().ask(number) + 100
+
+    Worker_ask, Worker_wait = Worker.ask, Worker.wait
+    before = vars(Actor)["ask"]
+    patches.wrap(Worker, "ask", lambda original, self, number: original(self, number) + 1, "more")
+    patches.wrap(Worker, "wait", lambda original, self, number: original(self, number), "none")
+    assert (Worker().ask(1), Actor().ask(1), Own().ask(1)) == (2, 2, 102)
+    assert asyncio.run(Actor().wait(3)) == 3
+    assert inspect.iscoroutinefunction(Actor.wait)
+    patches.undo()
+    assert vars(Actor)["ask"] is before
+    assert (Worker().ask(1), Actor().ask(1), Own().ask(1)) == (1, 1, 101)
