@@ -72,8 +72,9 @@ def _shape(model: nn.Module) -> object:
         if parts and module not in seen:
             seen.add(module)
             names.append(at)
-            names += parts.keys()
-            modules += [part for part in parts.values() if part is not None]
+            present = {name: part for name, part in parts.items() if part is not None}
+            names += present
+            modules += present.values()
     return names, [*map(weakref.ref, modules)], [*map(type, modules)]
 
 

@@ -113,3 +113,13 @@ def test_the_way_to_a_module() -> None:
     made = model()
     assert [*way(made, "0.1")] == [made, made[0], made[0][1]]
     assert [*way(made, "")] == [made]
+
+
+def test_a_part_that_changes_places_with_an_absent_one_is_noticed() -> None:
+    made = nn.Module()
+    made.register_module("first", None)
+    made.register_module("second", nn.Linear(2, 2))
+    assert [path for path, _ in linears(made)] == ["second"]
+    made.first, made.second = made.second, None
+    assert linears(made) == named(made)
+    assert [path for path, _ in linears(made)] == ["first"]

@@ -174,27 +174,47 @@ def gathered_ranks(config: Any) -> int:
     return int(config.tensor_model_parallel_size)
 
 
+_NO_ROUTER = {"attn", "mlp", "mamba"}
+"""The parts of a layer that a graph may capture without its router, by Megatron's names."""
+
+
+def _graph_around_routers(config: Any) -> str:
+    """Return the settings by which a graph captures the routers; empty if none does."""
+    new = getattr(config, "cuda_graph_impl", None)  # from 0.15 on; the older flags are read into it
+    how = f"cuda_graph_impl={new!r}"
+    if new is None:
+        old = [flag for flag in ("enable_cuda_graph", "external_cuda_graph") if getattr(config, flag, False)]
+        how = ", ".join(f"{flag}=True" for flag in old)
+    if not how or new == "none":
+        return ""
+    name = next(
+        (name for name in ("cuda_graph_modules", "cuda_graph_scope") if hasattr(config, name)), "its scope"
+    )
+    parts = getattr(config, name, None) or []
+    parts = {getattr(part, "name", part) for part in (parts.split(",") if isinstance(parts, str) else parts)}
+    # Megatron's own graphs (enable_cuda_graph, "local") hold whole layers up to 0.17, whatever the scope.
+    in_parts = (
+        new == "transformer_engine" or how == "external_cuda_graph=True" or name == "cuda_graph_modules"
+    )
+    if in_parts and parts and parts <= _NO_ROUTER:
+        return ""
+    return f"{how}, {name}={', '.join(sorted(parts)) or 'full'}"
+
+
 def _refuse(module: Any, path: str) -> None:
     """Refuse configurations that can't be replayed, and a router whose RouterReplay is replaying."""
     config = module.config
     action = _upstream_replay(module)
-    # The flags by which a graph captures the router.
-    graphs = [flag for flag in ("enable_cuda_graph", "external_cuda_graph") if getattr(config, flag, False)]
-    implementation = getattr(config, "cuda_graph_impl", None)
-    if implementation not in (None, "none"):
-        scope = getattr(config, "cuda_graph_scope", None) or "full"
-        names = scope if isinstance(scope, list | tuple) else [scope]
-        if any(str(getattr(name, "value", name)).split(".")[-1] != "attn" for name in names):
-            graphs.append(f"cuda_graph_impl={implementation!r} with cuda_graph_scope={scope!r}")
+    graph = _graph_around_routers(config)
     # Quantile balancing runs one top-k over the tokens of all ranks of this group.
     quantile = module.routing_type == "quantile_balancing" and module.tp_cp_group is not None
     ranks = int(module.tp_cp_group.size()) if quantile else 1
-    if graphs:
+    if graph:
         raise RouterError(
             "the router is captured in a graph, which runs no hook",
             where=path,
             expected="no graph capture around the router",
-            got=", ".join(graphs),
+            got=graph,
             cause="the model's config; capture the attention alone, or train without graphs",
         )
     if getattr(config, "overlap_moe_expert_parallel_comm", False):

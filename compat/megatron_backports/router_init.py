@@ -108,7 +108,14 @@ def counts_padding(router: Any) -> bool:
     """Return whether the router's class applies a padding mask wrongly to the counts of an expert bias."""
     count: Any = getattr(type(router), _COUNT, None)
     has_bias = count is not None and getattr(router, "enable_expert_bias", False)
-    return bool(has_bias and "padding_mask" in inspect.signature(count).parameters)
+    if not has_bias:
+        return False
+    # MindSpeed replaces torch.compile, which Megatron puts around the method, by a function without names.
+    parameters = inspect.signature(count).parameters.values()
+    return any(
+        parameter.name == "padding_mask" or parameter.kind is parameter.VAR_KEYWORD
+        for parameter in parameters
+    )
 
 
 class RouterMethods:
@@ -160,7 +167,8 @@ class RouterMethods:
         config = router.config
         experts = int(router.num_experts)
         leaves = left_by_groups(config, experts)
-        facts = experts, int(router.topk), is_replaying(replay), spare(router), leaves
+        drops = config.moe_expert_capacity_factor is not None
+        facts = experts, int(router.topk), is_replaying(replay), spare(router), leaves, drops
         key = (*facts, router.training)
         plan = self._plans.get(key) or router_replay.plan_of(*facts)
         call = router_replay.Asked(

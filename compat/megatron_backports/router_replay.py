@@ -1,8 +1,9 @@
 """Provides Megatron-core's RouterReplay for the releases that lack it, 0.12 to 0.15.
 
-`install` serves it under upstream's module name, with the API and meaning of 0.19. Upstream's router calls
-`get_replay_topk` itself; here the router's top-k calls it through the seam (`Asked`). As upstream's, it has a
-global action and a queue of targets, so backward has to visit micro-batches in the order of their forwards.
+`install` serves it under upstream's module name, with the API and meaning of 0.16; the static buffers that
+0.17 adds for graphs of an inference engine aren't there. Upstream's router calls `get_replay_topk` itself;
+here the router's top-k calls it through the seam (`Asked`). As upstream's, it has a global action and a queue
+of targets, so backward has to visit micro-batches in the order of their forwards.
 
 Asks:     whether the release has the module.
 Changes:  nothing of Megatron's; the module can be imported. `torch.topk` asks while a RouterReplay has an
@@ -269,10 +270,13 @@ def is_idle(replay: Any) -> bool:
     return plain or hasattr(type(replay), IDLE_WITHOUT_ACTION)
 
 
-def plan_of(num_experts: int, topk: int, is_given: bool, spare: int = 0, leaves: int = 0) -> Plan:
+def plan_of(
+    num_experts: int, topk: int, is_given: bool, spare: int = 0, leaves: int = 0, drops: bool = False
+) -> Plan:
     """Return the plan of calls that ask a RouterReplay; the arguments are those of `Plan`."""
-    # A second top-k of the same scores is the aux loss's and stays live, as one that drops tokens does.
-    return Plan(num_experts=num_experts, topk=topk, is_given=is_given, drops=True, spare=spare, leaves=leaves)
+    return Plan(
+        num_experts=num_experts, topk=topk, is_given=is_given, drops=drops, spare=spare, leaves=leaves
+    )
 
 
 class Asked(Call):
@@ -295,6 +299,10 @@ class Asked(Call):
         self.replay = replay
         self._groups = groups
         self._compares = compares
+
+    def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        # A second top-k of the same scores is the aux loss's and stays live; one of a capacity drops tokens.
+        return (self.ids is None or self.plan.drops) and super().matches(args, kwargs)
 
     def decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         outer = self.outer

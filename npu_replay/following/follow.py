@@ -202,6 +202,7 @@ class Following(Session):
         fed = None if len(others) == len(kwargs) else (args, others)  # what the model is called with instead
         if backward.in_backward():
             return fed
+        self._source.is_on = False  # an interrupt that left a forward has run no hook at its end
         names = parameter_names(self.chunks[0]) if args else []
         MicroBatchError.unless(
             len(args) <= len(names),

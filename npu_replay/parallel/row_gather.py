@@ -106,7 +106,7 @@ def pick(
     width = len(labels) * topk
     arrays = {
         number: (
-            routes.ids.numpy()[:, columns[routes.layers]].reshape(len(routes), width),
+            np.ascontiguousarray(routes.ids.numpy()[:, columns[routes.layers]]).reshape(len(routes), width),
             routes.recorded.numpy(),
         )
         for number, routes in used.items()

@@ -276,7 +276,8 @@ class TokenLayout:
             input_ids: the token ids, [batch, sequence] or [tokens].
             attention_mask: 0 for padding, of the same shape, on any side of a row. A batch that has padding
                 needs it, also where the model is called without it. A row of padding alone is no sequence.
-            position_ids: 0 where a sequence begins; packed sequences need them, or `cu_seqlens`.
+            position_ids: 0 where a sequence begins; packed sequences need them, or `cu_seqlens`. Those of
+                images (M-RoPE, [3, batch, sequence]) need `attention_mask` or `cu_seqlens` beside them.
             cu_seqlens: where packed sequences begin, and where the last one ends.
             order: "batch" for routers of Hugging Face models (b*s), "sequence" for those of Megatron (s*b).
             parallel: as in `padded`, without context parallelism.
@@ -367,7 +368,14 @@ class TokenLayout:
             row_gather.tolerate(bad, len(batch), 0.0 if on_bad_route == "error" else ceiling)
         real = {n: routes for n, routes in enumerate(batch) if isinstance(routes, RoutedExperts)}
         if not real:
-            raise next(iter(bad.values()), MicroBatchError("an empty batch", expected=">= 1 sequence", got=0))
+            empty = MicroBatchError(
+                "an empty batch",
+                expected=">= 1 sequence",
+                got=0,
+                cause="a micro-batch of padding alone, which tells no layers and no top-k: give the block "
+                "RoutedExperts.unrecorded(len(layout.rows), layers=..., topk=..., num_experts=...)",
+            )
+            raise next(iter(bad.values()), empty)
         good = {n: routes for n, routes in real.items() if n not in bad}
         like = next(iter((good or real).values()))  # a bad one still has top-k and experts
         labels = like.layers if layers is None else layers

@@ -405,13 +405,19 @@ def _by_rules(config: _Keys, layer: int) -> bool:
 
 
 def is_hybrid(model: Any) -> bool:
-    """Return whether a config has linear attention or state spaces, and so several KV cache groups."""
+    """Return whether a config has linear attention, state spaces or convolutions: several KV cache groups."""
     kinds = [str(kind) for key in ("layer_types", "layers_block_type") for kind in _said(model, key) or ()]
+    attention = _said(model, "attn_type_list")
+    group = _said(model, "layer_group_size")
+    linear = _said(model, "linear_attn_config")
     return (
-        any("linear" in kind or "mamba" in kind for kind in kinds)
+        any(name in kind for kind in kinds for name in ("linear", "mamba", "conv"))
         or isinstance(_said(model, "full_attention_interval"), int)  # Qwen3-Next
         or isinstance(_said(model, "attn_layer_period"), int)  # Jamba
         or isinstance(_said(model, "hybrid_override_pattern"), str)  # Nemotron-H
+        or (isinstance(attention, list) and 0 in attention)  # MiniMax-M1
+        or (isinstance(group, int) and group > 1)  # Ling and Ring 2.5
+        or (isinstance(linear, Mapping) and bool(linear.get("kda_layers")))  # Kimi-Linear
     )
 
 

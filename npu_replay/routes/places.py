@@ -122,6 +122,15 @@ def read_batch(
         )
     if bounds is not None:
         _check_bounds(bounds, call)
+    if _are_of_images(call.get("position_ids")):
+        if mask is None and bounds is None:
+            raise MicroBatchError(
+                "positions of images don't tell where sequences begin",
+                expected="attention_mask or cu_seqlens beside position_ids [3, batch, sequence]",
+                got="neither",
+                cause="M-RoPE (Qwen-VL): its axes are time, height and width",
+            )
+        del call["position_ids"]
     spans = Places.of(call).spans
     if bounds is not None:
         by_bounds = [(first, end) for first, end in pairwise(bounds.tolist()) if first < end]
@@ -140,6 +149,13 @@ def read_batch(
     lengths = tuple(map(len, inside))
     places[torch.cat([torch.arange(0), *inside])] = torch.arange(sum(lengths))
     return places.view(ids.shape), lengths, [fingerprint(flat[first:end]) for first, end in spans]
+
+
+def _are_of_images(positions: torch.Tensor | None) -> bool:
+    """Return whether positions are time, height and width, [3, batch, sequence]; of a text they are equal."""
+    if positions is None or positions.dim() != 3 or len(positions) != 3:
+        return False
+    return bool((positions[1:] != positions[0]).any())
 
 
 def _tensor(name: str, value: Any) -> torch.Tensor:

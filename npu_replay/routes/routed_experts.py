@@ -156,8 +156,8 @@ class RoutedExperts:
             recorded=rows,
             fingerprint=arguments.fingerprint(fingerprint),
             weight_version=arguments.weight_version(weight_version),
-            constant_layers_ok=constant_layers_ok,
-            from_engine=from_engine,
+            constant_layers_ok=bool(constant_layers_ok),
+            from_engine=None if from_engine is None else bool(from_engine),
         )
 
     def _set(self, **values: Any) -> None:

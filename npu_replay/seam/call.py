@@ -367,10 +367,10 @@ class Call:
         after = native(*args, **kwargs)
         if len(self.fills) > known:
             return after  # under a mode torch looks the function up by its name, and has called this again
-        fill = Fill(before, after, args[1] if len(args) > 1 else kwargs["mask"])
+        fill = Fill.of(before, after, args[1] if len(args) > 1 else kwargs["mask"])
         if not has_shape:
             with outside_modes():
-                fill = Fill(*(part.expand(scores.shape).reshape(shape) for part in fill))
+                fill = Fill.of(*(part.expand(scores.shape).reshape(shape) for part in fill[:3]))
         self.fills = [*self.fills, fill]
         return after
 

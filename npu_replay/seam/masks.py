@@ -2,7 +2,8 @@
 
 A replayed expert may lie in a group that the router masks now. It then needs its own score, not the number
 that the mask has put there. Megatron-core, MindSpeed-LLM and the group-limited families of transformers mask
-by `masked_fill` on the scores of the top-k, so that one function is noted. Other masks aren't undone: where
+by `masked_fill` on the scores of the top-k, so that one function is noted. Other masks aren't undone, nor one
+whose scores are changed in place behind it: where
 one gives a replayed expert a weight of 0 or -inf, `effect.py` refuses the router.
 """
 
@@ -17,11 +18,19 @@ from npu_replay.seam.torch_state import address, outside_modes
 
 
 class Fill(NamedTuple):
-    """Holds one `masked_fill` of scores [rows, experts]: the scores before and after it, and its mask."""
+    """Holds one `masked_fill` of scores [rows, experts]: the scores before and after it, and its mask.
+
+    `version` is that of `after`, which tells whether it has been changed since; None in inference mode.
+    """
 
     before: torch.Tensor
     after: torch.Tensor
     mask: torch.Tensor
+    version: int | None
+
+    @classmethod
+    def of(cls, before: torch.Tensor, after: torch.Tensor, mask: torch.Tensor) -> Fill:
+        return cls(before, after, mask, None if after.is_inference() else after._version)
 
 
 def unmasked(
@@ -38,7 +47,7 @@ def unmasked(
         leaves: the number of experts that the router's own fill leaves in each row; 0: not known.
     """
     enough = _leaves_enough(fills, topk, leaves)
-    if enough and fills[0].after is scores:
+    if enough and fills[0].after is scores and _is_unchanged(fills[0]):
         return fills[0].before.gather(1, ids)
     before, mask = before_fills(scores, fills)
     if mask is None:
@@ -57,6 +66,10 @@ def unfilled(scores: torch.Tensor, fills: Sequence[Fill], topk: int, leaves: int
     return torch.where(_keeps_fill(mask, scores, topk), scores, before)
 
 
+def _is_unchanged(fill: Fill) -> bool:
+    return fill.version is None or fill.after._version == fill.version
+
+
 def _leaves_enough(fills: Sequence[Fill], topk: int, leaves: int) -> bool:
     """Return whether the router's own fill leaves each row its top-k, so that no row keeps its fill."""
     return leaves >= topk and len(fills) == 1
@@ -72,7 +85,8 @@ def before_fills(scores: torch.Tensor, fills: Sequence[Fill]) -> tuple[torch.Ten
     before = scores
     mask = None
     for fill in reversed(fills):
-        if fill.after is before or address(fill.after) == address(before):
+        leads_there = fill.after is before or address(fill.after) == address(before)
+        if leads_there and _is_unchanged(fill):
             before = fill.before
             mask = fill.mask if mask is None else mask | fill.mask
     return before, mask

@@ -116,7 +116,9 @@ class MicroBatch:
         if stacked is None:
             self._ids.update((call.owner.label, call.ids.to(call.owner.narrow)) for call in calls)
         else:
-            self._stacked = [call.owner.label for call in calls], stacked.to(calls[0].owner.narrow)
+            # pin_recompute takes layers with other numbers of experts together.
+            widest = max((call.owner.narrow for call in calls), key=lambda dtype: dtype.itemsize)
+            self._stacked = [call.owner.label for call in calls], stacked.to(widest)
 
     def ids_of(self, label: int) -> torch.Tensor | None:
         """Return the ids that a router used, [rows, topk]; None where they weren't kept."""

@@ -169,13 +169,15 @@ class RouterCalls(ForwardInPlace):
         finally:
             here.call = None
         if call.ids is None or self._mend is not None:
-            return self._end_closely(call, args, output)
+            return self._end_closely(call, args, kwargs, output)
         try:
             # Not the output, whose graph would live on: the next router then gets memory that no cache holds.
             shows: Any = self.router.shows  # no block's calls are quick
             shown = shows(output)
         except ReplayError:
-            return self._end_closely(call, args, output)  # raises it again, or keeps it (`errors_wait`)
+            return self._end_closely(
+                call, args, kwargs, output
+            )  # raises it again, or keeps it (`errors_wait`)
         if call.rows > self._most_rows:
             forward.checks.append(effect.looked_at(call, shown, call.ids))
             shown = None
@@ -197,12 +199,12 @@ class RouterCalls(ForwardInPlace):
             if call.is_recompute and self._is_block:
                 self.shared.checks.add(effect.of_stopped_recompute(call))
             raise
-        return self._end_closely(call, args, output)
+        return self._end_closely(call, args, kwargs, output)
 
-    def _end_closely(self, call: Call, args: tuple[Any, ...], output: Any) -> Any:
+    def _end_closely(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         mended = None
         with self._closely:
-            mended = self._end(call, args, output)
+            mended = self._end(call, args, kwargs, output)
         return output if mended is None else mended
 
     # A call begins
@@ -330,7 +332,7 @@ class RouterCalls(ForwardInPlace):
 
     # A call ends
 
-    def _end(self, call: Call, args: tuple[Any, ...], output: object) -> object:
+    def _end(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> object:
         """End a call; a result that isn't None replaces the output."""
         call.end()
         if not isinstance(call, QuickCall):
@@ -338,16 +340,16 @@ class RouterCalls(ForwardInPlace):
         if call.is_recompute:
             self._end_recompute(call, output)
         else:
-            self._end_live(call, args, output)
+            self._end_live(call, args, kwargs, output)
         mended = None if self._mend is None or call.ids is None else self._mend(output, call.ids)
         if self._behind is not None:
             self._shown_before = (output if mended is None else mended), call
         return mended
 
-    def _end_live(self, call: Call, args: tuple[Any, ...], output: object) -> None:
+    def _end_live(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         forward = call.micro_batch
         if call.ids is None and self.is_given and isinstance(call, QuickCall):
-            hidden = hidden_states(args, {})
+            hidden = hidden_states(args, kwargs)
             # Refuses routes with other rows, of which no top-k was answered.
             self.shared.source.prepare(self.router, forward, self._rows_of(hidden), hidden.device)
         if call.further:

@@ -225,6 +225,7 @@ class Session:
             self._finalizer.detach()
         if self._state == "open":
             self._state = "closed"
+        self.timeline.let_go()
         for container in (self.chunks, self.routers, self.marks):
             container.clear()
         self.unchanged = Unchanged((), ())

@@ -174,6 +174,12 @@ class Timeline:
             self._since = self.ends[gone - 1][0]
             del self.ends[:gone]
 
+    def let_go(self) -> None:
+        """Drop what is kept of every forward: no recompute comes any more."""
+        for _, forward in self.ends:
+            forward.let_go()
+        self.ends.clear()
+
     def _by_number(self, where: str) -> MicroBatch | None:
         """Return the forward between whose neighbours' ends the running node was made; None if of none."""
         number = backward.running_node_number()

@@ -64,6 +64,14 @@ def _some_parameters(module: nn.Module) -> list[torch.Tensor]:
 
 def _digests(parameters: list[torch.Tensor]) -> _Digests:
     """Return shape and digest of each, since optimizers write past version counters."""
-    local = [getattr(parameter.detach(), "_local_tensor", parameter.detach()) for parameter in parameters]
+    local = [_here(parameter) for parameter in parameters]
     on_host = HostCopy([digest(parameter) for parameter in local]).read()
     return [(parameter.shape, int(value)) for parameter, value in zip(local, on_host, strict=True)]
+
+
+def _here(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a parameter: FSDP2's part, or that of DeepSpeed's ZeRO-3."""
+    if (part := getattr(parameter, "ds_tensor", None)) is not None:  # also while the whole is gathered
+        return part  # type: ignore[no-any-return]
+    whole = parameter.detach()
+    return getattr(whole, "_local_tensor", whole)

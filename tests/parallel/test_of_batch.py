@@ -133,3 +133,26 @@ def test_rows_of_megatron_are_sequence_major() -> None:
     assert torch.equal(layouts["batch"].rows.view(5, width).T.flatten(), layouts["sequence"].rows)
     lengths = list(map(len, sequences))
     assert torch.equal(layouts["sequence"].rows, TokenLayout.padded(lengths, width).rows)
+
+
+AXES = torch.tensor([[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2, 3, 4]])[:, None]
+"""M-RoPE's positions of a text with an image of four tokens, [3, batch, sequence]."""
+
+
+def test_positions_of_an_image_do_not_split_its_sequence() -> None:
+    ids = torch.arange(1, 8)[None]
+    layout = TokenLayout.of_batch(ids, torch.ones_like(ids), position_ids=AXES)
+    assert layout.lengths == (7,)
+    text = torch.arange(7).expand(3, 1, 7)
+    assert TokenLayout.of_batch(ids, position_ids=text).lengths == (7,)
+    with pytest.raises(MicroBatchError, match=r"don't tell where sequences begin.*attention_mask.*M-RoPE"):
+        TokenLayout.of_batch(ids, position_ids=AXES)
+
+
+def test_a_batch_of_padding_alone_says_what_stands_for_its_routes() -> None:
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    layout = TokenLayout.of_batch(ids, torch.zeros_like(ids))
+    with pytest.raises(
+        MicroBatchError, match=r"padding alone.*RoutedExperts\.unrecorded\(len\(layout\.rows\)"
+    ):
+        layout.gather([], on_bad_route="native")

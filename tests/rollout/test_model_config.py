@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from npu_replay import ReplayError, RouterError, routers
-from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.rollout.model_config import RoutedModel, is_hybrid
 from zoo import hugging_face
 from zoo.hugging_face import LATENT
 
@@ -381,3 +381,28 @@ def test_a_looped_model_is_refused_by_the_key_that_says_how_often(family: str, t
 )
 def test_keys_that_count_no_passes_are_let_be(keys: dict[str, Any]) -> None:
     assert RoutedModel.from_config(QWEN3_30B | keys) == RoutedModel.from_config(QWEN3_30B)
+
+
+LAYERS = {"num_hidden_layers": 8, "num_experts": 32, "num_experts_per_tok": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "hybrid"),
+    [
+        ({}, False),
+        ({"full_attention_interval": 4}, True),
+        ({"layer_types": ["conv", "full_attention"] * 4}, True),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 4}, False),
+        ({"attn_type_list": [0, 1] * 4}, True),
+        ({"attn_type_list": [1] * 8}, False),
+        ({"layer_group_size": 4}, True),
+        ({"layer_group_size": 1}, False),
+        ({"linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}}, True),
+        ({"linear_attn_config": {"kda_layers": [], "full_attn_layers": [1]}}, False),
+        ({"hybrid_override_pattern": NEMOTRON_PATTERN}, True),
+    ],
+    ids=str,
+)
+def test_a_family_whose_layers_are_of_several_kinds_is_hybrid(config: dict[str, Any], hybrid: bool) -> None:
+    """As the class of each in vLLM's source says it: IsHybrid."""
+    assert is_hybrid(LAYERS | config) is hybrid

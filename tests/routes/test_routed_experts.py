@@ -281,3 +281,11 @@ def test_a_constant_layer_of_64_recorded_rows_is_refused_from_outside_only_t32(
         InvalidRoutes, match=r"layer 4: all 64 recorded rows are the same.*\[0, 1\] in every row"
     ):
         RoutedExperts.from_bytes(built.to_bytes())
+
+
+def test_flags_of_numpy_are_written_as_any_others() -> None:
+    ids = np.zeros((3, 1, 1), np.int64)
+    flags = {"constant_layers_ok": np.True_, "from_engine": np.False_}
+    routes = RoutedExperts(ids=ids, layers=[0], num_experts=2, **flags)  # type: ignore[arg-type]
+    back = RoutedExperts.from_bytes(routes.to_bytes())
+    assert (back.constant_layers_ok, back.from_engine) == (True, False)

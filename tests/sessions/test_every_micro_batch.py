@@ -350,3 +350,24 @@ def test_a_router_that_raises_is_left_in_any_micro_batch(block: str) -> None:
         assert armed() is None
         for number in (3, 4):
             model(tokens(number))
+
+
+@pytest.mark.parametrize("bad", [2, 3], ids=["checked", "unchecked"])
+def test_a_router_that_is_called_by_keyword_says_what_is_wrong_with_its_rows(bad: int) -> None:
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        values, ids = self.router(hidden=hidden)
+        return hidden + torch.einsum("tk,tkhg,th->tg", values, self.experts[ids], hidden).tanh()
+
+    model = ToyModel()
+    for layer in model.layers:
+        layer.forward = forward.__get__(layer)
+    routes = foreign(5)
+    routes[bad] = foreign(1, rows=ROWS - 1)[0]
+    with (
+        pytest.raises(
+            MicroBatchError, match=rf"micro-batch {bad}.* another number of tokens than the router"
+        ),
+        npu_replay.replay(model, routes, min_overlap=0),
+    ):
+        for number in range(5):
+            model(tokens(number))

@@ -9,7 +9,7 @@ import torch
 
 import npu_replay
 from zoo.outcome import hooks, same
-from zoo.toys import ToyModel, ToyRouter, in_groups, opened, plain, run
+from zoo.toys import TokenModel, ToyModel, ToyRouter, in_groups, opened, plain, run, token_ids
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
 
@@ -63,3 +63,19 @@ def test_an_interrupt_comes_out_and_leaves_nothing_behind(place: str, kind: str,
     assert same(run(model, 0), untouched)
     with opened("record", model):
         assert same(run(model, 0), untouched)
+
+
+def test_an_evaluation_after_an_interrupted_pass_is_left_alone_by_follow() -> None:
+    """As in a notebook: a cell is stopped in the pass for old log-probs, and the next one evaluates."""
+    model = TokenModel("batch").train()
+    batches = [token_ids(2, 6, seed) for seed in (1, 2)]
+    with npu_replay.follow(model) as following:
+        handle = model.body.layers[0].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            model(input_ids=batches[0])
+        handle.remove()
+        with torch.no_grad():
+            model.eval()(input_ids=batches[1])
+            assert following.metrics()["recorded"] == 0
+            model.train()(input_ids=batches[0])
+        assert following.metrics()["recorded"] == 2

@@ -98,6 +98,7 @@ OWN: dict[str, Select] = {
     "padding behind groups": after(padding_behind_groups),
     "below a threshold": after(lambda scores, out: scores.masked_fill(scores < 0.3, 0.0)),
     "groups behind a bias": groups_behind_a_bias,
+    "scaled in place": after(lambda scores, out: scores.masked_fill(out, 0.0).mul_(2.5)),
 }
 
 
@@ -138,6 +139,7 @@ REFUSED: dict[str, Select] = {
     "product that nothing sees": after(unseen),
     "sum": after(lambda scores, out: out.float() * -1e4 + scores),
     "assigned": after(lambda scores, out: written(scores.clone(), out, 0.0)),
+    "scaled in place": after(lambda scores, out: scores.masked_fill(out, 0.0).mul_(2.5)),
 }
 
 

@@ -18,7 +18,11 @@ from npu_replay.errors import MicroBatchError
 from npu_replay.rollout.model_config import RoutedModel
 from zoo import qwen
 
-UNLIKE = {"top-k": ([8, 8, 8], [2, 3, 2]), "both": ([8, 16, 4], [2, 4, 1])}
+UNLIKE = {
+    "top-k": ([8, 8, 8], [2, 3, 2]),
+    "both": ([8, 16, 4], [2, 4, 1]),
+    "more than a byte holds": ([64, 384], [2, 2]),
+}
 PARTS = pytest.mark.parametrize(("experts", "topks"), UNLIKE.values(), ids=UNLIKE)
 
 
@@ -104,9 +108,20 @@ def test_the_shown_code_records_and_replays_a_model_of_unlike_layers(
 def test_pin_recompute_serves_unlike_layers(experts: list[int], topks: list[int]) -> None:
     model = uneven(experts, topks)
     model.gradient_checkpointing_enable({"use_reentrant": True})
+    shown: dict[str, list[torch.Tensor]] = {}
+    for router in npu_replay.routers.find([model])[0]:
+        reads = router.shows
+        assert reads is not None
+        router.module.register_forward_hook(
+            lambda _, args, output, path=router.path, reads=reads: shown.setdefault(path, []).append(
+                reads(output)
+            )
+        )
     with npu_replay.pin_recompute(model) as session:
         model(batch()).logits.sum().backward()
     assert session.metrics()["routers"] == len(experts)
+    for forward, again in shown.values():
+        assert torch.equal(forward, again), "the recompute has the experts of its forward"
 
 
 def test_a_built_model_of_unlike_layers_or_loops_is_no_routed_model() -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import npu_replay
 from judged_rows import RUN, of_engine
 from npu_replay import MicroBatchError, ReplayError, RoutedExperts, TokenLayout
 from npu_replay.routes.overlap import Judged
 from npu_replay.sessions import own_choice
+from npu_replay.sessions.weights import weights_moved
 from zoo.toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, foreign
 
 FAR = "far from what the routers would choose"
@@ -381,3 +383,16 @@ def test_all_experts_for_each_token_are_right(monkeypatch: pytest.MonkeyPatch) -
     inputs = hidden(RUN)
     (right,) = own(model, inputs)
     assert run(model, [right], inputs)["overlap"] == 1.0
+
+
+def test_an_update_shows_in_the_parts_that_zero_3_keeps() -> None:
+    """DeepSpeed's ZeRO-3 leaves an empty parameter between forwards, and the rank's part beside it."""
+    module = nn.Linear(4, 4)
+    for parameter in module.parameters():
+        parameter.ds_tensor = parameter.data.flatten().clone()
+        parameter.data = torch.empty(0)
+    assert not weights_moved(module, 0.0, grad=False)
+    assert not weights_moved(module, 0.0, grad=True)
+    with torch.no_grad():
+        module.weight.ds_tensor += 1
+    assert weights_moved(module, 0.0, grad=True)

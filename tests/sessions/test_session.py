@@ -693,3 +693,25 @@ def test_repr_says_what_a_block_holds() -> None:
         run(model, 1)
     assert repr(replay) == f"Replay(ended, 2 of 2 micro-batches, {rows})"
     assert repr(observation) == f"Observation(ended, 2 micro-batches, {2 * ROWS} rows)"
+
+
+@pytest.mark.parametrize("kind", ["record", "replay", "observe"])
+@pytest.mark.parametrize("how", [None, "reentrant"])
+def test_an_ended_block_keeps_its_results_alone(how: str | None, kind: str) -> None:
+    """A loop keeps the recording through the update: ids beside its routes would stay on the device."""
+    model = ToyModel(recompute=how)
+    with opened(kind, model, 5) as session:
+        for seed in range(5):
+            model(tokens(seed).requires_grad_()).sum().backward()
+    results = [getattr(session, name) for name in ("routes", "shown") if hasattr(session, name)]
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
+
+    held = tensors()
+    session = None
+    of_the_routes = (
+        0 if results else 2 * 5
+    )  # a replay has its routes until it goes: ids and which are recorded
+    assert held - tensors() <= of_the_routes

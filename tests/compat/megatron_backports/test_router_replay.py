@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from npu_replay.compat.megatron.routers import is_replaying
+from npu_replay.compat.megatron_backports.router_init import counts_padding
 from npu_replay.compat.megatron_backports.router_replay import (
     Asked,
     RouterReplayAction,
@@ -139,3 +141,27 @@ def test_an_ask_inside_an_ask_of_the_same_replay_answers_both() -> None:
         assert top(2) == [[1, 3], [0, 2]]
     with asking(asked(replay)):
         assert replay.get_replay_topk(SCORES, 2)[1].tolist() == [[3, 2], [3, 2]]
+
+
+def test_a_top_k_down_the_rows_is_no_drop_without_a_capacity(caplog: pytest.LogCaptureFixture) -> None:
+    """Quantile balancing takes one on 0.19, after the routing's own."""
+    replay = replaying(ids([3, 0], [2, 1]))
+    with asking(asked(replay)):
+        assert top(2) == [[3, 0], [2, 1]]
+        assert torch.topk(SCORES, 1, dim=0).indices.tolist() == [[1, 0, 0, 0]]
+    assert not caplog.records
+
+
+def test_a_method_that_hides_its_names_is_lent_where_it_counts_padding() -> None:
+    """MindSpeed's stand-in for torch.compile returns a function of *args and **kwargs."""
+
+    class Hidden:
+        enable_expert_bias = True
+
+        def _apply_expert_bias(self, *fn_args: Any, **fn_kwargs: Any) -> None: ...
+
+    class Older(Hidden):
+        def _apply_expert_bias(self, routing_map: torch.Tensor) -> None: ...
+
+    assert counts_padding(Hidden())
+    assert not counts_padding(Older())
