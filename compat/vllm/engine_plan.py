@@ -52,7 +52,7 @@ def engine_arguments(
     """
     plan_read = engine_plan.read_plan(planned or {}, KINDS, SHORT)
     known = model if model is not None else plan_read.get("model")
-    plan = {**plan_read, "model": known if is_there(known) else None}
+    plan = {**plan_read, "model": known if is_there(known) else None, "target": plan_read.get("model")}
     engine_plan.refuse_untold("vLLM", version, "version", "0.23.0")
     if isinstance(vllm_ascend, str):
         vllm_ascend = ascend.of_release(vllm_ascend, version)

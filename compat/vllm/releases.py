@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from npu_replay.compat.vllm_ascend.releases import TRIMS_DRAFTS
 from npu_replay.rollout.engine_plan import as_mapping, off, on, says, several
 from npu_replay.rollout.model_config import is_hybrid, names_topk
 from npu_replay.rollout.release_rules import Clash, EnginePlan, Fault, Releases, Symptom, older
@@ -133,6 +134,13 @@ def _speculation(plan: EnginePlan) -> tuple[str, str]:
     return str(config.get("method") or "").lower(), str(config.get("model") or "").lower()
 
 
+def _by_mtp(plan: EnginePlan, _: Any) -> bool:
+    method, draft = _speculation(plan)
+    # Without a method vLLM reads it off the draft: the model as its own draft means its MTP layers.
+    target = str(plan.get("target") or plan.get("model")).lower()
+    return "mtp" in (method or draft) or (draft == target and not method)
+
+
 def _by_dspark(plan: EnginePlan, _: Any) -> bool:
     method, draft = _speculation(plan)
     return method == "dspark" or (not method and "dspark" in draft)
@@ -191,8 +199,7 @@ CLASHES = (
           instead="False, or vLLM 0.22.0 or later", why="tokens that come from the cache have rows of zeros"),
     Clash(("enable_prefix_caching",), off, since=BY_BLOCK, instead="True, or vLLM 0.22.0 to 0.30.0",
           why="rows are kept by KV block from 0.31.0 on, and vLLM refuses to start without"),
-    *(Clash(("speculative_config",), lambda plan, _: "mtp" in _speculation(plan)[0],
-            since=since, until=until, mended=True,
+    *(Clash(("speculative_config",), _by_mtp, since=since, until=until, mended=True,
             instead="another method, or vLLM 0.26.0 or later",
             why="the draft's MoE layer calls itself layer 0 and overwrites the model's (vllm#48622)")
       for since, until in _DRAFTS),
@@ -200,9 +207,7 @@ CLASHES = (
           instead="another method, or vLLM 0.28.0 or later",
           why="DSpark runs on Model Runner V2 alone, without a capture before 0.28.0: vLLM refuses it when "
           "it starts"),
-    Clash(("speculative_config",), since=BY_BLOCK,
-          when=lambda plan, names: bool(as_mapping(plan.get(names[0])).get("enable_adaptive_verification")),
-          instead="enable_adaptive_verification=False", why=_REFUSED),
+    *TRIMS_DRAFTS,
     Clash(("moe_backend",), says("flashinfer_trtllm"), until="0.27.0",
           instead='"triton" or another, or vLLM 0.27.0 or later',
           why="the kernel chooses experts by itself, past the capture, and every id is 0 (vllm#44116)"),

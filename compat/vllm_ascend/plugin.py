@@ -251,6 +251,9 @@ def _capturing(original: Callable[..., Any], runner: Any) -> None:
             _patches.undo()
 
 
+_OF_DRAFTS = ("method", "enable_adaptive_verification")
+
+
 def _not_captured(vllm_config: Any) -> ReplayError | None:
     """Return what this worker lacks for a capture, or plans against it; None if nothing."""
     try:
@@ -259,6 +262,7 @@ def _not_captured(vllm_config: Any) -> ReplayError | None:
         return problem
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
+    drafts = getattr(vllm_config, "speculative_config", None)
     plan = {name: getattr(parallel, name, None) for name in _PARALLEL} | {
         "kv_transfer_config": getattr(vllm_config, "kv_transfer_config", None),
         "additional_config": getattr(vllm_config, "additional_config", None),
@@ -266,6 +270,7 @@ def _not_captured(vllm_config: Any) -> ReplayError | None:
         "async_scheduling": getattr(vllm_config.scheduler_config, "async_scheduling", None),
         "enforce_eager": getattr(model, "enforce_eager", None),
         "model": model.hf_text_config,
+        "speculative_config": {name: getattr(drafts, name, None) for name in _OF_DRAFTS},
     }
     version = releases.of_release(probe.installed("vllm-ascend"), probe.installed("vllm"))
     return releases.not_captured(version, plan)

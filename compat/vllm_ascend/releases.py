@@ -311,6 +311,20 @@ CLASHES = (
           why="its layout patch takes a rank's part of the tokens for others (vllm-ascend#9728)"),
 )
 
+_TRIMMED = (
+    "vLLM's scheduler cuts a step's rows by the numbers from before drafts were left out, so requests behind "
+    "one get another's"
+)
+TRIMS_DRAFTS = (
+    Clash(("speculative_config",), since="0.22.0", until="0.31.0",
+          when=lambda plan, names: engine_plan.as_mapping(plan.get(names[0])).get("method") == "ngram_gpu",
+          instead='another method, such as "ngram"', why=_TRIMMED),
+    Clash(("speculative_config",), _asks("enable_adaptive_verification"), since="0.28.0",
+          instead="enable_adaptive_verification=False",
+          why=f"{_TRIMMED}; vLLM itself refuses it in later releases"),
+)
+"""Plans in which fewer tokens run than vLLM's scheduler counts; they are rows of vLLM's own table, too."""
+
 _ONE_WORKER = "a sample's rows come from one worker, which runs all layers and all its tokens"
 CAPTURE_CLASHES = (
     _SYNCHRONOUS,
@@ -325,6 +339,7 @@ CAPTURE_CLASHES = (
           instead="sequence parallelism by VLLM_ASCEND_ENABLE_FLASHCOMM1=1",
           why="that pass leaves rows in that fill up, in places that nothing tells"),
     *_TWO_HALVES,
+    *TRIMS_DRAFTS,
     Clash(("pipeline_parallel_size",), several, instead="1", why=_ONE_WORKER),
     Clash(("prefill_context_parallel_size", "decode_context_parallel_size"), several, instead="1",
           why=_ONE_WORKER),

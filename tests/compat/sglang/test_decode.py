@@ -164,6 +164,8 @@ NO_PLANS: list[tuple[str | tuple[str, ...], dict[str, Any], str]] = [
         r"on an NPU.*can't be seen.*0\.5\.23"),
     ("0.5.8", {"device": "npu"}, "zeros on an NPU"),
     ("0.5.11", {"moe_a2a_backend": "deepep"}, r"own share.*0\.5\.12"),
+    *((("0.5.12", "0.5.23"), {"moe_a2a_backend": name}, r"own share.*deepep alone")
+      for name in ("ascend_fuseep", "mooncake")),
     ("0.5.14", {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1},
         r"layer 0 of the model.*0\.5\.15"),
     ("0.5.17", {"speculative_algorithm": "DFLASH"}, r"before 0\.5\.18"),
@@ -200,6 +202,7 @@ def test_plans_that_sglang_cant_do(version: str, planned: dict[str, Any], why: s
         ("0.5.23", EPLB, "npu"),
         ("0.5.11", {"moe_a2a_backend": "none"}, "cuda"),
         ("0.5.12", {"moe_a2a_backend": "deepep"}, "cuda"),
+        ("0.5.23", {"moe_a2a_backend": "none"}, "npu"),
         ("0.5.15", {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}, "cuda"),
         ("0.5.18", {"speculative_algorithm": "DFLASH"}, "cuda"),
         ("0.5.13", CROWDED, "cuda"),

@@ -134,7 +134,12 @@ REFUSED = {
     "dspark": (("0.25.0", "0.26.0", "0.27.1"), {"speculative_config": {"method": "dspark"}}, "vLLM 0.28.0"),
     "offload-text": (("0.30.0",), {"kv_offloading_size": "8", "kv_transfer_config": None},
         "Expected kv_offloading_size: no KV connector"),
-    "adaptive": (AUX_OUTPUT,
+    "ngrams on the device": ((*MANAGER, "0.30.0"), {"speculative_config": {"method": "ngram_gpu"}},
+        'another method, such as "ngram"'),
+    "mtp by its model": (MANAGER[:2],
+        {"speculative_config": {"model": "Qwen/Qwen3-Next", "num_speculative_tokens": 1},
+         "model": "Qwen/Qwen3-Next"}, "vLLM 0.26.0 or later"),
+    "adaptive": (("0.28.0", "0.30.0", *AUX_OUTPUT),
         {"speculative_config": {"method": "eagle3", "enable_adaptive_verification": True}},
         "enable_adaptive_verification=False"),
     "monolithic": (("0.20.2", "0.26.0"), {"moe_backend": "flashinfer-trtllm"}, "vLLM 0.27.0 or later"),
@@ -182,6 +187,9 @@ ALLOWED = {
     "draft-of-that-name": (("0.27.0",), {"speculative_config": {"method": "eagle3", "model": "dspark"}}),
     "no-offload": (("0.30.0",), {"kv_offloading_size": 0.0}),
     "ngram": (("0.20.2", "0.23.0"), {"speculative_config": {"method": "ngram"}}),
+    "ngrams on the device": (("0.20.2", "0.31.0"), {"speculative_config": {"method": "ngram_gpu"}}),
+    "a draft of its own": (("0.23.0",),
+        {"speculative_config": {"model": "a/draft"}, "model": "Qwen/Qwen3-Next"}),
     "monolithic": (("0.27.0", "0.33.0"), {"moe_backend": "flashinfer_trtllm"}),
 }
 # fmt: on

@@ -96,6 +96,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
 def config(*, asks: bool = True, **parallel: object) -> SimpleNamespace:
     additional = parallel.pop("additional_config", {})
     transfer = parallel.pop("kv_transfer_config", None)
+    drafts = parallel.pop("speculative_config", None)
     text = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
     model = SimpleNamespace(enable_return_routed_experts=asks, hf_text_config=text, enforce_eager=False)
     return SimpleNamespace(
@@ -105,6 +106,7 @@ def config(*, asks: bool = True, **parallel: object) -> SimpleNamespace:
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
         additional_config=additional,
         kv_transfer_config=transfer,
+        speculative_config=drafts,
     )
 
 
@@ -252,6 +254,7 @@ def test_an_engine_that_is_not_asked_for_routes_starts_and_says_so(worker: Worke
         ({"kv_transfer_config": "a connector"}, "kv_transfer_config"),
         ({"additional_config": {"xlite_graph_config": {"enabled": True}}}, "under xlite"),
         ({"additional_config": {"enable_force_eplb": True}}, "other experts than those that run"),
+        ({"speculative_config": SimpleNamespace(method="ngram_gpu")}, "before drafts were left out"),
     ],
     ids=str,
 )
