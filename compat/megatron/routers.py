@@ -180,25 +180,23 @@ _NO_ROUTER = {"attn", "mlp", "mamba"}
 
 def _graph_around_routers(config: Any) -> str:
     """Return the settings by which a graph captures the routers; empty if none does."""
-    new = getattr(config, "cuda_graph_impl", None)  # from 0.15 on; the older flags are read into it
-    how = f"cuda_graph_impl={new!r}"
-    if new is None:
-        old = [flag for flag in ("enable_cuda_graph", "external_cuda_graph") if getattr(config, flag, False)]
-        how = ", ".join(f"{flag}=True" for flag in old)
-    if not how or new == "none":
+    implementation = getattr(
+        config, "cuda_graph_impl", None
+    )  # from 0.15 on; the older flags are read into it
+    asked = f"cuda_graph_impl={implementation!r}"
+    if implementation is None:
+        flags = ("enable_cuda_graph", "external_cuda_graph")
+        asked = ", ".join(f"{flag}=True" for flag in flags if getattr(config, flag, False))
+    if not asked or implementation == "none":
         return ""
-    name = next(
-        (name for name in ("cuda_graph_modules", "cuda_graph_scope") if hasattr(config, name)), "its scope"
-    )
-    parts = getattr(config, name, None) or []
-    parts = {getattr(part, "name", part) for part in (parts.split(",") if isinstance(parts, str) else parts)}
-    # Megatron's own graphs (enable_cuda_graph, "local") hold whole layers up to 0.17, whatever the scope.
-    in_parts = (
-        new == "transformer_engine" or how == "external_cuda_graph=True" or name == "cuda_graph_modules"
-    )
-    if in_parts and parts and parts <= _NO_ROUTER:
+    field = "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"
+    scope = getattr(config, field, None) or []
+    parts = {getattr(part, "name", part) for part in (scope.split(",") if isinstance(scope, str) else scope)}
+    # Graphs of Megatron's own (enable_cuda_graph, "local") hold whole layers, whatever their scope.
+    by_parts = implementation == "transformer_engine" or asked == "external_cuda_graph=True"
+    if by_parts and parts and parts <= _NO_ROUTER:
         return ""
-    return f"{how}, {name}={', '.join(sorted(parts)) or 'full'}"
+    return f"{asked}, {field}={', '.join(sorted(parts)) or 'full'}"
 
 
 def _refuse(module: Any, path: str) -> None:

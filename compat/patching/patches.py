@@ -20,6 +20,10 @@ _ABSENT = object()
 class _Switch:
     on = True
 
+    def __reduce__(self) -> str:
+        """Reduce to each process's own: Ray pickles a wrapper with all that it refers to."""
+        return "_switch"
+
 
 _switch = _Switch()
 
@@ -49,7 +53,9 @@ def switched(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable
     async def call_async(*args: Any, **kwargs: Any) -> Any:
         return await call(*args, **kwargs)
 
-    return functools.wraps(original)(call_async if inspect.iscoroutinefunction(original) else call)
+    made = functools.wraps(original)(call_async if inspect.iscoroutinefunction(original) else call)
+    made.__npu_replay__ = True  # type: ignore[attr-defined]
+    return made
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,13 +94,17 @@ def _put(owner: Any, name: str, value: object) -> None:
 
 
 def _holders_of_a_copy(owner: Any, name: str, function: Any) -> Iterator[type]:
-    """Yield the subclasses whose own attribute of this name wraps the function that they would inherit."""
+    """Yield the subclasses of an owner, if it is a class, to which Ray gave a copy of this function.
+
+    A copy that was made of a wrapper of ours has that inside, and is left.
+    """
     subclasses: list[type] = owner.__subclasses__() if isinstance(owner, type) else []
     for kind in subclasses:
         own = vars(kind).get(name)
-        while own is not None and own is not function:
+        is_rays = getattr(getattr(own, "__code__", None), "co_name", "") == "_resume_span"
+        while is_rays and own is not function and not getattr(own, "__npu_replay__", own is None):
             own = getattr(own, "__wrapped__", None)
-        if own is not None:
+        if is_rays and own is function:
             yield kind
         yield from _holders_of_a_copy(kind, name, function)
 
@@ -150,7 +160,8 @@ class Patches:
         """Replace a function, plain or async, by `around(original, *arguments)` of the same signature.
 
         Ray gives the class of an actor a copy of each method that it inherits, made when the class is defined
-        or unpickled. Such copies are replaced, too.
+        or unpickled. Such copies are replaced, too. That reaches calls by `self`; the methods that Ray itself
+        calls are bound when it loads the class.
         """
         if self.has(owner, name):
             return

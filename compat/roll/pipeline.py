@@ -2,7 +2,8 @@
 
 ROLL's checks allow no replay on fsdp2, and its workers drop what a first pass returns beside log-probs. So
 the worker's answer gets the routes, and the driver's cluster puts them into the batch that it sent. One
-import in the driver is enough: a mode has a class that is imported wherever a worker's config goes.
+import in the driver is enough: a method of the worker's class and the class of a mode are npu_replay's, and
+are imported wherever a worker's class and config go.
 
 Asks:     nothing; a name that lacks is an error when its module is imported.
 Changes:  WorkerConfig's check, `compute_log_probs` of workers and clusters, `DataProto.materialize_concat`.
@@ -38,6 +39,14 @@ class Mode(str):
     __slots__ = ()
 
 
+def _has_npu_replay(worker: Any) -> bool:
+    """Return True: a process that loads a worker's class, to which this belongs, has imported npu_replay.
+
+    Ray binds the methods of an actor when it loads its class, before a config is unpickled.
+    """
+    return True
+
+
 class _Answers(list[Any]):
     """Holds the pending answer of a cluster, and the batch that its workers were sent."""
 
@@ -57,6 +66,8 @@ def _wrap(module: Any) -> None:
         _patches.wrap(module.WorkerConfig, "__post_init__", _checked, why)
     elif name == WORKER:
         _patches.wrap(module.ActorWorker, _PASS, _answered, "R2: routes go with the log-probs")
+        # Ray sends the methods in the order of their names, and those behind this one find npu_replay.
+        _patches.set(module.ActorWorker, "_has_npu_replay", _has_npu_replay, "imports npu_replay there")
     elif name == CLUSTER:
         _patches.wrap(module, "func_generator", _bound, into_batch)
     else:

@@ -241,15 +241,18 @@ class _Job:
         self.like: Array | None = None
         self.queues = queues(worker)
 
-    def refuse(self, turns: Turns, error: ReplayError) -> None:
+    def refuse(self, turns: Turns, error: ReplayError, routes: Any = None) -> None:
         """Raise the error of a sample; where a queue would lose it, log it and let the trainer raise one."""
-        model = None if self.checks is None else self.checks.model
-        if not self.queues or (self.like is None and model is None):
-            raise error
-        logger.error("[npu_replay] rollout: %s", error)
-        turns.is_refused = True
-        if self.like is None and model is not None:
+        if self.like is None and is_ids(routes):
+            self.like = routes[:0].astype(np.uint8 if routes.dtype == np.uint8 else np.int16)
+        if self.like is None and self.checks is not None:
+            model = self.checks.model
             self.like = np.empty((0, model.num_layers, model.topk), narrow_array_dtype(model.num_experts))
+        if not self.queues or self.like is None:
+            raise error
+        if not turns.is_refused:
+            logger.error("%s", error)
+        turns.is_refused = True
 
     def routes_of(self, output: Any, turns: Turns) -> Array | None:
         """Return an output's rows, [tokens, layers, topk], writable, uint8 or int16."""
@@ -288,10 +291,11 @@ async def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         output = await original(self, *args, **kwargs)
         if not hasattr(output, "token_ids"):
             return output
-        outer[1].add(prompt, _ids(output.token_ids), output.routed_experts, aborted=_is_aborted(output))
+        aborted = _is_aborted(output)
+        _add(outer[1], prompt, output, aborted=aborted)
         return output.model_copy(update={"routed_experts": None})
     sample = _sample.get()
-    job: Any = None if sample is None else sample.job
+    job = None if sample is None else sample.job
     if job is None or job.client is not self:
         sample = job = None
     turns = Turns(job)
@@ -307,12 +311,20 @@ async def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if resumed:
         output.routed_experts, _ = turns.routes_of(np.concatenate([prompt, sampled]))
     if sample is not None:
-        aborted = resumed or _is_aborted(output)
-        try:
-            sample.add(prompt, sampled, output.routed_experts, aborted=aborted, checked=resumed)
-        except ReplayError as error:
-            job.refuse(sample, error)
+        _add(sample, prompt, output, aborted=resumed or _is_aborted(output), checked=resumed)
     return output
+
+
+def _add(turns: Turns, prompt: Array, output: Any, *, aborted: bool, checked: bool = False) -> None:
+    """Add a turn; where it is refused and the error would be lost, the sample goes on without its routes."""
+    try:
+        turns.add(prompt, _ids(output.token_ids), output.routed_experts, aborted=aborted, checked=checked)
+    except ReplayError as error:
+        sample = _sample.get()
+        if sample is None or turns.job is None:
+            raise
+        turns.job.refuse(sample, error, output.routed_experts)
+        output.routed_experts = None
 
 
 async def _run_agent_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

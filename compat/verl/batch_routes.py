@@ -37,8 +37,8 @@ up to 0.9.0 narrows a batch whose numbers all fit.
 """
 REFUSED = MARK - 1
 """The mark of a sample whose routes were refused at rollout."""
-_REFUSED = np.iinfo(np.uint8).max, np.iinfo(np.int16).max
-"""The ids of `refused_rows`: a row that is full of one of them names an expert twice."""
+_FILLERS = np.iinfo(np.uint8).max, np.iinfo(np.int16).max
+"""The ids that fill `refused_rows`: no expert's, or one that such a row names several times."""
 _STAYED = 1
 """The key of a sample that came without its reference."""
 _WORDS = 5
@@ -173,17 +173,18 @@ def refused_at_rollout() -> InvalidRoutes:
 
 
 def refused_rows(tokens: int, like: Array) -> Array:
-    """Return the rows of a sample that a trainer refuses, in the shape and dtype of `like`."""
-    return np.full((tokens, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
+    """Return the rows of a sample that a trainer refuses, in the shape of `like`, [0, layers, topk]."""
+    dtype = np.int16 if like.shape[2] == 1 else like.dtype  # expert 255 may be a row of its own there
+    return np.full((tokens, *like.shape[1:]), np.iinfo(dtype).max, dtype)
 
 
 def are_refused(rows: torch.Tensor, num_experts: int) -> bool:
     """Return whether these are `refused_rows`, [tokens, layers, topk], in whatever dtype they have come."""
     if not rows.numel():
         return False
-    mark = int(rows[0, 0, 0])
-    is_mark = mark in _REFUSED and (mark >= num_experts or rows.shape[2] > 1)
-    return is_mark and bool((rows[0] == mark).all())
+    filler = int(rows[0, 0, 0])
+    is_filler = filler in _FILLERS and (filler >= num_experts or rows.shape[2] > 1)
+    return is_filler and bool((rows[0] == filler).all())
 
 
 class R2Store:

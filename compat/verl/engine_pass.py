@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import random
 import secrets
 import sys
 from collections import Counter
@@ -259,15 +260,16 @@ class EnginePass:
 
 
 def _is_judged(update: int, every: int) -> bool:
-    """Return whether an update counts the live choice: one of `every`, at each place of a step in turn.
+    """Return whether an update counts the live choice: the first, then one drawn of each `every`.
 
-    Always the same place would hide the drift within a step. In R2 the first update of a step shows 0, since
-    it has the weights of the record.
+    Always the same place in a step would hide the drift within it. In R2 the first update of a step shows 0,
+    since it has the weights of the record. All ranks draw the same.
 
-    >>> [update for update in range(36) if _is_judged(update, 10)]
-    [0, 11, 22, 33]
+    >>> [update for update in range(50) if _is_judged(update, 10)]
+    [0, 12, 20, 33, 43]
     """
-    return update % every == update // every % every
+    block, place = divmod(update, every)
+    return place == (random.Random(block).randrange(every) if block else 0)
 
 
 _passes = [EnginePass()]

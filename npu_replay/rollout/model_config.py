@@ -267,7 +267,8 @@ class _Keys:
 
     def number(self, keys: tuple[str, ...], what: str, layer: int | None = None) -> int:
         """Return the first number above 0 under one of these keys; `layer` picks from a list."""
-        for value in (config[key] for config in (self, *self.beside) for key in keys):
+        of_experts = [] if self["ffn_config"] is None else [_Keys(self["ffn_config"], self.name)]  # DBRX
+        for value in (config[key] for config in (self, *self.beside, *of_experts) for key in keys):
             if isinstance(value, (list, tuple)) and value:
                 at = 0 if all(number == value[0] for number in value) else layer
                 value = None if at is None or at >= len(value) else value[at]
@@ -444,5 +445,6 @@ def _said(model: Any, key: str) -> Any:
         whole = _Keys(_Keys.of_file(Path(model)) if isinstance(model, (str, os.PathLike)) else model, "")
     except ReplayError:
         return None
-    text = whole[key] if whole["text_config"] is None else _said(whole["text_config"], key)
+    inner = next((whole[name] for name in _TEXT if whole[name] is not None), None)
+    text = None if inner is None else _said(inner, key)
     return whole[key] if text is None else text

@@ -72,6 +72,8 @@ class InputCheck:
                 causes.remove(EXTRA)
                 again = f"the tokens of {micro_batch(others[-1])} came a second time: {EXTRA}"
                 causes.insert(0, f"{again} (by a policy whose adapter is off, say)")
+                retried = f"a new block with routes[{others[-1]}:]"
+                causes.insert(1, f"a micro-batch that was run again after its backward had raised: {retried}")
             if others[:1] == [number + 1]:
                 causes.remove(LEFT_OUT)
                 causes.insert(0, LEFT_OUT)

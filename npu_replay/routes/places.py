@@ -122,6 +122,7 @@ def read_batch(
         )
     if bounds is not None:
         _check_bounds(bounds, call)
+    axes = None
     if _are_of_images(call.get("position_ids")):
         if mask is None and bounds is None:
             raise MicroBatchError(
@@ -130,8 +131,10 @@ def read_batch(
                 got="neither",
                 cause="M-RoPE (Qwen-VL): its axes are time, height and width",
             )
-        del call["position_ids"]
+        axes = call.pop("position_ids")
     spans = Places.of(call).spans
+    if axes is not None:
+        _check_axes(axes, spans)
     if bounds is not None:
         by_bounds = [(first, end) for first, end in pairwise(bounds.tolist()) if first < end]
         if spans != by_bounds:
@@ -149,6 +152,19 @@ def read_batch(
     lengths = tuple(map(len, inside))
     places[torch.cat([torch.arange(0), *inside])] = torch.arange(sum(lengths))
     return places.view(ids.shape), lengths, [fingerprint(flat[first:end]) for first, end in spans]
+
+
+def _check_axes(axes: torch.Tensor, spans: list[tuple[int, int]]) -> None:
+    """Refuse positions of images, [3, batch, sequence], by which other sequences begin than by a mask."""
+    begins = (axes == 0).all(dim=0).reshape(-1)
+    inside = {first + at for first, end in spans for at in begins[first:end].nonzero()[:, 0].tolist()}
+    if inside != {first for first, _ in spans}:
+        raise MicroBatchError(
+            "the positions and the other arguments tell different sequences",
+            expected=f"sequences from places {sorted(inside)}"[:200],
+            got=f"{spans}"[:200],
+            cause="packed sequences without cu_seqlens, under a mask of ones",
+        )
 
 
 def _are_of_images(positions: torch.Tensor | None) -> bool:

@@ -85,9 +85,10 @@ def enclosing(*, functions: bool) -> list[Any]:
     lifted: Any = [hooks := [*zip(top, pop)], *starmap(_push_hooks, map(itemgetter(0), reversed(hooks)))][0]  # noqa: B905
     regions = []
     for (_, unpack), _ in lifted:
-        # Hooks that never recompute, such as those for CPU offload, belong to no checkpoint.
-        if "checkpoint" in (getattr(unpack, "__module__", None) or ""):
-            names = unpack.__code__.co_freevars if isinstance(unpack, FunctionType) else ()
+        # Hooks that never recompute, such as those for CPU offload, belong to no checkpoint. A method, or a
+        # function of a module, is no checkpoint's: it lives longer than what may run again.
+        names = unpack.__code__.co_freevars if isinstance(unpack, FunctionType) else ()
+        if names and "checkpoint" in (getattr(unpack, "__module__", None) or ""):
             has_frame = "frame" in names
             regions.append(unpack.__closure__[names.index("frame")].cell_contents if has_frame else unpack)
     return regions + running

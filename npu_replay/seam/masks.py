@@ -20,17 +20,19 @@ from npu_replay.seam.torch_state import address, outside_modes
 class Fill(NamedTuple):
     """Holds one `masked_fill` of scores [rows, experts]: the scores before and after it, and its mask.
 
-    `version` is that of `after`, which tells whether it has been changed since; None in inference mode.
+    `versions` are those of `before` and `after`, which tell whether these have been changed since; None in
+    inference mode.
     """
 
     before: torch.Tensor
     after: torch.Tensor
     mask: torch.Tensor
-    version: int | None
+    versions: tuple[int, int] | None
 
     @classmethod
     def of(cls, before: torch.Tensor, after: torch.Tensor, mask: torch.Tensor) -> Fill:
-        return cls(before, after, mask, None if after.is_inference() else after._version)
+        is_told = not (before.is_inference() or after.is_inference())
+        return cls(before, after, mask, (before._version, after._version) if is_told else None)
 
 
 def unmasked(
@@ -67,7 +69,7 @@ def unfilled(scores: torch.Tensor, fills: Sequence[Fill], topk: int, leaves: int
 
 
 def _is_unchanged(fill: Fill) -> bool:
-    return fill.version is None or fill.after._version == fill.version
+    return fill.versions is None or fill.versions == (fill.before._version, fill.after._version)
 
 
 def _leaves_enough(fills: Sequence[Fill], topk: int, leaves: int) -> bool:

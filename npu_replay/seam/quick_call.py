@@ -94,7 +94,7 @@ class QuickCall(Call):
         if in_place or len(args) < 2 or not self.plan.is_given or args[0].shape != self.owner.shape:
             return super().fill(native, args, kwargs, in_place)
         after = native(*args, **kwargs)
-        self.fills = (*self.fills, Fill(args[0], after, args[1], after._version))
+        self.fills = (*self.fills, Fill.of(args[0], after, args[1]))
         return after
 
     def take(self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -188,8 +188,9 @@ class RouterCalls(ForwardInPlace):
         call: Call | None = None
         self.look_again()
         if self.is_on:
+            in_mode = bool(function_modes() or dispatch_modes())  # of somebody's, which is off inside
             with self._closely:
-                call = self._begin(args, kwargs)
+                call = self._begin(args, kwargs, in_mode)
         if call is None:
             return self.native(*args, **kwargs)
         try:
@@ -223,14 +224,14 @@ class RouterCalls(ForwardInPlace):
             native = self._keeps_native
             self.ready = QuickCall(self, plan, begun, begun.rows, self._chooses, routes, ids, False, native)
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], in_mode: bool) -> Call | None:
         """Return the call that begins; None if the router is left alone."""
         hidden = hidden_states(args, kwargs)
         repeated = self.marks.take_announced(self.module)
         if repeated is None and backward.in_backward():
             repeated = self.timeline.recomputed(self._chunk, self.label)
         if repeated is not None:
-            return self._begin_recompute(repeated, hidden)
+            return self._begin_recompute(repeated, hidden, in_mode)
         if not self.shared.source.answers(self.router):
             return None
         return self._begin_live(hidden)
@@ -263,11 +264,15 @@ class RouterCalls(ForwardInPlace):
         )
         return call
 
-    def _begin_recompute(self, repeated: MicroBatch, hidden: torch.Tensor) -> Call:
-        """Return the call of a recompute; refuse one that isn't of a forward's."""
+    def _begin_recompute(self, repeated: MicroBatch, hidden: torch.Tensor, in_mode: bool) -> Call:
+        """Return the call of a recompute; refuse one that isn't of a forward's.
+
+        A mode may count the operations of a forward and of its recompute, as a selective checkpoint's does:
+        then no call is quick.
+        """
         plan = self._plans[self.module.training]
         checked = is_due(repeated.number)
-        plain = not (checked or function_modes() or dispatch_modes() or here.call)
+        plain = not (checked or in_mode or here.call)
         rows = self._rows_of(hidden)
         ids = self._ids_again(repeated, rows, hidden.device)
         if plan.is_quick and plain and not (self.module._forward_hooks or _global_hooks):

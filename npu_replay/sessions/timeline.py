@@ -176,7 +176,10 @@ class Timeline:
 
     def let_go(self) -> None:
         """Drop what is kept of every forward: no recompute comes any more."""
-        for _, forward in self.ends:
+        left = [forward for forward in (*self._open, self.bypassed) if forward is not None]
+        for forward in (*(forward for _, forward in self.ends), *left):
+            forward.calls.clear()
+            forward.checks.clear()
             forward.let_go()
         self.ends.clear()
 

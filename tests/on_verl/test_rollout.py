@@ -615,7 +615,10 @@ def test_the_transfer_queues_form_has_a_row_a_token() -> None:  # T12
     check_rows(tokens, fields["routed_experts"].numpy())
 
 
-def test_a_queue_that_would_lose_an_error_hands_it_to_the_trainer(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("resumes", [None, resuming_class()], ids=["client", "client that resumes"])
+def test_a_queue_that_would_lose_an_error_hands_it_to_the_trainer(
+    resumes: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """verl's TransferQueue logs the error of an agent loop, and trains on the samples that are left."""
 
     class AgentLoopWorkerTQ(worker_class()):
@@ -623,7 +626,9 @@ def test_a_queue_that_would_lose_an_error_hands_it_to_the_trainer(caplog: pytest
             return output
 
     def handed(change: Callable[[np.ndarray], Any], model: Any = DEEP) -> Any:
-        worker = make_worker(Engine(Turn(SAMPLED, change=change)), kind=AgentLoopWorkerTQ)
+        engine = Engine(Turn(SAMPLED, change=change))
+        client = None if resumes is None else make_client(engine, make_config(), resumes)
+        worker = make_worker(engine, kind=AgentLoopWorkerTQ, client=client)
         worker.model_config = SimpleNamespace(hf_config=model)
         return run(worker=worker)
 

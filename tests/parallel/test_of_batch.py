@@ -147,6 +147,11 @@ def test_positions_of_an_image_do_not_split_its_sequence() -> None:
     assert TokenLayout.of_batch(ids, position_ids=text).lengths == (7,)
     with pytest.raises(MicroBatchError, match=r"don't tell where sequences begin.*attention_mask.*M-RoPE"):
         TokenLayout.of_batch(ids, position_ids=AXES)
+    packed = torch.cat([AXES, AXES], dim=2)
+    both = torch.cat([ids, ids], dim=1)
+    assert TokenLayout.of_batch(both, position_ids=packed, cu_seqlens=[0, 7, 14]).lengths == (7, 7)
+    with pytest.raises(MicroBatchError, match=r"tell different sequences.*\[0, 7\]"):
+        TokenLayout.of_batch(both, torch.ones_like(both), position_ids=packed)
 
 
 def test_a_batch_of_padding_alone_says_what_stands_for_its_routes() -> None:

@@ -145,6 +145,8 @@ HUB: dict[str, tuple[dict[str, Any], tuple[int, ...], int, int, int]] = {
         "n_routed_experts": 128, "num_experts_per_tok": 6, "intermediate_size": 1856,
         "moe_intermediate_size": 1856},
         tuple(layer for layer, kind in enumerate(NEMOTRON_PATTERN) if kind == "E"), 52, 128, 6),
+    "DBRX": ({"n_layers": 4, "d_model": 64, "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4}},
+        (0, 1, 2, 3), 4, 16, 4),
     "a Megatron config": ({"num_layers": 4, "num_moe_experts": 8, "moe_router_topk": 2,
         "moe_layer_freq": [0, 1, 1, 1]}, (1, 2, 3), 4, 8, 2),
 }
@@ -400,6 +402,9 @@ LAYERS = {"num_hidden_layers": 8, "num_experts": 32, "num_experts_per_tok": 4}
         ({"linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}}, True),
         ({"linear_attn_config": {"kda_layers": [], "full_attn_layers": [1]}}, False),
         ({"hybrid_override_pattern": NEMOTRON_PATTERN}, True),
+        ({"text_config": {"full_attention_interval": 4}}, True),
+        ({"llm_config": {"hybrid_override_pattern": NEMOTRON_PATTERN}}, True),
+        ({"thinker_config": {"text_config": {"full_attention_interval": 4}}}, True),
     ],
     ids=str,
 )

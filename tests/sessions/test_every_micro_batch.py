@@ -5,13 +5,14 @@ What test_faults_in_any_micro_batch.py, which draws its schedules by chance, doe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import npu_replay
 from npu_replay.errors import MicroBatchError, NoEffect, RecomputeError
@@ -25,6 +26,7 @@ from zoo.toys import (
     ToyModel,
     ToyRouter,
     foreign,
+    in_groups,
     opened,
     plain,
     run,
@@ -371,3 +373,49 @@ def test_a_router_that_is_called_by_keyword_says_what_is_wrong_with_its_rows(bad
     ):
         for number in range(5):
             model(tokens(number))
+
+
+def test_a_forward_that_is_in_inference_mode_by_itself_may_mask_its_scores() -> None:
+    """Its calls are made before the mode is on."""
+
+    class Decorated(ToyModel):
+        @torch.inference_mode()
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden)
+
+    model = Decorated(ToyRouter(select=in_groups, masks=True))
+    with npu_replay.record(model) as recording:
+        for number in range(5):
+            model(tokens(number))
+    with npu_replay.replay(model, recording.routes):
+        for number in range(5):
+            model(tokens(number))
+
+
+@pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute"])
+def test_a_selective_checkpoint_finds_the_operations_of_its_forward(kind: str) -> None:
+    """Its mode looks each operation of a recompute up among those of the forward, ours too."""
+    model = ToyModel()
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    with opened(kind, model, 5):
+        for number in range(5):
+            fed = tokens(number).requires_grad_()
+            checkpoint(model, fed, use_reentrant=False, context_fn=contexts).sum().backward()
+
+
+def as_it_is(saved: torch.Tensor) -> torch.Tensor:
+    return saved
+
+
+@pytest.mark.parametrize("kind", ["record", "pin_recompute"])
+def test_hooks_that_offload_are_no_checkpoint_whatever_their_module_is_called(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's lie in activation_checkpointing.offload_activations, and live longer than a graph."""
+    monkeypatch.setattr(as_it_is, "__module__", "activation_checkpointing.offload_activations")
+    model = ToyModel()
+    with opened(kind, model, 5):
+        for number in range(5):
+            with torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is):
+                output = model(tokens(number).requires_grad_())
+            output.sum().backward()

@@ -89,6 +89,14 @@ def padding_behind_groups(scores: Scores, out: torch.Tensor) -> Scores:
     return scores.masked_fill(out, 0.0).masked_fill(PADDING[:, None], 0.0)
 
 
+def scaled_behind_the_mask(scores: Scores, out: torch.Tensor) -> Scores:
+    """The scores before the mask aren't what they were when the top-k comes."""
+    before = scores * 1.0
+    masked = before.masked_fill(out, 0.0)
+    before.mul_(2.5)
+    return masked
+
+
 def groups_behind_a_bias(router: ToyRouter, scores: Scores) -> Pair:
     return in_groups(router, scores + torch.linspace(-0.01, 0.01, EXPERTS))
 
@@ -99,6 +107,7 @@ OWN: dict[str, Select] = {
     "below a threshold": after(lambda scores, out: scores.masked_fill(scores < 0.3, 0.0)),
     "groups behind a bias": groups_behind_a_bias,
     "scaled in place": after(lambda scores, out: scores.masked_fill(out, 0.0).mul_(2.5)),
+    "before is scaled in place": after(scaled_behind_the_mask),
 }
 
 

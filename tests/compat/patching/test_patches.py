@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -89,36 +90,62 @@ def test_what_could_not_be_undone_is_refused_and_left_as_it_was(patches: Patches
     assert patching.applied() == []
 
 
+class Worker:
+    def ask(self, number: int) -> int:
+        return number
+
+    async def wait(self, number: int) -> int:
+        return number
+
+
+def copied(function: Any) -> Any:
+    """As Ray's `_inject_tracing_into_class` copies the methods that an actor's class inherits."""
+    if inspect.iscoroutinefunction(function):
+
+        async def _resume_span(self: Any, *args: Any, _ray_trace_ctx: Any = None, **named: Any) -> Any:
+            return await function(self, *args, **named)
+    else:
+
+        def _resume_span(self: Any, *args: Any, _ray_trace_ctx: Any = None, **named: Any) -> Any:
+            return function(self, *args, **named)
+
+    return functools.wraps(function)(_resume_span)
+
+
+def actor() -> type[Worker]:
+    return type("Actor", (Worker,), {name: copied(getattr(Worker, name)) for name in ("ask", "wait")})
+
+
+def more(original: Any, self: Any, number: int) -> int:
+    return original(self, number) + 1  # type: ignore[no-any-return]
+
+
 def test_the_copies_that_ray_gives_an_actors_class_are_wrapped_too(patches: Patches) -> None:
-    """Its class has a wrapper of each method that it inherits, as `_inject_tracing_into_class` makes them."""
-
-    class Worker:
-        def ask(self, number: int) -> int:
-            return number
-
-        async def wait(self, number: int) -> int:
-            return number
-
-    class Actor(Worker):
-        @functools.wraps(Worker.ask)
-        def ask(self, number: int, _ray_trace_ctx: Any = None) -> int:
-            return Worker_ask(self, number)
-
-        @functools.wraps(Worker.wait)
-        async def wait(self, number: int, _ray_trace_ctx: Any = None) -> int:
-            return await Worker_wait(self, number)
-
     class Own(Worker):
+        @functools.wraps(Worker.ask)
         def ask(self, number: int) -> int:
             return super().ask(number) + 100
 
-    Worker_ask, Worker_wait = Worker.ask, Worker.wait
-    before = vars(Actor)["ask"]
-    patches.wrap(Worker, "ask", lambda original, self, number: original(self, number) + 1, "more")
+    made = actor()
+    before = vars(made)["ask"]
+    patches.wrap(Worker, "ask", more, "one more")
     patches.wrap(Worker, "wait", lambda original, self, number: original(self, number), "none")
-    assert (Worker().ask(1), Actor().ask(1), Own().ask(1)) == (2, 2, 102)
-    assert asyncio.run(Actor().wait(3)) == 3
-    assert inspect.iscoroutinefunction(Actor.wait)
+    assert [kind().ask(1) for kind in (Worker, made, Own)] == [2, 2, 102]
+    assert asyncio.run(made().wait(3)) == 3
+    assert inspect.iscoroutinefunction(made.wait)
     patches.undo()
-    assert vars(Actor)["ask"] is before
-    assert (Worker().ask(1), Actor().ask(1), Own().ask(1)) == (1, 1, 101)
+    assert vars(made)["ask"] is before
+    assert [kind().ask(1) for kind in (Worker, made, Own)] == [1, 1, 101]
+
+
+def test_a_copy_of_our_wrapper_is_wrapped_once(patches: Patches) -> None:
+    """Its class was made while npu_replay was on, which has been off and on again since."""
+    patches.wrap(Worker, "ask", more, "one more")
+    made = actor()
+    patches.undo()
+    patches.wrap(Worker, "ask", more, "one more")
+    assert [kind().ask(1) for kind in (Worker, made)] == [2, 2]
+
+
+def test_a_wrapper_that_is_pickled_with_its_class_asks_the_switch_of_its_process() -> None:
+    assert pickle.loads(pickle.dumps(patching._switch)) is patching._switch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +70,33 @@ def test_a_workers_process_imports_npu_replay_with_its_config() -> None:
     code = f"import pickle; mode = pickle.loads({sent!r})['mode']; "
     code += "print(json.dumps([mode == 'R2', 'npu_replay' in sys.modules]))"
     assert jobs.printed(code) == [True, True]
+
+
+@pytest.mark.slow
+def test_a_workers_class_brings_npu_replay_before_ray_binds_its_methods(tmp_path: Path) -> None:
+    """Ray takes an actor's functions from its class when it loads that, before it unpickles the config."""
+    pytest.importorskip("ray")
+    folder = tmp_path / "roll" / "pipeline"
+    folder.mkdir(parents=True)
+    for file in (tmp_path / "roll", folder):
+        (file / "__init__.py").write_text("")
+    (folder / "base_worker.py").write_text(
+        "class ActorWorker:\n    def compute_log_probs(self, data): return 'its own'\n"
+    )
+    sent = tmp_path / "class"
+    begins = f"sys.path.insert(0, {str(tmp_path)!r}); "
+    driver = "import npu_replay, ray; from ray import cloudpickle; "
+    driver += "from roll.pipeline.base_worker import ActorWorker; "
+    driver += "kind = ray.remote(ActorWorker).__ray_metadata__.modified_class; "
+    driver += f"open({str(sent)!r}, 'wb').write(cloudpickle.dumps(kind)); print(json.dumps(True))"
+    assert jobs.printed(begins + driver)
+    worker = f"import inspect, pickle; kind = pickle.load(open({str(sent)!r}, 'rb')); "
+    worker += "bound = dict(inspect.getmembers(kind, inspect.isfunction))['compute_log_probs']; "
+    worker += "from npu_replay.compat.roll import pipeline; asked = []; "
+    worker += "pipeline.strategy.recorded = lambda strategy: asked.append(1); "
+    worker += "made = object.__new__(kind); made.strategy = None; "
+    worker += "print(json.dumps([bound(made, None), len(asked)]))"
+    assert jobs.printed(begins + worker) == ["its own", 1]
 
 
 def test_another_strategy_is_refused_by_the_name_that_it_lacks() -> None:

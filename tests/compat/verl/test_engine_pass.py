@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from npu_replay import routers
+from npu_replay.compat.verl.batch_routes import are_refused, refused_rows
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, EnginePass, current, wrapped
 from npu_replay.errors import ReplayError
@@ -126,3 +128,18 @@ def test_an_fsdp_engine_whose_mode_lacks_its_key_or_that_cant_replay_is_refused(
     config["router_replay"] = "R2"
     with pytest.raises(ReplayError, match=r"Expected \S+router_replay.mode=R2"):
         fsdp.FsdpAdapter(engine)
+
+
+def test_rows_of_a_refused_sample_are_no_row_of_any_model() -> None:
+    for topk, experts, dtype in (
+        (1, 256, np.uint8),
+        (1, 512, np.int16),
+        (2, 256, np.uint8),
+        (8, 64, np.uint8),
+    ):
+        rows = torch.from_numpy(refused_rows(3, np.empty((0, 2, topk), dtype)))
+        assert are_refused(rows, experts)
+        assert are_refused(rows.to(torch.int64), experts)
+        assert not are_refused(torch.zeros_like(rows), experts)
+    right = torch.full((3, 2, 1), 255, dtype=torch.uint8)
+    assert not are_refused(right, 256)
