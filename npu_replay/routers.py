@@ -116,10 +116,8 @@ def as_map(shown: torch.Tensor, num_experts: int) -> torch.Tensor:
     if shown.dtype == torch.bool:
         return shown
     ids = shown.long().where((shown >= 0) & (shown < num_experts), num_experts)
-    shown_map = torch.zeros(len(ids), num_experts + 1, dtype=torch.bool, device=ids.device).scatter(
-        1, ids, True
-    )
-    return shown_map[:, :num_experts]
+    none = torch.zeros(len(ids), num_experts + 1, dtype=torch.bool, device=ids.device)
+    return none.scatter(1, ids, True)[:, :num_experts]
 
 
 class RouterKind:

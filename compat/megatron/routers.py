@@ -180,9 +180,8 @@ _NO_ROUTER = {"attn", "mlp", "mamba"}
 
 def _graph_around_routers(config: Any) -> str:
     """Return the settings by which a graph captures the routers; empty if none does."""
-    implementation = getattr(
-        config, "cuda_graph_impl", None
-    )  # from 0.15 on; the older flags are read into it
+    # From 0.15 on a config reads the older flags into this.
+    implementation = getattr(config, "cuda_graph_impl", None)
     asked = f"cuda_graph_impl={implementation!r}"
     if implementation is None:
         flags = ("enable_cuda_graph", "external_cuda_graph")

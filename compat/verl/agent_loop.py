@@ -291,8 +291,7 @@ async def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         output = await original(self, *args, **kwargs)
         if not hasattr(output, "token_ids"):
             return output
-        aborted = _is_aborted(output)
-        _add(outer[1], prompt, output, aborted=aborted)
+        _add(outer[1], prompt, output, aborted=_is_aborted(output))
         return output.model_copy(update={"routed_experts": None})
     sample = _sample.get()
     job = None if sample is None else sample.job

@@ -2,9 +2,9 @@
 
 A replayed expert may lie in a group that the router masks now. It then needs its own score, not the number
 that the mask has put there. Megatron-core, MindSpeed-LLM and the group-limited families of transformers mask
-by `masked_fill` on the scores of the top-k, so that one function is noted. Other masks aren't undone, nor one
-whose scores are changed in place behind it: where
-one gives a replayed expert a weight of 0 or -inf, `effect.py` refuses the router.
+by `masked_fill` on the scores of the top-k, so that one function is noted. Other masks aren't undone, nor is
+one whose scores are changed in place afterwards: where such a mask gives a replayed expert a weight of 0 or
+-inf, `effect.py` refuses the router.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def unfilled(scores: torch.Tensor, fills: Sequence[Fill], topk: int, leaves: int
 
 
 def _is_unchanged(fill: Fill) -> bool:
+    """Return whether the scores before and after a fill are what they were when it was noted."""
     return fill.versions is None or fill.versions == (fill.before._version, fill.after._version)
 
 

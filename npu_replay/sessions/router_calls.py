@@ -174,10 +174,8 @@ class RouterCalls(ForwardInPlace):
             # Not the output, whose graph would live on: the next router then gets memory that no cache holds.
             shows: Any = self.router.shows  # no block's calls are quick
             shown = shows(output)
-        except ReplayError:
-            return self._end_closely(
-                call, args, kwargs, output
-            )  # raises it again, or keeps it (`errors_wait`)
+        except ReplayError:  # raised again there, or kept (`errors_wait`)
+            return self._end_closely(call, args, kwargs, output)
         if call.rows > self._most_rows:
             forward.checks.append(effect.looked_at(call, shown, call.ids))
             shown = None

@@ -176,8 +176,8 @@ class Timeline:
 
     def let_go(self) -> None:
         """Drop what is kept of every forward: no recompute comes any more."""
-        left = [forward for forward in (*self._open, self.bypassed) if forward is not None]
-        for forward in (*(forward for _, forward in self.ends), *left):
+        ended = [forward for _, forward in self.ends]
+        for forward in filter(None, (*ended, *self._open, self.bypassed)):
             forward.calls.clear()
             forward.checks.clear()
             forward.let_go()
