@@ -19,6 +19,7 @@ setup_started=$SECONDS
 parallel_choice="tp2-full or cp2-packed-full or ep2-full or pp2-vp2-full or hybrid-tp2-pp2-full"
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+unset PYTHONDONTWRITEBYTECODE # some images set it: then each process compiles all tests anew, which takes 10 s
 
 fail() {
     echo "ci/environment.sh: $*" >&2

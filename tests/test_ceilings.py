@@ -6,12 +6,13 @@ Each holds today's number. A change that makes one smaller lowers its ceiling; n
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from test_house import MODULES, imported, room_of
+from test_house import MODULES, imported, room_of, tree_of
 
 CIRCLES = 0
 """Modules in circles."""
@@ -30,7 +31,10 @@ TWICE = 2
 TORCHS = {*vars(nn.Module()), "_version"}
 """Private attributes that are torch's own."""
 
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+@functools.cache  # when a test asks: who collects the tests reads no module
+def trees() -> dict[str, ast.Module]:
+    return {name: tree_of(path) for name, path in MODULES.items()}
 
 
 def test_modules_that_need_each_other() -> None:
@@ -43,7 +47,7 @@ def test_modules_that_need_each_other() -> None:
 def all_imported(module: str) -> set[str]:
     """Every module that one imports, also under TYPE_CHECKING."""
     found = imported(MODULES[module])
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(tree_of(MODULES[module])):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for one in ast.walk(node):
                 if isinstance(one, ast.ImportFrom):
@@ -76,7 +80,7 @@ def reachable(needs: dict[str, set[str]], start: str) -> set[str]:
 def test_private_parts_that_another_room_uses() -> None:
     used = {
         f"{module}: {ast.unparse(node)}"
-        for module, node in private_parts_of_others(TREES, room_of)
+        for module, node in private_parts_of_others(trees(), room_of)
         if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
     }
     assert len(used) == PRIVATE, sorted(used)
@@ -126,18 +130,20 @@ def private_names(tree: ast.AST) -> Iterator[str]:
                     yield one.id
 
 
-CLASSES = {
-    (module, node.name): node
-    for module, tree in TREES.items()
-    for node in ast.walk(tree)
-    if isinstance(node, ast.ClassDef)
-}
+@functools.cache
+def classes() -> dict[tuple[str, str], ast.ClassDef]:
+    return {
+        (module, node.name): node
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 def test_levels_of_classes() -> None:
     """How far a class is from the first of ours that it inherits from, at most."""
     bases = defaultdict(set)
-    for (_, name), node in CLASSES.items():
+    for (_, name), node in classes().items():
         bases[name] |= {ast.unparse(base).rpartition(".")[2] for base in node.bases}
     names = set(bases)
 
@@ -150,33 +156,31 @@ def test_levels_of_classes() -> None:
 
 def test_sessions_are_put_together_of_parts() -> None:
     """Who reads one file of these rooms needs no private part of another, and no long line of ancestors."""
-    trees = {module: tree for module, tree in TREES.items() if room_of(module) in ROOMS}
-    classes = {name: node for (module, name), node in CLASSES.items() if module in trees}
-    bases = {
-        name: {ast.unparse(base) for base in node.bases} & set(classes) for name, node in classes.items()
-    }
+    of_rooms = {module: tree for module, tree in trees().items() if room_of(module) in ROOMS}
+    ours = {name: node for (module, name), node in classes().items() if module in of_rooms}
+    bases = {name: {ast.unparse(base) for base in node.bases} & set(ours) for name, node in ours.items()}
     methods = {
         name: {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
-        for name, node in classes.items()
+        for name, node in ours.items()
     }
 
     def above(name: str) -> set[str]:
         return bases[name].union(*map(above, bases[name]))
 
-    levels = {name: 1 + len(above(name)) for name in classes}
+    levels = {name: 1 + len(above(name)) for name in ours}
     assert max(levels.values()) == SESSION_LEVELS, levels
     overridden = Counter(
         (base, method)
-        for name in classes
+        for name in ours
         for base in above(name)
         for method in methods[name] & methods[base]
         if not method.startswith("__")
     )
     assert max(overridden.values()) <= OVERRIDES, overridden.most_common(3)
-    used = private_parts_of_others(trees, lambda module: module)
+    used = private_parts_of_others(of_rooms, lambda module: module)
     assert {f"{module}: {ast.unparse(node)}" for module, node in used} == set()
 
 
 def test_class_names_that_mean_two_things() -> None:
-    twice = [name for name, count in Counter(name for _, name in CLASSES).items() if count > 1]
+    twice = [name for name, count in Counter(name for _, name in classes()).items() if count > 1]
     assert len(twice) == TWICE, sorted(twice)

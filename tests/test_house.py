@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -89,9 +90,14 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@functools.cache  # when a test asks: who collects the tests reads no module
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path: Path) -> Iterator[ast.Import | ast.ImportFrom]:
     """Every import statement of a file but those for type checkers."""
-    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    waiting: list[ast.AST] = [tree_of(path)]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -121,7 +127,10 @@ def room_of(module: str) -> str:
     return "" if room in ("", "compat", "__main__") else room
 
 
-INSIDE = {name: {one for one in imported(path) if one in MODULES} for name, path in MODULES.items()}
+@functools.cache
+def inside() -> dict[str, set[str]]:
+    """Each module, and those of ours that it imports."""
+    return {name: imported(path) & MODULES.keys() for name, path in MODULES.items()}
 
 
 VAGUE = {"one", "found", "given", "said", "told", "held"}
@@ -134,7 +143,7 @@ def test_a_variable_is_named_for_its_thing() -> None:
     named = Counter(
         room_of(module)
         for module, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(path))
         if (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE)
         or (isinstance(node, ast.arg) and node.arg in VAGUE)
     )
@@ -161,7 +170,7 @@ def test_arrows_run_down(room: str) -> None:
         f"{module} imports {one}"
         for module in MODULES
         if room_of(module) == room
-        for one in INSIDE[module]
+        for one in inside()[module]
         if not (room_of(one) == room or (room_of(one) and ROOMS[room_of(one)] < ROOMS[room]))
         and not (one == "npu_replay" and ROOMS[room] >= FACE)
         and not (one == "npu_replay.compat" and ROOMS[room] >= FACE)
@@ -171,7 +180,7 @@ def test_arrows_run_down(room: str) -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_can_be_read_at_one_go(module: str) -> None:
-    nodes = ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8")))
+    nodes = ast.walk(tree_of(MODULES[module]))
     docs = (ast.Expr, ast.Constant)
     count = sum(
         isinstance(node, ast.stmt) and (type(node), type(getattr(node, "value", None))) != docs
