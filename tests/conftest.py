@@ -15,7 +15,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Progress(config))
     else:
         choice.without_clocks()
-        config.pluginmanager.import_plugin("common_fixtures")  # torch: seconds, which that process needs not take
+        # It imports torch, for which the process that hands out the tests needn't wait.
+        config.pluginmanager.import_plugin("common_fixtures")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

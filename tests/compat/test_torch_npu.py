@@ -145,6 +145,7 @@ def test_a_fused_gating_operator_is_named_with_the_remedy(name: str) -> None:
 # HCCL
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_collect_sends_nothing_that_hccl_lacks() -> None:
     for sent in jobs.run_ranks("npu_device:collected", {}, 2):

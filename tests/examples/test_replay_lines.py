@@ -45,6 +45,7 @@ def test_without_verl_it_says_so(image: ascend_images.Image, tmp_path: Path) -> 
     assert IN_CHINESE.search(done.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("image", "line"),
     [

@@ -121,6 +121,7 @@ def sequences_of(draw: Any, batch: Batch, layers: tuple[int, ...]) -> list[Route
     return [whole.take(range(*pair)) for pair in itertools.pairwise(ends)]
 
 
+@pytest.mark.slow
 @examples(150)
 @given(batch=batches(), data=st.data(), everywhere=st.booleans(), piece=st.sampled_from([40, 1 << 20]))
 def test_to_gather_and_to_collect_is_the_identity_for_any_split(

@@ -162,8 +162,8 @@ def shifted(router: ToyRouter, scores: Scores) -> Pair:
     [
         ("record", dropped, ROWS),
         ("record", dropped, 44_000),  # above 131,072 ids
-        ("replay", dropped, 44_000),
-        ("record", shifted, 70_000),  # above 2**20 numbers in the output
+        pytest.param("replay", dropped, 44_000, marks=pytest.mark.slow),
+        pytest.param("record", shifted, 70_000, marks=pytest.mark.slow),  # above 2**20 numbers in the output
         ("replay", flipped, ROWS),
     ],
 )

@@ -623,7 +623,15 @@ def check(cases: Sequence[Case]) -> None:
 
 
 @pytest.mark.parametrize(
-    "bed", [pytest.param(name, marks=[pytest.mark.megatron] * name.startswith("megatron")) for name in CASES]
+    "bed",
+    [
+        pytest.param(
+            name,
+            marks=[pytest.mark.megatron] * name.startswith("megatron")
+            + [pytest.mark.slow] * (name in ("Mixtral", "GptOss")),  # of transformers' three one is quick
+        )
+        for name in CASES
+    ],
 )
 @pytest.mark.parametrize(
     ("fault", "again"), [*((fault, False) for fault in FAULTS), *((fault, True) for fault in IN_RECOMPUTE)]

@@ -559,6 +559,7 @@ def test_several_chunks_and_no_room_are_refused() -> None:
         npu_replay.follow(model(), max_bytes=0)
 
 
+@pytest.mark.slow
 def test_a_long_run_holds_nothing_but_its_store() -> None:
     followed = model(recompute="non-reentrant")
     fed = padded(texts(2))

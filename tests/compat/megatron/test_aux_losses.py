@@ -58,6 +58,7 @@ def test_another_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         npu_replay.replay(trainer.model, foreign(trainer))
 
 
+@pytest.mark.slow
 def test_the_expert_bias_counts_the_experts_that_tokens_were_sent_to() -> None:
     trainer = build(SIGMOID_BIAS)
     for router in routers(trainer.model):

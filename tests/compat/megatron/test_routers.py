@@ -89,6 +89,7 @@ def test_a_replay_of_a_recording_drops_the_tokens_that_were_dropped(
     assert caplog.text.count("drops tokens by their live probabilities") == int(not by_position)
 
 
+@pytest.mark.slow
 def test_rows_without_a_route_take_the_routers_own_choice_also_in_the_recompute() -> None:
     """T1, T24b, T27, T41: never a made-up expert 0, and the recompute takes what the forward took."""
     plain = build({})
@@ -223,6 +224,7 @@ def test_combined_1f1b_is_refused_before_the_first_micro_batch() -> None:
     assert hooks(trainer.model) == 0
 
 
+@pytest.mark.slow
 def test_two_live_models_of_one_config_object_keep_their_own_routes() -> None:
     """T18: an actor and its reference share the config; what is asked of it means neither of them alone."""
     actor = build({"moe_layer_freq": [0, 1, 1, 1]}, "full")
