@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests with Megatron 0.12.1, then those that need Megatron with 0.16.1.
 #
-#   ci/test.sh                  the quick ones, in 5 to 8 minutes on two cores the first time, downloads included: no
+#   ci/test.sh                  the quick ones, in 3 minutes on two cores (5 to 8 the first time, downloads included): no
 #                               wheels, no smoke jobs, no split model, nothing slow
 #   ci/test.sh --rest [...]     what these leave out, except what is marked `long`; further arguments go to pytest
 #   ci/test.sh --all            all of them, long ones too (nor here tests/matrix/, which ci/matrix.sh runs on every release)

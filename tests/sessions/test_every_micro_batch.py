@@ -177,6 +177,24 @@ def test_ids_written_in_place_are_refused_in_every_size_and_mode(
             model(tokens(seed, rows))
 
 
+def with_another(router: ToyRouter, scores: Scores) -> Pair:
+    """The experts of the top-k, and one that it didn't choose."""
+    values, ids = plain(router, scores)
+    least, other = scores.min(dim=1, keepdim=True)
+    return torch.cat([values, least], dim=1), torch.cat([ids, other], dim=1)
+
+
+@pytest.mark.parametrize("block", ["record", "replay"])
+@pytest.mark.parametrize("at", [0, 1, 2, 4, 8])
+def test_an_output_that_shows_one_expert_more_is_refused_where_all_is_read(at: int, block: str) -> None:
+    """In the micro-batches between them it isn't seen (docs/dev/notes.md)."""
+    model = ToyModel(ToyRouter(), ToyRouter(select=Sometimes(with_another, at)))
+    refused = pytest.raises(NoEffect, match=f"micro-batch {at}, layer 1.*doesn't show the chosen experts")
+    with refused, torch.no_grad(), opened(block, model, 10):
+        for number in range(10):
+            model(tokens(number))
+
+
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
 def test_experts_that_change_their_weights_in_a_recompute_alone_are_refused(how: str, at: int) -> None:
