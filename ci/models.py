@@ -76,7 +76,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "n_group": 2,
         "topk_group": 1,
     },
-    "diffusion_gemma": _GEMMA,
+    "diffusion_gemma": {f"text_config.{name}": value for name, value in _GEMMA.items()},
     "doge": {"is_moe": True, "num_experts": 16},
     "dots1": {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "ernie4_5_vl_moe": {
@@ -152,8 +152,8 @@ def build(family: str) -> PreTrainedModel:
         and kind.__module__ == module.__name__
         and "PreTrained" not in kind.__name__
     ]
-    endings = ("ForCausalLM", "ForConditionalGeneration", "TextModel", "Model", "")
-    kind = next(kind for ending in endings for kind in kinds if kind.__name__.endswith(ending))
+    endings = (r"ForCausalLM", r"ForConditionalGeneration", r"For\w+", r"TextModel", r"Model", r"")
+    kind = next(kind for ending in endings for kind in kinds if re.search(f"{ending}$", kind.__name__))
     config = kind.config_class()
     small = _shrunk(config.to_dict())
     for name, value in (SPECIAL | SPECIAL_OF_4 if MAJOR == 4 else SPECIAL).get(family, {}).items():

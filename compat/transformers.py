@@ -91,16 +91,9 @@ class TransformersRouters(RouterKind):
         """
         if not any(_vendor_class(router.module) for router in routers):
             return routers
-        # The deepest part counts: an audio tower, or an encoder, says its own number of layers.
-        configs = [getattr(part, "config", None) for _, _, part in chunk.where(_has_config)]
-        depth = max((_own(config, *_DEPTH) or 0 for config in configs), default=0)
+        configs = {path: part.config for _, path, part in chunk.where(_has_config)}
         routers = [
-            replace(
-                router, depth=depth, layer=_numbered(chunk, router, depth), skipped=_skipped(chunk, router)
-            )
-            if _vendor_class(router.module)
-            else router
-            for router in routers
+            _placed(chunk, configs, router) if _vendor_class(router.module) else router for router in routers
         ]
         known = [_within(router.path) for router in routers]
         for _, name, _ in chunk.where(_are_experts):
@@ -195,6 +188,26 @@ def _router(
         bypass=f"{kind.__name__} doesn't choose by a top-{topk} of scores [rows, {experts}], which alone "
         "can be replayed (docs/models.md); or a fused kernel or a captured graph took its place",
     )
+
+
+def _placed(chunk: ModuleTree, configs: Mapping[str, Any], router: Router) -> Router:
+    """Add the model's depth, a pipeline stage's layer number, and why a block may not call its router."""
+    depth = _depth(configs, router.path)
+    return replace(
+        router, depth=depth, layer=_numbered(chunk, router, depth), skipped=_skipped(chunk, router)
+    )
+
+
+def _depth(configs: Mapping[str, Any], path: str) -> int:
+    """Return the number of layers in the innermost config around a router; 0 if none says it.
+
+    A tower of images or audio has a config beside it, and may be deeper than the decoder.
+    """
+    while True:
+        depth = _own(configs.get(path), *_DEPTH)
+        if depth or not path:
+            return depth or 0
+        path = path.rpartition(".")[0]
 
 
 def _numbered(chunk: ModuleTree, router: Router, depth: int) -> int | None:

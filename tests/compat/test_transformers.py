@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModel
 
 import npu_replay
 from npu_replay import RoutedExperts, routers
@@ -23,12 +24,14 @@ from npu_replay.errors import NoEffect, RouterError
 from zoo import qwen_vl
 from zoo.hugging_face import (
     FAMILIES,
+    SIZES,
     batches,
     build,
     foreign,
     same,
     train,
 )
+from zoo.outcome import random_routes
 
 
 def perturb(model: nn.Module) -> None:
@@ -117,6 +120,15 @@ def test_routes_of_a_model_of_another_depth_are_refused_with_both_depths(layers:
     ids = torch.arange(like.topk).expand(10, layers, like.topk)
     routes = RoutedExperts(ids=ids, layers=range(layers), num_experts=like.num_experts)
     with pytest.raises(RouterError, match=f"of a model of 3 decoder layers, {got}"):
+        npu_replay.replay(model, [routes]).__enter__()
+
+
+def test_a_tower_that_is_deeper_than_the_decoder_lets_no_routes_of_a_deeper_model_pass() -> None:
+    tower = AutoModel.from_config(AutoConfig.for_model("qwen2", **SIZES | {"num_hidden_layers": 6}))
+    model = nn.ModuleDict({"tower": tower, "language_model": build("qwen3_moe")})
+    assert [router.depth for router in routers.find([model])[0]] == [3, 3, 3]
+    (routes,) = random_routes([10], range(4), 8, 2, seed=3)
+    with pytest.raises(RouterError, match="of a model of 3 decoder layers, got layers up to 3"):
         npu_replay.replay(model, [routes]).__enter__()
 
 
