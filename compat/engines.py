@@ -21,6 +21,7 @@ from npu_replay import environment
 from npu_replay.compat import probe
 from npu_replay.compat.sglang import engine_plan as sglang
 from npu_replay.compat.vllm import engine_plan as vllm
+from npu_replay.compat.vllm import releases as vllm_releases
 from npu_replay.compat.vllm_ascend import plugin
 from npu_replay.compat.vllm_ascend import releases as vllm_ascend
 from npu_replay.errors import ReplayError
@@ -45,11 +46,13 @@ class EnginePlan:
         engine: «vllm», «sglang», or another, of which nothing is known.
         arguments: the arguments, by their Python names in the engine.
         keys: the key of each argument in the framework's config.
+        synchronous: what turns asynchronous scheduling of vLLM off in the framework's config.
     """
 
     engine: str
     arguments: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
+    synchronous: str = "async_scheduling=False"
 
     def put(self, argument: str, value: Any, key: str) -> None:
         """Plan an argument, in place of an earlier value. None changes nothing."""
@@ -92,8 +95,27 @@ def refusal(plan: EnginePlan) -> ReplayError | None:
     never = plugin.left_out() if ascend else None
     if never is None and ascend_rules:
         never = vllm_ascend.refusal(ascend_rules, {}, version, capture=captures)
-    never = never or vllm.refusal(version, ascend)
+    never = never or vllm.refusal(version, ascend) or _schedules_ahead(plan, version, ascend_rules)
     return never or vllm.clash(version, plan.arguments, ascend_rules, capture=captures, keys=plan.keys)
+
+
+def _schedules_ahead(plan: EnginePlan, version: str, ascend: str) -> ReplayError | None:
+    """Return the error of a plan that leaves asynchronous scheduling on, where rows are wrong with it."""
+    engine, number, rules = (
+        ("vllm-ascend", ascend, vllm_ascend) if ascend else ("vllm", version, vllm_releases)
+    )
+    if not tells_release(number) or not rules.needs_sync(number):
+        return None
+    if plan.arguments.get("async_scheduling") is False:
+        return None
+    return ReplayError(
+        f"{engine} {number} hands out other rows than the request's under asynchronous scheduling, which is "
+        "on by itself",
+        expected=plan.synchronous,
+        got=f"async_scheduling={plan.arguments.get('async_scheduling')}",
+        cause="rows are read from a buffer that the next step fills again. From vLLM 0.22.0 and vllm-ascend "
+        "0.23.0 on this isn't needed",
+    )
 
 
 def check(framework: Framework, config: Any) -> None:
@@ -124,13 +146,18 @@ _ROLLOUT = "actor_rollout_ref.rollout."
 
 
 def _of_verl(config: Any) -> EnginePlan:
-    plan = EnginePlan(str(setting(config, "rollout", "name")))
+    plan = EnginePlan(str(setting(config, "rollout", "name")), synchronous=_VERL_SYNCHRONOUS)
     own: dict[str, dict[str, str]] = {"vllm": _VERL_TO_VLLM, "sglang": _VERL_TO_SGLANG}
     for key, argument in own.get(plan.engine, {}).items():
         plan.put(argument, setting(config, "rollout", key), _ROLLOUT + key)
     options = setting(config, "rollout", "engine_kwargs", plan.engine)
     plan.put_all(options, f"{_ROLLOUT}engine_kwargs.{plan.engine}.")
     if plan.engine == "vllm":  # verl puts these over what engine_kwargs say
+        key = f"{_ROLLOUT}engine_kwargs.vllm.no_async_scheduling"
+        if any(setting(options, name) for name in ("no_async_scheduling", "no-async-scheduling")):
+            plan.put("async_scheduling", False, key)
+        elif setting(options, "async_scheduling") is False:
+            plan.put("async_scheduling", "False, which verl drops", key)
         spread = number(setting(config, "rollout", "expert_parallel_size")) > 1
         plan.put("enable_expert_parallel", spread, f"{_ROLLOUT}expert_parallel_size")
         ranks = setting(config, "rollout", "data_parallel_size")
@@ -145,6 +172,7 @@ def _of_verl(config: Any) -> EnginePlan:
     return plan
 
 
+_VERL_SYNCHRONOUS = f"+{_ROLLOUT}engine_kwargs.vllm.no_async_scheduling=True"
 _VERL_APART: dict[str, dict[str, Any]] = {
     "sglang": {"disaggregation_mode": "prefill"},
     "vllm": {"kv_transfer_config": {"kv_connector": "NixlConnector"}},

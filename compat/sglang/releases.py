@@ -99,10 +99,33 @@ def _moves_experts(plan: EnginePlan, _: Any) -> bool:
     )
 
 
+def _dp_ranks(plan: EnginePlan) -> int:
+    """Return the ranks that attention spreads requests over; 0.5.23 has a name of its own for them."""
+    return max(number(plan.get("dp_size")), number(plan.get("attn_dp_size")))
+
+
+def _spreads_requests(plan: EnginePlan) -> bool:
+    on_ranks = plan.get("enable_dp_attention") or number(plan.get("attn_dp_size")) > 1
+    return bool(on_ranks) and _dp_ranks(plan) > 1
+
+
 def _more_requests_than_a_chunk(plan: EnginePlan, _: Any) -> bool:
     chunk = number(plan.get("chunked_prefill_size"))
-    spread = plan.get("enable_dp_attention") and number(plan.get("dp_size")) > 1
-    return bool(spread) and 0 < chunk < number(plan.get("max_running_requests"))
+    return _spreads_requests(plan) and 0 < chunk < number(plan.get("max_running_requests"))
+
+
+def _drafts_in_a_graph(plan: EnginePlan, _: Any) -> bool:
+    in_graphs = plan.get("speculative_algorithm") and not plan.get("disable_cuda_graph")
+    return _spreads_requests(plan) and bool(in_graphs)
+
+
+def _gathers_after_routing(plan: EnginePlan, _: Any) -> bool:
+    """Return whether NVFP4 weights may have each rank route its own tokens, as with expert parallelism."""
+    by_cutlass = plan.get("moe_runner_backend") == "flashinfer_cutlass"
+    gathers_first = plan.get("disable_flashinfer_cutlass_moe_fp4_allgather")
+    may_be_fp4 = plan.get("quantization") in (None, "modelopt", "modelopt_fp4")
+    scatters = _spreads_requests(plan) and number(plan.get("ep_size")) == _dp_ranks(plan)
+    return bool(by_cutlass and may_be_fp4 and scatters and not gathers_first)
 
 
 # fmt: off
@@ -115,6 +138,7 @@ _CONTEXT = (
     *("enable_nsa_prefill_context_parallel", "enable_dsa_prefill_context_parallel"),
 )
 _ONE_DRAFT = "none, or EAGLE with speculative_eagle_topk=1"
+_SPREAD = ("enable_dp_attention", "dp_size", "attn_dp_size")
 
 CLASHES = (
     Clash(("pp_size",), several, instead="1",
@@ -167,5 +191,13 @@ CLASHES = (
           instead="max_running_requests of chunked_prefill_size at most",
           why="under DP attention the capture's buffer is too small for so many requests (sglang#26123, "
           "fixed in 0.5.13)"),
+    Clash((*_SPREAD, "speculative_algorithm", "disable_cuda_graph"), _drafts_in_a_graph,
+          instead="no speculation, or disable_cuda_graph=True",
+          why="in a graph under DP attention a rank's rows are looked for by its requests, and drafts give "
+          "each request several rows: all ranks but the first hand out another's"),
+    Clash((*_SPREAD, "moe_runner_backend", "ep_size", "quantization"), _gathers_after_routing,
+          instead="disable_flashinfer_cutlass_moe_fp4_allgather=True, or another runner",
+          why="with NVFP4 weights (modelopt_fp4) and as many expert-parallel as DP ranks each rank routes "
+          "its own tokens, and all ranks but the first hand out another step's rows"),
 )
 # fmt: on

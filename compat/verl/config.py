@@ -32,8 +32,6 @@ from npu_replay.compat.patching.install import install as install_everything
 from npu_replay.compat.patching.install import undo_everything
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl.metrics import announce
-from npu_replay.compat.vllm import releases as vllm_releases
-from npu_replay.compat.vllm_ascend import releases as vllm_ascend
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.release_rules import release
 
@@ -293,7 +291,6 @@ def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
     """Yield errors for a rollout engine, or a release of it, that gives no routes or another step's."""
     rollout = functools.partial(setting, config, "rollout")
     name = str(rollout("name"))
-    options = functools.partial(rollout, "engine_kwargs", "vllm")
     # The source of each of verl's rollout servers tells whether it asks its engine for routes.
     asked = {"hf": False, "naive": False}
     for folder in _of_verl("workers/rollout/*_rollout"):
@@ -309,36 +306,21 @@ def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
         return
     versions = {product.name: product.version for product in probe.products() if product.installed}
     beside = versions.get("vllm", "")
-    ascend = versions.get("vllm-ascend", "")
-    problem = engines.refusal(engines.plan_of("verl", config))
-    if problem is None and name == "vllm" and release(beside)[:2] == (0, 21):
-        problem = ReplayError(
+    if name == "vllm" and release(beside)[:2] == (0, 21):
+        problem: ReplayError | None = ReplayError(
             "no routes that verl can use",
             expected="vllm 0.18 to 0.20, or 0.22 and later",
             got=f"vllm {beside}",
             cause="0.21 splits what verl takes for one array",  # no fault elsewhere: from_vllm reads it
         )
+    else:
+        problem = engines.refusal(engines.plan_of("verl", config))
     if problem is not None:
         yield refused(
             problem.problem,
             expected=problem.expected,
             got=problem.got,
             cause=f"{problem.cause}. R2 needs no routes of the engine",
-        )
-    ascend = vllm_ascend.of_release(ascend, beside)
-    # vLLM schedules asynchronously by itself; verl passes on a key that is True, and drops one that is False.
-    engine, version, rules = (
-        ("vllm-ascend", ascend, vllm_ascend) if ascend else ("vllm", beside, vllm_releases)
-    )
-    off = options("no_async_scheduling") or options("no-async-scheduling")
-    if name == "vllm" and version and rules.needs_sync(version) and not off:
-        yield refused(
-            f"{engine} {version} hands out other rows than the request's under asynchronous scheduling, "
-            "which is on by itself",
-            expected=f"+{ROOT}.rollout.engine_kwargs.vllm.no_async_scheduling=True",
-            got=f"async_scheduling={options('async_scheduling')}",
-            cause="rows are read from a buffer that the next step fills again. verl drops "
-            "async_scheduling=False. From vLLM 0.22.0 and vllm-ascend 0.23.0 on this isn't needed",
         )
 
 

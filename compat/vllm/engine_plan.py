@@ -24,7 +24,7 @@ def engine_arguments(
     model: Any = None,
     quantization: str | None = None,
     vllm_ascend: str | None = None,
-    soc: ascend.Soc | None = None,
+    soc: str | None = None,
     capture: bool = False,
 ) -> EngineArguments:
     """Return the arguments with which vLLM returns routes, or refuse a plan with which it won't.
@@ -40,7 +40,8 @@ def engine_arguments(
         model: a RoutedModel, or a Hugging Face config: its path or its folder's, its contents, an object.
         quantization: the quantization of the rollout's weights, if any.
         vllm_ascend: vllm-ascend's release, if it runs on that; a build between releases counts as vLLM's.
-        soc: the processor's generation, if it runs on vllm-ascend.
+        soc: the processor's generation, if it runs on vllm-ascend: "A2", "A3", "A5", "310P", or its chip
+            ("910B", "910C", "950").
         capture: npu_replay's plug-in captures on vllm-ascend, which restores what its releases lose.
 
     Returns:
@@ -75,7 +76,11 @@ def engine_arguments(
             cause="a dense model, with which vLLM doesn't start (vllm#42593); or a family whose config has "
             "other keys, which RoutedModel(...) says by hand",
         ) from error
-    about = {**plan, "quantization": quantization or plan_read.get("quantization"), "soc": soc}
+    about = {
+        **plan,
+        "quantization": quantization or plan_read.get("quantization"),
+        "soc": None if soc is None else ascend.soc_of(soc),
+    }
     engine_plan.refuse(clash(version, about, vllm_ascend or "", capture=capture))
     engine_plan.warn_of_later("vLLM", version, NEWEST)
     needed = {name: value for run, some in NEEDED if run.holds(version) for name, value in some.items()}

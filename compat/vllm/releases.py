@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from npu_replay.compat.vllm_ascend.releases import TRIMS_DRAFTS
+from npu_replay.compat.vllm_ascend.releases import TRIMS_DRAFTS, reads_two_groups
 from npu_replay.rollout.engine_plan import as_mapping, off, on, says, several
 from npu_replay.rollout.model_config import is_hybrid, names_topk
 from npu_replay.rollout.release_rules import Clash, EnginePlan, Fault, Releases, Symptom, older
@@ -146,6 +146,12 @@ def _by_dspark(plan: EnginePlan, _: Any) -> bool:
     return method == "dspark" or (not method and "dspark" in draft)
 
 
+def _splits_tokens(plan: EnginePlan, _: Any) -> bool:
+    """Return whether MoE layers run sequence-parallel."""
+    sizes = ("tensor_parallel_size", "data_parallel_size")
+    return plan.get("enable_expert_parallel") is True and all(several(plan, (size,)) for size in sizes)
+
+
 def _disaggregated(plan: EnginePlan, _: Any) -> bool:
     names = _connectors(plan.get("kv_transfer_config"))
     return any(name.startswith(("Nixl", "MoRIIO")) or name == "MooncakeConnector" for name in names)
@@ -184,6 +190,11 @@ CLASHES = (
           when=lambda plan, names: several(plan, names) and plan.get("enable_expert_parallel") is True,
           instead="1, enable_expert_parallel=False, or vLLM 0.20.0 or later",
           why="an assertion fails in the first step where each rank routes its own tokens (modular kernels)"),
+    Clash(("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel"), _splits_tokens,
+          since="0.20.0", until=SCHEDULER, mended=True,
+          instead="tensor or data parallelism alone, expert parallelism off, or vLLM 0.22.0 or later",
+          why="tokens are split over tensor-parallel ranks before they are routed, and an assertion of the "
+          "capture fails in the first step; 0.21.0 refuses it"),
     Clash(("nnodes",), several, until="0.21.0", instead="1, or vLLM 0.22.0 or later",
           why="rows go through shared memory of one host"),
     Clash(("kv_transfer_config", "kv_offloading_size"), on, until=BY_BLOCK,
@@ -193,8 +204,9 @@ CLASHES = (
           instead="connectors that offload; prefill and decode in one engine",
           why="vLLM refuses those of Nixl, MoRIIO and Mooncake when it starts: rows don't travel with KV "
           "blocks"),
-    Clash(("async_scheduling",), on, since="0.21.0", until=SCHEDULER,
-          instead="False, or vLLM 0.22.0 or later", why=_REFUSED),
+    Clash(("async_scheduling",), on, until=SCHEDULER,
+          instead="False, or vLLM 0.22.0 or later",
+          why="rows are read from places that the next step may have taken; 0.21.0 refuses it at its start"),
     Clash(("enable_prefix_caching",), on, since="0.21.0", until=SCHEDULER,
           instead="False, or vLLM 0.22.0 or later", why="tokens that come from the cache have rows of zeros"),
     Clash(("enable_prefix_caching",), off, since=BY_BLOCK, instead="True, or vLLM 0.22.0 to 0.30.0",
@@ -217,6 +229,11 @@ CLASHES = (
           problem="reads the rows of a model with linear attention from the wrong place",
           instead="vLLM 0.22.0 or later",
           why="it has several KV cache groups, whose slots are counted otherwise (vllm#37118, #40692)"),
+    Clash(("model", "disable_hybrid_kv_cache_manager"), reads_two_groups, until="0.21.0",
+          got="a model with layers of a window beside others",
+          problem="reads the rows of a model with two kinds of attention from the wrong place",
+          instead="disable_hybrid_kv_cache_manager=True, or vLLM 0.22.0 or later",
+          why="rows lie by the slots of one KV cache group, whose old blocks are given away"),
     Clash(("model",), lambda plan, _: not names_topk(plan.get("model")), until=SCHEDULER,
           got="a config without num_experts_per_tok", problem="doesn't find this model's top-k",
           instead="vLLM 0.22.0 or later",

@@ -18,11 +18,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.environment import VLLM_ASCEND
-from npu_replay.errors import ReplayError
+from npu_replay.errors import ReplayError, one_of
 from npu_replay.rollout import engine_plan, model_config
 from npu_replay.rollout.engine_plan import on, says, several
 from npu_replay.rollout.release_rules import (
@@ -134,7 +134,8 @@ def environment() -> dict[str, str]:
 def needs_v2(version: str, model: Any = None) -> bool:
     """Return whether there are routes, or right ones, with VLLM_USE_V2_MODEL_RUNNER=1 only."""
     at = release(version)
-    return at >= (0, 30, 0) or (at >= (0, 28, 0) and model_config.is_hybrid(model))
+    has_groups = model_config.is_hybrid(model) or model_config.has_windows(model)
+    return at >= (0, 30, 0) or (at >= (0, 28, 0) and has_groups)
 
 
 def needs_sync(version: str) -> bool:
@@ -183,6 +184,17 @@ _SPLIT_FROM_EP: dict[Soc | None, int] = {"A2": 16, "A3": 2, "A5": 2}
 routing. For an unknown processor nothing is refused."""
 
 
+_CHIPS = {"910B": "A2", "910C": "A3", "950": "A5"}
+"""Generations by the names of their chips, which images and boxes have."""
+
+
+def soc_of(name: str) -> Soc:
+    """Return the processor's generation by its name or its chip's; refuse any other name."""
+    soc = _CHIPS.get(str(name).upper(), str(name).upper())
+    one_of(soc, get_args(Soc), "processor", "soc")
+    return soc  # type: ignore[return-value]
+
+
 def _ranks(plan: EnginePlan) -> tuple[int, int]:
     """Return the tensor-parallel and data-parallel sizes, which may be text or None in a config."""
     tp, dp = (engine_plan.number(plan.get(f"{kind}_parallel_size")) or 1 for kind in ("tensor", "data"))
@@ -191,6 +203,11 @@ def _ranks(plan: EnginePlan) -> tuple[int, int]:
 
 def _of_a_hybrid(plan: EnginePlan, _: Any) -> bool:
     return model_config.is_hybrid(plan.get("model"))
+
+
+def reads_two_groups(plan: EnginePlan, _: Any) -> bool:
+    """Return whether layers of a window have KV cache blocks of their own."""
+    return model_config.has_windows(plan.get("model")) and not plan.get("disable_hybrid_kv_cache_manager")
 
 
 def _splits_tokens(plan: EnginePlan, _: Any) -> bool:
@@ -266,6 +283,7 @@ _SYNCHRONOUS = Clash(
     instead="async_scheduling=False, or vllm-ascend 0.23.0 and later",
     why="rows are read from a buffer that the next step fills again (vllm-ascend#10727)")
 _SPLIT = ("tensor_parallel_size", "enable_expert_parallel", "data_parallel_size")
+_WINDOWS = ("model", "disable_hybrid_kv_cache_manager")
 
 _TWO_HALVES = tuple(
     Clash((name,), when, instead=f"{name}={value}",
@@ -287,6 +305,11 @@ CLASHES = (
     Clash(("model",), _of_a_hybrid, until="0.28.0", got="a hybrid model",
           problem="reads the rows of a model with linear attention from the wrong KV cache group",
           instead="vllm-ascend 0.28.0rc1 and later, with VLLM_USE_V2_MODEL_RUNNER=1" + _OR_OURS,
+          why="its model runner keeps the slots of group 0 alone (vllm-ascend#8651, #9016)"),
+    Clash(_WINDOWS, reads_two_groups, until="0.28.0", got="a model with layers of a window beside others",
+          problem="reads the rows of a model with two kinds of attention from the wrong KV cache group",
+          instead="disable_hybrid_kv_cache_manager=True, or vllm-ascend 0.28.0rc1 and later, with "
+          "VLLM_USE_V2_MODEL_RUNNER=1" + _OR_OURS,
           why="its model runner keeps the slots of group 0 alone (vllm-ascend#8651, #9016)"),
     Clash(("data_parallel_size",), several, until="0.25.1",
           problem="ends in an AssertionError under data parallelism, once ranks have different numbers of "
@@ -347,6 +370,10 @@ CAPTURE_CLASHES = (
           why="the rows of tokens whose KV cache comes from elsewhere don't come with it"),
     Clash(("model",), _of_a_hybrid, until="0.22.0", got="a hybrid model",
           problem="captures no model with linear attention", instead="vllm-ascend 0.22.1rc1 and later",
+          why="vLLM keeps too few slots for one there (vllm-ascend#8216)"),
+    Clash(_WINDOWS, reads_two_groups, until="0.22.0", got="a model with layers of a window beside others",
+          problem="captures no model with two kinds of attention",
+          instead="disable_hybrid_kv_cache_manager=True, or vllm-ascend 0.22.1rc1 and later",
           why="vLLM keeps too few slots for one there (vllm-ascend#8216)"),
 )
 """Plans with which npu_replay captures nothing either."""

@@ -422,6 +422,13 @@ def is_hybrid(model: Any) -> bool:
     )
 
 
+def has_windows(model: Any) -> bool:
+    """Return whether a config has layers with a window beside others: two KV cache groups (GPT-OSS)."""
+    kinds = [str(kind) for kind in _said(model, "layer_types") or ()]
+    has_window = [any(name in kind for name in ("sliding", "chunked")) for kind in kinds]
+    return any(has_window) and not all(has_window)
+
+
 def names_topk(model: Any) -> bool:
     """Return whether a config has num_experts_per_tok, the only key that old vLLM reads, or can't be read."""
     return _said(model, "num_experts_per_tok") is not None or _said(model, "num_hidden_layers") is None

@@ -234,6 +234,8 @@ class Rollout:
         sampled_from = max(len(prompt), len(self)) - 1
         if len(whole) - 1 > sampled_from:
             rows.sampled_from[max(0, sampled_from) : len(whole) - 1] = True
+        if self.missing == "error" and turn.routes is not None and not turn.aborted:
+            self._refuse_gaps(rows, min(len(turn.routes), len(whole) - 1))
         self._add(whole[len(self) :])
         self._rows.take(rows, keep)
         if self._first_sampled is None and len(sampled):
@@ -301,6 +303,26 @@ class Rollout:
             got=theirs,
             cause="text that was decoded and tokenised again (pass token ids on), a chat template that "
             "rewrites earlier turns (it drops their reasoning, say), or a turn of another sample",
+        )
+
+    def _refuse_gaps(self, rows: Rows, ran: int) -> None:
+        """Refuse a turn that leaves out rows which aren't known; the engine ran its first `ran` tokens."""
+        before = self._rows.first(len(self))
+        kept = before.recorded & (before.sampled_from | ~rows.sampled_from[: len(before)])
+        known = rows.recorded.copy()
+        known[: len(kept)] |= kept
+        gaps = np.flatnonzero(~known[:ran])
+        if len(gaps) == 0:
+            return
+        sent = np.flatnonzero(rows.recorded)
+        raise ReplayError(
+            f"this turn leaves out {len(gaps)} rows that no turn before it has brought",
+            where=f"{self._where}, turn {self.turns + 1}",
+            expected=f"the rows from token {gaps[0]} on",
+            got=f"those from token {sent[0]} on" if len(sent) else "none",
+            cause="a request with routed_experts_start_len (SGLang) or routed_experts_prompt_start (vLLM) "
+            "beyond them: the last token of a turn and a tool's tokens get their rows from the next turn. "
+            'missing="native" leaves such rows to the router',
         )
 
     def _rows_of(self, turn: Turn, whole: Array) -> Rows:

@@ -127,6 +127,32 @@ def test_a_release_without_routes_and_none_at_all(
     assert engines.refusal(engines.plan_of("slime", slime(sglang_mem_fraction_static=0.5))) is None
 
 
+@pytest.mark.parametrize(
+    "found",
+    [{"vllm": "0.20.2"}, {"vllm": "0.22.1", "vllm-ascend": "0.22.1rc1"}],
+    ids=lambda found: str(found),
+)
+def test_scheduling_ahead_is_refused_in_each_framework_where_rows_are_anothers(
+    here: dict[str, str], monkeypatch: Any, found: dict[str, str]
+) -> None:
+    monkeypatch.setattr(engines.plugin, "left_out", lambda: None)
+    here.update(found)
+    for framework, config in (
+        ("ms-swift", swift()),
+        ("TRL", swift()),
+        ("ROLL", roll("vllm")),
+        ("ROLL", roll("vllm", async_scheduling=True)),
+    ):
+        expected = r"asynchronous scheduling, which is on by itself\. Expected async_scheduling=False, got"
+        with pytest.raises(ReplayError, match=expected):
+            engines.check(framework, config)  # type: ignore[arg-type]
+    engines.check("ROLL", roll("vllm", async_scheduling=False))
+    engines.check("ms-swift", swift(vllm_engine_kwargs={"async_scheduling": False}))
+    here["vllm"] = "0.1.dev1+g7654321"
+    here.pop("vllm-ascend", None)
+    engines.check("ms-swift", swift())  # which release, nobody tells
+
+
 def test_on_ascend_both_tables_decide_and_a_capture_mends_what_it_does(
     here: dict[str, str], monkeypatch: Any
 ) -> None:

@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from npu_replay import ReplayError, RouterError, routers
-from npu_replay.rollout.model_config import RoutedModel, is_hybrid
+from npu_replay.rollout.model_config import RoutedModel, has_windows, is_hybrid
 from zoo import hugging_face
 from zoo.hugging_face import LATENT
 
@@ -411,3 +411,19 @@ LAYERS = {"num_hidden_layers": 8, "num_experts": 32, "num_experts_per_tok": 4}
 def test_a_family_whose_layers_are_of_several_kinds_is_hybrid(config: dict[str, Any], hybrid: bool) -> None:
     """As the class of each in vLLM's source says it: IsHybrid."""
     assert is_hybrid(LAYERS | config) is hybrid
+
+
+@pytest.mark.parametrize(
+    ("kinds", "windows"),
+    [
+        (["sliding_attention", "full_attention"], True),
+        (["chunked_attention", "full_attention"], True),
+        (["sliding_attention"], False),
+        (["full_attention"], False),
+        (None, False),
+    ],
+)
+def test_layers_with_a_window_beside_others_have_blocks_of_their_own(
+    kinds: list[str] | None, windows: bool
+) -> None:
+    assert has_windows(LAYERS | {"layer_types": kinds and kinds * (8 // len(kinds))}) is windows

@@ -150,6 +150,37 @@ def test_routes_of_new_tokens_alone_of_others_or_of_another_model_are_refused_t3
         Rollout(other).extend(turn([5, 6], [7]))
 
 
+def from_row(turn: Turn, start: int) -> Turn:
+    """The turn of a request that asked for rows from `start` on."""
+    routes = turn.routes
+    assert routes is not None
+    kept = routes.recorded & (torch.arange(len(routes)) >= start)
+    return replace(turn, routes=routes.with_rows(routes.ids, kept, fingerprint=routes.fingerprint))
+
+
+@pytest.mark.parametrize(("start", "gaps"), [(3, 0), (4, 1), (5, 2), (6, 3)])
+def test_a_start_beyond_the_first_unknown_row_is_refused(start: int, gaps: int) -> None:
+    """Row 3 is of the last token that was sampled, and rows 4 and 5 are of a tool's."""
+    rollout = Rollout(MODEL)
+    rollout.extend(turn([1, 2], [3, 4]))
+    rollout.append([5, 6])
+    second = from_row(turn([1, 2, 3, 4, 5, 6], [7, 8]), start)
+    if not gaps:
+        rollout.extend(second)
+        check(rollout, [1, 2, 3, 4, 5, 6, 7, 8], [1] * 7 + [None])
+        return
+    words = (
+        f"turn 2: this turn leaves out {gaps} rows .*Expected the rows from token 3 on, got .* token {start}"
+    )
+    with pytest.raises(ReplayError, match=words):
+        rollout.extend(second)
+    check(rollout, [1, 2, 3, 4, 5, 6], [1] * 3 + [None] * 3)  # nothing of it was taken
+    lenient = Rollout(MODEL, missing="native")
+    lenient.extend(turn([1, 2], [3, 4]))
+    lenient.extend(second)
+    assert lenient.routes.recorded.tolist() == [True] * 3 + [False] * gaps + [True] * (4 - gaps) + [False]
+
+
 def test_text_that_was_tokenised_again_is_caught() -> None:
     rollout = Rollout(MODEL)
     rollout.extend(turn([5, 6], [7, 8]))

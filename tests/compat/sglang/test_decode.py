@@ -141,6 +141,10 @@ CROWDED: dict[str, Any] = {
     "max_running_requests": 8192,
     "chunked_prefill_size": 4096,
 }
+SPREAD: dict[str, Any] = {"enable_dp_attention": True, "dp_size": 2}
+DRAFTS = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}
+FP4 = {"moe_runner_backend": "flashinfer_cutlass", "ep_size": 2}
+GATHERS = "disable_flashinfer_cutlass_moe_fp4_allgather"
 ALWAYS = ("0.5.8", "0.5.23")
 # fmt: off
 NO_PLANS: list[tuple[str | tuple[str, ...], dict[str, Any], str]] = [
@@ -170,6 +174,10 @@ NO_PLANS: list[tuple[str | tuple[str, ...], dict[str, Any], str]] = [
         r"layer 0 of the model.*0\.5\.15"),
     ("0.5.17", {"speculative_algorithm": "DFLASH"}, r"before 0\.5\.18"),
     ("0.5.12", CROWDED, "sglang#26123"),
+    (("0.5.15", "0.5.23"), SPREAD | DRAFTS, "drafts give each request several rows"),
+    ("0.5.23", {"attn_dp_size": 2} | DRAFTS, "drafts give each request several rows"),
+    *((("0.5.10", "0.5.23"), SPREAD | FP4 | more, "each rank routes its own tokens")
+      for more in ({}, {"quantization": "modelopt_fp4"})),
     ("0.5.9", {"enable_eplb": "true"}, "enable_eplb can't be read.*True or False, got 'true'"),
     ("0.5.9", {"--enable-eplb": True}, "its Python name: enable_eplb, got '--enable-eplb'"),
     *(("0.5.23", {name: 2}, "its Python name: pp_size") for name in ("--pp", "pipeline_parallel_size")),
@@ -207,6 +215,11 @@ def test_plans_that_sglang_cant_do(version: str, planned: dict[str, Any], why: s
         ("0.5.18", {"speculative_algorithm": "DFLASH"}, "cuda"),
         ("0.5.13", CROWDED, "cuda"),
         ("0.5.12", {**CROWDED, "max_running_requests": 2048}, "cuda"),
+        ("0.5.23", SPREAD | DRAFTS | {"disable_cuda_graph": True}, "cuda"),
+        ("0.5.23", SPREAD | FP4 | {GATHERS: True}, "cuda"),
+        ("0.5.23", SPREAD | FP4 | {"quantization": "fp8"}, "cuda"),
+        ("0.5.23", SPREAD | FP4 | {"ep_size": 1}, "cuda"),
+        ("0.5.23", FP4, "cuda"),
         ("0.5.23", {ON: False}, "cuda"),  # the capture can't be planned away
     ],
 )

@@ -127,7 +127,9 @@ REFUSED = {
     "connector": ((*SHARED_MEMORY, "0.21.0", *MANAGER),
         {"kv_transfer_config": connector("OffloadingConnector")}, "vLLM 0.31.0 or later"),
     "offload": ((*SHARED_MEMORY, "0.21.0", *MANAGER), {"kv_offloading_size": 8.0}, "vLLM 0.31.0 or later"),
-    "async": (("0.21.0",), {"async_scheduling": True}, "vLLM 0.22.0 or later"),
+    "async": ((*SHARED_MEMORY, "0.21.0"), {"async_scheduling": True}, "vLLM 0.22.0 or later"),
+    "sequence-parallel": (("0.20.2", "0.21.0"), {"tensor_parallel_size": 2, "data_parallel_size": 2,
+        "enable_expert_parallel": True}, "tensor or data parallelism alone"),
     "prefix-cache": (("0.21.0",), {"enable_prefix_caching": True}, "vLLM 0.22.0 or later"),
     "no-prefix-cache": (AUX_OUTPUT, {"enable_prefix_caching": False}, "vLLM 0.22.0 to 0.30.0"),
     "mtp": ((*SHARED_MEMORY, *MANAGER[:3]), {"speculative_config": MTP}, "vLLM 0.26.0 or later"),
@@ -181,7 +183,9 @@ ALLOWED = {
     "multi-connector": (AUX_OUTPUT, {"kv_transfer_config": nested("LMCacheConnectorV1")}),
     "mooncake-store": (AUX_OUTPUT, {"kv_transfer_config": connector("MooncakeStoreConnector")}),
     "offload": (AUX_OUTPUT, {"kv_offloading_size": 8.0}),
-    "async": (("0.20.2", "0.22.0", "0.33.0"), {"async_scheduling": True}),
+    "async": (("0.22.0", "0.33.0"), {"async_scheduling": True}),
+    "sequence-parallel": (("0.22.0", "0.33.0"), {"tensor_parallel_size": 2, "data_parallel_size": 2,
+        "enable_expert_parallel": True}),
     "mtp": (("0.21.0", "0.26.0", "0.33.0"), {"speculative_config": MTP}),
     "dspark": (("0.28.0", "0.33.0"), {"speculative_config": {"method": "dspark", "model": "x"}}),
     "draft-of-that-name": (("0.27.0",), {"speculative_config": {"method": "eagle3", "model": "dspark"}}),
@@ -236,6 +240,7 @@ def test_what_cant_be_read_is_refused_by_name(planned: dict[Any, Any]) -> None:
 
 
 UNEQUAL = [{"block_type": "moe", "num_experts_per_tok": topk} for topk in (4, 6)]
+WINDOWS = QWEN3 | {"layer_types": ["sliding_attention", "full_attention"] * 24}
 HYBRID = ("reads the rows", "linear attention", "0.22.0 or later", "vllm#37118")
 MODELS: list[tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = [
     # releases, the model, and in which words it is refused; none: it is taken
@@ -249,6 +254,8 @@ MODELS: list[tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = [
     ),
     (SHARED_MEMORY, QWEN3_NEXT, HYBRID),  # T23
     (("0.21.0", "0.33.0"), QWEN3_NEXT, ()),
+    (SHARED_MEMORY, WINDOWS, ("two kinds of attention", "disable_hybrid_kv_cache_manager=True")),
+    (("0.22.0", "0.33.0"), WINDOWS, ()),
     (
         ("0.18.0", "0.21.0"),
         GEMMA4,  # its top-k has another key
@@ -280,6 +287,11 @@ def test_a_model_that_is_planned_is_looked_at_where_it_lies(tmp_path: Path) -> N
     engine_arguments("0.33.0", planned={"model": "Qwen/Qwen3-30B-A3B"})  # of a hub, so it isn't asked
 
 
+def test_windows_share_the_blocks_of_full_attention_where_a_plan_says_so() -> None:
+    together = {"disable_hybrid_kv_cache_manager": True}
+    assert engine_arguments("0.20.2", planned=together, model=WINDOWS).arguments[SWITCH] is True
+
+
 # ---- on Ascend
 
 
@@ -289,6 +301,7 @@ def test_a_model_that_is_planned_is_looked_at_where_it_lies(tmp_path: Path) -> N
         ("0.30.0", "0.30.0rc2", QWEN3, True),
         ("0.29.0", "0.29.0rc1", QWEN3, False),
         ("0.29.0", "0.29.0rc1", QWEN3_NEXT, True),
+        ("0.29.0", "0.29.0rc1", WINDOWS, True),
     ],
 )
 def test_on_ascend_the_second_model_runner_is_in_the_environment(
@@ -317,3 +330,12 @@ def test_doctor_is_told(product: Product, state: str, words: str) -> None:
     found = capability(product)
     assert found.state == state
     assert words in found.why
+
+
+@pytest.mark.parametrize("soc", ["A3", "a3", "910C", "910c"])
+def test_a_processor_has_the_name_of_its_generation_or_of_its_chip(soc: str) -> None:
+    planned = {"tensor_parallel_size": 4, "enable_expert_parallel": True}
+    with refused("captures one token in 4 on A3"):
+        engine_arguments("0.30.0", planned=planned, vllm_ascend="0.30.0", soc=soc)
+    with refused("unknown processor", "'A2' or 'A3' or 'A5' or '310P', got 'A4'"):
+        engine_arguments("0.30.0", planned=planned, vllm_ascend="0.30.0", soc="A4")

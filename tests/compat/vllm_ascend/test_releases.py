@@ -20,6 +20,7 @@ ALL = ("0.27.1rc1", "0.28.0rc1", "0.30.0rc2", "0.35.0")
 
 QWEN3 = {"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8}
 QWEN3_NEXT = {**QWEN3, "layer_types": ["linear_attention", "full_attention"] * 24}
+WINDOWS = {**QWEN3, "layer_types": ["sliding_attention", "full_attention"] * 24}
 QWEN3_5 = {"text_config": {**QWEN3, "full_attention_interval": 4}}
 NEMOTRON_H = {**QWEN3, "hybrid_override_pattern": "MEM*E"}
 JAMBA = {**QWEN3, "attn_layer_period": 8}
@@ -75,6 +76,11 @@ ROWS: list[Row] = [
             (ALL[1:], {"model": model}, ""),
         )
     ),
+    (("0.18.0", "0.23.0", "0.27.1rc1"), {"model": WINDOWS}, "two kinds of attention.*kv_cache_manager=True"),
+    (("0.23.0",), {"model": WINDOWS, "disable_hybrid_kv_cache_manager": True}, ""),
+    (("0.18.0",), {"model": WINDOWS, "capture": True}, "captures no model with two kinds of attention"),
+    (("0.23.0",), {"model": WINDOWS, "capture": True}, ""),
+    (ALL[1:], {"model": WINDOWS}, ""),
     # tokens that are split over tensor-parallel ranks before they are routed
     *(
         (("0.18.0", "0.27.1rc1", "0.30.0rc2"), {"tensor_parallel_size": tp, "soc": soc, **more}, words)
@@ -153,6 +159,7 @@ def test_plans_that_give_no_routes_are_refused_and_no_others(
 def test_which_releases_need_another_runner_or_scheduling() -> None:
     for version in ALL[1:]:
         assert needs_v2(version, QWEN3_NEXT)
+        assert needs_v2(version, WINDOWS)
         assert needs_v2(version) == (version >= "0.30")
     for version in (*UNQUANTIZED, "0.27.1rc1"):
         assert vllm_ascend.needs_sync(version) == (version < "0.23")
