@@ -157,7 +157,8 @@ class RankGroup:
         self._lost = self.meet("left", _news(own), deadline + grace) or self._error(
             f"that ranks {_some(self.ranks)} can talk to each other",
             str(trouble),
-            "the network between them, or a rank that came later than all the others waited for",
+            "the network between them; a rank that came later than all the others waited for; or an earlier "
+            "wait in this group that ran out, after which only new groups can be used",
         )
         return own or self._lost
 

@@ -16,6 +16,7 @@ from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS
 IdArray: TypeAlias = "torch.Tensor | np.ndarray"
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_WITHOUT_ARITHMETIC = (torch.uint16, torch.uint32, torch.uint64)  # torch has these dtypes, and little more
 
 
 class StageLabels(tuple[int, ...]):
@@ -66,17 +67,20 @@ def ids(ids: Any) -> torch.Tensor:
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
         dtype = ids.dtype.newbyteorder("=")
         if dtype in (np.uint16, np.uint32, np.uint64):
-            dtype = np.dtype(np.int64)  # torch has these dtypes, but no arithmetic on them
+            dtype = np.dtype(np.int64)
         usable = ids.dtype == dtype and ids.flags.writeable and all(stride >= 0 for stride in ids.strides)
         tensor = torch.from_numpy(ids if usable else ids.astype(dtype))
-    elif isinstance(ids, torch.Tensor) and ids.dtype in INTEGERS and is_plain(ids):
+    elif isinstance(ids, torch.Tensor) and ids.dtype in (*INTEGERS, *_WITHOUT_ARITHMETIC) and is_plain(ids):
         tensor = ids.detach().cpu()
+        if tensor.dtype in _WITHOUT_ARITHMETIC:
+            tensor = tensor.to(torch.int64)
     else:
         raise InvalidRoutes(
             "ids must be an array of integers",
             expected="torch.Tensor or numpy.ndarray of an integer dtype",
             got=shown(ids) if hasattr(ids, "dtype") else f"{type(ids).__name__}: {shown(ids)}",
-            cause="a list, or ids that went through a float: ids.astype(int) if they are whole numbers",
+            cause="a list, or ids that went through a float: ids.astype(int), or "
+            "ids.long() of a tensor, if they are whole numbers",
         )
     shape = list(tensor.shape)
     if tensor.dim() != 3:

@@ -75,6 +75,14 @@ def find_other_tokens(rows: int, theirs: int | None, tokens: int, mark: int | No
         return wrong_length
     if mark is None or theirs is None or theirs == mark:
         return None
+    if theirs >> 32 == mark >> 32:
+        return Finding(
+            "the routes are of these tokens, and have another sample_key",
+            f"fingerprint {mark:#018x}",
+            f"{theirs:#018x}",
+            cause="another sample of the same tokens; or a layout that has no keys, as of_batch's: "
+            "dataclasses.replace(layout, fingerprints=[npu_replay.fingerprint(tokens, sample_key=key), ...])",
+        )
     return Finding(
         "the routes belong to other tokens",
         f"fingerprint {mark:#018x}",

@@ -8,10 +8,14 @@ from typing import Any, TypeAlias, overload
 
 import torch
 
-from npu_replay.errors import InvalidRoutes, ReplayError
+from npu_replay.errors import InvalidRoutes, ReplayError, list_of
 from npu_replay.routes.routed_experts import RoutedExperts
 
 Routes: TypeAlias = "RoutedExperts | Sequence[RoutedExperts]"
+_LOG_PROBS = (
+    "log-probs that aren't one tensor on each side: torch.cat those of the micro-batches, torch.as_tensor of "
+    "an array"
+)
 
 
 @dataclass(frozen=True)
@@ -115,10 +119,11 @@ def _known(routes: RoutedExperts) -> torch.Tensor:
 
 def _joined(parts: Any) -> RoutedExperts:
     """Return the rows of all micro-batches, with what was seen dropped in some."""
-    whole = RoutedExperts.concat(parts)
-    if all(part.shown is None for part in parts):
+    routings = list_of(parts, RoutedExperts, "routings", _LOG_PROBS)
+    whole = RoutedExperts.concat(routings)
+    if all(part.shown is None for part in routings):
         return whole
-    shown = [part.ids.short() if part.shown is None else part.shown for part in parts]
+    shown = [part.ids.short() if part.shown is None else part.shown for part in routings]
     return whole.with_known(shown=torch.cat(shown))
 
 

@@ -59,8 +59,14 @@ class RouteStore(Mapping[str, RoutedExperts]):
     def __init__(self, folder: str | os.PathLike[str], *, shard: str | None = None) -> None:
         self.folder = Path(folder)
         self._headers: dict[Path, tuple[tuple[int, ...], Header]] = {}
-        shards = sorted(self.folder.glob(f"{'*' if shard is None else glob.escape(shard)}{_ENDING}"))
-        if not shards:
+        self._pattern = f"{'*' if shard is None else glob.escape(shard)}{_ENDING}"
+        self._samples: dict[str, tuple[Path, dict[str, Any]]] = {}
+        self._several: dict[str, Path] = {}
+        """Maps a key that two shards have with different routes to the second shard."""
+        self._of_tokens: dict[int, list[str]] = {}
+        """Lists the keys that are fingerprints by their upper half, which identifies the tokens."""
+        self._read_new_shards()
+        if not self._headers:
             raise RouteFileError(
                 "there are no routes in this folder",
                 where=str(self.folder),
@@ -68,12 +74,10 @@ class RouteStore(Mapping[str, RoutedExperts]):
                 got="none",
                 cause="another folder, or a job that ended before its first shard was full: close the writer",
             )
-        self._samples: dict[str, tuple[Path, dict[str, Any]]] = {}
-        self._several: dict[str, Path] = {}
-        """Maps a key that two shards have with different routes to the second shard."""
-        self._of_tokens: dict[int, list[str]] = {}
-        """Lists the keys that are fingerprints by their upper half, which identifies the tokens."""
-        for path in shards:
+
+    def _read_new_shards(self) -> None:
+        """Read the index of each shard that has come since the folder was looked at."""
+        for path in sorted({*self.folder.glob(self._pattern)} - self._headers.keys()):
             with read_errors_as("the shard can't be read", _DAMAGED, path), plain_file(path) as file:
                 samples = self._open(path, file)[0].samples
             for key, known in samples.items():
@@ -124,6 +128,8 @@ class RouteStore(Mapping[str, RoutedExperts]):
         # The upper half of a fingerprint is the tokens', the lower the sample key's.
         mark = fingerprint(tokens, sample_key=sample_key)
         key = key_of(mark)
+        if key not in self:
+            self._read_new_shards()
         same = self._of_tokens.get(mark >> 32, [])
         if sample_key is None and len(same) > 1:
             raise self._ambiguous(key, f"{len(same)} samples, {', '.join(same[:4])}")
@@ -133,7 +139,8 @@ class RouteStore(Mapping[str, RoutedExperts]):
                 where=str(self.folder),
                 expected=f"{key} ({len(tokens)} tokens)",
                 got=f"{len(self)} samples, of which {len(same)} have these tokens and another sample_key",
-                cause="another batch or sample_key than was recorded, or text that was tokenised again",
+                cause="another batch or sample_key than was recorded, text that was tokenised again, or a "
+                "writer that holds them back until flush()",
             )
         routes = self._read(key, as_token_ids(tokens))
         if (other := find_other_tokens(len(routes), routes.fingerprint, len(tokens), mark)) is not None:
@@ -251,8 +258,12 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         """Write the waiting samples as one shard; return its name without an ending, or None."""
         if not self._waiting:
             return None
-        # Counted before it is written, so that another try after a failure takes a new name.
+        # Counted before it is written, so that another try after a failure takes a new name; as does a rank
+        # that was given the name of another one, whose shards were not there when it began.
         shard = self._file(self._shards)
+        while shard.exists():
+            self._shards = self._shards + 1
+            shard = self._file(self._shards)
         self._shards = self._shards + 1
         samples = {key: routes.encodable() for key, routes in self._waiting.items()}
         write_whole(shard, *encode(samples), overwrite=False)

@@ -25,6 +25,7 @@ from itertools import starmap
 from operator import itemgetter
 from types import CodeType, FrameType, FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.function import BackwardCFunction, Function
@@ -54,6 +55,15 @@ _RUN_BACKWARD = {
 
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that autograd runs on this thread; -1 if it runs none."""
+
+
+_REGION = {"unpack_hook": "frame", "checkpoint_unpack": "storage"}
+"""Maps the function of a non-reentrant checkpoint that runs its region again to the variable that it has for
+it alone: torch's, and DeepSpeed's."""
+
+
+class _Region:
+    """Stands for the region of a checkpoint."""
 
 
 def in_backward() -> bool:
@@ -89,9 +99,17 @@ def enclosing(*, functions: bool) -> list[Any]:
         # function of a module, is no checkpoint's: it lives longer than what may run again.
         names = unpack.__code__.co_freevars if isinstance(unpack, FunctionType) else ()
         if names and "checkpoint" in (getattr(unpack, "__module__", None) or ""):
-            has_frame = "frame" in names
-            regions.append(unpack.__closure__[names.index("frame")].cell_contents if has_frame else unpack)
+            variable = _REGION.get(unpack.__code__.co_name, "")
+            own = unpack.__closure__[names.index(variable)].cell_contents if variable in names else unpack
+            regions.append(_region(own))
     return regions + running
+
+
+def _region(variable: Any) -> Any:
+    """Return what stands for a checkpoint's region: torch's frame, or an object on DeepSpeed's storage."""
+    if isinstance(variable, WeakKeyDictionary):  # it has no hash
+        return vars(variable).setdefault("npu_replay_region", _Region())
+    return variable
 
 
 def _regions_on_stack() -> Iterator[Any]:
@@ -110,9 +128,20 @@ def recomputing() -> list[Any]:
     for frame in _frames():
         if frame.f_code in _RUN_BACKWARD:
             running.append(frame.f_locals["self"])
-        elif frame.f_code.co_name == "unpack_hook" and "frame" in frame.f_code.co_freevars:
-            running.append(frame.f_locals.get("frame"))
+        elif (variable := _REGION.get(frame.f_code.co_name, "")) in frame.f_code.co_freevars:
+            running.append(_region(frame.f_locals.get(variable)))
     return running
+
+
+def infers_shapes() -> bool:
+    """Return whether a stage of torch.distributed.pipelining runs this forward, to learn its shapes."""
+    if "torch.distributed.pipelining.stage" not in sys.modules:
+        return False
+    return any(
+        frame.f_code.co_name in ("_forward_metadata_inference", "_shape_inference")
+        and frame.f_globals.get("__name__") == "torch.distributed.pipelining.stage"
+        for frame in _frames()
+    )
 
 
 def _frames() -> Iterator[FrameType]:

@@ -22,7 +22,7 @@ from npu_replay import routers
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError, described, micro_batch
 from npu_replay.routers import Model, Router, check_alike, chunks_of, find, labels_of
 from npu_replay.routes.arguments import StageLabels
-from npu_replay.seam.backward import in_backward
+from npu_replay.seam.backward import in_backward, infers_shapes
 from npu_replay.seam.torch_state import Hook
 from npu_replay.sessions.first_error import FirstError
 from npu_replay.sessions.micro_batch import MicroBatch, place_of
@@ -139,8 +139,16 @@ class Session:
             if in_backward():
                 self.unchanged.check("in a recompute of the model")
                 return
-            self._work.comes(chunk)
             number = self.timeline.ended[chunk]
+            if number == 0 and infers_shapes():
+                raise MicroBatchError(
+                    "this forward is no micro-batch: torch's PipelineStage runs it to learn the shapes",
+                    where=place_of(number, chunk, len(self.chunks)),
+                    expected="PipelineStage(..., input_args=..., output_args=...)",
+                    got="a stage without them, in its first step",
+                    cause="run one step before the block, or give the stage its shapes",
+                )
+            self._work.comes(chunk)
             if not self._work.trusts(number):
                 self.unchanged.check(micro_batch(number))
             self.marks[chunk].clear()

@@ -38,7 +38,7 @@ def weights_moved(module: nn.Module, made_at: float, *, grad: bool) -> bool:
     """
     before = _seen.get(module)
     looked_at = [] if before is None else [parameter() for parameter in before.looked_at]
-    parameters = [parameter for parameter in looked_at if parameter is not None]
+    parameters = [parameter for parameter in looked_at if parameter is not None and not parameter.is_meta]
     if before is None or len(parameters) < len(looked_at):
         parameters = _some_parameters(module)
     now = _digests(parameters)
@@ -55,8 +55,8 @@ def _differ(before: _Digests, now: _Digests) -> bool:
 
 
 def _some_parameters(module: nn.Module) -> list[torch.Tensor]:
-    """Return a few parameters of a model, trained ones if there are any."""
-    parameters = list(module.parameters())
+    """Return a few parameters of a model, trained ones if there are any; none that is offloaded for now."""
+    parameters = [parameter for parameter in module.parameters() if not parameter.is_meta]
     trained = [parameter for parameter in parameters if parameter.requires_grad] or parameters
     places = sorted({round(at * (len(trained) - 1) / (_PARAMETERS - 1)) for at in range(_PARAMETERS)})
     return [trained[at] for at in places] if trained else []
