@@ -1,4 +1,4 @@
-"""Tells by its code whether what somebody has put in the place of a router's `routing` replays by itself.
+"""Tells by its code whether somebody has changed how a router chooses, and whether that replays by itself.
 
 Products for accelerators wrap or retype the method and route as Megatron does: that is replayed as Megatron's
 is. A framework's replay patch asks for its routes in there, and isn't asked a second time.
@@ -21,6 +21,14 @@ _OWNERS = ("megatron", "mindspeed", "mindspeed_llm")
 """The packages whose routing is known: where they mention a replay, it is upstream's."""
 
 
+_CHOOSING = ("gating", "routing", "forward")
+
+
+def is_known(router: Any) -> bool:
+    """Return whether all code of a router that makes scores and chooses is Megatron's or MindSpeed's."""
+    return not any(any(_foreign(type(router), name)) for name in _CHOOSING)
+
+
 def replays(kind: Any) -> frozenset[str]:
     """Return the names of replays in somebody else's code of a router class's `routing`; none in Megatron's.
 
@@ -31,12 +39,14 @@ def replays(kind: Any) -> frozenset[str]:
     >>> foreign_routing.replays(Router)
     frozenset({'RoutingReplay'})
     """
-    return frozenset(name for code in _foreign(kind) for name in _names(code) if "replay" in name.lower())
+    return frozenset(
+        name for code in _foreign(kind, "routing") for name in _names(code) if "replay" in name.lower()
+    )
 
 
-def _foreign(kind: Any) -> Iterator[CodeType]:
-    """Yield the code of the method and of what it wraps, where it is neither Megatron's nor MindSpeed's."""
-    function: Any = inspect.getattr_static(kind, "routing", None)
+def _foreign(kind: Any, method: str) -> Iterator[CodeType]:
+    """Yield the code of a method and of what it wraps, where it is neither Megatron's nor MindSpeed's."""
+    function: Any = inspect.getattr_static(kind, method, None)
     while function is not None:
         # Not __module__, which functools.wraps copies to a wrapper.
         package = str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from npu_replay.compat import torch_npu
-from npu_replay.compat.megatron import aux_losses, fused_router, hybrid, parallel_state
+from npu_replay.compat.megatron import aux_losses, foreign_routing, fused_router, hybrid, parallel_state
 from npu_replay.compat.mindspeed import fb_overlap, features, llm
 from npu_replay.compat.patching import import_hook
 from npu_replay.errors import NoEffect, RouterError
 from npu_replay.module_tree import ModuleTree
 from npu_replay.routers import Handle, Router, RouterKind
+from npu_replay.routes import arguments
 from npu_replay.seam.dropped import least_positive
 from npu_replay.sessions.timeline import Marks
 
@@ -35,13 +38,16 @@ class MegatronRouters(RouterKind):
     """Recognises Megatron's routers; imports nothing, since a model that holds one has imported it."""
 
     def may_be_router(self, module: nn.Module, path: str) -> bool:
-        return any(base.__module__ == _ROUTER_MODULE for base in type(module).__mro__)
+        return any(base.__module__ == _ROUTER_MODULE for base in type(_adapted(module)).__mro__)
 
     def describe(self, module: nn.Module, path: str) -> Router | None:
         """Describe a TopKRouter; refuse another router class, and configurations that can't be replayed."""
         product: Any = sys.modules.get(_ROUTER_MODULE)
-        if product is None or not isinstance(module, product.Router):
+        if product is None or not isinstance(_adapted(module), product.Router):
             return None
+        if module is not _adapted(module):
+            inner = self.describe(_adapted(module), path)
+            return None if inner is None else replace(inner, module=module)
         if parallel_state.is_in_mtp(path):
             return None
         if not isinstance(module, product.TopKRouter):
@@ -65,11 +71,11 @@ class MegatronRouters(RouterKind):
             module=module,
             num_experts=int(module.num_experts),
             topk=int(module.topk),
-            shows=_shows_with_drops if drops else _shows,
+            shows=_shows_with_drops if drops else partial(_shows, int(module.num_experts)),
             layer=None if number is None else int(number) - 1,
             depth=int(getattr(config, "num_layers", None) or 0),
             drops=drops,
-            masks=bool(config.moe_router_group_topk),
+            masks=bool(config.moe_router_group_topk) or not foreign_routing.is_known(module),
             leaves=left_by_groups(config, int(module.num_experts)),
             gathers=gathered_ranks(config),
             spare=spare(module),
@@ -89,7 +95,7 @@ class MegatronRouters(RouterKind):
     def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
         """Mark what MindSpeed's moe_fb_overlap recomputes, and let the kernel of a fused router ask."""
         handles: list[Handle] = list(fb_overlap.mark(chunk, routers, marks))
-        if any(fused_router.is_on(getattr(router.module, "config", None)) for router in routers):
+        if any(fused_router.is_on(getattr(_adapted(router.module), "config", None)) for router in routers):
             handles.append(fused_router.HeldKernel())
         return handles
 
@@ -98,10 +104,11 @@ class MegatronRouters(RouterKind):
         product: Any = sys.modules.get(_ROUTER_MODULE)
         if product is None:
             return
-        ours = [router for router in routers if isinstance(router.module, product.TopKRouter)]
-        classes = {product.TopKRouter, *(base for router in ours for base in type(router.module).__mro__)}
+        adapted = [(router.path, _adapted(router.module)) for router in routers]
+        ours = [(path, module) for path, module in adapted if isinstance(module, product.TopKRouter)]
+        classes = {product.TopKRouter, *(base for _, module in ours for base in type(module).__mro__)}
         owners = [(kind.__name__, kind) for kind in classes if issubclass(kind, nn.Module)]
-        for where, owner in owners + [(router.path, router.module) for router in ours]:
+        for where, owner in owners + ours:
             for name in _METHODS:
                 yield f"{where}.{name}", owner, name
         for name in _TOP_K_FUNCTIONS:
@@ -117,12 +124,23 @@ class MegatronRouters(RouterKind):
         parallel_state.check_chunks(chunks)
 
 
-def _shows(output: object) -> torch.Tensor:
-    """Return the routing map, bool [rows, experts], of a router's output (probs, routing_map)."""
+def _adapted(module: Any) -> Any:
+    """Return the router that an adapter calls in parts (Megatron-Bridge's LoRATopKRouter), or itself."""
+    return module._modules.get("to_wrap") or module
+
+
+def _shows(num_experts: int, output: object) -> torch.Tensor:
+    """Return the routing map, bool [rows, experts], of a router's output (probs, routing_map).
+
+    In Megatron's own inference the router returns ids, [rows, topk], instead of a map, which are returned.
+    """
     routing_map = output[1] if isinstance(output, tuple) and len(output) > 1 else None
     if not isinstance(routing_map, torch.Tensor):
         raise _unknown(output)
-    return routing_map if routing_map.dtype == torch.bool else routing_map.to(torch.bool)
+    if routing_map.dtype == torch.bool:
+        return routing_map
+    holds_ids = routing_map.dtype in arguments.INTEGERS and routing_map.shape[-1:] != (num_experts,)
+    return routing_map if holds_ids else routing_map.to(torch.bool)
 
 
 def spare(router: Any) -> int:
@@ -212,7 +230,8 @@ def _refuse(module: Any, path: str) -> None:
             where=path,
             expected="no graph capture around the router",
             got=graph,
-            cause="the model's config; capture the attention alone, or train without graphs",
+            cause="the model's config: capture the attention alone, by cuda_graph_impl='transformer_engine' "
+            "(graphs of Megatron's own hold whole layers), or train without graphs",
         )
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         # It runs pieces of layers of two micro-batches in turn and never calls the model.

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import npu_replay
 from npu_replay import RoutedExperts
-from npu_replay.errors import RouterError
+from npu_replay.errors import NoEffect, RouterError
 from npu_replay.seam import dropped
 from npu_replay.smoke import megatron_model
 from zoo.gpt import (
@@ -270,3 +271,69 @@ def test_a_router_that_is_found_again_is_described_anew(
     assert {key: getattr(after, key) for key in found} == found
     assert bool(after.bypass) == (name == "moe_router_fusion")
     assert after.module is before.module
+
+
+class LoRATopKRouter(nn.Module):
+    """As Megatron-Bridge's: it calls the router that it wraps piece by piece, never the router itself."""
+
+    def __init__(self, to_wrap: Any) -> None:
+        super().__init__()
+        self.to_wrap = to_wrap
+        self.adapter = nn.Linear(to_wrap.config.hidden_size, to_wrap.num_experts, bias=False)
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        jittered = self.to_wrap.apply_input_jitter(hidden)
+        return self.to_wrap.routing(self.to_wrap.gating(jittered) + self.adapter(jittered), *args, **kwargs)
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_a_router_with_an_adapter_that_calls_it_in_parts_is_replayed(recompute: str | None) -> None:
+    trainer = build({}, recompute)
+    labels = [router.label for router in routers(trainer.model)]
+    for layer in trainer.model.decoder.layers:
+        if hasattr(layer.mlp, "router"):
+            layer.mlp.router = LoRATopKRouter(layer.mlp.router)
+    assert [router.label for router in routers(trainer.model)] == labels
+    untouched = trainer.run("each")
+    with npu_replay.record(trainer.model) as recording:
+        assert same(trainer.run("each"), untouched)
+    foreign = random_routes(recording.routes)
+    with npu_replay.observe(trainer.model) as seen, npu_replay.replay(trainer.model, foreign, min_overlap=0):
+        trainer.run("each")
+    assert npu_replay.compare(seen.shown, foreign).differing == 0
+
+
+def test_an_expert_that_a_routers_own_gating_rules_out_is_refused() -> None:
+    """Stock routers mask by groups alone; a subclass may mask in its own way."""
+    trainer = build({})
+    chosen = [recorded_routes.ids for recorded_routes in recorded(trainer)]
+    assert any((ids == 0).any() for ids in chosen), "nobody chose the expert that is pruned"
+    routes = recorded(trainer)
+    for layer in trainer.model.decoder.layers:
+        if hasattr(layer.mlp, "router"):
+            layer.mlp.router.__class__ = pruned(type(layer.mlp.router))
+    words = "has a weight that was made from a mask's number"
+    with pytest.raises(NoEffect, match=words), npu_replay.replay(trainer.model, routes, min_overlap=0):
+        trainer.run("each")
+
+
+def pruned(kind: Any) -> Any:
+    """The class of a router that never chooses expert 0."""
+
+    class Pruned(kind):  # type: ignore[misc]
+        def gating(self, hidden: torch.Tensor) -> torch.Tensor:
+            logits = super().gating(hidden)
+            lost = torch.arange(logits.shape[-1]) == 0
+            return torch.where(lost, torch.full_like(logits, float("-inf")), logits)
+
+    return Pruned
+
+
+def test_ids_in_the_place_of_a_map_are_read_as_ids() -> None:
+    """As Megatron's router returns them in its own inference, from 0.18 on."""
+    router = routers(build({}).model)[0]
+    ids = torch.tensor([[7, 3], [3, 0]])
+    assert router.shows is not None
+    assert router.shows((torch.ones(2, 2), ids)) is ids
+    routing_map = torch.eye(2, router.num_experts)
+    assert torch.equal(router.shows((routing_map, routing_map)), routing_map.bool())
