@@ -11,7 +11,7 @@ from npu_replay.routers import Model, Router
 from npu_replay.routes.inputs import Inputs, is_grid
 from npu_replay.routes.routed_experts import Placement, RoutedExperts, narrow_dtype, without_layers
 from npu_replay.sessions.answering import Answering
-from npu_replay.sessions.micro_batch import MicroBatch, of_all_chunks
+from npu_replay.sessions.micro_batch import of_all_chunks
 from npu_replay.sessions.route_source import RouteSource, row_order_of
 from npu_replay.sessions.session import Session, to_enter
 
@@ -113,21 +113,10 @@ class StepRecording(Session):
             cause="a forward of another module than this chunk, or a block that isn't open",
             where=f"chunk {chunk}",
         )
-        last = self._last(chunk)
+        last = self._answering.kept.get((chunk, self.timeline.ended[chunk] - 1))
         if last is None:
             return without_layers()
         return micro_batch_routes(last.ids, self.routers[chunk], micro_batch(last.number), last.lost)
-
-    def last(self, router: Router) -> torch.Tensor | None:
-        """Return the ids of a router's last call, [rows, topk], narrow, on its device; None before it."""
-        for chunk, chunk_routers in enumerate(self.routers):
-            last = self._last(chunk)
-            if last is not None and router.label in {router_here.label for router_here in chunk_routers}:
-                return last.ids[router.label]
-        return None
-
-    def _last(self, chunk: int) -> MicroBatch | None:
-        return self._answering.kept.get((chunk, self.timeline.ended[chunk] - 1))
 
 
 def micro_batch_routes(
