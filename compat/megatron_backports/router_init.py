@@ -89,7 +89,7 @@ def _equip(router: Any) -> None:
         router.router_replay = own
         if own is not None and ours:
             own.layer_number = router.layer_number
-            _leave_with(router, own, kind)
+            leave_with(router, own, kind)
     _hand_over_one(router)
     if ours:
         names += ["forward", "routing", "set_layer_number"]
@@ -288,19 +288,19 @@ def _swap(router: Any, new: Any, old: Any, kind: Any) -> None:
     everyone[:] = [new if replay is old else replay for replay in everyone]
     new.layer_number = getattr(old, "layer_number", None)
     router.router_replay = new
-    _leave_with(router, new, kind)
+    leave_with(router, new, kind)
 
 
-def _leave(replay: Any, kind: Any) -> None:
-    everyone = getattr(kind, _EVERYONE)
-    everyone[:] = [other for other in everyone if other is not replay]
-
-
-def _leave_with(router: Any, replay: Any, kind: Any) -> None:
-    """Remove an instance from the list of all when its router is garbage."""
+def leave_with(router: Any, replay: Any, kind: Any, listed: str = _EVERYONE) -> None:
+    """Remove an instance from its class's list of all when its router is garbage."""
     # A weak reference: the finalizer would otherwise keep the instance alive as long as its router.
-    dead = weakref.ref(replay)
-    weakref.finalize(router, lambda: _leave(dead(), kind)).atexit = False
+    mine = weakref.ref(replay)
+
+    def leave() -> None:
+        everyone = getattr(kind, listed)
+        everyone[:] = [other for other in everyone if other is not mine()]
+
+    weakref.finalize(router, leave).atexit = False
 
 
 _patches = Patches(_WHAT)

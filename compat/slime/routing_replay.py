@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import os
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -123,9 +122,8 @@ def _made(module: Any, router: Any) -> MegatronRouterReplay | None:
     if _enabled() != "1":
         return None
     theirs = module.RoutingReplay()  # adds itself to all_routing_replays, in the order of building
-    everyone = module.RoutingReplay.all_routing_replays
-    gone = weakref.finalize(router, lambda: everyone.remove(theirs) if theirs in everyone else None)
-    gone.atexit = False  # a discarded model isn't filled
+    # A discarded model isn't filled.
+    router_init.leave_with(router, theirs, module.RoutingReplay, "all_routing_replays")
     setattr(router, _ATTRIBUTE, theirs)
     return StagedReplay(theirs)
 

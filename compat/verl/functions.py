@@ -11,7 +11,6 @@ import functools
 import inspect
 import logging
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from npu_replay.compat.megatron.routers import IDLE_WITHOUT_ACTION
+from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.patching import known_names
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import tensors
@@ -409,13 +409,7 @@ def get_replay_topk(
 def made_for(kind: Any, router: Any) -> Any:
     """Make a router's RouterReplay, which leaves verl's list when the router is garbage."""
     made = _asked_by_megatron(kind)()
-    # A weak reference, so that the finalizer doesn't keep the instance alive.
-    everyone, mine = kind.router_instances, weakref.ref(made)
-
-    def leave() -> None:
-        everyone[:] = [replay_there for replay_there in everyone if replay_there is not mine()]
-
-    weakref.finalize(router, leave).atexit = False
+    router_init.leave_with(router, made, kind, "router_instances")
     return made
 
 
