@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from npu_replay.compat import probe
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.seam import torch_state
 
@@ -187,8 +187,4 @@ def _lend_megatron(patches: Patches) -> None:
 
 def _module(name: str) -> Any:
     """Import a part of Megatron; None if Megatron isn't there."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:
-        return None
-    return None if spec is None else importlib.import_module(name)
+    return None if probe.find(name) is None else importlib.import_module(name)

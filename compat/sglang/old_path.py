@@ -8,10 +8,10 @@ Undone:   the module that was made for it is removed.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from types import ModuleType
 from typing import Any
 
+from npu_replay.compat import probe
 from npu_replay.compat.patching import import_hook
 
 OLD = "sglang.srt.layers.moe.routed_experts_capturer"
@@ -30,11 +30,7 @@ def install() -> None:
     def fill(module: ModuleType) -> None:
         module.__getattr__ = named  # type: ignore[method-assign]
 
-    def new_is_there() -> bool:
-        try:
-            return importlib.util.find_spec(NEW) is not None
-        except ModuleNotFoundError:  # its package is missing, too
-            return False
-
     what = f"the old name of {NEW}, which verl imports"
-    import_hook.serve(OLD, fill, what, reason="SGLang's routes in verl", where=new_is_there)
+    import_hook.serve(
+        OLD, fill, what, reason="SGLang's routes in verl", where=lambda: probe.find(NEW) is not None
+    )
