@@ -72,7 +72,7 @@ def _answered(module: Any, native: Callable[..., Any]) -> Callable[..., Any]:
         output = native(*args, **kwargs)
         # Ids that a top-k inside returned keep its order: a recompute sums in the order of its forward.
         if call.ids is None:
-            call.disarm()  # a top-k after the kernel isn't the router's
+            call.is_armed = False  # a top-k after the kernel isn't the router's
             call.note(_ids(output, call))
         return output
 

@@ -314,7 +314,7 @@ class Asked(Call):
             """Run the top-k as it was called, on scores masked by groups; an outer call is answered once."""
             try:
                 if outer is not None and outer.ids is None:
-                    outer.take_fills(self.fills)
+                    outer.fills = self.fills  # of the masks before its top-k
                     here.call = outer
                 values, ids = torch.topk(scores, *args[1:], **kwargs)
             finally:

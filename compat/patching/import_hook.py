@@ -64,7 +64,8 @@ def when_imported(module: str, name: str, shim: Shim, *, early: bool = False, en
     if not environment.disabled():
         turn(True)
         _waiting.setdefault(module, {})[name] = shim, early, ends
-        _look_out()
+        if _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
         _run_if_there(module)
 
 
@@ -180,11 +181,6 @@ def _refuse() -> None:
         cause="a new release, or a patch of somebody else's in the same place. NPU_REPLAY_STRICT=off goes on "
         "without, NPU_REPLAY_DISABLE=on changes nothing at all",
     )
-
-
-def _look_out() -> None:
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
 
 
 def _run_if_there(module: str) -> None:

@@ -206,13 +206,8 @@ def apply_router_replay_patch() -> None:
             expected="Megatron's own, or one that has no replay of its own",
             got=routing,
         )
-    _hand_over()
-
-
-def _hand_over() -> None:
-    """Give routers verl's RouterReplay, as verl's patch does: verl's functions use it outside a pass."""
-    kind = sys.modules[PATCH].RouterReplay
-    router_init.hand_over(functools.partial(functions.made_for, kind))
+    # Routers get verl's RouterReplay, as by verl's patch: verl's functions use it outside a pass.
+    router_init.hand_over(functools.partial(functions.made_for, sys.modules[PATCH].RouterReplay))
 
 
 def _undo_verls() -> None:

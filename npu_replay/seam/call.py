@@ -299,14 +299,6 @@ class Call:
         self.ids = ids
         self.way = way
 
-    def take_fills(self, fills: Sequence[Fill]) -> None:
-        """Take over what an inner call has seen of the masks before its top-k."""
-        self.fills = fills
-
-    def disarm(self) -> None:
-        """Answer no top-k that comes next."""
-        self.is_armed = False
-
     def decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return values, float [rows, topk], and ids for the router's top-k of these scores."""
         if self.keeps_native_topk:
