@@ -14,7 +14,6 @@ from npu_replay.compat.verl.batch_routes import R2Store, RoutesByKey
 from npu_replay.compat.verl.config import OFF, ReplaySettings
 from npu_replay.compat.verl.files import Files
 from npu_replay.compat.verl.r3_store import R3Store
-from npu_replay.environment import BAD_SAMPLES, DELIVERY, read
 from npu_replay.errors import ReplayError
 from npu_replay.parallel.rank_failures import agreed
 from npu_replay.parallel.row_gather import CEILING
@@ -31,7 +30,6 @@ class EngineAdapter:
         announced: whether the line that replay is on was logged.
         met: whether its ranks have met before a first pass.
         ceiling: the tolerated share of bad samples, from the environment when the ranks met.
-        delivery: how routes are handed on; empty if batches carry them.
         microseconds: spent in passes without a backward since the last one with: verl has no place for them.
     """
 
@@ -46,11 +44,6 @@ class EngineAdapter:
         self.updates = self.microseconds = 0
         self.announced = self.met = False
         self.ceiling: float = CEILING
-        self.delivery = ""
-
-    def read_environment(self) -> None:
-        self.ceiling = read(BAD_SAMPLES, CEILING)
-        self.delivery = read(DELIVERY, "")
 
     @classmethod
     def of(cls, engine: Any) -> Any:

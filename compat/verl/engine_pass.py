@@ -14,6 +14,7 @@ import logging
 import random
 import secrets
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, figur
 from npu_replay.environment import BAD_SAMPLES, DELIVERY, METRICS_EVERY, read
 from npu_replay.errors import MicroBatchError, ReplayError, described
 from npu_replay.parallel.rank_failures import agreed, all_here, gathered
-from npu_replay.parallel.row_gather import above_ceiling
+from npu_replay.parallel.row_gather import CEILING, above_ceiling
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.replay import StepReplay
 
@@ -95,7 +96,10 @@ class EnginePass:
         with Problem("have its routes here") as problem:
             if self.engine.files is not None:
                 self.engine.files.give(data)
+            started = time.perf_counter()
             self.found = found_in(self.engine, data)
+            microseconds = int((time.perf_counter() - started) * 1e6)
+            self.count(microseconds=microseconds, bytes=self.engine.routes.nbytes)
         self._problem = problem.error
 
     def count(self, **counted: int) -> None:
@@ -235,7 +239,6 @@ class EnginePass:
         engine = self.engine
         if session is None and error is None:
             return
-        self._counted.update(self.found.counted)
         if session is not None:
             self.count(**session.counts())
         if self.trains:
@@ -368,9 +371,10 @@ def _unmarked(engine: EngineAdapter) -> ReplayError:
 def _meet(engine: EngineAdapter) -> None:
     """Wait for all ranks before an engine's first pass, and compare the variables that all act by."""
     all_here()
+    settings: dict[str, Any] = {}
     with Problem("read its environment") as unread:
-        engine.read_environment()
-    settings = {BAD_SAMPLES: engine.ceiling, DELIVERY: engine.delivery or "unset"}
+        settings = {BAD_SAMPLES: read(BAD_SAMPLES, CEILING), DELIVERY: read(DELIVERY) or "unset"}
+        engine.ceiling = settings[BAD_SAMPLES]
     every = gathered(settings)
     agreed(unread.error, {})
     for name, mine in settings.items():

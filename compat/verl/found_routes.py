@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +42,6 @@ class Delivery:
         due: the keys of samples that verl hasn't rejected.
         stays: whether R2 keeps its routes on the ranks that record them.
         lacking: the keys that a replay of such routes looks up, and that another rank has.
-        counted: microseconds and bytes.
     """
 
     keys: list[int | None] = field(default_factory=list)
@@ -52,18 +50,11 @@ class Delivery:
     due: set[int] = field(default_factory=set)
     stays: bool = False
     lacking: list[int] = field(default_factory=list)
-    counted: dict[str, int] = field(default_factory=dict)
 
 
 def found_in(engine: Any, data: Any) -> Delivery:
     """Get the routes of a batch, as far as this rank can before the schedule."""
-    started = time.perf_counter()
-    delivered = _received(engine, data) if engine.from_rollout else _staying(engine, data)
-    delivered.counted = {
-        "microseconds": int((time.perf_counter() - started) * 1e6),
-        "bytes": engine.routes.nbytes,
-    }
-    return delivered
+    return _received(engine, data) if engine.from_rollout else _staying(engine, data)
 
 
 def _received(engine: Any, data: Any) -> Delivery:
