@@ -49,8 +49,3 @@ def job(lines: dict[str, Any] | None = None, *, trainer: str = "ppo_megatron_tra
 def engine_workers_replay() -> bool:
     """Not in 0.7.0."""
     return "router_replay" in composed("ppo_megatron_trainer").actor_rollout_ref.actor.megatron
-
-
-def read_and_ignored(legacy: bool) -> tuple[str, str]:
-    """The key of the mode that these workers read, and the one that they don't."""
-    return (OLD, NEW) if legacy else (NEW, OLD)

@@ -29,7 +29,6 @@ PATTERNS = {
     "*-*E*E": ({"num_hidden_layers": 3, "first_k_dense_replace": 1}, {4: 1, 6: 2}),
     "MEM*E-ME": ({"num_hidden_layers": 8, "hybrid_override_pattern": "MEM*E-ME"}, {2: 1, 5: 4, 8: 7}),
 }
-ROUTED = ("softmax_after_topk", "groups_sigmoid_bias", "aux_loss")
 ROWS = 9
 
 

@@ -23,7 +23,6 @@ from zoo.gpt import at_stage
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
 TOKENS = 9
-SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
 
 
 def needs(pattern: str) -> None:
