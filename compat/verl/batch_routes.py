@@ -77,7 +77,7 @@ class RoutesByKey:
             layers if isinstance(layers, tuple) else tuple(layers)
         )  # no tuple(layers), which would lose StageLabels
         if labels != self.layers:
-            self.clear()
+            self._held.clear()
             self.layers = labels
 
     def keep(self, key: int, routes: Routes, step: int) -> None:
@@ -105,9 +105,6 @@ class RoutesByKey:
         """Replace the routes of samples that another rank can't read by the reason."""
         for key in bad.keys() & self._held.keys():
             self.keep(key, bad[key], self._held[key][0])
-
-    def clear(self) -> None:
-        self._held.clear()
 
     @property
     def usable(self) -> dict[int, RoutedExperts]:

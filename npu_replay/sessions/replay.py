@@ -12,7 +12,7 @@ from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.sessions.answering import Answering
 from npu_replay.sessions.micro_batch import MicroBatch, is_due, place_of
 from npu_replay.sessions.own_choice import AuxLoss, OwnChoice
-from npu_replay.sessions.route_source import DeviceRoutes, RouteSource, check_fit
+from npu_replay.sessions.route_source import DeviceRoutes, RouteSource, check_fit, row_order_of
 from npu_replay.sessions.session import Session, to_enter
 
 
@@ -210,7 +210,7 @@ class ListedRoutes(RouteSource):
         for number in [waiting for waiting in sorted(self.inputs) if waiting < self.timeline.ended[0]]:
             if not (wait or self.inputs[number].has_come()):
                 return
-            self.called.check(number, self.inputs.pop(number), self.row_order)
+            self.called.check(number, self.inputs.pop(number), row_order_of(self.all_routers))
 
 
 def _rows(routes: Sequence[RoutedExperts]) -> tuple[int, int]:

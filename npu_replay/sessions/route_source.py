@@ -62,10 +62,6 @@ class RouteSource:
     def all_routers(self) -> list[Router]:
         return [router for routers in self.routers for router in routers]
 
-    @property
-    def row_order(self) -> str | None:
-        return row_order_of(self.all_routers)
-
     def enters(self, session: Session) -> None:
         """Enter a session. Refuses routes that don't fit the routers."""
         self.chunks = session.chunks
