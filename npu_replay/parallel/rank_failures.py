@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from npu_replay.errors import ReplayError
+from npu_replay.errors import ReplayError, as_text
 
 PATIENCE = 300.0
 """Seconds. Ranks reach a job's first pass together, except for loading weights and first kernels."""
@@ -246,10 +246,8 @@ def _news(error: Exception | None) -> str | None:
     """Return the text of this rank's error for the other ranks."""
     if error is None:
         return None
-    try:
-        text = str(error) if isinstance(error, ReplayError) else f"{type(error).__name__}: {error}"
-    except Exception as twice:  # noqa: BLE001  a broken __str__; the other ranks need a text
-        text = f"{type(error).__name__}, whose text can't be had ({type(twice).__name__})"
+    # Of a foreign error, whose own __str__ may fail, the other ranks need a text all the same.
+    text = str(error) if isinstance(error, ReplayError) else f"{type(error).__name__}: {as_text(error)}"
     text = text.removeprefix("[npu_replay] ").encode(errors="replace").decode()  # stores take UTF-8 only
     stopped = f"rank {dist.get_rank()} stopped, and so does this one: "
     return text if isinstance(error, RankError) else stopped + text
