@@ -67,13 +67,8 @@ def _wrap(module: Any) -> None:
 
         return router_init
 
-    try:
-        why = "gives each router what this release lacks, as it is built"
-        repatch.wrap_init(_patches, kind, equipping, why)
-        _patches.add(Change(_OF_EACH, "what upstream's have"))
-    except Exception:
-        _patches.undo()  # all or nothing
-        raise
+    repatch.wrap_init(_patches, kind, equipping, "gives each router what this release lacks, as it is built")
+    _patches.add(Change(_OF_EACH, "what upstream's have"))
 
 
 def _equip(router: Any) -> None:
