@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -294,14 +294,8 @@ def speaks_for_samples(parallel: ParallelLayout | None) -> bool:
     if parallel is None:
         return True
     first = 0
-    pp = parallel.pp
-    vp = parallel.vp
-    if (decoder := parallel.decoder) is not None:
-        stages = [
-            {layer for stage in range(vp) for layer in decoder.stage(pp, vp, rank, stage)}
-            for rank in range(pp)
-        ]
-        first = next(rank for rank, layers in enumerate(stages) if layers & set(decoder.moe))
+    if parallel.decoder is not None:
+        first = next(rank for rank in range(parallel.pp) if replace(parallel, pp_rank=rank).moe_layers)
     return (parallel.tp_rank, parallel.cp_rank, parallel.pp_rank) == (0, 0, first)
 
 
