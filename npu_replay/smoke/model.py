@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from npu_replay.parallel import slots
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.routers import Router, find
@@ -106,9 +107,9 @@ def build(
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     cfg = config(options, **ROUTINGS[routing], **(megatron_model.FULL_RECOMPUTE if recompute else {}))
-    length = 8 * options.alignment + 64
+    # No padded sequence is longer: `multiple` has the tensor- and the context-parallel ranks in it.
     built = megatron_model.chunks(
-        cfg, norm=Norm, attention=Attention, vocab=options.vocabulary, length=length
+        cfg, norm=Norm, attention=Attention, vocab=options.vocabulary, length=2 * options.multiple + 64
     )
     chunks: list[Any] = [chunk.to(device) for chunk in built]
     for name, weight in itertools.chain.from_iterable(chunk.named_parameters() for chunk in chunks):
@@ -150,7 +151,7 @@ def plan(options: Options, parallel: ParallelLayout, device: torch.device, *, fi
 
     They come in the order of their numbers, from `first` on.
     """
-    padded = options.alignment * -(-13 // options.alignment)
+    padded = slots.rounded(13, parallel.alignment())
     count = BATCH * options.micro_batches
     generator = torch.Generator().manual_seed(5 + parallel.dp_rank)
     lengths = torch.randint(5, padded, (count,), generator=generator).tolist()

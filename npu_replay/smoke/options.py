@@ -62,11 +62,6 @@ class Options:
         return math.lcm(self.tp * self.cp * self.pp, self.etp * self.ep * self.pp)
 
     @property
-    def alignment(self) -> int:
-        """Return the divisor of padded lengths: two equal pieces for each context-parallel rank."""
-        return (2 * self.cp if self.cp > 1 else 1) * self.tp
-
-    @property
     def layers(self) -> int:
         """Return two or more layers a virtual stage, so that each has a router: the first layer is dense."""
         return self.pp * self.vp * max(2, -(-4 // (self.pp * self.vp)))
