@@ -130,11 +130,6 @@ class Call:
         self.shown = shown
         self.has_ended = True
 
-    def enclose(self, around: Sequence[Any]) -> None:
-        """Note what may run the call again: then its top-k has to build the same graph each time."""
-        self.around = around
-        self.keeps_native_topk = False
-
     def let_go(self) -> list[weakref.ref[Any]]:
         """Return what may run the call again, held weakly from now on: it lives no longer than its graph."""
         around = [weakref.ref(enclosing) for enclosing in self.around]

@@ -1,4 +1,4 @@
-"""Choose the ids of a router's call: its own choice, given ids, or those of the forward that it repeats.
+"""Choose the ids of a router's call: given ids, or those of the forward that it repeats; else `Call.own`.
 
 Each function takes a call and returns int64 [rows, topk].
 """
@@ -9,11 +9,6 @@ import torch
 
 from npu_replay.seam.call import Call
 from npu_replay.sessions.route_source import Given
-
-
-def own_choice(call: Call) -> torch.Tensor:
-    """Return the router's own choice."""
-    return call.own()
 
 
 def given_ids(call: Call) -> torch.Tensor:

@@ -16,7 +16,7 @@ from npu_replay.routers import Handle, Router, hidden_states
 from npu_replay.routes.routed_experts import narrow_dtype
 from npu_replay.seam import backward
 from npu_replay.seam.backward import graph_task, sequence_number, top_hooks
-from npu_replay.seam.call import Call
+from npu_replay.seam.call import Call, Choose
 from npu_replay.seam.guarded import here
 from npu_replay.seam.plan import Plan
 from npu_replay.seam.quick_call import LARGE, QuickCall
@@ -28,7 +28,7 @@ from npu_replay.seam.torch_state import (
     outside_modes,
 )
 from npu_replay.sessions import effect
-from npu_replay.sessions.choices import given_ids, ids_of_forward, own_choice
+from npu_replay.sessions.choices import given_ids, ids_of_forward
 from npu_replay.sessions.first_error import FirstError
 from npu_replay.sessions.micro_batch import MicroBatch, is_due
 from npu_replay.sessions.own_choice import OwnChoice
@@ -110,7 +110,7 @@ class RouterCalls(ForwardInPlace):
         self.shape: Sequence[int] = ()  # of the scores of its last quick call
         self._closely = Closely(shared, errors)
         self._chunk = chunk
-        self._chooses = given_ids if self.is_given else own_choice  # in a forward
+        self._chooses: Choose = given_ids if self.is_given else Call.own  # in a forward
         self._keeps_native = backward.TELLS_REGIONS and not (self.is_given or router.spare)
         self._is_block = router.shows is None
         self._mend = router.mend if self.is_given else None
@@ -161,7 +161,9 @@ class RouterCalls(ForwardInPlace):
             or top_hooks(True)
             or (not is_grad_enabled() and (forward.grad or sequence_number() != forward.made))
         ) and (around := self.timeline.enclosing(forward)):
-            call.enclose(around)
+            # What may run the call again needs the same graph each time, so the ids are gathered.
+            call.around = around
+            call.keeps_native_topk = False
         forward.calls[self.label] = call
         try:
             here.call = call
