@@ -93,14 +93,10 @@ def install() -> None:
         import_hook.when_imported(module, _WHAT, _guard_workers)
 
 
-def mode_of(config: Any, *, legacy: bool = False) -> str:
-    """Return the mode that verl's Megatron or FSDP workers act on: "disabled", "R2" or "R3"."""
-    key = _key_that_is_read(config, legacy)
-    return _mode_at(config, key) if key is not None and key[0] != "veomni" else OFF
+def check_actor(config: Any, *, legacy: bool = False) -> str:
+    """Return the mode that verl's Megatron or FSDP workers act on: "disabled", "R2" or "R3".
 
-
-def check_actor(config: Any, *, legacy: bool = False) -> None:
-    """Refuse a config with which replay would be off in silence, or wrong.
+    Refuses a config with which replay would be off in silence, or wrong.
 
     With NPU_REPLAY_STRICT=off each problem is one ERROR in the log, npu_replay undoes all that it has changed
     in this process, and the job goes on without it.
@@ -120,13 +116,13 @@ def check_actor(config: Any, *, legacy: bool = False) -> None:
     problems += [*_misspelt_keys(config), *_misplaced_modes(config, key, mode)]
     if mode != OFF and key is not None:
         problems += _unfit_settings(config, key, mode)
-    if not problems:
-        return
-    if environment.strict():
+    if problems and environment.strict():
         raise problems[0]
     for problem in problems:
         logger.error("%s", problem)
-    undo_everything()
+    if problems:
+        undo_everything()
+    return OFF if key is not None and key[0] == "veomni" else mode
 
 
 def _misspelt_keys(config: Any) -> Iterator[ReplayError]:
@@ -393,8 +389,7 @@ def _check_worker(worker: Any, legacy: bool) -> None:
     config = getattr(worker, "config", None)
     if not any(_patches) or worker in _checked or config is None or "actor" not in str(worker.role):
         return
-    check_actor(config, legacy=legacy)
-    mode = mode_of(config, legacy=legacy)
+    mode = check_actor(config, legacy=legacy)
     if mode != OFF and any(_patches):  # else NPU_REPLAY_STRICT=off has turned all of it off
         install_everything()  # an entry point has installed this check alone
         import_hook.refuse_failures()

@@ -121,8 +121,7 @@ def test_a_job_without_replay_is_left_alone(trainer: str, lines: dict[str, Any])
     if "veomni" in trainer and HAS_LEGACY:
         pytest.skip("0.7's VeOmni knows no replay")
     config = job(lines, trainer=trainer)
-    verl_config.check_actor(config.actor_rollout_ref)
-    assert verl_config.mode_of(config.actor_rollout_ref) == "disabled"
+    assert verl_config.check_actor(config.actor_rollout_ref) == "disabled"
 
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])
@@ -133,10 +132,7 @@ def test_a_right_config_passes_and_its_mode_is_known(kind: Workers, mode: str) -
     lines = {"key": mode, "flag": mode == "R3"}
     actors = [kind.actor(**lines), kind.actor(**lines | (typed if kind.strategy == "fsdp2" else {}))]
     for actor in (*actors, OmegaConf.to_container(actors[0], resolve=False)):
-        verl_config.check_actor(actor, legacy=kind.legacy)
-        assert verl_config.mode_of(actor, legacy=kind.legacy) == mode
-    other = kind.actor(ignored=mode, flag=True)
-    assert verl_config.mode_of(other, legacy=kind.legacy) == "disabled"
+        assert verl_config.check_actor(actor, legacy=kind.legacy) == mode
 
 
 @dataclass(frozen=True)
@@ -401,8 +397,7 @@ def test_verls_own_job_in_padded_sequences_is_let_through(
     with pytest.raises(ReplayError, match="under data parallelism"):
         verl_config.check_actor(config)
     monkeypatch.setenv("NPU_REPLAY_VLLM_ASCEND", "1")
-    verl_config.check_actor(config)
-    assert verl_config.mode_of(config) == "R3"
+    assert verl_config.check_actor(config) == "R3"
 
 
 def test_strict_0_logs_every_problem_once_and_undoes_all_changes(

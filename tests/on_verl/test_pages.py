@@ -73,8 +73,7 @@ def config_of(block: str) -> tuple[DictConfig, bool]:
 def test_lines_that_a_page_gives_switch_replay_on(page: str, block: str) -> None:
     config, legacy = config_of(block)
     actor = config.actor_rollout_ref
-    verl_config.check_actor(actor, legacy=legacy)
-    assert f"mode={verl_config.mode_of(actor, legacy=legacy)}" in block
+    assert f"mode={verl_config.check_actor(actor, legacy=legacy)}" in block
     assert actor.model.external_lib == "npu_replay"
 
 
@@ -88,8 +87,7 @@ def test_lines_at_the_end_switch_it_off(page: str, block: str) -> None:
     (scheduling,) = re.findall(r"`(\S+no_async_scheduling=False)`", section)
     config, legacy = config_of(f"{block.rstrip()} \\\n{end.rstrip()} \\\n{scheduling}\n")
     actor = config.actor_rollout_ref
-    verl_config.check_actor(actor, legacy=legacy)
-    assert verl_config.mode_of(actor, legacy=legacy) == "disabled"
+    assert verl_config.check_actor(actor, legacy=legacy) == "disabled"
     assert not actor.rollout.enable_rollout_routing_replay
     assert not actor.rollout.engine_kwargs.vllm.no_async_scheduling
 
@@ -144,5 +142,4 @@ def test_yaml_that_a_page_gives_switches_replay_on(page: str, block: str, tmp_pa
     config = job(lines)
     if HAS_LEGACY:
         config.trainer.use_legacy_worker_impl = "disable"
-    verl_config.check_actor(config.actor_rollout_ref, legacy=False)
-    assert verl_config.mode_of(config.actor_rollout_ref, legacy=False) == replay.mode
+    assert verl_config.check_actor(config.actor_rollout_ref, legacy=False) == replay.mode

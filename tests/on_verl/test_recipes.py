@@ -84,7 +84,7 @@ def checked(name: str, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> Dic
 
 def mode_of(config: DictConfig) -> str:
     legacy = HAS_LEGACY and config.trainer.use_legacy_worker_impl != "disable"
-    return verl_config.mode_of(config.actor_rollout_ref, legacy=legacy)
+    return verl_config.check_actor(config.actor_rollout_ref, legacy=legacy)
 
 
 def test_there_is_one_for_each_trainer_and_device() -> None:
