@@ -60,8 +60,8 @@ def ran(*command: Any, **how: Any) -> Any:
     return subprocess.run(command, capture_output=True, text=True, **how)
 
 
-def checked(name: str, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> DictConfig:
-    """The job's config, after verl's checks and npu_replay's on a machine with this vLLM."""
+def checked(name: str, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[DictConfig, str]:
+    """The job's config and its mode, after verl's checks and npu_replay's on a machine with this vLLM."""
     config = overridden(name, lines)
     OmegaConf.resolve(config)
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
@@ -78,13 +78,7 @@ def checked(name: str, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> Dic
         monkeypatch.setenv(variable, value)
     legacy = HAS_LEGACY and config.trainer.use_legacy_worker_impl != "disable"
     OmegaConf.set_readonly(config, False)
-    verl_config.check_actor(config.actor_rollout_ref, legacy=legacy)
-    return config
-
-
-def mode_of(config: DictConfig) -> str:
-    legacy = HAS_LEGACY and config.trainer.use_legacy_worker_impl != "disable"
-    return verl_config.check_actor(config.actor_rollout_ref, legacy=legacy)
+    return config, verl_config.check_actor(config.actor_rollout_ref, legacy=legacy)
 
 
 def test_there_is_one_for_each_trainer_and_device() -> None:
@@ -103,8 +97,8 @@ def test_a_script_is_a_whole_job_with_replay(
     trainer, path, name, *lines = done.stdout.splitlines()
     assert (trainer, path) == ("verl.trainer.main_ppo", "--config-path=config")
     name = name.removeprefix("--config-name=").removesuffix(".yaml")
-    config = checked(name, lines, monkeypatch)
-    assert mode_of(config) == mode
+    config, acted_on = checked(name, lines, monkeypatch)
+    assert acted_on == mode
     device = script.stem.partition("_")[0]
     assert config.trainer.device == ("npu" if device == "npu" else "cuda")
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (2, 8)
