@@ -120,11 +120,11 @@ def installed(name: str) -> str:
 def require(name: str, by: str) -> None:
     """Raise a ReplayError with doctor's remedy where a capability that `by` needs is missing."""
     capability = next(known for known in capabilities(products()) if known.name == name)
-    if not capability.there:
-        raise ReplayError(
-            f"{by} can't run here: {capability.why}",
-            cause=f"it isn't installed whole, or isn't on PYTHONPATH. Do this: {capability.remedy}",
-        )
+    ReplayError.unless(
+        capability.there,
+        f"{by} can't run here: {capability.why}",
+        cause=f"it isn't installed whole, or isn't on PYTHONPATH. Do this: {capability.remedy}",
+    )
 
 
 def find(name: str) -> ModuleSpec | None:

@@ -28,14 +28,14 @@ def pick(name: str) -> torch.device:
     devices = available()
     if name == "auto":
         return torch.device(devices[0])
-    if name not in devices:
-        raise ReplayError(
-            f"there is no {name} device here",
-            expected=" or ".join(devices),
-            got=name,
-            cause="torch built without it, a driver that is not loaded, or a package for it that fails to "
-            "import; npu-replay doctor says which",
-        )
+    ReplayError.unless(
+        name in devices,
+        f"there is no {name} device here",
+        expected=" or ".join(devices),
+        got=name,
+        cause="torch built without it, a driver that is not loaded, or a package for it that fails to "
+        "import; npu-replay doctor says which",
+    )
     return torch.device(name)
 
 

@@ -67,14 +67,14 @@ def check() -> None:
 
 
 def _word(text: str, name: str, words: Mapping[str, Any], cause: str = "") -> Any:
-    if text.lower() not in words:
-        raise ReplayError(
-            "this value can't be used",
-            where=name,
-            expected=f"one of {', '.join(words)}",
-            got=text,
-            cause=cause,
-        )
+    ReplayError.unless(
+        text.lower() in words,
+        "this value can't be used",
+        where=name,
+        expected=f"one of {', '.join(words)}",
+        got=text,
+        cause=cause,
+    )
     return words[text.lower()]
 
 

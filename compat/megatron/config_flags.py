@@ -112,13 +112,13 @@ def _carry(config: Any, flags: Flags) -> None:
 def _agreed(flags: Flags, config: Any) -> bool | None:
     """Return the value of the flag with two names; None if neither was given."""
     replay = {name: flags[name] for name in REPLAY if name in flags}
-    if len(set(replay.values())) >= 2:
-        raise ReplayError(
-            "two names of one flag were given different values",
-            where=type(config).__name__,
-            expected=f"{' or '.join(REPLAY)}, or both alike",
-            got=replay,
-        )
+    ReplayError.unless(
+        len(set(replay.values())) < 2,
+        "two names of one flag were given different values",
+        where=type(config).__name__,
+        expected=f"{' or '.join(REPLAY)}, or both alike",
+        got=replay,
+    )
     return next(iter(replay.values()), None)
 
 

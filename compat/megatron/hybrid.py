@@ -50,12 +50,12 @@ def pattern_of(config: Any) -> str | None:
         )
         models = (fields for fields in namespaces if fields.get("config") is config)
         built = {text for fields in models for name in _NAMES if isinstance(text := fields.get(name), str)}
-    if len(built) >= 2:
-        raise ReplayError(
-            "models with several patterns have this config",
-            expected="from_megatron(model)",
-            got=sorted(built),
-        )
+    ReplayError.unless(
+        len(built) < 2,
+        "models with several patterns have this config",
+        expected="from_megatron(model)",
+        got=sorted(built),
+    )
     return built.pop() if built else pattern_on(config)
 
 

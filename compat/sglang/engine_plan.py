@@ -42,8 +42,9 @@ def engine_arguments(
     """
     flags = (str(name) for name in planned or {} if str(name).startswith(("enable_", "disable_")))
     plan = engine_plan.read_plan(planned or {}, dict.fromkeys(flags, "flag"), SHORT)
-    if device not in ("cuda", "npu"):
-        raise ReplayError("unknown device", where="device", expected="cuda, npu", got=repr(device))
+    ReplayError.unless(
+        device in ("cuda", "npu"), "unknown device", where="device", expected="cuda, npu", got=repr(device)
+    )
     device = "npu" if plan.get("device") == "npu" else device
     _refuse_release(version, device)
     if is_there(known := plan.get("model_path") if model is None else model):
@@ -70,8 +71,7 @@ def request_arguments(version: str, *, start_len: int = 0) -> dict[str, Any]:
         ReplayError: a release without routes, or that isn't checked, or a negative start.
     """
     _refuse_release(version, "cuda")
-    if start_len < 0:
-        raise ReplayError("routes can't start before the prompt", expected="0 or more", got=start_len)
+    ReplayError.unless(start_len >= 0, "routes can't start before the prompt", "0 or more", start_len)
     honoured = start_len > 0 and release(version) >= release(HONOURS_START)
     return {"return_routed_experts": True, **({"routed_experts_start_len": start_len} if honoured else {})}
 

@@ -101,13 +101,13 @@ def _wrap(module: Any) -> None:
     if module.__name__ != AGENT_LOOP:
         return
     workers = _workers_of(module)
-    if not workers:
-        raise ReplayError(
-            "verl's agent loop worker isn't there",
-            where=module.__name__,
-            expected=f"AgentLoopWorker or AgentLoopWorkerBase, with {', '.join(_OF_WORKER)}",
-            got=", ".join(name for name in vars(module) if "Worker" in name) or "no worker",
-        )
+    ReplayError.unless(
+        bool(workers),
+        "verl's agent loop worker isn't there",
+        where=module.__name__,
+        expected=f"AgentLoopWorker or AgentLoopWorkerBase, with {', '.join(_OF_WORKER)}",
+        got=", ".join(name for name in vars(module) if "Worker" in name) or "no worker",
+    )
     for kind in workers:
         _patches.wrap(kind, "_run_agent_loop", _run_agent_loop, _KEEP)
         _patches.wrap(kind, "_postprocess", _postprocess, _FILL)

@@ -149,13 +149,13 @@ def reorder_and_merge_vpp_layers(
     from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
     table = get_schedule_table(num_microbatches, vpp_size, microbatch_group_size_per_vp_stage)
-    if len(micro_batch_tensor_list) != len(table):
-        raise MicroBatchError(
-            "the recorded forwards don't match the interleaved schedule",
-            expected=f"{len(table)}: {num_microbatches} micro-batches of {vpp_size} chunks",
-            got=len(micro_batch_tensor_list),
-            cause="a chunk whose forwards weren't recorded, or a schedule with another group size",
-        )
+    MicroBatchError.unless(
+        len(micro_batch_tensor_list) == len(table),
+        "the recorded forwards don't match the interleaved schedule",
+        expected=f"{len(table)}: {num_microbatches} micro-batches of {vpp_size} chunks",
+        got=len(micro_batch_tensor_list),
+        cause="a chunk whose forwards weren't recorded, or a schedule with another group size",
+    )
     keeps = current().keeps  # each chunk has the same keys
     of_chunk: list[list[torch.Tensor]] = [[] for _ in range(vpp_size)]
     for (_, chunk), tensor in zip(table, micro_batch_tensor_list, strict=True):
@@ -329,14 +329,13 @@ _BAD = "npu_replay_bad_samples"
 
 def set_global_router_replay_action(router_replay_action: Any) -> None:
     """Begin a record or a replay, by an action of verl's enum, Megatron's or another with their values."""
-    value = getattr(router_replay_action, "value", None)
-    if value not in (RECORD, REPLAY, BACKWARD):
-        raise RouterError(
-            "this is no action of a RouterReplay",
-            expected="RouterReplayAction.RECORD, REPLAY_FORWARD or REPLAY_BACKWARD; "
-            "clear_..._action() for none",
-            got=router_replay_action,
-        )
+    value = getattr(router_replay_action, "value", "")
+    RouterError.unless(
+        value in (RECORD, REPLAY, BACKWARD),
+        "this is no action of a RouterReplay",
+        expected="RouterReplayAction.RECORD, REPLAY_FORWARD or REPLAY_BACKWARD; clear_..._action() for none",
+        got=router_replay_action,
+    )
     if value != BACKWARD:  # autograd tells a backward
         current().set(value)
 

@@ -132,13 +132,13 @@ def _one_each(value: Any, count: int, name: str) -> list[Any]:
         nested = getattr(value, "ndim", 0) == 2
     if not nested and (value is None or name == "prompt_token_ids" or count == 1):
         return [value] * count
-    if not nested or len(value) != count:
-        raise ReplayError(
-            f"{name} doesn't fit the completions",
-            where="from_vllm",
-            expected=f"{count} lists of token ids",
-            got=f"{len(value)} lists" if nested else "one list",
-        )
+    ReplayError.unless(
+        nested and len(value) == count,
+        f"{name} doesn't fit the completions",
+        where="from_vllm",
+        expected=f"{count} lists of token ids",
+        got=f"{len(value)} lists" if nested else "one list",
+    )
     return list(value)
 
 

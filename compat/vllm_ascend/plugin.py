@@ -326,13 +326,13 @@ def _held_against_config(
             expected="the trainer's experts alone",
             got="zero experts",
         )
-    if not (sorted(routed_layers) == list(model.sparse) and buffer.shape[1] > max(routed_layers)):
-        raise ReplayError(
-            "the layers that route aren't those of the model's config",
-            where="vllm-ascend",
-            expected=f"layers {list(model.sparse)} in {buffer.shape[1]} columns",
-            got=f"layers {sorted(routed_layers)}",
-            cause="layers that this npu_replay doesn't find in vllm-ascend, or doesn't read in the model's "
-            "config",
-        )
+    ReplayError.unless(
+        sorted(routed_layers) == list(model.sparse) and buffer.shape[1] > max(routed_layers),
+        "the layers that route aren't those of the model's config",
+        where="vllm-ascend",
+        expected=f"layers {list(model.sparse)} in {buffer.shape[1]} columns",
+        got=f"layers {sorted(routed_layers)}",
+        cause="layers that this npu_replay doesn't find in vllm-ascend, or doesn't read in the model's "
+        "config",
+    )
     return model

@@ -169,13 +169,10 @@ class SelfCheck:
         slot_numbers = slots.tolist()
         offsets = sorted(slot % block for slot in slot_numbers)
         expected = sorted(at % block for at in positions)
-        if (
+        ReplayError.unless(
             offsets == expected
             and len(set(slot_numbers)) == len(slot_numbers)
-            and min(slot_numbers, default=0) >= 0
-        ):
-            return
-        raise ReplayError(
+            and min(slot_numbers, default=0) >= 0,
             f"the slots of step {self._seen + 1} aren't those of its tokens",
             where=f"routes of {self._where}, all layers",
             expected=f"{len(expected)} slots, at {expected[:8]}",
@@ -227,14 +224,14 @@ class SelfCheck:
         words = "aren't the top-k of the router's logits: other experts, or other tokens' rows"
         self._refuse([(counts[0], other), (counts[1], words)])
         order = list(self._expected)
-        if order != sorted(order):
-            raise ReplayError(
-                f"in step {self._seen + 1}, layers chose in the order {order}",
-                where=f"routes of {self._where}",
-                expected="ascending numbers, as layers run",
-                got=order,
-                cause="two layers were mixed up. " + _REPORT,
-            )
+        ReplayError.unless(
+            order == sorted(order),
+            f"in step {self._seen + 1}, layers chose in the order {order}",
+            where=f"routes of {self._where}",
+            expected="ascending numbers, as layers run",
+            got=order,
+            cause="two layers were mixed up. " + _REPORT,
+        )
         rows.clamp_(min=0)
         self._eager += bool(self._expected)
         self._to_compare -= bool(self._expected)

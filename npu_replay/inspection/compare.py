@@ -179,14 +179,14 @@ def compare_paths(a: Path, b: Path) -> Comparison:
         pairs = iter([(f"{a} and {b}", RoutedExperts.load(a), RoutedExperts.load(b))])
     for pair in pairs:
         comparison.add(*pair)
-    if not comparison.tokens:
-        raise InvalidRoutes(
-            "no token has a route on both sides",
-            where=f"{a} and {b}",
-            expected="a sample with rows recorded in both",
-            got=f"{comparison.samples:,} samples, {comparison.rows:,} rows",
-            cause="a run whose routes were lost: npu-replay inspect says what is in each",
-        )
+    InvalidRoutes.unless(
+        comparison.tokens > 0,
+        "no token has a route on both sides",
+        where=f"{a} and {b}",
+        expected="a sample with rows recorded in both",
+        got=f"{comparison.samples:,} samples, {comparison.rows:,} rows",
+        cause="a run whose routes were lost: npu-replay inspect says what is in each",
+    )
     return comparison
 
 

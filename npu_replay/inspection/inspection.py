@@ -158,36 +158,33 @@ class _Reader:
         return self.model
 
     def refuse_sample(self) -> None:
-        if self.sample is not None:
-            raise ReplayError(
-                "there is one sequence in this file",
-                where=str(self.path),
-                expected="no --sample",
-                got=f"--sample {self.sample}",
-            )
+        ReplayError.unless(
+            self.sample is None,
+            "there is one sequence in this file",
+            where=str(self.path),
+            expected="no --sample",
+            got=f"--sample {self.sample}",
+        )
 
     # Routes that npu_replay wrote
 
     def add_folder(self) -> None:
         store = RouteStore(self.path)
         where = str(self.path)
-        known = self.sample is None or self.sample in store
-        alone = not (self.prompts or self.outputs)
-        if not known:
-            raise ReplayError(
-                "no such sample in this folder",
-                where=where,
-                expected=f"one of {len(store)} keys, such as {next(iter(store), 'none')}",
-                got=self.sample,
-            )
-        alone = alone or self.sample is not None
-        if not alone:
-            raise ReplayError(
-                "these ids are one sample's",
-                where=where,
-                expected="--sample KEY with them",
-                got="no --sample",
-            )
+        ReplayError.unless(
+            self.sample is None or self.sample in store,
+            "no such sample in this folder",
+            where=where,
+            expected=f"one of {len(store)} keys, such as {next(iter(store), 'none')}",
+            got=self.sample,
+        )
+        ReplayError.unless(
+            self.sample is not None or not (self.prompts or self.outputs),
+            "these ids are one sample's",
+            where=where,
+            expected="--sample KEY with them",
+            got="no --sample",
+        )
         self.findings.what = f"a folder of RouteStore, {len(store):,} samples"
         for key in list(store) if self.sample is None else [self.sample]:
             self.add_saved(partial(store.__getitem__, key), f"{where}, {key}", key)
@@ -274,13 +271,13 @@ class _Reader:
             several = [(f"answer {number}", number, part) for number, part in enumerate(listed)]
         self.findings.what = f"an answer of {_named(engine, version)}"
         chosen = [part for at, part in enumerate(several) if self.sample in (None, str(at), part[0])]
-        if not chosen:
-            raise ReplayError(
-                "no such sequence in this answer",
-                where=str(self.path),
-                expected=f"0 to {len(several) - 1}",
-                got=self.sample,
-            )
+        ReplayError.unless(
+            bool(chosen),
+            "no such sequence in this answer",
+            where=str(self.path),
+            expected=f"0 to {len(several) - 1}",
+            got=self.sample,
+        )
         for name, number, answer_part in chosen:
             called = name if len(several) > 1 else ""
             try:

@@ -152,13 +152,13 @@ def _given(routes: Any, layouts: Any, groups: Groups) -> tuple[list[TokenLayout]
                 )
     of_micro_batches = routes.routes if isinstance(routes, Recording) else routes
     recorded = list_of(of_micro_batches, RoutedExperts, "routes", kind=MicroBatchError)
-    if len(recorded) != len(made):
-        raise MicroBatchError(
-            "another number of layouts than micro-batches were recorded",
-            expected=f"{len(recorded)}, one TokenLayout a micro-batch",
-            got=len(made),
-            cause="forwards that belong to no micro-batch inside the record block",
-        )
+    MicroBatchError.unless(
+        len(recorded) == len(made),
+        "another number of layouts than micro-batches were recorded",
+        expected=f"{len(recorded)}, one TokenLayout a micro-batch",
+        got=len(made),
+        cause="forwards that belong to no micro-batch inside the record block",
+    )
     blocks: Blocks = []
     for number, (block_routes, layout) in enumerate(zip(recorded, made, strict=True)):
         _check_layout(number, block_routes, layout)
@@ -208,13 +208,13 @@ class _Plan:
     def __init__(self, peers: RankGroup, blocks: Blocks, offers: list[_Offer]) -> None:
         theirs = [offer.everywhere for offer in offers]
         first = offers[0]
-        if len({*theirs}) != 1:
-            raise ReplayError(
-                "the ranks disagree about who gets the result",
-                expected="the same `everywhere` on all ranks",
-                got=theirs,
-                cause="everywhere=rank == 0: the first rank of the groups gets it anyway",
-            )
+        ReplayError.unless(
+            len({*theirs}) == 1,
+            "the ranks disagree about who gets the result",
+            expected="the same `everywhere` on all ranks",
+            got=theirs,
+            cause="everywhere=rank == 0: the first rank of the groups gets it anyway",
+        )
         for rank, offer in enumerate(offers):
             if offer.batches != first.batches:
                 raise MicroBatchError(

@@ -218,8 +218,7 @@ def _share(count: int, parts: int, of: str) -> int:
 
 
 def _check(fine: bool, problem: str, expected: object, got: object) -> None:
-    if not fine:
-        raise ReplayError(problem, expected=expected, got=got, cause="numbers of another model or pipeline")
+    ReplayError.unless(fine, problem, expected, got, "numbers of another model or pipeline")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -371,15 +370,15 @@ class ParallelLayout:
         """
         chunks = chunks_of(model)
         labels = sorted(router.label for routers in find(chunks) for router in routers)
-        if tuple(labels) != self.moe_layers:
-            raise RouterError(
-                "the routers of the model are in other decoder layers than its config says",
-                where=f"pipeline rank {self.pp_rank} of {self.pp}, {self.vp} virtual stages",
-                expected=list(self.moe_layers),
-                got=labels,
-                cause="another pipeline split than the config's, or layer numbers that come out wrong "
-                "(Megatron-core 0.12 and 0.13, virtual stages and only num_layers_in_last_pipeline_stage)",
-            )
+        RouterError.unless(
+            tuple(labels) == self.moe_layers,
+            "the routers of the model are in other decoder layers than its config says",
+            where=f"pipeline rank {self.pp_rank} of {self.pp}, {self.vp} virtual stages",
+            expected=list(self.moe_layers),
+            got=labels,
+            cause="another pipeline split than the config's, or layer numbers that come out wrong "
+            "(Megatron-core 0.12 and 0.13, virtual stages and only num_layers_in_last_pipeline_stage)",
+        )
 
 
 _readers: dict[str, Callable[[Any], ParallelLayout]] = {}

@@ -133,14 +133,14 @@ def refuse(problem: ReplayError | None) -> None:
 
 def refuse_untold(product: str, version: Any, parameter: str, example: str, numbers: int = 2) -> None:
     """Refuse a version that names no release: no table could be applied to it."""
-    if not tells_release(version, numbers):
-        raise ReplayError(
-            "this version doesn't tell its release",
-            where=f"rollout, {product}",
-            expected=f'the release that it is nearest to: pass {parameter}="{example}", say',
-            got=repr(version),
-            cause="a nightly build, or one from a clone without tags",
-        )
+    ReplayError.unless(
+        tells_release(version, numbers),
+        "this version doesn't tell its release",
+        where=f"rollout, {product}",
+        expected=f'the release that it is nearest to: pass {parameter}="{example}", say',
+        got=repr(version),
+        cause="a nightly build, or one from a clone without tags",
+    )
 
 
 @functools.cache  # warns once per process and release

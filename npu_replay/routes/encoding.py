@@ -80,13 +80,13 @@ class Header:
         text = read(0, end).tobytes()
         about = json.loads(text[8:]).get("__metadata__") or {}
         format_name = about.get("format")
-        if format_name not in (FORMAT, WITH_MICRO_BATCH):
-            raise RouteFileError(
-                "this doesn't hold routes",
-                expected=f"metadata format {FORMAT!r}",
-                got=format_name,
-                cause="safetensors of something else (a checkpoint?), or of another version of npu_replay",
-            )
+        RouteFileError.unless(
+            format_name in (FORMAT, WITH_MICRO_BATCH),
+            "this doesn't hold routes",
+            expected=f"metadata format {FORMAT!r}",
+            got=format_name,
+            cause="safetensors of something else (a checkpoint?), or of another version of npu_replay",
+        )
         model = json.loads(about["routes"])
         rows = zip(*(model[name] for name in _SAMPLE), strict=True)
         each = zip(model["keys"], rows, strict=True)
@@ -107,15 +107,15 @@ class Header:
 
         They are RoutedExperts' arguments, and as `micro_batch` the values of a placement.
         """
-        if key not in self.samples:
-            raise RouteFileError(
-                "this sample isn't here",
-                expected=f"the sample {key}"
-                if key
-                else "one sample without a key, as save() and to_bytes() write it",
-                got=f"{len(self.samples)} others",
-                cause="a shard of a RouteStore, which is read by its folder",
-            )
+        RouteFileError.unless(
+            key in self.samples,
+            "this sample isn't here",
+            expected=f"the sample {key}"
+            if key
+            else "one sample without a key, as save() and to_bytes() write it",
+            got=f"{len(self.samples)} others",
+            cause="a shard of a RouteStore, which is read by its folder",
+        )
         known = self.samples[key]
         tokens = known["tokens"]
         first = self._first[key]
@@ -156,13 +156,13 @@ def encode(samples: Mapping[str, Mapping[str, Any]]) -> list[bytes | memoryview]
         known |= _described_micro_batch(sample["placement"])
         described[key] = known | {"digest": _digest(model, key, known, sample["ids"], sample["recorded"])}
     text = Header(model, described).text
-    if len(text) > 8 + _LONGEST_HEADER:
-        raise RouteFileError(
-            "the header is too long",
-            expected=f"{_LONGEST_HEADER} bytes",
-            got=len(text) - 8,
-            cause="keys or weight versions that are long texts",
-        )
+    RouteFileError.unless(
+        len(text) <= 8 + _LONGEST_HEADER,
+        "the header is too long",
+        expected=f"{_LONGEST_HEADER} bytes",
+        got=len(text) - 8,
+        cause="keys or weight versions that are long texts",
+    )
     arrays = (sample[what] for what in ("ids", "recorded") for sample in samples.values())
     return [text, *(array.reshape(-1).view(np.uint8).data for array in arrays)]
 

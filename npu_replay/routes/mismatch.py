@@ -137,12 +137,12 @@ def check_comparable(a: RoutedExperts, b: RoutedExperts) -> tuple[list[int], int
         InvalidRoutes.unless(ours == theirs, f"these routings differ in {what}", ours, theirs)
     layers = [layer for layer in a.layers if layer in b.layers]
     both = int((_known(a) & _known(b)).sum())
-    if not layers or both == 0:
-        raise InvalidRoutes(
-            "these routings have nothing in common to compare",
-            expected="a layer, and a row recorded in both",
-            got=f"{len(layers)} common layers, {both} common rows",
-        )
+    InvalidRoutes.unless(
+        bool(layers) and both != 0,
+        "these routings have nothing in common to compare",
+        expected="a layer, and a row recorded in both",
+        got=f"{len(layers)} common layers, {both} common rows",
+    )
     return layers, both
 
 
@@ -154,10 +154,11 @@ def _compare_log_probs(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | No
     # In double: log-probs that differ by 1e-7 would lose that in the exponential of a float32.
     ours, theirs = (x.detach()[chosen].double().cpu() for x in (a, b))
     ReplayError.unless(ours.numel() > 0, "there is no token to compare", ">= 1", 0)
-    if not (torch.isfinite(ours).all() & torch.isfinite(theirs).all()):
-        raise ReplayError(
-            "there are log-probs that aren't finite", cause="a token with probability 0, or NaN"
-        )
+    ReplayError.unless(
+        bool(torch.isfinite(ours).all() & torch.isfinite(theirs).all()),
+        "there are log-probs that aren't finite",
+        cause="a token with probability 0, or NaN",
+    )
     log_ratio = theirs - ours
     ratio = log_ratio.exp()
     return LogProbDifference(
