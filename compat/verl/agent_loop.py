@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -399,7 +399,9 @@ def _narrow(rows: Array) -> Array:
 
 
 def _ids(tokens: Any) -> Array:
-    return np.asarray(tokens, dtype=np.int64).reshape(-1)
+    """Return token ids, [tokens]; of what a tokenizer's chat template returns, its input_ids."""
+    ids = tokens["input_ids"] if isinstance(tokens, Mapping) else getattr(tokens, "input_ids", tokens)
+    return np.asarray(ids, dtype=np.int64).reshape(-1)
 
 
 def _common(first: Array, second: Array) -> int:

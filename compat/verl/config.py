@@ -21,6 +21,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,6 +117,8 @@ def check_actor(config: Any, *, legacy: bool = False) -> str:
     problems += [*_misspelt_keys(config), *_misplaced_modes(config, key, mode)]
     if mode != OFF and key is not None:
         problems += _unfit_settings(config, key, mode)
+    else:
+        problems += _routes_without_a_mode(config, key)
     if problems and environment.strict():
         raise problems[0]
     for problem in problems:
@@ -145,7 +148,7 @@ def _misspelt_keys(config: Any) -> Iterator[ReplayError]:
 def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Iterator[ReplayError]:
     """Yield modes that nothing reads: replay would be off, or another mode than asked for."""
     strategy = setting(config, "actor", "strategy")
-    for role, *section in _PLACES:
+    for role, *section in _places(config):
         other = tuple(section)
         asked = _mode_at(config, other, role)
         if (role, other) == ("actor", key) or asked in (OFF, mode):
@@ -177,6 +180,39 @@ def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Ite
                 cause="a line of another verl release or strategy, or of the reference, which never replays. "
                 f"Set {'+' * (key == _FSDP_KEY)}{_dotted(key)}={asked}",
             )
+
+
+def _places(config: Any) -> Iterator[tuple[str, ...]]:
+    """Yield the places where a recipe may put a mode, and those of all other sections router_replay."""
+    yield from _PLACES
+    waiting: list[tuple[str, ...]] = [()]
+    while waiting:
+        path = waiting.pop()
+        section: Any = None
+        with suppress(Exception):  # a value that refers to what isn't there
+            section = setting(config, *path)
+        for name in map(str, section) if isinstance(section, Mapping) else ():
+            if name != _MODE:
+                waiting.append((*path, name))
+            elif (*path, name) not in _PLACES:
+                yield (*path, name)
+
+
+def _routes_without_a_mode(config: Any, key: tuple[str, ...] | None) -> Iterator[ReplayError]:
+    """Yield the error of a rollout that is asked for routes which no pass replays."""
+    flag = f"{ROOT}.rollout.{FLAG}"
+    # verl 0.9 makes metrics of them every so many steps.
+    if not setting(config, "rollout", FLAG) or setting(
+        config, "rollout", "moe_load_balance_metrics_interval"
+    ):
+        return
+    line = "a strategy that replays" if key is None else f"{'+' * (key == _FSDP_KEY)}{_dotted(key)}=R3"
+    yield refused(
+        f"{flag}=True asks the rollout for routes, and no mode replays them",
+        expected=f"{line}; or {flag}=False",
+        got="no mode",
+        cause="the line of the mode is missing",
+    )
 
 
 def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[ReplayError]:

@@ -27,6 +27,10 @@ from verl_configs import FLAG, FSDP, HAS_LEGACY, NEW, OLD, UNPADDED, engine_work
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MEGATRON = f"{ACTOR}.megatron"
+ROOT = "actor_rollout_ref"
+HAS_METRICS = "moe_load_balance_metrics_interval" in (
+    Path(verl.__path__[0]) / "trainer" / "config" / "rollout" / "rollout.yaml"
+).read_text(encoding="utf-8")
 TRTLLM = (Path(verl.__path__[0]) / "workers" / "rollout" / "trtllm_rollout").is_dir()
 
 
@@ -151,6 +155,7 @@ class Row:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+METRICS = f"{ROLLOUT}.moe_load_balance_metrics_interval"
 R2 = {"key": "R2"}
 R3 = {"key": "R3", "flag": True}
 BYPASS = {"algorithm.rollout_correction.bypass_mode": True}
@@ -166,6 +171,13 @@ SETTINGS = [
     Row({NEW: "R2"}, rf"don't read it. Expected {FSDP}=R2, got .*Set \+{FSDP}=R2", ("fsdp2",)),
     Row({"key": "R3"}, "Expected {flag}=True, got {flag}=False"),
     Row({"key": "r2"}, "there is no mode r2"),
+    Row({"flag": True}, r"{flag}=True asks the rollout for routes.*Expected .*{key}=R3; or {flag}=False"),
+    *([Row({"flag": True, METRICS: 5}, None)] * HAS_METRICS),
+    # a mode in a place that no release reads
+    *(
+        Row({f"{place}.router_replay.mode": "R2"}, rf"{place}\.router_replay\.mode=R2 is set, and")
+        for place in (ROOT, ROLLOUT, f"{ROOT}.model", f"{ACTOR}.engine", f"{ACTOR}.fsdp2_config")
+    ),
     Row({**R2, "flag": True}, "R2 records its own.*Expected {flag}=False, got {flag}=True"),  # T4, T20
     Row(R2 | BYPASS, "bypass mode leaves that pass out"),  # T20
     Row(R3 | BYPASS, None),

@@ -525,6 +525,20 @@ def test_turns_of_another_client_are_none_of_the_samples() -> None:
     check_rows(*rows_of(run(worker=make_worker(engine, config))))
 
 
+@pytest.mark.parametrize("kind", [dict, transformers.BatchEncoding])
+def test_a_prompt_may_be_what_a_chat_template_returns(kind: Any) -> None:
+    """As an agent loop of somebody's own hands it on; verl's server takes its input_ids."""
+
+    class Normalising(Engine):
+        async def _generate(self, *, prompt_ids: Any, **asked: Any) -> Any:
+            return await super()._generate(prompt_ids=prompt_ids["input_ids"], **asked)
+
+    client = make_client(Normalising(Turn([20, 21, 22])), make_config())
+    prompt = kind({"input_ids": list(PROMPT)})
+    output = asyncio.run(client.generate("1", prompt_ids=prompt, sampling_params={}))
+    assert len(output.routed_experts) == len(PROMPT) + 2
+
+
 # Resumed after an abort
 
 

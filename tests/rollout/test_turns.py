@@ -295,7 +295,7 @@ def test_a_sample_key_is_part_of_the_fingerprint_of_what_its_turns_show() -> Non
     assert len({*found}) == 3
     left = Rollout(model, sample_key="left")
     left.extend(Turn(prompt=prompt, sampled=sampled, routes=given.of_sample("left")))
-    with pytest.raises(MicroBatchError, match="other tokens"):
+    with pytest.raises(MicroBatchError, match="of these tokens, and have another sample_key"):
         left.extend(Turn(prompt=prompt, sampled=sampled, routes=given.of_sample("right")))
     with pytest.raises(ReplayError, match="needs routes with a fingerprint"):
         given.take([0]).of_sample("left")

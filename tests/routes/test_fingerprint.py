@@ -76,6 +76,10 @@ def test_routes_belong_to_tokens_of_their_number_and_their_fingerprint_if_both_a
             "the routes have another number of tokens than the sequence",
             rows,
         )
-    other = find_other_tokens(3, 8, 3, 0)  # 0 is a fingerprint, too
-    assert other is not None
-    assert "belong to other tokens" in str(other.error(ReplayError, "sequence 1"))
+    for theirs, mark, words in (
+        (8 << 32, 0, "belong to other tokens"),  # 0 is a fingerprint, too
+        (8, 0, "are of these tokens, and have another sample_key"),
+    ):
+        other = find_other_tokens(3, theirs, 3, mark)
+        assert other is not None
+        assert words in str(other.error(ReplayError, "sequence 1"))
