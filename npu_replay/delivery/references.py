@@ -151,7 +151,7 @@ def fetch(
         references: of `RayCarrier.put`, a list or an object array; with "native" also None.
         parallel: the rank whose layers are read; `layers` names them instead; without either all are read.
         on_bad_route: "native" returns None for a sample that can't be read, which `gather` accepts with the
-            same setting, and counts.
+            same setting, and counts. Each rank decides by itself: those that share a sample have to agree.
         patience: seconds that may pass until all is read.
 
     Raises:

@@ -431,7 +431,8 @@ class TokenRoutes(RouteSource):
             expected = f"{KEYWORDS[0]}= with each call of the policy, or put() before it"
             cause = (
                 "the engine isn't asked for routes (vLLM: enable_return_routed_experts), or one sample has "
-                "none (ms-swift then hands on nobody's); or it is an evaluation, which belongs into paused()"
+                "none (ms-swift then hands on nobody's); TRL's mask_truncated_completions=True, which hides "
+                "an answer from the call; or it is an evaluation, which belongs into paused()"
             )
         elif self.left_alone[_EVAL]:
             cause = "the old log-probs are taken in eval mode: follow(model, eval_mode=True)"

@@ -22,6 +22,7 @@ from npu_replay.routes.atomic_file import plain_file, reader, write_whole
 from npu_replay.routes.checks import Array
 from npu_replay.routes.encoding import Header, Read, encode, read_errors_as
 from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_tokens, fingerprint
+from npu_replay.routes.mismatch import differing_token_layers
 from npu_replay.routes.routed_experts import RoutedExperts
 
 SHARD_BYTES = 1 << 28
@@ -294,6 +295,11 @@ def key_of(mark: int) -> str:
     return f"{mark:016x}"
 
 
+ONE_ANSWER = 0.1
+"""Share of token-layers in which an engine's routes of one answer, sampled twice, may differ: it rounds
+otherwise in another batch, which flips near ties."""
+
+
 class RoutesByTokens:
     """Holds the newest RoutedExperts of each sequence by its fingerprint, up to `max_bytes`.
 
@@ -337,12 +343,15 @@ class RoutesByTokens:
         # An update takes a mark out of the waiting ones; until then a second sample is a mix-up.
         mixed_up = differ and rollout and mark in self._waiting
         if mixed_up and before is not None and before.weight_version == routes.weight_version:
-            raise InvalidRoutes(
-                "two samples have the same tokens and other routes, and nothing tells them apart",
-                expected="sample_key=, in put() and in the model's call",
-                got=f"fingerprint {mark:#018x} twice before an update",
-                cause="the same question about other images, or one answer that was sampled twice",
-            )
+            apart = _share_apart(before, routes)
+            if apart > ONE_ANSWER:
+                raise InvalidRoutes(
+                    "two samples have the same tokens and other routes, and nothing tells them apart",
+                    expected="sample_key=, in put() and in the model's call; or routes that differ in "
+                    f"{ONE_ANSWER:.0%} of the token-layers at most, as those of one answer sampled twice do",
+                    got=f"fingerprint {mark:#018x} twice before an update, {apart:.0%} apart",
+                    cause="the same question about other images, or weights that changed in between",
+                )
         renewed = mark in self._renewed or (differ and mark not in self._fresh)
         self._take_out(mark)
         self.replaced += differ
@@ -376,6 +385,14 @@ class RoutesByTokens:
             marks.discard(mark)
         taken, _ = self._held.pop(mark, (None, False))
         self.bytes -= 0 if taken is None else _size(taken)
+
+
+def _share_apart(ours: RoutedExperts, theirs: RoutedExperts) -> float:
+    """Return the share of token-layers with other experts; 1 if the routes can't be compared."""
+    if ours.ids.shape != theirs.ids.shape or ours.layers != theirs.layers:
+        return 1.0
+    apart = differing_token_layers(ours, theirs)
+    return int(apart.sum()) / max(apart.numel(), 1)
 
 
 def _size(routes: RoutedExperts) -> int:

@@ -262,6 +262,24 @@ def test_other_rollouts_of_the_same_fingerprint_are_an_error_until_an_update_too
     assert held.get(7) == (by_seed(2), True)
 
 
+@pytest.mark.parametrize(("changed", "shared"), [(10, True), (11, False)])
+def test_one_answer_that_was_sampled_twice_has_the_newer_routes(changed: int, shared: bool) -> None:
+    """Of 50 tokens in 2 layers; its routes differ where an engine rounds otherwise in another batch."""
+    first = torch.tensor([[[0, 1], [2, 3]]]).repeat(50, 1, 1)
+    second = first.clone()
+    second[:changed, 0] = torch.tensor([4, 5])
+    twice = [RoutedExperts(ids=ids, layers=[0, 1], num_experts=8) for ids in (first, second)]
+    held = RoutesByTokens(1 << 20)
+    held.put(7, twice[0], rollout=True)
+    if not shared:
+        with pytest.raises(InvalidRoutes, match=r"10% of the token-layers at most.*got .* 11% apart"):
+            held.put(7, twice[1], rollout=True)
+        return
+    held.put(7, twice[1], rollout=True)
+    assert held.get(7) == (twice[1], True)
+    assert held.replaced == 1
+
+
 def test_newer_weights_and_newer_records_take_the_place_of_older_ones() -> None:
     held = RoutesByTokens(1 << 20)
     held.put(7, by_seed(1, version=1), rollout=True)

@@ -396,3 +396,15 @@ def test_an_update_shows_in_the_parts_that_zero_3_keeps() -> None:
     with torch.no_grad():
         module.weight.ds_tensor += 1
     assert weights_moved(module, 0.0, grad=True)
+
+
+def test_weights_that_are_offloaded_between_calls_count_as_not_moved() -> None:
+    """accelerate leaves parameters without data on the device `meta` between calls."""
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(module.weight.detach().to("meta"))
+    assert not weights_moved(module, 0.0, grad=False)
+    with torch.no_grad():
+        module.bias += 1
+    assert weights_moved(module, 0.0, grad=True), "what is there is looked at"
+    module.bias = nn.Parameter(module.bias.detach().to("meta"))
+    assert not weights_moved(module, 0.0, grad=True)
