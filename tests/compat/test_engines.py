@@ -40,7 +40,9 @@ def roll(engine: str, **options: Any) -> Any:
 
 
 def swift(**given: Any) -> Any:
-    return SimpleNamespace(**{"use_vllm": True, "vllm_mode": "colocate", "model": "a/b", **given})
+    options = given.pop("vllm_engine_kwargs", {"enable_return_routed_experts": True})
+    plan = {"use_vllm": True, "vllm_mode": "colocate", "model": "a/b", "vllm_engine_kwargs": options}
+    return SimpleNamespace(**plan | given)
 
 
 def slime(**given: Any) -> Any:
@@ -147,10 +149,35 @@ def test_scheduling_ahead_is_refused_in_each_framework_where_rows_are_anothers(
         with pytest.raises(ReplayError, match=expected):
             engines.check(framework, config)  # type: ignore[arg-type]
     engines.check("ROLL", roll("vllm", async_scheduling=False))
-    engines.check("ms-swift", swift(vllm_engine_kwargs={"async_scheduling": False}))
+    asks = {"enable_return_routed_experts": True, "async_scheduling": False}
+    engines.check("ms-swift", swift(vllm_engine_kwargs=asks))
     here["vllm"] = "0.1.dev1+g7654321"
     here.pop("vllm-ascend", None)
     engines.check("ms-swift", swift())  # which release, nobody tells
+
+
+@pytest.mark.parametrize(
+    ("options", "asks"),
+    [
+        (None, False),
+        ({"enable_eplb": True}, False),
+        ({"enable_return_routed_experts": "true"}, True),
+        ('{"enable_return_routed_experts": true}', True),
+        ({"aux_output_config": {"enable_return_routed_experts": True}}, True),
+    ],
+)
+def test_ms_swifts_engine_has_to_be_asked_for_routes(options: Any, asks: bool) -> None:
+    """TRL hands no argument on, and the others ask by themselves."""
+    config = swift(vllm_engine_kwargs=options)
+    engines.check("TRL", config)
+    if asks:
+        engines.check("ms-swift", config)
+        return
+    with pytest.raises(
+        ReplayError, match=r"isn't asked for routes\. Expected --vllm_engine_kwargs '{\"enable"
+    ):
+        engines.check("ms-swift", config)
+    engines.check("ms-swift", swift(vllm_engine_kwargs=options, vllm_mode="server"))  # started elsewhere
 
 
 def test_on_ascend_both_tables_decide_and_a_capture_mends_what_it_does(
