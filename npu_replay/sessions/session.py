@@ -407,7 +407,8 @@ class Unchanged:
                 cause=(
                     "MindSpeed's repatch(), another library's patch, a forward or a layer that was replaced, "
                     "or merged with its adapter, or module._forward_hooks.clear(): do it before or after the "
-                    "block"
+                    "block. Or output_router_logits of transformers 4, whose wrappers stay where a forward "
+                    "raised"
                 ),
             )
 
