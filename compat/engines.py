@@ -47,12 +47,14 @@ class EnginePlan:
         arguments: the arguments, by their Python names in the engine.
         keys: the key of each argument in the framework's config.
         synchronous: what turns asynchronous scheduling of vLLM off in the framework's config.
+        drops: what of it the framework doesn't hand on, for an error.
     """
 
     engine: str
     arguments: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
     synchronous: str = "async_scheduling=False"
+    drops: str = ""
 
     def put(self, argument: str, value: Any, key: str) -> None:
         """Plan an argument, in place of an earlier value. None changes nothing."""
@@ -95,26 +97,26 @@ def refusal(plan: EnginePlan) -> ReplayError | None:
     never = plugin.left_out() if ascend else None
     if never is None and ascend_rules:
         never = vllm_ascend.refusal(ascend_rules, {}, version, capture=captures)
-    never = never or vllm.refusal(version, ascend) or _schedules_ahead(plan, version, ascend_rules)
-    return never or vllm.clash(version, plan.arguments, ascend_rules, capture=captures, keys=plan.keys)
+    never = never or vllm.refusal(version, ascend)
+    never = never or vllm.clash(version, plan.arguments, ascend_rules, capture=captures, keys=plan.keys)
+    return never or _schedules_ahead(plan, version, ascend_rules)
 
 
 def _schedules_ahead(plan: EnginePlan, version: str, ascend: str) -> ReplayError | None:
     """Return the error of a plan that leaves asynchronous scheduling on, where rows are wrong with it."""
-    engine, number, rules = (
-        ("vllm-ascend", ascend, vllm_ascend) if ascend else ("vllm", version, vllm_releases)
-    )
-    if not tells_release(number) or not rules.needs_sync(number):
+    engine, at, rules = ("vllm-ascend", ascend, vllm_ascend) if ascend else ("vllm", version, vllm_releases)
+    asked = plan.arguments.get("async_scheduling")
+    if not tells_release(at) or not rules.needs_sync(at) or (asked is not None and not asked):
         return None
-    if plan.arguments.get("async_scheduling") is False:
+    if asked is None and vllm_releases.schedules_step_by_step(plan.arguments):
         return None
     return ReplayError(
-        f"{engine} {number} hands out other rows than the request's under asynchronous scheduling, which is "
+        f"{engine} {at} hands out other rows than the request's under asynchronous scheduling, which is "
         "on by itself",
         expected=plan.synchronous,
-        got=f"async_scheduling={plan.arguments.get('async_scheduling')}",
-        cause="rows are read from a buffer that the next step fills again. From vLLM 0.22.0 and vllm-ascend "
-        "0.23.0 on this isn't needed",
+        got=f"async_scheduling={asked}",
+        cause=f"rows are read from a buffer that the next step fills again{plan.drops}. From vLLM 0.22.0 and "
+        "vllm-ascend 0.23.0 on this isn't needed",
     )
 
 
@@ -163,18 +165,17 @@ _ROLLOUT = "actor_rollout_ref.rollout."
 
 
 def _of_verl(config: Any) -> EnginePlan:
-    plan = EnginePlan(str(setting(config, "rollout", "name")), synchronous=_VERL_SYNCHRONOUS)
+    name = str(setting(config, "rollout", "name"))
+    plan = EnginePlan(name, synchronous=_VERL_SYNCHRONOUS, drops=_VERL_DROPS)
     own: dict[str, dict[str, str]] = {"vllm": _VERL_TO_VLLM, "sglang": _VERL_TO_SGLANG}
     for key, argument in own.get(plan.engine, {}).items():
         plan.put(argument, setting(config, "rollout", key), _ROLLOUT + key)
     options = setting(config, "rollout", "engine_kwargs", plan.engine)
     plan.put_all(options, f"{_ROLLOUT}engine_kwargs.{plan.engine}.")
     if plan.engine == "vllm":  # verl puts these over what engine_kwargs say
-        key = f"{_ROLLOUT}engine_kwargs.vllm.no_async_scheduling"
+        plan.arguments.pop("async_scheduling", None)
         if any(setting(options, name) for name in ("no_async_scheduling", "no-async-scheduling")):
-            plan.put("async_scheduling", False, key)
-        elif setting(options, "async_scheduling") is False:
-            plan.put("async_scheduling", "False, which verl drops", key)
+            plan.put("async_scheduling", False, f"{_ROLLOUT}engine_kwargs.vllm.no_async_scheduling")
         spread = number(setting(config, "rollout", "expert_parallel_size")) > 1
         plan.put("enable_expert_parallel", spread, f"{_ROLLOUT}expert_parallel_size")
         ranks = setting(config, "rollout", "data_parallel_size")
@@ -190,6 +191,7 @@ def _of_verl(config: Any) -> EnginePlan:
 
 
 _VERL_SYNCHRONOUS = f"+{_ROLLOUT}engine_kwargs.vllm.no_async_scheduling=True"
+_VERL_DROPS = ", and verl before 0.9.1 drops async_scheduling=False"
 _VERL_APART: dict[str, dict[str, Any]] = {
     "sglang": {"disaggregation_mode": "prefill"},
     "vllm": {"kv_transfer_config": {"kv_connector": "NixlConnector"}},

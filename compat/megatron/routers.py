@@ -87,7 +87,7 @@ class MegatronRouters(RouterKind):
 
     def explains(self, module: nn.Module, called: Iterable[str]) -> str:
         """Return why RouterReplay or a fused operator answers instead of the top-k; empty if neither does."""
-        action = _upstream_replay(module)
+        action = _upstream_replay(_adapted(module))
         if action is not None:
             return f"RouterReplay was given {action} inside the block: {_TWO_WAYS}"
         return torch_npu.gating_operator(*called)
@@ -126,7 +126,7 @@ class MegatronRouters(RouterKind):
 
 def _adapted(module: Any) -> Any:
     """Return the router that an adapter calls in parts (Megatron-Bridge's LoRATopKRouter), or itself."""
-    return module._modules.get("to_wrap") or module
+    return module.to_wrap if "to_wrap" in module._modules else module
 
 
 def _shows(num_experts: int, output: object) -> torch.Tensor:

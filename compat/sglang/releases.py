@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from npu_replay.rollout.engine_plan import number, on, says, several
+from npu_replay.rollout.engine_plan import as_mapping, number, on, says, several
+from npu_replay.rollout.model_config import is_there, quantization
 from npu_replay.rollout.release_rules import Clash, EnginePlan, Fault, Symptom, older
 
 OLDEST = "0.5.8"
@@ -114,18 +115,32 @@ def _more_requests_than_a_chunk(plan: EnginePlan, _: Any) -> bool:
     return _spreads_requests(plan) and 0 < chunk < number(plan.get("max_running_requests"))
 
 
+def _gathers_before_routing(plan: EnginePlan) -> bool:
+    """Return whether each rank's MoE layers see the tokens of all ranks: with an a2a backend they don't."""
+    backend = plan.get("moe_a2a_backend") in (None, "none") and not plan.get("enable_deepep_moe")
+    return _spreads_requests(plan) and backend
+
+
 def _drafts_in_a_graph(plan: EnginePlan, _: Any) -> bool:
-    in_graphs = plan.get("speculative_algorithm") and not plan.get("disable_cuda_graph")
-    return _spreads_requests(plan) and bool(in_graphs)
+    decode = as_mapping(as_mapping(plan.get("cuda_graph_config")).get("decode")).get("backend")
+    backends = plan.get("cuda_graph_backend_decode"), decode  # 0.5.23 has these names
+    in_graphs = not plan.get("disable_cuda_graph") and "disabled" not in backends
+    return _gathers_before_routing(plan) and in_graphs and bool(plan.get("speculative_algorithm"))
 
 
 def _gathers_after_routing(plan: EnginePlan, _: Any) -> bool:
     """Return whether NVFP4 weights may have each rank route its own tokens, as with expert parallelism."""
     by_cutlass = plan.get("moe_runner_backend") == "flashinfer_cutlass"
     gathers_first = plan.get("disable_flashinfer_cutlass_moe_fp4_allgather")
-    may_be_fp4 = plan.get("quantization") in (None, "modelopt", "modelopt_fp4")
-    scatters = _spreads_requests(plan) and number(plan.get("ep_size")) == _dp_ranks(plan)
+    may_be_fp4 = plan.get("quantization") in ("modelopt", "modelopt_fp4") or (
+        plan.get("quantization") is None and _may_be_quantized(plan.get("model_path"))
+    )
+    scatters = _gathers_before_routing(plan) and number(plan.get("ep_size")) == _dp_ranks(plan)
     return bool(by_cutlass and may_be_fp4 and scatters and not gathers_first)
+
+
+def _may_be_quantized(model: Any) -> bool:
+    return not is_there(model) or bool(quantization(model))
 
 
 # fmt: off
@@ -192,7 +207,8 @@ CLASHES = (
           why="under DP attention the capture's buffer is too small for so many requests (sglang#26123, "
           "fixed in 0.5.13)"),
     Clash((*_SPREAD, "speculative_algorithm", "disable_cuda_graph"), _drafts_in_a_graph,
-          instead="no speculation, or disable_cuda_graph=True",
+          instead="no speculation; disable_cuda_graph=True, or from 0.5.23 on "
+          "cuda_graph_backend_decode='disabled'; or moe_a2a_backend='deepep'",
           why="in a graph under DP attention a rank's rows are looked for by its requests, and drafts give "
           "each request several rows: all ranks but the first hand out another's"),
     Clash((*_SPREAD, "moe_runner_backend", "ep_size", "quantization"), _gathers_after_routing,

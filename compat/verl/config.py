@@ -21,7 +21,6 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,12 +111,12 @@ def check_actor(config: Any, *, legacy: bool = False) -> str:
     """
     key = _key_that_is_read(config, legacy)
     mode = OFF if key is None else _mode_at(config, key)
-    bare = (without_keys(setting(config, *place), ".".join((ROOT, *place))) for place in _PLACES)
+    bare = (without_keys(setting(config, *place), ".".join((ROOT, *place))) for place in _places(config))
     problems = [error for error in bare if error is not None]
     problems += [*_misspelt_keys(config), *_misplaced_modes(config, key, mode)]
     if mode != OFF and key is not None:
         problems += _unfit_settings(config, key, mode)
-    else:
+    elif not problems:
         problems += _routes_without_a_mode(config, key)
     if problems and environment.strict():
         raise problems[0]
@@ -188,14 +187,15 @@ def _places(config: Any) -> Iterator[tuple[str, ...]]:
     waiting: list[tuple[str, ...]] = [()]
     while waiting:
         path = waiting.pop()
-        section: Any = None
-        with suppress(Exception):  # a value that refers to what isn't there
+        try:
             section = setting(config, *path)
-        for name in map(str, section) if isinstance(section, Mapping) else ():
-            if name != _MODE:
-                waiting.append((*path, name))
-            elif (*path, name) not in _PLACES:
-                yield (*path, name)
+        except Exception:  # noqa: BLE001  omegaconf's, of a value that refers to what isn't there
+            continue
+        if path[-1:] == (_MODE,):
+            if path not in _PLACES:
+                yield path
+        elif isinstance(section, Mapping):
+            waiting += [(*path, str(name)) for name in section]
 
 
 def _routes_without_a_mode(config: Any, key: tuple[str, ...] | None) -> Iterator[ReplayError]:

@@ -146,10 +146,15 @@ def _by_dspark(plan: EnginePlan, _: Any) -> bool:
     return method == "dspark" or (not method and "dspark" in draft)
 
 
+_SPLITTING = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "mori", "nixl_ep")
+"""The all-to-all back ends with which MoE layers run sequence-parallel."""
+
+
 def _splits_tokens(plan: EnginePlan, _: Any) -> bool:
     """Return whether MoE layers run sequence-parallel."""
     sizes = ("tensor_parallel_size", "data_parallel_size")
-    return plan.get("enable_expert_parallel") is True and all(several(plan, (size,)) for size in sizes)
+    spread = plan.get("enable_expert_parallel") is True and all(several(plan, (size,)) for size in sizes)
+    return spread and plan.get("all2all_backend") in (None, *_SPLITTING)
 
 
 def _disaggregated(plan: EnginePlan, _: Any) -> bool:
@@ -190,8 +195,8 @@ CLASHES = (
           when=lambda plan, names: several(plan, names) and plan.get("enable_expert_parallel") is True,
           instead="1, enable_expert_parallel=False, or vLLM 0.20.0 or later",
           why="an assertion fails in the first step where each rank routes its own tokens (modular kernels)"),
-    Clash(("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel"), _splits_tokens,
-          since="0.20.0", until=SCHEDULER, mended=True,
+    Clash(("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel", "all2all_backend"),
+          _splits_tokens, since="0.20.0", until=SCHEDULER, mended=True,
           instead="tensor or data parallelism alone, expert parallelism off, or vLLM 0.22.0 or later",
           why="tokens are split over tensor-parallel ranks before they are routed, and an assertion of the "
           "capture fails in the first step; 0.21.0 refuses it"),
@@ -240,6 +245,15 @@ CLASHES = (
           why="a family with another key (Gemma 4: top_k_experts, vllm#41401), with which it doesn't start"),
 )
 # fmt: on
+
+
+def schedules_step_by_step(plan: EnginePlan) -> bool:
+    """Return whether vLLM turns asynchronous scheduling off by itself, if the plan doesn't ask for it."""
+    drafts = as_mapping(plan.get("speculative_config"))
+    method = str(drafts.get("method") or "")
+    ahead = not method or any(word in method for word in ("eagle", "mtp", "ngram_gpu", "hidden_states"))
+    executor = plan.get("distributed_executor_backend")
+    return not ahead or bool(drafts.get("disable_padded_drafter_batch")) or executor == "ray"
 
 
 def needs_sync(version: str) -> bool:

@@ -234,7 +234,8 @@ class Rollout:
         sampled_from = max(len(prompt), len(self)) - 1
         if len(whole) - 1 > sampled_from:
             rows.sampled_from[max(0, sampled_from) : len(whole) - 1] = True
-        if self.missing == "error" and turn.routes is not None and not turn.aborted:
+        # A first turn may be one of several that are merged.
+        if self.turns and self.missing == "error" and turn.routes is not None and not turn.aborted:
             self._refuse_gaps(rows, min(len(turn.routes), len(whole) - 1))
         self._add(whole[len(self) :])
         self._rows.take(rows, keep)
@@ -306,15 +307,16 @@ class Rollout:
         )
 
     def _refuse_gaps(self, rows: Rows, ran: int) -> None:
-        """Refuse a turn that leaves out rows which aren't known; the engine ran its first `ran` tokens."""
-        before = self._rows.first(len(self))
-        kept = before.recorded & (before.sampled_from | ~rows.sampled_from[: len(before)])
-        known = rows.recorded.copy()
-        known[: len(kept)] |= kept
-        gaps = np.flatnonzero(~known[:ran])
+        """Refuse a turn whose first row comes after one that isn't known; `ran` tokens of it were run."""
+        sent = np.flatnonzero(rows.recorded)
+        known = rows.recorded[: int(sent[0]) if len(sent) else ran].copy()
+        there = slice(0, min(len(known), len(self)))
+        # A row that a token was sampled from keeps what it has, be it nothing, as after an abort.
+        sampled = self._rows.sampled_from[there]
+        known[there] |= sampled | (self._rows.recorded[there] & ~rows.sampled_from[there])
+        gaps = np.flatnonzero(~known)
         if len(gaps) == 0:
             return
-        sent = np.flatnonzero(rows.recorded)
         raise ReplayError(
             f"this turn leaves out {len(gaps)} rows that no turn before it has brought",
             where=f"{self._where}, turn {self.turns + 1}",

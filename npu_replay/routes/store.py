@@ -10,7 +10,7 @@ import glob
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -22,7 +22,7 @@ from npu_replay.routes.atomic_file import plain_file, reader, write_whole
 from npu_replay.routes.checks import Array
 from npu_replay.routes.encoding import Header, Read, encode, read_errors_as
 from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_tokens, fingerprint
-from npu_replay.routes.mismatch import differing_token_layers
+from npu_replay.routes.mismatch import compare
 from npu_replay.routes.routed_experts import RoutedExperts
 
 SHARD_BYTES = 1 << 28
@@ -111,7 +111,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
         return key in self._samples
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._samples)
+        return iter(tuple(self._samples))  # `of` may find further samples
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -130,7 +130,8 @@ class RouteStore(Mapping[str, RoutedExperts]):
         mark = fingerprint(tokens, sample_key=sample_key)
         key = key_of(mark)
         if key not in self:
-            self._read_new_shards()
+            with suppress(RouteFileError):  # of a file that came meanwhile, and may be anybody's
+                self._read_new_shards()
         same = self._of_tokens.get(mark >> 32, [])
         if sample_key is None and len(same) > 1:
             raise self._ambiguous(key, f"{len(same)} samples, {', '.join(same[:4])}")
@@ -389,10 +390,10 @@ class RoutesByTokens:
 
 def _share_apart(ours: RoutedExperts, theirs: RoutedExperts) -> float:
     """Return the share of token-layers with other experts; 1 if the routes can't be compared."""
-    if ours.ids.shape != theirs.ids.shape or ours.layers != theirs.layers:
+    try:
+        return compare(ours, theirs).router_mismatch
+    except InvalidRoutes:
         return 1.0
-    apart = differing_token_layers(ours, theirs)
-    return int(apart.sum()) / max(apart.numel(), 1)
 
 
 def _size(routes: RoutedExperts) -> int:

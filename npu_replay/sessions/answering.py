@@ -55,6 +55,7 @@ class Answering(Work):
     ) -> None:
         self.shared = Shared(source, own)
         self.puts_together = puts_together
+        self.by_number = source.records or own is not None
         self.timeline = Timeline(0)
         self.kept: dict[Key, MicroBatch] = {}  # whose ids are needed, for a recompute or a record
         self._had_recomputes = False

@@ -140,7 +140,7 @@ class Session:
                 self.unchanged.check("in a recompute of the model")
                 return
             number = self.timeline.ended[chunk]
-            if number == 0 and infers_shapes():
+            if number == 0 and self._work.by_number and infers_shapes():
                 raise MicroBatchError(
                     "this forward is no micro-batch: torch's PipelineStage runs it to learn the shapes",
                     where=place_of(number, chunk, len(self.chunks)),
@@ -295,6 +295,7 @@ class Work:
     goes_first = True  # run before other forward hooks, whose top-ks aren't the router's
     answers_topk = False  # if so, no other session may answer these routers
     puts_together = True  # all routers go into one RoutedExperts, so they must be alike
+    by_number = False  # routes are given, or recorded, by the number of a micro-batch
 
     def enters(self, session: Session) -> None:
         """Check the model, then make the changes to be undone at exit. Runs before any hook is attached."""

@@ -143,14 +143,20 @@ def test_scheduling_ahead_is_refused_in_each_framework_where_rows_are_anothers(
         ("ms-swift", swift()),
         ("TRL", swift()),
         ("ROLL", roll("vllm")),
-        ("ROLL", roll("vllm", async_scheduling=True)),
     ):
         expected = r"asynchronous scheduling, which is on by itself\. Expected async_scheduling=False, got"
         with pytest.raises(ReplayError, match=expected):
             engines.check(framework, config)  # type: ignore[arg-type]
+    with pytest.raises(ReplayError, match=r"got strategy_args\.strategy_config\.async_scheduling=True"):
+        engines.check("ROLL", roll("vllm", async_scheduling=True))
     engines.check("ROLL", roll("vllm", async_scheduling=False))
     asks = {"enable_return_routed_experts": True, "async_scheduling": False}
     engines.check("ms-swift", swift(vllm_engine_kwargs=asks))
+    for turned_off in ({"speculative_config": {"method": "ngram"}}, {"distributed_executor_backend": "ray"}):
+        engines.check("ROLL", roll("vllm", **turned_off))  # vLLM turns it off by itself
+    drafts = {"speculative_config": {"method": "eagle3"}}
+    with pytest.raises(ReplayError, match="asynchronous scheduling"):
+        engines.check("ROLL", roll("vllm", **drafts))
     here["vllm"] = "0.1.dev1+g7654321"
     here.pop("vllm-ascend", None)
     engines.check("ms-swift", swift())  # which release, nobody tells

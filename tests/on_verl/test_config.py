@@ -178,6 +178,7 @@ SETTINGS = [
         Row({f"{place}.router_replay.mode": "R2"}, rf"{place}\.router_replay\.mode=R2 is set, and")
         for place in (ROOT, ROLLOUT, f"{ROOT}.model", f"{ACTOR}.engine", f"{ACTOR}.fsdp2_config")
     ),
+    Row({f"{ROLLOUT}.router_replay": "R3"}, rf"{ROLLOUT}\.router_replay is a value and no section"),
     Row({**R2, "flag": True}, "R2 records its own.*Expected {flag}=False, got {flag}=True"),  # T4, T20
     Row(R2 | BYPASS, "bypass mode leaves that pass out"),  # T20
     Row(R3 | BYPASS, None),
@@ -323,6 +324,8 @@ ENGINES = [
         for given, words in (
             ({}, LATE),
             ({f"{KWARGS}.async_scheduling": False}, LATE),  # verl drops it
+            ({f"{KWARGS}.async-scheduling": False}, LATE),
+            ({f"{KWARGS}.async_scheduling": "False"}, LATE),
             (NO_ASYNC, None),
             ({f"{KWARGS}.no-async-scheduling": True}, None),
         )

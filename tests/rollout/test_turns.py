@@ -181,6 +181,20 @@ def test_a_start_beyond_the_first_unknown_row_is_refused(start: int, gaps: int) 
     assert lenient.routes.recorded.tolist() == [True] * 3 + [False] * gaps + [True] * (4 - gaps) + [False]
 
 
+def test_a_start_is_right_after_an_abort_without_rows_and_in_turns_that_are_merged() -> None:
+    """A row that an aborted turn sampled from stays unknown: nobody brings it any more."""
+    rollout = Rollout(MODEL)
+    rollout.extend(turn([1, 2], [3, 4]))
+    rollout.extend(Turn(prompt=[1, 2, 3, 4, 5], sampled=[6, 7], aborted=True))
+    rollout.extend(turn([1, 2, 3, 4, 5, 6, 7], [8]))
+    rollout.extend(from_row(turn([1, 2, 3, 4, 5, 6, 7, 8], [9]), 7))
+    assert rollout.routes.recorded.tolist() == [True] * 4 + [False] * 2 + [True] * 2 + [False]
+    first, second = Rollout(MODEL), Rollout(MODEL)
+    first.extend(turn([1, 2], [3, 4]))
+    second.extend(from_row(turn([1, 2, 3, 4, 5], [6]), 3))
+    assert Rollout.merge([first, second]).routes.recorded.tolist() == [True] * 5 + [False]
+
+
 def test_text_that_was_tokenised_again_is_caught() -> None:
     rollout = Rollout(MODEL)
     rollout.extend(turn([5, 6], [7, 8]))

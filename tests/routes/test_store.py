@@ -280,6 +280,20 @@ def test_one_answer_that_was_sampled_twice_has_the_newer_routes(changed: int, sh
     assert held.replaced == 1
 
 
+def test_rows_that_are_unknown_make_no_two_answers_alike() -> None:
+    first = torch.tensor([[[0, 1]]]).repeat(100, 1, 1)
+    second = torch.tensor([[[4, 5]]]).repeat(100, 1, 1)
+    known = torch.arange(100) >= 91
+    twice = [
+        RoutedExperts(ids=ids * known[:, None, None], layers=[0], num_experts=8, recorded=known)
+        for ids in (first, second)
+    ]
+    held = RoutesByTokens(1 << 20)
+    held.put(7, twice[0], rollout=True)
+    with pytest.raises(InvalidRoutes, match="100% apart"):
+        held.put(7, twice[1], rollout=True)
+
+
 def test_newer_weights_and_newer_records_take_the_place_of_older_ones() -> None:
     held = RoutesByTokens(1 << 20)
     held.put(7, by_seed(1, version=1), rollout=True)

@@ -24,6 +24,7 @@ def test_the_pass_that_learns_shapes_is_no_micro_batch() -> None:
     for block in ("record", "replay"):
         assert re.search(refused, found[f"first {block}"]), found[f"first {block}"]
     assert found["routes"] == {"later": COUNT, "told": COUNT}
+    assert found["pinned"] == COUNT + 1, "nothing is told by its number there"
     assert found["replayed"] == COUNT
 
 
@@ -41,7 +42,9 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
         except Exception as error:
             found[f"first {block}"] = f"{error} {error.__cause__}"
         model, first = schedule()
-    first.step(batch, target=batch)
+    with npu_replay.pin_recompute(model) as pinned:
+        first.step(batch, target=batch)
+    found["pinned"] = pinned.metrics()["micro_batches"]
     with npu_replay.record(model) as later:
         first.step(batch, target=batch)
     with npu_replay.replay(model, later.routes) as replayed:

@@ -184,6 +184,8 @@ ALLOWED = {
     "mooncake-store": (AUX_OUTPUT, {"kv_transfer_config": connector("MooncakeStoreConnector")}),
     "offload": (AUX_OUTPUT, {"kv_offloading_size": 8.0}),
     "async": (("0.22.0", "0.33.0"), {"async_scheduling": True}),
+    "no sequence-parallel": (("0.20.2",), {"tensor_parallel_size": 2, "data_parallel_size": 2,
+        "enable_expert_parallel": True, "all2all_backend": "flashinfer_nvlink_one_sided"}),
     "sequence-parallel": (("0.22.0", "0.33.0"), {"tensor_parallel_size": 2, "data_parallel_size": 2,
         "enable_expert_parallel": True}),
     "mtp": (("0.21.0", "0.26.0", "0.33.0"), {"speculative_config": MTP}),
