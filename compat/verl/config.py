@@ -111,9 +111,10 @@ def check_actor(config: Any, *, legacy: bool = False) -> str:
     """
     key = _key_that_is_read(config, legacy)
     mode = OFF if key is None else _mode_at(config, key)
-    bare = (without_keys(setting(config, *place), ".".join((ROOT, *place))) for place in _places(config))
+    places = [*_places(config)]
+    bare = (without_keys(setting(config, *place), ".".join((ROOT, *place))) for place in places)
     problems = [error for error in bare if error is not None]
-    problems += [*_misspelt_keys(config), *_misplaced_modes(config, key, mode)]
+    problems += [*_misspelt_keys(config), *_misplaced_modes(config, places, key, mode)]
     if mode != OFF and key is not None:
         problems += _unfit_settings(config, key, mode)
     elif not problems:
@@ -144,10 +145,12 @@ def _misspelt_keys(config: Any) -> Iterator[ReplayError]:
                     )
 
 
-def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Iterator[ReplayError]:
-    """Yield modes that nothing reads: replay would be off, or another mode than asked for."""
+def _misplaced_modes(
+    config: Any, places: list[tuple[str, ...]], key: tuple[str, ...] | None, mode: str
+) -> Iterator[ReplayError]:
+    """Yield modes at these places that nothing reads: replay would be off, or another mode than asked for."""
     strategy = setting(config, "actor", "strategy")
-    for role, *section in _places(config):
+    for role, *section in places:
         other = tuple(section)
         asked = _mode_at(config, other, role)
         if (role, other) == ("actor", key) or asked in (OFF, mode):
@@ -201,10 +204,8 @@ def _places(config: Any) -> Iterator[tuple[str, ...]]:
 def _routes_without_a_mode(config: Any, key: tuple[str, ...] | None) -> Iterator[ReplayError]:
     """Yield the error of a rollout that is asked for routes which no pass replays."""
     flag = f"{ROOT}.rollout.{FLAG}"
-    # verl 0.9 makes metrics of them every so many steps.
-    if not setting(config, "rollout", FLAG) or setting(
-        config, "rollout", "moe_load_balance_metrics_interval"
-    ):
+    rollout = functools.partial(setting, config, "rollout")
+    if not rollout(FLAG) or rollout("moe_load_balance_metrics_interval"):  # 0.9 makes metrics of them
         return
     line = "a strategy that replays" if key is None else f"{'+' * (key == _FSDP_KEY)}{_dotted(key)}=R3"
     yield refused(
