@@ -66,7 +66,8 @@ class RouteStore(Mapping[str, RoutedExperts]):
         """Maps a key that two shards have with different routes to the second shard."""
         self._of_tokens: dict[int, list[str]] = {}
         """Lists the keys that are fingerprints by their upper half, which identifies the tokens."""
-        self._read_new_shards()
+        for path in self._new_shards():
+            self._read_index(path)
         if not self._headers:
             raise RouteFileError(
                 "there are no routes in this folder",
@@ -76,17 +77,20 @@ class RouteStore(Mapping[str, RoutedExperts]):
                 cause="another folder, or a job that ended before its first shard was full: close the writer",
             )
 
-    def _read_new_shards(self) -> None:
-        """Read the index of each shard that has come since the folder was looked at."""
-        for path in sorted({*self.folder.glob(self._pattern)} - self._headers.keys()):
-            with read_errors_as("the shard can't be read", _DAMAGED, path), plain_file(path) as file:
-                samples = self._open(path, file)[0].samples
-            for key, known in samples.items():
-                _, first = self._samples.setdefault(key, (path, known))
-                if first["digest"] != known["digest"]:
-                    self._several[key] = path
-                elif first is known and (mark := known["fingerprint"]) is not None and key == key_of(mark):
-                    self._of_tokens.setdefault(mark >> 32, []).append(key)
+    def _new_shards(self) -> list[Path]:
+        """Return the shards whose index hasn't been read."""
+        return sorted({*self.folder.glob(self._pattern)} - self._headers.keys())
+
+    def _read_index(self, path: Path) -> None:
+        """Read which samples a shard holds."""
+        with read_errors_as("the shard can't be read", _DAMAGED, path), plain_file(path) as file:
+            samples = self._open(path, file)[0].samples
+        for key, known in samples.items():
+            _, first = self._samples.setdefault(key, (path, known))
+            if first["digest"] != known["digest"]:
+                self._several[key] = path
+            elif first is known and (mark := known["fingerprint"]) is not None and key == key_of(mark):
+                self._of_tokens.setdefault(mark >> 32, []).append(key)
 
     def __repr__(self) -> str:
         return f"RouteStore({str(self.folder)!r}, {len(self)} samples)"
@@ -130,8 +134,9 @@ class RouteStore(Mapping[str, RoutedExperts]):
         mark = fingerprint(tokens, sample_key=sample_key)
         key = key_of(mark)
         if key not in self:
-            with suppress(RouteFileError):  # of a file that came meanwhile, and may be anybody's
-                self._read_new_shards()
+            for path in self._new_shards():
+                with suppress(RouteFileError):  # a file that came meanwhile may be anybody's
+                    self._read_index(path)
         same = self._of_tokens.get(mark >> 32, [])
         if sample_key is None and len(same) > 1:
             raise self._ambiguous(key, f"{len(same)} samples, {', '.join(same[:4])}")

@@ -169,6 +169,14 @@ def test_a_folder_with_a_file_of_something_else_is_refused_by_its_name(tmp_path:
     assert RouteStore(tmp_path, shard="routes-00000")["k"] == found["k"] == sample(1)
 
 
+def test_shards_that_come_later_are_read_also_behind_one_that_is_damaged(tmp_path: Path) -> None:
+    early = store(tmp_path, (sample(1), None), name="rank-0")
+    (tmp_path / "rank-1-00000.safetensors").write_bytes(b"cut short")
+    with RouteStore.writer(tmp_path, name="rank-2") as writer:
+        writer.add(sample(2))
+    assert early.of(tokens_of(2)) == sample(2)
+
+
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda store: pickle.loads(pickle.dumps(store))], ids=["copy", "pickle"]
 )
