@@ -10,7 +10,6 @@ Undone:   there is nothing to undo.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any
@@ -46,7 +45,8 @@ def replays(kind: Any) -> frozenset[str]:
 
 def _foreign(kind: Any, method: str) -> Iterator[CodeType]:
     """Yield the code of a method and of what it wraps, where it is neither Megatron's nor MindSpeed's."""
-    function: Any = inspect.getattr_static(kind, method, None)
+    # A block asks this of each router: inspect.getattr_static takes five times as long.
+    function: Any = next((vars(base)[method] for base in kind.__mro__ if method in vars(base)), None)
     while function is not None:
         # Not __module__, which functools.wraps copies to a wrapper.
         package = str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
