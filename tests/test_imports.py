@@ -211,3 +211,11 @@ def test_products_that_are_there_get_their_shims_at_once_and_none_if_turned_off(
 def test_the_core_needs_torch_and_numpy_alone(source: Path) -> None:
     allowed = sys.stdlib_module_names | {"torch", "numpy", "npu_replay"}
     assert {name.partition(".")[0] for name in imported(source)} <= allowed
+
+
+def test_a_python_without_torch_is_named() -> None:
+    code = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); import npu_replay"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert f"needs torch 2.7 or newer, and {sys.executable} has none" in done.stderr.splitlines()[-1]

@@ -18,6 +18,7 @@
 #   MODE   R3, or R2; 默认 R3，可改为 R2
 #   NODES  2; 节点数，默认 2
 #   GPUS   8 a node; 每个节点的卡数，默认 8
+#   EP     8 expert parallel: nodes x devices is a multiple of 2 x EP, so 4 on one node; 总卡数须为 2 x EP 的倍数，单节点时用 4
 #
 # What you write behind it comes last, and counts; --cfg job, as the last, shows the config alone. Two steps as a trial:
 # 写在命令后面的参数追加在最后，以其为准；--cfg job 须放在最后，只打印完整配置，不启动作业。先试两步：
@@ -40,7 +41,11 @@ mapfile -t replay <<<"$replay"
 
 prompt=1024 response=2048
 tokens=$(((prompt + response) * 2)) # in a micro-batch of a device
-tp=2 pp=2 ep=8 # of 16 devices: 4 data parallel, the experts over all 16
+tp=2 pp=2 ep=${EP:-8} # of 16 devices: 4 data parallel, the experts over all 16
+if ((NODES * GPUS % (pp * ep))); then
+    echo "cuda_megatron.sh: $((NODES * GPUS)) devices are no multiple of pp * ep = $((pp * ep)): set EP, 4 on one node. 总卡数须为 2 x EP 的倍数。" >&2
+    exit 1
+fi
 
 data=(
     data.train_files="$DATA/train.parquet"

@@ -126,15 +126,9 @@ def _doctor(options: Namespace) -> int:
 def _inspect(options: Namespace) -> int:
     from npu_replay.inspection.inspection import inspect
 
-    check_out(options.out, force=options.force)
-    ending = options.out.suffix if options.out else ".json"
-    if ending not in (".png", ".json"):
-        raise WrongOption(
-            "--out can't write such a file",
-            expected=".png for the picture, or .json for the findings",
-            got=options.out,
-        )
-    if ending == ".png":
+    check_out(options.out, force=options.force, endings=(".png", ".json"))
+    draws = options.out is not None and options.out.suffix == ".png"
+    if draws:
         probe.require(probe.PLOTS, "the picture of --out")
     findings = inspect(
         options.path,
@@ -146,7 +140,7 @@ def _inspect(options: Namespace) -> int:
         start=options.start,
         sample=options.sample,
     )
-    _end(options, findings, findings.picture if ending == ".png" else None)
+    _end(options, findings, findings.picture if draws else None)
     return 0 if findings.good else FAULT
 
 

@@ -38,6 +38,7 @@ MOST_BYTES = 2 << 30
 _MOST_TOKENS = 1 << 23  # limit where only the number of tokens is known
 _NO_MODEL = "layers and experts against the model: give --config"
 _NO_IDS = "its tokens: give the ids (--prompt-ids, --output-ids)"
+_NO_FINGERPRINT = "its tokens but for their number: these routes have no fingerprint"
 _NO_TOKENS = "rows and layers that are alike for other tokens: give the ids (--prompt-ids, --output-ids)"
 _OF_ARRAYS = (
     Fault(
@@ -192,6 +193,7 @@ class _Reader:
     def add_saved(self, read: Callable[[], RoutedExperts], where: str, name: str = "") -> None:
         """Add saved routes, compared with the model and the tokens where they are known."""
         model, tokens = self.model, self.tokens()
+        lacking = [what for what, known in ((_NO_MODEL, model), (_NO_IDS, tokens)) if known is None]
 
         def checked() -> RoutedExperts:
             routes = read()
@@ -213,12 +215,11 @@ class _Reader:
                 other = find_other_tokens(len(routes), routes.fingerprint, len(tokens), fingerprint(tokens))
                 if other is not None:
                     raise other.error(MicroBatchError, where)
+                if routes.fingerprint is None:
+                    lacking.append(_NO_FINGERPRINT)
             return routes
 
-        lacking = ((_NO_MODEL, model), (_NO_IDS, tokens))
-        self.findings.add(
-            checked, where=where, name=name, unchecked=[what for what, value in lacking if value is None]
-        )
+        self.findings.add(checked, where=where, name=name, unchecked=lacking)
 
     # What an engine made
 

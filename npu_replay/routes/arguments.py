@@ -79,8 +79,8 @@ def ids(ids: Any) -> torch.Tensor:
             "ids must be an array of integers",
             expected="torch.Tensor or numpy.ndarray of an integer dtype",
             got=shown(ids) if hasattr(ids, "dtype") else f"{type(ids).__name__}: {shown(ids)}",
-            cause="a list, or ids that went through a float: ids.astype(int), or "
-            "ids.long() of a tensor, if they are whole numbers",
+            cause="a list: np.asarray(ids); or ids that went through a float: ids.astype(int), or ids.long() "
+            "of a tensor, if they are whole numbers",
         )
     shape = list(tensor.shape)
     if tensor.dim() != 3:

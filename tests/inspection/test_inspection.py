@@ -352,6 +352,8 @@ def test_routes_of_ours(desk: Desk) -> None:
         assert (found.good, found.unchecked) == (True, [])
         assert "weights step 3" in found.verdicts[0].facts
         assert [layer["rows"] for layer in found.layers] == [119] * 7
+    unnamed = desk.look(routes.take(range(len(routes))), prompt_ids=every, output_ids=none)
+    assert (unnamed.good, "no fingerprint" in unnamed.unchecked[0]) == (True, True)
     assert desk.look(routes, config=None).good
     others = desk.put([*desk.tokens[:-1], 511], "others.json")
     larger = desk.put(CONFIG | {"num_experts": 64}, "larger.json")

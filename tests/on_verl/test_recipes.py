@@ -102,6 +102,9 @@ def test_a_script_is_a_whole_job_with_replay(
     device = script.stem.partition("_")[0]
     assert config.trainer.device == ("npu" if device == "npu" else "cuda")
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (2, 8)
+    if script.stem == "npu_fsdp2":  # verl's engines read this key, and none beside it
+        job = config.actor_rollout_ref
+        assert [job[role].fsdp_config.use_torch_compile for role in ("actor", "ref")] == [False, False]
     environment = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
     wanted = {"NPU_REPLAY_VLLM_ASCEND"} if (device, mode) == ("npu", "R3") else set()
     if mode == "R3" and metadata.version("verl") < "0.9":
@@ -122,6 +125,17 @@ def test_what_the_caller_adds_counts_last(tmp_path: Path) -> None:
         done = ran("bash", SCRIPTS[0], env=environment | {variable: value})
         assert done.returncode, "and verl isn't called"
         assert not done.stdout
+
+
+def test_megatron_on_one_node_takes_a_smaller_expert_parallelism(tmp_path: Path) -> None:
+    environment = python_that_shows(tmp_path) | {"NODES": "1"}
+    for script in SCRIPTS:
+        if "megatron" in script.stem:
+            refused = ran("bash", script, env=environment)
+            assert (refused.returncode, refused.stdout) == (1, "")
+            assert "8 devices are no multiple of pp * ep = 16" in refused.stderr
+            lines = ran("bash", script, env=environment | {"EP": "4"}).stdout.splitlines()
+            assert "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4" in lines
 
 
 def test_a_script_says_that_it_wants_vllm(tmp_path: Path) -> None:
