@@ -117,9 +117,9 @@ def laid_out(routes: Sequence[Any], call: Mapping[str, Any]) -> torch.Tensor:
         raise MicroBatchError(
             "the batch has fewer sequences than samples", expected=len(routes), got=len(places.spans)
         )
-    tensors = [torch.as_tensor(ids, dtype=torch.int32) for ids in routes]
+    tensors = [torch.as_tensor(ids, dtype=torch.int32, device="cpu") for ids in routes]
     tensors = [ids[0] if ids.dim() == 4 and len(ids) == 1 else ids for ids in tensors]
-    out = torch.zeros(places.real.size, *tensors[0].shape[1:], dtype=torch.int32)
+    out = torch.zeros(places.real.size, *tensors[0].shape[1:], dtype=torch.int32, device="cpu")
     for number, (rows, (first, end)) in enumerate(zip(tensors, places.spans, strict=False)):
         where = f"sample {number} of the micro-batch"
         wrong_length = find_other_length(len(rows), end - first)

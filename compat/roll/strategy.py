@@ -229,7 +229,7 @@ def _layout(self: Any, batch: tensors.BatchForm) -> TokenLayout:
     place = self.worker.rank_info
 
     def fed(sequences: list[torch.Tensor]) -> torch.Tensor:
-        whole = torch.zeros(kept.shape, dtype=torch.int64)
+        whole = torch.zeros(kept.shape, dtype=torch.int64, device="cpu")
         whole[kept] = torch.cat(sequences)
         here: torch.Tensor = self.get_feature_on_cp_rank(whole)[TOKENS] if place.cp_size > 1 else whole
         return here

@@ -234,9 +234,9 @@ class R2Store:
 def rows_of(key: int | None, tokens: int) -> torch.Tensor:
     """Return the rows of a sample's key, int16 [tokens, 1, 5]; zeros without one."""
     if key is None:
-        return torch.zeros(tokens, 1, _WORDS, dtype=torch.int16)
+        return torch.zeros(tokens, 1, _WORDS, dtype=torch.int16, device="cpu")
     words = [MARK, *np.array([key], np.uint64).view(np.int16).tolist()]
-    return torch.tensor(words, dtype=torch.int16).repeat(tokens, 1, 1)
+    return torch.tensor(words, dtype=torch.int16, device="cpu").repeat(tokens, 1, 1)
 
 
 def keys_in(routes: Any, references: Sequence[Any] | None = None) -> list[int | None]:

@@ -80,7 +80,7 @@ class Files:
                 None if routes_of_sample is None else find_other_length(len(routes_of_sample), len(tokens))
             )
             if routes_of_sample is not None and wrong_length is None:
-                rows = torch.arange(len(tokens))
+                rows = torch.arange(len(tokens), device="cpu")
                 rows[len(routes_of_sample) :] = -1  # the last token has no route
                 self._written.add(mark)
                 self._writer.add(

@@ -283,7 +283,7 @@ def build_r3_replay_mask(input_ids: torch.Tensor, response_mask: torch.Tensor) -
     """Return the rows to replay, bool, jagged: all but the last of each sequence that has a response."""
     lengths = tensors.lengths_of(input_ids)
     each = [
-        (torch.arange(length) < length - 1) & bool(response.any())
+        (torch.arange(length, device="cpu") < length - 1) & bool(response.any())
         for length, response in zip(lengths, response_mask.unbind(), strict=True)
     ]
     return torch.nested.nested_tensor_from_jagged(

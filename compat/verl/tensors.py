@@ -151,7 +151,7 @@ class BatchForm:
         """Return ids of sequences in the form of this batch; without any, as on a dense stage, 0 layers."""
         return self._shaped(
             [routes_of_sequence.ids.to(dtype) for routes_of_sequence in routes]
-            or [torch.empty(size, 0, self.model["topk"], dtype=dtype) for size in self.lengths]
+            or [torch.empty(size, 0, self.model["topk"], dtype=dtype, device="cpu") for size in self.lengths]
         )
 
     def keyed(self, keys: Sequence[int]) -> torch.Tensor:
@@ -161,7 +161,7 @@ class BatchForm:
     def _shaped(self, each: Sequence[torch.Tensor]) -> torch.Tensor:
         if self.kept is None:
             return batched(each, jagged=True)
-        out = torch.zeros(*self.kept.shape, *each[0].shape[1:], dtype=each[0].dtype)
+        out = torch.zeros(*self.kept.shape, *each[0].shape[1:], dtype=each[0].dtype, device="cpu")
         for row, ids in enumerate(each):
             out[row, self.kept[row]] = ids
         return out
@@ -251,7 +251,7 @@ class GivenRoutes:
             except InvalidRoutes as error:
                 # verl's mask excludes the last row, whose token the engine never ran.
                 with contextlib.suppress(InvalidRoutes):
-                    keep = torch.arange(len(rows)) < len(rows) - 1
+                    keep = torch.arange(len(rows), device="cpu") < len(rows) - 1
                     by_key[key] = take(rows, tokens=of_sample, keep=keep).only(own)
                 by_key.setdefault(key, error.with_traceback(None))
         return by_key

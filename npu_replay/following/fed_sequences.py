@@ -117,7 +117,8 @@ def carried_routes(
     """
     real, spans, padded = Places.of(call, padding)
     try:
-        rows = torch.as_tensor(carried).detach()
+        rows = carried if isinstance(carried, torch.Tensor) else torch.as_tensor(carried, device="cpu")
+        rows = rows.detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise MicroBatchError(
             "the call's routes are no tensor",

@@ -411,11 +411,11 @@ class TokenRoutes(RouteSource):
         experts = here[0].num_experts
         if not known:
             return RoutedExperts.unrecorded(fed.rows, layers=labels, topk=topk, num_experts=experts)
-        index = torch.full((fed.rows,), -1)
+        index = torch.full((fed.rows,), -1, device="cpu")
         begin = 0
         for at, routes in known.items():
             first = fed.spans[at][0]
-            index[first : first + len(routes)] = torch.arange(begin, begin + len(routes))
+            index[first : first + len(routes)] = torch.arange(begin, begin + len(routes), device="cpu")
             begin += len(routes)
         return RoutedExperts.concat(list(known.values()), labels).take(index)
 

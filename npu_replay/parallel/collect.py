@@ -162,7 +162,11 @@ def _given(routes: Any, layouts: Any, groups: Groups) -> tuple[list[TokenLayout]
     blocks: Blocks = []
     for number, (block_routes, layout) in enumerate(zip(recorded, made, strict=True)):
         _check_layout(number, block_routes, layout)
-        row_of = layout.row_of(block_routes, micro_batch(number)) if block_routes.layers else torch.empty(0)
+        row_of = (
+            layout.row_of(block_routes, micro_batch(number))
+            if block_routes.layers
+            else torch.empty(0, device="cpu")
+        )
         filled = row_of >= 0
         blocks.append(Block(filled, block_routes.take(row_of[filled])) if block_routes.layers else None)
     return made, blocks
@@ -241,7 +245,7 @@ class _Plan:
                 self._pieces += [(number, rank, part, *span) for span in spans]
                 most = max(most, min(step, part.rows) * part.row_bytes)
         # One buffer for the largest piece, and the same on the device: the same memory where that is the CPU.
-        self._buffer = torch.empty(most, dtype=torch.uint8)
+        self._buffer = torch.empty(most, dtype=torch.uint8, device="cpu")
         self._there = self._buffer.to(peers.device)
 
     def carried_out(self) -> Blocks:
@@ -375,7 +379,7 @@ def exchange(
 
 def _room(sizes: Mapping[int, int], device: torch.device) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
     """Return host memory for each, and one buffer for the largest where the back end wants it."""
-    rows = {key: torch.empty(size, dtype=torch.uint8) for key, size in sizes.items()}
+    rows = {key: torch.empty(size, dtype=torch.uint8, device="cpu") for key, size in sizes.items()}
     return rows, torch.empty(max(sizes.values(), default=0), dtype=torch.uint8, device=device)
 
 

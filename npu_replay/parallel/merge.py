@@ -80,12 +80,12 @@ class Union:
         place = self._held.cumsum(0) - 1
         self._rows = {part: place[tokens > 0] for part, tokens in zip(parts, all_tokens, strict=True)}
         # A token has a route only if each part that holds it says so: some layers alone are of no use.
-        self._recorded = torch.ones(int(self._held.sum()), dtype=torch.bool)
+        self._recorded = torch.ones(int(self._held.sum()), dtype=torch.bool, device="cpu")
         for part, tokens in zip(parts, all_tokens, strict=True):
             self._recorded[self._rows[part]] &= torch.from_numpy(tokens[tokens > 0] == 2)
         self._labels = sorted({layer for routes in like for layer in routes.layers})
-        self._known = torch.zeros(len(self._recorded), len(self._labels), dtype=torch.bool)
-        self._ids = torch.empty(*self._known.shape, like[0].topk, dtype=like[0].ids.dtype)
+        self._known = torch.zeros(len(self._recorded), len(self._labels), dtype=torch.bool, device="cpu")
+        self._ids = torch.empty(*self._known.shape, like[0].topk, dtype=like[0].ids.dtype, device="cpu")
 
     def put(self, part: Part, first: int, data: torch.Tensor) -> None:
         """Store ids, as bytes, of the part's rows from `first` on; refuse a second, different route."""

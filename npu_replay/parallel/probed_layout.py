@@ -35,7 +35,9 @@ def places(
     )
     if tokens is None:
         return once
-    real = [torch.as_tensor(sequence).detach().cpu().to(torch.int64).reshape(-1) for sequence in tokens]
+    real = [
+        torch.as_tensor(sequence, device="cpu").detach().to(torch.int64).reshape(-1) for sequence in tokens
+    ]
     lengths = tuple(map(len, real))
     MicroBatchError.unless(lengths == sizes, "tokens and lengths differ", sizes, lengths)
     made = _fed(fn, [sequence.clone() for sequence in real])
@@ -55,7 +57,7 @@ def _probed(fn: Preprocessing, sizes: tuple[int, ...], padding_alone: bool, turn
     tokens = sum(sizes)
     last = _FIRST_NUMBER + 2 * tokens + 9  # odd for a token whose first number is even
     # Turned, each token has another number, so code that looks at the ids lays them out differently.
-    numbers = torch.arange(tokens)
+    numbers = torch.arange(tokens, device="cpu")
     numbers = last - numbers if turned else _FIRST_NUMBER + numbers
     made = _fed(fn, list(torch.split(numbers, list(sizes))))
     token_numbers = last - made if turned else made - _FIRST_NUMBER
@@ -75,14 +77,14 @@ def _probed(fn: Preprocessing, sizes: tuple[int, ...], padding_alone: bool, turn
 def _fed(fn: Preprocessing, sequences: list[torch.Tensor]) -> torch.Tensor:
     """Return what `fn` makes of these, int64 [rows] or [batch, sequence]."""
     fed = fn(sequences)
-    if isinstance(fed, Mapping) or torch.as_tensor(fed).dtype not in (torch.int32, torch.int64):
+    if isinstance(fed, Mapping) or torch.as_tensor(fed, device="cpu").dtype not in (torch.int32, torch.int64):
         raise MicroBatchError(
             "the preprocessing returns something else than token ids",
             expected="an integer tensor, as a model is fed",
             got=shown(fed),
             cause="fn returns a batch or a mask: pick input_ids",
         )
-    made = torch.as_tensor(fed).detach().cpu().to(torch.int64)
+    made = torch.as_tensor(fed, device="cpu").detach().to(torch.int64)
     if made.dim() == 2 and made.shape[0] == 1:
         made = made[0]
     if made.dim() not in (1, 2):

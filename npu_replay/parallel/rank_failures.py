@@ -116,7 +116,7 @@ class RankGroup:
         sizes = [torch.empty_like(size) for _ in self.ranks]
         self._wait(lambda: dist.all_gather(sizes, size, self.group, async_op=True), self.patience)
         lengths = [int(size) for size in sizes]
-        mine = torch.zeros(max(lengths), dtype=torch.uint8)
+        mine = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         mine = mine.to(self.device)
         all_of_them = [torch.empty_like(mine) for _ in self.ranks]
@@ -151,7 +151,9 @@ class RankGroup:
             # for this, but closes all of them when the wait for one message times out.
             for rank in set(self.ranks) - {dist.get_rank()}:
                 with suppress(RuntimeError):
-                    nothing: Any = dist.irecv(torch.empty(1, dtype=torch.uint8), rank, self.group, _TAG)
+                    nothing: Any = dist.irecv(
+                        torch.empty(1, dtype=torch.uint8, device="cpu"), rank, self.group, _TAG
+                    )
                     nothing.wait(timedelta(milliseconds=10))
         grace = min(max(1.0, self.patience / 4), 10.0)
         self._lost = self.meet("left", _news(own), deadline + grace) or self._error(

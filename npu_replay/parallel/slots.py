@@ -27,7 +27,9 @@ def rounded(size: int, multiple: int) -> int:
 def padded_slots(sizes: Sequence[int], rooms: Sequence[int], left: bool = False) -> list[torch.Tensor]:
     """Return the packed tokens of each sequence in its room of places, padded with -1 at one end."""
     slots = []
-    for tokens, room in zip(torch.split(torch.arange(sum(sizes)), list(sizes)), rooms, strict=True):
+    for tokens, room in zip(
+        torch.split(torch.arange(sum(sizes), device="cpu"), list(sizes)), rooms, strict=True
+    ):
         lacking = room - len(tokens)
         slots.append(pad(tokens, (lacking, 0) if left else (0, lacking), value=-1))
     return slots
@@ -35,7 +37,7 @@ def padded_slots(sizes: Sequence[int], rooms: Sequence[int], left: bool = False)
 
 def joined(pieces: list[torch.Tensor], multiple: int = 1) -> torch.Tensor:
     """Concatenate pieces, and pad the end with -1 to a multiple."""
-    stream = torch.cat([torch.arange(0), *pieces])
+    stream = torch.cat([torch.arange(0, device="cpu"), *pieces])
     return pad(stream, (0, -len(stream) % multiple), value=-1)
 
 

@@ -64,7 +64,7 @@ class TokenLayout:
 
     def __post_init__(self) -> None:
         sizes = _sizes(self.lengths)
-        rows = torch.as_tensor(self.rows).detach().cpu()
+        rows = torch.as_tensor(self.rows, device="cpu").detach()
         is_whole = rows.dtype in arguments.INTEGERS or not rows.numel()
         _check(is_whole, "the rows of a layout are whole numbers", "int64", rows.dtype)
         _check(rows.dim() == 1, "the rows of a layout are a flat list", "[rows]", list(rows.shape))
@@ -461,7 +461,7 @@ class TokenLayout:
             "a layout made for other lengths, another padding, or another rank",
             where,
         )
-        row_of = torch.full((sum(self.lengths),), -1, dtype=torch.int64)
+        row_of = torch.full((sum(self.lengths),), -1, dtype=torch.int64, device="cpu")
         filled = self.rows >= 0
         row_of[self.rows[filled]] = filled.nonzero()[:, 0]
         return row_of

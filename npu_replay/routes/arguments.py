@@ -59,7 +59,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def on_host(value: Any) -> torch.Tensor:
     """Return a caller's value as a tensor on the CPU."""
-    return torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value).detach().cpu()
+    return torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value, device="cpu").detach()
 
 
 def ids(ids: Any) -> torch.Tensor:
@@ -133,7 +133,7 @@ def labels(layers: Any, columns: int | None = None) -> tuple[int, ...]:
 def mask(recorded: IdArray | None, *, tokens: int) -> torch.Tensor:
     """Return a copy of a caller's mask of the rows with a route; all rows when there is none."""
     if recorded is None:
-        return torch.ones(tokens, dtype=torch.bool)
+        return torch.ones(tokens, dtype=torch.bool, device="cpu")
     rows = on_host(recorded)
     if not (rows.dtype == torch.bool and rows.shape == (tokens,)):
         raise InvalidRoutes(

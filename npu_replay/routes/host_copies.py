@@ -45,7 +45,7 @@ class HostCopy:
 def _sent(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_cpu:
         return tensor
-    room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
     return room.copy_(tensor, non_blocking=True)
 
 

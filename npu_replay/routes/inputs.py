@@ -63,9 +63,9 @@ class Called(NamedTuple):
         return Called(tokens, others, None if self.real is None else rest[-1], bool(single))
 
     def _host_copy(self) -> HostCopy:
-        digests = [torch.as_tensor(digest) for _, digest in self.others.values()]
-        real = [] if self.real is None else [self.real]
-        return HostCopy([self.tokens, torch.as_tensor(self.single), *digests, *real])
+        figures = [self.single, *(digest for _, digest in self.others.values())]
+        tensors = [x if isinstance(x, torch.Tensor) else torch.tensor(x, device="cpu") for x in figures]
+        return HostCopy([self.tokens, *tensors, *([] if self.real is None else [self.real])])
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,14 +136,14 @@ class Inputs:
     def differing(self, called: Called) -> list[str] | None:
         """Return the inputs that differ; None if no whole sequence can be compared."""
         tokens = called.tokens.flatten().long()
-        fed = torch.arange(sum(self.lengths)) if self.fed is None else self.fed
+        fed = torch.arange(sum(self.lengths), device="cpu") if self.fed is None else self.fed
         if len(tokens) != len(fed):
             return None  # not this batch's token ids; the routers refuse rows that don't fit
         there = fed >= 0
-        packed = torch.zeros(sum(self.lengths), dtype=torch.int64)
+        packed = torch.zeros(sum(self.lengths), dtype=torch.int64, device="cpu")
         packed[fed[there]] = tokens[there]
         # Only sequences that are fed as a whole have a fingerprint that can be compared.
-        here = torch.zeros(len(packed), dtype=torch.bool).index_fill(0, fed[there], True)
+        here = torch.zeros(len(packed), dtype=torch.bool, device="cpu").index_fill(0, fed[there], True)
         spans = pairwise(accumulate(self.lengths, initial=0))
         same = [
             fingerprint(packed[first:end]) >> 32 == mark >> 32  # a call has no sample_key
@@ -168,9 +168,9 @@ def _runs(fed: torch.Tensor) -> list[list[int]]:
 
 def _placed(places: int, runs: list[list[int]]) -> torch.Tensor:
     """Return the token in each place, the reverse of `_runs`."""
-    fed = torch.full((places,), -1, dtype=torch.int64)
+    fed = torch.full((places,), -1, dtype=torch.int64, device="cpu")
     for place, token, count in runs:
-        fed[place : place + count] = torch.arange(token, token + count)
+        fed[place : place + count] = torch.arange(token, token + count, device="cpu")
     return fed
 
 

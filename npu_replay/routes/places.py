@@ -146,11 +146,11 @@ def read_batch(
             )
     if mask is None:
         _check_end(ids, spans)
-    places = torch.full((ids.numel(),), -1)
+    places = torch.full((ids.numel(),), -1, device="cpu")
     flat = ids.reshape(-1)
-    inside = [torch.arange(first, end) for first, end in spans]
+    inside = [torch.arange(first, end, device="cpu") for first, end in spans]
     lengths = tuple(map(len, inside))
-    places[torch.cat([torch.arange(0), *inside])] = torch.arange(sum(lengths))
+    places[torch.cat([torch.arange(0, device="cpu"), *inside])] = torch.arange(sum(lengths), device="cpu")
     return places.view(ids.shape), lengths, [fingerprint(flat[first:end]) for first, end in spans]
 
 
@@ -176,7 +176,7 @@ def _are_of_images(positions: torch.Tensor | None) -> bool:
 
 def _tensor(name: str, value: Any) -> torch.Tensor:
     try:
-        tensor = torch.as_tensor(value).detach()
+        tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
         if not is_plain(tensor):
             raise TypeError("no plain tensor")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

@@ -291,8 +291,8 @@ class RoutedExperts:
         topk, labels = whole_number(topk, "topk", kind=InvalidRoutes), arguments.labels(layers)
         num_experts = arguments.num_experts(num_experts, topk)
         tokens = whole_number(tokens, "number of tokens", least=0, most=checks.MAX_TOKENS, kind=InvalidRoutes)
-        ids = torch.zeros(tokens, len(labels), topk, dtype=narrow_dtype(num_experts))
-        none = torch.zeros(tokens, dtype=torch.bool)
+        ids = torch.zeros(tokens, len(labels), topk, dtype=narrow_dtype(num_experts), device="cpu")
+        none = torch.zeros(tokens, dtype=torch.bool, device="cpu")
         return cls(
             ids=ids,
             layers=labels,
@@ -452,7 +452,7 @@ def _unpickled(values: dict[str, Any]) -> RoutedExperts:
 
 def without_layers() -> RoutedExperts:
     """Return the empty routes that a pipeline stage of dense layers has for a micro-batch."""
-    return RoutedExperts(ids=torch.empty(0, 0, 1, dtype=torch.uint8), layers=(), num_experts=1)
+    return RoutedExperts(ids=torch.empty(0, 0, 1, dtype=torch.uint8, device="cpu"), layers=(), num_experts=1)
 
 
 def _refuse(finding: Finding | None, layers: tuple[int, ...], cause: str) -> None:

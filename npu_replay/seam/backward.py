@@ -235,7 +235,7 @@ def _fails(*, reentrant: bool) -> str | None:
         return (x * 2).sin()
 
     kind = "reentrant" if reentrant else "non-reentrant"
-    weight = torch.ones(2, requires_grad=True)
+    weight = torch.ones(2, requires_grad=True, device="cpu")
     outputs = []
     ends = []
     for _ in range(2):

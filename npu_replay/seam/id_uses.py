@@ -64,7 +64,7 @@ class IdUses:
         rows = self._shape[0]
         experts = self._num_experts
         if self._held is None or self._ids is None:
-            return torch.zeros(rows, experts, dtype=torch.bool)
+            return torch.zeros(rows, experts, dtype=torch.bool, device="cpu")
         inside = self._held & (self._ids >= 0) & (self._ids < experts)
         shown = torch.zeros(rows, experts + 1, dtype=torch.bool, device=self._ids.device)
         return shown.scatter(1, self._ids.where(inside, experts).long(), True)[:, :experts]
