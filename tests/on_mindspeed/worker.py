@@ -54,6 +54,11 @@ DEFAULTS: dict[str, Any] = {
     "fp8": None,
     "use_gmm_fp8": False,
 }
+OF_CONFIG = (
+    *("moe_token_dispatcher_type", "moe_grouped_gemm"),
+    *("tensor_model_parallel_size", "sequence_parallel"),
+)
+"""Of MindSpeed's arguments, those that a config is given too."""
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 TOLERANCE = 1e-5
@@ -335,17 +340,11 @@ class Trainer:
 
         self.case = case
         torch.manual_seed(7)
-        sizes = {"expert_model_parallel_size": case.expert, "num_layers": LAYERS}
-        if case.schedule == "overlap":
-            sizes["deallocate_pipeline_outputs"] = (
-                True  # as Megatron's own arguments have it; the schedule wants it
-            )
-        changes = {
-            key: case.args[key] for key in ("moe_grouped_gemm", "sequence_parallel") if key in case.args
-        }
-        self.config = megatron_model.config(
-            **sizes | changes | case.config | dispatcher(case) | (FULL if recompute else {})
-        )
+        sizes: dict[str, Any] = {"expert_model_parallel_size": case.expert, "num_layers": LAYERS}
+        # As Megatron's own arguments have it; the schedule wants it.
+        sizes["deallocate_pipeline_outputs"] = case.schedule == "overlap"
+        sizes |= {name: case.args[name] for name in OF_CONFIG if name in case.args}
+        self.config = megatron_model.config(**sizes | case.config | (FULL if recompute else {}))
         self.model = megatron_model.model(self.config)
         # Without balanced_moe's copies of busy experts, which hand their gradients on to the originals.
         lasting = {name: p for name, p in self.model.named_parameters() if "hot_experts" not in name}
@@ -361,7 +360,7 @@ class Trainer:
         for parameter in self.parameters:
             parameter.main_grad = torch.zeros_like(parameter)  # Megatron's buffer, which MindSpeed adds to
         losses = self._plain() if self.case.schedule == "plain" else self._overlapped()
-        return losses, [_gradient(parameter) for parameter in self.parameters]
+        return losses, [p.main_grad if p.grad is None else p.main_grad + p.grad for p in self.parameters]
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         from npu_replay.smoke import megatron_model
@@ -391,15 +390,6 @@ class Trainer:
             micro_batch_size=BATCH,
         )
         return [loss.item() for loss in losses]
-
-
-def _gradient(parameter: Any) -> torch.Tensor:
-    return parameter.main_grad if parameter.grad is None else parameter.main_grad + parameter.grad
-
-
-def dispatcher(case: Case) -> dict[str, Any]:
-    names = ("moe_token_dispatcher_type", "moe_expert_capacity_factor", "tensor_model_parallel_size")
-    return {name: case.args[name] for name in names if name in case.args}
 
 
 def distance(run: Run, other: Run) -> float:
