@@ -71,8 +71,7 @@ class Mix:
         for name, (ids, sampling, _) in asked.items():
             # Else each output of a step has one of the request's completions.
             kind = RequestOutputKind.FINAL_ONLY if "n" in sampling else RequestOutputKind.CUMULATIVE
-            asked_for = SamplingParams(**sampling, output_kind=kind)
-            self.engine.add_request(name, {"prompt_token_ids": ids}, asked_for)
+            self.engine.add_request(name, {"prompt_token_ids": ids}, SamplingParams(**sampling, output_kind=kind))
         seen: dict[str, Any] = {}
         while self.engine.has_unfinished_requests():
             seen |= {output.request_id: output for output in self.engine.step()}
