@@ -71,7 +71,8 @@ class Mix:
         for name, (ids, sampling, _) in asked.items():
             # Else each output of a step has one of the request's completions.
             kind = RequestOutputKind.FINAL_ONLY if "n" in sampling else RequestOutputKind.CUMULATIVE
-            self.engine.add_request(name, {"prompt_token_ids": ids}, SamplingParams(**sampling, output_kind=kind))
+            how = SamplingParams(**sampling, output_kind=kind)
+            self.engine.add_request(name, {"prompt_token_ids": ids}, how)
         seen: dict[str, Any] = {}
         while self.engine.has_unfinished_requests():
             seen |= {output.request_id: output for output in self.engine.step()}

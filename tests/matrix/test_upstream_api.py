@@ -89,6 +89,25 @@ def test_the_module_its_actions_and_its_list_of_all_are_upstreams(api: UpstreamA
     assert api.replay.global_router_replay_instances == []
 
 
+@pytest.mark.capability("topk_function")
+@pytest.mark.parametrize("groups", [{}, {"num_groups": 3, "group_topk": 1}], ids=["no groups", "groups"])
+def test_sigmoid_with_a_bias_weighs_by_the_unbiased_scores(
+    api: UpstreamApi, logits: torch.Tensor, groups: dict[str, Any]
+) -> None:
+    bias = torch.tensor([3.0, -3.0, 1.0, -1.0, 2.0, 0.0])
+    settings: dict[str, Any] = {"score_function": "sigmoid", "expert_bias": bias, "scaling_factor": 2.5}
+    settings |= groups
+    record = api.new("RECORD")
+    api.topk_routing(logits, 2, router_replay=record, **settings)
+    if not groups:
+        biased = (logits.sigmoid() + bias).topk(2, dim=1).indices
+        assert torch.equal(record.get_recorded_indices().sort(dim=1).values, biased.sort(dim=1).values)
+    replay = api.new("REPLAY_FORWARD", FOREIGN)
+    probs, _ = api.topk_routing(logits, 2, router_replay=replay, **settings)
+    scores = at(logits.sigmoid())
+    torch.testing.assert_close(at(probs), 2.5 * scores / scores.sum(dim=-1, keepdim=True))
+
+
 @pytest.mark.capability("layer_number")
 def test_an_instance_knows_its_routers_layer(api: UpstreamApi) -> None:
     from zoo.gpt import build
