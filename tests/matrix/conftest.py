@@ -11,6 +11,8 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 
 from capabilities import CAPABILITIES
+from router_replay_api import UpstreamApi, upstream_api
 
 HERE = Path(__file__).parent
 _MARK = "capability"
@@ -40,6 +43,12 @@ def _no_losses_of_a_smaller_model() -> None:
             module.get_moe_metrics_tracker().metrics.clear()
         elif hasattr(module, "get_moe_layer_wise_logging_tracker"):
             module.get_moe_layer_wise_logging_tracker().clear()
+
+
+@pytest.fixture
+def api() -> Iterator[UpstreamApi]:
+    with upstream_api() as found:
+        yield found
 
 
 def pytest_collection_finish() -> None:
@@ -75,16 +84,12 @@ def _reason(report: pytest.TestReport) -> str:
     return why.removeprefix("Skipped: ")
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
-
-
 def pytest_sessionfinish() -> None:
     path = os.environ.get("NPU_REPLAY_MATRIX_RESULT")
     if path:
-        versions = {name: _version(name) for name in ("torch", "megatron-core", "transformers")}
+        versions = {}
+        for name in ("torch", "megatron-core", "transformers"):
+            with suppress(PackageNotFoundError):
+                versions[name] = version(name)
         found = {"python": platform.python_version(), **versions, "tests": _counts, "capabilities": _found}
         Path(path).write_text(json.dumps(found, indent=1), encoding="utf-8")

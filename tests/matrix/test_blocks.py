@@ -6,16 +6,8 @@ from typing import Any
 
 import pytest
 
-import npu_replay
 from dealt_cases import dealt
-from zoo.gpt import (
-    ALL_RECOMPUTE,
-    VARIANTS,
-    build,
-    check_record_and_replay,
-    random_routes,
-    same,
-)
+from zoo.gpt import ALL_RECOMPUTE, VARIANTS, build, check_foreign_routes
 
 pytestmark = [
     pytest.mark.megatron,
@@ -38,13 +30,5 @@ def _case(variant: str, recompute: str | None, order: str) -> Any:
 def test_a_record_changes_nothing_and_every_recompute_replays_its_own_forward(
     variant: str, recompute: str | None, order: str
 ) -> None:
-    """Foreign routes with recompute give the gradients of the same without it, and the routers show them."""
     trainer = build(VARIANTS[variant], recompute)
-    plain = build(VARIANTS[variant])
-    foreign = random_routes(check_record_and_replay(trainer, order))
-    with npu_replay.observe(plain.model) as seen, npu_replay.replay(plain.model, foreign):
-        expected = plain.run(order)
-    if "capacity" not in variant:  # that drops some
-        assert npu_replay.compare(seen.shown, foreign).differing == 0
-    with npu_replay.replay(trainer.model, foreign):
-        assert same(trainer.run(order), expected)
+    check_foreign_routes(trainer, build(VARIANTS[variant]), order, drops="capacity" in variant)

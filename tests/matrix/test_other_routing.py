@@ -15,19 +15,7 @@ import npu_replay
 from dealt_cases import dealt
 from fused_kernel import FUSION
 from npu_replay import RoutedExperts
-from router_replay_api import FLAG, upstream_api
-from zoo.gpt import (
-    FULL,
-    VARIANTS,
-    Trainer,
-    build,
-    check_record_and_replay,
-    perturbed,
-    random_routes,
-    routers,
-    same,
-)
-from zoo.outcome import gradients
+from zoo.gpt import VARIANTS, Trainer, build, check_foreign_routes, perturbed, random_routes, routers, same
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
@@ -94,58 +82,7 @@ def test_a_fused_router_replays_as_an_unfused_one(
     assert fused_kernel.product().fused_topk_with_score_function is kernel
 
 
-@pytest.mark.capability("upstream_fused")
-def test_upstreams_api_records_and_replays_a_fused_router(kernel: Kernel) -> None:
-    """T45, N1: upstream itself does neither, and says nothing."""
-    with upstream_api() as api:
-        trainer = build(FULL | FLAG | FUSION)
-        with npu_replay.observe(trainer.model) as seen:
-            trainer.loss(trainer.batches[0])
-        (shown,) = seen.shown
-        api.everywhere("RECORD")
-        trainer.loss(trainer.batches[0])
-        api.replay.clear_global_router_replay_action()
-        for layer, ids in zip(shown.layers, api.replay.get_recorded_data(), strict=True):
-            assert ids is not None
-            assert torch.equal(ids.sort(dim=1).values, shown.layer_ids(layer).long().sort(dim=1).values)
-        api.replay.clear_global_indices()
-        plain = build({})
-        (foreign, *_) = foreign_to(plain)
-        with npu_replay.replay(plain.model, [foreign]):
-            plain.model.zero_grad()
-            expected = plain.loss(plain.batches[0])
-            expected.backward()
-        trainer.model.zero_grad()
-        api.replay.set_replay_data([foreign.layer_ids(layer).long() for layer in foreign.layers])
-        api.everywhere("REPLAY_FORWARD")
-        loss = trainer.loss(trainer.batches[0])
-        api.everywhere("REPLAY_BACKWARD")
-        loss.backward()
-        assert same(([loss.item()], gradients(trainer.model)), ([expected.item()], gradients(plain.model)))
-
-
 # Other ways to choose
-
-
-def check_foreign_routes(changes: dict[str, Any], recompute: str | None) -> None:
-    """Recorded and replayed to the last bit; routes of nobody's choice shown, and the same in a recompute."""
-    trainer = build(changes, recompute)
-    plain = build(changes)
-    foreign = random_routes(check_record_and_replay(trainer, "sum"))
-    with npu_replay.observe(plain.model) as seen, npu_replay.replay(plain.model, foreign):
-        expected = plain.run("sum")
-    assert npu_replay.compare(seen.shown, foreign).differing == 0
-    with npu_replay.replay(trainer.model, foreign):
-        assert same(trainer.run("sum"), expected)
-
-
-@pytest.mark.capability("sinkhorn")
-@pytest.mark.parametrize(
-    "recompute", [case[0] for case in dealt([None, "full", "layers_non_reentrant"], [None], [None])]
-)
-def test_sinkhorn_is_recorded_and_replayed(recompute: str | None) -> None:
-    sinkhorn = {"moe_router_load_balancing_type": "sinkhorn"}
-    check_foreign_routes(sinkhorn, recompute)
 
 
 @pytest.mark.capability("force_balance")
@@ -163,14 +100,23 @@ def test_forced_balance_draws_other_experts_each_time_and_replay_doesnt() -> Non
     assert npu_replay.compare(seen.shown, recording.routes).differing == 0
 
 
-@pytest.mark.capability("quantile")
-@pytest.mark.parametrize("recompute", [None, "full"])
-def test_quantile_balancing_is_recorded_and_replayed(recompute: str | None) -> None:
-    """Its dual update has a top-k of its own, down the rows, which is none of ours."""
-    if not has_field("moe_router_quantile_balancing_ema"):
+def _balanced(kind: str, recomputes: list[str | None]) -> list[Any]:
+    marks = pytest.mark.capability(kind.removesuffix("_balancing"))
+    return [pytest.param(kind, recompute, marks=marks) for recompute in recomputes]
+
+
+SOME = [case[0] for case in dealt([None, "full", "layers_non_reentrant"], [None], [None])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute"), [*_balanced("sinkhorn", SOME), *_balanced("quantile_balancing", [None, "full"])]
+)
+def test_a_balance_of_another_kind_is_recorded_and_replayed(kind: str, recompute: str | None) -> None:
+    """Quantile balancing's dual update has a top-k of its own, down the rows, which is none of ours."""
+    if kind == "quantile_balancing" and not has_field("moe_router_quantile_balancing_ema"):
         pytest.skip("this release has no quantile balancing")
-    quantile = {"moe_router_load_balancing_type": "quantile_balancing"}
-    check_foreign_routes(quantile, recompute)
+    balance = {"moe_router_load_balancing_type": kind}
+    check_foreign_routes(build(balance, recompute), build(balance), "sum")
 
 
 # What aux losses count

@@ -6,11 +6,10 @@ What the scheduler hands over is made here; all that comes after it is vLLM's, u
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import vllm
@@ -28,21 +27,10 @@ from vllm_outputs import Sampled, engine_rows
 VERSION: str = vllm.__version__
 AT = release(VERSION)
 
-_REASONS = {"length": FinishReason.LENGTH, "stop": FinishReason.STOP}
 
-
-@dataclass(frozen=True)
-class Step:
-    """What the scheduler has of one request after one step."""
-
-    tokens: list[int]
-    rows: Any
-    finish_reason: str | None
-
-
-def steps(model: RoutedModel, one: Sampled, start: int = 0) -> Iterator[Step]:
-    """A token a step. From 0.22 on the first has the prompt's rows and each other one row; before, the last
-    step has all."""
+def steps(model: RoutedModel, one: Sampled, start: int = 0) -> Iterator[dict[str, Any]]:
+    """What the scheduler has of one request after each step, a token a step. From 0.22 on the first has the
+    prompt's rows and each other one row; before, the last step has all."""
     rows = engine_rows(VERSION, model, one, start)
     for number, token in enumerate(one.output):
         last = number == len(one.output) - 1
@@ -52,22 +40,16 @@ def steps(model: RoutedModel, one: Sampled, start: int = 0) -> Iterator[Step]:
             part = rows[: len(one.prompt) - start]
         else:
             part = rows[len(one.prompt) - start + number - 1 :][:1]
-        yield Step([token], part, one.finish_reason if last else None)
+        reason = FinishReason[one.finish_reason.upper()] if last and one.finish_reason else None
+        yield {"new_token_ids": [token], "routed_experts": part, "finish_reason": reason}
 
 
 class Frontend:
     """One request of `n` completions, as AsyncLLM drives it."""
 
-    def __init__(
-        self,
-        prompt: list[int],
-        *,
-        n: int = 1,
-        tokenizer: Any = None,
-        kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
-        **sampling: Any,
-    ) -> None:
-        self._processor = OutputProcessor(tokenizer, log_stats=False)
+    def __init__(self, prompt: list[int], *, n: int = 1, **sampling: Any) -> None:
+        self._processor = OutputProcessor(None, log_stats=False)
+        kind = RequestOutputKind.FINAL_ONLY
         self.queue = RequestOutputCollector(kind, "17")
         params = SamplingParams(n=n, max_tokens=1000, output_kind=kind, **sampling)
         request = EngineCoreRequest(
@@ -81,7 +63,7 @@ class Frontend:
             cache_salt=None,
             data_parallel_rank=None,
             external_req_id="17",
-            **_if_known(EngineCoreRequest, eos_token_id=None),
+            **({"eos_token_id": None} if "eos_token_id" in signature(EngineCoreRequest).parameters else {}),
         )
         self._ids = ["17"]
         if n == 1:
@@ -97,21 +79,11 @@ class Frontend:
             self._processor.add_request(child, None, parent, index, self.queue)
             self._ids.append(request_id)
 
-    def step(self, step: Step, completion: int = 0, weight_version: str | None = None) -> None:
+    def step(self, step: dict[str, Any], completion: int = 0) -> None:
         """One step of one completion, over the wire between vLLM's processes."""
-        sent = EngineCoreOutputs(
-            outputs=[
-                EngineCoreOutput(
-                    request_id=self._ids[completion],
-                    new_token_ids=step.tokens,
-                    finish_reason=_REASONS.get(step.finish_reason or ""),
-                    routed_experts=step.rows,
-                )
-            ]
-        )
+        sent = EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=self._ids[completion], **step)])
         received = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent))
-        extra = {} if weight_version is None else {"weight_version": weight_version}
-        self._processor.process_outputs(received.outputs, **extra)
+        self._processor.process_outputs(received.outputs)
 
     def abort(self) -> None:
         self._processor.abort_requests(["17"], internal=False)
@@ -199,8 +171,3 @@ def token_answer(output: RequestOutput) -> str:
     ]
     text: str = answer(choices=choices, request_id="17").model_dump_json()
     return text
-
-
-def _if_known(kind: Any, **said: Any) -> dict[str, Any]:
-    known = inspect.signature(kind).parameters
-    return {name: value for name, value in said.items() if name in known}

@@ -24,9 +24,7 @@ class Case:
             "overlap" is MindSpeed's forward_backward_no_pipelining.
         reference: of these `args`, those that are turned off for the run whose gradients must be the same.
         shows: part of the name of a class or function of the MoE layer, by which it is seen to be on.
-        drops: a map may lack experts that were over capacity.
         own_gradients: its gradients aren't the reference's, nor those without recompute, untouched too.
-        refused: what npu_replay's error names, if it has to refuse the feature.
     """
 
     flag: str = ""
@@ -39,9 +37,7 @@ class Case:
     schedule: str = "plain"
     reference: tuple[str, ...] = ()
     shows: str = ""
-    drops: bool = False
     own_gradients: bool = False
-    refused: str = ""
 
     @property
     def world(self) -> int:
@@ -133,11 +129,6 @@ CASES: dict[str, Case] = {
     "grouped_gemm": Case(shows="MindSpeedGmmExperts", args=GROUPED),
     "alltoall_seq": ALLTOALL_SEQ,
     "alltoall_seq_tp2": replace(ALLTOALL_SEQ, args=SEQ | TENSOR, tensor=2),
-    "capacity": Case(
-        shows="moe_layer.MoELayer",
-        args={"moe_expert_capacity_factor": 0.75},
-        drops=True,
-    ),
     "alltoall_overlap": OVERLAP,
     "alltoall_seq_overlap": replace(
         OVERLAP,
@@ -177,20 +168,5 @@ CASES: dict[str, Case] = {
         expert=2,
         args=FAST_OPS.args | SCORE_REUSE.args,
         reference=FAST_OPS.reference + SCORE_REUSE.reference,
-    ),
-    "fix_router": Case(
-        shows="mindspeed.core.transformer.moe.moe_utils.topk_",  # two functions, by branch
-        flag="fix_router",
-        args={"fix_router": True},
-        expert=2,
-        refused="fix_router",
-    ),
-    "tp_extend_ep": Case(
-        module=SEQ_MODULE,
-        shows="routing_tp_extend_ep",
-        flag="moe_tp_extend_ep",
-        args={"moe_tp_extend_ep": True} | SEQ | GROUPED | TENSOR,
-        tensor=2,
-        refused="moe_tp_extend_ep",
     ),
 }

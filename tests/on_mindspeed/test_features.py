@@ -1,6 +1,6 @@
 """npu_replay on every feature of MindSpeed that reaches into MoE layers, forward, recompute and backward.
 
-Each case runs a small GPT three times over: untouched, recorded and replayed; worker.py says how. The
+Each case runs a small GPT untouched, recorded and replayed; worker.py says how, and judges it. The
 stand-in has the features that route, or recompute, in a way of their own. A real MindSpeed has to have them
 all, but for those that some of its branches lack.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from on_mindspeed import processes
-from on_mindspeed.feature_cases import CASES, Case
+from on_mindspeed.feature_cases import CASES
 from on_mindspeed.stand_in.mindspeed.branch import BRANCH
 
 pytestmark = [
@@ -25,13 +25,13 @@ pytestmark = [
 
 WORKER = "worker:features"
 OF_2_3_0 = {
-    *("none", "grouped_gemm", "alltoall_seq", "alltoall_seq_tp2", "alltoall_overlap", "fix_router"),
-    *("fb_overlap", "fb_overlap_no_recompute", "fb_overlap_dense_first", "tp_extend_ep"),
+    *("none", "grouped_gemm", "alltoall_seq", "alltoall_seq_tp2", "alltoall_overlap"),
+    *("fb_overlap", "fb_overlap_no_recompute", "fb_overlap_dense_first"),
 }
 """What the stand-in plays of it: the others change no routing. How core_r0.18.0's layers are mended isn't
 known."""
 NEWEST = {name for name in CASES if name.startswith(("score_reuse", "fast_ops"))}
-"""Features that core_r0.18.0 got after July. mc2 came after 2.3, and fix_router isn't in core_r0.16.0."""
+"""Features that core_r0.18.0 got after July. mc2 came after 2.3."""
 BROKEN_UPSTREAM = (
     # MindSpeed core_r0.16.0 on Megatron 0.16: its layers don't take what Megatron now passes
     "takes from 2 to 3 positional arguments but 4 were given when instantiating MindSpeedA",
@@ -42,12 +42,10 @@ BROKEN_UPSTREAM = (
     "MindSpeed --moe-grouped-gemm is not adapted to Megatron 0.18",
 )
 """How a model fails by itself; that it does so without npu_replay is tried each time."""
-TOLERANCE = 1e-5
-"""Of float32 sums in another order, relative to the largest gradient."""
 
 
 def answers_of(product: str, name: str, **how: Any) -> list[dict[str, Any]]:
-    """What each rank found of a case.
+    """What each rank has to say of a case: {} if all is right.
 
     On a real MindSpeed a case has processes of its own: one that it can't do may leave its patches half made.
     """
@@ -64,7 +62,7 @@ def _played(world: int) -> tuple[str, ...]:
 def is_played(name: str) -> bool:
     """Does the stand-in play this case?"""
     if BRANCH.over_megatron_adaptor:
-        return name.startswith("score_reuse") or name in ("none", "fix_router")
+        return name.startswith("score_reuse") or name == "none"
     return name in (("none",) if BRANCH.restores_methods else OF_2_3_0)
 
 
@@ -76,40 +74,18 @@ def group(product: str, world: int, cases: tuple[str, ...], **how: Any) -> list[
 
 @pytest.mark.parametrize("name", CASES)
 def test_replay_follows_the_record_in_forward_and_recompute(product: str, name: str) -> None:
-    case = CASES[name]
     if product == processes.STAND_IN and not is_played(name):
         pytest.skip(f"the stand-in has no {name} of its own")
     answers = answers_of(product, name)
     if "absent" in answers[0]:
-        assert may_lack(product, name), f"{product} must have this feature: {answers[0]}"
+        may_lack = product == processes.REAL and name in NEWEST | {"alltoall_mc2"}
+        assert may_lack, f"{product} must have this feature: {answers[0]}"
         pytest.skip(f"{product} has no {name}: {answers[0]}")
     if "unsupported" in answers[0]:
         pytest.skip(answers[0]["unsupported"])  # alltoall_seq went after Megatron 0.12
     if product == processes.REAL and "broken" in answers[0]:
         skip_what_fails_by_itself(name, answers[0]["broken"])
-    # Refused alike on every rank, but 2.3.0 can't build tp_extend_ep's experts on a CPU on the second.
-    for rank in answers[:1] if case.refused else answers:
-        assert "raised" not in rank, rank["raised"]
-        assert "broken" not in rank, rank["broken"]
-        assert case.shows in " ".join(rank["moe_layer"]), "the feature wasn't on"
-        if case.refused:
-            assert case.refused in rank["refused"]
-            continue
-        assert "refused" not in rank, rank["refused"]
-        check(case, rank)
-        # MindSpeed 2.3.0 itself gives other gradients than Megatron, by some 4 %.
-        own = product == processes.REAL and name == "allgather_overlap" and is_old(product)
-        if case.reference and not case.own_gradients and not own:
-            assert rank["agrees_with_reference"] < TOLERANCE, rank["apart_from_reference"]
-        if case.config.get("moe_aux_loss_coeff"):
-            check_aux_loss(rank)
-
-
-def may_lack(product: str, name: str) -> bool:
-    """Is a branch of MindSpeed, or that which the stand-in plays, known to lack this feature?"""
-    if product == processes.REAL:
-        return name in NEWEST | {"alltoall_mc2", "fix_router"}
-    return name == "fix_router" and not BRANCH.has_fix_router
+    assert answers == [{}] * CASES[name].world
 
 
 def skip_what_fails_by_itself(name: str, error: str) -> None:
@@ -119,32 +95,3 @@ def skip_what_fails_by_itself(name: str, error: str) -> None:
     alone = answers_of(processes.REAL, name, untouched=True)[0]
     assert known[0] in alone.get("broken", ""), f"only with npu_replay: {error}; without: {alone}"
     pytest.skip(f"MindSpeed fails by itself: {error}")
-
-
-def is_old(product: str) -> bool:
-    """Is this MindSpeed one of 2.3.0 or older? Those lack mc2."""
-    return "absent" in answers_of(product, "alltoall_mc2")[0]
-
-
-def check_aux_loss(rank: dict[str, Any]) -> None:
-    """A replay's aux loss counts what it counts without the feature."""
-    assert rank["counting_moves"] > 1e-3, "which experts the aux loss counts made no difference"
-    assert rank["foreign_agrees_with_reference"] < TOLERANCE, rank["apart_from_reference"]
-    assert rank["foreign_counted_agrees_with_reference"] < TOLERANCE, rank["apart_from_reference"]
-
-
-def check(case: Case, rank: dict[str, Any]) -> None:
-    assert rank["record"] == 0, "recording changed a loss or a gradient"
-    assert rank["recorded_is_shown"] == 0, "the record holds other ids than the routers' outputs showed"
-    calls = [2 if case.recompute else 1] * (3 * len(rank["layers"]))
-    assert rank["calls"] == calls, "not every router ran once in each forward and once in each recompute"
-    assert rank["replay"] == 0, "replaying the record changed a loss or a gradient"
-    assert (rank["dropped"] > 0) == case.drops
-    assert rank["live_differs"] > 0, "the changed routers chose as before, so the next line says nothing"
-    assert rank["replayed_differs"] == 0, "a replay chose other experts, in a forward or in a recompute"
-    assert rank["replayed_calls"] == calls
-    assert rank["foreign_differs"] == 0
-    assert rank["foreign_moves"] > 1e-3, "foreign routes moved no gradient, so the next line says nothing"
-    if not (case.own_gradients and case.recompute):
-        assert rank["agrees_without_recompute"] == 0
-        assert rank["foreign"] == 0, "foreign routes give other gradients with recompute than without"

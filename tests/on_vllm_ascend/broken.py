@@ -4,18 +4,16 @@ of vllm-ascend and vLLM as a later release might change them: a start is refused
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
-from npu_replay.compat.vllm_ascend import capture, plugin
+from npu_replay.compat.vllm_ascend import capture
 from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.capture_points import CapturePoints
 from npu_replay.compat.vllm_ascend.placing import Layout, Place, place
-from npu_replay.compat.vllm_ascend.self_check import SelfCheck
 
 
 def ranks_in_the_wrong_order() -> None:
@@ -34,12 +32,6 @@ def nothing_put_together() -> None:
 
 def rows_of_earlier_steps() -> None:
     Capture.clear = lambda self: None
-
-
-def rows_of_earlier_steps_after_the_check() -> None:
-    """Not found: it is what the clear of each step is for."""
-    rows_of_earlier_steps()
-    plugin.SelfCheck = functools.partial(SelfCheck, steps=0)
 
 
 def a_layer_that_never_ends() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
-from typing import Any
 
 LAYERS = 4
 EXPERTS = 16
@@ -18,8 +17,6 @@ TOP_GROUPS = 2
 BLOCK = 16
 """Tokens in a block of the KV cache."""
 
-AS_RELEASED = "as released"
-WITH_PLUGIN = "with the plug-in"
 REGISTERED = "registered schemes"
 """What a release has of them stands in the results under this name, beside the cases."""
 
@@ -48,8 +45,6 @@ class Case:
     """A2, A3, A5 or _310P, which has layers of its own."""
     broken: str = ""
     """How the capture, or a class that it uses, is broken: a function of broken.py."""
-    called: tuple[str, str] = ("", "")
-    """The releases that vllm-ascend and vLLM say they are, where that isn't what they are."""
 
     @property
     def dense(self) -> int:
@@ -73,12 +68,3 @@ class Case:
         parts = self.tp if self.sequence_parallel else 1
         longest = [max(of_rank) + self.padding for of_rank in zip(*self.steps, strict=True)]
         return (LAYERS - self.dense) * sum(-(-tokens // parts) >= FEWEST for tokens in longest)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, said: dict[str, Any]) -> Case:
-        steps = tuple(map(tuple, said["steps"]))
-        called = tuple(said["called"])
-        return cls(**{**said, "steps": steps, "called": called})

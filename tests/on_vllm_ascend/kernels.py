@@ -35,20 +35,6 @@ def moe_gating_top_k(
     return scores.gather(1, ids), ids.to(torch.int32), None
 
 
-columns: list[int] = []
-"""Of the ids that each layer's experts were given."""
-moved: list[int] = []
-"""How many of them EPLB has put elsewhere."""
-
-
-def _given(told: Any) -> None:
-    """To 0.26 the places of experts are looked up behind the choice, in `fused_experts` itself."""
-    ids = told.topk_ids
-    columns.append(ids.shape[1])
-    places = getattr(getattr(told, "routing", None), "log2phy", None)
-    moved.append(0 if places is None else int((places[ids] != ids).sum()))
-
-
 def replace() -> None:
     """In vllm-ascend, once it is imported."""
     from vllm_ascend.device.device_op import DeviceOperator
@@ -60,7 +46,6 @@ def replace() -> None:
         setattr(torch_npu, name, _quantized)
 
     def fused_experts(self: Any, fused_experts_input: Any, *_: Any, **__: Any) -> Any:
-        _given(fused_experts_input)
         return moe_comm_method.FusedExpertsResult(
             routed_out=torch.zeros_like(fused_experts_input.hidden_states),
             group_list_type=1,

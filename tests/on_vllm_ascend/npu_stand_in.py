@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -95,61 +94,6 @@ class _Finder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None: ...
 
 
-class Event:
-    """An event that has always happened."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def record(self, *_: Any) -> None: ...
-
-    def wait(self, *_: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
-class Stream(nullcontext[Any]):
-    """A stream on a device that runs everything in order."""
-
-    def wait_stream(self, _: Any) -> None: ...
-
-    def wait_event(self, _: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
-
-
-class _Npu(_AbsentModule):
-    """torch.npu."""
-
-    Event = ExternalEvent = Event
-    Stream = Stream
-
-    def current_stream(self, *_: Any) -> Stream:
-        return Stream()
-
-    default_stream = current_stream
-
-    def stream(self, stream: Any) -> Any:
-        return nullcontext(stream)
-
-    def is_available(self) -> bool:
-        return False
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def get_device_name(self, *_: Any) -> str:
-        return "no NPU"
-
-
 def stand_in(device: str) -> None:
     """For the life of the process, before vllm or vllm_ascend is imported. `device` is what a build writes
     down: A2, A3, A5 or _310P."""
@@ -160,7 +104,12 @@ def stand_in(device: str) -> None:
     transformers.utils.is_torchvision_available()
     sys.meta_path.insert(0, _Finder())
     torch.utils.rename_privateuse1_backend("npu")
-    torch.npu = _Npu("torch.npu")
+    torch.npu = _AbsentModule("torch.npu")
+    torch.npu.Event = torch.npu.ExternalEvent = torch.npu.Stream = Absent
+    torch.npu.is_available = lambda: False
+    torch.npu.device_count = lambda: 1
+    torch.npu.current_device = lambda: 0
+    torch.npu.get_device_name = lambda *_: "no NPU"
     sys.modules["torch.npu"] = torch.npu
     torch.version.cann = None
     torch.distributed.is_hccl_available = lambda: False

@@ -1,19 +1,18 @@
 """Runs cases on the real vllm-ascend and its real vLLM that are on the path:
 
-    python -m on_vllm_ascend.rig CASES.json RESULTS.json [--device A3]
+    python -m on_vllm_ascend.rig CASES RESULTS.json DEVICE
 
-CASES.json has a list for the release as it is and one for it with the plug-in. A process of each, forked from
-one that has imported what comes before plug-ins, imports the rest and forks the ranks of its cases: each is a
-new worker.
+CASES is a pickled list. This process imports what a worker imports, the plug-in of npu_replay with it, and
+forks the ranks of each case: each is a new worker.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import multiprocessing
 import os
+import pickle
 import queue
 import socket
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from on_vllm_ascend import npu_stand_in
-from on_vllm_ascend.cases import REGISTERED, WITH_PLUGIN, Case
+from on_vllm_ascend.cases import REGISTERED, Case
 
 LIMIT = 40
 """Seconds for a case."""
@@ -32,16 +31,14 @@ AFTER_ERROR = 3
 FORK = multiprocessing.get_context("fork")
 
 
-def import_first() -> None:
-    """What a worker has imported before it loads plug-ins: of vLLM no model, of vllm-ascend no patch."""
-    import vllm.engine.arg_utils  # noqa: F401
-
-
-def import_engine(plugin: bool) -> None:
+def import_engine() -> None:
     """In a worker's order: general plug-ins, the platform's patches, the runner."""
-    if plugin:
-        os.environ["NPU_REPLAY_VLLM_ASCEND"] = "1"
-        load_plugin()
+    import vllm.engine.arg_utils  # noqa: F401  of vLLM no model, of vllm-ascend no patch
+
+    from npu_replay.compat.vllm_ascend.plugin import register
+
+    os.environ["NPU_REPLAY_VLLM_ASCEND"] = "1"
+    register()
     from vllm_ascend.utils import adapt_patch
 
     adapt_patch(is_global_patch=True)
@@ -50,20 +47,6 @@ def import_engine(plugin: bool) -> None:
 
     worker.runner_class()
     kernels.replace()
-
-
-def load_plugin() -> None:
-    """As vLLM does where npu_replay is installed, else by the function of its entry point."""
-    from importlib.metadata import entry_points
-
-    if "npu_replay" in entry_points(group="vllm.general_plugins").names:
-        from vllm.plugins import load_general_plugins
-
-        load_general_plugins()
-    else:
-        from npu_replay.compat.vllm_ascend.plugin import register
-
-        register()
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -101,8 +84,6 @@ def rank_life(case: Case, rank: int, ports: list[int], results: Any) -> None:
     try:
         if case.broken:
             getattr(broken, case.broken)()
-        if any(case.called):
-            call_them(*case.called)
         told = Worker(case, rank, ports).run()
     except BaseException as error:
         traceback.print_exc()
@@ -112,14 +93,6 @@ def rank_life(case: Case, rank: int, ports: list[int], results: Any) -> None:
     results.join_thread()
     sys.stdout.flush()
     time.sleep(LIMIT)  # until it is killed: what ends early breaks a collective of those that don't
-
-
-def call_them(vllm_ascend: str, vllm: str) -> None:
-    """Both products say that they are other releases."""
-    from npu_replay.compat import probe
-
-    said = {"vllm-ascend": vllm_ascend, "vllm": vllm}
-    probe.installed = said.get
 
 
 def registered() -> list[str]:
@@ -136,35 +109,19 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def run_all(kind: str, cases: list[dict[str, Any]], results: Path) -> None:
-    """In a process of its own: all cases of a kind, into a file of its name."""
-    started = time.monotonic()
-    import_engine(kind == WITH_PLUGIN)
-    gc.freeze()  # what a collection looks at is copied in every rank
-    print(f"{kind}: imported in {time.monotonic() - started:.0f} s", flush=True)
-    found: dict[str, Any] = {REGISTERED: registered()}
-    for one in map(Case.from_json, cases):
-        print("==", one.name, flush=True)
-        found[one.name] = run(one)
-        print(found[one.name], flush=True)
-    (results / kind).write_text(json.dumps(found, indent=1))
-
-
 def main() -> None:
-    said = argparse.ArgumentParser()
-    said.add_argument("cases", type=Path)
-    said.add_argument("results", type=Path, help="a folder")
-    said.add_argument("--device", default="A3")
-    asked = said.parse_args()
+    cases, results, device = sys.argv[1:]
     started = time.monotonic()
-    npu_stand_in.stand_in(asked.device)
-    import_first()
-    gc.freeze()
+    npu_stand_in.stand_in(device)
+    import_engine()
+    gc.freeze()  # what a collection looks at is copied in every rank
     print(f"imported in {time.monotonic() - started:.0f} s", flush=True)
-    for kind, cases in json.loads(asked.cases.read_text()).items():
-        process = FORK.Process(target=run_all, args=(kind, cases, asked.results))
-        process.start()
-        process.join()
+    answers: dict[str, Any] = {REGISTERED: registered()}
+    for case in pickle.loads(Path(cases).read_bytes()):
+        print("==", case.name, flush=True)
+        answers[case.name] = run(case)
+        print(answers[case.name], flush=True)
+        Path(results).write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

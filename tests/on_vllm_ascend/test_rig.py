@@ -1,16 +1,17 @@
-"""What a release of vllm-ascend hands out by itself, with the plug-in, and with the plug-in broken.
+"""What a release of vllm-ascend hands out with the plug-in, and with the plug-in broken.
 
-A release, with its vLLM, is on the path: ci/vllm_ascend.sh puts it there. What it does by itself changes with
-nothing here: of these cases all but a few run before a release alone.
+A release, with its vLLM, is on the path: ci/vllm_ascend.sh puts it there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path as File
 from typing import Any
@@ -18,8 +19,8 @@ from typing import Any
 import pytest
 
 from npu_replay.compat.vllm_ascend import plugin
-from on_vllm_ascend.cases import AS_RELEASED, REGISTERED, TOP_K, WITH_PLUGIN, Case
-from on_vllm_ascend.paths import NEW, RELEASES, SCHEMES, Path, marked, paths
+from on_vllm_ascend.cases import REGISTERED, Case
+from on_vllm_ascend.paths import SCHEMES, of_release
 
 try:
     RELEASE = version("vllm-ascend")
@@ -32,16 +33,10 @@ pytestmark = [
     pytest.mark.timeout(2 * LIMIT),
     pytest.mark.skipif(not RELEASE, reason="no vllm-ascend on PYTHONPATH: ci/vllm_ascend.sh fetches it"),
 ]
-Told = Callable[[str, Case], dict[str, Any]]
-PLAIN = Case()
-STEPS = Case(comm="MC2", tp=2, steps=((13,), (5,), (1,)))
-UNEQUAL = Case(dp=2, steps=((13, 9),))
-FEW = {case.name for case in (PLAIN, STEPS, UNEQUAL, Case(draft=True), Case(scheme="W8A8_DYNAMIC"))}
-CHOSEN = "the router's logits"
-UNWRITTEN = "were written by no rank"
+Told = Callable[[Case], dict[str, Any]]
 BROKEN = {
-    "ranks_in_the_wrong_order": CHOSEN,
-    "each_ranks_part_taken_for_the_whole": UNWRITTEN,
+    "ranks_in_the_wrong_order": "the router's logits",
+    "each_ranks_part_taken_for_the_whole": "were written by no rank",
     "nothing_put_together": "weren't put together",
     "rows_of_earlier_steps": "written by more than one rank",
     # From 0.27 on a layer's own router says which one it is.
@@ -53,50 +48,36 @@ CHANGED = {
     "a_capturer_that_hands_rows_out_otherwise": "one of save_captured_experts",
     "layers_that_choose_otherwise": "_select_experts(" if RELEASE >= "0.27" else "select_experts(",
 }
-CALLED = {
-    "0.18.0": [("0.18.1.dev45+g1234567", "0.18.0")],
-    "0.23.0": [
-        *(("0.23.0.post1.dev3+g1234567", "0.23.0"), ("0.23.1.dev0", "0.23.0+empty")),
-        ("0.1.dev1+g1234567", "0.1.dev1+g7654321.empty"),
-    ],
-    "0.30.0rc2": [
-        *(("0.30.0", "0.30.0"), ("0.30.0.post1", "0.30.0"), ("0.30.1.dev0+g1234567", "0.30.0")),
-        ("0.32.0rc1", "0.32.0"),
-    ],
-}
-"""What the code of a release may call itself: of vllm-ascend and of vLLM."""
 
 
 @pytest.fixture(scope="module")
-def told(request: pytest.FixtureRequest) -> Told:
-    """What the rig told of a case, AS_RELEASED or WITH_PLUGIN: one start for each kind of device."""
-    wanted: dict[str, dict[str, dict[str, Any]]] = {}
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What the rig told of a case: one start for each kind of device."""
+    wanted: dict[str, dict[str, Case]] = {}
     for item in request.session.items:
-        path = getattr(getattr(item, "callspec", None), "params", {}).get("path")
-        if isinstance(path, Path):
-            kind = AS_RELEASED if "by_itself" in item.name else WITH_PLUGIN
-            wanted.setdefault(path.case.device, {}).setdefault(kind, {})[path.case.name] = path.case.as_json()
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+        case = getattr(getattr(item, "callspec", None), "params", {}).get("case")
+        if isinstance(case, Case):
+            wanted.setdefault(case.device, {})[case.name] = case
+    answers: dict[str, dict[str, Any]] = {}
 
-    def of(kind: str, case: Case) -> dict[str, Any]:
-        if case.device not in found:
-            cases = {one: [by[name] for name in sorted(by)] for one, by in wanted[case.device].items()}
-            found[case.device] = run_rig(cases, case.device, request.getfixturevalue("tmp_path_factory"))
-        told = found[case.device][kind]
-        if case.name not in told:  # and it isn't started again for each
-            pytest.fail(f"the rig ended before {case.name}:\n{told['said']}")
-        return {REGISTERED: told[REGISTERED], **told[case.name]}
+    def of(case: Case) -> dict[str, Any]:
+        if case.device not in answers:
+            cases = sorted(wanted[case.device].values(), key=lambda case: case.name)
+            answers[case.device] = run_rig(cases, case.device, tmp_path_factory.mktemp("rig"))
+        if case.name not in answers[case.device]:  # and it isn't started again for each
+            pytest.fail(f"the rig ended before {case.name}:\n{answers[case.device]['said']}")
+        return {REGISTERED: answers[case.device][REGISTERED], **answers[case.device][case.name]}
 
     return of
 
 
-def run_rig(cases: dict[str, Any], device: str, folders: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The answers of one start, by kind and by case."""
-    folder = folders.mktemp("rig")
-    asked = folder / "cases.json"
-    asked.write_text(json.dumps(cases))
+def run_rig(cases: list[Case], device: str, folder: File) -> dict[str, Any]:
+    """The answers of one start, by case."""
+    asked = folder / "cases"
+    asked.write_bytes(pickle.dumps(cases))
+    results = folder / "results.json"
     done = subprocess.run(
-        [sys.executable, "-m", "on_vllm_ascend.rig", str(asked), str(folder), "--device", device],
+        [sys.executable, "-m", "on_vllm_ascend.rig", str(asked), str(results), device],
         env=os.environ
         | {
             "PYTHONPATH": f"{File(__file__).parents[1]}:{os.environ['PYTHONPATH']}",
@@ -111,90 +92,46 @@ def run_rig(cases: dict[str, Any], device: str, folders: pytest.TempPathFactory)
         timeout=LIMIT,
     )
     print(done.stdout)
-    files = {kind: folder / kind for kind in cases}
-    told = {kind: json.loads(file.read_text()) for kind, file in files.items() if file.exists()}
-    return {kind: {"said": done.stdout[-4000:], **told.get(kind, {})} for kind in cases}
+    answers = json.loads(results.read_text()) if results.exists() else {}
+    return {"said": done.stdout[-4000:], **answers}
 
 
-@pytest.mark.parametrize("path", marked(paths(), RELEASE, FEW))
-def test_rows_that_a_release_hands_out_by_itself(path: Path, told: Told) -> None:
-    """The rows that it loses are the reason for the plug-in."""
-    expected = path.as_released[RELEASE]
-    found = told(AS_RELEASED, path.case)
-    if isinstance(expected, str):
-        assert any(expected in error for error in found["errors"]), found
-        return
+@pytest.mark.parametrize("case", of_release(RELEASE))
+def test_every_row_is_right_with_the_plug_in(case: Case, told: Told) -> None:
+    """By itself a release loses some of most cases."""
+    found = told(case)
     assert "errors" not in found, found
-    assert found["right"] == expected, found
-    assert found["right"] + found["zeros"] + found["earlier"] + found["other"] == found["of"]
-    if path.case == STEPS:  # lost rows are an earlier step's where nothing clears the buffer
-        assert bool(found["earlier"]) == (RELEASE == NEW), found
-    if path.case == PLAIN:
-        assert RELEASE in RELEASES
+    assert found["right"] == found["of"] > 0, found
+    assert found["compared"] == case.compared, found
+    if case == Case():
         assert found[REGISTERED] == sorted(SCHEMES[RELEASE]), "a scheme of this release isn't tried"
 
 
-@pytest.mark.parametrize("path", marked(paths(), RELEASE))
-def test_every_row_is_right_with_the_plug_in(path: Path, told: Told) -> None:
-    found = told(WITH_PLUGIN, path.case)
-    assert "errors" not in found, found
-    assert found["right"] == found["of"] > 0, found
-    assert found["decoded"] == found["of"], found
-    assert found["compared"] == path.case.compared, found
-    if path.case.dp == 1:
-        assert found["columns"] == TOP_K + path.case.mix_placement, found
-    if path.case.eplb and RELEASE != NEW:  # which looks places up before
-        assert found["moved"] > 0, found
-
-
 def broken(name: str, **changes: Any) -> Any:
-    case = Case(**{**vars(SPLIT), **changes, "broken": name})
-    return pytest.param(Path(case, {}), id=name)
+    return pytest.param(replace(SPLIT, broken=name, **changes), id=name)
 
 
-@pytest.mark.parametrize("path", [broken(name, draft="never_ends" in name) for name in BROKEN])
-def test_the_check_of_the_first_steps_finds_a_broken_plug_in(path: Path, told: Told) -> None:
-    found = told(WITH_PLUGIN, path.case)
-    assert "right" not in found or found["right"] == 0, found
-    assert any(BROKEN[path.case.broken] in error for error in found["errors"]), found
-
-
-@pytest.mark.parametrize("path", [broken(name) for name in CHANGED])
-def test_a_class_that_is_another_than_npu_replay_knows_ends_the_start(path: Path, told: Told) -> None:
-    """Whatever the release is called: here it has the name of one that is captured."""
-    found = told(WITH_PLUGIN, path.case)
+@pytest.mark.parametrize(
+    "case",
+    [*(broken(name, draft="never_ends" in name) for name in BROKEN), *(broken(name) for name in CHANGED)],
+)
+def test_a_broken_plug_in_is_found_in_the_first_steps_and_another_class_at_the_start(
+    case: Case, told: Told
+) -> None:
+    """A class that npu_replay doesn't know ends it whatever the release is called."""
+    found = told(case)
     assert "right" not in found, found
-    words = f"this vllm-ascend {RELEASE} is another than npu_replay knows"
-    assert all(words in error and CHANGED[path.case.broken] in error for error in found["errors"]), found
+    assert any((BROKEN | CHANGED)[case.broken] in error for error in found["errors"]), found
 
 
 @pytest.mark.parametrize(
-    "path", [pytest.param(Path(Case(called=said), {}), id=said[0]) for said in CALLED.get(RELEASE, ())]
+    "case", [broken("the_second_ranks_order_is_another", comm="ALLGATHER", steps=((3,),) * 18)]
 )
-def test_the_same_classes_under_another_name_are_captured(path: Path, told: Told) -> None:
-    """A final release, or a build of its branch."""
-    found = told(WITH_PLUGIN, path.case)
-    assert "errors" not in found, found
-    assert found["right"] == found["of"] == 39, found
-
-
-@pytest.mark.parametrize("path", [broken("rows_of_earlier_steps_after_the_check")])
-def test_without_the_clear_rows_are_mixed_with_an_earlier_step_s(path: Path, told: Told) -> None:
-    """Nobody looks any more once the first steps are checked: the clear alone keeps them apart."""
-    found = told(WITH_PLUGIN, path.case)
-    assert "errors" not in found, found
-    assert found["earlier"] + found["other"] > 0, found
-    assert found["zeros"] == 0, found
-
-
-@pytest.mark.parametrize(
-    "path", [broken("the_second_ranks_order_is_another", comm="ALLGATHER", steps=((3,),) * 18)]
-)
-def test_ranks_that_order_experts_otherwise_are_no_alarm(path: Path, told: Told) -> None:
+def test_ranks_that_order_experts_otherwise_are_no_alarm(case: Case, told: Told) -> None:
     """All ranks choose for all tokens, in the steps that are checked and in two more."""
-    found = told(WITH_PLUGIN, path.case)
+    found = told(case)
     assert "errors" not in found, found
-    assert found["right"] == found["of"] == 18 * 3 * 3
+    assert found["right"] == found["of"] == 18 * 3
 
 
 def test_vllms_ray_executor_takes_the_switch_along(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,17 @@ def check_record_and_replay(trainer: Trainer, order: str) -> list[RoutedExperts]
     return recording.routes
 
 
+def check_foreign_routes(trainer: Trainer, plain: Trainer, order: str, *, drops: bool = False) -> None:
+    """Recorded and replayed to the last bit; routes of nobody's choice are shown, and with the recompute of
+    `trainer` they give the gradients of `plain`. With `drops` some are lost to a capacity."""
+    foreign = random_routes(check_record_and_replay(trainer, order))
+    with npu_replay.observe(plain.model) as seen, npu_replay.replay(plain.model, foreign):
+        expected = plain.run(order)
+    assert drops or npu_replay.compare(seen.shown, foreign).differing == 0
+    with npu_replay.replay(trainer.model, foreign):
+        assert same(trainer.run(order), expected)
+
+
 def perturbed(model: nn.Module) -> AbstractContextManager[None]:
     """Other router weights for the length of the block."""
     return changed((11 + number, router.module.weight) for number, router in enumerate(routers(model)))

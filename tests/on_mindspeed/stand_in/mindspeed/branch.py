@@ -16,13 +16,11 @@ class Branch:
         init_subclass: subclasses of TransformerConfig get MindSpeed's arguments as fields.
         over_megatron_adaptor: it imports MegatronAdaptor, which patches torch, and shares its features' list,
             its arguments and its class of a patch (from 1881e01a on); and there is moe_router_score_reuse.
-        has_fix_router: the feature exists.
     """
 
     restores_methods: bool = True
     init_subclass: bool = False
     over_megatron_adaptor: bool = False
-    has_fix_router: bool = True
 
 
 def _beside_megatron() -> Branch:
@@ -32,7 +30,7 @@ def _beside_megatron() -> Branch:
     if any((folder / "recompute.py").exists() for folder in folders):
         return Branch(over_megatron_adaptor=True)  # core_r0.18.0
     if any((folder / "transformer/moe/router_replay.py").exists() for folder in folders):
-        return Branch(init_subclass=True, has_fix_router=False)  # core_r0.16.0
+        return Branch(init_subclass=True)  # core_r0.16.0
     return Branch(restores_methods=False)  # 2.3.0
 
 

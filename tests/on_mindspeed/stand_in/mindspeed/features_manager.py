@@ -53,14 +53,6 @@ def _check_zero_memory(config: Any) -> None:
         raise AssertionError("`--moe-zero-memory` must be enabled when using its number of layers")
 
 
-def _fix_router(_: Any) -> dict[str, Any]:
-    own = "mindspeed.core.transformer.moe.moe_utils"
-    if not BRANCH.over_megatron_adaptor:
-        return {f"{_MOE}.moe_utils.topk_softmax_with_capacity": f"{own}:topk_softmax_with_capacity"}
-    name = "topk_routing_with_score_function"
-    return {f"{_MOE}.moe_utils.{name}": f"{own}:{name}_wrapper"}
-
-
 def _feature(name: str, *arguments: str, **patches: str) -> Feature:
     flags = dict.fromkeys((name, *arguments), _FLAG)
     return Feature(MindSpeedPatchesManager, name, flags, patches=lambda args: patches)
@@ -77,7 +69,6 @@ _OVERLAP = {
     ),
 }
 _ALLTOALL = {f"{_MOE}.moe_layer.MoELayer": "mindspeed.layers:MindSpeedAlltoAllOverlapMoeLayerAdaptor"}
-_ROUTING = f"{_MOE}.router.TopKRouter.routing"
 
 FEATURES = [
     Feature(
@@ -89,21 +80,12 @@ FEATURES = [
         patches=_of_config,
     ),
     Feature(MindSpeedPatchesManager, "moe_grouped_gemm", patches=lambda args: _EXPERTS),
-    _feature("moe_tp_extend_ep", **{_ROUTING: "mindspeed.layers:routing_tp_extend_ep"}),
     _feature("moe_alltoall_overlap_comm", **_ALLTOALL),
     _feature("moe_fb_overlap", **_OVERLAP),
 ]
-if BRANCH.has_fix_router:
-    FEATURES.append(
-        Feature(MindSpeedPatchesManager, "fix_router", {"fix_router": _FLAG}, patches=_fix_router)
-    )
 if BRANCH.over_megatron_adaptor:
-    FEATURES.append(
-        _feature(
-            "moe_router_score_reuse",
-            **{_ROUTING: "mindspeed.router_score_reuse:router_score_reuse_wrapper"},
-        )
-    )
+    routing = {f"{_MOE}.router.TopKRouter.routing": "mindspeed.router_score_reuse:router_score_reuse_wrapper"}
+    FEATURES.append(_feature("moe_router_score_reuse", **routing))
 MindSpeedFeaturesManager.FEATURES_LIST += FEATURES
 if BRANCH.over_megatron_adaptor:
     # The arguments that MegatronAdaptor has read by now get those of MindSpeed. That is known; how isn't.

@@ -58,8 +58,3 @@ class _Overlapped(torch.autograd.Function):
         output.backward(grad)
         scores.backward(detached_scores.grad)
         return hidden_states.grad, None
-
-
-def routing_tp_extend_ep(self: Any, logits: torch.Tensor) -> Any:
-    """moe_tp_extend_ep's, which npu_replay refuses: nobody calls it."""
-    raise NotImplementedError("the stand-in doesn't route over tensor-parallel ranks")

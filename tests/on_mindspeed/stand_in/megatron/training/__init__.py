@@ -2,7 +2,3 @@
 
 `megatron` is a namespace package: this folder and the wheel's are one to Python.
 """
-
-from megatron.training.global_vars import get_args, get_timers
-
-__all__ = ["get_args", "get_timers"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 _GLOBAL_ARGS: Any = None
-_GLOBAL_TIMERS: Any = None
 
 
 def get_args() -> Any:
@@ -23,21 +22,3 @@ def set_args(args: Any) -> None:
     """Set them."""
     global _GLOBAL_ARGS
     _GLOBAL_ARGS = args
-
-
-def get_timers() -> Any:
-    """The timers."""
-    if _GLOBAL_TIMERS is None:
-        raise AssertionError("timers is not initialized.")
-    return _GLOBAL_TIMERS
-
-
-def unset_global_variables() -> None:
-    """Forget them."""
-    global _GLOBAL_ARGS, _GLOBAL_TIMERS
-    _GLOBAL_ARGS = _GLOBAL_TIMERS = None
-
-
-def destroy_global_vars() -> None:
-    """Forget them."""
-    unset_global_variables()
