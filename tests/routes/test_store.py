@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -262,36 +263,23 @@ def test_other_rollouts_of_the_same_fingerprint_are_an_error_until_an_update_too
     assert held.get(7) == (by_seed(2), True)
 
 
-@pytest.mark.parametrize(("changed", "shared"), [(10, True), (11, False)])
-def test_one_answer_that_was_sampled_twice_has_the_newer_routes(changed: int, shared: bool) -> None:
-    """Of 50 tokens in 2 layers; its routes differ where an engine rounds otherwise in another batch."""
+@pytest.mark.parametrize(("changed", "known", "apart"), [(10, 50, ""), (11, 50, "11%"), (50, 5, "50%")])
+def test_one_answer_that_was_sampled_twice_has_the_newer_routes(changed: int, known: int, apart: str) -> None:
+    """Of 50 tokens in 2 layers; its routes differ where an engine rounds otherwise in another batch.
+    Rows that aren't known make no two answers alike."""
     first = torch.tensor([[[0, 1], [2, 3]]]).repeat(50, 1, 1)
     second = first.clone()
     second[:changed, 0] = torch.tensor([4, 5])
-    twice = [RoutedExperts(ids=ids, layers=[0, 1], num_experts=8) for ids in (first, second)]
-    held = RoutesByTokens(1 << 20)
-    held.put(7, twice[0], rollout=True)
-    if not shared:
-        with pytest.raises(InvalidRoutes, match=r"10% of the token-layers at most.*got .* 11% apart"):
-            held.put(7, twice[1], rollout=True)
-        return
-    held.put(7, twice[1], rollout=True)
-    assert held.get(7) == (twice[1], True)
-    assert held.replaced == 1
-
-
-def test_rows_that_are_unknown_make_no_two_answers_alike() -> None:
-    first = torch.tensor([[[0, 1]]]).repeat(100, 1, 1)
-    second = torch.tensor([[[4, 5]]]).repeat(100, 1, 1)
-    known = torch.arange(100) >= 91
-    twice = [
-        RoutedExperts(ids=ids * known[:, None, None], layers=[0], num_experts=8, recorded=known)
-        for ids in (first, second)
-    ]
-    held = RoutesByTokens(1 << 20)
-    held.put(7, twice[0], rollout=True)
-    with pytest.raises(InvalidRoutes, match="100% apart"):
-        held.put(7, twice[1], rollout=True)
+    recorded = torch.arange(50) >= 50 - known
+    kept = RoutesByTokens(1 << 20)
+    refused = pytest.raises(InvalidRoutes, match=rf"10% of the token-layers at most.*got .* {apart} apart")
+    for ids, expected in ((first, nullcontext()), (second, refused if apart else nullcontext())):
+        routes = RoutedExperts(ids=ids, layers=[0, 1], num_experts=8, recorded=recorded)
+        with expected:
+            kept.put(7, routes, rollout=True)
+    if not apart:
+        assert kept.get(7) == (routes, True)
+        assert kept.replaced == 1
 
 
 def test_newer_weights_and_newer_records_take_the_place_of_older_ones() -> None:
