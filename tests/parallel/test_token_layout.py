@@ -469,16 +469,3 @@ def test_a_layout_keeps_its_own_rows_takes_any_whole_numbers_and_says_what_it_ho
     layout = TokenLayout.padded([3, 4], parallel=rank, fingerprints=[1, 2])
     said = f"TokenLayout(4 rows, 3 of the 7 tokens of 2 sequences, with fingerprints, {rank!r})"
     assert repr(layout) == said
-
-
-@pytest.mark.parametrize("topk", [1, 2])
-def test_columns_that_are_not_neighbours_are_looked_up_for_any_topk(topk: int) -> None:
-    """Blocks of four tokens dealt out over two ranks, and the layers of two virtual stages."""
-    tokens = 128
-    striped = lambda sequences: sequences[0].view(-1, 2, 4)[:, 0].reshape(-1)  # noqa: E731
-    layout = TokenLayout.from_probe(striped, [tokens], parallel=ParallelLayout(cp=2))
-    ids = torch.rand(tokens, 8, 16, generator=torch.Generator().manual_seed(0)).topk(topk)[1]
-    routes = RoutedExperts(ids=ids, layers=range(8), num_experts=16)
-    rows = torch.arange(tokens).view(-1, 2, 4)[:, 0].flatten()
-    gathered = layout.gather([routes], layers=[0, 1, 4, 5])
-    assert torch.equal(gathered.ids, routes.ids[rows][:, [0, 1, 4, 5]])

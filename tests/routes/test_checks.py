@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -14,7 +14,14 @@ from npu_replay.routes import checks
 from npu_replay.routes.checks import Array
 
 DTYPES = ["u1", "u2", "i2", "i4", "i8", ">i4"]
-LAYOUTS = ["plain", "read-only", "by column", "every second column", "last row first", "of a wider array"]
+LAYOUTS: dict[str, Callable[[Array], Array]] = {  # the same ids, differently in memory
+    "plain": lambda ids: ids,
+    "read-only": lambda ids: np.broadcast_to(ids, ids.shape),
+    "by column": np.asfortranarray,
+    "every second column": lambda ids: np.repeat(ids, 2, axis=1)[:, ::2],
+    "last row first": lambda ids: np.ascontiguousarray(ids[::-1])[::-1],
+    "of a wider array": lambda ids: np.pad(ids, ((1, 1), (2, 1), (0, 3)))[1:-1, 2:-1, : ids.shape[2]],
+}
 BLOCKS = [1, 7, 64, 1 << 17]
 
 
@@ -35,22 +42,8 @@ def arrays(draw: st.DrawFn) -> Array:
         ids[rng.integers(tokens)] = ids[rng.integers(tokens)]
     if draw(st.integers(0, 3)) == 0 and tokens:
         ids[:, rng.integers(layers)] = ids[0, 0]
-    return laid_out(ids.astype(draw(st.sampled_from(DTYPES))), draw(st.sampled_from(LAYOUTS)))
-
-
-def laid_out(ids: Array, layout: str) -> Array:
-    """The same ids, differently in memory."""
-    if layout == "read-only":
-        ids.flags.writeable = False
-    elif layout == "by column":
-        ids = np.asfortranarray(ids)
-    elif layout == "every second column":
-        ids = np.repeat(ids, 2, axis=1)[:, ::2]
-    elif layout == "last row first":
-        ids = np.ascontiguousarray(ids[::-1])[::-1]
-    elif layout == "of a wider array":
-        ids = np.pad(ids, ((1, 1), (2, 1), (0, 3)))[1:-1, 2:-1, : ids.shape[2]]
-    return ids
+    layout = LAYOUTS[draw(st.sampled_from([*LAYOUTS]))]
+    return layout(ids.astype(draw(st.sampled_from(DTYPES))))
 
 
 def slow_twice(ids: Array, recorded: Array) -> Iterator[tuple[int, int]]:

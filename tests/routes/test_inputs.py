@@ -111,7 +111,7 @@ def test_swapped_micro_batches_of_a_record_are_an_error(how: str) -> None:
         calls([first, second, third] * 2)
     message = (
         r"(?s)micro-batch 1: .*other tokens.*got those of the routes of micro-batch 2"
-        r".*first:\n- .* was left out"  # all have one shape, so the number of rows doesn't tell it
+        r".*first:\n- [^\n]* was left out"  # all have one shape, so the number of rows doesn't tell it
     )
     with pytest.raises(MicroBatchError, match=message), npu_replay.replay(model, recording.routes):
         calls([first, third, second])
