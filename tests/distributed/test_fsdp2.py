@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 import jobs
 from choice import WHOLE
 from zoo import qwen
-from zoo.outcome import same
+from zoo.outcome import random_routes, same
 
 if TYPE_CHECKING:
     import torch
@@ -135,20 +134,12 @@ def _try(
     with npu_replay.replay(wrapped, recording.routes):
         replayed = train()
     found["recorded"] = recording.routes[0].ids.tolist()
-    ids = [torch.rand(12, 2, 8, generator=generator).topk(2).indices.sort().values for _ in batches]
-    foreign = [npu_replay.RoutedExperts(ids=one, layers=range(2), num_experts=8) for one in ids]
-    shown: Counter[str] = Counter()
-    for layer in model.model.layers:
-        layer.mlp.gate.register_forward_hook(
-            lambda _, __, output: shown.update([str(output[2].sort().values.tolist())])
-        )
-    with npu_replay.replay(wrapped, foreign):
+    foreign = random_routes([12, 12], range(2), 8, 2, seed=rank)
+    with npu_replay.observe(wrapped) as seen, npu_replay.replay(wrapped, foreign):
         changed = train()
     if recompute == "kept":
         kept[:] = changed
-    times = 2 if recompute == "recomputed" else 1
-    wanted = {str(one[:, layer].tolist()): times for one in ids for layer in range(2)}
-    follows = shown == Counter(wanted) and not same(recorded, changed)
+    follows = not npu_replay.compare(seen.shown, foreign).differing and not same(recorded, changed)
     checks = same(untouched, recorded), same(recorded, replayed), follows, same(kept, changed)
     return dict(zip(CHECKS, checks, strict=True))
 
