@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from command_line import invoke
+from npu_replay.compat.probe import _KNOWN as KNOWN
 from npu_replay.compat.probe import Product
 from npu_replay.errors import ReplayError
 from npu_replay.smoke import run as smoke
@@ -82,17 +84,30 @@ def test_every_option_reaches_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name in default if default[name] == told[name]] == []
 
 
+@pytest.mark.parametrize(
+    ("broken", "instead", "words"),
+    [
+        ("import_adaptors", lambda: 1 / 0, "FAIL start rank 0: ZeroDivisionError: division by zero"),
+        # without Megatron it says what doctor says
+        ("probe.products", lambda: [Product(name, False) for name in KNOWN], "put Megatron-LM on PYTHONPATH"),
+    ],
+)
 def test_a_start_that_fails_is_a_result_too(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    broken: str,
+    instead: Any,
+    words: str,
 ) -> None:
-    monkeypatch.setattr(smoke, "import_adaptors", lambda: 1 / 0)
+    monkeypatch.setattr(f"{smoke.__name__}.{broken}", instead)
     monkeypatch.setattr(smoke.dist, "is_initialized", lambda: False)  # the groups of other tests, too
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     file = tmp_path / "smoke.json"
     assert smoke.main(Options(device="cpu", out=file)) == 1
-    assert "FAIL  start         rank 0: ZeroDivisionError: division by zero" in capfd.readouterr().out
+    assert words in " ".join(capfd.readouterr().out.split())
     found = json.loads(file.read_text())
     assert [(one["feature"], one["result"]) for one in found["results"]] == [("start", FAIL)]
 
