@@ -359,7 +359,7 @@ def test_native_leaves_the_rows_of_a_bad_sequence_to_the_router(caplog: pytest.L
         # one bad sample stops no job, and an engine whose samples are all bad does, in batches of one too
         (1, 2, {}, ""),
         (1, 1, {}, "1 of 1 samples.*one of several"),
-        (1, 2, {"ceiling": 0}, "sequence 0"),
+        (1, 2, {"ceiling": 0}, r"^\[npu_replay\] sequence 0: "),
     ],
 )
 def test_native_stops_above_the_ceiling_and_not_at_it(
