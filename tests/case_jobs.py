@@ -1,4 +1,4 @@
-"""Jobs of verl's engines and of ROLL's strategy: cases, one after the other, and what each rank noted.
+"""Jobs of verl's engines, of ROLL's strategy and of split models: cases one by one, and what each rank noted.
 
 A module of cases has `prepare()`, which lends what this machine lacks, and CASES, functions by name that
 assert on every rank.

@@ -20,7 +20,7 @@ import torch
 from ray._private.state import available_resources_per_node
 from ray.cluster_utils import Cluster
 
-from npu_replay import DecoderLayers, ParallelLayout, RoutedExperts, TokenLayout, delivery
+from npu_replay import DecoderLayers, ParallelLayout, RoutedExperts, delivery
 from npu_replay.compat.ray import RayCarrier
 from npu_replay.errors import InvalidRoutes
 
@@ -77,12 +77,6 @@ class Rank:
     def drop(self) -> None:
         """The step is over."""
         self.kept = []
-
-
-@ray.remote(num_cpus=0)
-def laid_out(references: Any, parallel: ParallelLayout, layout: TokenLayout) -> RoutedExperts:
-    """A rank's rows of what it fetches."""
-    return layout.gather(delivery.fetch(references, parallel), layers=parallel.moe_layers)
 
 
 class Machine:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -41,14 +41,8 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
 @pytest.fixture
 def fails(monkeypatch: pytest.MonkeyPatch) -> Fails:
     """Make compare raise an error."""
-
-    def failing(error: Exception) -> None:
-        def compare_paths(*_: object) -> None:
-            raise error
-
-        monkeypatch.setattr(npu_replay.inspection.compare, "compare_paths", compare_paths)
-
-    return failing
+    compare = npu_replay.inspection.compare
+    return lambda error: monkeypatch.setattr(compare, "compare_paths", mock.Mock(side_effect=error))
 
 
 # Help and options
@@ -88,20 +82,15 @@ def test_version_devices_and_what_no_command_says(invoke: Invoke) -> None:
 
 
 def test_options_are_passed_on_and_have_defaults(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-
-    def look(path: Path, **given: Any) -> Any:
-        seen.update(given, path=path)
-        raise npu_replay.ReplayError("seen")
-
-    monkeypatch.setattr(npu_replay.inspection.inspection, "inspect", look)
+    inspect = mock.Mock(side_effect=npu_replay.ReplayError("seen"))
+    monkeypatch.setattr(npu_replay.inspection.inspection, "inspect", inspect)
     assert "seen" in invoke("inspect x --sample k").stderr
-    told = {"path": Path("x"), "engine": None, "version": "", "start": 0, "sample": "k"}
-    assert seen == told | dict.fromkeys(("config", "prompt_ids", "output_ids"))
-    given = "--engine vllm --engine-version 1 --config c --prompt-ids p --output-ids o --start 3"
-    assert "seen" in invoke(f"inspect x {given}").stderr
-    told |= {"engine": "vllm", "version": "1", "start": 3, "sample": None}
-    assert seen == told | {"config": Path("c"), "prompt_ids": Path("p"), "output_ids": Path("o")}
+    nothing = dict.fromkeys(("engine", "config", "prompt_ids", "output_ids"))
+    inspect.assert_called_with(Path("x"), version="", start=0, sample="k", **nothing)
+    options = "--engine vllm --engine-version 1 --config c --prompt-ids p --output-ids o --start 3"
+    assert "seen" in invoke(f"inspect x {options}").stderr
+    files = {"config": Path("c"), "prompt_ids": Path("p"), "output_ids": Path("o")}
+    inspect.assert_called_with(Path("x"), engine="vllm", version="1", start=3, sample=None, **files)
 
 
 # Errors

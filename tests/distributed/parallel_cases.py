@@ -1,19 +1,16 @@
 """The ways of splitting a job that are tried, and what is held against one process for each.
 
-A process of the job runs `run`; one process alone runs `refer` first, and leaves what it found in a folder.
-`cases` and `reference` are these two as targets of tests/jobs.py.
+One process alone runs `reference` first, and leaves what it found in the folder REFERENCES. Then each rank
+of a job runs the CASES (tests/case_jobs.py).
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import time
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +19,14 @@ import torch.distributed as dist
 from torch import nn
 
 import npu_replay
-from distributed import parallel_flex
+from case_jobs import shared_folder
 from npu_replay import RoutedExperts, TokenLayout, delivery
 from piece_files import FileCarrier
 from zoo import gpt_split as pm
 from zoo import hybrid
-from zoo.outcome import as_map
 
+REFERENCES = "PARALLEL_REFERENCES"
+"""The variable that says where one process alone has left what it found."""
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "kept": {},
@@ -67,15 +65,11 @@ class Case:
     def gathers(self) -> bool:
         return self.config.get("moe_token_dispatcher_type") == "alltoall_seq"
 
-    @property
-    def flex(self) -> bool:
-        return self.config.get("moe_token_dispatcher_type") == "flex"
-
 
 NEMOTRON = (0, 1, 0, 0, 1, 0, 0, 1)
 """Of a config that counts each symbol of a pattern."""
 _LEGACY = "megatron.core.transformer.moe.legacy_a2a_token_dispatcher"
-CASES: dict[int, dict[str, Case]] = {
+SPLITS: dict[int, dict[str, Case]] = {
     2: {
         "tp2": Case(split=pm.Split(tp=2, etp=2)),
         "tp2-alltoall_seq": Case(
@@ -87,9 +81,6 @@ CASES: dict[int, dict[str, Case]] = {
         "ep2": Case(split=pm.Split(ep=2)),
         "ep2-allgather": Case(
             split=pm.Split(ep=2), config={"moe_token_dispatcher_type": "allgather"}, even=True
-        ),
-        "ep2-flex": Case(
-            split=pm.Split(ep=2), config={"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}
         ),
         "dp2": Case(split=pm.Split()),
         "pp2": Case(split=pm.Split(pp=2), even=True, recompute=tuple(RECOMPUTE)),
@@ -121,27 +112,6 @@ CASES: dict[int, dict[str, Case]] = {
     },
 }
 
-CHECKS = (
-    "trains as one process",
-    "layout",
-    "record changes nothing",
-    "record",
-    "record forward_only",
-    "collect on one rank",
-    "by reference",
-    "replay: ids",
-    "replay: gradients",
-    "round trip",
-)
-
-
-def names(processes: int) -> list[str]:
-    return [f"{name}-{recompute}" for name, case in CASES[processes].items() for recompute in case.recompute]
-
-
-def checks_of(name: str) -> tuple[str, ...]:
-    return (*CHECKS, "zero probabilities") if "flex" in name else CHECKS
-
 
 def missing(case: Case) -> str:
     """Why this release of Megatron can't run the case; empty if it can."""
@@ -150,49 +120,34 @@ def missing(case: Case) -> str:
     return "" if importlib.util.find_spec(case.needs) else f"this release has no {case.needs}"
 
 
-@contextmanager
-def _started() -> Iterator[None]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
-    with npu_replay.compat.cpu.lend():
-        yield
-    dist.destroy_process_group()
-
-
-def cases(task: dict[str, Any]) -> None:
-    with _started():
-        run(Path(task["folder"]), task["cases"], Path(task["references"]))
-
-
-def reference(task: dict[str, Any]) -> None:
-    with _started():
-        refer(Path(task["references"]))
-
-
 # One process alone
 
 
-def refer(folder: Path) -> None:
+def reference(task: dict[str, Any]) -> None:
     """What a job of one process finds, for each moe_layer_freq or pattern, whose stages don't matter."""
-    known = {(case.moe, hybrid.symbols(case.pattern)) for cases in CASES.values() for case in cases.values()}
-    for moe, pattern in known:
-        if pattern and hybrid.missing(pattern):
-            continue
-        split = pm.Split().start()
-        chunks = pm.build(split, moe, pattern)
-        weights = pm.initial(chunks)
-        job = Job(Case(split=split, moe=moe, pattern=pattern), split, chunks, weights)
-        pm.load(chunks, split, weights)
-        found: dict[str, Any] = {"weights": weights}
-        with npu_replay.record(chunks) as recording:
-            found["live"] = job.train(job.plan())
-        found["recorded"] = [one.ids for one in job.scattered(recording.routes)]
-        foreign = foreign_routes(tuple(pm.routers(chunks)))
-        found["foreign"] = job.replayed(foreign, job.plan())
-        pm.load(chunks, split, pm.other_routers(weights))
-        found["round trip"] = job.replayed(job.scattered(recording.routes), job.plan())
-        pm.load(chunks, split, pm.saturated_routers(weights))
-        found["saturated"] = job.replayed(foreign, job.plan())
-        torch.save(found, folder / reference_name(job.case))
+    dist.init_process_group("gloo")
+    known = {(case.moe, hybrid.symbols(case.pattern)) for cases in SPLITS.values() for case in cases.values()}
+    with npu_replay.compat.cpu.lend():
+        for moe, pattern in known:
+            if not (pattern and hybrid.missing(pattern)):
+                case = Case(split=pm.Split().start(), moe=moe, pattern=pattern)
+                torch.save(_alone(case), Path(task["references"], reference_name(case)))
+    dist.destroy_process_group()
+
+
+def _alone(case: Case) -> dict[str, Any]:
+    chunks = pm.build(case.split, case.moe, case.pattern)
+    weights = pm.initial(chunks)
+    job = Job(case, case.split, chunks, weights)
+    pm.load(chunks, case.split, weights)
+    found: dict[str, Any] = {"weights": weights}
+    with npu_replay.record(chunks) as recording:
+        found["live"] = job.train(job.plan())
+    found["recorded"] = [one.ids for one in job.scattered(recording.routes)]
+    found["foreign"] = job.replayed(foreign_routes(tuple(pm.routers(chunks))), job.plan())
+    pm.load(chunks, case.split, pm.other_routers(weights))
+    found["round trip"] = job.replayed(job.scattered(recording.routes), job.plan())
+    return found
 
 
 def reference_name(case: Case) -> str:
@@ -295,74 +250,34 @@ class Job:
         return [one for part in parts for one in part]
 
 
-class Checks:
-    """Notes in this rank's file which checks of a case hold."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.case = ""
-
-    def note(self, check: str, problem: str = "", skipped: str = "") -> None:
-        line = {"case": self.case, "check": check, "problem": problem, "skipped": skipped, "at": time.time()}
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-    @contextmanager
-    def holds(self, check: str) -> Iterator[None]:
-        """A block that fails only by assertion, and talks to no other rank."""
-        try:
-            yield
-        except AssertionError:
-            self.note(check, traceback.format_exc())  # a bare assert has no message
-        else:
-            self.note(check)
-
-
-def run(folder: Path, wanted: Sequence[str], references: Path) -> None:
-    """Run the cases of these names, and note what they show."""
-    checks = Checks(folder / f"results-{dist.get_rank()}.jsonl")
-    started: dict[str, pm.Split] = {}
-    for name in wanted:
-        layout, recompute = name.rsplit("-", 1)
-        case = CASES[dist.get_world_size()][layout]
-        checks.case = name
-        checks.note("begun")
-        try:
-            if why := missing(case):
-                checks.note("*", skipped=why)
-                continue
-            if layout not in started:
-                started = {layout: case.split.start()}
-            with parallel_flex.lent() if case.flex else nullcontext() as dispatched:
-                away = folder / f"routes-{name}"
-                job, found = _run(case, started[layout], recompute, checks, references, away)
-                if dispatched is not None:
-                    _check_zeros(job, found["saturated"], dispatched, checks)
-        except BaseException:
-            checks.note("*", traceback.format_exc())
-            raise  # the other ranks may be waiting for this one
-
-
-def _run(
-    case: Case, split: pm.Split, recompute: str, checks: Checks, references: Path, away: Path
-) -> tuple[Job, dict[str, Any]]:
-    found = torch.load(references / reference_name(case))
+def run(case: Case, recompute: str) -> None:
+    """A case on this rank: it trains, is recorded and replayed as one process alone."""
+    if missing(case):
+        return
+    split = case.split.start()
+    found = torch.load(Path(os.environ[REFERENCES], reference_name(case)))
     chunks = pm.build(split, case.moe, case.pattern, **case.config, **RECOMPUTE[recompute])
-    parallel = npu_replay.ParallelLayout.from_megatron(chunks)
-    job = Job(case, split, chunks, found["weights"], parallel)
+    job = Job(case, split, chunks, found["weights"], npu_replay.ParallelLayout.from_megatron(chunks))
     pm.load(chunks, split, found["weights"])
     plain = job.train(job.plan())
-    with checks.holds("trains as one process"):
-        _same(plain, found["live"])
-    with checks.holds("layout"):
-        _check_layout(job)
-    recorded = _record(job, plain, found["recorded"], checks)
-    _replay(job, found["foreign"], checks, away)
+    _same(plain, found["live"])
+    _check_layout(job)
+    recorded = _record(job, plain, found["recorded"])
+    _replay(job, found["foreign"])
     pm.load(chunks, split, pm.other_routers(found["weights"]))
-    again = job.replayed(_everyones(recorded, job), job.plan(other=True))
-    with checks.holds("round trip"):
-        _same(again, found["round trip"])
-    return job, found
+    _same(job.replayed(_everyones(recorded, job), job.plan(other=True)), found["round trip"])
+
+
+CASES = {
+    f"{name}-{recompute}": partial(run, case, recompute)
+    for cases in SPLITS.values()
+    for name, case in cases.items()
+    for recompute in case.recompute
+}
+
+
+def prepare() -> None:
+    """What case_jobs.py asks of a module of cases: these lend nothing more."""
 
 
 def _check_layout(job: Job) -> None:
@@ -388,66 +303,55 @@ def _check_layout(job: Job) -> None:
         assert TokenLayout.from_probe(batch.fed, batch.lengths, parallel=parallel).rows.tolist() == rows
 
 
-def _record(job: Job, plain: Outcome, wanted: Sequence[torch.Tensor], checks: Checks) -> list[RoutedExperts]:
+def _record(job: Job, plain: Outcome, wanted: Sequence[torch.Tensor]) -> list[RoutedExperts]:
     batches = job.plan()
     layouts = [job.layout(batch) for batch in batches]
     with npu_replay.record(job.chunks) as recording:
         trained = job.train(batches)
-    with checks.holds("record changes nothing"):
-        _same(trained, plain, within=0.0)
+    _same(trained, plain, within=0.0)
     recorded = npu_replay.collect(recording, layouts, job.parallel)
     with npu_replay.record(job.chunks) as recording:
         pm.step(job.chunks, job.split, batches, forward_only=True)
     forward_only = npu_replay.collect(recording.routes, layouts, job.parallel)
-    alone = npu_replay.collect(recording, layouts, job.parallel, everywhere=False)
     layers = [layer for layer, is_moe in enumerate(job.case.moe) if is_moe]
     numbers = [number for batch in batches for number in batch.numbers]
     expected = [
         RoutedExperts(ids=wanted[number], layers=layers, num_experts=pm.EXPERTS, fingerprint=fingerprint)
         for number, fingerprint in zip(numbers, _fingerprints(numbers), strict=True)
     ]
-    first = all(job.split.ranks[axis] == 0 for axis in ("tp", "cp", "pp"))
-    with checks.holds("collect on one rank"):
-        assert alone == (forward_only if first else None)
-    for check, got in (("record", recorded), ("record forward_only", forward_only)):
-        with checks.holds(check):
-            assert got is not None
-            assert len(got) == len(expected)
-            for number, ours, theirs in zip(numbers, got, expected, strict=True):
-                assert ours == theirs, f"sequence {number}: {ours} and {theirs}"
-    return recorded or []
+    assert recorded == expected
+    assert forward_only == expected
+    return expected
 
 
-def _replay(job: Job, wanted: Outcome, checks: Checks, away: Path) -> None:
+def _replay(job: Job, wanted: Outcome) -> None:
     layers = [layer for layer, is_moe in enumerate(job.case.moe) if is_moe]
     foreign = foreign_routes(layers)
     batches = job.plan()
-    fetched = _by_reference(foreign, job, away)
-    with checks.holds("by reference"):
-        for batch in batches:
-            ours = job.routes(fetched, batch)
-            theirs = job.routes(foreign, batch)
-            assert ours == theirs or not job.parallel.moe_layers, "a rank of dense layers is sent nothing"
-            assert (ours.layers, ours.ids.shape) == (theirs.layers, theirs.ids.shape)
+    fetched = _by_reference(foreign, job)
+    for batch in batches:
+        ours = job.routes(fetched, batch)
+        theirs = job.routes(foreign, batch)
+        assert ours == theirs or not job.parallel.moe_layers, "a rank of dense layers is sent nothing"
+        assert (ours.layers, ours.ids.shape) == (theirs.layers, theirs.ids.shape)
     with pm.Witness(job.chunks) as witness:
         outcome = job.replayed(fetched, batches)
-    with checks.holds("replay: gradients"):
-        _same(outcome, wanted)
-    with checks.holds("replay: ids"):
-        for layer, maps in witness.maps.items():
-            for batch, shown in zip(batches, maps, strict=True):
-                _check_shown(shown, batch, layer, foreign)
+    _same(outcome, wanted)
+    for layer, maps in witness.maps.items():
+        for batch, shown in zip(batches, maps, strict=True):
+            _check_shown(shown, batch, layer, foreign)
 
 
-def _by_reference(sequences: Sequence[RoutedExperts], job: Job, away: Path) -> list[RoutedExperts]:
+def _by_reference(sequences: Sequence[RoutedExperts], job: Job) -> list[RoutedExperts]:
     """What this rank fetches of sequences that the first rank puts into a folder: in its own layers."""
-    told: list[Any] = [None]
+    folder = Path(shared_folder())
+    references: list[Any] = [None]
     if dist.get_rank() == 0:
-        told = [FileCarrier(away, cut=job.parallel).put_all(sequences)]
-    dist.broadcast_object_list(told)
-    found = [one for one in delivery.fetch(told[0], job.parallel) if one is not None]
-    assert {one.layers for one in found} == {job.parallel.moe_layers}
-    return found
+        references = [FileCarrier(folder, cut=job.parallel).put_all(sequences)]
+    dist.broadcast_object_list(references)
+    fetched = [routes for routes in delivery.fetch(references[0], job.parallel) if routes is not None]
+    assert {routes.layers for routes in fetched} == {job.parallel.moe_layers}
+    return fetched
 
 
 def _check_shown(
@@ -461,21 +365,6 @@ def _check_shown(
             continue
         ids = sequences[token[0]].layer_ids(layer)[token[1]].tolist()
         assert shown[row].nonzero()[:, 0].tolist() == sorted(ids), f"layer {layer}, row {row}, token {token}"
-
-
-def _check_zeros(job: Job, wanted: Outcome, dispatched: parallel_flex.Dispatched, checks: Checks) -> None:
-    """The flex dispatcher takes the most probable experts, and is given those of the routes all the same."""
-    pm.load(job.chunks, job.split, pm.saturated_routers(job.weights))
-    foreign = foreign_routes(range(pm.LAYERS))
-    batches = job.plan()
-    dispatched.clear()
-    outcome = job.replayed(foreign, batches)
-    with checks.holds("zero probabilities"):
-        assert any(bool((chances < 1e-30).any()) for _, chances in dispatched)
-        calls = [(batch, layer) for batch in batches for layer in range(pm.LAYERS)]
-        for (batch, layer), (ids, _) in zip(calls, dispatched, strict=True):
-            _check_shown(as_map(ids, pm.EXPERTS), batch, layer, foreign)
-        _same(outcome, wanted, within=1e-4)
 
 
 def _everyones(mine: Sequence[RoutedExperts], job: Job) -> list[RoutedExperts]:

@@ -1,7 +1,7 @@
-"""One process of a smoke job: the command itself, several runs one after the other, or runs that are broken.
+"""One process of a smoke job: the command itself, or runs that are broken, one after the other.
 
-Starting a process and importing Megatron takes longer than a run, so `runs` and `breaks` have many of them in
-one job. The rank that speaks leaves what each reported in NAME.json of the job's folder.
+Starting a process and importing Megatron takes longer than a run, so `breaks` has many of them in one job.
+The rank that speaks leaves what each reported in NAME.json of the job's folder.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ import npu_replay
 from npu_replay import ReplayError, RoutedExperts, TokenLayout
 from npu_replay.cli.commands import parser
 from npu_replay.seam.call import Call
-from npu_replay.sessions.record import Recording
 from npu_replay.sessions.timeline import Timeline
 from npu_replay.smoke import checks as smoke_checks
 from npu_replay.smoke import model as smoke_model
 from npu_replay.smoke import run as smoke
-from npu_replay.smoke.model import ROUTINGS
 from npu_replay.smoke.options import Options
 
 LONG = timedelta(minutes=2)
@@ -55,15 +53,6 @@ def int64_isnt_summed() -> Any:
 
 def model_diverges() -> Any:
     return mock.patch.object(smoke_model.Norm, "forward", lambda self, hidden: hidden * float("nan"))
-
-
-def record_shifts_rows() -> Any:
-    routes = Recording.routes.fget
-
-    def shifted(self: Recording) -> list[RoutedExperts]:
-        return [one.take(torch.arange(len(one)).roll(1)) for one in routes(self)]
-
-    return mock.patch.object(Recording, "routes", property(shifted))
 
 
 def record_changes_choice() -> Any:
@@ -163,7 +152,6 @@ BREAKS: tuple[Break, ...] = (
     groups_fail,
     int64_isnt_summed,
     model_diverges,
-    record_shifts_rows,
     record_changes_choice,
     layout_shifts_rows,
     replay_does_nothing,
@@ -187,22 +175,12 @@ def options_of(arguments: Sequence[str]) -> Options:
     return Options.of(parser().parse_args(["smoke", "--device", "cpu", *arguments]))
 
 
-def runs(task: dict[str, Any]) -> None:
-    """Smoke with the arguments of each of the task's "runs", by name."""
-    warnings.simplefilter("ignore")  # Megatron's
-    store = smoke.Smoke(Options()).store
-    for name, arguments in task["runs"].items():
-        one_run(store, options_of(arguments), name, Path(task["folder"]))
-
-
-def one_run(
-    store: Any, options: Options, name: str, folder: Path, routings: Sequence[str] = (*ROUTINGS,)
-) -> None:
+def one_run(store: Any, options: Options, name: str, folder: Path) -> None:
     """Run smoke with a job's process groups, and let the rank that speaks leave what it reported."""
     # In the run before, one rank may have waited for the other as long as the other waits for it here.
     store.set(f"{name} begins on {os.environ['RANK']}", "")
     store.wait([f"{name} begins on {rank}" for rank in range(int(os.environ["WORLD_SIZE"]))], LONG)
-    run = smoke.Smoke(options, routings, dist.PrefixStore(name, store))
+    run = smoke.Smoke(options, ["softmax"], dist.PrefixStore(name, store))
     code = run.run()
     if run.speaks:
         found = json.loads(run.report.to_json()) | {"code": code, "heading": run.report.heading()}
@@ -218,7 +196,7 @@ def breaks(task: dict[str, Any]) -> None:
     for broken in BREAKS:
         asked = replace(options, recompute=broken in RECOMPUTED)
         with broken():
-            one_run(store, asked, broken.__name__, folder, ["softmax"])
+            one_run(store, asked, broken.__name__, folder)
 
     def hanging(trial: Any) -> Any:
         if dist.get_rank() == 1:
@@ -227,4 +205,4 @@ def breaks(task: dict[str, Any]) -> None:
 
     asked = replace(options, recompute=False, out=folder / "one_rank_hangs.json")
     with mock.patch.dict(smoke_checks.FEATURES, replay=hanging):
-        one_run(store, asked, "hang", folder, ["softmax"])
+        one_run(store, asked, "hang", folder)

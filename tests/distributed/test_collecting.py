@@ -8,7 +8,7 @@ case loses a rank, and ends the run.
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import os
 import signal
 import time
@@ -71,7 +71,6 @@ def test_what_is_sent_and_held(results: Results) -> None:
     """The first rank alone may get it; ranks with the same rows send once, a micro-batch at a time."""
     assert results["first"] == ["True", "None", "None", "None"]
     assert results["twins sent"] == ["2", "0", "2", "0"]
-    assert all(float(share) < 1.05 for share in results["sent"]), "hardly more than the routes"
     # The most that a process holds at once, twice the result; what it recorded is counted as held before.
     held = [float(share) for share in results["peak"] if share != "unknown"]
     assert all(share < 2.2 for share in held), held
@@ -100,7 +99,6 @@ def test_an_error_on_one_rank_stops_all_of_them(results: Results, case: str, wor
     assert len(results[case]) == PROCESSES
     for found in results[case]:
         assert words in found, found
-        assert "error" in found.split(" ", 1)[0], found
     if case == "other rows":
         assert all(found.count("rank 3 stopped, and so does this one") == 1 for found in results[case][:3])
         assert "stopped" not in results[case][3]
@@ -110,7 +108,7 @@ def test_an_error_on_one_rank_stops_all_of_them(results: Results, case: str, wor
 def test_a_killed_rank_is_named_and_no_other(results: Results, moment: int) -> None:
     survivors = results[f"killed {moment}"]
     assert len(survivors) == LAST, survivors
-    told = [found for found in survivors if not found.endswith("nothing was raised")]
+    told = [found for found in survivors if found != "nothing was raised"]
     assert told, "nobody noticed"
     assert [found for found in told if "nothing from ranks [3]" not in found] == []
     if moment <= WAITS:
@@ -191,80 +189,66 @@ def _raised(call: Callable[[], object]) -> str:
     try:
         call()
     except Exception as error:
-        return f"error {type(error).__name__} {error}"
+        return str(error)
     return "nothing was raised"
 
 
 def _leave(rank: int, folder: Path) -> dict[str, str]:
-    cases = {f"killed {moment}": functools.partial(_killed, rank, moment) for moment in KILLED}
     children = []
-    for number, broken in enumerate(cases.values()):
+    for moment in KILLED:
         child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
-                _in_child(rank, folder, number, PATIENCE, broken)
+                _in_child(rank, folder, moment)
             os._exit(0)
         children.append(child)
-        if len(children) == 8 or number == len(cases) - 1:  # thirty-two processes at a time
-            while children:
-                os.waitpid(children.pop(), 0)
-    left = [(name, folder / f"{number}-{rank}") for number, name in enumerate(cases)]
-    return {name: file.read_text() for name, file in left if file.exists()}
+    for child in children:
+        os.waitpid(child, 0)
+    files = {f"killed {moment}": folder / f"{moment}-{rank}" for moment in KILLED}
+    return {case: file.read_text() for case, file in files.items() if file.exists()}
 
 
-def _in_child(rank: int, folder: Path, number: int, patience: float, broken: Callable[[], Any]) -> None:
-    store = f"file://{folder / f'store-{number}'}"
+def _in_child(rank: int, folder: Path, moment: int) -> None:
+    store = f"file://{folder / f'store-{moment}'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=PROCESSES)
-    with broken():
-        parallel = _places(rank)
-        layout = TokenLayout.packed([8], parallel=parallel)
-        ids = torch.arange(4).repeat(len(layout.rows), 1, 1)
-        routes = RoutedExperts(ids=ids, layers=[rank // 2], num_experts=8)
-        dist.barrier()
-        found = _raised(lambda: collect([routes], [layout], parallel, patience=patience))
-    (folder / f"{number}-{rank}").write_text(found)
+    parallel = _places(rank)
+    layout = TokenLayout.packed([8], parallel=parallel)
+    ids = torch.arange(4).repeat(len(layout.rows), 1, 1)
+    routes = RoutedExperts(ids=ids, layers=[rank // 2], num_experts=8)
+    dist.barrier()
+    if rank == LAST:
+        _die_at(moment)
+    words = _raised(lambda: collect([routes], [layout], parallel, patience=PATIENCE))
+    (folder / f"{moment}-{rank}").write_text(words)
     time.sleep(1)  # who ends at once looks dead to those that still read
 
 
-def _killed(rank: int, moment: int) -> Any:
-    """The last rank ends itself at its n-th wait for others; at 0 when it begins to collect."""
+def _die_at(moment: int) -> None:
+    """End this process at its n-th wait for others; at 0 at once."""
     wait = rank_failures.RankGroup._wait
-    calls = 0
+    waits = itertools.count(1)
 
     def until_then(self: Any, *arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == moment:
+        if next(waits) == moment:
             os.kill(os.getpid(), signal.SIGKILL)
         wait(self, *arguments)
 
-    if rank != LAST:
-        return contextlib.nullcontext()
+    rank_failures.RankGroup._wait = until_then  # type: ignore[method-assign]  # the process ends anyway
     if moment == 0:
-        gone = mock.Mock(side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        return mock.patch.object(collecting, "_given", gone)
-    return mock.patch.object(rank_failures.RankGroup, "_wait", until_then)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _agree(rank: int, tell: Tell) -> None:
     tell("sums", agreed(None, {"ranks": 1, "rows": 20_000_000_000 + rank}))
     luck = f"bad luck on {rank}"
     error = ReplayError("it broke", where="layer 4", expected="sense", got="none", cause=luck)
-
-    def told(call: Callable[[], object]) -> str | None:
-        try:
-            call()
-        except ReplayError as raised:
-            return str(raised)
-        return None
-
-    tell("errors", told(lambda: agreed(None if rank == 0 else error, {"ranks": 1})))
+    tell("errors", _raised(lambda: agreed(None if rank == 0 else error, {"ranks": 1})))
     tell("again", agreed(None, {"ranks": 1}))
     all_here(patience=60)
     tell("all here", True)
-    tell("absent", None if rank == LAST else told(lambda: all_here(patience=2)))
+    tell("absent", None if rank == LAST else _raised(lambda: all_here(patience=2)))
     with mock.patch.object(dist.PrefixStore, "set", side_effect=dist.DistNetworkError("Broken pipe")):
-        tell("no store", told(lambda: all_here(patience=2)))
+        tell("no store", _raised(lambda: all_here(patience=2)))
     dist.barrier()  # who leaves early cuts the others off
 
 
@@ -315,9 +299,6 @@ def _merge(parallel: ParallelLayout, tell: Tell) -> None:
     rows = parallel.groups[0]
     sources = [call.args[1] for call in broadcast.call_args_list if call.args[2] is rows]
     tell("twins sent", sources.count(dist.get_rank()))
-    held = sum(one.ids.numel() * one.ids.element_size() for one in whole * 400)
-    sent = sum(len(one.to_bytes()) for one in [whole[0].concat(whole * 400)])
-    tell("sent", sent / held)
 
 
 def _merge_much(parallel: ParallelLayout, tell: Tell) -> None:

@@ -16,11 +16,10 @@ def grid(lengths: Sequence[int], length: int, side: str) -> list[list[Cell]]:
     rows: list[list[Cell]] = []
     token = 0
     for size in lengths:
-        row: list[Cell] = [None] * length
-        for number in range(size):
-            row[number if side == "right" else length - size + number] = token
-            token += 1
-        rows.append(row)
+        tokens = [*range(token, token + size)]
+        blank: list[Cell] = [None] * (length - size)
+        rows.append([*tokens, *blank] if side == "right" else [*blank, *tokens])
+        token += size
     return rows
 
 
@@ -84,11 +83,8 @@ def packed(
     token = 0
     sequences: list[list[Cell]] = []
     for size, room in zip(lengths, padded_lengths, strict=True):
-        cells: list[Cell] = []
-        for number in range(room):
-            cells.append(token if number < size else None)
-            token += number < size
-        sequences.append(cells)
+        sequences.append([*range(token, token + size), *[None] * (room - size)])
+        token += size
     stream: list[Cell] = []
     if context == "zigzag":
         for cells in sequences:
@@ -143,19 +139,13 @@ def stages(
 
 def _room(things: int, pp: int, vp: int, first: int | None, last: int | None) -> list[list[int]] | None:
     """How many things each chunk takes."""
-    fixed = {}
-    if first is not None:
-        fixed[0] = first
-    if last is not None:
-        fixed[pp - 1] = last
-    others = [rank for rank in range(pp) if rank not in fixed]
+    fixed = {rank: size for rank, size in ((0, first), (pp - 1, last)) if size is not None}
     left = things - sum(fixed.values())
-    if left < 0 or (others and left % len(others)):
+    others = pp - len(fixed)
+    if left < 0 or (others and left % others):
         return None
-    stage_room = [fixed[rank] if rank in fixed else left // len(others) for rank in range(pp)]
-    if any(room % vp for room in stage_room):
-        return None
-    return [[room // vp] * vp for room in stage_room]
+    stage_room = [fixed.get(rank, left // max(others, 1)) for rank in range(pp)]
+    return None if any(room % vp for room in stage_room) else [[room // vp] * vp for room in stage_room]
 
 
 def has_router(layer: int, moe_layer_freq: int | Sequence[int]) -> bool:

@@ -100,18 +100,6 @@ def test_layouts_of_other_tokens_than_the_recorded_ones_are_refused() -> None:
 # Between ranks
 
 
-def whole_sequences() -> list[RoutedExperts]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        RoutedExperts(
-            ids=torch.rand(length, 3, 300, generator=generator).topk(4).indices,
-            layers=[0, 1, 3],
-            num_experts=300,
-        )
-        for length in (9, 4)
-    ]
-
-
 def sequences_of(draw: Any, batch: Batch, layers: tuple[int, ...]) -> list[RoutedExperts]:
     """Its sequences' routes, with rows that have none: more experts than a byte holds (T19)."""
     count = sum(batch.lengths)
@@ -163,7 +151,7 @@ def test_to_gather_and_to_collect_is_the_identity_for_any_split(
 
 
 def test_ranks_get_what_they_lack_from_the_first_that_holds_it() -> None:
-    left, right = whole_sequences()
+    left, right = random_routes([9, 4], (0, 1, 3), 300, 4, seed=0)
     held: list[dict[int, RoutedExperts]] = [{}, {7: left}, {7: right, 8: right}]
     lacking, group = [[7, 8, 9], [8], []], Group(2, 4, 6)
     found = of_each(lambda rank: collecting.exchange(held[rank], lacking[rank], Rank(group, 2 * rank + 2)), 3)

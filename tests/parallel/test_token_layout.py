@@ -347,29 +347,31 @@ def test_native_leaves_the_rows_of_a_bad_sequence_to_the_router(caplog: pytest.L
 
 
 @pytest.mark.parametrize(
-    ("bad", "of", "ceiling"), [(1, 4, 0.25), (1, 100, 0.01), (29, 100, 0.29), (2, 3, 0.7)]
+    ("bad", "of", "how", "words"),
+    [
+        (1, 4, {"ceiling": 0.25}, ""),
+        (2, 4, {"ceiling": 0.25}, r"2 of 4 samples .*at most 25.0%.*got 50.0%.*sequence 0"),
+        (1, 100, {"ceiling": 0.01}, ""),
+        (2, 100, {"ceiling": 0.01}, r"2 of 100 samples .*at most 1.0%.*got 2.0%.*sequence 0"),
+        (29, 100, {"ceiling": 0.29}, ""),  # 29 %, also in floating point
+        (30, 100, {"ceiling": 0.29}, "at most 29.0%"),
+        (2, 3, {"ceiling": 0.7}, ""),
+        # one bad sample stops no job, and an engine whose samples are all bad does, in batches of one too
+        (1, 2, {}, ""),
+        (1, 1, {}, "1 of 1 samples.*one of several"),
+        (1, 2, {"ceiling": 0}, r"^\[npu_replay\] sequence 0: "),
+    ],
 )
-def test_native_stops_above_the_ceiling_and_not_at_it(bad: int, of: int, ceiling: float) -> None:
-    """29 of 100 are 29 %, also in floating point."""
-
-    def gather(count: int) -> RoutedExperts:
-        batch = [None] * count + [routes(1, number) for number in range(of - count)]
-        return gathered([1] * of, batch, on_bad_route="native", ceiling=ceiling)
-
-    assert int(gather(bad).recorded.sum()) == of - bad
-    said = f"{bad + 1} of {of} samples .*at most {ceiling:.1%}.*got {(bad + 1) / of:.1%}.*sequence 0"
-    if bad + 1 < of:
-        with pytest.raises(MicroBatchError, match=f"(?s){said}"):
-            gather(bad + 1)
-
-
-def test_one_bad_sequence_of_several_is_no_share_and_all_of_them_are() -> None:
-    """So one bad sample stops no job, and an engine whose samples are all bad does, in batches of one too."""
-    gathered([3, 2], [None, routes(2, 1)], on_bad_route="native")
-    with pytest.raises(MicroBatchError, match=r"(?s)1 of 1 samples.*one of several"):
-        gathered([3], [NOTHING], on_bad_route="native")
-    with pytest.raises(MicroBatchError, match="sequence 0"):
-        gathered([3, 2], [None, routes(2, 1)], on_bad_route="native", ceiling=0)
+def test_native_stops_above_the_ceiling_and_not_at_it(
+    bad: int, of: int, how: dict[str, Any], words: str
+) -> None:
+    batch = [NOTHING] * bad + [routes(3, number) for number in range(of - bad)]
+    if words:
+        with pytest.raises(MicroBatchError, match=f"(?s){words}"):
+            gathered([3] * of, batch, on_bad_route="native", **how)
+    else:
+        rows = gathered([3] * of, batch, on_bad_route="native", **how)
+        assert int(rows.recorded.sum()) == 3 * (of - bad)
 
 
 def test_routes_without_a_single_recorded_row_are_bad_ones() -> None:
@@ -469,16 +471,3 @@ def test_a_layout_keeps_its_own_rows_takes_any_whole_numbers_and_says_what_it_ho
     layout = TokenLayout.padded([3, 4], parallel=rank, fingerprints=[1, 2])
     said = f"TokenLayout(4 rows, 3 of the 7 tokens of 2 sequences, with fingerprints, {rank!r})"
     assert repr(layout) == said
-
-
-@pytest.mark.parametrize("topk", [1, 2])
-def test_columns_that_are_not_neighbours_are_looked_up_for_any_topk(topk: int) -> None:
-    """Blocks of four tokens dealt out over two ranks, and the layers of two virtual stages."""
-    tokens = 128
-    striped = lambda sequences: sequences[0].view(-1, 2, 4)[:, 0].reshape(-1)  # noqa: E731
-    layout = TokenLayout.from_probe(striped, [tokens], parallel=ParallelLayout(cp=2))
-    ids = torch.rand(tokens, 8, 16, generator=torch.Generator().manual_seed(0)).topk(topk)[1]
-    routes = RoutedExperts(ids=ids, layers=range(8), num_experts=16)
-    rows = torch.arange(tokens).view(-1, 2, 4)[:, 0].flatten()
-    gathered = layout.gather([routes], layers=[0, 1, 4, 5])
-    assert torch.equal(gathered.ids, routes.ids[rows][:, [0, 1, 4, 5]])

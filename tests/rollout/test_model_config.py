@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from npu_replay import ReplayError, RouterError, routers
 from npu_replay.rollout.model_config import RoutedModel, has_windows, is_hybrid
@@ -51,43 +50,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
 # fmt: on
 
 
-def build(family: str) -> PreTrainedModel:
-    model_type, special, _ = FAMILIES[family]
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(SIZES | special)))
-
-
-def saved_config(model: PreTrainedModel, folder: Path) -> Path:
-    model.config.save_pretrained(folder)
-    return folder / "config.json"
-
-
 # The truth: a built model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_says_what_the_built_model_has(family: str, tmp_path: Path) -> None:
-    model = build(family)
-    found = routers.find([model])[0]
-    truth = RoutedModel(
-        layers=tuple(router.label for router in found), num_layers=4, num_experts=8, topk=found[0].topk
-    )
-    assert {(router.num_experts, router.topk) for router in found} == {(8, truth.topk)}
-    assert truth.layers == FAMILIES[family][2]
-    file = saved_config(model, tmp_path)
-    for given in (model, model.config, model.config.to_dict(), file, str(file), tmp_path, str(tmp_path)):
-        assert RoutedModel.from_config(given) == truth
-        assert RoutedModel.of(given) == truth
+    model_type, special, layers = FAMILIES[family]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(SIZES | special)))
+    built = routers.find([model])[0]
+    truth = RoutedModel(layers=layers, num_layers=4, num_experts=8, topk=built[0].topk)
+    assert tuple(router.label for router in built) == layers
+    assert {(router.num_experts, router.topk) for router in built} == {(8, truth.topk)}
+    model.config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    for form in (model, model.config, model.config.to_dict(), file, str(file), tmp_path, str(tmp_path)):
+        assert RoutedModel.of(form) == truth
 
 
 def test_a_language_model_inside_another_is_found() -> None:
-    config = AutoConfig.for_model("qwen3_vl_moe")
-    text = RoutedModel.from_config(config.text_config)
-    assert text.num_experts == config.text_config.num_experts
-    assert RoutedModel.from_config(config) == text
-    assert RoutedModel.from_config(config.to_dict()) == text
+    vision = AutoConfig.for_model("qwen3_vl_moe")
     omni = AutoConfig.for_model("qwen3_omni_moe")
-    assert RoutedModel.from_config(omni) == RoutedModel.from_config(omni.thinker_config.text_config)
+    for config, text in ((vision, vision.text_config), (omni, omni.thinker_config.text_config)):
+        for form in (config, config.to_dict()):
+            assert RoutedModel.from_config(form) == RoutedModel.from_config(text)
 
 
 def test_layers_that_look_experts_up_by_token_have_no_route() -> None:
@@ -220,16 +205,18 @@ def test_a_file_that_is_no_config_or_is_not_there_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("layers", "hashed"),
-    [((), ()), ((1, 0), ()), ((0, 0), ()), ((1, 4), ()), ((-1, 0), ()), ((0, 1), (1,)), ((0,), (4,))],
+    ("about", "words"),
+    [
+        *(({"layers": layers}, "MoE layers") for layers in ((), (1, 0), (0, 0), (1, 4), (-1, 0))),
+        ({"layers": (0, 1), "hashed": (1,)}, "MoE layers"),
+        ({"layers": (0,), "hashed": (4,)}, "MoE layers"),
+        *(({"layers": (0,), "topk": topk}, "bad top-k") for topk in (0, 9)),
+    ],
     ids=str,
 )
-def test_layers_that_no_model_has_are_refused(layers: tuple[int, ...], hashed: tuple[int, ...]) -> None:
-    with pytest.raises(ReplayError, match="can't be the MoE layers"):
-        RoutedModel(layers=layers, num_layers=4, num_experts=8, topk=2, hashed=hashed)
-    for topk in (0, 9):
-        with pytest.raises(ReplayError, match="bad top-k"):
-            RoutedModel(layers=(0,), num_layers=4, num_experts=8, topk=topk)
+def test_layers_that_no_model_has_are_refused(about: dict[str, Any], words: str) -> None:
+    with pytest.raises(ReplayError, match=words):
+        RoutedModel(**{"num_layers": 4, "num_experts": 8, "topk": 2} | about)
 
 
 # Layers with numbers of their own, and layers that run several times

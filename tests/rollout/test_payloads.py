@@ -57,11 +57,9 @@ def refused(read: Callable[[], Any], symptom: Symptom = Symptom.UNREADABLE) -> I
 
 @pytest.fixture
 def memory() -> Iterator[Callable[[], int]]:
-    """The most bytes that were held since the test began."""
+    """The most bytes of this test so far."""
     tracemalloc.start()
-    tracemalloc.reset_peak()
-    before = tracemalloc.get_traced_memory()[0]
-    yield lambda: tracemalloc.get_traced_memory()[1] - before
+    yield lambda: tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
 

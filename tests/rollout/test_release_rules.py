@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,12 +26,6 @@ def test_releases_are_compared_by_their_first_numbers(
     versions: tuple[str, ...], numbers: tuple[int, int, int]
 ) -> None:
     assert {release(version) for version in versions} == {numbers}
-
-
-@pytest.mark.parametrize("version", [None, 0.33, (0, 33, 0)])
-def test_a_release_is_told_as_text(version: Any) -> None:
-    with pytest.raises(TypeError):
-        release(version)
 
 
 @pytest.mark.parametrize(
@@ -68,41 +60,23 @@ def test_a_row_of_one_device_holds_there_and_where_nobody_says() -> None:
     assert [row.holds("0.21.0", device) for device in ("cpu", "", "npu")] == [True, True, False]
 
 
-# EngineArguments: what a server is started with is what was planned, word for word
-
-PLAN = {
-    "enable_return_routed_experts": True,
-    "async_scheduling": False,
-    "tensor_parallel_size": 4,
-    "gpu_memory_utilization": 0.9,
-    "model": "a model",
-    "download_dir": Path("/models"),
-    "seed": None,
-    "served_model_name": ["one", "two"],
-    "compilation_config": {"level": 3, "sizes": [1, 2]},
-}
-
-
-def read_by_argparse(words: list[str]) -> dict[str, Any]:
-    """As vLLM's server reads them: --no-... for what is off, several values for a list, JSON for a dict."""
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    for name in ("enable-return-routed-experts", "async-scheduling"):
-        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction)
-    for name, kind in (
-        ("tensor-parallel-size", int),
-        ("gpu-memory-utilization", float),
-        ("model", str),
-        ("download-dir", Path),
-        ("compilation-config", json.loads),
-    ):
-        parser.add_argument(f"--{name}", type=kind)
-    parser.add_argument("--served-model-name", nargs="+")
-    parser.add_argument("--seed", type=int)
-    return vars(parser.parse_args(words))
-
-
-def test_a_server_reads_what_was_planned() -> None:
-    assert read_by_argparse(EngineArguments(PLAN).command_line()) == PLAN
-    mapping = MappingProxyType({"max_bytes": 1 << 40})
-    words = EngineArguments({"tp_size": 8, "empty": [], "aux_output_config": mapping}).command_line()
-    assert words == ["--tp-size", "8", "--aux-output-config", '{"max_bytes": 1099511627776}']
+def test_a_server_is_started_with_what_was_planned() -> None:
+    """As vLLM's server reads it: --no-... for what is off, several words for a list, JSON for a dict."""
+    plan = {
+        "enable_return_routed_experts": True,
+        "async_scheduling": False,
+        "gpu_memory_utilization": 0.9,
+        "model": "a model",
+        "download_dir": Path("/models"),
+        "seed": None,
+        "empty": [],
+        "served_model_name": ["one", "two"],
+        "compilation_config": {"level": 3, "sizes": [1, 2]},
+        "aux_output_config": MappingProxyType({"max_bytes": 1 << 40}),
+    }
+    assert EngineArguments(plan).command_line() == [
+        *("--enable-return-routed-experts", "--no-async-scheduling", "--gpu-memory-utilization", "0.9"),
+        *("--model", "a model", "--download-dir", "/models", "--served-model-name", "one", "two"),
+        *("--compilation-config", '{"level": 3, "sizes": [1, 2]}'),
+        *("--aux-output-config", '{"max_bytes": 1099511627776}'),
+    ]

@@ -3,6 +3,7 @@ the weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -55,10 +56,6 @@ def check(rollout: Rollout, tokens: list[int], versions: list[int | None]) -> No
         assert np.array_equal(routes.ids[place].numpy(), wanted), place
 
 
-def aborted(prompt: list[int], sampled: list[int], version: int = 1) -> Turn:
-    return turn(prompt, sampled, version, aborted=True)
-
-
 # turns, tokens that nobody sampled, and ("latest", turn); then all tokens, and the weights of each row
 STORIES: dict[str, tuple[list[Any], list[int], list[int | None]]] = {
     "the last token and a tool's have no row": (
@@ -77,17 +74,17 @@ STORIES: dict[str, tuple[list[Any], list[int], list[int | None]]] = {
         [1, 1, 1, 2, None],
     ),
     "T13 a resume after an abort doubles nothing": (
-        [aborted([5, 6], [7, 8, 9]), turn([5, 6, 7, 8, 9], [10, 11])],
+        [turn([5, 6], [7, 8, 9], aborted=True), turn([5, 6, 7, 8, 9], [10, 11])],
         [5, 6, 7, 8, 9, 10, 11],
         [1] * 6 + [None],
     ),
     "T14 a resume prefills all with new weights; what the old sampled from is theirs": (
-        [aborted([5, 6], [7, 8]), turn([5, 6, 7, 8], [9, 10], version=2)],
+        [turn([5, 6], [7, 8], aborted=True), turn([5, 6, 7, 8], [9, 10], version=2)],
         [5, 6, 7, 8, 9, 10],
         [1, 1, 1, 2, 2, None],
     ),
     "T14 the caller's word takes the rows of the new weights": (
-        [aborted([5, 6], [7, 8]), ("latest", turn([5, 6, 7, 8], [9, 10], version=2))],
+        [turn([5, 6], [7, 8], aborted=True), ("latest", turn([5, 6, 7, 8], [9, 10], version=2))],
         [5, 6, 7, 8, 9, 10],
         [2] * 5 + [None],
     ),
@@ -215,18 +212,18 @@ def test_a_turn_without_routes_is_an_error_unless_it_was_aborted() -> None:
 def test_the_prompt_ends_where_the_first_token_was_sampled() -> None:
     """Not with the first call of the engine: that may have been aborted, or its tokens cut off again."""
     rollout = Rollout(MODEL)
-    rollout.extend(Turn(prompt=[5, 6], sampled=[], aborted=True))
-    assert rollout.prompt_length == 2
-    rollout.append([7, 8])
-    assert rollout.prompt_length == 4
-    rollout.extend(turn([5, 6, 7, 8], [9, 10]))
-    rollout.extend(turn([5, 6, 7, 8, 9, 10, 20], [11]))
-    assert rollout.prompt_length == 4
-    rollout.truncate(5)
-    assert rollout.prompt_length == 4
-    rollout.truncate(1)  # it starts again
-    rollout.extend(turn([5, 6, 20], [9, 10]))
-    assert rollout.prompt_length == 3
+    steps: list[tuple[Callable[[], None], int]] = [
+        (lambda: rollout.extend(Turn(prompt=[5, 6], sampled=[], aborted=True)), 2),
+        (lambda: rollout.append([7, 8]), 4),
+        (lambda: rollout.extend(turn([5, 6, 7, 8], [9, 10])), 4),
+        (lambda: rollout.extend(turn([5, 6, 7, 8, 9, 10, 20], [11])), 4),
+        (lambda: rollout.truncate(5), 4),
+        (lambda: rollout.truncate(1), 1),  # it starts again
+        (lambda: rollout.extend(turn([5, 6, 20], [9, 10])), 3),
+    ]
+    for step, length in steps:
+        step()
+        assert rollout.prompt_length == length
     first = Rollout(MODEL)
     first.append([5])
     assert Rollout.merge([first, rollout]).prompt_length == 3
@@ -289,27 +286,16 @@ def test_any_conversation_keeps_each_row_of_its_time(data: st.DataObject) -> Non
 
 def test_a_sample_key_is_part_of_the_fingerprint_of_what_its_turns_show() -> None:
     """Two images that were asked the same question; an engine's routes have no key."""
-    prompt = [11, 12]
-    sampled = [13]
-    given = RoutedExperts(
-        ids=torch.tensor([[[3, 1]], [[2, 0]]]),
-        layers=(0,),
-        num_experts=4,
-        fingerprint=fingerprint([11, 12, 13]),
-    )
-    model = RoutedModel(layers=(0,), num_layers=1, num_experts=4, topk=2)
-    found = []
+    routes = routes_of([11, 12, 13])
     for key in ("left", "right", None):
-        rollout = Rollout(model, sample_key=key)
-        rollout.extend(Turn(prompt=prompt, sampled=sampled, routes=given))
+        rollout = Rollout(MODEL, sample_key=key)
+        rollout.extend(Turn(prompt=[11, 12], sampled=[13], routes=routes))
         rollout.append([14])
         assert rollout.routes.fingerprint == fingerprint([11, 12, 13, 14], sample_key=key)
         assert Rollout.merge([rollout]).routes == rollout.routes
-        found.append(rollout.routes.fingerprint)
-    assert len({*found}) == 3
-    left = Rollout(model, sample_key="left")
-    left.extend(Turn(prompt=prompt, sampled=sampled, routes=given.of_sample("left")))
+    left = Rollout(MODEL, sample_key="left")
+    left.extend(Turn(prompt=[11, 12], sampled=[13], routes=routes.of_sample("left")))
     with pytest.raises(MicroBatchError, match="of these tokens, and have another sample_key"):
-        left.extend(Turn(prompt=prompt, sampled=sampled, routes=given.of_sample("right")))
+        left.extend(Turn(prompt=[11, 12], sampled=[13], routes=routes.of_sample("right")))
     with pytest.raises(ReplayError, match="needs routes with a fingerprint"):
-        given.take([0]).of_sample("left")
+        routes.take([0]).of_sample("left")

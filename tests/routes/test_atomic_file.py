@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from npu_replay import RoutedExperts, RouteStore
 from npu_replay.errors import RouteFileError
-from npu_replay.routes import atomic_file
 from npu_replay.routes.encoding import FORMAT
 
 
@@ -57,27 +56,21 @@ def test_a_write_that_fails_leaves_nothing_behind(
         assert RoutedExperts.load(path) == routes()
 
 
-@pytest.mark.parametrize("broken", [None, "exists", "open"])
+@pytest.mark.parametrize(
+    ("place", "broken"), [("nowhere/step_3", None), ("", None), ("step_3", "exists"), ("step_3", "open")]
+)
 def test_a_place_that_cant_be_written_to_is_named(
-    path: Path, monkeypatch: pytest.MonkeyPatch, broken: str | None
+    path: Path, monkeypatch: pytest.MonkeyPatch, place: str, broken: str | None
 ) -> None:
     """A folder that isn't there, or may not be read or written; or the path is a folder itself."""
     path.mkdir()
-    places = [path / "nowhere" / "step_3", path]
-    overwrite = True
     if broken:
         monkeypatch.setattr(Path, broken, mock.Mock(side_effect=PermissionError(13, "Permission denied")))
-        places = [path / "step_3"]
-        overwrite = False
-    for place in places:
-        with pytest.raises(RouteFileError, match=r"can't be written") as caught:
-            routes().save(place, overwrite=overwrite)
-        assert caught.value.where == str(place)
+    with pytest.raises(RouteFileError, match=r"can't be written") as caught:
+        routes().save(path / place, overwrite=broken is None)
+    assert caught.value.where == str(path / place)
     monkeypatch.undo()
     assert list(path.parent.rglob("*")) == [path]
-
-
-WITHOUT = mock.Mock(side_effect=OSError(95, "Operation not supported"))
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -93,7 +86,7 @@ def test_of_two_writers_at_once_the_first_is_kept(
 
     monkeypatch.setattr(os, "fsync", faster)
     if not links:
-        monkeypatch.setattr(os, "link", WITHOUT)
+        monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError(95, "Operation not supported")))
     with pytest.raises(RouteFileError, match=r"is not overwritten.*overwrite=True") as caught:
         routes().save(path)
     assert caught.value.where == str(path)
@@ -113,18 +106,6 @@ def test_a_saved_file_has_the_usual_rights(path: Path, mask: int, rights: int, o
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == rights
     assert os.listdir(path.parent) == [path.name]
-
-
-def test_a_place_is_checked_without_a_trace(tmp_path: Path) -> None:
-    atomic_file.check_place(tmp_path / "new", overwrite=False)
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "old").write_text("kept")
-    atomic_file.check_place(tmp_path / "old", overwrite=True)
-    assert (tmp_path / "old").read_text() == "kept"
-    for place in ("old", "nothing/new", "old/new"):
-        with pytest.raises(RouteFileError, match=r"not overwritten|can't be written"):
-            atomic_file.check_place(tmp_path / place, overwrite=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
 # What is no file of routes

@@ -204,6 +204,7 @@ def test_saved_and_loaded_tokens_that_only_the_layout_knows_are_not_counted(form
 def test_tokens_images_and_the_order_of_rows_are_in_them(form: str, do: Any) -> None:
     """Another micro-batch's are refused by these: test_inputs.py."""
     first = recorded()
+    assert encoding.WITH_MICRO_BATCH.encode() in first.to_bytes(), "an earlier release refuses it"
     assert do(form, first).placement.inputs.described() == first.placement.inputs.described()
     digests = {"pixel_values": (torch.Size([2, 3]), 5), "grid\n": (torch.Size([]), 0)}
     known = first.with_known(
@@ -224,11 +225,3 @@ def test_a_layout_with_gaps_and_sequences_out_of_order_comes_back() -> None:
         read = Inputs.read(json.loads(json.dumps(inputs.described())))
         assert torch.equal(read.fed, places)
         assert (read.lengths, read.marks) == ((3, 4), (None, 2**64 - 1))
-
-
-def test_what_knows_no_micro_batch_is_written_as_before() -> None:
-    routes = recorded()
-    bare = routes.sequence(0, len(routes))
-    assert b"micro_batch" not in bare.to_bytes()
-    assert encoding.FORMAT.encode() in bare.to_bytes()
-    assert encoding.WITH_MICRO_BATCH.encode() in routes.to_bytes()

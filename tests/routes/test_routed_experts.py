@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from npu_replay import ReplayError, RoutedExperts
+from npu_replay import RoutedExperts
 from npu_replay.errors import InvalidRoutes
 
 EXPERTS = 8
@@ -33,7 +32,6 @@ def refused(**changes: Any) -> InvalidRoutes:
     with pytest.raises(InvalidRoutes) as caught:
         routes(**changes)
     assert str(caught.value).startswith("[npu_replay] ")
-    assert isinstance(caught.value, ReplayError)
     return caught.value
 
 
@@ -59,14 +57,6 @@ def test_ids_that_need_a_gradient_history_or_inference_mode_are_taken() -> None:
 
 
 # What comes out
-
-
-def test_the_result_is_frozen() -> None:
-    built = routes()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        built.ids = ids()  # type: ignore[misc]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        built.fingerprint = 3  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("last", [True, False], ids=["all recorded", "one row not recorded"])
@@ -284,8 +274,7 @@ def test_a_constant_layer_of_64_recorded_rows_is_refused_from_outside_only_t32(
 
 
 def test_flags_of_numpy_are_written_as_any_others() -> None:
-    ids = np.zeros((3, 1, 1), np.int64)
-    flags = {"constant_layers_ok": np.True_, "from_engine": np.False_}
-    routes = RoutedExperts(ids=ids, layers=[0], num_experts=2, **flags)  # type: ignore[arg-type]
-    back = RoutedExperts.from_bytes(routes.to_bytes())
+    back = RoutedExperts.from_bytes(
+        routes(constant_layers_ok=np.True_, from_engine=np.False_).to_bytes(),
+    )
     assert (back.constant_layers_ok, back.from_engine) == (True, False)

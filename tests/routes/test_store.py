@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -104,29 +105,23 @@ def test_a_key_of_two_writers_with_other_routes_is_an_error_and_no_other_key_is(
 def test_samples_of_the_same_tokens_are_found_by_their_key_alone(tmp_path: Path) -> None:
     """The same question about two images, of two ranks; and of one, whose digests are the same."""
     tokens = tokens_of(1)
-    for name, key, routes in (("a", "left", 3), ("b", 7, 4), ("c", "7 ", 4)):
+    for name, key, number in (("a", "left", 3), ("b", 7, 4), ("c", "7 ", 4)):
         with RouteStore.writer(tmp_path, name=name) as writer:
-            writer.add(sample(routes).sequence(0, 20, fingerprint(tokens)), sample_key=key)
-            writer.add(sample(routes + 10))
-        if name == "b":  # two are enough not to be told apart
-            with pytest.raises(RouteFileError, match=r"several samples have these tokens.*2 samples"):
-                RouteStore(tmp_path).of(tokens)
-    found = RouteStore(tmp_path)
-    assert len(found) == 5
-    for key, routes in (("left", 3), (7, 4), ("7", 4)):
-        one = found.of(tokens, sample_key=key)
-        assert torch.equal(one.ids, sample(routes).ids)
-        assert one.fingerprint == fingerprint(tokens, sample_key=key)
-    with pytest.raises(RouteFileError, match=r"several samples have these tokens.*3 samples"):
-        found.of(tokens)
-    with pytest.raises(RouteFileError, match="no routes of these tokens"):
-        found.of(tokens, sample_key="right")
+            writer.add(sample(number).sequence(0, 20, fingerprint(tokens)), sample_key=key)
+    whole = RouteStore(tmp_path)
+    for key, number in (("left", 3), (7, 4), ("7", 4)):
+        routes = whole.of(tokens, sample_key=key)
+        assert torch.equal(routes.ids, sample(number).ids)
+        assert routes.fingerprint == fingerprint(tokens, sample_key=key)
     alone = RouteStore(tmp_path, shard="a-00000")
-    for key in (None, 7):
-        with pytest.raises(
-            RouteFileError, match=r"no routes of these tokens.*1 have these tokens and another"
-        ):
-            alone.of(tokens, sample_key=key)
+    for store, key, words in (
+        (whole, None, r"several samples have these tokens.*3 samples"),
+        (whole, "right", "no routes of these tokens"),
+        (alone, None, r"no routes of these tokens.*1 have these tokens and another"),
+        (alone, 7, r"no routes of these tokens.*1 have these tokens and another"),
+    ):
+        with pytest.raises(RouteFileError, match=words):
+            store.of(tokens, sample_key=key)
 
 
 def test_a_full_disk_loses_nothing_and_hides_nobodys_error(
@@ -270,56 +265,41 @@ def test_other_rollouts_of_the_same_fingerprint_are_an_error_until_an_update_too
     assert held.get(7) == (by_seed(2), True)
 
 
-@pytest.mark.parametrize(("changed", "shared"), [(10, True), (11, False)])
-def test_one_answer_that_was_sampled_twice_has_the_newer_routes(changed: int, shared: bool) -> None:
-    """Of 50 tokens in 2 layers; its routes differ where an engine rounds otherwise in another batch."""
+@pytest.mark.parametrize(("changed", "known", "apart"), [(10, 50, ""), (11, 50, "11%"), (50, 5, "50%")])
+def test_one_answer_that_was_sampled_twice_has_the_newer_routes(changed: int, known: int, apart: str) -> None:
+    """Of 50 tokens in 2 layers; its routes differ where an engine rounds otherwise in another batch.
+    Rows that aren't known make no two answers alike."""
     first = torch.tensor([[[0, 1], [2, 3]]]).repeat(50, 1, 1)
     second = first.clone()
     second[:changed, 0] = torch.tensor([4, 5])
-    twice = [RoutedExperts(ids=ids, layers=[0, 1], num_experts=8) for ids in (first, second)]
-    held = RoutesByTokens(1 << 20)
-    held.put(7, twice[0], rollout=True)
-    if not shared:
-        with pytest.raises(InvalidRoutes, match=r"10% of the token-layers at most.*got .* 11% apart"):
-            held.put(7, twice[1], rollout=True)
-        return
-    held.put(7, twice[1], rollout=True)
-    assert held.get(7) == (twice[1], True)
-    assert held.replaced == 1
-
-
-def test_rows_that_are_unknown_make_no_two_answers_alike() -> None:
-    first = torch.tensor([[[0, 1]]]).repeat(100, 1, 1)
-    second = torch.tensor([[[4, 5]]]).repeat(100, 1, 1)
-    known = torch.arange(100) >= 91
-    twice = [
-        RoutedExperts(ids=ids * known[:, None, None], layers=[0], num_experts=8, recorded=known)
-        for ids in (first, second)
-    ]
-    held = RoutesByTokens(1 << 20)
-    held.put(7, twice[0], rollout=True)
-    with pytest.raises(InvalidRoutes, match="100% apart"):
-        held.put(7, twice[1], rollout=True)
+    recorded = torch.arange(50) >= 50 - known
+    kept = RoutesByTokens(1 << 20)
+    refused = pytest.raises(InvalidRoutes, match=rf"10% of the token-layers at most.*got .* {apart} apart")
+    for ids, expected in ((first, nullcontext()), (second, refused if apart else nullcontext())):
+        routes = RoutedExperts(ids=ids, layers=[0, 1], num_experts=8, recorded=recorded)
+        with expected:
+            kept.put(7, routes, rollout=True)
+    if not apart:
+        assert kept.get(7) == (routes, True)
+        assert kept.replaced == 1
 
 
 def test_newer_weights_and_newer_records_take_the_place_of_older_ones() -> None:
-    held = RoutesByTokens(1 << 20)
-    held.put(7, by_seed(1, version=1), rollout=True)
-    held.put(7, by_seed(2, version=2), rollout=True)
-    held.put(8, by_seed(1), rollout=False)
-    held.put(8, by_seed(2), rollout=False)
-    assert held.get(7) == (by_seed(2, version=2), True)
-    assert held.replaced == 2
-
-
-def test_what_was_dropped_or_cleared_is_waited_for_no_longer() -> None:
-    held = RoutesByTokens(by_seed(1).ids.nbytes + 5)
-    held.put(7, by_seed(1), rollout=True)
-    held.put(8, by_seed(2), rollout=True)
-    held.put(7, by_seed(3), rollout=True)
-    held.clear()
-    held.put(7, by_seed(4), rollout=True)
-    assert held.get(7) == (by_seed(4), True)
+    """And what was dropped or cleared is waited for no longer."""
+    kept = RoutesByTokens(2 * (by_seed(1).ids.nbytes + 5))
+    kept.put(7, by_seed(1, version=1), rollout=True)
+    kept.put(7, by_seed(2, version=2), rollout=True)
+    kept.put(8, by_seed(1), rollout=False)
+    kept.put(8, by_seed(2), rollout=False)
+    assert kept.get(7) == (by_seed(2, version=2), True)
+    assert kept.replaced == 2
+    kept.put(9, by_seed(3), rollout=True)
+    assert kept.get(7) == (None, False)
+    kept.put(7, by_seed(3), rollout=True)
+    kept.clear()
+    assert kept.get(7) == (None, False)
+    kept.put(7, by_seed(4), rollout=True)
+    assert kept.get(7) == (by_seed(4), True)
 
 
 def test_routes_without_a_key_move_to_the_first_sample_that_asks() -> None:

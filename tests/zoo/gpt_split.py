@@ -258,11 +258,6 @@ def other_routers(weights: Tensors) -> Tensors:
     }
 
 
-def saturated_routers(weights: Tensors) -> Tensors:
-    """The same weights, but routers whose probabilities are one and, to the last bit, zero."""
-    return {name: 300 * weight if "router" in name else weight for name, weight in weights.items()}
-
-
 def load(chunks: Sequence[nn.Module], split: Split, weights: Tensors) -> None:
     with torch.no_grad():
         for name, weight, cut in _shards(chunks, split, weights):

@@ -329,6 +329,24 @@ def pruned(kind: Any) -> Any:
     return Pruned
 
 
+def test_replayed_experts_of_probability_zero_are_found_by_the_flex_dispatcher() -> None:
+    """DeepEP is given the top-k of the probabilities, so those of the routes may not be exactly 0."""
+    trainer = build({})
+    probabilities: list[torch.Tensor] = []
+    for router in routers(trainer.model):
+        router.module.config.moe_token_dispatcher_type = "flex"
+        router.module.weight.data *= 300
+        router.module.register_forward_hook(lambda _, __, output: probabilities.append(output[0]))
+    foreign = random_routes(recorded(trainer))
+    probabilities.clear()
+    with npu_replay.replay(trainer.model, foreign, min_overlap=0):
+        trainer.run("each")
+    calls = [routes.layer_ids(layer) for routes in foreign for layer in routes.layers]
+    for ids, shown in zip(calls, probabilities, strict=True):
+        assert torch.equal(shown.topk(ids.shape[1]).indices.sort().values, ids.long().sort().values)
+    assert any(((shown > 0) & (shown < 1e-30)).any() for shown in probabilities), "none had become 0"
+
+
 def test_ids_in_the_place_of_a_map_are_read_as_ids() -> None:
     """As Megatron's router returns them in its own inference, from 0.18 on."""
     router = routers(build({}).model)[0]

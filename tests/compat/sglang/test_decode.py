@@ -454,6 +454,16 @@ def test_the_engines_own_ids_are_found_in_an_openai_answer() -> None:
 # Weights, and T29
 
 
+@pytest.mark.parametrize(
+    ("named", "weight_version", "wanted"), [("default", None, None), ("7", None, "7"), ("7", 8, 8)]
+)
+def test_the_weights_are_the_callers_or_the_answers(named: str, weight_version: Any, wanted: Any) -> None:
+    """«default» is what the engine says by itself."""
+    asked = request("0.5.23")
+    answer = asked.meta_info() | {"weight_version": named}
+    assert decoded(answer, asked, weight_version=weight_version).weight_version == wanted
+
+
 def test_T29_routes_that_were_computed_again_arent_paired_with_old_log_probs() -> None:
     """miles #3277: a request retracted over a weight update keeps its log-probs, not its routes."""
     version = "0.5.19"
