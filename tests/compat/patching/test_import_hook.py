@@ -221,11 +221,6 @@ def test_a_finder_that_asks_all_finders_is_no_endless_loop() -> None:
     serve_it()
     sys.meta_path.append(Asking())  # type: ignore[arg-type]
     assert importlib.import_module(SERVED).value == "made"
-    withdraw()
-    del sys.modules["waited_for.deep"]
-    serve_it()
-    sys.meta_path.insert(0, sys.meta_path.pop())
-    assert importlib.import_module(SERVED).value == "made"
 
 
 def test_withdrawn_it_is_missing_as_before() -> None:
