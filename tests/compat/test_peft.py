@@ -68,7 +68,7 @@ def toggled(turn: Callable[[Any], None], back: Callable[[Any], None]) -> Switch:
 
 
 def last_layer(of: Any) -> Any:
-    return [one for one in of.modules() if isinstance(one, peft.tuners.lora.LoraLayer)][-1]
+    return [part for part in of.modules() if isinstance(part, peft.tuners.lora.LoraLayer)][-1]
 
 
 @contextlib.contextmanager
@@ -235,7 +235,7 @@ def test_a_router_that_is_trained_whole_is_recorded_and_replayed(part: str, reen
     assert rows[3:] == ([] if reentrant is None else rows[2::-1])
     assert session.metrics()["live_mismatch"] > 0.1
     ends = "gate.modules_to_save.default.weight" if part == "gate" else "modules_to_save.default.gate.weight"
-    gates = [one.grad for name, one in made.named_parameters() if name.endswith(ends)]
+    gates = [weight.grad for name, weight in made.named_parameters() if name.endswith(ends)]
     assert [grad is not None and bool(grad.any()) for grad in gates] == [True] * 3
     with npu_replay.observe(made) as seen, sent(made) as rows:
         made(**call)

@@ -205,9 +205,10 @@ def test_from_megatron_has_the_layers_of_every_built_stage(
         layout = ParallelLayout.from_megatron(chunks)
         assert (layout.pp, layout.pp_rank, layout.vp) == (split["pp"], pp_rank, split["vp"] or 1)
         built = [tuple(layer.layer_number - 1 for layer in chunk.decoder.layers) for chunk in chunks]
-        moe = [one for chunk in chunks for one in chunk.decoder.layers if hasattr(one.mlp, "router")]
+        layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+        moe = [layer.layer_number - 1 for layer in layers if hasattr(layer.mlp, "router")]
         assert layout.chunk_layers == tuple(built)
-        assert layout.moe_layers == tuple(sorted(layer.layer_number - 1 for layer in moe))
+        assert layout.moe_layers == tuple(sorted(moe))
         seen += layout.layers
     assert sorted(seen) == list(range(split["num_layers"]))
 
@@ -382,7 +383,8 @@ def test_a_tower_that_routes_too_is_refused_by_its_number() -> None:
 def test_the_towers_layers_are_not_taken_for_those_of_a_missing_chunk(at: Callable[..., None]) -> None:
     """Both chunks of a rank with two virtual stages: four decoder layers in all, the tower in the first."""
     chunks = [VisionLanguage(num_layers=2), VisionLanguage(num_layers=2)]
-    for number, layer in enumerate(one for chunk in chunks for one in chunk.language_model.decoder.layers):
+    layers = [layer for chunk in chunks for layer in chunk.language_model.decoder.layers]
+    for number, layer in enumerate(layers):
         layer.layer_number = number + 1
         layer.mlp.set_layer_number(number + 1)
     del chunks[1].vision_model

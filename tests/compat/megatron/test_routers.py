@@ -97,7 +97,7 @@ def test_rows_without_a_route_take_the_routers_own_choice_also_in_the_recompute(
     routes = recorded(plain)
     holes = torch.arange(ROWS) % 3 == 0  # rows of zeros, whose duplicates break the dispatcher's splits
     for like in (routes, random_routes(routes)):
-        filled = [one.ids.masked_fill(holes[:, None, None], 0) for one in like]
+        filled = [batch.ids.masked_fill(holes[:, None, None], 0) for batch in like]
         partial = [RoutedExperts(ids=ids, layers=range(4), num_experts=8, recorded=~holes) for ids in filled]
         with npu_replay.observe(plain.model) as shown, npu_replay.replay(plain.model, partial) as session:
             expected = plain.run("sum")
@@ -256,7 +256,7 @@ def test_an_expert_that_a_routers_own_gating_rules_out_is_refused() -> None:
     """Stock routers mask by groups alone; a subclass may mask in its own way."""
     trainer = build({})
     routes = recorded(trainer)
-    assert any((one.ids == 0).any() for one in routes), "nobody chose the expert that is pruned"
+    assert any((batch.ids == 0).any() for batch in routes), "nobody chose the expert that is pruned"
     for layer in trainer.model.decoder.layers:
         layer.mlp.router.__class__ = pruned(type(layer.mlp.router))
     words = "has a weight that was made from a mask's number"

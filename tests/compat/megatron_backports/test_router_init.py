@@ -78,7 +78,7 @@ def test_a_loop_written_against_upstreams_api_gives_what_a_block_gives(
     untouched = trainer.run("each")
     losses, recorded = upstream_loop.record(trainer)
     assert losses == untouched[0]
-    assert [len(one) for one in as_routes(recorded)] == [BATCH * LENGTH] * MICRO_BATCHES
+    assert [len(routes) for routes in as_routes(recorded)] == [BATCH * LENGTH] * MICRO_BATCHES
     with perturbed(trainer.model):
         assert trainer.run("each")[0] != untouched[0]
         assert same(upstream_loop.replay(trainer, recorded), blocks(trainer, recorded))
@@ -141,7 +141,9 @@ def test_a_model_that_was_thrown_away_shifts_nothing(ours: Any) -> None:
     del dropped
     gc.collect()
     assert len(ours.global_router_replay_instances) == 4
-    assert ours.global_router_replay_instances == [one.module.router_replay for one in routers(kept.model)]
+    assert ours.global_router_replay_instances == [
+        router.module.router_replay for router in routers(kept.model)
+    ]
 
 
 def test_a_block_refuses_a_router_that_is_replaying_and_names_a_replay_begun_inside_it() -> None:
