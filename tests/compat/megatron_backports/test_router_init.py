@@ -24,7 +24,6 @@ from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.smoke import megatron_model
 from upstream_loop import FLAG, api, build_replayed
 from zoo.gpt import BATCH, LENGTH, MICRO_BATCHES, VARIANTS, Trainer, perturbed, routers, same
-from zoo.outcome import as_map
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
@@ -43,13 +42,17 @@ def nothing_left() -> Iterator[None]:
     api()[0].clear_global_router_replay_instances()
 
 
-def blocks(trainer: Trainer, recorded: list[list[torch.Tensor]]) -> Any:
-    """The same replay by npu_replay's own block."""
-    routes = [
+def as_routes(recorded: list[list[torch.Tensor]]) -> list[RoutedExperts]:
+    """The same of ids [rows, topk] by layer."""
+    return [
         RoutedExperts(ids=torch.stack(list(ids), dim=1), layers=[0, 1, 2, 3], num_experts=8)
         for ids in recorded
     ]
-    with npu_replay.replay(trainer.model, routes):
+
+
+def blocks(trainer: Trainer, recorded: list[list[torch.Tensor]]) -> Any:
+    """The same replay by npu_replay's own block."""
+    with npu_replay.replay(trainer.model, as_routes(recorded)):
         return trainer.run("each")
 
 
@@ -75,44 +78,22 @@ def test_a_loop_written_against_upstreams_api_gives_what_a_block_gives(
     untouched = trainer.run("each")
     losses, recorded = upstream_loop.record(trainer)
     assert losses == untouched[0]
-    assert [len(ids) for ids in recorded] == [4] * MICRO_BATCHES
-    assert all(ids.shape == (BATCH * LENGTH, 2) for layers in recorded for ids in layers)
+    assert [len(routes) for routes in as_routes(recorded)] == [BATCH * LENGTH] * MICRO_BATCHES
     with perturbed(trainer.model):
         assert trainer.run("each")[0] != untouched[0]
         assert same(upstream_loop.replay(trainer, recorded), blocks(trainer, recorded))
 
 
-def shown(trainer: Trainer) -> list[torch.Tensor]:
-    """The maps that the routers return from now on, bool [rows, experts] each."""
-    maps: list[torch.Tensor] = []
-    for router in routers(trainer.model):
-        router.module.register_forward_hook(lambda _, __, output: maps.append(output[1]))
-    return maps
-
-
-def as_maps(recorded: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """The same of ids [rows, topk]."""
-    return [as_map(ids, 8) for layers in recorded for ids in layers]
-
-
-@pytest.mark.parametrize("flag", ["moe_enable_routing_replay", "enable_routing_replay"])
-def test_a_flag_that_is_set_on_the_built_config_counts(flag: str) -> None:
-    """As subclasses of a config do, in a __post_init__ or later."""
-    config = megatron_model.config()
-    setattr(config, flag, True)
-    model = megatron_model.model(config)
-    assert [type(one.module.router_replay) for one in routers(model)] == [api()[0]] * 4
-
-
 class Foreign:
-    """A framework's own, whose patch of the router reads it, as verl's before 0.9; `asked` by its routing."""
+    """verl's before 0.9, whose patch of the router reads it and has no more than an action."""
 
     router_replay_action = "replay_forward"
-    asked = 0
 
 
 class ForeignThatIsAsked(Foreign):
     """verl 0.9's, where npu_replay left its patch alone: its routing asks by itself."""
+
+    asked = 0
 
     def get_replay_topk(self, *_: Any) -> None:
         self.asked += 1
@@ -127,20 +108,19 @@ def test_what_a_framework_hangs_on_a_router_for_its_own_routing_is_left_to_it(
     if api()[0] is not router_replay.MegatronRouterReplay:
         pytest.skip("upstream's own routing asks whatever hangs there")
     untouched = trainer.run("each")
-    replays = [own() for _ in routers(trainer.model)]
-    kind = type(routers(trainer.model)[0].module)
-    plain = kind.routing
+    module = routers(trainer.model)[0].module
+    plain = type(module).routing
 
     def routing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.router_replay.get_replay_topk()
+        if self is module:
+            self.router_replay.get_replay_topk()
         return plain(self, *args, **kwargs)
 
+    module.router_replay = own()
     if own is ForeignThatIsAsked:
-        monkeypatch.setattr(kind, "routing", routing)
-    for router, replay in zip(routers(trainer.model), replays, strict=True):
-        router.module.router_replay = replay
+        monkeypatch.setattr(type(module), "routing", routing)
     assert same(trainer.run("each"), untouched)
-    assert {replay.asked for replay in replays} == {0 if own is Foreign else len(trainer.batches)}
+    assert getattr(module.router_replay, "asked", MICRO_BATCHES) == MICRO_BATCHES
 
 
 # Where the release lacks it
@@ -161,27 +141,9 @@ def test_a_model_that_was_thrown_away_shifts_nothing(ours: Any) -> None:
     del dropped
     gc.collect()
     assert len(ours.global_router_replay_instances) == 4
-    mine = [one.module.router_replay for one in routers(kept.model)]
-    assert all(a is b for a, b in zip(ours.global_router_replay_instances, mine, strict=True))
-
-
-def test_two_live_models_of_one_config_object_have_replays_of_their_own() -> None:
-    """T18: the reference is built of the actor's config once its flag is off, and takes nothing of it."""
-    trainer = build_replayed({})
-    config = trainer.model.config
-    untouched = trainer.run("each")
-    (_, recorded) = upstream_loop.record(trainer)
-    config.moe_enable_routing_replay = config.enable_routing_replay = False
-    reference = Trainer(megatron_model.model(config), None)
-    assert [getattr(one.module, "router_replay", None) for one in routers(reference.model)] == [None] * 4
-    assert len(api()[0].global_router_replay_instances) == 4
-    live = reference.run("each")
-    api()[0].set_global_router_replay_action(api()[1].REPLAY_FORWARD)
-    api()[0].set_replay_data(recorded[0])
-    assert same(reference.run("each"), live)
-    api()[0].clear_global_router_replay_action()
-    api()[0].clear_global_indices()
-    assert same(upstream_loop.replay(trainer, recorded), untouched)
+    assert ours.global_router_replay_instances == [
+        router.module.router_replay for router in routers(kept.model)
+    ]
 
 
 def test_a_block_refuses_a_router_that_is_replaying_and_names_a_replay_begun_inside_it() -> None:
@@ -200,26 +162,20 @@ def test_a_block_refuses_a_router_that_is_replaying_and_names_a_replay_begun_ins
     ours.clear_global_indices()
 
 
-def test_router_replay_records_beside_a_block() -> None:
+def test_router_replay_records_beside_a_block_also_experts_that_are_masked_now() -> None:
+    """The inner call has seen the mask, and the block's gathers the scores before it."""
     trainer = build_replayed(VARIANTS["groups_softmax"])
     with npu_replay.record(trainer.model) as recording:
         _, recorded = upstream_loop.record(trainer)
     for routes, layers in zip(recording.routes, recorded, strict=True):
         assert torch.equal(routes.ids.long(), torch.stack(layers, dim=1))
-
-
-def test_a_block_replays_experts_that_are_masked_now_beside_a_recording_router_replay() -> None:
-    """The inner call has seen the mask, and the block's gathers the scores before it."""
-    trainer = build_replayed(VARIANTS["groups_softmax"])
-    apart = torch.tensor([0, 7]).expand(BATCH * LENGTH, 4, 2)  # in the first group and in the last
-    routes = [RoutedExperts(ids=apart, layers=[0, 1, 2, 3], num_experts=8)] * MICRO_BATCHES
-    with npu_replay.replay(trainer.model, routes):
-        alone = trainer.run("each")[0]
-    with npu_replay.replay(trainer.model, routes):
+    apart = torch.tensor([0, 7]).expand(BATCH * LENGTH, 2)  # in the first group and in the last
+    alone = blocks(trainer, [[apart] * 4] * MICRO_BATCHES)[0]
+    with npu_replay.replay(trainer.model, as_routes([[apart] * 4] * MICRO_BATCHES)):
         losses, recorded = upstream_loop.record(trainer)
     assert losses == alone
-    if api()[0].__module__.startswith("npu_replay"):  # upstream's records what the router would choose
-        assert all(torch.equal(ids, apart[:, 0]) for layers in recorded for ids in layers)
+    if api()[0] is router_replay.MegatronRouterReplay:  # upstream's records what the router would choose
+        assert all(torch.equal(ids, apart) for layers in recorded for ids in layers)
 
 
 def of_0_16(self: Any, logits: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -253,61 +209,29 @@ def test_a_router_is_replayed_however_it_was_made(way: str, monkeypatch: pytest.
         for module in modules:
             module.routing = types.MethodType(by_its_class, module)
     _, recorded = upstream_loop.record(trainer)
-    maps = shown(trainer)
-    with perturbed(trainer.model), torch.no_grad():
+    with perturbed(trainer.model), torch.no_grad(), npu_replay.observe(trainer.model) as seen:
         for tokens, ids in zip(trainer.batches, recorded, strict=True):
             api()[0].set_global_router_replay_action(api()[1].REPLAY_FORWARD)
             api()[0].set_replay_data(ids)
             trainer.loss(tokens)
     api()[0].clear_global_router_replay_action()
-    assert len(maps) == 4 * MICRO_BATCHES
-    assert all(map(torch.equal, maps, as_maps(recorded)))
-
-
-def test_the_function_mode_is_on_until_the_guard_has_caught_a_routers_top_k(
-    ours: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It costs 2 µs for each operation. A top-k that the guard misses later is an error, and then found."""
-    trainer = build_replayed({})
-    first = routers(trainer.model)[0].module
-    modes: list[int] = []
-    gating = first.gating
-
-    def counting(*args: Any) -> Any:
-        modes.append(torch._C._len_torch_function_stack())
-        return gating(*args)
-
-    first.gating = counting
-    hidden = torch.randn(4, 2, first.config.hidden_size)
-    native = torch.topk
-    ours.set_global_router_replay_action(api()[1].RECORD)
-    first(hidden)
-    first(hidden)
-    assert modes == [1, 0]
-    alias = types.SimpleNamespace(**vars(torch) | {"topk": native})
-    monkeypatch.setattr("megatron.core.transformer.moe.moe_utils.torch", alias)
-    with pytest.raises(NoEffect, match="RouterReplay has an action, and this router calls no top-k"):
-        first(hidden)
-    first(hidden)
-    assert modes == [1, 0, 0, 1]
+    assert npu_replay.compare(seen.shown, as_routes(recorded)).differing == 0
 
 
 def test_a_wrapped_get_replay_topk_is_asked_without_an_action_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """As NeMo-RL's, which decides by a state of its own."""
     trainer = build_replayed({})
-    asked: list[int] = []
     original = api()[0].get_replay_topk
-
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked.append(self.layer_number if hasattr(self, "layer_number") else 0)
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(api()[0], "get_replay_topk", wrapped)
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        api()[0],
+        "get_replay_topk",
+        lambda self, *args, **how: asked.append(self) or original(self, *args, **how),
+    )
     untouched = trainer.run("each")
-    assert len(asked) == 4 * MICRO_BATCHES
     with npu_replay.record(trainer.model):
         assert same(trainer.run("each"), untouched)
-    assert len(asked) == 8 * MICRO_BATCHES
+    assert len(asked) == 2 * 4 * MICRO_BATCHES
 
 
 def test_a_copy_and_a_pickle_of_a_router_have_a_replay_of_their_own(ours: Any) -> None:
@@ -316,11 +240,11 @@ def test_a_copy_and_a_pickle_of_a_router_have_a_replay_of_their_own(ours: Any) -
         pytest.skip("this Megatron-core's routers hold process groups, which can't be copied")
     gc.collect()
     gc.disable()
-    try:  # no cycle: its weights would stay on the device until the garbage collector comes by
-        seen = weakref.ref(copy.deepcopy(module))
-        assert seen() is None
-    finally:
-        gc.enable()
+    seen = weakref.ref(copy.deepcopy(module))
+    gc.enable()
+    assert seen() is None, (
+        "a cycle: its weights would stay on the device until the garbage collector comes by"
+    )
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert twin.router_replay is not module.router_replay
         twin.router_replay.set_router_replay_action(api()[1].RECORD)
@@ -335,12 +259,9 @@ def test_a_router_that_can_not_be_equipped_is_built_and_blocks_are_refused(
     """A fork's router may lack what is asked of it; whoever wants no replay has a model all the same."""
     monkeypatch.setattr(import_hook, "_failures", {})
 
-    def lacking(router: Any) -> None:
-        raise AttributeError("'TopKRouter' object has no attribute 'routing_type'")
-
-    monkeypatch.setattr(router_init, "_equip", lacking)
+    monkeypatch.setattr(router_init, "_equip", lambda router: router.lacking)
     model = megatron_model.model(megatron_model.config())
-    assert len([one for one in caplog.records if "has no attribute 'routing_type'" in one.message]) == 1
+    assert len([one for one in caplog.records if "has no attribute 'lacking'" in one.message]) == 1
     with pytest.raises(ReplayError, match=r"routers that are replayed failed: AttributeError"):
         npu_replay.record(model).__enter__()
 
@@ -377,14 +298,6 @@ def over_experts(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tenso
     self.local_tokens_per_expert += routing_map.sum(dim=0)
 
 
-def counting() -> Any:
-    router = type("TopKRouter", (torch.nn.Module,), {"_apply_expert_bias": over_experts})()
-    router.enable_expert_bias = True
-    router.config = types.SimpleNamespace(moe_enable_routing_replay=True)
-    router.local_tokens_per_expert = torch.zeros(3)
-    return router
-
-
 @pytest.mark.parametrize(
     ("flag", "variable", "on", "counts"),
     [
@@ -397,10 +310,12 @@ def counting() -> Any:
 def test_padding_is_left_out_where_that_is_asked_for_and_else_a_router_counts_as_its_class_does(
     monkeypatch: pytest.MonkeyPatch, flag: bool, variable: str, on: bool, counts: list[int]
 ) -> None:
-    router = counting()
+    router: Any = type("TopKRouter", (torch.nn.Module,), {"_apply_expert_bias": over_experts})()
+    router.enable_expert_bias = True
+    router.config = types.SimpleNamespace(moe_enable_routing_replay=flag)
+    router.local_tokens_per_expert = torch.zeros(3)
     assert router_init.counts_padding(router)
     router_init.lend(router, ["_apply_expert_bias"])
-    router.config.moe_enable_routing_replay = flag
     monkeypatch.setenv("NPU_REPLAY_EXPERT_BIAS", variable)
     monkeypatch.setattr(patching._switch, "on", on)
     chosen = torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 0]], dtype=torch.bool)

@@ -109,10 +109,8 @@ def test_routing_code_that_is_replaced_inside_a_block_is_named(
     router: Any = routers(trainer.model)[2].module
     if where == "OwnRouter":
         router.__class__ = type("OwnRouter", (type(router),), {})
-    owner, name = (
-        {"TopKRouter.routing": product.TopKRouter, "OwnRouter": type(router)}.get(where, router),
-        "routing",
-    )
+    owner: Any = {"TopKRouter.routing": product.TopKRouter, "OwnRouter": type(router)}.get(where, router)
+    name = "routing"
     if where == "topk":
         places = functions(routers(trainer.model))
         ((where, owner, name),) = [one for one in places if one[0].startswith("topk") and hasattr(*one[1:])]
@@ -144,13 +142,13 @@ def test_a_wrapper_that_binds_anew_at_each_access_is_no_replacement(monkeypatch:
     check_usable(build({}))
 
 
-def test_observe_that_is_refused_leaves_no_hook() -> None:
-    trainer = build({}, "full")
-    trainer.model.config.moe_fb_overlap = True
-    for block in (npu_replay.observe, npu_replay.record):
-        with pytest.raises(RouterError, match="recomputes in a place that npu_replay doesn't know"):
-            block(trainer.model).__enter__()
-        assert hooks(trainer.model) == 0
+@pytest.mark.parametrize("block", [npu_replay.observe, npu_replay.record])
+def test_a_block_that_is_refused_leaves_no_hook(block: Any) -> None:
+    model = build({}, "full").model
+    model.config.moe_fb_overlap = True
+    with pytest.raises(RouterError, match="recomputes in a place that npu_replay doesn't know"):
+        block(model).__enter__()
+    assert hooks(model) == 0
 
 
 def test_more_arguments_of_a_routers_call_reach_it_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,12 +160,13 @@ def test_more_arguments_of_a_routers_call_reach_it_untouched(monkeypatch: pytest
 
     got: list[Any] = []
     original = product.TopKRouter.forward
-
-    def forward(self: Any, input: torch.Tensor, padding_mask: Any = None, input_ids: Any = None) -> Any:
-        got.append((padding_mask, input_ids))
-        return original(self, input)
-
-    monkeypatch.setattr(product.TopKRouter, "forward", forward)
+    monkeypatch.setattr(
+        product.TopKRouter,
+        "forward",
+        lambda self, input, padding_mask=None, input_ids=None: (
+            got.append((padding_mask, input_ids)) or original(self, input)
+        ),
+    )
     router = routers(build({}).model)[0].module
     more = object(), object()
     hidden = torch.randn(6, 2, router.config.hidden_size, device=router.weight.device)

@@ -84,19 +84,29 @@ def test_a_workers_class_brings_npu_replay_before_ray_binds_its_methods(tmp_path
         "class ActorWorker:\n    def compute_log_probs(self, data): return 'its own'\n"
     )
     sent = tmp_path / "class"
-    begins = f"sys.path.insert(0, {str(tmp_path)!r}); "
-    driver = "import npu_replay, ray; from ray import cloudpickle; "
-    driver += "from roll.pipeline.base_worker import ActorWorker; "
-    driver += "kind = ray.remote(ActorWorker).__ray_metadata__.modified_class; "
-    driver += f"open({str(sent)!r}, 'wb').write(cloudpickle.dumps(kind)); print(json.dumps(True))"
-    assert jobs.printed(begins + driver)
-    worker = f"import inspect, pickle; kind = pickle.load(open({str(sent)!r}, 'rb')); "
-    worker += "bound = dict(inspect.getmembers(kind, inspect.isfunction))['compute_log_probs']; "
-    worker += "from npu_replay.compat.roll import pipeline; asked = []; "
-    worker += "pipeline.strategy.recorded = lambda strategy: asked.append(1); "
-    worker += "made = object.__new__(kind); made.strategy = None; "
-    worker += "print(json.dumps([bound(made, None), len(asked)]))"
-    assert jobs.printed(begins + worker) == ["its own", 1]
+    driver = f"""
+sys.path.insert(0, {str(tmp_path)!r})
+import npu_replay, ray
+from ray import cloudpickle
+from roll.pipeline.base_worker import ActorWorker
+kind = ray.remote(ActorWorker).__ray_metadata__.modified_class
+open({str(sent)!r}, "wb").write(cloudpickle.dumps(kind))
+print(json.dumps(True))
+"""
+    assert jobs.printed(driver)
+    worker = f"""
+sys.path.insert(0, {str(tmp_path)!r})
+import inspect, pickle
+kind = pickle.load(open({str(sent)!r}, "rb"))
+bound = dict(inspect.getmembers(kind, inspect.isfunction))["compute_log_probs"]
+from npu_replay.compat.roll import pipeline
+asked = []
+pipeline.strategy.recorded = lambda strategy: asked.append(1)
+made = object.__new__(kind)
+made.strategy = None
+print(json.dumps([bound(made, None), len(asked)]))
+"""
+    assert jobs.printed(worker) == ["its own", 1]
 
 
 def test_another_strategy_is_refused_by_the_name_that_it_lacks() -> None:

@@ -87,30 +87,26 @@ def test_sglangs_arguments_are_checked_where_slime_is_given_them(
     name = f"slime.backends.{module}"
     file = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
     file.parent.mkdir(parents=True)
-    for folder in (tmp_path / "slime", tmp_path / "slime" / "backends", file.parent):
-        (folder / "__init__.py").touch()
     file.write_text(f"def {function}(args): args.told = True")
     monkeypatch.syspath_prepend(tmp_path)
-    before = set(sys.modules)
-    found = probe.Product("sglang", True, "0.5.23", "/there")
-    monkeypatch.setattr(probe, "products", lambda: (found,))
+    sglang = probe.Product("sglang", True, "0.5.23", "/there")
+    monkeypatch.setattr(probe, "products", lambda: (sglang,))
     npu_replay.install()
     try:
-        given = getattr(importlib.import_module(name), function)
+        checked = getattr(importlib.import_module(name), function)
         args = SimpleNamespace(use_rollout_routing_replay=True, sglang_enable_hierarchical_cache=True)
         with pytest.raises(
             ReplayError, match=r"slime's config, rollout: .*--sglang-enable-hierarchical-cache"
         ):
-            given(args)
+            checked(args)
         assert not hasattr(args, "told")
         for change in ({"use_rollout_routing_replay": False}, {"sglang_enable_hierarchical_cache": False}):
             other = SimpleNamespace(**vars(args) | change)
-            given(other)
+            checked(other)
             assert other.told
     finally:
         npu_replay.uninstall()
-        for one in set(sys.modules) - before:
-            if one.startswith("slime"):
-                del sys.modules[one]
+        for module in [module for module in sys.modules if module.partition(".")[0] == "slime"]:
+            del sys.modules[module]
         monkeypatch.undo()
         npu_replay.install()

@@ -10,7 +10,7 @@ import pytest
 
 from npu_replay.compat import probe
 from npu_replay.compat.probe import Product
-from npu_replay.compat.verl.metrics import summary
+from npu_replay.compat.verl.metrics import COUNTED, figures, summary
 
 SUMS = {"routers": 4, "replayed": 4, "ranks": 1, "routed": 8, "rows": 8}
 
@@ -44,3 +44,14 @@ def test_the_line_names_what_this_process_has_imported(
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     line = summary("R3", SUMS)
     assert line == f"R3: 4 routers, 4 replayed, 100% of rows had a route, 1 rank ({stack})"
+
+
+def test_figures_are_of_all_ranks_and_left_out_where_nothing_was_counted() -> None:
+    counted = dict.fromkeys(COUNTED, 0) | SUMS | {"ranks": 2, "microseconds": 3_000_000, "bytes": 5_000_000}
+    always = {"rows_without_route": 0.0, "bad_samples": 0.0, "seconds": 1.5, "megabytes": 2.5}
+    assert figures(counted) == {f"npu_replay/{name}": value for name, value in always.items()}
+    compared = {"compared": 4, "differing": 1, "given": 8, "shared": 4, "chosen": 10, "dropped": 2}
+    more = {"live_mismatch": 0.25, "overlap": 0.5, "capacity_dropped": 0.2}
+    assert figures(counted | compared) == {
+        f"npu_replay/{name}": value for name, value in (always | more).items()
+    }

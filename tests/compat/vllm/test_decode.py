@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import vllm_outputs
-from npu_replay import RoutedExperts, fingerprint
+from npu_replay import fingerprint
 from npu_replay.compat import probe
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes, ReplayError
@@ -29,11 +29,6 @@ from vllm_outputs import (
 )
 
 
-def only(routes: list[RoutedExperts]) -> RoutedExperts:
-    (one,) = routes
-    return one
-
-
 def refused(*words: str) -> Any:
     """An InvalidRoutes with these words, in this order."""
     return pytest.raises(InvalidRoutes, match="(?s)" + ".*".join(map(re.escape, words)))
@@ -49,7 +44,7 @@ def test_0_21_0rc1_of_vllm_ascend_splits_but_labels_columns() -> None:
     rows = output.outputs[0].routed_experts.astype(np.int16)
     split = vllm_outputs.RequestOutput021("17", one.prompt, prompt_routed_experts=rows[: len(one.prompt)])
     split.outputs = [replace(output.outputs[0], routed_experts=rows[len(one.prompt) :])]
-    assert only(from_vllm(split, DEEPSEEK, version="0.21.0")) == expected(DEEPSEEK, one)
+    assert from_vllm(split, DEEPSEEK, version="0.21.0") == [expected(DEEPSEEK, one)]
 
 
 @pytest.mark.parametrize("version", ["0.20.2", "0.21.0", "0.22.0", "0.31.0", "0.33.0"])
@@ -60,14 +55,33 @@ def test_each_of_several_completions_has_its_own_routes(version: str) -> None:
         assert found == [expected(DEEPSEEK, one) for one in several]
 
 
+BEAMS = SimpleNamespace(sequences=[SimpleNamespace(tokens=[1, 2], logprobs=[], cum_logprob=-1.0)])
+ROWS = "choices[0].routed_experts"
+
+
 @pytest.mark.parametrize(
-    ("version", "words"),
-    [("0.23.0", ("more tokens", "from 0.28.0 on")), ("0.21.0", ("all rows of the prompt",))],
+    ("made", "options", "words"),
+    [
+        # /v1 endpoints know a start from 0.28.0 on; before, it is dropped
+        (
+            answer("0.23.0", QWEN, sampled(QWEN)),
+            {"start": 64, "version": "0.23.0"},
+            ("vLLM 0.23.0", ROWS, "more tokens", "from 0.28.0 on"),
+        ),
+        (
+            answer("0.21.0", QWEN, sampled(QWEN)),
+            {"start": 64, "version": "0.21.0"},
+            ("vLLM 0.21.0", ROWS, "all rows of the prompt"),
+        ),
+        (BEAMS, {}, ("beam search gives no routes", "sample instead")),
+    ],
+    ids=["a start, 0.23.0", "a start, 0.21.0", "beam search"],
 )
-def test_a_start_that_the_engine_didnt_know_is_an_error(version: str, words: tuple[str, ...]) -> None:
-    """/v1 endpoints know it from 0.28.0 on; before, it is dropped."""
-    with refused(f"vLLM {version}", "choices[0].routed_experts", *words):
-        from_vllm(answer(version, QWEN, sampled(QWEN)), QWEN, start=64, version=version)
+def test_what_the_engine_cannot_is_an_error_of_its_own(
+    made: Any, options: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with refused(*words):
+        from_vllm(made, QWEN, **options)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +91,7 @@ def test_no_row_is_due_in_any_form(prompt: list[int], sampled: list[int], start:
     """A list without rows doesn't tell the sizes of the other axes."""
     for rows in (np.zeros((0, QWEN.num_layers, QWEN.topk), np.uint8), [], None):
         choice = {"prompt_token_ids": prompt, "token_ids": sampled, "routed_experts": rows}
-        routes = only(from_vllm({"choices": [choice]}, QWEN, start=start))
+        (routes,) = from_vllm({"choices": [choice]}, QWEN, start=start)
         assert len(routes) == len(prompt + sampled)
         assert not routes.recorded.any()
     choice["routed_experts"] = np.zeros((0, QWEN.num_layers + 1, QWEN.topk), np.uint8)
@@ -143,9 +157,9 @@ def test_0_21_0_may_have_one_row_more_with_mtp() -> None:
     longer = replace(one, output=[*one.output, 5], rows=np.concatenate([one.rows, one.rows[:1]]))
     made = answer("0.21.0", QWEN, longer)
     made["choices"][0]["token_ids"] = one.output
-    assert only(from_vllm(made, QWEN, version="0.21.0")) == expected(QWEN, one)
+    assert from_vllm(made, QWEN, version="0.21.0") == [expected(QWEN, one)]
     cut = replace(one, output=one.output[:25], rows=one.rows[: len(one.prompt) + 25])
-    found = only(from_vllm(made, QWEN, version="0.21.0", output_token_ids=cut.output))
+    (found,) = from_vllm(made, QWEN, version="0.21.0", output_token_ids=cut.output)
     assert found == expected(QWEN, cut, rows=len(cut.tokens))
 
 
@@ -159,7 +173,7 @@ def test_a_stop_string_loses_the_routes_before_0_22_0(version: str) -> None:
         output.prompt_routed_experts = None
     with refused(f"vLLM {version}, request 17", "no routes", "a stop string ended it", "stop_token_ids"):
         from_vllm(output, QWEN, version=version)
-    routes = only(from_vllm(output, QWEN, version=version, missing="native"))
+    (routes,) = from_vllm(output, QWEN, version=version, missing="native")
     assert not routes.recorded.any()
     assert routes.fingerprint == fingerprint(one.tokens)
     with refused("no routes"):  # a later release doesn't lose them, so something else is wrong
@@ -172,9 +186,9 @@ def test_t28_an_aborted_turn_has_the_rows_that_are_there(version: str) -> None:
     one = sampled(DEEPSEEK, finish_reason="abort")
     made: Any = request_output(version, DEEPSEEK, one)
     if version == "0.22.0":
-        assert only(from_vllm(made, DEEPSEEK, version=version)) == expected(DEEPSEEK, one)
+        assert from_vllm(made, DEEPSEEK, version=version) == [expected(DEEPSEEK, one)]
     made.outputs[0].routed_experts = made.prompt_routed_experts = None
-    assert only(from_vllm(made, DEEPSEEK, version=version)) == expected(DEEPSEEK, one, rows=0)
+    assert from_vllm(made, DEEPSEEK, version=version) == [expected(DEEPSEEK, one, rows=0)]
 
 
 def test_an_unfinished_output_is_told_so() -> None:
@@ -331,7 +345,8 @@ def test_0_33_0_names_the_weights_that_sampled(spans: Any, given: Any, found: An
     made.outputs[0].weight_versions = spans and [
         SimpleNamespace(**dict(zip(("version", "start", "end"), span, strict=True))) for span in spans
     ]
-    assert only(from_vllm(made, QWEN, weight_version=given)).weight_version == found
+    (routes,) = from_vllm(made, QWEN, weight_version=given)
+    assert routes.weight_version == found
 
 
 def test_the_installed_release_is_asked_for_objects_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,12 +376,3 @@ def test_an_answer_says_its_release_itself(fingerprint: Any, given: str | None, 
     sent["choices"][0]["routed_experts"] = None
     with refused(engine, "no routes"):
         from_vllm(sent, QWEN, version=given)
-
-
-# ---- bad input; what an .npy, base64 and lists may not be is in tests/rollout/test_payloads.py
-
-
-def test_beam_search_has_an_error_of_its_own() -> None:
-    beams = SimpleNamespace(sequences=[SimpleNamespace(tokens=[1, 2], logprobs=[], cum_logprob=-1.0)])
-    with refused("beam search gives no routes", "sample instead"):
-        from_vllm(beams, QWEN)

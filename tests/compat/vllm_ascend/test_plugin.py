@@ -7,7 +7,6 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -348,31 +347,3 @@ def test_doctor_says_what_keeps_it_from_capturing(
     assert (plugin.left_out() is not None) == (state == "broken")
     worker.env.setattr(importlib.metadata, "entry_points", lambda **_: ())
     assert ("isn't installed as a distribution" in plugin.filtered()) == (state != "broken")
-
-
-@pytest.mark.parametrize(
-    ("path", "state"),
-    [
-        (["clone"], "broken"),
-        (["clone", "clone"], "works"),  # on PYTHONPATH, too
-        (["clone", "site-packages"], "works"),  # installed, as editable or from a wheel
-        (["bin", "site-packages"], "works"),
-        (["bin"], "broken"),
-    ],
-    ids=" ".join,
-)
-def test_metadata_in_the_current_folder_alone_are_no_installation(
-    worker: Worker, tmp_path: Path, path: list[str], state: str
-) -> None:
-    """`pip wheel .` leaves an egg-info in a clone, and `python -m` puts the current folder on the path."""
-    for about in ("clone/npu_replay.egg-info", "site-packages/npu_replay-0.1.0.dist-info"):
-        folder = tmp_path / about
-        folder.mkdir(parents=True)
-        for name in ("PKG-INFO", "METADATA"):
-            (folder / name).write_text("Metadata-Version: 2.1\nName: npu-replay\nVersion: 0.1.0\n")
-        (folder / "entry_points.txt").write_text(f"[{plugin.GROUP}]\n{plugin.NAME} = x:y\n")
-    worker.env.chdir(tmp_path / "clone")
-    worker.env.setattr(sys, "path", [str(tmp_path / one) for one in path])
-    found = plugin.capability(Product("vllm-ascend", True, "0.23.0"), Product("vllm", True, "0.23.0"))
-    assert found.state == state
-    assert ("found in the current folder alone" in found.why) == (path == ["clone"])

@@ -2,9 +2,17 @@
 
 from . import distributed, fp8, ops, router, tensor
 from .distributed import checkpoint
-from .fp8 import Fp8Padding, Fp8Unpadding, fp8_autocast, fp8_model_init
+from .fp8 import fp8_autocast, fp8_model_init
 from .norms import RMSNorm
-from .unbuilt import DotProductAttention, GroupedLinear, LayerNorm, LayerNormLinear, Linear
+from .unbuilt import (
+    DotProductAttention,
+    Fp8Padding,
+    Fp8Unpadding,
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    Linear,
+)
 
 __all__ = [
     "DotProductAttention",

@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 
 class FP8GlobalStateManager:
     _enabled = False
@@ -39,23 +37,3 @@ def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None, fp8_group: Any = 
 
 def fp8_model_init(enabled: bool = True, recipe: Any = None, **_: Any) -> Any:
     return contextlib.nullcontext()
-
-
-class Fp8Padding(torch.nn.Module):
-    """Pads each expert's rows to FP8's alignment: to none here."""
-
-    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
-        super().__init__()
-
-    def forward(self, rows: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, list[int]]:
-        return rows, m_splits
-
-
-class Fp8Unpadding(torch.nn.Module):
-    """Takes the padding away again."""
-
-    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
-        super().__init__()
-
-    def forward(self, rows: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
-        return rows
