@@ -12,11 +12,9 @@ import pytest
 import npu_replay
 from shown_examples import (
     FILES,
-    LAUNCHERS,
     ROOT,
     command,
     docstring,
-    launched,
     prints_what_it_promises,
     promised,
 )
@@ -25,46 +23,19 @@ MOST_LINES = 127
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 
 
-def example(name: str) -> Path:
-    return ROOT / "examples" / f"{name}.py"
-
-
 @pytest.mark.slow
-@pytest.mark.megatron
-def test_r2_in_a_megatron_loop() -> None:
-    prints_what_it_promises(example("megatron_r2"))
-
-
-@pytest.mark.slow
-@pytest.mark.megatron
-@pytest.mark.first_release
-def test_megatrons_own_api_on_the_oldest_release() -> None:
-    """From 0.16 on it prints that the class is Megatron's own."""
-    prints_what_it_promises(example("megatron_api_on_0_12"))
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_r3_under_fsdp2() -> None:
-    prints_what_it_promises(example("fsdp2_r3"))
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_the_page_about_fsdp2_shards_its_model_under_torchrun(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "fsdp2.md").read_text(encoding="utf-8")
-    block, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    copy = tmp_path / "page.py"
-    copy.write_text(block + "\nassert (ratio == 1).all()\nprint(type(next(model.parameters())).__name__)\n")
-    done = launched([*LAUNCHERS["torchrun"], "--nproc-per-node", "2", str(copy)])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("DTensor") == 2, done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_routes_through_a_shared_folder() -> None:
-    prints_what_it_promises(example("shared_folder"))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("megatron_r2", marks=pytest.mark.megatron),
+        # From 0.16 on it prints that the class is Megatron's own.
+        pytest.param("megatron_api_on_0_12", marks=[pytest.mark.megatron, pytest.mark.first_release]),
+        pytest.param("fsdp2_r3", marks=pytest.mark.distributed),
+        pytest.param("shared_folder", marks=pytest.mark.distributed),
+    ],
+)
+def test_an_example_prints_what_it_promises(name: str) -> None:
+    prints_what_it_promises(ROOT / "examples" / f"{name}.py")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -96,8 +67,6 @@ def test_the_readme_has_a_row_for_each_with_its_command() -> None:
         assert re.search(
             rf"(?m)^    (?:PYTHONPATH=\S+ )?{re.escape(rows[file.name])}(?: |$)", docstring(file)
         )
-    scripts = {file.name for file in (ROOT / "examples" / "verl").glob("*.sh")}
-    assert set(re.findall(r"(?m)^\| \[([\w.]+\.sh)\]\(verl/\1\) \|", text)) == scripts
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").rglob("*.sh")), ids=lambda file: file.stem)
