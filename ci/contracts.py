@@ -29,11 +29,10 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import functools
 import itertools
 import sys
-import zipfile
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,8 +135,8 @@ def products(text: str) -> dict[str, Product]:
     return found
 
 
-def read_in(root: Path | zipfile.Path) -> Read:
-    """Read files of a folder, or of a wheel, of which only those that are asked for are fetched."""
+def read_in(root: Path) -> Read:
+    """Read files of a folder."""
 
     def read(path: str) -> str | None:
         file = root / path
@@ -368,12 +367,13 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     known = products((HERE / "contracts.toml").read_text(encoding="utf-8"))
     wrong = 0
-    with Index() as index:
+    with Index() as index, tempfile.TemporaryDirectory() as scratch:
         for product, version in asked(options.release, options.all, known, index.versions):
-            here = FETCHED / FOLDERS.get(product.package, product.package) / str(version)
-            there = index.open(product.package, version)
-            with contextlib.nullcontext(here) if here.is_dir() else there as root:
-                found = product.check(version, read_in(root)).values()
+            root = FETCHED / FOLDERS.get(product.package, product.package) / str(version)
+            if not root.is_dir():
+                root = Path(scratch) / product.package / str(version)
+                index.unpack(product.package, version, root)
+            found = product.check(version, read_in(root)).values()
             absent = sum(lines is None for lines in found)
             kept = sum(lines == [] for lines in found)
             print(f"{product.package} {version}: {kept} kept, {absent} absent as expected", flush=True)

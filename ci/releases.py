@@ -2,9 +2,8 @@
 
     python ci/releases.py vllm==0.33.0 FOLDER    # unpack its Python files there
 
-pip finds the release and fetches it, so its own settings (index, certificates, proxy) hold. Of a wheel only
-the parts that are asked for are fetched: vLLM's has 300 MB, a dozen of its files a few hundred KB. A release
-without a wheel for this interpreter is read from its source archive.
+pip finds the release and fetches it, so its own settings (index, certificates, proxy) hold. It is read from
+its source archive, or from a wheel for this interpreter where it has none.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import IO
 from packaging.version import Version
 from pip._internal.commands.download import DownloadCommand
 from pip._internal.models.link import Link
-from pip._internal.network.lazy_wheel import HTTPRangeRequestUnsupported, LazyZipOverHTTP
 from pip._internal.network.utils import HEADERS
 
 # What is unpacked: code, and the metadata that says which release it is.
@@ -54,43 +52,12 @@ class Index:
         """Every release that there is, oldest first, release candidates too."""
         return sorted(self._links(package))
 
-    @contextlib.contextmanager
-    def open(self, package: str, version: Version) -> Iterator[Path | zipfile.Path]:
-        """The root of a release's files, to read a few of."""
-        wheel, source = self._archives(package, version)
-        with contextlib.ExitStack() as stack:
-            if wheel is not None:
-                with contextlib.suppress(HTTPRangeRequestUnsupported):
-                    remote = stack.enter_context(LazyZipOverHTTP(wheel.url_without_fragment, self._session))
-                    yield zipfile.Path(stack.enter_context(zipfile.ZipFile(remote)))
-                    return
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            self._unpack(wheel or source, folder)
-            yield folder
-
     def unpack(self, package: str, version: Version, folder: Path) -> None:
         """Put all code of a release into a folder."""
-        wheel, source = self._archives(package, version)
-        self._unpack(source or wheel, folder)
-
-    def _links(self, package: str) -> dict[Version, list[Link]]:
-        if package not in self._found:
-            self._found[package] = {}
-            for candidate in self._finder.find_all_candidates(package):
-                self._found[package].setdefault(Version(str(candidate.version)), []).append(candidate.link)
-        return self._found[package]
-
-    def _archives(self, package: str, version: Version) -> tuple[Link | None, Link | None]:
-        """Its wheel for this interpreter, and its source archive."""
         links = self._links(package).get(version, [])
         if not links:
             raise LookupError(f"{package} {version}: pip finds no such release for this interpreter")
-        return (
-            next((link for link in reversed(links) if link.is_wheel), None),
-            next((link for link in links if not link.is_wheel), None),
-        )
-
-    def _unpack(self, link: Link, folder: Path) -> None:
+        link = next((link for link in links if not link.is_wheel), links[-1])
         with tempfile.TemporaryFile() as file:
             with self._session.get(link.url_without_fragment, headers=HEADERS, stream=True) as answer:
                 answer.raise_for_status()
@@ -103,6 +70,13 @@ class Index:
                 target = folder / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
+
+    def _links(self, package: str) -> dict[Version, list[Link]]:
+        if package not in self._found:
+            self._found[package] = {}
+            for candidate in self._finder.find_all_candidates(package):
+                self._found[package].setdefault(Version(str(candidate.version)), []).append(candidate.link)
+        return self._found[package]
 
 
 def _code(file: IO[bytes], is_wheel: bool) -> Iterator[tuple[str, bytes]]:

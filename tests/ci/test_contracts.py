@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -76,20 +76,6 @@ UTILS = (
 )
 OLD = {"engine/outputs.py": OUTPUTS, "engine/serving.py": SERVING}
 NEW = {"engine/outputs.py": OUTPUTS, "engine/utils.py": UTILS}
-
-
-@pytest.fixture
-def check() -> Callable[..., dict[str, list[str] | None]]:
-    """What comes of the engine's contracts, in a release of these files; of a line what is before « do, »."""
-    engine = contracts.products(CONTRACTS)["engine"]
-
-    def check(version: str, files: Mapping[str, str]) -> Any:
-        found = engine.check(contracts.Version(version), files.get)
-        return {
-            name: lines and [line.partition(" do, ")[0] for line in lines] for name, lines in found.items()
-        }
-
-    return check
 
 
 # ---- what a stub says
@@ -192,14 +178,15 @@ KEPT = {"rows": [], "prompt rows": None, "encoding": []}
         ),
     ],
 )
-def test_what_a_release_is_held_to(
-    check: Any, version: str, files: dict[str, str], found: dict[str, list[str]]
-) -> None:
-    lines = {name: [f"engine {version}: {line}" for line in those] for name, those in found.items()}
-    assert check(version, files) == KEPT | lines
-
-
-# ---- which releases are looked at
+def test_what_a_release_is_held_to(version: str, files: dict[str, str], found: dict[str, list[str]]) -> None:
+    """Of a line what is before « do, »."""
+    engine = contracts.products(CONTRACTS)["engine"]
+    checked = engine.check(contracts.Version(version), files.get)
+    lines = {
+        name: those and [line.partition(" do, ")[0] for line in those] for name, those in checked.items()
+    }
+    wanted = {name: [f"engine {version}: {line}" for line in those] for name, those in found.items()}
+    assert lines == KEPT | wanted
 
 
 # ---- Megatron-core
@@ -302,10 +289,7 @@ def held(product: Any) -> Check:
 
 
 def root() -> Path:
-    spec = find_spec("megatron.core")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parents[2]
+    return Path(find_spec("megatron.core").origin).parents[2]
 
 
 @pytest.mark.megatron
