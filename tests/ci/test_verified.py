@@ -40,7 +40,6 @@ SPOILT: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda found: found.update(schema=2), "schema 2"),
     (lambda found: found.update(host="node17"), "host missing or not known"),
     (lambda found: found.pop("machine"), "machine missing or not known"),
-    (lambda found: found["versions"].update(torch=2.9), "versions, torch is float"),
 ]
 OF_SMOKE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda found: found["options"].update(tp=True), "options, tp is bool"),

@@ -139,19 +139,6 @@ def test_the_examples_of_a_page_run_one_after_the_other(page: Path, names: dict[
             names["self"].following.close()
 
 
-def test_a_layout_has_the_rows_that_its_page_says(names: dict[str, Any]) -> None:
-    text = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
-    (said,) = re.findall(r"layout\.rows\.tolist\(\)  # (\[.*?\])", text)
-    first = BLOCK.findall(text)[0][1]
-    exec(first, names)
-    assert str(names["layout"].rows.tolist()) == said
-    (layers,) = re.findall(r"\.moe_layers  # (\(.*?\))", text)
-    last = next(one for _, one in BLOCK.findall(text) if "DecoderLayers(" in one)
-    last = last.replace("ParallelLayout(", "found = ParallelLayout(", 1)
-    exec(last, names)
-    assert str(names["found"]) == layers
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_what_a_page_points_to_is_there(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
