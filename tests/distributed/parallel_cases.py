@@ -429,12 +429,12 @@ def _replay(job: Job, wanted: Outcome, checks: Checks, away: Path) -> None:
             theirs = job.routes(foreign, batch)
             assert ours == theirs or not job.parallel.moe_layers, "a rank of dense layers is sent nothing"
             assert (ours.layers, ours.ids.shape) == (theirs.layers, theirs.ids.shape)
-    with pm.Witness(job.chunks) as witness:
+    with pm.witnessed(job.chunks) as shown_by_layer:
         outcome = job.replayed(fetched, batches)
     with checks.holds("replay: gradients"):
         _same(outcome, wanted)
     with checks.holds("replay: ids"):
-        for layer, maps in witness.maps.items():
+        for layer, maps in shown_by_layer.items():
             for batch, shown in zip(batches, maps, strict=True):
                 _check_shown(shown, batch, layer, foreign)
 
