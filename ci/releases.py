@@ -2,14 +2,12 @@
 
     python ci/releases.py vllm==0.33.0 FOLDER    # unpack its Python files there
 
-pip finds the release and fetches it, so its own settings (index, certificates, proxy) hold. Of a wheel only
-the parts that are asked for are fetched: vLLM's has 300 MB, a dozen of its files a few hundred KB. A release
-without a wheel for this interpreter is read from its source archive.
+pip finds the release and fetches it, so its own settings (index, certificates, proxy) hold. It is read from
+its source archive, or from a wheel for this interpreter where it has none.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 import tarfile
@@ -21,88 +19,36 @@ from typing import IO
 
 from packaging.version import Version
 from pip._internal.commands.download import DownloadCommand
-from pip._internal.models.link import Link
-from pip._internal.network.lazy_wheel import HTTPRangeRequestUnsupported, LazyZipOverHTTP
 from pip._internal.network.utils import HEADERS
 
 # What is unpacked: code, and the metadata that says which release it is.
 CODE = (".py", "/METADATA", "/PKG-INFO")
 
 
-class Index:
-    """What pip finds of a package. Use it in a `with`: pip keeps its session for that long."""
-
-    def __init__(self) -> None:
-        self._stack = contextlib.ExitStack()
-        self._command = DownloadCommand("download", "")
-        self._options, _ = self._command.parse_args([])
-        self._found: dict[str, dict[Version, list[Link]]] = {}
-
-    def __enter__(self) -> Index:
-        logging.getLogger("pip").setLevel(logging.ERROR)  # that one of several indexes lacks it is no news
-        self._stack.enter_context(self._command.main_context())
-        self._session = self._command._build_session(self._options)
-        self._finder = self._command._build_package_finder(
-            self._options, self._session, ignore_requires_python=True
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def versions(self, package: str) -> list[Version]:
-        """Every release that there is, oldest first, release candidates too."""
-        return sorted(self._links(package))
-
-    @contextlib.contextmanager
-    def open(self, package: str, version: Version) -> Iterator[Path | zipfile.Path]:
-        """The root of a release's files, to read a few of."""
-        wheel, source = self._archives(package, version)
-        with contextlib.ExitStack() as stack:
-            if wheel is not None:
-                with contextlib.suppress(HTTPRangeRequestUnsupported):
-                    remote = stack.enter_context(LazyZipOverHTTP(wheel.url_without_fragment, self._session))
-                    yield zipfile.Path(stack.enter_context(zipfile.ZipFile(remote)))
-                    return
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            self._unpack(wheel or source, folder)
-            yield folder
-
-    def unpack(self, package: str, version: Version, folder: Path) -> None:
-        """Put all code of a release into a folder."""
-        wheel, source = self._archives(package, version)
-        self._unpack(source or wheel, folder)
-
-    def _links(self, package: str) -> dict[Version, list[Link]]:
-        if package not in self._found:
-            self._found[package] = {}
-            for candidate in self._finder.find_all_candidates(package):
-                self._found[package].setdefault(Version(str(candidate.version)), []).append(candidate.link)
-        return self._found[package]
-
-    def _archives(self, package: str, version: Version) -> tuple[Link | None, Link | None]:
-        """Its wheel for this interpreter, and its source archive."""
-        links = self._links(package).get(version, [])
+def unpack(package: str, version: Version, folder: Path) -> None:
+    """Put all code of a release into a folder."""
+    logging.getLogger("pip").setLevel(logging.ERROR)  # that one of several indexes lacks it is no news
+    command = DownloadCommand("download", "")
+    options, _ = command.parse_args([])
+    with command.main_context(), tempfile.TemporaryFile() as file:
+        session = command._build_session(options)
+        finder = command._build_package_finder(options, session, ignore_requires_python=True)
+        candidates = finder.find_all_candidates(package)
+        links = [one.link for one in candidates if Version(str(one.version)) == version]
         if not links:
-            raise LookupError(f"{package} {version}: pip finds no such release for this interpreter")
-        return (
-            next((link for link in reversed(links) if link.is_wheel), None),
-            next((link for link in links if not link.is_wheel), None),
-        )
-
-    def _unpack(self, link: Link, folder: Path) -> None:
-        with tempfile.TemporaryFile() as file:
-            with self._session.get(link.url_without_fragment, headers=HEADERS, stream=True) as answer:
-                answer.raise_for_status()
-                for chunk in answer.iter_content(1 << 20):
-                    file.write(chunk)
-            file.seek(0)
-            for path, content in _code(file, link.is_wheel):
-                if path.startswith("/") or ".." in path.split("/"):
-                    raise ValueError(f"an archive holds {path!r}, which leads out of its folder")
-                target = folder / path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(content)
+            raise SystemExit(f"{package} {version}: pip finds no such release for this interpreter")
+        link = next((link for link in links if not link.is_wheel), links[-1])
+        with session.get(link.url_without_fragment, headers=HEADERS, stream=True) as answer:
+            answer.raise_for_status()
+            for chunk in answer.iter_content(1 << 20):
+                file.write(chunk)
+        file.seek(0)
+        for path, content in _code(file, link.is_wheel):
+            if path.startswith("/") or ".." in path.split("/"):
+                raise ValueError(f"an archive holds {path!r}, which leads out of its folder")
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
 
 
 def _code(file: IO[bytes], is_wheel: bool) -> Iterator[tuple[str, bytes]]:
@@ -117,12 +63,10 @@ def _code(file: IO[bytes], is_wheel: bool) -> Iterator[tuple[str, bytes]]:
                 yield member.name.partition("/")[2], archive.extractfile(member).read()
 
 
-def main(release: str, folder: str) -> int:
+def main(release: str, folder: str) -> None:
     package, _, version = release.partition("==")
-    with Index() as index:
-        index.unpack(package, Version(version), Path(folder))
-    return 0
+    unpack(package, Version(version), Path(folder))
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

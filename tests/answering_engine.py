@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import io
+import functools
 from contextlib import AbstractContextManager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import npu_replay
 from examples.qwen3_moe.model import qwen3_moe
 from json_server import serving
+from vllm_outputs import npy
 
 SAMPLED = 24
 
@@ -43,15 +44,10 @@ class Engine:
     def completions(self, asked: dict[str, Any]) -> dict[str, Any]:
         """vLLM's /v1/completions."""
         sampled, rows = self.run(asked["prompt"])
-        buffer = io.BytesIO()
-        np.save(buffer, rows)
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "stop_reason": None}
         if asked.get("return_token_ids"):
             choice |= {"prompt_token_ids": asked["prompt"], "token_ids": sampled}
-        return {
-            "id": "cmpl-1",
-            "choices": [choice | {"routed_experts": base64.b64encode(buffer.getvalue()).decode()}],
-        }
+        return {"id": "cmpl-1", "choices": [choice | {"routed_experts": npy(rows)}]}
 
     def generate(self, asked: dict[str, Any]) -> dict[str, Any]:
         """SGLang's /generate."""
@@ -66,63 +62,29 @@ class Engine:
             info["routed_experts"] = base64.b64encode(rows.astype("<i4").tobytes()).decode()
         return {"text": "", "output_ids": sampled, "meta_info": info}
 
-    def in_process(self, prompts: list[dict[str, Any]]) -> list[Any]:
-        """LLM.generate of vLLM."""
-        found = []
-        for prompt in prompts:
-            sampled, rows = self.run(prompt["prompt_token_ids"])
-            rows.flags.writeable = False  # as vLLM's are
-            one = SimpleNamespace(
-                index=0, token_ids=sampled, routed_experts=rows, finish_reason="length", stop_reason=None
-            )
-            found.append(
-                SimpleNamespace(
-                    request_id="0", prompt_token_ids=prompt["prompt_token_ids"], outputs=[one], finished=True
-                )
-            )
-        return found
-
     def as_vllm(self) -> ModuleType:
-        """A module with the names of vLLM that examples use."""
+        """A module with the names of vLLM that examples use, also between a rollout and its training."""
         module: Any = ModuleType("vllm")
         module.__version__ = "0.30.0"
         module.SamplingParams = SimpleNamespace
-        module.LLM = lambda *_, **said: SleepingEngine(self._generate(said))
+        module.LLM = lambda *_, **planned: SimpleNamespace(
+            generate=functools.partial(self._generate, planned),
+            sleep=lambda level=1: None,
+            wake_up=lambda: None,
+            reset_prefix_cache=lambda: None,
+        )
         return module  # type: ignore[no-any-return]
 
-    def _generate(self, said: dict[str, Any]) -> Any:
-        def generate(prompts: list[str], sampling: Any) -> list[Any]:
-            assert said["enable_return_routed_experts"], "without it vLLM gives no routes"
-            ids = [{"prompt_token_ids": [ord(letter) for letter in prompt]} for prompt in prompts]
-            found = self.in_process(ids)
-            for one in found:
-                first = one.outputs[0]
-                count = getattr(sampling, "n", 1)
-                one.outputs = [SimpleNamespace(**vars(first) | {"index": number}) for number in range(count)]
-            return found
+    def _generate(self, planned: dict[str, Any], prompts: list[str], sampling: Any) -> list[Any]:
+        assert planned["enable_return_routed_experts"], "without it vLLM gives no routes"
+        return [self._output([ord(letter) for letter in prompt], sampling) for prompt in prompts]
 
-        return generate
-
-
-class SleepingEngine:
-    """vLLM's LLM, with what a colocated job calls between a rollout and its training."""
-
-    def __init__(self, generate: Any) -> None:
-        self._generate = generate
-        self._is_asleep = False
-
-    def generate(self, *args: Any) -> list[Any]:
-        assert not self._is_asleep
-        return self._generate(*args)  # type: ignore[no-any-return]
-
-    def sleep(self, level: int = 1) -> None:
-        self._is_asleep = True
-
-    def wake_up(self) -> None:
-        self._is_asleep = False
-
-    def reset_prefix_cache(self) -> None:
-        assert not self._is_asleep
+    def _output(self, prompt: list[int], sampling: Any) -> Any:
+        sampled, rows = self.run(prompt)
+        rows.flags.writeable = False  # as vLLM's are
+        said = {"token_ids": sampled, "routed_experts": rows, "finish_reason": "length", "stop_reason": None}
+        outputs = [SimpleNamespace(index=number, **said) for number in range(getattr(sampling, "n", 1))]
+        return SimpleNamespace(request_id="0", prompt_token_ids=prompt, outputs=outputs, finished=True)
 
 
 def served(engine: Engine) -> AbstractContextManager[str]:

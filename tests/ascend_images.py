@@ -15,14 +15,8 @@ Megatron-core and verl (.work), with which the stand-ins of what needs an NPU ar
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-
-READ = "2026-11-28"
-"""The day on which the rows were read."""
-SUPPORTED_TAGS = "https://github.com/verl-project/verl/blob/main/docker/ascend/supported_tags.md"
-SUPPORTED_TAGS_OF = "2026-09-28"
-"""The date that supported_tags.md says."""
 
 
 @dataclass(frozen=True)
@@ -285,11 +279,6 @@ IMAGES = VERL_IMAGES + OTHER_IMAGES
 def image(tag: str) -> Image:
     """Return the image with this tag."""
     return next(one for one in IMAGES if tag in one.tags)
-
-
-def columns() -> tuple[str, ...]:
-    """Return the names of an image's parts, for a page's table."""
-    return tuple(field.name for field in fields(Image) if field.type == "str" and field.name != "source")
 
 
 # A simulated image

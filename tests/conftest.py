@@ -7,15 +7,12 @@ from pathlib import Path
 import pytest
 
 import choice
-from progress import Progress
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if getattr(config.option, "numprocesses", None):  # the process that hands the tests to workers
-        config.pluginmanager.register(Progress(config))
-    else:
+    if not getattr(config.option, "numprocesses", None):
         choice.without_clocks()
-        # It imports torch, for which the process that hands out the tests needn't wait.
+        # It imports torch, for which the process that hands the tests to workers needn't wait.
         config.pluginmanager.import_plugin("common_fixtures")
 
 

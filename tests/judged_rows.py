@@ -36,35 +36,15 @@ def rounded(model: Any, bits: int, group: int = 16) -> Any:
     return model
 
 
-def _copied(ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    ids[:, -1] = ids[:, -2]
-    return ids
-
-
-def _swapped(ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    ids[:, [1, 2]] = ids[:, [2, 1]]
-    return ids
-
-
-def _halves(ids: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    ids[len(ids) // 2 :] = other[len(ids) // 2 :]
-    return ids
-
-
-def _stale_tail(ids: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    ids[-RUN:] = other[-RUN:]
-    return ids
-
-
 WRONG: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "shifted by 1": lambda ids, _: ids.roll(1, 0),
     "shifted by -3": lambda ids, _: ids.roll(-3, 0),
     "another sample": lambda _, other: other,
-    "two halves of two samples": _halves,
-    "a stale tail of 64": _stale_tail,
+    "two halves of two samples": lambda ids, other: torch.cat([ids[: len(ids) // 2], other[len(ids) // 2 :]]),
+    "a stale tail of 64": lambda ids, other: torch.cat([ids[:-RUN], other[-RUN:]]),
     "all layers rolled": lambda ids, _: ids.roll(1, 1),
-    "two layers swapped": _swapped,
-    "a layer copied": _copied,
+    "two layers swapped": lambda ids, _: ids[:, [0, 2, 1, *range(3, ids.shape[1])]],
+    "a layer copied": lambda ids, _: ids[:, [*range(ids.shape[1] - 1), -2]],
 }
 """Each makes wrong rows of right ones and those of another sample, [rows, layers, topk]."""
 

@@ -84,10 +84,7 @@ def missing() -> str:
 @contextmanager
 def real_router() -> Iterator[Any]:
     """MindSpeed-LLM's router module alone, without its packages' own code, which wants half a cluster."""
-    spec = find_spec("mindspeed_llm")
-    assert spec is not None
-    assert spec.origin is not None
-    root = Path(spec.origin).parent.parent
+    root = Path(find_spec("mindspeed_llm").origin).parent.parent
     lent = {name: ModuleType(name) for name in (*PACKAGES, "megatron.training")}
     for name in PACKAGES:
         lent[name].__path__ = [str(root.joinpath(*name.split(".")))]

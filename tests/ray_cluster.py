@@ -6,7 +6,6 @@ import contextlib
 import gc
 import hashlib
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -166,9 +165,12 @@ def _shared_memory(pid: int) -> int:
 @contextlib.contextmanager
 def machine() -> Iterator[Machine]:
     """A cluster that nobody else finds, and that leaves nothing."""
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # a socket's path may not be long
     paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-    with mock.patch.dict(os.environ, RAY_TMPDIR=folder, OMP_NUM_THREADS="1", PYTHONPATH=paths):
+    with (
+        # A socket's path may not be long.
+        tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        mock.patch.dict(os.environ, RAY_TMPDIR=folder, OMP_NUM_THREADS="1", PYTHONPATH=paths),
+    ):
         os.environ.pop("RAY_ADDRESS", None)
         cluster = Cluster()
         try:
@@ -176,4 +178,3 @@ def machine() -> Iterator[Machine]:
         finally:
             ray.shutdown()
             cluster.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)

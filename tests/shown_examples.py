@@ -49,14 +49,11 @@ def plain(text: str) -> list[str]:
     return [_NUMBER.sub(kind, line.strip()) for line in text.splitlines() if line.strip()]
 
 
-def run(file: Path) -> subprocess.CompletedProcess[str]:
-    return launched(command(file))
-
-
-def launched(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+def prints_what_it_promises(file: Path) -> None:
+    """Assert that it ends well and prints the lines of its docstring, zeros where these have zeros."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(
-        arguments,
+    done = subprocess.run(
+        command(file),
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         stdin=subprocess.DEVNULL,
@@ -65,11 +62,6 @@ def launched(arguments: list[str]) -> subprocess.CompletedProcess[str]:
         timeout=LIMIT,
         check=False,
     )
-
-
-def prints_what_it_promises(file: Path) -> None:
-    """Assert that it ends well and prints the lines of its docstring, zeros where these have zeros."""
-    done = run(file)
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     shown = plain(done.stdout)
     assert [line for line in shown if line in promised(file)] == promised(file), done.stdout

@@ -41,18 +41,16 @@ def site(tmp_path: Path) -> Iterator[dict[bool, Path]]:
 
 def ended(folder: Path, variables: Mapping[str, str], **task: Any) -> jobs.Ended:
     none = dict.fromkeys([name for name in os.environ if name.startswith("NPU_REPLAY_")])
-    given = {
-        **task,
-        "variables": [*variables, *none, "PYTHONPATH", "TMPDIR", "RAY_AUTH_TOKEN_PATH", "MASTER_PORT"],
-    }
-    path = [folder, folder.parent]
-    (done,) = jobs.start("entry_points_job:process", given, fresh=True, env={**none, **variables}, path=path)
+    ignored = [*variables, *none, "PYTHONPATH", "TMPDIR", "RAY_AUTH_TOKEN_PATH", "MASTER_PORT"]
+    (done,) = jobs.start(
+        "entry_points_job:process",
+        task | {"variables": ignored},
+        fresh=True,
+        env={**none, **variables},
+        path=[folder, folder.parent],
+    )
     assert not done.problem, done.problem
     return done
-
-
-def found(folder: Path, variables: Mapping[str, str], **task: Any) -> Any:
-    return ended(folder, variables, **task).answer
 
 
 @pytest.mark.parametrize("variables", [OFF, {"NPU_REPLAY_AUTOLOAD": "0"}, {"NPU_REPLAY_AUTOLOAD": " Off"}])
@@ -60,8 +58,8 @@ def test_switched_off_a_process_is_as_where_it_is_not_installed(
     site: dict[bool, Path], variables: dict[str, str]
 ) -> None:
     """Its modules, finders and environment, and what becomes of a torch whose device back end fails."""
-    without = found(site[False], {})
-    here = found(site[True], variables)
+    without = ended(site[False], {}).answer
+    here = ended(site[True], variables).answer
     assert "broken" in without["torch"], "torch fails by itself"
     ours = ["npu_replay_autoload", "npu_replay_autoload.verl", "npu_replay_autoload.vllm"]
     assert [name for name in here["modules"] if name.partition(".")[0] in OURS] == ours
@@ -83,21 +81,23 @@ def test_a_job_turns_on_what_its_image_has_off_and_an_import_works_as_ever(site:
     assert "loaded by an import" in imported.output
 
 
-@pytest.mark.parametrize("fault", ["a slip", "half of it", "an unusable switch"])
+@pytest.mark.parametrize(
+    ("variables", "cause"),
+    [
+        ({"NPU_REPLAY_STRICT": "lenient"}, "lenient"),
+        ({"NPU_REPLAY_DISABLE": "maybe"}, "maybe"),
+        ({}, "its other half is missing"),
+    ],
+)
 def test_what_fails_is_one_error_and_a_job_that_does_not_ask_goes_on(
-    site: dict[bool, Path], fault: str
+    site: dict[bool, Path], variables: dict[str, str], cause: str
 ) -> None:
-    variables = {
-        "a slip": {"NPU_REPLAY_STRICT": "lenient"},
-        "an unusable switch": {"NPU_REPLAY_DISABLE": "maybe"},
-    }
-    if fault == "half of it":
+    if not variables:
         package = site[True] / "npu_replay"
         package.mkdir()
-        (package / "__init__.py").write_text("raise ImportError('its other half is missing')")
-    done = ended(site[True], variables.get(fault, {}))
+        (package / "__init__.py").write_text(f"raise ImportError('{cause}')")
+    done = ended(site[True], variables)
     (line,) = [line for line in done.output.splitlines() if line.startswith("ERROR ")]
-    (cause,) = [*variables.get(fault, {"": "its other half is missing"}).values()]
     assert cause in line
     assert "refused when its engine is built" in line
 

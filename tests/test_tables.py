@@ -36,17 +36,14 @@ def test_numbers_are_right_aligned_and_words_left(monkeypatch: pytest.MonkeyPatc
 def test_words_fold_at_the_width_and_a_number_never(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "one two three four five six seven eight nine ten eleven"
     table = Table(("Why", "Count", "Where"), [(words, "1,234,567", "/a/long/path" * 5)], numbers=range(1, 2))
-    for columns in ("80", "60", "44"):
-        monkeypatch.setenv("COLUMNS", columns)
-        lines = as_text([table]).splitlines()
-        assert max(map(len, lines)) <= int(columns)
-        assert "1,234,567" in lines[1]
-        assert "…" not in as_text([table])
-        column = lines[1].index("/a/long")
-        assert "".join(line[column:].strip() for line in lines[1:]) == "/a/long/path" * 5
-        assert " ".join(" ".join(line[:column].split()) for line in lines[1:]).replace(
-            " 1,234,567", ""
-        ).split() == (words.split())
+    monkeypatch.setenv("COLUMNS", "44")
+    assert as_text([table]).splitlines() == [
+        "Why                  Count  Where",
+        "one two three    1,234,567  /a/long/path/a/l",
+        "four five six               ong/path/a/long/",
+        "seven eight                 path/a/long/path",
+        "nine ten eleven             /a/long/path",
+    ]
 
 
 def test_a_line_folds_between_words_and_a_path_stays_whole(

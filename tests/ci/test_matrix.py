@@ -14,20 +14,6 @@ runs = ci_module("matrix_run")
 matrix = runs.matrix
 
 
-# The list of releases
-
-
-def test_the_list_has_every_line_of_megatron_core_and_both_of_transformers() -> None:
-    releases = matrix.read().releases
-    minors = {int(one.version.split(".")[1]) for one in releases if one.product == "megatron"}
-    assert minors >= set(range(12, 20))
-    assert minors == set(range(12, max(minors) + 1))
-    majors = {release.version.split(".")[0] for release in releases if release.product == "transformers"}
-    assert majors == {"4", "5"}
-    versions = [tuple(map(int, release.version.split("."))) for release in releases[:-2]]
-    assert versions == sorted(set(versions))
-
-
 # What a cell says
 
 

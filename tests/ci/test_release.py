@@ -29,7 +29,6 @@ def test_the_version_stands_in_one_place() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["dynamic"] == ["version"]
     newest = re.search(r"(?m)^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
-    assert newest is not None
     assert newest[1] in ("Unreleased", npu_replay.__version__)
 
 
@@ -40,7 +39,7 @@ def test_a_package_page_has_no_link_that_needs_the_repository(tree: Path) -> Non
     assert all(one.startswith(("https://", "#")) for one in targets)
     version = npu_replay.__version__
     ours = [re.fullmatch(f"{ADDRESS}/(raw|blob)/v{version}/([^#]+)(#.*)?", one) for one in targets]
-    found = [one for one in ours if one]
-    assert {Path(one[2]).suffix for one in found if one[1] == "raw"} == {".png"}
-    assert len(found) > 20
-    assert [one[2] for one in found if not (ROOT / one[2]).exists()] == []
+    files = [(link[1], ROOT / link[2]) for link in ours if link]
+    assert {file.suffix for kind, file in files if kind == "raw"} == {".png"}
+    assert len(files) > 20
+    assert all(file.exists() for _, file in files)

@@ -334,10 +334,10 @@ def _replay(job: Job, wanted: Outcome) -> None:
         theirs = job.routes(foreign, batch)
         assert ours == theirs or not job.parallel.moe_layers, "a rank of dense layers is sent nothing"
         assert (ours.layers, ours.ids.shape) == (theirs.layers, theirs.ids.shape)
-    with pm.Witness(job.chunks) as witness:
+    with pm.witnessed(job.chunks) as shown_by_layer:
         outcome = job.replayed(fetched, batches)
     _same(outcome, wanted)
-    for layer, maps in witness.maps.items():
+    for layer, maps in shown_by_layer.items():
         for batch, shown in zip(batches, maps, strict=True):
             _check_shown(shown, batch, layer, foreign)
 

@@ -65,17 +65,3 @@ def test_both_have_the_same_code_tables_versions_and_numbers(english: Path, chin
         assert sorted(re.findall(what, here)) == sorted(re.findall(what, there))
     there, here = (re.sub(r"`[^`\n]+`|\]\([^)]*\)", "", text) for text in (there, here))
     assert sorted(WHOLE.findall(here)) == sorted(WHOLE.findall(there))
-
-
-LEFT = "回放 标志 模拟对象 打桩 拒绝"
-"""Words that have another one on these pages: 重放, 配置项, 桩, 报错."""
-
-
-@pytest.mark.parametrize("page", [page for _, page in PAIRS], ids=lambda page: page.stem)
-def test_it_is_written_as_chinese_is(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert not re.search(r"\d %", text)
-    broken = re.search(r"(?m)^[^|#`<!\n].*[^\n]\n(?=[^|#`<!\-\n])", FENCE.sub("", text))
-    assert broken is None, "the site shows a line break as a blank"
-    used = [word for word in LEFT.split() if word in text.replace("又称路由回放", "")]
-    assert used == []

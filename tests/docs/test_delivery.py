@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -56,9 +55,9 @@ for pp_rank, rows in enumerate(stages):
 print("right")
 """
     script.write_text(ROUTES + RAY + check)
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # a socket's path may not be long
     known = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    try:
+    # A socket's path may not be long.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
         done = subprocess.run(
             [sys.executable, script],
             env=known | {"RAY_TMPDIR": folder, "OMP_NUM_THREADS": "1"},
@@ -66,6 +65,4 @@ print("right")
             text=True,
             timeout=120,
         )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     assert done.stdout.splitlines()[-1:] == ["right"], done.stderr

@@ -6,18 +6,12 @@ import importlib
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [(ROOT / "docs" / "grpo.md", ["bfloat16"]), (ROOT / "docs" / "dev" / "tried.md", ["coarse", "fsdp"])]
 SHOWN = [(page, name) for page, names in PAGES for name in names]
-
-
-def result(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / "docs" / "grpo" / f"{name}.json").read_text())
-    return found
 
 
 @pytest.mark.parametrize(("page", "name"), SHOWN, ids=[name for _, name in SHOWN])
@@ -29,6 +23,7 @@ def test_a_table_is_what_the_example_prints_of_its_file(
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "grpo"))
     monkeypatch.setenv("COLUMNS", "200")
-    importlib.import_module("curves").show(result(name))
+    result = json.loads((ROOT / "docs" / "grpo" / f"{name}.json").read_text())
+    importlib.import_module("curves").show(result)
     tables = re.findall(r"```text\n(.*?)\n```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert capsys.readouterr().out.strip("\n") in tables

@@ -77,27 +77,16 @@ def run(page: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def test_a_loop_records_replays_lays_out_and_collects(names: dict[str, Any]) -> None:
-    found = run("megatron", names)
-    assert found["session"].metrics()["micro_batches"] == 3
-    assert found["session"].metrics()["rows"] == 3 * LENGTH
-    for (_, before), after in zip(
-        [one[0] for one in found["micro_batches"]], found["sequences"], strict=True
-    ):
-        assert len(after) == len(before) == LENGTH
-    assert all(one.recorded.all() for one in found["routes"])
-
-
-def test_r3_replays_the_old_log_probs_and_the_update(
+def test_a_loop_records_replays_lays_out_and_collects(
     names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the same routes, in the second block of the page."""
+    """In R3, the second block, old log-probs and update are replayed by the same routes."""
     opened = []
     replay = npu_replay.replay
 
-    def noted(model: Any, routes: Any, **said: Any) -> Any:
+    def noted(model: Any, routes: Any, **options: Any) -> Any:
         opened.append((torch.is_grad_enabled(), routes))
-        return replay(model, routes, **said)
+        return replay(model, routes, **options)
 
     monkeypatch.setattr(npu_replay, "replay", noted)
     found = run("megatron", names)
@@ -106,6 +95,10 @@ def test_r3_replays_the_old_log_probs_and_the_update(
         (False, True),
         (True, True),
     ]
+    assert found["session"].metrics()["micro_batches"] == 3
+    assert found["session"].metrics()["rows"] == 3 * LENGTH
+    assert [len(routes) for routes in found["sequences"]] == [LENGTH] * 3
+    assert all(one.recorded.all() for one in found["routes"])
 
 
 def test_megatrons_own_api_records_and_replays(names: dict[str, Any]) -> None:

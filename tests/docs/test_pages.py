@@ -139,55 +139,6 @@ def test_the_examples_of_a_page_run_one_after_the_other(page: Path, names: dict[
             names["self"].following.close()
 
 
-R3 = ["README.md", *(f"docs/{one}.md" for one in ("fsdp2", "vllm"))]
-
-
-@pytest.mark.slow
-@pytest.mark.choice
-@pytest.mark.parametrize("old_log_probs", ["replayed", "not replayed"])
-@pytest.mark.parametrize("page", R3)
-def test_r3_replays_the_old_log_probs_too(
-    page: str, old_log_probs: str, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of an engine that chooses quite otherwise: with one pass replayed, the first update's ratio isn't 1."""
-    own = npu_replay.replay
-
-    def replay(model: Any, routes: list[RoutedExperts], live_mismatch: bool = False, **_: Any) -> Any:
-        return own(model, [chosen_otherwise(one) for one in routes], live_mismatch=live_mismatch)
-
-    monkeypatch.setattr(npu_replay, "replay", replay)
-    text = (ROOT / page).read_text(encoding="utf-8").partition("\n## R2 with other micro-batches")[0]
-    if old_log_probs == "not replayed":
-        text, taken_out = re.subn(
-            r"with torch\.no_grad\(\), (npu_replay\.)?replay\(.+\):", "with torch.no_grad():", text
-        )
-        assert taken_out == 1
-    for _, block in BLOCK.findall(text):
-        exec(compile(block, page, "exec"), names)
-    assert bool((names["ratio"] == 1).all()) == (old_log_probs == "replayed")
-
-
-def chosen_otherwise(routes: RoutedExperts) -> RoutedExperts:
-    generator = torch.Generator().manual_seed(5)
-    scores = torch.rand(*routes.ids.shape[:2], routes.num_experts, generator=generator)
-    return RoutedExperts(
-        ids=scores.topk(routes.topk).indices, layers=routes.layers, num_experts=routes.num_experts
-    )
-
-
-def test_a_layout_has_the_rows_that_its_page_says(names: dict[str, Any]) -> None:
-    text = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
-    (said,) = re.findall(r"layout\.rows\.tolist\(\)  # (\[.*?\])", text)
-    first = BLOCK.findall(text)[0][1]
-    exec(first, names)
-    assert str(names["layout"].rows.tolist()) == said
-    (layers,) = re.findall(r"\.moe_layers  # (\(.*?\))", text)
-    last = next(one for _, one in BLOCK.findall(text) if "DecoderLayers(" in one)
-    last = last.replace("ParallelLayout(", "found = ParallelLayout(", 1)
-    exec(last, names)
-    assert str(names["found"]) == layers
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_what_a_page_points_to_is_there(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)

@@ -18,18 +18,6 @@ SOURCES = {
     for folder in ("npu_replay", "compat")
     for path in (ROOT / folder).rglob("*.py")
 }
-COPY_FIRST = (
-    *("quickstart", "verl-ascend", "verl-cuda", "verl", "fsdp2", "megatron", "upstream", "mindspeed", "vllm"),
-    *(
-        "vllm-ascend",
-        "multi-turn",
-        "metrics",
-        "troubleshooting",
-        "questions",
-    ),
-    *("cli", "versions", "grpo", "trl", "layout"),
-    "delivery",
-)
 
 
 def page(name: str) -> str:
@@ -72,8 +60,3 @@ def test_every_switch_is_told() -> None:
     named = set(re.findall(r"NPU_REPLAY_[A-Z_]+[A-Z]", "".join(SOURCES.values())))
     told = set(re.findall(r"NPU_REPLAY_[A-Z_]+[A-Z]", section("metrics", "Switches")))
     assert named == told
-
-
-def test_a_page_begins_with_what_to_copy() -> None:
-    for name in COPY_FIRST:
-        assert page(name).index("```") < 250, name

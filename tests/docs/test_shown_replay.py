@@ -34,14 +34,3 @@ def test_the_figures_of_readmes_r2_are_those_that_it_prints(capsys: pytest.Captu
     assert said[1][1] == printed[1][1] == 0
     assert said[1][0] == pytest.approx(printed[1][0], abs=8), "sums differ between processors"
     assert printed[1][0] > 20
-
-
-@pytest.mark.slow
-def test_the_figures_of_the_quickstart_are_those_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    pages = [first_block(page) for page in ("docs/quickstart.md", "docs/zh/quickstart.md")]
-    said, also_said = (re.findall(r"print\(round\(.*#\D*(0\.0)\D+(0\.\d\d)", code) for code in pages)
-    assert also_said == said
-    exec(compile(pages[0], "docs/quickstart.md", "exec"), {})
-    first, second = map(float, capsys.readouterr().out.split())
-    assert first == 0
-    assert second == pytest.approx(float(said[0][1]), abs=0.08)

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from ci_module import ci_module
+
 ROOT = Path(__file__).parents[2]
+pages = ci_module("site_pages")
 MENU = re.findall(r"(?m)^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module")
-def pages() -> ModuleType:
-    found = importlib.util.spec_from_file_location("site_pages", ROOT / "ci" / "site_pages.py")
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-def test_every_page_is_in_the_menu_once(pages: ModuleType) -> None:
+def test_every_page_is_in_the_menu_once() -> None:
     there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     assert sorted(MENU) == sorted({*there, *pages.OUTSIDE.values()})
 
@@ -49,6 +40,6 @@ def test_every_page_is_in_the_menu_once(pages: ModuleType) -> None:
         ("grpo.md", "[a](https://example.org/x.md) [b](#c)", "[a](https://example.org/x.md) [b](#c)"),
     ],
 )
-def test_links_become_those_of_the_site(pages: ModuleType, page: str, link: str, in_the_site: str) -> None:
+def test_links_become_those_of_the_site(page: str, link: str, in_the_site: str) -> None:
     known = {"metrics.md", "images/grpo.png", *pages.OUTSIDE.values(), *pages.SHOWN.values()}
     assert pages.relinked(link, page, known) == in_the_site

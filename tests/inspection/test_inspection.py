@@ -198,6 +198,8 @@ def test_a_good_answer(desk: Desk, run: Callable[..., Result]) -> None:
     assert lines[0] == f"{path}: an answer of vLLM 0.23.0"
     assert lines[1] == "120 tokens, 119 with a route; top-4 of 32 experts in 7 layers; uint8, 3,360 bytes"
     assert f"{fingerprint(desk.tokens):#018x}" in lines[2]
+    heading = "Experts used Busiest Entropy, bits Layer Rows of 32 even: 3.12% of 5.00"
+    assert " ".join(lines[4:6]).split() == heading.split()
     assert [line.split()[0] for line in lines if line[:1].isdigit()][1:] == list("1234567")
     assert lines[-1] == "ok"
 

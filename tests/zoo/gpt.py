@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -169,26 +170,14 @@ def perturbed(model: nn.Module) -> AbstractContextManager[None]:
     return changed((11 + number, router.module.weight) for number, router in enumerate(routers(model)))
 
 
-class PipelineGroup:
-    """What the releases that pass groups around ask of the pipeline's."""
+def at_stage(patch: Any, pp: int, pp_rank: int, vp: int | None = None, vp_rank: int | None = None) -> Any:
+    """Make this process that pipeline rank, as far as asking Megatron's parallel state goes.
 
-    def __init__(self, size: int, rank: int) -> None:
-        self.numbers = size, rank
-
-    def size(self) -> int:
-        return self.numbers[0]
-
-    def rank(self) -> int:
-        return self.numbers[1]
-
-
-def at_stage(
-    patch: Any, pp: int, pp_rank: int, vp: int | None = None, vp_rank: int | None = None
-) -> PipelineGroup:
-    """Make this process that pipeline rank, as far as asking Megatron's parallel state goes."""
+    Returns the pipeline's group, as far as the releases that pass groups around ask it.
+    """
     from megatron.core import parallel_state
 
-    group = PipelineGroup(pp, pp_rank)
+    group = SimpleNamespace(size=lambda: pp, rank=lambda: pp_rank)
     values = {
         "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": pp,
         "_MPU_PIPELINE_MODEL_PARALLEL_RANK": pp_rank,

@@ -11,7 +11,9 @@ import gc
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,14 +36,10 @@ Token = tuple[int, int]
 """A sequence's number and a position in it."""
 
 
-def sequences() -> list[torch.Tensor]:
-    """The token ids of eight ragged sequences."""
-    generator = torch.Generator().manual_seed(5)
-    lengths = (9, 5, 12, 3, 7, 10, 6, 11)
-    return [torch.randint(1, VOCAB, (length,), generator=generator) for length in lengths]
-
-
-SEQUENCES = sequences()
+LENGTHS = (9, 5, 12, 3, 7, 10, 6, 11)
+_CHANCE = torch.Generator().manual_seed(5)
+SEQUENCES = [torch.randint(1, VOCAB, (length,), generator=_CHANCE) for length in LENGTHS]
+"""The token ids of eight ragged sequences."""
 COUNTED = sum(len(tokens) - 1 for tokens in SEQUENCES)
 """Tokens in the loss: all but the last of each sequence."""
 
@@ -454,26 +452,16 @@ def _forward(batches: Iterator[Batch], model: nn.Module) -> tuple[torch.Tensor, 
     return output, loss
 
 
-class Witness:
-    """Reads the map that each router puts out, in every forward that isn't a recompute."""
+@contextmanager
+def witnessed(chunks: Sequence[nn.Module]) -> Iterator[dict[int, list[torch.Tensor]]]:
+    """The map that each router puts out, in every forward that isn't a recompute."""
+    maps: dict[int, list[torch.Tensor]] = {layer: [] for layer in routers(chunks)}
 
-    def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        self.maps: dict[int, list[torch.Tensor]] = {layer: [] for layer in routers(chunks)}
-        self._routers = routers(chunks)
-        self._handles: list[Any] = []
+    def read(layer: int, _: nn.Module, __: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            maps[layer].append(output[1].detach().bool().clone())
 
-    def __enter__(self) -> Witness:
-        for layer, router in self._routers.items():
-            self._handles.append(router.register_forward_hook(self._reads(layer)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _reads(self, layer: int) -> Any:
-        def after(_: nn.Module, __: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() == -1:
-                self.maps[layer].append(output[1].detach().bool().clone())
-
-        return after
+    with ExitStack() as handles:
+        for layer, router in routers(chunks).items():
+            handles.callback(router.register_forward_hook(partial(read, layer)).remove)
+        yield maps

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,7 +42,9 @@ def backward(losses: Sequence[torch.Tensor], order: str) -> None:
         for loss in reversed(losses):
             loss.backward()
     else:
-        in_thread(lambda: sum(losses).backward())
+        # As a CUDA or NPU device thread runs it.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(lambda: sum(losses).backward()).result()
 
 
 @contextmanager
@@ -76,23 +78,6 @@ def checkpointed(forward: Callable[..., Any], *, reentrant: bool) -> Callable[..
         )
 
     return run
-
-
-def in_thread(work: Callable[[], object]) -> None:
-    """Run in a second thread, as a CUDA or NPU device thread runs backward; pass its exception on."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
 
 
 def random_routes(
