@@ -98,7 +98,7 @@ def chosen(model: Any) -> list[torch.Tensor]:
     calls: list[torch.Tensor] = []
 
     def note(gate: Any, args: Any, out: Any) -> None:
-        calls.append(next(one for one in out if one.dtype == torch.int64).detach().sort(1).values)
+        calls.append(next(part for part in out if part.dtype == torch.int64).detach().sort(1).values)
 
     model.model.language_model.layers[LAYERS - 1].mlp.gate.register_forward_hook(note)
     return calls

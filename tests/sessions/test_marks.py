@@ -26,10 +26,10 @@ COUNT = 5
 class Rerunning(ToyRouters):
     """Runs the first router again in the next micro-batch's forward, with another input."""
 
-    def mark(self, chunk: nn.Module, found: Sequence[Router], marks: Marks) -> list[RemovableHandle]:
+    def mark(self, chunk: nn.Module, of_chunk: Sequence[Router], marks: Marks) -> list[RemovableHandle]:
         self.kept: list[Any] = []  # a rerun is due as long as what it is foreseen with is alive
         self.reruns: list[torch.Tensor] = []
-        router = found[0].module
+        router = of_chunk[0].module
 
         def before(layer: nn.Module, args: tuple[torch.Tensor]) -> None:
             if self.kept:

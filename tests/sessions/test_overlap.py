@@ -247,7 +247,7 @@ def test_each_chunk_is_judged_by_itself() -> None:
 
 def moved(samples: list[RoutedExperts]) -> list[RoutedExperts]:
     """Each by another number of rows."""
-    return [of_engine(one.ids.roll(3 * by, 0), one) for by, one in enumerate(samples)]
+    return [of_engine(sample.ids.roll(3 * by, 0), sample) for by, sample in enumerate(samples)]
 
 
 def stale_tail(samples: list[RoutedExperts]) -> list[RoutedExperts]:
@@ -258,7 +258,7 @@ def stale_tail(samples: list[RoutedExperts]) -> list[RoutedExperts]:
 
 
 def several(samples: list[RoutedExperts]) -> list[RoutedExperts]:
-    wrong = [of_engine(random(len(one), seed=at).ids, one) for at, one in enumerate(samples)]
+    wrong = [of_engine(random(len(sample), seed=at).ids, sample) for at, sample in enumerate(samples)]
     return [samples[0], *wrong[1:5], *samples[5:]]
 
 

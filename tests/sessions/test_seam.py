@@ -219,4 +219,4 @@ def test_a_router_inside_a_router_has_its_own_answer() -> None:
     with npu_replay.replay(model, routes):
         for number in range(5):  # in micro-batch 3 both calls are quick, or would be
             model(tokens(number))
-    assert same(chosen, [one.layer_ids(0).long() for one in routes])
+    assert same(chosen, [part.layer_ids(0).long() for part in routes])
