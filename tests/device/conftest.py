@@ -17,10 +17,6 @@ ASKED = os.environ.get("NPU_REPLAY_TEST_DEVICE", "auto")
 DEVICE = devices.pick(ASKED)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "accelerator: needs an accelerator that torch can use, CUDA or NPU")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if DEVICE.type != "cpu" or ASKED == "cpu":
         return

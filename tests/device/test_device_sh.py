@@ -44,7 +44,7 @@ def test_without_an_accelerator_it_says_so_and_stops(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "least"),
     [
-        pytest.param("cpu", "", 14, marks=pytest.mark.long),
+        pytest.param("cpu", "", 10, marks=pytest.mark.long),
         pytest.param(
             *("simulated", "simulated npu", 19),
             marks=pytest.mark.skipif(bool(npu_device.lacking()), reason=npu_device.lacking() or "-"),

@@ -18,8 +18,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import npu_replay
-from npu_replay import RoutedExperts, devices
+from npu_replay import devices
 from zoo import qwen
+from zoo.outcome import random_routes
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.slow]
 
@@ -84,13 +85,7 @@ def test_a_sharded_model_is_recorded_and_replayed(
     for result in (recorded, replayed):
         for one, other in zip(result, untouched, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
-    generator = torch.Generator().manual_seed(3)
-    foreign = [
-        RoutedExperts(
-            ids=torch.rand(12, 2, 8, generator=generator).topk(2).indices, layers=range(2), num_experts=8
-        )
-        for _ in range(2)
-    ]
+    foreign = random_routes([12, 12], range(2), 8, 2, seed=3)
     with npu_replay.observe(model) as seen, npu_replay.replay(model, foreign):
         train(model, device)
     assert npu_replay.compare(seen.shown, foreign).differing == 0

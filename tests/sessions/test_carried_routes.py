@@ -68,10 +68,6 @@ def test_each_call_takes_the_routes_that_it_carries(keyword: str, layout: str, r
     call = fed[0] | {keyword: carried(fed, wanted, empty=-1 if layout == "left" else 0)}
     given = call[keyword].clone()
     seen = Seen(followed)
-    got: list[set[str]] = []
-    followed.register_forward_pre_hook(
-        lambda module, args, kwargs: got.append(set(kwargs)), with_kwargs=True
-    )  # a hook of somebody's that came first sees what was given; the model doesn't
     forward = followed.forward
     inside = []
     followed.forward = lambda *args, **kwargs: inside.append(set(kwargs)) or forward(*args, **kwargs)
@@ -81,7 +77,6 @@ def test_each_call_takes_the_routes_that_it_carries(keyword: str, layout: str, r
             assert_replayed(seen, fed, wanted)
         metrics = following.metrics()
     assert torch.equal(call[keyword], given)
-    assert all(keyword in names for names in got)
     assert len(inside) == 2
     assert all(keyword not in names for names in inside)
     assert (metrics["carried"], metrics["recorded"], metrics["held"]) == (2, 0, 0)
@@ -188,7 +183,7 @@ def constant(routes: torch.Tensor) -> torch.Tensor:
 
 
 BAD: dict[str, tuple[Callable[[Fed], dict[str, Any]], str]] = {
-    "none": (lambda fed: fed[0], "no routes are known"),
+    "none": (lambda fed: fed[0], "no routes are known.*enable_return_routed_experts"),
     "a token without": (bad(put(0, 2, 3)), "a token has no route, and isn't the last of its sequence"),
     "padding with": (bad(put([1, 2], 0, -1)), "padding has a route"),
     "moved by one": (bad(lambda routes: routes.roll(1, 1)), "padding has a route|a token has no route"),
@@ -217,7 +212,7 @@ def test_routes_that_cannot_be_the_calls_are_refused(what: str, grad: bool) -> N
             followed(**make_call(fed))
         assert isinstance(caught.value, MicroBatchError) or "micro-batch 0" in str(caught.value)
         learn(followed, (bad(lambda routes: routes)(fed), fed[1]))  # and what follows is in order
-        assert following.metrics()["carried"] == 1
+        assert (following.metrics()["carried"], following.metrics()["recorded"]) == (1, 0)
 
 
 def test_routes_of_another_batch_are_found_by_the_live_choice() -> None:
@@ -234,17 +229,6 @@ def test_routes_of_another_batch_are_found_by_the_live_choice() -> None:
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ReplayError, match="'R2' or 'R3'"):
         npu_replay.follow(model(), mode="r3")  # type: ignore[arg-type]
-
-
-def test_with_put_alone_every_pass_needs_its_rollout() -> None:
-    """R2 would record what put() lacks; R3 says so."""
-    followed = model()
-    fed = padded(texts())
-    with npu_replay.follow(followed, mode="R3") as following:
-        with pytest.raises(MicroBatchError, match="enable_return_routed_experts"):
-            record(followed, fed)
-        learn(followed, (bad(lambda routes: routes)(fed), fed[1]))
-        assert following.metrics()["recorded"] == 0
 
 
 def test_zeros_of_a_top_1_model_are_expert_0_where_a_route_has_to_be() -> None:

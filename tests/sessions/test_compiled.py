@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import npu_replay
-from npu_replay.seam import torch_state
 from zoo.toys import ToyModel, tokens
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
@@ -23,7 +22,8 @@ def compiled_model() -> ToyModel:
     return model
 
 
-def test_blocks_that_overlap_keep_the_stance_until_the_last_one_ends() -> None:
+def test_blocks_that_overlap_keep_the_stance_and_torchs_names_until_the_last_one_ends() -> None:
+    natives = torch.topk, torch.Tensor.topk
     one = compiled_model()
     two = compiled_model()
     first = npu_replay.record(one)
@@ -33,9 +33,12 @@ def test_blocks_that_overlap_keep_the_stance_until_the_last_one_ends() -> None:
     one(tokens())
     first.__exit__(None, None, None)
     assert stance() == "force_eager"
+    assert torch.topk is not natives[0]
     two(tokens())
     second.__exit__(None, None, None)
     assert stance() == "default"
+    assert (torch.topk, torch.Tensor.topk) == natives
+    assert "topk" not in vars(torch.Tensor)
     assert first.routes[0].layers == second.routes[0].layers == (0, 1)
 
 
@@ -44,15 +47,3 @@ def test_the_stance_is_the_processs_and_left_alone_where_no_router_is_compiled()
     with npu_replay.record(model):
         assert stance() == "default"
         model(tokens())
-
-
-def test_a_compiled_wrapper_works_when_it_is_what_was_passed() -> None:
-    model = ToyModel()
-    with npu_replay.record(model) as plain:
-        model(tokens())
-    outer = torch.compile(model, backend="eager")
-    outer(tokens())
-    assert torch_state.is_compiled(outer)
-    with npu_replay.record(outer) as recording:
-        outer(tokens())
-    assert recording.routes == plain.routes

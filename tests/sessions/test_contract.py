@@ -100,8 +100,13 @@ def shows(maps: list[list[Map]], bed: Bed, routes: list[RoutedExperts]) -> bool:
 def test_a_record_changes_nothing_and_has_what_was_used(stack: str, how: str | None) -> None:
     bed = bed_of(stack, how)
     untouched = run(bed)
-    with npu_replay.record(bed.model) as recording, witnessed(bed) as maps:
+    with (
+        npu_replay.observe(bed.model) as seen,
+        npu_replay.record(bed.model) as recording,
+        witnessed(bed) as maps,
+    ):
         assert same(run(bed), untouched)
+    assert npu_replay.compare(seen.shown, recording.routes).differing == 0
     assert {len(calls) for calls in maps} == {COUNT * (1 if how is None else 2)}
     assert shows(maps, bed, recording.routes)
     for block in (npu_replay.replay(bed.model, recording.routes), npu_replay.pin_recompute(bed.model)):
@@ -116,8 +121,9 @@ def test_a_replay_uses_the_routes_also_in_recomputes(stack: str, how: str | None
     bed = bed_of(stack, how)
     plain = bed_of(stack, None)
     routes = foreign(bed)
-    with npu_replay.replay(bed.model, routes), witnessed(bed) as maps:
+    with npu_replay.observe(bed.model) as seen, npu_replay.replay(bed.model, routes), witnessed(bed) as maps:
         replayed = run(bed)
+    assert npu_replay.compare(seen.shown, routes).differing == 0
     assert shows(maps, bed, routes)
     with npu_replay.replay(plain.model, routes):
         assert same(run(plain), replayed)

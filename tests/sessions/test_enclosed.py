@@ -77,15 +77,15 @@ def block(kind: str, model: ToyModel, count: int) -> Any:
 
 
 def gradients(kind: str, model: ToyModel, loss: Loss, order: str) -> list[torch.Tensor]:
-    """Of three micro-batches; their losses differ, so a swapped recompute shows."""
+    """Of five micro-batches; their losses differ, so a swapped recompute shows."""
     Drifting.calls = 0
     model.zero_grad()
-    with block(kind, model, 3):
-        losses = [loss(model, tokens(seed).requires_grad_(), seed) for seed in range(3)]
+    with block(kind, model, 5):
+        losses = [loss(model, tokens(seed).requires_grad_(), seed) for seed in range(5)]
         if order == "sum":
             sum(losses).backward()
         else:
-            for number in (1, 2, 0):
+            for number in (1, 3, 2, 4, 0):
                 losses[number].backward()
         del losses
     return [torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -346,7 +346,7 @@ def test_any_of_them_in_any_other(seed: int) -> None:
     """Around each layer, around the model and around the loss, none to two of them, in any order."""
     rng = random.Random(seed)
     kind = rng.choice(KINDS)
-    order = rng.choice(["sum", "1, 2, 0"])
+    order = rng.choice(["sum", "each"])
     early_stop = rng.random() < 0.8
     inner, middle, outer = ([rng.choice(WRAPS) for _ in range(rng.randint(0, 2))] for _ in range(3))
 
@@ -364,9 +364,6 @@ def test_any_of_them_in_any_other(seed: int) -> None:
     with set_checkpoint_early_stop(early_stop):
         found = gradients(kind, model, loss, order)
     close(found, expected)
-
-
-# What was lifted off lies as it lay
 
 
 # Exceptions, interrupts, and forwards in forwards

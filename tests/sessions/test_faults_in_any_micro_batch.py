@@ -80,13 +80,6 @@ class Case:
         """Is the call that has the fault recomputed?"""
         return self.how is not None and self.grads[self.at]
 
-    def __str__(self) -> str:
-        grads = "".join("g" if one else "-" for one in self.grads)
-        how = f"{self.how}, backward {self.backward}" if self.how else f"backward {self.backward}"
-        where = f"fault in {self.at}, router {self.layer}{', in its recompute' if self.again else ''}"
-        warmed = ", after another block" if self.warmed else ""
-        return f"[{self.seed}] {self.kind} {grads}, {where}, {how}{warmed}"
-
 
 def draw(bed: str, fault: str, number: int, *, again: bool = False) -> Case:
     seed = f"{bed}, {fault}, {number}"
@@ -135,15 +128,14 @@ class Now:
     given: bool
     """Are its ids given to it? If not, what a kernel writes into them past torch is what is recorded."""
 
-    def figure(self, topk: Callable[..., Any] | None = None) -> None:
-        """A top-k of the router's own shape, over something else."""
+    def figure(self, topk: Callable[..., Any] | None = None) -> bool:
+        """A top-k of the router's own shape, over something else; is it that of these scores?"""
         scores = torch.rand(self.rows, self.bed.experts, generator=torch.Generator().manual_seed(1))
-        if topk is not None:
-            topk(scores, self.bed.topk, dim=-1)
-        elif self.chance.random() < 0.5:
-            torch.topk(scores, self.bed.topk, dim=-1)
+        if topk is not None or self.chance.random() < 0.5:
+            ids = (topk or torch.topk)(scores, self.bed.topk, dim=-1)[1]
         else:
-            scores.topk(self.bed.topk)
+            ids = scores.topk(self.bed.topk)[1]
+        return torch.equal(ids, scores.argsort(dim=1, descending=True)[:, : self.bed.topk])
 
     @contextlib.contextmanager
     def topk(self, instead: Callable[..., Any]) -> Iterator[None]:
@@ -195,7 +187,7 @@ def figure_before_by_an_early_alias(now: Now) -> Any:
 
 def figure_after(now: Now) -> Any:
     output = now.run()
-    now.figure()
+    assert now.figure(), "a top-k behind the router's own was answered"
     return output
 
 
@@ -325,14 +317,9 @@ class Run:
     running: dict[int, Seen] = field(default_factory=dict)
     """The last call of each router."""
 
-    def rows_at_fault(self) -> int:
-        return LEAST_ROWS + self.case.at % self.case.count
-
-    def phase_at_fault(self) -> int:
-        return self.case.at // self.case.count
-
     def has_fault(self, layer: int, rows: int) -> bool:
-        here = (layer, rows, self.phase) == (self.case.layer, self.rows_at_fault(), self.phase_at_fault())
+        phase, micro_batch = divmod(self.case.at, self.case.count)
+        here = (layer, rows, self.phase) == (self.case.layer, LEAST_ROWS + micro_batch, phase)
         return here or self.case.fault == "early_alias_always"
 
     def routed(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -584,20 +571,16 @@ def _judged(run: Run, block: Any, raised: BaseException | None) -> list[str]:
 
 
 def _left(bed: Bed) -> list[str]:
-    """What is left of a case; it is taken away, so that the next one has nothing of it."""
+    """What is left of a case."""
     found = []
     if (torch.topk, torch.Tensor.topk) != NATIVE:
         found.append("topk is replaced")
     if modes := torch._C._len_torch_function_stack():
         found.append(f"{modes} function modes are on")
-        for _ in range(modes):
-            torch._C._pop_torch_function_stack()
     if left := hooks(bed.model):
         found.append(f"{left} hooks on modules")
     if npu_replay.report().open_sessions:
         found.append("open sessions")
-    if found:
-        bed_of.cache_clear()
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,10 +30,20 @@ def behind_its_topk(router: ToyRouter, scores: torch.Tensor) -> Any:
     return interrupt(plain(router, scores))
 
 
+PLACES: dict[str, Callable[[ToyModel, ToyRouter], Any]] = {
+    "router": lambda model, router: setattr(router, "select", interrupt),
+    "router's end": lambda model, router: setattr(router, "select", behind_its_topk),
+    "hook": lambda model, router: router.register_forward_hook(interrupt),
+    "model's hook": lambda model, router: model.register_forward_pre_hook(interrupt),
+    "recompute": lambda model, router: router.register_forward_pre_hook(interrupt_recompute),
+    "between": interrupt,
+}
+
+
 @pytest.mark.choice
 @pytest.mark.parametrize("number", [0, 3], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("kind", ["record", "replay", "pin_recompute", "observe"])
-@pytest.mark.parametrize("place", ["router", "router's end", "hook", "model's hook", "recompute", "between"])
+@pytest.mark.parametrize("place", PLACES)
 def test_an_interrupt_comes_out_and_leaves_nothing_behind(place: str, kind: str, number: int) -> None:
     model = ToyModel(ToyRouter(), ToyRouter(select=in_groups, masks=True), recompute="reentrant")
     router = model.layers[1].router
@@ -40,18 +51,7 @@ def test_an_interrupt_comes_out_and_leaves_nothing_behind(place: str, kind: str,
     with pytest.raises(KeyboardInterrupt), opened(kind, model, 5):
         for seed in range(number):
             run(model, seed)
-        if place == "router":
-            router.select = interrupt
-        elif place == "router's end":
-            router.select = behind_its_topk
-        elif place == "hook":
-            handle = router.register_forward_hook(interrupt)
-        elif place == "model's hook":
-            handle = model.register_forward_pre_hook(interrupt)
-        elif place == "recompute":
-            handle = router.register_forward_pre_hook(interrupt_recompute)
-        else:
-            interrupt()
+        handle = PLACES[place](model, router)
         run(model, number)
     if "hook" in place or place == "recompute":
         handle.remove()

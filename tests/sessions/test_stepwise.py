@@ -43,40 +43,20 @@ def test_a_feed_does_what_a_replay_of_all_routes_does(recompute: str | None) -> 
     assert hooks(model) == 0
 
 
-def test_what_was_tapped_is_what_was_recorded() -> None:
-    model = ToyModel()
-    wanted = recorded(model, 0, 1, 2)
-    tapped = []
-    with StepRecording(model) as session, torch.no_grad():
-        for seed in range(3):
-            model(tokens(seed))
-            tapped.append(session.take(0))
-    assert tapped == wanted
-
-
-def test_a_tap_keeps_it_while_forwards_without_a_graph_come_and_go() -> None:
+def test_a_tap_is_what_was_recorded_and_keeps_it_while_forwards_without_a_graph_come_and_go() -> None:
     model = ToyModel(recompute="non-reentrant")
     wanted = run(model, 0)
+    model.zero_grad()
     with StepRecording(model) as session:
-        model.zero_grad()
         loss = model(tokens(0).requires_grad_()).square().mean()
+        tapped = [session.take(0)]
         with torch.no_grad():
             for seed in (1, 2, 3):
                 model(tokens(seed))
-                session.take(0)
+                tapped.append(session.take(0))
         loss.backward()
-    assert same(wanted, (loss.item(), [p.grad.clone() for p in model.parameters()]))
-
-
-def test_a_forward_without_routes_is_refused() -> None:
-    model = ToyModel()
-    with (
-        pytest.raises(MicroBatchError, match="micro-batch 1: no routes were given"),
-        StepReplay(model) as session,
-    ):
-        session.give(0, foreign(0))
-        model(tokens(0))
-        model(tokens(1))
+    assert same(wanted, (loss.item(), gradients(model)))
+    assert tapped == recorded(model, 0, 1, 2, 3)
 
 
 def test_routes_without_a_forward_are_refused() -> None:
@@ -95,29 +75,13 @@ def test_routes_that_lack_a_layer_are_refused_at_once() -> None:
         session.chunks[0](tokens(0))
 
 
-@pytest.mark.parametrize("chunk", [-1, 1])
-def test_a_chunk_that_there_is_not_and_a_block_that_is_left_are_refused(chunk: int) -> None:
-    model = ToyModel()
-    with StepReplay(model) as replay:
-        with pytest.raises(MicroBatchError, match="no chunk of this block"):
-            replay.give(chunk, foreign(0))
-        replay.give(0, foreign(0))
-        model(tokens(0))
-    with StepRecording(model) as recording, torch.no_grad():
-        model(tokens(0))
-        with pytest.raises(MicroBatchError, match="nothing was recorded"):
-            recording.take(chunk)
-    for late in (lambda: recording.take(0), lambda: replay.give(0, foreign(0))):
-        with pytest.raises(MicroBatchError, match="isn't open"):
-            late()
-
-
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
 def test_after_a_deferred_error_a_recompute_goes_on_too(recompute: str) -> None:
     """It would die of its own error otherwise, in the middle of backward."""
     model = ToyModel(recompute=recompute)
     wanted = run(model, 0)
-    with pytest.raises(MicroBatchError, match="no routes were given"), StepReplay(model, errors_wait=True):
+    waits = pytest.raises(MicroBatchError, match="micro-batch 0: no routes were given")
+    with waits, StepReplay(model, errors_wait=True):
         assert same(wanted, run(model, 0))
 
 

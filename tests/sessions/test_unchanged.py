@@ -17,10 +17,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import npu_replay
-from npu_replay.errors import NoEffect, RouterError
+from npu_replay.errors import RouterError
 from npu_replay.seam import backward
-from npu_replay.sessions.router_calls import RouterCalls
-from zoo.toys import EXPERTS, ToyModel, ToyRouter, opened, plain, tokens
+from zoo.toys import ToyModel, ToyRouter, opened, plain, tokens
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
@@ -145,7 +144,9 @@ def test_what_is_replaced_before_a_forward_is_told_at_its_beginning(change: Chan
     model = ToyModel()
     session = opened(kind, model, 2)
     reached = []
-    with pytest.raises(RouterError, match=rf"micro-batch 1, .*{REPLACED}"), session:
+    both = r"zoo\.toys\.ToyRouter, got another zoo\.toys\.ToyRouter" if change in REPLACING else ".*"
+    words = rf"micro-batch 1, .*{REPLACED}\. Expected {both}\. Usual cause: .*merged"
+    with pytest.raises(RouterError, match=words), session:
         forward(model, 0)
         change(model)
         model.layers[1].register_forward_pre_hook(lambda *_: reached.append(1))
@@ -170,18 +171,6 @@ def test_what_is_replaced_after_the_last_forward_is_told_on_leaving(change: Chan
         change(model)
 
 
-def test_the_error_names_the_place_and_both_modules() -> None:
-    model = ToyModel()
-    message = (
-        r"micro-batch 1, layers\.0\.router: the code that routes was replaced inside an open block\. "
-        r"Expected zoo\.toys\.ToyRouter, got another zoo\.toys\.ToyRouter\. Usual cause: .*merged"
-    )
-    with pytest.raises(RouterError, match=message), npu_replay.record(model):
-        model(tokens(0))
-        router(model)
-        model(tokens(1))
-
-
 # What is no replacement
 
 
@@ -204,15 +193,9 @@ def test_a_wrapper_that_comes_before_a_forward_and_calls_the_router_is_fine(
     assert same(gradients(model), untouched(kind, how))
 
 
-def test_a_wrapper_is_taken_off_again_and_what_is_replaced_in_one_is_told() -> None:
+def test_what_is_replaced_in_a_wrapper_is_told() -> None:
     model = ToyModel()
     inner = model.layers[0]
-    with npu_replay.record(model):
-        model(tokens(0))
-        model.layers[0] = Wrapper(inner)
-        model(tokens(1))
-        model.layers[0] = inner
-        model(tokens(2))
     with pytest.raises(RouterError, match=rf"micro-batch 2, layers\.0\.inner\.router: {REPLACED}"):  # noqa: SIM117
         with npu_replay.record(model):
             model(tokens(0))
@@ -283,62 +266,6 @@ def test_a_graph_that_outlives_its_block_asks_nobody_and_keeps_no_model(how: str
     del session
     gc.collect()
     assert gone() is None
-
-
-@pytest.mark.parametrize("at", [3, 4])  # one that isn't checked, and one that is
-def test_a_class_that_is_patched_in_a_block_runs_as_it_is_then(
-    at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = ToyModel()
-    native = ToyRouter.forward
-    calls = []
-
-    def patched(self: ToyRouter, hidden: torch.Tensor) -> Any:
-        calls.append(self)
-        return native(self, hidden)
-
-    with torch.no_grad(), npu_replay.record(model):
-        for number in range(at):
-            model(tokens(number))
-        copied = copy.deepcopy(model)
-        monkeypatch.setattr(ToyRouter, "forward", patched)
-        for number in range(at, 6):
-            model(tokens(number))
-    copied(tokens(0))
-    assert len(calls) == (6 - at + 1) * len(model.layers)
-
-
-@pytest.mark.parametrize("hung", [0, 3])
-def test_a_global_hook_that_returns_other_experts_is_refused(hung: int) -> None:
-    model = ToyModel()
-
-    def moves(module: nn.Module, args: Any, output: Any) -> Any:
-        return (output[0], (output[1] + 1) % EXPERTS) if isinstance(module, ToyRouter) else None
-
-    handles = []
-    try:
-        with pytest.raises(NoEffect, match=f"micro-batch {hung}"), torch.no_grad(), npu_replay.record(model):
-            for number in range(4):
-                if number == hung:
-                    handles.append(nn.modules.module.register_module_forward_hook(moves))
-                model(tokens(number))
-    finally:
-        handles[0].remove()
-
-
-def test_a_hook_that_is_taken_off_again_leaves_calls_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ToyModel()
-    closely = []
-    look = RouterCalls._go_behind
-    monkeypatch.setattr(RouterCalls, "_go_behind", lambda *a, **k: closely.append(number) or look(*a, **k))
-    with torch.no_grad(), npu_replay.record(model):
-        for number in range(8):
-            if number == 3:
-                handle = model.layers[0].router.register_forward_hook(lambda *_: None)
-            if number == 5:
-                handle.remove()
-            model(tokens(number))
-    assert [closely.count(number) for number in range(8)] == [2, 2, 2, 1, 2, 1, 0, 0]
 
 
 @pytest.mark.parametrize("has_own", [False, True])
