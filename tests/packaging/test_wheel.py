@@ -7,8 +7,10 @@ downloaded.
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
+import tarfile
 import zipfile
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -71,6 +73,9 @@ class Environment:
         site = self.execute("import sysconfig; print(sysconfig.get_path('purelib'))").strip()
         Path(site, "lent.pth").write_text("\n".join(dict.fromkeys(folders)) + "\n")
 
+    def installed(self) -> list[str]:
+        return run(self.python, "-m", "pip", "list", "--format=freeze", cwd=self.elsewhere).splitlines()
+
     def execute(self, code: str) -> str:
         return self.run("-c", code)
 
@@ -80,7 +85,7 @@ class Environment:
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a wheel is made from."""
+    """A copy of what a wheel is made from, known to git where there is one."""
     copy = tmp_path_factory.mktemp("copy") / "sources"
     copy.mkdir()
     for folder in ("npu_replay", "npu_replay_autoload", "compat"):
@@ -90,6 +95,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(REPOSITORY / page, copy / page)
     for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(REPOSITORY / name, copy / name)
+    if shutil.which("git") is not None:
+        run("git", "init", "--quiet", cwd=copy)
+        run("git", "add", "--all", cwd=copy)
     return copy
 
 
@@ -106,11 +114,19 @@ def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def wheel_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def wheel_install(
+    wheel: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Environment, list[str], list[str]]:
+    """An environment with the wheel in it, and what pip listed before and after the install."""
     environment = Environment.make(tmp_path_factory.mktemp("wheel_install"))
-    environment.run("-m", "pip", "install", "--no-deps", "--no-index", str(wheel))
+    before = environment.installed()
+    run(
+        *(environment.python, "-m", "pip", "install", "--no-deps", "--no-index", wheel),
+        cwd=environment.elsewhere,
+    )
+    after = environment.installed()
     environment.lend(*LENT)
-    return environment
+    return environment, before, after
 
 
 @pytest.fixture(scope="session")
@@ -123,6 +139,36 @@ def editable_install(sources: Path, tmp_path_factory: pytest.TempPathFactory) ->
         *("--ignore-installed", "--editable", sources),
         cwd=environment.elsewhere,
     )
+    return environment
+
+
+@pytest.fixture(scope="session")
+def sdist(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    code = f"import setuptools.build_meta as build; build.build_sdist({str(folder)!r})"
+    run(sys.executable, "-c", code, cwd=sources)
+    (built,) = folder.iterdir()
+    with tarfile.open(built) as packed:
+        packed.extractall(folder, filter="data")
+    (unpacked,) = (path for path in folder.iterdir() if path.is_dir())
+    return unpacked
+
+
+@pytest.fixture(scope="session")
+def sdist_install(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    environment = Environment.make(tmp_path_factory.mktemp("sdist_install"), "--without-pip")
+    environment.lend(*LENT, "setuptools", "pip")
+    install = (
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "--ignore-installed",
+    )
+    run(environment.python, *install, sdist, cwd=environment.elsewhere)
     return environment
 
 
@@ -142,16 +188,60 @@ def clone(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-WAYS: dict[str, tuple[str, dict[str, str]]] = {
-    "wheel": ("wheel_install", {}),
-    "wheel on the path": ("bare", {"path": "wheel"}),
-    "wheel, standing in a clone": ("wheel_install", {"elsewhere": "clone"}),
-    "editable": ("editable_install", {}),
-    "editable, standing in it": ("editable_install", {"elsewhere": "sources"}),
-    "standing in a clone": ("bare", {"elsewhere": "clone"}),
-    "clone on the path": ("bare", {"path": "clone"}),
+@pytest.fixture(scope="session")
+def zipped(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A zip of the repository as git makes it, and with it what offers one for download."""
+    file = tmp_path_factory.mktemp("zip") / "repository.zip"
+    tree = run("git", "write-tree", cwd=sources).strip()
+    run("git", "archive", f"--output={file}", tree, cwd=sources)
+    return zipfile.ZipFile(file)
+
+
+@pytest.fixture(scope="session")
+def unzipped(zipped: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That zip unpacked as unzip does it: a link is made again."""
+    folder = tmp_path_factory.mktemp("unzipped")
+    zipped.extractall(folder)
+    for entry in zipped.infolist():
+        if stat.S_ISLNK(entry.external_attr >> 16):
+            (folder / entry.filename).unlink()
+            (folder / entry.filename).symlink_to(zipped.read(entry).decode())
+    return folder
+
+
+def place(environment: Environment) -> Path:
+    """The folder that npu_replay comes from, compat in it."""
+    code = "import npu_replay, npu_replay.compat as c; print(npu_replay.__file__, c.__file__, sep='\\n')"
+    ours, compat = (Path(line).parent for line in environment.execute(code).splitlines())
+    assert compat == ours / "compat"
+    return ours.parent
+
+
+WAYS = {
+    "wheel": lambda request: request("wheel_install")[0],
+    "wheel on the path": lambda request: replace(request("bare"), path=request("wheel")),
+    "wheel, standing in a clone": lambda request: replace(
+        request("wheel_install")[0], elsewhere=request("clone")
+    ),
+    "editable": lambda request: request("editable_install"),
+    "editable, standing in it": lambda request: replace(
+        request("editable_install"), elsewhere=request("sources")
+    ),
+    "editable, standing in another clone": lambda request: replace(
+        request("editable_install"), elsewhere=request("clone")
+    ),
+    "standing in a clone": lambda request: replace(request("bare"), elsewhere=request("clone")),
+    "clone on the path": lambda request: replace(request("bare"), path=request("clone")),
+    "sdist": lambda request: request("sdist_install"),
+    "sdist on the path": lambda request: replace(request("bare"), path=request("sdist")),
+    "zip of the repository, unpacked": lambda request: replace(request("bare"), path=request("unzipped")),
 }
-"""An environment, and what of it is another fixture."""
+
+
+@pytest.fixture(params=WAYS)
+def environment(request: pytest.FixtureRequest) -> Environment:
+    found: Environment = WAYS[request.param](request.getfixturevalue)
+    return found
 
 
 def test_wheel_is_pure_python_and_holds_every_module_in_one_package(wheel: Path) -> None:
@@ -166,6 +256,14 @@ def test_wheel_is_pure_python_and_holds_every_module_in_one_package(wheel: Path)
         for module in (REPOSITORY / folder).rglob("*.py"):
             expected.add(f"{package}/{module.relative_to(REPOSITORY / folder).as_posix()}")
     assert expected <= set(names)
+
+
+def test_installing_the_wheel_adds_one_line_and_changes_no_other(
+    wheel_install: tuple[Environment, list[str], list[str]],
+) -> None:
+    _, before, after = wheel_install
+    assert [line for line in after if not line.startswith("npu-replay==")] == before
+    assert len(after) == len(before) + 1
 
 
 FOUND = f"""
@@ -186,40 +284,40 @@ except ModuleNotFoundError as error:
     assert error.name == "compat"
 else:
     raise SystemExit("compat is a module of its own")
-print(npu_replay.__file__, npu_replay.compat.__file__, sep="\\n")
 """
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_compat_is_a_part_of_npu_replay_alone_and_no_framework_is_imported(
-    way: str, request: pytest.FixtureRequest
-) -> None:
+def test_compat_is_a_part_of_npu_replay_alone_and_no_framework_is_imported(environment: Environment) -> None:
     """In a process of its own, so that nothing has imported npu_replay before it is unpickled."""
-    name, changes = WAYS[way]
-    found = {part: request.getfixturevalue(fixture) for part, fixture in changes.items()}
-    printed = replace(request.getfixturevalue(name), **found).execute(FOUND)
-    ours, compat = (Path(line).parent for line in printed.splitlines())
-    assert compat == ours / "compat"
-    clone = request.getfixturevalue("clone")
-    assert (ours.parent == clone) == ("clone" in changes.values()), "the clone that is asked answers"
+    environment.execute(FOUND)
 
 
-def test_it_runs_as_a_module(wheel_install: Environment) -> None:
+def test_the_clone_that_is_asked_is_the_clone_that_answers(
+    wheel_install: tuple[Environment, list[str], list[str]], editable_install: Environment, clone: Path
+) -> None:
+    for environment in (wheel_install[0], editable_install):
+        assert place(replace(environment, elsewhere=clone)) == clone
+        assert place(replace(environment, path=clone)) == clone
+        assert place(environment) != clone
+
+
+@pytest.mark.choice(every=8)  # the first and the last, which have the least in common
+def test_it_runs_as_a_module(environment: Environment) -> None:
     """doctor, since it needs torch and numpy alone; and it starts processes that import npu_replay too."""
-    diagnosis = json.loads(wheel_install.run("-m", "npu_replay", "doctor", "--json"))
+    place(environment)
+    diagnosis = json.loads(environment.run("-m", "npu_replay", "doctor", "--json"))
     assert diagnosis["works"]
     assert [trial["problem"] for trial in diagnosis["self_test"]] == [""]
 
 
 @pytest.mark.parametrize("half", ["copied alone", "unpacked without links"])
 def test_half_a_clone_is_an_error_that_says_so(
-    bare: Environment, clone: Path, tmp_path: Path, half: str
+    bare: Environment, clone: Path, zipped: zipfile.ZipFile, tmp_path: Path, half: str
 ) -> None:
-    link = shutil.copytree(clone / "npu_replay", tmp_path / "npu_replay", symlinks=True) / "compat"
-    if half == "unpacked without links":  # a zip of the repository: a link is a file with its target
-        target = link.readlink()
-        link.unlink()
-        link.write_text(str(target))
+    if half == "copied alone":
+        shutil.copytree(clone / "npu_replay", tmp_path / "npu_replay", symlinks=True)
+    else:
+        zipped.extractall(tmp_path)
     code = """
 try:
     import npu_replay
