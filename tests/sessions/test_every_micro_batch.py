@@ -203,6 +203,24 @@ def test_ids_that_the_layer_writes_into_behind_its_router_are_refused(block: str
             model(tokens(seed))
 
 
+class Penalized(ToyModel):
+    """Takes a gradient inside its forward, which runs its checkpoints again before the forward has ended."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output = super().forward(hidden)
+        (slope,) = torch.autograd.grad(output.square().sum(), hidden)
+        return output + slope
+
+
+@pytest.mark.parametrize("kind", ["pin_recompute", "replay"])
+def test_a_gradient_inside_the_forward_is_a_recompute_in_any_micro_batch(kind: str) -> None:
+    model = Penalized(recompute="non-reentrant")
+    with opened(kind, model, 5) as session:
+        for number in range(5):
+            model(tokens(number).requires_grad_())
+    assert session.metrics()["micro_batches"] == 5
+
+
 def among_others(router: ToyRouter, scores: Scores) -> Pair:
     """Asks for the least experts before its own top-k and behind it, as for a figure now and then."""
     least = scores.argsort(dim=1)[:, :TOPK]

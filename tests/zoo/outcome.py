@@ -42,9 +42,7 @@ def backward(losses: Sequence[torch.Tensor], order: str) -> None:
         for loss in reversed(losses):
             loss.backward()
     else:
-        # As a CUDA or NPU device thread runs it.
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(lambda: sum(losses).backward()).result()
+        in_thread(lambda: sum(losses).backward())
 
 
 @contextmanager
@@ -78,6 +76,12 @@ def checkpointed(forward: Callable[..., Any], *, reentrant: bool) -> Callable[..
         )
 
     return run
+
+
+def in_thread(work: Callable[[], object]) -> None:
+    """Run in a second thread, as a CUDA or NPU device thread runs backward; pass its exception on."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(work).result()
 
 
 def random_routes(
