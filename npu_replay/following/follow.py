@@ -135,7 +135,11 @@ class Following(Session):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave calls without grad alone: an evaluation, or a pass with other weights put into the model."""
+        """Leave calls to the routers: an evaluation, a pass with other weights, a loss on other tokens.
+
+        A call with grad (a loss on texts that nobody rolled out, as in PPO-ptx) is a micro-batch without
+        routes: its recomputes choose as its forward did.
+        """
         before = self._paused
         self._paused = True
         try:
@@ -215,10 +219,14 @@ class Following(Session):
         call = {name: value for name, value in call.items() if value is not None}
         # A reentrant checkpoint around the model runs the update's first pass without grad.
         grad = torch.is_grad_enabled() or bool(backward.enclosing(functions=True))
-        why = self._why_left_alone(call, grad)
+        is_native = grad and self._paused
+        why = None if is_native else self._why_left_alone(call, grad)
         if why is None:
             with self._answering.shared.timed():
-                self._source.look_up(call, keys, grad, carried)
+                if is_native:
+                    self._source.leave(call)
+                else:
+                    self._source.look_up(call, keys, grad, carried)
             self._source.is_on = True
             super()._chunk_begins(0, args, others)
         elif grad:
@@ -326,6 +334,17 @@ class TokenRoutes(RouteSource):
         self.give(0, number, routes)
         self.records = bool(self._new)
 
+    def leave(self, call: dict[str, Any]) -> None:
+        """Leave a call with grad to the routers: none of its rows has a route, and none is recorded."""
+        number = self.timeline.ended[0]
+        self._new = []
+        self._replayed = 0
+        try:
+            self._fed = fed_sequences(call, self._placeholders, None)
+        except MicroBatchError as error:
+            raise error.at(micro_batch(number)) from None
+        self.give(0, number, self._without_routes(self._fed.rows))
+
     def has_rollout(self, call: dict[str, Any], keys: Any) -> bool:
         with contextlib.suppress(MicroBatchError):
             fed = fed_sequences(call, self._placeholders, keys)
@@ -406,18 +425,20 @@ class TokenRoutes(RouteSource):
                 "log-probs; put one for other figures (a KL, a metric) into paused()",
                 renewed,
             )
-        labels = labels_of(here)
-        topk = here[0].topk
-        experts = here[0].num_experts
         if not known:
-            return RoutedExperts.unrecorded(fed.rows, layers=labels, topk=topk, num_experts=experts)
+            return self._without_routes(fed.rows)
         index = torch.full((fed.rows,), -1, device="cpu")
         begin = 0
         for at, routes in known.items():
             first = fed.spans[at][0]
             index[first : first + len(routes)] = torch.arange(begin, begin + len(routes), device="cpu")
             begin += len(routes)
-        return RoutedExperts.concat(list(known.values()), labels).take(index)
+        return RoutedExperts.concat(list(known.values()), labels_of(here)).take(index)
+
+    def _without_routes(self, rows: int) -> RoutedExperts:
+        here = self.routers[0]
+        topk, experts = here[0].topk, here[0].num_experts
+        return RoutedExperts.unrecorded(rows, layers=labels_of(here), topk=topk, num_experts=experts)
 
     def _unknown(self, at: int, fed: FedSequences) -> MicroBatchError:
         known = sum(self.store.get(mark)[0] is not None for mark in fed.marks)
@@ -425,7 +446,8 @@ class TokenRoutes(RouteSource):
         cause = (
             "no pass for old log-probs came before this update (TRL leaves it out where each update follows "
             "its own generation: then there is nothing to replay), the text was cut or extended in between, "
-            "it has another image, or one that is padded to its batch, or another rank recorded it"
+            "it has another image, or one that is padded to its batch, another rank recorded it, or it is a "
+            "loss on other texts (ptx, SFT), which belongs into paused()"
         )
         if not self._records_new:
             expected = f"{KEYWORDS[0]}= with each call of the policy, or put() before it"

@@ -360,12 +360,27 @@ def test_a_mask_may_be_of_any_dtype(followed: Any) -> None:
         assert following.metrics()["replayed"] == 5
 
 
-def test_an_update_while_paused_is_an_error(followed: Any) -> None:
-    fed = padded(texts())
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+def test_a_loss_on_other_texts_is_left_to_the_routers(recompute: str | None) -> None:
+    """PPO-ptx, or SFT beside GRPO: nobody recorded these tokens. Its recomputes choose as its forward did."""
+    followed = model(recompute=recompute)
+    fed, others = padded(texts()), padded(texts(3, seed=1))
+    seen = Seen(followed)
     with npu_replay.follow(followed) as following:
-        record(followed, fed)
-        with following.paused(), pytest.raises(MicroBatchError, match="while paused"):
+        wanted = record(followed, fed, seen)
+        move(followed)
+        with pytest.raises(MicroBatchError, match=r"ptx.*paused\(\)"):
+            learn(followed, others)
+        seen.calls.clear()
+        for _ in range(5):  # unchecked micro-batches, too
             learn(followed, fed)
+            assert_replayed(seen, fed, wanted)
+            with following.paused():
+                learn(followed, others)
+            assert len(seen.calls) == LAYERS * (2 if recompute else 1)
+            assert all(torch.equal(ids, own) for _, ids, own in seen.calls)
+            seen.calls.clear()
+        assert following.metrics()["replayed"] == 5 * len(wanted)
 
 
 def test_the_store_is_bounded_and_says_what_it_dropped(
