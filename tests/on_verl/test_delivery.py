@@ -200,8 +200,6 @@ def test_the_reference_is_sent_no_routes(value: str, lora: bool, monkeypatch: py
     the reference too."""
     module = pytest.importorskip("verl.trainer.ppo.ray_trainer")
     trainer = module.RayPPOTrainer
-    if not hasattr(trainer, "_compute_ref_log_prob"):
-        pytest.skip("0.7.0's trainer sends it in line")
     monkeypatch.setenv(DELIVERY, value)
     npu_replay.install()
     data, _ = batch_of()
@@ -296,9 +294,6 @@ def test_routes_are_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     store.receive([newer])
     store.receive(references)
     assert asked[-2:] == [1, COUNT], "an older step's are not kept"
-    assert model.layers == LAYERS
-    held.has(LAYERS[1:])
-    assert not len(held), "nor another rank's"
 
 
 def test_routes_of_other_tokens_are_refused() -> None:

@@ -152,27 +152,6 @@ def test_a_router_records_and_replays_by_its_action_recomputes_too(verl: SimpleN
         assert ours is wanted or torch.allclose(ours, wanted, atol=1e-7)
 
 
-def test_megatrons_own_api_reaches_the_same_replays(verl: SimpleNamespace) -> None:
-    """Two APIs in one process; were each to have objects of its own, one of them would act on none."""
-    megatron: Any = importlib.import_module("megatron.core.transformer.moe.router_replay")
-    theirs = megatron.RouterReplay
-    action = megatron.RouterReplayAction
-    gc.collect()
-    job = Job()
-    batch = batches()[:1]
-    (own,) = core_routes(job, batch)
-    mine = own_replays(job)
-    theirs.global_router_replay_instances[:] = [  # models of other tests whose time hasn't come
-        one for one in theirs.global_router_replay_instances if any(one is other for other in mine)
-    ]
-    with perturbed(job.model):
-        (wanted,), _ = core_replay(job, batch, [own])
-        theirs.set_global_router_replay_action(action.REPLAY_FORWARD)
-        theirs.set_replay_data([ids.long() for ids in own.ids.unbind(dim=1)])
-        assert job.forward(batch[0]).item() == wanted.item()
-        theirs.clear_global_router_replay_action()
-
-
 def test_what_is_no_action_is_refused(verl: SimpleNamespace) -> None:
     job = Job()
     with pytest.raises(ValueError, match="3 is not a valid RouterReplayAction"):
