@@ -2,8 +2,8 @@
 # Runs the tests with verl, as it was released. Other arguments than --all go to pytest, each time.
 #
 # 0.9.1 runs all of them but those marked `long` on Megatron-core 0.18.2, which verl's images of today have, and
-# MindSpeed's stand-in with TransformerEngineNPU's. On 0.12.1, where the replay is lent to Megatron, it runs its functions and,
-# in two processes, the engine that it takes on an NPU; 0.7.1 runs its whole engine there. Older releases leave out what
+# MindSpeed's stand-in with TransformerEngineNPU's. On 0.12.1, where the replay is lent to Megatron, it runs its functions;
+# 0.7.1 runs its whole engine there, and the one that it takes on an NPU. Older releases leave out what
 # is marked `newest`: our own code, or Ray's, and not verl's of that release. What they run is where releases differ:
 # how they pack, narrow, merge and hand on (test_engine.BY_RELEASE, test_fsdp.BY_RELEASE, test_functions), configs,
 # agent loops, and of 0.7 its own actor and its external_lib. They have transformers 4, which they want; the newest has
@@ -53,7 +53,7 @@ if [[ $all ]]; then
     run_with 0.15.3 0.9.1 "not newest" tests/on_verl/test_functions.py tests/on_verl/test_engine.py "$@"
     run_with 0.13.1 0.8.0 "not newest" tests/on_verl/test_functions.py tests/on_verl/test_engine.py "$@"
 else
-    run_with 0.12.1 0.9.1 "$quick" tests/on_verl/test_functions.py tests/on_verl/test_mindspeed.py "$@"
+    run_with 0.12.1 0.9.1 "$quick" tests/on_verl/test_functions.py "$@"
 fi
 export PYTHONPATH=$datasets:$work/transformers/4.57.6:$PYTHONPATH
 run_with 0.12.1 0.7.1 "not newest${quick:+ and $quick}" tests/on_verl tests/npu_patches "$@"

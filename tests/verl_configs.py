@@ -44,8 +44,3 @@ def job(lines: dict[str, Any] | None = None, *, trainer: str = "ppo_megatron_tra
         for name, value in {"actor_rollout_ref.rollout.name": "vllm", **unpadded, **(lines or {})}.items():
             OmegaConf.update(config, name, value, force_add=True)
     return config
-
-
-def engine_workers_replay() -> bool:
-    """Not in 0.7.0."""
-    return "router_replay" in composed("ppo_megatron_trainer").actor_rollout_ref.actor.megatron

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
@@ -130,42 +129,33 @@ def same(calls: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
     return all(torch.equal(one[: len(other)], other) for one, other in pairs)
 
 
-def main(task: dict[str, Any]) -> dict[str, Any]:
-    """R3 and R2 with recompute; what shows without replay, and how often each queue was asked."""
+@contextmanager
+def begun() -> Iterator[tuple[Actor, Any, dict[str, Any]]]:
+    """An actor, slime's class of queues, and what was found so far."""
     os.environ |= {"ENABLE_ROUTING_REPLAY": "1", STAGE: "fallthrough"}
     with npu_replay.compat.cpu.lend():
         megatron_model.start(torch.device("cpu"))
         from slime.utils.routing_replay import RoutingReplay
 
         actor = Actor()
-        replays = RoutingReplay.all_routing_replays
         _lend_queues(RoutingReplay)
-        found: dict[str, Any] = {
-            "replays": len(replays),
-            "hooks": [len(one._forward_pre_hooks) for one in actor.routers],
-        }
-        found["r3"] = _r3(actor, RoutingReplay)
-        found["r2"] = _r2(actor, RoutingReplay)
-        found["patched"] = (
-            "slime" in Path(sys.modules["megatron.core.transformer.moe.moe_utils"].__file__).read_text()
-        )  # type: ignore[arg-type]
-        found |= _too_many(actor, RoutingReplay) | _uninstalled(actor)
-        return found
+        yield actor, RoutingReplay, {"replays": len(RoutingReplay.all_routing_replays)}
+
+
+def main(task: dict[str, Any]) -> dict[str, Any]:
+    """R3 and R2 with recompute; what shows without replay, and how often each queue was asked."""
+    with begun() as (actor, kind, found):
+        found["hooks"] = [len(one._forward_pre_hooks) for one in actor.routers]
+        found |= {"r3": _r3(actor, kind), "r2": _r2(actor, kind)}
+        return found | {stage: _refused(actor, stage) for stage in ("replay_forward", "replay")}
 
 
 def stand_in(task: dict[str, Any]) -> dict[str, Any]:
     """R2 alone, on a module that has slime's names; what of it was changed."""
-    os.environ |= {"ENABLE_ROUTING_REPLAY": "1", STAGE: "fallthrough"}
-    with npu_replay.compat.cpu.lend():
-        megatron_model.start(torch.device("cpu"))
-        from slime.utils.routing_replay import RoutingReplay
-
-        actor = Actor()
-        _lend_queues(RoutingReplay)
+    with begun() as (actor, kind, found):
         changed = [one.where for one in npu_replay.report().patches if one.where.startswith("slime.")]
-        found: dict[str, Any] = {"replays": len(RoutingReplay.all_routing_replays)}
         found["patches"] = sorted(one.rpartition(".")[2] for one in changed)
-        return found | ({"r2": _r2(actor, RoutingReplay)} if found["replays"] else {})
+        return found | ({"r2": _r2(actor, kind)} if found["replays"] else {})
 
 
 def _lend_queues(kind: Any) -> None:
@@ -228,22 +218,10 @@ def _r2(actor: Actor, kind: Any) -> dict[str, Any]:
     }
 
 
-def _too_many(actor: Actor, kind: Any) -> dict[str, str]:
-    """More forwards than were filled; a stage that isn't one."""
-    found = {"empty": _refused(actor, "replay_forward"), "stage": _refused(actor, "replay")}
-    os.environ[STAGE] = "fallthrough"
-    kind.clear_all()
-    return found
-
-
 def _refused(actor: Actor, stage: str) -> str:
+    """Where more forwards run than were filled, or the stage is none."""
     try:
         actor.log_probs(stage)
     except npu_replay.ReplayError as error:
         return str(error)
     return "it went on"
-
-
-def _uninstalled(actor: Actor) -> dict[str, Any]:
-    npu_replay.uninstall()
-    return {"patches": len(npu_replay.report().patches)}

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zoo import qwen
+from zoo.passes import Passes, differing
 from zoo.qwen import EXPERTS, TOPK
 
 VOCABULARY = 96
 LAYERS = 3
+FIGURES = ("count", "replayed", "wrong", "free", "updates", "otherwise", "recomputed")
 PLUGIN = """
 from swift.rewards import ORM, orms
 
@@ -63,74 +64,30 @@ class Rollout:
             sample.routed_experts = whole[:end].to(torch.int16).numpy()
 
 
-class Seen:
+class Seen(Passes):
     """What the routers of a model chose.
 
     Attributes:
-        passes: calls of the model, by kind.
         replayed, wrong: token-layers of policy passes with a rollout's route; those that chose otherwise.
         free: token-layers of other passes that chose as the rollout did.
-        updates, otherwise: token-layers of updates and their recomputes; those that chose otherwise than the
-            old log-probs of these tokens.
-        recomputed: calls of routers inside backward.
     """
 
+    replayed = wrong = free = 0
+
     def __init__(self, model: Any, rollout: Rollout) -> None:
-        self.passes: dict[str, int] = {}
-        self.replayed = self.wrong = self.free = self.updates = self.otherwise = self.recomputed = 0
+        super().__init__(model)
         self._rollout = rollout
-        self._old: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}
-        self._tuners = [one for one in model.modules() if hasattr(one, "lora_A")]
-        inner = next(one for one in model.modules() if type(one).__name__ == "Qwen3MoeForCausalLM")
-        for module in {
-            model,
-            inner,
-        }:  # generate() goes past PeftModel, and PeftModel past the __call__ of what is in it
-            module.register_forward_pre_hook(self._begins, with_kwargs=True)
-        for layer, block in enumerate(inner.model.layers):
-            block.mlp.gate.register_forward_hook(lambda gate, args, out, layer=layer: self._chose(out, layer))
 
-    def _begins(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        ids, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-        if kwargs.get("past_key_values") is not None or not module.training:
-            self._kind = "generation"
-        elif self._tuners and self._tuners[0].disable_adapters:
-            self._kind = "reference"
+    def chose(self, layer: int, tokens: tuple[int, ...], chosen: torch.Tensor, live: torch.Tensor) -> None:
+        if (routes := self._rollout.routes.get(tokens)) is None:
+            return
+        end = len(tokens) - (not self._rollout.last)
+        others = differing(chosen[:end], routes[:end, layer])
+        if self.kind in ("record", "update"):
+            self.replayed += end
+            self.wrong += others
         else:
-            self._kind = "update" if torch.is_grad_enabled() else "old log-probs"
-        self.passes[self._kind] = self.passes.get(self._kind, 0) + 1
-        places = torch.arange(ids.numel()).view_as(ids)
-        if ids.shape[0] == 1 and positions is not None and int((positions == 0).sum()) > 1:
-            starts = [*(positions[0] == 0).nonzero()[:, 0].tolist(), ids.numel()]
-            each = [(ids[0, a:b], places[0, a:b]) for a, b in pairwise(starts)]
-        else:
-            keep = torch.ones_like(ids).bool() if mask is None else mask.bool()
-            keep = keep if keep.shape == ids.shape else torch.zeros_like(ids).bool()  # generation
-            each = [(one[there], at[there]) for one, at, there in zip(ids, places, keep, strict=True)]
-        self._rows = [(tuple(one.tolist()), at) for one, at in each]
-
-    def _chose(self, out: Any, layer: int) -> None:
-        ids = next(one for one in out if one.dtype == torch.int64).detach().sort(1).values
-        update = self._kind == "update"
-        policy = self._kind in ("update", "old log-probs")
-        self.recomputed += policy and torch._C._current_graph_task_id() != -1
-        for tokens, at in self._rows:
-            key = (tokens, layer)
-            chosen = ids[at]
-            if self._kind == "old log-probs":
-                self._old[key] = chosen
-            elif update and key in self._old:
-                self.updates += len(at)
-                self.otherwise += int((chosen != self._old[key]).any(1).sum())
-            if (routes := self._rollout.routes.get(tokens)) is None:
-                continue
-            end = len(tokens) - (not self._rollout.last)
-            same = (chosen[:end] == routes[:end, layer]).all(1)
-            if policy:
-                self.replayed += len(same)
-                self.wrong += int((~same).sum())
-            else:
-                self.free += int(same.sum())
+            self.free += end - others
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
@@ -203,5 +160,5 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         )
     except Exception as error:  # whatever ends a run
         problem = f"{type(error).__name__}: {error}"
-    figures = {name: value for one in seen for name, value in vars(one).items() if name[0] != "_"}
-    return figures | {"problem": problem, "sequences": len(rollout.routes)}
+    figures = {name: getattr(one, name) for one in seen for name in FIGURES}
+    return figures | {"problem": problem}

@@ -47,10 +47,10 @@ def test_policy_passes_take_the_engines_experts(case: str) -> None:
     assert found["wrong"] == 0
     assert found["replayed"] > 1000
     assert (found["recomputed"] > 0) == (case != "no checkpointing")
-    assert found["passes"]["old log-probs"] >= 4
-    assert found["passes"]["update"] == 8
+    assert found["count"]["record"] >= 4
+    assert found["count"]["update"] == 8
     if case == "LoRA with its reference":
-        assert found["passes"]["reference"] >= 4
+        assert found["count"]["reference"] >= 4
         assert found["free"] < 3 * FREE * found["replayed"]
 
 
@@ -72,7 +72,7 @@ def test_routes_that_lack_or_lie_elsewhere_end_the_run(what: str) -> None:
     task, message = BAD[what]
     found = with_replay(**task)
     assert re.search(message, found["problem"])
-    assert found["passes"].get("update", 0) == 0
+    assert found["count"].get("update", 0) == 0
 
 
 def test_without_the_import_there_is_no_such_callback() -> None:

@@ -1,7 +1,4 @@
-"""TRL's GRPOTrainer on a tiny Qwen3-MoE, and what every router of its model chose, read by hooks of our own.
-
-Nothing of npu_replay is used here: this is the truth that its replay is held against.
-"""
+"""TRL's GRPOTrainer on a tiny Qwen3-MoE, and what every router of its model chose."""
 
 from __future__ import annotations
 
@@ -10,16 +7,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import Qwen3MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from zoo import qwen
-from zoo.qwen import TOPK
+from zoo.passes import Passes, differing
 
 VOCABULARY = 96
 LAYERS = 3
-Choice = dict[tuple[int, ...], dict[int, torch.Tensor]]
-"""By sequence (its tokens) and layer: the ids, sorted, [tokens, topk]."""
 
 
 def tokenizer() -> Any:
@@ -69,68 +63,19 @@ def trainer(folder: Path, peft: Any = None, evaluate: bool = False, **options: A
     )
 
 
-class Seen:
-    """What the routers of a model chose in each pass of a run, as their outputs show.
+class Seen(Passes):
+    """What the routers of a model chose in each pass of a run.
 
     Attributes:
-        recorded: the policy's newest pass without grad.
-        reference: the newest pass of the same module with its adapter off.
-        updates: token-layers of passes with grad and their recomputes.
-        wrong: of these, where the experts aren't those of the policy's own newest pass without grad.
-        new: where they aren't those that the routers' scores say.
+        new: token-layers of updates whose recorded experts aren't those that the routers' scores say.
         other: token-layers in which the reference's own choice differs from the policy's.
     """
 
-    def __init__(self, followed: torch.nn.Module) -> None:
-        self.recorded: Choice = {}
-        self.updates = self.wrong = self.new = self.other = self.recomputed = self.generated = 0
-        self._call: tuple[str, list[tuple[tuple[int, ...], torch.Tensor]]] | None = None
-        self._last: Any = None
-        self._tuners = [one for one in followed.modules() if hasattr(one, "lora_A")]
-        inner = next(one for one in followed.modules() if isinstance(one, Qwen3MoeForCausalLM))
-        inner.register_forward_pre_hook(self._begins, with_kwargs=True)
-        gates = [one for name, one in inner.named_modules() if name.endswith("mlp.gate")]
-        assert len(gates) == LAYERS
-        for layer, gate in enumerate(gates):
-            gate.register_forward_hook(
-                lambda gate, args, out, layer=layer: self._chose(gate, args, out, layer)
-            )
+    new = other = 0
 
-    def _begins(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        ids = kwargs.get("input_ids")
-        mask = kwargs.get("attention_mask")
-        if any(kwargs.get(name) is not None for name in ("past_key_values", "cache")):  # 5.24 says cache
-            self._last = "generation", []
-            self.generated += 1
-            return
-        places = torch.arange(ids.numel()).view_as(ids)
-        rows = [
-            (tuple(one[keep].tolist()), at[keep])
-            for one, keep, at in zip(ids, mask.bool(), places, strict=True)
-        ]
-        kind = "update" if torch.is_grad_enabled() else "record" if module.training else "evaluation"
-        if self._tuners and self._tuners[0].disable_adapters:
-            kind = "reference"
-        self._last = kind, rows
-
-    def _chose(self, gate: Any, args: Any, out: Any, layer: int) -> None:
-        kind, rows = self._last
-        ids = next(one for one in out if one.dtype == torch.int64).detach()
-        own = (
-            torch.nn.functional.linear(args[0].reshape(-1, args[0].shape[-1]), gate.weight).topk(TOPK).indices
-        )
-        self.recomputed += kind == "update" and torch._C._current_graph_task_id() != -1
-        for tokens, at in rows:
-            if len(tokens) < 2:
-                continue
-            chosen = ids[at].sort(1).values
-            live = own[at].sort(1).values
-            if kind == "record":
-                self.recorded.setdefault(tokens, {})[layer] = chosen.clone()
-            elif kind == "reference":
-                self.other += int((chosen != self.recorded[tokens][layer]).any(1).sum())
-                assert torch.equal(chosen, live)
-            elif kind == "update":
-                self.updates += len(tokens)
-                self.wrong += int((chosen != self.recorded[tokens][layer]).any(1).sum())
-                self.new += int((live != self.recorded[tokens][layer]).any(1).sum())
+    def chose(self, layer: int, tokens: tuple[int, ...], chosen: torch.Tensor, live: torch.Tensor) -> None:
+        if self.kind == "reference":
+            self.other += differing(chosen, self.recorded[tokens][layer])
+            assert torch.equal(chosen, live)
+        elif self.kind == "update":
+            self.new += differing(live, self.recorded[tokens][layer])

@@ -54,17 +54,17 @@ def test_updates_take_the_experts_of_the_old_log_probs(case: str, adapter: bool,
     assert len(logged) == grpo.args.max_steps
     assert logged[-1]["npu_replay/replayed"] == metrics["replayed"]
     assert seen.updates > 1000
-    assert seen.wrong == 0
+    assert seen.otherwise == 0
     assert seen.new > seen.updates / 10  # what a run without it would have chosen otherwise
     assert (seen.recomputed > 0) == (case != "none")
     assert metrics["recorded"] * 2 == metrics["replayed"]  # num_iterations
-    assert seen.generated > 0
+    assert seen.count["generation"] > 0
     if adapter:
         assert seen.other > 100  # the reference's routers chose by themselves, and otherwise
         assert following.left_alone["of another variant of the model (adapters)"] > 0
         assert len(following.left_alone) == 1  # generate() goes past PeftModel's __call__
     else:
-        assert seen.generated == sum(following.left_alone.values())
+        assert seen.count["generation"] == sum(following.left_alone.values())
     assert metrics["routers"] == LAYERS
 
 
@@ -73,7 +73,7 @@ def test_a_run_without_it_chooses_otherwise(tmp_path: Path) -> None:
     grpo = trainer(tmp_path, **with_lora())
     seen = Seen(grpo.model)
     grpo.train()
-    assert seen.wrong == seen.new > seen.updates / 10
+    assert seen.otherwise == seen.new > seen.updates / 10
 
 
 def test_an_evaluation_leaves_no_trace(tmp_path: Path) -> None:
@@ -126,4 +126,4 @@ def test_routes_of_a_rollout_are_replayed_in_both_passes(tmp_path: Path) -> None
     for tokens, layers in seen.recorded.items():
         for layer, chosen in layers.items():
             assert torch.equal(chosen[:-1], put[tokens][:, layer])
-    assert seen.wrong <= LAYERS * metrics["replayed"]  # the last tokens, which choose by themselves
+    assert seen.otherwise <= LAYERS * metrics["replayed"]  # the last tokens, which choose by themselves

@@ -31,7 +31,6 @@ from torch.nn.functional import pad
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
 
-import transformers_4
 from npu_replay import RoutedModel
 from npu_replay.compat.verl import r3_store
 from npu_replay.compat.verl.batch_routes import COLUMN
@@ -424,7 +423,6 @@ class LegacyActor:
 
         self.tiny = tiny
         worker = ActorRolloutRefWorker(config=OmegaConf.create(_legacy_config(tiny)), role="actor")
-        worker.config.actor.profiler = {"tool": None}  # 0.7.0's actor reads it, after the worker has
         worker.tf_config = transformer_config(tiny)
         worker.actor_module = chunks_of(tiny, worker.tf_config, wrapped=True)
         settings = optimizer_config()
@@ -676,7 +674,6 @@ def prepare(*, engines: bool = True) -> None:
         np.product = np.prod  # Megatron-core before 0.16 saves checkpoints with it; numpy 2 has renamed it
     # verl before 0.9 offloads to memory that only a machine with a device can pin.
     torch.Tensor.pin_memory = lambda self, *_: self.clone()  # type: ignore[method-assign]
-    transformers_4.lend()
     # verl's NPU functions for packing, which are plain torch, where flash-attn isn't installed.
     plain = importlib.import_module("verl.utils.npu_flash_attn_utils")
     names = ("index_first_axis", "pad_input", "rearrange", "unpad_input")

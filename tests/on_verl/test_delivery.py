@@ -42,6 +42,10 @@ COUNT = 8
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where what a worker puts lies, in the place of Ray's object store."""
+    plain = importlib.import_module("verl.utils.npu_flash_attn_utils")  # others want flash-attn
+    packing = [getattr(plain, name) for name in ("index_first_axis", "pad_input", "rearrange", "unpad_input")]
+    functions = importlib.import_module("verl.utils.attention_utils")
+    monkeypatch.setattr(functions, "_get_attention_functions", lambda: packing)
     monkeypatch.setenv(DELIVERY, "ray")
     monkeypatch.setattr(r3_store, "RayCarrier", partial(FileCarrier, tmp_path / "routes"))
     return tmp_path / "routes"
@@ -77,22 +81,34 @@ def received(references: Any, layers: tuple[int, ...] = LAYERS, tokens: Any = No
     return held
 
 
-def check(data: Any, model: Any, layers: tuple[int, ...] = LAYERS) -> None:
-    """Each row of a batch gets the routes of its own tokens."""
-    references = data.non_tensor_batch[COLUMN]
-    held = received(list(references), layers)
-    mask = data.batch["attention_mask"].bool()
-    good, bad = GivenRoutes.of(keyed(data), mask, model).routes(from_rollout=True, store=held)
+def moved_by_verl(data: Any) -> Any:
+    """A worker's batch of a trainer's, as verl makes it: jagged."""
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    data.meta_info = {}
+    return left_right_2_no_padding(data.to_tensordict())
+
+
+def check(data: Any, model: Any, layers: tuple[int, ...] = LAYERS) -> int:
+    """Each row of a worker's batch gets the routes of its own tokens; how many samples it has."""
+    references = batch_routes.references_in(data)
+    tokens = data["input_ids"].unbind()
+    assert references is not None
+    keys = keys_in(data["routed_experts"], references)
+    held = received(references, layers, dict(zip(keys, tokens, strict=True)))
+    assert not held.bad(reference.key for reference in references)
+    with batch_routes.keys_in_place(data, "routed_experts", keys):
+        good, bad = GivenRoutes.of(data["routed_experts"], None, model).routes(from_rollout=True, store=held)
     assert not bad
-    assert len(good) == len(data)
-    for number, routes in good.items():
-        tokens = data.batch["input_ids"][number][mask[number]].numpy()
-        expected = deep(np.empty(len(tokens) - 1))
+    for number, (ids, reference) in enumerate(zip(tokens, references, strict=True)):
+        routes = good[number]
+        assert reference.fingerprint == fingerprint(ids)
         assert routes.layers == layers
-        assert routes.ids.data_ptr() == held.of(references[number].key).ids.data_ptr(), "it was copied"
-        assert routes.recorded.tolist() == [True] * (len(tokens) - 1) + [False]
-        np.testing.assert_array_equal(routes.ids[:-1].numpy(), expected[:, list(layers)])
-        assert references[number].fingerprint == fingerprint(tokens)
+        assert routes.ids.data_ptr() == held.of(reference.key).ids.data_ptr(), "it was copied"
+        assert routes.recorded.tolist() == [True] * (len(ids) - 1) + [False]
+        expected = deep(np.empty(len(ids) - 1))[:, list(layers)]
+        np.testing.assert_array_equal(routes.ids[:-1].numpy(), expected)
+    return len(tokens)
 
 
 def test_a_rollout_puts_its_routes_away(folder: Path) -> None:
@@ -102,8 +118,9 @@ def test_a_rollout_puts_its_routes_away(folder: Path) -> None:
     assert data.batch["routed_experts"].element_size() == MARKS  # bytes a token
     assert len(pickle.dumps(data.non_tensor_batch[COLUMN])) < 700 * COUNT
     assert len(list(folder.glob("*.pieces"))) == COUNT
-    check(data, model)
-    check(data, model, layers=(2, 3))
+    moved = moved_by_verl(data)
+    for layers in (LAYERS, (2, 3)):
+        assert check(moved, model, layers) == COUNT
 
 
 def stages(*sizes: int) -> list[list[int]]:
@@ -153,53 +170,28 @@ def test_a_pipeline_that_is_not_known_is_cut_evenly(caplog: pytest.LogCaptureFix
     assert caplog.text.count("the split of the actor's pipeline isn't known") == 1
 
 
-def check_jagged(data: Any, model: Any) -> int:
-    """Each row of a worker's batch gets the routes of its own tokens; how many samples it has."""
-    references = batch_routes.references_in(data)
-    tokens = data["input_ids"].unbind()
-    assert references is not None
-    keys = keys_in(data["routed_experts"], references)
-    held = received(references, LAYERS, dict(zip(keys, tokens, strict=True)))
-    assert not held.bad(one.key for one in references)
-    with batch_routes.keys_in_place(data, "routed_experts", keys):
-        good, bad = GivenRoutes.of(data["routed_experts"], None, model).routes(from_rollout=True, store=held)
-    assert not bad
-    for number, (ids, reference) in enumerate(zip(tokens, references, strict=True)):
-        assert reference.fingerprint == fingerprint(ids)
-        expected = deep(np.empty(len(ids) - 1))[:, list(LAYERS)]
-        np.testing.assert_array_equal(good[number].ids[:-1].numpy(), expected)
-    return len(tokens)
-
-
-def test_references_go_where_their_samples_go_in_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_go_where_their_samples_go_in_the_workers() -> None:
     """Balanced over the ranks by the trainer, and every way in which a worker moves a batch."""
     from verl.utils import seqlen_balancing
     from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.padding import left_right_2_no_padding
-
-    plain = importlib.import_module("verl.utils.npu_flash_attn_utils")  # others want flash-attn
-    packing = [getattr(plain, name) for name in ("index_first_axis", "pad_input", "rearrange", "unpad_input")]
-    functions = importlib.import_module("verl.utils.attention_utils")
-    monkeypatch.setattr(functions, "_get_attention_functions", lambda: packing)
 
     data, model = batch_of()
     sizes = data.batch["attention_mask"].sum(dim=1).tolist()
     parts = seqlen_balancing.get_seqlen_balanced_partitions(sizes, k_partitions=2, equal_size=True)
     data.reorder(torch.tensor([number for part in parts for number in part]))
-    data.meta_info = {}
-    moved = left_right_2_no_padding(data.to_tensordict())
-    assert check_jagged(moved, model) == COUNT
+    moved = moved_by_verl(data)
+    assert check(moved, model) == COUNT
     moved = tu.index_select_tensor_dict(moved, torch.tensor([5, 0, 7, 2, 1, 6, 3, 4]))
     moved = tu.union_tensor_dict(moved, tu.get_tensordict({"advantages": torch.zeros(COUNT, 2)}))
     moved = tu.concat_tensordict(tu.chunk_tensordict(moved, 4)[::-1])
     moved, pad = tu.pad_to_divisor(moved, 5)
-    assert check_jagged(moved, model) == COUNT + pad
+    assert check(moved, model) == COUNT + pad
     moved = pickle.loads(pickle.dumps(tu.unpad(moved, pad)))
     for part in tu.make_iterator(moved, 4, epochs=2, seed=1, dataloader_kwargs={"shuffle": True}):
-        assert check_jagged(part, model) == 4
+        assert check(part, model) == 4
         micro, _ = seqlen_balancing.rearrange_micro_batches(part, max_token_len=2 * max(sizes))
         assert len(micro) > 1
-        assert sum(check_jagged(one, model) for one in micro) == 4
+        assert sum(check(one, model) for one in micro) == 4
 
 
 @pytest.mark.parametrize(("value", "lora"), [("", False), ("ray", False), ("", True)])
@@ -208,9 +200,6 @@ def test_the_reference_is_sent_no_routes(value: str, lora: bool, monkeypatch: py
     the reference too."""
     module = pytest.importorskip("verl.trainer.ppo.ray_trainer")
     trainer = module.RayPPOTrainer
-    monkeypatch.setattr(module, "left_right_2_no_padding", lambda batch: batch)  # older ones want flash-attn
-    if not hasattr(trainer, "_compute_ref_log_prob"):
-        pytest.skip("0.7.0's trainer sends it in line")
     monkeypatch.setenv(DELIVERY, value)
     npu_replay.install()
     data, _ = batch_of()
@@ -305,9 +294,6 @@ def test_routes_are_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     store.receive([newer])
     store.receive(references)
     assert asked[-2:] == [1, COUNT], "an older step's are not kept"
-    assert model.layers == LAYERS
-    held.has(LAYERS[1:])
-    assert not len(held), "nor another rank's"
 
 
 def test_routes_of_other_tokens_are_refused() -> None:
@@ -380,23 +366,6 @@ def test_references_live_as_long_as_may_be_trained_on_them(queued: bool) -> None
         rows = np.concatenate([deep(tokens[:-1]), deep(tokens[:1]) * 0])
         alive.add(putter.put(rows, tokens + step, step)[1])
         assert len(alive) == (min(step + 1, 3) if queued else 0)
-
-
-def test_a_token_without_a_route_has_none_behind_its_reference_either(tmp_path: Path) -> None:
-    """With a top-k of 1 its zeros would be expert 0; as in a batch that carries the ids."""
-    topk = 1
-    model = RoutedModel(layers=LAYERS, num_layers=5, num_experts=8, topk=topk)
-    rows = np.zeros((8, 5, topk), np.int16)
-    rows[:, LAYERS] = np.arange(1, 1 + topk)
-    rows[[3, 7]] = 0
-    putter = r3_store.Putter(FileCarrier(tmp_path), model, keeps=False)
-    _, reference = putter.put(rows, np.arange(8), 0)
-    (found,) = npu_replay.delivery.fetch([reference])
-    batch = torch.nested.nested_tensor([torch.from_numpy(rows)], layout=torch.jagged)
-    carried = GivenRoutes.of(batch, None, model).checked(LAYERS, None)[1]
-    assert isinstance(carried, RoutedExperts)
-    assert found.recorded.tolist() == carried.recorded.tolist()
-    assert found.recorded.nonzero().flatten().tolist() == [0, 1, 2, 4, 5, 6]
 
 
 def test_nothing_is_put_away_for_a_validation(folder: Path) -> None:

@@ -21,39 +21,39 @@ VPP = "pp2, two virtual stages and a dense chunk"  # T3
 DENSE = "pp2 and a stage of dense layers"  # T43
 
 BY_RELEASE = (
-    *(f"R2: {VPP}", "R3: tp2 with sequence parallel", "R2: cp2", "R2: dynamic micro-batches"),
+    *(f"R2: {VPP}", "R3: tp2 with sequence parallel", "R2: dynamic micro-batches"),
     f"R3 by reference: {VPP}",
     "R2 by reference: cp2",  # keys where releases narrow ids to a byte
-    "reference and critic",  # T26
     "without its adapter",
-    "offloaded, and a checkpoint in between",
     "routes are missing",  # T20
-    "a worker that marks no batch",
     "one rank has routes of another length",  # T12
     "more experts than a byte holds",  # T19
-    "packing that returns two things, or three",  # T9
-    "R2: groups by sigmoid and a bias",
-    *("R2: tp2 of padded sequences", "R3: pp2 of padded sequences"),
+    "R3: pp2 of padded sequences",
 )
 """Where verl's own code differs from release to release: how it packs, merges, narrows and hands on."""
+AT_BOTH_ENDS = ("R2: cp2", "reference and critic")  # T26
+"""0.8 packs as 0.9 does, and else does as 0.7: there they are long."""
 ALIKE = (
+    "a worker that marks no batch",
+    *("R2: groups by sigmoid and a bias", "R2: tp2 of padded sequences"),
     *(f"R2: {DENSE}", f"R3: {DENSE}", "R2: full recompute", "R2: ep2"),
     "padded sequences that have other rows",
     f"R2 by reference: {DENSE}",
-    "R2 by reference: one rank fails",
     "R2 by reference: samples that another replica trains on",
     "R3 by reference: a sample that one rank can't read",
     *("R2: an aux loss of each sequence", "a sample that was rejected"),
     "routes in files",
     "two mini-batches and two epochs",
-    "a second engine",
-    "the way from verl's flag to a session",
     "settings, and routes far from the routers' own choice",
     "one rank fails in a way that nobody has thought of",
     "bad samples after the first step",
     "one rank has bad routes in the first step",
 )
-HYBRID = ("R2: pp2 of a HybridModel", "R3 by reference: pp2 of a HybridModel")  # from Megatron-core 0.16 on
+FROM_0_16 = (
+    *("R2: pp2 of a HybridModel", "R3 by reference: pp2 of a HybridModel"),
+    "offloaded, and a checkpoint in between",  # 0.12's checkpoint wants an older torch
+)
+"""From this Megatron-core on."""
 EVERY = [
     f"{way}{reference}: {split}"
     for way in ("R2", "R3")
@@ -74,14 +74,15 @@ pytestmark = [
 def _here() -> Iterable[Any]:
     """Those that this release of verl has the code for."""
     release = version("verl")
-    if not release.startswith("0.7.0"):  # its engine has no router replay, and its worker no LoRA
-        here = (*BY_RELEASE, *(() if hybrid.missing() else HYBRID))
-        yield from here
-        yield from (pytest.param(case, marks=pytest.mark.newest) for case in ALIKE)
-        rest = (case for case in EVERY if case not in {*here, *ALIKE})
-        yield from (pytest.param(case, marks=[pytest.mark.newest, pytest.mark.long]) for case in rest)
+    here = (*BY_RELEASE, *(() if hybrid.missing() else FROM_0_16))
+    yield from here
+    between = [pytest.mark.long] * release.startswith("0.8")
+    yield from (pytest.param(case, marks=between) for case in AT_BOTH_ENDS)
+    yield from (pytest.param(case, marks=pytest.mark.newest) for case in ALIKE)
+    rest = (case for case in EVERY if case not in {*here, *AT_BOTH_ENDS, *ALIKE})
+    yield from (pytest.param(case, marks=[pytest.mark.newest, pytest.mark.long]) for case in rest)
     if release.startswith("0.7."):
-        yield from (f"0.7's actor, {case}" for case in (ACTOR[:-1] if release == "0.7.0" else ACTOR))
+        yield from (f"0.7's actor, {case}" for case in ACTOR)
         yield from (pytest.param(f"0.7's actor, {case}", marks=pytest.mark.long) for case in ACTOR_TOO)
 
 

@@ -18,10 +18,10 @@ from case_jobs import Notes, check, noted
 
 NPU_BLOCK = "verl's block for an NPU"
 """It stays in the process, so it comes last."""
-BY_RELEASE = ("R3: padded", "R2: dynamic, recompute", "R3: sp2", "a worker that marks no batch")
+BY_RELEASE = ("R3: padded", "R2: dynamic, recompute", "R3: sp2")
 FROM_0_8 = ("R2: sp2, dynamic, recompute", "R3 by reference")
 ALIKE = (
-    *("R3: to a length", "R2: sp2, to a length, recompute", "R2 by reference"),
+    *("R2: sp2, to a length, recompute", "R2 by reference"),
     "without its adapter",
     "more experts than a byte holds",
     "bad samples after the first step",
@@ -29,8 +29,10 @@ ALIKE = (
     "images, which are cut after their embedding",
     "a model without experts",
 )
-ALONE = ("R2: packed, recompute", "the same question about other images")
-"""The second has a model of transformers 5."""
+ALONE = (
+    pytest.param("R2: packed, recompute", marks=pytest.mark.long),
+    "the same question about other images",  # with a model of transformers 5
+)
 WAYS = ("packed", "padded", "dynamic", "to a length", "sp2", "sp2, dynamic", "sp2, to a length")
 EVERY = [f"{mode}: {way}{also}" for mode in ("R2", "R3") for way in WAYS for also in ("", ", recompute")]
 RELEASE = version("verl")

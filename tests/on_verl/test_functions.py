@@ -34,33 +34,16 @@ LENGTHS = ((7, 12, 3), (5,), (9, 2))
 VOCAB = 64
 
 
-class Engine:
-    """As much of an engine as a pass asks of it."""
-
-    def __init__(self, model: torch.nn.Module, config: Any) -> None:
-        self.module = [model]
-        self.tf_config = config
-        self.engine_config = SimpleNamespace(router_replay=SimpleNamespace(mode="R2"))
-
-
-class Verl:
-    """What is called of the verl that is on the path."""
-
-    def __init__(self) -> None:
-        self.patch: Any = importlib.import_module("verl.utils.megatron.router_replay_patch")
-        self.utils: Any = importlib.import_module("verl.utils.megatron.router_replay_utils")
-        self.replay: Any = self.patch.RouterReplay
-        self.actions: Any = self.patch.RouterReplayAction
-
-
 class Job:
-    """A model that asks for replay, and its forward over packed sequences."""
+    """A model that asks for replay, its forward over packed sequences, and what a pass asks of an engine."""
 
     def __init__(self, recompute: str = "", seed: int = 7) -> None:
         torch.manual_seed(seed)
         values = VARIANTS["softmax_after_topk"] | RECOMPUTE.get(recompute, {})
-        self.config = megatron_model.config(**values, enable_routing_replay=True)
-        self.model = megatron_model.model(self.config)
+        self.tf_config = megatron_model.config(**values, enable_routing_replay=True)
+        self.model = megatron_model.model(self.tf_config)
+        self.module = [self.model]
+        self.engine_config = SimpleNamespace(router_replay=SimpleNamespace(mode="R2"))
 
     def forward(self, sequences: list[torch.Tensor]) -> torch.Tensor:
         tokens = torch.cat(sequences)[None]
@@ -102,10 +85,12 @@ def unjudged_routes(unjudged: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def verl() -> Iterator[Verl]:
-    found = Verl()
-    found.patch.apply_router_replay_patch()
-    yield found
+def verl() -> Iterator[SimpleNamespace]:
+    """What is called of the verl that is on the path."""
+    patch: Any = importlib.import_module("verl.utils.megatron.router_replay_patch")
+    utils = importlib.import_module("verl.utils.megatron.router_replay_utils")
+    patch.apply_router_replay_patch()
+    yield SimpleNamespace(utils=utils, replay=patch.RouterReplay, actions=patch.RouterReplayAction)
     router_init._framework.clear()  # other tests' routers have Megatron's
 
 
@@ -114,7 +99,7 @@ def own_replays(job: Job) -> list[Any]:
     return [one for one in found if one is not None]
 
 
-def test_each_router_has_a_replay_of_verls_and_no_model_that_was_thrown_away(verl: Verl) -> None:
+def test_each_router_has_a_replay_of_verls_and_no_model_that_was_thrown_away(verl: SimpleNamespace) -> None:
     """T18: verl's own list is never pruned."""
     gone = Job(seed=1)
     thrown = own_replays(gone)
@@ -128,123 +113,66 @@ def test_each_router_has_a_replay_of_verls_and_no_model_that_was_thrown_away(ver
     assert not any(one is other for one in listed for other in thrown)
 
 
-def test_what_was_recorded_is_read_off_the_router_until_it_is_cleared(verl: Verl) -> None:
-    job = Job()
-    batch = batches()[:1]
-    (own,) = core_routes(job, batch)
-    for one in own_replays(job):
-        one.set_router_replay_action(verl.actions.RECORD)
-    with torch.no_grad():
-        job.forward(batch[0])
-    verl.replay.clear_global_router_replay_action()
-    found = [one.recorded_topk_idx for one in own_replays(job)]
-    assert torch.equal(torch.stack(found, dim=1), own.ids.long())
-    verl.replay.clear_global_indices()
-    assert [one.recorded_topk_idx for one in own_replays(job)] == [None] * 4
-
-
-def test_an_action_that_is_set_on_one_model_is_none_of_anothers(verl: Verl) -> None:
-    """Where it was the process's, a second model with the flag could run no forward."""
-    meant = Job(seed=1)
-    other = Job(seed=2)
-    sequences = batches()[0]
-    before = other.forward(sequences).item()
-    action = verl.actions.REPLAY_FORWARD
-    if hasattr(verl.utils, "set_model_router_replay_action"):
-        verl.utils.set_model_router_replay_action(meant.model, action)
-    else:
-        for one in own_replays(meant):
-            one.set_router_replay_action(action)
-    assert [one.router_replay_action for one in own_replays(meant)] == [action] * 4
-    assert [one.router_replay_action for one in own_replays(other)] == [None] * 4
-    assert other.forward(sequences).item() == before
-
-
 @pytest.mark.parametrize("of", ["verl", "Megatron"])
-def test_a_target_that_is_set_on_a_router_is_replayed(verl: Verl, of: str) -> None:
-    """Whichever library's enum says so. Live routes in silence would train on other experts."""
+def test_a_router_records_and_replays_by_its_action_recomputes_too(verl: SimpleNamespace, of: str) -> None:
+    """Whichever library's enum says so: live routes in silence would train on other experts. verl's queue is
+    read as its own patch of the routing reads it, where a backward follows each forward."""
     megatron: Any = importlib.import_module("megatron.core.transformer.moe.router_replay")
-    action = (verl.actions if of == "verl" else megatron.RouterReplayAction).REPLAY_FORWARD
-    job = Job()
-    batch = batches()[:1]
-    (own,) = core_routes(job, batch)
-    with perturbed(job.model):
-        (wanted,), _ = core_replay(job, batch, [own])
-        for one, ids in zip(own_replays(job), own.ids.unbind(dim=1), strict=True):
-            one.set_router_replay_action(action)
-            one.set_target_indices(ids.long())
-        loss = job.forward(batch[0])
-        assert loss.item() == wanted.item()
-        for one in own_replays(job):
-            one.clear_router_replay_action()
-        assert loss.item() != job.forward(batch[0]).item()
-
-
-def test_recomputes_take_the_targets_in_their_order(verl: Verl) -> None:
-    """verl's queue, as its own patch of the routing reads it: where a backward follows each forward."""
+    actions = verl.actions if of == "verl" else megatron.RouterReplayAction
     job = Job("full")
     batch = batches()
     own = core_routes(job, batch)
+
+    def act(action: Any, routes: RoutedExperts | None = None) -> None:
+        for column, replay in enumerate(own_replays(job)):
+            replay.set_router_replay_action(action)
+            if routes is not None:
+                replay.set_target_indices(routes.ids[:, column].long())
+
+    act(actions.RECORD)
+    with torch.no_grad():
+        job.forward(batch[0])
+    verl.replay.clear_global_router_replay_action()
+    recorded = [replay.recorded_topk_idx for replay in own_replays(job)]
+    assert torch.equal(torch.stack(recorded, dim=1), own[0].ids.long())
+    verl.replay.clear_global_indices()
+    assert [replay.recorded_topk_idx for replay in own_replays(job)] == [None] * 4
     with perturbed(job.model):
         losses, grads = core_replay(job, batch, own)
         job.model.zero_grad()
         for sequences, routes, wanted in zip(batch, own, losses, strict=True):
-            for one, ids in zip(own_replays(job), routes.ids.unbind(dim=1), strict=True):
-                one.set_router_replay_action(verl.actions.REPLAY_FORWARD)
-                one.set_target_indices(ids.long())
+            act(actions.REPLAY_FORWARD, routes)
             loss = job.forward(sequences)
             assert loss.item() == wanted.item()
-            for one in own_replays(job):
-                one.set_router_replay_action(verl.actions.REPLAY_BACKWARD)
+            act(actions.REPLAY_BACKWARD)
             loss.backward()
-    for a, b in zip(gradients(job.model), grads, strict=True):
-        assert a is b or torch.allclose(a, b, atol=1e-7)
+        act(None)
+        assert job.forward(batch[0]).item() != losses[0].item()
+    for ours, wanted in zip(gradients(job.model), grads, strict=True):
+        assert ours is wanted or torch.allclose(ours, wanted, atol=1e-7)
 
 
-def test_megatrons_own_api_reaches_the_same_replays(verl: Verl) -> None:
-    """Two APIs in one process; were each to have objects of its own, one of them would act on none."""
-    megatron: Any = importlib.import_module("megatron.core.transformer.moe.router_replay")
-    theirs = megatron.RouterReplay
-    action = megatron.RouterReplayAction
-    gc.collect()
-    job = Job()
-    batch = batches()[:1]
-    (own,) = core_routes(job, batch)
-    mine = own_replays(job)
-    theirs.global_router_replay_instances[:] = [  # models of other tests whose time hasn't come
-        one for one in theirs.global_router_replay_instances if any(one is other for other in mine)
-    ]
-    with perturbed(job.model):
-        (wanted,), _ = core_replay(job, batch, [own])
-        theirs.set_global_router_replay_action(action.REPLAY_FORWARD)
-        theirs.set_replay_data([ids.long() for ids in own.ids.unbind(dim=1)])
-        assert job.forward(batch[0]).item() == wanted.item()
-        theirs.clear_global_router_replay_action()
-
-
-def test_what_is_no_action_is_refused(verl: Verl) -> None:
+def test_what_is_no_action_is_refused(verl: SimpleNamespace) -> None:
     job = Job()
     with pytest.raises(ValueError, match="3 is not a valid RouterReplayAction"):
         own_replays(job)[0].set_router_replay_action(3)
-    engine = Engine(job.model, job.config)
-    running = EnginePass(EngineAdapter(engine), trains=False)
+    running = EnginePass(EngineAdapter(job), trains=False)
     with running.entered(), pytest.raises(ReplayError, match="no action of a RouterReplay"):
         verl.replay.set_global_router_replay_action(3)
 
 
-def test_a_pass_in_which_verl_aligns_no_routes_says_so_at_its_end(verl: Verl) -> None:
+def test_a_pass_in_which_verl_aligns_no_routes_says_so_at_its_end(verl: SimpleNamespace) -> None:
     """verl 0.9.0 doesn't look whether an R3 batch has any; the other ranks wait in the schedule."""
     if not hasattr(verl.utils, "align_r3_router_replay_data"):
         pytest.skip("verl aligns routes from 0.9 on")
     job = Job()
     sequences = batches()[0]
     tokens = torch.nested.as_nested_tensor(sequences, layout=torch.jagged)
-    engine = Engine(job.model, job.config)
-    running = EnginePass(EngineAdapter(engine), trains=True)
+    running = EnginePass(EngineAdapter(job), trains=True)
     with pytest.raises(MicroBatchError, match="this micro-batch has no routes"), running.entered():
         verl.replay.set_global_router_replay_action(verl.actions.REPLAY_FORWARD)
         routes = verl.utils.align_r3_router_replay_data(None, tokens)
-        verl.utils.set_router_replay_data(routes, None, job.config, 0)
+        verl.utils.set_router_replay_data(routes, None, job.tf_config, 0)
         finished = job.forward(sequences)
     assert finished.isfinite()
 
@@ -265,10 +193,11 @@ def own_rows(lengths: tuple[int, ...], config: Any) -> list[int]:
     return tensors.BatchForm.of(jagged, None, config).layout().rows.tolist()
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_a_padded_sequence_has_the_rows_of_a_packed_one(
-    verl: Verl, monkeypatch: pytest.MonkeyPatch, tp: int, cp: int
+    verl: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tp: int, cp: int
 ) -> None:
     """Of every rank. Several sequences don't, nor one that is padded to a longer one's length."""
     from megatron.core import parallel_state
@@ -294,7 +223,7 @@ def test_a_padded_sequence_has_the_rows_of_a_packed_one(
     assert {*differ} == {*several}
 
 
-def test_a_padded_micro_batch_with_other_rows_is_an_error(verl: Verl) -> None:
+def test_a_padded_micro_batch_with_other_rows_is_an_error(verl: SimpleNamespace) -> None:
     config = megatron_model.config()
 
     def check(*lengths: int, to_mini_batch: bool = False, **settings: Any) -> None:

@@ -10,7 +10,6 @@ import logging
 import multiprocessing
 import os
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -18,7 +17,6 @@ from typing import Any, ClassVar
 import pytest
 
 import jobs
-import transformers_4
 
 pytestmark = [pytest.mark.megatron, pytest.mark.newest]
 
@@ -54,11 +52,10 @@ def unknown(do: str, *words: str) -> Case:
 RESTORED = {"patched": True, "restored": True, "flag": False}
 CASES = {
     "npu_replay first": Case("npu_replay"),
-    "installed twice": Case("npu_replay", "install_again", facts={"changed": False, "warned": []}),
+    "installed twice": Case("npu_replay", "install_again", facts={"changed": False}),
     "uninstalled": Case("npu_replay", "uninstall", ours=NONE, facts={"patches": 0}),
     "turned off": Case("verl", env={"NPU_REPLAY_DISABLE": "1"}, ours=NONE, facts={"patches": 0}),
     "verl's own patch came first": Case("verl", "patched_by_verl", facts=RESTORED),
-    "a dispatcher's wrapper that kept nothing": Case("verl", "dispatcher", facts={"restored": True}),
     "an unknown argument": unknown("unknown_argument", "router_replay_utils", "novelty", "update npu_replay"),
     "a name is missing": unknown(
         "missing_name", "router_replay_utils", "pp_gather", "another than npu_replay knows"
@@ -137,18 +134,12 @@ class _Keeps(logging.Handler):
 
 def main(task: dict[str, Any]) -> dict[str, Answer]:
     """Import what is `first`, and then run `cases`: what to do, and with which variables."""
-    transformers_4.lend()
     logging.getLogger("npu_replay").addHandler(_Keeps(logging.ERROR))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        importlib.import_module(task["first"])
-        for name in (PATCH, UTILS, ENGINE):
-            importlib.import_module(name)
-    told = [str(one.message) for one in said if "router replay" in str(one.message)]
-    told += [one[1].pattern for one in warnings.filters if one[1] and "router replay" in one[1].pattern]
+    for name in (task["first"], PATCH, UTILS, ENGINE):
+        importlib.import_module(name)
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
         found = pool.starmap(_case, task["cases"].values(), chunksize=1)
-    return {name: answer | {"warned": told} for name, answer in zip(task["cases"], found, strict=True)}
+    return dict(zip(task["cases"], found, strict=True))
 
 
 def _case(do: str, env: dict[str, str]) -> Answer:
@@ -161,7 +152,7 @@ def _case(do: str, env: dict[str, str]) -> Answer:
         f"{module.rpartition('.')[2]}.{name}": _is_ours(getattr(sys.modules[module], name))
         for module, names in LOOKED_AT.items()
         for name in names
-        if hasattr(sys.modules[module], name)  # 0.7.0's engine knows no replay
+        if hasattr(sys.modules[module], name)  # a case may have deleted it
     }
     try:
         if do not in ("uninstall", "no_apply"):
@@ -228,19 +219,6 @@ def _missing_name(patch: Any, utils: Any) -> Answer:
 def _no_apply(patch: Any, utils: Any) -> Answer:
     del patch.apply_router_replay_patch
     return {}
-
-
-def _dispatcher(patch: Any, utils: Any) -> Answer:
-    """A wrapper of the dispatcher's that kept nothing of what it wraps."""
-    moe = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-    dispatcher = moe.MoEAlltoAllTokenDispatcher
-    pristine = dispatcher.preprocess.__code__
-    made: dict[str, Any] = {}
-    exec(compile("def preprocess(self, *_): ...", "router_replay_patch.py", "exec"), made)
-    dispatcher.preprocess = made["preprocess"]
-    dispatcher._preprocess_patched = True
-    importlib.import_module("npu_replay")
-    return {"restored": getattr(dispatcher.preprocess, "__code__", None) == pristine}
 
 
 def _strangers_apply(patch: Any, utils: Any) -> Answer:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from npu_replay.compat import probe
 from npu_replay.compat.verl import config as verl_config
 from npu_replay.errors import ReplayError
-from verl_configs import HAS_LEGACY, engine_workers_replay, job, overridden
+from verl_configs import HAS_LEGACY, job, overridden
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"```bash\n((?:\"?\+{0,2}(?:actor_rollout_ref|ray_kwargs)\.[^\n]+\n)+)```")
@@ -57,8 +57,6 @@ def config_of(block: str) -> tuple[DictConfig, bool]:
     legacy = any(line.startswith("actor_rollout_ref.actor.router_replay") for line in lines)
     if legacy and not HAS_LEGACY:
         pytest.skip("0.7 has these workers")
-    if not legacy and not engine_workers_replay():
-        pytest.skip("this release's engine workers don't replay")
     if HAS_LEGACY and not legacy:
         lines.append("trainer.use_legacy_worker_impl=disable")
     if fsdp:
@@ -70,29 +68,23 @@ def config_of(block: str) -> tuple[DictConfig, bool]:
 
 
 @pytest.mark.parametrize(("page", "block"), LINES)
-def test_lines_that_a_page_gives_switch_replay_on(page: str, block: str) -> None:
+def test_lines_that_a_page_gives_switch_replay_on_and_lines_at_the_end_off(page: str, block: str) -> None:
     config, legacy = config_of(block)
     actor = config.actor_rollout_ref
     assert f"mode={verl_config.check_actor(actor, legacy=legacy)}" in block
     assert actor.model.external_lib == "npu_replay"
-
-
-@pytest.mark.parametrize(("page", "block"), LINES)
-def test_lines_at_the_end_switch_it_off(page: str, block: str) -> None:
     text = (DOCS / "verl.md").read_text(encoding="utf-8").split("## Off at once\n")[1]
     section = text.split("\n## ")[0]
     key = next(line.lstrip("+").split("=")[0] for line in typed(block) if "router_replay.mode" in line)
     ends = BLOCK.findall(section)
     (end,) = [one for one in ends if any(line.lstrip("+").startswith(key + "=") for line in typed(one))]
     (scheduling,) = re.findall(r"`(\S+no_async_scheduling=False)`", section)
-    config, legacy = config_of(f"{block.rstrip()} \\\n{end.rstrip()} \\\n{scheduling}\n")
-    actor = config.actor_rollout_ref
+    actor = config_of(f"{block.rstrip()} \\\n{end.rstrip()} \\\n{scheduling}\n")[0].actor_rollout_ref
     assert verl_config.check_actor(actor, legacy=legacy) == "disabled"
     assert not actor.rollout.enable_rollout_routing_replay
     assert not actor.rollout.engine_kwargs.vllm.no_async_scheduling
 
 
-@pytest.mark.skipif(not engine_workers_replay(), reason="this release's engine workers don't replay")
 def test_the_example_of_an_error_is_what_a_job_is_told() -> None:
     text = (DOCS / "errors.md").read_text(encoding="utf-8").split("In a verl job:\n")[1]
     shown = text.split("```text\n")[1].split("```")[0]
@@ -129,7 +121,6 @@ def test_variables_that_a_page_puts_into_rays_environment_are_text(page: Path) -
     assert parse_and_validate_env_vars(environment) == environment
 
 
-@pytest.mark.skipif(not engine_workers_replay(), reason="this release's engine workers don't replay")
 @pytest.mark.parametrize(("page", "block"), YAML)
 def test_yaml_that_a_page_gives_switches_replay_on(page: str, block: str, tmp_path: Path) -> None:
     given = OmegaConf.create(block)

@@ -14,7 +14,7 @@ import pytest
 
 import jobs
 from entry_points_job import points, write
-from verl_configs import FSDP, HAS_LEGACY, NEW, OLD, engine_workers_replay
+from verl_configs import FSDP, HAS_LEGACY, NEW, OLD
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -27,14 +27,11 @@ MODULES = "VERL_USE_EXTERNAL_MODULES"
 CLEAN: dict[str, str | None] = {MODULES: None, "NPU_REPLAY_DISABLE": None, "NPU_REPLAY_STRICT": None}
 HERE = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent)])
 JOB = {PLUGINS: "none", MODULES: "npu_replay", "PYTHONPATH": HERE}
-WAYS: dict[str, tuple[dict[str, Any], bool, bool]] = {
-    "modules": ({"workers": 2, "uninstall": True, "env": {MODULES: "npu_replay,broken_shim"}}, True, True),
-    "plug-in": ({"env": {MODULES: "", PLUGINS: "auto"}}, True, False),  # until a config asks for replay
-    "off": ({"env": {"NPU_REPLAY_DISABLE": "1"}}, True, False),
-    "no way": ({"env": {MODULES: ""}}, False, False),
+WAYS: dict[str, tuple[dict[str, Any], bool]] = {
+    "modules": ({"workers": 2, "env": {MODULES: "npu_replay,broken_shim"}}, True),
+    "plug-in": ({"workers": 1, "env": {MODULES: "", PLUGINS: "auto"}}, False),
 }
-"""A task (ways_worker.py); is npu_replay imported with verl, and in its place?"""
-LATER = ("off", "no way")
+"""A task (ways_worker.py); is npu_replay in the place of verl's, or waits until a config asks for replay?"""
 
 R3 = {
     "actor_rollout_ref.model.load_tokenizer": False,
@@ -45,25 +42,10 @@ R3 = {
 FSDP2 = {**R3, FSDP: "R3", "actor_rollout_ref.actor.strategy": "fsdp2"}
 EXTERNAL_LIB: dict[str, tuple[dict[str, Any], bool]] = {
     "legacy": ({"lines": {**R3, OLD: "R3"}}, HAS_LEGACY),
-    "engine": ({"lines": {**R3, NEW: "R3"}}, engine_workers_replay()),
-    "engine, fsdp2": ({"lines": FSDP2, "trainer": "ppo_trainer"}, engine_workers_replay()),
+    "engine": ({"lines": {**R3, NEW: "R3"}}, True),
+    "engine, fsdp2": ({"lines": FSDP2, "trainer": "ppo_trainer"}, True),
 }
 """A job by its workers, and whether this release has them."""
-
-
-@pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of each way that was selected the workers, and these after an uninstall(); and Ray's log."""
-    here = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    names = [name for name in WAYS if name not in LATER or {"way": name} in here]
-    site = tmp_path_factory.mktemp("site")
-    write(site, "npu-replay", points())
-    WAYS["plug-in"][0]["env"]["PYTHONPATH"] = os.pathsep.join([str(site), HERE])
-    task = {"runtime_env": JOB, "jobs": [WAYS[name][0] for name in names]}
-    (driver,) = jobs.start("on_verl.ways_worker:main", task, fresh=True, env=CLEAN, timeout=580)
-    assert not driver.problem, driver.problem
-    ways = dict(zip(names, driver.answer["jobs"], strict=True))
-    return {"ways": ways, "log": driver.output}
 
 
 def check_in_place(workers: list[dict[str, Any]], ours: bool) -> None:
@@ -76,27 +58,21 @@ def check_in_place(workers: list[dict[str, Any]], ours: bool) -> None:
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(
-    "way", [pytest.param(name, marks=[pytest.mark.long] * (name in LATER)) for name in WAYS]
-)
-def test_each_way_in_reaches_every_worker_of_its_job_and_off_is_off(found: dict[str, Any], way: str) -> None:
-    """And uninstall() in every worker leaves verl as it was."""
-    task, imported, ours = WAYS[way]
-    workers, after = found["ways"][way]
-    assert len({worker["pid"] for worker in workers}) == task.get("workers", 1)
-    assert all(worker["imported_with_verl"] == imported for worker in workers)
-    check_in_place(workers, ours)
-    assert len(after) == (len(workers) if "uninstall" in task else 0)
-    check_in_place(after, False)
-
-
-@pytest.mark.newest
-def test_a_shim_that_fails_is_an_error_in_the_log_of_every_worker(found: dict[str, Any]) -> None:
-    lines = [line for line in found["log"].splitlines() if "a broken shim failed" in line]
+def test_each_way_in_reaches_every_worker_and_a_shim_that_fails_is_in_the_log_of_each(tmp_path: Path) -> None:
+    write(tmp_path, "npu-replay", points())
+    WAYS["plug-in"][0]["env"]["PYTHONPATH"] = os.pathsep.join([str(tmp_path), HERE])
+    task = {"runtime_env": JOB, "jobs": [job for job, _ in WAYS.values()]}
+    (driver,) = jobs.start("on_verl.ways_worker:main", task, fresh=True, env=CLEAN, timeout=580)
+    assert not driver.problem, driver.problem
+    for (job, ours), workers in zip(WAYS.values(), driver.answer["jobs"], strict=True):
+        assert len({worker["pid"] for worker in workers}) == job["workers"]
+        assert all(worker["imported_with_verl"] for worker in workers)
+        check_in_place(workers, ours)
+    lines = [line for line in driver.output.splitlines() if "a broken shim failed" in line]
     logged_by = {line.partition("pid=")[2].partition(")")[0] for line in lines}
-    assert logged_by == {str(worker["pid"]) for worker in found["ways"]["modules"][0]}
-    said = "[npu_replay] a broken shim failed on verl.workers.engine_workers: KeyError"
-    assert all(said in line for line in lines)
+    assert logged_by == {str(worker["pid"]) for worker in driver.answer["jobs"][0]}
+    words = "[npu_replay] a broken shim failed on verl.workers.engine_workers: KeyError"
+    assert all(words in line for line in lines)
 
 
 @pytest.fixture(scope="module")

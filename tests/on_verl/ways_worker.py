@@ -3,9 +3,8 @@
 The task of `main`: the variables of ray_kwargs.ray_init.runtime_env.env_vars as `runtime_env`, and `jobs`, a
 list of
 
-    workers         how many; one if not said
+    workers         how many
     env             variables of these workers alone
-    uninstall       then undo npu_replay's changes in every worker
 
 The task of `late`, without Ray: the folder of a `model`, and by their names `jobs` that run verl's own
 init_model with actor_rollout_ref.model.external_lib=npu_replay:
@@ -56,13 +55,13 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
     # Ray sends what is in here whole: only what it needs is imported in a worker, as in a job.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     pools = {count: RayResourcePool([count], use_gpu=False, max_colocate_count=1) for count in (1, 2)}
-    answers = [run(job, pools[job.get("workers", 1)]) for job in task["jobs"]]
+    answers = [run(job, pools[job["workers"]]) for job in task["jobs"]]
     ray.shutdown()
     return {"jobs": answers}
 
 
-def run(task: dict[str, Any], pool: Any) -> tuple[list[Any], list[Any]]:
-    """One job's workers, until they have answered, and once more after an uninstall()."""
+def run(task: dict[str, Any], pool: Any) -> list[dict[str, Any]]:
+    """One job's workers, until they have answered."""
     import ray
     from verl.single_controller.base.worker import Worker
     from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
@@ -72,27 +71,18 @@ def run(task: dict[str, Any], pool: Any) -> tuple[list[Any], list[Any]]:
             return found(task)
 
     cls = RayClassWithInitArgs(ray.remote(Asked))
-    group = RayWorkerGroup(pool, cls, device_name="cpu", worker_env=task.get("env", {}))
-    workers = group.execute_all_sync("found", task)
-    after = []
-    if task.get("uninstall"):
-        import npu_replay
-
-        # The whole recipe: every worker of verl's has this method.
-        group.execute_all_sync("execute_with_func_generator", lambda worker: npu_replay.uninstall())
-        after = group.execute_all_sync("found", {})
-    time.sleep(1)  # what they have logged comes with a delay
+    group = RayWorkerGroup(pool, cls, device_name="cpu", worker_env=task["env"])
+    answers: list[dict[str, Any]] = group.execute_all_sync("found", task)
+    time.sleep(3)  # what they have logged comes with a delay
     for worker in group.workers:
         ray.kill(worker)
-    return workers, after
+    return answers
 
 
 def late(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Workers that are started without npu_replay and have imported verl, each a fork of this process."""
-    import transformers_4
     from verl_configs import job
 
-    transformers_4.lend()
     for name in MODULES:
         _imported(name)
     for one in task["jobs"].values():
@@ -158,23 +148,25 @@ def by_entry_point(task: dict[str, Any]) -> dict[str, Any]:
     return found | {"all": changed()}
 
 
-def broken(task: dict[str, Any]) -> dict[str, str]:
-    """What verl's workers with each of the task's "modes" raise where npu_replay can't be imported."""
+def broken(task: dict[str, Any]) -> dict[str, list[str]]:
+    """What verl's workers raise where npu_replay can't be imported, by each of the task's "places" of a mode:
+    without a mode and with R3."""
     sys.modules["npu_replay"] = None  # type: ignore[assignment]  its import fails
     import_module("npu_replay_autoload.verl")
     workers = import_module("verl.workers.engine_workers")
     omegaconf = import_module("omegaconf").OmegaConf
-    raised = {}
-    for mode in task["modes"]:
-        replay = {"router_replay": {"mode": "disabled"}}
-        actor = {"strategy": "megatron", "megatron": replay}
-        config = omegaconf.create({"actor": actor, "rollout": {}})
-        omegaconf.update(config, task["key"], mode, force_add=True)
-        try:
-            workers.ActorRolloutRefWorker(config=config, role="actor")
-            raised[mode] = ""
-        except RuntimeError as error:
-            raised[mode] = str(error)
+    raised: dict[str, list[str]] = {place: [] for place in task["places"]}
+    for mode in ("disabled", "R3"):
+        for place in task["places"]:
+            replay = {"router_replay": {"mode": "disabled"}}
+            actor = {"strategy": "megatron", "megatron": replay}
+            config = omegaconf.create({"actor": actor, "rollout": {}})
+            omegaconf.update(config, f"actor.{place}.mode", mode, force_add=True)
+            try:
+                workers.ActorRolloutRefWorker(config=config, role="actor")
+                raised[place].append("")
+            except RuntimeError as error:
+                raised[place].append(str(error))
     return raised
 
 
