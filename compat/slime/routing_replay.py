@@ -163,7 +163,7 @@ class StagedReplay(MegatronRouterReplay):
         try:
             ids: torch.Tensor = (self.theirs.pop_backward if backward else self.theirs.pop_forward)()
         except IndexError:
-            ids = torch.empty(0)
+            ids = torch.empty(0, device="cpu")
         if ids.shape != (rows, topk):
             raise NoTarget(
                 f"stage {self.router_replay_action} has no ids for this call of the router",

@@ -316,7 +316,7 @@ def wire_dtype(config: Any, *, keys: bool = False) -> tuple[torch.dtype, bool]:
     """Return the dtype in which verl hands on routes, or keys in their place, and whether as bytes."""
     # int16 from 0.9.1 on. Releases up to 0.9.0 narrow to uint8, so ids above 255 pass as bytes.
     merge = getattr(utils(), "merge_nested_router_maps", None)
-    if merge is not None and merge([torch.zeros(1, 1, dtype=torch.int16)]).dtype != torch.uint8:
+    if merge is not None and merge([torch.zeros(1, 1, dtype=torch.int16, device="cpu")]).dtype != torch.uint8:
         return torch.int16, False
     narrow = torch.int16 if keys else narrow_dtype(int(config.num_moe_experts))
     return narrow, narrow != torch.uint8

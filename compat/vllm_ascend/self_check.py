@@ -123,7 +123,7 @@ class SelfCheck:
         self._twice: dict[int, torch.Tensor] = {}
         self._compared: set[int] = set()
         self._eager = 0
-        self._writers = torch.empty(0)
+        self._writers = torch.empty(0, device="cpu")
 
     @property
     def ground(self) -> int:
@@ -160,7 +160,9 @@ class SelfCheck:
         if layer in self._expected:
             earlier = self._expected[layer][0]
             same = earlier.shape == ids.shape
-            self._twice[layer] = (earlier != ids).any(-1).sum() if same else torch.tensor(len(ids))
+            self._twice[layer] = (
+                (earlier != ids).any(-1).sum() if same else torch.tensor(len(ids), device=ids.device)
+            )
         self._expected[layer] = (ids, sure, row)
 
     def slots(self, slots: torch.Tensor, positions: Collection[int], block: int) -> None:
@@ -215,7 +217,7 @@ class SelfCheck:
                 differ = (of_layer != chosen[: len(of_layer)]).any(-1) & sure[: len(of_layer)]
                 allowed = max(1, int(_MAY_DIFFER * len(of_layer)))
                 wrong[place] = torch.where(differ.sum() > allowed, differ.sum(), 0)
-        none = torch.tensor(0)
+        none = torch.tensor(0, device="cpu")
         again = torch.stack([self._twice.get(layer, none).to(rows.device) for layer in self._layers])
         counts = torch.stack([again, wrong]).int()
         if self._group is not None:

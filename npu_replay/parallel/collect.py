@@ -363,7 +363,7 @@ def exchange(
     outcome.agree(peers)
     if outcome.error is not None:
         raise outcome.error
-    rows, scratch = room or ({}, torch.empty(0))
+    rows, scratch = room or ({}, torch.empty(0, device="cpu"))
     for move in moves:  # in the same order on all ranks, so each finds its partner
         here = scratch[: sizes[move.key]]
         sends = move.source == peers.me

@@ -5,7 +5,9 @@ Here that device is "meta", where a tensor that was made by mistake holds nothin
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,3 +61,25 @@ def test_record_and_replay() -> None:
             for batch in batches:
                 model(batch).sum().backward()
         assert replay.metrics()["micro_batches"] == 2
+
+
+FACTORIES = {"arange", "empty", "full", "ones", "tensor", "zeros"}
+
+
+def test_every_tensor_that_is_made_names_its_device() -> None:
+    """But smoke's model, which is a script of its own."""
+    package = Path(npu_replay.__file__).parent
+    files = [file for folder in (package, package.parent / "compat") for file in folder.rglob("*.py")]
+    silent = [
+        f"{file.relative_to(package.parent)}:{node.lineno}"
+        for file in files
+        if file.parent.name != "smoke"
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and (node.func.value.id, node.func.attr in FACTORIES) == ("torch", True)
+        and "device" not in {keyword.arg for keyword in node.keywords}
+    ]
+    assert len(files) > 100
+    assert silent == []
