@@ -79,7 +79,8 @@ def test_an_fsdp_engine_whose_mode_lacks_its_key_or_that_cant_replay_is_refused(
 
 
 def test_rows_of_a_refused_sample_are_no_row_of_any_model() -> None:
-    for topk, experts, dtype in ((1, 256, np.uint8), (1, 512, np.int16), (8, 64, np.uint8)):
+    models = ((1, 256, np.uint8), (1, 512, np.int16), (8, 64, np.uint8), (8, 256, np.uint8))
+    for topk, experts, dtype in models:
         rows = torch.from_numpy(refused_rows(3, np.empty((0, 2, topk), dtype)))
         assert are_refused(rows, experts)
         assert are_refused(rows.to(torch.int64), experts)
