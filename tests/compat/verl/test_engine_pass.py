@@ -62,6 +62,21 @@ def test_nothing_is_left_when_a_pass_raises() -> None:
     assert hooks(engine.module[0]) == 0
 
 
+class Acting(EngineAdapter):
+    """As verl's FSDP engines, whose verl sets no action."""
+
+    acts = True
+
+
+@pytest.mark.parametrize(("flagged", "action"), [(True, RECORD), (False, "")])
+def test_an_engine_that_acts_by_itself_does_so_in_marked_passes_alone(flagged: bool, action: str) -> None:
+    engine = Engine()
+    with EnginePass(Acting(engine), flagged=flagged).entered() as running:
+        assert (running.action, bool(running.session)) == (action, flagged)
+        with torch.no_grad():
+            engine.module[0](tokens(0))
+
+
 def test_an_fsdp_engine_whose_mode_lacks_its_key_or_that_cant_replay_is_refused() -> None:
     pytest.importorskip("transformers")
     from npu_replay.compat.verl import fsdp
