@@ -100,7 +100,9 @@ def own_replays(job: Job) -> list[Any]:
 
 
 def test_each_router_has_a_replay_of_verls_and_no_model_that_was_thrown_away(verl: SimpleNamespace) -> None:
-    """T18: verl's own list is never pruned."""
+    """T18: verl's own list is never pruned. Megatron's has the same replays: an API that acts on others would
+    act on none."""
+    megatron: Any = importlib.import_module("megatron.core.transformer.moe.router_replay").RouterReplay
     gone = Job(seed=1)
     thrown = own_replays(gone)
     job = Job()
@@ -108,9 +110,9 @@ def test_each_router_has_a_replay_of_verls_and_no_model_that_was_thrown_away(ver
     gc.collect()
     assert all(isinstance(one, verl.replay) for one in own_replays(job))
     assert all(is_idle(one) for one in own_replays(job)), "nobody has to ask them without an action"
-    listed = verl.replay.router_instances
-    assert [one for one in listed if any(one is other for other in own_replays(job))] == own_replays(job)
-    assert not any(one is other for one in listed for other in thrown)
+    for listed in (verl.replay.router_instances, megatron.global_router_replay_instances):
+        assert [one for one in listed if any(one is other for other in own_replays(job))] == own_replays(job)
+        assert not any(one is other for one in listed for other in thrown)
 
 
 @pytest.mark.parametrize("of", ["verl", "Megatron"])

@@ -648,6 +648,16 @@ def test_a_queue_that_would_lose_an_error_hands_it_to_the_trainer(
         handed(NO_ROUTES, None)
 
 
+def test_the_class_of_an_actor_that_was_made_before_is_corrected_too() -> None:
+    """Ray copies the methods that an actor's class inherits, before its constructor reads the config."""
+    ray = pytest.importorskip("ray")
+    npu_replay.uninstall()
+    kind = ray.remote(agent_loop.AgentLoopWorker).__ray_metadata__.modified_class
+    npu_replay.install()
+    with pytest.raises(ReplayError, match="returned no routes"):
+        run(Turn([20, 21], change=NO_ROUTES), kind=kind)
+
+
 # Leaving no trace
 
 

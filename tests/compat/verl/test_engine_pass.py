@@ -62,6 +62,21 @@ def test_nothing_is_left_when_a_pass_raises() -> None:
     assert hooks(engine.module[0]) == 0
 
 
+class Acting(EngineAdapter):
+    """As verl's FSDP engines, whose verl sets no action."""
+
+    acts = True
+
+
+@pytest.mark.parametrize(("flagged", "action"), [(True, RECORD), (False, "")])
+def test_an_engine_that_acts_by_itself_does_so_in_marked_passes_alone(flagged: bool, action: str) -> None:
+    engine = Engine()
+    with EnginePass(Acting(engine), flagged=flagged).entered() as running:
+        assert (running.action, bool(running.session)) == (action, flagged)
+        with torch.no_grad():
+            engine.module[0](tokens(0))
+
+
 def test_an_fsdp_engine_whose_mode_lacks_its_key_or_that_cant_replay_is_refused() -> None:
     pytest.importorskip("transformers")
     from npu_replay.compat.verl import fsdp
@@ -79,7 +94,8 @@ def test_an_fsdp_engine_whose_mode_lacks_its_key_or_that_cant_replay_is_refused(
 
 
 def test_rows_of_a_refused_sample_are_no_row_of_any_model() -> None:
-    for topk, experts, dtype in ((1, 256, np.uint8), (1, 512, np.int16), (8, 64, np.uint8)):
+    models = ((1, 256, np.uint8), (1, 512, np.int16), (8, 64, np.uint8), (8, 256, np.uint8))
+    for topk, experts, dtype in models:
         rows = torch.from_numpy(refused_rows(3, np.empty((0, 2, topk), dtype)))
         assert are_refused(rows, experts)
         assert are_refused(rows.to(torch.int64), experts)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
-from npu_replay import InvalidRoutes, RoutedExperts, RoutedModel
+from npu_replay import InvalidRoutes, RoutedExperts, RoutedModel, delivery
 from npu_replay.compat.verl import batch_routes
 from npu_replay.compat.verl.batch_routes import R2Store, RoutesByKey
+from npu_replay.compat.verl.r3_store import Putter
+from npu_replay.compat.verl.tensors import GivenRoutes
+from piece_files import FileCarrier
 
 MODEL = RoutedModel(layers=(1, 3), num_layers=4, num_experts=8, topk=2)
 TOKENS = 6
@@ -78,3 +84,26 @@ def test_what_a_pass_lends_or_refuses_goes_before_what_is_held() -> None:
     assert len(held) == 1
     held.has((1,))
     assert not len(held), "other layers drop all"
+
+
+def test_with_a_top_k_of_1_zeros_of_a_rollout_are_no_route_and_recorded_ones_are_expert_0(
+    tmp_path: Path,
+) -> None:
+    """However a rollout's come: by reference, for all chunks of an engine, or with a micro-batch."""
+    model = RoutedModel(layers=(1, 3), num_layers=4, num_experts=8, topk=1)
+    rows = np.zeros((8, 4, 1), np.int16)
+    rows[:, [1, 3], 0] = np.arange(8)[:, None] % 7 + 1
+    rows[[3, 7]] = 0
+    _, reference = Putter(FileCarrier(tmp_path), model, keeps=False).put(rows, np.arange(8), 0)  # type: ignore[arg-type]
+    assert reference is not None
+    carried = torch.nested.as_nested_tensor([torch.from_numpy(rows)], layout=torch.jagged)
+    batch = GivenRoutes.of(carried, None, model)
+    ways = (
+        delivery.fetch([reference])[0],
+        batch.checked((1, 3), None)[1],
+        batch.routes(from_rollout=True)[0][0],
+    )
+    for routes in ways:
+        assert isinstance(routes, RoutedExperts)
+        assert routes.recorded.tolist() == [bool(row.any()) for row in rows]
+    assert batch.routes(from_rollout=False)[0][0].recorded.all()
