@@ -28,6 +28,7 @@ from npu_replay.routers import find
 from npu_replay.routes.mismatch import LogProbDifference, RoutingDifference
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.store import RouteWriter
+from zoo.outcome import random_routes
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
@@ -137,6 +138,27 @@ def test_the_examples_of_a_page_run_one_after_the_other(page: Path, names: dict[
     finally:
         if hasattr(names["self"], "following"):
             names["self"].following.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/fsdp2.md", "docs/vllm.md"])
+def test_r3_replays_the_old_log_probs_too(
+    page: str, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an engine that chooses quite otherwise: with one pass replayed, the first update's ratio isn't 1."""
+    replay = npu_replay.replay
+
+    def otherwise(model: Any, routes: list[RoutedExperts], **options: Any) -> Any:
+        like = routes[0]
+        rows = map(len, routes)
+        others = random_routes(rows, like.layers, like.num_experts, like.topk, seed=5)
+        return replay(model, others, **options)
+
+    monkeypatch.setattr(npu_replay, "replay", otherwise)
+    text = (ROOT / page).read_text(encoding="utf-8").partition("\n## R2 with other micro-batches")[0]
+    for _, block in BLOCK.findall(text):
+        exec(compile(block, page, "exec"), names)
+    assert (names["ratio"] == 1).all()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

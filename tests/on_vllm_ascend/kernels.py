@@ -35,6 +35,16 @@ def moe_gating_top_k(
     return scores.gather(1, ids), ids.to(torch.int32), None
 
 
+moved: list[int] = []
+"""How many ids of each layer EPLB has put elsewhere."""
+
+
+def _look(ids: Any, routing: Any) -> None:
+    """To 0.26 the places of experts are looked up behind the choice, in `fused_experts` itself."""
+    places = getattr(routing, "log2phy", None)
+    moved.append(0 if places is None else int((places[ids] != ids).sum()))
+
+
 def replace() -> None:
     """In vllm-ascend, once it is imported."""
     from vllm_ascend.device.device_op import DeviceOperator
@@ -46,6 +56,7 @@ def replace() -> None:
         setattr(torch_npu, name, _quantized)
 
     def fused_experts(self: Any, fused_experts_input: Any, *_: Any, **__: Any) -> Any:
+        _look(fused_experts_input.topk_ids, getattr(fused_experts_input, "routing", None))
         return moe_comm_method.FusedExpertsResult(
             routed_out=torch.zeros_like(fused_experts_input.hidden_states),
             group_list_type=1,

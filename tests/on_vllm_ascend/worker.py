@@ -94,7 +94,7 @@ class Worker:
                 counts["right"] += self.right(rows, self.truth(step, own))
                 counts["of"] += own
         self.road.close()
-        counts["compared"] = len(self.capture.check._compared)
+        counts |= {"compared": len(self.capture.check._compared), "moved": sum(kernels.moved)}
         self.take_back(before)
         return counts if self.tp_rank == 0 else {}
 

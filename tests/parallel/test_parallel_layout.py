@@ -115,6 +115,10 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     ("uneven.*loss", lambda: DecoderLayers(5, first_stage=1, loss_counts=True).stage(2, 1, 0, 0)),
     (r"no such stage.*got \(2, 0\)", lambda: DecoderLayers(8).stage(2, 2, 2, 0)),
     (r"no such stage.*got \(0, -1\)", lambda: DecoderLayers(8).stage(2, 2, 0, -1)),
+    *(
+        ("virtual stages.*multiple of 2, got 3", lambda end=end: DecoderLayers(7, **end).stage(2, 2, 0, 0))
+        for end in ({"first_stage": 3}, {"last_stage": 3})
+    ),
     ("the one stage has all", lambda: DecoderLayers(4, first_stage=3).stage(1, 1, 0, 0)),
     ("the one stage has all", lambda: DecoderLayers(4, last_stage=1).stage(1, 1, 0, 0)),
     # a layout

@@ -115,13 +115,14 @@ def test_each_row_gets_the_route_of_its_token_and_each_token_gets_it_back(
             )
 
 
-def test_tokens_with_many_gaps_between_them_have_their_routes_up_to_the_end() -> None:
-    """So many are looked up singly."""
+@pytest.mark.parametrize("topk", [1, 2])
+def test_tokens_with_many_gaps_between_them_have_their_routes_up_to_the_end(topk: int) -> None:
+    """So many are looked up singly. The columns aren't neighbours, as those of virtual stages."""
     rows = [39, *[token for token in range(39) if token % 3]]
-    one = routes(39, 1)
-    found = laid(rows, [40]).gather([one])
+    one = routes(39, 1, layers=range(4), topk=topk)
+    found = laid(rows, [40]).gather([one], layers=[0, 2])
     assert found.recorded.tolist() == [False] + [True] * 26
-    assert torch.equal(found.ids[1:], one.ids[rows[1:]])
+    assert torch.equal(found.ids[1:], one.ids[rows[1:]][:, [0, 2]])
 
 
 def test_scatter_keeps_the_weight_version_and_carries_the_layouts_fingerprints() -> None:

@@ -151,18 +151,28 @@ def test_a_record_of_one_sequence_has_its_fingerprint(called: str, tmp_path: Pat
         assert session.metrics()["tokens_compared"] == 1
 
 
-def test_it_shows_in_the_forward_of_a_checked_micro_batch_and_else_when_the_block_ends() -> None:
+@pytest.mark.parametrize(
+    ("order", "wrong", "before"),
+    [
+        ([1, 0, *range(2, 8)], 0, 0),
+        # 5 and 6 are not among those whose outputs are checked; the last is, before an optimizer steps
+        ([0, 1, 2, 3, 4, 6, 5, 7], 5, 7),
+    ],
+)
+def test_it_shows_in_the_forward_of_the_next_checked_micro_batch(
+    order: list[int], wrong: int, before: int
+) -> None:
     model = Embedded()
     with npu_replay.record(model) as recording:
         for batch in batches(8):
             model(batch)
-    order = [0, 1, 2, 3, 4, 6, 5, 7]  # 5 and 6 are not among those whose outputs are checked
     done = []
-    with pytest.raises(MicroBatchError, match="micro-batch 5"), npu_replay.replay(model, recording.routes):
+    words = f"micro-batch {wrong}"
+    with pytest.raises(MicroBatchError, match=words), npu_replay.replay(model, recording.routes):
         for number in order:
             model(batches(8)[number])
             done.append(number)
-    assert done == order[:-1]  # the last is checked too, before an optimizer steps
+    assert done == order[:before]
 
 
 def test_a_batch_that_is_overwritten_after_its_forward_counts_as_it_was() -> None:
