@@ -237,7 +237,8 @@ def test_a_gradient_inside_the_forward_is_a_recompute_in_any_micro_batch(kind: s
 
 
 def among_others(router: ToyRouter, scores: Scores) -> Pair:
-    """Asks for the least experts before its own top-k and behind it, as for a figure now and then."""
+    """Asks for fewer, and for the least experts, before its own top-k and behind it, as for a figure."""
+    assert torch.topk(scores, TOPK - 1, dim=-1)[1].shape == (ROWS, TOPK - 1)
     least = scores.argsort(dim=1)[:, :TOPK]
     assert torch.equal(torch.topk(scores, TOPK, dim=-1, largest=False)[1], least)
     pair = plain(router, scores)
