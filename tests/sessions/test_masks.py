@@ -275,10 +275,10 @@ class ByDispatch(TorchDispatchMode):
 def test_a_mode_of_somebodys_that_answers_the_top_k_is_heard(
     mode: Any, recompute: str | None, block: str
 ) -> None:
-    untouched = run(ToyModel(ToyRouter(select=lambda _, scores: least(scores))), 0, 1, 2)
+    untouched = run(ToyModel(ToyRouter(select=lambda _, scores: least(scores))), *range(4))
     model = ToyModel(ToyRouter(), recompute=recompute)
     with mode(), opened(block, model):
-        assert same(run(model, 0, 1, 2), untouched)
+        assert same(run(model, *range(4)), untouched)
 
 
 @pytest.mark.parametrize(("number", "hung"), [(0, 0), (3, 0), (3, 3)])
