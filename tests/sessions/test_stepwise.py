@@ -7,7 +7,7 @@ import torch
 
 import npu_replay
 from npu_replay import RoutedExperts
-from npu_replay.errors import MicroBatchError, ReplayError, RouterError
+from npu_replay.errors import MicroBatchError, RecomputeError, ReplayError, RouterError
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.replay import StepReplay
 from zoo import toys
@@ -100,6 +100,18 @@ def test_after_a_deferred_error_a_recompute_goes_on_too(recompute: str) -> None:
     waits = pytest.raises(MicroBatchError, match="micro-batch 0: no routes were given")
     with waits, StepReplay(model, errors_wait=True):
         assert same(wanted, run(model, 0))
+
+
+def test_the_error_of_a_recompute_waits_too() -> None:
+    model = ToyModel(recompute="reentrant")
+    older = model(tokens(9).requires_grad_()).sum()
+    waits = pytest.raises(RecomputeError, match="belongs to no forward of this block")
+    with waits, StepReplay(model, errors_wait=True, min_overlap=0) as session:
+        session.give(0, foreign(0))
+        run(model, 0)
+        model.zero_grad()
+        older.backward()
+    assert all(map(torch.is_tensor, gradients(model))), "backward has ended"
 
 
 def test_a_foreign_exception_is_not_hidden_by_a_deferred_error() -> None:
