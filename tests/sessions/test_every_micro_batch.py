@@ -102,6 +102,21 @@ def test_a_router_that_is_called_twice_is_refused_in_any_micro_batch(at: int, ki
             model(tokens(number))
 
 
+def test_a_router_that_is_called_behind_a_forward_that_raised_is_told() -> None:
+    """Its quick call was made for that forward."""
+    model = ToyModel()
+    wrong = pytest.raises(MicroBatchError, match="not through the __call__")
+    with wrong, torch.no_grad(), npu_replay.record(model):
+        for number in range(3):
+            model(tokens(number))
+        hook = model.layers[0].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(tokens(3))
+        hook.remove()
+        model.layers[1].router(tokens(3))
+        model(tokens(3))
+
+
 def test_a_record_of_ids_that_a_kernel_wrote_into_is_what_was_used() -> None:
     used = []
 
@@ -222,7 +237,8 @@ def test_a_gradient_inside_the_forward_is_a_recompute_in_any_micro_batch(kind: s
 
 
 def among_others(router: ToyRouter, scores: Scores) -> Pair:
-    """Asks for the least experts before its own top-k and behind it, as for a figure now and then."""
+    """Asks for fewer, and for the least experts, before its own top-k and behind it, as for a figure."""
+    assert torch.topk(scores, TOPK - 1, dim=-1)[1].shape == (ROWS, TOPK - 1)
     least = scores.argsort(dim=1)[:, :TOPK]
     assert torch.equal(torch.topk(scores, TOPK, dim=-1, largest=False)[1], least)
     pair = plain(router, scores)

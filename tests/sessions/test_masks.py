@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import npu_replay
 from npu_replay import NoEffect, RoutedExperts
@@ -247,6 +248,37 @@ def test_what_the_router_itself_chooses_may_be_ruled_out(select: Select, masks: 
 
 
 # What somebody else does around a router
+
+
+def least(scores: Scores) -> Pair:
+    """The experts that a top-k wouldn't choose."""
+    ids = scores.argsort(dim=1)[:, :TOPK]
+    return torch.return_types.topk((scores.gather(1, ids), ids))
+
+
+class ByFunction(torch.overrides.TorchFunctionMode):
+    """Torch has it off in backward."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_topk = getattr(func, "__name__", "") == "topk"
+        return least(args[0]) if is_topk else func(*args, **(kwargs or {}))
+
+
+class ByDispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return least(args[0]) if func is torch.ops.aten.topk.default else func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [ByFunction, ByDispatch])
+@RECOMPUTE
+@pytest.mark.parametrize("block", ["record", "pin_recompute"])
+def test_a_mode_of_somebodys_that_answers_the_top_k_is_heard(
+    mode: Any, recompute: str | None, block: str
+) -> None:
+    untouched = run(ToyModel(ToyRouter(select=lambda _, scores: least(scores))), *range(4))
+    model = ToyModel(ToyRouter(), recompute=recompute)
+    with mode(), opened(block, model):
+        assert same(run(model, *range(4)), untouched)
 
 
 @pytest.mark.parametrize(("number", "hung"), [(0, 0), (3, 0), (3, 3)])

@@ -16,6 +16,7 @@ import npu_replay
 from npu_replay import RouterError
 from npu_replay.rollout.model_config import RoutedModel
 from zoo import qwen
+from zoo.outcome import gradients, same
 
 UNLIKE = {
     "top-k": ([8, 8, 8], [2, 3, 2]),
@@ -105,11 +106,16 @@ def test_the_shown_code_records_and_replays_a_model_of_unlike_layers(
 
 @PARTS
 def test_pin_recompute_serves_unlike_layers(experts: list[int], topks: list[int]) -> None:
+    """Its recompute has the experts of its forward: those that a recompute chooses while no weight moves."""
     model = uneven(experts, topks)
     model.gradient_checkpointing_enable({"use_reentrant": True})
+    model(batch()).logits.square().sum().backward()
+    untouched = gradients(model)
+    model.zero_grad()
     with npu_replay.pin_recompute(model) as session:
-        model(batch()).logits.sum().backward()
+        model(batch()).logits.square().sum().backward()
     assert session.metrics()["routers"] == len(experts)
+    assert same(gradients(model), untouched)
 
 
 def test_a_built_model_of_unlike_layers_or_loops_is_no_routed_model() -> None:

@@ -409,14 +409,15 @@ class Logged(TorchDispatchMode):
 @pytest.mark.choice
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("kind", ["record", "replay", "replay with holes", "live mismatch", "pin_recompute"])
-def test_no_mode_of_anybodys_sees_our_own_operations(kind: str, drops: bool) -> None:
+@pytest.mark.parametrize("number", [0, 3], ids=["checked", "unchecked"])
+def test_no_mode_of_anybodys_sees_our_own_operations(number: int, kind: str, drops: bool) -> None:
     """A policy that keeps each second scatter would keep another one in the recompute than in the forward."""
     model = ToyModel(ToyRouter(drops=drops), ToyRouter(drops=drops, masks=True))
     recorded = torch.arange(ROWS) % 2 == 0 if kind == "replay with holes" else None
     if kind == "live mismatch":
-        block = npu_replay.replay(model, foreign(), live_mismatch=True)
+        block = npu_replay.replay(model, foreign(number + 1), live_mismatch=True)
     else:
-        block = opened(kind.partition(" ")[0], model, recorded=recorded)
+        block = opened(kind.partition(" ")[0], model, number + 1, recorded=recorded)
     passes: list[list[str]] = []
 
     def watched(x: torch.Tensor) -> torch.Tensor:
@@ -431,6 +432,8 @@ def test_no_mode_of_anybodys_sees_our_own_operations(kind: str, drops: bool) -> 
         return checkpoint(watched, x, use_reentrant=False).square().mean()
 
     with block, set_checkpoint_early_stop(False):
+        for seed in range(number):
+            model(tokens(seed))
         checkpointed().backward()
     checkpointed()
     # The checkpoint itself detaches in its recompute; a gather is what a top-k is answered with.

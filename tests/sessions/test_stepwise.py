@@ -7,7 +7,7 @@ import torch
 
 import npu_replay
 from npu_replay import RoutedExperts
-from npu_replay.errors import MicroBatchError, ReplayError, RouterError
+from npu_replay.errors import MicroBatchError, RecomputeError, ReplayError, RouterError
 from npu_replay.sessions.record import StepRecording
 from npu_replay.sessions.replay import StepReplay
 from zoo import toys
@@ -75,6 +75,23 @@ def test_routes_that_lack_a_layer_are_refused_at_once() -> None:
         session.chunks[0](tokens(0))
 
 
+@pytest.mark.parametrize("chunk", [-1, 1])
+def test_a_chunk_that_there_is_not_and_a_block_that_is_left_are_refused(chunk: int) -> None:
+    """-1 would be the last chunk."""
+    with StepReplay(ToyModel()) as replay:
+        replay.give(0, foreign(0))
+        with pytest.raises(MicroBatchError, match="no chunk of this block"):
+            replay.give(chunk, foreign(0))
+        replay.chunks[0](tokens())
+    with StepRecording(ToyModel()) as recording:
+        recording.chunks[0](tokens())
+        with pytest.raises(MicroBatchError, match="nothing was recorded"):
+            recording.take(chunk)
+    for late in (lambda: recording.take(0), lambda: replay.give(0, foreign(0))):
+        with pytest.raises(MicroBatchError, match="isn't open"):
+            late()
+
+
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
 def test_after_a_deferred_error_a_recompute_goes_on_too(recompute: str) -> None:
     """It would die of its own error otherwise, in the middle of backward."""
@@ -83,6 +100,18 @@ def test_after_a_deferred_error_a_recompute_goes_on_too(recompute: str) -> None:
     waits = pytest.raises(MicroBatchError, match="micro-batch 0: no routes were given")
     with waits, StepReplay(model, errors_wait=True):
         assert same(wanted, run(model, 0))
+
+
+def test_the_error_of_a_recompute_waits_too() -> None:
+    model = ToyModel(recompute="reentrant")
+    older = model(tokens(9).requires_grad_()).sum()
+    waits = pytest.raises(RecomputeError, match="belongs to no forward of this block")
+    with waits, StepReplay(model, errors_wait=True, min_overlap=0) as session:
+        session.give(0, foreign(0))
+        run(model, 0)
+        model.zero_grad()
+        older.backward()
+    assert all(map(torch.is_tensor, gradients(model))), "backward has ended"
 
 
 def test_a_foreign_exception_is_not_hidden_by_a_deferred_error() -> None:

@@ -11,7 +11,7 @@ from torch.nn.functional import one_hot
 import npu_replay
 from npu_replay.errors import NoEffect, RecomputeError
 from npu_replay.seam import backward
-from zoo.toys import EXPERTS, ROWS, TOPK, ToyBlock, ToyModel, foreign, hooks, run, same
+from zoo.toys import EXPERTS, ROWS, TOPK, ToyBlock, ToyModel, foreign, hooks, run, same, tokens
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
 
@@ -158,6 +158,14 @@ def test_ids_that_nothing_takes_in_are_an_error(use: Use) -> None:
     model = made(use)
     with pytest.raises(NoEffect, match="nothing takes in the ids"), npu_replay.replay(model, foreign()):
         run(model)
+
+
+def test_a_block_that_begins_to_shift_is_found_in_the_next_micro_batch_that_is_checked() -> None:
+    model = made(by_one_hot)
+    with pytest.raises(NoEffect, match="micro-batch 4"), npu_replay.replay(model, foreign(8)):
+        for number in range(8):
+            model.layers[1].use = shifted if number > 2 else by_one_hot
+            model(tokens(number))
 
 
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])

@@ -41,6 +41,9 @@ def test_a_gradient_by_torch_func_is_that_of_the_recorded_experts(
     else:
         with torch.no_grad(), npu_replay.record(model) as recording:
             model(input_ids=tokens)
+        with npu_replay.record(model) as inside:
+            gradients(*setting)
+        assert inside.routes == recording.routes
         with npu_replay.replay(model, recording.routes) as replay:
             replayed = gradients(*setting)
         assert replay.metrics()["tokens_compared"] == 1

@@ -268,6 +268,28 @@ def test_a_graph_that_outlives_its_block_asks_nobody_and_keeps_no_model(how: str
     assert gone() is None
 
 
+@pytest.mark.parametrize("at", [3, 4])  # one that isn't checked, and one that is
+def test_a_class_that_is_patched_in_a_block_runs_as_it_is_then(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ToyModel()
+    native = ToyRouter.forward
+    calls = []
+
+    def patched(self: ToyRouter, hidden: torch.Tensor) -> Any:
+        calls.append(self)
+        return native(self, hidden)
+
+    with torch.no_grad(), npu_replay.record(model):
+        for number in range(6):
+            if number == at:
+                copied = copy.deepcopy(model)
+                monkeypatch.setattr(ToyRouter, "forward", patched)
+            model(tokens(number))
+    copied(tokens())
+    assert len(calls) == (6 - at + 1) * len(model.layers)
+
+
 @pytest.mark.parametrize("has_own", [False, True])
 def test_a_routers_forward_is_what_it_was_when_the_block_has_ended(has_own: bool) -> None:
     model = ToyModel()
