@@ -35,7 +35,7 @@ def test_the_engine_that_verl_takes_on_an_npu_records_and_replays(product: str) 
     for found in processes.run_ranks(
         product, "on_verl.test_mindspeed:engine", {"cases": CASES}, 2, timeout=280
     ):
-        assert found["repatched"] == 2 * len(CASES)
+        assert found["repatched"] == 3, "the two engines of R2's case, and R3's"
         assert ("stand_in" in found["mindspeed"]) == (product == processes.STAND_IN)
 
 
