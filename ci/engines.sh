@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests with vLLM's and SGLang's own classes, as they were released, one release of each way to hand out
-# rows.
-# Arguments go to pytest, each time.
+# rows. Arguments go to pytest, each time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/environment.sh

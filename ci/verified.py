@@ -31,8 +31,8 @@ RESULTS = {SMOKE: ("results", {"PASS", "FAIL"}), DEVICE: ("parts", {"PASS", "FAI
 """Where the results of each kind of report are, and what one may be."""
 LIKE = {SMOKE: "cpu-megatron-0.16.1.json", DEVICE: "device-cpu-quick.json"}
 """A report of each kind: others have its keys, with values of its types."""
-FREE = {"seconds", "found", "rank", "rc", "trace", "skipped", "versions"}
-"""What is now of one type and now of another, or empty; older reports lack some versions."""
+FREE = {"seconds", "found", "rank", "rc", "trace", "skipped"}
+"""What is now of one type and now of another, or empty."""
 _MACHINE = ("device", "CANN or CUDA", "torch, Python", "Megatron-core")
 _SENT = ("npu_replay", "day", "from", "report")
 TITLES = {
@@ -85,7 +85,7 @@ def problems(found: Any) -> list[str]:
     """What is wrong with a report; nothing if it is one."""
     kind = DEVICE if isinstance(found, dict) and found.get("kind") == DEVICE else SMOKE
     like = json.loads((FOLDER / LIKE[kind]).read_text(encoding="utf-8"))
-    if wrong := list(_differences(found, like, "the report")):
+    if wrong := list(_differences(completed(found), completed(like), "the report")):
         return wrong
     if (found["schema"], found["kind"]) != (1, kind):
         return [f"schema {found['schema']} of {found['kind']!r} isn't known here"]
@@ -111,6 +111,14 @@ def _differences(found: Any, like: Any, where: str) -> Iterator[str]:
         for name in like.keys() - FREE:
             place = name if where == "the report" else f"{where}, {name}"
             yield from _differences(found[name], like[name], place)
+
+
+def completed(report: Any) -> Any:
+    """Older reports lack two products that weren't there."""
+    if isinstance(report, dict) and isinstance(report.get("versions"), dict):
+        for product in ("MegatronAdaptor", "TransformerEngineNPU"):
+            report["versions"].setdefault(product, "")
+    return report
 
 
 def bench_table(reports: dict[str, dict[str, Any]]) -> str:

@@ -11,6 +11,7 @@ import torch
 from npu_replay.errors import MicroBatchError, shown
 from npu_replay.rollout.admit import from_batch
 from npu_replay.rollout.model_config import RoutedModel
+from npu_replay.routes.arguments import as_tensor
 from npu_replay.routes.checks import Array, tells_apart
 from npu_replay.routes.fingerprint import fingerprint, with_key
 from npu_replay.routes.inputs import input_key, other_inputs
@@ -117,8 +118,7 @@ def carried_routes(
     """
     real, spans, padded = Places.of(call, padding)
     try:
-        rows = carried if isinstance(carried, torch.Tensor) else torch.as_tensor(carried, device="cpu")
-        rows = rows.detach()
+        rows = as_tensor(carried).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise MicroBatchError(
             "the call's routes are no tensor",

@@ -339,6 +339,7 @@ class TokenRoutes(RouteSource):
         number = self.timeline.ended[0]
         self._new = []
         self._replayed = 0
+        self.records = False  # an interrupted call that recorded has left it on
         try:
             self._fed = fed_sequences(call, self._placeholders, None)
         except MicroBatchError as error:

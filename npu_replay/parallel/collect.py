@@ -162,13 +162,12 @@ def _given(routes: Any, layouts: Any, groups: Groups) -> tuple[list[TokenLayout]
     blocks: Blocks = []
     for number, (block_routes, layout) in enumerate(zip(recorded, made, strict=True)):
         _check_layout(number, block_routes, layout)
-        row_of = (
-            layout.row_of(block_routes, micro_batch(number))
-            if block_routes.layers
-            else torch.empty(0, device="cpu")
-        )
+        if not block_routes.layers:
+            blocks.append(None)
+            continue
+        row_of = layout.row_of(block_routes, micro_batch(number))
         filled = row_of >= 0
-        blocks.append(Block(filled, block_routes.take(row_of[filled])) if block_routes.layers else None)
+        blocks.append(Block(filled, block_routes.take(row_of[filled])))
     return made, blocks
 
 

@@ -77,14 +77,15 @@ def _probed(fn: Preprocessing, sizes: tuple[int, ...], padding_alone: bool, turn
 def _fed(fn: Preprocessing, sequences: list[torch.Tensor]) -> torch.Tensor:
     """Return what `fn` makes of these, int64 [rows] or [batch, sequence]."""
     fed = fn(sequences)
-    if isinstance(fed, Mapping) or torch.as_tensor(fed, device="cpu").dtype not in (torch.int32, torch.int64):
+    made = None if isinstance(fed, Mapping) else torch.as_tensor(fed, device="cpu").detach()
+    if made is None or made.dtype not in (torch.int32, torch.int64):
         raise MicroBatchError(
             "the preprocessing returns something else than token ids",
             expected="an integer tensor, as a model is fed",
             got=shown(fed),
             cause="fn returns a batch or a mask: pick input_ids",
         )
-    made = torch.as_tensor(fed, device="cpu").detach().to(torch.int64)
+    made = made.to(torch.int64)
     if made.dim() == 2 and made.shape[0] == 1:
         made = made[0]
     if made.dim() not in (1, 2):

@@ -57,6 +57,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_meta or tensor.is_quantized)
 
 
+def as_tensor(value: Any) -> torch.Tensor:
+    """Return a tensor as it is, on its device, and anything else as a tensor on the CPU."""
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
+
+
 def on_host(value: Any) -> torch.Tensor:
     """Return a caller's value as a tensor on the CPU."""
     return torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value, device="cpu").detach()

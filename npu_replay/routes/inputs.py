@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from npu_replay.routes.arguments import is_plain
+from npu_replay.routes.arguments import as_tensor, is_plain
 from npu_replay.routes.checks import Finding
 from npu_replay.routes.fingerprint import fingerprint
 from npu_replay.routes.host_copies import HostCopy
@@ -63,9 +63,9 @@ class Called(NamedTuple):
         return Called(tokens, others, None if self.real is None else rest[-1], bool(single))
 
     def _host_copy(self) -> HostCopy:
-        figures = [self.single, *(digest for _, digest in self.others.values())]
-        tensors = [x if isinstance(x, torch.Tensor) else torch.tensor(x, device="cpu") for x in figures]
-        return HostCopy([self.tokens, *tensors, *([] if self.real is None else [self.real])])
+        digests = [as_tensor(digest) for _, digest in self.others.values()]
+        real = [] if self.real is None else [self.real]
+        return HostCopy([self.tokens, as_tensor(self.single), *digests, *real])
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from npu_replay.errors import MicroBatchError, shown
-from npu_replay.routes.arguments import is_plain
+from npu_replay.routes.arguments import as_tensor, is_plain
 from npu_replay.routes.checks import Array
 from npu_replay.routes.fingerprint import fingerprint
 from npu_replay.routes.host_copies import HostCopy
@@ -176,7 +176,7 @@ def _are_of_images(positions: torch.Tensor | None) -> bool:
 
 def _tensor(name: str, value: Any) -> torch.Tensor:
     try:
-        tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
+        tensor = as_tensor(value).detach()
         if not is_plain(tensor):
             raise TypeError("no plain tensor")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

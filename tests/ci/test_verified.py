@@ -22,24 +22,37 @@ def written(*results: Result) -> dict[str, Any]:
     """What the command writes."""
     options = Options(tp=2, ep=2, recompute=True)
     report = Report(options, 4, torch.device("cpu"), list(results))
-    return json.loads(report.to_json())
+    found: dict[str, Any] = json.loads(report.to_json())
+    return found
 
 
 GOOD = (Result("replay", "softmax", PASS, "seen", None, 0.5), Result("recompute", "softmax", PASS, "seen"))
 
 
-def test_the_pages_show_the_reports_that_are_here() -> None:
-    costs = verified.bench_table(verified.of_kind(verified.DEVICE))
-    for page, measured in ((verified.PAGE, verified.table()), (verified.COSTS, costs)):
-        text = page.read_text(encoding="utf-8")
-        written_anew = verified.pages.rewritten(text, verified.MARKS, measured)
-        assert text == written_anew, "run python ci/verified.py --write"
+def test_the_page_shows_the_reports_that_are_here() -> None:
+    page = verified.PAGE.read_text(encoding="utf-8")
+    assert page == verified.pages.rewritten(page, verified.MARKS, verified.table()), (
+        "run python ci/verified.py --write"
+    )
+    assert list(verified.FOLDER.glob("*.json"))
+    costs = verified.COSTS.read_text(encoding="utf-8")
+    measured = verified.bench_table(verified.of_kind(verified.DEVICE))
+    assert costs == verified.pages.rewritten(costs, verified.MARKS, measured), (
+        "run python ci/verified.py --write"
+    )
+
+
+def test_what_the_command_writes_is_a_report() -> None:
+    assert verified.problems(written(*GOOD)) == []
+    failed = Result("bytes", "groups", FAIL, "others", 3, 0.1, ["a.py:1 f"])
+    assert verified.problems(written(*GOOD, failed)) == []
 
 
 SPOILT: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda found: found.update(schema=2), "schema 2"),
     (lambda found: found.update(host="node17"), "host missing or not known"),
     (lambda found: found.pop("machine"), "machine missing or not known"),
+    (lambda found: found["versions"].update(torch=2.9), "versions, torch is float"),
 ]
 OF_SMOKE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda found: found["options"].update(tp=True), "options, tp is bool"),
@@ -54,16 +67,19 @@ OF_DEVICE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
 
 
 def test_what_is_no_report_is_refused() -> None:
-    """What the commands write is one, also where something failed."""
-    device: dict[str, Any] = json.loads((verified.FOLDER / "device-cpu-quick.json").read_text())
-    smoke = next(part for part in device["parts"] if part["part"] == "smoke")
+    for made, spoilt in (
+        (written(*GOOD), SPOILT + OF_SMOKE),
+        (device_report(), SPOILT + OF_DEVICE),
+    ):
+        for spoil, said in spoilt:
+            found = copy.deepcopy(made)
+            spoil(found)
+            assert said in "; ".join(verified.problems(found))
+
+
+def device_report(**changes: Any) -> dict[str, Any]:
+    """One of ci/device.sh, in which smoke failed."""
+    found: dict[str, Any] = json.loads((verified.FOLDER / "device-cpu-quick.json").read_text())
+    smoke = next(part for part in found["parts"] if part["part"] == "smoke")
     smoke.update(result="FAIL", rc=1, why="it broke")
-    device["passed"] = False
-    failed = Result("bytes", "groups", FAIL, "others", 3, 0.1, ["a.py:1 f"])
-    assert verified.problems(written(*GOOD, failed)) == []
-    for report, spoilt in ((written(*GOOD), SPOILT + OF_SMOKE), (device, SPOILT + OF_DEVICE)):
-        assert verified.problems(report) == []
-        for spoil, problem in spoilt:
-            wrong = copy.deepcopy(report)
-            spoil(wrong)
-            assert problem in "; ".join(verified.problems(wrong))
+    return found | {"passed": False} | changes
