@@ -20,6 +20,7 @@ from zoo.gpt import VARIANTS, Trainer, build, check_foreign_routes, perturbed, r
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
 EXPERTS = 8
+FULL_OR_NONE = [case[0] for case in dealt([None, "full"], [None], [None])]
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -45,7 +46,7 @@ def kernel() -> Iterator[Kernel]:
 
 
 @pytest.mark.capability("fused")
-@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("recompute", FULL_OR_NONE)
 def test_what_a_fused_router_chose_is_recorded(kernel: Kernel, recompute: str | None) -> None:
     trainer = build(FUSION, recompute)
     untouched = trainer.run("sum")
@@ -109,7 +110,7 @@ SOME = [case[0] for case in dealt([None, "full", "layers_non_reentrant"], [None]
 
 
 @pytest.mark.parametrize(
-    ("kind", "recompute"), [*_balanced("sinkhorn", SOME), *_balanced("quantile_balancing", [None, "full"])]
+    ("kind", "recompute"), [*_balanced("sinkhorn", SOME), *_balanced("quantile_balancing", FULL_OR_NONE)]
 )
 def test_a_balance_of_another_kind_is_recorded_and_replayed(kind: str, recompute: str | None) -> None:
     """Quantile balancing's dual update has a top-k of its own, down the rows, which is none of ours."""
@@ -124,7 +125,7 @@ def test_a_balance_of_another_kind_is_recorded_and_replayed(kind: str, recompute
 
 @pytest.mark.capability("aux_loss")
 @pytest.mark.parametrize("counted", ["live", "replayed"])
-@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("recompute", FULL_OR_NONE)
 def test_an_aux_loss_counts_what_it_was_asked_to(counted: str, recompute: str | None) -> None:
     """In the last layer's router weight, beside the gradient of the same replay without aux loss."""
     coefficient = 0.1
@@ -156,7 +157,7 @@ def _last_weight(
 
 
 @pytest.mark.capability("aux_loss")
-@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+@pytest.mark.parametrize("kind", [case[0] for case in dealt(["aux_loss", "seq_aux_loss"], [None], [None])])
 def test_left_out_an_aux_loss_counts_the_live_experts(kind: str) -> None:
     changes = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.1}
     foreign = foreign_to(build(changes))
