@@ -26,6 +26,8 @@ pytestmark = [
 ]
 
 SEEDS = (0, 1, 2)
+COUNT = 11
+"""Micro-batches where waits and errors are looked for: of 1 to 9, four are checked; the last is judged."""
 RECOMPUTE = (None, "reentrant", "non-reentrant")
 Result = tuple[list[torch.Tensor], list[torch.Tensor]]
 
@@ -146,8 +148,8 @@ def test_no_micro_batch_but_the_last_waits_for_the_device(
     """Where routes aren't held against the routers' own choice, which waits in checked micro-batches."""
     model = ToyModel(ToyRouter(), ToyRouter(select=with_a_mask, masks=True), recompute=recompute).to(device)
     recorded = torch.arange(ROWS) % 3 > 0 if way == "rows without a route" else None
-    routes = foreign(20, recorded=recorded)
-    inputs = [tokens(seed).to(device).requires_grad_() for seed in range(20)]
+    routes = foreign(COUNT, recorded=recorded)
+    inputs = [tokens(seed).to(device).requires_grad_() for seed in range(COUNT)]
     blocks: dict[str, Any] = {
         "record": lambda: npu_replay.record(model),
         "pin_recompute": lambda: npu_replay.pin_recompute(model),
@@ -162,13 +164,13 @@ def test_no_micro_batch_but_the_last_waits_for_the_device(
 
         step(0)  # torch makes some of its parts with their first use
         with no_waits(device):
-            for number in range(1, 19):
+            for number in range(1, COUNT - 1):
                 step(number)
-        step(19)
+        step(COUNT - 1)
 
 
 @pytest.mark.usefixtures("accelerator")
-@pytest.mark.parametrize("number", [0, 1, 5, 18, 19])
+@pytest.mark.parametrize("number", [0, 1, 5, 9, COUNT - 1])
 def test_an_error_that_comes_later_names_its_own_micro_batch(number: int, device: torch.device) -> None:
     def changes(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values, ids = torch.topk(scores, router.topk)
@@ -177,8 +179,8 @@ def test_an_error_that_comes_later_names_its_own_micro_batch(number: int, device
     running: list[int] = []
     model = ToyModel(ToyRouter(), ToyRouter(select=changes)).to(device)
     expected = pytest.raises(NoEffect, match=rf"micro-batch {number}, layer 1")
-    with expected, npu_replay.replay(model, foreign(20), min_overlap=0):
-        for seed in range(20):
+    with expected, npu_replay.replay(model, foreign(COUNT), min_overlap=0):
+        for seed in range(COUNT):
             running[:] = [seed]
             model(tokens(seed).to(device)).square().mean().backward()
 

@@ -38,7 +38,7 @@ def environment() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "least"),
     [
-        ("test_spread.py", 19),
+        ("test_spread.py", 19 if WHOLE else 14),
         ("test_transformers.py", 9 if WHOLE else 3),
         pytest.param(
             *("test_megatron.py", 5 if WHOLE else 2),

@@ -181,6 +181,7 @@ def test_combined_1f1b_is_refused_before_the_first_micro_batch() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.first_release
 def test_two_live_models_of_one_config_object_keep_their_own_routes() -> None:
     """T18: an actor and its reference share the config; what is asked of it means neither of them alone."""
     actor = build({"moe_layer_freq": [0, 1, 1, 1]}, "full")
