@@ -1,7 +1,8 @@
 """What every stack does in a block, row by row; what one of them can't do is an expected failure.
 
-Each release of Megatron-core on the path is a stack of its own; ways to route and to recompute, by release:
-tests/matrix. A fault in any of these: test_faults_in_any_micro_batch.py.
+Each release of Megatron-core on the path is a stack of its own; ways to route and to recompute, aux losses,
+by release: tests/matrix; capacity: tests/compat/megatron/test_routers.py. A fault in any of these:
+test_faults_in_any_micro_batch.py.
 """
 
 from __future__ import annotations
@@ -16,20 +17,13 @@ import torch
 import npu_replay
 from npu_replay import MicroBatchError, RoutedExperts, routers
 from npu_replay.sessions.replay import StepReplay
-from zoo import beds
 from zoo.beds import VOCABULARY, Bed, Map, bed_of
 from zoo.outcome import as_map, gradients, hooks, random_routes, same, same_experts
 
 STACKS = ("toy", "Qwen3Moe", "Mixtral", "DeepseekV3", "GptOss", "megatron", "megatron hybrid")
 COUNT = 5
 """Micro-batches; number 3 is neither checked nor the last, as most of a job's."""
-OF_TRANSFORMERS = "the loss of transformers counts logits: a call with output_router_logits is refused"
-NO_ROOM = "its experts have no capacity"
-UNABLE = {
-    "follow": dict.fromkeys(("megatron", "megatron hybrid"), "its pipelines see no token ids"),
-    "aux loss": {"toy": "it has none"} | dict.fromkeys(STACKS[1:5], OF_TRANSFORMERS),
-    "capacity": dict.fromkeys(STACKS[:5], NO_ROOM),
-}
+UNABLE = {"follow": dict.fromkeys(("megatron", "megatron hybrid"), "its pipelines see no token ids")}
 """By row, which stack can't, and why."""
 
 pytestmark = [
@@ -163,37 +157,3 @@ def test_errors_wait_for_the_end_of_a_schedule(stack: str) -> None:
             losses.append(bed.call(tokens(number)))
     assert len(losses) == COUNT
     assert torch.equal(losses[1], live[1])
-
-
-def variant(stack: str, name: str) -> Bed:
-    if stack == "megatron":
-        return beds.megatron_gpt(
-            name, num_layers=4
-        )  # Megatron keeps losses of so many as the first model has
-    if stack == "megatron hybrid":
-        from zoo.gpt import VARIANTS
-
-        return beds.megatron_hybrid(**VARIANTS[name])
-    return bed_of(stack, None)
-
-
-@over_stacks("aux loss")
-def test_an_aux_loss_counts_the_experts_that_are_asked_for(stack: str) -> None:
-    bed = variant(stack, "aux_loss")
-    routes = foreign(bed)
-    results = []
-    for asked in ("live", "replayed"):
-        with npu_replay.replay(bed.model, routes, aux_loss=asked):  # type: ignore[arg-type]
-            results.append(run(bed))
-    assert not same(*results)
-
-
-@over_stacks("capacity")
-def test_tokens_over_an_experts_capacity_are_dropped_as_in_the_record(stack: str) -> None:
-    bed = variant(stack, "capacity_probs")
-    untouched = run(bed)
-    with npu_replay.record(bed.model) as recording:
-        run(bed)
-    with npu_replay.replay(bed.model, recording.routes) as session:
-        assert same(run(bed), untouched)
-    assert 0 < session.metrics()["capacity_dropped"] < 1
