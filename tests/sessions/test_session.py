@@ -33,6 +33,7 @@ from zoo.toys import (
     ToyModel,
     ToyRouter,
     foreign,
+    forwards,
     hooks,
     opened,
     plain,
@@ -433,8 +434,7 @@ def test_no_mode_of_anybodys_sees_our_own_operations(number: int, kind: str, dro
         return checkpoint(watched, x, use_reentrant=False).square().mean()
 
     with block, set_checkpoint_early_stop(False):
-        for seed in range(number):
-            model(tokens(seed))
+        forwards(model, *range(number))
         checkpointed().backward()
     checkpointed()
     # The checkpoint itself detaches in its recompute; a gather is what a top-k is answered with.
@@ -567,8 +567,7 @@ def dropping(rows: list[int]) -> ToyModel:
 
 def observed(model: ToyModel, *seeds: int) -> list[RoutedExperts]:
     with torch.no_grad(), npu_replay.observe(model) as observation:
-        for seed in seeds:
-            model(tokens(seed))
+        forwards(model, *seeds)
     return observation.shown
 
 

@@ -1,4 +1,7 @@
-"""Routing that isn't a plain top-k: fused, sinkhorn, forced balance, quantiles; and what aux losses count."""
+"""record and replay on the Megatron-core on the path: ways to route, to recompute, orders of backward.
+
+And routing that isn't a plain top-k: fused, sinkhorn, forced balance, quantiles; and what aux losses count.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,24 @@ import npu_replay
 from dealt_cases import dealt
 from fused_kernel import FUSION
 from npu_replay import RoutedExperts
-from zoo.gpt import VARIANTS, Trainer, build, check_foreign_routes, perturbed, random_routes, routers, same
+from zoo.gpt import (
+    ALL_RECOMPUTE,
+    VARIANTS,
+    Trainer,
+    build,
+    check_foreign_routes,
+    perturbed,
+    random_routes,
+    routers,
+    same,
+)
 
-pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.usefixtures("megatron"),
+    # torch says so of a reentrant checkpoint inside another's first pass, which runs under no_grad
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+]
 
 EXPERTS = 8
 FULL_OR_NONE = [case[0] for case in dealt([None, "full"], [None], [None])]
@@ -33,6 +51,26 @@ def foreign_to(trainer: Trainer) -> list[RoutedExperts]:
     with npu_replay.record(trainer.model) as recording:
         trainer.run("each")
     return random_routes(recording.routes)
+
+
+# A plain top-k
+
+ORDERS = ["each", "sum", "reversed", "thread"]
+AXES = (list(VARIANTS), [None, *ALL_RECOMPUTE], ORDERS)
+
+
+def _case(variant: str, recompute: str | None, order: str) -> Any:
+    shows = ["blocks", *(["recompute"] if recompute else []), *(["order"] if order != "each" else [])]
+    marks = [pytest.mark.capability(name) for name in shows]
+    return pytest.param(variant, recompute, order, marks=marks, id=f"{variant}-{recompute}-{order}")
+
+
+@pytest.mark.parametrize(("variant", "recompute", "order"), [_case(*case) for case in dealt(*AXES)])
+def test_a_record_changes_nothing_and_every_recompute_replays_its_own_forward(
+    variant: str, recompute: str | None, order: str
+) -> None:
+    trainer = build(VARIANTS[variant], recompute)
+    check_foreign_routes(trainer, build(VARIANTS[variant]), order, drops="capacity" in variant)
 
 
 # The fused router
