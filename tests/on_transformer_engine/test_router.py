@@ -1,6 +1,6 @@
 """moe_router_fusion with a kernel of small operators, which calls a top-k; Transformer Engine's checkpoint.
 
-A kernel that calls none: tests/compat/megatron/test_fused_router.py, and tests/matrix on every release.
+A kernel that calls none: tests/compat/megatron/test_routers.py, and tests/matrix on every release.
 """
 
 from __future__ import annotations
