@@ -57,12 +57,12 @@ def cases(ranks: int) -> Iterator[Any]:
             yield pytest.param(name, marks=[pytest.mark.long] if is_long else [])
 
 
-@pytest.mark.parametrize("case", cases(2))
+@pytest.mark.parametrize("case", [*cases(2)])
 def test_training_on_two_ranks_is_recorded_and_replayed(two: Notes, case: str) -> None:
     check_or_skip(two, case)
 
 
-@pytest.mark.parametrize("case", cases(4))
+@pytest.mark.parametrize("case", [*cases(4)])
 def test_training_on_four_ranks_is_recorded_and_replayed(four: Notes, case: str) -> None:
     check_or_skip(four, case)
 

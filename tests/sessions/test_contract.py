@@ -1,8 +1,8 @@
-"""What every stack does in a block, row by row; what one of them can't do is an expected failure.
+"""What every stack does in a block, row by row.
 
 Each release of Megatron-core on the path is a stack of its own; ways to route and to recompute, aux losses,
-by release: tests/matrix; capacity: tests/compat/megatron/test_routers.py. A fault in any of these:
-test_faults_in_any_micro_batch.py.
+by release: tests/matrix; capacity: tests/compat/megatron/test_routers.py; follow: test_follow.py. A fault in
+any of these: test_faults_in_any_micro_batch.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from zoo.outcome import as_map, gradients, hooks, random_routes, same, same_expe
 STACKS = ("toy", "Qwen3Moe", "Mixtral", "DeepseekV3", "GptOss", "megatron", "megatron hybrid")
 COUNT = 5
 """Micro-batches; number 3 is neither checked nor the last, as most of a job's."""
-UNABLE = {"follow": dict.fromkeys(("megatron", "megatron hybrid"), "its pipelines see no token ids")}
-"""By row, which stack can't, and why."""
 
 pytestmark = [
     pytest.mark.usefixtures("toy_routers"),
@@ -32,14 +30,10 @@ pytestmark = [
 ]
 
 
-def over_stacks(row: str = "") -> pytest.MarkDecorator:
-    def marks(name: str) -> list[pytest.MarkDecorator]:
-        why = UNABLE.get(row, {}).get(name)
-        return [pytest.mark.megatron] * ("megatron" in name) + [pytest.mark.xfail(reason=why)] * bool(why)
-
-    return pytest.mark.parametrize("stack", [pytest.param(name, marks=marks(name)) for name in STACKS])
-
-
+over_stacks = pytest.mark.parametrize(
+    "stack",
+    [pytest.param(name, marks=[pytest.mark.megatron] * ("megatron" in name)) for name in STACKS],
+)
 over_recomputes = pytest.mark.parametrize("how", [None, "reentrant", "non-reentrant"])
 
 
@@ -90,7 +84,7 @@ def shows(maps: list[list[Map]], bed: Bed, routes: list[RoutedExperts]) -> bool:
 
 
 @over_recomputes
-@over_stacks()
+@over_stacks
 def test_a_record_changes_nothing_and_has_what_was_used(stack: str, how: str | None) -> None:
     bed = bed_of(stack, how)
     untouched = run(bed)
@@ -110,7 +104,7 @@ def test_a_record_changes_nothing_and_has_what_was_used(stack: str, how: str | N
 
 
 @over_recomputes
-@over_stacks()
+@over_stacks
 def test_a_replay_uses_the_routes_also_in_recomputes(stack: str, how: str | None) -> None:
     bed = bed_of(stack, how)
     plain = bed_of(stack, None)
@@ -125,24 +119,7 @@ def test_a_replay_uses_the_routes_also_in_recomputes(stack: str, how: str | None
     assert all(module.weight.grad.abs().sum() > 0 for module in bed.routers)
 
 
-@over_stacks("follow")
-def test_an_update_follows_what_was_recorded_for_its_tokens(stack: str) -> None:
-    bed = bed_of(stack, None)
-    kept = [module.weight.detach().clone() for module in bed.routers]
-    with npu_replay.follow(bed.model):
-        with torch.no_grad(), witnessed(bed) as recorded:
-            for number in range(COUNT):
-                bed.call(tokens(number))
-        for module in bed.routers:
-            module.weight.data.neg_()
-        with witnessed(bed) as used:
-            run(bed)
-    assert same(used, recorded)
-    for module, weight in zip(bed.routers, kept, strict=True):
-        module.weight.data.copy_(weight)
-
-
-@over_stacks()
+@over_stacks
 def test_errors_wait_for_the_end_of_a_schedule(stack: str) -> None:
     bed = bed_of(stack, None)
     routes = foreign(bed)
