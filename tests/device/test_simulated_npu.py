@@ -41,7 +41,7 @@ def environment() -> dict[str, str]:
         ("test_spread.py", 19 if WHOLE else 14),
         ("test_transformers.py", 9 if WHOLE else 2),
         pytest.param(
-            *("test_megatron.py", 5 if WHOLE else 2),
+            *("test_megatron.py", 5 if WHOLE else 1),
             marks=[pytest.mark.megatron, pytest.mark.first_release, pytest.mark.timeout(900)],
         ),
     ],

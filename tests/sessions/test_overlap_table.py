@@ -163,7 +163,7 @@ def test_right_rows_are_taken_and_faults_refused_in_the_micro_batch_that_has_the
     assert line[1:] == ["refused in 2"] * len(FAULTS)
 
 
-@pytest.mark.parametrize("rate", [1e-4, 1e-2])
+@pytest.mark.parametrize("rate", [pytest.param(1e-4, marks=pytest.mark.long), 1e-2])
 def test_a_policy_that_has_moved_is_taken_and_its_next_rollout_is_judged_again(rate: float) -> None:
     trainer = copy.deepcopy(policy("trained")).train()
     batches = texts(3, seed=5)
