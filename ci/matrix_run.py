@@ -2,6 +2,8 @@
 
     python ci/matrix_run.py [--all] [--check] [NAME ...]     # ci/matrix.sh fetches, and calls it
 
+With --check, releases that are the same code share a run, unless it is of every case.
+
 What a test shows is told by its mark; what the release has by itself, by a process that has not imported
 npu_replay yet (tests/megatron_snapshot.py). What came of it goes to docs/dev/matrix/, and docs/dev/matrix.md
 is made of that, never by hand. Exit status 1: a test failed, or with --check the page says something else.
@@ -10,13 +12,14 @@ is made of that, never by hand. Exit status 1: a test failed, or with --check th
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from itertools import groupby
 from pathlib import Path
@@ -41,6 +44,8 @@ NATIVE = "native"
 SHIMMED = "shimmed"
 MISSING = "missing"
 FAILS = "FAILS"
+ELSEWHERE = ("package_info.py", "dist_checkpointing/", "distributed/fsdp/", "quantization/")
+"""What no test of tests/matrix/ runs in megatron/core: checkpoints on disk, Megatron's FSDP, quantization."""
 STALE = "run bash ci/matrix.sh --all and commit docs/dev/matrix.md with docs/dev/matrix/"
 
 
@@ -176,20 +181,46 @@ def stale(outcome: Outcome, known: Mapping[str, Shown]) -> list[str]:
     ]
 
 
-def run_all(releases: Sequence[matrix.Release], every_case: bool) -> Iterator[Outcome]:
+def code_of(release: matrix.Release) -> tuple[object, ...]:
+    """Return what tells its code from that of other releases; one that isn't fetched is like no other."""
+    core = ROOT / ".work" / release.product / release.version / "megatron" / "core"
+    digest = hashlib.sha256()
+    files = {str(file.relative_to(core)): file for file in core.rglob("*.py")}
+    for name in sorted(files):
+        if not name.startswith(ELSEWHERE):
+            digest.update(f"{name} {hashlib.sha256(files[name].read_bytes()).hexdigest()}\n".encode())
+    return digest.digest() if files else release.name, release.python, release.beside
+
+
+def sharing(releases: Sequence[matrix.Release]) -> list[list[matrix.Release]]:
+    """Put releases together of which one shows what all do."""
+    groups: dict[object, list[matrix.Release]] = {}
+    for release in releases:
+        groups.setdefault(code_of(release), []).append(release)
+    return [*groups.values()]
+
+
+def run_all(asked: Sequence[matrix.Release], every_case: bool, share: bool) -> Iterator[Outcome]:
     """Run them side by side, one process a core, and say on stderr how it goes; each as it is done."""
-    hands = {release.name: str(hand) for hand, release in enumerate(matrix.read().releases)}
+    releases = matrix.read().releases
+    groups = sharing(releases) if share else [[release] for release in releases]
     LOGS.mkdir(parents=True, exist_ok=True)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(int(os.environ.get("NPU_REPLAY_WORKERS") or cores)) as pool:
-        running = [pool.submit(run, one, "all" if every_case else hands[one.name]) for one in releases]
+        running = {}
+        for hand, group in enumerate(groups):
+            if same := [release for release in group if release in asked]:
+                job = pool.submit(run, same[-1], "all" if every_case else str(hand))
+                running[job] = same
         for done, job in enumerate(as_completed(running), 1):
-            one = job.result()
-            verdict = f"{len(one.problems)} PROBLEMS" if one.problems else "ok"
-            counts = f"{one.shown.passed} passed, {one.shown.skipped} not for this release"
-            line = f"[{done}/{len(running)}] {one.release.name}: {verdict}, {counts}, {one.seconds:.0f} s"
-            print(*filter(None, [line, one.said]), sep="\n", file=sys.stderr, flush=True)
-            yield one
+            outcome = job.result()
+            names = ", ".join(release.name for release in running[job])
+            verdict = f"{len(outcome.problems)} PROBLEMS" if outcome.problems else "ok"
+            counts = f"{outcome.shown.passed} passed, {outcome.shown.skipped} not for this release"
+            line = f"[{done}/{len(running)}] {names}: {verdict}, {counts}, {outcome.seconds:.0f} s"
+            print(*filter(None, [line, outcome.said]), sep="\n", file=sys.stderr, flush=True)
+            for release in running[job]:
+                yield replace(outcome, release=release)
 
 
 # The page
@@ -262,7 +293,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
     known = read()
     problems: list[str] = []
-    for outcome in run_all(matrix.read().of(asked.names), asked.all):
+    share = asked.check and not asked.all
+    for outcome in run_all(matrix.read().of(asked.names), asked.all, share):
         name = outcome.release.name
         problems += [f"{name}: {problem}" for problem in outcome.problems]
         if asked.check:

@@ -64,6 +64,38 @@ def test_a_release_whose_test_fails_makes_the_run_fail(
     assert runs.main(["--check", "0.15.3"]) == 0
     assert runs.main(["--check", "0.15.3", "0.16.1"]) == 1
     assert capsys.readouterr().out == "megatron-0.16.1: tests/x.py::y (flag)\n"
+    monkeypatch.setattr(runs, "code_of", lambda release: release.product)
+    assert runs.main(["--check", "0.15.3", "0.16.1"]) == 1
+    assert capsys.readouterr().out == "".join(
+        f"megatron-{name}: tests/x.py::y (flag)\n" for name in ("0.15.3", "0.16.1")
+    )
+    assert runs.main(["--all", "--check", "0.15.3", "0.16.1"]) == 1
+    assert capsys.readouterr().out == "megatron-0.16.1: tests/x.py::y (flag)\n"
+
+
+def test_releases_share_a_run_where_their_code_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "ROOT", tmp_path)
+    releases = {release.name: release for release in matrix.read().releases}
+
+    def share(*names: str) -> bool:
+        return len(runs.sharing([releases[name] for name in names])) == 1
+
+    assert not share("megatron-0.15.0", "megatron-0.15.1"), "neither is there"
+    for version in ("0.15.0", "0.15.1", "0.18.0"):
+        core = tmp_path / ".work" / "megatron" / version / "megatron" / "core"
+        for name, text in {
+            "package_info.py": version,
+            "router.py": "",
+            "distributed/fsdp/x.py": version,
+        }.items():
+            (core / name).parent.mkdir(parents=True, exist_ok=True)
+            (core / name).write_text(text)
+    assert share("megatron-0.15.0", "megatron-0.15.1")
+    assert not share("megatron-0.15.1", "megatron-0.18.0"), "they lie beside other packages"
+    (tmp_path / ".work/megatron/0.15.1/megatron/core/router.py").rename(tmp_path / "router.py")
+    assert not share("megatron-0.15.0", "megatron-0.15.1")
 
 
 # The page

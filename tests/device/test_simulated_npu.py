@@ -38,10 +38,10 @@ def environment() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "least"),
     [
-        ("test_spread.py", 19),
-        ("test_transformers.py", 9 if WHOLE else 3),
+        ("test_spread.py", 19 if WHOLE else 14),
+        ("test_transformers.py", 9 if WHOLE else 2),
         pytest.param(
-            *("test_megatron.py", 5 if WHOLE else 2),
+            *("test_megatron.py", 5 if WHOLE else 1),
             marks=[pytest.mark.megatron, pytest.mark.first_release, pytest.mark.timeout(900)],
         ),
     ],

@@ -80,6 +80,7 @@ def test_a_record_of_a_spread_model_is_that_of_one_place(how: str | None, device
     assert recording.metrics()["capacity_dropped"] == 0
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_a_replay_of_a_spread_model_is_that_of_one_place(

@@ -10,10 +10,10 @@ from zoo.hugging_face import RECOMPUTE, build, foreign, same, train
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.slow]
 
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3-4-groups")
+FAMILIES = ("deepseek_v3-4-groups", "qwen3_moe", "mixtral")
 
 
-@pytest.mark.choice
+@pytest.mark.choice(every=5)
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_record_and_replay_repeat_the_run_and_the_cpus(

@@ -15,8 +15,10 @@ import jobs
 from case_jobs import Notes, check, noted
 from distributed.parallel_cases import CASES, REFERENCES, SPLITS, missing
 
-KEPT = ("tp2-kept", "pp2-vp2-kept", "hybrid-pp2-kept", "tp2-pp2-kept")
+KEPT = ("pp2-vp2-kept", "hybrid-pp2-kept")
 """What .ci/run has without recompute; of the other ways to split it has full recompute alone."""
+LONG = ("pp2-block", "tp2-cp2-full")
+"""Whose parts are in other cases: Megatron's other recompute by layers, and padded batches over both axes."""
 
 pytestmark = [
     pytest.mark.megatron,
@@ -51,16 +53,16 @@ four = notes_of(4)
 def cases(ranks: int) -> Iterator[Any]:
     for name in CASES:
         if name.rsplit("-", 1)[0] in SPLITS[ranks]:
-            is_long = name.endswith("-kept") and name not in KEPT
+            is_long = name in LONG or (name.endswith("-kept") and name not in KEPT)
             yield pytest.param(name, marks=[pytest.mark.long] if is_long else [])
 
 
-@pytest.mark.parametrize("case", cases(2))
+@pytest.mark.parametrize("case", [*cases(2)])
 def test_training_on_two_ranks_is_recorded_and_replayed(two: Notes, case: str) -> None:
     check_or_skip(two, case)
 
 
-@pytest.mark.parametrize("case", cases(4))
+@pytest.mark.parametrize("case", [*cases(4)])
 def test_training_on_four_ranks_is_recorded_and_replayed(four: Notes, case: str) -> None:
     check_or_skip(four, case)
 

@@ -24,6 +24,7 @@ from zoo.toys import (
     ToyModel,
     ToyRouter,
     foreign,
+    forwards,
     in_groups,
     opened,
     plain,
@@ -86,8 +87,7 @@ def test_routes_of_other_rows_are_refused_in_any_micro_batch(at: int, named: boo
         torch.no_grad(),
         npu_replay.replay(model, routes, min_overlap=0),
     ):
-        for number in range(9):
-            model(tokens(number))
+        forwards(model, *range(9))
 
 
 @pytest.mark.parametrize("kind", ["record", "replay"])
@@ -107,8 +107,7 @@ def test_a_router_that_is_called_behind_a_forward_that_raised_is_told() -> None:
     model = ToyModel()
     wrong = pytest.raises(MicroBatchError, match="not through the __call__")
     with wrong, torch.no_grad(), npu_replay.record(model):
-        for number in range(3):
-            model(tokens(number))
+        forwards(model, *range(3))
         hook = model.layers[0].register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(tokens(3))
@@ -127,8 +126,7 @@ def test_a_record_of_ids_that_a_kernel_wrote_into_is_what_was_used() -> None:
 
     model = ToyModel(ToyRouter(), ToyRouter(select=Sometimes(writes, 3)))
     with torch.no_grad(), npu_replay.record(model) as recording:
-        for number in range(5):
-            model(tokens(number))
+        forwards(model, *range(5))
     assert torch.equal(recording.routes[3].layer_ids(1).long(), used[0])
 
 
@@ -181,8 +179,7 @@ def test_an_output_that_shows_one_expert_more_is_refused_where_all_is_read(at: i
     model = ToyModel(ToyRouter(), ToyRouter(select=Sometimes(with_another, at)))
     refused = pytest.raises(NoEffect, match=f"micro-batch {at}, layer 1.*doesn't show the chosen experts")
     with refused, torch.no_grad(), opened(block, model, 10):
-        for number in range(10):
-            model(tokens(number))
+        forwards(model, *range(10))
 
 
 @pytest.mark.parametrize("at", [0, 3])
@@ -214,8 +211,7 @@ def test_ids_that_the_layer_writes_into_behind_its_router_are_refused(block: str
     model.layers[1].router.register_forward_hook(writes)
     words = r"micro-batch 3, layer 1 .*were written into"
     with pytest.raises(NoEffect, match=words), torch.no_grad(), opened(block, model, 5):
-        for seed in range(5):
-            model(tokens(seed))
+        forwards(model, *range(5))
 
 
 class Penalized(ToyModel):
@@ -265,8 +261,7 @@ def test_a_router_that_raises_is_left_in_any_micro_batch(block: str) -> None:
 
     model = ToyModel(ToyRouter(select=Sometimes(raises, 3)), ToyRouter())
     with pytest.raises(ArithmeticError), torch.no_grad(), opened(block, model, 5):
-        for number in range(5):
-            model(tokens(number))
+        forwards(model, *range(5))
     assert armed() is None
 
 
@@ -309,11 +304,9 @@ def test_a_forward_that_is_in_inference_mode_by_itself_may_mask_its_scores() -> 
 
     model = Decorated(ToyRouter(select=in_groups, masks=True))
     with npu_replay.record(model) as recording:
-        for number in range(5):
-            model(tokens(number))
+        forwards(model, *range(5))
     with npu_replay.replay(model, recording.routes):
-        for number in range(5):
-            model(tokens(number))
+        forwards(model, *range(5))
 
 
 def as_it_is(saved: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from zoo.toys import (
     TOPK,
     ToyModel,
     ToyRouter,
+    forwards,
     in_groups,
     opened,
     outside_groups,
@@ -79,8 +80,7 @@ def replayed(select: Select, count: int = 4, **about: Any) -> list[tuple[Scores,
 
     model = ToyModel(ToyRouter(select=reads, masks=True, **about))
     with npu_replay.replay(model, [foreign()] * count):
-        for number in range(count):
-            model(tokens(number))
+        forwards(model, *range(count))
     assert len(found) == count
     assert all(torch.equal(ids, foreign().layer_ids(0).long()) for _, _, ids in found)
     return found

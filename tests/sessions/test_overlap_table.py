@@ -1,4 +1,4 @@
-"""Which rows are taken and which refused, by router and by fault; -s prints a table of it."""
+"""Which rows are taken and which refused, by router, by fault and by family; -s prints tables of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import npu_replay
-from judged_rows import of_engine, rounded
+from judged_rows import check, of_engine, rounded
 from npu_replay import MicroBatchError, RoutedExperts, TokenLayout
 from npu_replay.routes.routed_experts import Placement
 
@@ -163,7 +163,7 @@ def test_right_rows_are_taken_and_faults_refused_in_the_micro_batch_that_has_the
     assert line[1:] == ["refused in 2"] * len(FAULTS)
 
 
-@pytest.mark.parametrize("rate", [1e-4, 1e-2])
+@pytest.mark.parametrize("rate", [pytest.param(1e-4, marks=pytest.mark.long), 1e-2])
 def test_a_policy_that_has_moved_is_taken_and_its_next_rollout_is_judged_again(rate: float) -> None:
     trainer = copy.deepcopy(policy("trained")).train()
     batches = texts(3, seed=5)
@@ -201,6 +201,7 @@ def truly(model: Any, batches: list[torch.Tensor], given: list[RoutedExperts]) -
     return np.concatenate(parts), np.concatenate(own)
 
 
+@pytest.mark.choice
 @pytest.mark.parametrize(("steps", "rate"), STALE.values(), ids=STALE)
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_routes_of_stale_weights_are_refused_near_chance_and_else_shown(
@@ -228,3 +229,33 @@ def test_routes_of_stale_weights_are_refused_near_chance_and_else_shown(
     else:
         assert way > 0.1  # two standard errors below the least limit
         assert float(found) == pytest.approx(overlap.mean(), abs=0.01)
+
+
+# Families of transformers, with random weights
+
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-MoE, top-4 of 32": ("Qwen3Moe", {}),
+    "Qwen3-MoE, top-8 of 128": ("Qwen3Moe", {"num_experts": 128, "num_experts_per_tok": 8}),
+    "Qwen3-MoE, top-1 of 16": ("Qwen3Moe", {"num_experts": 16, "num_experts_per_tok": 1}),
+    "Mixtral, top-2 of 8": ("Mixtral", {"num_hidden_layers": 8}),
+    "OLMoE, top-8 of 64": ("Olmoe", {}),
+    "DeepSeek-V3, top-6 of 64 in groups": ("DeepseekV3", {}),
+}
+
+
+@pytest.mark.choice
+@pytest.mark.parametrize("length", [128, 600])
+@pytest.mark.parametrize("size", SIZES)
+def test_right_rows_of_a_family_are_taken_and_wrong_ones_refused(size: str, length: int) -> None:
+    family, changes = SIZES[size]
+    model = make(family, **changes)
+    generator = torch.Generator().manual_seed(5)
+    tokens, other = torch.randint(3, VOCABULARY, (2, 1, length), generator=generator)
+    right = {
+        "float32": rows_of(model, tokens),
+        "bfloat16": rows_of(copy.deepcopy(model).bfloat16(), tokens),
+        "8 bits": rows_of(rounded(copy.deepcopy(model), 8), tokens),
+        "4 bits": rows_of(rounded(copy.deepcopy(model), 4), tokens),
+    }
+    table = check(lambda: model(tokens, use_cache=False), model, right, rows_of(model, other))
+    print(f"\n{size}, {length} rows", *table, sep="\n")

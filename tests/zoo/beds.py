@@ -95,19 +95,20 @@ def transformers_model(family: str, layers: int = 2) -> Bed:
     )
 
 
-def megatron_gpt(variant: str, **changes: Any) -> Bed:
+def megatron_gpt(variant: str) -> Bed:
     from zoo import gpt
 
-    trainer = gpt.build({"num_layers": 2} | gpt.VARIANTS[variant] | changes)
+    trainer = gpt.build({"num_layers": 2} | gpt.VARIANTS[variant])
     return _megatron(trainer.model, lambda ids: trainer.loss(ids.to(gpt.DEVICE)))
 
 
-def megatron_hybrid(pattern: str = "*E*E", **changes: Any) -> Bed:
+def megatron_hybrid() -> Bed:
     from zoo import hybrid
 
+    pattern = "*E*E"
     if why := hybrid.missing(pattern):
         pytest.skip(why)
-    model = hybrid.model(hybrid.config(pattern, **changes), pattern)
+    model = hybrid.model(hybrid.config(pattern), pattern)
     return _megatron(model, lambda ids: model(input_ids=ids, labels=ids, **megatron_model.causal(ids)).mean())
 
 

@@ -165,11 +165,16 @@ def opened(kind: str, model: nn.Module, count: int = 1, **of_routes: Any) -> Any
     return getattr(npu_replay, kind)(model)
 
 
+def forwards(model: nn.Module, *seeds: int) -> None:
+    """One forward for each micro-batch."""
+    for seed in seeds:
+        model(tokens(seed))
+
+
 def recorded(model: nn.Module, *seeds: int) -> list[RoutedExperts]:
     """What the model's own routers choose."""
     with torch.no_grad(), npu_replay.record(model) as recording:
-        for seed in seeds or (0,):
-            model(tokens(seed))
+        forwards(model, *(seeds or (0,)))
     return recording.routes
 
 

@@ -1,6 +1,6 @@
 """What aux losses and the expert bias count while the routers are given their experts.
 
-Against a count by hand, on every release: tests/matrix/test_other_routing.py.
+Against a count by hand, on every release: tests/matrix/test_routing.py.
 """
 
 from __future__ import annotations

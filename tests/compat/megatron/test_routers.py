@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
@@ -11,10 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+import fused_kernel
 import npu_replay
+from fused_kernel import FUSION
 from judged_rows import check, rounded
 from npu_replay import RoutedExperts
-from npu_replay.errors import NoEffect, RouterError
+from npu_replay.errors import NoEffect, RecomputeError, RouterError
 from npu_replay.seam import dropped
 from npu_replay.smoke import megatron_model
 from zoo.gpt import (
@@ -181,6 +184,7 @@ def test_combined_1f1b_is_refused_before_the_first_micro_batch() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.first_release
 def test_two_live_models_of_one_config_object_keep_their_own_routes() -> None:
     """T18: an actor and its reference share the config; what is asked of it means neither of them alone."""
     actor = build({"moe_layer_freq": [0, 1, 1, 1]}, "full")
@@ -300,6 +304,62 @@ def test_ids_in_the_place_of_a_map_are_read_as_ids() -> None:
     assert router.shows((torch.ones(2, 2), ids)) is ids
     routing_map = torch.eye(2, router.num_experts)
     assert torch.equal(router.shows((routing_map, routing_map)), routing_map.bool())
+
+
+# What goes wrong with the fused router. That it is recorded and replayed, on every release: tests/matrix
+
+
+@pytest.fixture
+def kernel() -> Iterator[Any]:
+    with fused_kernel.lent() as moe_utils:
+        yield moe_utils
+
+
+def test_a_recompute_that_falls_the_other_way_is_an_error(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T35: the kernel can't be given the ids of its forward, so it is watched."""
+    trainer = build(FUSION, "full")
+
+    def drifting(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        scale = -1.0 if torch._C._current_graph_task_id() != -1 else 1.0
+        return fused_kernel.fused_topk_with_score_function(logits * scale, *args, **kwargs)
+
+    monkeypatch.setattr(kernel, "fused_topk_with_score_function", drifting)
+    with (
+        pytest.raises(RecomputeError, match=r"other experts in a recompute.*moe_router_fusion=False"),
+        npu_replay.pin_recompute(trainer.model),
+    ):
+        trainer.run("each")
+    assert kernel.fused_topk_with_score_function is drifting
+
+
+def test_a_kernel_of_another_kind_is_an_error_that_says_so(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build(FUSION)
+    monkeypatch.setattr(kernel, "fused_topk_with_score_function", lambda logits, **_: logits)
+    with pytest.raises(NoEffect, match="output can't be read"), npu_replay.record(trainer.model):
+        trainer.loss(trainer.batches[0])
+
+
+def test_a_fused_path_of_somebody_elses_is_refused_in_the_first_micro_batch(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer.moe import router as product
+
+    def elsewhere(logits: torch.Tensor, topk: int, **_: Any) -> Any:
+        return fused_kernel.fused_topk_with_score_function(
+            logits, topk, False, None, None, None, "softmax", None
+        )
+
+    trainer = build(FUSION)
+    monkeypatch.setattr(product, "topk_routing_with_score_function", elsewhere)
+    with (
+        pytest.raises(NoEffect, match=r"moe_router_fusion=True, and a kernel other than"),
+        npu_replay.record(trainer.model),
+    ):
+        trainer.loss(trainer.batches[0])
 
 
 # Right rows of an engine are taken and wrong ones refused, as on families of transformers

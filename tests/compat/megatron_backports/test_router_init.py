@@ -27,13 +27,6 @@ from zoo.gpt import BATCH, LENGTH, MICRO_BATCHES, VARIANTS, Trainer, perturbed, 
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
-SINKHORN: dict[str, Any] = {
-    "moe_router_load_balancing_type": "sinkhorn",
-    "moe_aux_loss_coeff": 0.0,
-    "moe_router_score_function": "softmax",
-}
-QUANTILE: dict[str, Any] = {"moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.0}
-
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
@@ -54,34 +47,6 @@ def blocks(trainer: Trainer, recorded: list[list[torch.Tensor]]) -> Any:
     """The same replay by npu_replay's own block."""
     with npu_replay.replay(trainer.model, as_routes(recorded)):
         return trainer.run("each")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "recompute"),
-    [
-        pytest.param(SINKHORN, "full", id="sinkhorn"),
-        # its top-k asks for one expert more than it uses, to find where the limit lies
-        pytest.param(QUANTILE, None, id="quantile balancing"),
-        pytest.param(QUANTILE, "full", id="quantile balancing in a recompute"),
-    ],
-)
-def test_a_loop_written_against_upstreams_api_gives_what_a_block_gives(
-    changes: dict[str, Any], recompute: str | None
-) -> None:
-    """N2: ways to route that tests/matrix/test_upstream_model.py hasn't, which runs on every release."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if changes is QUANTILE and not hasattr(moe_utils, "qb_dual_update"):
-        pytest.skip("this Megatron-core has no quantile balancing: 0.19 is the first")
-    trainer = build_replayed(changes, recompute)
-    untouched = trainer.run("each")
-    losses, recorded = upstream_loop.record(trainer)
-    assert losses == untouched[0]
-    assert [len(routes) for routes in as_routes(recorded)] == [BATCH * LENGTH] * MICRO_BATCHES
-    with perturbed(trainer.model):
-        assert trainer.run("each")[0] != untouched[0]
-        assert same(upstream_loop.replay(trainer, recorded), blocks(trainer, recorded))
 
 
 class Foreign:

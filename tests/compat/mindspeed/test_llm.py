@@ -194,6 +194,7 @@ def check(trainer: Trainer) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.first_release
 @pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("case", CASES | REAL_ONLY)

@@ -1,4 +1,7 @@
-"""Routing that isn't a plain top-k: fused, sinkhorn, forced balance, quantiles; and what aux losses count."""
+"""record and replay on the Megatron-core on the path: ways to route, to recompute, orders of backward.
+
+And routing that isn't a plain top-k: fused, sinkhorn, forced balance, quantiles; and what aux losses count.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,27 @@ import npu_replay
 from dealt_cases import dealt
 from fused_kernel import FUSION
 from npu_replay import RoutedExperts
-from zoo.gpt import VARIANTS, Trainer, build, check_foreign_routes, perturbed, random_routes, routers, same
+from zoo.gpt import (
+    ALL_RECOMPUTE,
+    VARIANTS,
+    Trainer,
+    build,
+    check_foreign_routes,
+    perturbed,
+    random_routes,
+    routers,
+    same,
+)
 
-pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.usefixtures("megatron"),
+    # torch says so of a reentrant checkpoint inside another's first pass, which runs under no_grad
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+]
 
 EXPERTS = 8
+FULL_OR_NONE = [case[0] for case in dealt([None, "full"], [None], [None])]
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -34,6 +53,26 @@ def foreign_to(trainer: Trainer) -> list[RoutedExperts]:
     return random_routes(recording.routes)
 
 
+# A plain top-k
+
+ORDERS = ["each", "sum", "reversed", "thread"]
+AXES = (list(VARIANTS), [None, *ALL_RECOMPUTE], ORDERS)
+
+
+def _case(variant: str, recompute: str | None, order: str) -> Any:
+    shows = ["blocks", *(["recompute"] if recompute else []), *(["order"] if order != "each" else [])]
+    marks = [pytest.mark.capability(name) for name in shows]
+    return pytest.param(variant, recompute, order, marks=marks, id=f"{variant}-{recompute}-{order}")
+
+
+@pytest.mark.parametrize(("variant", "recompute", "order"), [_case(*case) for case in dealt(*AXES)])
+def test_a_record_changes_nothing_and_every_recompute_replays_its_own_forward(
+    variant: str, recompute: str | None, order: str
+) -> None:
+    trainer = build(VARIANTS[variant], recompute)
+    check_foreign_routes(trainer, build(VARIANTS[variant]), order, drops="capacity" in variant)
+
+
 # The fused router
 
 
@@ -45,7 +84,7 @@ def kernel() -> Iterator[Kernel]:
 
 
 @pytest.mark.capability("fused")
-@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("recompute", FULL_OR_NONE)
 def test_what_a_fused_router_chose_is_recorded(kernel: Kernel, recompute: str | None) -> None:
     trainer = build(FUSION, recompute)
     untouched = trainer.run("sum")
@@ -109,7 +148,7 @@ SOME = [case[0] for case in dealt([None, "full", "layers_non_reentrant"], [None]
 
 
 @pytest.mark.parametrize(
-    ("kind", "recompute"), [*_balanced("sinkhorn", SOME), *_balanced("quantile_balancing", [None, "full"])]
+    ("kind", "recompute"), [*_balanced("sinkhorn", SOME), *_balanced("quantile_balancing", FULL_OR_NONE)]
 )
 def test_a_balance_of_another_kind_is_recorded_and_replayed(kind: str, recompute: str | None) -> None:
     """Quantile balancing's dual update has a top-k of its own, down the rows, which is none of ours."""
@@ -124,7 +163,7 @@ def test_a_balance_of_another_kind_is_recorded_and_replayed(kind: str, recompute
 
 @pytest.mark.capability("aux_loss")
 @pytest.mark.parametrize("counted", ["live", "replayed"])
-@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("recompute", FULL_OR_NONE)
 def test_an_aux_loss_counts_what_it_was_asked_to(counted: str, recompute: str | None) -> None:
     """In the last layer's router weight, beside the gradient of the same replay without aux loss."""
     coefficient = 0.1
@@ -156,7 +195,7 @@ def _last_weight(
 
 
 @pytest.mark.capability("aux_loss")
-@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+@pytest.mark.parametrize("kind", [case[0] for case in dealt(["aux_loss", "seq_aux_loss"], [None], [None])])
 def test_left_out_an_aux_loss_counts_the_live_experts(kind: str) -> None:
     changes = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.1}
     foreign = foreign_to(build(changes))

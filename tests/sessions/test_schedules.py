@@ -1,6 +1,7 @@
-"""Marks: a recompute that a schedule runs by itself, outside backward, in another micro-batch's forward.
+"""What a schedule runs by itself: a recompute outside backward, in another micro-batch's forward (marks).
 
-As MindSpeed's overlap does: tests/on_mindspeed compares its gradients.
+As MindSpeed's overlap does: tests/on_mindspeed compares its gradients. And a pass of
+torch.distributed.pipelining that learns shapes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -18,7 +20,7 @@ from npu_replay import routers
 from npu_replay.errors import RecomputeError
 from npu_replay.routers import Router
 from npu_replay.sessions.timeline import Marks
-from zoo.toys import ROWS, ToyModel, ToyRouters, hooks, opened, same, tokens
+from zoo.toys import HIDDEN, ROWS, ToyModel, ToyRouters, hooks, opened, same, tokens
 
 COUNT = 5
 
@@ -87,3 +89,54 @@ def test_a_mark_that_no_call_took_does_not_reach_the_next_forward(rerunning: Rer
         model(tokens(1))
         rerunning.kept.clear()
     assert not torch.equal(recording.routes[0].ids, recording.routes[1].ids)
+
+
+# torch.distributed.pipelining: its first step runs a stage once more, to learn its shapes
+
+STEPS = 4
+BATCH = torch.randn(STEPS * 6, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    own = not dist.is_initialized()  # Megatron's group stays in the process of its tests
+    if own:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if own:
+        dist.destroy_process_group()
+
+
+def schedule(**shapes: torch.Tensor) -> tuple[ToyModel, Any]:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    model = ToyModel()
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"), **shapes)
+    return model, ScheduleGPipe(stage, STEPS, loss_fn=nn.functional.mse_loss)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("toy_routers", "process_group")
+@pytest.mark.parametrize("block", ["record", "replay"])
+def test_the_pass_that_learns_shapes_is_no_micro_batch(block: str) -> None:
+    model, first = schedule()
+    with pytest.raises(RuntimeError) as caught, opened(block, model, STEPS, rows=6):
+        first.step(BATCH, target=BATCH)
+    caught.match("this forward is no micro-batch.*Expected PipelineStage.*run one step before the block")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("toy_routers", "process_group")
+@pytest.mark.parametrize("shapes", [{}, dict.fromkeys(("input_args", "output_args"), BATCH[:6])])
+def test_a_step_of_a_stage_that_knows_its_shapes_is_recorded_and_replayed(shapes: Any) -> None:
+    model, steps = schedule(**shapes)
+    if not shapes:  # nothing is told by its number there
+        with npu_replay.pin_recompute(model) as pinned:
+            steps.step(BATCH, target=BATCH)
+        assert pinned.metrics()["micro_batches"] == STEPS + 1
+    with npu_replay.record(model) as recording:
+        steps.step(BATCH, target=BATCH)
+    assert len(recording.routes) == STEPS
+    with npu_replay.replay(model, recording.routes) as replayed:
+        steps.step(BATCH, target=BATCH)
+    assert replayed.metrics()["micro_batches"] == STEPS
