@@ -15,7 +15,6 @@ the use of the ids is followed (`id_uses.py`). The guard also notes the `masked_
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -131,12 +130,6 @@ class Call:
         """End the call; `shown` is what `Router.shows` returned, if it is still to be checked."""
         self.shown = shown
         self.has_ended = True
-
-    def let_go(self) -> list[weakref.ref[Any]]:
-        """Return what may run the call again, held weakly from now on: it lives no longer than its graph."""
-        around = [weakref.ref(enclosing) for enclosing in self.around]
-        self.around = ()
-        return around
 
     def learned(self) -> Plan:
         """Return the plan of the calls that follow this one, which has ended."""

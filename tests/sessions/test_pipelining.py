@@ -37,7 +37,7 @@ def schedule(**shapes: torch.Tensor) -> tuple[ToyModel, Any]:
     return model, ScheduleGPipe(stage, COUNT, loss_fn=nn.functional.mse_loss)
 
 
-@pytest.mark.parametrize("block", ["record", "replay"])
+@pytest.mark.parametrize("block", ["record", "replay", "observe"])
 def test_the_pass_that_learns_shapes_is_no_micro_batch(block: str) -> None:
     model, first = schedule()
     with pytest.raises(RuntimeError) as caught, opened(block, model, COUNT, rows=6):
