@@ -129,6 +129,10 @@ RECUT = (
 OTHER_ORDER = "micro-batches in another order than their routes (a shuffle, dynamic batches)"
 EXTRA = "an evaluation or a reference pass inside the block, which belongs outside"
 LEFT_OUT = "a micro-batch before it was left out, and the block wasn't told by session.skip()"
+CALLED_INSIDE = (
+    "the block was given a wrapper, and the loop calls the module inside it (model.module, say) or forward() "
+    "itself, past the __call__ of what was given; give the block the module that the loop really calls"
+)
 
 
 def shown(value: object, most: int = 80) -> str:

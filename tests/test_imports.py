@@ -128,7 +128,7 @@ print(json.dumps([before, [type(kind).__name__ for kind in routers._registered()
     assert answer(code) == [False, kinds, ["megatron-core", "transformers"]]
 
 
-def test_what_makes_a_router_kind_is_called_once_and_has_to_make_one() -> None:
+def test_what_makes_a_router_kind_is_called_once() -> None:
     made: list[object] = []
 
     class Kind(routers.RouterKind):
@@ -139,9 +139,6 @@ def test_what_makes_a_router_kind_is_called_once_and_has_to_make_one() -> None:
     try:
         assert not made
         assert [routers._registered()[-1], routers._registered()[-1]] == 2 * made
-        routers.register("mine", object)  # type: ignore[arg-type]
-        with pytest.raises(routers.RouterError, match="mine: this isn't a RouterKind"):
-            routers.find([])
     finally:
         routers.unregister("mine")
 

@@ -300,15 +300,14 @@ class Asked(Call):
         self._groups = groups
         self._compares = compares
 
-    def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def matches(self, scores: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         # A second top-k of the same scores is the aux loss's and stays live; one of a capacity drops tokens.
-        return (self.ids is None or self.plan.drops) and super().matches(args, kwargs)
+        return (self.ids is None or self.plan.drops) and super().matches(scores, args, kwargs)
 
     def decide(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         outer = self.outer
         topk = self.plan.topk
         _, args, kwargs = self.taken_by
-        kwargs = {name: value for name, value in kwargs.items() if name != "input"}
 
         def own(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
             """Run the top-k as it was called, on scores masked by groups; an outer call is answered once."""
@@ -316,7 +315,7 @@ class Asked(Call):
                 if outer is not None and outer.ids is None:
                     outer.fills = self.fills  # of the masks before its top-k
                     here.call = outer
-                values, ids = torch.topk(scores, *args[1:], **kwargs)
+                values, ids = torch.topk(scores, *args, **kwargs)
             finally:
                 here.call = self
             return values[:, :topk], ids[:, :topk]

@@ -13,13 +13,13 @@ import torch
 
 from npu_replay import routers
 from npu_replay.errors import (
+    CALLED_INSIDE,
     InvalidRoutes,
     MicroBatchError,
     ReplayError,
     RouterError,
     micro_batch,
     one_of,
-    shown,
 )
 from npu_replay.following.fed_sequences import (
     KEYWORDS,
@@ -41,7 +41,6 @@ from npu_replay.sessions.own_choice import OwnChoice
 from npu_replay.sessions.record import micro_batch_routes
 from npu_replay.sessions.route_source import RouteSource, check_fit
 from npu_replay.sessions.session import Session, to_enter
-from npu_replay.sessions.timeline import CALLED_INSIDE
 
 logger = logging.getLogger(__name__)
 
@@ -163,8 +162,6 @@ class Following(Session):
             ReplayError: routes of other tokens or of another model; no tokens and no fingerprint; other
                 routes of the same tokens that no update has taken yet.
         """
-        if not isinstance(routes, RoutedExperts):
-            raise ReplayError("these are no routes", expected="one RoutedExperts", got=shown(routes))
         if sample_key is not None and routes.fingerprint is not None:
             routes = routes.of_sample(sample_key)
         mark = routes.fingerprint if tokens is None else fingerprint(tokens, sample_key=sample_key)
@@ -223,10 +220,7 @@ class Following(Session):
         why = None if is_native else self._why_left_alone(call, grad)
         if why is None:
             with self._answering.shared.timed():
-                if is_native:
-                    self._source.leave(call)
-                else:
-                    self._source.look_up(call, keys, grad, carried)
+                self._source.look_up(call, keys, grad, carried, paused=is_native)
             self._source.is_on = True
             super()._chunk_begins(0, args, others)
         elif grad:
@@ -319,13 +313,20 @@ class TokenRoutes(RouteSource):
             )
         return self.is_on
 
-    def look_up(self, call: dict[str, Any], keys: Any, grad: bool, carried: Any) -> None:
-        """Find the routes of each sequence of a call, and note which sequences are to be recorded."""
+    def look_up(self, call: dict[str, Any], keys: Any, grad: bool, carried: Any, *, paused: bool) -> None:
+        """Find the routes of each sequence of a call, and note which sequences are to be recorded.
+
+        A paused call is left to the routers: none of its rows has a route, and none is recorded.
+        """
         number = self.timeline.ended[0]
         self._fed = None
         self._new = []
+        self._replayed = 0
         try:
-            if carried is None:
+            if paused:
+                self._fed = fed_sequences(call, self._placeholders)
+                routes = self._without_routes(self._fed.rows)
+            elif carried is None:
                 routes = self._found(fed_sequences(call, self._placeholders, keys), grad)
             else:
                 routes = carried_routes(carried, call, self._model, self._placeholders.get("padding", 0))
@@ -333,18 +334,6 @@ class TokenRoutes(RouteSource):
             raise error.at(micro_batch(number)) from None
         self.give(0, number, routes)
         self.records = bool(self._new)
-
-    def leave(self, call: dict[str, Any]) -> None:
-        """Leave a call with grad to the routers: none of its rows has a route, and none is recorded."""
-        number = self.timeline.ended[0]
-        self._new = []
-        self._replayed = 0
-        self.records = False  # an interrupted call that recorded has left it on
-        try:
-            self._fed = fed_sequences(call, self._placeholders, None)
-        except MicroBatchError as error:
-            raise error.at(micro_batch(number)) from None
-        self.give(0, number, self._without_routes(self._fed.rows))
 
     def has_rollout(self, call: dict[str, Any], keys: Any) -> bool:
         with contextlib.suppress(MicroBatchError):

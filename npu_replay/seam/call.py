@@ -15,7 +15,6 @@ the use of the ids is followed (`id_uses.py`). The guard also notes the `masked_
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -34,6 +33,8 @@ from npu_replay.seam.watch import watch
 
 Choose: TypeAlias = "Callable[[Call], torch.Tensor]"
 """Takes a call, and returns the ids to use, int64 [rows, topk]."""
+Native: TypeAlias = "Callable[..., Any]"
+"""Is torch's own function, or what somebody has put in its place."""
 
 _modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 
@@ -83,7 +84,7 @@ class Call:
     direct: torch.Tensor | None = None  # the given ids, int64, if they are all that the call needs
     shown: Any = None  # what `Router.shows` returned, if it is still to be checked
     scores: Any = None  # the input of the top-k
-    taken_by: Any = None  # the function, its arguments and keywords
+    taken_by: Any = None  # the function, its arguments behind the scores, and keywords
     own_ids: torch.Tensor | None = None  # the router's own choice of all rows, once computed
     taken: IdUses | None = None  # uses of the ids after the top-k, if `follows`
     ruled_out: torch.Tensor | None = None  # see `masks.ruled_out`
@@ -130,12 +131,6 @@ class Call:
         self.shown = shown
         self.has_ended = True
 
-    def let_go(self) -> list[weakref.ref[Any]]:
-        """Return what may run the call again, held weakly from now on: it lives no longer than its graph."""
-        around = [weakref.ref(enclosing) for enclosing in self.around]
-        self.around = ()
-        return around
-
     def learned(self) -> Plan:
         """Return the plan of the calls that follow this one, which has ended."""
         plan = self.plan
@@ -143,8 +138,7 @@ class Call:
         if not plain or plan.drops or plan.spare or plan.is_block:
             return replace(plan, way=self.way, is_quick=False)
         _, args, kwargs = self.taken_by
-        named = {name: kwargs[name] for name in kwargs if name != "input"}
-        return replace(plan, way=self.way, is_quick=True, args=args[1:], kwargs=named)
+        return replace(plan, way=self.way, is_quick=True, args=args, kwargs=kwargs)
 
     def __enter__(self) -> None:
         """Answer the next top-k of this thread that matches."""
@@ -162,10 +156,9 @@ class Call:
             watch.unfollow(self.taken)
         here.call = self.outer
 
-    def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether the call answers a top-k with these arguments."""
+    def matches(self, scores: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether the call answers a top-k of these scores, with these arguments behind them."""
         plan = self.plan
-        scores = args[0] if args else kwargs.get("input")
         if not isinstance(scores, torch.Tensor) or scores.shape != (self.rows, plan.num_experts):
             return False
         if plan.drops and self.ids is not None:  # the next one asks which tokens to drop
@@ -186,16 +179,15 @@ class Call:
             frame = frame.f_back
         return True
 
-    def take(self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def take(self, native: Native, scores: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a top-k of the guarded name, and answer it if it is the router's."""
-        if self.matches(args, kwargs):
-            return self.answer(native, args, kwargs, "guard")
-        return native(*args, **kwargs)
+        if self.matches(scores, args, kwargs):
+            return self.answer(native, scores, args, kwargs, "guard")
+        return native(scores, *args, **kwargs)
 
-    def passes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def passes(self, scores: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the shape of the scores of a top-k that would be answered if they were two-dimensional."""
         plan = self.plan
-        scores = args[0] if args else kwargs.get("input")
         if not isinstance(scores, torch.Tensor) or _k(args, kwargs) != plan.topk + plan.spare:
             return
         if scores.shape[-1:] == (plan.num_experts,) and scores.numel() == self.rows * plan.num_experts:
@@ -210,16 +202,16 @@ class Call:
             self.watching = False
 
     def answer(
-        self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: str
+        self, native: Native, scores: Any, args: tuple[Any, ...], kwargs: dict[str, Any], way: str
     ) -> Any:
         """Answer the top-k, once: later ones in this call are the router's own."""
         # Disarmed while our own operations run: a top-k among them is not the router's.
         self.is_armed = False
         if self.ids is not None:
-            return (self._drop if self.plan.drops else self._answer_again)(native, args, kwargs, self.ids)
+            again = self._drop if self.plan.drops else self._answer_again
+            return again(native, scores, args, kwargs, self.ids)
         if way == "guard":
             self._stopwatching()
-        scores = args[0] if args else kwargs["input"]
         if type(scores).__name__ == "DTensor":
             raise RouterError(
                 "the scores are a DTensor, which replay doesn't support",
@@ -251,29 +243,27 @@ class Call:
         self.is_armed = bool(self.plan.is_block or self.plan.drops or comes_again)
         return torch.return_types.topk((values, handed))
 
-    def _answer_again(self, native: Callable[..., Any], args: Any, kwargs: Any, ids: torch.Tensor) -> Any:
+    def _answer_again(self, native: Native, scores: Any, args: Any, kwargs: Any, ids: torch.Tensor) -> Any:
         """Answer a further top-k: one of the same scores has the same ids, another is the router's own."""
         self.further += 1
         plan = self.plan
-        scores = args[0] if args else kwargs["input"]
         try:
             if plan.is_given and _identity(scores) == self._answered and (handed := self.handed) is not None:
                 # Not the values of before: they may have been made without grad, or written into.
                 values = unmasked(scores, self.fills, plan.topk, handed, plan.leaves)
                 return torch.return_types.topk((values if scores.requires_grad else values.detach(), handed))
-            return native(*args, **kwargs)
+            return native(scores, *args, **kwargs)
         finally:
             self.is_armed = True
 
-    def _drop(self, native: Callable[..., Any], args: Any, kwargs: Any, ids: torch.Tensor) -> Any:
+    def _drop(self, native: Native, scores: Any, args: Any, kwargs: Any, ids: torch.Tensor) -> Any:
         """Choose the tokens that keep their place at each expert, and note which ids lost theirs."""
-        scores = args[0] if args else kwargs.pop("input")
-        answer = native(scores, *args[1:], **kwargs)
+        answer = native(scores, *args, **kwargs)
         if self.plan.is_given and scores.is_floating_point():
             if self._loses is None:
                 dropped.warn()
             with outside_modes():
-                again = lambda lifted: native(lifted, *args[1:], **kwargs)  # noqa: E731
+                again = lambda lifted: native(lifted, *args, **kwargs)  # noqa: E731
                 places = dropped.kept_places(scores.detach(), answer[1], ids, self._loses, again)
             answer = torch.return_types.topk((scores.gather(0, places), places))
         with outside_modes():
@@ -327,34 +317,31 @@ class Call:
 
     def native_topk(self, scores: torch.Tensor) -> Any:
         native, args, kwargs = self.taken_by
-        if not args:
-            return native(**kwargs | {"input": scores})
-        return native(scores, *args[1:], **kwargs)
+        return native(scores, *args, **kwargs)
 
     def fill(
-        self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool
+        self, native: Native, scores: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool
     ) -> Any:
         """Run a `masked_fill`, and keep the scores before it: given experts may be among those it fills."""
         plan = self.plan
-        scores = args[0] if args else kwargs.get("input")
         shape = self.rows, plan.num_experts
         # An inner call that records keeps them for the outer one, which takes them over.
         is_given = plan.is_given or (self.outer is not None and self.outer.plan.is_given)
         if not is_given or not isinstance(scores, torch.Tensor):
-            return native(*args, **kwargs)
+            return native(scores, *args, **kwargs)
         has_shape = scores.shape == shape
         # Routers that mask whole groups may fill a view [rows, groups, experts of a group].
         if not has_shape and (scores.shape[:1] != shape[:1] or scores.shape[1:].numel() != shape[1]):
-            return native(*args, **kwargs)
+            return native(scores, *args, **kwargs)
         before = scores
         if in_place:
             with outside_modes():
                 before = scores.clone()
         known = len(self.fills)
-        after = native(*args, **kwargs)
+        after = native(scores, *args, **kwargs)
         if len(self.fills) > known:
             return after  # under a mode torch looks the function up by its name, and has called this again
-        fill = Fill.of(before, after, args[1] if len(args) > 1 else kwargs["mask"])
+        fill = Fill.of(before, after, args[0] if args else kwargs["mask"])
         if not has_shape:
             with outside_modes():
                 fill = Fill.of(*(part.expand(scores.shape).reshape(shape) for part in fill[:3]))
@@ -366,13 +353,13 @@ def takes_largest_of_rows(
     args: tuple[Any, ...], kwargs: dict[str, Any], dims: tuple[int, int] = (-1, 1)
 ) -> bool:
     """Return whether a call of topk takes the largest scores along one of these dimensions."""
-    dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-    largest = args[3] if len(args) > 3 else kwargs.get("largest", True)
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+    largest = args[2] if len(args) > 2 else kwargs.get("largest", True)
     return dim in dims and bool(largest) and "out" not in kwargs
 
 
 def _k(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[1] if len(args) > 1 else kwargs.get("k")
+    return args[0] if args else kwargs.get("k")
 
 
 def _identity(scores: torch.Tensor) -> tuple[object, ...]:

@@ -12,12 +12,12 @@ what they show is kept and checked when it ends (`Answering.ends`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from npu_replay.seam.call import Call, Choose, takes_largest_of_rows
+from npu_replay.seam.call import Call, Choose, Native, takes_largest_of_rows
 from npu_replay.seam.masks import Fill, unmasked
 from npu_replay.seam.plan import Plan
 
@@ -73,14 +73,13 @@ class QuickCall(Call):
         self.is_recompute = is_recompute
         self.keeps_native_topk = keeps_native_topk
 
-    def _fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _fits(self, scores: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether these are the arguments of the router's top-k."""
         plan = self.plan
-        if args[1:] != plan.args or kwargs != plan.kwargs:  # else they are those of a checked call
-            k = args[1] if len(args) > 1 else kwargs.get("k")
+        if args != plan.args or kwargs != plan.kwargs:  # else they are those of a checked call
+            k = args[0] if args else kwargs.get("k")
             if k != plan.topk or not takes_largest_of_rows(args, kwargs):
                 return False
-        scores = args[0] if args else kwargs.get("input")
         if type(scores) is not torch.Tensor or scores.dim() != 2 or scores.shape[1] != plan.num_experts:
             return False
         if self.rows not in (len(scores), -1):
@@ -89,26 +88,26 @@ class QuickCall(Call):
         return True
 
     def fill(
-        self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool
+        self, native: Native, scores: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool
     ) -> Any:
-        if in_place or len(args) < 2 or not self.plan.is_given or args[0].shape != self.owner.shape:
-            return super().fill(native, args, kwargs, in_place)
-        after = native(*args, **kwargs)
-        self.fills = (*self.fills, Fill.of(args[0], after, args[1]))
+        if in_place or not args or not self.plan.is_given or scores.shape != self.owner.shape:
+            return super().fill(native, scores, args, kwargs, in_place)
+        after = native(scores, *args, **kwargs)
+        self.fills = (*self.fills, Fill.of(scores, after, args[0]))
         return after
 
-    def take(self, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def take(self, native: Native, scores: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan = self.plan
-        scores: Any = args[0] if args else kwargs.get("input")
         known = (  # the same arguments as in the call before
             type(scores) is Tensor
             and (shape := scores.shape) == self.owner.shape
             and self.rows in (shape[0], -1)
-            and args[1:] == plan.args
+            and args == plan.args
             and kwargs == plan.kwargs
         )
-        if self.ids is not None or not (known or self._fits(args, kwargs)):  # a later one isn't the router's
-            return native(*args, **kwargs)
+        if self.ids is not None or not (known or self._fits(scores, args, kwargs)):
+            # Another top-k than the router's, or a later one.
+            return native(scores, *args, **kwargs)
         self.way = "guard"
         self.rows = scores.shape[0]
         fills = self.fills
@@ -118,7 +117,7 @@ class QuickCall(Call):
             values = unmasked(scores, fills, plan.topk, ids, plan.leaves) if fills else scores.gather(1, ids)
             return _topk_result((values, ids))
         if self.keeps_native_topk:
-            taken = native(*args, **kwargs)
+            taken = native(scores, *args, **kwargs)
             ids = taken[1]
             if ids.numel() <= FEW and not ids.is_inference():
                 self.ids = self.own_ids = self.handed = self.watched = ids

@@ -48,15 +48,13 @@ class Hook:
         owner = self.owner()
         if owner is None or module is not self._module():
             return None
-        if torch._C._functorch.maybe_current_level() is not None:
-            # A transform (torch.func) wraps what we make, and a wrapper has no memory that could be read.
-            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-            with outside_modes(), temporarily_clear_interpreter_stack():
-                return self._act(owner, *self._at, args, last)
-        if not (function_modes() or dispatch_modes()):
+        transformed = torch._C._functorch.maybe_current_level() is not None
+        if not (transformed or function_modes() or dispatch_modes()):
             return self._act(owner, *self._at, args, last)
-        with outside_modes():
+        # A transform (torch.func) wraps what we make, and a wrapper has no memory that could be read.
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        with outside_modes(), temporarily_clear_interpreter_stack():
             return self._act(owner, *self._at, args, last)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -51,14 +51,16 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         call = here.call if here.call is not None and here.call.is_armed else None
         name = getattr(func, "__name__", "")
-        if call is not None and name == "topk" and call.matches(args, kwargs):
-            return call.answer(func, args, kwargs, "watch")
+        if name == "topk" and not args:
+            args = (kwargs.pop("input", None),)
+        if call is not None and name == "topk" and call.matches(args[0], args[1:], kwargs):
+            return call.answer(func, args[0], args[1:], kwargs, "watch")
         if call is None or call.ids is not None:
             takers = here.takers
             return run_seen(takers, func, args, kwargs) if takers else func(*args, **kwargs)
         call.seen.append(name)
         if name == "topk":
-            call.passes(args, kwargs)
+            call.passes(args[0], args[1:], kwargs)
         return func(*args, **kwargs)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,11 +24,12 @@ from npu_replay.seam.quick_call import FEW
 from npu_replay.seam.torch_state import restore_functions
 from npu_replay.sessions import effect
 from npu_replay.sessions.micro_batch import Key, MicroBatch, is_due
-from npu_replay.sessions.own_choice import OwnChoice
-from npu_replay.sessions.route_source import DeviceRoutes, Given, RouteSource
 from npu_replay.sessions.router_calls import RouterCalls, Shared
 from npu_replay.sessions.session import Session, Work
-from npu_replay.sessions.timeline import Marks, Timeline
+
+if TYPE_CHECKING:
+    from npu_replay.sessions.own_choice import OwnChoice
+    from npu_replay.sessions.route_source import DeviceRoutes, Given, RouteSource
 
 
 class Answering(Work):
@@ -45,18 +46,9 @@ class Answering(Work):
 
     answers_topk = True
 
-    def __init__(
-        self,
-        source: RouteSource,
-        own: OwnChoice | None = None,
-        *,
-        lasts: bool = False,
-        puts_together: bool = True,
-    ) -> None:
+    def __init__(self, source: RouteSource, own: OwnChoice | None = None, *, lasts: bool = False) -> None:
         self.shared = Shared(source, own)
-        self.puts_together = puts_together
-        self.by_number = source.records or own is not None
-        self.timeline = Timeline(0)
+        self.puts_together = source.records or own is not None
         self.kept: dict[Key, MicroBatch] = {}  # whose ids are needed, for a recompute or a record
         self._had_recomputes = False
         self._dropped = Count()  # chosen experts that lost the token, over their capacity
@@ -69,7 +61,6 @@ class Answering(Work):
     # The block
 
     def enters(self, session: Session) -> None:
-        self.timeline = session.timeline
         self._unchanged = session.unchanged
         self._calls = [[] for _ in session.routers]
         self.shared.source.enters(session)
@@ -85,8 +76,8 @@ class Answering(Work):
         for name, owner, attribute in routers.functions(session.all_routers):
             session.unchanged.hold(name, vars(owner), attribute)
 
-    def attach(self, session: Session, router: Router, chunk: int, marks: Marks) -> None:
-        calls = RouterCalls(self.shared, session.timeline, session.errors, router, chunk, marks)
+    def attach(self, session: Session, router: Router, chunk: int) -> None:
+        calls = RouterCalls(self.shared, session.errors, router, session.marks[chunk])
         self._calls[chunk].append(calls)
         session.undo.callback(calls.take_off)
         calls.put_on()
@@ -116,7 +107,12 @@ class Answering(Work):
 
     def _due(self) -> list[tuple[int, int]]:
         """Return micro-batch and layer of each call that autograd may still recompute and hasn't."""
-        return [(forward.number, label) for forward in self.kept.values() for label in forward.due()]
+        return [
+            (forward.number, label)
+            for forward in self.kept.values()
+            for label in forward.may_run_again()
+            if label not in forward.ran
+        ]
 
     def clear(self) -> None:
         self._calls.clear()
@@ -132,12 +128,6 @@ class Answering(Work):
 
     # Its forwards
 
-    def comes(self, chunk: int) -> None:
-        if self.shared.own is not None:
-            self.shared.own.ends(chunk, None, None)  # drop what an interrupted forward left
-        self._let_go()
-        self.shared.checks.read(wait=False)
-
     def trusts(self, number: int) -> bool:
         # A recompute is run by what is in place then, and its results may not tell.
         return not (self._is_checked(number) or self._had_recomputes)
@@ -148,6 +138,9 @@ class Answering(Work):
     def begins(self, begun: MicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self.shared.timed():
             source = self.shared.source
+            own = self.shared.own
+            self._let_go()
+            self.shared.checks.read(wait=False)
             chunk = source.chunks[begun.chunk]
             begun.checked = self._is_checked(begun.number)
             source.check_forward(begun)
@@ -155,10 +148,9 @@ class Answering(Work):
             if wanted and (called := copied(args, kwargs, chunk)) is not None:
                 source.inputs[begun.number] = called if source.records else called.leaving()
             device_routes = source.given.get(begun.key)
-            if self.shared.own is not None:
-                self.shared.own.check_losses(chunk, args, kwargs)
-                self.shared.own.begins(begun, chunk, device_routes, source.knows_tokens(begun.number))
-                begun.compares = self.shared.own.compares(begun)
+            if own is not None:
+                own.check_losses(chunk, args, kwargs)
+                own.begins(begun, chunk, device_routes, source.knows_tokens(begun.number))
             if device_routes is not None:
                 for device in self._devices.get(begun.chunk, ()):
                     source.send(begun, device)
@@ -192,17 +184,15 @@ class Answering(Work):
                 else:
                     self._keep(ended, device_routes)
                     self._check(ended, device_routes)
+                source.ends(ended)  # says more of wrong rows than the routers' own choice does
+                if own is not None and not ended.has_raised:
+                    own.ends(ended, device_routes)
             finally:
-                ended.calls.clear()
-                ended.checks.clear()
-                ended.unshown.clear()
+                ended.forget_calls()
                 if device_routes is not None:
                     self._devices[ended.chunk] = tuple(device_routes.on)
                     # A router may have written into the ids; those for a recompute are kept.
                     device_routes.on.clear()
-            source.ends(ended)  # says more of wrong rows than the routers' own choice does
-            if own is not None:
-                own.ends(ended.chunk, None if ended.has_raised else ended, device_routes)
             self._let_go()
         return bool(ended.around)
 
@@ -248,13 +238,14 @@ class Answering(Work):
     def _let_go(self) -> None:
         """Drop the ids of micro-batches that autograd can't run again, unless they are recorded."""
         keeps = self.shared.source.keeps
+        timeline = self.shared.source.timeline
         for key, forward in list(self.kept.items()):
-            is_recorded = keeps is None or forward.number >= self.timeline.ended[forward.chunk] - keeps
-            if not (is_recorded or forward.may_run_again()):
+            is_recorded = keeps is None or forward.number >= timeline.ended[forward.chunk] - keeps
+            if not is_recorded and next(forward.may_run_again(), None) is None:
                 forward.let_go()
                 del self.kept[key]
         if self._lasts:
-            self.timeline.forget(next(iter(self.kept.values()), None))
+            timeline.forget(next(iter(self.kept.values()), None))
 
 
 def _stacked(calls: Sequence[Call], device_routes: DeviceRoutes | None) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -20,7 +20,9 @@ from npu_replay.errors import NoEffect, RecomputeError, ReplayError, likeliest, 
 from npu_replay.routers import Router, as_map
 from npu_replay.routes.host_copies import HostCopy
 from npu_replay.seam.call import Call
-from npu_replay.sessions.micro_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from npu_replay.sessions.micro_batch import MicroBatch
 
 Why: TypeAlias = "tuple[str, str]"
 """A problem and its cause, as an error says them."""
@@ -158,7 +160,7 @@ def of_forward(call: Call, output: object) -> Iterator[Check]:
     router = call.owner.router
     checked = call.micro_batch.checked
     if (ids := call.ids) is None:
-        yield _wrong(call, _not_reached(router, call))
+        yield _check(call, _not_reached(router, call))
         return
     if call.ruled_out is not None:
         yield _check(call, _RULED_OUT, ~call.ruled_out)
@@ -175,13 +177,13 @@ def of_forward(call: Call, output: object) -> Iterator[Check]:
 def _of_block(call: Call, ids: torch.Tensor) -> Iterator[Check]:
     """Check a block, whose output shows no ids: the functions that use them do, or else its top-ks."""
     if call.further != call.owner.further:
-        yield _wrong(call, _TOPKS)
+        yield _check(call, _TOPKS)
         return
     if not call.follows:
         if call.handed is not None and call.handed is not ids:
             yield looked_at(call, call.handed, ids)
     elif call.taken is None or not call.taken.count:
-        yield _wrong(call, _UNUSED_IN_BLOCK)
+        yield _check(call, _UNUSED_IN_BLOCK)
     else:
         yield from _of_all(call, ids, call.taken.shown())
 
@@ -190,7 +192,7 @@ def _of_all(call: Call, ids: torch.Tensor, shown: torch.Tensor) -> Iterator[Chec
     """Check that an output shows each of the ids and no other expert, and check their weights."""
     router = call.owner.router
     if shown.shape != (call.rows, router.num_experts):
-        yield _wrong(call, _NOT_SHOWN)
+        yield _check(call, _NOT_SHOWN)
         return
     present = shown.gather(1, ids)
     if router.drops:
@@ -214,7 +216,7 @@ def of_recompute(call: Call, output: object) -> Iterator[Check]:
             raise _error(router, call.micro_batch.number, *_TOPKS, again=True)
         if call.taken is not None:
             yield looked_at(call, call.taken.shown(), ids)
-    elif _is_written(call.watched, call.written, ids):
+    elif _is_written(call):
         raise _error(router, call.micro_batch.number, *_OTHERS_IN_RECOMPUTE, again=True)
     else:
         yield looked_at(call, router.shows(output), ids)
@@ -223,7 +225,7 @@ def of_recompute(call: Call, output: object) -> Iterator[Check]:
 def of_stopped_recompute(call: Call) -> Iterator[Check]:
     """Yield the checks of a block's recompute that its checkpoint stopped early, which hides errors."""
     if call.further > call.micro_batch.further.get(call.owner.label, 0):
-        yield _wrong(call, _OTHERS_IN_RECOMPUTE)
+        yield _check(call, _OTHERS_IN_RECOMPUTE)
     elif call.taken is not None and call.taken.count and call.ids is not None:
         yield looked_at(call, call.taken.shown(), call.ids)
 
@@ -254,12 +256,10 @@ def of_given(routers: Sequence[Router], ended: MicroBatch, untouched: torch.Tens
     return Check(routers, ended.number, False, _WRITTEN, untouched)
 
 
-def _check(call: Call, why: Why, right: torch.Tensor) -> Check:
-    return Check((call.owner.router,), call.micro_batch.number, call.is_recompute, why, right[None])
-
-
-def _wrong(call: Call, why: Why) -> Check:
-    return Check((call.owner.router,), call.micro_batch.number, call.is_recompute, why, None)
+def _check(call: Call, why: Why, right: torch.Tensor | None = None) -> Check:
+    """Check one call; without `right` it is known to be wrong."""
+    right = None if right is None else right[None]
+    return Check((call.owner.router,), call.micro_batch.number, call.is_recompute, why, right)
 
 
 def refuse_wrong_calls(ended: MicroBatch, routers: Sequence[Router]) -> None:
@@ -277,7 +277,7 @@ def refuse_wrong_calls(ended: MicroBatch, routers: Sequence[Router]) -> None:
         # Compared inline first: the function call costs more than the comparison.
         watched = call.watched
         changed = watched is not None and (call.written is None or watched._version != call.written)
-        if changed and _is_written(watched, call.written, call.ids):
+        if changed and _is_written(call):
             raise _error(call.owner.router, ended.number, *_WRITTEN)
 
 
@@ -291,13 +291,13 @@ def _shows_others(router: Router) -> Why:
     return _OTHERS_IN_BLOCK if router.shows is None else _NOT_SHOWN
 
 
-def _is_written(watched: torch.Tensor | None, written: int | None, ids: torch.Tensor | None) -> bool:
+def _is_written(call: Call) -> bool:
     """Return whether the ids that a router got were written into. A kernel gets none."""
-    if watched is None:
+    if call.watched is None:
         return False
-    if written is None:  # inference tensors have no version counter
-        return ids is None or not torch.equal(watched, ids)
-    return watched._version != written
+    if call.written is None:  # inference tensors have no version counter
+        return call.ids is None or not torch.equal(call.watched, call.ids)
+    return call.watched._version != call.written
 
 
 def _shows(shown: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:

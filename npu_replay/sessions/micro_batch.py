@@ -32,10 +32,13 @@ class MicroBatch:
         is_open: it runs.
         has_raised: its routers' recomputes belong to no forward, and its number is the next one's.
         checked: the whole effect is checked, not only that outputs show the ids.
-        compares: given ids are compared with the routers' own choice.
+        is_judged: the overlap of given ids with the routers' own choice is judged.
+        compares: given ids are compared with it, for that or for another reason.
         rows: of the given routes; -1: not known.
         calls: the call of each router that has begun, by layer label, until the forward has ended.
         checks: what its outputs have shown.
+        differing: of compared calls, the rows where the own choice differs, bool, and how many were compared.
+        own_choices: of judged calls, the routes and the own choice, by layer label (`OwnChoice`).
         unshown: of checked outputs that may drop tokens, the ids that they lack, bool [rows, topk].
         lost: of the kept ids, those whose token was dropped, bool [rows, topk], where any can be.
         further: by layer label, the number of top-ks behind the answered one in a block without a router.
@@ -63,11 +66,14 @@ class MicroBatch:
         self.is_open = True
         self.has_raised = False
         self.checked = False
+        self.is_judged = False
         self.compares = False
         self.rows = -1
         self.calls: dict[int, Call] = {}
         self.checks: list[Any] = []  # effect.Check
         self.unshown: list[torch.Tensor] = []
+        self.differing: list[tuple[torch.Tensor, int]] = []
+        self.own_choices: dict[int, Any] = {}
         self._ids: dict[int, torch.Tensor] = {}
         self._stacked: tuple[list[int], torch.Tensor] | None = (
             None  # labels, and ids that aren't in `_ids` yet
@@ -95,14 +101,11 @@ class MicroBatch:
         """Return the place of an error."""
         return place_of(self.number, self.chunk, self._chunks)
 
-    def __repr__(self) -> str:
-        return self.place
-
     def keep(self, call: Call) -> bool:
         """Keep what a record or a recompute needs of a call; return whether its ids are still to be kept."""
         label = call.owner.label
         if call.around:
-            self.around[label] = call.let_go()
+            self.around[label] = [weakref.ref(enclosing) for enclosing in call.around]
         if call.lost is not None:
             self.lost[label] = call.lost
         on_device = call.routes
@@ -125,6 +128,11 @@ class MicroBatch:
         call = self.calls.get(label)
         return self.ids.get(label) if call is None else call.ids
 
+    def forget_calls(self) -> None:
+        """Drop what is known of its calls until it ends."""
+        for container in (self.calls, self.checks, self.unshown, self.differing, self.own_choices):
+            container.clear()
+
     def let_go(self) -> None:
         """Drop the ids: no recompute comes any more."""
         self._ids.clear()
@@ -132,15 +140,11 @@ class MicroBatch:
         self.lost.clear()
         self.around.clear()
 
-    def due(self) -> Iterator[int]:
-        """Yield the labels of calls that autograd may still run again and hasn't."""
+    def may_run_again(self) -> Iterator[int]:
+        """Yield the labels of calls that autograd may run again, be it a second time."""
         for label, around in self.around.items():
-            if label not in self.ran and any(reference() is not None for reference in around):
+            if any(reference() is not None for reference in around):
                 yield label
-
-    def may_run_again(self) -> bool:
-        """Return whether autograd may run a call of it again, be it a second time."""
-        return any(reference() is not None for around in self.around.values() for reference in around)
 
 
 def is_due(number: int) -> bool:

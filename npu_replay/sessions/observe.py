@@ -5,7 +5,7 @@ It reads outputs after the fact, so it shows whether a replay had an effect.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,9 @@ from npu_replay.sessions.effect import not_called
 from npu_replay.sessions.micro_batch import Key, MicroBatch, of_all_chunks
 from npu_replay.sessions.record import micro_batch_routes
 from npu_replay.sessions.session import Session, Work, to_enter
-from npu_replay.sessions.timeline import Marks
+
+if TYPE_CHECKING:
+    from npu_replay.sessions.timeline import Marks
 
 
 def observe(model: Model) -> Observation:
@@ -95,20 +97,18 @@ def _routes(
 class Reading(Work):
     """Reads the outputs of every router of a model, in each forward."""
 
-    goes_first = False  # reads outputs after other hooks have changed them
-
     def __init__(self) -> None:
         self._taking: dict[int, IdUses] = {}
         self.read: dict[Key, MicroBatch] = {}  # with the ids that outputs show
 
     def enters(self, session: Session) -> None:
-        self._timeline = session.timeline
         session.undo.callback(_unfollow, self._taking)
 
-    def attach(self, session: Session, router: Router, chunk: int, marks: Marks) -> None:
+    def attach(self, session: Session, router: Router, chunk: int) -> None:
         if router.shows is None:
             session.before(router.module, Hook(self, Reading._follows, router.module, router))
-        session.after(router.module, Hook(self, Reading._reads, router.module, router, chunk, marks))
+        marks = session.marks[chunk]
+        session.after(router.module, Hook(self, Reading._reads, router.module, router, marks))
 
     def clear(self) -> None:
         self.read.clear()
@@ -119,25 +119,22 @@ class Reading(Work):
         self._taking[router.label] = taken
         watch.follow(taken)
 
-    def _reads(self, router: Router, chunk: int, marks: Marks, args: tuple[Any, ...], output: object) -> None:
-        taken = self._taking.get(router.label)
+    def _reads(self, router: Router, marks: Marks, args: tuple[Any, ...], output: object) -> None:
+        taken = self._taking.pop(router.label, None)
         if taken is not None:
             watch.unfollow(taken)
-            del self._taking[router.label]
         if output is None or in_backward():
             return  # the router raised, or this is a recompute
         if marks.take_announced(router.module) is not None:
             return  # a recompute outside backward
-        forward = self._timeline.live(chunk)
+        forward = marks.running()
         if router.label in forward.ids:
-            raise self._timeline.called_again(router.label, forward)
+            raise marks.timeline.called_again(router.label, forward)
         with torch.no_grad():
-            if router.shows is not None:
-                shown = as_map(router.shows(output), router.num_experts)
-            elif taken is not None:
+            if taken is not None:
                 shown = taken.shown()
-            else:
-                return  # the pre-hook didn't run
+            elif router.shows is not None:
+                shown = as_map(router.shows(output), router.num_experts)
             # argsort, since an armed call of an outer replay could answer a top-k.
             order = shown.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
             ids = order[:, : router.topk].to(narrow_dtype(router.num_experts))

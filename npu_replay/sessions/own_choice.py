@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -21,9 +21,11 @@ from npu_replay.routes.inputs import named
 from npu_replay.routes.overlap import RUN, Judged, Misfit, judge
 from npu_replay.routes.routed_experts import RoutedExperts, narrow_dtype
 from npu_replay.seam.call import Call, running
-from npu_replay.sessions.micro_batch import MicroBatch
-from npu_replay.sessions.route_source import DeviceRoutes, Given
 from npu_replay.sessions.weights import weights_moved
+
+if TYPE_CHECKING:
+    from npu_replay.sessions.micro_batch import MicroBatch
+    from npu_replay.sessions.route_source import DeviceRoutes, Given
 
 AuxLoss: TypeAlias = Literal["live", "replayed"]
 
@@ -48,8 +50,6 @@ class OwnChoice:
         self._is_compared = live_mismatch
         self._differing = Count()
         self._compared = 0
-        # For each call in the running forward: a flag for each row, and the number of compared rows.
-        self._running: list[tuple[torch.Tensor, int]] = []
 
     def enters(self, routers: Sequence[Router]) -> None:
         losses = any(router.aux_losses is not None for router in routers)
@@ -75,12 +75,9 @@ class OwnChoice:
     def begins(
         self, forward: MicroBatch, module: nn.Module, device_routes: DeviceRoutes | None, is_known: bool
     ) -> None:
-        """Begin a forward with these routes; `is_known` says whether their tokens are compared elsewhere."""
-        self._overlap.begins(forward, module, device_routes, is_known)
-
-    def compares(self, forward: MicroBatch) -> bool:
-        """Return whether `compare` is needed in the calls of this forward."""
-        return self._is_compared or self._counts_live or self._overlap.asked_in is forward
+        """Decide what `compare` does in a forward; `is_known`: its tokens are compared elsewhere."""
+        forward.is_judged = self._overlap.judges(forward, module, device_routes, is_known)
+        forward.compares = self._is_compared or self._counts_live or forward.is_judged
 
     def check_losses(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Refuse a call of the model with a loss that can't count the replayed experts as asked."""
@@ -101,23 +98,23 @@ class OwnChoice:
         Rows without a route don't count.
         """
         self.count_in(call)
+        forward: MicroBatch = call.micro_batch
         if self._is_compared:
             differ = (ids.sort(dim=1).values != call.own().sort(dim=1).values).any(dim=1)
             if routes.missing is not None:
                 differ[routes.missing] = False
             rows = len(differ) - (0 if routes.missing is None else len(routes.missing))
-            self._running.append((differ, rows))
-        if self._overlap.asked_in is call.micro_batch:
-            self._overlap.add(call.owner.label, routes, call.own())
+            forward.differing.append((differ, rows))
+        if forward.is_judged:
+            forward.own_choices[call.owner.label] = _Call(routes, call.own().to(routes.narrow.dtype))
 
-    def ends(self, chunk: int, forward: MicroBatch | None, device_routes: DeviceRoutes | None) -> None:
-        """Count and judge the calls of a forward, None if it raised; MicroBatchError for a low overlap."""
-        shown = self._running
-        self._running = []
-        for differ, compared in shown if forward is not None else ():
+    def ends(self, forward: MicroBatch, device_routes: DeviceRoutes | None) -> None:
+        """Count and judge the calls of a forward; raise MicroBatchError for a low overlap."""
+        for differ, compared in forward.differing:
             self._differing.add(differ)
             self._compared += compared
-        self._overlap.check(chunk, forward, device_routes)
+        if forward.own_choices and device_routes is not None:
+            self._overlap.check(forward, device_routes)
 
     @property
     def has_judged(self) -> bool:
@@ -146,7 +143,7 @@ _warned_of_few_rows: list[bool] = []
 
 class _Call(NamedTuple):
     routes: Given
-    own: torch.Tensor  # the router's own choice, narrow [rows, topk]
+    own: torch.Tensor  # the router's own choice, narrow [rows, topk]: kept until its forward ends
 
 
 _MOST_PAIRS = 2**24
@@ -173,11 +170,8 @@ class OverlapCheck:
             self._least = share(least, "min_overlap", "experts that were given")
         self.given = 0  # experts that were judged
         self.shared = 0  # of these, experts that the routers chose, too
-        self.asked_in: MicroBatch | None = None
-        """The running forward, if its routers' own choice is needed, which costs a top-k each."""
         self._moved = self._warned = False
         self._judged: set[int] = set()
-        self._calls: dict[int, _Call] = {}  # by layer, in the running forward
         self._before: dict[int, Judged] = {}  # by chunk, rows so far, as long as they are fewer than 64
 
     @property
@@ -185,37 +179,30 @@ class OverlapCheck:
         """Return the number of rows that wait for more to be judged with, if none was judged."""
         return 0 if self._judged else max((len(judged.given) for judged in self._before.values()), default=0)
 
-    def begins(
+    def judges(
         self, forward: MicroBatch, module: nn.Module, device_routes: DeviceRoutes | None, is_known: bool
-    ) -> None:
-        """Decide whether this forward of a chunk is judged; `is_known` as in `OwnChoice.begins`."""
-        self.asked_in = None
+    ) -> bool:
+        """Return whether this forward is judged, which costs a top-k a call; `is_known` as in `begins`."""
         # Tensors inside torch.func.grad have no memory that numpy could read.
         if device_routes is None or self._least == 0 or torch._C._functorch.maybe_current_level() is not None:
-            return
+            return False
         chosen_by_engine = device_routes.routes.from_engine
         refuses = self._judges_all or bool(chosen_by_engine)
         # An engine's first rows are judged before an optimizer steps, however few a micro-batch has.
         begins = refuses and forward.chunk not in self._judged
         is_recording = is_known and chosen_by_engine is False
-        if begins or self._judges_all or (forward.checked and not is_recording):
-            self.asked_in = forward
-            self._moved = weights_moved(module, device_routes.routes.made_at, grad=forward.grad)
+        if not (begins or self._judges_all or (forward.checked and not is_recording)):
+            return False
+        self._moved = weights_moved(module, device_routes.routes.made_at, grad=forward.grad)
+        return True
 
-    def add(self, label: int, routes: Given, own: torch.Tensor) -> None:
-        """Keep what a router would choose, int64 [rows, topk], until its forward ends."""
-        self._calls[label] = _Call(routes, own.to(routes.narrow.dtype))
+    def check(self, forward: MicroBatch, device_routes: DeviceRoutes) -> None:
+        """Judge the calls of a forward at its end; waits for the device.
 
-    def check(self, chunk: int, forward: MicroBatch | None, device_routes: DeviceRoutes | None) -> None:
-        """Judge a forward at its end, if `add` was called in it; None is one that raised.
-
-        Waits for the device. The error names the layers or tokens, and a shift that would fit.
+        The error names the layers or tokens, and a shift that would fit.
         """
-        calls = self._calls
-        self._calls = {}
-        self.asked_in = None
-        if forward is None or device_routes is None or not calls:
-            return
+        chunk = forward.chunk
+        calls: dict[int, _Call] = forward.own_choices
         labels = sorted(calls)
         routes = device_routes.routes
         rows = rows_by_token(routes)

@@ -70,9 +70,11 @@ class Recording(Session):
 
     def _finish(self) -> None:
         called = self._answering.shared.source.inputs
-        routes_of_all = [self._routes_of(number) for number in range(self.timeline.ended[0])]
         order = row_order_of(self.all_routers)
-        for number, routes in enumerate(routes_of_all):
+        routes_of_all: list[RoutedExperts] = []
+        for number in range(self.timeline.ended[0]):
+            ids, lost = of_all_chunks(self._answering.kept, len(self.chunks), number)
+            routes = micro_batch_routes(ids, self.all_routers, micro_batch(number), lost)
             inputs = mark = None
             if number in called:
                 call = called[number].on_host()
@@ -82,13 +84,9 @@ class Recording(Session):
                     (mark,) = inputs.marks
             alike = inputs is not None and not is_grid(inputs.shape)  # both orders give the same rows
             placement = Placement(inputs=inputs, row_order=None if alike else order)
-            routes_of_all[number] = routes.with_known(placement=placement, fingerprint=mark)
+            routes_of_all.append(routes.with_known(placement=placement, fingerprint=mark))
         self._routes = routes_of_all
         self._results = f", routes of {sum(map(len, routes_of_all))} rows"
-
-    def _routes_of(self, number: int) -> RoutedExperts:
-        ids, lost = of_all_chunks(self._answering.kept, len(self.chunks), number)
-        return micro_batch_routes(ids, self.all_routers, micro_batch(number), lost)
 
 
 class StepRecording(Session):
@@ -198,4 +196,4 @@ class Pinning(Session):
     name = "pin_recompute"
 
     def __init__(self, model: Model) -> None:
-        super().__init__(model, Answering(RouteSource(), lasts=True, puts_together=False))
+        super().__init__(model, Answering(RouteSource(), lasts=True))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
 
 from npu_replay.errors import (
+    CALLED_INSIDE,
     EXTRA,
     LEFT_OUT,
     OTHER_ORDER,
@@ -22,9 +22,10 @@ from npu_replay.routers import Router, labels_of
 from npu_replay.routes.arguments import StageLabels
 from npu_replay.routes.inputs import Called, find_other_order
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.sessions.micro_batch import MicroBatch
-from npu_replay.sessions.session import Session
-from npu_replay.sessions.timeline import CALLED_INSIDE, Timeline
+
+if TYPE_CHECKING:
+    from npu_replay.sessions.micro_batch import MicroBatch
+    from npu_replay.sessions.session import Session
 
 _FEW = 2**22
 """Up to this number of ids, a micro-batch is held as int64 on the device (32 MB)."""
@@ -53,17 +54,13 @@ class RouteSource:
         self._wants_inputs = wants_inputs
         self.inputs: dict[int, Called] = {}  # token ids and images of the first chunk's calls
         self.given: dict[tuple[int, int], DeviceRoutes] = {}  # by chunk and micro-batch
-        # Set when a session is entered:
-        self.chunks: Sequence[nn.Module] = []
-        self.routers: Sequence[Sequence[Router]] = []
-        self.timeline = Timeline(0)
 
     @property
     def all_routers(self) -> list[Router]:
         return [router for routers in self.routers for router in routers]
 
     def enters(self, session: Session) -> None:
-        """Enter a session. Refuses routes that don't fit the routers."""
+        """Enter a session, whose model and timeline are asked from now on; refuse routes that don't fit."""
         self.chunks = session.chunks
         self.routers = session.routers
         self.timeline = session.timeline
@@ -112,8 +109,8 @@ class RouteSource:
             )
         return device_routes
 
-    def prepare(self, router: Router, forward: MicroBatch, rows: int, device: torch.device) -> Given:
-        """Return the routes of a forward and their copies on the device, for a call with `rows` rows."""
+    def fitting(self, router: Router, forward: MicroBatch, rows: int) -> DeviceRoutes:
+        """Return the routes of a forward; raise MicroBatchError if a router's call has other rows."""
         if forward is self.timeline.bypassed:
             self.check_forward(forward)
         device_routes = self.of(forward)
@@ -125,9 +122,7 @@ class RouteSource:
                 got=f"{device_routes.rows} in the routes",
                 cause=self._why_other_rows(forward, device_routes.routes),
             )
-        if device not in device_routes.on:
-            self.send(forward, device)
-        return device_routes.on[device]
+        return device_routes
 
     def send(self, forward: MicroBatch, device: torch.device) -> None:
         """Start to copy the routes of this micro-batch and of the next one, as far as they are known."""

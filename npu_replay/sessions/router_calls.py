@@ -1,4 +1,7 @@
-"""Run one router in the place of its own forward, and answer its top-k: in forwards and in recomputes."""
+"""Run one router in the place of its own forward, and answer its top-k: in forwards and in recomputes.
+
+The ids of a call are given ones, those of the forward that it repeats, or else the router's own choice.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,12 +31,13 @@ from npu_replay.seam.torch_state import (
     outside_modes,
 )
 from npu_replay.sessions import effect
-from npu_replay.sessions.choices import given_ids, ids_of_forward
-from npu_replay.sessions.first_error import FirstError
 from npu_replay.sessions.micro_batch import MicroBatch, is_due
-from npu_replay.sessions.own_choice import OwnChoice
-from npu_replay.sessions.route_source import RouteSource, to_device
-from npu_replay.sessions.timeline import Marks, Timeline
+from npu_replay.sessions.route_source import Given, RouteSource, to_device
+
+if TYPE_CHECKING:
+    from npu_replay.sessions.first_error import FirstError
+    from npu_replay.sessions.own_choice import OwnChoice
+    from npu_replay.sessions.timeline import Marks
 
 is_grad_enabled = torch.is_grad_enabled
 _global_hooks: dict[int, Any] = torch.nn.modules.module._global_forward_hooks
@@ -85,18 +89,38 @@ class Closely:
         return self._errors.__exit__(kind, error, trace)
 
 
+def given_ids(call: Call) -> torch.Tensor:
+    """Return the given ids, int64 [rows, topk]; rows without a route take the router's own choice."""
+    calls: RouterCalls = call.owner
+    own = calls.shared.own
+    on_device: Given = call.routes
+    missing = on_device.missing
+    ids = on_device.by_layer[calls.label].long()
+    if call.micro_batch.compares and own is not None:
+        own.compare(call, ids, on_device)
+    if missing is not None:  # never in place: layers may share their storage
+        ids = ids.index_copy(0, missing, call.own(missing))
+    return ids
+
+
+def ids_of_forward(call: Call) -> torch.Tensor:
+    """Return the ids of the forward's call for its recompute, int64 [rows, topk]."""
+    own = call.owner.shared.own
+    if own is not None:
+        own.count_in(call)
+    ids: torch.Tensor = call.routes.long()
+    if not call.plan.is_given and call.taken_by is not None and call.taken_by[2].get("sorted"):
+        # Megatron-core from 0.18 on requests sorted ids only with grad, which is off in a checkpoint's
+        # forward. In another order of experts their outputs would be summed with other rounding.
+        order = call.scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)
+        ids = ids.gather(1, order)
+    return ids
+
+
 class RouterCalls(ForwardInPlace):
     """Takes the place of one router's forward while a block is open, and answers its top-k."""
 
-    def __init__(
-        self,
-        shared: Shared,
-        timeline: Timeline,
-        errors: FirstError,
-        router: Router,
-        chunk: int,
-        marks: Marks,
-    ) -> None:
+    def __init__(self, shared: Shared, errors: FirstError, router: Router, marks: Marks) -> None:
         super().__init__(router.module)
         self.is_given = shared.own is not None
         self.router = router
@@ -104,12 +128,11 @@ class RouterCalls(ForwardInPlace):
         self.narrow = narrow_dtype(router.num_experts)  # the dtype in which its ids are kept
         self.shared = shared
         self.marks = marks
-        self.timeline: Timeline = timeline
+        self.timeline = marks.timeline
         self.ready: QuickCall | None = None  # the next call, if it is quick
         self.further = 0  # top-ks behind the answered one of a block, in its last checked call
         self.shape: Sequence[int] = ()  # of the scores of its last quick call
         self._closely = Closely(shared, errors)
-        self._chunk = chunk
         self._chooses: Choose = given_ids if self.is_given else Call.own  # in a forward
         self._keeps_native = backward.TELLS_REGIONS and not (self.is_given or router.spare)
         self._is_block = router.shows is None
@@ -171,13 +194,15 @@ class RouterCalls(ForwardInPlace):
         finally:
             here.call = None
         if call.ids is None or self._mend is not None:
-            return self._end_closely(call, args, kwargs, output)
+            if call.ids is None and self.is_given:
+                call.rows = self._rows_of(hidden_states(args, kwargs))  # of the routes, until now
+            return self._end_closely(call, output)
         try:
             # Not the output, whose graph would live on: the next router then gets memory that no cache holds.
             shows: Any = self.router.shows  # no block's calls are quick
             shown = shows(output)
         except ReplayError:  # raised again there, or kept (`errors_wait`)
-            return self._end_closely(call, args, kwargs, output)
+            return self._end_closely(call, output)
         if call.rows > self._most_rows:
             forward.checks.append(effect.looked_at(call, shown, call.ids))
             shown = None
@@ -200,12 +225,12 @@ class RouterCalls(ForwardInPlace):
             if call.is_recompute and self._is_block:
                 self.shared.checks.add(effect.of_stopped_recompute(call))
             raise
-        return self._end_closely(call, args, kwargs, output)
+        return self._end_closely(call, output)
 
-    def _end_closely(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _end_closely(self, call: Call, output: Any) -> Any:
         mended = None
         with self._closely:
-            mended = self._end(call, args, kwargs, output)
+            mended = self._end(call, output)
         return output if mended is None else mended
 
     # A call begins
@@ -229,7 +254,7 @@ class RouterCalls(ForwardInPlace):
         hidden = hidden_states(args, kwargs)
         repeated = self.marks.take_announced(self.module)
         if repeated is None and backward.in_backward():
-            repeated = self.timeline.recomputed(self._chunk, self.label)
+            repeated = self.timeline.recomputed(self.marks.chunk, self.label)
         if repeated is not None:
             return self._begin_recompute(repeated, hidden, in_mode)
         if not self.shared.source.answers(self.router):
@@ -238,7 +263,7 @@ class RouterCalls(ForwardInPlace):
 
     def _begin_live(self, hidden: torch.Tensor) -> Call:
         """Return the call of a forward; refuse one whose routes have other rows."""
-        forward = self.timeline.live(self._chunk)
+        forward = self.marks.running()
         if self.label in forward.calls:
             raise self.timeline.called_again(self.label, forward)
         around = self.timeline.enclosing(forward)
@@ -248,7 +273,9 @@ class RouterCalls(ForwardInPlace):
         routes = None
         loses = None
         if self.is_given:
-            routes = self.shared.source.prepare(self.router, forward, rows, hidden.device)
+            device_routes = self.shared.source.fitting(self.router, forward, rows)
+            self.shared.source.send(forward, hidden.device)
+            routes = device_routes.on[hidden.device]
             loses = routes.lost_of(self.label) if self.router.drops else None
         self._refuse_batched(hidden)
         self._go_behind()
@@ -337,7 +364,7 @@ class RouterCalls(ForwardInPlace):
 
     # A call ends
 
-    def _end(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> object:
+    def _end(self, call: Call, output: object) -> object:
         """End a call; a result that isn't None replaces the output."""
         call.end()
         if not isinstance(call, QuickCall):
@@ -345,18 +372,17 @@ class RouterCalls(ForwardInPlace):
         if call.is_recompute:
             self._end_recompute(call, output)
         else:
-            self._end_live(call, args, kwargs, output)
+            self._end_live(call, output)
         mended = None if self._mend is None or call.ids is None else self._mend(output, call.ids)
         if self._behind is not None:
             self._shown_before = (output if mended is None else mended), call
         return mended
 
-    def _end_live(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+    def _end_live(self, call: Call, output: object) -> None:
         forward = call.micro_batch
-        if call.ids is None and self.is_given and isinstance(call, QuickCall):
-            hidden = hidden_states(args, kwargs)
-            # Refuses routes with other rows, of which no top-k was answered.
-            self.shared.source.prepare(self.router, forward, self._rows_of(hidden), hidden.device)
+        if call.ids is None and self.is_given:
+            # Refuses routes with other rows, of which a quick call answers no top-k.
+            self.shared.source.fitting(self.router, forward, call.rows)
         if call.further:
             forward.further[self.label] = call.further
         if forward.checked:

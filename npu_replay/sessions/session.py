@@ -19,14 +19,21 @@ import torch
 from torch import nn
 
 from npu_replay import routers
-from npu_replay.errors import MicroBatchError, ReplayError, RouterError, described, micro_batch
+from npu_replay.errors import (
+    CALLED_INSIDE,
+    MicroBatchError,
+    ReplayError,
+    RouterError,
+    described,
+    micro_batch,
+)
 from npu_replay.routers import Model, Router, check_alike, chunks_of, find, labels_of
 from npu_replay.routes.arguments import StageLabels
 from npu_replay.seam.backward import in_backward, infers_shapes
 from npu_replay.seam.torch_state import Hook
 from npu_replay.sessions.first_error import FirstError
 from npu_replay.sessions.micro_batch import MicroBatch, place_of
-from npu_replay.sessions.timeline import CALLED_INSIDE, Marks, Timeline
+from npu_replay.sessions.timeline import Marks, Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -108,16 +115,12 @@ class Session:
         self.marks.append(marks)
         # The chunk's hook first: a chunk may itself be the router, and begins before its top-k.
         self.before(module, Hook(self, type(self)._chunk_begins, module, chunk))
-        ends = Hook(self, type(self)._chunk_ends, module, chunk)
-        if self._work.goes_first:
-            self.after(module, ends)
         for router in self.routers[chunk]:
             if self._work.answers_topk:
                 self.undo.callback(_answered.pop, id(router.module), None)
                 _answered[id(router.module)] = self
-            self._work.attach(self, router, chunk, marks)
-        if not self._work.goes_first:
-            self.after(module, ends)
+            self._work.attach(self, router, chunk)
+        self.after(module, Hook(self, type(self)._chunk_ends, module, chunk))
         for handle in routers.mark(module, self.routers[chunk], marks):
             self.undo.callback(handle.remove)
 
@@ -125,7 +128,8 @@ class Session:
         self._hung(module, module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def after(self, module: nn.Module, hook: Hook) -> None:
-        first = self._work.goes_first
+        # Before others' hooks, whose top-ks aren't the router's; or behind them, to read what they leave.
+        first = self._work.answers_topk
         self._hung(module, module.register_forward_hook(hook, prepend=first, always_call=True))
 
     def _hung(self, module: nn.Module, handle: Any) -> None:
@@ -140,7 +144,7 @@ class Session:
                 self.unchanged.check("in a recompute of the model")
                 return
             number = self.timeline.ended[chunk]
-            if number == 0 and self._work.by_number and infers_shapes():
+            if number == 0 and self._work.puts_together and infers_shapes():
                 raise MicroBatchError(
                     "this forward is no micro-batch: torch's PipelineStage runs it to learn the shapes",
                     where=place_of(number, chunk, len(self.chunks)),
@@ -148,7 +152,6 @@ class Session:
                     got="a stage without them, in its first step",
                     cause="run one step before the block, or give the stage its shapes",
                 )
-            self._work.comes(chunk)
             if not self._work.trusts(number):
                 self.unchanged.check(micro_batch(number))
             self.marks[chunk].clear()
@@ -231,8 +234,7 @@ class Session:
         self.undo.close()
         if self._finalizer is not None:
             self._finalizer.detach()
-        if self._state == "open":
-            self._state = "closed"
+        self._state = "closed"
         self.timeline.let_go()
         for container in (self.chunks, self.routers, self.marks):
             container.clear()
@@ -292,26 +294,24 @@ class Session:
 class Work:
     """Defines what a session does with its routers; this base class does nothing."""
 
-    goes_first = True  # run before other forward hooks, whose top-ks aren't the router's
-    answers_topk = False  # if so, no other session may answer these routers
-    puts_together = True  # all routers go into one RoutedExperts, so they must be alike
-    by_number = False  # routes are given, or recorded, by the number of a micro-batch
+    answers_topk = False  # if so, no other session may answer these routers, and it goes before other hooks
+    puts_together = True  # all routers go into one RoutedExperts for each micro-batch, so they must be alike
 
     def enters(self, session: Session) -> None:
         """Check the model, then make the changes to be undone at exit. Runs before any hook is attached."""
 
-    def attach(self, session: Session, router: Router, chunk: int, marks: Marks) -> None:
+    def attach(self, session: Session, router: Router, chunk: int) -> None:
         """Attach what the work needs to a router."""
-
-    def comes(self, chunk: int) -> None:
-        """Prepare for a forward of a chunk: the previous one has ended, or an interrupt has stopped it."""
 
     def trusts(self, number: int) -> bool:
         """Return whether what was replaced before this micro-batch is noticed by its results."""
         return False
 
     def begins(self, begun: MicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin a forward of a chunk with the arguments of its call, or refuse it."""
+        """Begin a forward of a chunk with the arguments of its call, or refuse it.
+
+        The previous one has ended, or an interrupt has stopped it.
+        """
 
     def ends(self, ended: MicroBatch) -> bool:
         """End a forward; return whether autograd may run it again."""

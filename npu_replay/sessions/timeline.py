@@ -19,14 +19,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from npu_replay.errors import MicroBatchError, RecomputeError, micro_batch
+from npu_replay.errors import CALLED_INSIDE, MicroBatchError, RecomputeError, micro_batch
 from npu_replay.seam import backward
 from npu_replay.sessions.micro_batch import MicroBatch, place_of
-
-CALLED_INSIDE = (
-    "the block was given a wrapper, and the loop calls the module inside it (model.module, say) or forward() "
-    "itself, past the __call__ of what was given; give the block the module that the loop really calls"
-)
 
 
 class Timeline:
@@ -82,8 +77,7 @@ class Timeline:
         ended.enclosing = ()
         ended.handling = None
         if raised:
-            ended.calls.clear()
-            ended.checks.clear()
+            ended.forget_calls()
 
     def live(self, chunk: int) -> MicroBatch:
         """Return the micro-batch that a router's call outside backward belongs to."""
@@ -139,7 +133,7 @@ class Timeline:
         if owner is None or owner.chunk != chunk:
             got = "a forward that raised, ran before the block, or went past the model's __call__"
             if owner is not None:
-                got = f"{owner}"
+                got = owner.place
             raise RecomputeError(
                 "this recompute belongs to no forward of this block",
                 where=where,
@@ -178,8 +172,7 @@ class Timeline:
         """Drop what is kept of every forward: no recompute comes any more."""
         ended = [forward for _, forward in self.ends]
         for forward in filter(None, (*ended, *self._open, self.bypassed)):
-            forward.calls.clear()
-            forward.checks.clear()
+            forward.forget_calls()
             forward.let_go()
         self.ends.clear()
 
@@ -224,14 +217,14 @@ class Marks:
     """Holds what is known of the next call of each router of one chunk."""
 
     def __init__(self, timeline: Timeline, chunk: int) -> None:
-        self._timeline = timeline
-        self._chunk = chunk
+        self.timeline = timeline
+        self.chunk = chunk
         self._foreseen: dict[int, Any] = {}
         self._announced: dict[int, MicroBatch] = {}
         self.any = False  # something is known
 
     def running(self) -> MicroBatch:
-        return self._timeline.live(self._chunk)
+        return self.timeline.live(self.chunk)
 
     def foresee(self, router: nn.Module, token: object) -> None:
         """Note that the router's next forward may be run again while `token` lives; it is held weakly."""

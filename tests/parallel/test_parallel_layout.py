@@ -127,7 +127,6 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
         for ask in ("chunk_layers", "layers", "moe_layers")
     ),
     ("context.*'ring'", lambda: ParallelLayout(cp=2).alignment("ring")),
-    ("mine.*isn't a RouterKind", lambda: routers.register("mine", object())),
 ]
 
 

@@ -117,7 +117,7 @@ def schedule(**shapes: torch.Tensor) -> tuple[ToyModel, Any]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("toy_routers", "process_group")
-@pytest.mark.parametrize("block", ["record", "replay"])
+@pytest.mark.parametrize("block", ["record", "replay", "observe"])
 def test_the_pass_that_learns_shapes_is_no_micro_batch(block: str) -> None:
     model, first = schedule()
     with pytest.raises(RuntimeError) as caught, opened(block, model, STEPS, rows=6):

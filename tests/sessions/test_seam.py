@@ -73,7 +73,7 @@ def by_keywords(router: ToyRouter, scores: Scores) -> Pair:
 
 
 def through_an_alias(router: ToyRouter, scores: Scores) -> Pair:
-    return topk_taken_early(scores, router.topk)
+    return topk_taken_early(input=scores, k=router.topk)
 
 
 def after_others(router: ToyRouter, scores: Scores) -> Pair:
