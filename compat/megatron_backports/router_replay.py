@@ -47,7 +47,7 @@ def install() -> None:
         module.RouterReplayAction = RouterReplayAction
 
     why = "RouterReplay, as from Megatron-core 0.16 on"
-    import_hook.serve(MODULE, fill, why, reason="upstream's routing replay API")
+    import_hook.serve(MODULE, fill, why, "upstream's routing replay API")
 
 
 class AnotherNumber(ReplayError, ValueError, AssertionError):
