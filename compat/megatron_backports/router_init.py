@@ -24,7 +24,7 @@ import torch
 from npu_replay import environment
 from npu_replay.compat.megatron import aux_losses, foreign_routing, fused_router
 from npu_replay.compat.megatron.config_flags import asks_for_replay
-from npu_replay.compat.megatron.routers import gathered_ranks, is_replaying, left_by_groups, spare
+from npu_replay.compat.megatron.routers import gathered_ranks, is_replaying, top_k_of
 from npu_replay.compat.megatron_backports import router_replay
 from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay
 from npu_replay.compat.mindspeed import repatch
@@ -160,12 +160,9 @@ class RouterMethods:
         # Hidden states or logits: all dimensions but the last count tokens.
         inputs = next(iter((*args, *kwargs.values())))
         config = router.config
-        experts = int(router.num_experts)
-        leaves = left_by_groups(config, experts)
-        drops = config.moe_expert_capacity_factor is not None
-        facts = experts, int(router.topk), is_replaying(replay), spare(router), leaves, drops
-        key = (*facts, router.training)
-        plan = self._plans.get(key) or router_replay.plan_of(*facts)
+        known = {"is_given": is_replaying(replay), **top_k_of(router)}
+        key = (*known.values(), router.training)
+        plan = self._plans.get(key) or Plan(**known)
         call = router_replay.Asked(
             replay,
             plan,
@@ -272,18 +269,16 @@ def hand_over(of: Callable[[Any], Any]) -> None:
 
 
 def _hand_over_one(router: Any) -> None:
+    """Replace a router's instance by the framework's, also in Megatron's list of all: its API reaches it."""
     own = getattr(router, _REPLAY, None)
-    if _framework and hasattr(type(own), _EVERYONE):
-        _swap(router, _framework[0](router), own, type(own))
-
-
-def _swap(router: Any, new: Any, old: Any, kind: Any) -> None:
-    """Replace the instance also in Megatron's list of all, so that its API reaches the new one."""
-    everyone = getattr(kind, _EVERYONE)
-    everyone[:] = [new if replay is old else replay for replay in everyone]
-    new.layer_number = getattr(old, "layer_number", None)
+    everyone = getattr(type(own), _EVERYONE, None)
+    if not _framework or everyone is None:
+        return
+    new = _framework[0](router)
+    everyone[:] = [new if replay is own else replay for replay in everyone]
+    new.layer_number = getattr(own, "layer_number", None)
     router.router_replay = new
-    leave_with(router, new, kind)
+    leave_with(router, new, type(own))
 
 
 def leave_with(router: Any, replay: Any, kind: Any, listed: str = _EVERYONE) -> None:
