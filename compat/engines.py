@@ -34,8 +34,11 @@ logger = logging.getLogger(__name__)
 
 Framework = Literal["verl", "ROLL", "ms-swift", "TRL", "slime"]
 
-_ENGINES = {"vllm": (vllm.KINDS, vllm.SHORT), "sglang": (sglang.KINDS, sglang.SHORT)}
-"""The kinds of each engine's arguments, and other names of them."""
+_ENGINES: dict[str, tuple[Mapping[str, engine_plan.Kind], Mapping[str, str]]] = {
+    "vllm": (vllm.KINDS, vllm.SHORT),
+    "sglang": ({}, sglang.SHORT),
+}
+"""The kinds of each engine's arguments, where their names don't tell, and other names of them."""
 
 
 @dataclass(frozen=True)
