@@ -56,14 +56,10 @@ def install() -> None:
 
 
 def _wrap(module: Any) -> None:
-    try:
-        for name in CLASSES:
-            cls = getattr(module, name, None)
-            if cls is not None and not _patches.has(cls, "__init__"):
-                repatch.wrap_init(_patches, cls, _config_init, _WHY)
-    except Exception:
-        _patches.undo()  # all or nothing
-        raise
+    for name in CLASSES:
+        cls = getattr(module, name, None)
+        if cls is not None and not _patches.has(cls, "__init__"):
+            repatch.wrap_init(_patches, cls, _config_init, _WHY)
 
 
 def _config_init(init: Callable[..., None]) -> Any:

@@ -17,25 +17,18 @@ from typing import Any
 _ABSENT = object()
 
 
-class _Switch:
-    on = True
-
-    def __reduce__(self) -> str:
-        """Reduce to each process's own: Ray pickles a wrapper with all that it refers to."""
-        return "_switch"
-
-
-_switch = _Switch()
+_is_on = True
 
 
 def is_on() -> bool:
     """Return whether npu_replay is on in this process. Whatever a product's objects may hold asks this."""
-    return _switch.on
+    return _is_on
 
 
 def turn(on: bool) -> None:
     """Turn all wrappers of this process on or off."""
-    _switch.on = on
+    global _is_on
+    _is_on = on
 
 
 def switched(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +41,8 @@ def switched(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (ours if _switch.on else original)(*args, **kwargs)
+        # Not the variable: Ray pickles a wrapper with the values of all that it refers to but functions.
+        return (ours if is_on() else original)(*args, **kwargs)
 
     async def call_async(*args: Any, **kwargs: Any) -> Any:
         return await call(*args, **kwargs)

@@ -138,21 +138,14 @@ class SglangAnswer(server_answers.EngineAnswer):
             raise source.error(
                 Symptom.MISSING, "there are no routes in the answer", f"{due.end - due.start} rows", "none"
             )
-        if not isinstance(data, np.ndarray) or data.dtype.kind not in "iu":
-            data = bytes(data) if isinstance(data, (bytearray, memoryview)) else data
-            if not isinstance(data, (str, bytes)):
-                raise source.unreadable(
-                    "these aren't expert ids",
-                    "base64 of int32, or integers",
-                    getattr(data, "dtype", type(data).__name__),
-                )
-            # Bytes may be raw int32 ids: the fourth byte is 0, or 0xFF of a -1, and neither is base64.
-            if isinstance(data, str) or data[3:4] not in (b"\x00", b"\xff"):
-                data = ids_from_base64(data, source=source, most=len(data))  # their count is checked below
-            elif len(data) % 4:
-                raise source.unreadable("these aren't int32", "a multiple of 4 bytes", len(data))
-            else:
-                data = np.frombuffer(data, "<i4")
+        if isinstance(data, (str, bytes)):
+            data = ids_from_base64(data, source=source, most=len(data))  # their count is checked below
+        elif not isinstance(data, np.ndarray) or data.dtype.kind not in "iu":
+            raise source.unreadable(
+                "these aren't expert ids",
+                "base64 of int32, or integers",
+                getattr(data, "dtype", type(data).__name__),
+            )
         first = due.skipped(data)
         rows: Array = data if data.ndim == 3 else data.reshape(-1, model.num_layers, model.topk)
         return rows[first : first + max(0, due.end - due.start)]

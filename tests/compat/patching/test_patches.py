@@ -122,4 +122,9 @@ def test_a_copy_of_our_wrapper_is_wrapped_once(patches: Patches) -> None:
 
 
 def test_a_wrapper_that_is_pickled_with_its_class_asks_the_switch_of_its_process() -> None:
-    assert pickle.loads(pickle.dumps(patching._switch)) is patching._switch
+    wrapper = patching.switched(abs, float)
+    asked = {name for name in wrapper.__code__.co_names if name in vars(patching)}
+    assert asked == {"is_on"}, (
+        "by its name: pickled with the wrapper, a value would be that of another process"
+    )
+    assert pickle.loads(pickle.dumps(patching.is_on)) is patching.is_on
