@@ -69,6 +69,9 @@ def _wrap(module: Any) -> None:
 
     repatch.wrap_init(_patches, kind, equipping, "gives each router what this release lacks, as it is built")
     _patches.add(Change(_OF_EACH, "what upstream's have"))
+    _patches.add(
+        Change(f"methods that a {MODULE}.TopKRouter lacks", "they ask a replay, or count no padding")
+    )
 
 
 def _equip(router: Any) -> None:
@@ -77,8 +80,7 @@ def _equip(router: Any) -> None:
     ours = kind is MegatronRouterReplay
     # A RouterReplay if the config asks for it, and None otherwise, as from 0.16 on.
     if getattr(router, _REPLAY, None) is None:
-        made = (make(router) for make in _makers) if ours else ()
-        own = next((replay for replay in made if replay is not None), None)
+        own = _makers[0](router) if ours and _makers else None
         if own is None and asks_for_replay(router.config):
             own = kind()
         router.router_replay = own
@@ -93,7 +95,11 @@ def _equip(router: Any) -> None:
             names.append("apply_load_balancing_loss")
     elif fused_router.is_on(router.config) or router.routing_type in _UNHEARD:
         names += ["forward", "routing"]
-    lend(router, names)
+    # A method that the instance has already is left.
+    lent = [name for name in names if name not in vars(router)]
+    methods = RouterMethods(router, lent)
+    for name in lent:
+        setattr(router, name, getattr(methods, name))
 
 
 # ---- methods that a router is given
@@ -120,10 +126,6 @@ class RouterMethods:
         self._router = weakref.ref(router)
         self.names = list(names)
         self._plans: dict[tuple[object, ...], Plan] = {}  # of calls, by what they depend on
-        if not any(_methods):
-            _methods.add(
-                Change(f"methods of each {MODULE}.TopKRouter", "they ask a replay, or count no padding")
-            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A deep copy or a pickle of a router takes its bound methods along: they get an object of their own.
@@ -217,17 +219,6 @@ class RouterMethods:
         return bool(asked and is_on())
 
 
-_methods = Patches("methods of TopKRouter")
-
-
-def lend(router: Any, names: Iterable[str]) -> None:
-    """Give a router these methods, except where the instance has an attribute of that name."""
-    wanted = [name for name in names if name not in vars(router)]
-    methods = RouterMethods(router, wanted) if wanted else None
-    for name in wanted:
-        setattr(router, name, getattr(methods, name))
-
-
 # ---- the `router_replay` of a router
 
 
@@ -244,20 +235,15 @@ def lacks_replay() -> bool:
 
 
 _makers: list[Callable[[Any], MegatronRouterReplay | None]] = []
-"""Functions of frameworks that ask for a replay by other means than the config's flag."""
+"""The function of a framework that asks for a replay by other means than the config's flag."""
 _framework: list[Callable[[Any], Any]] = []
 """The function that makes a framework's own instance, after `hand_over`."""
 
 
 def made_by(make: Callable[[Any], MegatronRouterReplay | None]) -> None:
     """Use `make(router)` as the `router_replay` of each router built from now on, if it isn't None."""
-
-    def forget() -> bool:
-        _makers.clear()
-        return True
-
-    _makers.append(make)
-    _patches.add(Change("the routers that are replayed", "as a framework asks for them", forget))
+    _makers[:] = [make]
+    _patches.add(Change("the routers that are replayed", "as a framework asks for them"))
 
 
 def hand_over(of: Callable[[Any], Any]) -> None:
