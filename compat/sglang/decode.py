@@ -84,11 +84,10 @@ def from_sglang(
 
     Raises:
         InvalidRoutes: the answer is wrong; the error names the fault of SGLang's that causes it.
-        ReplayError: `model` says too little, or `version` is no text.
+        ReplayError: `model` says too little.
     """
     known = RoutedModel.of(model)
     start = whole_number(start_len, "start_len", where="from_sglang")
-    release(version or "")  # raises for what is no text
     answer = read(meta_info, version if version and tells_release(version, numbers=3) else "")
     return answer.routes(known, prompt_token_ids, output_ids, start, missing, weight_version)
 
