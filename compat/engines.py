@@ -34,8 +34,11 @@ logger = logging.getLogger(__name__)
 
 Framework = Literal["verl", "ROLL", "ms-swift", "TRL", "slime"]
 
-_KINDS = {"vllm": vllm.KINDS, "sglang": sglang.KINDS}
-_SHORT = {"vllm": vllm.SHORT, "sglang": sglang.SHORT}
+_ENGINES: dict[str, tuple[Mapping[str, engine_plan.Kind], Mapping[str, str]]] = {
+    "vllm": (vllm.KINDS, vllm.SHORT),
+    "sglang": ({}, sglang.SHORT),
+}
+"""The kinds of each engine's arguments, where their names don't tell, and other names of them."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,12 @@ class EnginePlan:
         arguments: the arguments, by their Python names in the engine.
         keys: the key of each argument in the framework's config.
         synchronous: what turns asynchronous scheduling of vLLM off in the framework's config.
-        drops: what of it the framework doesn't hand on, for an error.
     """
 
     engine: str
     arguments: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
     synchronous: str = "async_scheduling=False"
-    drops: str = ""
 
     def put(self, argument: str, value: Any, key: str) -> None:
         """Plan an argument, in place of an earlier value. None changes nothing."""
@@ -62,13 +63,16 @@ class EnginePlan:
             self.arguments[argument] = value
             self.keys[argument] = key
 
-    def put_all(self, options: Any, place: str) -> None:
-        """Plan the arguments of a mapping, JSON or object, whose keys are the engine's, as options or not."""
-        kinds = _KINDS.get(self.engine, {})
-        short = _SHORT.get(self.engine, {})
+    def put_all(self, options: Any, key: str) -> None:
+        """Plan the arguments of a mapping, JSON or object, whose keys are the engine's, as options or not.
+
+        `key` is the key of each in the framework's config, with {} for the engine's own.
+        """
+        kinds, short = _ENGINES.get(self.engine, ({}, {}))
         mapping = options if isinstance(options, Mapping) else engine_plan.as_mapping(options)
         for written, value in mapping.items():
-            self.put(*engine_plan.as_a_config_has_it(str(written), value, kinds, short), f"{place}{written}")
+            argument, read = engine_plan.as_a_config_has_it(str(written), value, kinds, short)
+            self.put(argument, read, key.format(written))
 
 
 def plan_of(framework: Framework, config: Any) -> EnginePlan:
@@ -115,8 +119,8 @@ def _schedules_ahead(plan: EnginePlan, version: str, ascend: str) -> ReplayError
         "on by itself",
         expected=plan.synchronous,
         got=f"async_scheduling={asked}",
-        cause=f"rows are read from a buffer that the next step fills again{plan.drops}. From vLLM 0.22.0 and "
-        "vllm-ascend 0.23.0 on this isn't needed",
+        cause="rows are read from a buffer that the next step fills again. From vLLM 0.22.0 and vllm-ascend "
+        "0.23.0 on this isn't needed; verl before 0.9.1 drops async_scheduling=False",
     )
 
 
@@ -166,12 +170,12 @@ _ROLLOUT = "actor_rollout_ref.rollout."
 
 def _of_verl(config: Any) -> EnginePlan:
     name = str(setting(config, "rollout", "name"))
-    plan = EnginePlan(name, synchronous=_VERL_SYNCHRONOUS, drops=_VERL_DROPS)
+    plan = EnginePlan(name, synchronous=_VERL_SYNCHRONOUS)
     own: dict[str, dict[str, str]] = {"vllm": _VERL_TO_VLLM, "sglang": _VERL_TO_SGLANG}
     for key, argument in own.get(plan.engine, {}).items():
         plan.put(argument, setting(config, "rollout", key), _ROLLOUT + key)
     options = setting(config, "rollout", "engine_kwargs", plan.engine)
-    plan.put_all(options, f"{_ROLLOUT}engine_kwargs.{plan.engine}.")
+    plan.put_all(options, f"{_ROLLOUT}engine_kwargs.{plan.engine}.{{}}")
     if plan.engine == "vllm":  # verl puts these over what engine_kwargs say
         plan.arguments.pop("async_scheduling", None)
         if any(setting(options, name) for name in ("no_async_scheduling", "no-async-scheduling")):
@@ -182,16 +186,13 @@ def _of_verl(config: Any) -> EnginePlan:
         plan.put("data_parallel_size", ranks if number(ranks) > 1 else None, f"{_ROLLOUT}data_parallel_size")
     _put_mtp_of_verl(plan, setting(config, "rollout", "mtp"))
     if setting(config, "rollout", "disaggregation", "enabled"):
-        key = f"{_ROLLOUT}disaggregation.enabled"
-        apart = _VERL_APART.get(plan.engine, {})
-        for argument, value in apart.items():
-            plan.put(argument, value, key)
+        for argument, value in _VERL_APART.get(plan.engine, {}).items():
+            plan.put(argument, value, f"{_ROLLOUT}disaggregation.enabled")
     _put_model(plan, setting(config, "model", "path"), "actor_rollout_ref.model.path")
     return plan
 
 
 _VERL_SYNCHRONOUS = f"+{_ROLLOUT}engine_kwargs.vllm.no_async_scheduling=True"
-_VERL_DROPS = ", and verl before 0.9.1 drops async_scheduling=False"
 _VERL_APART: dict[str, dict[str, Any]] = {
     "sglang": {"disaggregation_mode": "prefill"},
     "vllm": {"kv_transfer_config": {"kv_connector": "NixlConnector"}},
@@ -231,37 +232,34 @@ def _put_mtp_of_verl(plan: EnginePlan, mtp: Any) -> None:
 
 def _of_roll(config: Any) -> EnginePlan:
     plan = EnginePlan(str(setting(config, "strategy_args", "strategy_name")))
-    plan.put_all(setting(config, "strategy_args", "strategy_config"), "strategy_args.strategy_config.")
+    plan.put_all(setting(config, "strategy_args", "strategy_config"), "strategy_args.strategy_config.{}")
     _put_model(plan, setting(config, "model_args", "model_name_or_path"), "model_args.model_name_or_path")
     return plan
 
 
-def _prefixed(engine: str, config: Any, key: Callable[[str], str]) -> EnginePlan:
+def _prefixed(engine: str, config: Any) -> EnginePlan:
     """Return the plan of arguments whose names begin with the engine's."""
     plan = EnginePlan(engine)
     prefix = f"{engine}_"
     values = config if isinstance(config, Mapping) else vars(config)
     named = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
     inner = named.pop("engine_kwargs", None)
-    for name, value in named.items():
-        plan.put(
-            *engine_plan.as_a_config_has_it(name, value, _KINDS[engine], _SHORT[engine]),
-            key(f"{prefix}{name}"),
-        )
-    plan.put_all(inner, f"{key(prefix)}engine_kwargs: ")
+    plan.put_all(named, f"{prefix}{{}}")
+    plan.put_all(inner, f"{prefix}engine_kwargs: {{}}")
     return plan
 
 
 def _with_vllm(config: Any) -> EnginePlan:
     """Return the plan of ms-swift or TRL, whose vLLM runs in the trainer; a server is started elsewhere."""
     used = setting(config, "use_vllm") and setting(config, "vllm_mode") != "server"
-    plan = _prefixed("vllm", config, str) if used else EnginePlan("")
+    plan = _prefixed("vllm", config) if used else EnginePlan("")
     _put_model(plan, setting(config, "model"), "model")
     return plan
 
 
 def _of_slime(config: Any) -> EnginePlan:
-    plan = _prefixed("sglang", config, lambda name: f"--{name.replace('_', '-')}")
+    plan = _prefixed("sglang", config)
+    plan.keys.update({name: f"--{key.replace('_', '-')}" for name, key in plan.keys.items()})
     _put_model(plan, setting(config, "hf_checkpoint"), "--hf-checkpoint")
     return plan
 

@@ -56,14 +56,10 @@ def install() -> None:
 
 
 def _wrap(module: Any) -> None:
-    try:
-        for name in CLASSES:
-            cls = getattr(module, name, None)
-            if cls is not None and not _patches.has(cls, "__init__"):
-                repatch.wrap_init(_patches, cls, _config_init, _WHY)
-    except Exception:
-        _patches.undo()  # all or nothing
-        raise
+    for name in CLASSES:
+        cls = getattr(module, name, None)
+        if cls is not None and not _patches.has(cls, "__init__"):
+            repatch.wrap_init(_patches, cls, _config_init, _WHY)
 
 
 def _config_init(init: Callable[..., None]) -> Any:
@@ -75,25 +71,30 @@ def _config_init(init: Callable[..., None]) -> Any:
     @functools.wraps(init)
     def config_init(self: Any, *args: Any, **kwargs: Any) -> None:
         unknown = {name: kwargs.pop(name) for name in FLAGS if name in kwargs and name not in known}
+        # MindSpeed sets attributes before it calls the constructor beneath its wrapper.
+        asked: Flags = {name: vars(self)[name] for name in FLAGS if name in vars(self)} | unknown
         carried: Flags = {}
         if known - {"self"} <= kwargs.keys():  # made from all fields of another
             carried = getattr(kwargs["init_method"], _CARRIED, {})
         else:
             # The release's own name counts where it is on; off, it may be a default that was passed along.
-            _agreed({name: kwargs[name] for name in REPLAY if kwargs.get(name)} | unknown, self)
-        # MindSpeed sets attributes before it calls the constructor beneath its wrapper.
-        unknown = {name: vars(self)[name] for name in FLAGS if name in vars(self)} | unknown
+            asked |= {name: kwargs[name] for name in REPLAY if kwargs.get(name)}
+        values = {name: asked[name] for name in REPLAY if name in asked}
+        ReplayError.unless(
+            len(set(values.values())) < 2,
+            "two names of one flag were given different values",
+            where=type(self).__name__,
+            expected=f"{' or '.join(REPLAY)}, or both alike",
+            got=values,
+        )
         init(self, *args, **kwargs)
-        flags = {name: bool(getattr(self, name, False)) for name in FLAGS} | carried | unknown
-        replay = _agreed(unknown, self)
-        if replay is None:
-            replay = any(flags[name] for name in REPLAY)
+        flags = {name: bool(getattr(self, name, False)) for name in FLAGS} | carried | asked
+        replay = any(values.values() if values else (flags[name] for name in REPLAY))
         flags |= dict.fromkeys(REPLAY, replay)
         for name, value in {**flags, _BUILT: replay}.items():
             if not hasattr(inspect.getattr_static(type(self), name, None), "__set__"):  # a subclass' property
                 setattr(self, name, value)
         _carry(self, {name: flags[name] for name in sorted(lacking)})
-        return None
 
     return config_init
 
@@ -107,19 +108,6 @@ def _carry(config: Any, flags: Flags) -> None:
     if callable(made) and (any(flags.values()) or hasattr(made, _CARRIED)):
         config.init_method = functools.partial(made)
         setattr(config.init_method, _CARRIED, flags)
-
-
-def _agreed(flags: Flags, config: Any) -> bool | None:
-    """Return the value of the flag with two names; None if neither was given."""
-    replay = {name: flags[name] for name in REPLAY if name in flags}
-    ReplayError.unless(
-        len(set(replay.values())) < 2,
-        "two names of one flag were given different values",
-        where=type(config).__name__,
-        expected=f"{' or '.join(REPLAY)}, or both alike",
-        got=replay,
-    )
-    return next(iter(replay.values()), None)
 
 
 _patches = Patches(_WHAT)

@@ -53,8 +53,8 @@ def read(model: Any) -> ParallelLayout:
         gathers_rows=config.moe_token_dispatcher_type == "alltoall_seq",
         decoder=decoder_layers(config, pattern),
         groups=(  # those that share a pipeline stage, then the stages
-            _ask(state, "get_tensor_and_context_parallel_group"),
-            _ask(state, "get_pipeline_model_parallel_group"),
+            state.get_tensor_and_context_parallel_group(),
+            state.get_pipeline_model_parallel_group(),
         ),
     )
     if config is not model:
@@ -190,23 +190,12 @@ def unwrapped(module: Any) -> Iterator[Any]:
 
 
 def _of_axis(state: Any, axis: str, what: str) -> int:
-    return int(_ask(state, f"get_{_AXES[axis]}_{what}"))
-
-
-def _ask(state: Any, name: str) -> Any:
-    if not hasattr(state, name):
-        raise ReplayError(
-            "this Megatron-core doesn't say how it is split",
-            expected=f"parallel_state.{name}()",
-            got="no such function",
-            cause="a release that npu_replay doesn't know; give the numbers by hand: ParallelLayout(...)",
-        )
-    return getattr(state, name)()
+    return int(getattr(state, f"get_{_AXES[axis]}_{what}")())
 
 
 def _virtual_stages(state: Any, config: Any) -> int:
     """Return the number of virtual stages; the parallel state knows it only if it was initialised with it."""
     stages = getattr(config, "virtual_pipeline_model_parallel_size", None)
     if stages is None:
-        stages = _ask(state, "get_virtual_pipeline_model_parallel_world_size")
+        stages = state.get_virtual_pipeline_model_parallel_world_size()
     return int(stages or 1)

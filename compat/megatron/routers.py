@@ -66,19 +66,15 @@ class MegatronRouters(RouterKind):
         _refuse(module, path)
         features.refuse_features(config, path)
         number: Any = module.layer_number
-        drops = config.moe_expert_capacity_factor is not None
+        top_k = top_k_of(module)
         return Router(
             module=module,
-            num_experts=int(module.num_experts),
-            topk=int(module.topk),
-            shows=_shows_with_drops if drops else partial(_shows, int(module.num_experts)),
+            **top_k,
+            shows=_shows_with_drops if top_k["drops"] else partial(_shows, top_k["num_experts"]),
             layer=None if number is None else int(number) - 1,
             depth=int(getattr(config, "num_layers", None) or 0),
-            drops=drops,
             masks=bool(config.moe_router_group_topk) or not foreign_routing.is_known(module),
-            leaves=left_by_groups(config, int(module.num_experts)),
             gathers=gathered_ranks(config),
-            spare=spare(module),
             aux_losses=aux_losses.of(module),
             row_order="sequence",
             bypass=_FUSED if fused_router.is_on(config) else "",
@@ -134,18 +130,11 @@ def _shows(num_experts: int, output: object) -> torch.Tensor:
 
     In Megatron's own inference the router returns ids, [rows, topk], instead of a map, which are returned.
     """
-    routing_map = output[1] if isinstance(output, tuple) and len(output) > 1 else None
-    if not isinstance(routing_map, torch.Tensor):
-        raise _unknown(output)
+    routing_map = _pair(output)[1]
     if routing_map.dtype == torch.bool:
         return routing_map
     holds_ids = routing_map.dtype in arguments.INTEGERS and routing_map.shape[-1:] != (num_experts,)
     return routing_map if holds_ids else routing_map.to(torch.bool)
-
-
-def spare(router: Any) -> int:
-    """Return how many experts the top-k asks for beyond those used: quantile balancing needs 1 more."""
-    return int(router.routing_type == "quantile_balancing")
 
 
 def _shows_with_drops(output: object) -> torch.Tensor:
@@ -158,11 +147,7 @@ def _pair(output: object) -> tuple[torch.Tensor, torch.Tensor]:
         probs, routing_map = output[:2]
         if isinstance(probs, torch.Tensor) and isinstance(routing_map, torch.Tensor):
             return probs, routing_map
-    raise _unknown(output)
-
-
-def _unknown(output: object) -> NoEffect:
-    return NoEffect(
+    raise NoEffect(
         "the router's output can't be read",
         expected="(probs, routing_map)",
         got=type(output).__name__,
@@ -178,11 +163,18 @@ def _without_exact_zeros(output: object, ids: torch.Tensor) -> object:
     return lifted, *output[1:]  # type: ignore[index]
 
 
-def left_by_groups(config: Any, experts: int) -> int:
-    """Return how many experts group-limited routing leaves each row; 0 without it."""
-    chosen = config.moe_router_group_topk or 0
-    groups = config.moe_router_num_groups or experts
-    return int(chosen) * (experts // int(groups))
+def top_k_of(router: Any) -> dict[str, Any]:
+    """Return what `Router` and `Plan` say alike of a TopKRouter's top-k, by the names of their attributes."""
+    config = router.config
+    experts = int(router.num_experts)
+    groups = int(config.moe_router_num_groups or experts)
+    return {
+        "num_experts": experts,
+        "topk": int(router.topk),
+        "drops": config.moe_expert_capacity_factor is not None,
+        "leaves": int(config.moe_router_group_topk or 0) * (experts // groups),
+        "spare": int(router.routing_type == "quantile_balancing"),  # its top-k asks for one more
+    }
 
 
 def gathered_ranks(config: Any) -> int:

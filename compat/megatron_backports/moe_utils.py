@@ -1,6 +1,6 @@
 """Adds functions of later Megatron-core releases that frameworks import, each where the release lacks it.
 
-    topk_routing_with_score_function      new in 0.14; without router_replay before 0.16 (dense_output: 0.17)
+    topk_routing_with_score_function      new in 0.14; without router_replay before 0.16
     is_vp_first_stage, is_vp_last_stage   new in 0.14, and their module in 0.13
 
 Asks:     each name by itself, and the arguments that the release's function takes.
@@ -14,15 +14,16 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
 
 from npu_replay.compat.megatron.routers import is_replaying
-from npu_replay.compat.megatron_backports.router_replay import Asked, asking, is_idle, no_top_k, plan_of
+from npu_replay.compat.megatron_backports.router_replay import Asked, asking, is_idle
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Change, Patches
+from npu_replay.seam.plan import Plan
 
 MODULE = "megatron.core.transformer.moe.moe_utils"
 STAGES = "megatron.core.pipeline_parallel.utils"
@@ -38,7 +39,7 @@ Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 def install() -> None:
     import_hook.when_imported(MODULE, f"{_WHAT}: routing", _add_routing)
     import_hook.when_imported(STAGES, f"{_WHAT}: virtual stages", _add_stages)
-    import_hook.serve(STAGES, _fill_stages, "is_vp_first_stage and is_vp_last_stage", reason=_WHAT)
+    import_hook.serve(STAGES, _add_stages, "is_vp_first_stage and is_vp_last_stage", _WHAT)
 
 
 # Adding
@@ -79,10 +80,6 @@ def _add_stages(module: Any) -> None:
             _patches.set(module, function.__name__, function, _ADDED)
 
 
-def _fill_stages(module: Any) -> None:
-    vars(module).update(is_vp_first_stage=is_vp_first_stage, is_vp_last_stage=is_vp_last_stage)
-
-
 def _rebind(name: str, old: Any, new: Any) -> None:
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
@@ -95,9 +92,6 @@ def _rebind(name: str, old: Any, new: Any) -> None:
 
 
 def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
-    def own_topk(scores: Any, topk: int, num_groups: Any, group_topk: Any, own: Any) -> Any:
-        return own(scores, topk, num_groups=num_groups, group_topk=group_topk)
-
     def topk_routing_with_score_function(
         logits: torch.Tensor,
         topk: int,
@@ -109,15 +103,13 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
         expert_bias: torch.Tensor | None = None,
         fused: bool = False,
         router_replay: Any = None,
-        dense_output: bool = False,
     ) -> Pair:
         """Choose each row's `topk` experts of logits [rows, experts], or take them from `router_replay`.
 
-        The arguments are those of Megatron 0.19. A replay doesn't use the fused kernel.
+        The arguments are those of Megatron 0.16. A replay doesn't use the fused kernel.
 
         Returns:
-            The probabilities in the logits' dtype, and the map, bool; both [rows, experts]. With
-            `dense_output` the probabilities and the ids, int64, in the order of the top-k; both [rows, topk].
+            The probabilities in the logits' dtype, and the map, bool; both [rows, experts].
         """
         how = {
             "use_pre_softmax": use_pre_softmax,
@@ -129,23 +121,11 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
             "fused": fused,
         }
         if is_idle(router_replay):
-            if not dense_output:
-                return native(logits, topk, **how)
-            router_replay = SimpleNamespace(get_replay_topk=own_topk)  # only to learn the ids of the top-k
-        plan = plan_of(logits.shape[-1], topk, is_replaying(router_replay))
+            return native(logits, topk, **how)
+        plan = Plan(num_experts=logits.shape[-1], topk=topk, is_given=is_replaying(router_replay))
         call = Asked(router_replay, plan, logits.shape[0], (num_groups, group_topk))
         with asking(call, fused=fused):
-            probs, routing_map = native(logits, topk, **how)
-        if not dense_output:
-            return probs, routing_map
-        if call.ids is None:
-            raise no_top_k(
-                "this release's routing calls no top-k, so there is no order for a dense output",
-                call,
-                "another function in the place of Megatron's, such as MindSpeed's fix_router",
-                _TOPK,
-            )
-        return probs.gather(1, call.ids), call.ids
+            return native(logits, topk, **how)
 
     return topk_routing_with_score_function
 

@@ -24,7 +24,7 @@ import torch
 from npu_replay import environment
 from npu_replay.compat.megatron import aux_losses, foreign_routing, fused_router
 from npu_replay.compat.megatron.config_flags import asks_for_replay
-from npu_replay.compat.megatron.routers import gathered_ranks, is_replaying, left_by_groups, spare
+from npu_replay.compat.megatron.routers import gathered_ranks, is_replaying, top_k_of
 from npu_replay.compat.megatron_backports import router_replay
 from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay
 from npu_replay.compat.mindspeed import repatch
@@ -69,6 +69,9 @@ def _wrap(module: Any) -> None:
 
     repatch.wrap_init(_patches, kind, equipping, "gives each router what this release lacks, as it is built")
     _patches.add(Change(_OF_EACH, "what upstream's have"))
+    _patches.add(
+        Change(f"methods that a {MODULE}.TopKRouter lacks", "they ask a replay, or count no padding")
+    )
 
 
 def _equip(router: Any) -> None:
@@ -77,8 +80,7 @@ def _equip(router: Any) -> None:
     ours = kind is MegatronRouterReplay
     # A RouterReplay if the config asks for it, and None otherwise, as from 0.16 on.
     if getattr(router, _REPLAY, None) is None:
-        made = (make(router) for make in _makers) if ours else ()
-        own = next((replay for replay in made if replay is not None), None)
+        own = _makers[0](router) if ours and _makers else None
         if own is None and asks_for_replay(router.config):
             own = kind()
         router.router_replay = own
@@ -93,7 +95,11 @@ def _equip(router: Any) -> None:
             names.append("apply_load_balancing_loss")
     elif fused_router.is_on(router.config) or router.routing_type in _UNHEARD:
         names += ["forward", "routing"]
-    lend(router, names)
+    # A method that the instance has already is left.
+    lent = [name for name in names if name not in vars(router)]
+    methods = RouterMethods(router, lent)
+    for name in lent:
+        setattr(router, name, getattr(methods, name))
 
 
 # ---- methods that a router is given
@@ -120,10 +126,6 @@ class RouterMethods:
         self._router = weakref.ref(router)
         self.names = list(names)
         self._plans: dict[tuple[object, ...], Plan] = {}  # of calls, by what they depend on
-        if not any(_methods):
-            _methods.add(
-                Change(f"methods of each {MODULE}.TopKRouter", "they ask a replay, or count no padding")
-            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A deep copy or a pickle of a router takes its bound methods along: they get an object of their own.
@@ -160,12 +162,9 @@ class RouterMethods:
         # Hidden states or logits: all dimensions but the last count tokens.
         inputs = next(iter((*args, *kwargs.values())))
         config = router.config
-        experts = int(router.num_experts)
-        leaves = left_by_groups(config, experts)
-        drops = config.moe_expert_capacity_factor is not None
-        facts = experts, int(router.topk), is_replaying(replay), spare(router), leaves, drops
-        key = (*facts, router.training)
-        plan = self._plans.get(key) or router_replay.plan_of(*facts)
+        known = {"is_given": is_replaying(replay), **top_k_of(router)}
+        key = (*known.values(), router.training)
+        plan = self._plans.get(key) or Plan(**known)
         call = router_replay.Asked(
             replay,
             plan,
@@ -220,17 +219,6 @@ class RouterMethods:
         return bool(asked and is_on())
 
 
-_methods = Patches("methods of TopKRouter")
-
-
-def lend(router: Any, names: Iterable[str]) -> None:
-    """Give a router these methods, except where the instance has an attribute of that name."""
-    wanted = [name for name in names if name not in vars(router)]
-    methods = RouterMethods(router, wanted) if wanted else None
-    for name in wanted:
-        setattr(router, name, getattr(methods, name))
-
-
 # ---- the `router_replay` of a router
 
 
@@ -247,20 +235,15 @@ def lacks_replay() -> bool:
 
 
 _makers: list[Callable[[Any], MegatronRouterReplay | None]] = []
-"""Functions of frameworks that ask for a replay by other means than the config's flag."""
+"""The function of a framework that asks for a replay by other means than the config's flag."""
 _framework: list[Callable[[Any], Any]] = []
 """The function that makes a framework's own instance, after `hand_over`."""
 
 
 def made_by(make: Callable[[Any], MegatronRouterReplay | None]) -> None:
     """Use `make(router)` as the `router_replay` of each router built from now on, if it isn't None."""
-
-    def forget() -> bool:
-        _makers.clear()
-        return True
-
-    _makers.append(make)
-    _patches.add(Change("the routers that are replayed", "as a framework asks for them", forget))
+    _makers[:] = [make]
+    _patches.add(Change("the routers that are replayed", "as a framework asks for them"))
 
 
 def hand_over(of: Callable[[Any], Any]) -> None:
@@ -272,18 +255,16 @@ def hand_over(of: Callable[[Any], Any]) -> None:
 
 
 def _hand_over_one(router: Any) -> None:
+    """Replace a router's instance by the framework's, also in Megatron's list of all: its API reaches it."""
     own = getattr(router, _REPLAY, None)
-    if _framework and hasattr(type(own), _EVERYONE):
-        _swap(router, _framework[0](router), own, type(own))
-
-
-def _swap(router: Any, new: Any, old: Any, kind: Any) -> None:
-    """Replace the instance also in Megatron's list of all, so that its API reaches the new one."""
-    everyone = getattr(kind, _EVERYONE)
-    everyone[:] = [new if replay is old else replay for replay in everyone]
-    new.layer_number = getattr(old, "layer_number", None)
+    everyone = getattr(type(own), _EVERYONE, None)
+    if not _framework or everyone is None:
+        return
+    new = _framework[0](router)
+    everyone[:] = [new if replay is own else replay for replay in everyone]
+    new.layer_number = getattr(own, "layer_number", None)
     router.router_replay = new
-    leave_with(router, new, kind)
+    leave_with(router, new, type(own))
 
 
 def leave_with(router: Any, replay: Any, kind: Any, listed: str = _EVERYONE) -> None:

@@ -47,7 +47,7 @@ def install() -> None:
         module.RouterReplayAction = RouterReplayAction
 
     why = "RouterReplay, as from Megatron-core 0.16 on"
-    import_hook.serve(MODULE, fill, why, reason="upstream's routing replay API")
+    import_hook.serve(MODULE, fill, why, "upstream's routing replay API")
 
 
 class AnotherNumber(ReplayError, ValueError, AssertionError):
@@ -270,15 +270,6 @@ def is_idle(replay: Any) -> bool:
     return plain or hasattr(type(replay), IDLE_WITHOUT_ACTION)
 
 
-def plan_of(
-    num_experts: int, topk: int, is_given: bool, spare: int = 0, leaves: int = 0, drops: bool = False
-) -> Plan:
-    """Return the plan of calls that ask a RouterReplay; the arguments are those of `Plan`."""
-    return Plan(
-        num_experts=num_experts, topk=topk, is_given=is_given, drops=drops, spare=spare, leaves=leaves
-    )
-
-
 class Asked(Call):
     """Lets the top-k of a router's call ask a RouterReplay, ours or a framework's.
 
@@ -352,22 +343,12 @@ def asking(call: Asked, *, fused: bool = False) -> Iterator[None]:
         if kernel is not None:
             kernel.remove()
     if call.ids is None and action_of(call.replay) is not None:
-        raise no_top_k(
+        raise NoEffect(
             "RouterReplay has an action, and this router calls no top-k that could ask it",
-            call,
-            "a selection that is made without torch.topk: by a hash, by a kernel, or in turn",
+            expected=f"a top-{call.plan.topk} over {call.plan.num_experts} experts",
+            got=", ".join(dict.fromkeys(call.seen)) or "nothing",
+            cause="a selection that is made without torch.topk: by a hash, by a kernel, or in turn",
         )
-
-
-def no_top_k(problem: str, call: Asked, cause: str, where: str = "") -> NoEffect:
-    """Return the error for a call of a router in which no top-k asked."""
-    return NoEffect(
-        problem,
-        where=where,
-        expected=f"a top-{call.plan.topk} over {call.plan.num_experts} experts",
-        got=", ".join(dict.fromkeys(call.seen)) or "nothing",
-        cause=cause,
-    )
 
 
 def _everyone() -> list[MegatronRouterReplay]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from npu_replay.errors import ReplayError, RouterError
+from npu_replay.errors import RouterError
 from npu_replay.parallel.parallel_layout import DecoderLayers
 
 _NOOP = "mindspeed.core.pipeline_parallel.noop_layers.adaptor"
@@ -111,12 +111,12 @@ def noop_layers(config: Any) -> frozenset[int]:
     >>> sorted(llm.noop_layers(types.SimpleNamespace(noop_layers="0,3")))
     [0, 3]
     """
-    return frozenset(_numbers(getattr(config, "noop_layers", None), "noop_layers"))
+    return frozenset(_numbers(getattr(config, "noop_layers", None)))
 
 
 def pipeline_table(config: Any) -> list[list[int]] | None:
     """Return the layers of each stage by `num_layer_list`, [pipeline rank][0]; None without it."""
-    counts = _numbers(getattr(config, "num_layer_list", None), "num_layer_list")
+    counts = _numbers(getattr(config, "num_layer_list", None))
     return [[count] for count in counts] or None
 
 
@@ -140,14 +140,9 @@ def _looks_up(config: Any, kind: Any) -> bool:
     )
 
 
-def _numbers(value: Any, name: str) -> list[int]:
+def _numbers(value: Any) -> list[int]:
     """Parse MindSpeed's list of numbers: `3,7` before its arguments were checked, a set or list after."""
     if value is None:
         return []
     parts = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-    try:
-        return [int(part) for part in parts] if isinstance(parts, Iterable) else [int(parts)]
-    except (TypeError, ValueError) as error:
-        raise ReplayError(
-            f"{name} can't be read", expected="numbers, or a string like '3,7'", got=repr(value)
-        ) from error
+    return [int(part) for part in parts] if isinstance(parts, Iterable) else [int(parts)]

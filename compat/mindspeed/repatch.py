@@ -5,13 +5,13 @@ ours lies beneath the lowest of theirs, whichever came first, and theirs lie ove
 
 Asks:     the registries of both products.
 Changes:  what they keep for the original of the constructor; the constructor, where neither has patched it.
-Undone:   in both registries. Where a product's wrapper has kept ours and isn't built anew, ours passes each
-          call on while npu_replay is off.
+Undone:   in both registries. Where somebody else's wrapper keeps ours, ours passes each call on while
+          npu_replay is off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from npu_replay.compat.mindspeed import registries
@@ -34,16 +34,12 @@ def wrap_init(patches: Patches, cls: Any, wrapped: Callable[[Init], Init], why: 
         made[ours] = init
         return ours
 
-    def in_place() -> bool:
-        return any(init in made for init in _beneath(cls))
-
     def undo() -> bool:
-        """Put back what the wrap lies over; return whether nobody's wrapper keeps ours."""
         _exchange(cls, lambda init: made.get(init, init))
-        return not in_place()
+        return True
 
     _exchange(cls, ours_around)
-    patches.add(Change(_name(cls), why, undo, in_place, (cls, "__init__")))
+    patches.add(Change(_name(cls), why, undo, (cls, "__init__")))
 
 
 def _exchange(cls: Any, exchanged: Callable[[Init], Init]) -> None:
@@ -64,19 +60,6 @@ def _exchange(cls: Any, exchanged: Callable[[Init], Init]) -> None:
         cls.__init__ = init
     elif "__init__" in vars(cls):
         del cls.__init__  # the class had no constructor of its own
-
-
-def _beneath(cls: Any) -> Iterator[Init]:
-    """Yield the constructor and all that it calls, as far as the registries and functools.wraps show."""
-    kept = {
-        patch.final_patch_func: patch.orig_func
-        for patch in registries.patches_of(_name(cls))
-        if patch.patch_func is None and patch.final_patch_func is not patch.orig_func
-    }
-    init = cls.__init__
-    while init is not None:
-        yield init
-        init = kept.get(init) or getattr(init, "__wrapped__", None)
 
 
 def _name(cls: type) -> str:

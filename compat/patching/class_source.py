@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from types import CellType, FunctionType
+from types import FunctionType
+from typing import Any
 
 
 def method(cls: type, name: str) -> FunctionType:
@@ -15,27 +16,11 @@ def method(cls: type, name: str) -> FunctionType:
     >>> class_source.method(json.JSONEncoder, "encode")
     <function JSONEncoder.encode at 0x...>
 
-    Raises:
-        LookupError: the module has no source file, or the class in it no such method.
+    The method may refer to names of its module, and not to super().
     """
-    module = sys.modules[cls.__module__]
-    origin = getattr(module.__spec__, "origin", None)
-    spec = importlib.util.spec_from_file_location(module.__name__, origin) if origin else None
-    if spec is None or spec.loader is None:
-        raise LookupError(f"{module.__name__} has no source file")
+    module: Any = sys.modules[cls.__module__]
+    spec: Any = importlib.util.spec_from_file_location(module.__name__, module.__file__)
     fresh = importlib.util.module_from_spec(spec)  # run a second time, outside sys.modules
     spec.loader.exec_module(fresh)
-    function = vars(getattr(fresh, cls.__name__)).get(name)
-    if not isinstance(function, FunctionType):
-        raise LookupError(f"no method {name} in the source of {cls.__module__}.{cls.__qualname__}")
-    # The second module has a class of its own: super() in the method has to mean the given one.
-    cells = tuple(
-        CellType(cls) if free == "__class__" else cell
-        for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    )
-    whole = FunctionType(function.__code__, vars(module), name, function.__defaults__, cells)
-    whole.__kwdefaults__ = function.__kwdefaults__
-    whole.__dict__.update(vars(function))
-    whole.__doc__ = function.__doc__
-    whole.__qualname__ = f"{cls.__qualname__}.{name}"
-    return whole
+    function = vars(getattr(fresh, cls.__name__))[name]
+    return FunctionType(function.__code__, vars(module), name, function.__defaults__)

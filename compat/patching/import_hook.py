@@ -11,6 +11,7 @@ Undone:   by `forget` and, for modules that were made, by `patches.undo_all`.
 
 from __future__ import annotations
 
+import copy
 import importlib.abc
 import importlib.util
 import logging
@@ -69,13 +70,11 @@ def when_imported(module: str, name: str, shim: Shim, *, early: bool = False, en
         _run_if_there(module)
 
 
-def serve(
-    name: str, fill: Shim, why: str, *, reason: str = "", where: Callable[[], bool] = lambda: True
-) -> None:
+def serve(name: str, fill: Shim, why: str, reason: str) -> None:
     """Make a module `name` when its package is imported, where the product has none.
 
     >>> from npu_replay.compat.patching.import_hook import serve
-    >>> serve("json.newer", lambda module: setattr(module, "value", 1), "an example")
+    >>> serve("json.newer", lambda module: setattr(module, "value", 1), "its why", "an example")
     >>> import json.newer
     >>> json.newer.value
     1
@@ -84,8 +83,7 @@ def serve(
         name: in full, «megatron.core.transformer.moe.router_replay».
         fill: called with the new module.
         why: what is done here, for the report.
-        reason: the capability that is missing without it, for the report; `name` if there is none.
-        where: called when the package is imported; returns whether to serve it in this release.
+        reason: the capability that is missing without it, for the report.
     """
     package, _, child = name.rpartition(".")
 
@@ -93,7 +91,7 @@ def serve(
         with asking(name):
             is_there = importlib.util.find_spec(name) is not None
         # A parent without a file is a stand-in made by hand, or a bare folder: no product.
-        if is_there or not getattr(parent, "__file__", None) or not where():
+        if is_there or not getattr(parent, "__file__", None):
             return
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None, origin=__name__)
@@ -108,7 +106,7 @@ def serve(
                     del names[key]
             return True
 
-        Patches(reason or f"the names of {name}").add(Change(name, why, take_away))
+        Patches(reason).add(Change(name, why, take_away))
 
     when_imported(package, name, make)
 
@@ -214,7 +212,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             specs = (finder.find_spec(fullname, path, target) for finder in others)
             spec = next((candidate for candidate in specs if candidate is not None), None)
             if spec is not None and hasattr(spec.loader, "exec_module"):
-                spec.loader = _Loader(spec.loader, fullname)
+                spec.loader = _watched(spec.loader, fullname)
             elif spec is not None:
                 _run(fullname, ran=False)  # a namespace package, which has no code to run
         return spec
@@ -223,26 +221,16 @@ class _Finder(importlib.abc.MetaPathFinder):
 _finder = _Finder()
 
 
-class _Loader(importlib.abc.Loader):
-    """Wraps another loader for one import: it restores the module's spec, and runs the shims afterwards."""
+def _watched(loader: Any, name: str) -> Any:
+    """Return a copy of a loader that, once, also runs what waits for the module around the module's code."""
+    watched = copy.copy(loader)  # a finder may hand out one loader for many modules
 
-    def __init__(self, loader: Any, module: str) -> None:
-        self._loader = loader
-        self._module = module
+    def exec_module(module: ModuleType) -> None:
+        del watched.exec_module
+        _run(name, ran=False)
+        watched.exec_module(module)
+        if sys.modules.get(name) is module:
+            _run(name, ran=True)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        create: Any = getattr(self._loader, "create_module", lambda _: None)
-        return create(spec)  # type: ignore[no-any-return]
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = module.__loader__ = self._loader
-        _run(self._module, ran=False)
-        self._loader.exec_module(module)
-        if sys.modules.get(self._module) is module:
-            _run(self._module, ran=True)
+    watched.exec_module = exec_module
+    return watched

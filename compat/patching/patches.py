@@ -17,25 +17,18 @@ from typing import Any
 _ABSENT = object()
 
 
-class _Switch:
-    on = True
-
-    def __reduce__(self) -> str:
-        """Reduce to each process's own: Ray pickles a wrapper with all that it refers to."""
-        return "_switch"
-
-
-_switch = _Switch()
+_is_on = True
 
 
 def is_on() -> bool:
     """Return whether npu_replay is on in this process. Whatever a product's objects may hold asks this."""
-    return _switch.on
+    return _is_on
 
 
 def turn(on: bool) -> None:
     """Turn all wrappers of this process on or off."""
-    _switch.on = on
+    global _is_on
+    _is_on = on
 
 
 def switched(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +41,8 @@ def switched(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (ours if _switch.on else original)(*args, **kwargs)
+        # Not the variable: Ray pickles a wrapper with the values of all that it refers to but functions.
+        return (ours if is_on() else original)(*args, **kwargs)
 
     async def call_async(*args: Any, **kwargs: Any) -> Any:
         return await call(*args, **kwargs)
@@ -67,14 +61,12 @@ class Change:
         why: what the change is for.
         undo: undoes it and returns whether all was put back. Without it the change stays in place: its
             functions ask the switch.
-        in_place: returns whether it is in place, where others may remove it.
         attribute: the owner and name of the attribute that was replaced, if it is one.
     """
 
     where: str
     why: str
     undo: Callable[[], bool] = lambda: True
-    in_place: Callable[[], bool] = lambda: True
     attribute: tuple[Any, str] | None = None
 
 
@@ -84,13 +76,6 @@ def _where(owner: Any, name: str) -> str:
     kind = owner if isinstance(owner, type) else type(owner)
     of = f"{kind.__module__}.{kind.__qualname__}"
     return f"{of}.{name}" if kind is owner else f"{name} of one {of}"
-
-
-def _put(owner: Any, name: str, value: object) -> None:
-    if value is _ABSENT:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, value)
 
 
 def _holders_of_a_copy(owner: Any, name: str, function: Any) -> Iterator[type]:
@@ -128,31 +113,23 @@ class Patches:
         self._applied: list[Change] = []
 
     def set(self, owner: Any, name: str, value: Any, why: str) -> None:
-        """Replace an attribute of a module, class or object, and keep what was in its own dictionary.
-
-        Raises:
-            TypeError: it isn't kept there (a module's parameter, a property), and couldn't be undone.
-        """
-        if self.has(owner, name):
-            return
-        original = vars(owner).get(name, _ABSENT)
-        seen = getattr(owner, name, _ABSENT)
-        setattr(owner, name, value)
-        if vars(owner).get(name, _ABSENT) is not value:
-            _put(owner, name, seen)
-            raise TypeError(
-                f"{name} of {type(owner).__qualname__} is no plain attribute and can't be patched"
-            )
-        self.note(owner, name, why, original, value)
+        """Replace a plain attribute of a module, class or object, and keep what its own dictionary had."""
+        if not self.has(owner, name):
+            original = vars(owner).get(name, _ABSENT)
+            setattr(owner, name, value)
+            self.note(owner, name, why, original, value)
 
     def note(self, owner: Any, name: str, why: str, original: Any, ours: Any) -> None:
         """Record that an attribute was replaced by ours; it is put back unless it was replaced since."""
 
         def undo() -> bool:
-            is_ours = vars(owner).get(name, _ABSENT) is ours
-            if is_ours:
-                _put(owner, name, original)
-            return is_ours
+            if vars(owner).get(name, _ABSENT) is not ours:
+                return False
+            if original is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+            return True
 
         self.add(Change(_where(owner, name), why, undo, attribute=(owner, name)))
 
@@ -197,7 +174,7 @@ _groups: list[Patches] = []
 
 def applied() -> list[tuple[str, Change]]:
     """Return all changes in place, with the reason of their group."""
-    return [(group.reason, change) for group in _groups for change in group if change.in_place()]
+    return [(group.reason, change) for group in _groups for change in group]
 
 
 def undo_all() -> list[Change]:

@@ -84,11 +84,10 @@ def from_sglang(
 
     Raises:
         InvalidRoutes: the answer is wrong; the error names the fault of SGLang's that causes it.
-        ReplayError: `model` says too little, or `version` is no text.
+        ReplayError: `model` says too little.
     """
     known = RoutedModel.of(model)
     start = whole_number(start_len, "start_len", where="from_sglang")
-    release(version or "")  # raises for what is no text
     answer = read(meta_info, version if version and tells_release(version, numbers=3) else "")
     return answer.routes(known, prompt_token_ids, output_ids, start, missing, weight_version)
 
@@ -138,27 +137,15 @@ class SglangAnswer(server_answers.EngineAnswer):
             raise source.error(
                 Symptom.MISSING, "there are no routes in the answer", f"{due.end - due.start} rows", "none"
             )
-        if not isinstance(data, np.ndarray) or data.dtype.kind not in "iu":
-            data = bytes(data) if isinstance(data, (bytearray, memoryview)) else data
-            if not isinstance(data, (str, bytes)):
-                raise source.unreadable(
-                    "these aren't expert ids",
-                    "base64 of int32, or integers",
-                    getattr(data, "dtype", type(data).__name__),
-                )
-            # Bytes may be raw int32 ids: the fourth byte is 0, or 0xFF of a -1, and neither is base64.
-            if isinstance(data, str) or data[3:4] not in (b"\x00", b"\xff"):
-                end = data[-2:]
-                size = len(data) // 4 * 3 - (end.count("=") if isinstance(end, str) else end.count(b"="))
-                if size % 4 == 0:  # a wrong count is found before the text is decoded
-                    due.skipped(size // 4)
-                size = (due.end + due.past) * model.num_layers * model.topk
-                data = ids_from_base64(data, source=source, most=size)
-            elif len(data) % 4:
-                raise source.unreadable("these aren't int32", "a multiple of 4 bytes", len(data))
-            else:
-                data = np.frombuffer(data, "<i4")
-        first = due.skipped(data.size, len(data) if data.ndim == 3 else None)
+        if isinstance(data, (str, bytes)):
+            data = ids_from_base64(data, source=source, most=len(data))  # their count is checked below
+        elif not isinstance(data, np.ndarray) or data.dtype.kind not in "iu":
+            raise source.unreadable(
+                "these aren't expert ids",
+                "base64 of int32, or integers",
+                getattr(data, "dtype", type(data).__name__),
+            )
+        first = due.skipped(data)
         rows: Array = data if data.ndim == 3 else data.reshape(-1, model.num_layers, model.topk)
         return rows[first : first + max(0, due.end - due.start)]
 
@@ -229,16 +216,14 @@ class _Due:
         start = min(start, end)
         return cls(answer, model, start, end, 0 if is_before(HONOURS_START) else start, past)
 
-    def skipped(self, size: int, rows: int | None = None) -> int:
-        """Return how many of the first rows weren't asked for; `size` ids came, in `rows` rows if shaped."""
+    def skipped(self, data: Array) -> int:
+        """Return how many of the first rows, of ids that are flat or shaped, weren't asked for."""
+        # The first row must be unambiguous, and the number of rows one that some release sends.
         layers = self.model.num_layers
         topk = self.model.topk
         source = self.answer.source
-        shaped = rows is not None
-        rest = 0
-        if rows is None:
-            # The first row must be unambiguous, and the number of rows one that some release sends.
-            rows, rest = divmod(size, layers * topk)
+        shaped = data.ndim == 3
+        rows, rest = (len(data), 0) if shaped else divmod(data.size, layers * topk)
         wanted = self.end - self.start
         more = (0, self.past)
         firsts = {self.start} if rows - self.end in more else set()
@@ -257,11 +242,11 @@ class _Due:
         due = self.end - self.sent_from
         fits = ""
         if not shaped:
-            fits = _that_fits(size, wanted, self.model) or _that_fits(size, self.end, self.model)
+            fits = _that_fits(data.size, wanted, self.model) or _that_fits(data.size, self.end, self.model)
         if rest or fits:
             raise source.error(
                 Symptom.COLUMNS,
-                f"{size} ids can't be shaped",
+                f"{data.size} ids can't be shaped",
                 f"{due * layers * topk}: {due} rows of {layers} layers with top-{topk}",
                 f"what fits {fits or 'no model of so many tokens'}",
             )

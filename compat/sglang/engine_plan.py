@@ -8,7 +8,7 @@ from typing import Any, Literal
 from npu_replay.compat.sglang.releases import CLASHES, EAGLE, FAULTS, HONOURS_START, NEWEST
 from npu_replay.errors import ReplayError
 from npu_replay.rollout import engine_plan
-from npu_replay.rollout.engine_plan import EngineArguments, Kind, number
+from npu_replay.rollout.engine_plan import EngineArguments, number
 from npu_replay.rollout.model_config import RoutedModel, is_there
 from npu_replay.rollout.release_rules import EnginePlan, release
 
@@ -40,8 +40,7 @@ def engine_arguments(
         ReplayError: a release without routes, or before 0.5.8, which isn't checked; a plan under which they
             would be wrong or missing, another device, or a model without routes that can be read.
     """
-    flags = (str(name) for name in planned or {} if str(name).startswith(("enable_", "disable_")))
-    plan = engine_plan.read_plan(planned or {}, dict.fromkeys(flags, "flag"), SHORT)
+    plan = engine_plan.read_plan(planned or {}, {}, SHORT)
     ReplayError.unless(
         device in ("cuda", "npu"), "unknown device", where="device", expected="cuda, npu", got=repr(device)
     )
@@ -96,8 +95,6 @@ def _refuse_release(version: str, device: str) -> None:
     engine_plan.refuse(refusal(version, device))
 
 
-KINDS: dict[str, Kind] = {}
-"""The kinds of arguments beside its flags, whose names tell them."""
 SHORT = {
     "model": "model_path",
     **dict.fromkeys(("tp", "tensor_parallel_size"), "tp_size"),

@@ -20,6 +20,8 @@ NEW = "sglang.srt.state_capturer.routed_experts"
 
 def install() -> None:
     """Let the old name be imported if SGLang has only the new one."""
+    if probe.find(NEW) is None:
+        return
 
     def named(name: str) -> Any:
         """Return a name of the new module, which is imported with the first."""
@@ -31,6 +33,4 @@ def install() -> None:
         module.__getattr__ = named  # type: ignore[method-assign]
 
     what = f"the old name of {NEW}, which verl imports"
-    import_hook.serve(
-        OLD, fill, what, reason="SGLang's routes in verl", where=lambda: probe.find(NEW) is not None
-    )
+    import_hook.serve(OLD, fill, what, "SGLang's routes in verl")

@@ -166,10 +166,9 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("async_scheduling", "enable_dbo", "enforce_eager"), "flag"),
     **dict.fromkeys(("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"), "count"),
     **dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size", "nnodes"), "count"),
-    **dict.fromkeys(("runner", "moe_backend", "quantization"), "text"),
     **dict.fromkeys(
         ("kv_transfer_config", "speculative_config", "additional_config", "aux_output_config"), "keys"
     ),
     "kv_offloading_size": "number",
-    "ubatch_size": "size",
+    "ubatch_size": "count",
 }

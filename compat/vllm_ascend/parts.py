@@ -69,10 +69,7 @@ def check(release: str) -> None:
         raise known_names.unknown(
             what, context.__class__.__module__, f"_EXTRA_CTX.{missing[0]}", "none there", _PRODUCT
         )
-    _check_ways_out(importlib.import_module(CAPTURER), what)
-
-
-def _check_ways_out(module: ModuleType, what: str) -> None:
+    module = importlib.import_module(CAPTURER)
     ways_out = [name for name in WAYS_OUT if hasattr(module.RoutedExpertsCapturer, name)]
     if not ways_out:
         raise known_names.unknown(

@@ -7,7 +7,7 @@ are loaded then, and no graph is captured yet.
 Asks:     the releases of both products, the engine's config, and each worker whether it captures.
 Changes:  two methods of the model runner, one of the executor; what `CapturePoints` and `ReadOut` name; a
           variable of Ray.
-Undone:   all of it, in the process that is told to.
+Undone:   all but that variable, in the process that is told to.
 """
 
 from __future__ import annotations
@@ -154,18 +154,9 @@ def _tell_workers_of_ray() -> None:
     before = os.environ.get(_TO_RAY)
     named = [name.strip() for name in (before or "").split(",")]
     names = ",".join(dict.fromkeys([*filter(None, named), VLLM_ASCEND, STRICT]))
-    if names == before:
-        return
-
-    def take_back() -> bool:
-        if os.environ.get(_TO_RAY) != names:
-            return False
-        os.environ.pop(_TO_RAY)
-        os.environ.update({} if before is None else {_TO_RAY: before})
-        return True
-
-    os.environ[_TO_RAY] = names
-    _patches.add(Change(_TO_RAY, "workers of Ray have the switch", take_back))
+    if names != before:
+        os.environ[_TO_RAY] = names
+        _patches.add(Change(_TO_RAY, "workers of Ray have the switch"))
 
 
 def _refuse(problem: ReplayError | None) -> bool:

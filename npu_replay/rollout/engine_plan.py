@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias
 
 from npu_replay.errors import ReplayError
@@ -17,16 +16,9 @@ from npu_replay.rollout.release_rules import Clash, EnginePlan, Fault, release, 
 
 _log = logging.getLogger(__name__)
 
-Kind: TypeAlias = Literal["flag", "count", "size", "number", "text", "keys"]
-_KINDS: dict[Kind, tuple[type, str]] = {
-    "flag": (bool, "True or False"),
-    "count": (Integral, "a whole number from 1 on"),
-    "size": (Integral, "a whole number from 0 on"),
-    "number": (Real, "a number"),
-    "text": (str, "text"),
-    "keys": (Mapping, "a dict, or the engine's own object"),
-}
-_LEAST: dict[Kind, int] = {"count": 1, "size": 0}
+Kind: TypeAlias = Literal["flag", "count", "number", "text", "keys"]
+"""What an argument that is written as text means: True or False, an int, a float, itself, or JSON."""
+_WORDS = {"true": True, "1": True, "false": False, "0": False}
 
 
 @dataclass(frozen=True)
@@ -157,7 +149,7 @@ def warn_of_later(product: str, version: str, newest: str) -> None:
 def read_plan(
     planned: Mapping[str, Any], kinds: Mapping[str, Kind], short: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the planned arguments, by their Python names, after reading those that have a kind.
+    """Return the planned arguments, which have to be under their Python names, with their values read.
 
     `short` maps other names on the command line to the Python names, for the message of an error.
     """
@@ -166,21 +158,7 @@ def read_plan(
         name = f"{name.removeprefix('no_')}=False" if name.startswith("no_") else name or "enable_eplb, say"
         if written != name:
             raise unreadable(written, f"its Python name: {name}", repr(written))
-    # Refuse a value that can't be read: taken for the default, it would pass the checks.
-    read = dict(planned)
-    for name, value in planned.items():
-        if value is None or name not in kinds:
-            continue
-        kind = kinds[name]
-        value = _number_in_text(value, kind)  # as configs have it
-        wanted, expected = _KINDS[kind]
-        fits = isinstance(value, wanted) or (kind == "keys" and hasattr(value, "__dict__"))
-        # A bool is an int in Python, but it is no count.
-        fits = fits and isinstance(value, bool) == (kind == "flag")
-        if not fits or (kind in _LEAST and value < _LEAST[kind]):
-            raise unreadable(name, expected, repr(value)[:80])
-        read[name] = value
-    return read
+    return {name: _read(name, value, kinds) for name, value in planned.items()}
 
 
 def as_a_config_has_it(
@@ -193,14 +171,8 @@ def as_a_config_has_it(
     ('async_scheduling', False)
     """
     name = _python_name(written, short)
-    kind = kinds.get(name, "flag" if name.startswith(("no_", "enable_", "disable_")) else "text")
-    if isinstance(value, str) and kind == "flag":
-        value = {"true": True, "false": False}.get(value.lower(), value)
-    if isinstance(value, str) and kind == "keys":
-        value = as_mapping(value) or value
-    if name.startswith("no_"):
-        return name.removeprefix("no_"), not value
-    return name, _number_in_text(value, kind)
+    value = _read(name, value, kinds)
+    return (name.removeprefix("no_"), not value) if name.startswith("no_") else (name, value)
 
 
 def _python_name(written: str, short: Mapping[str, str]) -> str:
@@ -209,8 +181,14 @@ def _python_name(written: str, short: Mapping[str, str]) -> str:
     return short.get(name, name)
 
 
-def _number_in_text(value: Any, kind: Kind) -> Any:
-    if isinstance(value, str) and kind in (*_LEAST, "number"):
+def _read(name: str, value: Any, kinds: Mapping[str, Kind]) -> Any:
+    """Return what a value means that may be text; what can't be read is left to the engine to refuse."""
+    kind = kinds.get(name, "flag" if name.startswith(("no_", "enable_", "disable_")) else "text")
+    if kind == "flag":
+        return _WORDS.get(str(value).lower(), value)
+    if isinstance(value, str) and kind == "keys":
+        return as_mapping(value) or value
+    if isinstance(value, str) and kind in ("count", "number"):
         with suppress(ValueError):
             return float(value) if kind == "number" else int(value)
     return value

@@ -57,11 +57,8 @@ def broken(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blamed", [True, False], ids=["takes torch with it", "leaves torch alone"])
-def test_a_torch_npu_that_fails_says_why_and_leaves_the_cpu(broken: Path, blamed: bool) -> None:
+def test_a_torch_npu_that_fails_says_why_and_leaves_the_cpu(broken: Path) -> None:
     assert torch_npu.load() == "torch_npu is not installed"  # in this process
-    if not blamed:
-        (broken / "torch_npu-2.7.1.dist-info" / "entry_points.txt").unlink()
     code = (
         "from npu_replay import devices; from npu_replay.compat import torch_npu;"
         "print(torch_npu.load()); print(devices.available(), devices.pick('auto')); print(torch_npu.remedy())"
@@ -70,7 +67,6 @@ def test_a_torch_npu_that_fails_says_why_and_leaves_the_cpu(broken: Path, blamed
     why, found, remedy = done.stdout.splitlines()
     assert (why, found) == ("ImportError: libhccl.so: cannot open shared object file", "['cpu'] cpu")
     assert "set_env.sh" in remedy
-    assert ("`import torch` fails too" in remedy) == blamed
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ What each function means, and how all of it comes and goes, is in tests/matrix o
 
 from __future__ import annotations
 
-import inspect
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -44,16 +43,6 @@ def topk(**options: Any) -> Any:
     return import_module(moe_functions.MODULE).topk_routing_with_score_function(LOGITS, 2, **options)
 
 
-def test_a_dense_output_holds_the_chosen_experts_alone_in_the_order_of_the_top_k() -> None:
-    function = import_module(moe_functions.MODULE).topk_routing_with_score_function
-    if "dense_output" not in inspect.signature(function).parameters:
-        pytest.skip("upstream's own function, of before 0.17")
-    probs, ids = topk(dense_output=True, use_pre_softmax=True)
-    wanted = LOGITS.softmax(1).topk(2, dim=1)
-    assert torch.equal(ids, wanted.indices)
-    assert torch.equal(probs, wanted.values)
-
-
 def test_a_function_that_calls_no_top_k_can_not_be_replayed_in_silence(
     moe_utils: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,8 +52,6 @@ def test_a_function_that_calls_no_top_k_can_not_be_replayed_in_silence(
     monkeypatch.setattr(moe_utils, "topk_softmax_with_capacity", lambda logits, *_, **__: (logits, chosen, 0))
     with upstream_api() as api, pytest.raises(NoEffect, match="calls no top-k"):
         topk(router_replay=api.new("REPLAY_FORWARD", IDS))
-    with pytest.raises(NoEffect, match="no order for a dense output"):
-        topk(dense_output=True)
     with pytest.raises(ValueError, match=r"came with 0\.14"):
         topk(fused=True)
 

@@ -244,7 +244,7 @@ def test_turned_off_a_live_router_is_megatrons_own_and_turned_on_it_is_replayed(
     with perturbed(trainer.model):
         live = trainer.run("each")
         with monkeypatch.context() as patch:
-            patch.setattr(patching._switch, "on", False)
+            patch.setattr(patching, "_is_on", False)
             got = upstream_loop.replay(trainer, recorded) if flag else trainer.run("each")
             assert same(got, live)
         if flag:
@@ -280,9 +280,10 @@ def test_padding_is_left_out_where_that_is_asked_for_and_else_a_router_counts_as
     router.config = types.SimpleNamespace(moe_enable_routing_replay=flag)
     router.local_tokens_per_expert = torch.zeros(3)
     assert router_init.counts_padding(router)
-    router_init.lend(router, ["_apply_expert_bias"])
+    methods = router_init.RouterMethods(router, ["_apply_expert_bias"])
+    router._apply_expert_bias = methods._apply_expert_bias
     monkeypatch.setenv("NPU_REPLAY_EXPERT_BIAS", variable)
-    monkeypatch.setattr(patching._switch, "on", on)
+    monkeypatch.setattr(patching, "_is_on", on)
     chosen = torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 0]], dtype=torch.bool)
     router._apply_expert_bias(chosen, padding_mask=torch.tensor([False, True, False]))
     assert router.local_tokens_per_expert.tolist() == counts

@@ -15,10 +15,10 @@ from npu_replay.compat.megatron_backports.router_replay import (
     RouterReplayAction,
     asking,
     is_idle,
-    plan_of,
 )
 from npu_replay.compat.megatron_backports.router_replay import MegatronRouterReplay as RouterReplay
 from npu_replay.errors import NoEffect, RouterError
+from npu_replay.seam.plan import Plan
 
 RECORD, FORWARD, BACKWARD = RouterReplayAction
 SCORES = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.7, 0.0, 0.2, 0.1]])
@@ -44,7 +44,7 @@ def replaying(target: torch.Tensor | None) -> RouterReplay:
 
 
 def asked(replay: RouterReplay) -> Asked:
-    return Asked(replay, plan_of(num_experts=4, topk=2, is_given=is_replaying(replay)), rows=2)
+    return Asked(replay, Plan(num_experts=4, topk=2, is_given=is_replaying(replay)), rows=2)
 
 
 def top(k: int) -> list[list[int]]:

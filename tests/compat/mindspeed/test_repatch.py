@@ -189,13 +189,3 @@ def check(events: list[str], got: list[Any], expected: list[Any]) -> None:
         assert [one for one in calls if one != "ours"] == theirs, (events, event, calls, theirs)
         assert calls.count("ours") == int(here), (events, event, calls)
         assert is_listed is here, (events, event, "listed" if is_listed else "not listed")
-
-
-def test_a_wrap_that_somebody_has_thrown_away_is_not_listed(managers: dict[str, Any]) -> None:
-    native = Router.__init__
-    job = Job(managers, native)
-    job.does("npu_replay comes")
-    assert listed() == 1
-    Router.__init__ = native  # type: ignore[method-assign]
-    assert listed() == 0
-    job.does("npu_replay goes")
