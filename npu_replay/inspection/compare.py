@@ -12,7 +12,7 @@ import numpy as np
 
 from npu_replay.errors import InvalidRoutes, ReplayError, RouteFileError
 from npu_replay.routes.checks import Array
-from npu_replay.routes.mismatch import check_comparable, differing_token_layers
+from npu_replay.routes.mismatch import difference
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.store import RouteStore
 from npu_replay.tables import Part, Table
@@ -71,20 +71,18 @@ class Comparison:
             cause="another sample, one that was sampled anew, or text that was tokenised again",
             where=where,
         )
-        # In a folder, one sample without common routes must not stop the comparison of the others.
-        lost = self.folders and len(a) == len(b) and not (a.recorded & b.recorded).any()
-        try:
-            tokens = 0 if lost else check_comparable(a, b)[1]
-        except InvalidRoutes as error:
-            raise error.at(where) from error
         self.samples += 1
         self.unsure += unsure
         self.rows += len(a)
         self.without_route_in_a += int((~a.recorded).sum())
         self.without_route_in_b += int((~b.recorded).sum())
-        if lost:
+        # In a folder, one sample without common routes must not stop the comparison of the others.
+        if self.folders and len(a) == len(b) and not (a.recorded & b.recorded).any():
             return
-        differ = differing_token_layers(a, b)
+        try:
+            _, tokens, differ = difference(a, b)
+        except InvalidRoutes as error:
+            raise error.at(where) from error
         self.tokens += tokens
         self.differing_tokens += int(differ.any(dim=1).sum())
         for column, layer in enumerate(a.layers):
