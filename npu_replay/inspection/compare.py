@@ -57,8 +57,8 @@ class Comparison:
         InvalidRoutes.unless(
             a.layers == b.layers,
             "these routings are of other layers",
-            expected=f"layers {_spans(a.layers)}",
-            got=f"layers {_spans(b.layers)}",
+            expected=f"layers {[*a.layers]}",
+            got=f"layers {[*b.layers]}",
             cause="routes of two models, or of one pipeline stage against all of them",
             where=where,
         )
@@ -218,14 +218,6 @@ def _in_folders(
     for ours, theirs in partners.items():
         key = ours if ours == theirs else f"{ours} and {theirs}"
         yield f"{where}, {key}", a[ours], b[theirs]
-
-
-def _spans(layers: tuple[int, ...]) -> str:
-    """Return «0, 3 to 26»: missing layers show, however many layers there are."""
-    starts = [layer for layer in layers if layer - 1 not in layers]
-    ends = [layer for layer in layers if layer + 1 not in layers]
-    spans = zip(starts, ends, strict=True)
-    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
 
 
 def percent(share: float) -> str:

@@ -23,7 +23,7 @@ from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.release_rules import Fault, Source, Symptom
 from npu_replay.routes.atomic_file import plain_file
 from npu_replay.routes.checks import Array
-from npu_replay.routes.fingerprint import find_other_tokens, fingerprint
+from npu_replay.routes.fingerprint import as_token_ids, find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.store import RouteStore
 
@@ -368,15 +368,13 @@ def _token_lists(path: Path | None) -> tuple[Array, ...]:
         return ()
     value = _parsed(path)
     nested = isinstance(value, list) and bool(value) and isinstance(value[0], list)
-    try:
-        lists = [np.asarray(ids) for ids in (value if nested else [value])]
-        if any(ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu") for ids in lists):
-            raise ValueError("no list of integers")
-        return tuple(ids.astype(np.int64) for ids in lists)
-    except (ValueError, OverflowError) as error:
-        raise ReplayError(
-            "these aren't token ids",
-            where=str(path),
-            expected="JSON: [1, 2, 3], or a list of such",
-            got=error,
-        ) from error
+    lists = [as_token_ids(ids) for ids in (value if nested else [value])]
+    known = tuple(ids for ids in lists if ids is not None)
+    ReplayError.unless(
+        len(known) == len(lists),
+        "these aren't token ids",
+        where=str(path),
+        expected="JSON: [1, 2, 3], or a list of such",
+        got=quoted(value),
+    )
+    return known
