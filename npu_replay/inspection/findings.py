@@ -73,7 +73,6 @@ class Inspection:
         read: Callable[[], RoutedExperts],
         *,
         name: str = "",
-        where: str = "",
         named: bool = True,
         unchecked: Iterable[str] = (),
     ) -> None:
@@ -86,7 +85,7 @@ class Inspection:
         try:
             routes = read()
         except ReplayError as error:
-            self.refuse(name, error.at(where))
+            self.refuse(name, error)
             return
         self.unchecked += [words for words in unchecked if words not in self.unchecked]
         self.num_experts = max(self.num_experts, routes.num_experts)

@@ -202,6 +202,7 @@ class _Reader:
                 "there is no route in it",
                 "a row with a route",
                 f"none of {len(routes)}",
+                where=where,
             )
             if model is not None:
                 alike = (routes.num_experts, routes.topk) == (model.num_experts, model.topk)
@@ -210,6 +211,7 @@ class _Reader:
                     "these are routes of another model",
                     f"top-{model.topk} of {model.num_experts} experts in some of layers {model.layers}",
                     f"top-{routes.topk} of {routes.num_experts} in layers {routes.layers}",
+                    where=where,
                 )
             if tokens is not None:
                 other = find_other_tokens(len(routes), routes.fingerprint, len(tokens), fingerprint(tokens))
@@ -219,7 +221,7 @@ class _Reader:
                     lacking.append(_NO_FINGERPRINT)
             return routes
 
-        self.findings.add(checked, where=where, name=name, unchecked=lacking)
+        self.findings.add(checked, name=name, unchecked=lacking)
 
     # What an engine made
 
