@@ -1,4 +1,4 @@
-"""Picks a rank's rows out of its samples: a plan once, then one copy of what the rank has of each sample.
+"""Picks a rank's rows out of its samples: a plan once, then one copy of what it has of each sample.
 
 Samples whose routes can't be used are found before; `tolerate` decides how many are too many.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +22,9 @@ from npu_replay.routes.routed_experts import RoutedExperts
 
 CEILING = 0.01
 """The share of bad samples that is tolerated by default."""
+_FEW = 8
+"""The most runs per sample that are copied one by one; beyond, tokens are looked up singly."""
+
 _NONE = (
     "a sample that was aborted, or whose routes were dropped on the way. "
     'TokenLayout.gather(..., on_bad_route="native") lets the routers choose for it; where no sample of the '
@@ -32,31 +34,60 @@ _NONE = (
 _log = logging.getLogger(__name__)
 
 
-class SampleRows(NamedTuple):
-    """Holds the rows that one sample's tokens go to: int64 [n] each, the tokens ascending."""
+class Run(NamedTuple):
+    """Holds tokens of one sample, ascending, and the rows that they go to: slices, or int64 [n]."""
 
     sample: int
-    tokens: Array
-    rows: Array
+    tokens: Any
+    rows: Any
+
+    def first(self, tokens: int) -> Run:
+        """Return the run within the first `tokens` of the sample, whose routes may lack the last."""
+        if isinstance(self.tokens, slice):
+            if self.tokens.stop <= tokens:
+                return self
+            count = len(range(self.tokens.start, tokens, self.tokens.step))
+        else:
+            count = int(np.searchsorted(self.tokens, tokens))
+        return Run(self.sample, _first(self.tokens, count), _first(self.rows, count))
 
 
-def plan(rows: torch.Tensor, lengths: Sequence[int]) -> list[SampleRows]:
-    """Return which tokens of each sample go where, by the packed token of each row (int64, -1 for none)."""
+def _first(at: slice | Array, count: int) -> slice | Array:
+    return slice(at.start, at.start + count * at.step, at.step) if isinstance(at, slice) else at[:count]
+
+
+def plan(rows: torch.Tensor, lengths: Sequence[int]) -> list[Run]:
+    """Return the runs of a layout, by the packed token of each row (int64, -1 for none) and the lengths."""
     of_rows = rows.numpy()
-    # Sorted by packed token, the tokens of a sample are neighbours, and padding comes first.
+    # Sorted by packed token, the tokens of a sample are neighbours. A run ends with its sample, or where a
+    # number is skipped; with many skips one run has all tokens of its sample.
     order = np.argsort(of_rows, kind="stable")
+    order = order[np.searchsorted(of_rows[order], 0) :]  # without the padding
     packed = of_rows[order]
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    spans = pairwise(np.searchsorted(packed, starts).tolist())
-    return [
-        SampleRows(sample, packed[first:end] - starts[sample], order[first:end])
-        for sample, (first, end) in enumerate(spans)
-        if first < end
-    ]
+    of_sample = np.searchsorted(packed, starts)
+    jumps = np.flatnonzero(np.diff(packed) != 1) + 1
+    cuts = np.union1d(jumps, of_sample) if len(jumps) <= _FEW * len(lengths) else np.unique(of_sample)
+    runs = []
+    for first, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+        sample = int(np.searchsorted(starts, packed[first], side="right")) - 1
+        tokens = packed[first:end] - starts[sample]
+        runs.append(Run(sample, _even(tokens), _even(order[first:end])))
+    return runs
+
+
+def _even(numbers: Array) -> slice | Array:
+    """Return a slice if the numbers ascend by one step, else the numbers."""
+    first = int(numbers[0])
+    last = int(numbers[-1])
+    step = int(numbers[1]) - first if len(numbers) > 1 else 1
+    if step > 0 and bool((np.diff(numbers) == step).all()):
+        return slice(first, last + 1, step)
+    return numbers
 
 
 def pick(
-    plan: Sequence[SampleRows], rows: int, samples: Mapping[int, RoutedExperts], layers: Sequence[int]
+    runs: Sequence[Run], rows: int, samples: Mapping[int, RoutedExperts], layers: Sequence[int]
 ) -> RoutedExperts:
     """Return the routes of these layers in a rank's rows; rows of other samples, or past an end, lack one.
 
@@ -64,26 +95,46 @@ def pick(
     """
     labels = arguments.labels(layers)
     like = next(iter(samples.values()))
-    here = [part for part in plan if part.sample in samples]
-    used = [samples[part.sample] for part in here]
-    kinds = {routes.layers: routes for routes in used}  # one most often: samples of an engine share them
-    columns = {of: routes.columns(labels) for of, routes in kinds.items()}
+    here = [run for run in runs if run.sample in samples]
+    used = {run.sample: samples[run.sample] for run in here}
+    topk = like.topk
+    # Samples of one engine share their layers, so the columns are looked up once for each kind.
+    columns = {
+        of: routes.columns(labels)
+        for of, routes in {routes.layers: routes for routes in used.values()}.items()
+    }
+    width = len(labels) * topk
+    arrays = {
+        number: (
+            np.ascontiguousarray(routes.ids.numpy()[:, columns[routes.layers]]).reshape(len(routes), width),
+            routes.recorded.numpy(),
+        )
+        for number, routes in used.items()
+    }
     # numpy asks for huge pages; torch uses small ones, whose page faults take longer than the copy.
-    ids = np.empty((rows, len(labels), like.topk), like.ids.numpy().dtype)
-    recorded = np.zeros(rows, np.bool_)
-    for part, routes in zip(here, used, strict=True):
-        known = slice(np.searchsorted(part.tokens, len(routes)))  # routes may lack the last token
-        tokens = part.tokens[known]
-        # np.take copies whole rows at once.
-        ids[part.rows[known]] = np.take(routes.ids.numpy()[:, columns[routes.layers]], tokens, axis=0)
-        recorded[part.rows[known]] = routes.recorded.numpy()[tokens]
-    ids[~recorded] = 0
+    out = np.empty((rows, width), like.ids.numpy().dtype)
+    flags = np.zeros(rows, np.bool_)
+    for run in here:
+        flat, marks = arrays[run.sample]
+        run = run.first(len(flat))
+        flags[run.rows] = marks[run.tokens]
+        if isinstance(run.rows, slice) and isinstance(run.tokens, slice):
+            out[run.rows] = flat[run.tokens]
+        else:
+            _records(out)[run.rows] = _records(flat)[run.tokens]
+    if not flags.all():  # rows that no run has written, or that have no route in their sample
+        out[~flags] = 0
     return like.with_rows(
-        torch.from_numpy(ids),
-        torch.from_numpy(recorded),
+        torch.from_numpy(out).view(rows, len(labels), topk),
+        torch.from_numpy(flags),
         layers=tuple(labels),
-        **arguments.known_of_all(used),
+        **arguments.known_of_all(used.values()),
     )
+
+
+def _records(flat: Array) -> Array:
+    """View each row as one item, [tokens], which numpy moves as a whole when it looks rows up."""
+    return flat.view(f"V{flat.shape[1] * flat.itemsize}")[:, 0] if flat.shape[1] else flat
 
 
 def find_bad(

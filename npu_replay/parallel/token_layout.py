@@ -419,13 +419,13 @@ class TokenLayout:
     ) -> RoutedExperts:
         """Return in the router's rows the routes of sequences, by number, that `bad_routes` accepts."""
         if good:
-            made = row_gather.pick(self._plan, len(self.rows), good, layers)
+            made = row_gather.pick(self._runs, len(self.rows), good, layers)
         else:
             made = RoutedExperts.unrecorded(len(self.rows), layers=layers, topk=topk, num_experts=num_experts)
         return made.with_known(placement=Placement(rows=self.rows, lengths=self.lengths))
 
     @functools.cached_property
-    def _plan(self) -> list[row_gather.SampleRows]:
+    def _runs(self) -> list[row_gather.Run]:
         return row_gather.plan(self.rows, self.lengths)
 
     def bad_routes(
