@@ -31,8 +31,12 @@ class Parser(argparse.ArgumentParser):
             **more,
         )
         # Read by `cli.exits.ended`, since a command line may also fail before it is parsed.
-        words = "Show the traceback of an error."
-        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=words)
+        self.add_argument(
+            "--debug",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="Show the traceback of an error.",
+        )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         known, unknown = super().parse_known_args(args, namespace)
@@ -44,14 +48,19 @@ class Parser(argparse.ArgumentParser):
         raise WrongOption(f"{message}. {self.prog} --help says what it takes")
 
     def add_device(self) -> None:
-        words = "Where to run; auto takes an accelerator if there is one."
-        self.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"), default="auto", help=words)
+        self.add_argument(
+            "--device",
+            choices=("auto", "cpu", "cuda", "npu"),
+            default="auto",
+            help="Where to run; auto takes an accelerator if there is one.",
+        )
 
     def add_report(self, words: str, metavar: str = "FILE") -> None:
         """Add --json, --out and --force, which all commands take; `words` say what --out is for."""
         group = self.add_argument_group("the report")
-        alone = "Print one JSON document, and nothing else, on stdout."
-        group.add_argument("--json", action="store_true", help=alone)
+        group.add_argument(
+            "--json", action="store_true", help="Print one JSON document, and nothing else, on stdout."
+        )
         group.add_argument("--out", type=Path, metavar=metavar, help=words)
         group.add_argument("--force", action="store_true", help="Overwrite what is there.")
 

@@ -23,7 +23,7 @@ loading = False
 
 def wanted() -> bool:
     """Return whether an entry point may load npu_replay in this process."""
-    return _word("NPU_REPLAY_DISABLE") not in ON and _word("NPU_REPLAY_AUTOLOAD") not in OFF
+    return word("NPU_REPLAY_DISABLE") not in ON and word("NPU_REPLAY_AUTOLOAD") not in OFF
 
 
 def load(product: str) -> None:
@@ -46,7 +46,7 @@ def load(product: str) -> None:
             "NPU_REPLAY_AUTOLOAD=off leaves npu_replay out"
         )
         logger.error(words, product, cause)
-        if _word("NPU_REPLAY_STRICT") not in OFF:
+        if word("NPU_REPLAY_STRICT") not in OFF:
             from npu_replay_autoload import refusal
 
             refusal.refuse(cause)
@@ -54,5 +54,6 @@ def load(product: str) -> None:
         loading = False
 
 
-def _word(name: str) -> str:
+def word(name: str) -> str:
+    """Return the value of a variable, as a switch is read; empty where it is unset."""
     return os.environ.get(name, "").strip().lower()

@@ -21,7 +21,7 @@ from npu_replay.rollout import server_answers
 from npu_replay.rollout.admit import Missing
 from npu_replay.rollout.envelope import from_envelope, is_envelope, of_choice, of_gateway
 from npu_replay.rollout.model_config import RoutedModel
-from npu_replay.rollout.payloads import TokenIds, as_numpy, from_lists, ids_from_base64, named
+from npu_replay.rollout.payloads import TokenIds, as_numpy, from_lists, ids_from_base64
 from npu_replay.rollout.release_rules import Source, Symptom, release, tells_release
 from npu_replay.rollout.server_answers import Tokens
 from npu_replay.routes.checks import Array
@@ -289,7 +289,7 @@ def read(output: Any, version: str) -> SglangAnswer:
         raise about.unreadable(
             "this is no answer of SGLang's",
             _FORMS,
-            f"a list of {len(output)}: give them one by one" if isinstance(output, list) else named(output),
+            f"a list of {len(output)}: give them one by one" if isinstance(output, list) else quoted(output),
         )
     if "choices" in output or "sglext" in output:
         return _of_openai(output, about)
@@ -331,7 +331,7 @@ def _of_openai(response: Mapping[Any, Any], source: Source) -> SglangAnswer:
     source = _about(source, response.get("id"), "sglext.routed_experts")
     choices = response.get("choices", [])
     if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
-        raise source.unreadable("choices aren't a list of choices", _FORMS, named(choices))
+        raise source.unreadable("choices aren't a list of choices", _FORMS, quoted(choices))
     if len(choices) > 1:
         raise replace(source, faults=()).error(
             Symptom.MISSING,
@@ -386,7 +386,7 @@ def _mapping(answer: Mapping[Any, Any], key: str, source: Source) -> Mapping[Any
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise source.unreadable(f"{key} is no object", "a dict", named(value))
+        raise source.unreadable(f"{key} is no object", "a dict", quoted(value))
     return value
 
 

@@ -49,45 +49,81 @@ def parser() -> Parser:
     reader.add_argument("--version", action="version", version=npu_replay.__version__)
     commands = reader.add_subparsers(dest="command", metavar="COMMAND", title="commands")
 
-    about = "Say whether replay works here, and what to do if it doesn't (then exits 1)."
-    examples = "npu-replay doctor", "npu-replay doctor --json > doctor.json"
-    doctor = _add(commands, "doctor", _doctor, about, *examples)
+    doctor = _add(
+        commands,
+        "doctor",
+        _doctor,
+        "Say whether replay works here, and what to do if it doesn't (then exits 1).",
+        "npu-replay doctor",
+        "npu-replay doctor --json > doctor.json",
+    )
     doctor.add_argument("--imports", action="store_true", help="Also import transformers (some seconds).")
     doctor.add_report("JSON file for what was found.")
 
-    about = "Say what a file or an engine's answer holds, and whether its routes are right (else exits 1)."
-    answer = "npu-replay inspect answer.json --config config.json --out picture.png"
-    inspect = _add(commands, "inspect", _inspect, about, answer, "npu-replay inspect routes --json")
+    inspect = _add(
+        commands,
+        "inspect",
+        _inspect,
+        "Say what a file or an engine's answer holds, and whether its routes are right (else exits 1).",
+        "npu-replay inspect answer.json --config config.json --out picture.png",
+        "npu-replay inspect routes --json",
+    )
     add = inspect.add_argument
-    words = "A file of routes, a folder of them, an .npy array, or an engine's answer."
-    add("path", type=Path, metavar="FILE", help=words)
+    add(
+        "path",
+        type=Path,
+        metavar="FILE",
+        help="A file of routes, a folder of them, an .npy array, or an engine's answer.",
+    )
     add("--config", type=Path, metavar="PATH", help="The model's config.json, or its folder.")
-    words = "Which engine made it; auto finds out, for an answer."
-    add("--engine", choices=("auto", "vllm", "sglang"), default="auto", help=words)
-    words = "The engine's release, such as 0.23.0: for likelier causes."
-    add("--engine-version", default="", metavar="V", help=words)
+    add(
+        "--engine",
+        choices=("auto", "vllm", "sglang"),
+        default="auto",
+        help="Which engine made it; auto finds out, for an answer.",
+    )
+    add(
+        "--engine-version",
+        default="",
+        metavar="V",
+        help="The engine's release, such as 0.23.0: for likelier causes.",
+    )
     add("--prompt-ids", type=Path, metavar="FILE", help="JSON of the prompt's ids, or a list of such.")
     add("--output-ids", type=Path, metavar="FILE", help="The same of the sampled ids.")
     add("--start", type=at_least(0), default=0, metavar="N", help="Which token the first row is of.")
     add("--sample", metavar="KEY", help="One sample of a folder, one completion of an answer.")
     inspect.add_report("PNG file for the picture, or .json for the findings.")
 
-    about = "Say how far two sets of routes of the same tokens are apart (exits 0 if they differ, too)."
-    examples = "npu-replay compare rollout trainer", "npu-replay compare a.routes b.routes --json"
-    compare = _add(commands, "compare", _compare, about, *examples)
-    words = "What RoutedExperts.save wrote, or a folder of RouteStore."
-    compare.add_argument("a", type=Path, metavar="A", help=words)
-    words = "The same kind of thing, to hold against it."
-    compare.add_argument("b", type=Path, metavar="B", help=words)
+    compare = _add(
+        commands,
+        "compare",
+        _compare,
+        "Say how far two sets of routes of the same tokens are apart (exits 0 if they differ, too).",
+        "npu-replay compare rollout trainer",
+        "npu-replay compare a.routes b.routes --json",
+    )
+    add = compare.add_argument
+    add("a", type=Path, metavar="A", help="What RoutedExperts.save wrote, or a folder of RouteStore.")
+    add("b", type=Path, metavar="B", help="The same kind of thing, to hold against it.")
     compare.add_report("JSON file for the numbers.")
 
-    about = "Try routing replay on this stack, device and split (exits 1 if something fails)."
-    several = "torchrun --nproc-per-node 4 -m npu_replay smoke --tp 2 --pp 2 --out smoke.json"
-    smoke = _add(commands, "smoke", _smoke, about, "python -m npu_replay smoke --recompute", several)
+    smoke = _add(
+        commands,
+        "smoke",
+        _smoke,
+        "Try routing replay on this stack, device and split (exits 1 if something fails).",
+        "python -m npu_replay smoke --recompute",
+        "torchrun --nproc-per-node 4 -m npu_replay smoke --tp 2 --pp 2 --out smoke.json",
+    )
     smoke.add_device()
     smoke.add_argument("--recompute", action="store_true", help="Try full activation recompute too.")
-    words = "Seconds that a rank waits for another before it says so; 60 if not given."
-    smoke.add_argument("--patience", type=at_least(1), default=60, metavar="SECONDS", help=words)
+    smoke.add_argument(
+        "--patience",
+        type=at_least(1),
+        default=60,
+        metavar="SECONDS",
+        help="Seconds that a rank waits for another before it says so; 60 if not given.",
+    )
     split = smoke.add_argument_group("the job's split")
     for name, words in SIZES.items():
         split.add_argument(f"--{name}", type=at_least(1), default=1, metavar="N", help=words)

@@ -12,7 +12,7 @@ import numpy as np
 
 from npu_replay.errors import InvalidRoutes, ReplayError, RouteFileError
 from npu_replay.routes.checks import Array
-from npu_replay.routes.mismatch import check_comparable, differing_token_layers
+from npu_replay.routes.mismatch import difference
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.store import RouteStore
 from npu_replay.tables import Part, Table
@@ -57,8 +57,8 @@ class Comparison:
         InvalidRoutes.unless(
             a.layers == b.layers,
             "these routings are of other layers",
-            expected=f"layers {_spans(a.layers)}",
-            got=f"layers {_spans(b.layers)}",
+            expected=f"layers {[*a.layers]}",
+            got=f"layers {[*b.layers]}",
             cause="routes of two models, or of one pipeline stage against all of them",
             where=where,
         )
@@ -71,20 +71,18 @@ class Comparison:
             cause="another sample, one that was sampled anew, or text that was tokenised again",
             where=where,
         )
-        # In a folder, one sample without common routes must not stop the comparison of the others.
-        lost = self.folders and len(a) == len(b) and not (a.recorded & b.recorded).any()
-        try:
-            tokens = 0 if lost else check_comparable(a, b)[1]
-        except InvalidRoutes as error:
-            raise error.at(where) from error
         self.samples += 1
         self.unsure += unsure
         self.rows += len(a)
         self.without_route_in_a += int((~a.recorded).sum())
         self.without_route_in_b += int((~b.recorded).sum())
-        if lost:
+        # In a folder, one sample without common routes must not stop the comparison of the others.
+        if self.folders and len(a) == len(b) and not (a.recorded & b.recorded).any():
             return
-        differ = differing_token_layers(a, b)
+        try:
+            _, tokens, differ = difference(a, b)
+        except InvalidRoutes as error:
+            raise error.at(where) from error
         self.tokens += tokens
         self.differing_tokens += int(differ.any(dim=1).sum())
         for column, layer in enumerate(a.layers):
@@ -220,14 +218,6 @@ def _in_folders(
     for ours, theirs in partners.items():
         key = ours if ours == theirs else f"{ours} and {theirs}"
         yield f"{where}, {key}", a[ours], b[theirs]
-
-
-def _spans(layers: tuple[int, ...]) -> str:
-    """Return «0, 3 to 26»: missing layers show, however many layers there are."""
-    starts = [layer for layer in layers if layer - 1 not in layers]
-    ends = [layer for layer in layers if layer + 1 not in layers]
-    spans = zip(starts, ends, strict=True)
-    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
 
 
 def percent(share: float) -> str:

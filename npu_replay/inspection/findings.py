@@ -73,7 +73,6 @@ class Inspection:
         read: Callable[[], RoutedExperts],
         *,
         name: str = "",
-        where: str = "",
         named: bool = True,
         unchecked: Iterable[str] = (),
     ) -> None:
@@ -86,7 +85,7 @@ class Inspection:
         try:
             routes = read()
         except ReplayError as error:
-            self.refuse(name, error.at(where) if where not in str(error) else error)
+            self.refuse(name, error)
             return
         self.unchecked += [words for words in unchecked if words not in self.unchecked]
         self.num_experts = max(self.num_experts, routes.num_experts)
@@ -203,22 +202,20 @@ class Inspection:
         )
         figure.suptitle(f"{Path(self.path).name}: {self.what}", x=0.01, ha="left", weight="bold")
         if layers:
-            shares = np.zeros((len(layers), self.num_experts))
-            for place, layer in enumerate(layers):
-                counts = self.load[layer]
-                shares[place, : len(counts)] = counts / max(1, counts.sum()) * self.num_experts
+            missing = [(0, self.num_experts - len(self.load[layer])) for layer in layers]
+            counts = np.stack(
+                [np.pad(self.load[layer], pad) for layer, pad in zip(layers, missing, strict=True)]
+            )
+            shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True)) * self.num_experts
             axes = figure.subplots()
             colours = LinearSegmentedColormap.from_list("load", _COLOURS)
             top = max(2.0, float(np.percentile(shares, 99.5)))
             image = axes.imshow(shares, aspect="auto", interpolation="none", cmap=colours, vmin=0, vmax=top)
-            bar = figure.colorbar(image, ax=axes, extend="max", pad=0.02, aspect=30)
-            bar.set_label("times the even share", fontsize=9)
-            bar.outline.set_visible(False)
+            figure.colorbar(image, ax=axes, extend="max", pad=0.02, aspect=30, label="times the even share")
             axes.set(xlabel="expert", ylabel="decoder layer")
             axes.set_title("Load: how often each expert was named; white is never", loc="left", fontsize=10)
             places = range(0, len(layers), max(1, -(-len(layers) // 12)))
             axes.set_yticks(list(places), [str(layers[place]) for place in places])
-            axes.spines[:].set_visible(False)
         wrong = [verdict.problem for verdict in self.bad]
         several = f"{len(wrong)} of {len(self.verdicts)} refused. " if len(self.verdicts) > 1 else ""
         sentence = several + (wrong[0] if wrong else "ok")

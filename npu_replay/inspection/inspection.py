@@ -23,7 +23,7 @@ from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.release_rules import Fault, Source, Symptom
 from npu_replay.routes.atomic_file import plain_file
 from npu_replay.routes.checks import Array
-from npu_replay.routes.fingerprint import find_other_tokens, fingerprint
+from npu_replay.routes.fingerprint import as_token_ids, find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.store import RouteStore
 
@@ -202,6 +202,7 @@ class _Reader:
                 "there is no route in it",
                 "a row with a route",
                 f"none of {len(routes)}",
+                where=where,
             )
             if model is not None:
                 alike = (routes.num_experts, routes.topk) == (model.num_experts, model.topk)
@@ -210,6 +211,7 @@ class _Reader:
                     "these are routes of another model",
                     f"top-{model.topk} of {model.num_experts} experts in some of layers {model.layers}",
                     f"top-{routes.topk} of {routes.num_experts} in layers {routes.layers}",
+                    where=where,
                 )
             if tokens is not None:
                 other = find_other_tokens(len(routes), routes.fingerprint, len(tokens), fingerprint(tokens))
@@ -219,7 +221,7 @@ class _Reader:
                     lacking.append(_NO_FINGERPRINT)
             return routes
 
-        self.findings.add(checked, where=where, name=name, unchecked=lacking)
+        self.findings.add(checked, name=name, unchecked=lacking)
 
     # What an engine made
 
@@ -368,15 +370,13 @@ def _token_lists(path: Path | None) -> tuple[Array, ...]:
         return ()
     value = _parsed(path)
     nested = isinstance(value, list) and bool(value) and isinstance(value[0], list)
-    try:
-        lists = [np.asarray(ids) for ids in (value if nested else [value])]
-        if any(ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu") for ids in lists):
-            raise ValueError("no list of integers")
-        return tuple(ids.astype(np.int64) for ids in lists)
-    except (ValueError, OverflowError) as error:
-        raise ReplayError(
-            "these aren't token ids",
-            where=str(path),
-            expected="JSON: [1, 2, 3], or a list of such",
-            got=error,
-        ) from error
+    lists = [as_token_ids(ids) for ids in (value if nested else [value])]
+    known = tuple(ids for ids in lists if ids is not None)
+    ReplayError.unless(
+        len(known) == len(lists),
+        "these aren't token ids",
+        where=str(path),
+        expected="JSON: [1, 2, 3], or a list of such",
+        got=quoted(value),
+    )
+    return known

@@ -230,8 +230,7 @@ class _Plan:
                 )
         self._peers = peers
         self._blocks = blocks
-        self._everywhere = first.everywhere
-        receives = self._everywhere or peers.me == 0
+        receives = first.everywhere or peers.me == 0
         self._unions: list[Union | None] = []
         self._pieces: list[tuple[int, int, Part, int, int]] = []  # micro-batch, rank, part, first row, end
         most = 0
@@ -243,33 +242,21 @@ class _Plan:
                 spans = [(first, min(first + step, part.rows)) for first in range(0, part.rows, step)]
                 self._pieces += [(number, rank, part, *span) for span in spans]
                 most = max(most, min(step, part.rows) * part.row_bytes)
-        # One buffer for the largest piece, and the same on the device: the same memory where that is the CPU.
-        self._buffer = torch.empty(most, dtype=torch.uint8, device="cpu")
-        self._there = self._buffer.to(peers.device)
+        self._room = torch.empty(most, dtype=torch.uint8, device=peers.device)  # for the largest piece
 
     def carried_out(self) -> Blocks:
-        """Send each piece to each rank that gets the result; return what this rank then has."""
+        """Send each piece to all ranks; return what this rank then has, if it gets the result."""
         outcome = Outcome()  # an error is reported afterwards, since the other ranks go on sending
         peers = self._peers
         for number, rank, part, first, end in self._pieces:
-            size = (end - first) * part.row_bytes
             block = self._blocks[number]
             union = self._unions[number]
-            mine = self._buffer[:size]
-            sent = self._there[:size]
+            sent = self._room[: (end - first) * part.row_bytes]
             if rank == peers.me and block is not None:
-                mine = block.rows(first, end)
-                sent = mine if peers.device.type == "cpu" else sent.copy_(mine)
-            if self._everywhere:
-                peers.run(partial(dist.broadcast, sent, peers.ranks[rank], peers.group, async_op=True))
-            elif rank != 0 and peers.me == rank:
-                peers.run(partial(dist.isend, sent, peers.ranks[0], peers.group))
-            elif rank != 0 and peers.me == 0:
-                peers.run(partial(dist.irecv, sent, peers.ranks[rank], peers.group))
-            if sent.device != mine.device and rank != peers.me:
-                mine.copy_(sent)
+                sent.copy_(block.rows(first, end))
+            peers.run(partial(dist.broadcast, sent, peers.ranks[rank], peers.group, async_op=True))
             if union is not None:  # this rank gets the result
-                outcome.attempt(union.put, part, first, mine)
+                outcome.attempt(union.put, part, first, sent)
         if outcome.error is not None:
             raise outcome.error
         return [None if union is None else union.block() for union in self._unions]
@@ -330,14 +317,6 @@ def _sequences(blocks: Blocks, layouts: Sequence[TokenLayout], groups: Groups) -
     return sequences
 
 
-class _Move(NamedTuple):
-    """Says which rank sends the routes of this key to which other, by their places in the group."""
-
-    key: int
-    source: int
-    target: int
-
-
 def exchange(
     stored: Mapping[int, RoutedExperts], lacking: Sequence[int], group: Any, *, patience: float = PATIENCE
 ) -> dict[int, RoutedExperts]:
@@ -352,28 +331,28 @@ def exchange(
     asked = outcome.agree(peers, sorted(set(lacking)))
     offered = outcome.agree(peers, stored.keys() & {key for keys in asked for key in keys})
     holder = {key: rank for rank in reversed(range(len(offered))) for key in offered[rank]}  # the first
-    wanted = ((key, target) for target, keys in enumerate(asked) for key in keys if key in holder)
-    moves = [_Move(key, holder[key], target) for key, target in wanted if peers.me in (holder[key], target)]
-    sent = {move.key for move in moves if move.source == peers.me}
+    wanted = [(key, holder[key], to) for to, keys in enumerate(asked) for key in keys if key in holder]
+    moves = [(key, source, to) for key, source, to in wanted if peers.me in (source, to)]
+    sent = {key for key, source, _ in moves if source == peers.me}
     data = outcome.attempt(lambda: {key: bytearray(pickle.dumps(stored[key])) for key in sent}) or {}
     sizes = ChainMap(*outcome.agree(peers, {key: len(routes) for key, routes in data.items()}))
     # All memory is allocated before the first message: a rank that failed between two would hang the others.
-    room = outcome.attempt(lambda: _room({move.key: sizes[move.key] for move in moves}, peers.device))
+    room = outcome.attempt(lambda: _room({key: sizes[key] for key, _, _ in moves}, peers.device))
     outcome.agree(peers)
     if outcome.error is not None:
         raise outcome.error
     rows, scratch = room or ({}, torch.empty(0, device="cpu"))
-    for move in moves:  # in the same order on all ranks, so each finds its partner
-        here = scratch[: sizes[move.key]]
-        sends = move.source == peers.me
+    for key, source, to in moves:  # in the same order on all ranks, so each finds its partner
+        here = scratch[: sizes[key]]
+        sends = source == peers.me
         if sends:
-            here.copy_(torch.frombuffer(data[move.key], dtype=torch.uint8))
-        peer = peers.ranks[move.target if sends else move.source]
+            here.copy_(torch.frombuffer(data[key], dtype=torch.uint8))
+        peer = peers.ranks[to if sends else source]
         message = dist.P2POp(dist.isend if sends else dist.irecv, here, peer, peers.group)
         peers.run(partial(_begin, message))
         if not sends:
-            rows[move.key].copy_(here)
-    return {move.key: pickle.loads(rows[move.key].numpy().data) for move in moves if move.target == peers.me}
+            rows[key].copy_(here)
+    return {key: pickle.loads(rows[key].numpy().data) for key, _, to in moves if to == peers.me}
 
 
 def _room(sizes: Mapping[int, int], device: torch.device) -> tuple[dict[int, torch.Tensor], torch.Tensor]:

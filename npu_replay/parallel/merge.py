@@ -88,8 +88,8 @@ class Union:
         self._ids = torch.empty(*self._known.shape, like[0].topk, dtype=like[0].ids.dtype, device="cpu")
 
     def put(self, part: Part, first: int, data: torch.Tensor) -> None:
-        """Store ids, as bytes, of the part's rows from `first` on; refuse a second, different route."""
-        ids = data.view(self._ids.dtype).view(-1, *part.like.ids.shape[1:])
+        """Store ids, bytes on any device, of the part's rows from `first` on; refuse a second route."""
+        ids = data.cpu().view(self._ids.dtype).view(-1, *part.like.ids.shape[1:])
         rows = self._rows[part][first : first + len(ids)]
         for layer, theirs in zip(part.like.layers, ids.unbind(1), strict=True):
             column = self._labels.index(layer)

@@ -60,14 +60,8 @@ class DecoderLayers:
     pattern: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("count", "first_stage", "last_stage"):
-            if name == "count" or getattr(self, name) is not None:
-                number = operator.index(getattr(self, name))
-                object.__setattr__(self, name, number)
-                _check(number >= 0, f"{name} is negative", ">= 0", number)
-        _check(
-            self.count <= MAX_LAYERS, "no model has so many decoder layers", f"<= {MAX_LAYERS}", self.count
-        )
+        count = operator.index(self.count)
+        _check(0 <= count <= MAX_LAYERS, "no model has so many decoder layers", f"0 to {MAX_LAYERS}", count)
         freq: Any = self.moe_layer_freq
         if not isinstance(freq, Iterable):
             freq = operator.index(freq)
@@ -78,9 +72,9 @@ class DecoderLayers:
                 {*freq} <= {0, 1}, "moe_layer_freq has others than 0 and 1", "1 for MoE, 0 for dense", freq
             )
             _check(
-                len(freq) == self.count,
+                len(freq) == count,
                 "moe_layer_freq has another length than there are layers",
-                self.count,
+                count,
                 len(freq),
             )
         object.__setattr__(self, "moe_layer_freq", freq)

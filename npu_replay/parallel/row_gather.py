@@ -159,11 +159,8 @@ def find_bad(
         else None
         for routes in batch
     ]
-    usual = kinds[0] if kinds else None
-    if kinds.count(usual) < len(
-        kinds
-    ):  # counted only then, since counting hashes each, and most batches have one kind
-        usual = Counter(kind for kind in kinds if kind is not None).most_common(1)[0][0]
+    counted = Counter(kind for kind in kinds if kind is not None).most_common(1)
+    usual = counted[0][0] if counted else None
     marks = (None,) * len(lengths) if fingerprints is None else fingerprints
     bad: dict[int, ReplayError] = {}
     for number, (routes, size, mark, of) in enumerate(zip(batch, lengths, marks, kinds, strict=True)):

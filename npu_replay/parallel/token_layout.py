@@ -10,7 +10,7 @@ import functools
 import logging
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeAlias
 
@@ -384,9 +384,14 @@ class TokenLayout:
         unknown = inputs is None or not inputs.tells_tokens
         if unknown and any(routes.fingerprint is not None for routes in real.values()):
             _say_unchecked()
-        known = Placement(row_order=self.order, inputs=inputs, rows=self.rows, lengths=self.lengths)
-        unnamed = any(routes.fingerprint is None for routes in good.values())
-        placement = replace(known, bad_samples=len(bad), unnamed=unnamed)
+        placement = Placement(
+            bad_samples=len(bad),
+            row_order=self.order,
+            inputs=inputs,
+            rows=self.rows,
+            lengths=self.lengths,
+            unnamed=any(routes.fingerprint is None for routes in good.values()),
+        )
         return gathered.with_known(placement=placement)
 
     @property

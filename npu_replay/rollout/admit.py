@@ -226,10 +226,8 @@ def from_batch(
         # An engine's labels may have shifted: then its dense layers have experts.
         wide = rows.to(torch.int64)
         _check_dense(wide.where(wide != -1, 0).numpy(), model, 0, Source(engine=""))
-    ids = rows[:, columns]
-    # torch has the wider unsigned dtypes, but little arithmetic on them.
-    ids = ids.to(torch.int64) if ids.dtype in (torch.uint16, torch.uint32, torch.uint64) else ids
-    batch_ids = arguments.ids(ids).numpy()
+    ids = arguments.ids(rows[:, columns])
+    batch_ids = ids.numpy()
     recorded = (
         np.ones(len(batch_ids), np.bool_) if keep is None else keep.detach().cpu().bool().numpy().copy()
     )

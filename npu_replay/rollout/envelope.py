@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from npu_replay.errors import InvalidRoutes, quoted
-from npu_replay.rollout.payloads import as_numpy, from_base64, named
+from npu_replay.rollout.payloads import as_numpy, from_base64
 from npu_replay.rollout.release_rules import Source
 from npu_replay.routes.checks import Array
 
@@ -149,7 +149,7 @@ def from_envelope(
             raise _cut(source, f"{expected} bytes", len(raw))
         rows = np.frombuffer(raw, f"<u{width}" if dtype is None else _DTYPES[dtype])
     if rows is None:
-        raise _other_form(source, f"data {named(data)}")
+        raise _other_form(source, f"data {quoted(data)}")
     if rows.size != size:
         raise _cut(source, f"{size} ids, as its shape says", rows.size)
     rows = rows.reshape(shape)

@@ -20,7 +20,7 @@ import torch
 
 from npu_replay.errors import InvalidRoutes, quoted
 from npu_replay.rollout.release_rules import Source, Symptom
-from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS, Array, is_ids
+from npu_replay.routes.checks import MAX_EXPERTS, Array, is_ids
 from npu_replay.routes.fingerprint import as_token_ids
 
 TokenIds: TypeAlias = "Sequence[int] | Array | torch.Tensor"
@@ -29,7 +29,6 @@ _IDS = "integers, [tokens, layers, topk]"
 _NO_IDS = "this isn't an array of expert ids"
 _HEADER = 4096  # bytes; an array of integers needs some 128
 _WIDEST = 4  # bytes per id: int32
-_MOST_TOPK = 1024
 _BLOCK = 1 << 13  # three ids each, which stay in the processor's cache
 _PAIRS = ((0, 1), (2, 3, 4), (5, 6, 7))  # of characters, that have the bits of each of three ids
 _PAIRS_OF_BYTES = ((0,), (2, 3), (5,))  # the same for ids below 256, where the other pairs are «AA»
@@ -46,19 +45,8 @@ def token_ids(value: Any, source: Source) -> Array:
     raise source.unreadable(
         "these aren't token ids",
         "integers from 0 on, [tokens]",
-        named(value) if ids is None else f"{ids.min()} to {ids.max()}",
+        quoted(value) if ids is None else f"{ids.min()} to {ids.max()}",
     )
-
-
-def named(value: Any) -> str:
-    """Describe a value: dtype and shape of an array, type and beginning of anything else."""
-    if isinstance(value, torch.Tensor) and value.is_nested:
-        return f"nested tensor of {value.dtype}"
-    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:  # its dtype may be right
-        return f"{value.layout} of {value.dtype} {list(value.shape)}"
-    if isinstance(value, (np.ndarray, torch.Tensor)):
-        return f"{value.dtype} {list(value.shape)}"
-    return f"{type(value).__name__} {quoted(value)}"
 
 
 def as_numpy(value: Any) -> Any:
@@ -69,18 +57,18 @@ def as_numpy(value: Any) -> Any:
     return value
 
 
-def any_array(value: Any, *, source: Source, most: tuple[int, int, int] | None = None) -> Array:
+def any_array(value: Any, *, source: Source, most: tuple[int, int, int]) -> Array:
     """Read routes that say their own shape: an array, a tensor, base64 of an .npy, nested lists.
 
-    `most` are the most rows, columns and top-k, if the size could be anything; None takes any.
+    `most` are the most rows, columns and top-k.
     """
     value = as_numpy(value)
     if isinstance(value, (str, bytes, bytearray)):
-        room = len(value) if most is None else math.prod(most) * _WIDEST
+        room = math.prod(most) * _WIDEST
         text = value if isinstance(value, str) else bytes(value)
         value = from_npy(from_base64(text, source=source, most=room + _HEADER), source=source, most=room)
     elif isinstance(value, list):
-        return from_lists(value, source=source, most=most or (len(value), MAX_LAYERS, _MOST_TOPK))
+        return from_lists(value, source=source, most=most)
     if is_ids(value):
         return value
     raise not_ids(source, value, f"{_IDS}: an array, base64 of an .npy, or nested lists")
@@ -88,7 +76,7 @@ def any_array(value: Any, *, source: Source, most: tuple[int, int, int] | None =
 
 def not_ids(source: Source, got: Any, expected: str = _IDS) -> InvalidRoutes:
     """Make an error about something that holds no ids, or not in three axes."""
-    return source.error(Symptom.SHAPE, _NO_IDS, expected, named(got))
+    return source.error(Symptom.SHAPE, _NO_IDS, expected, quoted(got))
 
 
 def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:

@@ -144,8 +144,7 @@ class Rollout:
     def __post_init__(self) -> None:
         self.model = RoutedModel.of(self.model)
         one_of(self.missing, ("error", "native"), "way with missing routes", self._where)
-        self._length = 0
-        self._room: Array = np.empty(0, np.int64)  # the tokens so far, and places for tokens to come
+        self._tokens: Array = np.empty(0, np.int64)
         columns = len(self.model.layers), self.model.topk
         self._rows = Rows.empty(0, columns, narrow_array_dtype(self.model.num_experts))
         self._first_sampled: int | None = None
@@ -155,11 +154,7 @@ class Rollout:
         return f"Rollout {as_text(self.name)}".rstrip()
 
     def __len__(self) -> int:
-        return self._length
-
-    @property
-    def _tokens(self) -> Array:
-        return self._room[: self._length]
+        return len(self._tokens)
 
     def __repr__(self) -> str:
         name = f"{self.name!r}, " if self.name else ""
@@ -277,17 +272,13 @@ class Rollout:
         ReplayError.unless(length >= 0, "bad length to truncate to", "0 or more", length, where=self._where)
         if length < len(self):
             self._rows = self._rows.first(length)
-            self._length = length
+            self._tokens = self._tokens[:length]
         if length <= self.prompt_length:  # no sampled token is left
             self._first_sampled = None
 
     def _add(self, tokens: Array) -> None:
-        length = len(self) + len(tokens)
-        self._rows.make_room(length)
-        if len(self._room) < length:
-            self._room = np.concatenate([self._tokens, np.empty(len(self._rows) - len(self), np.int64)])
-        self._room[len(self) : length] = tokens
-        self._length = length
+        self._tokens = np.concatenate([self._tokens, tokens])
+        self._rows.make_room(len(self))
 
     def _check_goes_on(self, whole: Array) -> None:
         length = min(len(whole), len(self))

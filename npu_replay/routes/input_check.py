@@ -21,12 +21,8 @@ class InputCheck:
     """
 
     def __init__(self, routes: Sequence[RoutedExperts]) -> None:
-        self.known = [of_micro_batch.placement.inputs for of_micro_batch in routes]
-        self._orders = [of_micro_batch.placement.row_order for of_micro_batch in routes]
-        self._unnamed = [of_micro_batch.placement.unnamed for of_micro_batch in routes]
-        for number, of_micro_batch in enumerate(routes):
-            if self.known[number] is None and of_micro_batch.fingerprint is not None:
-                self.known[number] = Inputs(None, (len(of_micro_batch),), (of_micro_batch.fingerprint,))
+        self._placements = [of_micro_batch.placement for of_micro_batch in routes]
+        self.known = [_inputs_of(of_micro_batch) for of_micro_batch in routes]
         self.compared = 0
 
     def tells_tokens(self, number: int) -> bool:
@@ -37,7 +33,7 @@ class InputCheck:
     def knows_tokens(self, number: int) -> bool:
         """Return whether it is known which tokens the routes of a micro-batch belong to."""
         # A layout's fingerprints tell the tokens of the call, not those of routes without one.
-        return self.tells_tokens(number) and not self._unnamed[number]
+        return self.tells_tokens(number) and not self._placements[number].unnamed
 
     def check(self, number: int, call: Called, row_order: str | None = None) -> None:
         """Refuse a micro-batch that was called with other inputs than those of its routes.
@@ -48,12 +44,12 @@ class InputCheck:
         called = call.on_host()
         fed = None if inputs is None else inputs.fed
         shape = called.tokens.shape
-        other = find_other_order(row_order, self._orders[number], fed, shape)
+        other = find_other_order(row_order, self._placements[number].row_order, fed, shape)
         other = other or find_other_padding(fed, called.real)
         if other is not None:
             raise other.error(MicroBatchError, micro_batch(number))
         differing = inputs.differing(called) if inputs else None
-        self.compared += differing is not None and not self._unnamed[number]
+        self.compared += differing is not None and not self._placements[number].unnamed
         if differing:
             others = [
                 n
@@ -112,6 +108,13 @@ class InputCheck:
                 "with token ids), and weren't compared with the routers' own choice either (fewer than 64 "
                 "rows, or min_overlap=0)"
             )
+
+
+def _inputs_of(routes: RoutedExperts) -> Inputs | None:
+    """Return the tokens that routes belong to, by their layout or record, else by their own fingerprint."""
+    if routes.placement.inputs is None and routes.fingerprint is not None:
+        return Inputs(None, (len(routes),), (routes.fingerprint,))
+    return routes.placement.inputs
 
 
 _warned: list[bool] = []

@@ -90,8 +90,7 @@ def compare(
         return _compare_log_probs(a, b, mask)
     ReplayError.unless(mask is None, "a mask goes with log-probs; routings say themselves which rows count")
     ours, theirs = (side if isinstance(side, RoutedExperts) else _joined(side) for side in (a, b))
-    layers, both = check_comparable(ours, theirs)  # one common row at least, so nothing is divided by 0
-    differ = differing_token_layers(ours, theirs)
+    layers, both, differ = difference(ours, theirs)
     compared = both * len(layers)
     differing = int(differ.sum())
     by_layer = dict(zip(layers, (differ.sum(dim=0) / both).tolist(), strict=True))
@@ -99,11 +98,28 @@ def compare(
     return RoutingDifference(differing / compared, tokens, by_layer, compared, differing)
 
 
-def differing_token_layers(a: RoutedExperts, b: RoutedExperts) -> torch.Tensor:
-    """Return where the sets of experts differ, bool [tokens, layers], among rows known on both sides."""
+def difference(a: RoutedExperts, b: RoutedExperts) -> tuple[list[int], int, torch.Tensor]:
+    """Return the common layers, the number of rows known in both, and where the sets of experts differ there.
+
+    The last is bool [tokens, layers]. Refuses routings without a common layer and row.
+    """
+    for what, ours, theirs in (
+        ("tokens", len(a), len(b)),
+        ("top-k", a.topk, b.topk),
+        ("number of experts", a.num_experts, b.num_experts),
+    ):
+        InvalidRoutes.unless(ours == theirs, f"these routings differ in {what}", ours, theirs)
     layers = [layer for layer in a.layers if layer in b.layers]
-    known = (_known(a) & _known(b))[:, None]
-    return (_sets(a, layers) != _sets(b, layers)).any(dim=2) & known
+    known = _known(a) & _known(b)
+    both = int(known.sum())
+    InvalidRoutes.unless(
+        bool(layers) and both != 0,
+        "these routings have nothing in common to compare",
+        expected="a layer, and a row recorded in both",
+        got=f"{len(layers)} common layers, {both} common rows",
+    )
+    differ = (_sets(a, layers) != _sets(b, layers)).any(dim=2) & known[:, None]
+    return layers, both, differ
 
 
 def _sets(routes: RoutedExperts, layers: list[int]) -> torch.Tensor:
@@ -125,25 +141,6 @@ def _joined(parts: Any) -> RoutedExperts:
         return whole
     shown = [part.ids.short() if part.shown is None else part.shown for part in routings]
     return whole.with_known(shown=torch.cat(shown))
-
-
-def check_comparable(a: RoutedExperts, b: RoutedExperts) -> tuple[list[int], int]:
-    """Return the layers that both have, and the number of rows recorded in both; refuse if there are none."""
-    for what, ours, theirs in (
-        ("tokens", len(a), len(b)),
-        ("top-k", a.topk, b.topk),
-        ("number of experts", a.num_experts, b.num_experts),
-    ):
-        InvalidRoutes.unless(ours == theirs, f"these routings differ in {what}", ours, theirs)
-    layers = [layer for layer in a.layers if layer in b.layers]
-    both = int((_known(a) & _known(b)).sum())
-    InvalidRoutes.unless(
-        bool(layers) and both != 0,
-        "these routings have nothing in common to compare",
-        expected="a layer, and a row recorded in both",
-        got=f"{len(layers)} common layers, {both} common rows",
-    )
-    return layers, both
 
 
 def _compare_log_probs(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None) -> LogProbDifference:

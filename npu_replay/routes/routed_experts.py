@@ -148,7 +148,7 @@ class RoutedExperts:
         narrow = narrow.contiguous()
         # A conversion above has made a copy already, unless the memory is still the caller's.
         address = ids.ctypes.data if isinstance(ids, np.ndarray) else ids.data_ptr()
-        self._set(
+        vars(self).update(  # the class is frozen
             made_at=time.time(),
             ids=narrow.clone() if copy and narrow.data_ptr() == address else narrow,
             layers=labels,
@@ -160,15 +160,11 @@ class RoutedExperts:
             from_engine=None if from_engine is None else bool(from_engine),
         )
 
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
     @classmethod
     def of_checked(cls, **values: Any) -> RoutedExperts:
         """Build routes from values that were checked before; nothing is checked, narrowed or copied again."""
         made = cls.__new__(cls)
-        made._set(**{"made_at": time.time()} | values)
+        vars(made).update({"made_at": time.time()} | values)
         return made
 
     def with_known(self, **values: Any) -> RoutedExperts:
@@ -288,16 +284,14 @@ class RoutedExperts:
     @classmethod
     def unrecorded(cls, tokens: int, *, layers: Sequence[int], topk: int, num_experts: int) -> RoutedExperts:
         """Make the routes of a sample that has none: no row is recorded, and the router chooses for all."""
-        topk, labels = whole_number(topk, "topk", kind=InvalidRoutes), arguments.labels(layers)
+        labels = arguments.labels(layers)
         num_experts = arguments.num_experts(num_experts, topk)
         tokens = whole_number(tokens, "number of tokens", least=0, most=checks.MAX_TOKENS, kind=InvalidRoutes)
-        ids = torch.zeros(tokens, len(labels), topk, dtype=narrow_dtype(num_experts), device="cpu")
-        none = torch.zeros(tokens, dtype=torch.bool, device="cpu")
         return cls(
-            ids=ids,
+            ids=torch.zeros(tokens, len(labels), topk, dtype=narrow_dtype(num_experts), device="cpu"),
             layers=labels,
             num_experts=num_experts,
-            recorded=none,
+            recorded=torch.zeros(tokens, dtype=torch.bool, device="cpu"),
             constant_layers_ok=True,
             from_engine=False,
         )

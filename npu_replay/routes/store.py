@@ -7,10 +7,12 @@ is written whole or not at all, so a job that dies leaves the shards that it had
 from __future__ import annotations
 
 import glob
+import itertools
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -206,7 +208,9 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         self._keys: set[str] = set()
         self._waiting: dict[str, RoutedExperts] = {}
         self._model: tuple[Any, ...] | None = None
-        self._bytes = self._shards = 0
+        self._bytes = 0
+        # Each is tried once, so that another try after a failure takes a new name.
+        self._files = map(self._file, itertools.count())
         first = self._file(0)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -265,13 +269,8 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         """Write the waiting samples as one shard; return its name without an ending, or None."""
         if not self._waiting:
             return None
-        # Counted before it is written, so that another try after a failure takes a new name; as does a rank
-        # that was given the name of another one, whose shards were not there when it began.
-        shard = self._file(self._shards)
-        while shard.exists():
-            self._shards = self._shards + 1
-            shard = self._file(self._shards)
-        self._shards = self._shards + 1
+        # A rank that was given another one's name skips its shards, which weren't there when it began.
+        shard = next(file for file in self._files if not file.exists())
         samples = {key: routes.encodable() for key, routes in self._waiting.items()}
         write_whole(shard, *encode(samples), overwrite=False)
         self._waiting = {}
@@ -306,6 +305,26 @@ ONE_ANSWER = 0.1
 otherwise in another batch, which flips near ties."""
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """Holds the routes of one sequence, and where they come from.
+
+    Attributes:
+        rollout: a rollout gave them; else a record.
+        updates: the number of updates before they came.
+        renewed: an update lies between their record and one of other routes before it.
+    """
+
+    routes: RoutedExperts
+    rollout: bool
+    updates: int
+    renewed: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.routes.ids.nbytes + self.routes.recorded.nbytes
+
+
 class RoutesByTokens:
     """Holds the newest RoutedExperts of each sequence by its fingerprint, up to `max_bytes`.
 
@@ -316,60 +335,51 @@ class RoutesByTokens:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = whole_number(max_bytes, "max_bytes", least=1, most=2**63)
         self.bytes = self.dropped = self.replaced = 0
-        self._held: dict[int, tuple[RoutedExperts, bool]] = {}
-        self._waiting: set[int] = set()
-        self._fresh: set[int] = set()  # put since the last update
-        self._renewed: set[int] = set()  # recorded anew since an update, with other routes
+        self._kept: dict[int, _Kept] = {}
+        self._waiting: set[int] = set()  # given by a rollout, and not asked for by an update since
+        self._updates = 0
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._kept)
 
     def get(self, mark: int, *, update: bool = False) -> tuple[RoutedExperts | None, bool]:
         """Return the routes of the sample with this fingerprint, and whether a rollout gave them."""
         if update:
             self._waiting.discard(mark)
-            self._fresh.clear()
-        return self._held.get(mark, (None, False))
+            self._updates += 1
+        kept = self._kept.get(mark)
+        return (None, False) if kept is None else (kept.routes, kept.rollout)
 
     def is_renewed(self, mark: int) -> bool:
         """Return whether an update lies between these routes' record and one of other routes before it."""
-        return mark in self._renewed
+        return mark in self._kept and self._kept[mark].renewed
 
     def move(self, mark: int, to: int) -> None:
         """Give routes that a rollout put without a key to the first sample of their tokens that asks."""
-        routes, rollout = self._held.get(mark, (None, False))
+        routes, rollout = self.get(mark)
         if mark != to and routes is not None and rollout:
             self._take_out(mark)
             self.put(to, routes, rollout=True)
 
     def put(self, mark: int, routes: RoutedExperts, *, rollout: bool) -> None:
         """Hold these routes; warn the first time that the oldest are dropped for them."""
-        before, _ = self.get(mark)
-        differ = before is not None and not torch.equal(before.ids, routes.ids)
-        # An update takes a mark out of the waiting ones; until then a second sample is a mix-up.
-        mixed_up = differ and rollout and mark in self._waiting
-        if mixed_up and before is not None and before.weight_version == routes.weight_version:
-            apart = _share_apart(before, routes)
-            if apart > ONE_ANSWER:
-                raise InvalidRoutes(
-                    "two samples have the same tokens and other routes, and nothing tells them apart",
-                    expected="sample_key=, in put() and in the model's call; or routes that differ in "
-                    f"{ONE_ANSWER:.0%} of the token-layers at most, as those of one answer sampled twice do",
-                    got=f"fingerprint {mark:#018x} twice before an update, {apart:.0%} apart",
-                    cause="the same question about other images, or weights that changed in between",
-                )
-        renewed = mark in self._renewed or (differ and mark not in self._fresh)
-        self._take_out(mark)
-        self.replaced += differ
-        self._fresh.add(mark)
-        if renewed and not rollout:
-            self._renewed.add(mark)
+        before = self._kept.get(mark)
+        renewed = False
+        if before is not None and not torch.equal(before.routes.ids, routes.ids):
+            # An update takes a mark out of the waiting ones; until then a second sample is a mix-up.
+            if rollout and mark in self._waiting:
+                _check_one_answer(mark, before.routes, routes)
+            renewed = not rollout and before.updates < self._updates
+            self.replaced += 1
+        if before is not None:
+            renewed |= not rollout and before.renewed
+            self._take_out(mark)
         if rollout:
             self._waiting.add(mark)
         if routes.ids.untyped_storage().nbytes() > routes.ids.nbytes:  # a view keeps its whole storage alive
             routes = routes.take(range(len(routes))).sequence(0, len(routes), mark)
-        self._held[mark] = routes, rollout
-        self.bytes += _size(routes)
+        self._kept[mark] = _Kept(routes, rollout, self._updates, renewed)
+        self.bytes += self._kept[mark].size
         while self.bytes > self.max_bytes:
             if not self.dropped:
                 logger.warning(
@@ -377,29 +387,33 @@ class RoutesByTokens:
                     "on, and an update with one of them is an error",
                     *(len(self), self.max_bytes),
                 )
-            self._take_out(next(iter(self._held)))
+            self._take_out(next(iter(self._kept)))
             self.dropped += 1
 
     def clear(self) -> None:
         """Drop all routes; the counts stay."""
-        for marks in (self._held, self._waiting, self._fresh, self._renewed):
-            marks.clear()
+        self._kept.clear()
+        self._waiting.clear()
         self.bytes = 0
 
     def _take_out(self, mark: int) -> None:
-        for marks in (self._waiting, self._fresh, self._renewed):
-            marks.discard(mark)
-        taken, _ = self._held.pop(mark, (None, False))
-        self.bytes -= 0 if taken is None else _size(taken)
+        self._waiting.discard(mark)
+        self.bytes -= self._kept.pop(mark).size
 
 
-def _share_apart(ours: RoutedExperts, theirs: RoutedExperts) -> float:
-    """Return the share of token-layers with other experts; 1 if the routes can't be compared."""
+def _check_one_answer(mark: int, ours: RoutedExperts, theirs: RoutedExperts) -> None:
+    """Refuse two rollouts' routes that are further apart than those of one answer, sampled twice."""
+    if ours.weight_version != theirs.weight_version:
+        return
     try:
-        return compare(ours, theirs).router_mismatch
-    except InvalidRoutes:
-        return 1.0
-
-
-def _size(routes: RoutedExperts) -> int:
-    return routes.ids.nbytes + routes.recorded.nbytes
+        apart = compare(ours, theirs).router_mismatch
+    except InvalidRoutes:  # they can't be compared
+        apart = 1.0
+    InvalidRoutes.unless(
+        apart <= ONE_ANSWER,
+        "two samples have the same tokens and other routes, and nothing tells them apart",
+        expected="sample_key=, in put() and in the model's call; or routes that differ in "
+        f"{ONE_ANSWER:.0%} of the token-layers at most, as those of one answer sampled twice do",
+        got=f"fingerprint {mark:#018x} twice before an update, {apart:.0%} apart",
+        cause="the same question about other images, or weights that changed in between",
+    )

@@ -20,7 +20,7 @@ import npu_replay
 from npu_replay.errors import ReplayError
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.routes.routed_experts import RoutedExperts
-from npu_replay.smoke.model import Batch, StepOutcome, build, plan, routers_of, step
+from npu_replay.smoke.model import Batch, Outcome, build, distance, plan, routers_of, step
 from npu_replay.smoke.options import Options
 
 CLOSE = 1e-3
@@ -56,14 +56,11 @@ class Trial:
         return plan(self.options, self.parallel, self.device)
 
     @functools.cached_property
-    def untouched(self) -> tuple[StepOutcome, list[RoutedExperts]]:
+    def untouched(self) -> tuple[Outcome, list[RoutedExperts]]:
         """Return the outcome of the model without npu_replay, and the experts that its routers showed."""
         with npu_replay.observe(self.chunks) as observation:
-            outcome = self.step()
+            outcome = step(self.chunks, self.batches)
         return outcome, observation.shown
-
-    def step(self, *, forward_only: bool = False) -> StepOutcome:
-        return step(self.chunks, self.batches, forward_only=forward_only)
 
     def random_routes(self, *, holes: bool = False) -> list[RoutedExperts]:
         """Return routes that no router would choose; with `holes`, every third row has none."""
@@ -100,7 +97,9 @@ def collectives(trial: Trial) -> str:
 
 def model(trial: Trial) -> str:
     """Check that the model trains without npu_replay, twice alike."""
-    close = _close(trial.step(), trial.untouched[0], "two runs of one step, without npu_replay, are")
+    close = _close(
+        step(trial.chunks, trial.batches), trial.untouched[0], "two runs of one step, without npu_replay, are"
+    )
     return f"trains without npu_replay, twice {close}"
 
 
@@ -108,7 +107,7 @@ def record(trial: Trial) -> str:
     """Check that the recorded ids are those that the routers show, and that the step is unchanged."""
     untouched, routes = trial.untouched
     with npu_replay.record(trial.chunks) as recording:
-        outcome = trial.step()
+        outcome = step(trial.chunks, trial.batches)
     count = _same(recording.routes, routes, "were recorded otherwise than the untouched step chose")
     close = _close(outcome, untouched, "a recorded step and an untouched one are")
     return f"{count} token-layers as the routers show, step {close}"
@@ -117,7 +116,7 @@ def record(trial: Trial) -> str:
 def collect(trial: Trial) -> str:
     """Check by the losses of all tokens that collected routes fit other micro-batches of the sequences."""
     with npu_replay.record(trial.chunks) as recording:
-        before = trial.step(forward_only=True)
+        before = step(trial.chunks, trial.batches, forward_only=True)
     layouts = [batch.layout for batch in trial.batches]
     merged = npu_replay.collect(recording, layouts, trial.parallel, patience=trial.options.patience)
     numbers = [number for batch in trial.batches for number in batch.numbers]
@@ -140,7 +139,7 @@ def replay(trial: Trial) -> str:
     routes = trial.random_routes(holes=True)
     observation = npu_replay.observe(trial.chunks)
     with observation, npu_replay.replay(trial.chunks, routes, min_overlap=0):  # no router would choose them
-        trial.step()
+        step(trial.chunks, trial.batches)
     _same(observation.shown, routes, _OTHERS)
     without = [(~route.recorded).nonzero().flatten() for route in routes]
     shown, chosen = (
@@ -155,7 +154,7 @@ def recompute(trial: Trial) -> str:
     """Check that each recompute takes the experts of its own forward: compares the gradients."""
     routes = trial.random_routes()
     with npu_replay.replay(trial.chunks, routes, min_overlap=0):
-        kept = trial.step()
+        kept = step(trial.chunks, trial.batches)
     chunks = build(trial.options, trial.routing, trial.device, recompute=True)
     routers = routers_of(chunks)
     calls = []
@@ -175,7 +174,7 @@ def gradients(trial: Trial) -> str:
     """Check that a replay of the routers' own choice is equal to an untouched step."""
     untouched, routes = trial.untouched
     with npu_replay.replay(trial.chunks, routes):
-        outcome = trial.step()
+        outcome = step(trial.chunks, trial.batches)
     close = _close(outcome, untouched, "a replay of the routers' own choice and an untouched step are")
     return f"a replay of the routers' own choice is {close}"
 
@@ -202,9 +201,9 @@ def _same(ours: list[RoutedExperts], theirs: list[RoutedExperts], differ: str) -
     return count
 
 
-def _close(ours: StepOutcome, theirs: StepOutcome, begins: str, ends: str = "") -> str:
+def _close(ours: Outcome, theirs: Outcome, begins: str, ends: str = "") -> str:
     """Return how close two steps are; raise Wrong, «BEGINS 1.0e-01 apartENDS», if further than `CLOSE`."""
-    apart = ours.distance(theirs)
+    apart = distance(ours, theirs)
     far = "not comparable: a loss or a gradient is missing, or not finite"
     Wrong.unless(apart <= CLOSE, f"{begins} {f'{apart:.1e} apart' if math.isfinite(apart) else far}{ends}")
     return "the same to the last bit" if apart == 0 else f"within {apart:.0e}"

@@ -11,8 +11,8 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -134,13 +134,11 @@ class Batch:
 
     Attributes:
         numbers: its sequences.
-        places: this rank's positions of each, under context parallelism.
-        tokens, labels: int64 [batch, rows] on the device; a label of 0 is none.
+        tokens, labels: int64 [batch, rows] on the device; a label of 0 is none (padding, a last token).
         layout: the places of the tokens in the routers' rows, as npu_replay computes them.
     """
 
     numbers: list[int]
-    places: list[int]
     tokens: torch.Tensor
     labels: torch.Tensor
     layout: TokenLayout
@@ -159,7 +157,7 @@ def plan(options: Options, parallel: ParallelLayout, device: torch.device, *, fi
     order = [*range(first, count), *range(first)]
     # A context-parallel rank has one piece from each end of a sequence.
     pieces = torch.arange(padded).chunk(2 * parallel.cp)
-    places = torch.cat([pieces[parallel.cp_rank], pieces[-1 - parallel.cp_rank]]).tolist()
+    places = torch.cat([pieces[parallel.cp_rank], pieces[-1 - parallel.cp_rank]])
     batches = []
     for start in range(0, count, BATCH):
         numbers = order[start : start + BATCH]
@@ -168,39 +166,34 @@ def plan(options: Options, parallel: ParallelLayout, device: torch.device, *, fi
         marks = [fingerprint(ids) for ids in here]
         layout = TokenLayout.padded(list(map(len, here)), padded, parallel=parallel, fingerprints=marks)
         inputs, following = (part[:, places].to(device) for part in (tokens[:, :-1], tokens[:, 1:]))
-        batches.append(Batch(numbers, places, inputs, following, layout))
+        batches.append(Batch(numbers, inputs, following, layout))
     return batches
 
 
 # A step
 
 
-@dataclass
-class StepOutcome:
-    """Holds a step's results on this rank: losses of sequences (last stage) and gradients of weights."""
-
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    gradients: list[torch.Tensor] = field(default_factory=list)
-
-    def distance(self, other: StepOutcome) -> float:
-        """Return the largest difference, relative to the largest loss of a sequence or gradient of a weight.
-
-        0.0 means bit-equal; infinity means not comparable, or not finite.
-        """
-        if self.losses.keys() != other.losses.keys() or len(self.gradients) != len(other.gradients):
-            return math.inf
-        ours = [*(self.losses[number] for number in other.losses), *self.gradients]
-        theirs = [*other.losses.values(), *other.gradients]
-        pairs = [pair for pair in zip(ours, theirs, strict=True) if pair[0].numel()]
-        apart = [float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in pairs]
-        return max(apart, default=0.0) if all(map(math.isfinite, apart)) else math.inf
+Outcome: TypeAlias = "dict[object, torch.Tensor]"
+"""A step's results on this rank: losses by sequence (last stage), gradients by chunk and weight."""
 
 
-def step(chunks: Sequence[nn.Module], batches: Sequence[Batch], *, forward_only: bool = False) -> StepOutcome:
+def distance(ours: Outcome, theirs: Outcome) -> float:
+    """Return the largest difference, relative to the largest loss of a sequence or gradient of a weight.
+
+    0.0 means bit-equal; infinity means not comparable, or not finite.
+    """
+    if ours.keys() != theirs.keys():
+        return math.inf
+    pairs = [(ours[name], theirs[name]) for name in theirs if theirs[name].numel()]
+    apart = [float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in pairs]
+    return max(apart, default=0.0) if all(map(math.isfinite, apart)) else math.inf
+
+
+def step(chunks: Sequence[nn.Module], batches: Sequence[Batch], *, forward_only: bool = False) -> Outcome:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    outcome = StepOutcome()
+    outcome: Outcome = {}
 
     def forward(stream: Iterator[Batch], model: nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(stream)
@@ -210,10 +203,9 @@ def step(chunks: Sequence[nn.Module], batches: Sequence[Batch], *, forward_only:
         )
 
         def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            for number, size, line in zip(batch.numbers, batch.layout.lengths, losses.detach(), strict=True):
-                # The last token predicts nothing.
-                outcome.losses[number] = line[[place < size - 1 for place in batch.places]]
             counts = batch.labels > 0
+            for number, line, of_line in zip(batch.numbers, losses.detach(), counts, strict=True):
+                outcome[number] = line[of_line]
             total = (losses * counts).sum() / sum(batch.layout.lengths)
             return total, counts.sum().int(), total.detach().clone()
 
@@ -229,7 +221,8 @@ def step(chunks: Sequence[nn.Module], batches: Sequence[Batch], *, forward_only:
             micro_batch_size=len(batches[0].tokens),
             forward_only=forward_only,
         )
-    for chunk in chunks:
-        outcome.gradients += [weight.grad for weight in chunk.parameters() if weight.grad is not None]
+    for number, chunk in enumerate(chunks):
+        weights = dict(chunk.named_parameters())
+        outcome |= {(number, name): w.grad for name, w in weights.items() if w.grad is not None}
         chunk.zero_grad()
     return outcome

@@ -118,16 +118,17 @@ def versions() -> dict[str, str]:
 def machine(device: torch.device | None) -> dict[str, str]:
     """Return the kind of device, its driver's name for it, CANN's release, and the processor."""
     kind = "" if device is None else device.type
-    cann = ""
-    for variable in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH") if kind == "npu" else ():
-        home = os.environ.get(variable)  # where CANN's set_env.sh points to
-        for file in sorted(Path(home).glob("**/ascend_toolkit_install.info")) if home else []:
-            release = re.search(r"^version=(\S+)", file.read_text(errors="replace"), re.MULTILINE)
-            cann = cann or (release[1] if release else "")
+    variables = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH") if kind == "npu" else ()
+    homes = [
+        Path(os.environ[name]) for name in variables if os.environ.get(name)
+    ]  # CANN's set_env.sh sets them
+    files = [file for home in homes for file in sorted(home.glob("**/ascend_toolkit_install.info"))]
+    texts = "\n".join(file.read_text(errors="replace") for file in files)
+    cann = re.search(r"^version=(\S+)", texts, re.MULTILINE)
     return {
         "device": kind,
         "name": "" if device is None else name_of(device),
-        "cann": cann,
+        "cann": cann[1] if cann else "",
         "cuda": (torch.version.cuda or "") if kind == "cuda" else "",
         "processor": platform.machine(),
         "system": platform.system(),

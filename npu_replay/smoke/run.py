@@ -86,13 +86,13 @@ class Smoke:
     ) -> None:
         self.options = options
         self._routings = routings
-        self.rank, self.world = _place()
+        self.rank, processes = _place()
         if store is None:
             store = dist.HashStore()  # type: ignore[attr-defined]
             if "RANK" in os.environ:
                 store = next(iter(dist.rendezvous("env://")))[0]  # type: ignore[attr-defined]
         self.store = dist.PrefixStore("smoke", store)  # type: ignore[attr-defined]
-        self.report = Report(options, self.world)
+        self.report = Report(options, processes)
         self.device = torch.device("cpu")  # until one is chosen
         self.speaks = self.rank == 0  # or the first rank that fails
 
@@ -144,7 +144,7 @@ class Smoke:
                 backend,
                 store=dist.PrefixStore("model", self.store),  # type: ignore[attr-defined]
                 rank=self.rank,
-                world_size=self.world,
+                world_size=self.report.processes,
                 timeout=timedelta(seconds=timeout),
             )
         parallel_state.destroy_model_parallel()
@@ -163,7 +163,7 @@ class Smoke:
         try:
             why = examine()
             self.store.add(f"{feature} {routing}", 1)
-            while self.store.add(f"{feature} {routing}", 0) < self.world:
+            while self.store.add(f"{feature} {routing}", 0) < self.report.processes:
                 if self.store.add("failed", 0):
                     return None
                 time.sleep(0.01)

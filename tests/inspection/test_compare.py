@@ -123,7 +123,7 @@ def test_without_a_fingerprint_it_says_what_it_did_not_check(put: Put, run: Run)
 OTHERS: dict[str, tuple[RoutedExperts, list[str]]] = {
     "layers": (
         routes(layers=(1, 2, 6)),
-        ["other layers", "Expected layers 1 to 2, 5, got layers 1 to 2, 6", "two models"],
+        ["other layers", "Expected layers [1, 2, 5], got layers [1, 2, 6]", "two models"],
     ),
     "experts": (routes(num_experts=32), ["number of experts", "Expected 16, got 32"]),
     "sequence": (routes(fingerprint=7), ["other sequences", "got 0000000000000007", "sampled anew"]),

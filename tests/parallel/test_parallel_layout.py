@@ -107,7 +107,7 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     ("got -1", lambda: DecoderLayers(-1)),
     ("moe_layer_freq", lambda: DecoderLayers(4, [-3, 1, 1, 1])),
     ("moe_layer_freq", lambda: DecoderLayers(4, [2, 1, 1, 1])),
-    ("got -1", lambda: DecoderLayers(2, first_stage=-1)),
+    ("got -1", lambda: DecoderLayers(2, first_stage=-1).stage(2, 1, 0, 0)),
     # a pipeline that they don't fit
     ("Expected 2 x 2", lambda: DecoderLayers(4, table=[[2, 2]]).stage(2, 2, 0, 0)),
     ("Expected 2 x 2", lambda: DecoderLayers(4, table=[[1, 1], [2]]).stage(2, 2, 0, 0)),

@@ -196,9 +196,9 @@ def changed(at: Any, value: Any) -> Callable[[Array], Array]:
 # The rows are [149, 6, 8]: dense layers 0 and 3 are zeros.
 # fmt: off
 WRONG: dict[str, Wrong] = {
-    "fractions": Wrong(Symptom.SHAPE, r"got float64 \[149, 6, 8\]", lambda rows: rows.astype(float)),
-    "flat": Wrong(Symptom.SHAPE, r"got int64 \[149, 48\]", lambda rows: rows.reshape(149, 48)),
-    "a list": Wrong(Symptom.SHAPE, "got list", lambda rows: rows.tolist()),
+    "fractions": Wrong(Symptom.SHAPE, r"of float64, \[149, 6, 8\]", lambda rows: rows.astype(float)),
+    "flat": Wrong(Symptom.SHAPE, r"got ndarray of int64, \[149, 48\]", lambda rows: rows.reshape(149, 48)),
+    "a list": Wrong(Symptom.SHAPE, r"got \[\[\[0, 0", lambda rows: rows.tolist()),
     "a start after the end": Wrong(Symptom.SHAPE, "0 to 150, got 151", lambda rows: rows[:0], {"start": 151}),
     "a start before 0": Wrong(Symptom.SHAPE, "0 to 150, got -1", lambda rows: rows, {"start": -1}),
     "a row missing": Wrong(Symptom.TOO_FEW_ROWS, r"Expected 149 rows \(150 tokens from 0 on.*got 148",
