@@ -136,12 +136,11 @@ def parts(kind: str, count: int, *, quick: bool) -> list[Part]:
     split = next(sizes for ranks, sizes in splits.items() if count % ranks == 0)
     torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {count}" if count > 1 else ""
     smoke = f"{torchrun} -m npu_replay smoke {split} --recompute --device {kind} --out {{out}} --force"
-    how = "quick" if quick else "full"
     return [
         *(tests[:1] if quick else tests),
         Part("doctor", (), 120, ("-c", _DOCTOR, "{out}")),
         Part("smoke", ("megatron.core",), 150, tuple(smoke.split())),
-        Part("bench", ("megatron.core",), 180, ("-c", _BENCH, "{out}", kind, how)),
+        Part("bench", ("megatron.core",), 180, ("-c", _BENCH, "{out}", kind, ("quick" if quick else "full"))),
     ]
 
 

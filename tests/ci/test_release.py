@@ -34,8 +34,7 @@ def test_the_version_stands_in_one_place() -> None:
 
 def test_a_package_page_has_no_link_that_needs_the_repository(tree: Path) -> None:
     assert release_tree.main([str(tree), ADDRESS]) == 0
-    page = (tree / "README.md").read_text(encoding="utf-8")
-    targets = re.findall(r"\]\(([^)\s]+)\)", page)
+    targets = re.findall(r"\]\(([^)\s]+)\)", (tree / "README.md").read_text(encoding="utf-8"))
     assert all(one.startswith(("https://", "#")) for one in targets)
     version = npu_replay.__version__
     ours = [re.fullmatch(f"{ADDRESS}/(raw|blob)/v{version}/([^#]+)(#.*)?", one) for one in targets]

@@ -20,10 +20,8 @@ verified = ci_module("verified")
 
 def written(*results: Result) -> dict[str, Any]:
     """What the command writes."""
-    options = Options(tp=2, ep=2, recompute=True)
-    report = Report(options, 4, torch.device("cpu"), list(results))
-    found: dict[str, Any] = json.loads(report.to_json())
-    return found
+    report = Report(Options(tp=2, ep=2, recompute=True), 4, torch.device("cpu"), list(results))
+    return json.loads(report.to_json())
 
 
 GOOD = (Result("replay", "softmax", PASS, "seen", None, 0.5), Result("recompute", "softmax", PASS, "seen"))

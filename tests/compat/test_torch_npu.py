@@ -66,9 +66,8 @@ def test_a_torch_npu_that_fails_says_why_and_leaves_the_cpu(broken: Path, blamed
         "from npu_replay import devices; from npu_replay.compat import torch_npu;"
         "print(torch_npu.load()); print(devices.available(), devices.pick('auto')); print(torch_npu.remedy())"
     )
-    done = child(code, broken, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    why, found, remedy = done.stdout.splitlines()
-    assert (why, found) == ("ImportError: libhccl.so: cannot open shared object file", "['cpu'] cpu")
+    why, kinds, remedy = child(code, broken, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.splitlines()
+    assert (why, kinds) == ("ImportError: libhccl.so: cannot open shared object file", "['cpu'] cpu")
     assert "set_env.sh" in remedy
     assert ("`import torch` fails too" in remedy) == blamed
 

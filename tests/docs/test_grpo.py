@@ -23,7 +23,6 @@ def test_a_table_is_what_the_example_prints_of_its_file(
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "grpo"))
     monkeypatch.setenv("COLUMNS", "200")
-    result = json.loads((ROOT / "docs" / "grpo" / f"{name}.json").read_text())
-    importlib.import_module("curves").show(result)
+    importlib.import_module("curves").show(json.loads((ROOT / "docs" / "grpo" / f"{name}.json").read_text()))
     tables = re.findall(r"```text\n(.*?)\n```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert capsys.readouterr().out.strip("\n") in tables

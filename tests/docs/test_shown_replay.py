@@ -13,8 +13,7 @@ BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 def figures(text: str) -> list[list[int]]:
     """The percentages of each line that says what the routers choose and what was used."""
-    lines = re.findall(r"own choice (\d+)%, used (\d+)%", text)
-    return [[int(one) for one in line] for line in lines]
+    return [[int(share) for share in line] for line in re.findall(r"own choice (\d+)%, used (\d+)%", text)]
 
 
 def first_block(page: str) -> str:

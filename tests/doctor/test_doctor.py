@@ -286,8 +286,7 @@ def test_the_self_test_passes_and_leaves_nothing(caplog: pytest.LogCaptureFixtur
     assert caplog.messages == []
     assert routers.kinds() == before
     assert torch.equal(torch.get_rng_state(), state)
-    absent = "mtia" if torch.xpu.is_available() else "xpu"
-    assert self_test.run(absent).startswith("torch finds no")
+    assert self_test.run("mtia" if torch.xpu.is_available() else "xpu").startswith("torch finds no")
 
 
 RECOMPUTED = Timeline.recomputed

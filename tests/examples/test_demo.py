@@ -28,8 +28,7 @@ def test_the_demo_keeps_its_promises_and_overwrites_nothing_unasked(
     monkeypatch.syspath_prepend(str(ROOT / "ci"))
     (tmp_path / "demo.json").write_text("of another run")
     assert demo.main(["--steps", "1", "--out", str(tmp_path)]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert re.search(r"demo\.json: .*not overwritten.*--force", said)
+    assert re.search(r"demo\.json: .*not overwritten.*--force", " ".join(capsys.readouterr().err.split()))
     assert [path.name for path in tmp_path.iterdir()] == ["demo.json"]
 
     command = [sys.executable, "-m", "examples.demo", "--steps", "3", "--json", "--force"]

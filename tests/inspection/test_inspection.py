@@ -208,8 +208,7 @@ def test_the_figures_are_those_of_the_ids(desk: Desk) -> None:
     found = desk.look(desk.answer)
     assert [layer["layer"] for layer in found.layers] == list(EACH)
     for layer in found.layers:
-        rows = desk.rows[:, layer["layer"]]
-        named = rows.ravel().tolist()
+        named = desk.rows[:, layer["layer"]].ravel().tolist()
         counts = {expert: named.count(expert) for expert in set(named)}
         shares = [count / len(named) for count in counts.values()]
         assert (layer["rows"], layer["used"]) == (119, len(counts))
@@ -353,11 +352,10 @@ def test_routes_of_ours(desk: Desk) -> None:
     assert (unnamed.good, "no fingerprint" in unnamed.unchecked[0]) == (True, True)
     assert desk.look(routes, config=None).good
     others = desk.put([*desk.tokens[:-1], 511], "others.json")
-    larger = desk.put(CONFIG | {"num_experts": 64}, "larger.json")
     for words, how in (
         ("number of tokens", {"prompt_ids": every, "output_ids": every}),
         ("other tokens", {"prompt_ids": others, "output_ids": none}),
-        ("another model", {"config": larger}),
+        ("another model", {"config": desk.put(CONFIG | {"num_experts": 64}, "larger.json")}),
     ):
         assert words in desk.refusal(routes, **how)
     assert desk.look(routes, prompt_ids=every).good, "there may be no --output-ids"

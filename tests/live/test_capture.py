@@ -42,8 +42,7 @@ def attach(patches: Patches, llm: Any) -> None:
             router = found[layer].router
             rows = ids.shape[0]
             chosen = choice(lambda name: getattr(router, name, None))
-            layout = Layout(comm="none", tokens=rows, entered=rows)
-            capture.take(layer, ids, chosen, layout)
+            capture.take(layer, ids, chosen, Layout(comm="none", tokens=rows, entered=rows))
 
         for module in found.values():
             patches.wrap(module.router, "_compute_routing", enter, "the logits of a choice")
@@ -70,7 +69,6 @@ def test_rows_through_vllms_own_runner_are_right(
         for number in range(3):
             prompts = [[*shared, *prompt(number, 40)], prompt(9 + number, 90 - 30 * number)]
             assert_all_right(live, generate(live, prompts, n=2))
-    said = [record.getMessage() for record in caplog.records]
-    (line,) = [one for one in said if "are captured on" in one]
+    (line,) = [line for line in caplog.messages if "are captured on" in line]
     assert f"Checked over {STEPS} steps" in line
     assert "of their own" not in line

@@ -15,16 +15,12 @@ from npu_replay import from_vllm
 
 
 def prompt(seed: int, length: int) -> list[int]:
-    ids: list[int] = np.random.default_rng(seed).integers(3, VOCABULARY, length).tolist()
-    return ids
+    return np.random.default_rng(seed).integers(3, VOCABULARY, length).tolist()
 
 
 def generate(live: Any, prompts: list[list[int]], **sampling: Any) -> list[Any]:
     asked = SamplingParams(**{"max_tokens": 24, "temperature": 1.0, "ignore_eos": True, **sampling})
-    found: list[Any] = live.engine.generate(
-        [{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False
-    )
-    return found
+    return live.engine.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
 
 
 def assert_all_right(live: Any, outputs: list[Any]) -> None:

@@ -138,9 +138,8 @@ def test_T23_T29_a_random_mix_in_process(live: Live, newer: Any) -> None:
     missing = wanted
     while mix.sequences < SEQUENCES or (missing and mix.sequences < 3 * SEQUENCES):
         mix.batch()
-        metrics = live.engine.get_metrics()
         mix.features["preempted"] = sum(
-            metric.value for metric in metrics if metric.name == "vllm:num_preemptions"
+            metric.value for metric in live.engine.get_metrics() if metric.name == "vllm:num_preemptions"
         )
         missing = wanted - {name for name, count in mix.features.items() if count}
     # DeepSeek's experts, chosen by groups, lie close: 10 of 46,014 were seen on one processor.

@@ -92,8 +92,7 @@ def run_rig(cases: list[Case], device: str, folder: File) -> dict[str, Any]:
         timeout=LIMIT,
     )
     print(done.stdout)
-    answers = json.loads(results.read_text()) if results.exists() else {}
-    return {"said": done.stdout[-4000:], **answers}
+    return {"said": done.stdout[-4000:], **(json.loads(results.read_text()) if results.exists() else {})}
 
 
 @pytest.mark.parametrize("case", of_release(RELEASE))

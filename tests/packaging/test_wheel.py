@@ -192,8 +192,7 @@ def clone(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def zipped(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """A zip of the repository as git makes it, and with it what offers one for download."""
     file = tmp_path_factory.mktemp("zip") / "repository.zip"
-    tree = run("git", "write-tree", cwd=sources).strip()
-    run("git", "archive", f"--output={file}", tree, cwd=sources)
+    run("git", "archive", f"--output={file}", run("git", "write-tree", cwd=sources).strip(), cwd=sources)
     return zipfile.ZipFile(file)
 
 
@@ -240,8 +239,7 @@ WAYS = {
 
 @pytest.fixture(params=WAYS)
 def environment(request: pytest.FixtureRequest) -> Environment:
-    found: Environment = WAYS[request.param](request.getfixturevalue)
-    return found
+    return WAYS[request.param](request.getfixturevalue)
 
 
 def test_wheel_is_pure_python_and_holds_every_module_in_one_package(wheel: Path) -> None:

@@ -81,11 +81,10 @@ class Engine:
         return answer
 
 
-def from_sglang(one: Sampled) -> dict[str, Any]:
-    request = sglang_outputs.Request(
-        "0.5.23", one.prompt, one.output, engine_rows(one), finish=one.finish_reason or "length"
-    )
-    return request.generate() | {"prompt_token_ids": one.prompt}
+def from_sglang(sample: Sampled) -> dict[str, Any]:
+    return sglang_outputs.Request(
+        "0.5.23", sample.prompt, sample.output, engine_rows(sample), finish=sample.finish_reason or "length"
+    ).generate() | {"prompt_token_ids": sample.prompt}
 
 
 def engine_rows(one: Sampled) -> Array:
@@ -103,8 +102,7 @@ def forms_of_vllm() -> Iterator[Form]:
         ascend = {} if output > 1 else {"vllm_ascend": f"{version}rc1"}
         made = vllm_outputs.request_output(version, model, one)
         yield f"{version} {model}", made, model, one, {"version": version} | ascend
-        endpoints: tuple[vllm_outputs.Endpoint, ...] = ("completions", "chat", "generate")
-        for endpoint in endpoints if version >= "0.21" else ():
+        for endpoint in ("completions", "chat", "generate") if version >= "0.21" else ():
             given = {"version": version} if version > "0.30" else {"prompt": one.prompt}  # generate lacks it
             answer = vllm_outputs.answer(version, model, one, endpoint=endpoint)
             yield f"{version} {endpoint} {model}", json.dumps(answer), model, one, given
@@ -300,11 +298,10 @@ def test_rows_for_other_tokens_are_refused_whether_aborted_or_not(
 
 
 def test_t28_an_aborted_request_has_all_its_rows_or_none(engine: Engine) -> None:
-    one = replace(ONE, finish_reason="abort")
-    assert engine.decode(engine.answer(one)) == expected(MODEL, one)
-    for nothing in (None, engine_rows(one)[:0]):
-        answer = engine.put(engine.answer(one), nothing)
-        assert engine.decode(answer) == expected(MODEL, one, rows=0)
+    sample = replace(ONE, finish_reason="abort")
+    assert engine.decode(engine.answer(sample)) == expected(MODEL, sample)
+    for nothing in (None, engine_rows(sample)[:0]):
+        assert engine.decode(engine.put(engine.answer(sample), nothing)) == expected(MODEL, sample, rows=0)
 
 
 @pytest.mark.filterwarnings("error")

@@ -24,8 +24,7 @@ def ids(tokens: int = 6, layers: int = 2, topk: int = 2, experts: int = EXPERTS)
 
 
 def routes(**changes: Any) -> RoutedExperts:
-    arguments: dict[str, Any] = {"ids": ids(), "layers": (1, 4), "num_experts": EXPERTS}
-    return RoutedExperts(**(arguments | changes))
+    return RoutedExperts(**({"ids": ids(), "layers": (1, 4), "num_experts": EXPERTS} | changes))
 
 
 def refused(**changes: Any) -> InvalidRoutes:

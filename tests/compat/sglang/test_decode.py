@@ -259,8 +259,7 @@ def test_one_draft_a_step_where_eagle_would_choose_a_tree(
 
 def test_adaptive_drafts_choose_their_own_numbers() -> None:
     adaptive = {"speculative_algorithm": "EAGLE3", "speculative_adaptive": True}
-    arguments = engine_arguments("0.5.23", planned=adaptive).arguments
-    assert arguments == {**adaptive, WIDTH: 1, ON: True}
+    assert engine_arguments("0.5.23", planned=adaptive).arguments == {**adaptive, WIDTH: 1, ON: True}
 
 
 def test_requests_carry_a_start_where_it_is_honoured() -> None:
