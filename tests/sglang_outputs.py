@@ -23,7 +23,6 @@ RELEASES = (
     *("0.5.20", "0.5.21", "0.5.22", "0.5.23"),
 )
 """All that return routes."""
-WITH_SGLEXT = tuple(version for version in RELEASES if release(version) >= (0, 5, 9))
 
 
 def true_rows(model: RoutedModel, tokens: int, seed: int = 0) -> Array:

@@ -14,12 +14,8 @@ TABLE = Table(("What", "x base", "a title of\nmany words"), NUMBERS, numbers=ran
 PARTS: list[Part] = ["A: /tmp/[red]", TABLE, "", "the same", "[red]is no style"]
 
 
-@pytest.fixture(autouse=True)
-def sixty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-
-
 def test_numbers_are_right_aligned_and_words_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(sys, "stdout", stream := io.StringIO())
     show(PARTS)
     assert stream.getvalue() == as_text(PARTS) + "\n"

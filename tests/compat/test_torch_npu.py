@@ -12,7 +12,6 @@ import pytest
 import jobs
 import npu_device
 from npu_replay.compat import torch_npu
-from npu_replay.compat.probe import Product
 
 TESTS = Path(__file__).parents[1]
 STAND_IN = TESTS / "device" / "stand_in"
@@ -81,23 +80,6 @@ def test_importing_npu_replay_survives_a_torch_npu_that_takes_torch_with_it(brok
     assert "libhccl.so" in done.stderr
     off = child("import npu_replay", broken, NPU_REPLAY_DISABLE="1")
     assert "Failed to load the backend extension" in off.stderr, "turned off it does nothing for torch"
-
-
-@pytest.mark.parametrize(
-    ("kind", "product", "state", "why"),
-    [
-        ("npu", Product("torch_npu", True, "2.7.1"), "works", "8 devices"),
-        ("", Product("torch_npu", True, "2.7.1"), "missing", "no device of it is in this process"),
-        ("cuda", Product("torch_npu", True, "2.7.1", "", "half installed"), "broken", "half installed"),
-        ("cuda", Product("torch_npu", False), "missing", "not installed"),
-    ],
-)
-def test_the_npu_is_told_without_importing_anything(
-    kind: str, product: Product, state: str, why: str
-) -> None:
-    found = torch_npu.capability(kind, 8, product)
-    assert found.state == state
-    assert why in found.why
 
 
 # torch.cuda that lies

@@ -349,12 +349,26 @@ def test_report_holds_the_facts_and_changes_nothing(patches: Patches, model: Toy
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "torch_npu", "cuda", "npu"),
+    ("accelerator", "torch_npu", "cuda", "npu", "why"),
     [
-        ("cuda", Product("torch_npu", False), "works", "missing"),
-        ("npu", Product("torch_npu", True, "2.7.1"), "missing", "works"),
-        ("", Product("torch_npu", True, "2.7.1"), "missing", "missing"),  # never imported, so not known
-        ("", Product("torch_npu", True, "2.7.1", "", "half installed"), "missing", "broken"),
+        ("cuda", Product("torch_npu", False), "works", "missing", "not installed"),
+        (
+            "cuda",
+            Product("torch_npu", True, "2.7.1", "", "half installed"),
+            "works",
+            "broken",
+            "half installed",
+        ),
+        ("npu", Product("torch_npu", True, "2.7.1"), "missing", "works", "8 devices"),
+        # never imported, so not known
+        ("", Product("torch_npu", True, "2.7.1"), "missing", "missing", "no device of it is in this process"),
+        (
+            "",
+            Product("torch_npu", True, "2.7.1", "", "half installed"),
+            "missing",
+            "broken",
+            "half installed",
+        ),
     ],
 )
 def test_devices_are_told_without_importing_torch_npu(
@@ -364,12 +378,15 @@ def test_devices_are_told_without_importing_torch_npu(
     torch_npu: Product,
     cuda: str,
     npu: str,
+    why: str,
 ) -> None:
     machine |= {"torch_npu": torch_npu, "megatron-core": Product("megatron-core", True)}
-    monkeypatch.setattr(reporting.torch_npu, "accelerator", lambda: (accelerator, 1))
-    found = states(npu_replay.report())
-    assert (found["CUDA"], found["NPU"]) == (cuda, npu)
-    assert ("Megatron-core on the CPU" in found) == (accelerator != "cuda")
+    monkeypatch.setattr(reporting.torch_npu, "accelerator", lambda: (accelerator, 8))
+    report = npu_replay.report()
+    shown = states(report)
+    assert (shown["CUDA"], shown["NPU"]) == (cuda, npu)
+    assert why in next(capability.why for capability in report.capabilities if capability.name == "NPU")
+    assert ("Megatron-core on the CPU" in shown) == (accelerator != "cuda")
 
 
 def test_uninstall_undoes_every_patch_and_warns_once_of_what_somebody_else_has_replaced(

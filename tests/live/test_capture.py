@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 
-from live.test_in_process import assert_all_right, generate, prompt
+from live.families import prompt
+from live.held import assert_right
+from npu_replay import from_vllm
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.capture_points import choice, layers
@@ -65,10 +68,14 @@ def test_rows_through_vllms_own_runner_are_right(
     """Prompts in chunks, a shared prefix and several completions; steps of more and of fewer tokens."""
     attach(patches, live.engine)
     shared = prompt(1, 70)
+    asked = SamplingParams(n=2, max_tokens=24, temperature=1.0, ignore_eos=True)
     with caplog.at_level(logging.WARNING, "npu_replay"):
         for number in range(3):
             prompts = [[*shared, *prompt(number, 40)], prompt(9 + number, 90 - 30 * number)]
-            assert_all_right(live, generate(live, prompts, n=2))
+            requests = [{"prompt_token_ids": ids} for ids in prompts]
+            for output in live.engine.generate(requests, asked, use_tqdm=False):
+                for completion, routes in zip(output.outputs, from_vllm(output, live.folder), strict=True):
+                    assert_right(live.model, [*output.prompt_token_ids, *completion.token_ids], routes)
     (line,) = [line for line in caplog.messages if "are captured on" in line]
     assert f"Checked over {STEPS} steps" in line
     assert "of their own" not in line

@@ -29,6 +29,7 @@ def test_several_turns_with_a_tool() -> None:
     prints_what_it_promises(ROOT / "examples" / "multi_turn.py")
 
 
+@pytest.mark.long
 @pytest.mark.megatron
 def test_the_demo_keeps_its_promises_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "ci"))

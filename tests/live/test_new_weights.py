@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 
 from live.engine import load
-from live.families import VOCABULARY, truth
+from live.families import prompt, truth
 from live.held import look
 from npu_replay import Rollout, Turn, from_vllm
 from npu_replay.errors import MicroBatchError
@@ -27,7 +27,7 @@ def turn(live: Any, ids: list[int], **said: Any) -> Turn:
 
 
 def two_turns(live: Any, newer: Any, reset: bool, **keep: Any) -> Rollout:
-    ids = np.random.default_rng(7).integers(3, VOCABULARY, FIRST + TOOL).tolist()
+    ids = prompt(7, FIRST + TOOL)
     rollout = Rollout(live.folder)
     rollout.extend(turn(live, ids[:FIRST], weight_version=1))
     rollout.append(ids[FIRST:])

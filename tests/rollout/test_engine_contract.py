@@ -128,7 +128,7 @@ def forms_of_sglang() -> Iterator[Form]:
             (asked.meta_info(), both | {"version": None}),
             (asked.generate() | {"prompt_token_ids": ONE.prompt}, {}),
         ]
-        if version in sglang_outputs.WITH_SGLEXT:
+        if asked.since("0.5.9"):
             kinds = ("chat.completion", "text_completion")
             made += [(asked.openai(kind), both | {"version": None}) for kind in kinds]
             made.append(({"sglext": asked.openai()["sglext"]}, both))  # T37: the rest went on without it
