@@ -15,6 +15,8 @@ Megatron-core and verl (.work), with which the stand-ins of what needs an NPU ar
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -416,3 +418,22 @@ def _write(folder: Path, files: dict[str, str]) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+
+
+def with_npu_replay(image: Image, folder: Path, *, installed: bool = True) -> Path:
+    """Return a folder that simulates an image, with npu_replay's metadata; a clone on PYTHONPATH has none."""
+    if installed:
+        about = folder / "npu_replay-0.1.0.dist-info" / "entry_points.txt"
+        _metadata(folder, "npu-replay", "0.1.0")
+        about.write_text("[verl.plugins]\nnpu_replay = npu_replay_autoload.verl\n", encoding="utf-8")
+    else:
+        _write(folder, {"npu_replay/__init__.py": ""})
+    return make(image, folder)
+
+
+def run_replay_lines(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run examples/verl/replay_lines.py with these arguments, in an environment of these variables alone."""
+    script = _TESTS.parent / "examples" / "verl" / "replay_lines.py"
+    command = [sys.executable, "-S", str(script), *words]
+    variables = {"PYTHONPATH": str(folder), **environment}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)

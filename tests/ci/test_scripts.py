@@ -1,8 +1,9 @@
-"""ci/demo.sh, ci/test.sh and what they stand on, run as people run them, in a copy of the repository."""
+"""ci/demo.sh, ci/test.sh and what they stand on, run as people run them, in a copy; and ci/stages.py."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -76,3 +77,19 @@ def test_a_product_that_is_missing_fails_in_the_script_that_is_there_for_it(
     assert told in done.stdout
     assert "not importable: roll.distributed" in done.stdout
     assert "NPU_REPLAY_NEEDED=1" in (REPOSITORY / "ci" / "live.sh").read_text()
+
+
+def stages(text: str, table: Path) -> tuple[int, str]:
+    command = [sys.executable, str(REPOSITORY / "ci" / "stages.py"), str(table)]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout
+
+
+def test_a_stage_that_fails_is_told_and_the_others_run(tmp_path: Path) -> None:
+    table = tmp_path / "new" / "table.md"
+    code, printed = stages("bad  echo why; false | true\ngood  echo $NPU_REPLAY_WORKERS\n", table)
+    assert code == 1
+    assert re.search(r"== bad: FAILED \(1\), \d+ s\nwhy\n", printed)
+    assert re.search(r"== good: passed, \d+ s\n1\n", printed)
+    assert re.search(r"\| bad \| \d+ \| FAILED \(1\) \|\n", table.read_text(encoding="utf-8"))
+    assert stages("one  true\ntwo  true\n", table)[0] == 0
