@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import needed
+
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -60,22 +62,22 @@ def test_an_active_environment_is_told_what_it_lacks(clone: Path) -> None:
     assert f"--no-deps -e {clone}\n" in done.stderr
 
 
-@pytest.mark.parametrize(("needed", "code", "told"), [("", 5, "1 skipped"), ("1", 2, "1 error")])
+@pytest.mark.parametrize(
+    ("variable", "outcome"), [("", pytest.skip.Exception), ("1", pytest.Collector.CollectError)]
+)
 def test_a_product_that_is_missing_fails_in_the_script_that_is_there_for_it(
-    needed: str, code: int, told: str
+    variable: str,
+    outcome: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """ROLL stands for all: no registry has it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/on_roll"],
-        cwd=REPOSITORY,
-        env=os.environ | {"NPU_REPLAY_NEEDED": needed, "PYTHONPATH": ""},
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    assert told in done.stdout
-    assert "not importable: roll.distributed" in done.stdout
+    """And elsewhere its file is skipped, with the same reason."""
+    monkeypatch.setenv("NPU_REPLAY_NEEDED", variable)
+    collect, _ = needed.hooks(__file__, ["json", "roll.distributed"], "A cure", "roll")
+    with pytest.raises(outcome, match=r"^not importable: roll\.distributed\. A cure$"):
+        collect(Path(__file__), request.session).collect()
+    there, _ = needed.hooks(__file__, ["json"], "A cure", "roll")
+    assert there(Path(__file__), request.session) is None
     assert "NPU_REPLAY_NEEDED=1" in (REPOSITORY / "ci" / "live.sh").read_text()
 
 
