@@ -148,13 +148,17 @@ def rollouts(models: Sequence[Path], tensor_parallel_size: int) -> list[Part]:
     """Three starts of each model: eager, with graphs and held against the first, and without routes."""
     script = str(ROOT / "ci" / "rollout_device.py")
     tp = str(tensor_parallel_size)
-    found = []
-    for model in models:
-        against = ("--against", f"{{folder}}/rollout {model.name} eager.out")
-        for mode, more in (("eager", ()), ("graph", against), ("off", ())):
-            command = (script, str(model), "{out}", "--mode", mode, "--tp", tp, *more)
-            found.append(Part(f"rollout {model.name} {mode}", ("vllm",), OF_A_ROLLOUT, command))
-    return found
+    return [
+        Part(
+            f"rollout {model.name} {mode}",
+            ("vllm",),
+            OF_A_ROLLOUT,
+            (script, str(model), "{out}", "--mode", mode, "--tp", tp)
+            + (("--against", f"{{folder}}/rollout {model.name} eager.out") if mode == "graph" else ()),
+        )
+        for model in models
+        for mode in ("eager", "graph", "off")
+    ]
 
 
 class Bench:

@@ -114,13 +114,13 @@ class Request:
         accepted = after_prefill - rounds
         proposed = rounds * (self.drafts - 1)
         counts = {"spec_accept_rate": accepted / proposed, "spec_accept_length": len(self.output) / rounds}
-        if not self.since("0.5.11"):
-            counts |= {"spec_accept_token_num": accepted, "spec_draft_token_num": proposed}
-        elif not self.since("0.5.12"):
-            counts |= {"spec_accepted_drafts": accepted, "spec_proposed_drafts": proposed}
-        else:
-            counts |= {"spec_num_correct_drafts": accepted, "spec_num_proposed_drafts": proposed}
-        return {**counts, "spec_verify_ct": rounds}
+        names = {
+            "0.5.7": ("spec_accept_token_num", "spec_draft_token_num"),
+            "0.5.11": ("spec_accepted_drafts", "spec_proposed_drafts"),
+            "0.5.12": ("spec_num_correct_drafts", "spec_num_proposed_drafts"),
+        }
+        newest = [of_release for first, of_release in names.items() if self.since(first)][-1]
+        return {**counts, **dict(zip(newest, (accepted, proposed), strict=True)), "spec_verify_ct": rounds}
 
     def _spans(self) -> list[dict[str, Any]]:
         ends = [first for _, first in self.weights[1:]] + [len(self.output)]

@@ -22,11 +22,11 @@ BLOCKS = [
 def rows_of_the_page() -> list[list[str]]:
     """One for each image: a row may be for several, which differ by verl and tag."""
     lines = [line for line in PAGE.splitlines() if line.startswith("| ") and "ubuntu" in line]
-    rows = []
-    for cann, verl, *cells, tags in ([*line.strip("| ").split(" | ")] for line in lines):
-        for release, tag in zip(verl.split(", "), tags.split(", "), strict=True):
-            rows.append([cann, release, *cells, tag])
-    return rows
+    return [
+        [cann, release, *cells, tag]
+        for cann, verl, *cells, tags in ([*line.strip("| ").split(" | ")] for line in lines)
+        for release, tag in zip(verl.split(", "), tags.split(", "), strict=True)
+    ]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,9 @@ RUNNER_V2 = "VLLM_USE_V2_MODEL_RUNNER"
 
 def table(title: str) -> list[list[str]]:
     """The rows of the table with this first heading."""
-    lines = iter(TEXT.splitlines())
-    for line in lines:
-        if line.startswith(f"| {title} |"):
-            next(lines)
-            break
-    found = []
-    for line in lines:
-        if not line.startswith("|"):
-            break
-        found.append([cell.strip() for cell in line.strip("|").split("|")])
-    assert found, title
-    return found
+    lines = TEXT.split(f"\n| {title} |")[1].splitlines()[2:]
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
 
 
 def refusal(version: str, **arguments: Any) -> str:

@@ -26,6 +26,7 @@ from npu_replay.inspection import inspection
 from npu_replay.inspection.findings import Inspection
 from npu_replay.inspection.inspection import inspect
 from npu_replay.routes.checks import Array
+from vllm_outputs import npy
 
 PROMPT = 90
 TOKENS = 120
@@ -70,7 +71,7 @@ class Desk:
         if isinstance(what, RoutedExperts):
             what.save(path, overwrite=True)
         elif isinstance(what, np.ndarray):
-            path.write_bytes(npy(what))
+            path.write_bytes(base64.b64decode(npy(what)))
         else:
             path.write_bytes(what if isinstance(what, bytes) else json.dumps(what).encode())
         return path
@@ -104,7 +105,7 @@ class Desk:
             "stop_reason": None,
             "prompt_token_ids": self.tokens[:PROMPT],
             "token_ids": self.tokens[PROMPT:],
-            "routed_experts": None if rows is None else base64.b64encode(npy(rows)).decode(),
+            "routed_experts": None if rows is None else npy(rows),
         } | changes
 
     @property
@@ -156,12 +157,6 @@ def desk(tmp_path: Path, rollout: tuple[list[int], Array]) -> Desk:
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     monkeypatch.setenv("COLUMNS", "300")
     return lambda *arguments: invoke("inspect", *arguments)
-
-
-def npy(rows: Array) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, rows)
-    return buffer.getvalue()
 
 
 def vllm(*choices: dict[str, Any]) -> dict[str, Any]:
@@ -454,7 +449,7 @@ def test_foreign_data_is_one_message(desk: Desk, run: Callable[..., Result], dat
 
 def test_no_file_a_device_or_a_huge_one_is_refused(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes are checked before anything is read."""
-    path = desk.put(npy(np.ones((3, 2, 2), np.uint8)))
+    path = desk.put(np.ones((3, 2, 2), np.uint8))
     os.truncate(path, inspection.MOST_BYTES + 1)  # sparse: it takes no room
     for file, words in (
         (path, "too large"),
