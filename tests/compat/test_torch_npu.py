@@ -22,16 +22,12 @@ HCCL = {"uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float
 simulated = pytest.mark.skipif(bool(npu_device.lacking()), reason=npu_device.lacking() or "simulated NPU")
 
 
-def environment(*paths: Path, **variables: str) -> dict[str, str]:
-    path = [*map(str, paths), os.environ.get("PYTHONPATH", "")]
-    plain = {name: value for name, value in os.environ.items() if name != torch_npu.AUTOLOAD}
-    return plain | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "OMP_NUM_THREADS": "1"} | variables
-
-
 def child(code: str, *paths: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [*map(str, paths), os.environ.get("PYTHONPATH", "")]))
+    plain = {name: value for name, value in os.environ.items() if name != torch_npu.AUTOLOAD}
     return subprocess.run(
         [sys.executable, "-c", code],
-        env=environment(*paths, **variables),
+        env=plain | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | variables,
         text=True,
         capture_output=True,
         check=False,

@@ -34,8 +34,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
 BLOCK = re.compile(r"(?:<!-- not run: (.+?) -->\n)?```python\n(.*?)```", re.DOTALL)
 WITH_EXAMPLES = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
-ELSEWHERE = ("megatron", "upstream", "delivery")
-"""Their examples run in test_megatron_pages.py and test_delivery.py."""
+ELSEWHERE = ("megatron", "upstream", "delivery", "routers")
+"""Their examples run in test_megatron_pages.py, test_delivery.py and test_routers.py."""
 RUNS = [
     page
     for page in WITH_EXAMPLES

@@ -35,7 +35,8 @@ def test_the_demo_keeps_its_promises(tmp_path: Path, monkeypatch: pytest.MonkeyP
     .ci/run has the demo on the newest of its releases.
     """
     monkeypatch.syspath_prepend(str(ROOT / "ci"))
-    command = [sys.executable, "-m", "examples.demo", "--steps", "3", "--json"]
+    (tmp_path / "demo.json").write_text("of another run")
+    command = [sys.executable, "-m", "examples.demo", "--steps", "3", "--json", "--force"]
     done = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads((tmp_path / "demo.json").read_text())

@@ -38,11 +38,6 @@ def new_capture() -> Capture:
     )
 
 
-def logits_of(seed: int, tokens: int) -> dict[int, torch.Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    return {layer: torch.randn(tokens, EXPERTS, generator=made) for layer in LAYERS}
-
-
 Broken = Callable[[int, torch.Tensor], "torch.Tensor | None"]
 
 
@@ -60,7 +55,8 @@ def run(
 
     `broken` changes what a layer hands over.
     """
-    logits = logits_of(step, tokens)
+    drawn = torch.Generator().manual_seed(step)
+    logits = {layer: torch.randn(tokens, EXPERTS, generator=drawn) for layer in LAYERS}
     chosen = {layer: logits[layer].topk(TOP_K).indices.int() for layer in LAYERS}
     capture.begin(tokens)
     for layer in order:
