@@ -74,8 +74,10 @@ def test_a_product_that_is_missing_fails_in_the_script_that_is_there_for_it(
     """And elsewhere its file is skipped, with the same reason."""
     monkeypatch.setenv("NPU_REPLAY_NEEDED", variable)
     collect, _ = needed.hooks(__file__, ["json", "roll.distributed"], "A cure", "roll")
-    with pytest.raises(outcome, match=r"^not importable: roll\.distributed\. A cure$"):
+    either = (pytest.skip.Exception, pytest.Collector.CollectError)  # else a skip would skip this test
+    with pytest.raises(either, match=r"^not importable: roll\.distributed\. A cure$") as caught:
         collect(Path(__file__), request.session).collect()
+    assert caught.type is outcome
     there, _ = needed.hooks(__file__, ["json"], "A cure", "roll")
     assert there(Path(__file__), request.session) is None
     assert "NPU_REPLAY_NEEDED=1" in (REPOSITORY / "ci" / "live.sh").read_text()
