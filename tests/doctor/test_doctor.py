@@ -67,6 +67,7 @@ def states(report: Report) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.megatron
+@pytest.mark.first_release
 def test_with_megatron_it_says_that_replay_works_and_exits_0(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     result = run("--imports", "--out", str(file), path=os.environ.get("PYTHONPATH", ""))

@@ -178,8 +178,8 @@ def test_samples_with_other_keys_meet_by_fingerprint_and_none_twice(put: Put) ->
 def test_a_sample_that_lost_its_routes_stops_no_other(put: Put) -> None:
     lost = routes(IDS[:9], recorded=torch.zeros(9, dtype=torch.bool))
     a = put({"1": routes(), "2": routes(IDS[:9])})
-    found = compare_paths(a, put({"1": routes(), "2": lost}))
-    assert (found.samples, found.rows, found.tokens, found.without_route_in_b) == (2, 109, 100, 9)
+    compared = compare_paths(a, put({"1": routes(), "2": lost}))
+    assert (compared.samples, compared.rows, compared.tokens, compared.without_route_in_b) == (2, 109, 100, 9)
     with pytest.raises(InvalidRoutes, match="no token has a route on both sides"):
         compare_paths(put({"2": lost}), a)
 

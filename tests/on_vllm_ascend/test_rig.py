@@ -65,7 +65,7 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             cases = sorted(wanted[case.device].values(), key=lambda case: case.name)
             answers[case.device] = run_rig(cases, case.device, tmp_path_factory.mktemp("rig"))
         if case.name not in answers[case.device]:  # and it isn't started again for each
-            pytest.fail(f"the rig ended before {case.name}:\n{answers[case.device]['said']}")
+            pytest.fail(f"the rig ended before {case.name}:\n{answers[case.device]['output']}")
         return {REGISTERED: answers[case.device][REGISTERED], **answers[case.device][case.name]}
 
     return of
@@ -92,7 +92,7 @@ def run_rig(cases: list[Case], device: str, folder: File) -> dict[str, Any]:
         timeout=LIMIT,
     )
     print(done.stdout)
-    return {"said": done.stdout[-4000:], **(json.loads(results.read_text()) if results.exists() else {})}
+    return {"output": done.stdout[-4000:], **(json.loads(results.read_text()) if results.exists() else {})}
 
 
 @pytest.mark.parametrize("case", of_release(RELEASE))
