@@ -134,17 +134,6 @@ class Request:
         text = {} if skip_tokenizer_init else {"text": "..."}
         return {**text, "output_ids": list(self.output), "meta_info": self.meta_info(skip_tokenizer_init)}
 
-    def aborted_in_the_queue(self) -> dict[str, Any]:
-        """The answer to a request that no scheduler ever took up: it counts no prompt and has no routes."""
-        info = {
-            "id": self.id,
-            "finish_reason": {"type": "abort", "message": "Abort before prefill"},
-            "weight_version": "default",
-            "e2e_latency": 0.01,
-            "completion_tokens": 0,
-        }
-        return {"text": "", "output_ids": [], "meta_info": info}
-
     def openai(self, kind: str = "chat.completion", choices: int = 1, **extra: Any) -> dict[str, Any]:
         """The answer of an OpenAI endpoint: the routes lie beside the choices, the first one's alone."""
         info = self.meta_info()

@@ -12,7 +12,6 @@ from examples.qwen3_moe.model import qwen3_moe
 from npu_replay.compat.verl import metrics
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 SOURCES = {
     path: path.read_text(encoding="utf-8")
     for folder in ("npu_replay", "compat")
@@ -20,12 +19,9 @@ SOURCES = {
 }
 
 
-def page(name: str) -> str:
-    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
-
-
 def section(name: str, title: str) -> str:
-    return page(name).split(f"## {title}\n")[1].split("\n## ")[0]
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    return text.split(f"## {title}\n")[1].split("\n## ")[0]
 
 
 def keys(text: str) -> set[str]:

@@ -41,8 +41,12 @@ def test_the_table_of_vllm_is_what_engine_arguments_says() -> None:
             assert adds == ", ".join(words), release
 
 
-HYBRID = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
-HYBRID |= {"layer_types": ["linear_attention", "full_attention"]}
+HYBRID = {
+    "num_hidden_layers": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 OLD = {"refused: older than what is checked": "is older than", "refused: every id is 0": "zeros for every"}
 
 

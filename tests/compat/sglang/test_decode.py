@@ -402,8 +402,15 @@ def test_an_aborted_request_of_sglang(version: str) -> None:
     """Running without a capture, or in the queue, it has no rows; else tests/rollout has it."""
     asked = request(version, finish="abort", captured=False)
     assert decoded(asked.generate(), asked).recorded.tolist() == [False] * (PROMPT + OUTPUT)
-    queued = request(version, output=0)
-    assert decoded(queued.aborted_in_the_queue(), queued).recorded.tolist() == [False] * PROMPT
+    # Of one that no scheduler ever took up: it counts no prompt and has no routes.
+    info = {
+        "id": "3f9d",
+        "finish_reason": {"type": "abort"},
+        "weight_version": "default",
+        "completion_tokens": 0,
+    }
+    never_ran = {"text": "", "output_ids": [], "meta_info": info}
+    assert decoded(never_ran, request(version, output=0)).recorded.tolist() == [False] * PROMPT
 
 
 def test_tokens_are_taken_away_only_at_a_stop_or_where_the_answer_shows_them() -> None:
