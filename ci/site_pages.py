@@ -139,8 +139,7 @@ def relinked(markdown: str, page: str, known: set[str]) -> str:
             return found.group()
         path, hash_sign, anchor = target.partition("#")
         path = posixpath.normpath(posixpath.join(posixpath.dirname(in_clone), path))
-        elsewhere = path.removeprefix("docs/") if path.startswith("docs/") else ""
-        place = (OUTSIDE | SHOWN).get(path, elsewhere)
+        place = (OUTSIDE | SHOWN).get(path, path.removeprefix("docs/") if path.startswith("docs/") else "")
         if place not in known:
             return words
         place = posixpath.relpath(place, posixpath.dirname(page) or ".")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs vllm-ascend 0.18.0, 0.23.0 and 0.30.0rc2 with their vLLM, as released, on this CPU: with npu_replay's plug-in all of
 # a step's routes come back. Stand-ins for torch_npu and kernels: tests/on_vllm_ascend.
-# --quick: a choice, in less than four minutes on two cores. Other arguments go to pytest, each time.
+# --quick: a choice, in some three minutes on two cores. Other arguments go to pytest, each time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/environment.sh

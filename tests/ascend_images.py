@@ -15,23 +15,24 @@ Megatron-core and verl (.work), with which the stand-ins of what needs an NPU ar
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Image:
-    """What an image has. Empty text: it isn't installed, or (CANN, Python) not said. «any»: its release isn't
+    """What an image has. Empty text: it isn't installed, or (CANN) not said. «any»: its release isn't
     said, or it is the newest of that day.
 
     Attributes:
         tags: verl's, or the name of the project whose image or script it is.
         source: the Dockerfile or script that says so, in the repository of the project.
-        cann, python, torch_npu: their releases.
+        cann, torch_npu: their releases.
         verl: its release; «main» where the image is built of that branch.
-        vllm, vllm_ascend, sglang: their releases. An image that is built of a branch may say a version of
-            development, such as 0.23.1.dev3: see `vllm_ascend_branch`.
-        vllm_ascend_branch: the branch of vllm-ascend that is installed, where it is one.
+        vllm, vllm_ascend, sglang: their releases. Where vllm-ascend is built of a branch it may say a version
+            of development, such as 0.23.1.dev3.
         megatron: the branch, tag or commit of Megatron-LM.
         megatron_core: what its package_info.py says.
         megatron_wheel: it is installed from git without its source tree: there is no megatron.training.
@@ -47,12 +48,10 @@ class Image:
     tags: tuple[str, ...]
     source: str
     cann: str = ""
-    python: str = ""
     torch_npu: str = ""
     verl: str = ""
     vllm: str = ""
     vllm_ascend: str = ""
-    vllm_ascend_branch: str = ""
     sglang: str = ""
     megatron: str = ""
     megatron_core: str = ""
@@ -75,11 +74,9 @@ class Image:
 
 _CANN_9_1 = {
     "cann": "9.1.0",
-    "python": "3.12",
     "torch_npu": "2.10.0.post4",
     "vllm": "0.23.0",
     "vllm_ascend": "0.23.0",
-    "vllm_ascend_branch": "releases/v0.23.0",
     "transformers": "5.10.4",
 }
 _NEWEST_PAIR = {
@@ -143,7 +140,6 @@ VERL_IMAGES = (
         tags=("latest-sglang-910b-ubuntu", "latest-sglang-a3-ubuntu"),
         source="docker/ascend/Dockerfile.ascend.sglang_8.5.0_a2",
         cann="8.5.0",
-        python="3.11",
         torch_npu="2.8.0.post2",
         verl="main",
         sglang="0.5.10",
@@ -157,12 +153,10 @@ VERL_IMAGES = (
         ),
         source="docker/ascend/Dockerfile.ascend_9.0.0_a2_v0.8.0",
         cann="9.0.0",
-        python="3.11",
         torch_npu="2.9.0.post2",
         verl="0.8.0",
         vllm="0.18.0",
         vllm_ascend="0.18.0",
-        vllm_ascend_branch="releases/v0.18.0",
         megatron_bridge="de93536e",
         transformers="main",
         **_PAIR_OF_0_16,
@@ -171,12 +165,10 @@ VERL_IMAGES = (
         tags=("verl-8.5.0-910b-ubuntu22.04-py3.11-v0.7.1", "verl-8.5.0-a3-ubuntu22.04-py3.11-v0.7.1"),
         source="docker/ascend/Dockerfile.ascend_8.5.0_a2_v0.7.1",
         cann="8.5.0",
-        python="3.11",
         torch_npu="2.8.0",
         verl="0.7.1",
         vllm="0.13.0",
         vllm_ascend="0.13.0",
-        vllm_ascend_branch="releases/v0.13.0",
         megatron="core_v0.12.1",
         megatron_core="0.12.1",
         mindspeed="2.3.0_core_r0.12.1",
@@ -188,7 +180,6 @@ VERL_IMAGES = (
         tags=("verl-8.3.rc1-910b-ubuntu22.04-py3.11-v0.7.0", "verl-8.3.rc1-a3-ubuntu22.04-py3.11-v0.7.0"),
         source="docker/ascend/Dockerfile.ascend_8.3.rc1_a2",
         cann="8.3.RC1",
-        python="3.11",
         torch_npu="2.7.1",
         verl="0.7.0",
         vllm="0.11.0",
@@ -208,7 +199,6 @@ OTHER_IMAGES = (
         tags=("MindSpeed-Bridge",),
         source="docker/OVERVIEW.zh.md",
         cann="9.1.0",
-        python="3.12",
         torch_npu="2.9.0.post6",
         megatron="core_v0.18.0",
         megatron_core="0.18.0",
@@ -222,7 +212,6 @@ OTHER_IMAGES = (
         tags=("slime-ascend 0.3.0",),
         source="docker/npu_docker/v0.3.0",
         cann="9.1.0",
-        python="3.12",
         torch_npu="2.10.0",
         sglang="0.5.13",
         megatron="1dcf0dafa",
@@ -236,7 +225,6 @@ OTHER_IMAGES = (
         tags=("ROLL npu_fp8",),
         source="docker of the branch npu_fp8",
         cann="9.0.1",
-        python="3.12",
         torch_npu="2.10.0.post2",
         vllm="0.23.0",
         vllm_ascend="0.23.0rc1",
@@ -268,7 +256,6 @@ OTHER_IMAGES = (
         mbridge="89eb1088",
         vllm="0.28.0",
         vllm_ascend="0.28.0",
-        vllm_ascend_branch="fd815467",
     ),
 )
 """Images and install scripts of other projects; but for vime's they have MegatronAdaptor and no MindSpeed."""
@@ -302,14 +289,25 @@ def make(image: Image, folder: Path, verl: Path | None = None, megatron: Path | 
     folder.mkdir(parents=True, exist_ok=True)
     torch_npu = _release(image.torch_npu, "2.10.0")
     _package(folder, "torch_npu", torch_npu, {"version.py": f"__version__ = {torch_npu!r}\n"})
-    _transformers(folder, _release(image.transformers, "5.11.0.dev0"))
+    transformers = _release(image.transformers, "5.11.0.dev0")
+    router = "Qwen3MoeTopKRouter" if transformers >= "5" else "Qwen3MoeSparseMoeBlock"
+    about = {
+        "__init__.py": f"__version__ = {transformers!r}\n",
+        "models/qwen3_moe/modeling_qwen3_moe.py": f"class {router}: ...\n",
+    }
+    _package(folder, "transformers", transformers, about)
     _package(folder, "vllm", image.vllm, {"_version.py": f"__version__ = {image.vllm!r}\n"})
     about = {"_version.py": f"__version__ = {image.vllm_ascend!r}\n"}
     _package(folder, "vllm_ascend", image.vllm_ascend, about)
     _package(folder, "sglang", image.sglang, {"_version.py": f"__version__ = {image.sglang!r}\n"})
     _package(folder, "mbridge", _release(image.mbridge, "0.15.1"))
     _megatron(image, folder)
-    _mindspeed(image, folder)
+    if image.mindspeed:
+        # From core_r0.17.0 on its package imports MegatronAdaptor.
+        imports = "import megatron_adaptor\n" * (image.mindspeed in ("core_r0.17.0", "core_r0.18.0"))
+        source = f'"""Mindspeed is a distributed training platform."""\n{imports}'
+        about = {"__init__.py": source, "megatron_adaptor.py": "", "args_utils.py": ""}
+        _package(folder, "mindspeed", image.mindspeed_says, about)
     for name, says in _BRANCHES_SAY.items():
         _package(folder, name, says if getattr(image, name) else "")
     if image.transformer_engine_npu:
@@ -333,8 +331,8 @@ def _stand_ins(image: Image, folder: Path, megatron: Path) -> None:
         "megatron_adaptor": _TESTS / "stubs" / "megatron_adaptor_stand_in" / "megatron_adaptor",
         "transformer_engine": _TESTS / "stubs" / "transformer_engine_npu" / "transformer_engine",
     }
-    contract = _TESTS / "stubs" / "megatron_adaptor_stand_in" / "ascend_contract"
-    shutil.copytree(contract, folder / "ascend_contract")
+    adaptor = _TESTS / "stubs" / "megatron_adaptor_stand_in"
+    shutil.copytree(adaptor / "ascend_contract", folder / "ascend_contract")
     for name, source in sources.items():
         if (folder / name).is_dir():
             kept = (folder / name / "__init__.py").read_text(encoding="utf-8") if name == "mindspeed" else ""
@@ -355,15 +353,6 @@ def _release(said: str, other: str) -> str:
     return said if "." in said or not said else other
 
 
-def _transformers(folder: Path, version: str) -> None:
-    router = "Qwen3MoeTopKRouter" if version >= "5" else "Qwen3MoeSparseMoeBlock"
-    files = {
-        "__init__.py": f"__version__ = {version!r}\n",
-        "models/qwen3_moe/modeling_qwen3_moe.py": f"class {router}: ...\n",
-    }
-    _package(folder, "transformers", version, files)
-
-
 def _megatron(image: Image, folder: Path) -> None:
     """Write what is read of Megatron-LM's source tree; no __init__.py, since it is a namespace package."""
     release = image.megatron_core.partition("rc")[0].split(".")
@@ -379,26 +368,13 @@ def _megatron(image: Image, folder: Path) -> None:
         files["training/__init__.py"] = ""
     if image.megatron_bridge:
         files["bridge/__init__.py"] = ""
-        files["bridge/package_info.py"] = _bridge_says(image.megatron_bridge)
+        major, minor, patch = _release(image.megatron_bridge, "0.5.0").split(".")
+        about = f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ''\n"
+        files["bridge/package_info.py"] = about
     _write(folder / "megatron", files)
     _metadata(folder, "megatron-core", image.megatron_core)
     if "." in image.megatron_bridge:  # a commit is on PYTHONPATH, and not installed
         _metadata(folder, "megatron-bridge", image.megatron_bridge)
-
-
-def _bridge_says(release: str) -> str:
-    major, minor, patch = _release(release, "0.5.0").split(".")
-    return f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ''\n"
-
-
-def _mindspeed(image: Image, folder: Path) -> None:
-    if not image.mindspeed:
-        return
-    # From core_r0.17.0 on its package imports MegatronAdaptor.
-    imports = "import megatron_adaptor\n" if image.mindspeed in ("core_r0.17.0", "core_r0.18.0") else ""
-    source = f'"""Mindspeed is a distributed training platform."""\n{imports}'
-    files = {"__init__.py": source, "megatron_adaptor.py": "", "args_utils.py": ""}
-    _package(folder, "mindspeed", image.mindspeed_says, files)
 
 
 def _verl(image: Image, folder: Path, release: Path | None) -> None:
@@ -442,3 +418,22 @@ def _write(folder: Path, files: dict[str, str]) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+
+
+def with_npu_replay(image: Image, folder: Path, *, installed: bool = True) -> Path:
+    """Return a folder that simulates an image, with npu_replay's metadata; a clone on PYTHONPATH has none."""
+    if installed:
+        about = folder / "npu_replay-0.1.0.dist-info" / "entry_points.txt"
+        _metadata(folder, "npu-replay", "0.1.0")
+        about.write_text("[verl.plugins]\nnpu_replay = npu_replay_autoload.verl\n", encoding="utf-8")
+    else:
+        _write(folder, {"npu_replay/__init__.py": ""})
+    return make(image, folder)
+
+
+def run_replay_lines(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run examples/verl/replay_lines.py with these arguments, in an environment of these variables alone."""
+    script = _TESTS.parent / "examples" / "verl" / "replay_lines.py"
+    command = [sys.executable, "-S", str(script), *words]
+    variables = {"PYTHONPATH": str(folder), **environment}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)

@@ -25,12 +25,8 @@ class Capability:
 
     says: str
     """What a user of the release can do, as the page shows it."""
-    is_native: Callable[[], bool]
-    """Asks the release on the path, in a process that has never seen npu_replay."""
-
-
-def _no_release() -> bool:
-    return False
+    is_native: Callable[[], bool] = lambda: False
+    """Asks the release on the path, in a process that has never seen npu_replay. By default none has it."""
 
 
 def _has(module: str, *names: str) -> Callable[[], bool]:
@@ -39,8 +35,7 @@ def _has(module: str, *names: str) -> Callable[[], bool]:
     def ask() -> bool:
         if find_spec(module) is None:
             return False
-        found = import_module(module)
-        return all(_reach(found, name) is not None for name in names)
+        return all(_reach(import_module(module), name) is not None for name in names)
 
     return ask
 
@@ -68,14 +63,6 @@ def _flag(name: str) -> Callable[[], bool]:
     return ask
 
 
-def _numbers_its_instances() -> bool:
-    return _has(REPLAY)() and hasattr(import_module(REPLAY).RouterReplay(), "layer_number")
-
-
-def _gives_routers_a_replay() -> bool:
-    return "router_replay" in import_module(f"{MOE}.router").TopKRouter.__init__.__code__.co_names
-
-
 def _counts_without_padding() -> bool:
     """Runs the router's own counting on three tokens, the last of them padding, and two experts."""
     import torch
@@ -95,16 +82,14 @@ def _counts_without_padding() -> bool:
 
 CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
     "megatron": {
-        "blocks": Capability("`npu_replay.record` and `replay`, fifteen ways of routing", _no_release),
-        "recompute": Capability("... with recompute, thirteen ways to checkpoint", _no_release),
-        "order": Capability("... and several micro-batches, backward in any order", _no_release),
-        "sinkhorn": Capability("... with sinkhorn routing", _no_release),
-        "force_balance": Capability("... with `moe_router_force_load_balancing`", _no_release),
-        "quantile": Capability("... with quantile balancing", _no_release),
-        "fused": Capability("... with the fused router, `moe_router_fusion`", _no_release),
-        "hybrid": Capability(
-            "`HybridModel` (`MambaModel`): record, replay, recompute and an engine's rows", _no_release
-        ),
+        "blocks": Capability("`npu_replay.record` and `replay`, fifteen ways of routing"),
+        "recompute": Capability("... with recompute, thirteen ways to checkpoint"),
+        "order": Capability("... and several micro-batches, backward in any order"),
+        "sinkhorn": Capability("... with sinkhorn routing"),
+        "force_balance": Capability("... with `moe_router_force_load_balancing`"),
+        "quantile": Capability("... with quantile balancing"),
+        "fused": Capability("... with the fused router, `moe_router_fusion`"),
+        "hybrid": Capability("`HybridModel` (`MambaModel`): record, replay, recompute and an engine's rows"),
         "flag": Capability(
             "`moe_enable_routing_replay` on `TransformerConfig`, `MLATransformerConfig`",
             _flag("moe_enable_routing_replay"),
@@ -113,8 +98,14 @@ CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
         "module": Capability(
             "`RouterReplay`, `RouterReplayAction`", _has(REPLAY, "RouterReplay", "RouterReplayAction")
         ),
-        "layer_number": Capability("`RouterReplay.layer_number`", _numbers_its_instances),
-        "router_replay": Capability("`TopKRouter.router_replay`, by the flag", _gives_routers_a_replay),
+        "layer_number": Capability(
+            "`RouterReplay.layer_number`",
+            lambda: _has(REPLAY)() and hasattr(import_module(REPLAY).RouterReplay(), "layer_number"),
+        ),
+        "router_replay": Capability(
+            "`TopKRouter.router_replay`, by the flag",
+            lambda: "router_replay" in import_module(f"{MOE}.router").TopKRouter.__init__.__code__.co_names,
+        ),
         "topk_function": Capability(
             "`topk_routing_with_score_function(router_replay=)`",
             _takes(f"{MOE}.moe_utils", "topk_routing_with_score_function", "router_replay"),
@@ -123,7 +114,7 @@ CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
             "a whole model recorded and replayed by `RouterReplay` alone, recompute by REPLAY_BACKWARD",
             _has(REPLAY, "RouterReplay"),
         ),
-        "upstream_fused": Capability("... with the fused router", _no_release),
+        "upstream_fused": Capability("... with the fused router"),
         "vp_stages": Capability(
             "`is_vp_first_stage`, `is_vp_last_stage`",
             _has("megatron.core.pipeline_parallel.utils", "is_vp_first_stage", "is_vp_last_stage"),
@@ -134,15 +125,15 @@ CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
             _takes(f"{MOE}.router", "TopKRouter.routing", "padding_mask"),
         ),
         "bias_mask": Capability("`padding_mask` in the counts of the expert bias", _counts_without_padding),
-        "aux_loss": Capability("one policy for the aux loss while replaying", _no_release),
-        "report": Capability("`report()` names every change, `uninstall()` undoes all", _no_release),
+        "aux_loss": Capability("one policy for the aux loss while replaying"),
+        "report": Capability("`report()` names every change, `uninstall()` undoes all"),
     },
     "transformers": {
-        "qwen3_moe": Capability("Qwen3-MoE recorded and replayed", _no_release),
-        "mixtral": Capability("Mixtral recorded and replayed", _no_release),
-        "deepseek_v3": Capability("DeepSeek-V3 (groups, expert bias) recorded and replayed", _no_release),
-        "checkpointing": Capability("... each with `gradient_checkpointing_enable`", _no_release),
-        "families": Capability("every family does what [models.md](../models.md) says", _no_release),
+        "qwen3_moe": Capability("Qwen3-MoE recorded and replayed"),
+        "mixtral": Capability("Mixtral recorded and replayed"),
+        "deepseek_v3": Capability("DeepSeek-V3 (groups, expert bias) recorded and replayed"),
+        "checkpointing": Capability("... each with `gradient_checkpointing_enable`"),
+        "families": Capability("every family does what [models.md](../models.md) says"),
     },
 }
 

@@ -62,8 +62,9 @@ def mark_long(items: Iterable[pytest.Item]) -> None:
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         every = cases[0].get_closest_marker("choice").kwargs.get("every")
-        values = [one.callspec.params for one in cases]
-        places = set(range(0, len(cases), every) if every else chosen(values))
+        places = set(
+            range(0, len(cases), every) if every else chosen([case.callspec.params for case in cases])
+        )
         for place, case in enumerate(cases):
             if place not in places:
                 case.add_marker(pytest.mark.long)

@@ -111,11 +111,14 @@ def start(
         timeout: seconds until all are killed.
         silence: seconds after which they are killed when none has written to a file of its folder.
     """
+    from torch.distributed import TCPStore
+
     with ExitStack() as stack:
         own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="npu_replay_")))
         files = folder or own / "files"
         files.mkdir(exist_ok=True)
-        rendezvous = _rendezvous(ranks)
+        # The store that torchrun's agent keeps for its ranks.
+        rendezvous = TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
         given = {**(task or {}), "world": ranks, "folder": str(files), "store": str(own / "store")}
         processes = [_Process(own, rank, target, given, env or {}, path, rendezvous) for rank in range(ranks)]
         leader = _forked(_lead, own, ranks, before) if before else None
@@ -127,13 +130,6 @@ def start(
             for process in processes:
                 process.kill()
         return [process.ended(why) for process in processes]
-
-
-def _rendezvous(ranks: int) -> Any:
-    """The store that torchrun's agent keeps for its ranks."""
-    from torch.distributed import TCPStore
-
-    return TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
 
 
 class _Process:

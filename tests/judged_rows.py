@@ -30,8 +30,7 @@ def rounded(model: Any, bits: int, group: int = 16) -> Any:
                 *weight.shape[:-1], -1, group if weight.shape[-1] % group == 0 else weight.shape[-1]
             )
             least = parts.amin(-1, keepdim=True)
-            most = parts.amax(-1, keepdim=True)
-            step = ((most - least) / (2**bits - 1)).clamp_min(1e-12)
+            step = ((parts.amax(-1, keepdim=True) - least) / (2**bits - 1)).clamp_min(1e-12)
             weight.copy_((((parts - least) / step).round() * step + least).reshape(weight.shape))
     return model
 
@@ -76,16 +75,15 @@ def check(
     """
     table = []
     for name, routes in right.items():
-        found = verdict(call, model, of_engine(routes.ids, routes))
-        assert isinstance(found, float), f"right rows, {name}: {found}"
-        table.append(f"| {name} | {found:.3f} | taken |")
+        outcome = verdict(call, model, of_engine(routes.ids, routes))
+        assert isinstance(outcome, float), f"right rows, {name}: {outcome}"
+        table.append(f"| {name} | {outcome:.3f} | taken |")
     own = next(iter(right.values()))
     for name, make in WRONG.items():
-        wrong = of_engine(make(own.ids.clone(), other.ids), own)
-        found = verdict(call, model, wrong)
-        assert "far from what the routers would choose" in str(found), f"rows {name}: overlap {found}"
+        outcome = verdict(call, model, of_engine(make(own.ids.clone(), other.ids), own))
+        assert "far from what the routers would choose" in str(outcome), f"rows {name}: overlap {outcome}"
         if "shifted" in name:
-            assert f"moved by {-int(name.rpartition(' ')[2]):+}" in found or " layer" in found
-        lowest = re.search(r"got (\d\.\d+)", str(found))
+            assert f"moved by {-int(name.rpartition(' ')[2]):+}" in outcome or " layer" in outcome
+        lowest = re.search(r"got (\d\.\d+)", str(outcome))
         table.append(f"| {name} | {lowest and lowest[1]} | refused |")
     return table

@@ -231,8 +231,7 @@ def bind(patch: pytest.MonkeyPatch, source: Any, **args: Any) -> Namespace:
 
     vars(_current).clear()
     vars(_current).update(ARGS | args)
-    methods = _stand_ins() if source is None else _real(source, router.TopKRouter)
-    for name, method in methods.items():
+    for name, method in (_stand_ins() if source is None else _real(source, router.TopKRouter)).items():
         patch.setattr(router.TopKRouter, name, method, raising=False)
     return _current
 

@@ -72,9 +72,8 @@ _libraries: list[torch.library.Library] = []  # what is registered ends with its
 
 def memory(tensor: torch.Tensor) -> torch.Tensor:
     """The CPU tensor that lies over the same memory as one on the device."""
-    storage = tensor.untyped_storage()
     return torch.empty(0, dtype=tensor.dtype).set_(
-        storage.below, tensor.storage_offset(), tensor.size(), tensor.stride()
+        tensor.untyped_storage().below, tensor.storage_offset(), tensor.size(), tensor.stride()
     )
 
 

@@ -23,7 +23,6 @@ RELEASES = (
     *("0.5.20", "0.5.21", "0.5.22", "0.5.23"),
 )
 """All that return routes."""
-WITH_SGLEXT = tuple(version for version in RELEASES if release(version) >= (0, 5, 9))
 
 
 def true_rows(model: RoutedModel, tokens: int, seed: int = 0) -> Array:
@@ -115,13 +114,13 @@ class Request:
         accepted = after_prefill - rounds
         proposed = rounds * (self.drafts - 1)
         counts = {"spec_accept_rate": accepted / proposed, "spec_accept_length": len(self.output) / rounds}
-        if not self.since("0.5.11"):
-            counts |= {"spec_accept_token_num": accepted, "spec_draft_token_num": proposed}
-        elif not self.since("0.5.12"):
-            counts |= {"spec_accepted_drafts": accepted, "spec_proposed_drafts": proposed}
-        else:
-            counts |= {"spec_num_correct_drafts": accepted, "spec_num_proposed_drafts": proposed}
-        return {**counts, "spec_verify_ct": rounds}
+        names = {
+            "0.5.7": ("spec_accept_token_num", "spec_draft_token_num"),
+            "0.5.11": ("spec_accepted_drafts", "spec_proposed_drafts"),
+            "0.5.12": ("spec_num_correct_drafts", "spec_num_proposed_drafts"),
+        }
+        newest = [of_release for first, of_release in names.items() if self.since(first)][-1]
+        return {**counts, **dict(zip(newest, (accepted, proposed), strict=True)), "spec_verify_ct": rounds}
 
     def _spans(self) -> list[dict[str, Any]]:
         ends = [first for _, first in self.weights[1:]] + [len(self.output)]
@@ -134,17 +133,6 @@ class Request:
         """The answer of /generate and of `Engine.generate`."""
         text = {} if skip_tokenizer_init else {"text": "..."}
         return {**text, "output_ids": list(self.output), "meta_info": self.meta_info(skip_tokenizer_init)}
-
-    def aborted_in_the_queue(self) -> dict[str, Any]:
-        """The answer to a request that no scheduler ever took up: it counts no prompt and has no routes."""
-        info = {
-            "id": self.id,
-            "finish_reason": {"type": "abort", "message": "Abort before prefill"},
-            "weight_version": "default",
-            "e2e_latency": 0.01,
-            "completion_tokens": 0,
-        }
-        return {"text": "", "output_ids": [], "meta_info": info}
 
     def openai(self, kind: str = "chat.completion", choices: int = 1, **extra: Any) -> dict[str, Any]:
         """The answer of an OpenAI endpoint: the routes lie beside the choices, the first one's alone."""

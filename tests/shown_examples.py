@@ -63,5 +63,4 @@ def prints_what_it_promises(file: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
-    shown = plain(done.stdout)
-    assert [line for line in shown if line in promised(file)] == promised(file), done.stdout
+    assert [line for line in plain(done.stdout) if line in promised(file)] == promised(file), done.stdout

@@ -156,7 +156,7 @@ def test_every_room_has_its_floor() -> None:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_arrows_run_down(room: str) -> None:
-    up = {
+    assert {
         f"{module} imports {one}"
         for module in MODULES
         if room_of(module) == room
@@ -164,8 +164,7 @@ def test_arrows_run_down(room: str) -> None:
         if not (room_of(one) == room or (room_of(one) and ROOMS[room_of(one)] < ROOMS[room]))
         and not (one == "npu_replay" and ROOMS[room] >= FACE)
         and not (one == "npu_replay.compat" and ROOMS[room] >= FACE)
-    }
-    assert up == set()
+    } == set()
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -195,8 +194,7 @@ def test_no_product_is_imported_outside_its_room() -> None:
 
 def test_the_architecture_page_has_a_line_for_every_module() -> None:
     """By package: a heading or row that names `routes/` is followed by the files in it."""
-    page = PAGE.read_text(encoding="utf-8")
-    table = "".join(line for line in page.splitlines() if line.startswith("|"))
+    table = "".join(line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|"))
     told = set(re.findall(r"`([\w/*]+\.py)`", table))
     there = {
         name.removeprefix("npu_replay.").replace(".", "/") + ".py"

@@ -56,13 +56,9 @@ npu_replay.report()
 """
 
 
-@pytest.mark.parametrize("options", [["-OO"], ["-W", "error", "-bb", "-X", "dev", "-O"]], ids=" ".join)
-def test_the_blocks_and_their_errors_are_the_same(
-    options: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    compiled = tmp_path_factory.getbasetemp()  # where all cases keep it: 6 s for torch, without docstrings
+def test_the_blocks_and_their_errors_are_the_same(tmp_path: Path) -> None:
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONPYCACHEPREFIX": str(compiled)}
-    command = [sys.executable, *options, "-c", SCRIPT]
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    command = [sys.executable, "-OO", "-W", "error", "-bb", "-X", "dev", "-c", SCRIPT]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

@@ -14,12 +14,8 @@ TABLE = Table(("What", "x base", "a title of\nmany words"), NUMBERS, numbers=ran
 PARTS: list[Part] = ["A: /tmp/[red]", TABLE, "", "the same", "[red]is no style"]
 
 
-@pytest.fixture(autouse=True)
-def sixty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-
-
 def test_numbers_are_right_aligned_and_words_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(sys, "stdout", stream := io.StringIO())
     show(PARTS)
     assert stream.getvalue() == as_text(PARTS) + "\n"
@@ -33,26 +29,28 @@ def test_numbers_are_right_aligned_and_words_left(monkeypatch: pytest.MonkeyPatc
     ]
 
 
-def test_words_fold_at_the_width_and_a_number_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "one two three four five six seven eight nine ten eleven"
-    table = Table(("Why", "Count", "Where"), [(words, "1,234,567", "/a/long/path" * 5)], numbers=range(1, 2))
-    monkeypatch.setenv("COLUMNS", "44")
-    assert as_text([table]).splitlines() == [
-        "Why                  Count  Where",
-        "one two three    1,234,567  /a/long/path/a/l",
-        "four five six               ong/path/a/long/",
-        "seven eight                 path/a/long/path",
-        "nine ten eleven             /a/long/path",
-    ]
+WORDS = "one two three four five six seven eight nine ten eleven"
+FOLDED: dict[str, tuple[Part, list[str]]] = {
+    # columns, what is shown, and its lines: words fold, a number or a path in a line never
+    "44": (
+        Table(("Why", "Count", "Where"), [(WORDS, "1,234,567", "/a/long/path" * 5)], numbers=range(1, 2)),
+        [
+            "Why                  Count  Where",
+            "one two three    1,234,567  /a/long/path/a/l",
+            "four five six               ong/path/a/long/",
+            "seven eight                 path/a/long/path",
+            "nine ten eleven             /a/long/path",
+        ],
+    ),
+    "20": (
+        "  - refused: rows of layer 3 in /a/very/long/path/to/a-file.npy",
+        ["  - refused: rows of", "    layer 3 in", "    /a/very/long/path/to/a-file.npy"],
+    ),
+}
 
 
-def test_a_line_folds_between_words_and_a_path_stays_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    parts: list[Part] = ["  - refused: rows of layer 3 in /a/very/long/path/to/a-file.npy"]
-    assert as_text(parts).splitlines() == [
-        "  - refused: rows of",
-        "    layer 3 in",
-        "    /a/very/long/path/to/a-file.npy",
-    ]
+@pytest.mark.parametrize("columns", FOLDED)
+def test_what_is_wider_than_the_screen_is_folded(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    part, lines = FOLDED[columns]
+    assert as_text([part]).splitlines() == lines

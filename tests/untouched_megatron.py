@@ -32,26 +32,20 @@ def run(task: dict[str, Any], *, ask: bool) -> dict[str, Any]:
         megatron_model.start(torch.device("cpu"))
         torch.manual_seed(7)
         if ask:
-            importlib.import_module("npu_replay").install()
+            npu_replay = importlib.import_module("npu_replay")
+            npu_replay.install()
         model = megatron_model.model(megatron_model.config(**MODEL))
         kept = {name: one.clone() for name, one in model.state_dict().items() if one is not None}
         if ask:
-            _replayed(model)
+            with npu_replay.record(model) as recording:
+                _trained(model, steps=1)
+            with npu_replay.replay(model, recording.routes):
+                _trained(model, steps=1)
+            npu_replay.uninstall()
             model.load_state_dict(kept)
-            for router in (one for one in model.modules() if hasattr(one, "local_tokens_per_expert")):
+            for router in (part for part in model.modules() if hasattr(part, "local_tokens_per_expert")):
                 router.local_tokens_per_expert.zero_()
         return _trained(model)
-
-
-def _replayed(model: Any) -> None:
-    """Record and replay a step, then turn npu_replay off."""
-    import npu_replay
-
-    with npu_replay.record(model) as recording:
-        _trained(model, steps=1)
-    with npu_replay.replay(model, recording.routes):
-        _trained(model, steps=1)
-    npu_replay.uninstall()
 
 
 def _trained(model: Any, steps: int = STEPS) -> dict[str, Any]:

@@ -49,13 +49,10 @@ class Sampled:
 
 @dataclass
 class CompletionOutput:
-    """Its attributes in every release that knows routes."""
+    """Of its attributes in every release that knows routes, those that a decoder may ask for."""
 
     index: int
-    text: str
     token_ids: Any
-    cumulative_logprob: float | None = None
-    logprobs: Any = None
     routed_experts: Any = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -63,12 +60,11 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """Its attributes up to 0.20 and from 0.22 on."""
+    """The same of one up to 0.20 and from 0.22 on."""
 
     request_id: str
     prompt_token_ids: Any
     outputs: list[CompletionOutput] = field(default_factory=list)
-    prompt: str | None = None
     finished: bool = True
 
 
@@ -124,7 +120,6 @@ def request_output(version: str, model: RoutedModel, *completions: Sampled, star
         request.outputs.append(
             CompletionOutput(
                 index=index,
-                text="",
                 token_ids=one.output,
                 routed_experts=rows if len(rows) else None,
                 finish_reason=one.finish_reason,

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 import npu_replay
-from benchmarks import cases, decode, gather, host, layout, opening
+from benchmarks import cases, decode, delivery, gather, host, layout, opening
 from benchmarks import run as bench
 from npu_replay.seam.guarded import guard
-
-pytestmark = [pytest.mark.megatron, pytest.mark.first_release, pytest.mark.usefixtures("megatron")]
 
 SMALL: list[tuple[Any, str, Any]] = [
     (cases, "TOKENS", (16,)),
@@ -45,6 +43,9 @@ WAYS = {
 
 
 @pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.first_release
+@pytest.mark.usefixtures("megatron")
 def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,7 +57,7 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
         cached.cache_clear()
     natives = torch.topk, torch.Tensor.topk
     out = tmp_path / "bench.json"
-    rows = bench.main(device="auto", pairs=2, out=out, force=False)
+    rows = bench.main(device="auto", pairs=1, out=out, force=False)
     for what, ways in WAYS.items():
         assert [row.way for row in rows if row.what == what][: len(ways)] == ways
     assert all(row.ratio == 1 and row.over == 0 for row in rows if row.way == "live")
@@ -67,8 +68,31 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     assert "memory beside the answer" in capfd.readouterr().out
     assert json.loads(out.read_text())["rows"][0]["way"] == "live"
     with pytest.raises(npu_replay.ReplayError, match=r"not overwritten.*--force"):
-        bench.main(device="auto", pairs=2, out=out, force=False)
+        bench.main(device="auto", pairs=1, out=out, force=False)
     assert (torch.topk, torch.Tensor.topk) == natives
     assert not guard.is_open
     for cached in made_of_sizes:
         cached.cache_clear()
+
+
+@pytest.mark.parametrize("pairs", [1, 0])
+def test_the_job_is_planned_and_its_parts_are_measured(
+    pairs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With no pairs it is planned alone."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(delivery, "TOKENS", 64)
+    out = tmp_path / "delivery.json"
+    arguments = ["delivery", "--pairs", str(pairs), "--layers", "4", "--pp", "2", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", arguments)
+    delivery.samples.cache_clear()
+    delivery.main(**delivery._options())
+    delivery.samples.cache_clear()
+    printed = capfd.readouterr().out
+    assert "Planned: 2 ranks on 1 node," in printed
+    assert ("Measured" in printed) == bool(pairs)
+    if pairs:
+        ways = [(row["what"], row["way"]) for row in json.loads(out.read_text())["rows"]]
+        assert {what for what, _ in ways} == {"put", "fetch", "gather"}
+        assert {("fetch", delivery.SHARE), ("gather", delivery.EVERY)} <= {*ways}
+        assert printed.count(": met") + printed.count(": not met") == 5

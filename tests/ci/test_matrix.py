@@ -45,20 +45,20 @@ def test_a_cell_is_what_the_tests_and_the_untouched_release_say(
     assert {cell for name, cell in shown.cells.items() if name != "mixtral"} == {"shimmed"}
 
 
-def shown(**changes: Any) -> Any:
-    cells = dict.fromkeys(CAPABILITIES["megatron"], "shimmed") | changes.pop("cells", {})
-    return runs.Shown("3.11.7", "2.13.0", "all", 9, 1, "2026-11-22", cells=cells, **changes)
+SHOWN = runs.Shown(
+    *("3.11.7", "2.13.0", "all", 9, 1, "2026-11-22"),
+    cells=dict.fromkeys(CAPABILITIES["megatron"], "shimmed"),
+)
 
 
 def test_a_release_whose_test_fails_makes_the_run_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = {"megatron-0.15.3": shown(), "megatron-0.16.1": shown()}
-    monkeypatch.setattr(runs, "read", lambda: known)
     bad = "megatron-0.16.1"
+    monkeypatch.setattr(runs, "read", lambda: {"megatron-0.15.3": SHOWN, bad: SHOWN})
 
     def run(release: Any, cases: str) -> Any:
-        return runs.Outcome(release, shown(), ("tests/x.py::y (flag)",) * (release.name == bad), 1.0)
+        return runs.Outcome(release, SHOWN, ("tests/x.py::y (flag)",) * (release.name == bad), 1.0)
 
     monkeypatch.setattr(runs, "run", run)
     assert runs.main(["--check", "0.15.3"]) == 0

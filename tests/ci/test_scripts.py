@@ -1,14 +1,17 @@
-"""ci/demo.sh, ci/test.sh and what they stand on, run as people run them, in a copy of the repository."""
+"""ci/demo.sh, ci/test.sh and what they stand on, run as people run them, in a copy; and ci/stages.py."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import needed
 
 pytestmark = pytest.mark.slow
 
@@ -59,20 +62,38 @@ def test_an_active_environment_is_told_what_it_lacks(clone: Path) -> None:
     assert f"--no-deps -e {clone}\n" in done.stderr
 
 
-@pytest.mark.parametrize(("needed", "code", "told"), [("", 5, "1 skipped"), ("1", 2, "1 error")])
+@pytest.mark.parametrize(
+    ("variable", "outcome"), [("", pytest.skip.Exception), ("1", pytest.Collector.CollectError)]
+)
 def test_a_product_that_is_missing_fails_in_the_script_that_is_there_for_it(
-    needed: str, code: int, told: str
+    variable: str,
+    outcome: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """ROLL stands for all: no registry has it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/on_roll"],
-        cwd=REPOSITORY,
-        env=os.environ | {"NPU_REPLAY_NEEDED": needed, "PYTHONPATH": ""},
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    assert told in done.stdout
-    assert "not importable: roll.distributed" in done.stdout
+    """And elsewhere its file is skipped, with the same reason."""
+    monkeypatch.setenv("NPU_REPLAY_NEEDED", variable)
+    collect, _ = needed.hooks(__file__, ["json", "roll.distributed"], "A cure", "roll")
+    either = (pytest.skip.Exception, pytest.Collector.CollectError)  # else a skip would skip this test
+    with pytest.raises(either, match=r"^not importable: roll\.distributed\. A cure$") as caught:
+        collect(Path(__file__), request.session).collect()
+    assert caught.type is outcome
+    there, _ = needed.hooks(__file__, ["json"], "A cure", "roll")
+    assert there(Path(__file__), request.session) is None
     assert "NPU_REPLAY_NEEDED=1" in (REPOSITORY / "ci" / "live.sh").read_text()
+
+
+def stages(text: str, table: Path) -> tuple[int, str]:
+    command = [sys.executable, str(REPOSITORY / "ci" / "stages.py"), str(table)]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout
+
+
+def test_a_stage_that_fails_is_told_and_the_others_run(tmp_path: Path) -> None:
+    table = tmp_path / "new" / "table.md"
+    code, printed = stages("bad  echo why; false | true\ngood  echo $NPU_REPLAY_WORKERS\n", table)
+    assert code == 1
+    assert re.search(r"== bad: FAILED \(1\), \d+ s\nwhy\n", printed)
+    assert re.search(r"== good: passed, \d+ s\n1\n", printed)
+    assert re.search(r"\| bad \| \d+ \| FAILED \(1\) \|\n", table.read_text(encoding="utf-8"))
+    assert stages("one  true\ntwo  true\n", table)[0] == 0

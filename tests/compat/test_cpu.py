@@ -16,15 +16,10 @@ def snapshot() -> list[dict[str, int]]:
     return [{name: id(value) for name, value in vars(owner).items()} for owner in OWNERS]
 
 
-@pytest.fixture
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No CUDA, wherever this runs, and no import of Megatron, which takes seconds."""
+def test_everything_that_was_lent_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without CUDA, wherever this runs, and without Megatron, which takes seconds to be imported."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(cpu, "_module", lambda name: None)
-
-
-@pytest.mark.usefixtures("no_cuda")
-def test_everything_that_was_lent_is_taken_back() -> None:
     before = snapshot()  # other shims may be on
     applied = patches.applied()
     with pytest.raises(KeyError), cpu.lend():

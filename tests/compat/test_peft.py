@@ -149,8 +149,7 @@ def test_a_reference_pass_by_the_same_module_leaves_no_trace(way: str) -> None:
 def test_adapters_of_each_sample_are_another_variant() -> None:
     whole = policy().eval()
     call = fed()
-    followed = whole.get_base_model()
-    with npu_replay.follow(followed, eval_mode=True) as following:
+    with npu_replay.follow(whole.get_base_model(), eval_mode=True) as following:
         recorded = chosen(whole, call)
         other = chosen(whole, call | {"adapter_names": ["__base__"] * 3})
         assert following.metrics()["recorded"] == 3

@@ -131,8 +131,7 @@ def test_r2_refuses_a_rollouts_routes_by_name(swift: Any) -> None:
     replay.on_train_begin(None, None, None, model=followed)
     with pytest.raises(ReplayError, match=r"npu_replay_R2 replays its own.*--callbacks npu_replay_R3"):
         swift.trainer.collate_to_grpo_micro_batch(samples(fed, rollout(fed)), fed[0])
-    without = [Sample(routed_experts=None)] * 5
-    call, _ = swift.trainer.collate_to_grpo_micro_batch(without, fed[0])
+    call, _ = swift.trainer.collate_to_grpo_micro_batch([Sample(routed_experts=None)] * 5, fed[0])
     record(followed, (call, fed[1]))
     learn(followed, (call, fed[1]))
     replay.on_train_end(None, None, None)

@@ -12,7 +12,6 @@ import pytest
 import jobs
 import npu_device
 from npu_replay.compat import torch_npu
-from npu_replay.compat.probe import Product
 
 TESTS = Path(__file__).parents[1]
 STAND_IN = TESTS / "device" / "stand_in"
@@ -23,16 +22,12 @@ HCCL = {"uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float
 simulated = pytest.mark.skipif(bool(npu_device.lacking()), reason=npu_device.lacking() or "simulated NPU")
 
 
-def environment(*paths: Path, **variables: str) -> dict[str, str]:
-    path = [*map(str, paths), os.environ.get("PYTHONPATH", "")]
-    plain = {name: value for name, value in os.environ.items() if name != torch_npu.AUTOLOAD}
-    return plain | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "OMP_NUM_THREADS": "1"} | variables
-
-
 def child(code: str, *paths: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [*map(str, paths), os.environ.get("PYTHONPATH", "")]))
+    plain = {name: value for name, value in os.environ.items() if name != torch_npu.AUTOLOAD}
     return subprocess.run(
         [sys.executable, "-c", code],
-        env=environment(*paths, **variables),
+        env=plain | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | variables,
         text=True,
         capture_output=True,
         check=False,
@@ -63,9 +58,8 @@ def test_a_torch_npu_that_fails_says_why_and_leaves_the_cpu(broken: Path) -> Non
         "from npu_replay import devices; from npu_replay.compat import torch_npu;"
         "print(torch_npu.load()); print(devices.available(), devices.pick('auto')); print(torch_npu.remedy())"
     )
-    done = child(code, broken, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    why, found, remedy = done.stdout.splitlines()
-    assert (why, found) == ("ImportError: libhccl.so: cannot open shared object file", "['cpu'] cpu")
+    why, kinds, remedy = child(code, broken, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.splitlines()
+    assert (why, kinds) == ("ImportError: libhccl.so: cannot open shared object file", "['cpu'] cpu")
     assert "set_env.sh" in remedy
 
 
@@ -78,23 +72,6 @@ def test_importing_npu_replay_survives_a_torch_npu_that_takes_torch_with_it(brok
     assert "libhccl.so" in done.stderr
     off = child("import npu_replay", broken, NPU_REPLAY_DISABLE="1")
     assert "Failed to load the backend extension" in off.stderr, "turned off it does nothing for torch"
-
-
-@pytest.mark.parametrize(
-    ("kind", "product", "state", "why"),
-    [
-        ("npu", Product("torch_npu", True, "2.7.1"), "works", "8 devices"),
-        ("", Product("torch_npu", True, "2.7.1"), "missing", "no device of it is in this process"),
-        ("cuda", Product("torch_npu", True, "2.7.1", "", "half installed"), "broken", "half installed"),
-        ("cuda", Product("torch_npu", False), "missing", "not installed"),
-    ],
-)
-def test_the_npu_is_told_without_importing_anything(
-    kind: str, product: Product, state: str, why: str
-) -> None:
-    found = torch_npu.capability(kind, 8, product)
-    assert found.state == state
-    assert why in found.why
 
 
 # torch.cuda that lies

@@ -406,8 +406,7 @@ def test_a_loss_of_the_live_choice_is_refused_where_the_replayed_one_is_asked_fo
 def test_a_positional_argument_counts() -> None:
     model = build("qwen3_moe")
     (ids, *_) = batches()
-    names = list(inspect.signature(model.forward).parameters)
-    others = [None] * (names.index("output_router_logits") - 1)
+    others = [None] * (list(inspect.signature(model.forward).parameters).index("output_router_logits") - 1)
     replay = npu_replay.replay(model, recorded(model, input_ids=ids), aux_loss="replayed")
     with pytest.raises(RouterError, match=LIVE), replay:
         model(ids, *others, True)

@@ -45,10 +45,10 @@ def blocks(text: str) -> list[tuple[str, str]]:
 
 def rows(text: str) -> list[tuple[int, list[str], list[str]]]:
     """Of each row of a table: how many cells, what stands in it as code, and its numbers."""
-    lines = [line for line in FENCE.sub("", text).splitlines() if line.startswith("|")]
     return [
         (line.count("|"), sorted(re.findall(r"`[^`]+`", line)), sorted(NUMBER.findall(line)))
-        for line in lines
+        for line in FENCE.sub("", text).splitlines()
+        if line.startswith("|")
     ]
 
 

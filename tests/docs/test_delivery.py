@@ -33,8 +33,7 @@ def test_the_table_is_what_the_planner_says(capsys: pytest.CaptureFixture[str]) 
     planned = known["planned"]
     once = planned.once
     assert capsys.readouterr().out == f"{once.sent} {once.node_held.max()} {once.link(0, 1)}\n"
-    shown = {cells[0]: cells[1:] for cells in bench.table(planned).rows}
-    for name, cells in shown.items():
+    for name, cells in {cells[0]: cells[1:] for cells in bench.table(planned).rows}.items():
         if name.startswith("of that"):
             continue
         line = next(line for line in TEXT.splitlines() if line.startswith(f"| {name} |"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import image_lines
+import ascend_images
 from ascend_images import VERL_IMAGES
 
 ROOT = Path(__file__).parents[2]
@@ -22,11 +22,11 @@ BLOCKS = [
 def rows_of_the_page() -> list[list[str]]:
     """One for each image: a row may be for several, which differ by verl and tag."""
     lines = [line for line in PAGE.splitlines() if line.startswith("| ") and "ubuntu" in line]
-    rows = []
-    for cann, verl, *cells, tags in ([*line.strip("| ").split(" | ")] for line in lines):
-        for release, tag in zip(verl.split(", "), tags.split(", "), strict=True):
-            rows.append([cann, release, *cells, tag])
-    return rows
+    return [
+        [cann, release, *cells, tag]
+        for cann, verl, *cells, tags in ([*line.strip("| ").split(" | ")] for line in lines)
+        for release, tag in zip(verl.split(", "), tags.split(", "), strict=True)
+    ]
 
 
 @pytest.mark.slow
@@ -34,11 +34,11 @@ def test_each_image_prints_its_block_and_runs_what_the_table_says(tmp_path: Path
     told = {row[-1].strip("`"): dict(zip(("R2", "R3"), row[2:4], strict=True)) for row in rows_of_the_page()}
     images_of: dict[str, set[str]] = {block: set() for _, block in BLOCKS}
     for image in VERL_IMAGES:
-        folder = image_lines.made(image, tmp_path / image.name)
+        folder = ascend_images.with_npu_replay(image, tmp_path / image.name)
         for mode in ("R2", "R3"):
             runs = []
             for trainer in ("megatron", "fsdp2"):
-                done = image_lines.run(folder, mode, trainer, "npu")
+                done = ascend_images.run_replay_lines(folder, mode, trainer, "npu")
                 if done.returncode == 0 and "which isn't installed" not in done.stderr:
                     runs.append(trainer)
                     lines = done.stdout.replace(" \\\ntrainer.use_legacy_worker_impl=disable", "")

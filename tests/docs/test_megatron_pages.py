@@ -43,8 +43,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
                 model(**batch)
 
         def forward_step(data: Any, model: Any) -> Any:
-            output = model(**next(data))
-            return output, lambda scores: (scores.float().mean(), {})
+            return model(**next(data)), lambda scores: (scores.float().mean(), {})
 
         yield {
             "npu_replay": npu_replay,

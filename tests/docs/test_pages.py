@@ -34,8 +34,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
 BLOCK = re.compile(r"(?:<!-- not run: (.+?) -->\n)?```python\n(.*?)```", re.DOTALL)
 WITH_EXAMPLES = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
-ELSEWHERE = ("megatron", "upstream", "delivery")
-"""Their examples run in test_megatron_pages.py and test_delivery.py."""
+ELSEWHERE = ("megatron", "upstream", "delivery", "routers")
+"""Their examples run in test_megatron_pages.py, test_delivery.py and test_routers.py."""
 RUNS = [
     page
     for page in WITH_EXAMPLES
@@ -150,8 +150,7 @@ def test_r3_replays_the_old_log_probs_too(
 
     def otherwise(model: Any, routes: list[RoutedExperts], **options: Any) -> Any:
         like = routes[0]
-        rows = map(len, routes)
-        others = random_routes(rows, like.layers, like.num_experts, like.topk, seed=5)
+        others = random_routes(map(len, routes), like.layers, like.num_experts, like.topk, seed=5)
         return replay(model, others, **options)
 
     monkeypatch.setattr(npu_replay, "replay", otherwise)
@@ -227,8 +226,7 @@ SOURCES = "".join(
 @pytest.mark.parametrize("page", ["docs/troubleshooting.md", "docs/zh/troubleshooting.md"])
 def test_a_symptom_is_what_an_error_says(page: str) -> None:
     """In the sections about npu_replay's own errors, a symptom in code is text of some error."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    own = text.split("\n## ")[1:4]
+    own = (ROOT / page).read_text(encoding="utf-8").split("\n## ")[1:4]
     symptoms = [
         line.split("|")[1] for part in own for line in part.splitlines() if re.match(r"\| [^|]*`", line)
     ]

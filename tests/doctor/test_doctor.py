@@ -67,6 +67,7 @@ def states(report: Report) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.megatron
+@pytest.mark.first_release
 def test_with_megatron_it_says_that_replay_works_and_exits_0(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     result = run("--imports", "--out", str(file), path=os.environ.get("PYTHONPATH", ""))
@@ -286,8 +287,7 @@ def test_the_self_test_passes_and_leaves_nothing(caplog: pytest.LogCaptureFixtur
     assert caplog.messages == []
     assert routers.kinds() == before
     assert torch.equal(torch.get_rng_state(), state)
-    absent = "mtia" if torch.xpu.is_available() else "xpu"
-    assert self_test.run(absent).startswith("torch finds no")
+    assert self_test.run("mtia" if torch.xpu.is_available() else "xpu").startswith("torch finds no")
 
 
 RECOMPUTED = Timeline.recomputed
@@ -350,12 +350,26 @@ def test_report_holds_the_facts_and_changes_nothing(patches: Patches, model: Toy
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "torch_npu", "cuda", "npu"),
+    ("accelerator", "torch_npu", "cuda", "npu", "why"),
     [
-        ("cuda", Product("torch_npu", False), "works", "missing"),
-        ("npu", Product("torch_npu", True, "2.7.1"), "missing", "works"),
-        ("", Product("torch_npu", True, "2.7.1"), "missing", "missing"),  # never imported, so not known
-        ("", Product("torch_npu", True, "2.7.1", "", "half installed"), "missing", "broken"),
+        ("cuda", Product("torch_npu", False), "works", "missing", "not installed"),
+        (
+            "cuda",
+            Product("torch_npu", True, "2.7.1", "", "half installed"),
+            "works",
+            "broken",
+            "half installed",
+        ),
+        ("npu", Product("torch_npu", True, "2.7.1"), "missing", "works", "8 devices"),
+        # never imported, so not known
+        ("", Product("torch_npu", True, "2.7.1"), "missing", "missing", "no device of it is in this process"),
+        (
+            "",
+            Product("torch_npu", True, "2.7.1", "", "half installed"),
+            "missing",
+            "broken",
+            "half installed",
+        ),
     ],
 )
 def test_devices_are_told_without_importing_torch_npu(
@@ -365,12 +379,15 @@ def test_devices_are_told_without_importing_torch_npu(
     torch_npu: Product,
     cuda: str,
     npu: str,
+    why: str,
 ) -> None:
     machine |= {"torch_npu": torch_npu, "megatron-core": Product("megatron-core", True)}
-    monkeypatch.setattr(reporting.torch_npu, "accelerator", lambda: (accelerator, 1))
-    found = states(npu_replay.report())
-    assert (found["CUDA"], found["NPU"]) == (cuda, npu)
-    assert ("Megatron-core on the CPU" in found) == (accelerator != "cuda")
+    monkeypatch.setattr(reporting.torch_npu, "accelerator", lambda: (accelerator, 8))
+    report = npu_replay.report()
+    shown = states(report)
+    assert (shown["CUDA"], shown["NPU"]) == (cuda, npu)
+    assert why in next(capability.why for capability in report.capabilities if capability.name == "NPU")
+    assert ("Megatron-core on the CPU" in shown) == (accelerator != "cuda")
 
 
 def test_uninstall_undoes_every_patch_and_warns_once_of_what_somebody_else_has_replaced(

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import ascend_images
-import image_lines
 from ascend_images import Image
 
 V091, MAIN, A5, _, SGLANG, V080, V071, V070 = ascend_images.VERL_IMAGES
@@ -30,7 +29,7 @@ CLONE = "is a clone on the path"
 
 @pytest.mark.parametrize("image", ascend_images.VERL_IMAGES, ids=lambda image: image.name)
 def test_it_says_in_which_image_it_runs(image: Image, tmp_path: Path) -> None:
-    done = image_lines.run(image_lines.made(image, tmp_path), *R2.split())
+    done = ascend_images.run_replay_lines(ascend_images.with_npu_replay(image, tmp_path), *R2.split())
     told = done.stderr.splitlines()[0]
     patterns = told.split("verl's image ")[1].split(": ")[0].split(" or ")
     assert all(any(fnmatch(tag, pattern) for pattern in patterns) for tag in image.tags)
@@ -95,8 +94,8 @@ def test_what_is_printed_and_what_is_wrong(
     if MISSING in variables:
         ascend_images.make(image, tmp_path)
     else:
-        image_lines.made(image, tmp_path, installed=CLONE not in variables)
-    done = image_lines.run(tmp_path, *asked.split(), **environment)
+        ascend_images.with_npu_replay(image, tmp_path, installed=CLONE not in variables)
+    done = ascend_images.run_replay_lines(tmp_path, *asked.split(), **environment)
     assert done.returncode == (0 if printed else 1), done.stderr
     lines = done.stdout.replace(" \\\n", "\n").splitlines()
     assert printed in lines if printed else not lines
@@ -108,11 +107,12 @@ def test_what_is_printed_and_what_is_wrong(
 @pytest.mark.parametrize("image", [V091, SGLANG, V080, V071], ids=lambda image: image.name)
 def test_a_shell_makes_the_words_of_what_is_pasted(image: Image, tmp_path: Path) -> None:
     """With all quotes that there may be; bash takes the lines of one for a command's arguments."""
-    folder = image_lines.made(image, tmp_path, installed=False)
+    folder = ascend_images.with_npu_replay(image, tmp_path, installed=False)
     asked = ("R2" if image is V071 else "R3", "fsdp2", "npu")
     modules = {"VERL_USE_EXTERNAL_MODULES": "megatron_adaptor,other"}
-    lines = image_lines.printed(folder, *asked, **modules)
-    words = image_lines.printed(folder, "--words", *asked, **modules)
+    ran = [ascend_images.run_replay_lines(folder, *how, *asked, **modules) for how in ((), ("--words",))]
+    assert [done.returncode for done in ran] == [0, 0]
+    lines, words = (done.stdout for done in ran)
     command = ["bash", "-c", f"printf '%s\\n' {lines}"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == words
     assert (image is V071) == ("'" not in words)

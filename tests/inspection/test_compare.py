@@ -106,8 +106,7 @@ def test_rows_without_a_route_are_left_out_and_told_of(put: Put, run: Run) -> No
     rows = torch.arange(TOKENS)
     a = put(routes(recorded=rows >= 2))
     b = put(others(recorded=rows < 99))
-    told = "97 of 100 tokens compared; rows without a route: 2 in A, 1 in B"
-    assert told in run(a, b).stdout
+    assert "97 of 100 tokens compared; rows without a route: 2 in A, 1 in B" in run(a, b).stdout
     found = compare_paths(a, b)
     assert (found.layers[2][1], found.layers[5].tolist()) == (8, [97, 3, 97 * TOPK, 6])
     assert found.differing_tokens == 8
@@ -115,8 +114,7 @@ def test_rows_without_a_route_are_left_out_and_told_of(put: Put, run: Run) -> No
 
 def test_without_a_fingerprint_it_says_what_it_did_not_check(put: Put, run: Run) -> None:
     a = put(routes())
-    b = put(routes(fingerprint=None))
-    assert "not checked: that the tokens are the same" in run(a, b).stdout
+    assert "not checked: that the tokens are the same" in run(a, put(routes(fingerprint=None))).stdout
     assert "not checked" not in run(a, a).stdout
 
 
@@ -160,8 +158,7 @@ def test_what_is_no_file_of_routes_is_refused(tmp_path: Path, put: Put, run: Run
 def test_folders_are_compared_sample_by_sample_and_added_up(put: Put, run: Run) -> None:
     half = routes(IDS[:50])
     a = put({"one": routes(), "two": half, "mine": routes(IDS[:7])})
-    b = put({"two": half, "one": others(), "x": routes(IDS[:8]), "y": routes(IDS[:9])})
-    result = run(a, b)
+    result = run(a, put({"two": half, "one": others(), "x": routes(IDS[:8]), "y": routes(IDS[:9])}))
     assert table(result)["2"] == ["150", "6.67%", "1.67%"]
     assert table(result)["all"] == ["150", "3.33%", "1.11%"]
     assert "2 samples compared; without a partner: 1 of A, 2 of B" in result.stdout
@@ -181,9 +178,8 @@ def test_samples_with_other_keys_meet_by_fingerprint_and_none_twice(put: Put) ->
 def test_a_sample_that_lost_its_routes_stops_no_other(put: Put) -> None:
     lost = routes(IDS[:9], recorded=torch.zeros(9, dtype=torch.bool))
     a = put({"1": routes(), "2": routes(IDS[:9])})
-    b = put({"1": routes(), "2": lost})
-    found = compare_paths(a, b)
-    assert (found.samples, found.rows, found.tokens, found.without_route_in_b) == (2, 109, 100, 9)
+    compared = compare_paths(a, put({"1": routes(), "2": lost}))
+    assert (compared.samples, compared.rows, compared.tokens, compared.without_route_in_b) == (2, 109, 100, 9)
     with pytest.raises(InvalidRoutes, match="no token has a route on both sides"):
         compare_paths(put({"2": lost}), a)
 

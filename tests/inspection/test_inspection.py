@@ -26,6 +26,7 @@ from npu_replay.inspection import inspection
 from npu_replay.inspection.findings import Inspection
 from npu_replay.inspection.inspection import inspect
 from npu_replay.routes.checks import Array
+from vllm_outputs import npy
 
 PROMPT = 90
 TOKENS = 120
@@ -70,7 +71,7 @@ class Desk:
         if isinstance(what, RoutedExperts):
             what.save(path, overwrite=True)
         elif isinstance(what, np.ndarray):
-            path.write_bytes(npy(what))
+            path.write_bytes(base64.b64decode(npy(what)))
         else:
             path.write_bytes(what if isinstance(what, bytes) else json.dumps(what).encode())
         return path
@@ -104,7 +105,7 @@ class Desk:
             "stop_reason": None,
             "prompt_token_ids": self.tokens[:PROMPT],
             "token_ids": self.tokens[PROMPT:],
-            "routed_experts": None if rows is None else base64.b64encode(npy(rows)).decode(),
+            "routed_experts": None if rows is None else npy(rows),
         } | changes
 
     @property
@@ -158,12 +159,6 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     return lambda *arguments: invoke("inspect", *arguments)
 
 
-def npy(rows: Array) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, rows)
-    return buffer.getvalue()
-
-
 def vllm(*choices: dict[str, Any]) -> dict[str, Any]:
     usage = {"prompt_tokens": PROMPT, "completion_tokens": TOKENS - PROMPT}
     return {"id": "cmpl-17", "choices": list(choices), "usage": usage}
@@ -208,8 +203,7 @@ def test_the_figures_are_those_of_the_ids(desk: Desk) -> None:
     found = desk.look(desk.answer)
     assert [layer["layer"] for layer in found.layers] == list(EACH)
     for layer in found.layers:
-        rows = desk.rows[:, layer["layer"]]
-        named = rows.ravel().tolist()
+        named = desk.rows[:, layer["layer"]].ravel().tolist()
         counts = {expert: named.count(expert) for expert in set(named)}
         shares = [count / len(named) for count in counts.values()]
         assert (layer["rows"], layer["used"]) == (119, len(counts))
@@ -353,11 +347,10 @@ def test_routes_of_ours(desk: Desk) -> None:
     assert (unnamed.good, "no fingerprint" in unnamed.unchecked[0]) == (True, True)
     assert desk.look(routes, config=None).good
     others = desk.put([*desk.tokens[:-1], 511], "others.json")
-    larger = desk.put(CONFIG | {"num_experts": 64}, "larger.json")
     for words, how in (
         ("number of tokens", {"prompt_ids": every, "output_ids": every}),
         ("other tokens", {"prompt_ids": others, "output_ids": none}),
-        ("another model", {"config": larger}),
+        ("another model", {"config": desk.put(CONFIG | {"num_experts": 64}, "larger.json")}),
     ):
         assert words in desk.refusal(routes, **how)
     assert desk.look(routes, prompt_ids=every).good, "there may be no --output-ids"
@@ -456,7 +449,7 @@ def test_foreign_data_is_one_message(desk: Desk, run: Callable[..., Result], dat
 
 def test_no_file_a_device_or_a_huge_one_is_refused(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes are checked before anything is read."""
-    path = desk.put(npy(np.ones((3, 2, 2), np.uint8)))
+    path = desk.put(np.ones((3, 2, 2), np.uint8))
     os.truncate(path, inspection.MOST_BYTES + 1)  # sparse: it takes no room
     for file, words in (
         (path, "too large"),

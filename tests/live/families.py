@@ -83,6 +83,11 @@ def make(family: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
+def prompt(seed: int, length: int) -> list[int]:
+    """Random token ids, none of which ends a text."""
+    return np.random.default_rng(seed).integers(3, VOCABULARY, length).tolist()
+
+
 def save(model: Any, folder: Path) -> Path:
     """As engines load it, with a tokenizer."""
     model.save_pretrained(folder)

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 
-from live.test_in_process import assert_all_right, generate, prompt
+from live.families import prompt
+from live.held import assert_right
+from npu_replay import from_vllm
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.capture_points import choice, layers
@@ -42,8 +45,7 @@ def attach(patches: Patches, llm: Any) -> None:
             router = found[layer].router
             rows = ids.shape[0]
             chosen = choice(lambda name: getattr(router, name, None))
-            layout = Layout(comm="none", tokens=rows, entered=rows)
-            capture.take(layer, ids, chosen, layout)
+            capture.take(layer, ids, chosen, Layout(comm="none", tokens=rows, entered=rows))
 
         for module in found.values():
             patches.wrap(module.router, "_compute_routing", enter, "the logits of a choice")
@@ -66,11 +68,14 @@ def test_rows_through_vllms_own_runner_are_right(
     """Prompts in chunks, a shared prefix and several completions; steps of more and of fewer tokens."""
     attach(patches, live.engine)
     shared = prompt(1, 70)
+    asked = SamplingParams(n=2, max_tokens=24, temperature=1.0, ignore_eos=True)
     with caplog.at_level(logging.WARNING, "npu_replay"):
         for number in range(3):
             prompts = [[*shared, *prompt(number, 40)], prompt(9 + number, 90 - 30 * number)]
-            assert_all_right(live, generate(live, prompts, n=2))
-    said = [record.getMessage() for record in caplog.records]
-    (line,) = [one for one in said if "are captured on" in one]
+            requests = [{"prompt_token_ids": ids} for ids in prompts]
+            for output in live.engine.generate(requests, asked, use_tqdm=False):
+                for completion, routes in zip(output.outputs, from_vllm(output, live.folder), strict=True):
+                    assert_right(live.model, [*output.prompt_token_ids, *completion.token_ids], routes)
+    (line,) = [line for line in caplog.messages if "are captured on" in line]
     assert f"Checked over {STEPS} steps" in line
     assert "of their own" not in line

@@ -29,6 +29,7 @@ def test_several_turns_with_a_tool() -> None:
     prints_what_it_promises(ROOT / "examples" / "multi_turn.py")
 
 
+@pytest.mark.long
 @pytest.mark.megatron
 def test_the_demo_keeps_its_promises_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "ci"))
@@ -36,8 +37,7 @@ def test_the_demo_keeps_its_promises_with_vllm(tmp_path: Path, monkeypatch: pyte
     ended = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "Rollout: vLLM 0.30." in ended.stdout
-    check = importlib.import_module("check").demo
-    assert check(json.loads((tmp_path / "demo.json").read_text())) == []
+    assert importlib.import_module("check").demo(json.loads((tmp_path / "demo.json").read_text())) == []
 
 
 def test_a_start_is_decoded_and_counted(saved: Any, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from live import families
-from live.families import VOCABULARY, truth
+from live.families import prompt, truth
 from live.held import assert_right
 from npu_replay import RoutedExperts, fingerprint
 
@@ -42,7 +42,7 @@ def test_what_comes_behind_a_tie_is_judged_by_what_the_engine_took(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = families.make(family)
-    tokens = np.random.default_rng(0).integers(3, VOCABULARY, 60).tolist()
+    tokens = prompt(0, 60)
     routes, others = routes_with_another_expert(model, tokens)
     assert others > 3, "an expert of an early layer changes what is behind it"
     with pytest.raises(AssertionError, match=rf"^1 of \d+ token-layers are wrong, first \[{ROW}, {LAYER}\]"):

@@ -20,7 +20,7 @@ from live.families import VOCABULARY
 from live.held import CEILING, assert_right, look
 from npu_replay import Rollout, Turn, from_vllm
 
-SEQUENCES = 700 if os.environ.get("NPU_REPLAY_LIVE_ALL") else 80
+SEQUENCES = 700 if os.environ.get("NPU_REPLAY_LIVE_ALL") else 60
 """Of each family."""
 
 
@@ -136,11 +136,10 @@ def test_T23_T29_a_random_mix_in_process(live: Live, newer: Any) -> None:
     else:
         assert "Deepseek" in type(live.model).__name__  # without AMX vLLM turns it off for its attention
     missing = wanted
-    while mix.sequences < SEQUENCES or (missing and mix.sequences < 3 * SEQUENCES):
+    while mix.sequences < SEQUENCES or (missing and mix.sequences < 4 * SEQUENCES):
         mix.batch()
-        metrics = live.engine.get_metrics()
         mix.features["preempted"] = sum(
-            metric.value for metric in metrics if metric.name == "vllm:num_preemptions"
+            metric.value for metric in live.engine.get_metrics() if metric.name == "vllm:num_preemptions"
         )
         missing = wanted - {name for name, count in mix.features.items() if count}
     # DeepSeek's experts, chosen by groups, lie close: 10 of 46,014 were seen on one processor.

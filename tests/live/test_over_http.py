@@ -12,8 +12,8 @@ import openai
 
 from json_server import post
 from live.engine import Live
+from live.families import prompt
 from live.held import assert_right
-from live.test_in_process import prompt
 from npu_replay import Rollout, Turn, from_vllm
 
 MESSAGES = [{"role": "user", "content": "w17 w9 w30 w8"}, {"role": "assistant", "content": "w5 w6"}]

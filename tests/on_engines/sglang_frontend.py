@@ -59,8 +59,7 @@ def openai_protocol() -> ModuleType:
 def openai_rows(meta: dict[str, Any]) -> str | None:
     """What its OpenAI servers put into sglext."""
     process = _imported("sglang.srt.entrypoints.openai.utils").process_routed_experts_from_ret
-    rows: str | None = process({"meta_info": meta}, SimpleNamespace(return_routed_experts=True))
-    return rows
+    return process({"meta_info": meta}, SimpleNamespace(return_routed_experts=True))
 
 
 def _written(batch: SimpleNamespace) -> Any:

@@ -22,62 +22,64 @@ from vllm_outputs import DEEPSEEK, QWEN, WIDE, Sampled, expected, sampled
 MODELS = pytest.mark.parametrize("model", [QWEN, DEEPSEEK, WIDE], ids=["qwen", "deepseek", "wide"])
 
 
-def collected(model: RoutedModel, one: Sampled, start: int = 0) -> torch.Tensor:
+def collected(model: RoutedModel, sample: Sampled, start: int = 0) -> torch.Tensor:
     """The scheduler's rows: all decoder layers, none for the last token."""
-    rows = np.zeros((len(one.tokens), model.num_layers, model.topk), np.int32)
-    rows[:, list(model.layers)] = one.rows
+    rows = np.zeros((len(sample.tokens), model.num_layers, model.topk), np.int32)
+    rows[:, list(model.layers)] = sample.rows
     return torch.from_numpy(rows[start:-1])
 
 
-def said(one: Sampled, finish: str = "length") -> dict[str, Any]:
+def counts(sample: Sampled, finish: str = "length") -> dict[str, Any]:
     return {
         "id": "3f9d",
-        "finish_reason": {"type": finish, "length": len(one.output)},
-        "prompt_tokens": len(one.prompt),
-        "completion_tokens": len(one.output),
+        "finish_reason": {"type": finish, "length": len(sample.output)},
+        "prompt_tokens": len(sample.prompt),
+        "completion_tokens": len(sample.output),
         "cached_tokens": 0,
     }
 
 
-def read(meta: Any, model: RoutedModel, one: Sampled, **asked: Any) -> Any:
+def read(meta: Any, model: RoutedModel, sample: Sampled, **asked: Any) -> Any:
     return from_sglang(
-        meta, model, prompt_token_ids=one.prompt, output_ids=one.output, version=VERSION, **asked
+        meta, model, prompt_token_ids=sample.prompt, output_ids=sample.output, version=VERSION, **asked
     )
 
 
 @MODELS
 @pytest.mark.parametrize("text", [True, False], ids=["text", "skip-tokenizer-init"])
 def test_a_meta_info(model: RoutedModel, text: bool) -> None:
-    one = sampled(model)
-    meta = meta_info(collected(model, one), said(one), text=text)
+    sample = sampled(model)
+    meta = meta_info(collected(model, sample), counts(sample), text=text)
     assert isinstance(meta["routed_experts"], str if text or AT >= (0, 5, 10) else torch.Tensor)
-    assert read(meta, model, one) == expected(model, one)
+    assert read(meta, model, sample) == expected(model, sample)
 
 
 @pytest.mark.skipif(AT < (0, 5, 12), reason="a request's start counts from 0.5.12 on")
 @pytest.mark.parametrize("start", [1, 37, 70])
 def test_rows_from_a_start_on(start: int) -> None:
-    one = sampled(DEEPSEEK)
-    meta = meta_info(collected(DEEPSEEK, one, start), said(one))
-    assert read(meta, DEEPSEEK, one, start_len=start) == expected(DEEPSEEK, one, start=start)
+    sample = sampled(DEEPSEEK)
+    meta = meta_info(collected(DEEPSEEK, sample, start), counts(sample))
+    assert read(meta, DEEPSEEK, sample, start_len=start) == expected(DEEPSEEK, sample, start=start)
 
 
 def test_a_request_that_was_aborted_before_it_ran() -> None:
-    one = sampled(QWEN, output=0)
-    meta = meta_info(None, said(one, "abort"))
+    sample = sampled(QWEN, output=0)
+    meta = meta_info(None, counts(sample, "abort"))
     assert meta.get("routed_experts") in (None, [])  # 0.5.7 says []
-    assert read(meta, QWEN, one) == expected(QWEN, one, rows=0)
+    assert read(meta, QWEN, sample) == expected(QWEN, sample, rows=0)
 
 
 @pytest.mark.skipif(AT < (0, 5, 9), reason="sglext is new in 0.5.9")
 @MODELS
 @pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
 def test_the_openai_endpoints(model: RoutedModel, chat: bool) -> None:
-    one = sampled(model)
+    sample = sampled(model)
     protocol = openai_protocol()
-    rows = openai_rows(meta_info(collected(model, one), said(one)))
+    rows = openai_rows(meta_info(collected(model, sample), counts(sample)))
     usage = protocol.UsageInfo(
-        prompt_tokens=len(one.prompt), completion_tokens=len(one.output), total_tokens=len(one.tokens)
+        prompt_tokens=len(sample.prompt),
+        completion_tokens=len(sample.output),
+        total_tokens=len(sample.tokens),
     )
     shared = {"id": "3f9d", "model": "m", "usage": usage, "sglext": protocol.SglExt(routed_experts=rows)}
     if chat:
@@ -87,5 +89,5 @@ def test_the_openai_endpoints(model: RoutedModel, chat: bool) -> None:
     else:
         choice = protocol.CompletionResponseChoice(index=0, text="", finish_reason="length")
         answer = protocol.CompletionResponse(choices=[choice], **shared)
-    assert read(answer.model_dump_json(), model, one) == expected(model, one)
-    assert read(answer.model_dump(), model, one) == expected(model, one)
+    assert read(answer.model_dump_json(), model, sample) == expected(model, sample)
+    assert read(answer.model_dump(), model, sample) == expected(model, sample)

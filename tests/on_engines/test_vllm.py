@@ -30,31 +30,31 @@ over_http = pytest.mark.skipif(AT < (0, 21), reason=f"vLLM {VERSION} has no rows
 
 @MODELS
 def test_a_request_output(model: Any) -> None:
-    one = sampled(model)
-    output = generate(model, [one])
-    assert from_vllm(output, model, version=VERSION) == [expected(model, one)]
+    sample = sampled(model)
+    assert from_vllm(generate(model, [sample]), model, version=VERSION) == [expected(model, sample)]
 
 
 @pytest.mark.skipif(AT < (0, 22), reason="the request's start is new in 0.22")
 @pytest.mark.parametrize("start", [1, 37, 69])
 def test_rows_from_a_start_on(start: int) -> None:
-    one = sampled(DEEPSEEK)
-    output = generate(DEEPSEEK, [one], start=start)
-    assert from_vllm(output, DEEPSEEK, start=start, version=VERSION) == [expected(DEEPSEEK, one, start=start)]
+    sample = sampled(DEEPSEEK)
+    output = generate(DEEPSEEK, [sample], start=start)
+    assert from_vllm(output, DEEPSEEK, start=start, version=VERSION) == [
+        expected(DEEPSEEK, sample, start=start)
+    ]
 
 
 def test_a_request_that_was_aborted() -> None:
     """From 0.22 on it has the rows so far; before, none."""
-    one = sampled(QWEN)
-    frontend = Frontend(one.prompt)
-    for step in list(steps(QWEN, one))[:10]:
+    sample = sampled(QWEN)
+    frontend = Frontend(sample.prompt)
+    for step in list(steps(QWEN, sample))[:10]:
         frontend.step(step)
     frontend.abort()
     output = frontend.output()
     assert output.outputs[0].finish_reason == "abort"
-    cut = dataclasses.replace(one, output=one.output[:10], rows=one.rows[: len(one.prompt) + 10])
-    rows = 0 if AT < (0, 22) else None
-    assert from_vllm(output, QWEN, version=VERSION) == [expected(QWEN, cut, rows=rows)]
+    cut = dataclasses.replace(sample, output=sample.output[:10], rows=sample.rows[: len(sample.prompt) + 10])
+    assert from_vllm(output, QWEN, version=VERSION) == [expected(QWEN, cut, rows=0 if AT < (0, 22) else None)]
 
 
 @over_http
@@ -63,7 +63,7 @@ def test_a_request_that_was_aborted() -> None:
 def test_the_completion_endpoint(model: Any, count: int) -> None:
     completions = siblings(model, count)
     text = completion_answer(generate(model, completions), count)
-    wanted = [expected(model, one) for one in completions]
+    wanted = [expected(model, sample) for sample in completions]
     assert from_vllm(text, model, version=VERSION) == wanted
     assert from_vllm(json.loads(text), model, version=VERSION) == wanted
 
@@ -73,7 +73,9 @@ def test_the_completion_endpoint(model: Any, count: int) -> None:
 def test_the_chat_endpoint(model: Any) -> None:
     completions = siblings(model, 2)
     text = chat_answer(generate(model, completions))
-    assert from_vllm(text.encode(), model, version=VERSION) == [expected(model, one) for one in completions]
+    assert from_vllm(text.encode(), model, version=VERSION) == [
+        expected(model, sample) for sample in completions
+    ]
 
 
 @pytest.mark.skipif(AT < (0, 22), reason="its rows are new in 0.22")
@@ -81,9 +83,8 @@ def test_the_chat_endpoint(model: Any) -> None:
 def test_the_token_endpoint(model: Any) -> None:
     completions = siblings(model, 2)
     text = token_answer(generate(model, completions))
-    wanted = [expected(model, one) for one in completions]
-    prompt = completions[0].prompt
-    assert from_vllm(text, model, prompt_token_ids=prompt, version=VERSION) == wanted
+    wanted = [expected(model, sample) for sample in completions]
+    assert from_vllm(text, model, prompt_token_ids=completions[0].prompt, version=VERSION) == wanted
 
 
 def test_what_the_other_tests_take_for_its_outputs_has_its_attributes() -> None:

@@ -51,12 +51,11 @@ class Frontend:
         self._processor = OutputProcessor(None, log_stats=False)
         kind = RequestOutputKind.FINAL_ONLY
         self.queue = RequestOutputCollector(kind, "17")
-        params = SamplingParams(n=n, max_tokens=1000, output_kind=kind, **sampling)
         request = EngineCoreRequest(
             request_id="17",
             prompt_token_ids=prompt,
             mm_features=None,
-            sampling_params=params,
+            sampling_params=SamplingParams(n=n, max_tokens=1000, output_kind=kind, **sampling),
             pooling_params=None,
             arrival_time=0.0,
             lora_request=None,
@@ -119,10 +118,9 @@ def completion_answer(output: RequestOutput, n: int = 1) -> str:
     request = serving.CompletionRequest(
         prompt=output.prompt_token_ids, max_tokens=1000, n=n, return_token_ids=True
     )
-    answer = server.request_output_to_completion_response(
+    return server.request_output_to_completion_response(
         [output], request, "cmpl-17", 0, "model", None, serving.RequestResponseMetadata(request_id="17")
-    )
-    return answer.model_dump_json()
+    ).model_dump_json()
 
 
 def chat_answer(output: RequestOutput) -> str:
@@ -131,24 +129,22 @@ def chat_answer(output: RequestOutput) -> str:
 
     # The same lines encode the rows in both servers.
     encoded = json.loads(completion_answer(output, len(output.outputs)))
-    choices = [
-        protocol.ChatCompletionResponseChoice(
-            index=one.index,
-            message=protocol.ChatMessage(role="assistant", content=one.text),
-            finish_reason=one.finish_reason,
-            stop_reason=one.stop_reason,
-            token_ids=list(one.token_ids),
-            routed_experts=there["routed_experts"],
-        )
-        for one, there in zip(output.outputs, encoded["choices"], strict=True)
-    ]
-    apart = {name: encoded[name] for name in ("prompt_routed_experts",) if name in encoded}
     return protocol.ChatCompletionResponse(
         model="model",
-        choices=choices,
+        choices=[
+            protocol.ChatCompletionResponseChoice(
+                index=completion.index,
+                message=protocol.ChatMessage(role="assistant", content=completion.text),
+                finish_reason=completion.finish_reason,
+                stop_reason=completion.stop_reason,
+                token_ids=list(completion.token_ids),
+                routed_experts=there["routed_experts"],
+            )
+            for completion, there in zip(output.outputs, encoded["choices"], strict=True)
+        ],
         usage=protocol.UsageInfo(),
         prompt_token_ids=output.prompt_token_ids,
-        **apart,
+        **{name: encoded[name] for name in ("prompt_routed_experts",) if name in encoded},
     ).model_dump_json()
 
 
@@ -169,5 +165,4 @@ def token_answer(output: RequestOutput) -> str:
         )
         for one, there in zip(output.outputs, encoded["choices"], strict=True)
     ]
-    text: str = answer(choices=choices, request_id="17").model_dump_json()
-    return text
+    return answer(choices=choices, request_id="17").model_dump_json()

@@ -156,23 +156,6 @@ def sdist(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def sdist_install(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    environment = Environment.make(tmp_path_factory.mktemp("sdist_install"), "--without-pip")
-    environment.lend(*LENT, "setuptools", "pip")
-    install = (
-        "-m",
-        "pip",
-        "install",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-        "--ignore-installed",
-    )
-    run(environment.python, *install, sdist, cwd=environment.elsewhere)
-    return environment
-
-
-@pytest.fixture(scope="session")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """An environment without npu_replay."""
     environment = Environment.make(tmp_path_factory.mktemp("bare"), "--without-pip")
@@ -192,8 +175,7 @@ def clone(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def zipped(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """A zip of the repository as git makes it, and with it what offers one for download."""
     file = tmp_path_factory.mktemp("zip") / "repository.zip"
-    tree = run("git", "write-tree", cwd=sources).strip()
-    run("git", "archive", f"--output={file}", tree, cwd=sources)
+    run("git", "archive", f"--output={file}", run("git", "write-tree", cwd=sources).strip(), cwd=sources)
     return zipfile.ZipFile(file)
 
 
@@ -209,42 +191,29 @@ def unzipped(zipped: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-def place(environment: Environment) -> Path:
-    """The folder that npu_replay comes from, compat in it."""
-    code = "import npu_replay, npu_replay.compat as c; print(npu_replay.__file__, c.__file__, sep='\\n')"
-    ours, compat = (Path(line).parent for line in environment.execute(code).splitlines())
-    assert compat == ours / "compat"
-    return ours.parent
+@pytest.fixture(scope="session")
+def installed(wheel_install: tuple[Environment, list[str], list[str]]) -> Environment:
+    return wheel_install[0]
 
 
+# How npu_replay gets into an environment: what is installed there, where Python is started, what is on its
+# path, and from where it has to come. A clone that somebody asks for is the clone that answers.
 WAYS = {
-    "wheel": lambda request: request("wheel_install")[0],
-    "wheel on the path": lambda request: replace(request("bare"), path=request("wheel")),
-    "wheel, standing in a clone": lambda request: replace(
-        request("wheel_install")[0], elsewhere=request("clone")
-    ),
-    "editable": lambda request: request("editable_install"),
-    "editable, standing in it": lambda request: replace(
-        request("editable_install"), elsewhere=request("sources")
-    ),
-    "editable, standing in another clone": lambda request: replace(
-        request("editable_install"), elsewhere=request("clone")
-    ),
-    "standing in a clone": lambda request: replace(request("bare"), elsewhere=request("clone")),
-    "clone on the path": lambda request: replace(request("bare"), path=request("clone")),
-    "sdist": lambda request: request("sdist_install"),
-    "sdist on the path": lambda request: replace(request("bare"), path=request("sdist")),
-    "zip of the repository, unpacked": lambda request: replace(request("bare"), path=request("unzipped")),
+    "wheel": ("installed", None, None, "site-packages"),
+    "wheel on the path": ("bare", None, "wheel", "wheel"),
+    "wheel, standing in a clone": ("installed", "clone", None, "clone"),
+    "wheel, a clone on the path": ("installed", None, "clone", "clone"),
+    "editable": ("editable_install", None, None, "sources"),
+    "editable, standing in it": ("editable_install", "sources", None, "sources"),
+    "editable, standing in another clone": ("editable_install", "clone", None, "clone"),
+    "editable, another clone on the path": ("editable_install", None, "clone", "clone"),
+    "sdist on the path": ("bare", None, "sdist", "sdist"),
+    "zip of the repository, unpacked": ("bare", None, "unzipped", "unzipped"),
 }
 
 
-@pytest.fixture(params=WAYS)
-def environment(request: pytest.FixtureRequest) -> Environment:
-    found: Environment = WAYS[request.param](request.getfixturevalue)
-    return found
-
-
-def test_wheel_is_pure_python_and_holds_every_module_in_one_package(wheel: Path) -> None:
+def test_wheel_is_pure_python_and_holds_every_module_in_one_package(wheel: Path, sdist: Path) -> None:
+    """And an sdist all that a wheel is built of: ci/release.sh builds one."""
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
     suffixes = {Path(name).suffix for name in names if ".dist-info/" not in name}
@@ -256,6 +225,8 @@ def test_wheel_is_pure_python_and_holds_every_module_in_one_package(wheel: Path)
         for module in (REPOSITORY / folder).rglob("*.py"):
             expected.add(f"{package}/{module.relative_to(REPOSITORY / folder).as_posix()}")
     assert expected <= set(names)
+    built_of = (*PAGES, "pyproject.toml", "README.md", "LICENSE")
+    assert [name for name in built_of if not (sdist / name).is_file()] == []
 
 
 def test_installing_the_wheel_adds_one_line_and_changes_no_other(
@@ -284,28 +255,32 @@ except ModuleNotFoundError as error:
     assert error.name == "compat"
 else:
     raise SystemExit("compat is a module of its own")
+print(npu_replay.__file__, npu_replay.compat.__file__, sep="\\n")
 """
 
 
-def test_compat_is_a_part_of_npu_replay_alone_and_no_framework_is_imported(environment: Environment) -> None:
-    """In a process of its own, so that nothing has imported npu_replay before it is unpickled."""
-    environment.execute(FOUND)
-
-
-def test_the_clone_that_is_asked_is_the_clone_that_answers(
-    wheel_install: tuple[Environment, list[str], list[str]], editable_install: Environment, clone: Path
+@pytest.mark.parametrize("way", WAYS)
+def test_compat_is_a_part_of_npu_replay_alone_and_no_framework_is_imported(
+    way: str, request: pytest.FixtureRequest
 ) -> None:
-    for environment in (wheel_install[0], editable_install):
-        assert place(replace(environment, elsewhere=clone)) == clone
-        assert place(replace(environment, path=clone)) == clone
-        assert place(environment) != clone
+    """In a process of its own, so that nothing has imported npu_replay before it is unpickled."""
+    name, standing, path, source = WAYS[way]
+    environment: Environment = request.getfixturevalue(name)
+    if standing:
+        environment = replace(environment, elsewhere=request.getfixturevalue(standing))
+    if path:
+        environment = replace(environment, path=request.getfixturevalue(path))
+    ours, compat = (Path(line).parent for line in environment.execute(FOUND).splitlines())
+    assert compat == ours / "compat"
+    if source == "site-packages":
+        assert ours.parent.name == source
+    else:
+        assert ours.parent == request.getfixturevalue(source)
 
 
-@pytest.mark.choice(every=8)  # the first and the last, which have the least in common
-def test_it_runs_as_a_module(environment: Environment) -> None:
+def test_it_runs_as_a_module(installed: Environment) -> None:
     """doctor, since it needs torch and numpy alone; and it starts processes that import npu_replay too."""
-    place(environment)
-    diagnosis = json.loads(environment.run("-m", "npu_replay", "doctor", "--json"))
+    diagnosis = json.loads(installed.run("-m", "npu_replay", "doctor", "--json"))
     assert diagnosis["works"]
     assert [trial["problem"] for trial in diagnosis["self_test"]] == [""]
 

@@ -61,8 +61,7 @@ def source(version: str = "0.3.1") -> Source:
 
 
 def taken(rows: Any, **changes: Any) -> RoutedExperts:
-    arguments: dict[str, Any] = {"model": MODEL, "tokens": words(), "source": source()}
-    return admit(rows, **(arguments | changes))
+    return admit(rows, **({"model": MODEL, "tokens": words(), "source": source()} | changes))
 
 
 # What is right comes through
@@ -72,8 +71,7 @@ def test_a_row_of_zeros_is_expert_0_where_there_is_one_expert_a_token() -> None:
     model = RoutedModel(layers=(0, 1), num_layers=2, num_experts=16, topk=1)
     rows = np.random.default_rng(0).integers(0, 16, (TOKENS - 1, 2, 1))
     rows[7] = 0
-    routes = taken(rows, model=model)
-    assert routes.recorded[:-1].all()
+    assert taken(rows, model=model).recorded[:-1].all()
 
 
 def test_a_row_of_zeros_in_many_layers_was_never_written_whatever_the_top_k() -> None:

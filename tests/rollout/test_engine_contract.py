@@ -81,11 +81,10 @@ class Engine:
         return answer
 
 
-def from_sglang(one: Sampled) -> dict[str, Any]:
-    request = sglang_outputs.Request(
-        "0.5.23", one.prompt, one.output, engine_rows(one), finish=one.finish_reason or "length"
-    )
-    return request.generate() | {"prompt_token_ids": one.prompt}
+def from_sglang(sample: Sampled) -> dict[str, Any]:
+    return sglang_outputs.Request(
+        "0.5.23", sample.prompt, sample.output, engine_rows(sample), finish=sample.finish_reason or "length"
+    ).generate() | {"prompt_token_ids": sample.prompt}
 
 
 def engine_rows(one: Sampled) -> Array:
@@ -96,15 +95,15 @@ def forms_of_vllm() -> Iterator[Form]:
     """RequestOutputs of all releases, on vllm-ascend too; answers of three endpoints from 0.21 on."""
     models = (DEEPSEEK, QWEN, WIDE)
     every = [(version, model) for version in ("0.14.0", "0.21.0", "0.33.0") for model in models]
-    versions = ("0.16.0", "0.18.0", "0.20.2", *(f"0.{minor}.0" for minor in range(22, 33)))
+    # Of those after 0.22 the first that answer otherwise.
+    versions = ("0.16.0", "0.18.0", "0.20.2", "0.22.0", "0.28.0", "0.30.0", "0.31.0", "0.32.0")
     every += [(version, models[number % 3]) for number, version in enumerate(versions)]
     for (version, model), output in itertools.product(every, (40, 1)):
         one = sampled(model, output=output)
         ascend = {} if output > 1 else {"vllm_ascend": f"{version}rc1"}
         made = vllm_outputs.request_output(version, model, one)
         yield f"{version} {model}", made, model, one, {"version": version} | ascend
-        endpoints: tuple[vllm_outputs.Endpoint, ...] = ("completions", "chat", "generate")
-        for endpoint in endpoints if version >= "0.21" else ():
+        for endpoint in ("completions", "chat", "generate") if version >= "0.21" else ():
             given = {"version": version} if version > "0.30" else {"prompt": one.prompt}  # generate lacks it
             answer = vllm_outputs.answer(version, model, one, endpoint=endpoint)
             yield f"{version} {endpoint} {model}", json.dumps(answer), model, one, given
@@ -130,7 +129,7 @@ def forms_of_sglang() -> Iterator[Form]:
             (asked.meta_info(), both | {"version": None}),
             (asked.generate() | {"prompt_token_ids": ONE.prompt}, {}),
         ]
-        if version in sglang_outputs.WITH_SGLEXT:
+        if asked.since("0.5.9"):
             kinds = ("chat.completion", "text_completion")
             made += [(asked.openai(kind), both | {"version": None}) for kind in kinds]
             made.append(({"sglext": asked.openai()["sglext"]}, both))  # T37: the rest went on without it
@@ -300,11 +299,10 @@ def test_rows_for_other_tokens_are_refused_whether_aborted_or_not(
 
 
 def test_t28_an_aborted_request_has_all_its_rows_or_none(engine: Engine) -> None:
-    one = replace(ONE, finish_reason="abort")
-    assert engine.decode(engine.answer(one)) == expected(MODEL, one)
-    for nothing in (None, engine_rows(one)[:0]):
-        answer = engine.put(engine.answer(one), nothing)
-        assert engine.decode(answer) == expected(MODEL, one, rows=0)
+    sample = replace(ONE, finish_reason="abort")
+    assert engine.decode(engine.answer(sample)) == expected(MODEL, sample)
+    for nothing in (None, engine_rows(sample)[:0]):
+        assert engine.decode(engine.put(engine.answer(sample), nothing)) == expected(MODEL, sample, rows=0)
 
 
 @pytest.mark.filterwarnings("error")

@@ -77,15 +77,14 @@ def test_an_envelope_is_read_wherever_it_lies(decode: Any, place: str) -> None:
 @pytest.mark.parametrize("dtype", ["uint16", "int16", "int32", "int64"])
 def test_an_envelope_may_be_of_any_width_in_text_bytes_or_numbers(decode: Any, dtype: str) -> None:
     text = envelope(dtype=dtype)["data"]
-    forms = [
+    for data in [
         text,
         text.encode(),
         memoryview(text.encode()),
         base64.b64decode(text),
         ROWS.flatten().tolist(),
         ROWS,
-    ]
-    for data in forms:
+    ]:
         assert_the_rows(decode(envelope(dtype=dtype, data=data)))
     unsaid = envelope(dtype=dtype)
     del unsaid["dtype"], unsaid["start"]  # as prime-rl's early ones

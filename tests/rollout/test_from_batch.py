@@ -100,8 +100,7 @@ def test_a_row_that_somebody_filled_with_consecutive_ids_has_no_route() -> None:
     """0 to k-1 in all layers, as slime, SkyRL and NeMo-RL pad; a trainer's own routers may choose so."""
     rows = torch.rand(9, 32, 8, generator=torch.Generator().manual_seed(0)).topk(2).indices
     rows[[3, 8]] = torch.arange(2)
-    without = from_batch(rows, MODEL, zeros_are_none=True)
-    assert np.flatnonzero(~without.recorded.numpy()).tolist() == [3, 8]
+    assert np.flatnonzero(~from_batch(rows, MODEL, zeros_are_none=True).recorded.numpy()).tolist() == [3, 8]
     last = from_batch(rows, MODEL, zeros_are_none=np.arange(9) == 8)
     assert np.flatnonzero(~last.recorded.numpy()).tolist() == [8]
     for how in ({"zeros_are_none": False}, {"zeros_are_none": True, "from_engine": False}):
@@ -115,5 +114,4 @@ def test_ids_of_any_integers_are_taken_and_no_other_numbers(dtype: torch.dtype) 
         with pytest.raises(InvalidRoutes, match="ids must be an array of integers"):
             from_batch(rows.to(dtype), MODEL, zeros_are_none=True)
     else:
-        found = from_batch(rows.to(dtype), MODEL, zeros_are_none=True)
-        assert torch.equal(found.ids.long(), rows)
+        assert torch.equal(from_batch(rows.to(dtype), MODEL, zeros_are_none=True).ids.long(), rows)

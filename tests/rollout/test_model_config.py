@@ -333,8 +333,7 @@ def test_lists_of_numbers_that_differ_are_refused_by_the_layer() -> None:
     config = {"num_hidden_layers": 3, "num_experts": 16, "moe_topk": [8, 8, 4]}
     with pytest.raises(RouterError, match=r"layer 2: .*got top-4 of 16"):
         RoutedModel.from_config(config)
-    dense_last = config | {"mlp_layer_types": ["sparse", "sparse", "dense"]}
-    assert RoutedModel.from_config(dense_last).topk == 8
+    assert RoutedModel.from_config(config | {"mlp_layer_types": ["sparse", "sparse", "dense"]}).topk == 8
 
 
 LOOPS: dict[str, dict[str, Any]] = {

@@ -80,8 +80,7 @@ def test_an_npy_of_integers_is_read(order: Any, version: tuple[int, int]) -> Non
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_an_npy_is_not_copied(kind: Callable[[bytes], Any]) -> None:
     data = kind(npy(np.zeros((1000, 10, 8), np.uint8)))
-    found = from_npy(data, source=SOURCE, most=80_000)
-    assert np.shares_memory(found, np.frombuffer(data, np.uint8))
+    assert np.shares_memory(from_npy(data, source=SOURCE, most=80_000), np.frombuffer(data, np.uint8))
 
 
 def test_sizes_are_checked_before_memory_is_taken(memory: Callable[[], int]) -> None:

@@ -9,18 +9,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from npu_replay import RoutedExperts, RouteStore
 from npu_replay.errors import RouteFileError
 from npu_replay.routes.encoding import FORMAT
-
-
-def routes(tokens: int = 5) -> RoutedExperts:
-    scores = torch.rand(tokens, 2, 8, generator=torch.Generator().manual_seed(tokens))
-    recorded = torch.arange(tokens) != 1
-    return RoutedExperts(ids=scores.topk(2).indices, layers=(1, 4), num_experts=8, recorded=recorded)
+from routes.test_encoding import routes
 
 
 @pytest.fixture

@@ -84,12 +84,11 @@ def test_experts_named_twice_are_found_and_only_in_recorded_rows_t1(
 @examples(150)
 @given(ids=arrays())
 def test_constant_columns_and_blank_rows_are_found_t32_t42(ids: Array) -> None:
-    columns = [
+    assert checks.constant_columns(ids).tolist() == [
         column
         for column in range(ids.shape[1])
         if len(ids) and all((ids[row, column] == ids[0, column]).all() for row in range(len(ids)))
     ]
-    assert checks.constant_columns(ids).tolist() == columns
     blank = [row for row in range(len(ids)) if not any(ids[row].ravel().tolist())]
     assert checks.blank_rows(ids).tolist() == blank
 

@@ -25,9 +25,8 @@ from npu_replay.routes import encoding
 
 
 def routes(tokens: int = 5, experts: int = 8) -> RoutedExperts:
-    scores = torch.rand(tokens, 2, experts, generator=torch.Generator().manual_seed(tokens))
     return RoutedExperts(
-        ids=scores.topk(2).indices,
+        ids=torch.rand(tokens, 2, experts, generator=torch.Generator().manual_seed(tokens)).topk(2).indices,
         layers=(1, 4),
         num_experts=experts,
         recorded=torch.arange(tokens) != 1,
@@ -158,9 +157,8 @@ def any_routes(draw: st.DrawFn) -> RoutedExperts:
     experts = draw(st.sampled_from([1, 2, 8, 255, 256, 257, 32_767]))
     topk = draw(st.integers(1, min(experts, 4)))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
-    first = random.integers(experts, size=(tokens, layers, 1))
     return RoutedExperts(
-        ids=(first + np.arange(topk)) % experts,
+        ids=(random.integers(experts, size=(tokens, layers, 1)) + np.arange(topk)) % experts,
         layers=sorted(draw(st.sets(st.integers(0, 200), min_size=layers, max_size=layers))),
         num_experts=experts,
         recorded=random.random(tokens) < draw(st.sampled_from([0.0, 0.5, 1.0])),

@@ -193,8 +193,7 @@ def recorded() -> RoutedExperts:
 def test_saved_and_loaded_tokens_that_only_the_layout_knows_are_not_counted(form: str, do: Any) -> None:
     """Whatever the routes' form: without a fingerprint of their own nobody knows whose they are."""
     layout = TokenLayout.padded([6] * 3, 6, order="batch", fingerprints=map(npu_replay.fingerprint, IDS))
-    one = recorded().take(torch.arange(6))
-    rows = do(form, layout.gather([one.with_known(fingerprint=None)] * 3))
+    rows = do(form, layout.gather([recorded().take(torch.arange(6)).with_known(fingerprint=None)] * 3))
     with npu_replay.replay(TokenModel("batch"), [rows]) as session:
         session.chunks[0](IDS)
     assert session.metrics()["tokens_compared"] == 0
@@ -221,7 +220,6 @@ def test_tokens_images_and_the_order_of_rows_are_in_them(form: str, do: Any) -> 
 def test_a_layout_with_gaps_and_sequences_out_of_order_comes_back() -> None:
     fed = torch.tensor([3, 4, -1, 0, 1, 2, -1, 6, 5])
     for places in (fed, fed[:0], fed[2:3]):
-        inputs = Inputs(places, (3, 4), (None, 2**64 - 1))
-        read = Inputs.read(json.loads(json.dumps(inputs.described())))
+        read = Inputs.read(json.loads(json.dumps(Inputs(places, (3, 4), (None, 2**64 - 1)).described())))
         assert torch.equal(read.fed, places)
         assert (read.lengths, read.marks) == ((3, 4), (None, 2**64 - 1))

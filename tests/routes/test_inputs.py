@@ -50,7 +50,7 @@ def batches(count: int = 3) -> list[torch.Tensor]:
 def samples(lengths: list[int], seed: int = 1) -> tuple[list[np.ndarray], list[RoutedExperts]]:
     generator = torch.Generator().manual_seed(seed)
     tokens = [torch.randint(VOCAB, (n,), generator=generator).numpy() for n in lengths]
-    routes = [
+    return tokens, [
         RoutedExperts(
             ids=torch.rand(len(one), 2, EXPERTS, generator=generator).topk(TOPK).indices,
             layers=[0, 1],
@@ -59,7 +59,6 @@ def samples(lengths: list[int], seed: int = 1) -> tuple[list[np.ndarray], list[R
         )
         for one in tokens
     ]
-    return tokens, routes
 
 
 def padded(tokens: list[np.ndarray], side: str = "right") -> torch.Tensor:

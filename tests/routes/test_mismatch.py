@@ -38,14 +38,15 @@ def test_only_rows_recorded_on_both_sides_and_common_layers_count() -> None:
 def test_log_probs_give_kl_ratio_and_the_largest_difference() -> None:
     a = torch.tensor([-1.0, -2.0, -3.0, -9.0])
     b = torch.tensor([-1.5, -2.0, -2.0, 0.0])
-    mask = torch.tensor([True, True, True, False])
-    found = npu_replay.compare(a, b, mask)
+    difference = npu_replay.compare(a, b, torch.tensor([True, True, True, False]))
     logs = [-0.5, 0.0, 1.0]
-    kl = sum(math.exp(x) - 1 - x for x in logs) / 3
-    assert (found.tokens, found.kl) == (3, pytest.approx(kl))
-    assert (found.max_difference, found.mean_difference) == pytest.approx((1, 0.5))
+    assert (difference.tokens, difference.kl) == (
+        3,
+        pytest.approx(sum(math.exp(x) - 1 - x for x in logs) / 3),
+    )
+    assert (difference.max_difference, difference.mean_difference) == pytest.approx((1, 0.5))
     ratios = [math.exp(x) for x in logs]
-    assert (found.ratio_min, found.ratio_mean, found.ratio_max) == pytest.approx(
+    assert (difference.ratio_min, difference.ratio_mean, difference.ratio_max) == pytest.approx(
         (min(ratios), sum(ratios) / 3, max(ratios))
     )
     same = npu_replay.compare(a, a)

@@ -24,8 +24,7 @@ def ids(tokens: int = 6, layers: int = 2, topk: int = 2, experts: int = EXPERTS)
 
 
 def routes(**changes: Any) -> RoutedExperts:
-    arguments: dict[str, Any] = {"ids": ids(), "layers": (1, 4), "num_experts": EXPERTS}
-    return RoutedExperts(**(arguments | changes))
+    return RoutedExperts(**({"ids": ids(), "layers": (1, 4), "num_experts": EXPERTS} | changes))
 
 
 def refused(**changes: Any) -> InvalidRoutes:
@@ -193,30 +192,27 @@ def test_what_makes_no_sense_is_refused(changes: dict[str, Any], words: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"),
+    ("make", "of", "words"),
     [
-        *((bad, "Expected") for bad in ([6], [0, 1, 100], [[0, 1]], torch.zeros(5, dtype=torch.bool))),
-        *((bad, "integer") for bad in (torch.tensor([0.5, 1.0]), np.array([1.0]), [1.5])),
+        *((routes().take, bad, "Expected") for bad in ([6], [0, 1, 100], [[0, 1]], torch.zeros(5).bool())),
+        *((routes().take, bad, "integer") for bad in (torch.tensor([0.5, 1.0]), np.array([1.0]), [1.5])),
+        (RoutedExperts.concat, [], "at least one"),
+        *(
+            (RoutedExperts.concat, [routes(), other], f"part 1 of concat.* other {what}")
+            for what, other in (
+                ("layers", routes(layers=(0, 4))),
+                ("num_experts", routes(num_experts=16)),
+                ("topk", routes(ids=ids(topk=3))),
+            )
+        ),
     ],
     ids=str,
 )
-def test_take_refuses_rows_that_are_not_there(rows: Any, words: str) -> None:
+def test_rows_that_are_not_there_and_parts_of_another_model_are_refused(
+    make: Any, of: Any, words: str
+) -> None:
     with pytest.raises(InvalidRoutes, match=words):
-        routes().take(rows)
-
-
-@pytest.mark.parametrize(
-    ("parts", "words"),
-    [
-        ([], "at least one"),
-        ([routes(), routes(layers=(0, 4))], "part 1 of concat.* other layers"),
-        ([routes(), routes(num_experts=16)], "part 1 of concat.* other num_experts"),
-        ([routes(), routes(ids=ids(topk=3))], "part 1 of concat.* other topk"),
-    ],
-)
-def test_concat_refuses_nothing_and_routes_of_another_model(parts: list[RoutedExperts], words: str) -> None:
-    with pytest.raises(InvalidRoutes, match=words):
-        RoutedExperts.concat(parts)
+        make(of)
 
 
 @pytest.mark.parametrize(("dtype", "experts"), [(torch.uint8, 257), (torch.int8, 129)])

@@ -22,14 +22,11 @@ from npu_replay.routes.store import RoutesByTokens
 
 
 def sample(number: int, tokens: int = 20, experts: int = 64) -> RoutedExperts:
-    generator = np.random.default_rng(number)
-    ids = np.argsort(generator.random((tokens, 3, experts)), axis=2)[..., :4]
-    recorded = np.arange(tokens) < tokens - 1
     return RoutedExperts(
-        ids=ids,
+        ids=np.argsort(np.random.default_rng(number).random((tokens, 3, experts)), axis=2)[..., :4],
         layers=(1, 2, 5),
         num_experts=experts,
-        recorded=recorded,
+        recorded=np.arange(tokens) < tokens - 1,
         fingerprint=fingerprint(tokens_of(number, tokens)),
         weight_version=f"step {number}",
     )

@@ -259,8 +259,7 @@ def test_one_draft_a_step_where_eagle_would_choose_a_tree(
 
 def test_adaptive_drafts_choose_their_own_numbers() -> None:
     adaptive = {"speculative_algorithm": "EAGLE3", "speculative_adaptive": True}
-    arguments = engine_arguments("0.5.23", planned=adaptive).arguments
-    assert arguments == {**adaptive, WIDTH: 1, ON: True}
+    assert engine_arguments("0.5.23", planned=adaptive).arguments == {**adaptive, WIDTH: 1, ON: True}
 
 
 def test_requests_carry_a_start_where_it_is_honoured() -> None:
@@ -403,8 +402,15 @@ def test_an_aborted_request_of_sglang(version: str) -> None:
     """Running without a capture, or in the queue, it has no rows; else tests/rollout has it."""
     asked = request(version, finish="abort", captured=False)
     assert decoded(asked.generate(), asked).recorded.tolist() == [False] * (PROMPT + OUTPUT)
-    queued = request(version, output=0)
-    assert decoded(queued.aborted_in_the_queue(), queued).recorded.tolist() == [False] * PROMPT
+    # Of one that no scheduler ever took up: it counts no prompt and has no routes.
+    info = {
+        "id": "3f9d",
+        "finish_reason": {"type": "abort"},
+        "weight_version": "default",
+        "completion_tokens": 0,
+    }
+    never_ran = {"text": "", "output_ids": [], "meta_info": info}
+    assert decoded(never_ran, request(version, output=0)).recorded.tolist() == [False] * PROMPT
 
 
 def test_tokens_are_taken_away_only_at_a_stop_or_where_the_answer_shows_them() -> None:

@@ -162,8 +162,7 @@ REFUSED = {
 def test_an_argument_that_the_release_cant_is_refused_by_name(
     version: str, planned: dict[str, Any], remedy: str
 ) -> None:
-    argument = next(iter(planned))
-    with refused(f"rollout: vLLM {version} gives no routes, or wrong ones", argument, remedy):
+    with refused(f"rollout: vLLM {version} gives no routes, or wrong ones", next(iter(planned)), remedy):
         engine_arguments(version, planned=planned)
 
 

@@ -90,10 +90,9 @@ def test_two_modules_of_one_layer_are_refused() -> None:
 
 def held(numbers: tuple[int, ...], columns: int = 4, zero_experts: int = 0) -> object:
     text = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
-    model = SimpleNamespace(hf_text_config=text)
-    runner = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model))
-    found = {number: Routes(number, zero_experts) for number in numbers}
-    return plugin._held_against_config(runner, found, torch.zeros(1, columns, 2))
+    runner = SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text)))
+    routing = {number: Routes(number, zero_experts) for number in numbers}
+    return plugin._held_against_config(runner, routing, torch.zeros(1, columns, 2))
 
 
 def test_layers_are_held_against_the_models_config() -> None:

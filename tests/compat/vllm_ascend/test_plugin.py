@@ -8,7 +8,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,10 +93,14 @@ def worker(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     npu_replay.install()
 
 
-def config(*, asks: bool = True, **parallel: object) -> SimpleNamespace:
-    additional = parallel.pop("additional_config", {})
-    transfer = parallel.pop("kv_transfer_config", None)
-    drafts = parallel.pop("speculative_config", None)
+def config(
+    *,
+    asks: bool = True,
+    additional_config: Any = MappingProxyType({}),
+    kv_transfer_config: object = None,
+    speculative_config: object = None,
+    **parallel: object,
+) -> SimpleNamespace:
     text = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
     model = SimpleNamespace(enable_return_routed_experts=asks, hf_text_config=text, enforce_eager=False)
     return SimpleNamespace(
@@ -104,9 +108,9 @@ def config(*, asks: bool = True, **parallel: object) -> SimpleNamespace:
         parallel_config=SimpleNamespace(**{"tensor_parallel_size": 1} | parallel),
         scheduler_config=SimpleNamespace(async_scheduling=False),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
-        additional_config=additional,
-        kv_transfer_config=transfer,
-        speculative_config=drafts,
+        additional_config=dict(additional_config),
+        kv_transfer_config=kv_transfer_config,
+        speculative_config=speculative_config,
     )
 
 

@@ -38,11 +38,6 @@ def new_capture() -> Capture:
     )
 
 
-def logits_of(seed: int, tokens: int) -> dict[int, torch.Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    return {layer: torch.randn(tokens, EXPERTS, generator=made) for layer in LAYERS}
-
-
 Broken = Callable[[int, torch.Tensor], "torch.Tensor | None"]
 
 
@@ -60,7 +55,8 @@ def run(
 
     `broken` changes what a layer hands over.
     """
-    logits = logits_of(step, tokens)
+    drawn = torch.Generator().manual_seed(step)
+    logits = {layer: torch.randn(tokens, EXPERTS, generator=drawn) for layer in LAYERS}
     chosen = {layer: logits[layer].topk(TOP_K).indices.int() for layer in LAYERS}
     capture.begin(tokens)
     for layer in order:
@@ -211,8 +207,7 @@ def test_scores_that_are_kept_in_bfloat16_are_no_alarm(bias: torch.dtype | None)
     added = None if bias is None else (torch.randn(256, generator=made) / 10).to(bias)
     scores = logits.sigmoid() if added is None else logits.sigmoid() + added
     ids, sure = expected(logits, Choice(8, "sigmoid", added))
-    differ = (scores.topk(8).indices.sort(-1).values != ids).any(-1) & sure
-    assert differ.float().mean() < 0.005
+    assert ((scores.topk(8).indices.sort(-1).values != ids).any(-1) & sure).float().mean() < 0.005
     assert sure.float().mean() > 0.3, "enough rows are left to see another layer's"
 
 
@@ -238,8 +233,7 @@ def test_replays_are_checked_where_the_first_steps_all_ran_eagerly() -> None:
     capture = new_capture()
     with Graph() as graph:
         for layer in LAYERS:
-            ids = torch.arange(TOP_K, dtype=torch.int32).repeat(16, 1)
-            capture.take(layer, ids, None, plain(layer, 16))
+            capture.take(layer, torch.arange(TOP_K, dtype=torch.int32).repeat(16, 1), None, plain(layer, 16))
     assert len(graph.copies) == len(LAYERS), "a copy a layer is all that a graph has of it"
     for step in range(STEPS):
         run(capture, step)

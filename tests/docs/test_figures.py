@@ -1,7 +1,8 @@
-"""README.md: its figures are those of a file."""
+"""The figures that pages show are those of a file, or of what prints them."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from npu_replay import tables
 
 ROOT = Path(__file__).parents[2]
 BOTH = ["README.md", "README.zh.md"]
+PAGES_OF_GRPO = [("docs/grpo.md", "bfloat16"), ("docs/dev/tried.md", "coarse"), ("docs/dev/tried.md", "fsdp")]
 
 
 def text_of(page: str) -> str:
@@ -55,3 +57,39 @@ def test_the_output_of_the_demo_is_that_of_its_run(page: str, monkeypatch: pytes
     printed = tables.as_text(demo_tables.parts(json.loads(text_of("docs/dev/demo.json"))))
     (shown,) = re.findall(r"(?s)```text\n(Rollout: .+?)```", text_of(page))
     assert printed.startswith(shown)
+
+
+@pytest.mark.parametrize(("page", "name"), PAGES_OF_GRPO)
+def test_a_table_of_grpo_is_what_the_example_prints_of_its_file(
+    page: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "grpo"))
+    monkeypatch.setenv("COLUMNS", "200")
+    importlib.import_module("curves").show(json.loads(text_of(f"docs/grpo/{name}.json")))
+    shown = re.findall(r"```text\n(.*?)\n```", text_of(page), re.DOTALL)
+    assert capsys.readouterr().out.strip("\n") in shown
+
+
+def shares(text: str) -> list[list[int]]:
+    """The percentages of each line that says what the routers choose and what was used."""
+    return [[int(share) for share in line] for line in re.findall(r"own choice (\d+)%, used (\d+)%", text)]
+
+
+def first_block(page: str) -> str:
+    """Return the first block that can run by itself."""
+    blocks = re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
+    return next(block for block in blocks if "import npu_replay\n" in block)
+
+
+@pytest.mark.slow
+def test_the_figures_of_readmes_r2_are_those_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """A replay that is shown does something."""
+    code = first_block("README.md")
+    exec(compile(code, "README.md", "exec"), {})
+    shown = shares(code)
+    printed = shares(capsys.readouterr().out)
+    assert shares(first_block("README.zh.md")) == shown
+    assert shown[0] == printed[0] == [0, 0]
+    assert shown[1][1] == printed[1][1] == 0
+    assert shown[1][0] == pytest.approx(printed[1][0], abs=8), "sums differ between processors"
+    assert printed[1][0] > 20

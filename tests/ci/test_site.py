@@ -1,4 +1,4 @@
-"""The site: every page is in its menu, and links that run through the clone become links of the site."""
+"""What is made of the pages: the menu and links of the site, and the signatures in the pages of the API."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ import pytest
 from ci_module import ci_module
 
 ROOT = Path(__file__).parents[2]
+api_page = ci_module("api_page")
 pages = ci_module("site_pages")
 MENU = re.findall(r"(?m)^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+
+def test_the_pages_of_the_api_show_how_each_name_is_called() -> None:
+    """`python ci/api_page.py --write` writes them."""
+    assert "RoutedExperts.take(rows)" in api_page.signatures()
+    for page in api_page.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert api_page.pages.rewritten(text, api_page.MARKS, api_page.block()) == text
 
 
 def test_every_page_is_in_the_menu_once() -> None:
