@@ -49,12 +49,7 @@ LEGACY_WORKERS = ("verl.workers.megatron_workers", "verl.workers.fsdp_workers")
 
 _MODE = "router_replay"
 _ENGINES = ("megatron", "mindspeed", "veomni", "fsdp", "fsdp_config", "torchtitan", "automodel")
-_PLACES = tuple(
-    (role, *section)
-    for role in ("actor", "ref")
-    for section in ((_MODE,), *((engine, _MODE) for engine in _ENGINES))
-)
-"""The places where a line of some release, strategy or recipe puts a mode."""
+"""The sections below `actor` that belong to an engine."""
 _OWN_REPLAY = ("megatron", "veomni")
 """The strategies whose mode verl's engine workers read. VeOmni's replay is its own."""
 _FSDP_KEY = ("fsdp_config", _MODE)
@@ -185,8 +180,7 @@ def _misplaced_modes(
 
 
 def _places(config: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the places where a recipe may put a mode, and those of all other sections router_replay."""
-    yield from _PLACES
+    """Yield the places of all sections router_replay, where some release, strategy or recipe puts a mode."""
     waiting: list[tuple[str, ...]] = [()]
     while waiting:
         path = waiting.pop()
@@ -195,8 +189,7 @@ def _places(config: Any) -> Iterator[tuple[str, ...]]:
         except Exception:  # noqa: BLE001  omegaconf's, of a value that refers to what isn't there
             continue
         if path[-1:] == (_MODE,):
-            if path not in _PLACES:
-                yield path
+            yield path
         elif isinstance(section, Mapping):
             waiting += [(*path, str(name)) for name in section]
 
