@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from npu_replay.delivery.references import LAYERS_A_PIECE, Cut, Reference, put_away
+from npu_replay.delivery.references import LAYERS_A_PIECE, Reference, checked_cut, put_away
 from npu_replay.errors import ReplayError
 from npu_replay.routes.routed_experts import RoutedExperts
 
@@ -30,7 +30,7 @@ class RayCarrier:
     """
 
     def __init__(self, *, cut: Any = LAYERS_A_PIECE) -> None:
-        self._cut = Cut(cut)
+        self._cut = checked_cut(cut)
 
     def put(self, routes: RoutedExperts, *, step: int = 0) -> Reference:
         """Put one sample's routes; `fetch` reads the returned reference in any process of the job.

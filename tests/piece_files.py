@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_replay import RoutedExperts, delivery
-from npu_replay.delivery.references import LAYERS_A_PIECE, Cut, put_away
+from npu_replay.delivery.references import LAYERS_A_PIECE, checked_cut, put_away
 
 
 class FileCarrier:
@@ -17,7 +17,7 @@ class FileCarrier:
 
     def __init__(self, folder: Path, *, cut: Any = LAYERS_A_PIECE) -> None:
         self.folder = folder
-        self.cut = Cut(cut)
+        self.cut = checked_cut(cut)
         folder.mkdir(parents=True, exist_ok=True)
 
     def put(self, routes: RoutedExperts, *, step: int = 0) -> delivery.Reference:

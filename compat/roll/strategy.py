@@ -22,7 +22,6 @@ from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import functions, tensors
 from npu_replay.compat.verl.config import OFF
-from npu_replay.compat.verl.engine_adapter import Problem
 from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, EnginePass, current
 from npu_replay.compat.verl.files import ROUTES, TOKENS
 from npu_replay.compat.verl.fsdp import WholeModelAdapter
@@ -185,12 +184,10 @@ def _fsdp2_forward(original: Callable[..., Any], self: Any, input_ids: Any, *arg
     running.begin()
     job = current()
     rows = dict[str, Any]()
-    with Problem("give this micro-batch its routes") as problem:
+    with job.deferring(functions.GIVE):
         rows = running.next(input_ids)
         if job.action == REPLAY:
             _give(running.adapter, rows)
-    if problem.error is not None:
-        job.defer(problem.error)  # the other ranks are in this forward's collectives
     logits = original(self, input_ids, *args, **kwargs)
     if job.action == RECORD and rows:
         from roll.utils.context_parallel import get_ulysses_group
@@ -198,7 +195,7 @@ def _fsdp2_forward(original: Callable[..., Any], self: Any, input_ids: Any, *arg
         batch = tensors.BatchForm.of(rows[TOKENS], rows[_MASK], running.adapter.model)
         groups = [get_ulysses_group()] if self.worker.rank_info.cp_size > 1 else []
         record = job.opened(StepRecording)
-        dtype = narrow_dtype(batch.model["num_experts"])
+        dtype = narrow_dtype(batch.model.num_experts)
         running.taken.append(functions.take(*record, batch, lambda: _layout(self, batch), groups, dtype))
     return logits
 

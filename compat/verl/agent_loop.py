@@ -138,18 +138,12 @@ class Turns:
         self._ran: list[tuple[Array, Rows]] = []
         """Tokens and their rows; a turn that continues the one before is merged into it."""
 
-    def __len__(self) -> int:
-        return len(self._ran)
-
-    def add(
-        self, prompt: Array, sampled: Array, routes: Any, *, aborted: bool, checked: bool = False
-    ) -> None:
+    def add(self, prompt: Array, sampled: Array, routes: Any, *, aborted: bool) -> None:
         """Add one turn: what the engine was given and what it returned; without the latter it is ignored.
 
         Args:
             routes: [tokens - 1, layers, topk] of both, or None.
             aborted: it was stopped from outside, and may have fewer rows.
-            checked: it was put together from parts that were checked.
         """
         if not len(sampled):
             return
@@ -173,7 +167,7 @@ class Turns:
             )
             warn_seldom(words, len(tokens) - 1, len(ids))
             ids = None
-        if ids is not None and job is not None and job.checks is not None and not checked:
+        if ids is not None and job is not None and job.checks is not None:
             ids = job.checks.admitted(ids, tokens, ended=not aborted)
         rows = Rows.empty(len(tokens), (0, 0), np.uint8) if ids is None else self._rows_of(ids, len(tokens))
         rows.sampled_from[max(len(prompt) - 1, 0) : -1] = True  # the last token has not run yet
@@ -276,8 +270,8 @@ class _Job:
 # A worker runs its samples as tasks of one event loop, so each task has its own context.
 _jobs: WeakKeyDictionary[Any, _Job] = WeakKeyDictionary()
 _sample: ContextVar[Turns | None] = ContextVar("npu_replay_sample", default=None)
-_resumed: ContextVar[tuple[Any, Turns] | None] = ContextVar("npu_replay_resumed", default=None)
-"""The client whose `generate` is running, and the turns of that call, which may make several."""
+_running: ContextVar[tuple[Any, list[tuple[Array, Any]]] | None] = ContextVar("npu_replay_call", default=None)
+"""The client whose `generate` is running; the prompts and outputs of the calls that it has made of itself."""
 
 
 async def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -286,43 +280,42 @@ async def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     The inner calls return no routes, so that verl doesn't merge them its own way.
     """
     prompt = _ids(kwargs["prompt_ids"])
-    outer = _resumed.get()
+    outer = _running.get()
     if outer is not None and outer[0] is self:
         output = await original(self, *args, **kwargs)
-        if not hasattr(output, "token_ids"):
-            return output
-        _add(outer[1], prompt, output, aborted=_is_aborted(output))
-        return output.model_copy(update={"routed_experts": None})
-    sample = _sample.get()
-    job = None if sample is None else sample.job
-    if job is None or job.client is not self:
-        sample = job = None
-    turns = Turns(job)
-    token = _resumed.set((self, turns))
+        if hasattr(output, "token_ids"):
+            outer[1].append((prompt, output))
+            output = output.model_copy(update={"routed_experts": None})
+        return output
+    parts: list[tuple[Array, Any]] = []
+    token = _running.set((self, parts))
     try:
         output = await original(self, *args, **kwargs)
     finally:
-        _resumed.reset(token)
+        _running.reset(token)
     if not hasattr(output, "token_ids"):
         return output
-    sampled = _ids(output.token_ids)
-    resumed = bool(len(turns))
-    if resumed:
-        output.routed_experts, _ = turns.routes_of(np.concatenate([prompt, sampled]))
-    if sample is not None:
-        _add(sample, prompt, output, aborted=resumed or _is_aborted(output), checked=resumed)
+    sample = _sample.get()
+    if sample is None or sample.job is None or sample.job.client is not self:
+        sample = Turns()
+    elif not parts:
+        _add(sample, prompt, output)
+    for asked, part in parts:
+        _add(sample, asked, part)
+    if parts:
+        output.routed_experts, _ = sample.routes_of(np.concatenate([prompt, _ids(output.token_ids)]))
     return output
 
 
-def _add(turns: Turns, prompt: Array, output: Any, *, aborted: bool, checked: bool = False) -> None:
+def _add(turns: Turns, prompt: Array, output: Any) -> None:
     """Add a turn; where it is refused and the error would be lost, the sample goes on without its routes."""
+    aborted = output.stop_reason in ("aborted", "abort")
     try:
-        turns.add(prompt, _ids(output.token_ids), output.routed_experts, aborted=aborted, checked=checked)
+        turns.add(prompt, _ids(output.token_ids), output.routed_experts, aborted=aborted)
     except ReplayError as error:
-        sample = _sample.get()
-        if sample is None or turns.job is None:
+        if turns.job is None:
             raise
-        turns.job.refuse(sample, error, output.routed_experts)
+        turns.job.refuse(turns, error, output.routed_experts)
         output.routed_experts = None
 
 
@@ -345,9 +338,7 @@ async def _run_agent_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -
 
 
 async def _agent_loop_postprocess(job: _Job, original: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-    turns = _sample.get()
-    if turns is None:
-        turns = Turns()
+    turns = _sample.get() or Turns()
     for sample in output if isinstance(output, list) else [output]:
         try:
             rows = job.routes_of(sample, turns)
@@ -409,10 +400,6 @@ def _common(first: Array, second: Array) -> int:
     length = min(len(first), len(second))
     differ = first[:length] != second[:length]
     return int(differ.argmax()) if differ.any() else length
-
-
-def _is_aborted(output: Any) -> bool:
-    return output.stop_reason in ("aborted", "abort")
 
 
 _patches = Patches(_WHAT)

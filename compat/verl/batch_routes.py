@@ -71,14 +71,11 @@ class RoutesByKey:
     def __len__(self) -> int:
         return len(self._held)
 
-    def has(self, layers: Sequence[int]) -> None:
+    def has(self, layers: tuple[int, ...]) -> None:
         """Set this rank's layers, and drop the routes of others."""
-        labels = (
-            layers if isinstance(layers, tuple) else tuple(layers)
-        )  # no tuple(layers), which would lose StageLabels
-        if labels != self.layers:
+        if layers != self.layers:
             self._held.clear()
-            self.layers = labels
+            self.layers = layers
 
     def keep(self, key: int, routes: Routes, step: int) -> None:
         self._held[key] = step, routes

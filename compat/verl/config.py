@@ -49,15 +49,11 @@ LEGACY_WORKERS = ("verl.workers.megatron_workers", "verl.workers.fsdp_workers")
 
 _MODE = "router_replay"
 _ENGINES = ("megatron", "mindspeed", "veomni", "fsdp", "fsdp_config", "torchtitan", "automodel")
-_PLACES = tuple(
-    (role, *section)
-    for role in ("actor", "ref")
-    for section in ((_MODE,), *((engine, _MODE) for engine in _ENGINES))
-)
-"""The places where a line of some release, strategy or recipe puts a mode."""
+"""The sections below `actor` that belong to an engine."""
 _OWN_REPLAY = ("megatron", "veomni")
 """The strategies whose mode verl's engine workers read. VeOmni's replay is its own."""
-_FSDP_KEY = ("fsdp_config", _MODE)
+_LEGACY_KEY = ("actor", _MODE)
+_FSDP_KEY = ("actor", "fsdp_config", _MODE)
 _ONE_SEQUENCE: dict[str, tuple[object, ...]] = {
     "actor.ppo_micro_batch_size_per_gpu": (1,),
     "rollout.log_prob_micro_batch_size_per_gpu": (1,),
@@ -110,11 +106,8 @@ def check_actor(config: Any, *, legacy: bool = False) -> str:
         ReplayError: says which keys, what is wrong with them, and what to set instead.
     """
     key = _key_that_is_read(config, legacy)
-    mode = OFF if key is None else _mode_at(config, key)
-    places = [*_places(config)]
-    bare = (without_keys(setting(config, *place), ".".join((ROOT, *place))) for place in places)
-    problems = [error for error in bare if error is not None]
-    problems += [*_misspelt_keys(config), *_misplaced_modes(config, places, key, mode)]
+    mode = OFF if key is None else ReplaySettings.of(setting(config, *key)).mode
+    problems = [*_misspelt_keys(config), *_misplaced_modes(config, key, mode)]
     if mode != OFF and key is not None:
         problems += _unfit_settings(config, key, mode)
     elif not problems:
@@ -125,7 +118,7 @@ def check_actor(config: Any, *, legacy: bool = False) -> str:
         logger.error("%s", problem)
     if problems:
         undo_everything()
-    return OFF if key is not None and key[0] == "veomni" else mode
+    return OFF if key is not None and "veomni" in key else mode
 
 
 def _misspelt_keys(config: Any) -> Iterator[ReplayError]:
@@ -145,15 +138,21 @@ def _misspelt_keys(config: Any) -> Iterator[ReplayError]:
                     )
 
 
-def _misplaced_modes(
-    config: Any, places: list[tuple[str, ...]], key: tuple[str, ...] | None, mode: str
-) -> Iterator[ReplayError]:
-    """Yield modes at these places that nothing reads: replay would be off, or another mode than asked for."""
+def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Iterator[ReplayError]:
+    """Yield modes that nothing reads: replay would be off, or another mode than asked for."""
     strategy = setting(config, "actor", "strategy")
-    for role, *section in places:
-        other = tuple(section)
-        asked = _mode_at(config, other, role)
-        if (role, other) == ("actor", key) or asked in (OFF, mode):
+    for place in _sections(config):
+        section = setting(config, *place)
+        asked = ReplaySettings.of(section).mode
+        if not (section is None or isinstance(section, Mapping) or hasattr(section, "mode")):
+            name = ".".join((ROOT, *place))
+            yield refused(
+                f"{name} is a value and no section, so it sets no mode",
+                expected=f"{name}.mode=R2 (or R3)",
+                got=f"{name}={section}",
+                cause="the line lacks .mode",
+            )
+        if place == key or asked in (OFF, mode):
             continue
         if key is None:
             expected = "strategy megatron, fsdp or fsdp2, in a release and with workers that replay"
@@ -168,7 +167,7 @@ def _misplaced_modes(
                 expected = f"engine workers: {_NO_LEGACY} (verl 0.7.1 on), and {line}"
                 got, cause = f"{got} with workers that drop routes", "0.7's default are its legacy workers"
             yield refused(
-                f"{_dotted(other, role)}={asked} is set, and nothing reads it: these workers know no replay "
+                f"{_dotted(place)}={asked} is set, and nothing reads it: these workers know no replay "
                 f"for actor.strategy={strategy}",
                 expected=expected,
                 got=got,
@@ -176,7 +175,7 @@ def _misplaced_modes(
             )
         else:
             yield refused(
-                f"{_dotted(other, role)}={asked} is set, and these workers don't read it",
+                f"{_dotted(place)}={asked} is set, and these workers don't read it",
                 expected=f"{_dotted(key)}={asked}",
                 got=f"{_dotted(key)}={mode}",
                 cause="a line of another verl release or strategy, or of the reference, which never replays. "
@@ -184,9 +183,8 @@ def _misplaced_modes(
             )
 
 
-def _places(config: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the places where a recipe may put a mode, and those of all other sections router_replay."""
-    yield from _PLACES
+def _sections(config: Any) -> Iterator[tuple[str, ...]]:
+    """Yield the places of all sections router_replay, where some release, strategy or recipe puts a mode."""
     waiting: list[tuple[str, ...]] = [()]
     while waiting:
         path = waiting.pop()
@@ -195,8 +193,7 @@ def _places(config: Any) -> Iterator[tuple[str, ...]]:
         except Exception:  # noqa: BLE001  omegaconf's, of a value that refers to what isn't there
             continue
         if path[-1:] == (_MODE,):
-            if path not in _PLACES:
-                yield path
+            yield path
         elif isinstance(section, Mapping):
             waiting += [(*path, str(name)) for name in section]
 
@@ -229,7 +226,7 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
         )
         return
     sent = bool(setting(config, "rollout", FLAG))
-    files = ReplaySettings.of(setting(config, "actor", *key))._asdict()
+    files = ReplaySettings.of(setting(config, *key))._asdict()
     if mode == "R3" and not sent and not files["replay_file"]:
         yield refused(
             f"{where}=R3 needs the rollout's routes, and the rollout isn't asked for them",
@@ -255,7 +252,7 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
             got="True",
             cause="R2 together with the rollout's own log-probs. Use R3, or switch bypass mode off",
         )
-    legacy = key == (_MODE,)
+    legacy = key == _LEGACY_KEY
     here = where.removesuffix(".mode")
     asked = {f"{here}.{file}": files[file] for file in ("record_file", "replay_file")}
     asked[environment.DELIVERY] = environment.read(environment.DELIVERY)
@@ -273,13 +270,12 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
             got=mode,
             cause=f"set {where}=R3 to replay the file's routes, or take replay_file out",
         )
-    if key[0] not in ("veomni", "fsdp_config"):
-        yield from _unfit_on_megatron(config, mode, legacy)
+    if legacy or "megatron" in key:
+        yield from _unfit_on_megatron(config, where, mode, legacy)
 
 
-def _unfit_on_megatron(config: Any, mode: str, legacy: bool) -> Iterator[ReplayError]:
+def _unfit_on_megatron(config: Any, where: str, mode: str, legacy: bool) -> Iterator[ReplayError]:
     """Yield how verl cuts and pads batches on Megatron that its routes aren't laid out for."""
-    where = _dotted((_MODE,) if legacy else ("megatron", _MODE))
     engine = functools.partial(setting, config, "actor", "megatron")
     # Legacy workers read the engine's config; the others overwrite that with the model's.
     unpad = (*(("actor", "megatron") if legacy else ("model",)), "use_remove_padding")
@@ -357,36 +353,25 @@ def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
         )
 
 
-def without_keys(section: Any, key: str) -> ReplayError | None:
-    """Return the error for a router_replay that is a value, no section: `router_replay=R2` sets no mode."""
-    if section is None or isinstance(section, Mapping) or hasattr(section, "mode"):
-        return None
-    return refused(
-        f"{key} is a value and no section, so it sets no mode",
-        expected=f"{key}.mode=R2 (or R3)",
-        got=f"{key}={section}",
-        cause="the line lacks .mode",
-    )
-
-
 def refused(problem: str, *, expected: object, got: object, cause: str) -> ReplayError:
     return ReplayError(problem, where="verl's config", expected=expected, got=got, cause=cause)
 
 
 def _key_that_is_read(config: Any, legacy: bool) -> tuple[str, ...] | None:
-    """Return the key below `actor` where these workers read the mode; None if they can't replay."""
+    """Return the section where these workers read the mode; None if they can't replay."""
     strategy = setting(config, "actor", "strategy")
-    own = setting(config, "actor", _MODE)
     if strategy in FSDP:
         # The engine workers of 0.7.0 don't tell their engines of a replay.
         sources = (file.read_text(encoding="utf-8") for file in _of_verl("workers/engine_workers.py"))
         carried = any("enable_routing_replay" in source for source in sources)
         return _FSDP_KEY if carried and not legacy else None
     if legacy:
-        return (_MODE,) if strategy == "megatron" and own is not None else None
-    if strategy in _OWN_REPLAY and setting(config, "actor", strategy, _MODE) is not None:
-        return (strategy, _MODE)
-    return None
+        key: tuple[str, ...] = _LEGACY_KEY
+        reads = strategy == "megatron"
+    else:
+        key = ("actor", strategy, _MODE)
+        reads = strategy in _OWN_REPLAY
+    return key if reads and setting(config, *key) is not None else None
 
 
 def _of_verl(pattern: str) -> list[Path]:
@@ -395,19 +380,13 @@ def _of_verl(pattern: str) -> list[Path]:
     return [*Path(where).glob(pattern)] if where else []
 
 
-def _mode_at(config: Any, key: tuple[str, ...], role: str = "actor") -> str:
-    return ReplaySettings.of(setting(config, role, *key)).mode
-
-
-def _dotted(key: tuple[str, ...], role: str = "actor") -> str:
-    return ".".join((ROOT, role, *key, "mode"))
+def _dotted(key: tuple[str, ...]) -> str:
+    return ".".join((ROOT, *key, "mode"))
 
 
 def _guard_workers(module: Any) -> None:
     """Check workers when they are made, and at the first call of one of their methods."""
-    cls = getattr(module, "ActorRolloutRefWorker", None)
-    if cls is None:
-        raise AttributeError("no class ActorRolloutRefWorker")
+    cls = module.ActorRolloutRefWorker
     legacy = module.__name__ != ENGINE_WORKERS
 
     def checked(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

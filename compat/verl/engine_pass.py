@@ -8,12 +8,10 @@ it (`_settle`). Outside an engine's pass verl's functions are verl's own (`insta
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import random
 import secrets
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,7 +22,7 @@ import torch.distributed as dist
 
 from npu_replay.compat.megatron.parallel_state import unwrapped
 from npu_replay.compat.verl.batch_routes import keys_in_place
-from npu_replay.compat.verl.engine_adapter import EngineAdapter, Problem
+from npu_replay.compat.verl.engine_adapter import EngineAdapter, Problem, together
 from npu_replay.compat.verl.files import ROUTES
 from npu_replay.compat.verl.found_routes import Delivery, exchange, faults_of, found_in
 from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, figures, summary
@@ -112,9 +110,7 @@ class EnginePass:
         if self.engine is None or (self.session is not None and before == action):
             return
         # verl sets replay first and then, in a record, record: a session that saw no forward is dropped.
-        if self.session is not None and self.session.done:
-            self._close()
-        self._close(ReplayError)
+        self._close(None if self.session is not None and self.session.done else ReplayError)
         self._open()
 
     def clear(self) -> None:
@@ -125,6 +121,14 @@ class EnginePass:
         if self.session is None:
             raise error
         self.session.defer(error)
+
+    @contextmanager
+    def deferring(self, what: str) -> Iterator[None]:
+        """Defer an error of the block: the other ranks are in the collectives of their forwards."""
+        with Problem(what) as problem:
+            yield
+        if problem.error is not None:
+            self.defer(problem.error)
 
     def opened(self, kind: type[_Kind], model: Any = None, stage: int | None = None) -> tuple[_Kind, int]:
         """Return the open session, and the number of the chunk; raises MicroBatchError if none is open."""
@@ -228,11 +232,11 @@ class EnginePass:
         engine = self.engine
         if not engine.met:
             _meet(engine)
-        totals = faults_of(engine, self.found, records=records) | {"salt": secrets.randbits(40)}
+        totals = faults_of(self.found, records=records) | {"salt": secrets.randbits(40)}
         sums = agreed(error or self._problem, totals)
         if self.trains:
             engine.r2.trained()
-        exchange(engine, self.found, sums, records=records, tolerant=self.tolerant)
+        exchange(engine, self.found, sums, records=records)
 
     def _settle(self, session: StepReplay | StepRecording | None, error: ReplayError | None) -> None:
         """Agree with the other ranks, log once that replay is on, and keep the figures."""
@@ -289,46 +293,39 @@ def serves() -> bool:
     return len(_passes) > 1
 
 
-def wrapped(original: Callable[..., Any], kind: type[EngineAdapter]) -> Any:
-    """Return an engine's `forward_backward_batch` that runs as a pass."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def forward_backward_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (engine := kind.of(self)) is None:
-            # verl asks for the action here too; its own function fails on Megatron-core 0.12.1 (T40).
-            with EnginePass(is_off=True).entered():
-                return original(self, *args, **kwargs)
-        bound = signature.bind(self, *args, **kwargs).arguments
-        data = bound["data"]
-        # verl's functions for non-tensors in a batch; the DataProto of a legacy actor has none.
-        flags: Any = sys.modules.get("verl.utils.tensordict_utils")
-        batches: Any = sys.modules.get("tensordict")
-        if flags is None or batches is None or not isinstance(data, batches.TensorDictBase):
-            flags = None
-        if current().is_off:  # an engine reads its batch; a legacy actor asks for the action
-            if flags is not None:
-                flags.assign_non_tensor(data, **{_MARK: False})
+def run(kind: type[EngineAdapter], original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an engine's `forward_backward_batch` as a pass; `kind` adapts the engine."""
+    if (engine := kind.of(self)) is None:
+        # verl asks for the action here too; its own function fails on Megatron-core 0.12.1 (T40).
+        with EnginePass(is_off=True).entered():
             return original(self, *args, **kwargs)
-        mark = flags and flags.get_non_tensor_data(data, _MARK, None)
-        flagged = bool(mark)
-        trains = not bound.get("forward_only", False)
-        if trains and mark is None and not current().action and not engine.is_critic:
-            raise _unmarked(engine)
-        running = EnginePass(engine, trains=trains, flagged=flagged)
-        if flagged:
-            running.find(data)
-        with running.entered():
-            with keys_in_place(data, ROUTES, running.found.keys):
-                output = original(self, *args, **kwargs)
-            files = engine.files if flagged else None
-            if files is not None and self.is_mp_src_rank_with_outputs():
-                files.keep(data, output, engine.model, from_rollout=engine.from_rollout)
-        if running.trains:
-            add_metrics(output, running.metrics)
-        return output
+    bound = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    data = bound["data"]
+    mark = None
+    if engine.marks:
+        from verl.utils import tensordict_utils
 
-    return forward_backward_batch
+        if current().is_off:  # an engine reads its batch; a legacy actor asks for the action
+            tensordict_utils.assign_non_tensor(data, **{_MARK: False})
+        mark = tensordict_utils.get_non_tensor_data(data, _MARK, None)
+    if current().is_off:
+        return original(self, *args, **kwargs)
+    flagged = bool(mark)
+    trains = not bound.get("forward_only", False)
+    if trains and mark is None and not current().action and not engine.is_critic:
+        raise _unmarked(engine)
+    running = EnginePass(engine, trains=trains, flagged=flagged)
+    if flagged:
+        running.find(data)
+    with running.entered():
+        with keys_in_place(data, ROUTES, running.found.keys):
+            output = original(self, *args, **kwargs)
+        files = engine.files if flagged else None
+        if files is not None and self.is_mp_src_rank_with_outputs():
+            files.keep(data, output, engine.model, from_rollout=engine.from_rollout)
+    if trains:
+        add_metrics(output, running.metrics)
+    return output
 
 
 @contextmanager
@@ -371,12 +368,13 @@ def _unmarked(engine: EngineAdapter) -> ReplayError:
 def _meet(engine: EngineAdapter) -> None:
     """Wait for all ranks before an engine's first pass, and compare the variables that all act by."""
     all_here()
-    settings: dict[str, Any] = {}
-    with Problem("read its environment") as unread:
-        settings = {BAD_SAMPLES: read(BAD_SAMPLES, CEILING), DELIVERY: read(DELIVERY) or "unset"}
-        engine.ceiling = settings[BAD_SAMPLES]
+    with together("read its environment"):
+        settings: dict[str, Any] = {
+            BAD_SAMPLES: read(BAD_SAMPLES, CEILING),
+            DELIVERY: read(DELIVERY) or "unset",
+        }
+    engine.ceiling = settings[BAD_SAMPLES]
     every = gathered(settings)
-    agreed(unread.error, {})
     for name, mine in settings.items():
         values = sorted({str(settings_there[name]) for settings_there in every})
         if len(values) > 1:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from npu_replay.compat.verl import tensors
 from npu_replay.compat.verl.batch_routes import listed
-from npu_replay.errors import MicroBatchError, ReplayError
+from npu_replay.errors import MicroBatchError
 from npu_replay.routes.fingerprint import find_other_length, fingerprint
 from npu_replay.routes.inputs import input_key, other_inputs
 from npu_replay.routes.routed_experts import narrow_dtype
@@ -94,15 +94,7 @@ class Files:
 
 def _samples(data: Any) -> Iterator[tuple[torch.Tensor, str | None]]:
     """Yield the token ids of each sample of a jagged batch, and a key of its images."""
-    tokens = data[TOKENS]
-    if not tokens.is_nested:
-        raise ReplayError(
-            "a padded batch has no place for routes from files",
-            where="router_replay.record_file, replay_file",
-            expected="model.use_remove_padding=True, and verl's engine workers",
-            got=f"input_ids {list(tokens.shape)}",
-        )
-    each = tokens.detach().cpu().unbind()
+    each = data[TOKENS].detach().cpu().unbind()
     images = listed(data.get(IMAGES, None)) or [None] * len(each)
     for ids, inputs in zip(each, images, strict=True):
         yield ids, input_key(other_inputs(inputs or {}, ids))

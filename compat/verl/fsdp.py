@@ -21,11 +21,10 @@ from torch import nn
 
 from npu_replay.compat.engines import setting
 from npu_replay.compat.patching import import_hook, known_names
-from npu_replay.compat.patching.patches import Patches, switched
+from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import functions, tensors
-from npu_replay.compat.verl.config import FSDP, OFF, ROOT, ReplaySettings, refused, without_keys
-from npu_replay.compat.verl.engine_adapter import EngineAdapter, Problem
-from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, current, without_adapter, wrapped
+from npu_replay.compat.verl.engine_adapter import EngineAdapter
+from npu_replay.compat.verl.engine_pass import RECORD, REPLAY, current, run, without_adapter
 from npu_replay.compat.verl.files import IMAGES, ROUTES, TOKENS
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
@@ -58,9 +57,8 @@ def _wrap(module: Any) -> None:
     known_names.check(module, _NEEDED, "verl's FSDP engine", "verl")
     base = module.FSDPEngine
     language_model = module.FSDPEngineWithLMHead
-    original = base.forward_backward_batch
-    ours = switched(original, wrapped(original, FsdpAdapter))
-    _patches.set(base, "forward_backward_batch", ours, "one pass: ranks leave together, figures")
+    one_pass = functools.partial(run, FsdpAdapter)
+    _patches.wrap(base, "forward_backward_batch", one_pass, "one pass: ranks leave together, figures")
     _patches.wrap(language_model, "forward_step", _step, "gives and takes the routes of a micro-batch")
     _patches.wrap(base, "disable_adapter", without_adapter, "a reference pass is never replayed")
 
@@ -70,7 +68,7 @@ class WholeModelAdapter(EngineAdapter):
 
     Attributes:
         strategy: named in the line that says that replay is on.
-        layouts: of the last micro-batches, by all inputs of the engine's preprocessing.
+        layouts: of micro-batches, by what differs between them for the engine's preprocessing.
     """
 
     strategy: object = ""
@@ -111,34 +109,16 @@ class FsdpAdapter(WholeModelAdapter):
         """Return a plain dict, or None: verl's yaml has no such key."""
         return setting(self.engine.engine_config, "router_replay")
 
-    @property
-    def settings(self) -> ReplaySettings:
-        key = f"{ROOT}.actor.fsdp_config.router_replay"
-        bare = without_keys(self.section, key)
-        if bare is not None:
-            raise bare
-        settings = super().settings
-        if settings.mode != OFF and self.strategy not in FSDP:
-            raise refused(
-                f"{key}.mode={settings.mode} is set, and this engine can't replay",
-                expected="strategy fsdp or fsdp2",
-                got=f"strategy {self.strategy}",
-                cause="FSDP-Turbo, which cuts its batches in a way of its own",
-            )
-        return settings
-
 
 def _step(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `forward_step`. An error waits for the end of the pass: the other ranks are in its collectives."""
+    """Run `forward_step`. An error waits for the end of the pass."""
     running = current()
     engine: Any = running.engine
     if engine is None or not running.flagged or engine.engine is not self:
         return original(self, micro_batch, *args, **kwargs)
     if running.action == REPLAY:
-        with Problem("give this micro-batch its routes") as problem:
+        with running.deferring(functions.GIVE):
             _give(engine, micro_batch)
-        if problem.error is not None:
-            running.defer(problem.error)
     loss, output = original(self, micro_batch, *args, **kwargs)
     if running.action == RECORD:
         batch = tensors.BatchForm.of(micro_batch[TOKENS], None, engine.model)
@@ -158,23 +138,21 @@ def _give(adapter: FsdpAdapter, micro_batch: Any) -> None:
     mask = None
     if adapter.from_rollout:
         mask = functions.build_r3_replay_mask(tokens, micro_batch["response_mask"])
-    routes = tensors.GivenRoutes.of(functions.present(aligned), None, adapter.model)
+    routes = tensors.GivenRoutes.of(aligned, None, adapter.model)
     functions.give(replay, chunk, routes, layout_of(adapter.engine, micro_batch, adapter.layouts), mask)
 
 
 def layout_of(engine: Any, micro_batch: Any, kept: dict[Any, TokenLayout]) -> TokenLayout:
     """Return the layout of this rank's rows, kept for the next micro-batch of the same lengths."""
+    tokens = micro_batch[TOKENS]
+    lengths = tuple(tensors.lengths_of(tokens))
+    unpad = micro_batch.get("use_remove_padding", True)  # all else that verl's preprocessing reads stays
+    key = (lengths, bool(getattr(unpad, "data", unpad)))
+    if key in kept:
+        return kept[key]
     size = int(engine.ulysses_sequence_parallel_size)
     rank = engine.ulysses_device_mesh["sp"].get_local_rank() if size > 1 else 0
-    lengths = tuple(tensors.lengths_of(micro_batch[TOKENS]))
-    # All settings that verl's preprocessing reads.
-    padding = [getattr(engine, name, None) for name in ("pad_to_length", "pad_to_length_bucket")]
-    unpad = micro_batch.get("use_remove_padding", True)
-    key = (lengths, size, rank, bool(getattr(unpad, "data", unpad)), *padding)
-    if key in kept:
-        kept[key] = kept.pop(key)  # the least recently used is dropped first
-        return kept[key]
-    tokens, parallel = micro_batch[TOKENS], ParallelLayout(cp=size, cp_rank=rank)
+    parallel = ParallelLayout(cp=size, cp_rank=rank)
 
     def fed(sequences: list[torch.Tensor]) -> torch.Tensor:
         """Return what the model's routers see of these sequences, by the engine's own preprocessing."""
@@ -191,7 +169,7 @@ def layout_of(engine: Any, micro_batch: Any, kept: dict[Any, TokenLayout]) -> To
             whole = whole[..., rank * piece : (rank + 1) * piece]
         return whole
 
+    if len(kept) == _MOST_LAYOUTS:
+        kept.clear()
     kept[key] = TokenLayout.from_probe(fed, lengths, order="batch", parallel=parallel)
-    if len(kept) > _MOST_LAYOUTS:
-        del kept[next(iter(kept))]
     return kept[key]

@@ -37,6 +37,9 @@ from npu_replay.sessions.replay import StepReplay
 
 logger = logging.getLogger(__name__)
 
+GIVE = "give this micro-batch its routes"
+"""What a rank can't do, in an error that others are told of."""
+
 
 def served(ours: Callable[..., Any], theirs: Callable[..., Any], where: str) -> Callable[..., Any]:
     """Return a function that is `ours` while an engine's pass runs, and verl's own elsewhere.
@@ -133,7 +136,7 @@ def take(
         except ReplayError as error:
             # Raised after the schedule, in which other ranks wait for this one; the rows are blank.
             running.defer(error)
-            whole = [RoutedExperts.unrecorded(size, layers=labels, **batch.model) for size in batch.lengths]
+            whole = [RoutedExperts.unrecorded(size, layers=labels, **batch.sizes) for size in batch.lengths]
     if not running.keeps:
         return batch.filled(whole, dtype)
     return batch.keyed(running.engine.r2.keep(chunk, len(batch.lengths), whole))
@@ -225,24 +228,9 @@ def set_router_replay_data(
     replay, chunk = current().opened(StepReplay, model, vp_rank)
     if not replay.labels(chunk):
         return
-    try:
-        routes = tensors.GivenRoutes.of(present(layers_topk_idx), attention_mask, tf_config, local_cp_size)
+    with current().deferring(GIVE):
+        routes = tensors.GivenRoutes.of(layers_topk_idx, attention_mask, tf_config, local_cp_size)
         give(replay, chunk, routes, layout_of(routes.batch), replay_mask)
-    except ReplayError as error:
-        current().defer(error)
-
-
-def present(routes: torch.Tensor | None) -> torch.Tensor:
-    """Return the routes that came with a micro-batch; raises MicroBatchError where none came."""
-    if routes is not None:
-        return routes
-    raise MicroBatchError(
-        "this micro-batch has no routes",
-        expected="routed_experts in the batch",
-        got="None",
-        cause="R2: the old log-probs weren't computed by the actor in this step (bypass mode); R3: "
-        "the rollout didn't hand its routes on (enable_rollout_routing_replay=False)",
-    )
 
 
 def give(
@@ -270,7 +258,7 @@ def give(
     for number, error in bad.items():
         logger.warning("[npu_replay] sample %d takes the routers' own choice: %s", number, error)
     good = {number: routes_of_sample for number, routes_of_sample in good.items() if number not in problems}
-    here = layout.rows_of(good, layers=replay.labels(chunk), **routes.batch.model)
+    here = layout.rows_of(good, layers=replay.labels(chunk), **routes.batch.sizes)
     # Each pass decodes its batch anew, so nothing says which weights the rollout engine had.
     replay.give(chunk, here.with_known(made_at=0.0))
     if chunk == replay.first_chunk:
@@ -301,17 +289,9 @@ def align_r3_router_replay_data(
     if layers_topk_idx is None:
         return None
     lengths = tensors.lengths_of(input_ids)
-    parts = list(layers_topk_idx.unbind())
-    if len(parts) != len(lengths):
-        current().defer(
-            MicroBatchError(
-                "another number of route sequences than samples", expected=len(lengths), got=len(parts)
-            )
-        )
-        parts = [parts[0][:0]] * len(lengths)
     aligned = []
     bad = {}
-    for number, (routes, length) in enumerate(zip(parts, lengths, strict=True)):
+    for number, (routes, length) in enumerate(zip(layers_topk_idx.unbind(), lengths, strict=True)):
         wrong_length = find_other_length(len(routes), length)
         if wrong_length is not None:
             bad[number] = wrong_length.error(MicroBatchError, f"sample {number} of the micro-batch")

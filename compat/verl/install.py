@@ -15,17 +15,16 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from npu_replay import environment
 from npu_replay.compat.megatron import foreign_routing
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.patching import class_source, import_hook, known_names
-from npu_replay.compat.patching.patches import Patches, switched
+from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import functions
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, LegacyActorAdapter
-from npu_replay.compat.verl.engine_pass import reference, waiting, without_adapter, wrapped
+from npu_replay.compat.verl.engine_pass import reference, run, waiting, without_adapter
 from npu_replay.compat.verl.tensors import UTILS
 from npu_replay.errors import ReplayError, described
 
@@ -40,11 +39,12 @@ _WHAT = "router replay of verl"
 _IN_A_PASS = "in a pass of an engine npu_replay answers"
 _REFERENCE = "a reference pass is never replayed"
 _WAITS = "the action waits for the pass"
+_APPLY = "apply_router_replay_patch"
 _PASS = "forward_backward_batch"
 _ONE_PASS = "one pass: ranks leave together, figures"
 
 _NEEDED: dict[str, tuple[str, ...]] = {
-    PATCH: ("RouterReplay", "RouterReplayAction", "apply_router_replay_patch"),
+    PATCH: ("RouterReplay", "RouterReplayAction", _APPLY),
     UTILS: ("merge_router_topk_indices", "pp_gather", "set_router_replay_data", "RouterReplayHelper"),
     ENGINE: (f"MegatronEngine.{_PASS}",),
     ACTOR: (f"MegatronPPOActor.{_PASS}",),
@@ -92,25 +92,18 @@ has the name under which its replacement keeps the original, if it does.
 
 _patches = Patches(_WHAT)
 _given_up: list[Exception] = []
-_originals: dict[str, tuple[Any, Any]] = {}
-"""What was replaced: verl's and ours, by name."""
-_shimmed: set[ModuleType] = set()
-"""Modules that a shim has changed, until they are put back."""
 
 
 def install() -> None:
     """Replace verl's router replay, now or when it is imported. What is replaced already stays."""
     _given_up.clear()
-    if not any(_patches):  # nothing was changed, or all of it was put back
-        _shimmed.clear()
-        _originals.clear()
     for name in _NEEDED:
         import_hook.when_imported(name, f"{_WHAT} ({name})", _all_or_nothing)
 
 
 def _all_or_nothing(module: Any) -> None:
     """Change a module; if that fails, put verl's own back everywhere, and have verl refuse to start."""
-    if _given_up or module in _shimmed:
+    if _given_up:
         return
     try:
         needed = _NEEDED[module.__name__]
@@ -125,25 +118,14 @@ def _all_or_nothing(module: Any) -> None:
                     got=current_value,
                 )
         _change(module)
-        _rebind_in(module)
-        _shimmed.add(module)
+        _rebind()
     except Exception as error:
         _given_up.append(error)
         _patches.undo()
-        _originals.clear()
-        _shimmed.clear()
-        patch: Any = sys.modules.get(PATCH)
-        original = getattr(patch, "apply_router_replay_patch", None)
-        if original is None or not environment.strict():  # None where its absence is the problem
-            raise
-
-        @functools.wraps(original)
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            import_hook.refuse_failures()
-            return original(*args, **kwargs)
-
-        why = "says why replay can't be done, when an engine is built"
-        _put(patch, "apply_router_replay_patch", refuse, why)
+        patch = sys.modules.get(PATCH)
+        if hasattr(patch, _APPLY) and environment.strict():  # it lacks where its absence is the problem
+            _patches.wrap(patch, _APPLY, _apply, "says why replay can't be done, when an engine is built")
+            _rebind()
         raise
 
 
@@ -151,37 +133,28 @@ def _change(module: Any) -> None:
     if module.__name__ == PATCH:
         _serve_class(module.RouterReplay)
         functions.complete(module.RouterReplay, module.RouterReplayAction, _patches)
-        _put(
-            module,
-            "apply_router_replay_patch",
-            apply_router_replay_patch,
-            "leaves Megatron's routing as it is",
-        )
+        _patches.wrap(module, _APPLY, _apply, "leaves Megatron's routing as it is")
         _undo_verls()
     elif module.__name__ == UTILS:
         _serve_class(module.RouterReplayHelper)
         for ours in _OF_UTILS:
             if (theirs := getattr(module, ours.__name__, None)) is not None:
-                _put(module, ours.__name__, functions.served(ours, theirs, module.__name__), _IN_A_PASS)
+                served = functions.served(ours, theirs, module.__name__)
+                _patches.set(module, ours.__name__, served, _IN_A_PASS)
     elif module.__name__ == ENGINE:
         cls = module.MegatronEngine
-        if hasattr(module, "apply_router_replay_patch"):  # 0.7.0's engine has no router replay
-            _run_as_a_pass(cls, EngineAdapter)
+        if hasattr(module, _APPLY):  # 0.7.0's engine has no router replay
+            _patches.wrap(cls, _PASS, functools.partial(run, EngineAdapter), _ONE_PASS)
         if hasattr(cls, "disable_adapter"):
             _patches.wrap(cls, "disable_adapter", without_adapter, _REFERENCE)
     elif module.__name__ == ACTOR:
         cls = module.MegatronPPOActor
-        _run_as_a_pass(cls, LegacyActorAdapter)
+        _patches.wrap(cls, _PASS, functools.partial(run, LegacyActorAdapter), _ONE_PASS)
         _patches.wrap(cls, "update_policy", waiting, _WAITS)
     elif module.__name__ == WORKERS:
         cls = module.ActorRolloutRefWorker
         _patches.wrap(cls, "compute_ref_log_prob", reference, _REFERENCE)
         _patches.wrap(cls, "compute_log_prob", waiting, _WAITS)
-
-
-def _run_as_a_pass(cls: Any, kind: type[EngineAdapter]) -> None:
-    original = cls.forward_backward_batch
-    _patches.set(cls, _PASS, switched(original, wrapped(original, kind)), _ONE_PASS)
 
 
 def _serve_class(cls: Any) -> None:
@@ -190,7 +163,7 @@ def _serve_class(cls: Any) -> None:
         _patches.set(cls, ours.__name__, staticmethod(served), _IN_A_PASS)
 
 
-def apply_router_replay_patch() -> None:
+def _apply(original: Callable[[], None]) -> None:
     """Raise a ReplayError if a change at import failed, or somebody else's routing is in place."""
     import_hook.refuse_failures()
     _undo_verls()
@@ -238,22 +211,14 @@ def _somebody_elses(problem: str, where: str, *, expected: str, got: Any) -> Rep
     )
 
 
-def _put(module: ModuleType, name: str, ours: Any, why: str) -> None:
-    """Replace a name, also in the modules that bind it."""
-    original = getattr(module, name)
-    _patches.set(module, name, ours, why)
-    _originals[name] = original, ours
-    for user in _NEEDED:
-        _rebind_in(sys.modules.get(user))
-
-
-def _rebind_in(module: Any) -> None:
-    """Rebind what a module took with `from ... import`: verl's or, if it was imported later, ours."""
-    if module is None:
-        return
-    for name, (original, ours) in _originals.items():
-        bound = vars(module).get(name)
-        if bound is original:
-            _patches.set(module, name, ours, "bound here by from ... import")
-        elif bound is ours and not _patches.has(module, name):
-            _patches.note(module, name, "bound here by from ... import", original, ours)
+def _rebind() -> None:
+    """Rebind what verl's modules took with `from ... import`: verl's or, if it was imported later, ours."""
+    loaded = [sys.modules[name] for name in _NEEDED if name in sys.modules]
+    names = (_APPLY, *(function.__name__ for function in _OF_UTILS))
+    for home, name in [(home, name) for home in loaded for name in names if _patches.has(home, name)]:
+        ours = getattr(home, name)
+        for user in loaded:
+            bound = vars(user).get(name)
+            if bound is ours.__wrapped__ or (bound is ours and not _patches.has(user, name)):
+                setattr(user, name, ours)
+                _patches.note(user, name, "bound here by from ... import", ours.__wrapped__, ours)

@@ -49,12 +49,10 @@ class RolloutChecks:
         why = "the worker of the agent loops has no config of the model"
         try:
             if config is not None:
-                versions = (
-                    product.version
-                    for product in probe.products()
-                    if product.name == engine and product.installed
-                )
-                version = next(versions, "") or ""
+                versions = {
+                    product.name: product.version for product in probe.products() if product.installed
+                }
+                version = versions.get(engine) or ""
                 known = {"vllm": vllm.source, "sglang": sglang.source}.get(engine)
                 source = Source(engine=engine, version=version) if known is None else known(version)
                 return cls(RoutedModel.of(config), replace(source, sample="a turn of an agent loop"))

@@ -27,7 +27,7 @@ from npu_replay.compat.verl.batch_routes import (
     rows_of,
 )
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
-from npu_replay.parallel.parallel_layout import DecoderLayers, ParallelLayout
+from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.rollout.admit import from_batch
 from npu_replay.rollout.model_config import RoutedModel
@@ -55,40 +55,23 @@ class BatchForm:
     local_cp_size: int | None = None
 
     @classmethod
-    def of(
-        cls, ids: torch.Tensor, mask: torch.Tensor | None, config: Any, local_cp_size: int | None = None
-    ) -> BatchForm:
+    def of(cls, ids: torch.Tensor, mask: Any, config: Any, local_cp_size: int | None = None) -> BatchForm:
         """Return the form of a jagged tensor [batch, tokens, ...], or of a padded one [batch, sequence, ...].
 
-        Raises:
-            MicroBatchError: a padded one without a mask.
+        A padded one has a mask, [batch, sequence].
         """
         if ids.is_nested:
             return cls(lengths_of(ids), None, config, local_cp_size)
-        if mask is None:
-            raise MicroBatchError(
-                "a padded batch without an attention mask",
-                expected="attention_mask [batch, sequence], or a jagged batch",
-                got="None",
-                cause="use_remove_padding=False, which router replay doesn't work with",
-            )
         kept = mask.detach().cpu().bool()
         return cls(kept.sum(dim=1).tolist(), kept, config, local_cp_size)
 
     @property
-    def model(self) -> dict[str, int]:
-        if isinstance(self.config, RoutedModel):
-            return {"topk": self.config.topk, "num_experts": self.config.num_experts}
-        return {"topk": int(self.config.moe_router_topk), "num_experts": int(self.config.num_moe_experts)}
+    def model(self) -> RoutedModel:
+        return routed_of(self.config)
 
     @property
-    def routed(self) -> RoutedModel:
-        """Return the model as a RoutedModel, with its layers."""
-        if isinstance(self.config, RoutedModel):
-            return self.config
-        decoder = decoder_of(self.config)
-        known = self.model
-        return RoutedModel(layers=tuple(decoder.moe), num_layers=decoder.count, **known)  # type: ignore[arg-type]
+    def sizes(self) -> dict[str, int]:
+        return {"topk": self.model.topk, "num_experts": self.model.num_experts}
 
     def layout(self) -> TokenLayout:
         """Return the layout of this rank's rows: token numbers that pass through verl's packing tell it."""
@@ -151,7 +134,7 @@ class BatchForm:
         """Return ids of sequences in the form of this batch; without any, as on a dense stage, 0 layers."""
         return self._shaped(
             [routes_of_sequence.ids.to(dtype) for routes_of_sequence in routes]
-            or [torch.empty(size, 0, self.model["topk"], dtype=dtype, device="cpu") for size in self.lengths]
+            or [torch.empty(size, 0, self.model.topk, dtype=dtype, device="cpu") for size in self.lengths]
         )
 
     def keyed(self, keys: Sequence[int]) -> torch.Tensor:
@@ -181,20 +164,29 @@ class GivenRoutes:
 
     @classmethod
     def of(
-        cls, ids: torch.Tensor, mask: torch.Tensor | None, config: Any, local_cp_size: int | None = None
+        cls,
+        ids: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        config: Any,
+        local_cp_size: int | None = None,
     ) -> GivenRoutes:
-        """Return routes of a jagged batch, or of a padded one with its mask; see `BatchForm.of`."""
+        """Return routes of a jagged batch, or of a padded one with its mask; see `BatchForm.of`.
+
+        Raises:
+            MicroBatchError: there are none.
+        """
+        if ids is None:
+            raise MicroBatchError(
+                "this micro-batch has no routes",
+                expected="routed_experts in the batch",
+                got="None",
+                cause="R2: the old log-probs weren't computed by the actor in this step (bypass mode); R3: "
+                "the rollout didn't hand its routes on (enable_rollout_routing_replay=False)",
+            )
         return cls(ids, BatchForm.of(ids, mask, config, local_cp_size))
 
     def samples(self) -> list[torch.Tensor]:
         """Return each sequence's routes, [tokens, layers, topk], on the CPU."""
-        MicroBatchError.unless(
-            self.ids.dim() == 4,
-            "the routes have another shape than verl's",
-            "[batch, tokens, layers, topk]",
-            f"{self.ids.dim()} dimensions",
-            "a rollout engine or an agent loop that hands on flat routes",
-        )
         each = list(self.ids.detach().cpu().unbind())
         if self.batch.kept is None:
             return each
@@ -209,43 +201,36 @@ class GivenRoutes:
         `from_rollout`: the ids come from a rollout engine, and weren't recorded here.
         """
         # With a top-k of 1 a recorded row may be expert 0 in all layers.
-        zeros_are_none = from_rollout or self.batch.model["topk"] > 1
+        model = self.batch.model
+        zeros_are_none = from_rollout or model.topk > 1
         each = self.samples()
         masks = [None] * len(each) if mask is None else list(mask.unbind())
-        if len(masks) != len(each):
-            raise MicroBatchError(
-                "another number of masks than sequences", expected=len(each), got=len(masks)
-            )
-        store, routed = RoutesByKey() if store is None else store, self.batch.routed
+        store = RoutesByKey() if store is None else store
         keys = are_keys(self.ids, fetched=bool(store.layers))
         good: dict[int, RoutedExperts] = {}
         bad: dict[int, ReplayError] = {}
         for number, (ids, keep) in enumerate(zip(each, masks, strict=True)):
             how: Any = {"keep": keep, "zeros_are_none": zeros_are_none, "from_engine": from_rollout}
             try:
-                routes_of_sample = (
-                    store.of_sample(ids, keep, routed) if keys else _admitted(ids, routed, **how)
-                )
+                routes_of_sample = store.of_sample(ids, keep, model) if keys else _admitted(ids, model, **how)
             except InvalidRoutes as error:
                 bad[number] = error.with_traceback(None).at(f"sample {number} of the micro-batch")
             else:
                 good[number] = routes_of_sample
         return good, bad
 
-    def checked(self, layers: Sequence[int], tokens: torch.Tensor | None) -> dict[int, Routes]:
-        """Check a batch's ids once for all chunks; return this rank's routes, or errors, by key from 1 on."""
+    def checked(self, layers: Sequence[int], tokens: torch.Tensor) -> dict[int, Routes]:
+        """Check a batch's ids once for all chunks; return this rank's routes, or errors, by key from 1 on.
+
+        The token ids, [batch, tokens], aren't used where a sample has another number of them than rows.
+        """
         # All layers are checked: only the others tell a dead router from a lost layer.
-        take = partial(_admitted, model=self.batch.routed, zeros_are_none=True)
-        own = [layer for layer in self.batch.routed.layers if layer in {*layers}]
-        each = self.samples()
-        words = (
-            [None] * len(each)
-            if tokens is None
-            else [words_of_sample.cpu().numpy() for words_of_sample in tokens.unbind()]
-        )
+        model = self.batch.model
+        take = partial(_admitted, model=model, zeros_are_none=True)
+        own = [layer for layer in model.layers if layer in {*layers}]
         by_key: dict[int, Routes] = {}
-        for key, (rows, ids) in enumerate(zip(each, words, strict=True), start=1):
-            of_sample = ids if ids is not None and len(ids) == len(rows) else None
+        for key, (rows, ids) in enumerate(zip(self.samples(), tokens.unbind(), strict=True), start=1):
+            of_sample = ids.cpu().numpy() if len(ids) == len(rows) else None
             try:
                 by_key[key] = take(rows, tokens=of_sample).only(own)
             except InvalidRoutes as error:
@@ -264,15 +249,24 @@ def _admitted(rows: torch.Tensor, model: RoutedModel, **how: Any) -> RoutedExper
     return from_batch(rows, model, **how)
 
 
-_PATTERN = "npu_replay_pattern"
-"""The attribute of a TransformerConfig with the pattern of its HybridModel; None for any other model's."""
+_MODEL = "npu_replay_model"
+"""The attribute of a TransformerConfig with its RoutedModel."""
 
 
-def decoder_of(config: Any) -> DecoderLayers:
-    """Return the decoder layers of a TransformerConfig; a HybridModel's by the pattern of its model."""
-    if not hasattr(config, _PATTERN):  # searching is slow, and each micro-batch asks
-        setattr(config, _PATTERN, hybrid.pattern_of(config))
-    return parallel_state.decoder_layers(config, getattr(config, _PATTERN))
+def routed_of(config: Any) -> RoutedModel:
+    """Return the RoutedModel of a TransformerConfig; a HybridModel's by the pattern of its model."""
+    if isinstance(config, RoutedModel):
+        return config
+    if not hasattr(config, _MODEL):  # searching for a pattern is slow, and each micro-batch asks
+        decoder = parallel_state.decoder_layers(config, hybrid.pattern_of(config))
+        model = RoutedModel(
+            layers=tuple(decoder.moe),
+            num_layers=decoder.count,
+            num_experts=int(config.num_moe_experts),
+            topk=int(config.moe_router_topk),
+        )
+        setattr(config, _MODEL, model)
+    return getattr(config, _MODEL)  # type: ignore[no-any-return]
 
 
 def utils() -> Any:

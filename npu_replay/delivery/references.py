@@ -70,46 +70,42 @@ class Reference:
         return f"Reference({self.key:016x}, {shape}, top-{self.topk} of {self.num_experts})"
 
 
-class Cut:
-    """Cuts the layers of samples into pieces; `cut` is that of `RayCarrier`."""
+def checked_cut(cut: Any) -> ParallelLayout | int:
+    """Return the `cut` of a carrier, a layout with its decoder or a number of layers a piece."""
+    if not isinstance(cut, ParallelLayout):
+        return whole_number(cut, "layers a piece", least=1)
+    ReplayError.unless(
+        cut.decoder is not None,
+        "this layout doesn't tell the layers of a pipeline's stages",
+        expected="a ParallelLayout with decoder=",
+        got=cut,
+        cause="a layout made by hand; give the layers of each piece, or how many one has",
+    )
+    return cut
 
-    def __init__(self, cut: Any) -> None:
-        self._each = LAYERS_A_PIECE
-        self._blocks: list[tuple[int, ...]] | None = None
-        if isinstance(cut, ParallelLayout):
-            if cut.decoder is None:
-                raise ReplayError(
-                    "this layout doesn't tell the layers of a pipeline's stages",
-                    expected="a ParallelLayout with decoder=",
-                    got=cut,
-                    cause="a layout made by hand; give the layers of each piece, or how many one has",
-                )
-            # One piece per rank: of two, each rank would have to make a joined copy.
-            self._blocks = [replace(cut, pp_rank=rank).moe_layers for rank in range(cut.pp)]
-        else:
-            self._each = whole_number(cut, "layers a piece", least=1)
 
-    def pieces(self, routes: RoutedExperts) -> list[RoutedExperts]:
-        """Return the pieces of one sample; refuse a layer that the cut has no piece for."""
-        layers = routes.layers
-        each = self._each
-        if self._blocks is None:
-            return [routes.only(layers[first : first + each]) for first in range(0, len(layers), each)]
-        blocks = [tuple(layer for layer in block if layer in {*layers}) for block in self._blocks]
-        lost = {*layers} - {layer for block in blocks for layer in block}
-        if lost:
-            raise ReplayError(
-                "the cut has no piece for some layers",
-                expected=f"a piece for each of {list(layers)}",
-                got=f"none for {sorted(lost)}",
-                cause="the layout of another model, or of a part of it",
-            )
-        return [routes.only(block) for block in blocks if block]
+def _pieces(routes: RoutedExperts, cut: ParallelLayout | int) -> list[RoutedExperts]:
+    """Return the pieces of one sample; refuse a layer that the cut has no piece for."""
+    layers = routes.layers
+    if not isinstance(cut, ParallelLayout):
+        return [routes.only(layers[first : first + cut]) for first in range(0, len(layers), cut)]
+    # One piece per rank: of two, each rank would have to make a joined copy.
+    stages = [replace(cut, pp_rank=rank).moe_layers for rank in range(cut.pp)]
+    lost = {*layers}.difference(*stages)
+    if lost:
+        raise ReplayError(
+            "the cut has no piece for some layers",
+            expected=f"a piece for each of {list(layers)}",
+            got=f"none for {sorted(lost)}",
+            cause="the layout of another model, or of a part of it",
+        )
+    blocks = [[layer for layer in stage if layer in {*layers}] for stage in stages]
+    return [routes.only(block) for block in blocks if block]
 
 
 def put_away(
     samples: Iterable[RoutedExperts],
-    cut: Cut,
+    cut: ParallelLayout | int,
     store: Callable[[Sequence[RoutedExperts]], Sequence[Any]],
     read: Read,
     step: int = 0,
@@ -117,7 +113,7 @@ def put_away(
     """Store samples in pieces, and return their references."""
     # RoutedExperts' ids are checked; `fetch` checks none again.
     routes_of_samples = list(samples)
-    pieces = [cut.pieces(routes) for routes in routes_of_samples]
+    pieces = [_pieces(routes, cut) for routes in routes_of_samples]
     handles = iter(store([piece for each in pieces for piece in each]))
     return [
         Reference(

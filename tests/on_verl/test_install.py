@@ -167,7 +167,9 @@ def _is_ours(found: Any) -> bool:
     """Does a function, or a class's answer to what an engine asks, go through npu_replay?"""
     for name in ("set_global_router_replay_action", "is_r2_record_action"):
         found = getattr(found, name, found)
-    return bool(found.__code__.co_filename.endswith(("compat/verl/functions.py", "compat/verl/install.py")))
+    return bool(
+        found.__code__.co_filename.endswith(("compat/verl/functions.py", "compat/patching/patches.py"))
+    )
 
 
 # What is done, after verl or after npu_replay and verl; npu_replay is there when it returns

@@ -62,14 +62,15 @@ def test_experts_in_the_column_of_a_dense_layer_are_refused() -> None:
 def test_a_stage_of_verls_that_holds_the_dead_router_alone_takes_its_routes() -> None:
     """Its column is held against those of all stages; one that nobody wrote into is bad on each of them."""
     rows = rows_with_a_constant_layer()
+    tokens = torch.arange(len(rows))[None]
     unwritten = GivenRoutes.of(torch.nested.nested_tensor([rows], layout=torch.jagged), None, MODEL).checked(
-        [9], None
+        [9], tokens
     )
     assert isinstance(unwritten[1], InvalidRoutes)
     rows[:, 5] = torch.tensor([3, 6])
     (found,) = (
         GivenRoutes.of(torch.nested.nested_tensor([rows], layout=torch.jagged), None, MODEL)
-        .checked([5, 99], None)
+        .checked([5, 99], tokens)
         .values()
     )
     assert isinstance(found, RoutedExperts)

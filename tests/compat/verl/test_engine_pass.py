@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,7 @@ import torch
 from npu_replay import routers
 from npu_replay.compat.verl.batch_routes import are_refused, refused_rows
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
-from npu_replay.compat.verl.engine_pass import RECORD, EnginePass, current, wrapped
-from npu_replay.errors import ReplayError
+from npu_replay.compat.verl.engine_pass import RECORD, EnginePass, current, run
 from zoo.toys import ToyModel, ToyRouters, hooks, tokens
 
 
@@ -40,7 +40,14 @@ class Engine:
         return {"metrics": {}}
 
 
-Engine.forward_backward_batch = wrapped(Engine.forward_backward_batch, EngineAdapter)  # type: ignore[method-assign]
+class Unmarked(EngineAdapter):
+    """Batches are no TensorDicts here."""
+
+    marks = False
+
+
+as_a_pass = functools.partialmethod(functools.partial(run, Unmarked, Engine.forward_backward_batch))
+Engine.forward_backward_batch = as_a_pass  # type: ignore[assignment, method-assign]
 
 
 def test_nothing_is_left_when_a_pass_raises() -> None:
@@ -75,22 +82,6 @@ def test_an_engine_that_acts_by_itself_does_so_in_marked_passes_alone(flagged: b
         assert (running.action, bool(running.session)) == (action, flagged)
         with torch.no_grad():
             engine.module[0](tokens(0))
-
-
-def test_an_fsdp_engine_whose_mode_lacks_its_key_or_that_cant_replay_is_refused() -> None:
-    pytest.importorskip("transformers")
-    from npu_replay.compat.verl import fsdp
-
-    config = {"strategy": "fsdp2", "router_replay": {"mode": "R2"}}
-    engine = Engine()
-    engine.engine_config = config  # type: ignore[assignment]
-    assert fsdp.FsdpAdapter(engine).mode == "R2"
-    config["strategy"] = "fsdp_turbo"
-    with pytest.raises(ReplayError, match=r"mode=R2 is set, .* Expected strategy fsdp or fsdp2, got .*turbo"):
-        fsdp.FsdpAdapter(engine)
-    config["router_replay"] = "R2"
-    with pytest.raises(ReplayError, match=r"Expected \S+router_replay.mode=R2"):
-        fsdp.FsdpAdapter(engine)
 
 
 def test_rows_of_a_refused_sample_are_no_row_of_any_model() -> None:

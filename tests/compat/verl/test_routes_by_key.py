@@ -100,7 +100,7 @@ def test_with_a_top_k_of_1_zeros_of_a_rollout_are_no_route_and_recorded_ones_are
     batch = GivenRoutes.of(carried, None, model)
     ways = (
         delivery.fetch([reference])[0],
-        batch.checked((1, 3), None)[1],
+        batch.checked((1, 3), torch.arange(8)[None])[1],
         batch.routes(from_rollout=True)[0][0],
     )
     for routes in ways:
