@@ -28,7 +28,7 @@ STARTED_AFTER = 300.0  # seconds at most: each process imports torch, on a machi
 LAYERS = 48
 TOPK = 8
 EXPERTS = 128
-WHOLE = ParallelLayout(tp=2, pp=2, dp=2, decoder=DecoderLayers(LAYERS))
+WHOLE = ParallelLayout(tp=2, pp=2, decoder=DecoderLayers(LAYERS))
 
 
 def made(seed: int, tokens: int) -> RoutedExperts:
@@ -79,7 +79,7 @@ class Rank:
 
 
 class Machine:
-    """Both nodes, "a" and "b"; a node has 4 of the 8 ranks, as Megatron-core numbers them: tp-dp-pp."""
+    """Both nodes, "a" and "b"; a node has the two ranks of a stage, which have the same samples."""
 
     def __init__(self, cluster: Cluster) -> None:
         def node(name: str) -> dict[str, Any]:
@@ -89,8 +89,8 @@ class Machine:
         head = cluster.add_node(**node("a"), include_dashboard=False)
         self.nodes = {"a": head, "b": cluster.add_node(**node("b"))}
         ray.init(address=self.cluster.address, log_to_driver=False)
-        self.places = [(rank // 4, rank // 2 % 2) for rank in range(8)]  # (pp, dp)
-        self.ranks = [self.on("ab"[rank // 4], Rank, pp) for rank, (pp, _) in enumerate(self.places)]
+        self.stages = [0, 0, 1, 1]
+        self.ranks = [self.on("ab"[stage], Rank, stage) for stage in self.stages]
         ray.get([rank.__ray_ready__.remote() for rank in self.ranks], timeout=STARTED_AFTER)
 
     @staticmethod
@@ -112,16 +112,9 @@ class Machine:
             if not lost:
                 lose()
 
-    def fetched(self, by_share: list[Any], patience: float = 60.0) -> list[Any]:
-        """What each rank fetched of its share."""
-        return ray.get(self.asked(by_share, patience), timeout=90)  # type: ignore[no-any-return]
-
-    def asked(self, by_share: list[Any], patience: float) -> list[Any]:
-        """The same, under way."""
-        return [
-            rank.fetch.remote(by_share[dp], patience)
-            for rank, (_, dp) in zip(self.ranks, self.places, strict=True)
-        ]
+    def fetched(self, references: Any, patience: float = 60.0) -> list[Any]:
+        """What each rank fetched."""
+        return ray.get([rank.fetch.remote(references, patience) for rank in self.ranks], timeout=90)  # type: ignore[no-any-return]
 
     def drop(self) -> None:
         """The step is over on all ranks."""

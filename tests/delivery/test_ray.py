@@ -1,4 +1,4 @@
-"""Ray's object store as the carrier, on a real Ray: two nodes with a store each, 8 ranks of a training.
+"""Ray's object store as the carrier, on a real Ray: two nodes with a store each, 4 ranks of a training.
 
 ci/verl.sh runs it, whose environment has Ray; `pytest -s` prints the figures of docs/dev/performance.md.
 """
@@ -54,11 +54,6 @@ def stage(pp: int) -> range:
     return range(24 * pp, 24 * pp + 24)
 
 
-def shares(references: list[Any]) -> list[Any]:
-    half = len(references) // 2
-    return [references[:half], references[half:]]
-
-
 def test_without_a_started_ray_it_is_said() -> None:
     with pytest.raises(ReplayError, match=r"no Ray to put routes into.* a Ray that isn't started here"):
         RayCarrier().put(made(0, 2))
@@ -70,11 +65,10 @@ def test_each_rank_gets_its_own_and_each_id_crosses_once(machine: Any, putters: 
     unique = SAMPLES * TOKENS * 48 * 8
     references = put(putters, 0)
     there = machine.resident()
-    got = machine.fetched(shares(references))
+    got = machine.fetched(references)
     after = machine.resident()
-    for found, (pp, dp) in zip(got, machine.places, strict=True):
-        seeds = range(8 * dp, 8 * dp + 8)
-        assert found == [digest(made(seed, TOKENS).only(stage(pp))) for seed in seeds]
+    for fetched, pp in zip(got, machine.stages, strict=True):
+        assert fetched == [digest(made(seed, TOKENS).only(stage(pp))) for seed in range(SAMPLES)]
     share = unique // 2 + unique // 4  # what it put, and what it was sent
     crossed = sum(after.values()) - sum(there.values())  # a copy stays in the asking node's store
     assert unique // 2 <= crossed < 1.05 * unique // 2
@@ -97,18 +91,18 @@ def test_references_travel_with_ray_as_anything_does(machine: Any, putters: list
     del references
     place = [0, 1, 3, 4, 6, 7, 2, 5]
     wanted = [made(1000 + place[at], 50) for at in order]
-    for found, (pp, _) in zip(machine.fetched([moved, moved]), machine.places, strict=True):
-        assert found == [digest(one.only(stage(pp))) for one in wanted]
+    for fetched, pp in zip(machine.fetched(moved), machine.stages, strict=True):
+        assert fetched == [digest(sample.only(stage(pp))) for sample in wanted]
     assert delivery.fetch(moved, layers=(3, 40)) == [one.only((3, 40)) for one in wanted]
     machine.drop()
 
 
-def assert_lost(found: list[Any], number: int, seconds: float) -> None:
-    """Every rank of this share says which sample is lost, in time."""
-    for said, spent in found:
-        assert f"sample {number}, Reference(" in said
-        assert "the routes of this sample can't be read" in said
-        assert "died" in said or "Lost" in said, said
+def assert_lost(answers: list[Any], number: int, seconds: float) -> None:
+    """Every rank says which sample is lost, in time."""
+    for text, spent in answers:
+        assert f"sample {number}, Reference(" in text
+        assert "the routes of this sample can't be read" in text
+        assert "died" in text or "Lost" in text, text
         assert spent < seconds
 
 
@@ -119,7 +113,7 @@ def test_a_node_that_is_lost_is_told_by_every_rank_and_the_next_step_works(
         lost = put([machine.on("c", ray_cluster.Putter)], 5000, 200, 2)
         alive = put(putters, 6000, 200, 2)
         lose()
-        assert_lost(machine.fetched([[alive[0], lost[0], alive[1]]] * 2, PATIENCE), number=1, seconds=25)
-    again = put(putters, 7000, 200, 4)
-    assert machine.fetched(shares(again))[0] == [digest(made(s, 200).only(stage(0))) for s in (7000, 7001)]
+        assert_lost(machine.fetched([alive[0], lost[0], alive[1]], PATIENCE), number=1, seconds=25)
+    again = put(putters, 7000, 200, 2)
+    assert machine.fetched(again)[0] == [digest(made(s, 200).only(stage(0))) for s in (7000, 7001)]
     machine.drop()

@@ -42,7 +42,7 @@ def trainer(folder: Path, peft: Any = None, evaluate: bool = False, **options: A
         "num_iterations": 2,
         "steps_per_generation": 2,
         "max_completion_length": 8,
-        "max_steps": 12,
+        "max_steps": 8,
         "learning_rate": 0.03,
         "use_cpu": True,
         "bf16": False,

@@ -154,9 +154,9 @@ def plain_of(actor: Any) -> Any:
     return type(actor)(replace(actor.tiny, mode="disabled"))
 
 
-def r3_batch(tiny: Tiny, routes: Sequence[torch.Tensor] | None) -> Any:
+def r3_batch(tiny: Any, routes: Sequence[torch.Tensor] | None) -> Any:
     """A batch with a rollout's routes, if given, that can be updated on right away."""
-    return r3_batch_of(job.batch(tiny.split, routes))
+    return r3_batch_of(job.batch(tiny, routes))
 
 
 def r3_batch_of(data: Any) -> Any:
@@ -166,7 +166,7 @@ def r3_batch_of(data: Any) -> Any:
 
 def recorded_batch(actor: Any) -> tuple[Any, list[torch.Tensor]]:
     """R2's first pass: the batch with old log-probs and routes, as the trainer has it; and the routes."""
-    data = job.batch(actor.tiny.split)
+    data = job.batch(actor.tiny)
     data.batch["old_log_probs"], data.batch["routed_experts"] = actor.log_probs(data)
     return data, job.unpadded(data.batch["routed_experts"], data)
 
@@ -181,7 +181,7 @@ def _r2(kind: Any, settings: dict[str, Any], *, stays: bool = False) -> Any:
     columns = moe_layers(tiny)
     with npu_replay.observe(actor.chunks) as first:
         data, routes = recorded_batch(actor)
-    others = job.batch(tiny.split)
+    others = job.batch(tiny)
     with npu_replay.record(plain.chunks) as own:
         others.batch["old_log_probs"], none = plain.log_probs(others)
     assert none is None
@@ -217,7 +217,7 @@ def _r3(kind: Any, settings: dict[str, Any], prepared: Callable[[Any], Any] | No
     tiny = begin(mode="R3", **settings)
     actor = kind(tiny)
     routes = job.rollout_routes(tiny)
-    data = job.batch(tiny.split, routes)
+    data = job.batch(tiny, routes)
     data = prepared(data) if prepared else data
     with told() as lines:
         with npu_replay.observe(actor.chunks) as first:
@@ -243,12 +243,12 @@ def _lora(kind: Any) -> None:
         actor = kind(tiny)
         routes = job.rollout_routes(tiny)
         with told() as lines:
-            found, names = actor.reference(job.batch(tiny.split, routes))
-            wanted, _ = plain_of(actor).reference(job.batch(tiny.split))
+            found, names = actor.reference(job.batch(tiny, routes))
+            wanted, _ = plain_of(actor).reference(job.batch(tiny))
         assert torch.equal(found, wanted)
         assert "routed_experts" not in names
         assert (lines, actor.adapter.off) == ([], 1)
-        data = job.batch(tiny.split, routes if mode == "R3" else None)
+        data = job.batch(tiny, routes if mode == "R3" else None)
         with npu_replay.observe(actor.chunks) as seen:
             _, own = actor.log_probs(data)
         check_rows(seen.shown, routes if mode == "R3" else job.unpadded(own, data), tiny)
@@ -439,7 +439,7 @@ def _others() -> None:
         critic = job.training_worker(replace(tiny, value=True))  # whose mode is copied from the actor's
         critic.set_loss_fn(lambda model_output, **_: (model_output["values"].values().square().mean(), {}))
         passes.append((critic, critic.infer_batch, "values"))
-    data = job.batch(tiny.split, routes)
+    data = job.batch(tiny, routes)
 
     def asked() -> list[torch.Tensor]:
         found = []
@@ -503,7 +503,7 @@ def _files() -> None:
     dist.barrier()
     again = replace(tiny, mode="R3", files={"replay_file": folder}, micro=1)
     other = Actor(again)
-    batch = job.batch(tiny.split)
+    batch = job.batch(tiny)
     with job.other_routers(other.chunks):
         with npu_replay.observe(other.chunks) as first:
             batch.batch["old_log_probs"], _ = other.log_probs(batch)

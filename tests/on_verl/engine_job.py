@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from verl.utils import tensordict_utils as tu
 from npu_replay import RoutedModel
 from npu_replay.compat.verl import r3_store
 from npu_replay.compat.verl.batch_routes import COLUMN
-from npu_replay.delivery import references
 from npu_replay.smoke import megatron_model
 from piece_files import FileCarrier
 from zoo import gpt_split, hybrid
@@ -70,6 +69,12 @@ class Tiny:
     """Weights in one buffer, which verl can offload; Megatron's optimizer for them wants CUDA by name."""
     value: bool = False
     lora: bool = False
+
+    @staticmethod
+    def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The prompt and the response of all samples, int64."""
+        drawn = torch.Generator().manual_seed(5)
+        return [tuple(torch.randint(1, VOCAB, (size,), generator=drawn) for size in pair) for pair in LENGTHS]  # type: ignore[misc]
 
 
 def start(split: Split) -> Split:
@@ -264,14 +269,19 @@ def _small(base: type) -> type:
             return super().optimizer_step()
 
         def _build_tf_config(self) -> None:
-            self.gradients: list[list[torch.Tensor]] = []
-            self.is_value_model = self.model_config.tiny.value
-            self.share_embeddings_and_output_weights = False
-            self.param_dtype = self.dtype = torch.float32
-            self.bridge = self.provider = None
-            self.vanilla_bridge = False
-            self.peft_cls = Adapter() if self.model_config.tiny.lora else None
-            self.tf_config = transformer_config(self.model_config.tiny)
+            tiny = self.model_config.tiny
+            vars(self).update(
+                gradients=[],
+                is_value_model=tiny.value,
+                share_embeddings_and_output_weights=False,
+                param_dtype=torch.float32,
+                dtype=torch.float32,
+                bridge=None,
+                provider=None,
+                vanilla_bridge=False,
+                peft_cls=Adapter() if tiny.lora else None,
+                tf_config=transformer_config(tiny),
+            )
 
         def _build_megatron_module(self) -> list[nn.Module]:
             wrapped = not self.engine_config.forward_only
@@ -515,12 +525,6 @@ def _legacy_config(tiny: Tiny) -> dict[str, Any]:
 # Data
 
 
-def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The prompt and the response of all samples, int64."""
-    drawn = torch.Generator().manual_seed(5)
-    return [tuple(torch.randint(1, VOCAB, (one,), generator=drawn) for one in pair) for pair in LENGTHS]  # type: ignore[misc]
-
-
 def mine(split: Split) -> list[int]:
     """The samples of this data-parallel rank."""
     share_of = len(LENGTHS) // split.dp
@@ -529,7 +533,7 @@ def mine(split: Split) -> list[int]:
 
 
 def batch(
-    split: Split,
+    tiny: Any,
     routes: Sequence[torch.Tensor] | None = None,
     tokens_of: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> DataProto:
@@ -537,10 +541,10 @@ def batch(
 
     `routes` are those of each of them, [tokens, layers, topk]; `tokens_of` the tokens of all samples.
     """
-    numbers = mine(split)
-    given = [(tokens_of or samples())[number] for number in numbers]
-    prompts = torch.stack([pad(prompt, (PROMPT - len(prompt), 0)) for prompt, _ in given])
-    responses = torch.stack([pad(response, (0, RESPONSE - len(response))) for _, response in given])
+    numbers = mine(tiny.split)
+    samples = [(tokens_of or tiny.samples())[number] for number in numbers]
+    prompts = torch.stack([pad(prompt, (PROMPT - len(prompt), 0)) for prompt, _ in samples])
+    responses = torch.stack([pad(response, (0, RESPONSE - len(response))) for _, response in samples])
     tokens = torch.cat([prompts, responses], dim=1)
     attention = (tokens > 0).long()  # no token is 0
     answered = (responses > 0).long()
@@ -554,54 +558,45 @@ def batch(
         "advantages": answered * (1.0 - 0.5 * (torch.tensor(numbers)[:, None] % 4)),
     }
     if routes is not None:
-        around = [(0, 0, 0, 0, PROMPT - len(prompt), RESPONSE - len(answer)) for prompt, answer in given]
+        around = [(0, 0, 0, 0, PROMPT - len(prompt), RESPONSE - len(answer)) for prompt, answer in samples]
         tensors["routed_experts"] = torch.stack([pad(*each) for each in zip(routes, around, strict=True)])
     return DataProto.from_single_dict(tensors, meta_info={"temperature": 1.0})
-
-
-_puts = itertools.count(1)
 
 
 @contextmanager
 def delivered(tiny: Any) -> Iterator[Callable[[DataProto], DataProto]]:
     """Makes of a batch what verl's trainer has where a rollout put its routes away; each is read once. Ranks
-    with the same samples have the same references, as if one worker had put them."""
+    with the same samples have the same references."""
     layers = [layer for layer, moe in enumerate(tiny.moe) if moe]
     model = RoutedModel(layers=tuple(layers), num_layers=len(tiny.moe), num_experts=EXPERTS, topk=TOPK)
+    putter = r3_store.Putter(FileCarrier(Path(mkdtemp()), cut=2), model, keeps=False)
+    put = list[Any]()
     asked: list[int] = []
     read = r3_store.fetch_each
 
-    def counted(given: Any, *how: Any) -> Any:
-        asked.append(len(given))
-        return read(given, *how)
+    def counted(references: Any, *how: Any) -> Any:
+        asked.append(len(references))
+        return read(references, *how)
 
     def by_reference(data: DataProto) -> DataProto:
         whole = data.batch.pop("routed_experts")
         kept = data.batch["attention_mask"].bool()
         marks = torch.zeros(*whole.shape[:2], 1, 1, dtype=torch.int16)
-        put = []
+        references = []
         for number, mask in enumerate(kept):
-            rows = whole[number][mask].numpy()
             tokens = data.batch["input_ids"][number][mask].numpy()
-            found, reference = putter.put(rows, tokens, 0)
-            marks[number, mask] = torch.from_numpy(found)
-            put.append(reference)
+            sample, reference = putter.put(whole[number][mask].numpy(), tokens, 0)
+            marks[number, mask] = torch.from_numpy(sample)
+            references.append(reference)
         data.batch["routed_experts"] = marks
-        data.non_tensor_batch[COLUMN] = np.array([*put, None], dtype=object)[:-1]
+        shared = told_by(tiny.split, references)[0]
+        put.extend(shared)
+        data.non_tensor_batch[COLUMN] = np.array([*shared, None], dtype=object)[:-1]
         return data
 
-    with TemporaryDirectory() as folder:
-        putter = r3_store.Putter(FileCarrier(Path(folder), cut=2), model, keeps=False)
-        r3_store.fetch_each = counted
-        random = references.secrets
-        first = mine(tiny.split)[0]
-        references.secrets = SimpleNamespace(randbits=lambda bits: next(_puts) * len(LENGTHS) + first)
-        try:
-            yield by_reference
-        finally:
-            r3_store.fetch_each = read
-            references.secrets = random
-        assert sum(asked) == len(list(Path(folder).glob("*.pieces"))) > 0
+    with mock.patch.object(r3_store, "fetch_each", counted):
+        yield by_reference
+    assert sum(asked) == len(put) > 0
 
 
 def without_padding(data: DataProto, **more: Any) -> TensorDict:
@@ -668,17 +663,21 @@ def rollout_routes(tiny: Tiny) -> list[torch.Tensor]:
     return found
 
 
+def packing() -> tuple[Any, ...]:
+    """verl's NPU functions for packing, which are plain torch, where flash-attn isn't installed."""
+    plain = importlib.import_module("verl.utils.npu_flash_attn_utils")
+    return tuple(
+        getattr(plain, name) for name in ("index_first_axis", "pad_input", "rearrange", "unpad_input")
+    )
+
+
 def prepare(*, engines: bool = True) -> None:
     """Lend what this machine lacks, and put the small engines in their place, if wanted."""
     if not hasattr(np, "product"):
         np.product = np.prod  # Megatron-core before 0.16 saves checkpoints with it; numpy 2 has renamed it
     # verl before 0.9 offloads to memory that only a machine with a device can pin.
     torch.Tensor.pin_memory = lambda self, *_: self.clone()  # type: ignore[method-assign]
-    # verl's NPU functions for packing, which are plain torch, where flash-attn isn't installed.
-    plain = importlib.import_module("verl.utils.npu_flash_attn_utils")
-    names = ("index_first_axis", "pad_input", "rearrange", "unpad_input")
-    packing = tuple(getattr(plain, name) for name in names)
-    importlib.import_module("verl.utils.attention_utils")._get_attention_functions = lambda: packing
+    importlib.import_module("verl.utils.attention_utils")._get_attention_functions = packing
     # verl logs how much memory a device has; 0.9 takes a machine without one for one with CUDA.
     torch.cuda.mem_get_info = lambda *_: (0, 0)  # type: ignore[assignment]
     for name in (

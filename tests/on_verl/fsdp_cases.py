@@ -1,4 +1,4 @@
-"""What verl's own FSDP engine does with npu_replay in it, in one process and in two.
+"""What verl's own FSDP engine does with npu_replay in it, in two processes.
 
 Each case asserts on every rank. Which token sits in which row of a router, and what it chose, is what hooks
 of these tests saw (qwen_sharded.witnessed).
@@ -24,7 +24,15 @@ from npu_replay.compat.verl.fsdp import FsdpAdapter
 from npu_replay.environment import DELIVERY
 from on_verl import engine_job
 from on_verl import fsdp_job as job
-from on_verl.engine_cases import leave, nothing_is_on, patched, r3_batch_of
+from on_verl.engine_cases import (
+    leave,
+    nothing_is_on,
+    patched,
+    plain_of,
+    r3_batch,
+    r3_batch_of,
+    recorded_batch,
+)
 from on_verl.engine_job import LENGTHS
 from on_verl.fsdp_job import Actor, Tiny, prepare
 from zoo import qwen, qwen_sharded, qwen_vl
@@ -63,26 +71,6 @@ def check_calls(calls: Sequence[Call], tiny: Tiny, routes: Sequence[torch.Tensor
     qwen_sharded.check(calls, job.by_token(tiny, routes), columns, times, tiny.split.ranks["dp"])
 
 
-def share_of_others(calls: Sequence[Call], tiny: Tiny, routes: Sequence[torch.Tensor]) -> float:
-    return qwen_sharded.share_of_others(calls, job.by_token(tiny, routes))
-
-
-def plain_of(actor: Actor, **changes: Any) -> Actor:
-    """The same actor, of a job without replay."""
-    return Actor(Tiny(**vars(actor.tiny) | {"mode": "disabled"} | changes))
-
-
-def recorded(actor: Actor) -> tuple[Any, list[torch.Tensor]]:
-    """R2's first pass: the batch with old log-probs and routes, as the trainer has it; and the routes."""
-    data = job.batch(actor.tiny)
-    data.batch["old_log_probs"], data.batch["routed_experts"] = actor.log_probs(data)
-    return data, list(data.batch["routed_experts"].unbind())
-
-
-def r3_batch(tiny: Tiny, routes: Sequence[torch.Tensor] | None) -> Any:
-    return r3_batch_of(job.batch(tiny, routes))
-
-
 # R2 and R3
 
 
@@ -90,7 +78,7 @@ def _r2(tiny: Tiny, *, stays: bool = False) -> list[torch.Tensor]:
     """What was recorded, too."""
     actor = Actor(tiny)
     with witnessed(actor.model) as first:
-        data, routes = recorded(actor)
+        data, routes = recorded_batch(actor)
     if stays:
         assert {tuple(one.shape[1:]) for one in routes} == {(1, 5)}
         held = FsdpAdapter.of(actor.engine).routes.usable
@@ -114,7 +102,7 @@ def _r2(tiny: Tiny, *, stays: bool = False) -> list[torch.Tensor]:
 def _r3(tiny: Tiny, prepared: Callable[[Any], Any] | None = None) -> None:
     actor = Actor(tiny)
     routes = engine_job.rollout_routes(tiny)
-    data = job.batch(tiny, routes)
+    data = engine_job.batch(tiny, routes)
     data = prepared(data) if prepared else data
     with told() as lines:
         with witnessed(actor.model) as first:
@@ -183,15 +171,16 @@ def _adapter() -> None:
             for name, weight in one.model.named_parameters():
                 if "lora_B" in name:  # a fresh adapter does nothing: half of it is zero
                     weight.fill_(0.3)
-    data = job.batch(tiny)
+    data = engine_job.batch(tiny)
     with witnessed(actor.model) as first:
         reference, names = actor.reference(data)
-    wanted, _ = plain.reference(job.batch(tiny))
+    wanted, _ = plain.reference(engine_job.batch(tiny))
     assert "routed_experts" not in names
     assert torch.equal(reference, wanted)
     data.batch["old_log_probs"], chosen = actor.log_probs(data)
     data.batch["routed_experts"], routes = chosen, list(chosen.unbind())
-    assert share_of_others(first, tiny, routes) > 0.05, "the adapter has no effect"
+    others = qwen_sharded.share_of_others(first, job.by_token(tiny, routes))
+    assert others > 0.05, "the adapter has no effect"
     again, names = actor.reference(data)
     assert "routed_experts" not in names
     assert torch.equal(again, wanted)
@@ -230,7 +219,7 @@ def _bad_later() -> None:
 def _unthought() -> None:
     """Where it lays out a micro-batch, before a forward and after one whose rows another rank waits for."""
     for settings, run in (
-        ({"sp": 2}, recorded),
+        ({"sp": 2}, recorded_batch),
         ({"mode": "R3"}, lambda one: one.update(r3_batch(one.tiny, engine_job.rollout_routes(one.tiny)))),
     ):
         actor = Actor(tiny_of(**settings))  # type: ignore[arg-type]
@@ -248,7 +237,7 @@ def _images() -> None:
 
     actor: Any = Actor(tiny_of(sp=2))
     actor.model.config.vision_config = {}
-    data = engine_job.log_prob_batch(job.batch(actor.tiny))[:3]
+    data = engine_job.log_prob_batch(engine_job.batch(actor.tiny))[:3]
     data["multi_modal_inputs"] = [{"pixel_values": torch.zeros(2)}] * 3  # type: ignore[assignment]
     total = sum(map(sum, LENGTHS[:3]))
     piece = -(-total // 2)
@@ -258,7 +247,7 @@ def _images() -> None:
     assert layout_of(actor.engine, data, {}).rows.tolist() == wanted
 
 
-def vision_batch(split: Any, images: Sequence[int]) -> Any:
+def vision_batch(tiny: Tiny, images: Sequence[int]) -> Any:
     """verl's batch of one question and one answer about each of these images.
 
     With positions of text: verl can't cut a batch with four kinds of them on torch 2.13.
@@ -267,7 +256,7 @@ def vision_batch(split: Any, images: Sequence[int]) -> Any:
 
     samples = [qwen_vl.sample(image) for image in images]
     tokens = samples[0][0]
-    data = engine_job.batch(split, None, [(tokens[:6], tokens[6:])] * len(images))
+    data = engine_job.batch(tiny, None, [(tokens[:6], tokens[6:])] * len(LENGTHS))
     inputs = np.array([{}, *(one for _, one in samples)], dtype=object)[1:]
     data.non_tensor_batch["multi_modal_inputs"] = inputs
     return data
@@ -308,17 +297,20 @@ def _other_images() -> None:
     modeling.Qwen3VLCausalLMOutputWithPast = next(filter(None, (getattr(modeling, n, None) for n in names)))
     folder = shared_folder()
     files = shared_folder()
-    qwen_vl.make(3).save_pretrained(folder)
-    qwen.tokenizer(map(str, range(200)), pad_token="0").save_pretrained(folder)
+    if dist.get_rank() == 0:
+        qwen_vl.make(3).save_pretrained(folder)
+        qwen.tokenizer(map(str, range(200)), pad_token="0").save_pretrained(folder)
+    dist.barrier()
     actor = Actor(Tiny(folder=folder, files={"record_file": files}, most=24))
-    data = vision_batch(actor.tiny.split, range(1, 9))
+    images = [number + 1 for number in engine_job.mine(actor.tiny.split)]
+    data = vision_batch(actor.tiny, images)
     with by_image(actor.model) as first:
         data.batch["old_log_probs"], data.batch["routed_experts"] = actor.log_probs(data)
-    assert len({tuple(one.flatten().tolist()) for one in first.values()}) == 8
-    order = [2, 0, 3, 1, 7, 6, 5, 4]
+    assert len({tuple(one.flatten().tolist()) for one in first.values()}) == 4
+    order = [2, 0, 3, 1]
     logs = data.batch["old_log_probs"]
     routes = data.batch["routed_experts"]
-    data = vision_batch(actor.tiny.split, [number + 1 for number in order])
+    data = vision_batch(actor.tiny, [images[number] for number in order])
     data.batch["old_log_probs"] = logs[order]
     moved = [routes.unbind()[number] for number in order]
     data.batch["routed_experts"] = torch.nested.as_nested_tensor(moved, layout=torch.jagged)
@@ -327,13 +319,14 @@ def _other_images() -> None:
     assert metrics["npu_replay/live_mismatch"][0] > 0.3
     assert first.keys() == second.keys()
     assert all(torch.equal(first[image], second[image]) for image in first)
-    assert len(npu_replay.RouteStore(files)) == 8
+    dist.barrier()
+    assert len(npu_replay.RouteStore(files)) == 8, "of both ranks"
     other = Actor(Tiny(folder=folder, mode="R3", files={"replay_file": files}, most=12))
     data.batch.pop("routed_experts")
     with other_routers(other.model), by_image(other.model) as third:
         other.update(r3_batch_of(data))
     assert all(torch.equal(first[image][:, :-1], third[image][:, :-1]) for image in first)
-    unknown = vision_batch(other.tiny.split, range(2, 10))
+    unknown = vision_batch(other.tiny, [image + 8 for image in images])
     leave(lambda: other.update(r3_batch_of(unknown)), "no routes of these tokens", first=0)
 
 
@@ -341,5 +334,5 @@ def _other_images() -> None:
 def _dense() -> None:
     folder = save_model(shared_folder(), dense=True)
     actor = Actor(tiny_of(folder=folder))
-    leave(partial(recorded, actor), "no router", first=0)
-    Actor(tiny_of(folder=folder, mode="disabled")).log_probs(job.batch(actor.tiny))
+    leave(partial(recorded_batch, actor), "no router", first=0)
+    Actor(tiny_of(folder=folder, mode="disabled")).log_probs(engine_job.batch(actor.tiny))

@@ -22,7 +22,7 @@ from torch import nn
 from on_verl import engine_job
 from on_verl.engine_job import LENGTHS
 from zoo.gpt_split import Split
-from zoo.qwen_sharded import MOE, VOCAB, block_of, routers, whole
+from zoo.qwen_sharded import MOE, block_of, routers, whole
 
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
@@ -53,6 +53,13 @@ class Tiny:
     @property
     def moe(self) -> tuple[int, ...]:
         return MOE
+
+    @staticmethod
+    def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The prompt and the response of all samples: 1, 2, 3 and so on."""
+        lengths = [length for pair in LENGTHS for length in pair]
+        numbers = torch.arange(1, 1 + sum(lengths)).split(lengths)
+        return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 # verl's block for an NPU
@@ -160,23 +167,9 @@ def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 # Data
 
 
-def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The prompt and the response of all samples: 1, 2, 3 and so on."""
-    numbers = iter(range(1, VOCAB))
-    return [
-        (torch.tensor([next(numbers) for _ in range(a)]), torch.tensor([next(numbers) for _ in range(b)]))
-        for a, b in LENGTHS
-    ]
-
-
-def batch(tiny: Any, routes: Sequence[torch.Tensor] | None = None) -> Any:
-    """This rank's samples as the trainer has them."""
-    return engine_job.batch(tiny.split, routes, samples())
-
-
 def by_token(tiny: Any, routes: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Of this rank's routes, [tokens, layers, topk] a sample: those of each token, by its id."""
-    tokens = [torch.cat(samples()[number]).tolist() for number in engine_job.mine(tiny.split)]
+    tokens = [torch.cat(tiny.samples()[number]).tolist() for number in engine_job.mine(tiny.split)]
     return {
         token: row
         for ids, one in zip(tokens, routes, strict=True)

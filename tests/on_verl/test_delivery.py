@@ -30,6 +30,7 @@ from npu_replay.environment import DELIVERY
 from npu_replay.errors import RouterError
 from npu_replay.routes.arguments import StageLabels
 from on_verl import test_rollout as loops
+from on_verl.engine_job import packing
 from on_verl.test_rollout import SAMPLED, Turn, deep, guarded, installed
 from piece_files import FileCarrier
 
@@ -42,10 +43,8 @@ COUNT = 8
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where what a worker puts lies, in the place of Ray's object store."""
-    plain = importlib.import_module("verl.utils.npu_flash_attn_utils")  # others want flash-attn
-    packing = [getattr(plain, name) for name in ("index_first_axis", "pad_input", "rearrange", "unpad_input")]
     functions = importlib.import_module("verl.utils.attention_utils")
-    monkeypatch.setattr(functions, "_get_attention_functions", lambda: packing)
+    monkeypatch.setattr(functions, "_get_attention_functions", packing)  # others want flash-attn
     monkeypatch.setenv(DELIVERY, "ray")
     monkeypatch.setattr(r3_store, "RayCarrier", partial(FileCarrier, tmp_path / "routes"))
     return tmp_path / "routes"
@@ -205,23 +204,21 @@ def test_the_reference_is_sent_no_routes(value: str, lora: bool, monkeypatch: py
     data, _ = batch_of()
     sent: list[set[str]] = []
 
-    class Sent(Exception):
-        pass
-
     def take(batch: Any) -> None:
         sent.append(set(batch.keys()))
-        raise Sent
+        raise InterruptedError
 
     made = trainer.__new__(trainer)
-    made.ref_in_actor = lora
-    made.use_legacy_worker_impl = "disable"
-    made.ref_policy_wg = SimpleNamespace(compute_ref_log_prob=take)
-    made.actor_rollout_wg = SimpleNamespace(compute_log_prob=take)
-    with pytest.raises(Sent):
-        made._compute_ref_log_prob(data)
-    npu_replay.uninstall()
-    with pytest.raises(Sent):
-        made._compute_ref_log_prob(data)
+    vars(made).update(
+        ref_in_actor=lora,
+        use_legacy_worker_impl="disable",
+        ref_policy_wg=SimpleNamespace(compute_ref_log_prob=take),
+        actor_rollout_wg=SimpleNamespace(compute_log_prob=take),
+    )
+    for leave in (npu_replay.uninstall, npu_replay.install):
+        with pytest.raises(InterruptedError):
+            made._compute_ref_log_prob(data)
+        leave()
     routes = {"routed_experts", COLUMN} if value else {"routed_experts"}
     assert sent[1] - sent[0] == (set() if lora else routes)
     assert "input_ids" in sent[0]

@@ -32,7 +32,7 @@ BY_RELEASE = (
 )
 """Where verl's own code differs from release to release: how it packs, merges, narrows and hands on."""
 AT_BOTH_ENDS = ("R2: cp2", "reference and critic")  # T26
-"""0.8 packs as 0.9 does, and else does as 0.7: there they are long."""
+"""0.8 packs as 0.9 does, and else does as 0.7: there they and the next are long."""
 ALIKE = (
     "a worker that marks no batch",
     *("R2: groups by sigmoid and a bias", "R2: tp2 of padded sequences"),
@@ -74,12 +74,12 @@ pytestmark = [
 def _here() -> Iterable[Any]:
     """Those that this release of verl has the code for."""
     release = version("verl")
-    here = (*BY_RELEASE, *(() if hybrid.missing() else FROM_0_16))
-    yield from here
+    yield from BY_RELEASE
     between = [pytest.mark.long] * release.startswith("0.8")
-    yield from (pytest.param(case, marks=between) for case in AT_BOTH_ENDS)
+    at_ends = (*AT_BOTH_ENDS, *(() if hybrid.missing() else FROM_0_16))
+    yield from (pytest.param(case, marks=between) for case in at_ends)
     yield from (pytest.param(case, marks=pytest.mark.newest) for case in ALIKE)
-    rest = (case for case in EVERY if case not in {*here, *AT_BOTH_ENDS, *ALIKE})
+    rest = (case for case in EVERY if case not in {*BY_RELEASE, *at_ends, *ALIKE})
     yield from (pytest.param(case, marks=[pytest.mark.newest, pytest.mark.long]) for case in rest)
     if release.startswith("0.7."):
         yield from (f"0.7's actor, {case}" for case in ACTOR)

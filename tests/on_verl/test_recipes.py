@@ -35,6 +35,8 @@ OTHER_BRIDGE = {"mbridge": "0.15.1", "megatron_bridge": ""}
 if RELEASE < "0.9":
     OTHER_BRIDGE = {"mbridge": "", "megatron_bridge": "0.5.0"}
 """The bridge alone that this verl doesn't take by itself."""
+BETWEEN = [pytest.mark.long] * RELEASE.startswith("0.8")
+"""0.8 is given the bridges of 0.7, and else the lines of 0.9."""
 MODULES = "VERL_USE_EXTERNAL_MODULES"
 BRIDGE = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
 
@@ -60,8 +62,10 @@ def ran(*command: Any, **how: Any) -> Any:
     return subprocess.run(command, capture_output=True, text=True, **how)
 
 
-def checked(name: str, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[DictConfig, str]:
-    """The job's config and its mode, after verl's checks and npu_replay's on a machine with this vLLM."""
+def checked(
+    name: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[DictConfig, str, dict[str, str]]:
+    """The job's config, mode and variables, after verl's checks and ours on a machine with this vLLM."""
     config = overridden(name, lines)
     OmegaConf.resolve(config)
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
@@ -78,7 +82,7 @@ def checked(name: str, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> tup
         monkeypatch.setenv(variable, value)
     legacy = HAS_LEGACY and config.trainer.use_legacy_worker_impl != "disable"
     OmegaConf.set_readonly(config, False)
-    return config, verl_config.check_actor(config.actor_rollout_ref, legacy=legacy)
+    return config, verl_config.check_actor(config.actor_rollout_ref, legacy=legacy), environment
 
 
 def test_there_is_one_for_each_trainer_and_device() -> None:
@@ -86,7 +90,7 @@ def test_there_is_one_for_each_trainer_and_device() -> None:
     assert {script.stem for script in SCRIPTS} == wanted
 
 
-@pytest.mark.parametrize("mode", ["R2", "R3"])
+@pytest.mark.parametrize("mode", [pytest.param("R2", marks=BETWEEN), "R3"])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_script_is_a_whole_job_with_replay(
     script: Path, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +101,7 @@ def test_a_script_is_a_whole_job_with_replay(
     trainer, path, name, *lines = done.stdout.splitlines()
     assert (trainer, path) == ("verl.trainer.main_ppo", "--config-path=config")
     name = name.removeprefix("--config-name=").removesuffix(".yaml")
-    config, acted_on = checked(name, lines, monkeypatch)
+    config, acted_on, environment = checked(name, lines, monkeypatch)
     assert acted_on == mode
     device = script.stem.partition("_")[0]
     assert config.trainer.device == ("npu" if device == "npu" else "cuda")
@@ -105,7 +109,6 @@ def test_a_script_is_a_whole_job_with_replay(
     if script.stem == "npu_fsdp2":  # verl's engines read this key, and none beside it
         job = config.actor_rollout_ref
         assert [job[role].fsdp_config.use_torch_compile for role in ("actor", "ref")] == [False, False]
-    environment = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
     wanted = {"NPU_REPLAY_VLLM_ASCEND"} if (device, mode) == ("npu", "R3") else set()
     if mode == "R3" and metadata.version("verl") < "0.9":
         wanted.add(MODULES)
@@ -117,6 +120,7 @@ def test_a_script_is_a_whole_job_with_replay(
     assert bool(synchronous) == (mode == "R3" and VLLM == "0.18.0")
 
 
+@pytest.mark.newest  # the script's own words
 def test_what_the_caller_adds_counts_last(tmp_path: Path) -> None:
     environment = python_that_shows(tmp_path)
     done = ran("bash", SCRIPTS[0].name, "trainer.nnodes=1", cwd=FOLDER, env=environment)
@@ -127,6 +131,7 @@ def test_what_the_caller_adds_counts_last(tmp_path: Path) -> None:
         assert not done.stdout
 
 
+@pytest.mark.newest  # the script's own words
 def test_megatron_on_one_node_takes_a_smaller_expert_parallelism(tmp_path: Path) -> None:
     environment = python_that_shows(tmp_path) | {"NODES": "1"}
     for script in SCRIPTS:
@@ -138,6 +143,7 @@ def test_megatron_on_one_node_takes_a_smaller_expert_parallelism(tmp_path: Path)
             assert "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4" in lines
 
 
+@pytest.mark.newest  # the script's own words
 def test_a_script_says_that_it_wants_vllm(tmp_path: Path) -> None:
     sglang = next(image for image in ascend_images.VERL_IMAGES if image.sglang)
     environment = python_that_shows(tmp_path, replace(sglang, verl=""))

@@ -190,18 +190,24 @@ def make_worker(engine: Any, config: Any = None, kind: Any = None, client: Any =
     """A worker of the real class; what its constructor would read from a checkpoint's folder is set here."""
     config = make_config() if config is None else config
     worker = object.__new__(kind or agent_loop.AgentLoopWorker)
-    worker.config = config
-    worker.rollout_config = config.actor_rollout_ref.rollout
-    worker.llm_client = worker.server_manager = client or make_client(engine, config)
-    worker.tokenizer = TOKENIZER
-    worker.processor = None
-    worker.dataset_cls = None
-    worker.hf_model_type = None
-    worker.mm_processor_kwargs = {}
-    worker.tools = []
-    worker.distillation_enabled = False
-    worker.reward_loop_worker_handles = worker.reward_router_address = worker.use_reward_loop = None
-    worker.model_config = SimpleNamespace(hf_config=None)
+    client = client or make_client(engine, config)
+    vars(worker).update(
+        config=config,
+        rollout_config=config.actor_rollout_ref.rollout,
+        llm_client=client,
+        server_manager=client,
+        tokenizer=TOKENIZER,
+        processor=None,
+        dataset_cls=None,
+        hf_model_type=None,
+        mm_processor_kwargs={},
+        tools=[],
+        distillation_enabled=False,
+        reward_loop_worker_handles=None,
+        reward_router_address=None,
+        use_reward_loop=None,
+        model_config=SimpleNamespace(hf_config=None),
+    )
     return worker
 
 
@@ -453,27 +459,22 @@ def test_each_turn_is_checked(loop: str, turns: list[Turn]) -> None:
 # Several turns
 
 
-def tool_turns() -> list[Turn]:
-    return [Turn([20, 21, CALL, 2], weights=1), Turn([30, 31], weights=2)]
-
-
-def test_each_row_of_the_tool_loop_is_of_the_turn_that_first_ran_its_token() -> None:  # T11, T14, T42
-    worker = make_worker(engine := Engine(*tool_turns()))
-    tokens, rows = rows_of(run(loop="tool_agent", worker=worker))
-    assert tokens == [*engine.prompts[1], 30, 31], "the turns don't hang together"
-    assert len(engine.prompts[1]) > len(PROMPT) + 4, "no tool has answered"
+@pytest.mark.parametrize(
+    ("second", "weights"),
+    [
+        pytest.param(Turn([30, 31], weights=2), 2, id="T11, T14, T42: a turn after the tool"),
+        pytest.param(Turn([], stop="aborted", change=NO_ROUTES), None, id="T42: none that ran its tokens"),
+    ],
+)
+def test_each_row_of_the_tool_loop_is_of_the_turn_that_first_ran_its_token(
+    second: Turn, weights: int | None
+) -> None:
+    engine = Engine(Turn([20, 21, CALL, 2], weights=1), second)
+    tokens, rows = rows_of(run(loop="tool_agent", worker=make_worker(engine)))
+    assert tokens == [*engine.prompts[1], *second.sampled], "the turns don't hang together"
     ran = len(PROMPT) + 4 - 1
-    check_rows(tokens, rows, (1, 0, ran), (2, ran, len(tokens) - 1))
-    assert (rows[:-1, 1:, 0] != rows[:-1, 1:, 1]).all(), "the same expert twice in a route"
-
-
-def test_the_tools_tokens_have_zeros_where_no_turn_has_run_them() -> None:  # T42
-    worker = make_worker(engine := Engine(tool_turns()[0], Turn([], stop="aborted", change=NO_ROUTES)))
-    tokens, rows = rows_of(run(loop="tool_agent", worker=worker))
-    ran = len(PROMPT) + 4 - 1
-    assert tokens == engine.prompts[1]
-    assert len(tokens) > ran + 1, "no tool has answered"
-    check_rows(tokens, rows, (1, 0, ran), (None, ran, len(tokens)))
+    assert len(engine.prompts[1]) > ran + 1, "no tool has answered"
+    check_rows(tokens, rows, (1, 0, ran), (weights, ran, len(tokens) - 1))
 
 
 @agent_loop.register("forgetful")

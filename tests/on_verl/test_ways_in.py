@@ -1,12 +1,11 @@
 """The ways into a verl job: what is changed in its workers, and how to change nothing.
 
-With a real Ray (ways_worker.py): variables of the job's runtime_env, or of one worker alone, which verl reads
-when it is imported. `external_lib` comes later, in a method of the worker, and needs no Ray.
+By variables that verl reads when it is imported, as in the job's runtime_env (a whole job over Ray that is
+entered so: tests/verl_live). `external_lib` comes later, in a method of the worker. ways_worker.py has both.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,11 @@ CHECKED = "ActorRolloutRefWorker.__init__"
 PLUGINS = "VERL_USE_EXTERNAL_PLUGINS"
 MODULES = "VERL_USE_EXTERNAL_MODULES"
 CLEAN: dict[str, str | None] = {MODULES: None, "NPU_REPLAY_DISABLE": None, "NPU_REPLAY_STRICT": None}
-HERE = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent)])
-JOB = {PLUGINS: "none", MODULES: "npu_replay", "PYTHONPATH": HERE}
-WAYS: dict[str, tuple[dict[str, Any], bool]] = {
-    "modules": ({"workers": 2, "env": {MODULES: "npu_replay,broken_shim"}}, True),
-    "plug-in": ({"workers": 1, "env": {MODULES: "", PLUGINS: "auto"}}, False),
+WAYS: dict[str, tuple[dict[str, str], bool]] = {
+    "modules": ({MODULES: "npu_replay,broken_shim", PLUGINS: "none"}, True),
+    "plug-in": ({MODULES: "", PLUGINS: "auto"}, False),
 }
-"""A task (ways_worker.py); is npu_replay in the place of verl's, or waits until a config asks for replay?"""
+"""Variables; is npu_replay in the place of verl's, or waits until a config asks for replay?"""
 
 R3 = {
     "actor_rollout_ref.model.load_tokenizer": False,
@@ -40,62 +37,107 @@ R3 = {
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 1,
 }
 FSDP2 = {**R3, FSDP: "R3", "actor_rollout_ref.actor.strategy": "fsdp2"}
-EXTERNAL_LIB: dict[str, tuple[dict[str, Any], bool]] = {
-    "legacy": ({"lines": {**R3, OLD: "R3"}}, HAS_LEGACY),
-    "engine": ({"lines": {**R3, NEW: "R3"}}, True),
-    "engine, fsdp2": ({"lines": FSDP2, "trainer": "ppo_trainer"}, True),
+EXTERNAL_LIB: dict[str, dict[str, Any]] = {
+    **({"legacy": {"legacy": True, "lines": {**R3, OLD: "R3"}}} if HAS_LEGACY else {}),
+    "engine": {"legacy": False, "lines": {**R3, NEW: "R3"}},
+    "engine, fsdp2": {"legacy": False, "lines": FSDP2, "trainer": "ppo_trainer"},
 }
-"""A job by its workers, and whether this release has them."""
+"""A job by its workers."""
+BY_ENTRY_POINT: dict[str, dict[str, Any]] = {
+    "trainer": {"modes": ["disabled", "R2"]},
+    "agent loops": {"with_routes": [False, True]},
+}
+PLACES = ["megatron.router_replay", "fsdp_config.router_replay", "router_replay"]
+
+_OF_A_WORKER = {"__init__", "set_dispatch_collect", "_build_model_optimizer"}
+AT_LOAD = {
+    **{
+        f"verl.workers.{name}.ActorRolloutRefWorker": _OF_A_WORKER
+        for name in ("engine_workers", "megatron_workers", "fsdp_workers")
+    },
+    "verl.experimental.agent_loop.agent_loop.AgentLoopWorker": {"__init__"},
+    "verl.trainer.ppo.ray_trainer.RayPPOTrainer": {"_compute_ref_log_prob"},
+}
+"""What verl's entry point wraps: what reads a config, and the method that sends a reference its batch."""
+KNOWN = {f"{owner}.{name}" for owner, names in AT_LOAD.items() for name in names}
 
 
-def check_in_place(workers: list[dict[str, Any]], ours: bool) -> None:
-    for worker in workers:
-        assert worker["replays"]
-        assert all(file.endswith(OURS if ours else VERLS) for file in worker["replays"].values()), worker
-        assert any("forward_backward_batch" in one for one in worker["changed"]) == ours
-        for where in ("RouterReplay.clear_global_indices", CHECKED) if ours else ():
-            assert any(where in one for one in worker["changed"])
+def check_in_place(worker: dict[str, Any], ours: bool) -> None:
+    assert worker["replays"]
+    assert all(file.endswith(OURS if ours else VERLS) for file in worker["replays"].values()), worker
+    assert any("forward_backward_batch" in place for place in worker["changed"]) == ours
+    for where in ("RouterReplay.clear_global_indices", CHECKED) if ours else ():
+        assert any(where in place for place in worker["changed"])
 
 
 @pytest.mark.newest
-def test_each_way_in_reaches_every_worker_and_a_shim_that_fails_is_in_the_log_of_each(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_in_is_there_once_verl_is_imported_and_a_shim_that_fails_is_in_the_log(
+    way: str, tmp_path: Path
+) -> None:
     write(tmp_path, "npu-replay", points())
-    WAYS["plug-in"][0]["env"]["PYTHONPATH"] = os.pathsep.join([str(tmp_path), HERE])
-    task = {"runtime_env": JOB, "jobs": [job for job, _ in WAYS.values()]}
-    (driver,) = jobs.start("on_verl.ways_worker:main", task, fresh=True, env=CLEAN, timeout=580)
-    assert not driver.problem, driver.problem
-    for (job, ours), workers in zip(WAYS.values(), driver.answer["jobs"], strict=True):
-        assert len({worker["pid"] for worker in workers}) == job["workers"]
-        assert all(worker["imported_with_verl"] for worker in workers)
-        check_in_place(workers, ours)
-    lines = [line for line in driver.output.splitlines() if "a broken shim failed" in line]
-    logged_by = {line.partition("pid=")[2].partition(")")[0] for line in lines}
-    assert logged_by == {str(worker["pid"]) for worker in driver.answer["jobs"][0]}
+    variables, ours = WAYS[way]
+    env = CLEAN | variables
+    (worker,) = jobs.start("on_verl.ways_worker:early", env=env, path=[Path(__file__).parent, tmp_path])
+    assert not worker.problem, worker.problem
+    assert worker.answer["imported_with_verl"]
+    check_in_place(worker.answer, ours)
+    assert ours or set(worker.answer["changed"]) <= KNOWN
     words = "[npu_replay] a broken shim failed on verl.workers.engine_workers: KeyError"
-    assert all(words in line for line in lines)
+    assert (words in worker.output) == ours
 
 
 @pytest.fixture(scope="module")
-def late(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each worker with `external_lib` has found; one process imports verl, and they are its forks."""
+def forks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each worker has reported; one process imports verl, and they are its forks."""
     from transformers import Qwen3MoeConfig
 
     folder = tmp_path_factory.mktemp("model")
     Qwen3MoeConfig(num_hidden_layers=2, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(folder)
-    tasks = {name: {"external_lib": name, **task} for name, (task, here) in EXTERNAL_LIB.items() if here}
-    given = {"jobs": tasks, "model": str(folder)}
+    tasks: dict[str, Any] = {
+        way: ("changes", {"model": str(folder), **task}, {}) for way, task in EXTERNAL_LIB.items()
+    }
+    tasks |= {of: ("by_entry_point", task, {}) for of, task in BY_ENTRY_POINT.items()}
+    tasks["broken"] = "broken", {"places": PLACES}, {}
+    tasks["lenient"] = "broken", {"places": PLACES}, {"NPU_REPLAY_STRICT": "0"}
     env = CLEAN | {PLUGINS: "none"}
-    answer: dict[str, dict[str, Any]] = jobs.run("on_verl.ways_worker:late", given, env=env)
-    return answer
+    answers: dict[str, Any] = jobs.run("on_verl.ways_worker:forks", {"tasks": tasks}, env=env)
+    return answers
 
 
-@pytest.mark.parametrize("way", [name for name, (_, here) in EXTERNAL_LIB.items() if here])
-def test_external_lib_comes_late_and_is_there_before_a_step(
-    late: dict[str, dict[str, Any]], way: str
-) -> None:
+@pytest.mark.parametrize("way", EXTERNAL_LIB)
+def test_external_lib_comes_late_and_is_there_before_a_step(forks: dict[str, Any], way: str) -> None:
     """R3 without the flag is refused by then."""
-    worker = late[way]
+    worker = forks[way]
     assert not worker["imported_with_verl"]
-    check_in_place([worker], True)
+    check_in_place(worker, True)
     assert worker["stopped"].startswith("ReplayError: "), worker["stopped"]
     assert "needs the rollout's routes" in worker["stopped"]
+
+
+@pytest.mark.parametrize("of", BY_ENTRY_POINT)
+def test_an_entry_point_wraps_what_reads_the_config_and_the_rest_once_a_config_asks(
+    forks: dict[str, Any], of: str
+) -> None:
+    """No pass, router or config of Megatron has anything of it until then. That nothing else differs, also
+    after an uninstall: test_untouched.py."""
+    worker = forks[of]
+    off, on = (str(asked) for asked in next(iter(BY_ENTRY_POINT[of].values())))
+    assert worker["loaded"]
+    assert set(worker["loaded"]) <= KNOWN
+    assert worker[off] == worker["loaded"]
+    assert worker[on] == worker["all"]
+    everything = " ".join(worker["all"])
+    assert all(name in everything for name in ("TopKRouter", "TransformerConfig", "forward_backward_batch"))
+
+
+def test_where_npu_replay_can_not_be_imported_a_job_that_asks_is_refused(forks: dict[str, Any]) -> None:
+    """And no other job, nor one that goes on without by NPU_REPLAY_STRICT=off."""
+    for place in PLACES:
+        off, refused = forks["broken"][place]
+        assert not off
+        assert refused.startswith("RuntimeError: ")
+        assert f"actor_rollout_ref.actor.{place}.mode=R3 asks for replay" in refused
+        assert "ModuleNotFoundError" in refused, "the cause"
+        assert "NPU_REPLAY_AUTOLOAD=off" in refused, "the way out"
+        assert forks["lenient"][place] == ["", ""]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from untouched import digest
 
-STEPS = 3
+STEPS = 2
 ASKED = 1
 """All steps, and those of a job that asks for replay and turns it off then."""
 
@@ -44,7 +44,7 @@ def _trained(job: Any, tiny: Any) -> dict[str, Any]:
             # verl's own replay goes on, which asks for CUDA by name; 0.7's own fails, and is turned off.
             importlib.import_module("verl.utils.megatron.router_replay_utils").device_name = "cpu"
             actor.worker.enable_routing_replay = verl.__version__ >= "0.8"
-        data = job.batch(tiny) if hasattr(tiny, "folder") else job.batch(tiny.split)
+        data = importlib.import_module("on_verl.engine_job").batch(tiny)
         data.batch["old_log_probs"], routes = actor.log_probs(data)
         assert step or (routes is not None) == asks
         if routes is not None:

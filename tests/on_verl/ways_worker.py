@@ -1,17 +1,7 @@
-"""Jobs of Ray workers, as verl makes them: what npu_replay has changed in each.
+"""verl's workers by each way into a job: what npu_replay has changed in each.
 
-The task of `main`: the variables of ray_kwargs.ray_init.runtime_env.env_vars as `runtime_env`, and `jobs`, a
-list of
-
-    workers         how many
-    env             variables of these workers alone
-
-The task of `late`, without Ray: the folder of a `model`, and by their names `jobs` that run verl's own
-init_model with actor_rollout_ref.model.external_lib=npu_replay:
-
-    external_lib    in which workers, 0.7's "legacy" ones or others
-    lines           lines of that job's config
-    trainer         whose config that is, by its name; if not said Megatron's
+`early` imports verl with the variables that it reads then. `forks` imports it without npu_replay, for the
+functions below it, which each run in a fork.
 """
 
 from __future__ import annotations
@@ -20,8 +10,10 @@ import contextlib
 import multiprocessing
 import os
 import sys
-import time
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 MODULES = (
@@ -40,83 +32,56 @@ ALSO = (
 """What other processes of a job import."""
 
 
-def main(task: dict[str, Any]) -> dict[str, Any]:
-    import ray
-    import ray.cloudpickle
-
-    ray.init(
-        num_cpus=3,  # one a worker, as in the pools below
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        runtime_env={"env_vars": task["runtime_env"]},
-    )
-    from verl.single_controller.ray import RayResourcePool
-
-    # Ray sends what is in here whole: only what it needs is imported in a worker, as in a job.
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    pools = {count: RayResourcePool([count], use_gpu=False, max_colocate_count=1) for count in (1, 2)}
-    answers = [run(job, pools[job["workers"]]) for job in task["jobs"]]
-    ray.shutdown()
-    return {"jobs": answers}
+def early(task: dict[str, Any]) -> dict[str, Any]:
+    """A worker in whose environment verl is told of npu_replay."""
+    import_module("verl")
+    return changes(task)
 
 
-def run(task: dict[str, Any], pool: Any) -> list[dict[str, Any]]:
-    """One job's workers, until they have answered."""
-    import ray
-    from verl.single_controller.base.worker import Worker
-    from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+def forks(task: dict[str, Any]) -> dict[str, Any]:
+    """What each of `tasks` returns: the name of a function, what it is called with, and variables."""
+    from verl_configs import composed
 
-    class Asked(Worker):
-        def found(self, task: dict[str, Any]) -> dict[str, Any]:
-            return found(task)
-
-    cls = RayClassWithInitArgs(ray.remote(Asked))
-    group = RayWorkerGroup(pool, cls, device_name="cpu", worker_env=task["env"])
-    answers: list[dict[str, Any]] = group.execute_all_sync("found", task)
-    time.sleep(3)  # what they have logged comes with a delay
-    for worker in group.workers:
-        ray.kill(worker)
-    return answers
-
-
-def late(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Workers that are started without npu_replay and have imported verl, each a fork of this process."""
-    from verl_configs import job
-
-    for name in MODULES:
+    for name in (*MODULES, *ALSO):
         _imported(name)
-    for one in task["jobs"].values():
-        lines = {"actor_rollout_ref.model.path": task["model"], **one["lines"]}
-        name = one.get("trainer", "ppo_megatron_trainer")
-        one["config"] = job(lines, trainer=name).actor_rollout_ref
+    composed("ppo_megatron_trainer")
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        return dict(zip(task["jobs"], pool.map(found, task["jobs"].values(), chunksize=1), strict=True))
+        answers = pool.starmap(_run, task["tasks"].values(), chunksize=1)
+    return dict(zip(task["tasks"], answers, strict=True))
 
 
-def found(task: dict[str, Any]) -> dict[str, Any]:
-    """In a worker: import what a training worker imports, and report."""
+def _run(function: str, task: dict[str, Any], variables: dict[str, str]) -> Any:
+    os.environ.update(variables)
+    return globals()[function](task)
+
+
+def changes(task: dict[str, Any]) -> dict[str, Any]:
+    """In a worker: import what a training worker imports, and report.
+
+    Where the task has the folder of a `model`, its init_model runs with actor_rollout_ref.model.external_lib:
+
+        legacy     in 0.7's "legacy" workers, or others
+        lines      lines of that job's config
+        trainer    whose config that is, by its name; if not said Megatron's
+    """
     before = "npu_replay" in sys.modules
     modules = [module for name in MODULES if (module := _imported(name))]
-    stopped = _init_model(task) if "external_lib" in task else ""
+    stopped = _init_model(task) if "model" in task else ""
     replays = {
         module.__name__: module.RouterReplay.set_global_router_replay_action.__code__.co_filename
         for module in modules
         if hasattr(module, "RouterReplay")
     }
-    changed = []
-    if "npu_replay" in sys.modules:
-        changed = [patch.where for patch in sys.modules["npu_replay"].report().patches]
     return {
-        "pid": os.getpid(),
         "imported_with_verl": before,
         "replays": replays,
-        "changed": changed,
+        "changed": [patch.where for patch in sys.modules["npu_replay"].report().patches],
         "stopped": stopped,
     }
 
 
 def by_entry_point(task: dict[str, Any]) -> dict[str, Any]:
-    """What is changed once verl's entry point and verl are there, then by what a worker reads in its config.
+    """What verl's entry point changes, then what does once a worker has read its config.
 
     It is each of the task's "modes", or for a worker of agent loops each of "with_routes". Last, what an
     install() of everything changes.
@@ -128,24 +93,22 @@ def by_entry_point(task: dict[str, Any]) -> dict[str, Any]:
     from npu_replay.compat.verl import config as verl_config
     from verl_configs import FLAG, NEW, job
 
-    modules = {name: _imported(name) for name in (*MODULES, *ALSO)}
-
     def changed() -> list[str]:
         return sorted({patch.where for patch in npu_replay.report().patches})
 
-    found = {"loaded": changed()}
+    answer = {"loaded": changed()}
     for mode in task.get("modes", ()):
-        worker = object.__new__(modules["verl.workers.engine_workers"].ActorRolloutRefWorker)
+        worker = object.__new__(sys.modules["verl.workers.engine_workers"].ActorRolloutRefWorker)
         worker.config = job({NEW: mode}).actor_rollout_ref
         worker.role = "actor"
         verl_config._check_worker(worker, False)
-        found[mode] = changed()
+        answer[mode] = changed()
     for asked in task.get("with_routes", ()):
         with contextlib.suppress(TypeError, AttributeError, ValueError):  # it lacks its other arguments
-            modules[ALSO[0]].AgentLoopWorker(job({FLAG: asked}))
-        found[str(asked)] = changed()
+            sys.modules[ALSO[0]].AgentLoopWorker(job({FLAG: asked}))
+        answer[str(asked)] = changed()
     npu_replay.install()
-    return found | {"all": changed()}
+    return answer | {"all": changed()}
 
 
 def broken(task: dict[str, Any]) -> dict[str, list[str]]:
@@ -153,21 +116,25 @@ def broken(task: dict[str, Any]) -> dict[str, list[str]]:
     without a mode and with R3."""
     sys.modules["npu_replay"] = None  # type: ignore[assignment]  its import fails
     import_module("npu_replay_autoload.verl")
+    del sys.modules["verl.workers.engine_workers"]  # an entry point comes before it
     workers = import_module("verl.workers.engine_workers")
     omegaconf = import_module("omegaconf").OmegaConf
     raised: dict[str, list[str]] = {place: [] for place in task["places"]}
-    for mode in ("disabled", "R3"):
-        for place in task["places"]:
-            replay = {"router_replay": {"mode": "disabled"}}
-            actor = {"strategy": "megatron", "megatron": replay}
-            config = omegaconf.create({"actor": actor, "rollout": {}})
-            omegaconf.update(config, f"actor.{place}.mode", mode, force_add=True)
-            try:
-                workers.ActorRolloutRefWorker(config=config, role="actor")
-                raised[place].append("")
-            except RuntimeError as error:
-                raised[place].append(str(error))
+    for place, mode in product(raised, ("disabled", "R3")):
+        actor = {"strategy": "megatron", "megatron": {"router_replay": {"mode": "disabled"}}}
+        config = omegaconf.create({"actor": actor, "rollout": {}})
+        omegaconf.update(config, f"actor.{place}.mode", mode, force_add=True)
+        raised[place].append(_raised(partial(workers.ActorRolloutRefWorker, config=config, role="actor")))
     return raised
+
+
+def _raised(run: Callable[[], Any]) -> str:
+    """What a call raises; empty if nothing."""
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _imported(name: str) -> Any:
@@ -181,22 +148,22 @@ def _imported(name: str) -> Any:
 
 def _init_model(task: dict[str, Any]) -> str:
     """verl's own init_model, until the first thing that needs a model or a device. What did it raise?"""
-    legacy = task["external_lib"] == "legacy"
-    workers = import_module("verl.workers.megatron_workers" if legacy else "verl.workers.engine_workers")
+    from verl_configs import job
+
+    workers = import_module(f"verl.workers.{'megatron' if task['legacy'] else 'engine'}_workers")
     worker = object.__new__(workers.ActorRolloutRefWorker)
-    worker.config = task["config"]
-    worker.role = "actor_rollout"
-    worker._is_actor = True
-    worker._is_ref = False
-    worker.enable_routing_replay = False
-    worker.distillation_enabled = False
-    worker._omega_profiler_config = {}
+    lines = {"actor_rollout_ref.model.path": task["model"], **task["lines"]}
+    vars(worker).update(
+        config=job(lines, trainer=task.get("trainer", "ppo_megatron_trainer")).actor_rollout_ref,
+        role="actor_rollout",
+        _is_actor=True,
+        _is_ref=False,
+        enable_routing_replay=False,
+        distillation_enabled=False,
+        _omega_profiler_config={},
+    )
     workers.TrainingWorker = worker.actor_worker_cls = _NoTrainingWorker
-    try:
-        worker.init_model()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return _raised(worker.init_model)
 
 
 class _NoTrainingWorker:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+
 import numpy as np
 import pytest
 
-import jobs
+from npu_replay.compat.verl import metrics
 from npu_replay.compat.verl.agent_loop import Turns
 from npu_replay.errors import ReplayError
 
@@ -52,20 +55,28 @@ def test_turns_of_two_models_are_refused() -> None:
     assert turns.routes_of(np.array([9, 9])) == (None, 0)
 
 
-WARNINGS = "import logging; logging.basicConfig(level=logging.WARNING, format='%(name)s %(message)s')"
-"""They alone are shown."""
-HANDLER = "import logging; logging.basicConfig(); logging.root.handlers[0].setLevel(logging.WARNING)"
+QUIET = logging.StreamHandler(sys.stderr)
+QUIET.setLevel(logging.WARNING)
 """It shows no line at INFO."""
 
 
-@pytest.mark.parametrize(("set_up", "before"), [("pass", ""), (WARNINGS, "npu_replay.job "), (HANDLER, "")])
-def test_the_line_for_the_operator_is_seen_once_whatever_logging_is_set_up(set_up: str, before: str) -> None:
-    code = f"""
-import io
-sys.stderr = io.StringIO()
-{set_up}
-from npu_replay.compat.verl.metrics import announce
-announce('one'); announce('two')
-print(json.dumps(sys.stderr.getvalue().splitlines()))
-"""
-    assert jobs.printed(code) == [f"{before}[npu_replay] one", f"{before}[npu_replay] two"]
+@pytest.mark.parametrize(
+    ("handlers", "format_", "before"),
+    [([], None, ""), ([], "%(name)s %(message)s", "npu_replay.job "), ([QUIET], None, "")],
+    ids=["nothing", "warnings alone are shown", "a handler for warnings alone"],
+)
+def test_the_line_for_the_operator_is_seen_once_whatever_logging_is_set_up(
+    handlers: list[logging.Handler],
+    format_: str | None,
+    before: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    caplog.set_level(logging.NOTSET, "npu_replay.job")  # until the test ends
+    monkeypatch.setattr(logging.root, "handlers", list(handlers))
+    if format_ is not None:
+        logging.basicConfig(level=logging.WARNING, format=format_)
+    metrics.announce("one")
+    metrics.announce("two")
+    assert capsys.readouterr().err.splitlines() == [f"{before}[npu_replay] {line}" for line in ("one", "two")]
