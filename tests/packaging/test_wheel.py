@@ -156,6 +156,15 @@ def sdist(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def sdist_install(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    environment = Environment.make(tmp_path_factory.mktemp("sdist_install"), "--without-pip")
+    environment.lend(*LENT, "setuptools", "pip")
+    install = ("-m", "pip", "install", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
+    run(environment.python, *install, sdist, cwd=environment.elsewhere)
+    return environment
+
+
+@pytest.fixture(scope="session")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """An environment without npu_replay."""
     environment = Environment.make(tmp_path_factory.mktemp("bare"), "--without-pip")
@@ -207,6 +216,7 @@ WAYS = {
     "editable, standing in it": ("editable_install", "sources", None, "sources"),
     "editable, standing in another clone": ("editable_install", "clone", None, "clone"),
     "editable, another clone on the path": ("editable_install", None, "clone", "clone"),
+    "sdist": ("sdist_install", None, None, "site-packages"),
     "sdist on the path": ("bare", None, "sdist", "sdist"),
     "zip of the repository, unpacked": ("bare", None, "unzipped", "unzipped"),
 }

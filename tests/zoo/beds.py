@@ -95,20 +95,19 @@ def transformers_model(family: str, layers: int = 2) -> Bed:
     )
 
 
-def megatron_gpt(variant: str) -> Bed:
+def megatron_gpt(variant: str, **changes: Any) -> Bed:
     from zoo import gpt
 
-    trainer = gpt.build({"num_layers": 2} | gpt.VARIANTS[variant])
+    trainer = gpt.build({"num_layers": 2} | gpt.VARIANTS[variant] | changes)
     return _megatron(trainer.model, lambda ids: trainer.loss(ids.to(gpt.DEVICE)))
 
 
-def megatron_hybrid() -> Bed:
+def megatron_hybrid(pattern: str = "*E*E", **changes: Any) -> Bed:
     from zoo import hybrid
 
-    pattern = "*E*E"
     if why := hybrid.missing(pattern):
         pytest.skip(why)
-    model = hybrid.model(hybrid.config(pattern), pattern)
+    model = hybrid.model(hybrid.config(pattern, **changes), pattern)
     return _megatron(model, lambda ids: model(input_ids=ids, labels=ids, **megatron_model.causal(ids)).mean())
 
 
