@@ -70,8 +70,12 @@ class Reference:
         return f"Reference({self.key:016x}, {shape}, top-{self.topk} of {self.num_experts})"
 
 
-def checked_cut(cut: Any) -> ParallelLayout | int:
-    """Return the `cut` of a carrier, a layout with its decoder or a number of layers a piece."""
+Cut: TypeAlias = "list[tuple[int, ...]] | int"
+"""Is the layers of each piece, or the number of layers that one has."""
+
+
+def checked_cut(cut: Any) -> Cut:
+    """Return the pieces that a carrier asks for by a layout with its decoder, or by a number of layers."""
     if not isinstance(cut, ParallelLayout):
         return whole_number(cut, "layers a piece", least=1)
     ReplayError.unless(
@@ -81,17 +85,16 @@ def checked_cut(cut: Any) -> ParallelLayout | int:
         got=cut,
         cause="a layout made by hand; give the layers of each piece, or how many one has",
     )
-    return cut
+    # One piece per rank: of two, each rank would have to make a joined copy.
+    return [tuple(replace(cut, pp_rank=rank).moe_layers) for rank in range(cut.pp)]
 
 
-def _pieces(routes: RoutedExperts, cut: ParallelLayout | int) -> list[RoutedExperts]:
+def _pieces(routes: RoutedExperts, cut: Cut) -> list[RoutedExperts]:
     """Return the pieces of one sample; refuse a layer that the cut has no piece for."""
     layers = routes.layers
-    if not isinstance(cut, ParallelLayout):
+    if not isinstance(cut, list):
         return [routes.only(layers[first : first + cut]) for first in range(0, len(layers), cut)]
-    # One piece per rank: of two, each rank would have to make a joined copy.
-    stages = [replace(cut, pp_rank=rank).moe_layers for rank in range(cut.pp)]
-    lost = {*layers}.difference(*stages)
+    lost = {*layers}.difference(*cut)
     if lost:
         raise ReplayError(
             "the cut has no piece for some layers",
@@ -99,13 +102,13 @@ def _pieces(routes: RoutedExperts, cut: ParallelLayout | int) -> list[RoutedExpe
             got=f"none for {sorted(lost)}",
             cause="the layout of another model, or of a part of it",
         )
-    blocks = [[layer for layer in stage if layer in {*layers}] for stage in stages]
+    blocks = [[layer for layer in stage if layer in {*layers}] for stage in cut]
     return [routes.only(block) for block in blocks if block]
 
 
 def put_away(
     samples: Iterable[RoutedExperts],
-    cut: ParallelLayout | int,
+    cut: Cut,
     store: Callable[[Sequence[RoutedExperts]], Sequence[Any]],
     read: Read,
     step: int = 0,
