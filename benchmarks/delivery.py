@@ -36,7 +36,7 @@ from npu_replay import (
     screen,
 )
 from npu_replay.compat.ray import RayCarrier
-from npu_replay.delivery.references import Reference, put_away
+from npu_replay.delivery.references import Reference, checked_cut, put_away
 from npu_replay.devices import one_thread
 from npu_replay.options import check_out, write_out
 from npu_replay.tables import Part, Table, print_json, show
@@ -258,7 +258,7 @@ def out_of_band(routes: Sequence[RoutedExperts]) -> list[Reference]:
     def unpickled(handles: Sequence[Any], patience: float) -> Any:
         return [pickle.loads(data, buffers=each) for data, each in handles]
 
-    return put_away(routes, CUT, pickled, unpickled)
+    return put_away(routes, checked_cut(CUT), pickled, unpickled)
 
 
 def gathers() -> list[Way]:
