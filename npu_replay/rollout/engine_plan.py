@@ -18,7 +18,9 @@ _log = logging.getLogger(__name__)
 
 Kind: TypeAlias = Literal["flag", "count", "number", "text", "keys"]
 """What an argument that is written as text means: True or False, an int, a float, itself, or JSON."""
-_WORDS = {"true": True, "1": True, "false": False, "0": False}
+_WORDS = dict.fromkeys(("true", "t", "yes", "y", "on", "1"), True)
+_WORDS |= dict.fromkeys(("false", "f", "no", "n", "off", "0"), False)
+"""What pydantic reads as a flag, which vLLM's configs are made of."""
 
 
 @dataclass(frozen=True)
@@ -187,10 +189,14 @@ def _read(name: str, value: Any, kinds: Mapping[str, Kind]) -> Any:
     if kind == "flag":
         return _WORDS.get(str(value).lower(), value)
     if isinstance(value, str) and kind == "keys":
-        return as_mapping(value) or value
+        return {} if value.strip() == "{}" else as_mapping(value) or value
     if isinstance(value, str) and kind in ("count", "number"):
         with suppress(ValueError):
-            return float(value) if kind == "number" else int(value)
+            read = float(value)
+            if kind == "number":
+                return read
+            if read.is_integer():
+                return int(read)
     return value
 
 

@@ -50,6 +50,7 @@ CONSTANT_CAUSE = (
 """The usual causes, for callers that know no better one."""
 
 _MOST_SHIFTS = 64  # a larger top-k is sorted, as each shift costs a pass
+_PLACES = 8  # words of a row
 _BLOCK = 1 << 17  # ids; the fastest of 2**14 to 2**20, for ids of one byte and of two
 
 
@@ -265,6 +266,11 @@ def copied_rows(ids: Array, recorded: Array, num_experts: int, tokens: Array) ->
     none = np.empty(0, np.int64)
     least = int(recorded.sum()) // COPIED_PART + 1
     if ids.size == 0 or not tells_apart(ids.shape[1], num_experts, ids.shape[2]):
+        return none
+    # Few rows of a right sample agree in a few places of all layers, which is seen before all ids are read.
+    words = _words(ids)
+    few = np.sort((_hashes(words[:, :: -(-words.shape[1] // _PLACES)]) >> 32).astype(np.uint32))
+    if (few[1:] == few[:-1]).sum() < least:
         return none
     if not recorded.all():  # rows of zeros get one token, so none copies another's
         tokens = np.where(recorded, tokens[: len(ids)], -1)

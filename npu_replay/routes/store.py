@@ -209,8 +209,8 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         self._waiting: dict[str, RoutedExperts] = {}
         self._model: tuple[Any, ...] | None = None
         self._bytes = 0
-        # Each is tried once, so that another try after a failure takes a new name.
-        self._files = map(self._file, itertools.count())
+        # Each names one file, so that another try after a failure takes a new name.
+        self._numbers = itertools.count()
         first = self._file(0)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -270,7 +270,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
         if not self._waiting:
             return None
         # A rank that was given another one's name skips its shards, which weren't there when it began.
-        shard = next(file for file in self._files if not file.exists())
+        shard = next(file for file in map(self._file, self._numbers) if not file.exists())
         samples = {key: routes.encodable() for key, routes in self._waiting.items()}
         write_whole(shard, *encode(samples), overwrite=False)
         self._waiting = {}

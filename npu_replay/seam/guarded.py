@@ -37,6 +37,7 @@ class _Guarded:
         self.name = name
         self.native = getattr(owner, name)
         self.own_attribute = name in vars(owner)  # Tensor's is inherited from its C base
+        self.is_laid = False
         self.answered = self._topk() if name == "topk" else self._fill()
         self.answered.__doc__ = self.native.__doc__
 
@@ -45,8 +46,8 @@ class _Guarded:
 
         def topk(*args: Any, **kwargs: Any) -> Any:
             call = here.call
-            if call is not None and call.is_armed:
-                return call.take(native, args[0] if args else kwargs.pop("input", None), args[1:], kwargs)
+            if call is not None and call.is_armed and (args or "input" in kwargs):
+                return call.take(native, args[0] if args else kwargs.pop("input"), args[1:], kwargs)
             if call is None and not guard.is_open:  # a wrapper from inside the block has restored ours
                 self.lay_back()
             return native(*args, **kwargs)
@@ -58,8 +59,8 @@ class _Guarded:
 
         def masked_fill(*args: Any, **kwargs: Any) -> Any:
             call = here.call
-            if call is not None and call.ids is None and call.is_armed:
-                scores = args[0] if args else kwargs.pop("input", None)
+            if call is not None and call.ids is None and call.is_armed and (args or "input" in kwargs):
+                scores = args[0] if args else kwargs.pop("input")
                 return call.fill(native, scores, args[1:], kwargs, in_place)
             if call is None and not guard.is_open:
                 self.lay_back()
@@ -86,10 +87,13 @@ _NAMES = (
 
 
 class Guard:
-    """Replaces torch's names for top-k and masked_fill while at least one block is open, on any thread."""
+    """Replaces torch's names for top-k and masked_fill while at least one block is open.
+
+    It takes no lock, which an interrupt or a fork could leave locked: each step may run twice, from any
+    thread. Names are laid back before `is_open` says so: until then no other thread lays them back.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a block that is collected inside `install` calls `remove`
         self._holders: set[object] = set()
         self._dynamo_knew = False
         self._names: list[_Guarded] = []
@@ -97,38 +101,42 @@ class Guard:
 
     def install(self, holder: object) -> None:
         """Replace the names for a holder, until `remove` is called with it; each may be called repeatedly."""
-        with self._lock:
-            self._holders.add(holder)
-            if self.is_open:
-                return
+        self._holders.add(holder)
+        if not self.is_open:
             for left in self._names:
                 left.lay_back()
             self._dynamo_knew = dynamo_knows()
             self._names = [_Guarded(owner, name) for owner, name in _NAMES]
-            self.is_open = True  # from now on `remove` lays back
-            operators = _script_table()
-            for guarded in self._names:
+            # TorchScript finds operators by the id of a function, and can't compile ours: it stands for the
+            # operator while it is there.
+            if (operators := _script_table()) is not None:
+                for guarded in self._names:
+                    if guarded.owner is torch:
+                        operators[id(guarded.answered)] = f"aten::{guarded.name}"
+            self.is_open = True
+        for guarded in self._names:
+            if not guarded.is_laid:
                 setattr(guarded.owner, guarded.name, guarded.answered)
-                # TorchScript finds operators by the id of a function, and can't compile ours: it stands for
-                # the operator while it is there.
-                if guarded.owner is torch and operators is not None:
-                    operators[id(guarded.answered)] = f"aten::{guarded.name}"
+                guarded.is_laid = True
 
     def remove(self, holder: object) -> None:
         """Release a holder. The last one restores the names."""
-        with self._lock:
-            self._holders.discard(holder)
-            if self._holders or not self.is_open:
-                return
-            self.is_open = False
-            operators = _script_table()  # if made meanwhile, it lacks torch's own
+        self._holders.discard(holder)
+        if self._holders or not self.is_open:
+            return
+        for guarded in self._names:
+            guarded.lay_back()
+        if (operators := _script_table()) is not None:  # if made meanwhile, it lacks torch's own
             for guarded in self._names:
-                guarded.lay_back()
-                if guarded.owner is torch and operators is not None:
+                if guarded.owner is torch:
                     operators.pop(id(guarded.answered), None)
                     operators[id(guarded.native)] = f"aten::{guarded.name}"
-            if not self._dynamo_knew:
-                dynamo_forgets()
+        if not self._dynamo_knew:
+            dynamo_forgets()
+        self.is_open = False
+        if self._holders:  # another thread installed in between
+            self.install(self)
+            self._holders.discard(self)
 
 
 def _script_table() -> dict[int, str] | None:

@@ -51,15 +51,17 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         call = here.call if here.call is not None and here.call.is_armed else None
         name = getattr(func, "__name__", "")
-        if name == "topk" and not args:
-            args = (kwargs.pop("input", None),)
-        if call is not None and name == "topk" and call.matches(args[0], args[1:], kwargs):
+        # A library's own function of that name may call its scores otherwise.
+        is_topk = name == "topk" and bool(args or "input" in kwargs)
+        if is_topk and not args:
+            args = (kwargs.pop("input"),)
+        if call is not None and is_topk and call.matches(args[0], args[1:], kwargs):
             return call.answer(func, args[0], args[1:], kwargs, "watch")
         if call is None or call.ids is not None:
             takers = here.takers
             return run_seen(takers, func, args, kwargs) if takers else func(*args, **kwargs)
         call.seen.append(name)
-        if name == "topk":
+        if is_topk:
             call.passes(args[0], args[1:], kwargs)
         return func(*args, **kwargs)
 

@@ -274,7 +274,8 @@ class RouterCalls(ForwardInPlace):
         loses = None
         if self.is_given:
             device_routes = self.shared.source.fitting(self.router, forward, rows)
-            self.shared.source.send(forward, hidden.device)
+            if hidden.device not in device_routes.on:
+                self.shared.source.send(forward, hidden.device)
             routes = device_routes.on[hidden.device]
             loses = routes.lost_of(self.label) if self.router.drops else None
         self._refuse_batched(hidden)

@@ -219,11 +219,11 @@ def test_an_argument_that_the_release_can_is_passed_on(version: str, planned: di
 
 
 AS_TEXT = [
-    *({"enable_eplb": value} for value in ("true", "True", 1)),
+    *({"enable_eplb": value} for value in ("true", "True", "on", 1)),
     *({"async_scheduling": value} for value in ("true", 1)),
-    *({"pipeline_parallel_size": value} for value in ("2", 2.0)),
+    *({"pipeline_parallel_size": value} for value in ("2", "2.0", 2.0)),
     {"kv_offloading_size": "0.5"},
-    *({SWITCH: value} for value in ("false", 0)),
+    *({SWITCH: value} for value in ("false", "off", 0)),
     {"kv_transfer_config": '{"kv_connector": "OffloadingConnector"}'},
 ]
 
