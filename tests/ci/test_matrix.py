@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +58,32 @@ def test_a_release_whose_test_fails_makes_the_run_fail(
     bad = "megatron-0.16.1"
     monkeypatch.setattr(runs, "read", lambda: {"megatron-0.15.3": SHOWN, bad: SHOWN})
 
+    hands: list[str] = []
+
     def run(release: Any, cases: str) -> Any:
+        hands.append(cases)
         return runs.Outcome(release, SHOWN, ("tests/x.py::y (flag)",) * (release.name == bad), 1.0)
 
     monkeypatch.setattr(runs, "run", run)
     assert runs.main(["--check", "0.15.3"]) == 0
     assert runs.main(["--check", "0.15.3", "0.16.1"]) == 1
     assert capsys.readouterr().out == "megatron-0.16.1: tests/x.py::y (flag)\n"
+    assert len({*hands}) == 2, "each has cases of its own"
+    other = replace(SHOWN, cells=SHOWN.cells | {"flag": "native"})
+    monkeypatch.setattr(runs, "read", lambda: {"megatron-0.15.3": other, bad: SHOWN})
+    assert runs.main(["--check", "0.15.3"]) == 1
+    assert "megatron-0.15.3: " in capsys.readouterr().out
+    monkeypatch.setattr(runs, "read", lambda: {"megatron-0.15.3": SHOWN, bad: SHOWN})
     monkeypatch.setattr(runs, "code_of", lambda release: release.product)
     assert runs.main(["--check", "0.15.3", "0.16.1"]) == 1
     assert capsys.readouterr().out == "".join(
         f"megatron-{name}: tests/x.py::y (flag)\n" for name in ("0.15.3", "0.16.1")
     )
-    assert runs.main(["--all", "--check", "0.15.3", "0.16.1"]) == 1
-    assert capsys.readouterr().out == "megatron-0.16.1: tests/x.py::y (flag)\n"
+    monkeypatch.setattr(runs.Shown, "write", lambda *_: None)
+    monkeypatch.setattr(runs.pages, "rewrite", lambda *_: None)
+    for alone in ("--all", "--check"), ():
+        assert runs.main([*alone, "0.15.3", "0.16.1"]) == 1
+        assert capsys.readouterr().out == "megatron-0.16.1: tests/x.py::y (flag)\n", "each ran"
 
 
 def test_releases_share_a_run_where_their_code_is_the_same(
@@ -87,14 +100,17 @@ def test_releases_share_a_run_where_their_code_is_the_same(
         core = tmp_path / ".work" / "megatron" / version / "megatron" / "core"
         for name, text in {
             "package_info.py": version,
-            "router.py": "",
-            "distributed/fsdp/x.py": version,
+            "transformer/moe/router.py": "",
+            "dist_checkpointing/x.py": version,
         }.items():
             (core / name).parent.mkdir(parents=True, exist_ok=True)
             (core / name).write_text(text)
     assert share("megatron-0.15.0", "megatron-0.15.1")
     assert not share("megatron-0.15.1", "megatron-0.18.0"), "they lie beside other packages"
-    (tmp_path / ".work/megatron/0.15.1/megatron/core/router.py").rename(tmp_path / "router.py")
+    router = tmp_path / ".work/megatron/0.15.1/megatron/core/transformer/moe/router.py"
+    router.write_text("another")
+    assert not share("megatron-0.15.0", "megatron-0.15.1")
+    router.unlink()
     assert not share("megatron-0.15.0", "megatron-0.15.1")
 
 

@@ -61,6 +61,7 @@ def test_a_torch_npu_that_fails_says_why_and_leaves_the_cpu(broken: Path) -> Non
     why, kinds, remedy = child(code, broken, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.splitlines()
     assert (why, kinds) == ("ImportError: libhccl.so: cannot open shared object file", "['cpu'] cpu")
     assert "set_env.sh" in remedy
+    assert f"export {torch_npu.AUTOLOAD}=0" in remedy
 
 
 @pytest.mark.slow

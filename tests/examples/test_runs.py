@@ -27,7 +27,7 @@ MOST_LINES = 127
         # From 0.16 on it prints that the class is Megatron's own.
         pytest.param("megatron_api_on_0_12", marks=[pytest.mark.megatron, pytest.mark.first_release]),
         pytest.param("fsdp2_r3", marks=pytest.mark.distributed),
-        pytest.param("shared_folder", marks=[pytest.mark.distributed, pytest.mark.long]),
+        pytest.param("shared_folder", marks=pytest.mark.distributed),
     ],
 )
 def test_an_example_prints_what_it_promises(name: str) -> None:

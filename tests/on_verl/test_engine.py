@@ -76,10 +76,11 @@ def _here() -> Iterable[Any]:
     release = version("verl")
     yield from BY_RELEASE
     between = [pytest.mark.long] * release.startswith("0.8")
-    at_ends = (*AT_BOTH_ENDS, *(() if hybrid.missing() else FROM_0_16))
-    yield from (pytest.param(case, marks=between) for case in at_ends)
+    yield from (pytest.param(case, marks=between) for case in AT_BOTH_ENDS)
+    from_0_16 = () if hybrid.missing() else FROM_0_16
+    yield from from_0_16
     yield from (pytest.param(case, marks=pytest.mark.newest) for case in ALIKE)
-    rest = (case for case in EVERY if case not in {*BY_RELEASE, *at_ends, *ALIKE})
+    rest = (case for case in EVERY if case not in {*BY_RELEASE, *AT_BOTH_ENDS, *from_0_16, *ALIKE})
     yield from (pytest.param(case, marks=[pytest.mark.newest, pytest.mark.long]) for case in rest)
     if release.startswith("0.7."):
         yield from (f"0.7's actor, {case}" for case in ACTOR)
