@@ -39,7 +39,7 @@ Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 def install() -> None:
     import_hook.when_imported(MODULE, f"{_WHAT}: routing", _add_routing)
     import_hook.when_imported(STAGES, f"{_WHAT}: virtual stages", _add_stages)
-    import_hook.serve(STAGES, _add_stages, "is_vp_first_stage and is_vp_last_stage", _WHAT)
+    import_hook.serve(STAGES, _fill_stages, "is_vp_first_stage and is_vp_last_stage", _WHAT)
 
 
 # Adding
@@ -78,6 +78,10 @@ def _add_stages(module: Any) -> None:
     for function in (is_vp_first_stage, is_vp_last_stage):
         if not hasattr(module, function.__name__):
             _patches.set(module, function.__name__, function, _ADDED)
+
+
+def _fill_stages(module: Any) -> None:
+    vars(module).update(is_vp_first_stage=is_vp_first_stage, is_vp_last_stage=is_vp_last_stage)
 
 
 def _rebind(name: str, old: Any, new: Any) -> None:

@@ -11,7 +11,6 @@ Undone:   by `forget` and, for modules that were made, by `patches.undo_all`.
 
 from __future__ import annotations
 
-import copy
 import importlib.abc
 import importlib.util
 import logging
@@ -212,7 +211,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             specs = (finder.find_spec(fullname, path, target) for finder in others)
             spec = next((candidate for candidate in specs if candidate is not None), None)
             if spec is not None and hasattr(spec.loader, "exec_module"):
-                spec.loader = _watched(spec.loader, fullname)
+                spec.loader = _Loader(spec.loader, fullname)
             elif spec is not None:
                 _run(fullname, ran=False)  # a namespace package, which has no code to run
         return spec
@@ -221,16 +220,29 @@ class _Finder(importlib.abc.MetaPathFinder):
 _finder = _Finder()
 
 
-def _watched(loader: Any, name: str) -> Any:
-    """Return a copy of a loader that, once, also runs what waits for the module around the module's code."""
-    watched = copy.copy(loader)  # a finder may hand out one loader for many modules
+class _Loader(importlib.abc.Loader):
+    """Wraps another loader for one import: it restores the module's spec, and runs the shims afterwards.
 
-    def exec_module(module: ModuleType) -> None:
-        del watched.exec_module
-        _run(name, ran=False)
-        watched.exec_module(module)
-        if sys.modules.get(name) is module:
-            _run(name, ran=True)
+    A loader isn't copied or written to: it may be somebody's proxy, a class, or hooked on the instance.
+    """
 
-    watched.exec_module = exec_module
-    return watched
+    def __init__(self, loader: Any, module: str) -> None:
+        self._loader = loader
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        create: Any = getattr(self._loader, "create_module", lambda _: None)
+        return create(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self._loader
+        _run(self._module, ran=False)
+        self._loader.exec_module(module)
+        if sys.modules.get(self._module) is module:
+            _run(self._module, ran=True)

@@ -2,7 +2,7 @@
 
 The ids come flat and without a shape: [rows, decoder layers, top-k], int32, with a row for each token but the
 last. Only their count can show a wrong model, a missing row or another request's routes, so it is checked
-against what this release sends before anything is decoded. Nothing of SGLang is imported or changed.
+against what this release sends. Nothing of SGLang is imported or changed.
 """
 
 from __future__ import annotations
@@ -85,9 +85,11 @@ def from_sglang(
     Raises:
         InvalidRoutes: the answer is wrong; the error names the fault of SGLang's that causes it.
         ReplayError: `model` says too little.
+        TypeError: `version` is no text.
     """
     known = RoutedModel.of(model)
     start = whole_number(start_len, "start_len", where="from_sglang")
+    release(version or "")  # raises for what is no text
     answer = read(meta_info, version if version and tells_release(version, numbers=3) else "")
     return answer.routes(known, prompt_token_ids, output_ids, start, missing, weight_version)
 

@@ -21,6 +21,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,8 +195,9 @@ def _sections(config: Any) -> Iterator[tuple[str, ...]]:
             continue
         if path[-1:] == (_MODE,):
             yield path
-        elif isinstance(section, Mapping):
-            waiting += [(*path, str(name)) for name in section]
+        elif isinstance(section, Mapping) or is_dataclass(section):
+            names = section if isinstance(section, Mapping) else vars(section)
+            waiting += [(*path, str(name)) for name in names]
 
 
 def _routes_without_a_mode(config: Any, key: tuple[str, ...] | None) -> Iterator[ReplayError]:

@@ -33,7 +33,7 @@ from npu_replay.rollout.admit import Missing
 from npu_replay.rollout.envelope import MEGATRON, from_envelope, is_envelope, of_choice, of_gateway
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import any_array, token_ids
-from npu_replay.rollout.release_rules import Fault, Source, Symptom
+from npu_replay.rollout.release_rules import Fault, Source, Symptom, release
 from npu_replay.rollout.server_answers import Tokens
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -251,6 +251,8 @@ def read(output: Any, version: str | None = None, vllm_ascend: str | None = None
     choices = _choices(output) if http else _outputs(output)
     if not choices:
         raise _wrong("the answer has no completions", "one at least", 0)
+    for version_text in (version, vllm_ascend):
+        release(version_text or "")  # raises for what is no text
     if http and version is None:
         version = said_release(output)
     elif not http and version is None and vllm_ascend is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,21 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[probe.Product]:
 
 def has(engines: list[probe.Product], found: Mapping[str, str]) -> None:
     engines.extend(probe.Product(name, True, version, "/somewhere") for name, version in found.items())
+
+
+def as_dataclasses(section: Any) -> Any:
+    """A section as a worker of one's own may have it: plain dataclasses."""
+    if not isinstance(section, dict):
+        return section
+    fields = {str(name): as_dataclasses(value) for name, value in section.items()}
+    return make_dataclass("Section", fields)(**fields)
+
+
+def test_a_config_of_dataclasses_is_searched_too() -> None:
+    workers = KINDS["engine"]
+    config = OmegaConf.to_container(workers.actor(**{FSDP: "R3"}), resolve=True)
+    with pytest.raises(ReplayError, match=r"fsdp_config.*don't read it"):
+        verl_config.check_actor(as_dataclasses(config))
 
 
 VEOMNI = {f"{ACTOR}.veomni.router_replay.mode": "R2"}

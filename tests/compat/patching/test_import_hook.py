@@ -74,6 +74,38 @@ def test_a_shim_runs_once_on_what_is_imported_before_anybody_sees_it() -> None:
     assert module.value == 2
 
 
+class Theirs(SourceFileLoader):
+    """A loader that somebody hooked on the instance, and that can't be copied, as a proxy can't."""
+
+    def __init__(self, name: str, path: str) -> None:
+        super().__init__(name, path)
+        self.exec_module = self._hooked  # type: ignore[method-assign]
+
+    def _hooked(self, module: ModuleType) -> None:
+        import_hook.order.append("their hook")  # type: ignore[attr-defined]
+        super().exec_module(module)
+
+    def __copy__(self) -> Theirs:
+        raise NotImplementedError
+
+
+def test_a_loader_of_somebody_elses_runs_as_it_is(product: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location(
+        NAME, product / "__init__.py", loader=Theirs(NAME, str(product / "__init__.py"))
+    )
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> Any:
+            return spec if name == NAME else None
+
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    import_hook.when_imported(NAME, "doubles", double)
+    assert importlib.import_module(NAME).value == 2
+    assert import_hook.order == ["their hook", "code"]  # type: ignore[attr-defined]
+    assert type(sys.modules[NAME].__loader__) is Theirs
+
+
 def test_asked_for_by_the_module_itself_it_waits_for_its_end(product: Path) -> None:
     (product / "__init__.py").write_text(
         "from npu_replay.compat.patching import import_hook\n"
