@@ -54,6 +54,7 @@ CASES = {
     "npu_replay first": Case("npu_replay"),
     "installed twice": Case("npu_replay", "install_again", facts={"changed": False}),
     "uninstalled": Case("npu_replay", "uninstall", ours=NONE, facts={"patches": 0}),
+    "somebody replaced a name of ours": Case("npu_replay", "replaced_later", facts={"stays": True}),
     "turned off": Case("verl", env={"NPU_REPLAY_DISABLE": "1"}, ours=NONE, facts={"patches": 0}),
     "verl's own patch came first": Case("verl", "patched_by_verl", facts=RESTORED),
     "an unknown argument": unknown("unknown_argument", "router_replay_utils", "novelty", "update npu_replay"),
@@ -189,6 +190,17 @@ def _install_again(patch: Any, utils: Any) -> Answer:
 def _uninstall(patch: Any, utils: Any) -> Answer:
     sys.modules["npu_replay"].uninstall()
     return {}
+
+
+def _replaced_later(patch: Any, utils: Any) -> Answer:
+    """And then another module of verl's is imported."""
+
+    def pp_gather(*args: Any) -> Any:
+        raise NotImplementedError
+
+    utils.pp_gather = pp_gather
+    importlib.import_module("npu_replay.compat.verl.install")._rebind()
+    return {"stays": utils.pp_gather is pp_gather}
 
 
 def _patched_by_verl(patch: Any, utils: Any) -> Answer:
