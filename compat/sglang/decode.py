@@ -140,7 +140,7 @@ class SglangAnswer(server_answers.EngineAnswer):
                 Symptom.MISSING, "there are no routes in the answer", f"{due.end - due.start} rows", "none"
             )
         if isinstance(data, (str, bytes)):
-            data = ids_from_base64(data, source=source, most=len(data))  # their count is checked below
+            data = ids_from_base64(data, source=source)
         elif not isinstance(data, np.ndarray) or data.dtype.kind not in "iu":
             raise source.unreadable(
                 "these aren't expert ids",

@@ -99,12 +99,12 @@ def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:
         raise source.unreadable("this isn't base64", "base64 without line ends", error) from error
 
 
-def ids_from_base64(text: str | bytes, *, source: Source, most: int) -> Array:
-    """Decode base64 of at most `most` int32 ids, flat; raise InvalidRoutes for something else."""
-    ids = _small_ids(text) if len(text) <= 16 * (most // 3 + 1) else None
+def ids_from_base64(text: str | bytes, *, source: Source) -> Array:
+    """Decode base64 of int32 ids, flat; raise InvalidRoutes for something else."""
+    ids = _small_ids(text)
     if ids is not None:
         return ids
-    data = from_base64(text, source=source, most=most * _WIDEST)
+    data = from_base64(text, source=source, most=len(text))
     if len(data) % _WIDEST:
         raise source.unreadable("these aren't int32", "a multiple of 4 bytes", len(data))
     return np.frombuffer(data, "<i4")
