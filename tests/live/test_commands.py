@@ -89,7 +89,8 @@ def test_an_engine_killed_in_the_middle_ends_the_run_and_the_same_command_goes_o
     while not (rows.exists() and rows.read_text()) and time.monotonic() < ends and cut.poll() is None:
         time.sleep(0.1)
     for child in psutil.Process(cut.pid).children(recursive=True):
-        if child.is_running() and "vllm.entrypoints.openai.api_server" in " ".join(child.cmdline()):
+        ended = not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        if not ended and "vllm.entrypoints.openai.api_server" in " ".join(child.cmdline()):
             for process in (*child.children(recursive=True), child):  # its engine would outlive it
                 process.kill()
     told, _ = cut.communicate(timeout=LIMIT)
