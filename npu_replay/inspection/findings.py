@@ -211,11 +211,14 @@ class Inspection:
             colours = LinearSegmentedColormap.from_list("load", _COLOURS)
             top = max(2.0, float(np.percentile(shares, 99.5)))
             image = axes.imshow(shares, aspect="auto", interpolation="none", cmap=colours, vmin=0, vmax=top)
-            figure.colorbar(image, ax=axes, extend="max", pad=0.02, aspect=30, label="times the even share")
+            bar = figure.colorbar(image, ax=axes, extend="max", pad=0.02, aspect=30)
+            bar.set_label("times the even share", fontsize=9)
+            bar.outline.set_visible(False)
             axes.set(xlabel="expert", ylabel="decoder layer")
             axes.set_title("Load: how often each expert was named; white is never", loc="left", fontsize=10)
             places = range(0, len(layers), max(1, -(-len(layers) // 12)))
             axes.set_yticks(list(places), [str(layers[place]) for place in places])
+            axes.spines[:].set_visible(False)
         wrong = [verdict.problem for verdict in self.bad]
         several = f"{len(wrong)} of {len(self.verdicts)} refused. " if len(self.verdicts) > 1 else ""
         sentence = several + (wrong[0] if wrong else "ok")
