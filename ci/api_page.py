@@ -37,7 +37,8 @@ def lines(name: str) -> list[str]:
     if inspect.ismodule(found) or (inspect.isclass(found) and issubclass(found, Exception)):
         return []
     own = [] if name in MADE_BY_BLOCKS else [called(name, found)]
-    for member in site_pages.MEMBERS[name].split(", ") if name in site_pages.MEMBERS else []:
+    members = site_pages.MEMBERS[name].split(", ") if name in site_pages.MEMBERS else []
+    for member in members:
         method = getattr(found, member)
         first, *_ = inspect.getdoc(method).splitlines()
         own += [called(f"{name}.{member}", method), f"    {first}"]

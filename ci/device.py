@@ -136,11 +136,12 @@ def parts(kind: str, count: int, *, quick: bool) -> list[Part]:
     split = next(sizes for ranks, sizes in splits.items() if count % ranks == 0)
     torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {count}" if count > 1 else ""
     smoke = f"{torchrun} -m npu_replay smoke {split} --recompute --device {kind} --out {{out}} --force"
+    how = "quick" if quick else "full"
     return [
         *(tests[:1] if quick else tests),
         Part("doctor", (), 120, ("-c", _DOCTOR, "{out}")),
         Part("smoke", ("megatron.core",), 150, tuple(smoke.split())),
-        Part("bench", ("megatron.core",), 180, ("-c", _BENCH, "{out}", kind, ("quick" if quick else "full"))),
+        Part("bench", ("megatron.core",), 180, ("-c", _BENCH, "{out}", kind, how)),
     ]
 
 
@@ -148,17 +149,13 @@ def rollouts(models: Sequence[Path], tensor_parallel_size: int) -> list[Part]:
     """Three starts of each model: eager, with graphs and held against the first, and without routes."""
     script = str(ROOT / "ci" / "rollout_device.py")
     tp = str(tensor_parallel_size)
-    return [
-        Part(
-            f"rollout {model.name} {mode}",
-            ("vllm",),
-            OF_A_ROLLOUT,
-            (script, str(model), "{out}", "--mode", mode, "--tp", tp)
-            + (("--against", f"{{folder}}/rollout {model.name} eager.out") if mode == "graph" else ()),
-        )
-        for model in models
-        for mode in ("eager", "graph", "off")
-    ]
+    found = []
+    for model in models:
+        against = ("--against", f"{{folder}}/rollout {model.name} eager.out")
+        for mode, more in (("eager", ()), ("graph", against), ("off", ())):
+            command = (script, str(model), "{out}", "--mode", mode, "--tp", tp, *more)
+            found.append(Part(f"rollout {model.name} {mode}", ("vllm",), OF_A_ROLLOUT, command))
+    return found
 
 
 class Bench:

@@ -45,7 +45,7 @@ SHIMMED = "shimmed"
 MISSING = "missing"
 FAILS = "FAILS"
 ELSEWHERE = ("package_info.py", "dist_checkpointing/", "distributed/fsdp/src/megatron_fsdp/package_info.py")
-"""What may differ in megatron/core between releases of which one shows what all do: version, checkpoints."""
+"""Files of megatron/core in which releases that share a run may differ: version, checkpoints on disk."""
 STALE = "run bash ci/matrix.sh --all and commit docs/dev/matrix.md with docs/dev/matrix/"
 
 

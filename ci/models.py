@@ -133,11 +133,12 @@ class Row:
 def families() -> list[str]:
     """The names of transformers' model folders that have experts."""
     kind = r"(?m)^class \w*(Router|Gating|Experts|MoE|Moe|MoeBlock|MoELayer)\(nn\.(Module|Linear)\)"
-    return [
-        file.parent.name
-        for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py"))
-        if "experts" in (code := file.read_text(encoding="utf-8")) and re.search(kind, code)
-    ]
+    found = []
+    for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        code = file.read_text(encoding="utf-8")
+        if "experts" in code and re.search(kind, code):
+            found.append(file.parent.name)
+    return found
 
 
 def build(family: str) -> PreTrainedModel:

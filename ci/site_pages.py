@@ -139,7 +139,8 @@ def relinked(markdown: str, page: str, known: set[str]) -> str:
             return found.group()
         path, hash_sign, anchor = target.partition("#")
         path = posixpath.normpath(posixpath.join(posixpath.dirname(in_clone), path))
-        place = (OUTSIDE | SHOWN).get(path, path.removeprefix("docs/") if path.startswith("docs/") else "")
+        elsewhere = path.removeprefix("docs/") if path.startswith("docs/") else ""
+        place = (OUTSIDE | SHOWN).get(path, elsewhere)
         if place not in known:
             return words
         place = posixpath.relpath(place, posixpath.dirname(page) or ".")

@@ -61,7 +61,8 @@ def main(table: Path) -> int:
             *row, said = done.result()
             ended.append(row)
             print(said, flush=True)
-    lines = ["| stage | seconds | |", "|---|---|---|", *(row for _, row, _ in sorted(ended, reverse=True))]
+    rows = [row for _, row, _ in sorted(ended, reverse=True)]
+    lines = ["| stage | seconds | |", "|---|---|---|", *rows]
     told = "\n".join([*lines, f"| all, beside each other | {time.monotonic() - started:.0f} | |"])
     table.parent.mkdir(parents=True, exist_ok=True)
     table.write_text(told + "\n", encoding="utf-8")

@@ -289,25 +289,14 @@ def make(image: Image, folder: Path, verl: Path | None = None, megatron: Path | 
     folder.mkdir(parents=True, exist_ok=True)
     torch_npu = _release(image.torch_npu, "2.10.0")
     _package(folder, "torch_npu", torch_npu, {"version.py": f"__version__ = {torch_npu!r}\n"})
-    transformers = _release(image.transformers, "5.11.0.dev0")
-    router = "Qwen3MoeTopKRouter" if transformers >= "5" else "Qwen3MoeSparseMoeBlock"
-    about = {
-        "__init__.py": f"__version__ = {transformers!r}\n",
-        "models/qwen3_moe/modeling_qwen3_moe.py": f"class {router}: ...\n",
-    }
-    _package(folder, "transformers", transformers, about)
+    _transformers(folder, _release(image.transformers, "5.11.0.dev0"))
     _package(folder, "vllm", image.vllm, {"_version.py": f"__version__ = {image.vllm!r}\n"})
     about = {"_version.py": f"__version__ = {image.vllm_ascend!r}\n"}
     _package(folder, "vllm_ascend", image.vllm_ascend, about)
     _package(folder, "sglang", image.sglang, {"_version.py": f"__version__ = {image.sglang!r}\n"})
     _package(folder, "mbridge", _release(image.mbridge, "0.15.1"))
     _megatron(image, folder)
-    if image.mindspeed:
-        # From core_r0.17.0 on its package imports MegatronAdaptor.
-        imports = "import megatron_adaptor\n" * (image.mindspeed in ("core_r0.17.0", "core_r0.18.0"))
-        source = f'"""Mindspeed is a distributed training platform."""\n{imports}'
-        about = {"__init__.py": source, "megatron_adaptor.py": "", "args_utils.py": ""}
-        _package(folder, "mindspeed", image.mindspeed_says, about)
+    _mindspeed(image, folder)
     for name, says in _BRANCHES_SAY.items():
         _package(folder, name, says if getattr(image, name) else "")
     if image.transformer_engine_npu:
@@ -353,6 +342,15 @@ def _release(said: str, other: str) -> str:
     return said if "." in said or not said else other
 
 
+def _transformers(folder: Path, version: str) -> None:
+    router = "Qwen3MoeTopKRouter" if version >= "5" else "Qwen3MoeSparseMoeBlock"
+    files = {
+        "__init__.py": f"__version__ = {version!r}\n",
+        "models/qwen3_moe/modeling_qwen3_moe.py": f"class {router}: ...\n",
+    }
+    _package(folder, "transformers", version, files)
+
+
 def _megatron(image: Image, folder: Path) -> None:
     """Write what is read of Megatron-LM's source tree; no __init__.py, since it is a namespace package."""
     release = image.megatron_core.partition("rc")[0].split(".")
@@ -368,13 +366,26 @@ def _megatron(image: Image, folder: Path) -> None:
         files["training/__init__.py"] = ""
     if image.megatron_bridge:
         files["bridge/__init__.py"] = ""
-        major, minor, patch = _release(image.megatron_bridge, "0.5.0").split(".")
-        about = f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ''\n"
-        files["bridge/package_info.py"] = about
+        files["bridge/package_info.py"] = _bridge_says(image.megatron_bridge)
     _write(folder / "megatron", files)
     _metadata(folder, "megatron-core", image.megatron_core)
     if "." in image.megatron_bridge:  # a commit is on PYTHONPATH, and not installed
         _metadata(folder, "megatron-bridge", image.megatron_bridge)
+
+
+def _bridge_says(release: str) -> str:
+    major, minor, patch = _release(release, "0.5.0").split(".")
+    return f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ''\n"
+
+
+def _mindspeed(image: Image, folder: Path) -> None:
+    if not image.mindspeed:
+        return
+    # From core_r0.17.0 on its package imports MegatronAdaptor.
+    imports = "import megatron_adaptor\n" if image.mindspeed in ("core_r0.17.0", "core_r0.18.0") else ""
+    source = f'"""Mindspeed is a distributed training platform."""\n{imports}'
+    files = {"__init__.py": source, "megatron_adaptor.py": "", "args_utils.py": ""}
+    _package(folder, "mindspeed", image.mindspeed_says, files)
 
 
 def _verl(image: Image, folder: Path, release: Path | None) -> None:

@@ -62,9 +62,8 @@ def mark_long(items: Iterable[pytest.Item]) -> None:
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         every = cases[0].get_closest_marker("choice").kwargs.get("every")
-        places = set(
-            range(0, len(cases), every) if every else chosen([case.callspec.params for case in cases])
-        )
+        values = [one.callspec.params for one in cases]
+        places = set(range(0, len(cases), every) if every else chosen(values))
         for place, case in enumerate(cases):
             if place not in places:
                 case.add_marker(pytest.mark.long)

@@ -51,8 +51,9 @@ calls: list[int] = []
 
 
 def _scores(logits: torch.Tensor, score_function: str) -> torch.Tensor:
-    sigmoid = score_function == "sigmoid"
-    return (torch.sigmoid(logits.float()) if sigmoid else logits.float().softmax(dim=-1)).type_as(logits)
+    if score_function == "sigmoid":
+        return torch.sigmoid(logits.float()).type_as(logits)
+    return torch.softmax(logits, dim=-1, dtype=torch.float32).type_as(logits)
 
 
 def _in_best_groups(scores: torch.Tensor, topk: int, groups: int, group_topk: int) -> torch.Tensor:

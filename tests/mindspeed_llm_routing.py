@@ -231,7 +231,8 @@ def bind(patch: pytest.MonkeyPatch, source: Any, **args: Any) -> Namespace:
 
     vars(_current).clear()
     vars(_current).update(ARGS | args)
-    for name, method in (_stand_ins() if source is None else _real(source, router.TopKRouter)).items():
+    methods = _stand_ins() if source is None else _real(source, router.TopKRouter)
+    for name, method in methods.items():
         patch.setattr(router.TopKRouter, name, method, raising=False)
     return _current
 

@@ -72,8 +72,9 @@ _libraries: list[torch.library.Library] = []  # what is registered ends with its
 
 def memory(tensor: torch.Tensor) -> torch.Tensor:
     """The CPU tensor that lies over the same memory as one on the device."""
+    storage = tensor.untyped_storage()
     return torch.empty(0, dtype=tensor.dtype).set_(
-        tensor.untyped_storage().below, tensor.storage_offset(), tensor.size(), tensor.stride()
+        storage.below, tensor.storage_offset(), tensor.size(), tensor.stride()
     )
 
 

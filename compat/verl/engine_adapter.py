@@ -25,7 +25,7 @@ class EngineAdapter:
     Attributes:
         stack: what the engine runs on, for the line that says that replay is on; Megatron if empty.
         acts: whether its passes set the action themselves, since the framework doesn't.
-        marks: whether its batches are TensorDicts, in which verl marks what is recorded or replayed.
+        has_flag: whether its batches are TensorDicts, with verl's flag for what is recorded or replayed.
         routes: the routes on this rank by key, for the passes of a step; filled by `r2` and `r3`.
         updates: how many passes have trained.
         announced: whether the line that replay is on was logged.
@@ -36,7 +36,7 @@ class EngineAdapter:
 
     stack = ""
     acts = False
-    marks = True
+    has_flag = True
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)
@@ -107,7 +107,7 @@ class EngineAdapter:
 class LegacyActorAdapter(EngineAdapter):
     """Adapts verl 0.7's own MegatronPPOActor, whose workers set the action before its pass."""
 
-    marks = False
+    has_flag = False
 
     @property
     def section(self) -> Any:

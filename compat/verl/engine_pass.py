@@ -302,7 +302,7 @@ def run(kind: type[EngineAdapter], original: Callable[..., Any], self: Any, *arg
     bound = inspect.signature(original).bind(self, *args, **kwargs).arguments
     data = bound["data"]
     mark = None
-    if engine.marks:
+    if engine.has_flag:
         from verl.utils import tensordict_utils
 
         if current().is_off:  # an engine reads its batch; a legacy actor asks for the action

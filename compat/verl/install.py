@@ -217,8 +217,10 @@ def _rebind() -> None:
     names = (_APPLY, *(function.__name__ for function in _OF_UTILS))
     for home, name in [(home, name) for home in loaded for name in names if _patches.has(home, name)]:
         ours = getattr(home, name)
-        original = getattr(ours, "__wrapped__", None)  # none: somebody has replaced ours since
-        for user in loaded if original is not None else ():
+        original = getattr(ours, "__wrapped__", None)
+        if original is None:  # somebody has replaced ours since
+            continue
+        for user in loaded:
             bound = vars(user).get(name)
             if bound is original or (bound is ours and not _patches.has(user, name)):
                 setattr(user, name, ours)

@@ -71,7 +71,7 @@ class Reference:
 
 
 Cut: TypeAlias = "list[tuple[int, ...]] | int"
-"""Is the layers of each piece, or the number of layers that one has."""
+"""The layers of each piece, or the number of layers of a piece."""
 
 
 def checked_cut(cut: Any) -> Cut:
@@ -94,7 +94,8 @@ def _pieces(routes: RoutedExperts, cut: Cut) -> list[RoutedExperts]:
     layers = routes.layers
     if not isinstance(cut, list):
         return [routes.only(layers[first : first + cut]) for first in range(0, len(layers), cut)]
-    lost = {*layers}.difference(*cut)
+    wanted = {*layers}
+    lost = wanted.difference(*cut)
     if lost:
         raise ReplayError(
             "the cut has no piece for some layers",
@@ -102,7 +103,7 @@ def _pieces(routes: RoutedExperts, cut: Cut) -> list[RoutedExperts]:
             got=f"none for {sorted(lost)}",
             cause="the layout of another model, or of a part of it",
         )
-    blocks = [[layer for layer in stage if layer in {*layers}] for stage in cut]
+    blocks = [[layer for layer in stage if layer in wanted] for stage in cut]
     return [routes.only(block) for block in blocks if block]
 
 

@@ -189,7 +189,8 @@ def _read(name: str, value: Any, kinds: Mapping[str, Kind]) -> Any:
     if kind == "flag":
         return _WORDS.get(str(value).lower(), value)
     if isinstance(value, str) and kind == "keys":
-        return {} if value.strip() == "{}" else as_mapping(value) or value
+        mapping = _of_json(value)
+        return value if mapping is None else mapping
     if isinstance(value, str) and kind in ("count", "number"):
         with suppress(ValueError):
             read = float(value)
@@ -212,13 +213,19 @@ def unreadable(name: str, expected: str, got: str) -> ReplayError:
 def as_mapping(value: Any) -> Mapping[str, Any]:
     """Return an argument of several keys as a mapping: given as one, as JSON, or as an object."""
     if isinstance(value, str):  # as a shell script or a YAML file has it
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return {}
+        return _of_json(value) or {}
     if isinstance(value, Mapping):
         return {str(key).replace("-", "_"): item for key, item in value.items()}
     return getattr(value, "__dict__", {})
+
+
+def _of_json(text: str) -> Mapping[str, Any] | None:
+    """Return the mapping that a text is in JSON; None if it is no mapping."""
+    with suppress(ValueError):
+        value = json.loads(text)
+        if isinstance(value, Mapping):
+            return as_mapping(value)
+    return None
 
 
 def number(value: Any) -> int:

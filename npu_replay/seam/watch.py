@@ -51,7 +51,7 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         call = here.call if here.call is not None and here.call.is_armed else None
         name = getattr(func, "__name__", "")
-        # A library's own function of that name may call its scores otherwise.
+        # A library's own `topk` may have another name for its scores.
         is_topk = name == "topk" and bool(args or "input" in kwargs)
         if is_topk and not args:
             args = (kwargs.pop("input"),)

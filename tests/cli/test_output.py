@@ -65,8 +65,9 @@ def environment(**more: str) -> dict[str, str]:
 def run(
     desk: Path, *arguments: str, code: str = "", stdout: int = subprocess.PIPE, **variables: str
 ) -> subprocess.CompletedProcess[str]:
+    how = ["-c", code] if code else ["-m", "npu_replay"]
     return subprocess.run(
-        [sys.executable, *(["-c", code] if code else ["-m", "npu_replay"]), *arguments],
+        [sys.executable, *how, *arguments],
         cwd=desk,
         env=environment(**variables),
         text=True,

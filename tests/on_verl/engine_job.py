@@ -270,18 +270,16 @@ def _small(base: type) -> type:
 
         def _build_tf_config(self) -> None:
             tiny = self.model_config.tiny
-            vars(self).update(
-                gradients=[],
-                is_value_model=tiny.value,
-                share_embeddings_and_output_weights=False,
-                param_dtype=torch.float32,
-                dtype=torch.float32,
-                bridge=None,
-                provider=None,
-                vanilla_bridge=False,
-                peft_cls=Adapter() if tiny.lora else None,
-                tf_config=transformer_config(tiny),
-            )
+            self.gradients = []
+            self.is_value_model = tiny.value
+            self.share_embeddings_and_output_weights = False
+            self.param_dtype = torch.float32
+            self.dtype = torch.float32
+            self.bridge = None
+            self.provider = None
+            self.vanilla_bridge = False
+            self.peft_cls = Adapter() if tiny.lora else None
+            self.tf_config = transformer_config(tiny)
 
         def _build_megatron_module(self) -> list[nn.Module]:
             wrapped = not self.engine_config.forward_only

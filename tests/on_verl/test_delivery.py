@@ -209,12 +209,10 @@ def test_the_reference_is_sent_no_routes(value: str, lora: bool, monkeypatch: py
         raise InterruptedError
 
     made = trainer.__new__(trainer)
-    vars(made).update(
-        ref_in_actor=lora,
-        use_legacy_worker_impl="disable",
-        ref_policy_wg=SimpleNamespace(compute_ref_log_prob=take),
-        actor_rollout_wg=SimpleNamespace(compute_log_prob=take),
-    )
+    made.ref_in_actor = lora
+    made.use_legacy_worker_impl = "disable"
+    made.ref_policy_wg = SimpleNamespace(compute_ref_log_prob=take)
+    made.actor_rollout_wg = SimpleNamespace(compute_log_prob=take)
     for leave in (npu_replay.uninstall, npu_replay.install):
         with pytest.raises(InterruptedError):
             made._compute_ref_log_prob(data)

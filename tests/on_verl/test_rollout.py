@@ -191,23 +191,21 @@ def make_worker(engine: Any, config: Any = None, kind: Any = None, client: Any =
     config = make_config() if config is None else config
     worker = object.__new__(kind or agent_loop.AgentLoopWorker)
     client = client or make_client(engine, config)
-    vars(worker).update(
-        config=config,
-        rollout_config=config.actor_rollout_ref.rollout,
-        llm_client=client,
-        server_manager=client,
-        tokenizer=TOKENIZER,
-        processor=None,
-        dataset_cls=None,
-        hf_model_type=None,
-        mm_processor_kwargs={},
-        tools=[],
-        distillation_enabled=False,
-        reward_loop_worker_handles=None,
-        reward_router_address=None,
-        use_reward_loop=None,
-        model_config=SimpleNamespace(hf_config=None),
-    )
+    worker.config = config
+    worker.rollout_config = config.actor_rollout_ref.rollout
+    worker.llm_client = client
+    worker.server_manager = client
+    worker.tokenizer = TOKENIZER
+    worker.processor = None
+    worker.dataset_cls = None
+    worker.hf_model_type = None
+    worker.mm_processor_kwargs = {}
+    worker.tools = []
+    worker.distillation_enabled = False
+    worker.reward_loop_worker_handles = None
+    worker.reward_router_address = None
+    worker.use_reward_loop = None
+    worker.model_config = SimpleNamespace(hf_config=None)
     return worker
 
 

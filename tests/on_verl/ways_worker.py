@@ -153,15 +153,13 @@ def _init_model(task: dict[str, Any]) -> str:
     workers = import_module(f"verl.workers.{'megatron' if task['legacy'] else 'engine'}_workers")
     worker = object.__new__(workers.ActorRolloutRefWorker)
     lines = {"actor_rollout_ref.model.path": task["model"], **task["lines"]}
-    vars(worker).update(
-        config=job(lines, trainer=task.get("trainer", "ppo_megatron_trainer")).actor_rollout_ref,
-        role="actor_rollout",
-        _is_actor=True,
-        _is_ref=False,
-        enable_routing_replay=False,
-        distillation_enabled=False,
-        _omega_profiler_config={},
-    )
+    worker.config = job(lines, trainer=task.get("trainer", "ppo_megatron_trainer")).actor_rollout_ref
+    worker.role = "actor_rollout"
+    worker._is_actor = True
+    worker._is_ref = False
+    worker.enable_routing_replay = False
+    worker.distillation_enabled = False
+    worker._omega_profiler_config = {}
     workers.TrainingWorker = worker.actor_worker_cls = _NoTrainingWorker
     return _raised(worker.init_model)
 

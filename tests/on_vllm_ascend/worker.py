@@ -126,9 +126,11 @@ class Worker:
 
         completion = CompletionOutput(0, "", [1], None, None, finish_reason="length")
         completion.routed_experts = rows
-        output = RequestOutput("one", None, list(range(1, len(rows) + 1)), None, [completion], True)
+        prompt = list(range(1, len(rows) + 1))
+        output = RequestOutput("one", None, prompt, None, [completion], True)
         (routes,) = npu_replay.from_vllm(output, self.config.model_config.hf_text_config)
-        return int((np.sort(routes.ids.numpy()[: len(rows)], axis=-1) == expected).all(axis=(1, 2)).sum())
+        ids = np.sort(routes.ids.numpy()[: len(rows)], axis=-1)
+        return int((ids == expected).all(axis=(1, 2)).sum())
 
     def execute(self, step: int, tokens: tuple[int, ...]) -> None:
         """What of `execute_model` has to do with routes."""
@@ -289,7 +291,7 @@ def make_runner(config: Any, model: Model) -> Any:
     runner = object.__new__(type("Runner", (runner_class(),), {"execute_model": lambda self, _: self.body()}))
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
     names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
-    for name, value in {
+    attributes = {
         "vllm_config": config,
         "model_config": config.model_config,
         "scheduler_config": config.scheduler_config,
@@ -306,7 +308,8 @@ def make_runner(config: Any, model: Model) -> Any:
         "use_async_scheduling": False,
         "dp_size": config.parallel_config.data_parallel_size,
         "dp_rank": config.parallel_config.data_parallel_rank,
-    }.items():
+    }
+    for name, value in attributes.items():
         setattr(runner, name, value)
     return runner
 
@@ -362,16 +365,17 @@ def vllm_config(case: Case, dp_rank: int, ports: list[int]) -> Any:
     # Each draws its own, if it isn't told.
     parallel.data_parallel_master_port = ports[0]
     parallel._data_parallel_master_port_list = ports[1:]
+    scheduler = SchedulerConfig(
+        max_num_batched_tokens=MAX_TOKENS,
+        max_num_seqs=8,
+        max_model_len=MAX_TOKENS,
+        is_encoder_decoder=False,
+        async_scheduling=False,
+    )
     return VllmConfig(
         model_config=model,
         parallel_config=parallel,
-        scheduler_config=SchedulerConfig(
-            max_num_batched_tokens=MAX_TOKENS,
-            max_num_seqs=8,
-            max_model_len=MAX_TOKENS,
-            is_encoder_decoder=False,
-            async_scheduling=False,
-        ),
+        scheduler_config=scheduler,
         cache_config=CacheConfig(block_size=BLOCK),
         device_config=DeviceConfig(device="cpu"),
         additional_config=additional_config(case),

@@ -43,7 +43,7 @@ class Engine:
 class Unmarked(EngineAdapter):
     """Batches are no TensorDicts here."""
 
-    marks = False
+    has_flag = False
 
 
 as_a_pass = functools.partialmethod(functools.partial(run, Unmarked, Engine.forward_backward_batch))
