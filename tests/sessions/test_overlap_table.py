@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from npu_replay.routes.routed_experts import Placement
 
 pytest.importorskip("transformers")
 
-from live.families import VOCABULARY, make, truth
+from live.families import VOCABULARY, make
 
 BATCH = 8
 LENGTH = 80
@@ -100,7 +99,6 @@ ROUTERS: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "LoRA in the trainer alone": ("trained", with_adapters, lambda one: copy.deepcopy(one).bfloat16()),
 }
 """By name, the policy, and how the trainer's model and the engine's are made of it."""
-MOVED = {"1 step": 1, "5 steps": 5, "20 steps": 20}
 
 
 def shifted(right: RoutedExperts, _: RoutedExperts) -> torch.Tensor:
@@ -161,74 +159,6 @@ def test_right_rows_are_taken_and_faults_refused_in_the_micro_batch_that_has_the
     print(f"\n| {kind} | {' | '.join(line)} |")
     assert not line[0].startswith("refused")
     assert line[1:] == ["refused in 2"] * len(FAULTS)
-
-
-@pytest.mark.parametrize("rate", [pytest.param(1e-4, marks=pytest.mark.long), 1e-2])
-def test_a_policy_that_has_moved_is_taken_and_its_next_rollout_is_judged_again(rate: float) -> None:
-    trainer = copy.deepcopy(policy("trained")).train()
-    batches = texts(3, seed=5)
-    others = texts(3, seed=6)
-
-    def rollout(given: list[torch.Tensor]) -> list[RoutedExperts]:
-        return [
-            placed(one.ids, one) for one in (rows_of(copy.deepcopy(trainer).bfloat16(), x) for x in given)
-        ]
-
-    right = rollout(batches)
-    done = 0
-    line = [verdict(trainer, right, batches, grad=False)]
-    for steps in MOVED.values():
-        update(trainer, steps - done, rate)
-        done = steps
-        line.append(verdict(trainer, right, batches, grad=True))
-    late = [placed(shifted(one, one), one) for one in rollout(batches)]
-    line += [verdict(trainer, one, batches, grad=False) for one in (rollout(batches), rollout(others), late)]
-    print(f"\n| rate {rate:g} | {' | '.join(line)} |")
-    assert not any(one.startswith("refused") for one in line[:-2])
-    assert line[-2:] == ["refused in 0"] * 2
-    assert verdict(trainer, late, batches, grad=True) == "refused in 0"
-
-
-STALE = {"5 steps of 1e-3": (5, 1e-3), "5 steps of 1e-2": (5, 1e-2)}
-"""By how many updates, and at which rate, the trainer's weights are newer than those of the engine."""
-
-
-def truly(model: Any, batches: list[torch.Tensor], given: list[RoutedExperts]) -> tuple[Any, Any]:
-    """What each token was given, and what `model` would choose behind these experts, without npu_replay."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    parts = [part.ids.numpy() for routes in given for part in LAYOUT.scatter(routes)]
-    own = [truth(model, tokens, taken).ids for tokens, taken in zip(torch.cat(batches), parts, strict=True)]
-    return np.concatenate(parts), np.concatenate(own)
-
-
-@pytest.mark.choice
-@pytest.mark.parametrize(("steps", "rate"), STALE.values(), ids=STALE)
-@pytest.mark.parametrize("kind", ROUTERS)
-def test_routes_of_stale_weights_are_refused_near_chance_and_else_shown(
-    kind: str, steps: int, rate: float
-) -> None:
-    """An engine whose weights weren't synchronised, which is a matter of degree."""
-    name, of_trainer, of_rollout = ROUTERS[kind]
-    trainer = update(of_trainer(policy(name)).train(), steps, rate)
-    batches = texts(3, seed=5)
-    engine = of_rollout(policy(name))
-    stale = [placed(one.ids, one) for one in (rows_of(engine, batch) for batch in batches)]
-    found = verdict(trainer, stale, batches, grad=False)
-    given, own = truly(trainer, batches, stale)
-
-    def shared(own: Any) -> Any:  # [tokens, layers]
-        return (given[..., :, None] == own[..., None, :]).any(axis=-1).mean(axis=-1)
-
-    overlap = shared(own)
-    chance = shared(np.random.default_rng(0).permutation(own)).mean(axis=0)
-    first = overlap[: BATCH * LENGTH]
-    way = ((first.mean(axis=0) - chance) / (1 - chance)).min()
-    print(f"\n| {kind} | {steps} of {rate:g} | {found} | {overlap.mean():.2f} | {way:.2f} |")
-    if found.startswith("refused"):
-        assert way < 0.25
-    else:
-        assert way > 0.1  # two standard errors below the least limit
-        assert float(found) == pytest.approx(overlap.mean(), abs=0.01)
 
 
 # Families of transformers, with random weights
