@@ -298,7 +298,6 @@ def test_padding_is_left_out_where_that_is_asked_for_and_else_a_router_counts_as
     assert router.local_tokens_per_expert.tolist() == [counted + 2 for counted in counts]
 
 
-
 # Functions of later releases, that frameworks import. What each means, and how all of them come and go, on
 # every release: tests/matrix
 
