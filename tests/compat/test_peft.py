@@ -26,7 +26,6 @@ def lora(**options: Any) -> Any:
 
 
 LORA = lora(target_modules=["q_proj", "v_proj"])
-Q = {"target_modules": ["q_proj"]}
 
 
 def base() -> Any:
@@ -180,13 +179,12 @@ def test_an_adapter_that_does_not_tell_is_refused() -> None:
 
 def trained_whole(*parts: str) -> Any:
     """A model with copies of these modules, none like its original."""
-    torch.manual_seed(2)
-    made = peft.get_peft_model(base(), lora(target_modules=["q_proj"], modules_to_save=list(parts)))
+    made = policy(lora(target_modules=["q_proj"], modules_to_save=list(parts)))
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "modules_to_save" in name:
                 parameter += torch.randn_like(parameter) * parameter.std()
-    return made.train()
+    return made
 
 
 @contextlib.contextmanager
