@@ -30,7 +30,6 @@ from zoo.hugging_face import (
     batches,
     build,
     foreign,
-    same,
     train,
 )
 from zoo.outcome import check_own_record, random_routes
@@ -154,48 +153,6 @@ def test_the_routes_of_generate_are_those_of_one_pass_over_the_text() -> None:
     with torch.no_grad(), npu_replay.record(model) as whole:
         model(input_ids=text[:, :-1])
     assert RoutedExperts.concat(steps.routes) == RoutedExperts.concat(whole.routes)  # without a fingerprint
-
-
-# torch.compile: hooks that come after it are skipped
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("what", ["wrapped model", "layers", "router"])
-def test_a_compiled_module_is_replayed_and_its_graphs_stay_as_they_are_s1(what: str) -> None:
-    graphs: list[Any] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    model = build("qwen3_moe", num_hidden_layers=1)
-    called: Any = model
-    if what == "wrapped model":
-        called = torch.compile(model, backend=backend)
-    else:
-        layer = model.model.layers[0]
-        (layer if what == "layers" else layer.mlp.gate).compile(backend=backend)
-    untouched = train(called, count=1)
-    before = len(graphs)
-    with npu_replay.record(called) as recording:
-        recorded = train(called, count=1)
-    perturb(model)
-    with npu_replay.observe(called) as seen, npu_replay.replay(called, recording.routes):
-        train(called, count=1)
-    assert same(untouched, recorded)
-    assert npu_replay.compare(seen.shown, recording.routes).differing == 0
-    assert before > 0
-    assert len(graphs) == before, "the block compiled anew"
-    train(called, count=1)
-    assert len(graphs) == before, "the block left something that is compiled anew"
 
 
 # What is not a router, and what is refused

@@ -9,14 +9,16 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.func import functional_call, grad
 
 import npu_replay
 from zoo import hugging_face
-from zoo.toys import ToyModel, tokens
+from zoo.toys import ToyModel, foreign, run, same, tokens
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
 
@@ -50,6 +52,40 @@ def test_blocks_that_overlap_keep_the_stance_and_torchs_names_until_the_last_one
     assert (torch.topk, torch.Tensor.topk) == natives
     assert "topk" not in vars(torch.Tensor)
     assert first.routes[0].layers == second.routes[0].layers == (0, 1)
+
+
+@pytest.mark.parametrize("part", ["", "layers.0", "layers.0.router"], ids=["model", "layer", "router"])
+@pytest.mark.parametrize("way", ["in place", "wrapped", "its forward"])
+def test_a_compiled_module_is_replayed_and_its_graphs_stay_as_they_are_s1(way: str, part: str) -> None:
+    """Hooks that come after a compilation are skipped in its graphs."""
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    holder = nn.Sequential(ToyModel())
+    path = f"0.{part}".rstrip(".")
+    module = holder.get_submodule(path)
+    if way == "in place":
+        module.compile(backend=backend)
+    elif way == "wrapped":
+        holder.set_submodule(path, torch.compile(module, backend=backend))
+    else:
+        module.forward = torch.compile(module.forward, backend=backend)
+    called = holder[0]
+    untouched = run(called)
+    before = len(graphs)
+    with npu_replay.record(called):
+        assert same(run(called), untouched)
+    routes = foreign()
+    with npu_replay.observe(called) as seen, npu_replay.replay(called, routes):
+        run(called)
+    assert npu_replay.compare(seen.shown, routes).differing == 0
+    assert same(run(called), untouched)
+    assert len(graphs) == before > 0, "the block compiled anew, or left something that is compiled anew"
+    torch.compiler.reset()
 
 
 def test_the_stance_is_the_processs_and_left_alone_where_no_router_is_compiled() -> None:

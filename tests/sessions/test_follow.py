@@ -591,49 +591,41 @@ class Wrapper(torch.nn.Module):
         return getattr(self, self.name)(*args, **kwargs)
 
 
-def test_arguments_without_names_are_those_of_the_wrapped_model(followed: Any) -> None:
+class OfBatch(Wrapper):
+    """Hands on what is in one dict."""
+
+    def forward(self, batch: dict[str, Any]) -> Any:
+        return super().forward(**batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [(Wrapper, lambda fed: fed.values()), (OfBatch, lambda fed: [fed])]
+)
+def test_arguments_of_a_wrapper_are_those_of_the_model_in_it(
+    followed: Any, kind: type[Wrapper], arguments: Any
+) -> None:
+    """Without names, or all in one batch."""
     fed = padded(texts(), left=2)
-    wrapper = Wrapper(followed, "module")
+    wrapper = kind(followed, "module")
+
+    def call(**named: Any) -> Any:
+        return wrapper(*arguments(named))
+
     seen = Seen(followed)
     with npu_replay.follow(wrapper):
-        with torch.no_grad():
-            wrapper(fed[0]["input_ids"], fed[0]["attention_mask"])
-        wanted = seen.of(fed[1])
+        wanted = record(call, fed, seen)
         move(followed)
-        learn(wrapper, fed)
+        learn(call, fed)
     assert_replayed(seen, fed, wanted)
+
+
+def test_arguments_without_names_of_an_unknown_wrapper_are_refused(followed: Any) -> None:
+    fed = padded(texts(), left=2)
     wrapper = Wrapper(followed, "inner")
     with npu_replay.follow(wrapper), torch.no_grad():
         with pytest.raises(MicroBatchError, match="have no names"):
             wrapper(fed[0]["input_ids"], fed[0]["attention_mask"])
         wrapper(**fed[0])
-
-
-def test_tokens_in_one_batch_are_found(followed: Any) -> None:
-    class OfBatch(Wrapper):
-        def forward(self, batch: dict[str, Any]) -> Any:
-            return self.inner(**batch)
-
-    fed = padded(texts(), left=2)
-    wrapper = OfBatch(followed, "inner")
-    seen = Seen(followed)
-    with npu_replay.follow(wrapper):
-        wanted = record(lambda **call: wrapper(call), fed, seen)
-        move(followed)
-        learn(lambda **call: wrapper(call), fed)
-    assert_replayed(seen, fed, wanted)
-
-
-def test_it_opens_and_closes_where_no_with_can_go(followed: Any) -> None:
-    fed = padded(texts())
-    hooks = sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in followed.modules())
-    following = npu_replay.follow(followed).open()
-    record(followed, fed)
-    learn(followed, fed)
-    following.close()
-    assert sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in followed.modules()) == hooks
-    assert following.metrics()["held"] == 0
-    assert following.metrics()["replayed"] == 5
 
 
 def test_a_block_in_which_nothing_ran_is_an_error_and_one_of_evaluations_is_not(followed: Any) -> None:

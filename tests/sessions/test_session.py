@@ -180,14 +180,6 @@ def test_what_cannot_be_replayed_is_refused_by_name(what: str, kind: str) -> Non
     assert hooks(nn.ModuleList(model if isinstance(model, list) else [model])) == 0
 
 
-def test_only_a_router_that_drops_may_show_fewer_experts_than_were_chosen() -> None:
-    model = ToyModel(ToyRouter(select=showing_fewer, drops=True))
-    with npu_replay.record(model) as recording:
-        model(tokens())
-    assert recording.metrics()["capacity_dropped"] == pytest.approx(1 / TOPK)
-    assert recorded(chunk(7, 2))[0].layers == (2, 7)
-
-
 # Bad input: refused on entering
 
 
