@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import npu_replay
 from npu_replay import MicroBatchError, RouterError
@@ -44,18 +43,6 @@ def two_adapters() -> Any:
     return made
 
 
-def of_transformers() -> Any:
-    torch.manual_seed(1)
-    made = base()
-    try:
-        made.add_adapter(LORA)
-    except ValueError as error:
-        if "not compatible" not in str(error):
-            raise
-        pytest.skip(f"transformers {transformers.__version__} refuses PEFT {peft.__version__}: {error}")
-    return made.train()
-
-
 def toggled(turn: Callable[[Any], None], back: Callable[[Any], None]) -> Switch:
     @contextlib.contextmanager
     def switch(of: Any) -> Iterator[None]:
@@ -88,10 +75,6 @@ WAYS: dict[str, tuple[Callable[[], Any], Switch]] = {
     "another adapter on": (
         two_adapters,
         toggled(lambda of: of.set_adapter("ref"), lambda of: of.set_adapter("default")),
-    ),
-    "off by transformers' own switch": (
-        of_transformers,
-        toggled(lambda of: of.disable_adapters(), lambda of: of.enable_adapters()),
     ),
     "off in one layer": (
         policy,

@@ -140,21 +140,6 @@ def test_a_stage_that_counts_its_layers_anew_has_the_labels_of_the_whole_model(f
     assert [router.label for router in routers.find([model])[0]] == labels
 
 
-def test_the_routes_of_generate_are_those_of_one_pass_over_the_text() -> None:
-    """One micro-batch a forward."""
-    model = build("qwen3_moe").eval()
-    prompt = batches()[0][:1]
-    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-    plain = model.generate(prompt, **options)
-    with npu_replay.record(model) as steps:
-        text = model.generate(prompt, **options)
-    assert torch.equal(plain, text)
-    assert [len(one) for one in steps.routes] == [prompt.shape[1], 1, 1, 1]
-    with torch.no_grad(), npu_replay.record(model) as whole:
-        model(input_ids=text[:, :-1])
-    assert RoutedExperts.concat(steps.routes) == RoutedExperts.concat(whole.routes)  # without a fingerprint
-
-
 # What is not a router, and what is refused
 
 

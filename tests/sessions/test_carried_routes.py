@@ -59,13 +59,19 @@ def carried(fed: Fed, routes: list[list[torch.Tensor]], empty: int = 0) -> torch
 @pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("last", [True, False], ids=["", "the last token has none"])
 @pytest.mark.parametrize("keyword", ["routed_experts", "rollout_expert_indices"])
-def test_each_call_takes_the_routes_that_it_carries(keyword: str, layout: str, recompute: str | None) -> None:
+def test_each_call_takes_the_routes_that_it_carries(
+    keyword: str, last: bool, layout: str, recompute: str | None
+) -> None:
+    """A sequence's last token may lack its route: it then chooses by itself, as padding does."""
     followed = model(recompute=recompute)
     fed = LAYOUTS[layout](texts())
+    if not last:
+        fed = fed[0], [place[:-1] for place in fed[1]]
     wanted = rollout(fed)
     call = fed[0] | {keyword: carried(fed, wanted, empty=-1 if layout == "left" else 0)}
-    given = call[keyword].clone()
+    before = call[keyword].clone()
     seen = Seen(followed)
     forward = followed.forward
     inside = []
@@ -75,27 +81,10 @@ def test_each_call_takes_the_routes_that_it_carries(keyword: str, layout: str, r
             run(followed, (call, fed[1]))
             assert_replayed(seen, fed, wanted)
         metrics = following.metrics()
-    assert torch.equal(call[keyword], given)
+    assert torch.equal(call[keyword], before)
     assert len(inside) == 2
     assert all(keyword not in names for names in inside)
     assert (metrics["carried"], metrics["recorded"], metrics["held"]) == (2, 0, 0)
-
-
-def test_the_last_token_of_a_sequence_may_lack_its_route() -> None:
-    """It then chooses by itself, in each sequence of a packed batch."""
-    followed = model()
-    fed = LAYOUTS["packed"](texts())
-    wanted = rollout(fed)
-    routes = carried(fed, wanted)
-    ends = torch.tensor([int(place[-1]) for place in fed[1]])
-    routes[0, ends] = 0
-    seen = Seen(followed)
-    with npu_replay.follow(followed, mode="R3"):
-        record(followed, (fed[0] | {"routed_experts": routes}, fed[1]))
-    for layer, ids, own in seen.calls:
-        for place, layers in zip(fed[1], wanted, strict=True):
-            assert torch.equal(ids[place[:-1]], layers[layer][:-1])
-        assert torch.equal(ids[ends], own[ends])
 
 
 def test_the_columns_may_be_all_decoder_layers() -> None:
