@@ -70,8 +70,8 @@ def test_a_record_changes_nothing_its_replay_repeats_it_and_other_routers_follow
             train(model)
         with npu_replay.observe(model) as seen, npu_replay.replay(model, routes):
             results = train(model)
-    assert [len(one) for one in routes] == [10, 12, 14, 16, 18]
-    assert {one.layers for one in routes} == {FAMILIES[family][2]}
+    assert [len(part) for part in routes] == [10, 12, 14, 16, 18]
+    assert {part.layers for part in routes} == {FAMILIES[family][2]}
     assert npu_replay.compare(live.shown, routes).differing > 0
     assert npu_replay.compare(seen.shown, routes).differing == 0
     assert all(result is None or result.isfinite().all() for result in results)

@@ -237,8 +237,8 @@ def step(trainer: Trainer, mask: torch.Tensor | None = PADDED) -> list[torch.Ten
     """The loss of one micro-batch and the gradients of its routers."""
     trainer.model.zero_grad()
     tokens = trainer.batches[0]
-    given = {} if mask is None else {"padding_mask": mask}
-    inputs = megatron_model.causal(tokens) | given
+    padding = {} if mask is None else {"padding_mask": mask}
+    inputs = megatron_model.causal(tokens) | padding
     loss = trainer.model(input_ids=tokens, labels=tokens.roll(-1, 1), **inputs).mean()
     loss.backward()
     return [loss.detach(), *(router.module.weight.grad.clone() for router in routers(trainer.model))]
@@ -265,15 +265,15 @@ def test_a_mask_means_the_same_in_a_record_and_in_its_replay(recompute: str | No
 def test_padding_is_not_counted_for_the_expert_bias(recompute: str | None) -> None:
     """T24d: a mask [rows] over a map [rows, experts] is spread along the wrong side, or not at all."""
     trainer = build(SIGMOID_BIAS, recompute)
-    found = [router.module for router in routers(trainer.model)]
+    modules = [router.module for router in routers(trainer.model)]
     with npu_replay.record(trainer.model) as recording:
         trainer.loss(trainer.batches[0])
     foreign = random_routes(recording.routes)[0]
-    for router in found:
+    for router in modules:
         router.local_tokens_per_expert.zero_()
     with npu_replay.replay(trainer.model, [foreign]):
         step(trainer)
     kept = ~PADDED.t().flatten()  # the router's rows are sequence-major
-    for number, router in enumerate(found):
+    for number, router in enumerate(modules):
         ids = foreign.layer_ids(number).long()[kept]
         assert router.local_tokens_per_expert.tolist() == ids.flatten().bincount(minlength=8).tolist()

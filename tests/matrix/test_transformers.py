@@ -53,7 +53,7 @@ def test_a_record_changes_nothing_and_every_recompute_replays_its_own_forward(
     run = partial(train, model, ORDERS[checkpoint])
     recorded = check_own_record(model, run)
     layers = cases.FAMILIES[FAMILIES[family]][2]
-    assert [one.layers for one in recorded] == [layers] * 5
+    assert [part.layers for part in recorded] == [layers] * 5
     run_plain = partial(train, plain, ORDERS[checkpoint])
     replayed = check_foreign_routes(model, run, plain, run_plain, foreign(plain))
     assert not same(replayed, run())

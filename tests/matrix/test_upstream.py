@@ -44,8 +44,8 @@ FOREIGN = torch.tensor([[5, 0], [1, 4], [3, 2], [0, 2]])
 
 @pytest.fixture
 def api() -> Iterator[UpstreamApi]:
-    with upstream_api() as found:
-        yield found
+    with upstream_api() as looked_up:
+        yield looked_up
 
 
 @pytest.fixture

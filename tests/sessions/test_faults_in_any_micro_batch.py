@@ -641,14 +641,14 @@ def test_a_compiled_function_around_one_micro_batch_is_never_wrong_in_silence(ki
     layer = model.body.layers[1]
     micro_batches = [torch.randint(VOCABULARY, (1, LEAST_ROWS + one)) for one in range(6)]
     rows = [ids.numel() for ids in micro_batches]
-    given = [random_routes(rows, range(3), bed.experts, bed.topk, seed=5)] if kind == "replay" else []
-    with torch.no_grad(), getattr(npu_replay, kind)(model, *given) as eager:
+    routes = [random_routes(rows, range(3), bed.experts, bed.topk, seed=5)] if kind == "replay" else []
+    with torch.no_grad(), getattr(npu_replay, kind)(model, *routes) as eager:
         truth = [model(ids) for ids in micro_batches]
     outputs = []
     refused = ""
     torch._dynamo.reset()
     try:
-        with torch.no_grad(), getattr(npu_replay, kind)(model, *given) as session:
+        with torch.no_grad(), getattr(npu_replay, kind)(model, *routes) as session:
             for number, ids in enumerate(micro_batches):
                 call = model
                 if number == at and part == "model":

@@ -218,10 +218,10 @@ def test_a_row_may_end_with_the_models_own_padding() -> None:
     followed = model()
     sequences = texts()
     followed.config.pad_token_id = 77
-    one, other = (ending(part, 24)[0] for part in (sequences[:3], sequences[3:4]))
-    for fed, length in ((one, 15), (other, 9)):
+    first, second = (ending(part, 24)[0] for part in (sequences[:3], sequences[3:4]))
+    for fed, length in ((first, 15), (second, 9)):
         fed["input_ids"][0, length:] = 77
-    rows = {name: torch.cat([one[name], other[name]]) for name in one}
+    rows = {name: torch.cat([first[name], second[name]]) for name in first}
     places = [*packed(sequences[:3])[1], 24 + torch.arange(9)]
     seen = Seen(followed)
     with npu_replay.follow(followed) as following:
@@ -280,8 +280,8 @@ def test_what_looks_like_padding_and_is_known_is_replayed() -> None:
 def test_keys_are_those_of_the_sequences_alone() -> None:
     fed, _ = ending(texts(), 8)
     alone = fed_sequences(packed(texts())[0], {}, [*"abcde"])
-    found = fed_sequences(fed, {}, [*"abcde"])
-    assert found.marks[:5] == alone.marks
+    ending_too = fed_sequences(fed, {}, [*"abcde"])
+    assert ending_too.marks[:5] == alone.marks
     with pytest.raises(MicroBatchError, match="another number of sample keys"):
         fed_sequences(fed, {}, [*"abcd"])
 

@@ -64,19 +64,19 @@ def replayed(select: Select, count: int = 5, **about: Any) -> list[tuple[Scores,
 
     In number 3, which is neither checked nor the last, calls may be quick.
     """
-    found: list[tuple[Scores, Scores, torch.Tensor]] = []
+    calls: list[tuple[Scores, Scores, torch.Tensor]] = []
 
     def reads(router: ToyRouter, scores: Scores) -> Pair:
         values, ids = select(router, scores)
-        found.append((scores, values, ids))
+        calls.append((scores, values, ids))
         return values, ids
 
     model = ToyModel(ToyRouter(select=reads, **about))
     with npu_replay.replay(model, [neighbours()] * count):
         forwards(model, *range(count))
-    assert len(found) == count
-    assert all(torch.equal(ids, neighbours().layer_ids(0).long()) for _, _, ids in found)
-    return found
+    assert len(calls) == count
+    assert all(torch.equal(ids, neighbours().layer_ids(0).long()) for _, _, ids in calls)
+    return calls
 
 
 def check(select: Select, **about: Any) -> None:

@@ -70,7 +70,7 @@ def test_a_replay_of_a_recording_drops_the_tokens_that_were_dropped(
     by_position = variant == "capacity_position"
     chosen = [RoutedExperts(ids=one.ids, layers=one.layers, num_experts=8) for one in routes]
     assert npu_replay.compare(routes, before.shown).differing == 0
-    assert npu_replay.compare([one.only([2]) for one in routes], before.shown).differing == 0
+    assert npu_replay.compare([part.only([2]) for part in routes], before.shown).differing == 0
     assert npu_replay.compare(chosen, before.shown).differing > 0
     for given, same_tokens in ((routes, True), (chosen, by_position)):
         assert "drops tokens by their live probabilities" not in caplog.text
