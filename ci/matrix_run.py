@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import jobs  # noqa: E402  it lies among the tests, as the capabilities do that they are marked with
 from capabilities import CAPABILITIES  # noqa: E402
+from dealt_cases import import_orders  # noqa: E402
 
 LOGS = ROOT / ".work" / "matrix"
 PAGE = ROOT / "docs" / "dev" / "matrix.md"
@@ -107,7 +108,7 @@ def run(release: matrix.Release, cases: str) -> Outcome:
         """One of tests/jobs.py, with the release on its path."""
         return jobs.start(target, task, path=[folder], env=environment, timeout=3600)[0]
 
-    for came in ("first", "last") if release.product == "megatron" else ():
+    for came in import_orders(cases) if release.product == "megatron" else ():
         # Here, and not in test_report.py, whose process would start a server of its own to fork from.
         ended = process("megatron_snapshot:with_npu_replay", {"came": came}, {})
         snapshots[came] = ended.answer or {}

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import npu_replay
 from npu_replay import MicroBatchError, RouterError
@@ -26,7 +25,6 @@ def lora(**options: Any) -> Any:
 
 
 LORA = lora(target_modules=["q_proj", "v_proj"])
-Q = {"target_modules": ["q_proj"]}
 
 
 def base() -> Any:
@@ -43,18 +41,6 @@ def two_adapters() -> Any:
     made.add_adapter("ref", LORA)
     made.set_adapter("default")
     return made
-
-
-def of_transformers() -> Any:
-    torch.manual_seed(1)
-    made = base()
-    try:
-        made.add_adapter(LORA)
-    except ValueError as error:
-        if "not compatible" not in str(error):
-            raise
-        pytest.skip(f"transformers {transformers.__version__} refuses PEFT {peft.__version__}: {error}")
-    return made.train()
 
 
 def toggled(turn: Callable[[Any], None], back: Callable[[Any], None]) -> Switch:
@@ -89,10 +75,6 @@ WAYS: dict[str, tuple[Callable[[], Any], Switch]] = {
     "another adapter on": (
         two_adapters,
         toggled(lambda of: of.set_adapter("ref"), lambda of: of.set_adapter("default")),
-    ),
-    "off by transformers' own switch": (
-        of_transformers,
-        toggled(lambda of: of.disable_adapters(), lambda of: of.enable_adapters()),
     ),
     "off in one layer": (
         policy,
@@ -180,13 +162,12 @@ def test_an_adapter_that_does_not_tell_is_refused() -> None:
 
 def trained_whole(*parts: str) -> Any:
     """A model with copies of these modules, none like its original."""
-    torch.manual_seed(2)
-    made = peft.get_peft_model(base(), lora(target_modules=["q_proj"], modules_to_save=list(parts)))
+    made = policy(lora(target_modules=["q_proj"], modules_to_save=list(parts)))
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "modules_to_save" in name:
                 parameter += torch.randn_like(parameter) * parameter.std()
-    return made.train()
+    return made
 
 
 @contextlib.contextmanager

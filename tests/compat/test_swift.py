@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 
 from sessions.test_carried_routes import rollout
 from sessions.test_follow import Fed, learn, model, packed, padded, record, texts
+from zoo.outcome import hooks
 
 STAND_IN = {
     "__init__": "",
@@ -119,7 +120,9 @@ def test_r3_takes_a_samples_routes_in_each_pass_of_the_policy(swift: Any, layout
     assert torch.equal(rows, wanted)
     for run in (record, learn):
         run(followed, (call, fed[1]))
+    assert hooks(followed) > 0
     replay.on_train_end(None, None, None)
+    assert hooks(followed) == 0
     assert replay.following.metrics()["carried"] == 2
 
 
@@ -136,6 +139,7 @@ def test_r2_refuses_a_rollouts_routes_by_name(swift: Any) -> None:
     learn(followed, (call, fed[1]))
     replay.on_train_end(None, None, None)
     assert replay.following.metrics()["replayed"] == 5
+    assert replay.following.metrics()["held"] == 0
 
 
 def test_a_job_without_a_callback_is_left_as_it_is(swift: Any) -> None:

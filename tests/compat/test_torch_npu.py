@@ -66,7 +66,6 @@ def test_a_torch_npu_that_fails_says_why_and_leaves_the_cpu(broken: Path) -> Non
 
 @pytest.mark.slow
 def test_importing_npu_replay_survives_a_torch_npu_that_takes_torch_with_it(broken: Path) -> None:
-    assert child("import torch", broken).returncode != 0
     done = child("import npu_replay, os, torch; print(torch.ones(2).sum(), dict(os.environ))", broken)
     assert done.stdout.startswith("tensor(2.)")
     assert torch_npu.AUTOLOAD not in done.stdout, "the environment is as it was"

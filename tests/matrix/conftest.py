@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 import pytest
 
 from capabilities import CAPABILITIES
-from router_replay_api import UpstreamApi, upstream_api
 
 HERE = Path(__file__).parent
 _MARK = "capability"
@@ -43,12 +41,6 @@ def _no_losses_of_a_smaller_model() -> None:
             module.get_moe_metrics_tracker().metrics.clear()
         elif hasattr(module, "get_moe_layer_wise_logging_tracker"):
             module.get_moe_layer_wise_logging_tracker().clear()
-
-
-@pytest.fixture
-def api() -> Iterator[UpstreamApi]:
-    with upstream_api() as found:
-        yield found
 
 
 def pytest_collection_finish() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import jobs
+from dealt_cases import import_orders
 
 pytestmark = [pytest.mark.megatron, pytest.mark.capability("report")]
 
@@ -56,20 +57,18 @@ def untouched() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("came", ["first", "last"])
+@pytest.mark.parametrize("came", import_orders())
 def test_uninstall_puts_every_attribute_back_and_a_second_install_changes_nothing(came: str) -> None:
+    """Whether npu_replay is imported before Megatron or after it."""
     found = snapshot(came)
+    assert found["report"] == snapshot("last")["report"] != []
+    assert found["installed"] == snapshot("last")["installed"]
     assert different(found["installed"], untouched()) >= WRAPPED
     assert found["changed by a second install"] == []
     assert found["report again"] == found["report"]
     assert different(found["uninstalled"], untouched()) == set()
     assert found["report after"] == []
     assert found.get("left behind", []) == []
-
-
-def test_importing_before_or_after_megatron_gives_the_same() -> None:
-    assert snapshot("first")["report"] == snapshot("last")["report"] != []
-    assert snapshot("first")["installed"] == snapshot("last")["installed"]
 
 
 def test_what_the_release_has_itself_is_left_to_it() -> None:

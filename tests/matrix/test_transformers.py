@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import npu_replay
 from ci_module import ci_module
 from npu_replay.routers import find
 from zoo import hugging_face as cases
 from zoo.hugging_face import build, foreign, same, train
+from zoo.outcome import check_foreign_routes, check_own_record
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = {"qwen3_moe": "qwen3_moe", "mixtral": "mixtral", "deepseek_v3": "deepseek_v3-4-groups"}
@@ -49,19 +50,11 @@ def test_a_record_changes_nothing_and_every_recompute_replays_its_own_forward(
 ) -> None:
     model = build(FAMILIES[family], CHECKPOINTS[checkpoint])
     plain = build(FAMILIES[family])
-    order = ORDERS[checkpoint]
-    untouched = train(model, order)
-    with npu_replay.record(model) as recording:
-        assert same(train(model, order), untouched)
+    run = partial(train, model, ORDERS[checkpoint])
+    recorded = check_own_record(model, run)
     layers = cases.FAMILIES[FAMILIES[family]][2]
-    assert [one.layers for one in recording.routes] == [layers] * 5
-    with npu_replay.replay(model, recording.routes):
-        assert same(train(model, order), untouched)
-    others = foreign(plain)
-    with npu_replay.observe(plain) as seen, npu_replay.replay(plain, others):
-        expected = train(plain, order)
-    assert npu_replay.compare(seen.shown, others).differing == 0
-    assert not same(expected, untouched)
-    with npu_replay.replay(model, others):
-        assert same(train(model, order), expected)
+    assert [part.layers for part in recorded] == [layers] * 5
+    run_plain = partial(train, plain, ORDERS[checkpoint])
+    replayed = check_foreign_routes(model, run, plain, run_plain, foreign(plain))
+    assert not same(replayed, run())
     assert len(find([plain])[0]) == len(layers)

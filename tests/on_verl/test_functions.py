@@ -24,8 +24,7 @@ from npu_replay.errors import MicroBatchError, ReplayError
 from npu_replay.following.fed_sequences import fed_sequences
 from npu_replay.smoke import megatron_model
 from sessions.test_follow import packed as fed_packed
-from sessions.test_follow import texts
-from sessions.test_padded_end import by_hand
+from sessions.test_follow import texts, ulysses_padded
 from zoo.gpt import RECOMPUTE, VARIANTS, perturbed
 from zoo.outcome import gradients
 
@@ -251,7 +250,7 @@ def test_the_padded_end_of_verls_ulysses_is_no_sequence(ranks: int) -> None:
     fed = fed_packed(texts())[0]
     pad = importlib.import_module("verl.utils.ulysses").ulysses_pad
     ids, positions, size = pad(fed["input_ids"], fed["position_ids"], sp_size=ranks)
-    expected = by_hand(fed["input_ids"], fed["position_ids"], ranks)
+    expected = ulysses_padded(fed["input_ids"], fed["position_ids"], ranks)
     assert all(map(torch.equal, (ids, positions), expected))
     found = fed_sequences({"input_ids": ids, "position_ids": positions}, {})
     assert found.padded == [False] * 5 + [True] * (size > 1)

@@ -14,7 +14,6 @@ from npu_replay import MicroBatchError, ReplayError
 
 pytest.importorskip("transformers")
 
-from live.families import make
 from sessions.test_follow import (
     EXPERTS,
     LAYERS,
@@ -60,13 +59,19 @@ def carried(fed: Fed, routes: list[list[torch.Tensor]], empty: int = 0) -> torch
 @pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("last", [True, False], ids=["", "the last token has none"])
 @pytest.mark.parametrize("keyword", ["routed_experts", "rollout_expert_indices"])
-def test_each_call_takes_the_routes_that_it_carries(keyword: str, layout: str, recompute: str | None) -> None:
+def test_each_call_takes_the_routes_that_it_carries(
+    keyword: str, last: bool, layout: str, recompute: str | None
+) -> None:
+    """A sequence's last token may lack its route: it then chooses by itself, as padding does."""
     followed = model(recompute=recompute)
     fed = LAYOUTS[layout](texts())
+    if not last:
+        fed = fed[0], [place[:-1] for place in fed[1]]
     wanted = rollout(fed)
     call = fed[0] | {keyword: carried(fed, wanted, empty=-1 if layout == "left" else 0)}
-    given = call[keyword].clone()
+    before = call[keyword].clone()
     seen = Seen(followed)
     forward = followed.forward
     inside = []
@@ -76,55 +81,23 @@ def test_each_call_takes_the_routes_that_it_carries(keyword: str, layout: str, r
             run(followed, (call, fed[1]))
             assert_replayed(seen, fed, wanted)
         metrics = following.metrics()
-    assert torch.equal(call[keyword], given)
+    assert torch.equal(call[keyword], before)
     assert len(inside) == 2
     assert all(keyword not in names for names in inside)
     assert (metrics["carried"], metrics["recorded"], metrics["held"]) == (2, 0, 0)
 
 
-def test_the_last_token_of_a_sequence_may_lack_its_route() -> None:
-    """It then chooses by itself, in each sequence of a packed batch."""
-    followed = model()
-    fed = LAYOUTS["packed"](texts())
-    wanted = rollout(fed)
-    routes = carried(fed, wanted)
-    ends = torch.tensor([int(place[-1]) for place in fed[1]])
-    routes[0, ends] = 0
-    seen = Seen(followed)
-    with npu_replay.follow(followed, mode="R3"):
-        record(followed, (fed[0] | {"routed_experts": routes}, fed[1]))
-    for layer, ids, own in seen.calls:
-        for place, layers in zip(fed[1], wanted, strict=True):
-            assert torch.equal(ids[place[:-1]], layers[layer][:-1])
-        assert torch.equal(ids[ends], own[ends])
-
-
-def made(layers: int, topk: int = TOPK, **changes: Any) -> Any:
-    sizes = {"num_hidden_layers": layers, "num_experts": EXPERTS, "num_experts_per_tok": topk}
-    return make("Qwen3Moe", 0, **sizes, **changes).train()
-
-
-def chosen_by(followed: Any, run: Callable[[], object]) -> dict[int, torch.Tensor]:
-    """By layer, what its router put out meanwhile, sorted."""
-    chosen = {}
-    for layer, block in enumerate(followed.model.layers):
-        if hasattr(block.mlp, "gate"):
-            block.mlp.gate.register_forward_hook(
-                lambda _, __, out, layer=layer: chosen.update({layer: out[-1].sort(1).values})
-            )
-    run()
-    return chosen
-
-
 def test_the_columns_may_be_all_decoder_layers() -> None:
-    followed = made(4, mlp_only_layers=[1])
+    followed = model(num_hidden_layers=4, mlp_only_layers=[1])
     ids = torch.arange(2, 12)[None]
     generator = torch.Generator().manual_seed(0)
     routes = torch.rand(1, 10, 4, EXPERTS, generator=generator).topk(TOPK).indices
     routes[:, :, 1] = 0
+    seen = Seen(followed)
     with npu_replay.follow(followed, mode="R3"):
-        taken = chosen_by(followed, lambda: followed(ids, routed_experts=routes))
-        assert [torch.equal(taken[n], routes[0, :, n].sort(1).values) for n in (0, 2, 3)] == [True] * 3
+        followed(ids, routed_experts=routes)
+        taken = torch.stack([chosen for _, chosen, _ in seen.calls], dim=1)
+        assert torch.equal(taken, routes[0][:, [0, 2, 3]].sort(2).values)
         routes[0, 4, 1] = 3
         with pytest.raises(ReplayError, match="a dense layer has experts"):
             followed(ids, routed_experts=routes)
@@ -233,13 +206,17 @@ def test_an_unknown_mode_is_refused() -> None:
 
 def test_zeros_of_a_top_1_model_are_expert_0_where_a_route_has_to_be() -> None:
     """A last token may have none: it chooses by itself."""
-    followed = made(2, 1)
+    followed = model(num_experts_per_tok=1)
     ids = torch.arange(2, 12)[None]
     generator = torch.Generator().manual_seed(0)
-    routes = torch.rand(1, 10, 2, EXPERTS - 1, generator=generator).topk(1).indices + 1
+    routes = torch.rand(1, 10, LAYERS, EXPERTS - 1, generator=generator).topk(1).indices + 1
     routes[0, [3, 9]] = 0
-    free = chosen_by(followed, lambda: followed(ids))
+    seen = Seen(followed, own=False)
+    followed(ids)
+    free = seen.calls.pop(0)[1]
+    seen.calls.clear()
     with npu_replay.follow(followed, mode="R3"):
-        taken = chosen_by(followed, lambda: followed(ids, routed_experts=routes))
-    assert [torch.equal(taken[layer][:9], routes[0, :9, layer]) for layer in (0, 1)] == [True] * 2
-    assert torch.equal(taken[0][9], free[0][9])
+        followed(ids, routed_experts=routes)
+    for layer, taken, _ in seen.calls:
+        assert torch.equal(taken[:9], routes[0, :9, layer])
+    assert torch.equal(seen.calls[0][1][9], free[9])

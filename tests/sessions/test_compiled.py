@@ -1,6 +1,6 @@
-"""Compiled modules around a router: eager while any block is open, compiled again afterwards.
+"""torch's compilers and torch.func: routers are eager while any block is open, and compiled again afterwards.
 
-And torch.compile inside a block and after it: torch's own top-k stays what its compilers know.
+torch's own top-k stays what its compilers know. An update by torch.func is replayed as any other.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.func import functional_call, grad
 
 import npu_replay
-from zoo.toys import ToyModel, tokens
+from zoo import hugging_face
+from zoo.toys import ToyModel, foreign, run, same, tokens
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
 
@@ -50,6 +54,40 @@ def test_blocks_that_overlap_keep_the_stance_and_torchs_names_until_the_last_one
     assert first.routes[0].layers == second.routes[0].layers == (0, 1)
 
 
+@pytest.mark.parametrize("part", ["", "layers.0", "layers.0.router"], ids=["model", "layer", "router"])
+@pytest.mark.parametrize("way", ["in place", "wrapped", "its forward"])
+def test_a_compiled_module_is_replayed_and_its_graphs_stay_as_they_are_s1(way: str, part: str) -> None:
+    """Hooks that come after a compilation are skipped in its graphs."""
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    holder = nn.Sequential(ToyModel())
+    path = f"0.{part}".rstrip(".")
+    module = holder.get_submodule(path)
+    if way == "in place":
+        module.compile(backend=backend)
+    elif way == "wrapped":
+        holder.set_submodule(path, torch.compile(module, backend=backend))
+    else:
+        module.forward = torch.compile(module.forward, backend=backend)
+    called = holder[0]
+    untouched = run(called)
+    before = len(graphs)
+    with npu_replay.record(called):
+        assert same(run(called), untouched)
+    routes = foreign()
+    with npu_replay.observe(called) as seen, npu_replay.replay(called, routes):
+        run(called)
+    assert npu_replay.compare(seen.shown, routes).differing == 0
+    assert same(run(called), untouched)
+    assert len(graphs) == before > 0, "the block compiled anew, or left something that is compiled anew"
+    torch.compiler.reset()
+
+
 def test_the_stance_is_the_processs_and_left_alone_where_no_router_is_compiled() -> None:
     model = ToyModel()
     with npu_replay.record(model):
@@ -57,65 +95,10 @@ def test_the_stance_is_the_processs_and_left_alone_where_no_router_is_compiled()
         model(tokens())
 
 
-# Names of torch that its compilers know, each in a process of its own
+# Names of torch that its compilers know, in processes of their own: each learns them once
 
-COMPILED = """
+SCRIPT = """
     import sys
-    import torch
-
-    import npu_replay
-    from npu_replay import routers
-    from zoo.toys import ToyModel, ToyRouters, tokens
-
-    routers.register("toy", ToyRouters())
-    model = ToyModel()
-    scores = torch.rand(4, 8)
-
-    def best(x):
-        return torch.topk(x, 2).values + x.topk(2).values
-
-    def compiled():
-        torch.compiler.reset()
-        return torch.compile(lambda x: best(x), backend="eager", fullgraph=True)(scores)
-
-    expected = best(scores)
-    if {first!r} == "before":
-        assert torch.equal(compiled(), expected)
-    else:
-        assert "torch._dynamo" not in sys.modules
-    with npu_replay.record(model):
-        model(tokens())
-        assert torch.equal(compiled(), expected)
-    assert torch.equal(compiled(), expected)
-    with npu_replay.compat.cpu.lend():
-        torch.compile(lambda x: x + torch.arange(8), backend="eager", fullgraph=True)(scores)
-    torch.compiler.reset()
-    torch.compile(lambda x: x + torch.arange(8), backend="eager", fullgraph=True)(scores)
-"""
-
-
-def run_python(*arguments: str) -> None:
-    """Run Python, in a process of its own; it has to end well."""
-    result = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": "tests:" + ":".join(sys.path), "OMP_NUM_THREADS": "1"},
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", ["before", "inside"])
-def test_a_graph_with_a_top_k_compiles_before_inside_and_after_a_block(first: str) -> None:
-    """In a process of its own: dynamo learns torch's names once."""
-    code = textwrap.dedent(COMPILED).format(first=first)
-    run_python("-W", "error::UserWarning", "-c", code)
-
-
-SCRIPTED = """
     import torch
 
     import npu_replay
@@ -132,20 +115,83 @@ SCRIPTED = """
     def again(x: torch.Tensor) -> torch.Tensor:
         return torch.topk(x, 2)[0] + x.topk(2)[0]
 
+    def check(scripted):
+        assert torch.equal(torch.jit.script(scripted)(scores), expected)  # a function is compiled once
+        torch.compiler.reset()
+        compiled = torch.compile(lambda x: best(x), backend="eager", fullgraph=True)
+        assert torch.equal(compiled(scores), expected)
+
     expected = best(scores)
     if {first!r} == "before":
-        assert torch.equal(torch.jit.script(best)(scores), expected)
+        check(best)
+    else:
+        assert "torch._dynamo" not in sys.modules
     with npu_replay.record(model):
         model(tokens())
-        assert torch.equal(torch.jit.script(best)(scores), expected)
-    assert torch.equal(torch.jit.script(again)(scores), expected)
+        check(best)
+    check(again)
+    with npu_replay.compat.cpu.lend():
+        torch.compile(lambda x: x + torch.arange(8), backend="eager", fullgraph=True)(scores)
+    torch.compiler.reset()
+    torch.compile(lambda x: x + torch.arange(8), backend="eager", fullgraph=True)(scores)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["before", "inside"])
-def test_torchscript_compiles_a_top_k_before_inside_and_after_a_block(first: str, tmp_path: Path) -> None:
-    """It has a table of torch's names too, which it makes once. A function is compiled once as well."""
-    code = textwrap.dedent(SCRIPTED).format(first=first)
-    (tmp_path / "scripted.py").write_text(code)
-    run_python(str(tmp_path / "scripted.py"))
+def test_torchs_compilers_take_a_top_k_before_inside_and_after_a_block(first: str, tmp_path: Path) -> None:
+    """Dynamo, and TorchScript, which reads the source."""
+    file = tmp_path / "compiled.py"
+    file.write_text(textwrap.dedent(SCRIPT).format(first=first))
+    result = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", str(file)],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": "tests:" + ":".join(sys.path), "OMP_NUM_THREADS": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+# torch.func: its transforms wrap all tensors, and tokens are compared all the same
+
+
+@pytest.fixture
+def setting() -> tuple[torch.nn.Module, dict[str, torch.Tensor], torch.Tensor]:
+    model = hugging_face.build("qwen3_moe")
+    return model, dict(model.named_parameters()), hugging_face.batches(1)[0]
+
+
+def gradients(
+    model: torch.nn.Module, parameters: dict[str, torch.Tensor], tokens: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        called = functional_call(model, values, kwargs={"input_ids": tokens, "use_cache": False})
+        return called.logits.square().mean()
+
+    return grad(loss)(parameters)
+
+
+@pytest.mark.parametrize("how", ["replay", "follow"])
+def test_a_gradient_by_torch_func_is_that_of_the_recorded_experts(
+    how: str, setting: tuple[torch.nn.Module, dict[str, torch.Tensor], torch.Tensor]
+) -> None:
+    model, parameters, tokens = setting
+    expected = gradients(*setting)
+    if how == "follow":
+        with npu_replay.follow(model) as following:
+            with torch.no_grad():
+                model(input_ids=tokens)
+            replayed = gradients(*setting)
+        assert following.metrics()["replayed"] == len(tokens)
+    else:
+        with torch.no_grad(), npu_replay.record(model) as recording:
+            model(input_ids=tokens)
+        with npu_replay.record(model) as inside:
+            gradients(*setting)
+        assert inside.routes == recording.routes
+        with npu_replay.replay(model, recording.routes) as replay:
+            replayed = gradients(*setting)
+        assert replay.metrics()["tokens_compared"] == 1
+    assert all(torch.equal(replayed[name], expected[name]) for name in parameters)

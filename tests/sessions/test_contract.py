@@ -86,10 +86,10 @@ def witnessed(bed: Bed) -> Iterator[list[list[Map]]]:
         handle.remove()
 
 
-def shows(maps: list[list[Map]], bed: Bed, routes: list[RoutedExperts]) -> bool:
-    """Did each forward, and each recompute, send the tokens where these routes do?"""
+def shows(maps: list[list[Map]], bed: Bed, routes: list[RoutedExperts], but: int | None = None) -> bool:
+    """Did each forward but one, and each recompute, send the tokens where these routes do?"""
     return all(
-        same_experts(routes[number], label, shown)
+        number == but or same_experts(routes[number], label, shown)
         for label, calls in zip(labels(bed), maps, strict=True)
         for number, shown in zip([*range(COUNT), *range(COUNT)[::-1]], calls, strict=False)
     )
@@ -148,21 +148,29 @@ def test_an_update_follows_what_was_recorded_for_its_tokens(stack: str) -> None:
         module.weight.data.copy_(weight)
 
 
+@over_recomputes
 @over_stacks()
-def test_errors_wait_for_the_end_of_a_schedule(stack: str) -> None:
-    bed = bed_of(stack, None)
+def test_routes_may_come_one_by_one_and_errors_wait_for_the_end(stack: str, how: str | None) -> None:
+    """As a pipeline's schedule has them: all others are replayed, also in their recomputes."""
+    bed = bed_of(stack, how)
     routes = foreign(bed)
     live, _ = run(bed)
+    with npu_replay.replay(bed.model, routes):
+        replayed, _ = run(bed)
     losses = []
     with (
         pytest.raises(MicroBatchError, match=r"micro-batch 1, layer .*another number of tokens"),
         StepReplay(bed.model, errors_wait=True) as session,
+        witnessed(bed) as maps,
     ):
         for number in range(COUNT):
             session.give(0, routes[0 if number == 1 else number])
             losses.append(bed.call(tokens(number)))
-    assert len(losses) == COUNT
-    assert torch.equal(losses[1], live[1])
+        for loss in losses[::-1]:
+            loss.backward()
+    assert same(losses, [live[1] if number == 1 else loss for number, loss in enumerate(replayed)])
+    assert shows(maps, bed, routes, but=1)
+    assert hooks(bed.model) == 0
 
 
 def variant(stack: str, name: str) -> Bed:

@@ -27,7 +27,7 @@ from choice import some
 from npu_replay import RoutedExperts
 from npu_replay.errors import ReplayError
 from zoo.beds import VOCABULARY, Bed, Map, bed_of, toy
-from zoo.outcome import as_map, hooks, same_experts
+from zoo.outcome import as_map, hooks, random_routes, same_experts
 from zoo.toys import ToyBlock
 
 pytestmark = [
@@ -410,13 +410,8 @@ class Run:
     @functools.cached_property
     def given(self) -> list[RoutedExperts]:
         """What no router here would choose."""
-        generator = torch.Generator().manual_seed(5)
-        bed = self.bed
-        layers = range(len(bed.routers))
-        shapes = [(LEAST_ROWS + one, len(layers), bed.experts) for one in range(self.case.count)]
-        scores = [torch.rand(shape, generator=generator) for shape in shapes]
-        ids = [one.topk(bed.topk).indices for one in scores]
-        return [RoutedExperts(ids=one, layers=layers, num_experts=bed.experts) for one in ids]
+        rows = [LEAST_ROWS + number for number in range(self.case.count)]
+        return random_routes(rows, range(len(self.bed.routers)), self.bed.experts, self.bed.topk, seed=5)
 
     def go(self, block: Any) -> None:
         losses: list[torch.Tensor] = []
@@ -645,23 +640,15 @@ def test_a_compiled_function_around_one_micro_batch_is_never_wrong_in_silence(ki
     model: Any = bed.model
     layer = model.body.layers[1]
     micro_batches = [torch.randint(VOCABULARY, (1, LEAST_ROWS + one)) for one in range(6)]
-
-    def block() -> Any:
-        given = [recording.routes] if kind == "replay" else []
-        return getattr(npu_replay, kind)(model, *given)
-
-    with torch.no_grad(), npu_replay.record(model) as recording:
+    rows = [ids.numel() for ids in micro_batches]
+    routes = [random_routes(rows, range(3), bed.experts, bed.topk, seed=5)] if kind == "replay" else []
+    with torch.no_grad(), getattr(npu_replay, kind)(model, *routes) as eager:
         truth = [model(ids) for ids in micro_batches]
-    if kind == "replay":
-        for module in bed.routers:
-            module.weight.data.neg_()
-        with torch.no_grad(), block():
-            truth = [model(ids) for ids in micro_batches]
     outputs = []
     refused = ""
     torch._dynamo.reset()
     try:
-        with torch.no_grad(), block() as session:
+        with torch.no_grad(), getattr(npu_replay, kind)(model, *routes) as session:
             for number, ids in enumerate(micro_batches):
                 call = model
                 if number == at and part == "model":
@@ -671,7 +658,7 @@ def test_a_compiled_function_around_one_micro_batch_is_never_wrong_in_silence(ki
                 outputs.append(call(input_ids=ids))
                 vars(layer).pop("forward", None)
         assert all(map(torch.equal, outputs, truth)), "wrong in silence"
-        assert kind != "record" or session.routes == recording.routes
+        assert kind != "record" or session.routes == eager.routes
     except (ReplayError, torch._dynamo.exc.TorchDynamoException) as error:
         refused = getattr(error, "where", f"micro-batch {at}")
     torch._dynamo.reset()

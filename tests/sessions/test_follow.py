@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import npu_replay
 from npu_replay import MicroBatchError, ReplayError, RoutedExperts, RouterError
+from npu_replay.following.fed_sequences import fed_sequences
 
 pytest.importorskip("transformers")
 
@@ -30,10 +31,9 @@ Fed = tuple[dict[str, Any], list[torch.Tensor]]
 """What a model is called with, and of each sequence the rows of its tokens."""
 
 
-def model(seed: int = 0, recompute: str | None = None) -> Any:
-    made = make(
-        "Qwen3Moe", seed, num_hidden_layers=LAYERS, num_experts=EXPERTS, num_experts_per_tok=TOPK
-    ).train()
+def model(seed: int = 0, recompute: str | None = None, **changes: Any) -> Any:
+    sizes = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": TOPK}
+    made = make("Qwen3Moe", seed, **sizes | changes).train()
     if recompute:
         made.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
         made.enable_input_require_grads()
@@ -78,12 +78,30 @@ def packed(sequences: Sequence[torch.Tensor], end: int = 0, bounds: bool = False
     return fed, [a + torch.arange(n) for a, n in zip(starts, lengths, strict=False)]
 
 
+def ulysses_padded(ids: torch.Tensor, positions: torch.Tensor, to: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What verl's `ulysses_pad` does for so many ranks; tests/on_verl holds it against that."""
+    size = -ids.shape[1] % to
+    return (
+        torch.nn.functional.pad(ids, (0, size), value=0),
+        torch.cat([positions, torch.arange(size)[None]], dim=1),
+    )
+
+
+def ending(sequences: Sequence[torch.Tensor], to: int) -> Fed:
+    """Packed, and padded to a multiple of `to` by an end whose positions are 0, 1, 2."""
+    fed, places = packed(sequences)
+    ids, positions = ulysses_padded(fed["input_ids"], fed["position_ids"], to)
+    return {"input_ids": ids, "position_ids": positions}, places
+
+
 LAYOUTS: dict[str, Callable[[Sequence[torch.Tensor]], Fed]] = {
     "right": lambda texts: padded(texts, right=2),
     "left": lambda texts: padded(texts, left=3, positions=True),
     "both sides": lambda texts: padded(texts, left=1, right=2),
     "packed": packed,
     "packed, padded end": lambda texts: packed(texts, end=5),
+    "packed to 2, padded end of its own positions": lambda texts: ending(texts, 2),
+    "packed to 16, padded end of its own positions": lambda texts: ending(texts, 16),
     "cu_seqlens": lambda texts: packed(texts, bounds=True),
     "cu_seqlens, padded end": lambda texts: packed(texts, end=4, bounds=True),
     "one by one": lambda texts: ({"input_ids": texts[0][None]}, [torch.arange(len(texts[0]))]),
@@ -145,10 +163,15 @@ def learn(followed: Any, fed: Fed) -> None:
 
 
 def assert_replayed(seen: Seen, fed: Fed, wanted: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Each call of each router, recomputes too, took what the sequences' routers had recorded."""
+    """Each call of each router, recomputes too, took what the sequences' routers had recorded.
+
+    Padding chooses by itself.
+    """
     layers = seen.layers()
     calls = seen.calls
     assert len(layers) >= LAYERS
+    padding = torch.ones(len(calls[0][1]), dtype=torch.bool).index_fill(0, torch.cat(fed[1]), False)
+    assert all(torch.equal(ids[padding], own[padding]) for _, ids, own in calls)
     got = seen.of(fed[1])
     seen.calls = calls
     own = seen.of(fed[1], own=True)
@@ -185,6 +208,85 @@ def test_an_update_takes_what_was_recorded_in_whatever_layout(
             assert len(seen.calls) == LAYERS * (2 if recompute else 1)
             assert_replayed(seen, fed, [wanted[n] for n in part])
         assert following.metrics()["replayed"] == following.metrics()["recorded"] == 5
+
+
+# A packed row's padded end has positions of its own, 0, 1, 2, as verl pads for Ulysses
+
+
+def test_a_row_may_end_with_the_models_own_padding() -> None:
+    """And each row of several."""
+    followed = model()
+    sequences = texts()
+    followed.config.pad_token_id = 77
+    first, second = (ending(part, 24)[0] for part in (sequences[:3], sequences[3:4]))
+    for fed, length in ((first, 15), (second, 9)):
+        fed["input_ids"][0, length:] = 77
+    rows = {name: torch.cat([first[name], second[name]]) for name in first}
+    places = [*packed(sequences[:3])[1], 24 + torch.arange(9)]
+    seen = Seen(followed)
+    with npu_replay.follow(followed) as following:
+        wanted = record(followed, (rows, places), seen)
+        move(followed)
+        learn(followed, (rows, places))
+        assert_replayed(seen, (rows, places), wanted)
+        assert following.metrics()["held"] == 4
+
+
+def last(ids: Sequence[int]) -> Callable[[], Fed]:
+    """A packed row that ends with these tokens, as a sequence of their own."""
+    return lambda: packed([*texts(), torch.tensor(ids)])
+
+
+UNKNOWN: dict[str, Callable[[], Fed]] = {
+    "of other tokens": last([8, 8, 8]),
+    "of two padding ids": last([0, 0, 77]),
+    "of padding that doesn't end the row": lambda: packed(
+        [texts()[0], torch.zeros(4, dtype=torch.long), texts()[1]]
+    ),
+    "that is all of the row": lambda: packed([torch.zeros(4, dtype=torch.long)]),
+    "that ends like padding": last([9, 0, 0, 0]),
+    "that begins like padding": last([0, 0, 0, 9]),
+    "that a mask says is there": lambda: padded([*texts()[:4], torch.zeros(4, dtype=torch.long)], left=1),
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_a_sequence_that_nobody_recorded_is_refused_all_the_same(what: str) -> None:
+    followed = model()
+    followed.config.pad_token_id = 77
+    with npu_replay.follow(followed) as following:
+        record(followed, padded(texts()))
+        with pytest.raises(MicroBatchError, match="no routes are known"):
+            learn(followed, UNKNOWN[what]())
+        record(followed, fed := UNKNOWN[what]())
+        learn(followed, fed)  # recorded, it is one
+        assert following.metrics()["replayed"] == len(fed[1])
+
+
+def test_what_looks_like_padding_and_is_known_is_replayed() -> None:
+    """Recorded where a mask said that it was there."""
+    followed = model()
+    sequences = [*texts()[1:3], torch.zeros(6, dtype=torch.long)]
+    seen = Seen(followed)
+    with npu_replay.follow(followed) as following:
+        wanted = record(followed, padded(sequences), seen)
+        move(followed)
+        fed = packed(sequences)
+        learn(followed, fed)
+        assert_replayed(seen, fed, wanted)
+        assert following.metrics()["held"] == 3
+
+
+def test_keys_are_those_of_the_sequences_alone() -> None:
+    fed, _ = ending(texts(), 8)
+    alone = fed_sequences(packed(texts())[0], {}, [*"abcde"])
+    ending_too = fed_sequences(fed, {}, [*"abcde"])
+    assert ending_too.marks[:5] == alone.marks
+    with pytest.raises(MicroBatchError, match="another number of sample keys"):
+        fed_sequences(fed, {}, [*"abcd"])
+
+
+# What an update does with what was recorded
 
 
 @pytest.mark.parametrize("way", ["left as it is", "paused"])
@@ -489,49 +591,41 @@ class Wrapper(torch.nn.Module):
         return getattr(self, self.name)(*args, **kwargs)
 
 
-def test_arguments_without_names_are_those_of_the_wrapped_model(followed: Any) -> None:
+class OfBatch(Wrapper):
+    """Hands on what is in one dict."""
+
+    def forward(self, batch: dict[str, Any]) -> Any:
+        return super().forward(**batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [(Wrapper, lambda fed: fed.values()), (OfBatch, lambda fed: [fed])]
+)
+def test_arguments_of_a_wrapper_are_those_of_the_model_in_it(
+    followed: Any, kind: type[Wrapper], arguments: Any
+) -> None:
+    """Without names, or all in one batch."""
     fed = padded(texts(), left=2)
-    wrapper = Wrapper(followed, "module")
+    wrapper = kind(followed, "module")
+
+    def call(**named: Any) -> Any:
+        return wrapper(*arguments(named))
+
     seen = Seen(followed)
     with npu_replay.follow(wrapper):
-        with torch.no_grad():
-            wrapper(fed[0]["input_ids"], fed[0]["attention_mask"])
-        wanted = seen.of(fed[1])
+        wanted = record(call, fed, seen)
         move(followed)
-        learn(wrapper, fed)
+        learn(call, fed)
     assert_replayed(seen, fed, wanted)
+
+
+def test_arguments_without_names_of_an_unknown_wrapper_are_refused(followed: Any) -> None:
+    fed = padded(texts(), left=2)
     wrapper = Wrapper(followed, "inner")
     with npu_replay.follow(wrapper), torch.no_grad():
         with pytest.raises(MicroBatchError, match="have no names"):
             wrapper(fed[0]["input_ids"], fed[0]["attention_mask"])
         wrapper(**fed[0])
-
-
-def test_tokens_in_one_batch_are_found(followed: Any) -> None:
-    class OfBatch(Wrapper):
-        def forward(self, batch: dict[str, Any]) -> Any:
-            return self.inner(**batch)
-
-    fed = padded(texts(), left=2)
-    wrapper = OfBatch(followed, "inner")
-    seen = Seen(followed)
-    with npu_replay.follow(wrapper):
-        wanted = record(lambda **call: wrapper(call), fed, seen)
-        move(followed)
-        learn(lambda **call: wrapper(call), fed)
-    assert_replayed(seen, fed, wanted)
-
-
-def test_it_opens_and_closes_where_no_with_can_go(followed: Any) -> None:
-    fed = padded(texts())
-    hooks = sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in followed.modules())
-    following = npu_replay.follow(followed).open()
-    record(followed, fed)
-    learn(followed, fed)
-    following.close()
-    assert sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in followed.modules()) == hooks
-    assert following.metrics()["held"] == 0
-    assert following.metrics()["replayed"] == 5
 
 
 def test_a_block_in_which_nothing_ran_is_an_error_and_one_of_evaluations_is_not(followed: Any) -> None:

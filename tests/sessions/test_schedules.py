@@ -1,7 +1,7 @@
-"""What a schedule runs by itself: a recompute outside backward, in another micro-batch's forward (marks).
+"""What a pipeline's schedule does with a block: routes come one micro-batch at a time, and errors wait.
 
-As MindSpeed's overlap does: tests/on_mindspeed compares its gradients. And a pass of
-torch.distributed.pipelining that learns shapes.
+It may run a recompute outside backward, in another micro-batch's forward (marks), as MindSpeed's overlap
+does: tests/on_mindspeed compares its gradients. torch.distributed.pipelining has a pass that learns shapes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,103 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import npu_replay
-from npu_replay import routers
-from npu_replay.errors import RecomputeError
+from npu_replay import RoutedExperts, routers
+from npu_replay.errors import MicroBatchError, RecomputeError, ReplayError, RouterError
 from npu_replay.routers import Router
+from npu_replay.sessions.record import StepRecording
+from npu_replay.sessions.replay import StepReplay
 from npu_replay.sessions.timeline import Marks
-from zoo.toys import HIDDEN, ROWS, ToyModel, ToyRouters, hooks, opened, same, tokens
+from zoo import toys
+from zoo.outcome import gradients
+from zoo.toys import HIDDEN, ROWS, ToyModel, ToyRouters, hooks, opened, recorded, run, same, tokens
+
+pytestmark = pytest.mark.usefixtures("toy_routers")
 
 COUNT = 5
+
+
+def foreign(seed: int, layers: tuple[int, ...] = (0, 1), rows: int = ROWS) -> RoutedExperts:
+    return toys.foreign(layers=layers, rows=rows, seed=seed)[0]
+
+
+def test_a_tap_is_what_was_recorded_and_keeps_it_while_forwards_without_a_graph_come_and_go() -> None:
+    model = ToyModel(recompute="non-reentrant")
+    wanted = run(model, 0)
+    model.zero_grad()
+    with StepRecording(model) as session:
+        loss = model(tokens(0).requires_grad_()).square().mean()
+        tapped = [session.take(0)]
+        with torch.no_grad():
+            for seed in (1, 2, 3):
+                model(tokens(seed))
+                tapped.append(session.take(0))
+        loss.backward()
+    assert same(wanted, (loss.item(), gradients(model)))
+    assert tapped == recorded(model, 0, 1, 2, 3)
+
+
+def test_routes_without_a_forward_are_refused() -> None:
+    model = ToyModel()
+    with pytest.raises(MicroBatchError, match="a forward that never came"), StepReplay(model) as session:
+        session.give(0, foreign(0))
+        model(tokens(0))
+        session.give(0, foreign(1))
+
+
+def test_routes_that_lack_a_layer_are_refused_at_once() -> None:
+    with StepReplay(ToyModel()) as session:
+        with pytest.raises(RouterError, match="missing from the routes"):
+            session.give(0, foreign(0, layers=(0,)))
+        session.give(0, foreign(0))
+        session.chunks[0](tokens(0))
+
+
+@pytest.mark.parametrize("chunk", [-1, 1])
+def test_a_chunk_that_there_is_not_and_a_block_that_is_left_are_refused(chunk: int) -> None:
+    """-1 would be the last chunk."""
+    with StepReplay(ToyModel()) as replay:
+        replay.give(0, foreign(0))
+        with pytest.raises(MicroBatchError, match="no chunk of this block"):
+            replay.give(chunk, foreign(0))
+        replay.chunks[0](tokens())
+    with StepRecording(ToyModel()) as recording:
+        recording.chunks[0](tokens())
+        with pytest.raises(MicroBatchError, match="nothing was recorded"):
+            recording.take(chunk)
+    for late in (lambda: recording.take(0), lambda: replay.give(0, foreign(0))):
+        with pytest.raises(MicroBatchError, match="isn't open"):
+            late()
+
+
+@pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
+def test_after_a_deferred_error_a_recompute_goes_on_too(recompute: str) -> None:
+    """It would die of its own error otherwise, in the middle of backward."""
+    model = ToyModel(recompute=recompute)
+    wanted = run(model, 0)
+    waits = pytest.raises(MicroBatchError, match="micro-batch 0: no routes were given")
+    with waits, StepReplay(model, errors_wait=True):
+        assert same(wanted, run(model, 0))
+
+
+def test_the_error_of_a_recompute_waits_too() -> None:
+    model = ToyModel(recompute="reentrant")
+    older = model(tokens(9).requires_grad_()).sum()
+    waits = pytest.raises(RecomputeError, match="belongs to no forward of this block")
+    with waits, StepReplay(model, errors_wait=True, min_overlap=0) as session:
+        session.give(0, foreign(0))
+        run(model, 0)
+        model.zero_grad()
+        older.backward()
+    assert all(map(torch.is_tensor, gradients(model))), "backward has ended"
+
+
+def test_a_foreign_exception_is_not_hidden_by_a_deferred_error() -> None:
+    with pytest.raises(ZeroDivisionError), StepReplay(ToyModel(), errors_wait=True) as session:
+        session.defer(ReplayError("waits"))
+        raise ZeroDivisionError
+
+
+# Recomputes outside backward
 
 
 class Rerunning(ToyRouters):
@@ -46,11 +136,10 @@ class Rerunning(ToyRouters):
 
 
 @pytest.fixture
-def rerunning() -> Iterator[Rerunning]:
+def rerunning(toy_routers: None) -> Rerunning:
     kind = Rerunning()
     routers.register("toy", kind)
-    yield kind
-    routers.unregister("toy")
+    return kind
 
 
 @pytest.mark.parametrize("rows_without", [0, 3], ids=["every row", "rows without a route"])
@@ -116,7 +205,7 @@ def schedule(**shapes: torch.Tensor) -> tuple[ToyModel, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("toy_routers", "process_group")
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("block", ["record", "replay", "observe"])
 def test_the_pass_that_learns_shapes_is_no_micro_batch(block: str) -> None:
     model, first = schedule()
@@ -126,7 +215,7 @@ def test_the_pass_that_learns_shapes_is_no_micro_batch(block: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("toy_routers", "process_group")
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("shapes", [{}, dict.fromkeys(("input_args", "output_args"), BATCH[:6])])
 def test_a_step_of_a_stage_that_knows_its_shapes_is_recorded_and_replayed(shapes: Any) -> None:
     model, steps = schedule(**shapes)

@@ -1,13 +1,21 @@
-"""record, replay and pin_recompute: what they refuse, where, and that they leave nothing behind."""
+"""record, replay and pin_recompute: what they refuse, where, and that they leave nothing behind.
+
+And a block that is never entered, which does nothing, says so: `replay(...)` without `with`.
+"""
 
 from __future__ import annotations
 
 import copy
 import gc
+import logging
 import pickle
 import re
+import subprocess
+import sys
+import textwrap
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +44,6 @@ from zoo.toys import (
     forwards,
     hooks,
     opened,
-    plain,
     recorded,
     run,
     same,
@@ -173,14 +180,6 @@ def test_what_cannot_be_replayed_is_refused_by_name(what: str, kind: str) -> Non
     assert hooks(nn.ModuleList(model if isinstance(model, list) else [model])) == 0
 
 
-def test_only_a_router_that_drops_may_show_fewer_experts_than_were_chosen() -> None:
-    model = ToyModel(ToyRouter(select=showing_fewer, drops=True))
-    with npu_replay.record(model) as recording:
-        model(tokens())
-    assert recording.metrics()["capacity_dropped"] == pytest.approx(1 / TOPK)
-    assert recorded(chunk(7, 2))[0].layers == (2, 7)
-
-
 # Bad input: refused on entering
 
 
@@ -258,35 +257,6 @@ def test_forwards_from_two_threads_are_refused() -> None:
         model(tokens())
         with pytest.raises(MicroBatchError, match="two threads"):
             in_thread(lambda: model(tokens()))
-
-
-# Exceptions
-
-
-@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
-def test_a_forward_that_raised_owes_no_recompute(how: str) -> None:
-    """Its exception keeps its frames, and they its graph, alive."""
-    model = ToyModel(recompute=how)
-    with npu_replay.record(model) as recording:
-        model(tokens())
-        handle = model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError) as kept:
-            model(tokens().requires_grad_())
-        handle.remove()
-    assert kept.value.__traceback__ is not None
-    assert len(recording.routes) == 1
-    del kept
-    gc.collect()  # up to torch 2.7 the hooks of a checkpoint that raised stay on as long as its frame
-
-
-def test_a_forward_inside_an_except_block_counts() -> None:
-    model = ToyModel()
-    with npu_replay.record(model) as recording:
-        try:
-            raise ValueError
-        except ValueError:
-            model(tokens())
-    assert len(recording.routes) == 1
 
 
 def test_routes_are_there_only_when_the_block_has_ended() -> None:
@@ -553,41 +523,6 @@ def test_observe_is_never_empty_in_silence() -> None:
         _ = block.shown
 
 
-def dropping(rows: list[int]) -> ToyModel:
-    """A model whose first layer drops the last expert of these rows, as over a capacity."""
-
-    def select(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values, ids = plain(router, scores)
-        ids = ids.clone()
-        ids[rows, -1] = ids[rows, 0]
-        return values, ids
-
-    return ToyModel(ToyRouter(0, select=select), ToyRouter(1))
-
-
-def observed(model: ToyModel, *seeds: int) -> list[RoutedExperts]:
-    with torch.no_grad(), npu_replay.observe(model) as observation:
-        forwards(model, *seeds)
-    return observation.shown
-
-
-def test_dropped_experts_are_missing_from_what_compare_takes() -> None:
-    """Rows with a dropped expert were left out on both sides: 0.0 where other experts ran."""
-    whole, some, others = (observed(dropping(rows), 0, 1) for rows in ([], [2, 5], [5, 7]))
-    assert npu_replay.compare(whole, whole).differing == 0
-    for one in (some, some[0]):  # what was dropped in both is the same
-        assert npu_replay.compare(one, one).differing == 0
-    found = npu_replay.compare(some, whole)
-    # Two rows of each micro-batch in the first layer; the other layer's inputs change with them.
-    assert (round(found.layer_mismatch[0], 6), found.token_layers) == (0.2, 2 * 2 * ROWS)
-    assert npu_replay.compare(some, others).layer_mismatch[0] == pytest.approx(0.2)
-    first = [one.only([0]) for one in some]
-    assert npu_replay.compare(first, whole).differing == 4
-    assert npu_replay.compare(some[0], whole[0]).differing >= 2
-    assert not some[0].recorded[[2, 5]].any()  # they can't be replayed
-    assert int(some[0].recorded.sum()) == ROWS - 2
-
-
 @pytest.mark.choice
 @pytest.mark.parametrize("recompute", [None, *RECOMPUTE])
 @pytest.mark.parametrize("rows", [ROWS, ROWS - 3], ids=["", "other rows"])
@@ -664,3 +599,96 @@ def test_an_ended_block_keeps_its_results_alone(how: str | None, kind: str) -> N
         0 if results else 2 * 5
     )  # a replay has its routes until it goes: ids and which are recorded
     assert held - tensors() <= of_the_routes
+
+
+# Never entered
+
+
+OPENS: dict[str, Callable[[ToyModel], Any]] = {
+    "record": npu_replay.record,
+    "replay": lambda model: npu_replay.replay(model, recorded(model)),
+    "pin_recompute": npu_replay.pin_recompute,
+    "observe": npu_replay.observe,
+    "follow": npu_replay.follow,
+}
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    gc.collect()
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OPENS if kind != "observe"])
+@pytest.mark.parametrize("figures", ["metrics", "counts"])
+def test_the_figures_of_a_block_that_was_never_entered_are_an_error(figures: str, kind: str) -> None:
+    model = ToyModel()
+    session = OPENS[kind](model)
+    model(tokens()).sum().backward()
+    with pytest.raises(
+        ReplayError, match=rf"the {kind} block was never entered\. Expected with \.\.\. as session"
+    ):
+        getattr(session, figures)()
+
+
+@pytest.mark.parametrize("kind", OPENS)
+def test_a_block_that_is_dropped_before_it_was_entered_warns_once(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ToyModel()
+    session = OPENS[kind](model)
+    model(tokens())
+    assert not warnings(caplog)
+    del session
+    (text,) = warnings(caplog)
+    assert text.startswith(f"[npu_replay] {kind}() was called, but its block was never entered")
+    assert f"with npu_replay.{kind}(...):" in text
+
+
+@pytest.mark.parametrize("kind", OPENS)
+def test_an_open_block_that_nobody_keeps_ends_at_once_and_says_so(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not some time later, when the collector runs."""
+    model = ToyModel()
+    block = OPENS[kind](model)
+    gc.collect()
+    caplog.clear()
+    gc.disable()
+    try:
+        block.__enter__()
+        assert hooks(model)
+        del block
+        assert not hooks(model)
+    finally:
+        gc.enable()
+    assert [one for one in warnings(caplog) if f"an open {kind}() was dropped" in one]
+
+
+SCRIPT = """
+import logging
+import npu_replay
+from npu_replay import routers
+from zoo.toys import ToyModel, ToyRouters, tokens
+
+routers.register("toy", ToyRouters())
+model = ToyModel()
+with npu_replay.record(model) as recording:
+    model(tokens())
+session = npu_replay.replay(model, recording.routes)
+model.itself = [model, session]  # a cycle that nobody collects
+model(tokens())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.choice(every=3)
+@pytest.mark.parametrize("end", ["raise KeyError('theirs')", "", "raise SystemExit(3)"])
+def test_one_that_lives_until_the_process_ends_warns_then(end: str) -> None:
+    path = [str(Path(__file__).parents[1]), str(Path(npu_replay.__file__).parents[1])]
+    code = f"import sys; sys.path[:0] = {path!r}\n" + textwrap.dedent(SCRIPT) + end
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == {"": 0, "raise SystemExit(3)": 3}.get(end, 1)
+    assert ran.stderr.count("replay() was called, but its block was never entered") == 1
+    assert ran.stderr.count("Traceback") == ("KeyError" in end), ran.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import npu_replay
 from npu_replay import RoutedExperts
 from npu_replay.devices import pick
 from npu_replay.routers import Router, find
 from npu_replay.smoke import megatron_model
 from zoo import outcome
-from zoo.outcome import Grads, backward, changed, checkpointed
+from zoo.outcome import Grads, backward, changed, check_own_record, checkpointed
 from zoo.outcome import gradients as gradients
 from zoo.outcome import hooks as hooks
 from zoo.outcome import same as same
@@ -141,28 +141,14 @@ def random_routes(like: list[RoutedExperts], seed: int = 5) -> list[RoutedExpert
     return outcome.random_routes(rows, one.layers, one.num_experts, one.topk, seed)
 
 
-def check_record_and_replay(trainer: Trainer, order: str) -> list[RoutedExperts]:
-    """Record leaves everything bit-equal to an untouched run, and replay to the record."""
-    untouched = trainer.run(order)
-    with npu_replay.record(trainer.model) as recording:
-        record = trainer.run(order)
-    assert same(record, untouched)
-    with npu_replay.replay(trainer.model, recording.routes):
-        replay = trainer.run(order)
-    assert same(replay, untouched)
-    assert hooks(trainer.model) == 0
-    return recording.routes
-
-
 def check_foreign_routes(trainer: Trainer, plain: Trainer, order: str, *, drops: bool = False) -> None:
     """Recorded and replayed to the last bit; routes of nobody's choice are shown, and with the recompute of
     `trainer` they give the gradients of `plain`. With `drops` some are lost to a capacity."""
-    foreign = random_routes(check_record_and_replay(trainer, order))
-    with npu_replay.observe(plain.model) as seen, npu_replay.replay(plain.model, foreign):
-        expected = plain.run(order)
-    assert drops or npu_replay.compare(seen.shown, foreign).differing == 0
-    with npu_replay.replay(trainer.model, foreign):
-        assert same(trainer.run(order), expected)
+    run = partial(trainer.run, order)
+    foreign = random_routes(check_own_record(trainer.model, run))
+    outcome.check_foreign_routes(
+        trainer.model, run, plain.model, partial(plain.run, order), foreign, drops=drops
+    )
 
 
 def perturbed(model: nn.Module) -> AbstractContextManager[None]:

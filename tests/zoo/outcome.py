@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import npu_replay
 from npu_replay import RoutedExperts
 
 Grads = list[torch.Tensor | None]
@@ -91,6 +92,37 @@ def random_routes(
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.rand(count, len(layers), experts, generator=generator).topk(topk).indices for count in rows]
     return [RoutedExperts(ids=one, layers=layers, num_experts=experts, **more) for one in ids]
+
+
+def check_own_record(model: nn.Module, run: Callable[[], Any]) -> list[RoutedExperts]:
+    """Record leaves everything bit-equal to an untouched run, and a replay of it, too; return its routes."""
+    untouched = run()
+    others = hooks(model)  # transformers hangs some of its own on in a first run
+    with npu_replay.record(model) as recording:
+        assert same(run(), untouched)
+    with npu_replay.replay(model, recording.routes):
+        assert same(run(), untouched)
+    assert hooks(model) == others
+    return recording.routes
+
+
+def check_foreign_routes(
+    model: nn.Module,
+    run: Callable[[], Any],
+    plain: nn.Module,
+    run_plain: Callable[[], Any],
+    foreign: list[RoutedExperts],
+    *,
+    drops: bool = False,
+) -> Any:
+    """Routes of nobody's choice are shown, and give with `model`'s recompute what `plain` has without; return
+    that. With `drops` some are lost to a capacity."""
+    with npu_replay.observe(plain) as seen, npu_replay.replay(plain, foreign):
+        expected = run_plain()
+    assert drops or npu_replay.compare(seen.shown, foreign).differing == 0
+    with npu_replay.replay(model, foreign):
+        assert same(run(), expected)
+    return expected
 
 
 def as_map(ids: torch.Tensor, experts: int) -> torch.Tensor:

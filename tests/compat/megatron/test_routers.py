@@ -15,20 +15,16 @@ from torch import nn
 import fused_kernel
 import npu_replay
 from fused_kernel import FUSION
-from judged_rows import check, rounded
 from npu_replay import RoutedExperts
 from npu_replay.errors import NoEffect, RecomputeError, RouterError
 from npu_replay.seam import dropped
 from npu_replay.smoke import megatron_model
 from zoo.gpt import (
-    ALL_RECOMPUTE,
     BATCH,
     DEVICE,
     LENGTH,
     MICRO_BATCHES,
-    SIGMOID_BIAS,
     VARIANTS,
-    VOCAB,
     Trainer,
     build,
     hooks,
@@ -37,7 +33,7 @@ from zoo.gpt import (
     routers,
     same,
 )
-from zoo.outcome import gradients
+from zoo.outcome import check_own_record
 
 pytestmark = [
     pytest.mark.megatron,
@@ -74,6 +70,7 @@ def test_a_replay_of_a_recording_drops_the_tokens_that_were_dropped(
     by_position = variant == "capacity_position"
     chosen = [RoutedExperts(ids=one.ids, layers=one.layers, num_experts=8) for one in routes]
     assert npu_replay.compare(routes, before.shown).differing == 0
+    assert npu_replay.compare([part.only([2]) for part in routes], before.shown).differing == 0
     assert npu_replay.compare(chosen, before.shown).differing > 0
     for given, same_tokens in ((routes, True), (chosen, by_position)):
         assert "drops tokens by their live probabilities" not in caplog.text
@@ -90,47 +87,6 @@ def test_a_replay_of_a_recording_drops_the_tokens_that_were_dropped(
     with perturbed(trainer.model), npu_replay.replay(trainer.model, chosen):
         trainer.run()
     assert caplog.text.count("drops tokens by their live probabilities") == int(not by_position)
-
-
-@pytest.mark.slow
-def test_rows_without_a_route_take_the_routers_own_choice_also_in_the_recompute() -> None:
-    """T1, T24b, T27, T41: never a made-up expert 0, and the recompute takes what the forward took."""
-    plain = build({})
-    checkpointed = build({}, "full")
-    routes = recorded(plain)
-    holes = torch.arange(ROWS) % 3 == 0  # rows of zeros, whose duplicates break the dispatcher's splits
-    for like in (routes, random_routes(routes)):
-        filled = [batch.ids.masked_fill(holes[:, None, None], 0) for batch in like]
-        partial = [RoutedExperts(ids=ids, layers=range(4), num_experts=8, recorded=~holes) for ids in filled]
-        with npu_replay.observe(plain.model) as shown, npu_replay.replay(plain.model, partial) as session:
-            expected = plain.run("sum")
-        assert session.metrics()["rows_without_route"] == MICRO_BATCHES * int(holes.sum())
-        first = npu_replay.compare(shown.shown[0].take(~holes), like[0].take(~holes))
-        assert first.differing == 0
-        with npu_replay.replay(checkpointed.model, partial):
-            assert same(checkpointed.run("sum"), expected)
-        if like is routes:
-            assert same(expected, plain.run("sum"))
-            assert npu_replay.compare(shown.shown, routes).differing == 0
-
-
-@pytest.mark.slow
-@pytest.mark.choice(every=4)
-@pytest.mark.parametrize("recompute", ALL_RECOMPUTE)
-def test_pin_recompute_repeats_the_choice_of_its_own_forward(recompute: str) -> None:
-    """T35: a recompute that chooses anew gives gradients that belong to no forward."""
-    trainer = build(SIGMOID_BIAS, recompute)
-    expected = trainer.run("sum")
-    trainer.model.zero_grad()
-    with npu_replay.pin_recompute(trainer.model):
-        losses = [trainer.loss(tokens) for tokens in trainer.batches]
-        for number, router in enumerate(routers(trainer.model)):
-            bias = router.module.expert_bias
-            noise = torch.randn(bias.shape, generator=torch.Generator().manual_seed(number))
-            bias.add_(noise.to(bias.device))
-        sum(losses).backward()
-    assert same(([loss.item() for loss in losses], gradients(trainer.model)), expected)
-    assert not same(trainer.run("sum"), expected), "the routers chose as before"
 
 
 def test_quantile_balancing_over_the_tokens_of_several_ranks_is_refused() -> None:
@@ -247,10 +203,7 @@ def test_a_router_with_an_adapter_that_calls_it_in_parts_is_replayed(recompute: 
     for layer in trainer.model.decoder.layers:
         layer.mlp.router = LoRATopKRouter(layer.mlp.router)
     assert [router.label for router in routers(trainer.model)] == [0, 1, 2, 3]
-    untouched = trainer.run("each")
-    with npu_replay.record(trainer.model) as recording:
-        assert same(trainer.run("each"), untouched)
-    foreign = random_routes(recording.routes)
+    foreign = random_routes(check_own_record(trainer.model, partial(trainer.run, "each")))
     with npu_replay.observe(trainer.model) as seen, npu_replay.replay(trainer.model, foreign, min_overlap=0):
         trainer.run("each")
     assert npu_replay.compare(seen.shown, foreign).differing == 0
@@ -360,51 +313,3 @@ def test_a_fused_path_of_somebody_elses_is_refused_in_the_first_micro_batch(
         npu_replay.record(trainer.model),
     ):
         trainer.loss(trainer.batches[0])
-
-
-# Right rows of an engine are taken and wrong ones refused, as on families of transformers
-
-
-SIZES: dict[str, dict[str, Any]] = {
-    "top-1 of 16": {"num_moe_experts": 16, "moe_router_topk": 1, "moe_router_pre_softmax": True},
-    "top-2 of 8": {},
-    "top-8 of 64": {"num_moe_experts": 64, "moe_router_topk": 8},
-    "top-4 of 32 in groups, sigmoid and bias": SIGMOID_BIAS
-    | {"num_moe_experts": 32, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
-}
-
-
-def built(size: str) -> Any:
-    """A model of that size, the same in each call, with weights wide enough to route by."""
-    torch.manual_seed(7)
-    model = megatron_model.model(megatron_model.config(**SIZES[size]), length=512).to(DEVICE).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.mul_(8)
-    for router in routers(model):
-        if (bias := getattr(router.module, "expert_bias", None)) is not None:
-            bias.copy_(torch.randn(bias.shape) * 0.1)
-    return model
-
-
-@pytest.mark.slow
-@pytest.mark.first_release
-@pytest.mark.choice(every=2)
-@pytest.mark.parametrize("size", SIZES)
-def test_right_rows_are_taken_and_wrong_ones_refused(size: str) -> None:
-    model = built(size)
-    generator = torch.Generator().manual_seed(5)
-    tokens, other = torch.randint(0, VOCAB, (2, 1, 400), generator=generator).to(DEVICE)
-
-    def routes(of: Any, ids: torch.Tensor = tokens) -> RoutedExperts:
-        with torch.no_grad(), npu_replay.record(of, inputs=False) as recording:
-            of(input_ids=ids, **megatron_model.causal(ids))
-        return recording.routes[0]
-
-    right = {"float32": routes(model)} | {
-        f"{bits} bits": routes(rounded(built(size), bits)) for bits in (8, 4)
-    }
-    call = partial(model, input_ids=tokens, **megatron_model.causal(tokens))
-    table = check(call, model, right, routes(model, other))
-    print(f"\nMegatron-core, {size}", *table, sep="\n")
