@@ -20,10 +20,60 @@ from choice import examples
 from npu_replay import DecoderLayers, ParallelLayout, routers
 from npu_replay.errors import ReplayError, RouterError
 from npu_replay.module_tree import ModuleTree
-from parallel import slow_layout
+from parallel.drawn_batches import context_owner
 from zoo.toys import ToyModel, ToyRouter, ToyRouters
 
 # Which decoder layers, against layers that are dealt out one by one
+
+
+def stages(
+    count: int,
+    pp: int,
+    vp: int = 1,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    embedding: bool = False,
+    loss: bool = False,
+    table: Sequence[Sequence[int]] | None = None,
+) -> dict[tuple[int, int], list[int]] | None:
+    """(stage, virtual stage) -> its decoder layers, dealt out one by one; None if they don't come out even.
+
+    The chunks of virtual stage 0 come first, on every stage, then those of virtual stage 1.
+    """
+    things: list[str | int] = [
+        *(["embedding"] if embedding else []),
+        *range(count),
+        *(["loss"] if loss else []),
+    ]
+    room = _room(len(things), pp, vp, first, last) if table is None else table
+    if room is None or sum(sum(row) for row in room) != len(things):
+        return None
+    dealt: dict[tuple[int, int], list[int]] = {}
+    for vp_rank in range(vp):
+        for pp_rank in range(pp):
+            here = [things.pop(0) for _ in range(room[pp_rank][vp_rank])]
+            dealt[pp_rank, vp_rank] = [thing for thing in here if isinstance(thing, int)]
+    assert not things
+    return dealt
+
+
+def _room(things: int, pp: int, vp: int, first: int | None, last: int | None) -> list[list[int]] | None:
+    """How many things each chunk takes."""
+    fixed = {rank: size for rank, size in ((0, first), (pp - 1, last)) if size is not None}
+    left = things - sum(fixed.values())
+    others = pp - len(fixed)
+    if left < 0 or (others and left % others):
+        return None
+    stage_room = [fixed.get(rank, left // max(others, 1)) for rank in range(pp)]
+    return None if any(room % vp for room in stage_room) else [[room // vp] * vp for room in stage_room]
+
+
+def has_router(layer: int, moe_layer_freq: int | Sequence[int]) -> bool:
+    """An integer n: every n-th layer, from the first; a list: one entry a layer."""
+    if isinstance(moe_layer_freq, int):
+        return layer % moe_layer_freq == 0
+    return bool(moe_layer_freq[layer])
 
 
 @st.composite
@@ -70,7 +120,7 @@ def test_layers_are_where_dealing_them_out_one_by_one_puts_them(
     model = decoder(pipeline, freq)
     pp = pipeline["pp"]
     vp = pipeline["vp"]
-    dealt = slow_layout.stages(**pipeline)
+    dealt = stages(**pipeline)
     places = [*itertools.product(range(pp), range(vp))]
     if dealt is None:
         for place in places:
@@ -83,7 +133,7 @@ def test_layers_are_where_dealing_them_out_one_by_one_puts_them(
         assert here.chunk_layers == tuple(tuple(dealt[pp_rank, vp_rank]) for vp_rank in range(vp))
         layers = sorted(layer for chunk in here.chunk_layers for layer in chunk)
         assert here.layers == tuple(layers)
-        assert here.moe_layers == tuple(layer for layer in layers if slow_layout.has_router(layer, freq))
+        assert here.moe_layers == tuple(layer for layer in layers if has_router(layer, freq))
 
 
 # Bad numbers
@@ -156,7 +206,7 @@ def test_alignment_gives_every_rank_an_equal_share(
         tp=tp, cp=cp, dp=7, ep=3, sequence_parallel=sequence_parallel, gathers_rows=gathers_rows
     )
     length = layout.alignment(context) * times
-    owned = [slow_layout.context_owner(at, length, cp, context) for at in range(length)]
+    owned = [context_owner(at, length, cp, context) for at in range(length)]
     shares = {owned.count(rank) for rank in range(cp)}
     assert shares == {length // cp}
     # The embedding is cut over the tensor-parallel ranks also where the routers see all rows.

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from choice import examples
 from npu_replay import ParallelLayout, ReplayError, RoutedExperts, TokenLayout, fingerprint
 from npu_replay.errors import InvalidRoutes, MicroBatchError
-from parallel import slow_layout
-from parallel.drawn_batches import Batch, batches
+from parallel.drawn_batches import Batch, Cell, batches
 
 LAYERS = (1, 4)
 EXPERTS = 8
@@ -32,7 +31,7 @@ def routes(tokens: int, seed: int, **about: Any) -> RoutedExperts:
     return RoutedExperts(ids=ids, layers=layers, num_experts=experts, **about)
 
 
-def cells(layout: TokenLayout) -> list[slow_layout.Cell]:
+def cells(layout: TokenLayout) -> list[Cell]:
     return [None if token < 0 else token for token in layout.rows.tolist()]
 
 
@@ -400,9 +399,9 @@ def test_a_probe_finds_the_same_rows(batch: Batch, pad: int, dtype: torch.dtype,
     """T16, T17, T20, T27, T44: whatever the id of the padding; the caller cuts over context parallel ranks.
     [rows], [1, rows], or [batch, sequence] before the sequence-parallel slice."""
     for rank in batch.ranks():
-        whole = batch.slow(rank, slices=False, **({"order": "batch"} if batch.is_padded else {}))
+        whole = [cell for cells in batch.grid(rank.cp_rank) for cell in cells]
 
-        def fn(sequences: list[torch.Tensor], whole: list[slow_layout.Cell] = whole) -> torch.Tensor:
+        def fn(sequences: list[torch.Tensor], whole: list[Cell] = whole) -> torch.Tensor:
             flat = torch.cat(sequences).tolist()
             ids = torch.tensor([pad if token is None else flat[token] for token in whole], dtype=dtype)
             return (
