@@ -31,10 +31,10 @@ def stages(
     pp: int,
     vp: int = 1,
     *,
-    first: int | None = None,
-    last: int | None = None,
-    embedding: bool = False,
-    loss: bool = False,
+    first_stage: int | None = None,
+    last_stage: int | None = None,
+    embedding_counts: bool = False,
+    loss_counts: bool = False,
     table: Sequence[Sequence[int]] | None = None,
 ) -> dict[tuple[int, int], list[int]] | None:
     """(stage, virtual stage) -> its decoder layers, dealt out one by one; None if they don't come out even.
@@ -42,11 +42,11 @@ def stages(
     The chunks of virtual stage 0 come first, on every stage, then those of virtual stage 1.
     """
     things: list[str | int] = [
-        *(["embedding"] if embedding else []),
+        *(["embedding"] if embedding_counts else []),
         *range(count),
-        *(["loss"] if loss else []),
+        *(["loss"] if loss_counts else []),
     ]
-    room = _room(len(things), pp, vp, first, last) if table is None else table
+    room = _room(len(things), pp, vp, first_stage, last_stage) if table is None else table
     if room is None or sum(sum(row) for row in room) != len(things):
         return None
     dealt: dict[tuple[int, int], list[int]] = {}
@@ -88,22 +88,13 @@ def pipelines(draw: st.DrawFn) -> dict[str, Any]:
         table = [[draw(st.integers(0, 3)) for _ in range(vp)] for _ in range(pp)]
         return split | {"count": sum(map(sum, table)), "table": table}
     if kind == "uneven" and pp > 1:
-        ends = draw(st.sampled_from([("first",), ("last",), ("first", "last")]))
+        ends = draw(st.sampled_from([("first_stage",), ("last_stage",), ("first_stage", "last_stage")]))
         sizes = {end: draw(st.integers(0, 3)) * vp for end in ends}
         return split | sizes | {"count": share * (pp - len(ends)) + sum(sizes.values())}
     if kind == "counted" and pp > 1:
-        embedding = draw(st.booleans())
-        loss = draw(st.booleans())
-        share = max(share, vp)
-        return split | {"count": share * pp - embedding - loss, "embedding": embedding, "loss": loss}
+        counts = {"embedding_counts": draw(st.booleans()), "loss_counts": draw(st.booleans())}
+        return split | counts | {"count": max(share, vp) * pp - sum(counts.values())}
     return split | {"count": share * pp}
-
-
-def decoder(pipeline: dict[str, Any], moe_layer_freq: int | Sequence[int] = 1) -> DecoderLayers:
-    names = {"first": "first_stage", "last": "last_stage", "embedding": "embedding_counts"}
-    names |= {"loss": "loss_counts", "table": "table"}
-    about = {names[name]: value for name, value in pipeline.items() if name in names}
-    return DecoderLayers(pipeline["count"], moe_layer_freq=moe_layer_freq, **about)
 
 
 @examples(500)
@@ -117,7 +108,8 @@ def test_layers_are_where_dealing_them_out_one_by_one_puts_them(
         pipeline["count"] = max(0, pipeline["count"] + more)
     count = pipeline["count"]
     freq = data.draw(st.integers(1, 5) | st.lists(st.integers(0, 1), min_size=count, max_size=count))
-    model = decoder(pipeline, freq)
+    about = {name: value for name, value in pipeline.items() if name not in ("count", "pp", "vp")}
+    model = DecoderLayers(count, moe_layer_freq=freq, **about)
     pp = pipeline["pp"]
     vp = pipeline["vp"]
     dealt = stages(**pipeline)

@@ -17,18 +17,22 @@ from choice import examples
 from npu_replay import ParallelLayout, ReplayError, RoutedExperts, TokenLayout, fingerprint
 from npu_replay.errors import InvalidRoutes, MicroBatchError
 from parallel.drawn_batches import Batch, Cell, batches
+from zoo.outcome import random_routes
 
 LAYERS = (1, 4)
 EXPERTS = 8
 TOPK = 2
 
 
-def routes(tokens: int, seed: int, **about: Any) -> RoutedExperts:
-    layers = about.pop("layers", LAYERS)
-    experts = about.pop("num_experts", EXPERTS)
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.rand(tokens, len(layers), experts, generator=generator).topk(about.pop("topk", TOPK)).indices
-    return RoutedExperts(ids=ids, layers=layers, num_experts=experts, **about)
+def routes(
+    tokens: int,
+    seed: int,
+    layers: Sequence[int] = LAYERS,
+    num_experts: int = EXPERTS,
+    topk: int = TOPK,
+    **about: Any,
+) -> RoutedExperts:
+    return random_routes([tokens], layers, num_experts, topk, seed, **about)[0]
 
 
 def cells(layout: TokenLayout) -> list[Cell]:
@@ -165,9 +169,7 @@ ONE = ([3], [routes(3, 1)])
 TWO = ([3, 2], [routes(3, 1), routes(2, 2)])
 SLICED = ParallelLayout(tp=2, sequence_parallel=True)
 CP2 = ParallelLayout(cp=2)
-Refused = list[tuple[str, Callable[[], object]]]
-
-REFUSED: Refused = [  # what is said, and of what
+REFUSED: list[tuple[str, Callable[[], object]]] = [  # what is said, and of what
     # numbers of sequences, tokens and rows: T12, T13
     ("number of sequences.*Expected 2, got 1", lambda: TokenLayout.packed([3, 2]).gather([routes(3, 1)])),
     ("number of sequences.*Expected 2, got 3", lambda: TokenLayout.packed([3, 2]).bad_routes([None] * 3)),
@@ -267,23 +269,15 @@ REFUSED: Refused = [  # what is said, and of what
         )
     ),
 ]
-BAD_LAYERS: Refused = [("order", lambda bad=bad: gathered(*TWO, layers=bad)) for bad in ([4, 1], [1, 1])]
-BAD_ARGUMENTS: Refused = [
-    ("context", lambda: TokenLayout.padded([3], context="ring")),
-    ("context", lambda: TokenLayout.packed([3], context="ring")),
-]
 
 
 @pytest.mark.parametrize(
     ("kind", "words", "call"),
     [
-        (kind, *row)
-        for kind, rows in (
-            (MicroBatchError, REFUSED),
-            (InvalidRoutes, BAD_LAYERS),
-            (ReplayError, BAD_ARGUMENTS),
-        )
-        for row in rows
+        *((MicroBatchError, *row) for row in REFUSED),
+        *((InvalidRoutes, "order", lambda bad=bad: gathered(*TWO, layers=bad)) for bad in ([4, 1], [1, 1])),
+        (ReplayError, "context", lambda: TokenLayout.padded([3], context="ring")),
+        (ReplayError, "context", lambda: TokenLayout.packed([3], context="ring")),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(

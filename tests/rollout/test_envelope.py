@@ -19,7 +19,6 @@ from npu_replay.inspection.inspection import whose
 from npu_replay.rollout import envelope as envelopes
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
-from sglang_outputs import true_rows
 from vllm_outputs import DEEPSEEK, engine_rows, expected, sampled
 
 MODEL = DEEPSEEK
@@ -192,20 +191,15 @@ def test_routes_beside_several_choices_are_whose() -> None:
         from_vllm(answer, MODEL, prompt_token_ids=PROMPT, output_token_ids=[OUTPUT, OUTPUT])
 
 
-def with_weights(rows: Array) -> Array:
-    weights = np.random.default_rng(0).random(rows.shape, np.float32)
-    weights[:, list(MODEL.dense)] = 0
-    return np.concatenate([rows.astype(np.int32), weights.view(np.int32)], axis=2)
-
-
 def test_weights_beside_the_ids_are_left_and_said(caplog: pytest.LogCaptureFixture) -> None:
     envelopes._warn_of_weights.cache_clear()
-    both = with_weights(true_rows(MODEL, len(ONE.tokens), seed=3)[:RUN])
-    plain = as_vllm(chat({"routed_experts": both[..., : MODEL.topk]}))
+    weights = np.random.default_rng(0).random(ROWS.shape, np.float32)
+    weights[:, list(MODEL.dense)] = 0
+    both = np.concatenate([ROWS.astype(np.int32), weights.view(np.int32)], axis=2)
     sent = {"data": base64.b64encode(both.tobytes()), "shape": both.shape, "dtype": "int32"}
     with caplog.at_level(logging.WARNING):
         for routes in (both, sent, sent):
-            assert as_vllm(chat({"routed_experts": routes})) == plain
+            assert_the_rows(as_vllm(chat({"routed_experts": routes})))
     assert [record.getMessage() for record in caplog.records] == [
         "[npu_replay] vLLM: the router's weights beside the ids are left: replay computes its own"
     ]

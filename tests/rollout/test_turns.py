@@ -154,7 +154,6 @@ def test_routes_of_new_tokens_alone_of_others_or_of_another_model_are_refused_t3
 def from_row(turn: Turn, start: int) -> Turn:
     """The turn of a request that asked for rows from `start` on."""
     routes = turn.routes
-    assert routes is not None
     kept = routes.recorded & (torch.arange(len(routes)) >= start)
     return replace(turn, routes=routes.with_rows(routes.ids, kept, fingerprint=routes.fingerprint))
 
