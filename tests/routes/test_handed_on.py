@@ -19,7 +19,6 @@ from npu_replay import (
     MicroBatchError,
     ParallelLayout,
     RoutedExperts,
-    RouteStore,
     TokenLayout,
     delivery,
 )
@@ -30,6 +29,7 @@ from npu_replay.routes.inputs import Inputs
 from npu_replay.routes.routed_experts import Placement
 from npu_replay.routes.store import RoutesByTokens
 from piece_files import FileCarrier
+from routes.test_encoding import FORMS
 from zoo.toys import TokenModel, token_ids
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
@@ -54,19 +54,6 @@ def merged(one: RoutedExperts) -> RoutedExperts:
     for block in blocks:
         union.put(block.part(), 0, block.rows(0, len(block.routes)))
     return union.block().routes
-
-
-def saved(one: RoutedExperts) -> RoutedExperts:
-    with TemporaryDirectory() as folder:
-        one.save(Path(folder) / "routes")
-        return RoutedExperts.load(Path(folder) / "routes")
-
-
-def stored(one: RoutedExperts) -> RoutedExperts:
-    with TemporaryDirectory() as folder:
-        with RouteStore.writer(folder) as writer:
-            writer.add(one, "k")
-        return RouteStore(folder)["k"]
 
 
 def fetched(one: RoutedExperts) -> RoutedExperts:
@@ -107,17 +94,14 @@ WAYS: dict[str, Callable[[RoutedExperts], RoutedExperts]] = SAME_ROWS | {
     "scatter": lambda one: LAYOUT.scatter(one)[0],
     "collect, alone": lambda one: npu_replay.collect([one], [LAYOUT], ParallelLayout())[0],
     "collect of two ranks": merged,
-    "bytes": lambda one: RoutedExperts.from_bytes(one.to_bytes()),
+    **{name: form.round_trip for name, form in FORMS.items()},
     "layers side by side": lambda one: side_by_side([one.only([layer]) for layer in LAYERS]),
     "verl's chunks": kept_by_chunks,
     "held by its tokens": held,
-    "a file": saved,
-    "a folder": stored,
     "a carrier": fetched,
 }
 
 
-FORMS = ("bytes", "a file", "a folder")
 PLACEMENT = Placement(
     bad_samples=3,
     row_order="batch",
