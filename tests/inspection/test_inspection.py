@@ -421,10 +421,9 @@ def test_json(desk: Desk, run: Callable[..., Result]) -> None:
     assert good.exit_code == 0
     said = json.loads(good.stdout)
     assert (said["ok"], said["num_experts"], "error" in said) == (True, EXPERTS, False)
-    (one,) = said["sequences"]
-    assert one.pop("facts") == [f"fingerprint {fingerprint(SAMPLE.tokens):#018x}"]
     sizes = {"tokens": 120, "rows": 119, "layers": 7, "topk": 4, "nbytes": 3360}
-    assert one == {"name": "", "problem": "", "dtype": "uint8"} | sizes
+    facts = [f"fingerprint {fingerprint(SAMPLE.tokens):#018x}"]
+    assert said["sequences"] == [{"name": "", "problem": "", "dtype": "uint8", "facts": facts} | sizes]
     assert [layer["rows"] for layer in said["layers"]] == [119] * 7
     named_twice(desk.rows)
     bad = run(desk.put(desk.answer()), "--config", desk.config, "--json")
