@@ -35,8 +35,9 @@ pytestmark = pytest.mark.usefixtures("toy_routers")
 class Embedded(TokenModel):
     """A toy model that is called with token ids [batch, sequence], and whatever else a loop hands on."""
 
-    def __init__(self, row_order: str = "batch", *parts: nn.Module) -> None:
-        super().__init__(row_order, *parts)
+    def __init__(self, row_order: str | None = None, *parts: nn.Module) -> None:
+        routers = (ToyRouter(layer, row_order=row_order) for layer in range(2))
+        super().__init__("batch", *(parts or routers))
 
     def forward(self, input_ids: Any = None, **_: Any) -> torch.Tensor:
         return super().forward(input_ids)
@@ -448,7 +449,7 @@ def test_what_does_not_identify_a_sample_may_differ_and_be_left_out(what: str) -
 
 
 def test_the_inputs_of_a_list_of_chunks_are_those_of_its_first() -> None:
-    chunks = [WithPixels("batch", ToyRouter(0)), ToyModel(ToyRouter(1))]
+    chunks = [WithPixels(None, ToyRouter(0)), ToyModel(ToyRouter(1))]
 
     def run(*seeds: int) -> None:
         for seed in seeds:
