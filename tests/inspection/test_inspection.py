@@ -228,11 +228,10 @@ def test_an_answer_may_say_its_release(desk: Desk) -> None:
     assert desk.look(answer | {"system_fingerprint": "ours"}).what == "an answer of vLLM (release not given)"
 
 
-@pytest.mark.parametrize("which", ["counted", "rows", "sglang"])
-def test_copies_are_no_fault_where_the_tokens_are_not_known(desk: Desk, which: str) -> None:
+@pytest.mark.parametrize(("which", "first"), [("counted", 108), ("rows", 64), ("sglang", 64)])
+def test_copies_are_no_fault_where_the_tokens_are_not_known(desk: Desk, which: str, first: int) -> None:
     """A model that says one thing again and again may route it alike; 8 copies may be 8 times one token."""
-    if which == "rows":
-        stale(desk.rows)
+    desk.rows[first : first + 8] = desk.rows[first - 16 : first - 8]  # of tokens that it doesn't name
     what = desk.rows if which == "rows" else getattr(desk, which)()
     found = desk.look(what)
     assert found.good
