@@ -42,10 +42,10 @@ def put(tmp_path: Path) -> Put:
         path = next(names)
         if isinstance(what, RoutedExperts):
             what.save(path)
-            return path
-        with RouteStore.writer(path) as writer:
-            for key, one in what.items():
-                writer.add(one, key)
+        else:
+            with RouteStore.writer(path) as writer:
+                for key, sample in what.items():
+                    writer.add(sample, key)
         return path
 
     return write

@@ -1,4 +1,4 @@
-"""npu-replay inspect: on what a real model routed, put into every form that it reads, whole and broken."""
+"""npu-replay inspect: on one sample's routes, put into every form that it reads, whole and broken."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-import npu_replay
+import sglang_outputs
+import vllm_outputs
 from command_line import Result, invoke
-from npu_replay import ReplayError, RoutedExperts, RouteStore, fingerprint
+from npu_replay import ReplayError, RoutedExperts, RoutedModel, RouteStore, fingerprint
 from npu_replay.compat.vllm.decode import from_vllm
 from npu_replay.errors import InvalidRoutes
 from npu_replay.inspection import inspection
 from npu_replay.inspection.findings import Inspection
 from npu_replay.inspection.inspection import inspect
 from npu_replay.routes.checks import Array
-from vllm_outputs import npy
+from vllm_outputs import engine_rows, expected, npy, sampled
 
 PROMPT = 90
 TOKENS = 120
@@ -42,27 +42,16 @@ CONFIG = {
 }
 
 
-@pytest.fixture(scope="module")
-def rollout() -> tuple[list[int], Array]:
-    """Token ids, and what an engine would say of them: [tokens - 1, layers, topk], layer 0 dense."""
-    from examples.qwen3_moe.model import qwen3_moe
-
-    changes: dict[str, Any] = {"mlp_only_layers": [0], "max_position_embeddings": TOKENS}
-    model = qwen3_moe(0, torch.device("cpu"), num_hidden_layers=LAYERS, **changes)
-    tokens = torch.arange(TOKENS) * 37 % 512
-    with torch.inference_mode(), npu_replay.record(model) as recording:
-        model(tokens[None])
-    rows = np.zeros((TOKENS - 1, LAYERS, TOPK), np.uint8)
-    rows[:, 1:] = recording.routes[0].ids.numpy()[:-1]
-    return tokens.tolist(), rows
+MODEL = RoutedModel(layers=tuple(range(1, LAYERS)), num_layers=LAYERS, num_experts=EXPERTS, topk=TOPK)
+SAMPLE = sampled(MODEL, PROMPT, TOKENS - PROMPT)
+ROUTES = expected(MODEL, SAMPLE).with_known(weight_version="step 3")
 
 
 @dataclass
 class Desk:
-    """A folder, a model's config in it, and a sample that the model routed."""
+    """A folder, a model's config in it, and the rows of SAMPLE that an engine has."""
 
     folder: Path
-    tokens: list[int]
     rows: Array
 
     def put(self, what: Any, name: str = "data") -> Path:
@@ -93,75 +82,37 @@ class Desk:
     def ids(self) -> dict[str, Path]:
         """What prompt and output are, in two files."""
         return {
-            "prompt_ids": self.put(self.tokens[:PROMPT], "prompt.json"),
-            "output_ids": self.put(self.tokens[PROMPT:], "output.json"),
+            "prompt_ids": self.put(SAMPLE.prompt, "prompt.json"),
+            "output_ids": self.put(SAMPLE.output, "output.json"),
         }
 
-    def choice(self, rows: Array | None, **changes: Any) -> dict[str, Any]:
-        """Of vLLM's answer."""
-        return {
-            "index": 0,
-            "finish_reason": "length",
-            "stop_reason": None,
-            "prompt_token_ids": self.tokens[:PROMPT],
-            "token_ids": self.tokens[PROMPT:],
-            "routed_experts": None if rows is None else npy(rows),
-        } | changes
+    def answer(self, *rows: Array | None) -> dict[str, Any]:
+        """vLLM's, with a choice for each of these rows; of those as they are now, where none are given."""
+        rows = rows or (self.rows,)
+        answer = vllm_outputs.answer("0.33.0", MODEL, *[SAMPLE] * len(rows))
+        for choice, some in zip(answer["choices"], rows, strict=True):
+            choice["routed_experts"] = None if some is None else npy(some)
+        return answer
 
-    @property
-    def answer(self) -> dict[str, Any]:
-        """vLLM's, with the rows as they are now."""
-        return vllm(self.choice(self.rows))
-
-    @property
     def counted(self) -> dict[str, Any]:
         """vLLM's, that only counts its tokens."""
-        answer = self.answer
+        answer = self.answer()
         del answer["choices"][0]["token_ids"]
         return answer
 
-    @property
     def sglang(self) -> dict[str, Any]:
-        return {
-            "text": "",
-            "output_ids": self.tokens[PROMPT:],
-            "meta_info": {
-                "id": "a1",
-                "finish_reason": {"type": "length", "length": 30},
-                "prompt_tokens": PROMPT,
-                "completion_tokens": TOKENS - PROMPT,
-                "routed_experts": base64.b64encode(self.rows.astype("<i4").tobytes()).decode(),
-            },
-        }
-
-    def routes(self, count: int = TOKENS) -> RoutedExperts:
-        """Of the first tokens."""
-        tokens = self.tokens[:count]
-        rows = self.rows[: count - 1]
-        return RoutedExperts(
-            ids=np.concatenate([rows, rows[:1] * 0])[:, 1:],
-            layers=range(1, LAYERS),
-            num_experts=EXPERTS,
-            recorded=np.arange(count) < count - 1,
-            fingerprint=fingerprint(tokens),
-            weight_version="step 3",
-        )
+        return sglang_outputs.Request("0.5.23", SAMPLE.prompt, SAMPLE.output, self.rows).generate()
 
 
 @pytest.fixture
-def desk(tmp_path: Path, rollout: tuple[list[int], Array]) -> Desk:
-    return Desk(tmp_path, rollout[0], rollout[1].copy())
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path, engine_rows("0.33.0", MODEL, SAMPLE))
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     monkeypatch.setenv("COLUMNS", "300")
     return lambda *arguments: invoke("inspect", *arguments)
-
-
-def vllm(*choices: dict[str, Any]) -> dict[str, Any]:
-    usage = {"prompt_tokens": PROMPT, "completion_tokens": TOKENS - PROMPT}
-    return {"id": "cmpl-17", "choices": list(choices), "usage": usage}
 
 
 def stale(rows: Array) -> None:
@@ -186,13 +137,13 @@ EACH = tuple(range(1, LAYERS))
 
 
 def test_a_good_answer(desk: Desk, run: Callable[..., Result]) -> None:
-    path = desk.put(desk.answer)
+    path = desk.put(desk.answer())
     result = run(path, "--config", desk.config, "--engine-version", "0.23.0")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0] == f"{path}: an answer of vLLM 0.23.0"
     assert lines[1] == "120 tokens, 119 with a route; top-4 of 32 experts in 7 layers; uint8, 3,360 bytes"
-    assert f"{fingerprint(desk.tokens):#018x}" in lines[2]
+    assert f"{fingerprint(SAMPLE.tokens):#018x}" in lines[2]
     heading = "Experts used Busiest Entropy, bits Layer Rows of 32 even: 3.12% of 5.00"
     assert " ".join(lines[4:6]).split() == heading.split()
     assert [line.split()[0] for line in lines if line[:1].isdigit()][1:] == list("1234567")
@@ -200,7 +151,7 @@ def test_a_good_answer(desk: Desk, run: Callable[..., Result]) -> None:
 
 
 def test_the_figures_are_those_of_the_ids(desk: Desk) -> None:
-    found = desk.look(desk.answer)
+    found = desk.look(desk.answer())
     assert [layer["layer"] for layer in found.layers] == list(EACH)
     for layer in found.layers:
         named = desk.rows[:, layer["layer"]].ravel().tolist()
@@ -218,20 +169,20 @@ def test_a_broken_answer_is_refused_with_the_words_of_from_vllm(
 ) -> None:
     fault(desk.rows)
     with pytest.raises(InvalidRoutes) as caught:
-        from_vllm(desk.answer, CONFIG, version="0.23.0")
-    result = run(desk.put(desk.answer), "--config", desk.config, "--engine-version", "0.23.0")
+        from_vllm(desk.answer(), CONFIG, version="0.23.0")
+    result = run(desk.put(desk.answer()), "--config", desk.config, "--engine-version", "0.23.0")
     assert result.exit_code == 1
     message = " ".join(str(caught.value).removeprefix("[npu_replay] ").split())
     assert f"refused: {message}" in " ".join(result.stdout.split())
 
 
 REFUSED: dict[str, Callable[[Desk], Any]] = {
-    "fewer tokens than it ran": lambda desk: vllm(desk.choice(desk.rows[:70])),
-    "no routes.*enable_return_routed_experts": lambda desk: vllm(desk.choice(None)),
-    "fewer tokens": lambda desk: replace(desk, rows=desk.rows[:-2]).counted,
+    "fewer tokens than it ran": lambda desk: desk.answer(desk.rows[:70]),
+    "no routes.*enable_return_routed_experts": lambda desk: desk.answer(None),
+    "fewer tokens": lambda desk: replace(desk, rows=desk.rows[:-2]).counted(),
     # such a count is none, and takes no memory
     "hasn't got the sampled token ids": lambda desk: (
-        desk.counted | {"usage": {"prompt_tokens": PROMPT, "completion_tokens": 10**12}}
+        desk.counted() | {"usage": {"prompt_tokens": PROMPT, "completion_tokens": 10**12}}
     ),
     r"\[tokens, layers, topk\]": lambda desk: desk.rows.reshape(119, -1),
 }
@@ -247,9 +198,9 @@ def test_what_lacks_something_is_refused(desk: Desk, words: str) -> None:
 def test_each_completion_is_judged_and_named_by_its_own_number(
     desk: Desk, run: Callable[..., Result]
 ) -> None:
-    good = desk.choice(desk.rows)
+    good = desk.rows.copy()
     half_captured(desk.rows)
-    answer = vllm(good, good, desk.choice(desk.rows), good)
+    answer = desk.answer(good, good, desk.rows, good)
     found = desk.look(answer)
     assert [verdict.name for verdict in found.verdicts] == [f"completion {number}" for number in range(4)]
     assert found.bad == [found.verdicts[2]]
@@ -262,31 +213,30 @@ def test_each_completion_is_judged_and_named_by_its_own_number(
     assert not desk.look(answer, sample="completion 2").good
     with pytest.raises(ReplayError, match="no such sequence"):
         desk.look(answer, sample="4")
-    lists = desk.put([desk.tokens[:PROMPT]] * 4, "lists.json")
+    lists = desk.put([SAMPLE.prompt] * 4, "lists.json")
     assert len(desk.look(answer, prompt_ids=lists).bad) == 1
-    lists = desk.put([desk.tokens[:PROMPT]] * 3, "lists.json")
+    lists = desk.put([SAMPLE.prompt] * 3, "lists.json")
     with pytest.raises(ReplayError, match="too few lists"):
         desk.look(answer, prompt_ids=lists)
 
 
 def test_an_answer_may_say_its_release(desk: Desk) -> None:
     """A live server of 0.30.0 does."""
-    answer = desk.answer | {"system_fingerprint": "vllm-0.30.0-e4aeb530"}
+    answer = desk.answer() | {"system_fingerprint": "vllm-0.30.0-e4aeb530"}
     assert desk.look(answer).what == "an answer of vLLM 0.30.0"
     assert desk.look(answer, version="0.31.0").what == "an answer of vLLM 0.31.0"
     assert desk.look(answer | {"system_fingerprint": "ours"}).what == "an answer of vLLM (release not given)"
 
 
-@pytest.mark.parametrize("which", ["counted", "rows", "sglang"])
-def test_copies_are_no_fault_where_the_tokens_are_not_known(desk: Desk, which: str) -> None:
+@pytest.mark.parametrize(("which", "first"), [("counted", 108), ("rows", 64), ("sglang", 64)])
+def test_copies_are_no_fault_where_the_tokens_are_not_known(desk: Desk, which: str, first: int) -> None:
     """A model that says one thing again and again may route it alike; 8 copies may be 8 times one token."""
-    if which == "rows":
-        stale(desk.rows)
-    what = getattr(desk, which)
+    desk.rows[first : first + 8] = desk.rows[first - 16 : first - 8]  # of tokens that it doesn't name
+    what = desk.rows if which == "rows" else getattr(desk, which)()
     found = desk.look(what)
     assert found.good
     assert "alike for other tokens" in found.unchecked[0]
-    assert found.verdicts[0].facts == ()  # no fingerprint of tokens that nobody named
+    assert "fingerprint" not in str(found.verdicts[0].facts)  # of tokens that nobody named
     if what is desk.rows:
         assert not desk.look(desk.rows, **desk.ids).good
 
@@ -296,16 +246,17 @@ def test_copies_are_no_fault_where_the_tokens_are_not_known(desk: Desk, which: s
 
 def test_answers_of_sglang(desk: Desk) -> None:
     ids = {"prompt_ids": desk.ids["prompt_ids"]}
-    found = desk.look(desk.sglang, **ids)
+    found = desk.look(desk.sglang(), **ids)
     assert (found.good, found.unchecked) == (True, [])
     assert found.what == "an answer of SGLang (release not given)"
-    broken = desk.sglang | {"meta_info": desk.sglang["meta_info"] | {"completion_tokens": "many"}}
-    good, bad = desk.look([desk.sglang, broken], **ids).verdicts  # one that can't be read is refused alone
+    answer = desk.sglang()
+    broken = answer | {"meta_info": answer["meta_info"] | {"completion_tokens": "many"}}
+    good, bad = desk.look([answer, broken], **ids).verdicts  # one that can't be read is refused alone
     assert not good.problem
     assert "completion_tokens is no count" in bad.problem
     shifted(desk.rows)
-    found = desk.look([desk.sglang], version="0.5.12", **ids)
-    assert found.bad[0].problem.startswith("SGLang 0.5.12, request a1")
+    found = desk.look([desk.sglang()], version="0.5.12", **ids)
+    assert found.bad[0].problem.startswith("SGLang 0.5.12, request 3f9d")
 
 
 def test_engine_decides_where_the_answer_does_not(desk: Desk) -> None:
@@ -335,25 +286,24 @@ def test_an_array_with_its_tokens(desk: Desk) -> None:
 
 
 def test_routes_of_ours(desk: Desk) -> None:
-    routes = desk.routes()
-    every = desk.put(desk.tokens, "all.json")
+    every = desk.put(SAMPLE.tokens, "all.json")
     none = desk.put([], "none.json")
-    for form in (routes, routes.to_bytes()):
+    for form in (ROUTES, ROUTES.to_bytes()):
         found = desk.look(form, prompt_ids=every, output_ids=none)
         assert (found.good, found.unchecked) == (True, [])
         assert "weights step 3" in found.verdicts[0].facts
         assert [layer["rows"] for layer in found.layers] == [119] * 7
-    unnamed = desk.look(routes.take(range(len(routes))), prompt_ids=every, output_ids=none)
+    unnamed = desk.look(ROUTES.take(range(TOKENS)), prompt_ids=every, output_ids=none)
     assert (unnamed.good, "no fingerprint" in unnamed.unchecked[0]) == (True, True)
-    assert desk.look(routes, config=None).good
-    others = desk.put([*desk.tokens[:-1], 511], "others.json")
+    assert desk.look(ROUTES, config=None).good
+    others = desk.put([*SAMPLE.tokens[:-1], 511], "others.json")
     for words, how in (
         ("number of tokens", {"prompt_ids": every, "output_ids": every}),
         ("other tokens", {"prompt_ids": others, "output_ids": none}),
         ("another model", {"config": desk.put(CONFIG | {"num_experts": 64}, "larger.json")}),
     ):
-        assert words in desk.refusal(routes, **how)
-    assert desk.look(routes, prompt_ids=every).good, "there may be no --output-ids"
+        assert words in desk.refusal(ROUTES, **how)
+    assert desk.look(ROUTES, prompt_ids=every).good, "there may be no --output-ids"
 
 
 def test_an_array_may_have_a_row_of_the_last_token_and_says_how_it_counts(desk: Desk) -> None:
@@ -374,15 +324,14 @@ def test_an_array_may_have_a_row_of_the_last_token_and_says_how_it_counts(desk: 
 @pytest.mark.parametrize("form", ["rows", "bytes", "file"])
 def test_a_sample_of_one_sequence_is_refused(desk: Desk, form: str) -> None:
     """A number that is meant for another file would be left aside in silence."""
-    routes = desk.routes()
-    what = {"rows": desk.rows, "bytes": routes.to_bytes(), "file": routes}[form]
+    what = {"rows": desk.rows, "bytes": ROUTES.to_bytes(), "file": ROUTES}[form]
     with pytest.raises(ReplayError, match=r"one sequence in this file.*--sample 3"):
         desk.look(what, sample="3")
     assert desk.look(what).good
 
 
 def test_a_damaged_file_is_refused(desk: Desk) -> None:
-    data = desk.routes().to_bytes()
+    data = ROUTES.to_bytes()
     path = desk.put(data)
     assert str(path) in desk.refusal(data[:-50], config=None)
     changed = data[:-500] + bytes([data[-500] ^ 1]) + data[-499:]
@@ -393,7 +342,7 @@ def test_a_folder_of_many(desk: Desk, run: Callable[..., Result]) -> None:
     store = desk.folder / "store"
     with RouteStore.writer(store, shard_bytes=1) as writer:
         for number in range(4):
-            writer.add(desk.routes(81 + number), key=f"sample-{number}")
+            writer.add(expected(MODEL, sampled(MODEL, 51 + number, 30)), key=f"sample-{number}")
     result = run(store)
     assert result.exit_code == 0
     for words in ("4 samples", "4 sequences, 330 tokens", "ok (4 sequences), as far as it could be checked"):
@@ -467,17 +416,16 @@ def test_no_file_a_device_or_a_huge_one_is_refused(desk: Desk, monkeypatch: pyte
 
 
 def test_json(desk: Desk, run: Callable[..., Result]) -> None:
-    good = run(desk.put(desk.answer), "--config", desk.config, "--json")
+    good = run(desk.put(desk.answer()), "--config", desk.config, "--json")
     assert good.exit_code == 0
     said = json.loads(good.stdout)
     assert (said["ok"], said["num_experts"], "error" in said) == (True, EXPERTS, False)
-    (one,) = said["sequences"]
-    assert one.pop("facts") == [f"fingerprint {fingerprint(desk.tokens):#018x}"]
     sizes = {"tokens": 120, "rows": 119, "layers": 7, "topk": 4, "nbytes": 3360}
-    assert one == {"name": "", "problem": "", "dtype": "uint8"} | sizes
+    facts = [f"fingerprint {fingerprint(SAMPLE.tokens):#018x}"]
+    assert said["sequences"] == [{"name": "", "problem": "", "dtype": "uint8", "facts": facts} | sizes]
     assert [layer["rows"] for layer in said["layers"]] == [119] * 7
     named_twice(desk.rows)
-    bad = run(desk.put(desk.answer), "--config", desk.config, "--json")
+    bad = run(desk.put(desk.answer()), "--config", desk.config, "--json")
     assert bad.exit_code == 1
     said = json.loads(bad.stdout)
     assert "name an expert twice" in said["sequences"][0]["problem"]

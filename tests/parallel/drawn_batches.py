@@ -1,14 +1,28 @@
-"""Batches of sequences and ways to cut them over ranks, drawn by chance."""
+"""Batches of sequences and ways to cut them over ranks, drawn by chance, and where each token goes, one at a
+time, with plain lists and no thought of speed. A token is its number in the batch, padding is None."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
 from npu_replay import ParallelLayout, TokenLayout
-from parallel import slow_layout
+
+Cell = int | None
+
+
+def context_owner(position: int, length: int, cp: int, context: str) -> int:
+    """Which context parallel rank holds this position of `length`."""
+    if cp == 1:
+        return 0
+    if context == "contiguous":
+        return position // (length // cp)
+    chunk = position // (length // (2 * cp))
+    (owner,) = [rank for rank in range(cp) if chunk in (rank, 2 * cp - 1 - rank)]
+    return owner
 
 
 class Batch(NamedTuple):
@@ -37,15 +51,41 @@ class Batch(NamedTuple):
         make = TokenLayout.padded if self.is_padded else TokenLayout.packed
         return make(self.lengths, context=self.context, parallel=parallel, **self.about, **more)
 
-    def slow(self, rank: ParallelLayout, **changes: Any) -> list[slow_layout.Cell]:
-        """The same rows, one token at a time."""
-        about = {name: getattr(rank, name) for name in ("tp", "tp_rank", "cp", "cp_rank")}
-        about |= {"context": self.context, "slices": rank.sequence_parallel and not rank.gathers_rows}
+    def slow(self, rank: ParallelLayout) -> list[Cell]:
+        """The rows of a rank's router, one token at a time."""
+        tp = self.sizes["tp"] if rank.sequence_parallel and not rank.gathers_rows else 1
+        columns = [*zip(*self.grid(rank.cp_rank), strict=True)]
+        here = [cells for at, cells in enumerate(columns) if at // (len(columns) // tp) == rank.tp_rank % tp]
+        rows = zip(*here, strict=True) if self.about.get("order") == "batch" else here
+        return [cell for row in rows for cell in row]
+
+    def sequences(self) -> list[list[Cell]]:
+        """Each with its padding, at the right or the left."""
+        numbers = count()
+        padded: list[list[Cell]] = []
+        for size, room in zip(self.lengths, self.rooms, strict=True):
+            tokens = [next(numbers) for _ in range(size)]
+            blank = [None] * (room - size)
+            padded.append([*blank, *tokens] if self.about.get("side") == "left" else [*tokens, *blank])
+        return padded
+
+    def part(self, cells: Sequence[Cell], cp_rank: int) -> list[Cell]:
+        """Those that a context parallel rank holds."""
+        cp = self.sizes["cp"]
+        owners = [context_owner(at, len(cells), cp, self.context) for at in range(len(cells))]
+        return [cell for cell, owner in zip(cells, owners, strict=True) if owner == cp_rank]
+
+    def grid(self, cp_rank: int) -> list[list[Cell]]:
+        """What a context parallel rank has, [batch][sequence]; one row of packed sequences."""
+        whole = self.sequences()
+        zigzag = self.context == "zigzag"
+        parts = [self.part(cells, cp_rank) for cells in whole]
         if self.is_padded:
-            about |= {"side": self.about["side"], "order": self.about["order"]}
-            return slow_layout.padded(self.lengths, self.rooms[0], **about | changes)
-        end = self.about.get("align_end", 1)
-        return slow_layout.packed(self.lengths, self.rooms, align_end=end, **about | changes)
+            return parts
+        stream = [cell for cells in (parts if zigzag else whole) for cell in cells]
+        align = self.about.get("align_end", 1) * (1 if zigzag else self.sizes["cp"])
+        stream += [None] * (-len(stream) % align)
+        return [stream if zigzag else self.part(stream, cp_rank)]  # contiguous: the stream is cut
 
 
 @st.composite

@@ -20,10 +20,59 @@ from choice import examples
 from npu_replay import DecoderLayers, ParallelLayout, routers
 from npu_replay.errors import ReplayError, RouterError
 from npu_replay.module_tree import ModuleTree
-from parallel import slow_layout
 from zoo.toys import ToyModel, ToyRouter, ToyRouters
 
 # Which decoder layers, against layers that are dealt out one by one
+
+
+def stages(
+    count: int,
+    pp: int,
+    vp: int = 1,
+    *,
+    first_stage: int | None = None,
+    last_stage: int | None = None,
+    embedding_counts: bool = False,
+    loss_counts: bool = False,
+    table: Sequence[Sequence[int]] | None = None,
+) -> dict[tuple[int, int], list[int]] | None:
+    """(stage, virtual stage) -> its decoder layers, dealt out one by one; None if they don't come out even.
+
+    The chunks of virtual stage 0 come first, on every stage, then those of virtual stage 1.
+    """
+    things: list[str | int] = [
+        *(["embedding"] if embedding_counts else []),
+        *range(count),
+        *(["loss"] if loss_counts else []),
+    ]
+    room = _room(len(things), pp, vp, first_stage, last_stage) if table is None else table
+    if room is None or sum(sum(row) for row in room) != len(things):
+        return None
+    dealt: dict[tuple[int, int], list[int]] = {}
+    for vp_rank in range(vp):
+        for pp_rank in range(pp):
+            here = [things.pop(0) for _ in range(room[pp_rank][vp_rank])]
+            dealt[pp_rank, vp_rank] = [thing for thing in here if isinstance(thing, int)]
+    assert not things
+    return dealt
+
+
+def _room(things: int, pp: int, vp: int, first: int | None, last: int | None) -> list[list[int]] | None:
+    """How many things each chunk takes."""
+    fixed = {rank: size for rank, size in ((0, first), (pp - 1, last)) if size is not None}
+    left = things - sum(fixed.values())
+    others = pp - len(fixed)
+    if left < 0 or (others and left % others):
+        return None
+    stage_room = [fixed.get(rank, left // max(others, 1)) for rank in range(pp)]
+    return None if any(room % vp for room in stage_room) else [[room // vp] * vp for room in stage_room]
+
+
+def has_router(layer: int, moe_layer_freq: int | Sequence[int]) -> bool:
+    """An integer n: every n-th layer, from the first; a list: one entry a layer."""
+    if isinstance(moe_layer_freq, int):
+        return layer % moe_layer_freq == 0
+    return bool(moe_layer_freq[layer])
 
 
 @st.composite
@@ -38,22 +87,13 @@ def pipelines(draw: st.DrawFn) -> dict[str, Any]:
         table = [[draw(st.integers(0, 3)) for _ in range(vp)] for _ in range(pp)]
         return split | {"count": sum(map(sum, table)), "table": table}
     if kind == "uneven" and pp > 1:
-        ends = draw(st.sampled_from([("first",), ("last",), ("first", "last")]))
+        ends = draw(st.sampled_from([("first_stage",), ("last_stage",), ("first_stage", "last_stage")]))
         sizes = {end: draw(st.integers(0, 3)) * vp for end in ends}
         return split | sizes | {"count": share * (pp - len(ends)) + sum(sizes.values())}
     if kind == "counted" and pp > 1:
-        embedding = draw(st.booleans())
-        loss = draw(st.booleans())
-        share = max(share, vp)
-        return split | {"count": share * pp - embedding - loss, "embedding": embedding, "loss": loss}
+        counts = {"embedding_counts": draw(st.booleans()), "loss_counts": draw(st.booleans())}
+        return split | counts | {"count": max(share, vp) * pp - sum(counts.values())}
     return split | {"count": share * pp}
-
-
-def decoder(pipeline: dict[str, Any], moe_layer_freq: int | Sequence[int] = 1) -> DecoderLayers:
-    names = {"first": "first_stage", "last": "last_stage", "embedding": "embedding_counts"}
-    names |= {"loss": "loss_counts", "table": "table"}
-    about = {names[name]: value for name, value in pipeline.items() if name in names}
-    return DecoderLayers(pipeline["count"], moe_layer_freq=moe_layer_freq, **about)
 
 
 @examples(500)
@@ -67,10 +107,11 @@ def test_layers_are_where_dealing_them_out_one_by_one_puts_them(
         pipeline["count"] = max(0, pipeline["count"] + more)
     count = pipeline["count"]
     freq = data.draw(st.integers(1, 5) | st.lists(st.integers(0, 1), min_size=count, max_size=count))
-    model = decoder(pipeline, freq)
+    about = {name: value for name, value in pipeline.items() if name not in ("count", "pp", "vp")}
+    model = DecoderLayers(count, moe_layer_freq=freq, **about)
     pp = pipeline["pp"]
     vp = pipeline["vp"]
-    dealt = slow_layout.stages(**pipeline)
+    dealt = stages(**pipeline)
     places = [*itertools.product(range(pp), range(vp))]
     if dealt is None:
         for place in places:
@@ -83,7 +124,7 @@ def test_layers_are_where_dealing_them_out_one_by_one_puts_them(
         assert here.chunk_layers == tuple(tuple(dealt[pp_rank, vp_rank]) for vp_rank in range(vp))
         layers = sorted(layer for chunk in here.chunk_layers for layer in chunk)
         assert here.layers == tuple(layers)
-        assert here.moe_layers == tuple(layer for layer in layers if slow_layout.has_router(layer, freq))
+        assert here.moe_layers == tuple(layer for layer in layers if has_router(layer, freq))
 
 
 # Bad numbers
@@ -139,28 +180,24 @@ def test_bad_numbers_are_refused(words: str, call: Callable[[], object]) -> None
 # What a sequence is padded to
 
 
-@given(
-    tp=st.integers(1, 5),
-    cp=st.integers(1, 5),
-    context=st.sampled_from(["zigzag", "contiguous"]),
-    sequence_parallel=st.booleans(),
-    gathers_rows=st.booleans(),
-    times=st.integers(1, 3),
+@pytest.mark.parametrize(
+    ("sizes", "context", "multiple"),
+    [
+        *(({"tp": 3}, context, 1) for context in ("zigzag", "contiguous")),
+        ({"cp": 2}, "zigzag", 4),
+        ({"cp": 2}, "contiguous", 2),
+        ({"tp": 3, "sequence_parallel": True}, "zigzag", 3),
+        # The embedding is cut over the tensor-parallel ranks also where the routers see all rows.
+        ({"tp": 3, "sequence_parallel": True, "gathers_rows": True}, "zigzag", 3),
+        ({"tp": 3, "cp": 2, "sequence_parallel": True}, "zigzag", 12),
+        ({"tp": 3, "cp": 2, "sequence_parallel": True}, "contiguous", 6),
+    ],
 )
-@examples(100)
 def test_alignment_gives_every_rank_an_equal_share(
-    tp: int, cp: int, context: str, sequence_parallel: bool, gathers_rows: bool, times: int
+    sizes: dict[str, Any], context: Any, multiple: int
 ) -> None:
     """T27: what a sequence is padded to follows tp and cp; dp has no part in it."""
-    layout = ParallelLayout(
-        tp=tp, cp=cp, dp=7, ep=3, sequence_parallel=sequence_parallel, gathers_rows=gathers_rows
-    )
-    length = layout.alignment(context) * times
-    owned = [slow_layout.context_owner(at, length, cp, context) for at in range(length)]
-    shares = {owned.count(rank) for rank in range(cp)}
-    assert shares == {length // cp}
-    # The embedding is cut over the tensor-parallel ranks also where the routers see all rows.
-    assert length // cp % (tp if sequence_parallel else 1) == 0
+    assert ParallelLayout(**sizes, dp=7, ep=3).alignment(context) == multiple
 
 
 # The built model is the truth

@@ -16,23 +16,26 @@ from hypothesis import strategies as st
 from choice import examples
 from npu_replay import ParallelLayout, ReplayError, RoutedExperts, TokenLayout, fingerprint
 from npu_replay.errors import InvalidRoutes, MicroBatchError
-from parallel import slow_layout
-from parallel.drawn_batches import Batch, batches
+from parallel.drawn_batches import Batch, Cell, batches
+from zoo.outcome import random_routes
 
 LAYERS = (1, 4)
 EXPERTS = 8
 TOPK = 2
 
 
-def routes(tokens: int, seed: int, **about: Any) -> RoutedExperts:
-    layers = about.pop("layers", LAYERS)
-    experts = about.pop("num_experts", EXPERTS)
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.rand(tokens, len(layers), experts, generator=generator).topk(about.pop("topk", TOPK)).indices
-    return RoutedExperts(ids=ids, layers=layers, num_experts=experts, **about)
+def routes(
+    tokens: int,
+    seed: int,
+    layers: Sequence[int] = LAYERS,
+    num_experts: int = EXPERTS,
+    topk: int = TOPK,
+    **about: Any,
+) -> RoutedExperts:
+    return random_routes([tokens], layers, num_experts, topk, seed, **about)[0]
 
 
-def cells(layout: TokenLayout) -> list[slow_layout.Cell]:
+def cells(layout: TokenLayout) -> list[Cell]:
     return [None if token < 0 else token for token in layout.rows.tolist()]
 
 
@@ -166,9 +169,7 @@ ONE = ([3], [routes(3, 1)])
 TWO = ([3, 2], [routes(3, 1), routes(2, 2)])
 SLICED = ParallelLayout(tp=2, sequence_parallel=True)
 CP2 = ParallelLayout(cp=2)
-Refused = list[tuple[str, Callable[[], object]]]
-
-REFUSED: Refused = [  # what is said, and of what
+REFUSED: list[tuple[str, Callable[[], object]]] = [  # what is said, and of what
     # numbers of sequences, tokens and rows: T12, T13
     ("number of sequences.*Expected 2, got 1", lambda: TokenLayout.packed([3, 2]).gather([routes(3, 1)])),
     ("number of sequences.*Expected 2, got 3", lambda: TokenLayout.packed([3, 2]).bad_routes([None] * 3)),
@@ -268,23 +269,15 @@ REFUSED: Refused = [  # what is said, and of what
         )
     ),
 ]
-BAD_LAYERS: Refused = [("order", lambda bad=bad: gathered(*TWO, layers=bad)) for bad in ([4, 1], [1, 1])]
-BAD_ARGUMENTS: Refused = [
-    ("context", lambda: TokenLayout.padded([3], context="ring")),
-    ("context", lambda: TokenLayout.packed([3], context="ring")),
-]
 
 
 @pytest.mark.parametrize(
     ("kind", "words", "call"),
     [
-        (kind, *row)
-        for kind, rows in (
-            (MicroBatchError, REFUSED),
-            (InvalidRoutes, BAD_LAYERS),
-            (ReplayError, BAD_ARGUMENTS),
-        )
-        for row in rows
+        *((MicroBatchError, *row) for row in REFUSED),
+        *((InvalidRoutes, "order", lambda bad=bad: gathered(*TWO, layers=bad)) for bad in ([4, 1], [1, 1])),
+        (ReplayError, "context", lambda: TokenLayout.padded([3], context="ring")),
+        (ReplayError, "context", lambda: TokenLayout.packed([3], context="ring")),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(
@@ -400,9 +393,9 @@ def test_a_probe_finds_the_same_rows(batch: Batch, pad: int, dtype: torch.dtype,
     """T16, T17, T20, T27, T44: whatever the id of the padding; the caller cuts over context parallel ranks.
     [rows], [1, rows], or [batch, sequence] before the sequence-parallel slice."""
     for rank in batch.ranks():
-        whole = batch.slow(rank, slices=False, **({"order": "batch"} if batch.is_padded else {}))
+        whole = [cell for cells in batch.grid(rank.cp_rank) for cell in cells]
 
-        def fn(sequences: list[torch.Tensor], whole: list[slow_layout.Cell] = whole) -> torch.Tensor:
+        def fn(sequences: list[torch.Tensor], whole: list[Cell] = whole) -> torch.Tensor:
             flat = torch.cat(sequences).tolist()
             ids = torch.tensor([pad if token is None else flat[token] for token in whole], dtype=dtype)
             return (

@@ -19,27 +19,16 @@ from npu_replay.inspection.inspection import whose
 from npu_replay.rollout import envelope as envelopes
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
-from sglang_outputs import true_rows
-from vllm_outputs import DEEPSEEK, engine_rows, expected, sampled
+from rollout.test_engine_contract import ENGINES, MODEL, ONE, ROWS, Engine
+from vllm_outputs import expected
 
-MODEL = DEEPSEEK
-ONE = sampled(MODEL)
-PROMPT = ONE.prompt
-OUTPUT = ONE.output
-RUN = len(ONE.tokens) - 1
-ROWS = engine_rows("0.33.0", MODEL, ONE)
+RUN = len(ROWS)
+VLLM = ENGINES[0]
+EACH = pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
 
 
-def as_vllm(answer: Any, start: int = 0) -> RoutedExperts:
-    (found,) = from_vllm(answer, MODEL, prompt_token_ids=PROMPT, output_token_ids=OUTPUT, start=start)
-    return found
-
-
-def as_sglang(answer: Any, start: int = 0) -> RoutedExperts:
-    return from_sglang(answer, MODEL, prompt_token_ids=PROMPT, output_ids=OUTPUT, start_len=start)
-
-
-ENGINES = pytest.mark.parametrize("decode", [as_vllm, as_sglang])
+def decode(engine: Engine, answer: Any, start: int = 0) -> RoutedExperts:
+    return engine.decode(answer, prompt=ONE.prompt, output=ONE.output, start=start)
 
 
 def envelope(start: int = 0, dtype: str = "uint16", **changes: Any) -> dict[str, Any]:
@@ -66,16 +55,16 @@ PLACES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@ENGINES
+@EACH
 @pytest.mark.parametrize("place", PLACES)
-def test_an_envelope_is_read_wherever_it_lies(decode: Any, place: str) -> None:
+def test_an_envelope_is_read_wherever_it_lies(engine: Engine, place: str) -> None:
     for start in (0, 20):
-        assert_the_rows(decode(PLACES[place](envelope(start)), start), start)
+        assert_the_rows(decode(engine, PLACES[place](envelope(start)), start), start)
 
 
-@ENGINES
+@EACH
 @pytest.mark.parametrize("dtype", ["uint16", "int16", "int32", "int64"])
-def test_an_envelope_may_be_of_any_width_in_text_bytes_or_numbers(decode: Any, dtype: str) -> None:
+def test_an_envelope_may_be_of_any_width_in_text_bytes_or_numbers(engine: Engine, dtype: str) -> None:
     text = envelope(dtype=dtype)["data"]
     for data in [
         text,
@@ -85,20 +74,20 @@ def test_an_envelope_may_be_of_any_width_in_text_bytes_or_numbers(decode: Any, d
         ROWS.flatten().tolist(),
         ROWS,
     ]:
-        assert_the_rows(decode(envelope(dtype=dtype, data=data)))
+        assert_the_rows(decode(engine, envelope(dtype=dtype, data=data)))
     unsaid = envelope(dtype=dtype)
     del unsaid["dtype"], unsaid["start"]  # as prime-rl's early ones
-    assert_the_rows(decode(unsaid))
+    assert_the_rows(decode(engine, unsaid))
     unsaid = envelope(20, dtype)
     del unsaid["start"]
-    assert_the_rows(decode(unsaid, 20), 20)
+    assert_the_rows(decode(engine, unsaid, 20), 20)
 
 
 def test_dynamo_says_which_tokens_were_sampled() -> None:
-    beside = {"engine_data": {"routed_experts": envelope(), "completion_token_ids": OUTPUT}}
-    (found,) = from_vllm(chat(nvext=beside), MODEL, prompt_token_ids=PROMPT)
+    beside = {"engine_data": {"routed_experts": envelope(), "completion_token_ids": ONE.output}}
+    (found,) = from_vllm(chat(nvext=beside), MODEL, prompt_token_ids=ONE.prompt)
     assert_the_rows(found)
-    assert_the_rows(from_sglang(chat(nvext=beside), MODEL, prompt_token_ids=PROMPT))
+    assert_the_rows(from_sglang(chat(nvext=beside), MODEL, prompt_token_ids=ONE.prompt))
 
 
 def nemo(rows: Array = ROWS, dtype: str = "int16") -> str:
@@ -114,19 +103,21 @@ def rllm(dtype: str = "uint8", **changes: Any) -> list[str]:
     return [head, base64.b64encode(ROWS.astype(dtype).tobytes()).decode()]
 
 
-KNOWN = {"prompt_token_ids": PROMPT, "generation_token_ids": OUTPUT}
+KNOWN = {"prompt_token_ids": ONE.prompt, "generation_token_ids": ONE.output}
 MEGATRON = {"index": 0, "finish_reason": "length", "moe_topk_indices": ROWS[:, MODEL.layers].tolist()}
 FORMS: dict[str, Any] = {
     "NeMo-RL": chat({"message": {"content": "", "routed_experts": nemo(), **KNOWN}}),
     "NeMo-RL, int32": chat({"message": {"content": "", "routed_experts": nemo(dtype="int32"), **KNOWN}}),
-    "rLLM": chat({"routing_matrices": rllm(), "token_ids": OUTPUT, "prompt_token_ids": PROMPT}),
-    "rLLM, int16": chat({"routing_matrices": rllm("int16"), "token_ids": OUTPUT, "prompt_token_ids": PROMPT}),
+    "rLLM": chat({"routing_matrices": rllm(), "token_ids": ONE.output, "prompt_token_ids": ONE.prompt}),
+    "rLLM, int16": chat(
+        {"routing_matrices": rllm("int16"), "token_ids": ONE.output, "prompt_token_ids": ONE.prompt}
+    ),
     "Megatron's completions": {"choices": [MEGATRON | KNOWN]},
     "Megatron's chats": {"choices": [MEGATRON | {"message": {"role": "assistant", **KNOWN}}]},
     "Megatron's request": SimpleNamespace(
         routing_indices=ROWS[:, MODEL.layers].astype(np.int16),
-        prompt_tokens=torch.tensor(PROMPT),
-        generated_tokens=OUTPUT,
+        prompt_tokens=torch.tensor(ONE.prompt),
+        generated_tokens=ONE.output,
     ),
 }
 
@@ -142,10 +133,10 @@ def test_what_frameworks_send_in_the_place_of_vllm_is_read(form: str) -> None:
 
 
 def test_lmdeploys_lists_are_read() -> None:
-    info = {"finish_reason": {"type": "length"}, "completion_tokens": len(OUTPUT)}
-    answer = {"output_ids": OUTPUT, "meta_info": info | {"routed_experts": ROWS.tolist()}}
+    info = {"finish_reason": {"type": "length"}, "completion_tokens": len(ONE.output)}
+    answer = {"output_ids": ONE.output, "meta_info": info | {"routed_experts": ROWS.tolist()}}
     for sent in (answer, json.dumps(answer)):
-        assert_the_rows(from_sglang(sent, MODEL, prompt_token_ids=PROMPT))
+        assert_the_rows(from_sglang(sent, MODEL, prompt_token_ids=ONE.prompt))
 
 
 WRONG = {
@@ -173,12 +164,12 @@ WRONG = {
 }
 
 
-@ENGINES
+@EACH
 @pytest.mark.parametrize("fault", WRONG)
-def test_what_cannot_be_read_is_said_to_be_there(decode: Any, fault: str) -> None:
+def test_what_cannot_be_read_is_said_to_be_there(engine: Engine, fault: str) -> None:
     routes, words = WRONG[fault]
     with pytest.raises(InvalidRoutes, match=words) as error:
-        decode(chat(nvext={"routed_experts": routes}))
+        decode(engine, chat(nvext={"routed_experts": routes}))
     assert "nvext.routed_experts" in str(error.value)
     assert "enable_return_routed_experts" not in str(error.value)
 
@@ -189,23 +180,18 @@ def test_routes_beside_several_choices_are_whose() -> None:
     with pytest.raises(
         InvalidRoutes, match=r"nvext.routed_experts has the routes of one choice.*n=1.*2 choices"
     ):
-        from_vllm(answer, MODEL, prompt_token_ids=PROMPT, output_token_ids=[OUTPUT, OUTPUT])
-
-
-def with_weights(rows: Array) -> Array:
-    weights = np.random.default_rng(0).random(rows.shape, np.float32)
-    weights[:, list(MODEL.dense)] = 0
-    return np.concatenate([rows.astype(np.int32), weights.view(np.int32)], axis=2)
+        from_vllm(answer, MODEL, prompt_token_ids=ONE.prompt, output_token_ids=[ONE.output, ONE.output])
 
 
 def test_weights_beside_the_ids_are_left_and_said(caplog: pytest.LogCaptureFixture) -> None:
     envelopes._warn_of_weights.cache_clear()
-    both = with_weights(true_rows(MODEL, len(ONE.tokens), seed=3)[:RUN])
-    plain = as_vllm(chat({"routed_experts": both[..., : MODEL.topk]}))
+    weights = np.random.default_rng(0).random(ROWS.shape, np.float32)
+    weights[:, list(MODEL.dense)] = 0
+    both = np.concatenate([ROWS.astype(np.int32), weights.view(np.int32)], axis=2)
     sent = {"data": base64.b64encode(both.tobytes()), "shape": both.shape, "dtype": "int32"}
     with caplog.at_level(logging.WARNING):
         for routes in (both, sent, sent):
-            assert as_vllm(chat({"routed_experts": routes})) == plain
+            assert_the_rows(decode(VLLM, chat({"routed_experts": routes})))
     assert [record.getMessage() for record in caplog.records] == [
         "[npu_replay] vLLM: the router's weights beside the ids are left: replay computes its own"
     ]
@@ -218,4 +204,4 @@ def test_another_models_ids_are_no_weights(others: str) -> None:
     if others != "experts":
         wide[..., MODEL.topk :] = 0 if others == "zeros" else np.float32(np.inf).view(np.int32)
     with pytest.raises(InvalidRoutes, match="top-k isn't the model's"):
-        as_vllm(chat({"routed_experts": wide}))
+        decode(VLLM, chat({"routed_experts": wide}))

@@ -113,6 +113,35 @@ LLAMA4_MAVERICK = {
 # fmt: on
 NEMOTRON_PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 
+
+def puzzle(*blocks: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """As Megatron-Bridge writes a Nemotron Puzzle: no top-k at the top, and no number of layers."""
+    return {
+        "n_routed_experts": 128,
+        "block_configs": list(blocks),
+        "layers_block_type": [one["block_type"] for one in blocks],
+    } | changes
+
+
+def moe(topk: int | None = None, **numbers: int) -> dict[str, Any]:
+    return {"block_type": "moe", **numbers} | ({} if topk is None else {"num_experts_per_tok": topk})
+
+
+MAMBA = {"block_type": "mamba"}
+ATTENTION = {"block_type": "attention"}
+
+
+def forms(config: dict[str, Any], folder: Path) -> list[Any]:
+    """The contents, a file, and objects all the way down or at the top alone."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(config))
+    made = [config, file, types.SimpleNamespace(**config)]
+    if "block_configs" in config:
+        blocks = [types.SimpleNamespace(**block) for block in config["block_configs"]]
+        made.append(types.SimpleNamespace(**config | {"block_configs": blocks}))
+    return made
+
+
 # config.json, MoE layers, decoder layers, experts, top-k
 # fmt: off
 HUB: dict[str, tuple[dict[str, Any], tuple[int, ...], int, int, int]] = {
@@ -134,6 +163,12 @@ HUB: dict[str, tuple[dict[str, Any], tuple[int, ...], int, int, int]] = {
         (0, 1, 2, 3), 4, 16, 4),
     "a Megatron config": ({"num_layers": 4, "num_moe_experts": 8, "moe_router_topk": 2,
         "moe_layer_freq": [0, 1, 1, 1]}, (1, 2, 3), 4, 8, 2),
+    "blocks that count, and not what stands beside": (puzzle(moe(4), MAMBA, num_experts_per_tok=6), (0,), 2,
+        128, 4),
+    "experts in the blocks alone": (puzzle(moe(4, n_routed_experts=64), MAMBA, n_routed_experts=None), (0,),
+        2, 64, 4),
+    "a block that has no experts left": (puzzle(moe(4), moe(4, n_routed_experts=0), moe(4)), (0, 2), 3, 128,
+        4),
 }
 # fmt: on
 
@@ -143,14 +178,10 @@ def test_a_config_as_it_is_on_the_hub(name: str, tmp_path: Path) -> None:
     config, layers, num_layers, experts, topk = HUB[name]
     wanted = RoutedModel(layers=layers, num_layers=num_layers, num_experts=experts, topk=topk)
     before = copy.deepcopy(config)
-    assert RoutedModel.from_config(config) == wanted
+    for form in (*forms(config, tmp_path), tmp_path, types.SimpleNamespace(config=config)):
+        assert RoutedModel.from_config(form) == wanted
     assert config == before
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert RoutedModel.from_config(tmp_path) == wanted
     assert wanted.dense == tuple(sorted({*range(num_layers)} - {*layers}))
-    if "text_config" not in config:
-        assert RoutedModel.from_config(types.SimpleNamespace(**config)) == wanted
-        assert RoutedModel.from_config(types.SimpleNamespace(config=config)) == wanted
 
 
 # A config that can't be read ends in an error, never in a wrong answer
@@ -173,6 +204,9 @@ UNREADABLE: dict[str, tuple[Any, str]] = {
         "unknown way which layers have experts: mlp_layer_types"),
     "a frequency to be evaluated (Megatron's)": (QWEN3_30B | {"moe_layer_freq": "([0]*1+[1]*47)"},
         "moe_layer_freq"),
+    **{f"blocks {blocks}": (QWEN3_30B | {"num_hidden_layers": 1, "block_configs": blocks}, "block_configs")
+        for blocks in (3, {"a": 1}, [None], [[moe(4)]],
+            [{"attention": {}, "ffn": {"moe": {"num_local_experts": 8}}}])},
     "two starts (ERNIE-4.5-VL)": (QWEN3_30B
         | {"moe_layer_start_index": [1, 1], "moe_layer_end_index": [29, 28]},
         "unknown way which layers have experts: moe_layer_"),
@@ -222,32 +256,6 @@ def test_layers_that_no_model_has_are_refused(about: dict[str, Any], words: str)
 # Layers with numbers of their own, and layers that run several times
 
 
-def puzzle(*blocks: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """As Megatron-Bridge writes a Nemotron Puzzle: no top-k at the top, and no number of layers."""
-    return {
-        "n_routed_experts": 128,
-        "block_configs": list(blocks),
-        "layers_block_type": [one["block_type"] for one in blocks],
-    } | changes
-
-
-def moe(topk: int | None = None, **numbers: int) -> dict[str, Any]:
-    return {"block_type": "moe", **numbers} | ({} if topk is None else {"num_experts_per_tok": topk})
-
-
-MAMBA = {"block_type": "mamba"}
-ATTENTION = {"block_type": "attention"}
-
-
-def forms(config: dict[str, Any], folder: Path) -> list[Any]:
-    """The contents, a file, and objects all the way down or at the top alone."""
-    file = folder / "config.json"
-    file.write_text(json.dumps(config))
-    plain = types.SimpleNamespace(**config)
-    blocks = [types.SimpleNamespace(**one) for one in config.get("block_configs", ())]
-    return [config, file, plain, types.SimpleNamespace(**config | {"block_configs": blocks})]
-
-
 UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
     "top-k": (
         puzzle(MAMBA, moe(4), ATTENTION, moe(6)),
@@ -257,20 +265,6 @@ UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
     "one block's own top-k beside that of all": (
         puzzle(moe(), MAMBA, moe(4), num_experts_per_tok=6, num_hidden_layers=3),
         "layer 2: .*top-6 of 128",
-    ),
-}
-ALIKE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
-    "the blocks count, not what stands beside": (
-        puzzle(moe(4), MAMBA, num_experts_per_tok=6),
-        ((0,), 2, 128, 4),
-    ),
-    "experts in the blocks alone": (
-        puzzle(moe(4, n_routed_experts=64), MAMBA, n_routed_experts=None),
-        ((0,), 2, 64, 4),
-    ),
-    "a block that has no experts left": (
-        puzzle(moe(4), moe(4, n_routed_experts=0), moe(4)),
-        ((0, 2), 3, 128, 4),
     ),
 }
 
@@ -283,23 +277,6 @@ def test_blocks_of_unlike_layers_are_refused_by_their_key_with_the_way_out(case:
             RoutedModel.from_config(form)
         assert "part by part" in str(caught.value)
         assert "npu_replay.record(router.module)" in str(caught.value)
-
-
-@pytest.mark.parametrize("case", ALIKE)
-def test_blocks_that_agree_are_an_ordinary_model(case: str, tmp_path: Path) -> None:
-    config, (layers, num_layers, experts, topk) = ALIKE[case]
-    wanted = RoutedModel(layers=layers, num_layers=num_layers, num_experts=experts, topk=topk)
-    assert [RoutedModel.from_config(form) for form in forms(config, tmp_path)] == [wanted] * 4
-
-
-@pytest.mark.parametrize(
-    "blocks",
-    [3, {"a": 1}, [None], [{"attention": {}, "ffn": {"moe": {"num_local_experts": 8}}}], [[moe(4)]]],
-    ids=repr,
-)
-def test_blocks_of_another_form_are_refused_by_their_key(blocks: Any) -> None:
-    with pytest.raises(ReplayError, match="block_configs"):
-        RoutedModel.from_config(QWEN3_30B | {"num_hidden_layers": 1, "block_configs": blocks})
 
 
 @pytest.mark.parametrize(
@@ -375,41 +352,31 @@ LAYERS = {"num_hidden_layers": 8, "num_experts": 32, "num_experts_per_tok": 4}
 
 
 @pytest.mark.parametrize(
-    ("config", "hybrid"),
+    ("config", "hybrid", "windows"),
     [
-        ({}, False),
-        ({"full_attention_interval": 4}, True),
-        ({"layer_types": ["conv", "full_attention"] * 4}, True),
-        ({"layer_types": ["sliding_attention", "full_attention"] * 4}, False),
-        ({"attn_type_list": [0, 1] * 4}, True),
-        ({"attn_type_list": [1] * 8}, False),
-        ({"layer_group_size": 4}, True),
-        ({"layer_group_size": 1}, False),
-        ({"linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}}, True),
-        ({"linear_attn_config": {"kda_layers": [], "full_attn_layers": [1]}}, False),
-        ({"hybrid_override_pattern": NEMOTRON_PATTERN}, True),
-        ({"text_config": {"full_attention_interval": 4}}, True),
-        ({"llm_config": {"hybrid_override_pattern": NEMOTRON_PATTERN}}, True),
-        ({"thinker_config": {"text_config": {"full_attention_interval": 4}}}, True),
+        ({}, False, False),
+        ({"full_attention_interval": 4}, True, False),
+        ({"layer_types": ["conv", "full_attention"] * 4}, True, False),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 4}, False, True),
+        ({"layer_types": ["chunked_attention", "full_attention"] * 4}, False, True),
+        ({"layer_types": ["sliding_attention"] * 8}, False, False),
+        ({"layer_types": ["full_attention"] * 8}, False, False),
+        ({"attn_type_list": [0, 1] * 4}, True, False),
+        ({"attn_type_list": [1] * 8}, False, False),
+        ({"layer_group_size": 4}, True, False),
+        ({"layer_group_size": 1}, False, False),
+        ({"linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}}, True, False),
+        ({"linear_attn_config": {"kda_layers": [], "full_attn_layers": [1]}}, False, False),
+        ({"hybrid_override_pattern": NEMOTRON_PATTERN}, True, False),
+        ({"text_config": {"full_attention_interval": 4}}, True, False),
+        ({"llm_config": {"hybrid_override_pattern": NEMOTRON_PATTERN}}, True, False),
+        ({"thinker_config": {"text_config": {"full_attention_interval": 4}}}, True, False),
     ],
     ids=str,
 )
-def test_a_family_whose_layers_are_of_several_kinds_is_hybrid(config: dict[str, Any], hybrid: bool) -> None:
-    """As the class of each in vLLM's source says it: IsHybrid."""
-    assert is_hybrid(LAYERS | config) is hybrid
-
-
-@pytest.mark.parametrize(
-    ("kinds", "windows"),
-    [
-        (["sliding_attention", "full_attention"], True),
-        (["chunked_attention", "full_attention"], True),
-        (["sliding_attention"], False),
-        (["full_attention"], False),
-        (None, False),
-    ],
-)
-def test_layers_with_a_window_beside_others_have_blocks_of_their_own(
-    kinds: list[str] | None, windows: bool
+def test_a_family_whose_layers_are_of_several_kinds_is_told(
+    config: dict[str, Any], hybrid: bool, windows: bool
 ) -> None:
-    assert has_windows(LAYERS | {"layer_types": kinds and kinds * (8 // len(kinds))}) is windows
+    """Hybrid as the class of each in vLLM's source says it (IsHybrid), or with a window beside others."""
+    model = LAYERS | config
+    assert (is_hybrid(model), has_windows(model)) == (hybrid, windows)

@@ -44,6 +44,19 @@ def turn(prompt: list[int], sampled: list[int], version: int = 1, **settings: An
     return Turn(prompt=prompt, sampled=sampled, routes=routes_of(prompt + sampled, version), **settings)
 
 
+def grown(*steps: Any, **settings: Any) -> Rollout:
+    """A sample of these turns, tokens that nobody sampled (lists), and ("latest", turn)."""
+    rollout = Rollout(MODEL, **settings)
+    for step in steps:
+        if isinstance(step, list):
+            rollout.append(step)
+        elif isinstance(step, Turn):
+            rollout.extend(step)
+        else:
+            rollout.extend(step[1], keep=step[0])
+    return rollout
+
+
 def check(rollout: Rollout, tokens: list[int], versions: list[int | None]) -> None:
     """Each row is that of its token, place and weights, or there is none."""
     routes = rollout.routes
@@ -56,7 +69,7 @@ def check(rollout: Rollout, tokens: list[int], versions: list[int | None]) -> No
         assert np.array_equal(routes.ids[place].numpy(), wanted), place
 
 
-# turns, tokens that nobody sampled, and ("latest", turn); then all tokens, and the weights of each row
+# the steps of `grown`; then all tokens, and the weights of each row
 STORIES: dict[str, tuple[list[Any], list[int], list[int | None]]] = {
     "the last token and a tool's have no row": (
         [turn([5, 6], [7, 8]), [20, 21]],
@@ -109,14 +122,7 @@ STORIES: dict[str, tuple[list[Any], list[int], list[int | None]]] = {
 @pytest.mark.parametrize("story", STORIES)
 def test_each_row_is_of_the_time_that_its_token_was_sampled_from(story: str) -> None:
     steps, tokens, versions = STORIES[story]
-    rollout = Rollout(MODEL)
-    for step in steps:
-        if isinstance(step, list):
-            rollout.append(step)
-        elif isinstance(step, Turn):
-            rollout.extend(step)
-        else:
-            rollout.extend(step[1], keep=step[0])
+    rollout = grown(*steps)
     check(rollout, tokens, versions)
     known = set(versions) - {None}
     assert rollout.routes.weight_version == (known.pop() if len(known) == 1 else None)
@@ -124,19 +130,17 @@ def test_each_row_is_of_the_time_that_its_token_was_sampled_from(story: str) -> 
 
 def test_weights_that_changed_within_a_turn() -> None:
     """An engine whose weights were exchanged while it sampled says which tokens are whose."""
-    rollout = Rollout(MODEL)
     whole = turn([5, 6], [7, 8, 9])
-    rollout.extend(replace(whole, weight_versions=["a", "a", "a", "b", "b"]))
+    rollout = grown(replace(whole, weight_versions=["a", "a", "a", "b", "b"]))
     assert rollout.weight_versions == ["a", "a", "a", "b", None]
     assert rollout.routes.weight_version is None
     with pytest.raises(ReplayError, match=r"number of weight versions.*Expected 5"):
-        Rollout(MODEL).extend(replace(whole, weight_versions=["a"]))
+        grown(replace(whole, weight_versions=["a"]))
 
 
 def test_routes_of_new_tokens_alone_of_others_or_of_another_model_are_refused_t30() -> None:
     """A multi-turn prefix that was left out would shift all rows."""
-    rollout = Rollout(MODEL, name="sample 3")
-    rollout.extend(turn([5, 6], [7, 8]))
+    rollout = grown(turn([5, 6], [7, 8]), name="sample 3")
     assert repr(rollout) == "Rollout('sample 3', 1 turns, 4 tokens, 3 rows with a route)"
     for tokens, words in (([20, 9], "another number of tokens"), ([5, 6, 7, 8, 20, 8], "other tokens")):
         with pytest.raises(ReplayError, match=f"turn 2: the routes .*{words}"):
@@ -150,7 +154,6 @@ def test_routes_of_new_tokens_alone_of_others_or_of_another_model_are_refused_t3
 def from_row(turn: Turn, start: int) -> Turn:
     """The turn of a request that asked for rows from `start` on."""
     routes = turn.routes
-    assert routes is not None
     kept = routes.recorded & (torch.arange(len(routes)) >= start)
     return replace(turn, routes=routes.with_rows(routes.ids, kept, fingerprint=routes.fingerprint))
 
@@ -158,9 +161,7 @@ def from_row(turn: Turn, start: int) -> Turn:
 @pytest.mark.parametrize(("start", "gaps"), [(3, 0), (4, 1), (5, 2), (6, 3)])
 def test_a_start_beyond_the_first_unknown_row_is_refused(start: int, gaps: int) -> None:
     """Row 3 is of the last token that was sampled, and rows 4 and 5 are of a tool's."""
-    rollout = Rollout(MODEL)
-    rollout.extend(turn([1, 2], [3, 4]))
-    rollout.append([5, 6])
+    rollout = grown(turn([1, 2], [3, 4]), [5, 6])
     second = from_row(turn([1, 2, 3, 4, 5, 6], [7, 8]), start)
     if not gaps:
         rollout.extend(second)
@@ -172,29 +173,25 @@ def test_a_start_beyond_the_first_unknown_row_is_refused(start: int, gaps: int) 
     with pytest.raises(ReplayError, match=words):
         rollout.extend(second)
     check(rollout, [1, 2, 3, 4, 5, 6], [1] * 3 + [None] * 3)  # nothing of it was taken
-    lenient = Rollout(MODEL, missing="native")
-    lenient.extend(turn([1, 2], [3, 4]))
-    lenient.extend(second)
+    lenient = grown(turn([1, 2], [3, 4]), second, missing="native")
     assert lenient.routes.recorded.tolist() == [True] * 3 + [False] * gaps + [True] * (4 - gaps) + [False]
 
 
 def test_a_start_is_right_after_an_abort_without_rows_and_in_turns_that_are_merged() -> None:
     """A row that an aborted turn sampled from stays unknown: nobody brings it any more."""
-    rollout = Rollout(MODEL)
-    rollout.extend(turn([1, 2], [3, 4]))
-    rollout.extend(Turn(prompt=[1, 2, 3, 4, 5], sampled=[6, 7], aborted=True))
-    rollout.extend(turn([1, 2, 3, 4, 5, 6, 7], [8]))
-    rollout.extend(from_row(turn([1, 2, 3, 4, 5, 6, 7, 8], [9]), 7))
+    rollout = grown(
+        turn([1, 2], [3, 4]),
+        Turn(prompt=[1, 2, 3, 4, 5], sampled=[6, 7], aborted=True),
+        turn([1, 2, 3, 4, 5, 6, 7], [8]),
+        from_row(turn([1, 2, 3, 4, 5, 6, 7, 8], [9]), 7),
+    )
     assert rollout.routes.recorded.tolist() == [True] * 4 + [False] * 2 + [True] * 2 + [False]
-    first, second = Rollout(MODEL), Rollout(MODEL)
-    first.extend(turn([1, 2], [3, 4]))
-    second.extend(from_row(turn([1, 2, 3, 4, 5], [6]), 3))
-    assert Rollout.merge([first, second]).routes.recorded.tolist() == [True] * 5 + [False]
+    samples = [grown(turn([1, 2], [3, 4])), grown(from_row(turn([1, 2, 3, 4, 5], [6]), 3))]
+    assert Rollout.merge(samples).routes.recorded.tolist() == [True] * 5 + [False]
 
 
 def test_text_that_was_tokenised_again_is_caught() -> None:
-    rollout = Rollout(MODEL)
-    rollout.extend(turn([5, 6], [7, 8]))
+    rollout = grown(turn([5, 6], [7, 8]))
     for prompt, at in (([5, 6, 7, 9], 3), ([5, 60, 7, 8], 1), ([5, 6, 7], 3)):
         with pytest.raises(ReplayError, match=rf"they part at token {at}\b.*tokenised again"):
             rollout.extend(turn(prompt, [1] if at < 3 else []))
@@ -203,10 +200,8 @@ def test_text_that_was_tokenised_again_is_caught() -> None:
 
 def test_a_turn_without_routes_is_an_error_unless_it_was_aborted() -> None:
     with pytest.raises(ReplayError, match=r"Rollout sample 17, turn 1: this turn has no routes.*capture"):
-        Rollout(MODEL, name="sample 17").extend(Turn(prompt=[5, 6], sampled=[7]))
-    rollout = Rollout(MODEL, missing="native")
-    rollout.extend(Turn(prompt=[5, 6], sampled=[7]))
-    check(rollout, [5, 6, 7], [None] * 3)
+        grown(Turn(prompt=[5, 6], sampled=[7]), name="sample 17")
+    check(grown(Turn(prompt=[5, 6], sampled=[7]), missing="native"), [5, 6, 7], [None] * 3)
 
 
 def test_the_prompt_ends_where_the_first_token_was_sampled() -> None:
@@ -224,19 +219,14 @@ def test_the_prompt_ends_where_the_first_token_was_sampled() -> None:
     for step, length in steps:
         step()
         assert rollout.prompt_length == length
-    first = Rollout(MODEL)
-    first.append([5])
-    assert Rollout.merge([first, rollout]).prompt_length == 3
+    assert Rollout.merge([grown([5]), rollout]).prompt_length == 3
 
 
 def test_samples_merge_into_one() -> None:
     """Frameworks that make a sample of each turn; the versions of rows come along."""
-    first = Rollout(MODEL)
-    second = Rollout(MODEL)
-    third = Rollout(MODEL)
-    first.extend(turn([5, 6], [7], version=1))
-    second.extend(turn([5, 6, 7, 20], [8], version=2))
-    third.extend(turn([5, 6, 7, 20, 8], [9], version=3))
+    first = grown(turn([5, 6], [7], version=1))
+    second = grown(turn([5, 6, 7, 20], [8], version=2))
+    third = grown(turn([5, 6, 7, 20, 8], [9], version=3))
     merged = Rollout.merge([first, second, third])
     check(merged, [5, 6, 7, 20, 8, 9], [1, 1, 2, 2, 3, None])
     assert (merged.prompt_length, merged.turns) == (2, 3)
@@ -288,13 +278,10 @@ def test_a_sample_key_is_part_of_the_fingerprint_of_what_its_turns_show() -> Non
     """Two images that were asked the same question; an engine's routes have no key."""
     routes = routes_of([11, 12, 13])
     for key in ("left", "right", None):
-        rollout = Rollout(MODEL, sample_key=key)
-        rollout.extend(Turn(prompt=[11, 12], sampled=[13], routes=routes))
-        rollout.append([14])
+        rollout = grown(Turn(prompt=[11, 12], sampled=[13], routes=routes), [14], sample_key=key)
         assert rollout.routes.fingerprint == fingerprint([11, 12, 13, 14], sample_key=key)
         assert Rollout.merge([rollout]).routes == rollout.routes
-    left = Rollout(MODEL, sample_key="left")
-    left.extend(Turn(prompt=[11, 12], sampled=[13], routes=routes.of_sample("left")))
+    left = grown(Turn(prompt=[11, 12], sampled=[13], routes=routes.of_sample("left")), sample_key="left")
     with pytest.raises(MicroBatchError, match="of these tokens, and have another sample_key"):
         left.extend(Turn(prompt=[11, 12], sampled=[13], routes=routes.of_sample("right")))
     with pytest.raises(ReplayError, match="needs routes with a fingerprint"):

@@ -27,9 +27,7 @@ def test_the_same_tokens_give_the_same_number_whatever_holds_them() -> None:
     read_only.flags.writeable = False
     for held in (*arrays, *tensors, tuple(small), read_only, np.array(small[::-1])[::-1]):
         assert fingerprint(held) == fingerprint(small)
-        ids = as_token_ids(held)
-        assert ids is not None
-        assert ids.dtype == np.int64
+        assert as_token_ids(held).dtype == np.int64
 
 
 def test_a_key_tells_samples_of_the_same_tokens_apart_and_keeps_the_half_of_the_tokens() -> None:
@@ -59,27 +57,22 @@ def test_what_is_no_sequence_of_token_ids_is_refused(value: Any) -> None:
         fingerprint(value)
 
 
-def test_routes_belong_to_tokens_of_their_number_and_their_fingerprint_if_both_are_known() -> None:
+LENGTH = "the routes have another number of tokens than the sequence"
+
+
+@pytest.mark.parametrize(
+    ("rows", "theirs", "tokens", "mark", "problem"),
+    [
+        *((3, 7, 3, 7, None), (2, 7, 3, 7, None), (0, 7, 0, 7, None)),
+        *((3, None, 3, 7, None), (3, 7, 3, None, None)),
+        *((4, 7, 3, 7, LENGTH), (1, 7, 3, 7, LENGTH), (1, None, 0, None, LENGTH)),
+        (3, 8 << 32, 3, 0, "the routes belong to other tokens"),  # 0 is a fingerprint, too
+        (3, 8, 3, 0, "the routes are of these tokens, and have another sample_key"),
+    ],
+)
+def test_routes_belong_to_tokens_of_their_number_and_their_fingerprint_if_both_are_known(
+    rows: int, theirs: int | None, tokens: int, mark: int | None, problem: str | None
+) -> None:
     """The last token has no row in an engine's array: T27. And T12, T13, T24e."""
-    for rows, theirs, tokens, mark in (
-        (3, 7, 3, 7),
-        (2, 7, 3, 7),
-        (3, None, 3, 7),
-        (3, 7, 3, None),
-        (0, 7, 0, 7),
-    ):
-        assert find_other_tokens(rows, theirs, tokens, mark) is None
-    for rows, theirs, tokens, mark in ((4, 7, 3, 7), (1, 7, 3, 7), (1, None, 0, None)):
-        found = find_other_tokens(rows, theirs, tokens, mark)
-        assert found is not None
-        assert (found.problem, found.got) == (
-            "the routes have another number of tokens than the sequence",
-            rows,
-        )
-    for theirs, mark, words in (
-        (8 << 32, 0, "belong to other tokens"),  # 0 is a fingerprint, too
-        (8, 0, "are of these tokens, and have another sample_key"),
-    ):
-        other = find_other_tokens(3, theirs, 3, mark)
-        assert other is not None
-        assert words in str(other.error(ReplayError, "sequence 1"))
+    finding = find_other_tokens(rows, theirs, tokens, mark)
+    assert (finding and finding.problem) == problem

@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from npu_replay import (
     MicroBatchError,
     ParallelLayout,
     RoutedExperts,
-    RouteStore,
     TokenLayout,
     delivery,
 )
@@ -29,6 +29,7 @@ from npu_replay.routes.inputs import Inputs
 from npu_replay.routes.routed_experts import Placement
 from npu_replay.routes.store import RoutesByTokens
 from piece_files import FileCarrier
+from routes.test_encoding import FORMS
 from zoo.toys import TokenModel, token_ids
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
@@ -55,29 +56,15 @@ def merged(one: RoutedExperts) -> RoutedExperts:
     return union.block().routes
 
 
-def saved(one: RoutedExperts, folder: Path) -> RoutedExperts:
-    one.save(folder / "routes")
-    return RoutedExperts.load(folder / "routes")
-
-
-def stored(one: RoutedExperts, folder: Path) -> RoutedExperts:
-    with RouteStore.writer(folder) as writer:
-        writer.add(one, "k")
-    return RouteStore(folder)["k"]
-
-
-def fetched(one: RoutedExperts, folder: Path) -> RoutedExperts:
-    (found,) = delivery.fetch([FileCarrier(folder).put(one)], layers=LAYERS)
-    assert found is not None
-    return found
+def fetched(one: RoutedExperts) -> RoutedExperts:
+    with TemporaryDirectory() as folder:
+        return delivery.fetch([FileCarrier(Path(folder)).put(one)], layers=LAYERS)[0]
 
 
 def held(one: RoutedExperts) -> RoutedExperts:
     kept = RoutesByTokens(1 << 20)
     kept.put(1, one.sequence(0, TOKENS - 1), rollout=False)
-    found, _ = kept.get(1)
-    assert found is not None
-    return found
+    return kept.get(1)[0]
 
 
 def kept_by_chunks(one: RoutedExperts) -> RoutedExperts:
@@ -97,7 +84,7 @@ SAME_ROWS: dict[str, Callable[[RoutedExperts], RoutedExperts]] = {
     "all its layers": lambda one: one.only(LAYERS),
     "a layer": lambda one: one.only([3]),
 }
-OTHER_ROWS: dict[str, Callable[..., RoutedExperts]] = {
+WAYS: dict[str, Callable[[RoutedExperts], RoutedExperts]] = SAME_ROWS | {
     "take": lambda one: one.take(range(TOKENS)),
     "sequence": lambda one: one.sequence(0, 70),
     "of a sample": lambda one: one.of_sample("a"),
@@ -107,17 +94,14 @@ OTHER_ROWS: dict[str, Callable[..., RoutedExperts]] = {
     "scatter": lambda one: LAYOUT.scatter(one)[0],
     "collect, alone": lambda one: npu_replay.collect([one], [LAYOUT], ParallelLayout())[0],
     "collect of two ranks": merged,
-    "bytes": lambda one: RoutedExperts.from_bytes(one.to_bytes()),
+    **{name: form.round_trip for name, form in FORMS.items()},
     "layers side by side": lambda one: side_by_side([one.only([layer]) for layer in LAYERS]),
     "verl's chunks": kept_by_chunks,
     "held by its tokens": held,
-    "a file": saved,
-    "a folder": stored,
     "a carrier": fetched,
 }
 
 
-FORMS = ("bytes", "a file", "a folder")
 PLACEMENT = Placement(
     bad_samples=3,
     row_order="batch",
@@ -127,44 +111,33 @@ PLACEMENT = Placement(
 )
 
 
-@pytest.fixture
-def do(tmp_path: Path) -> Callable[[str, RoutedExperts], RoutedExperts]:
-    def act(way: str, one: RoutedExperts) -> RoutedExperts:
-        made = (SAME_ROWS | OTHER_ROWS)[way]
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
-        return made(one, folder) if made in (saved, stored, fetched) else made(one)
-
-    return act
-
-
-@pytest.mark.parametrize("way", [*SAME_ROWS, *OTHER_ROWS])
-def test_that_layers_may_be_constant_and_that_an_engine_chose_stays_known(way: str, do: Any) -> None:
-    again = do(way, favourite(constant_layers_ok=True))
+@pytest.mark.parametrize("way", WAYS)
+def test_that_layers_may_be_constant_and_that_an_engine_chose_stays_known(way: str) -> None:
+    again = WAYS[way](favourite(constant_layers_ok=True))
     assert again.constant_layers_ok
     assert RoutedExperts.from_bytes(again.to_bytes()) == again
     for chosen in (None, False, True):
-        assert do(way, favourite(constant_layers_ok=True, from_engine=chosen)).from_engine is chosen
+        assert WAYS[way](favourite(constant_layers_ok=True, from_engine=chosen)).from_engine is chosen
     if way in FORMS:  # no way says it by itself
         with pytest.raises(InvalidRoutes, match="layer 3: all"):
-            do(way, favourite())
+            WAYS[way](favourite())
     else:
-        assert not do(way, favourite()).constant_layers_ok
+        assert not WAYS[way](favourite()).constant_layers_ok
 
 
 @pytest.mark.parametrize("way", SAME_ROWS)
-def test_the_same_rows_keep_all_that_is_known_of_their_micro_batch(way: str, do: Any) -> None:
-    again = do(way, favourite(placement=PLACEMENT)).placement
+def test_the_same_rows_keep_all_that_is_known_of_their_micro_batch(way: str) -> None:
+    again = WAYS[way](favourite(placement=PLACEMENT)).placement
     assert (again.bad_samples, again.row_order, again.lengths) == (3, "batch", (TOKENS,))
     assert again.inputs.marks == PLACEMENT.inputs.marks  # type: ignore[union-attr]
     assert torch.equal(again.rows, torch.arange(TOKENS))
 
 
 @pytest.mark.parametrize("way", ["take", "sequence", "of a sample", "concat", "layers side by side"])
-def test_of_other_rows_nothing_is_known_of_a_micro_batch(way: str, do: Any) -> None:
+def test_of_other_rows_nothing_is_known_of_a_micro_batch(way: str) -> None:
     given = favourite(placement=PLACEMENT)
     parts = [given.only([layer]) for layer in LAYERS]
-    again = side_by_side(parts) if way == "layers side by side" else do(way, given)
+    again = side_by_side(parts) if way == "layers side by side" else WAYS[way](given)
     assert vars(again.placement) == vars(Placement())
 
 
@@ -190,26 +163,26 @@ def recorded() -> RoutedExperts:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_saved_and_loaded_tokens_that_only_the_layout_knows_are_not_counted(form: str, do: Any) -> None:
+def test_saved_and_loaded_tokens_that_only_the_layout_knows_are_not_counted(form: str) -> None:
     """Whatever the routes' form: without a fingerprint of their own nobody knows whose they are."""
     layout = TokenLayout.padded([6] * 3, 6, order="batch", fingerprints=map(npu_replay.fingerprint, IDS))
-    rows = do(form, layout.gather([recorded().take(torch.arange(6)).with_known(fingerprint=None)] * 3))
+    rows = WAYS[form](layout.gather([recorded().take(torch.arange(6)).with_known(fingerprint=None)] * 3))
     with npu_replay.replay(TokenModel("batch"), [rows]) as session:
         session.chunks[0](IDS)
     assert session.metrics()["tokens_compared"] == 0
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_tokens_images_and_the_order_of_rows_are_in_them(form: str, do: Any) -> None:
+def test_tokens_images_and_the_order_of_rows_are_in_them(form: str) -> None:
     """Another micro-batch's are refused by these: test_inputs.py."""
     first = recorded()
     assert encoding.WITH_MICRO_BATCH.encode() in first.to_bytes(), "an earlier release refuses it"
-    assert do(form, first).placement.inputs.described() == first.placement.inputs.described()
+    assert WAYS[form](first).placement.inputs.described() == first.placement.inputs.described()
     digests = {"pixel_values": (torch.Size([2, 3]), 5), "grid\n": (torch.Size([]), 0)}
     known = first.with_known(
         placement=Placement(inputs=Inputs(None, (18,), (7,), digests, (3, 6)), row_order="batch")
     )
-    loaded = do(form, known)
+    loaded = WAYS[form](known)
     assert loaded.placement.row_order == "batch"
     assert vars(loaded.placement.inputs) == vars(known.placement.inputs)
     layout = TokenLayout.padded([6] * 3, 6)

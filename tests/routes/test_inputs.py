@@ -1,14 +1,16 @@
-"""Routes of another micro-batch, or in other rows than the tokens, are an error. A router can't tell them."""
+"""Routes of another micro-batch, or in other rows than the tokens, are an error. A router can't tell them.
+
+Which inputs identify a sample beside its tokens, and their digest.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,8 +19,10 @@ import npu_replay
 from npu_replay import RoutedExperts, TokenLayout, fingerprint
 from npu_replay.errors import MicroBatchError, RouterError
 from npu_replay.routes import input_check
+from npu_replay.routes.inputs import digest
 from npu_replay.sessions import own_choice
-from zoo.toys import EXPERTS, HIDDEN, TOPK, TokenModel, ToyModel, hooks, token_ids
+from zoo.outcome import random_routes
+from zoo.toys import EXPERTS, TOPK, TokenModel, ToyModel, ToyRouter, hooks, token_ids
 
 BATCH = 3
 LENGTH = 6
@@ -28,18 +32,41 @@ VOCAB = 50
 pytestmark = pytest.mark.usefixtures("toy_routers")
 
 
-class Embedded(nn.Module):
-    """A toy model that is called with token ids [batch, sequence], as transformers' are."""
+class Embedded(TokenModel):
+    """A toy model that is called with token ids [batch, sequence], and whatever else a loop hands on."""
 
-    def __init__(self, row_order: str | None = None) -> None:
-        super().__init__()
-        self.inner = ToyModel()
-        for layer in self.inner.layers:
-            layer.router.about = {"row_order": row_order}
-        self.embedding = nn.Embedding(VOCAB, HIDDEN)
+    def __init__(self, row_order: str | None = None, *parts: nn.Module) -> None:
+        routers = (ToyRouter(layer, row_order=row_order) for layer in range(2))
+        super().__init__("batch", *(parts or routers))
 
-    def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
-        return self.inner(self.embedding(input_ids).reshape(-1, HIDDEN))
+    def forward(self, input_ids: Any = None, **_: Any) -> torch.Tensor:
+        return super().forward(input_ids)
+
+
+class WithPixels(Embedded):
+    """As Megatron's models with images, which take these first, and the ids second."""
+
+    def forward(self, pixels: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids)
+
+
+def feed(model: nn.Module, calls: Iterable[Any]) -> None:
+    """Call it with token ids, or with arguments by name."""
+    for call in calls:
+        model(**call) if isinstance(call, dict) else model(call)
+
+
+def recorded(model: nn.Module, calls: Iterable[Any]) -> list[RoutedExperts]:
+    with npu_replay.record(model) as recording:
+        feed(model, calls)
+    return recording.routes
+
+
+def compared(model: nn.Module, routes: Sequence[RoutedExperts], calls: Iterable[Any]) -> int:
+    """How many calls a replay held against the tokens of their routes."""
+    with npu_replay.replay(model, routes) as session:
+        feed(model, calls)
+    return session.metrics()["tokens_compared"]
 
 
 def batches(count: int = 3) -> list[torch.Tensor]:
@@ -47,24 +74,18 @@ def batches(count: int = 3) -> list[torch.Tensor]:
     return [torch.randint(VOCAB, (BATCH, LENGTH), generator=generator) for _ in range(count)]
 
 
-def samples(lengths: list[int], seed: int = 1) -> tuple[list[np.ndarray], list[RoutedExperts]]:
+def samples(lengths: list[int], seed: int = 1) -> tuple[list[torch.Tensor], list[RoutedExperts]]:
     generator = torch.Generator().manual_seed(seed)
-    tokens = [torch.randint(VOCAB, (n,), generator=generator).numpy() for n in lengths]
-    return tokens, [
-        RoutedExperts(
-            ids=torch.rand(len(one), 2, EXPERTS, generator=generator).topk(TOPK).indices,
-            layers=[0, 1],
-            num_experts=EXPERTS,
-            fingerprint=fingerprint(one),
-        )
-        for one in tokens
-    ]
+    tokens = [torch.randint(VOCAB, (length,), generator=generator) for length in lengths]
+    routes = random_routes(lengths, [0, 1], EXPERTS, TOPK, seed)
+    marks = map(fingerprint, tokens)
+    return tokens, [part.with_known(fingerprint=mark) for part, mark in zip(routes, marks, strict=True)]
 
 
-def padded(tokens: list[np.ndarray], side: str = "right") -> torch.Tensor:
+def padded(tokens: list[torch.Tensor], side: str = "right") -> torch.Tensor:
     grid = torch.zeros(len(tokens), LENGTH, dtype=torch.int64)
-    for row, one in zip(grid, tokens, strict=True):
-        row[slice(0, len(one)) if side == "right" else slice(LENGTH - len(one), None)] = torch.from_numpy(one)
+    for row, ids in zip(grid, tokens, strict=True):
+        row[slice(0, len(ids)) if side == "right" else slice(LENGTH - len(ids), None)] = ids
     return grid
 
 
@@ -136,18 +157,15 @@ def test_a_record_of_one_sequence_has_its_fingerprint(called: str, tmp_path: Pat
     model = Embedded()
     (others, single) = CALLED[called]
     call = {"input_ids": torch.arange(3, 3 + LENGTH)[None]} | others
-    with npu_replay.record(model) as recording:
-        model(**call)
-    (routes,) = recording.routes
+    (routes,) = recorded(model, [call])
     assert routes.fingerprint == (fingerprint(call["input_ids"][0]) if single else None)
     if single:
         with npu_replay.RouteStore.writer(tmp_path) as writer:
             writer.add(routes)
         assert npu_replay.RouteStore(tmp_path).of(call["input_ids"][0]) == routes
         grid = TokenLayout.padded([LENGTH], LENGTH + 1, order="batch")
-        with npu_replay.replay(model, [grid.gather([routes])]) as session:
-            model(torch.nn.functional.pad(call["input_ids"], (0, 1)))
-        assert session.metrics()["tokens_compared"] == 1
+        ids = torch.nn.functional.pad(call["input_ids"], (0, 1))
+        assert compared(model, [grid.gather([routes])], [ids]) == 1
 
 
 @pytest.mark.parametrize(
@@ -162,12 +180,9 @@ def test_it_shows_in_the_forward_of_the_next_checked_micro_batch(
     order: list[int], wrong: int, before: int
 ) -> None:
     model = Embedded()
-    with npu_replay.record(model) as recording:
-        for batch in batches(8):
-            model(batch)
+    routes = recorded(model, batches(8))
     done = []
-    words = f"micro-batch {wrong}"
-    with pytest.raises(MicroBatchError, match=words), npu_replay.replay(model, recording.routes):
+    with pytest.raises(MicroBatchError, match=f"micro-batch {wrong}"), npu_replay.replay(model, routes):
         for number in order:
             model(batches(8)[number])
             done.append(number)
@@ -178,13 +193,8 @@ def test_a_batch_that_is_overwritten_after_its_forward_counts_as_it_was() -> Non
     """Loaders and captured graphs write the next batch into the same memory."""
     model = Embedded()
     buffer = torch.empty(BATCH, LENGTH, dtype=torch.int64)
-    with npu_replay.record(model) as recording:
-        for batch in batches():
-            model(buffer.copy_(batch))
-    with npu_replay.replay(model, recording.routes) as session:
-        for batch in batches():
-            model(buffer.copy_(batch))
-    assert session.metrics()["tokens_compared"] == 3
+    routes = recorded(model, (buffer.copy_(batch) for batch in batches()))
+    assert compared(model, routes, (buffer.copy_(batch) for batch in batches())) == 3
 
 
 @pytest.mark.parametrize("model", [Embedded(), Named()], ids=["arguments", "a batch"])
@@ -193,72 +203,65 @@ def test_other_padding_ids_and_labels_are_the_same_tokens(model: nn.Module) -> N
     batch, mask = batches()[0], torch.ones(BATCH, LENGTH, dtype=torch.int64)
     mask[0, 4:] = 0
 
-    def call(padding: int) -> None:
+    def call(padding: int) -> dict[str, Any]:
         fed = {"input_ids": batch.masked_fill(mask == 0, padding), "attention_mask": mask}
-        model(fed) if isinstance(model, Named) else model(**fed)
+        return {"batch": fed} if isinstance(model, Named) else fed
 
-    with npu_replay.record(model) as recording:
-        call(0)
-    with npu_replay.replay(model, recording.routes) as session:
-        call(7)
-    assert session.metrics()["tokens_compared"] == 1
+    assert compared(model, recorded(model, [call(0)]), [call(7)]) == 1
 
 
 # Gathered routes
 
 
-def gathered(
-    side: str = "right", order: str = "batch", seeds: tuple[int, ...] = (1, 2)
-) -> list[RoutedExperts]:
-    found = []
-    for seed in seeds:
+def gathered(side: str = "right", order: str = "batch") -> list[RoutedExperts]:
+    laid = []
+    for seed in (1, 2):
         tokens, routes = samples([6, 4, 3], seed)
-        grid = TokenLayout.padded(
-            [6, 4, 3], LENGTH, side=side, order=order, fingerprints=[fingerprint(one) for one in tokens]
-        )
-        found.append(grid.gather(routes))
-    return found
+        marks = [fingerprint(ids) for ids in tokens]
+        grid = TokenLayout.padded([6, 4, 3], LENGTH, side=side, order=order, fingerprints=marks)
+        laid.append(grid.gather(routes))
+    return laid
+
+
+def grids(side: str = "right") -> list[torch.Tensor]:
+    """What a model is called with for these routes."""
+    return [padded(samples([6, 4, 3], seed)[0], side) for seed in (1, 2)]
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_gathered_routes_belong_to_their_tokens_and_padding(side: str) -> None:
     model = Embedded()
-    given = gathered(side)
-    with npu_replay.replay(model, given):
-        for seed in (1, 2):
-            model(padded(samples([6, 4, 3], seed)[0], side))
+    routes = gathered(side)
+    assert compared(model, routes, grids(side)) == 2
     other = "left" if side == "right" else "right"
-    for seed, at, words in ((2, side, "routes of micro-batch 1"), (1, other, "padding on another side")):
-        message = rf"(?s)micro-batch 0: .*{words}"
-        with pytest.raises(MicroBatchError, match=message), npu_replay.replay(model, given):
-            model(padded(samples([6, 4, 3], seed)[0], at))
+    for ids, words in (
+        (grids(side)[1], "routes of micro-batch 1"),
+        (grids(other)[0], "padding on another side"),
+    ):
+        with pytest.raises(MicroBatchError, match=rf"(?s)micro-batch 0: .*{words}"):
+            compared(model, routes, [ids])
 
 
 def test_packed_sequences_are_held_against_their_tokens_too() -> None:
     model = Embedded()
     tokens, routes = samples([5, 2, 4])
-    marks = [fingerprint(one) for one in tokens]
+    marks = [fingerprint(ids) for ids in tokens]
     packed = TokenLayout.packed([5, 2, 4], align=4, fingerprints=marks).gather(routes)
-    stream = torch.cat([torch.from_numpy(np.pad(one, (0, -len(one) % 4))) for one in tokens])[None]
-    with npu_replay.replay(model, [packed]):
-        model(stream)
-    with pytest.raises(MicroBatchError, match="other tokens"), npu_replay.replay(model, [packed]):
-        model(stream.flip(1))
+    stream = torch.cat([torch.nn.functional.pad(ids, (0, -len(ids) % 4)) for ids in tokens])[None]
+    assert compared(model, [packed], [stream]) == 1
+    with pytest.raises(MicroBatchError, match="other tokens"):
+        compared(model, [packed], [stream.flip(1)])
 
 
 @pytest.mark.parametrize("cut", ["the last token", "a half"])
 def test_preprocessing_that_feeds_a_part_of_each_sequence_is_no_error(cut: str) -> None:
     tokens, routes = samples([6, 4])
-    marks = [fingerprint(one) for one in tokens]
 
-    def feed(sequences: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([one[:-1] if cut == "the last token" else one[: len(one) // 2] for one in sequences])
+    def fed(sequences: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([ids[:-1] if cut == "the last token" else ids[: len(ids) // 2] for ids in sequences])
 
-    token_layout = TokenLayout.from_probe(feed, [6, 4], fingerprints=marks)
-    model = Embedded()
-    with npu_replay.replay(model, [token_layout.gather(routes)]) as session:
-        model(feed([torch.from_numpy(one) for one in tokens])[None])
-    assert session.metrics()["tokens_compared"] == 0
+    layout = TokenLayout.from_probe(fed, [6, 4], fingerprints=[fingerprint(ids) for ids in tokens])
+    assert compared(Embedded(), [layout.gather(routes)], [fed(tokens)[None]]) == 0
 
 
 # Routes of one sequence, as an engine's decoder gives them
@@ -267,13 +270,11 @@ def test_preprocessing_that_feeds_a_part_of_each_sequence_is_no_error(cut: str) 
 @pytest.mark.parametrize("key", [None, "an image"])
 def test_one_sequence_a_call_is_held_against_the_fingerprint_of_its_routes(key: str | None) -> None:
     model = Embedded()
-    (one, other), (routes, _) = samples([6, 6])
-    routes = routes.sequence(0, 6, fingerprint(one, sample_key=key))
-    with npu_replay.replay(model, [routes, routes]) as session:
-        model(torch.from_numpy(one)[None]), model(torch.from_numpy(one)[None])
-    assert session.metrics()["tokens_compared"] == 2
-    with pytest.raises(MicroBatchError, match="other tokens"), npu_replay.replay(model, [routes]):
-        model(torch.from_numpy(other)[None])
+    (ids, others), (routes, _) = samples([6, 6])
+    routes = routes.sequence(0, 6, fingerprint(ids, sample_key=key))
+    assert compared(model, [routes, routes], [ids[None], ids[None]]) == 2
+    with pytest.raises(MicroBatchError, match="other tokens"):
+        compared(model, [routes], [others[None]])
 
 
 # Layouts and records without fingerprints
@@ -300,9 +301,8 @@ def test_padding_on_another_side_is_refused_by_the_mask_of_the_call(
     routes = TokenLayout.padded([6, 4, 3], LENGTH, order="batch", side=side).gather(bare)
     words = r"micro-batch 0: the layout pads .* another side.*row 1 from"
     expected: Any = pytest.raises(MicroBatchError, match=words) if other else contextlib.nullcontext()
-    with expected, torch.no_grad(), npu_replay.replay(Embedded(), [routes]) as session:
-        session.chunks[0](batches()[0], attention_mask=mask)
-    assert session.metrics()["tokens_compared"] == 0
+    with expected:
+        assert compared(Embedded(), [routes], [{"input_ids": batches()[0], "attention_mask": mask}]) == 0
 
 
 @pytest.mark.parametrize("named", [0, 2, 3])
@@ -313,9 +313,7 @@ def test_only_routes_that_all_have_a_fingerprint_count_as_compared(
     tokens, routes = samples([LENGTH] * 3)
     rows = [one if n < named else one.with_known(fingerprint=None) for n, one in enumerate(routes)]
     layout = TokenLayout.of_batch(padded(tokens), order="batch")
-    with torch.no_grad(), npu_replay.replay(Embedded(), [layout.gather(rows)]) as session:
-        session.chunks[0](padded(tokens))
-    assert session.metrics()["tokens_compared"] == (named == 3)
+    assert compared(Embedded(), [layout.gather(rows)], [padded(tokens)]) == (named == 3)
     assert ("nothing holds these routes" in caplog.text) == (named < 3)
 
 
@@ -328,8 +326,7 @@ def test_it_says_so_of_a_record_that_knows_no_tokens(way: str, caplog: pytest.Lo
     with torch.no_grad(), npu_replay.record(model, inputs=way != "inputs=False") as recording:
         model(**call)
     for _ in range(2):
-        with torch.no_grad(), npu_replay.replay(model, recording.routes):
-            model(**call)
+        compared(model, recording.routes, [call])
     assert caplog.text.count("nothing holds these routes") == 1
 
 
@@ -342,10 +339,7 @@ def test_rows_in_another_order_than_the_models_are_refused_on_entering(laid: str
     message = rf"layer 0.*another order.*order='{model}', got order='{laid}'"
     with pytest.raises(RouterError, match=message), npu_replay.replay(Embedded(model), routes):
         pass
-    fitting = Embedded(laid)
-    with npu_replay.replay(fitting, routes):
-        for seed in (1, 2):
-            fitting(padded(samples([6, 4, 3], seed)[0]))
+    assert compared(Embedded(laid), routes, grids()) == 2
 
 
 # Fingerprints that nobody asks for
@@ -361,15 +355,13 @@ def test_an_engines_routes_know_their_tokens_where_the_layout_knows_none(changed
     model = Embedded()
     layout = TokenLayout.padded([6, 4, 3], LENGTH, order="batch")
     cut = [one.sequence(0, len(one), fingerprint([*of, 7])) for one, of in zip(routes, tokens, strict=True)]
-    with npu_replay.replay(model, [layout.gather(cut)]):
-        model(padded(tokens))
-    expected: Any = contextlib.nullcontext()
-    if changed is not None:
-        tokens[changed] = tokens[changed][::-1].copy()
-        expected = pytest.raises(MicroBatchError, match="other tokens")
-    with expected, npu_replay.replay(model, [layout.gather(ended)]) as session:
-        model(padded(tokens))
-    assert changed is not None or session.metrics()["tokens_compared"] == 1
+    compared(model, [layout.gather(cut)], [padded(tokens)])
+    if changed is None:
+        assert compared(model, [layout.gather(ended)], [padded(tokens)]) == 1
+    else:
+        tokens[changed] = tokens[changed].flip(0)
+        with pytest.raises(MicroBatchError, match="other tokens"):
+            compared(model, [layout.gather(ended)], [padded(tokens)])
 
 
 def test_too_few_rows_of_an_engine_to_be_judged_are_told_once(
@@ -381,8 +373,134 @@ def test_too_few_rows_of_an_engine_to_be_judged_are_told_once(
     marks = [one.fingerprint for one in routes]
     given = TokenLayout.padded([6, 4, 3], LENGTH, order="batch", fingerprints=marks).gather(routes)
     for chosen in (False, True, True):
-        model = Embedded()
-        with torch.no_grad(), npu_replay.replay(model, [given.with_known(from_engine=chosen)]):
-            model(padded(tokens))
+        compared(Embedded(), [given.with_known(from_engine=chosen)], [padded(tokens)])
     (told,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert "the block had 13 rows, and below 64" in told
+
+
+# What identifies a sample beside its tokens
+
+
+IDS = torch.arange(10).view(2, 5)
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+IDENTIFY: dict[str, Callable[[int], dict[str, Any]]] = {
+    "Qwen-VL's patches": lambda seed: {"pixel_values": noise(32, 96, seed=seed)},
+    "a grid": lambda seed: {"image_grid_thw": torch.tensor([[1, 4 + seed, 4]])},
+    "Qwen2-Audio's features": lambda seed: {"input_features": noise(3, 16, 30, seed=seed)},
+    "a name that nobody knows": lambda seed: {"point_cloud": noise(70, 3, seed=seed)},
+    "a row a sample": lambda seed: {"touch": noise(2, 64, seed=seed)},
+    "a list of lists": lambda seed: {
+        "images": [[noise(3, 4, 4)], [noise(3, 4, 4), noise(3, 8, 4, seed=seed)]]
+    },
+    "a dict": lambda seed: {"multi_modal_inputs": {"pixel_values": noise(8, 6, seed=seed)}},
+    "a jagged tensor": lambda seed: {
+        "pixel_values": torch.nested.nested_tensor([noise(2, 6), noise(3, 6, seed=seed)], layout=torch.jagged)
+    },
+    "fp8": lambda seed: {"pixel_values": noise(32, 96, seed=seed).to(torch.float8_e4m3fn)},
+    "complex numbers": lambda seed: {
+        "audio_spectrum": torch.polar(noise(9, 9).abs(), noise(9, 9, seed=seed))
+    },
+    "nothing and something": lambda seed: {"pixel_values": noise(4 * (seed % 2), 6)},
+}
+DONT: dict[str, Callable[[int], dict[str, Any]]] = {
+    "a float mask": lambda seed: {"attention_mask": torch.rand(2, 1, 5, 5) + seed},
+    "float positions": lambda seed: {"position_ids": torch.full((3, 2, 5), 0.5 + seed)},
+    "a rotary table": lambda seed: {"position_embeddings": (noise(1, 9, 8, seed=seed), noise(1, 9, 8))},
+    "dropout seeds": lambda seed: {
+        "dropout_seeds": noise(4, 2, seed=seed),
+        "temperature": noise(1, seed=seed),
+    },
+    "labels and advantages": lambda seed: {
+        "labels": torch.full((2, 5), seed),
+        "advantages": noise(2, 4, seed=seed),
+    },
+    "a figure a token but the first": lambda seed: {"ratio": noise(2, 4, seed=seed)},
+    "a response's figures": lambda seed: {
+        name: noise(2, 3, seed=seed)
+        for name in ("returns", "old_values", "kl", "entropy", "scores", "advantages")
+    },
+    "a figure a sample": lambda seed: {"scale": noise(2, 1, seed=seed)},
+    "embeddings, of weights": lambda seed: {"inputs_embeds": noise(7, 2, 8, seed=seed)},
+    "nothing": lambda seed: {"pixel_values": None, "images": []},
+}
+
+
+@pytest.mark.parametrize("what", IDENTIFY)
+def test_what_identifies_a_sample_is_held_against_its_routes(what: str) -> None:
+    model = Embedded()
+    calls = [IDENTIFY[what](seed) | {"input_ids": IDS} for seed in (1, 2)]
+    routes = recorded(model, calls)
+    assert compared(model, routes, calls) == 2
+    with pytest.raises(MicroBatchError, match=f"other {next(iter(calls[1]))[:4]}.*micro-batch 1"):
+        compared(model, routes, reversed(calls))
+
+
+@pytest.mark.parametrize("what", DONT)
+def test_what_does_not_identify_a_sample_may_differ_and_be_left_out(what: str) -> None:
+    model = Embedded()
+    routes = recorded(model, [DONT[what](1) | {"input_ids": IDS}])
+    for others in (DONT[what](2), {}):
+        assert compared(model, routes, [others | {"input_ids": IDS}]) == 1
+
+
+def test_the_inputs_of_a_list_of_chunks_are_those_of_its_first() -> None:
+    chunks = [WithPixels(None, ToyRouter(0)), ToyModel(ToyRouter(1))]
+
+    def run(*seeds: int) -> None:
+        for seed in seeds:
+            chunks[1](chunks[0](noise(3, 8, 8, seed=seed), IDS))
+
+    with npu_replay.record(chunks) as recording:
+        run(1, 2)
+    with npu_replay.replay(chunks, recording.routes) as session:
+        run(1, 2)
+    assert session.metrics()["tokens_compared"] == 2
+    with pytest.raises(MicroBatchError, match="other pixels"), npu_replay.replay(chunks, recording.routes):
+        run(2, 1)
+
+
+def test_an_input_is_found_with_a_name_and_without() -> None:
+    model = WithPixels()
+    pixels = noise(3, 8, 8)
+    routes = recorded(model, [{"pixels": pixels, "input_ids": IDS}])
+    for changed, expected in (
+        (pixels, contextlib.nullcontext()),
+        (pixels + 1, pytest.raises(MicroBatchError, match="other pixels")),
+    ):
+        with expected, npu_replay.replay(model, routes):
+            model(changed, IDS)
+
+
+# The digest
+
+
+def test_the_digest_is_pinned() -> None:
+    """Routes are pickled on one node and replayed on another; a device computes the same."""
+    assert int(digest(torch.arange(-3.0, 3))) == int(digest(torch.arange(-3.0, 3).double()))
+    assert int(digest(torch.arange(4))) == 8252061437
+    assert int(digest(torch.arange(4.0).bfloat16())) == 74002465773312
+    assert int(digest(torch.empty(0, 7))) == 0
+
+
+def test_numbers_that_are_not_finite_have_a_digest() -> None:
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    assert int(digest(odd)) == int(digest(odd.bfloat16())) == int(digest(odd.half()))
+    assert len({int(digest(odd[:n])) for n in range(1, 4)}) == 3
+    another = torch.tensor([-0x3FFFFF], dtype=torch.int32).view(torch.float32)
+    assert another.isnan()
+    assert int(digest(another)) == int(digest(odd[:1])), "its bits are the device's choice"
+
+
+@pytest.mark.parametrize("changed", [(200, 700), (0, 0), (8191, 1535)])
+def test_a_small_part_of_a_large_input_counts(changed: tuple[int, int]) -> None:
+    """12 million elements, of which every 193rd is read: an object of 32 by 32 pixels, in its patches."""
+    pixels = torch.zeros(8192, 1536, dtype=torch.bfloat16)
+    before = int(digest(pixels))
+    row, column = changed
+    pixels[max(0, row - 3) : row + 4, max(0, column - 255) : column + 256] = 1
+    assert int(digest(pixels)) != before
