@@ -15,6 +15,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 CONFIGS = Path(verl.__path__[0]) / "trainer" / "config"
 HAS_LEGACY = (Path(verl.__path__[0]) / "workers" / "megatron_workers.py").is_file()
 """0.7.x"""
+PADS_TO_MINI_BATCH = "pad_bshd_to_minibatch_max" in (CONFIGS / "engine" / "megatron.yaml").read_text()
+"""0.9.1 and later"""
 
 FLAG = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 OLD = "actor_rollout_ref.actor.router_replay.mode"

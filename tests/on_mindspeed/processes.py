@@ -41,9 +41,9 @@ def run(product: str, target: str, task: dict[str, Any], timeout: float = 200) -
 
 
 def run_ranks(
-    product: str, target: str, task: dict[str, Any], count: int, timeout: float = 200
+    product: str, target: str, task: dict[str, Any], count: int, timeout: float = 200, before: str = ""
 ) -> list[dict[str, Any]]:
-    """The same in `count` processes."""
+    """The same in `count` processes; `before` is that of jobs.start, for ranks that are forks."""
     real = _has_torch_npu()
     path = beside_real() if product == REAL else _stand_in()
     if MEGATRON_ADAPTOR not in path and PathFinder.find_spec("megatron_adaptor", _foreign_path()) is None:
@@ -53,6 +53,7 @@ def run_ranks(
         task | {"product": product},
         count,
         fresh=real,  # it comes with torch
+        before="" if real else before,
         path=[*path, *([] if product == REAL and real else [STUBS])],
         env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if real else "0"},
         timeout=timeout,

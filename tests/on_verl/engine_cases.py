@@ -25,8 +25,8 @@ from npu_replay.compat.verl.engine_pass import current
 from npu_replay.environment import DELIVERY
 from npu_replay.errors import InvalidRoutes, ReplayError
 from on_verl import engine_job as job
-from on_verl import glm_5_2 as glm
 from on_verl.engine_job import LENGTHS, Actor, LegacyActor, Split, Tiny, prepare
+from verl_configs import PADS_TO_MINI_BATCH
 from zoo.gpt import VARIANTS
 from zoo.gpt_split import EXPERTS
 
@@ -373,7 +373,7 @@ for _name, _settings in BASE.items():
 def _other_rows() -> None:
     """Two a micro-batch; and one padded to the longest of the mini-batch, where a release does that."""
     ways = [{"padded": "micro", "micro": 2}, {"padded": "mini", "micro": 1}]
-    for how in ways[: 1 + glm.is_here()]:
+    for how in ways[: 1 + PADS_TO_MINI_BATCH]:
         tiny, actor, routes = begin_r3(**how)
         update = partial(actor.update, r3_batch(tiny, routes))
         leave(update, "the rows of this padded micro-batch aren't those of a packed one", first=0)

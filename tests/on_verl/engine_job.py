@@ -36,6 +36,7 @@ from npu_replay.compat.verl import r3_store
 from npu_replay.compat.verl.batch_routes import COLUMN
 from npu_replay.smoke import megatron_model
 from piece_files import FileCarrier
+from verl_configs import PADS_TO_MINI_BATCH
 from zoo import gpt_split, hybrid
 from zoo.gpt_split import EXPERTS, TOPK, Split, share
 from zoo.outcome import changed
@@ -223,7 +224,7 @@ def engine_config(tiny: Tiny) -> Any:
     from verl.workers.config.engine import EngineRouterReplayConfig
 
     more = {}
-    if "pad_bshd_to_minibatch_max" in inspect.signature(McoreEngineConfig).parameters:
+    if PADS_TO_MINI_BATCH:
         more["pad_bshd_to_minibatch_max"] = tiny.padded == "mini"
     return McoreEngineConfig(
         **more,

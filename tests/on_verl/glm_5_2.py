@@ -11,7 +11,7 @@ from pathlib import Path
 import verl
 from omegaconf import DictConfig
 
-from verl_configs import CONFIGS, composed, overridden
+from verl_configs import CONFIGS, overridden
 
 FULLY_ASYNC = Path(verl.__path__[0]) / "experimental" / "fully_async_policy" / "config"
 
@@ -71,11 +71,6 @@ LINES = [
     "async_training.partial_rollout=True",
     "trainer.device=npu",
 ]
-
-
-def is_here() -> bool:
-    """Whether this verl has all of its keys: 0.9.1 and later."""
-    return "pad_bshd_to_minibatch_max" in composed("ppo_megatron_trainer").actor_rollout_ref.actor.megatron
 
 
 def job(*lines: str) -> DictConfig:

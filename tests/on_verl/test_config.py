@@ -20,7 +20,7 @@ from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import config as verl_config
 from npu_replay.errors import ReplayError
 from on_verl import glm_5_2
-from verl_configs import FLAG, FSDP, HAS_LEGACY, NEW, OLD, UNPADDED, job
+from verl_configs import FLAG, FSDP, HAS_LEGACY, NEW, OLD, PADS_TO_MINI_BATCH, UNPADDED, job
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -415,7 +415,7 @@ def test_what_replay_would_be_off_or_wrong_with_is_refused_and_nothing_else(
         kind.check(None, **row.given | {"key": "R2", "flag": False})
 
 
-@pytest.mark.skipif(not glm_5_2.is_here(), reason="a script for verl 0.9.1 and later")
+@pytest.mark.skipif(not PADS_TO_MINI_BATCH, reason="a script for verl 0.9.1 and later")
 def test_verls_own_job_in_padded_sequences_is_let_through(
     engines: list[probe.Product], monkeypatch: pytest.MonkeyPatch
 ) -> None:

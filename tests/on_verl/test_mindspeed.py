@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
@@ -32,18 +34,20 @@ def test_the_engine_that_verl_takes_on_an_npu_records_and_replays(product: str) 
     throws away what lies over MindSpeed's own wrappers."""
     if version("verl").startswith("0.8"):
         pytest.skip("0.8's is between 0.7.1's and 0.9's, which run here")
-    for found in processes.run_ranks(
-        product, "on_verl.test_mindspeed:engine", {"cases": CASES}, 2, timeout=280
-    ):
-        assert found["repatched"] == 3, "the two engines of R2's case, and R3's"
-        assert ("stand_in" in found["mindspeed"]) == (product == processes.STAND_IN)
+    target = "on_verl.test_mindspeed:engine"
+    before = "on_verl.test_mindspeed:prepare"
+    for answer in processes.run_ranks(product, target, {"cases": CASES}, 2, timeout=280, before=before):
+        assert answer["repatched"] == 3, "the two engines of R2's case, and R3's"
+        assert ("stand_in" in answer["mindspeed"]) == (product == processes.STAND_IN)
 
 
 # In the processes
 
+repatched: list[dict[str, Any]] = []
 
-def engine(task: dict[str, Any]) -> dict[str, Any]:
-    """One process of a job of two: each engine repatches MindSpeed as it is made."""
+
+def prepare(task: dict[str, Any]) -> None:
+    """Import MindSpeed, Megatron and verl's engine, in the process whose forks are the ranks."""
     # The routes are such as no router would choose.
     os.environ |= {"NPU_REPLAY_MIN_OVERLAP": "0", "TORCHDYNAMO_DISABLE": "1"}
     import npu_replay  # MindSpeed is imported before Megatron
@@ -51,9 +55,6 @@ def engine(task: dict[str, Any]) -> dict[str, Any]:
 
     with lent_at_import():
         import mindspeed.megatron_adaptor as adaptor
-    import torch.distributed as dist
-
-    repatched = []
     native = adaptor.repatch
 
     def repatch(changes: dict[str, Any]) -> None:
@@ -61,13 +62,27 @@ def engine(task: dict[str, Any]) -> dict[str, Any]:
         native(changes)
 
     adaptor.repatch = repatch  # verl's engine takes it from there when it is imported
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     with npu_replay.compat.cpu.lend():
-        from on_verl import engine_cases, engine_job
+        from on_verl import engine_job
 
+        for name in ("on_verl.engine_cases", "verl.workers.engine_workers"):
+            importlib.import_module(name)
         engine_job.prepare()
         engine_job.register(ENGINE)
+
+
+def engine(task: dict[str, Any]) -> dict[str, Any]:
+    """One process of a job of two: each engine repatches MindSpeed as it is made."""
+    if "mindspeed" not in sys.modules:  # a new interpreter
+        prepare(task)
+    import torch.distributed as dist
+
+    import npu_replay
+    from on_verl import engine_cases
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    with npu_replay.compat.cpu.lend():
         for name in task["cases"]:
             engine_cases.CASES[name]()
     dist.destroy_process_group()
-    return {"repatched": len(repatched), "mindspeed": adaptor.__file__}
+    return {"repatched": len(repatched), "mindspeed": sys.modules["mindspeed.megatron_adaptor"].__file__}
