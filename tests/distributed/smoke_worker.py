@@ -1,12 +1,14 @@
-"""One process of a smoke job: the command itself, or runs that are broken, one after the other.
+"""One process of a smoke job: the command, or runs that are broken, one after the other.
 
-Starting a process and importing Megatron takes longer than a run, so `breaks` has many of them in one job.
+Importing Megatron takes longer than a run: one process does, and the ranks are its forks. `breaks` has many
+runs in one job.
 The rank that speaks leaves what each reported in NAME.json of the job's folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -166,9 +168,20 @@ RECOMPUTED = (replay_does_nothing, recompute_takes_the_next, nothing_is_recomput
 """Those in which recompute is tried too; elsewhere it would only take time."""
 
 
+SHORT = 4
+"""Seconds of patience where a rank waits for one that raises, or hangs: it ends itself after four times that."""
+
+
+def prepare(task: dict[str, Any]) -> None:
+    """What all ranks import."""
+    import megatron.core.models.gpt  # noqa: F401
+
+
 def command(task: dict[str, Any]) -> int:
-    """The command's exit code with the task's "arguments", in a process of its own a rank."""
-    return smoke.main(options_of(task["arguments"]))
+    """The command's exit code with the task's "arguments", with one way of routing."""
+    run = functools.partial(smoke.Smoke, routings=["groups"])
+    with mock.patch.object(smoke, "Smoke", run):
+        return smoke.main(options_of(task["arguments"]))
 
 
 def options_of(arguments: Sequence[str]) -> Options:
@@ -191,10 +204,11 @@ def breaks(task: dict[str, Any]) -> None:
     """A run with each break, and one in which a rank hangs until it is ended."""
     warnings.simplefilter("ignore")
     folder = Path(task["folder"])
-    options = options_of(["--tp", "2", "--ep", "2", "--patience", "15"])
+    options = options_of(["--tp", "2", "--ep", "2"])
     store = smoke.Smoke(options).store
     for broken in BREAKS:
-        asked = replace(options, recompute=broken in RECOMPUTED)
+        patience = SHORT if broken is one_rank_raises else options.patience
+        asked = replace(options, recompute=broken in RECOMPUTED, patience=patience)
         with broken():
             one_run(store, asked, broken.__name__, folder)
 
@@ -203,6 +217,6 @@ def breaks(task: dict[str, Any]) -> None:
             time.sleep(1000)
         return smoke_checks.replay(trial)
 
-    asked = replace(options, recompute=False, out=folder / "one_rank_hangs.json")
+    asked = replace(options, patience=SHORT, out=folder / "one_rank_hangs.json")
     with mock.patch.dict(smoke_checks.FEATURES, replay=hanging):
         one_run(store, asked, "hang", folder)

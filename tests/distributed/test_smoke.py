@@ -30,21 +30,26 @@ def tried(report: dict[str, Any]) -> set[tuple[str, str]]:
     return {(one["feature"], one["result"]) for one in report["results"]}
 
 
+def job(target: str, ranks: int, task: dict[str, Any] | None = None, folder: Path | None = None) -> list[jobs.Ended]:
+    worker = "distributed.smoke_worker"
+    return jobs.start(f"{worker}:{target}", task, ranks=ranks, before=f"{worker}:prepare", folder=folder)
+
+
 def test_four_processes_pass_every_feature(tmp_path: Path) -> None:
-    """With every axis of a pipeline: virtual stages, tensor and expert parallel ranks."""
+    """With every axis of a pipeline: virtual stages, tensor and expert parallel ranks. The other ways of routing
+    are tried below, and with recompute in tests/doctor.
+    """
     file = tmp_path / "smoke.json"
     arguments = ["--tp", "2", "--pp", "2", "--vp", "2", "--ep", "2", "--recompute", "--out", str(file)]
-    ended = jobs.start("distributed.smoke_worker:command", {"arguments": arguments}, ranks=4)
+    ended = job("command", 4, {"arguments": arguments})
     assert [(one.code, one.answer) for one in ended] == [(0, 0)] * 4, ended[0].problem
     report = json.loads(file.read_text())
     assert tried(report) == {(feature, "PASS") for feature in FEATURES}
     assert report["passed"]
     lines = [line[:4] for line in ended[0].output.splitlines() if line[:1].isupper() and line[4:6] == "  "]
-    assert lines == ["PASS"] * (1 + 3 * len(FEATURES[1:]))
+    assert lines == ["PASS"] * len(FEATURES)
     assert not any("PASS" in one.output for one in ended[1:]), "only the first rank speaks"
     assert not any("would choose" in one.output for one in ended), "its own random routes are no news"
-    cases = {one["case"] for one in report["results"] if one["feature"] == "replay"}
-    assert cases == {"softmax", "sigmoid+bias", "groups"}
 
 
 @pytest.mark.first_release
@@ -55,7 +60,11 @@ def test_the_command_as_people_run_it_with_torchrun(tmp_path: Path) -> None:
     command = [*torchrun, "-m", "npu_replay", "smoke", "--device", "cpu", "--cp", "2", "--out", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert tried(json.loads(file.read_text())) == {(one, "PASS") for one in FEATURES if one != "recompute"}
+    report = json.loads(file.read_text())
+    assert tried(report) == {(one, "PASS") for one in FEATURES if one != "recompute"}
+    cases = {one["case"] for one in report["results"] if one["feature"] == "replay"}
+    assert cases == {"softmax", "sigmoid+bias", "groups"}
+    assert len(report["results"]) == 1 + 3 * len(FEATURES[1:-1])
     assert done.stdout.startswith("npu-replay smoke: 2 processes, cp 2, on cpu")
 
 
@@ -63,7 +72,7 @@ def test_the_command_as_people_run_it_with_torchrun(tmp_path: Path) -> None:
 def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[jobs.Ended]]:
     """Runs with one break after the other: the folder of their reports, and how both ranks ended."""
     folder = tmp_path_factory.mktemp("broken")
-    return folder, jobs.start("distributed.smoke_worker:breaks", ranks=2, folder=folder)
+    return folder, job("breaks", 2, folder=folder)
 
 
 OTHERS = "token-layers show other experts than were replayed"
