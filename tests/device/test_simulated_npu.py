@@ -60,6 +60,8 @@ def test_the_accelerators_tests_pass_there(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     cases = ElementTree.parse(results).getroot().iter("testcase")
-    ran = Counter(case.attrib["classname"].rpartition(".")[2] for case in cases if case.find("skipped") is None)
+    ran = Counter(
+        case.attrib["classname"].rpartition(".")[2] for case in cases if case.find("skipped") is None
+    )
     for name, least in LEAST.items():
         assert ran[name] >= least, "tests were skipped there:\n" + done.stdout[-3000:]

@@ -38,7 +38,9 @@ Found = dict[str, Any]
 @pytest.fixture(scope="module")
 def results() -> list[Found]:
     """What each process found, by case."""
-    return jobs.run_ranks("distributed.test_fsdp2:work", {}, PROCESSES, before="distributed.test_fsdp2:prepare")
+    return jobs.run_ranks(
+        "distributed.test_fsdp2:work", {}, PROCESSES, before="distributed.test_fsdp2:prepare"
+    )
 
 
 @pytest.mark.parametrize("recompute", ["kept", "recomputed"])

@@ -1,4 +1,4 @@
-"""What is looked up is complete: every metric, every switch."""
+"""What is looked up is complete: every metric, every switch, and what a stack can't do."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import npu_replay
 from examples.qwen3_moe.model import qwen3_moe
 from npu_replay.compat.verl import metrics
+from sessions.test_contract import UNABLE
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {
@@ -56,3 +57,21 @@ def test_every_switch_is_told() -> None:
     """In one table."""
     named = set(re.findall(r"NPU_REPLAY_[A-Z_]+[A-Z]", "".join(SOURCES.values())))
     assert named == set(re.findall(r"NPU_REPLAY_[A-Z_]+[A-Z]", section("metrics", "Switches")))
+
+
+ROWS = {"follow": "`follow`", "aux loss": '`aux_loss="replayed"`', "capacity": "capacity"}
+STACKS = {"megatron": "Megatron", "megatron hybrid": "HybridModel"}
+"""By what the page calls them; the others but the toy are transformers'."""
+
+
+def test_the_page_of_models_has_the_expected_failures_of_every_stack() -> None:
+    """Those of the contract."""
+    expected: dict[tuple[str, str], list[str]] = {}
+    for row, reasons in UNABLE.items():
+        for stack, why in reasons.items():
+            names = expected.setdefault((ROWS[row], why), [])
+            if stack != "toy" and (name := STACKS.get(stack, "transformers")) not in names:
+                names.append(name)
+    lines = [f"| {row} | {', '.join(names)} | {why} |" for (row, why), names in expected.items() if names]
+    table = section("models", "What a stack can't do").splitlines()
+    assert [line for line in table if line.startswith("|")][2:] == lines
