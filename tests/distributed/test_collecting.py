@@ -36,7 +36,7 @@ LAST = PROCESSES - 1
 STAGES = ((0, 1), (3,))
 LENGTHS = ((5, 3), (4,))
 EXPERTS = 300  # more than a byte holds (T19), and no back end sends int16 (T19b)
-PATIENCE = 4.0
+PATIENCE = 3.0
 """Seconds, of those that wait for a rank that was killed."""
 WAITS = 12
 """How often a rank waits for others before the last round: what it says and the length of it, and that it has
@@ -306,8 +306,8 @@ def _merge(parallel: ParallelLayout, tell: Tell) -> None:
 
 
 def _merge_much(parallel: ParallelLayout, tell: Tell) -> None:
-    """What a rank's process holds at most in a collect of 50 MB, over what it held before, in results."""
-    layout = TokenLayout.packed([1 << 16] * 2, parallel=parallel)
+    """What a rank's process holds at most in a collect of 25 MB, over what it held before, in results."""
+    layout = TokenLayout.packed([1 << 15] * 2, parallel=parallel)
     layers = range(24)[12 * parallel.pp_rank :][:12]
     ids = torch.arange(16, dtype=torch.uint8).repeat(len(layout.rows), len(layers), 1)
     routes = RoutedExperts(ids=ids, layers=layers, num_experts=16)
@@ -317,7 +317,7 @@ def _merge_much(parallel: ParallelLayout, tell: Tell) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the most since now
     except OSError:
         before = 0
-    with mock.patch.object(collecting, "PIECE", 1 << 22):
+    with mock.patch.object(collecting, "PIECE", 1 << 21):
         found = collect([routes], [layout], parallel)
     size = sum(one.ids.numel() for one in found or [])
     tell("peak", f"{(_memory('VmHWM') - before) / size:.2f}" if before else "unknown")
