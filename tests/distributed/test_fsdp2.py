@@ -38,9 +38,7 @@ Found = dict[str, Any]
 @pytest.fixture(scope="module")
 def results() -> list[Found]:
     """What each process found, by case."""
-    return jobs.run_ranks(
-        "distributed.test_fsdp2:work", {}, PROCESSES, before="distributed.test_fsdp2:prepare"
-    )
+    return jobs.run_ranks("distributed.test_fsdp2:work", {}, PROCESSES)
 
 
 @pytest.mark.parametrize("recompute", ["kept", "recomputed"])
@@ -66,11 +64,6 @@ def test_each_rank_follows_what_it_recorded(results: list[Found], case: str) -> 
     """In each of two updates, and there each layer twice: once in its recompute."""
     for found in results:
         assert found[case] == [2 * 3] * 2
-
-
-def prepare(task: dict[str, Any]) -> None:
-    """Import transformers' model once, for both ranks."""
-    qwen.make(64, layers=1)
 
 
 def work(task: dict[str, Any]) -> Found:
