@@ -8,6 +8,7 @@ status=0
 try "all tests" ci/test.sh --all
 fetch megatron 0.15.3
 try "parallel training, a choice, on 0.15.3" with_megatron 0.15.3 python -m pytest -q tests/distributed/test_parallel.py -k "$parallel_choice"
+try "the demo, on the first release" bash -c "ci/demo.sh && python ci/check.py demo out/demo/demo.json"
 try "the whole matrix" ci/matrix.sh --all
 try "verl" ci/verl.sh --all
 try "live vLLM" ci/live.sh --all

@@ -15,7 +15,6 @@ source ci/environment.sh
 tests_started=$SECONDS
 export OMP_NUM_THREADS=1 # the workers share the cores
 workers=${NPU_REPLAY_WORKERS:-2}
-parallel=tests/distributed/test_parallel.py
 later="megatron and not first_release" # what a later release runs
 status=0 runs=0
 results=$(mktemp -d)
@@ -39,19 +38,18 @@ run_pytest() {
 }
 
 # What every release runs in each mode; the first runs also what needs no Megatron.
-quick() { run_pytest "$1" -m "$2not slow and not packaging and not long" --ignore "$parallel" --ignore tests/matrix; }
+quick() { run_pytest "$1" -m "$2not slow and not packaging and not long" --ignore tests/matrix; }
 
-# The parallel cases run on the first release, and a choice on the newest (.ci/run). ci/verl.sh runs those with Ray.
+# ci/verl.sh runs those with Ray.
 rest() {
-    run_pytest "$1" -m "$2(slow or packaging) and not long" --ignore "$parallel" --ignore tests/matrix \
-        --ignore tests/delivery/test_ray.py --ignore tests/docs/test_delivery.py "${@:3}"
-    if [[ -z $2 && $# == 2 ]]; then run_pytest "$1" "$parallel" -m "not long"; fi
+    run_pytest "$1" -m "$2(slow or packaging) and not long" --ignore tests/matrix --ignore tests/delivery/test_ray.py "${@:3}"
 }
 
 all() {
     export NPU_REPLAY_TESTS=whole # every case that a test draws by chance (tests/choice.py)
-    run_pytest "$1" ${2:+-m "${2% and }"} --ignore tests/matrix --ignore "$parallel" "${@:3}"
-    run_pytest "$1" "$parallel" ${2:+-k "$parallel_choice"}
+    run_pytest "$1" ${2:+-m "${2% and }"} --ignore tests/matrix "${@:3}"
+    # The parallel cases run on the first release, and a choice on later ones; in .ci/run that is on the newest.
+    if [[ $2 ]]; then run_pytest "$1" tests/distributed/test_parallel.py -k "$parallel_choice"; fi
 }
 
 marks=""

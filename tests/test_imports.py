@@ -16,10 +16,8 @@ import jobs
 import npu_replay
 from npu_replay import routers
 from npu_replay.compat.patching import install as installing
-from test_house import imported
+from test_house import PACKAGE, imported
 
-PACKAGE = Path(npu_replay.__file__).parent
-COMPAT = Path(npu_replay.compat.__file__).parent
 AT_IMPORT = {
     *("environment", "errors", "lazy", "module_tree", "routers", "torch_loading"),
     *("parallel", "parallel.parallel_layout"),

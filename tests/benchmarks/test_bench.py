@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import npu_replay
-from benchmarks import cases, decode, delivery, gather, host, layout, opening
+from benchmarks import cases, decode, delivery, gather, host, imports, layout, opening
 from benchmarks import run as bench
 from npu_replay.seam.guarded import guard
 
@@ -52,6 +52,8 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     monkeypatch.setenv("COLUMNS", "200")  # a busy machine's figures are wider, and would cut the names short
     for module, name, value in SMALL:
         monkeypatch.setattr(module, name, value)
+    times = imports.times
+    monkeypatch.setattr(imports, "times", lambda rounds: times(1))  # each is a process that imports torch
     made_of_sizes = (gather.rollout, decode.sample)
     for cached in made_of_sizes:
         cached.cache_clear()

@@ -5,8 +5,14 @@ ci/verl.sh runs it, whose environment has Ray; `pytest -s` prints the figures of
 
 from __future__ import annotations
 
+import os
 import pickle
+import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -117,3 +123,38 @@ def test_a_node_that_is_lost_is_told_by_every_rank_and_the_next_step_works(
     again = put(putters, 7000, 200, 2)
     assert machine.fetched(again)[0] == [digest(made(s, 200).only(stage(0))) for s in (7000, 7001)]
     machine.drop()
+
+
+ROUTES = """
+import torch, npu_replay
+def routes_of(seed):
+    ids = torch.rand(9 + seed, 4, 8, generator=torch.Generator().manual_seed(seed)).topk(2).indices
+    return npu_replay.RoutedExperts(ids=ids, layers=range(4), num_experts=8)
+"""
+
+
+def test_the_loop_of_the_page_gives_back_what_was_put(tmp_path: Path) -> None:
+    """Of docs/delivery.md, which starts a Ray of its own."""
+    page = Path(__file__).parents[2] / "docs" / "delivery.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = (block for block in blocks if "import ray" in block)
+    script = tmp_path / "loop.py"
+    check = """
+for pp_rank, rows in enumerate(stages):
+    layers = (2 * pp_rank, 2 * pp_rank + 1)
+    wanted = npu_replay.RoutedExperts.concat([routes_of(seed).only(layers) for seed in range(4)])
+    assert rows.ids.equal(wanted.ids), rows
+print("right")
+"""
+    script.write_text(ROUTES + block + check)
+    known = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    # A socket's path may not be long.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        done = subprocess.run(
+            [sys.executable, script],
+            env=known | {"RAY_TMPDIR": folder, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.stdout.splitlines()[-1:] == ["right"], done.stderr

@@ -36,7 +36,7 @@ LAST = PROCESSES - 1
 STAGES = ((0, 1), (3,))
 LENGTHS = ((5, 3), (4,))
 EXPERTS = 300  # more than a byte holds (T19), and no back end sends int16 (T19b)
-PATIENCE = 4.0
+PATIENCE = 3.0
 """Seconds, of those that wait for a rank that was killed."""
 WAITS = 12
 """How often a rank waits for others before the last round: what it says and the length of it, and that it has
@@ -155,8 +155,10 @@ Tell = Callable[[str, object], None]
 
 def work(task: dict[str, Any]) -> dict[str, str]:
     rank = task["rank"]
-    found = _leave(task["rank"], Path(task["folder"]))
+    folder = Path(task["folder"])
     torch.set_num_threads(1)
+    children = _leave(rank, folder)  # they mostly wait, and the rest goes on beside them
+    found: dict[str, str] = {}
     dist.init_process_group("gloo")
     parallel = _places(rank)
 
@@ -167,16 +169,20 @@ def work(task: dict[str, Any]) -> dict[str, str]:
     _merge(parallel, tell)
     _merge_much(parallel, tell)
     _fail(parallel, rank == LAST, tell)
-    layouts, come = _layouts(parallel), [Path(task["folder"]) / f"come-{one}" for one in range(LAST)]
+    layouts = _layouts(parallel)
+    come = [folder / f"come-{here}" for here in range(LAST)]
     routes = _recorded(parallel, layouts)
     if rank == LAST:
-        while not all(one.exists() for one in come):  # alive, but elsewhere
+        while not all(file.exists() for file in come):  # alive, but elsewhere
             time.sleep(0.1)
         tell("late", "did not come")
     else:
         tell("late", _raised(lambda: collect(routes, layouts, parallel, patience=2)))
         come[rank].touch()
-    return found
+    for child in children:
+        os.waitpid(child, 0)
+    files = {f"killed {moment}": folder / f"{moment}-{rank}" for moment in KILLED}
+    return found | {case: file.read_text() for case, file in files.items() if file.exists()}
 
 
 def _places(rank: int) -> ParallelLayout:
@@ -193,7 +199,8 @@ def _raised(call: Callable[[], object]) -> str:
     return "nothing was raised"
 
 
-def _leave(rank: int, folder: Path) -> dict[str, str]:
+def _leave(rank: int, folder: Path) -> list[int]:
+    """Start the forks in which a rank is killed, one a case."""
     children = []
     for moment in KILLED:
         child = os.fork()
@@ -202,10 +209,7 @@ def _leave(rank: int, folder: Path) -> dict[str, str]:
                 _in_child(rank, folder, moment)
             os._exit(0)
         children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
-    files = {f"killed {moment}": folder / f"{moment}-{rank}" for moment in KILLED}
-    return {case: file.read_text() for case, file in files.items() if file.exists()}
+    return children
 
 
 def _in_child(rank: int, folder: Path, moment: int) -> None:
@@ -302,8 +306,8 @@ def _merge(parallel: ParallelLayout, tell: Tell) -> None:
 
 
 def _merge_much(parallel: ParallelLayout, tell: Tell) -> None:
-    """What a rank's process holds at most in a collect of 50 MB, over what it held before, in results."""
-    layout = TokenLayout.packed([1 << 16] * 2, parallel=parallel)
+    """What a rank's process holds at most in a collect of 25 MB, over what it held before, in results."""
+    layout = TokenLayout.packed([1 << 15] * 2, parallel=parallel)
     layers = range(24)[12 * parallel.pp_rank :][:12]
     ids = torch.arange(16, dtype=torch.uint8).repeat(len(layout.rows), len(layers), 1)
     routes = RoutedExperts(ids=ids, layers=layers, num_experts=16)
@@ -313,7 +317,7 @@ def _merge_much(parallel: ParallelLayout, tell: Tell) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the most since now
     except OSError:
         before = 0
-    with mock.patch.object(collecting, "PIECE", 1 << 22):
+    with mock.patch.object(collecting, "PIECE", 1 << 21):
         found = collect([routes], [layout], parallel)
     size = sum(one.ids.numel() for one in found or [])
     tell("peak", f"{(_memory('VmHWM') - before) / size:.2f}" if before else "unknown")

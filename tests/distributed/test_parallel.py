@@ -17,11 +17,15 @@ from distributed.parallel_cases import CASES, REFERENCES, SPLITS, missing
 
 KEPT = ("pp2-vp2-kept", "hybrid-pp2-kept")
 """What .ci/run has without recompute; of the other ways to split it has full recompute alone."""
-LONG = ("pp2-block", "tp2-cp2-full")
-"""Whose parts are in other cases: Megatron's other recompute by layers, and padded batches over both axes."""
+LONG = ("pp2-block", "tp2-cp2-full", "pp2-vp2-ep2-full")
+"""Whose parts are in other cases: Megatron's other recompute by layers, padded batches over both axes, and
+virtual stages with expert parallel ranks (also in test_smoke.py).
+"""
 
 pytestmark = [
     pytest.mark.megatron,
+    pytest.mark.first_release,
+    pytest.mark.slow,
     pytest.mark.distributed,
     pytest.mark.timeout(1800),  # the first test of a size waits for all cases of that size
 ]

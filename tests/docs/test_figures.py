@@ -6,9 +6,11 @@ import importlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks import delivery
 from examples.demo import tables as demo_tables
 from npu_replay import tables
 
@@ -93,3 +95,21 @@ def test_the_figures_of_readmes_r2_are_those_that_it_prints(capsys: pytest.Captu
     assert shown[1][1] == printed[1][1] == 0
     assert shown[1][0] == pytest.approx(printed[1][0], abs=8), "sums differ between processors"
     assert printed[1][0] > 20
+
+
+def test_the_table_of_delivery_is_what_the_planner_says(capsys: pytest.CaptureFixture[str]) -> None:
+    text = text_of("docs/delivery.md")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (plan,) = (block for block in blocks if "import plan" in block)
+    known: dict[str, Any] = {}
+    exec(compile(plan, "delivery.md", "exec"), known)
+    planned = known["planned"]
+    once = planned.once
+    assert capsys.readouterr().out == f"{once.sent} {once.node_held.max()} {once.link(0, 1)}\n"
+    for name, cells in {cells[0]: cells[1:] for cells in delivery.table(planned).rows}.items():
+        if name.startswith("of that"):
+            continue
+        line = next(line for line in text.splitlines() if line.startswith(f"| {name} |"))
+        assert [cell.strip() for cell in line.split("|")[2:-1]] == [
+            "0" if cell == "0.00" else cell for cell in cells
+        ]

@@ -35,7 +35,7 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.
 BLOCK = re.compile(r"(?:<!-- not run: (.+?) -->\n)?```python\n(.*?)```", re.DOTALL)
 WITH_EXAMPLES = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
 ELSEWHERE = ("megatron", "upstream", "delivery", "routers")
-"""Their examples run in test_megatron_pages.py, test_delivery.py and test_routers.py."""
+"""Their examples run in test_megatron_pages.py, delivery/test_ray.py and test_routers.py."""
 RUNS = [
     page
     for page in WITH_EXAMPLES
