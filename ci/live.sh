@@ -2,7 +2,7 @@
 # Runs the tests with a live engine: vLLM for CPUs serves tiny models, and verl's own trainer trains with it, in an
 # environment of its own (3.5 GB, made once).
 #
-#   ci/live.sh                  with a choice of the random sequences and without what is marked `long`, in some five minutes
+#   ci/live.sh                  with a choice of the random sequences and without what is marked `long`, in some four minutes
 #   ci/live.sh --all            with all of them, 2,000 at least
 #   ci/live.sh ARGUMENT ...     what pytest makes of these: ci/live.sh -k preempt
 set -euo pipefail

@@ -4,29 +4,51 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
+import runpy
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from shown_examples import ROOT, prints_what_it_promises
+from shown_examples import ROOT, has_what_is_promised
 
+GRPO = ROOT / "examples" / "grpo"
 LIMIT = 400
 SAMPLES = [96 + 8 + 12 * number for number in range(32)]
 """The tokens of each prompt of a device's rollout; each gets 128 more, of which the last isn't run."""
 
 
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a script in this process, where vLLM is imported already; what it prints."""
+
+    def run(file: Path, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [str(file), *arguments])
+        monkeypatch.syspath_prepend(str(file.parent))
+        runpy.run_path(str(file), run_name="__main__")
+        return capfd.readouterr().out
+
+    return run
+
+
 @pytest.mark.megatron
-def test_r3_from_vllm_to_megatron() -> None:
-    prints_what_it_promises(ROOT / "examples" / "vllm_to_megatron_r3.py")
+def test_r3_from_vllm_to_megatron(printed: Callable[..., str]) -> None:
+    from megatron.core import parallel_state
+
+    file = ROOT / "examples" / "vllm_to_megatron_r3.py"
+    has_what_is_promised(file, printed(file))
+    parallel_state.destroy_model_parallel()
 
 
-def test_several_turns_with_a_tool() -> None:
-    prints_what_it_promises(ROOT / "examples" / "multi_turn.py")
+def test_several_turns_with_a_tool(printed: Callable[..., str]) -> None:
+    file = ROOT / "examples" / "multi_turn.py"
+    has_what_is_promised(file, printed(file))
 
 
 @pytest.mark.long
@@ -40,19 +62,12 @@ def test_the_demo_keeps_its_promises_with_vllm(tmp_path: Path, monkeypatch: pyte
     assert importlib.import_module("check").demo(json.loads((tmp_path / "demo.json").read_text())) == []
 
 
-def test_a_start_is_decoded_and_counted(saved: Any, tmp_path: Path) -> None:
+def test_a_start_is_decoded_and_counted(saved: Any, tmp_path: Path, printed: Callable[..., str]) -> None:
     model, folder = saved("Qwen3Moe", num_hidden_layers=2)
     out = tmp_path / "first.out"
-    command = [
-        sys.executable,
-        str(ROOT / "ci" / "rollout_device.py"),
-        str(folder),
-        str(out),
-        "--mode",
-        "eager",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    with pytest.raises(SystemExit) as ended:
+        printed(ROOT / "ci" / "rollout_device.py", str(folder), str(out), "--mode", "eager")
+    assert ended.value.code == 0
     report = json.loads(out.read_text())
     assert (report["vllm_ascend"], report["mode"]) == ("", "eager")
     assert report["layers"] == model.config.num_hidden_layers
@@ -61,21 +76,41 @@ def test_a_start_is_decoded_and_counted(saved: Any, tmp_path: Path) -> None:
 
 def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
     small = ["--teach", "5", "--layers", "2", "--out", str(out)]
-    command = [sys.executable, "examples/grpo/run.py", *small, *arguments]
+    command = [sys.executable, str(GRPO / "run.py"), *small, *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.fixture
+def jobs_in_this_process(printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The example's own scripts run here, and not each in a process that imports vLLM and Megatron."""
+    start_process = subprocess.run
+
+    def run(command: list[str], **options: Any) -> Any:
+        if Path(command[1]).parent != GRPO:  # vLLM starts processes of its own
+            return start_process(command, **options)
+        printed(Path(command[1]), *command[2:])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    yield
+    logging.disable(logging.NOTSET)
+    for file in GRPO.glob("*.py"):
+        sys.modules.pop(file.stem, None)
 
 
 @pytest.mark.megatron
 @pytest.mark.timeout(2 * LIMIT)
-def test_a_step_on_megatron_shows_what_it_has_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("jobs_in_this_process")
+def test_a_step_on_megatron_shows_what_it_has_to(
+    tmp_path: Path, printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "ci"))
-    run = start(tmp_path, "--steps", "1", "--arms", "R2", "TIS+R3")
-    told, _ = run.communicate(timeout=LIMIT)
-    assert run.returncode == 0, told
+    small = ["--teach", "5", "--layers", "2", "--steps", "1", "--jobs", "1", "--out", str(tmp_path)]
+    printed(GRPO / "run.py", *small, "--arms", "R2", "TIS+R3")
     result = json.loads((tmp_path / "grpo.json").read_text())
     assert importlib.import_module("check").grpo(result) == []
-    for one in result["runs"]:
-        assert [row["replay_mismatch"] for row in one["rows"]] == [0]
+    for run in result["runs"]:
+        assert [row["replay_mismatch"] for row in run["rows"]] == [0]
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from live.families import VOCABULARY
 from live.held import CEILING, assert_right, look
 from npu_replay import Rollout, Turn, from_vllm
 
-SEQUENCES = 700 if os.environ.get("NPU_REPLAY_LIVE_ALL") else 60
+SEQUENCES = 700 if os.environ.get("NPU_REPLAY_LIVE_ALL") else 40
 """Of each family."""
 
 
