@@ -27,7 +27,11 @@ _AXES = {
 }
 
 
-def read(model: Any) -> ParallelLayout:
+def read(model: Any, decoder: DecoderLayers | None = None) -> ParallelLayout:
+    """Return this rank's place in Megatron's parallel state, with the layers of a model or config.
+
+    `decoder`: the decoder layers of the whole model, if they are known: of a config alone, they are searched.
+    """
     state: Any = sys.modules.get(_STATE)
     if state is None:
         raise ReplayError(
@@ -43,15 +47,17 @@ def read(model: Any) -> ParallelLayout:
             got="no model parallel groups",
         )
     config = config_of(model)
-    trees = [] if config is model else [ModuleTree.of(chunk) for chunk in chunks_of(model)]
-    pattern = hybrid.pattern_in(trees) if trees else hybrid.pattern_of(config)
+    if decoder is None:
+        trees = [] if config is model else [ModuleTree.of(chunk) for chunk in chunks_of(model)]
+        pattern = hybrid.pattern_in(trees) if trees else hybrid.pattern_of(config)
+        decoder = decoder_layers(config, pattern)
     layout = ParallelLayout(
         **{axis: _of_axis(state, axis, "world_size") for axis in _AXES},
         **{f"{axis}_rank": _of_axis(state, axis, "rank") for axis in _AXES},
         vp=_virtual_stages(state, config),
         sequence_parallel=bool(config.sequence_parallel),
         gathers_rows=config.moe_token_dispatcher_type == "alltoall_seq",
-        decoder=decoder_layers(config, pattern),
+        decoder=decoder,
         groups=(  # those that share a pipeline stage, then the stages
             state.get_tensor_and_context_parallel_group(),
             state.get_pipeline_model_parallel_group(),

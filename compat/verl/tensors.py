@@ -27,7 +27,7 @@ from npu_replay.compat.verl.batch_routes import (
     rows_of,
 )
 from npu_replay.errors import InvalidRoutes, MicroBatchError, ReplayError
-from npu_replay.parallel.parallel_layout import ParallelLayout
+from npu_replay.parallel.parallel_layout import DecoderLayers, ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.rollout.admit import from_batch
 from npu_replay.rollout.model_config import RoutedModel
@@ -104,7 +104,7 @@ class BatchForm:
                 packed = [pad_sequence(each, batch_first=True) for each in (sequences, ones)]
             return pack(*packed, pre_process=True, **arguments)[0]  # type: ignore[no-any-return]
 
-        parallel = ParallelLayout.from_megatron(self.config)
+        parallel = parallel_state.read(self.config, decoder_of(self.config))
         return TokenLayout.from_probe(packed, self.lengths, parallel=parallel)
 
     def check_padded(self, *, to_mini_batch: bool) -> None:
@@ -249,16 +249,25 @@ def _admitted(rows: torch.Tensor, model: RoutedModel, **how: Any) -> RoutedExper
     return from_batch(rows, model, **how)
 
 
+_DECODER = "npu_replay_decoder"
+"""The attribute of a TransformerConfig with its DecoderLayers."""
 _MODEL = "npu_replay_model"
 """The attribute of a TransformerConfig with its RoutedModel."""
 
 
+def decoder_of(config: Any) -> DecoderLayers:
+    """Return the decoder layers of a TransformerConfig; a HybridModel's by the pattern of its model."""
+    if not hasattr(config, _DECODER):  # a search for the pattern takes up to 0.1 s, and each micro-batch asks
+        setattr(config, _DECODER, parallel_state.decoder_layers(config, hybrid.pattern_of(config)))
+    return getattr(config, _DECODER)  # type: ignore[no-any-return]
+
+
 def routed_of(config: Any) -> RoutedModel:
-    """Return the RoutedModel of a TransformerConfig; a HybridModel's by the pattern of its model."""
+    """Return the RoutedModel of a TransformerConfig."""
     if isinstance(config, RoutedModel):
         return config
-    if not hasattr(config, _MODEL):  # searching for a pattern is slow, and each micro-batch asks
-        decoder = parallel_state.decoder_layers(config, hybrid.pattern_of(config))
+    if not hasattr(config, _MODEL):
+        decoder = decoder_of(config)
         model = RoutedModel(
             layers=tuple(decoder.moe),
             num_layers=decoder.count,

@@ -9,12 +9,14 @@ import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import npu_replay
 from npu_replay import RoutedExperts
+from npu_replay.compat.megatron import hybrid
 from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.megatron_backports.router_replay import is_idle
 from npu_replay.compat.verl import tensors
@@ -192,6 +194,18 @@ def padded_rows(lengths: tuple[int, ...], rank: dict[str, int], **how: Any) -> l
 def own_rows(lengths: tuple[int, ...], config: Any) -> list[int]:
     jagged = torch.nested.as_nested_tensor([torch.zeros(one) for one in lengths], layout=torch.jagged)
     return tensors.BatchForm.of(jagged, None, config).layout().rows.tolist()
+
+
+def test_the_layers_of_a_config_are_looked_for_once(
+    verl: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each micro-batch has a layout, and the search for a pattern takes up to 0.1 s."""
+    search = Mock(wraps=hybrid.pattern_of)
+    monkeypatch.setattr(hybrid, "pattern_of", search)
+    config = megatron_model.config()
+    assert own_rows((7,), config) == own_rows((7,), config)
+    assert tensors.routed_of(config).num_layers == config.num_layers
+    search.assert_called_once_with(config)
 
 
 @pytest.mark.choice
