@@ -213,11 +213,18 @@ def test_each_completion_is_judged_and_named_by_its_own_number(
     assert not desk.look(answer, sample="completion 2").good
     with pytest.raises(ReplayError, match="no such sequence"):
         desk.look(answer, sample="4")
-    lists = desk.put([SAMPLE.prompt] * 4, "lists.json")
-    assert len(desk.look(answer, prompt_ids=lists).bad) == 1
+    lists = desk.put([*[SAMPLE.prompt] * 3, SAMPLE.prompt[1:]], "lists.json")
+    bad = desk.look(answer, prompt_ids=lists).bad
+    assert [verdict.name for verdict in bad] == ["completion 2", "completion 3"], "each has its own list"
     lists = desk.put([SAMPLE.prompt] * 3, "lists.json")
     with pytest.raises(ReplayError, match="too few lists"):
         desk.look(answer, prompt_ids=lists)
+
+
+def test_the_rows_of_an_answer_may_begin_at_a_later_token(desk: Desk) -> None:
+    answer = desk.answer(desk.rows[20:])
+    assert desk.look(answer, start=20).good
+    assert not desk.look(answer).good
 
 
 def test_an_answer_may_say_its_release(desk: Desk) -> None:
@@ -228,6 +235,7 @@ def test_an_answer_may_say_its_release(desk: Desk) -> None:
     assert desk.look(answer | {"system_fingerprint": "ours"}).what == "an answer of vLLM (release not given)"
 
 
+# The copies of "counted" are rows of sampled tokens: that answer names its prompt of 90.
 @pytest.mark.parametrize(("which", "first"), [("counted", 108), ("rows", 64), ("sglang", 64)])
 def test_copies_are_no_fault_where_the_tokens_are_not_known(desk: Desk, which: str, first: int) -> None:
     """A model that says one thing again and again may route it alike; 8 copies may be 8 times one token."""

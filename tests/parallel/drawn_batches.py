@@ -53,10 +53,11 @@ class Batch(NamedTuple):
 
     def slow(self, rank: ParallelLayout) -> list[Cell]:
         """The rows of a rank's router, one token at a time."""
-        tp = self.sizes["tp"] if rank.sequence_parallel and not rank.gathers_rows else 1
         columns = [*zip(*self.grid(rank.cp_rank), strict=True)]
-        here = [cells for at, cells in enumerate(columns) if at // (len(columns) // tp) == rank.tp_rank % tp]
-        rows = zip(*here, strict=True) if self.about.get("order") == "batch" else here
+        if rank.sequence_parallel and not rank.gathers_rows:
+            size = len(columns) // rank.tp
+            columns = columns[rank.tp_rank * size :][:size]
+        rows = zip(*columns, strict=True) if self.about.get("order") == "batch" else columns
         return [cell for row in rows for cell in row]
 
     def sequences(self) -> list[list[Cell]]:
@@ -78,14 +79,15 @@ class Batch(NamedTuple):
     def grid(self, cp_rank: int) -> list[list[Cell]]:
         """What a context parallel rank has, [batch][sequence]; one row of packed sequences."""
         whole = self.sequences()
-        zigzag = self.context == "zigzag"
-        parts = [self.part(cells, cp_rank) for cells in whole]
         if self.is_padded:
-            return parts
-        stream = [cell for cells in (parts if zigzag else whole) for cell in cells]
-        align = self.about.get("align_end", 1) * (1 if zigzag else self.sizes["cp"])
-        stream += [None] * (-len(stream) % align)
-        return [stream if zigzag else self.part(stream, cp_rank)]  # contiguous: the stream is cut
+            return [self.part(cells, cp_rank) for cells in whole]
+        align_end = self.about.get("align_end", 1)
+        if self.context == "zigzag":  # each sequence is cut, then the rank's end is padded
+            here = [cell for cells in whole for cell in self.part(cells, cp_rank)]
+            return [here + [None] * (-len(here) % align_end)]
+        stream = [cell for cells in whole for cell in cells]
+        stream += [None] * (-len(stream) % (align_end * self.sizes["cp"]))
+        return [self.part(stream, cp_rank)]
 
 
 @st.composite

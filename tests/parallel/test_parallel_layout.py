@@ -183,7 +183,8 @@ def test_bad_numbers_are_refused(words: str, call: Callable[[], object]) -> None
 @pytest.mark.parametrize(
     ("sizes", "context", "multiple"),
     [
-        *(({"tp": 3}, context, 1) for context in ("zigzag", "contiguous")),
+        ({"tp": 3}, "zigzag", 1),
+        ({"tp": 3}, "contiguous", 1),
         ({"cp": 2}, "zigzag", 4),
         ({"cp": 2}, "contiguous", 2),
         ({"tp": 3, "sequence_parallel": True}, "zigzag", 3),

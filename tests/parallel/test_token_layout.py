@@ -275,7 +275,8 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [  # what is said, and of what
     ("kind", "words", "call"),
     [
         *((MicroBatchError, *row) for row in REFUSED),
-        *((InvalidRoutes, "order", lambda bad=bad: gathered(*TWO, layers=bad)) for bad in ([4, 1], [1, 1])),
+        (InvalidRoutes, "order", lambda: gathered(*TWO, layers=[4, 1])),
+        (InvalidRoutes, "order", lambda: gathered(*TWO, layers=[1, 1])),
         (ReplayError, "context", lambda: TokenLayout.padded([3], context="ring")),
         (ReplayError, "context", lambda: TokenLayout.packed([3], context="ring")),
     ],

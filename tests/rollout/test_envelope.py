@@ -72,7 +72,7 @@ def test_an_envelope_may_be_of_any_width_in_text_bytes_or_numbers(engine: Engine
         memoryview(text.encode()),
         base64.b64decode(text),
         ROWS.flatten().tolist(),
-        ROWS,
+        ROWS.astype(dtype),
     ]:
         assert_the_rows(decode(engine, envelope(dtype=dtype, data=data)))
     unsaid = envelope(dtype=dtype)

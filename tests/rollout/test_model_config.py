@@ -355,6 +355,7 @@ LAYERS = {"num_hidden_layers": 8, "num_experts": 32, "num_experts_per_tok": 4}
     ("config", "hybrid", "windows"),
     [
         ({}, False, False),
+        ({"layer_types": None}, False, False),
         ({"full_attention_interval": 4}, True, False),
         ({"layer_types": ["conv", "full_attention"] * 4}, True, False),
         ({"layer_types": ["sliding_attention", "full_attention"] * 4}, False, True),

@@ -6,7 +6,7 @@ import base64
 import io
 import struct
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -75,21 +75,28 @@ def test_an_npy_is_not_copied(kind: Callable[[bytes], Any]) -> None:
     assert np.shares_memory(from_npy(data, source=SOURCE, most=80_000), np.frombuffer(data, np.uint8))
 
 
-def test_sizes_are_checked_before_memory_is_taken() -> None:
+@pytest.fixture
+def memory() -> Iterator[Callable[[], int]]:
+    """How many bytes are taken now."""
+    tracemalloc.start()
+    yield lambda: tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+
+def test_sizes_are_checked_before_memory_is_taken(memory: Callable[[], int]) -> None:
     shapes = f"({2**23}, 61, 8)", f"({2**40}, 61, 8)", f"({2**62}, 0, 8)", "(-1, 3, 2)", "(True, 1, 1)"
     data = [raw(claims(shape, "'<i8'"), b"abc") for shape in (*shapes, "(1, 1)", "(" + "1, " * 65 + ")")]
     text = base64.b64encode(bytes(3_000_000)).decode()
     lists = [[[1] * 8] * 10] * 1_000_000
     refused(lambda: from_npy(b"", source=SOURCE, most=24))  # the first error keeps the address of a page
-    tracemalloc.start()
+    tracemalloc.clear_traces()
     for number, one in enumerate(data):
         refused(lambda: from_npy(one, source=SOURCE, most=MOST), TOO_MANY if number == 0 else Symptom.SHAPE)  # noqa: B023
     assert refused(lambda: from_base64(text, source=SOURCE, most=1_000_000), TOO_MANY).got == "some 3000000"
     refused(lambda: from_lists(lists, source=SOURCE, most=SHAPE_MOST))
-    assert tracemalloc.get_traced_memory()[1] < 100_000
+    assert memory() < 100_000
     from_base64(text, source=SOURCE, most=3_000_000)
-    assert tracemalloc.get_traced_memory()[1] < 3_200_000
-    tracemalloc.stop()
+    assert memory() < 3_200_000
 
 
 GOOD = claims("(1, 1, 1)")

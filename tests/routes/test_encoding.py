@@ -203,7 +203,7 @@ FOREIGN = r"these bytes can't be read as routes|doesn't hold routes"
     ("data", "words"),
     [
         *((data, FOREIGN) for data in (b"", b"\0" * 1000, pickle.dumps([1, 2]), b"NPUROUT1" + b"\0" * 100)),
-        *((data, FOREIGN) for data in (b"\x93NUMPY", package.save({}))),
+        *((data, FOREIGN) for data in (b"\x93NUMPY", package.save({}), struct.pack("<Q", 2) + b"[]")),
         (routes().to_bytes() + b"\0", "bytes long, and its header says"),
     ],
     ids=lambda value: str(value)[:20],

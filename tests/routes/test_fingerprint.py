@@ -63,9 +63,14 @@ LENGTH = "the routes have another number of tokens than the sequence"
 @pytest.mark.parametrize(
     ("rows", "theirs", "tokens", "mark", "problem"),
     [
-        *((3, 7, 3, 7, None), (2, 7, 3, 7, None), (0, 7, 0, 7, None)),
-        *((3, None, 3, 7, None), (3, 7, 3, None, None)),
-        *((4, 7, 3, 7, LENGTH), (1, 7, 3, 7, LENGTH), (1, None, 0, None, LENGTH)),
+        (3, 7, 3, 7, None),
+        (2, 7, 3, 7, None),
+        (0, 7, 0, 7, None),
+        (3, None, 3, 7, None),
+        (3, 7, 3, None, None),
+        (4, 7, 3, 7, LENGTH),
+        (1, 7, 3, 7, LENGTH),
+        (1, None, 0, None, LENGTH),
         (3, 8 << 32, 3, 0, "the routes belong to other tokens"),  # 0 is a fingerprint, too
         (3, 8, 3, 0, "the routes are of these tokens, and have another sample_key"),
     ],

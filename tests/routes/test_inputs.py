@@ -62,8 +62,8 @@ def recorded(model: nn.Module, calls: Iterable[Any]) -> list[RoutedExperts]:
     return recording.routes
 
 
-def compared(model: nn.Module, routes: Sequence[RoutedExperts], calls: Iterable[Any]) -> int:
-    """How many calls a replay held against the tokens of their routes."""
+def replayed(model: nn.Module, routes: Sequence[RoutedExperts], calls: Iterable[Any]) -> int:
+    """Replay the routes; return how many calls were held against the tokens of theirs."""
     with npu_replay.replay(model, routes) as session:
         feed(model, calls)
     return session.metrics()["tokens_compared"]
@@ -165,7 +165,7 @@ def test_a_record_of_one_sequence_has_its_fingerprint(called: str, tmp_path: Pat
         assert npu_replay.RouteStore(tmp_path).of(call["input_ids"][0]) == routes
         grid = TokenLayout.padded([LENGTH], LENGTH + 1, order="batch")
         ids = torch.nn.functional.pad(call["input_ids"], (0, 1))
-        assert compared(model, [grid.gather([routes])], [ids]) == 1
+        assert replayed(model, [grid.gather([routes])], [ids]) == 1
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_batch_that_is_overwritten_after_its_forward_counts_as_it_was() -> Non
     model = Embedded()
     buffer = torch.empty(BATCH, LENGTH, dtype=torch.int64)
     routes = recorded(model, (buffer.copy_(batch) for batch in batches()))
-    assert compared(model, routes, (buffer.copy_(batch) for batch in batches())) == 3
+    assert replayed(model, routes, (buffer.copy_(batch) for batch in batches())) == 3
 
 
 @pytest.mark.parametrize("model", [Embedded(), Named()], ids=["arguments", "a batch"])
@@ -207,7 +207,7 @@ def test_other_padding_ids_and_labels_are_the_same_tokens(model: nn.Module) -> N
         fed = {"input_ids": batch.masked_fill(mask == 0, padding), "attention_mask": mask}
         return {"batch": fed} if isinstance(model, Named) else fed
 
-    assert compared(model, recorded(model, [call(0)]), [call(7)]) == 1
+    assert replayed(model, recorded(model, [call(0)]), [call(7)]) == 1
 
 
 # Gathered routes
@@ -232,14 +232,14 @@ def grids(side: str = "right") -> list[torch.Tensor]:
 def test_gathered_routes_belong_to_their_tokens_and_padding(side: str) -> None:
     model = Embedded()
     routes = gathered(side)
-    assert compared(model, routes, grids(side)) == 2
+    assert replayed(model, routes, grids(side)) == 2
     other = "left" if side == "right" else "right"
     for ids, words in (
         (grids(side)[1], "routes of micro-batch 1"),
         (grids(other)[0], "padding on another side"),
     ):
         with pytest.raises(MicroBatchError, match=rf"(?s)micro-batch 0: .*{words}"):
-            compared(model, routes, [ids])
+            replayed(model, routes, [ids])
 
 
 def test_packed_sequences_are_held_against_their_tokens_too() -> None:
@@ -248,9 +248,9 @@ def test_packed_sequences_are_held_against_their_tokens_too() -> None:
     marks = [fingerprint(ids) for ids in tokens]
     packed = TokenLayout.packed([5, 2, 4], align=4, fingerprints=marks).gather(routes)
     stream = torch.cat([torch.nn.functional.pad(ids, (0, -len(ids) % 4)) for ids in tokens])[None]
-    assert compared(model, [packed], [stream]) == 1
+    assert replayed(model, [packed], [stream]) == 1
     with pytest.raises(MicroBatchError, match="other tokens"):
-        compared(model, [packed], [stream.flip(1)])
+        replayed(model, [packed], [stream.flip(1)])
 
 
 @pytest.mark.parametrize("cut", ["the last token", "a half"])
@@ -261,7 +261,7 @@ def test_preprocessing_that_feeds_a_part_of_each_sequence_is_no_error(cut: str) 
         return torch.cat([ids[:-1] if cut == "the last token" else ids[: len(ids) // 2] for ids in sequences])
 
     layout = TokenLayout.from_probe(fed, [6, 4], fingerprints=[fingerprint(ids) for ids in tokens])
-    assert compared(Embedded(), [layout.gather(routes)], [fed(tokens)[None]]) == 0
+    assert replayed(Embedded(), [layout.gather(routes)], [fed(tokens)[None]]) == 0
 
 
 # Routes of one sequence, as an engine's decoder gives them
@@ -272,9 +272,9 @@ def test_one_sequence_a_call_is_held_against_the_fingerprint_of_its_routes(key: 
     model = Embedded()
     (ids, others), (routes, _) = samples([6, 6])
     routes = routes.sequence(0, 6, fingerprint(ids, sample_key=key))
-    assert compared(model, [routes, routes], [ids[None], ids[None]]) == 2
+    assert replayed(model, [routes, routes], [ids[None], ids[None]]) == 2
     with pytest.raises(MicroBatchError, match="other tokens"):
-        compared(model, [routes], [others[None]])
+        replayed(model, [routes], [others[None]])
 
 
 # Layouts and records without fingerprints
@@ -302,7 +302,7 @@ def test_padding_on_another_side_is_refused_by_the_mask_of_the_call(
     words = r"micro-batch 0: the layout pads .* another side.*row 1 from"
     expected: Any = pytest.raises(MicroBatchError, match=words) if other else contextlib.nullcontext()
     with expected:
-        assert compared(Embedded(), [routes], [{"input_ids": batches()[0], "attention_mask": mask}]) == 0
+        assert replayed(Embedded(), [routes], [{"input_ids": batches()[0], "attention_mask": mask}]) == 0
 
 
 @pytest.mark.parametrize("named", [0, 2, 3])
@@ -313,7 +313,7 @@ def test_only_routes_that_all_have_a_fingerprint_count_as_compared(
     tokens, routes = samples([LENGTH] * 3)
     rows = [one if n < named else one.with_known(fingerprint=None) for n, one in enumerate(routes)]
     layout = TokenLayout.of_batch(padded(tokens), order="batch")
-    assert compared(Embedded(), [layout.gather(rows)], [padded(tokens)]) == (named == 3)
+    assert replayed(Embedded(), [layout.gather(rows)], [padded(tokens)]) == (named == 3)
     assert ("nothing holds these routes" in caplog.text) == (named < 3)
 
 
@@ -326,7 +326,7 @@ def test_it_says_so_of_a_record_that_knows_no_tokens(way: str, caplog: pytest.Lo
     with torch.no_grad(), npu_replay.record(model, inputs=way != "inputs=False") as recording:
         model(**call)
     for _ in range(2):
-        compared(model, recording.routes, [call])
+        replayed(model, recording.routes, [call])
     assert caplog.text.count("nothing holds these routes") == 1
 
 
@@ -339,7 +339,7 @@ def test_rows_in_another_order_than_the_models_are_refused_on_entering(laid: str
     message = rf"layer 0.*another order.*order='{model}', got order='{laid}'"
     with pytest.raises(RouterError, match=message), npu_replay.replay(Embedded(model), routes):
         pass
-    assert compared(Embedded(laid), routes, grids()) == 2
+    assert replayed(Embedded(laid), routes, grids()) == 2
 
 
 # Fingerprints that nobody asks for
@@ -355,13 +355,13 @@ def test_an_engines_routes_know_their_tokens_where_the_layout_knows_none(changed
     model = Embedded()
     layout = TokenLayout.padded([6, 4, 3], LENGTH, order="batch")
     cut = [one.sequence(0, len(one), fingerprint([*of, 7])) for one, of in zip(routes, tokens, strict=True)]
-    compared(model, [layout.gather(cut)], [padded(tokens)])
+    replayed(model, [layout.gather(cut)], [padded(tokens)])
     if changed is None:
-        assert compared(model, [layout.gather(ended)], [padded(tokens)]) == 1
+        assert replayed(model, [layout.gather(ended)], [padded(tokens)]) == 1
     else:
         tokens[changed] = tokens[changed].flip(0)
         with pytest.raises(MicroBatchError, match="other tokens"):
-            compared(model, [layout.gather(ended)], [padded(tokens)])
+            replayed(model, [layout.gather(ended)], [padded(tokens)])
 
 
 def test_too_few_rows_of_an_engine_to_be_judged_are_told_once(
@@ -373,7 +373,7 @@ def test_too_few_rows_of_an_engine_to_be_judged_are_told_once(
     marks = [one.fingerprint for one in routes]
     given = TokenLayout.padded([6, 4, 3], LENGTH, order="batch", fingerprints=marks).gather(routes)
     for chosen in (False, True, True):
-        compared(Embedded(), [given.with_known(from_engine=chosen)], [padded(tokens)])
+        replayed(Embedded(), [given.with_known(from_engine=chosen)], [padded(tokens)])
     (told,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert "the block had 13 rows, and below 64" in told
 
@@ -435,9 +435,9 @@ def test_what_identifies_a_sample_is_held_against_its_routes(what: str) -> None:
     model = Embedded()
     calls = [IDENTIFY[what](seed) | {"input_ids": IDS} for seed in (1, 2)]
     routes = recorded(model, calls)
-    assert compared(model, routes, calls) == 2
+    assert replayed(model, routes, calls) == 2
     with pytest.raises(MicroBatchError, match=f"other {next(iter(calls[1]))[:4]}.*micro-batch 1"):
-        compared(model, routes, reversed(calls))
+        replayed(model, routes, reversed(calls))
 
 
 @pytest.mark.parametrize("what", DONT)
@@ -445,7 +445,7 @@ def test_what_does_not_identify_a_sample_may_differ_and_be_left_out(what: str) -
     model = Embedded()
     routes = recorded(model, [DONT[what](1) | {"input_ids": IDS}])
     for others in (DONT[what](2), {}):
-        assert compared(model, routes, [others | {"input_ids": IDS}]) == 1
+        assert replayed(model, routes, [others | {"input_ids": IDS}]) == 1
 
 
 def test_the_inputs_of_a_list_of_chunks_are_those_of_its_first() -> None:
@@ -468,12 +468,10 @@ def test_an_input_is_found_with_a_name_and_without() -> None:
     model = WithPixels()
     pixels = noise(3, 8, 8)
     routes = recorded(model, [{"pixels": pixels, "input_ids": IDS}])
-    for changed, expected in (
-        (pixels, contextlib.nullcontext()),
-        (pixels + 1, pytest.raises(MicroBatchError, match="other pixels")),
-    ):
-        with expected, npu_replay.replay(model, routes):
-            model(changed, IDS)
+    with npu_replay.replay(model, routes):
+        model(pixels, IDS)
+    with pytest.raises(MicroBatchError, match="other pixels"), npu_replay.replay(model, routes):
+        model(pixels + 1, IDS)
 
 
 # The digest

@@ -63,8 +63,10 @@ def test_ids_that_need_a_gradient_history_or_inference_mode_are_taken() -> None:
 def test_what_the_caller_does_to_his_arrays_later_does_not_show_n9(kind: str, last: bool) -> None:
     given = ids().to(torch.uint8)
     recorded = torch.tensor([True] * 5 + [last])
-    taken = (given, recorded) if kind == "torch" else (given.numpy(), recorded.numpy())
-    built = routes(ids=taken[0], recorded=taken[1])
+    if kind == "torch":
+        built = routes(ids=given, recorded=recorded)
+    else:
+        built = routes(ids=given.numpy(), recorded=recorded.numpy())
     before = built.ids.clone()
     given.fill_(7)
     recorded.fill_(False)
