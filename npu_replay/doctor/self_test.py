@@ -56,9 +56,12 @@ def run(device: str, brought_by: str = "") -> str:
 
 
 def _problem(device: torch.device) -> str:
-    generator = torch.Generator().manual_seed(0)  # leaves the global generator unchanged
+    generator = torch.Generator(device="cpu").manual_seed(0)  # leaves the global generator unchanged
     model = _ToyModel(generator).to(device)
-    batches = [torch.randint(_VOCABULARY, (1, _TOKENS), generator=generator).to(device) for _ in range(2)]
+    batches = [
+        torch.randint(_VOCABULARY, (1, _TOKENS), generator=generator, device="cpu").to(device)
+        for _ in range(2)
+    ]
 
     def recorded() -> list[RoutedExperts]:
         with torch.no_grad(), record(model) as recording:
@@ -101,10 +104,12 @@ class _ToyModel(nn.Module):
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
-        self.register_buffer("embedding", torch.randn(_VOCABULARY, _HIDDEN, generator=generator))
+        self.register_buffer(
+            "embedding", torch.randn(_VOCABULARY, _HIDDEN, generator=generator, device="cpu")
+        )
         self.router = _ToyRouter()
-        self.gate = nn.Parameter(torch.randn(_EXPERTS, _HIDDEN, generator=generator))
-        self.experts = nn.Parameter(torch.randn(_EXPERTS, _HIDDEN, generator=generator))
+        self.gate = nn.Parameter(torch.randn(_EXPERTS, _HIDDEN, generator=generator, device="cpu"))
+        self.experts = nn.Parameter(torch.randn(_EXPERTS, _HIDDEN, generator=generator, device="cpu"))
         self.recompute = False
 
     def forward(self, input_ids: torch.Tensor) -> Any:

@@ -87,6 +87,18 @@ def test_each_call_takes_the_routes_that_it_carries(
     assert (metrics["carried"], metrics["recorded"], metrics["held"]) == (2, 0, 0)
 
 
+def test_a_token_before_a_padded_end_needs_its_route() -> None:
+    followed = model()
+    fed = LAYOUTS["packed to 16, padded end of its own positions"](texts())
+    whole = carried(fed, rollout(fed))
+    holed = whole.clone()
+    holed[0, fed[1][-1][-2]] = 0
+    with npu_replay.follow(followed, mode="R3"):
+        with pytest.raises(ReplayError, match="a token has no route"):
+            learn(followed, (fed[0] | {"routed_experts": holed}, fed[1]))
+        learn(followed, (fed[0] | {"routed_experts": whole}, fed[1]))
+
+
 def test_the_columns_may_be_all_decoder_layers() -> None:
     followed = model(num_hidden_layers=4, mlp_only_layers=[1])
     ids = torch.arange(2, 12)[None]
@@ -213,7 +225,7 @@ def test_zeros_of_a_top_1_model_are_expert_0_where_a_route_has_to_be() -> None:
     routes[0, [3, 9]] = 0
     seen = Seen(followed, own=False)
     followed(ids)
-    free = seen.calls.pop(0)[1]
+    free = seen.calls[0][1]
     seen.calls.clear()
     with npu_replay.follow(followed, mode="R3"):
         followed(ids, routed_experts=routes)

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -598,19 +599,21 @@ class OfBatch(Wrapper):
         return super().forward(**batch)
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments"), [(Wrapper, lambda fed: fed.values()), (OfBatch, lambda fed: [fed])]
-)
+def without_names(wrapper: Wrapper, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+    return wrapper(input_ids, attention_mask)
+
+
+def in_one_batch(wrapper: Wrapper, **named: torch.Tensor) -> Any:
+    return wrapper(named)
+
+
+@pytest.mark.parametrize(("kind", "called"), [(Wrapper, without_names), (OfBatch, in_one_batch)])
 def test_arguments_of_a_wrapper_are_those_of_the_model_in_it(
-    followed: Any, kind: type[Wrapper], arguments: Any
+    followed: Any, kind: type[Wrapper], called: Callable[..., Any]
 ) -> None:
-    """Without names, or all in one batch."""
     fed = padded(texts(), left=2)
     wrapper = kind(followed, "module")
-
-    def call(**named: Any) -> Any:
-        return wrapper(*arguments(named))
-
+    call = partial(called, wrapper)
     seen = Seen(followed)
     with npu_replay.follow(wrapper):
         wanted = record(call, fed, seen)

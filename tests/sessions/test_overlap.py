@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -192,15 +193,19 @@ def test_every_checked_micro_batch_is_judged_and_no_other_costs_a_top_k() -> Non
         run(model, unseen, *inputs, min_overlap=0.5)
 
 
+def update(model: ToyModel) -> None:
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.router.weight.copy_(torch.randn_like(layer.router.weight))
+
+
 def test_after_an_update_rows_are_refused_only_for_a_shift_until_the_next_pass_without_grad() -> None:
     """A policy that has moved over epochs may choose any other experts."""
     model = ToyModel()
     inputs = hidden(4 * RUN)
     (right,) = own(model, inputs)
     assert run(model, [right], inputs)["overlap"] == 1.0
-    with torch.no_grad():
-        for layer in model.layers:
-            layer.router.weight.copy_(torch.randn_like(layer.router.weight))
+    update(model)
     assert run(model, [right], inputs)["overlap"] < 0.4
     with pytest.raises(MicroBatchError, match=FAR):
         run(model, [right], inputs, min_overlap=0.5)  # a limit of the caller's own stays
@@ -211,6 +216,18 @@ def test_after_an_update_rows_are_refused_only_for_a_shift_until_the_next_pass_w
         model(inputs)
     with pytest.raises(MicroBatchError, match=FAR):  # judged by these weights from here on
         run(model, [right], inputs)
+
+
+def test_routes_of_a_new_rollout_are_judged_by_the_weights_of_now() -> None:
+    """They were made after the forward that was judged last, by an engine that has the update."""
+    model = ToyModel()
+    inputs = hidden(4 * RUN)
+    (right,) = own(model, inputs)
+    run(model, [right], inputs)
+    update(model)
+    run(model, [right], inputs)
+    with pytest.raises(MicroBatchError, match=FAR):
+        run(model, [right.with_known(made_at=math.inf)], inputs)
 
 
 def test_one_token_repeated_is_right_and_another_ones_rows_are_wrong() -> None:

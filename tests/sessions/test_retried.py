@@ -214,6 +214,16 @@ def test_what_raised_and_is_tried_again_counts_once(loop: str, at: int, kind: ty
         assert (wanted["replayed"], wanted["bytes"]) == (3, MICRO_BATCHES * 3 * ROWS * TOPK)
 
 
+def test_a_row_that_dropped_an_expert_cannot_be_replayed() -> None:
+    dropping = model()
+    with torch.no_grad(), npu_replay.observe(dropping) as seen:
+        dropping(tokens(0, ROWS))
+    (observed,) = seen.shown
+    lost = (observed.shown < 0).any(dim=2).any(dim=1)
+    assert lost.any()
+    assert torch.equal(observed.recorded, ~lost)
+
+
 def wrongly(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A router that doesn't use what its top-k gave."""
     values, ids = torch.topk(scores, router.topk, dim=-1)

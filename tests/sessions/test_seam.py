@@ -81,7 +81,7 @@ def replayed(select: Select, count: int = 5, **about: Any) -> list[tuple[Scores,
 
 def check(select: Select, **about: Any) -> None:
     """A router that selects so is recorded bit-equal and replayed; with live scores of the given ids."""
-    of_its_own_record(ToyModel(ToyRouter(select=select, **about), ToyRouter(select=select, **about)), 3)
+    of_its_own_record(ToyModel(ToyRouter(select=select, **about), ToyRouter(select=select, **about)), 5)
     for scores, values, ids in replayed(select, **about):
         assert torch.equal(values, scores.gather(1, ids)), "weights of replayed experts are their live scores"
         (slope,) = torch.autograd.grad(values.sum(), scores)
