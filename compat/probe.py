@@ -167,7 +167,7 @@ def _probe(name: str) -> Product:
         return Product(name, False, problem=f"not to be looked up ({type(error).__name__}: {error})")
     if spec is None or (spec.loader is None and spec.origin is None):
         return Product(name, False)  # a folder without code may be a source checkout
-    folder = next(iter(spec.submodule_search_locations or ()), "")
+    folder = str(next(iter(spec.submodule_search_locations or ()), ""))  # a finder may give a Path
     if module == "transformer_engine" and (name == TE_NPU) != _is_for_npus(folder):
         return Product(name, False)
     source = text_of(Path(folder, file)) if folder and file else ""

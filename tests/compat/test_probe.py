@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -88,6 +90,23 @@ def test_a_folder_without_init_is_no_product(path: Path) -> None:
     for name in ("megatron-core", "mindspeed", "verl"):
         assert product(name) == Product(name, installed=False)
     assert not import_hook._failures, "to be looked for is not to be imported: no shim was got ready"
+
+
+def test_a_finder_may_give_a_path_in_the_place_of_its_text(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reports become JSON."""
+    file = path / "of_a_finder/__init__.py"
+    write(file)
+
+    def find_spec(name: str, path: object = None, target: object = None) -> object:
+        if name != "verl":
+            return None
+        folders: list[Any] = [file.parent]
+        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
+    assert product("verl").where == str(file.parent)
 
 
 def test_a_finder_that_raises_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
