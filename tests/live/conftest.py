@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Make a model of a family and save it, once: `saved("Qwen3Moe")`; other weights: `seed=1`."""
     from live import families
 
-    made: dict[tuple[Any, ...], tuple[Any, Path]] = {}
-
-    def get(family: str, seed: int = 0, **changes: Any) -> tuple[Any, Path]:
-        key = (family, seed, *changes.items())
-        if key not in made:
-            model = families.make(family, seed, **changes)
-            made[key] = model, families.save(model, tmp_path_factory.mktemp(family))
-        return made[key]
+    @functools.cache
+    def get(family: str, **changes: Any) -> tuple[Any, Path]:
+        model = families.make(family, **changes)
+        return model, families.save(model, tmp_path_factory.mktemp(family))
 
     return get
 
@@ -40,7 +37,7 @@ FAMILIES = ("Qwen3Moe", "DeepseekV3", "Mixtral", "Olmoe")
 
 @pytest.fixture(
     scope="session",
-    params=[pytest.param(one, marks=[pytest.mark.long] * (one not in FAMILIES[:2])) for one in FAMILIES],
+    params=[pytest.param(name, marks=[pytest.mark.long] * (name not in FAMILIES[:2])) for name in FAMILIES],
 )
 def live(request: pytest.FixtureRequest, saved: Any) -> Any:
     """An engine of each family in this process, for all tests; of so few blocks that it has to preempt."""
@@ -66,5 +63,5 @@ def served(saved: Any) -> Iterator[Any]:
     from live import engine
 
     model, folder = saved("Qwen3Moe")
-    with engine.Server(folder) as server:
+    with engine.serving(folder) as server:
         yield engine.Live(model, folder, server)

@@ -11,7 +11,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +27,6 @@ STARTED = 180
 ENDED = 30
 """Seconds that a server may take for either."""
 
-_HERE = Path(__file__).parent
 SMALL = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -67,11 +67,11 @@ def in_process(folder: Path, **planned: Any) -> Any:
     import live.rotary  # noqa: F401 - before vLLM builds a model
 
     weights = "examples.qwen3_moe.vllm_engine.NewWeights"  # by name: vLLM imports it
-    found = arguments(folder, disable_log_stats=False, worker_extension_cls=weights, **planned)
-    os.environ.update(found.environment)
+    plan = arguments(folder, disable_log_stats=False, worker_extension_cls=weights, **planned)
+    os.environ.update(plan.environment)
     # On a processor with AMX vLLM would take a backend for DeepSeek's attention that refuses float32.
     backend = {"attention_backend": AttentionBackendEnum.CPU_MLA} if is_deepseek(folder) else {}
-    return LLM(**found.arguments, **backend)
+    return LLM(**plan.arguments, **backend)
 
 
 def is_deepseek(folder: Path) -> bool:
@@ -83,57 +83,56 @@ def load(llm: Any, folder: Path) -> None:
     llm.collective_rpc("take_weights", args=(str(folder),))
 
 
+@dataclass(frozen=True)
 class Server:
-    """vLLM's OpenAI server; `with Server(folder) as server: server.ask("/v1/completions", prompt=[5, 6])`."""
+    """vLLM's OpenAI server, where it answers."""
 
-    def __init__(self, folder: Path, **planned: Any) -> None:
-        found = arguments(folder, enable_scale_out=True, served_model_name="m", **planned)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._environment = found.environment
-        self._command = [sys.executable, str(_HERE / "rotary.py"), *found.command_line()]
-        self._command += ["--host", "127.0.0.1", "--port", str(self.port)]
-
-    def __enter__(self) -> Server:
-        self._log = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(
-            self._command,
-            env=os.environ
-            | self._environment
-            | {"VLLM_SERVER_DEV_MODE": "1"},  # for /pause, /collective_rpc and the like
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            self._wait_until_it_answers()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def _wait_until_it_answers(self) -> None:
-        end = time.monotonic() + STARTED
-        while time.monotonic() < end and self._process.poll() is None:
-            with suppress(OSError):
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
-                return
-            time.sleep(0.2)
-        self._log.seek(0)
-        raise AssertionError(f"the server didn't start:\n{self._log.read()[-4000:]}")
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(ENDED)
-        with suppress(ProcessLookupError):  # its engine too
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(ENDED)
-        self._log.close()
+    url: str
 
     def ask(self, path: str, **body: Any) -> bytes:
         """The answer as it came, with the token ids in it."""
         return post(f"{self.url}{path}", {"model": "m", "return_token_ids": True, **body})
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    """`with serving(folder) as server: server.ask("/v1/completions", prompt=[5, 6])`."""
+    plan = arguments(folder, enable_scale_out=True, served_model_name="m")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    server = Server(f"http://127.0.0.1:{port}")
+    rotary = str(Path(__file__).with_name("rotary.py"))
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, rotary, *plan.command_line(), "--host", "127.0.0.1", "--port", port],
+            # the mode is for /pause, /collective_rpc and the like
+            env=os.environ | plan.environment | {"VLLM_SERVER_DEV_MODE": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            if not _answers(server, process):
+                log.seek(0)
+                raise AssertionError(f"the server didn't start:\n{log.read()[-4000:]}")
+            yield server
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDED)
+            with suppress(ProcessLookupError):  # its engine too
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(ENDED)
+
+
+def _answers(server: Server, process: subprocess.Popen[bytes]) -> bool:
+    """Wait until it does."""
+    end = time.monotonic() + STARTED
+    while time.monotonic() < end and process.poll() is None:
+        with suppress(OSError):
+            urllib.request.urlopen(f"{server.url}/health", timeout=5).close()
+            return True
+        time.sleep(0.2)
+    return False

@@ -1,21 +1,30 @@
-"""What starts vLLM by a command, in a process of its own: examples, the demo, a device's rollout, GRPO."""
+"""What a user copies, with a live vLLM: README's R3, examples, the demo, a device's rollout, GRPO."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
+import vllm
 
+import live.rotary  # noqa: F401 - before vLLM builds a model
+import npu_replay
+from ci_module import ci_module
+from live import engine
+from live.held import assert_right
 from shown_examples import ROOT, has_what_is_promised
 
 GRPO = ROOT / "examples" / "grpo"
@@ -38,28 +47,49 @@ def printed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.megatron
-def test_r3_from_vllm_to_megatron(printed: Callable[..., str]) -> None:
+@pytest.mark.parametrize("name", ["vllm_to_megatron_r3.py", "multi_turn.py"])
+def test_an_example_prints_what_it_promises(name: str, printed: Callable[..., str]) -> None:
     from megatron.core import parallel_state
 
-    file = ROOT / "examples" / "vllm_to_megatron_r3.py"
+    file = ROOT / "examples" / name
     has_what_is_promised(file, printed(file))
     parallel_state.destroy_model_parallel()
 
 
-def test_several_turns_with_a_tool(printed: Callable[..., str]) -> None:
-    file = ROOT / "examples" / "multi_turn.py"
-    has_what_is_promised(file, printed(file))
+def test_readmes_r3_replays_what_the_engine_used(
+    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it stands: text in, routes out, replayed by transformers. Its model has more experts than a byte can
+    name (T19)."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (example,) = (block for block in blocks if "from vllm import" in block)
+    _, folder = saved("Qwen3Moe", num_experts=300, num_hidden_layers=4, num_experts_per_tok=8)
+    shutil.copytree(folder, tmp_path / "Qwen3-30B-A3B")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(vllm, "LLM", partial(vllm.LLM, **engine.SMALL))
+    names: dict[str, Any] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    model = names["model"]
+    tokens = names["tokens"]
+    routes = names["routes"]
+    assert len(routes) > 6
+    assert routes.ids.max() > 255
+    assert_right(model, tokens[0], routes)
+    assert (names["ratio"] == 1).all(), "both passes are replayed"
+    assert all(weight.grad is not None for weight in model.parameters() if weight.requires_grad)
+    with torch.no_grad(), npu_replay.record(model) as own:
+        model(tokens)
+    assert npu_replay.compare([routes], own.routes).router_mismatch < 0.05, "the same weights, in float32"
 
 
 @pytest.mark.long
 @pytest.mark.megatron
-def test_the_demo_keeps_its_promises_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "ci"))
+def test_the_demo_keeps_its_promises_with_vllm(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.demo", "--engine", "vllm", "--steps", "2"]
     ended = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "Rollout: vLLM 0.30." in ended.stdout
-    assert importlib.import_module("check").demo(json.loads((tmp_path / "demo.json").read_text())) == []
+    assert ci_module("check").demo(json.loads((tmp_path / "demo.json").read_text())) == []
 
 
 def test_a_start_is_decoded_and_counted(saved: Any, tmp_path: Path, printed: Callable[..., str]) -> None:
@@ -101,14 +131,11 @@ def jobs_in_this_process(printed: Callable[..., str], monkeypatch: pytest.Monkey
 @pytest.mark.megatron
 @pytest.mark.timeout(2 * LIMIT)
 @pytest.mark.usefixtures("jobs_in_this_process")
-def test_a_step_on_megatron_shows_what_it_has_to(
-    tmp_path: Path, printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "ci"))
+def test_a_step_on_megatron_shows_what_it_has_to(tmp_path: Path, printed: Callable[..., str]) -> None:
     small = ["--teach", "5", "--layers", "2", "--steps", "1", "--jobs", "1", "--out", str(tmp_path)]
     printed(GRPO / "run.py", *small, "--arms", "R2", "TIS+R3")
     result = json.loads((tmp_path / "grpo.json").read_text())
-    assert importlib.import_module("check").grpo(result) == []
+    assert ci_module("check").grpo(result) == []
     for run in result["runs"]:
         assert [row["replay_mismatch"] for row in run["rows"]] == [0]
 

@@ -19,17 +19,18 @@ from npu_replay import Rollout, Turn, from_vllm
 MESSAGES = [{"role": "user", "content": "w17 w9 w30 w8"}, {"role": "assistant", "content": "w5 w6"}]
 
 
-def assert_all_right(live: Live, answer: bytes, asked: list[int] | None = None) -> list[dict[str, Any]]:
+def assert_all_right(
+    live: Live, answer: bytes, prompt: list[int] | None = None, start: int = 0
+) -> list[dict[str, Any]]:
     """Every completion of an answer; returns its choices."""
-    said = json.loads(answer)
+    body = json.loads(answer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # T10: what came over HTTP can't be written to
-        found = from_vllm(answer, live.folder, prompt_token_ids=asked)
-    choices: list[dict[str, Any]] = said["choices"]
-    assert len(choices) == len(found)
-    for choice, routes in zip(choices, found, strict=True):
-        ran = asked or choice.get("prompt_token_ids") or said["prompt_token_ids"]
-        assert_right(live.model, [*ran, *choice["token_ids"]], routes)
+        of_each = from_vllm(answer, live.folder, prompt_token_ids=prompt, start=start)
+    choices: list[dict[str, Any]] = body["choices"]
+    for choice, routes in zip(choices, of_each, strict=True):
+        ran = prompt or choice.get("prompt_token_ids") or body["prompt_token_ids"]
+        assert_right(live.model, [*ran, *choice["token_ids"]], routes, start)
     return choices
 
 
@@ -53,8 +54,7 @@ def test_tokens_in_and_out(served: Live) -> None:
     for start in (0, 33):
         sampling = {"max_tokens": 12, "routed_experts_prompt_start": start}
         answer = served.engine.ask("/inference/v1/generate", token_ids=ids, sampling_params=sampling)
-        (routes,) = from_vllm(answer, served.folder, prompt_token_ids=ids, start=start)
-        assert_right(served.model, [*ids, *json.loads(answer)["choices"][0]["token_ids"]], routes, start)
+        assert len(assert_all_right(served, answer, ids, start)) == 1
 
 
 def test_T37_openais_client_reads_chat_answers_that_carry_routes(served: Live) -> None:

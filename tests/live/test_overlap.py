@@ -29,13 +29,11 @@ def coarse(request: pytest.FixtureRequest, saved: Any) -> Live:
 
 def test_right_rows_are_taken_and_wrong_ones_refused(coarse: Live) -> None:
     model = coarse.model
-    folder = coarse.folder
-    llm = coarse.engine
-    asked = SamplingParams(max_tokens=160, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=160, ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt(70 + number, 50)} for number in range(2)]
     samples: list[tuple[torch.Tensor, RoutedExperts]] = []
-    for output in llm.generate(prompts, asked, use_tqdm=False):
-        (routes,) = from_vllm(output, folder)
+    for output in coarse.engine.generate(prompts, sampling, use_tqdm=False):
+        (routes,) = from_vllm(output, coarse.folder)
         tokens = torch.tensor([[*output.prompt_token_ids, *output.outputs[0].token_ids]])
         assert isinstance(verdict(lambda tokens=tokens: model(tokens, use_cache=False), model, routes), float)
         samples.append((tokens[:, :-1], routes.take(range(len(routes) - 1))))

@@ -12,15 +12,12 @@ import pytest
 import needed
 
 HERE = Path(__file__).parent
-ENGINES = {"test_vllm.py": "vllm", "test_sglang.py": "sglang"}
-
-
 CURE = "Put a release on PYTHONPATH (ci/engines.sh does) and install the engine-tests extra"
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    engines = [ENGINES[name] for name in [module_path.name] if name in ENGINES]
-    return needed.module(module_path, parent, needed.missing(*engines), CURE)
+    engine = module_path.stem.removeprefix("test_")
+    return needed.module(module_path, parent, needed.missing(engine), CURE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

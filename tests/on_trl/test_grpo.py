@@ -2,23 +2,95 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import npu_replay
 from npu_replay.compat.trainer_log import log_metrics
+from zoo import qwen
+from zoo.passes import Passes, differing
 
 pytest.importorskip("trl", reason="ci/trainers.sh runs these tests, with TRL")
 
-from on_trl.grpo import LAYERS, Seen, trainer
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*requires_grad=True:UserWarning"),
 ]
+
+VOCABULARY = 96
+LAYERS = 3
+
+
+def tokenizer() -> Any:
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(3, VOCABULARY))]
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return qwen.tokenizer(words, **special, padding_side="left")
+
+
+def prompts(count: int = 16) -> Dataset:
+    return Dataset.from_dict(
+        {"prompt": [" ".join(f"w{3 + (7 * n + k) % 90}" for k in range(2 + n % 4)) for n in range(count)]}
+    )
+
+
+def rewards(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+
+
+def trainer(folder: Path, peft: Any = None, **options: Any) -> GRPOTrainer:
+    """Old log-probs are taken in a pass of their own, and each generation is trained on twice."""
+    chosen = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "num_generations": 2,
+        "num_iterations": 2,
+        "steps_per_generation": 2,
+        "max_completion_length": 8,
+        "max_steps": 8,
+        "learning_rate": 0.03,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "gradient_checkpointing": True,
+        "seed": 1,
+    }
+    return GRPOTrainer(
+        model=qwen.make(VOCABULARY, LAYERS, pad_token_id=0, eos_token_id=1),
+        reward_funcs=rewards,
+        args=GRPOConfig(**(chosen | options)),
+        train_dataset=prompts(),
+        eval_dataset=prompts(4),
+        processing_class=tokenizer(),
+        peft_config=peft,
+    )
+
+
+class Seen(Passes):
+    """What the routers of a model chose in each pass of a run.
+
+    Attributes:
+        new: token-layers of updates whose recorded experts aren't those that the routers' scores say.
+        other: token-layers in which the reference's own choice differs from the policy's.
+    """
+
+    new = other = 0
+
+    def chose(self, layer: int, tokens: tuple[int, ...], chosen: torch.Tensor, live: torch.Tensor) -> None:
+        if self.kind == "reference":
+            self.other += differing(chosen, self.recorded[tokens][layer])
+            assert torch.equal(chosen, live)
+        elif self.kind == "update":
+            self.new += differing(live, self.recorded[tokens][layer])
+
 
 CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {},
@@ -50,7 +122,7 @@ def test_updates_take_the_experts_of_the_old_log_probs(case: str, adapter: bool,
         log_metrics(grpo, following)
         grpo.train()
         metrics = following.metrics()
-    logged = [one for one in grpo.state.log_history if "loss" in one]
+    logged = [entry for entry in grpo.state.log_history if "loss" in entry]
     assert len(logged) == grpo.args.max_steps
     assert logged[-1]["npu_replay/replayed"] == metrics["replayed"]
     assert seen.updates > 1000
@@ -77,7 +149,7 @@ def test_a_run_without_it_chooses_otherwise(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_leaves_no_trace(tmp_path: Path) -> None:
-    grpo = trainer(tmp_path, evaluate=True)
+    grpo = trainer(tmp_path)
     with npu_replay.follow(grpo.model) as following:
         grpo.train()
         before = following.metrics()
@@ -99,8 +171,6 @@ def test_a_run_without_old_log_probs_is_told_so(tmp_path: Path) -> None:
 
 def test_routes_of_a_rollout_are_replayed_in_both_passes(tmp_path: Path) -> None:
     """R3: what is put in by tokens, where TRL's own generation has just ended."""
-    import torch
-
     grpo = trainer(tmp_path, max_steps=4)
     seen = Seen(grpo.model)
     put: dict[tuple[int, ...], torch.Tensor] = {}
@@ -117,8 +187,7 @@ def test_routes_of_a_rollout_are_replayed_in_both_passes(tmp_path: Path) -> None
         return answer
 
     grpo._generate_single_turn = generated
-    with contextlib.ExitStack() as stack:
-        following = stack.enter_context(npu_replay.follow(grpo.model))
+    with npu_replay.follow(grpo.model) as following:
         grpo.train()
         metrics = following.metrics()
     assert metrics["recorded"] == 0

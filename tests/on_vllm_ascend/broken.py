@@ -4,7 +4,6 @@ of vllm-ascend and vLLM as a later release might change them: a start is refused
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +12,17 @@ import torch.distributed as dist
 from npu_replay.compat.vllm_ascend import capture
 from npu_replay.compat.vllm_ascend.capture import Capture
 from npu_replay.compat.vllm_ascend.capture_points import CapturePoints
-from npu_replay.compat.vllm_ascend.placing import Layout, Place, place
+from npu_replay.compat.vllm_ascend.placing import Place, place
 
 
 def ranks_in_the_wrong_order() -> None:
-    _place(lambda layout, rows: place(replace(layout, tp_rank=layout.tp_size - 1 - layout.tp_rank), rows))
+    capture.place = lambda layout, rows: place(
+        replace(layout, tp_rank=layout.tp_size - 1 - layout.tp_rank), rows
+    )
 
 
 def each_ranks_part_taken_for_the_whole() -> None:
-    _place(lambda layout, rows: Place(0, rows, 0))
+    capture.place = lambda layout, rows: Place(0, rows, 0)
 
 
 def nothing_put_together() -> None:
@@ -56,10 +57,6 @@ def the_second_ranks_order_is_another() -> None:
         take(self, layer, ids.flip(-1) if self._tp.rank_in_group else ids, *rest)
 
     CapturePoints._take = turned
-
-
-def _place(other: Callable[[Layout, int], Place]) -> None:
-    capture.place = other
 
 
 # ---- classes as another release might have them

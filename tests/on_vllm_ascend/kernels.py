@@ -5,9 +5,8 @@ The gating operator chooses as its description says; the experts give zeros; wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch_npu
@@ -39,12 +38,6 @@ moved: list[int] = []
 """How many ids of each layer EPLB has put elsewhere."""
 
 
-def _look(ids: Any, routing: Any) -> None:
-    """To 0.26 the places of experts are looked up behind the choice, in `fused_experts` itself."""
-    places = getattr(routing, "log2phy", None)
-    moved.append(0 if places is None else int((places[ids] != ids).sum()))
-
-
 def replace() -> None:
     """In vllm-ascend, once it is imported."""
     from vllm_ascend.device.device_op import DeviceOperator
@@ -56,7 +49,10 @@ def replace() -> None:
         setattr(torch_npu, name, _quantized)
 
     def fused_experts(self: Any, fused_experts_input: Any, *_: Any, **__: Any) -> Any:
-        _look(fused_experts_input.topk_ids, getattr(fused_experts_input, "routing", None))
+        # To 0.26 the places of experts are looked up behind the choice, in `fused_experts` itself.
+        ids = fused_experts_input.topk_ids
+        places = getattr(getattr(fused_experts_input, "routing", None), "log2phy", None)
+        moved.append(0 if places is None else int((places[ids] != ids).sum()))
         return moe_comm_method.FusedExpertsResult(
             routed_out=torch.zeros_like(fused_experts_input.hidden_states),
             group_list_type=1,
@@ -76,12 +72,11 @@ def _quantized(x: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.ones(len(x))
 
 
-@contextmanager
-def packed_weights() -> Iterator[None]:
+def packed_weights() -> Any:
     """While layers run, they have the weights that are packed for an NPU after loading: nobody reads them."""
     original = torch.nn.Module.__getattr__
 
-    def found(self: Any, name: str) -> Any:
+    def get(self: Any, name: str) -> Any:
         try:
             return original(self, name)
         except AttributeError:
@@ -89,8 +84,4 @@ def packed_weights() -> Iterator[None]:
                 raise
             return torch.zeros(1)
 
-    torch.nn.Module.__getattr__ = found
-    try:
-        yield
-    finally:
-        torch.nn.Module.__getattr__ = original
+    return mock.patch.object(torch.nn.Module, "__getattr__", get)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.model_executor.layers.fused_moe import routed_experts_capturer
 
 from on_vllm_ascend.cases import BLOCK
 
@@ -14,11 +15,9 @@ BLOCK_TABLE = [6, 2, 5, 1, 3]
 
 
 def road(runner: Any) -> Any:
-    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
-
-    if hasattr(RoutedExpertsCapturer, "save_captured_experts"):
+    if hasattr(routed_experts_capturer.RoutedExpertsCapturer, "save_captured_experts"):
         return SharedMemory(runner)
-    if hasattr(RoutedExpertsCapturer, "get_routed_experts"):
+    if hasattr(routed_experts_capturer.RoutedExpertsCapturer, "get_routed_experts"):
         return Snapshot(runner)
     return Buffer(runner)
 
@@ -44,26 +43,20 @@ class SharedMemory(Road):
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
-        from vllm.model_executor.layers.fused_moe import routed_experts_capturer as product
-
-        self.product = product
-        self.capturer = product.RoutedExpertsCapturer.get_instance()
+        self.capturer = routed_experts_capturer.RoutedExpertsCapturer.get_instance()
         self.is_writer = self.capturer._shm is not None
         if self.is_writer:
-            self.reader = product.RoutedExpertsReader.create()
+            self.reader = routed_experts_capturer.RoutedExpertsReader.create()
             self.reader.attach_buffer(runner.max_num_kv_tokens, runner.vllm_config)
 
     def before(self) -> None:
-        self.product.RoutedExpertsCapturer.get_instance().clear_buffer()
+        self.capturer.clear_buffer()
 
     def after(self, tokens: int, padding: int) -> Any:
         slots = self.slots(tokens)
         self.runner.cpu_slot_mapping = np.concatenate([slots, np.full(padding, -1)])
-        capturer = self.product.RoutedExpertsCapturer.get_instance()
-        capturer.save_captured_experts(indices=self.runner.cpu_slot_mapping)
-        if not self.is_writer:
-            return None
-        return self.reader.get_routed_experts(slots)
+        self.capturer.save_captured_experts(indices=self.runner.cpu_slot_mapping)
+        return self.reader.get_routed_experts(slots) if self.is_writer else None
 
     def close(self) -> None:
         if self.is_writer:
@@ -76,9 +69,9 @@ class Managed(Road):
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
-        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsManager
-
-        self.manager = RoutedExpertsManager(runner.vllm_config, runner.kv_cache_config)
+        self.manager = routed_experts_capturer.RoutedExpertsManager(
+            runner.vllm_config, runner.kv_cache_config
+        )
 
     def stored(self, rows: Any, slots: Any, tokens: int) -> Any:
         self.manager.store_batch(rows, slots)

@@ -15,10 +15,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
+from vllm.model_executor.layers.fused_moe import routed_experts_capturer
 
 import npu_replay
 from npu_replay.compat.vllm_ascend import plugin
-from on_vllm_ascend import kernels, read_out, truth
+from on_vllm_ascend import cases, kernels, read_out
 from on_vllm_ascend.cases import BLOCK, EXPERTS, GROUPS, HIDDEN, LAYERS, TOP_GROUPS, TOP_K, Case
 
 MAX_TOKENS = 64
@@ -29,21 +39,16 @@ DRAFT = 99
 
 def runner_class() -> Any:
     """The one that hands out routes: of the V2 runner where vLLM has `bind_routed_experts_capturer`."""
-    from vllm.model_executor.layers.fused_moe import routed_experts_capturer
-
     if hasattr(routed_experts_capturer, "bind_routed_experts_capturer"):
         from vllm_ascend.worker.v2 import model_runner
-
-        return model_runner.NPUModelRunner
-    from vllm_ascend.worker import model_runner_v1
-
-    return model_runner_v1.NPUModelRunner
+    else:
+        from vllm_ascend.worker import model_runner_v1 as model_runner
+    return model_runner.NPUModelRunner
 
 
 class Worker:
     def __init__(self, case: Case, rank: int, ports: list[int]) -> None:
         self.case = case
-        self.rank = rank
         self.dp_rank, self.tp_rank = divmod(rank, case.tp)
         os.environ["VLLM_ASCEND_ENABLE_FLASHCOMM1"] = str(int(case.sequence_parallel))
         os.environ["DYNAMIC_EPLB"] = str(case.eplb).lower()
@@ -55,7 +60,6 @@ class Worker:
 
     def start(self, port: int) -> None:
         """As NPUWorker does it, with gloo for hccl."""
-        from vllm.config import set_current_vllm_config
         from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
         from vllm_ascend import utils
         from vllm_ascend.ascend_config import get_ascend_config, init_ascend_config
@@ -99,7 +103,7 @@ class Worker:
         return counts if self.tp_rank == 0 else {}
 
     def make_capturer(self) -> None:
-        """As `initialize_kv_cache` does; what captures is kept."""
+        """As `initialize_kv_cache` does; what captures is kept, for the life of this process."""
         attach = plugin.attach
 
         def kept(runner: Any) -> Any:
@@ -107,10 +111,7 @@ class Worker:
             return self.capture
 
         plugin.attach = kept
-        try:
-            self.runner.init_routed_experts_capturer()
-        finally:
-            plugin.attach = attach
+        self.runner.init_routed_experts_capturer()
 
     def take_back(self, before: dict[str, Any]) -> None:
         assert held() != before
@@ -143,7 +144,7 @@ class Worker:
         """tokens x layers with experts x k."""
         return np.stack(
             [
-                truth.experts(self.case.routing, truth.logits(step, layer, self.dp_rank, tokens), layer)
+                cases.chosen(self.case.routing, cases.logits(step, layer, self.dp_rank, tokens), layer)
                 for layer in range(self.case.dense, LAYERS)
             ],
             axis=1,
@@ -164,7 +165,7 @@ class Worker:
             around = context.set_ascend_forward_context(None, self.config, model_instance=model, **said)
         with around, kernels.packed_weights():
             for layer, experts in model.experts():
-                drawn = truth.logits(step, DRAFT if model is self.draft else layer, self.dp_rank, own)
+                drawn = cases.logits(step, DRAFT if model is self.draft else layer, self.dp_rank, own)
                 logits = self.part(torch.from_numpy(drawn), getattr(context._EXTRA_CTX, "pad_size", 0) or 0)
                 experts(torch.ones(len(logits), HIDDEN), logits)
 
@@ -178,14 +179,13 @@ class Worker:
 
 def held() -> dict[str, Any]:
     """What the plug-in replaces for a whole worker, as it is."""
-    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
     from vllm_ascend.ops.fused_moe.moe_comm_method import MoECommMethod
 
     modules = {name: getattr(module, "__dict__", {}) for name, module in list(sys.modules.items())}
     return {
         **{name: own["select_experts"] for name, own in modules.items() if "select_experts" in own},
         "prepare": MoECommMethod.prepare,
-        "capture": RoutedExpertsCapturer.capture,
+        "capture": routed_experts_capturer.RoutedExpertsCapturer.capture,
     }
 
 
@@ -227,7 +227,7 @@ def experts_of(case: Case, layer: int, prefix: str) -> Any:
             "topk_group": TOP_GROUPS,
             "scoring_func": "sigmoid",
             "e_score_correction_bias": torch.nn.Parameter(
-                torch.from_numpy(truth.bias(layer)), requires_grad=False
+                torch.from_numpy(cases.bias(layer)), requires_grad=False
             ),
         }
     kind = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
@@ -334,14 +334,6 @@ MODEL = {
 
 def vllm_config(case: Case, dp_rank: int, ports: list[int]) -> Any:
     """What `vllm serve` would make of this case: a model of Qwen3-MoE's kind."""
-    from vllm.config import (
-        CacheConfig,
-        DeviceConfig,
-        ModelConfig,
-        ParallelConfig,
-        SchedulerConfig,
-        VllmConfig,
-    )
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda function: function()  # or half a minute goes by
@@ -383,13 +375,13 @@ def vllm_config(case: Case, dp_rank: int, ports: list[int]) -> Any:
 
 
 def additional_config(case: Case) -> dict[str, Any]:
-    said: dict[str, Any] = {}
-    if case.sequence_parallel:
-        said["enable_flashcomm1"] = True
-    if case.mix_placement:
-        said["mix_placement"] = True
+    switches = {
+        "enable_flashcomm1": case.sequence_parallel,
+        "mix_placement": case.mix_placement,
+        "multistream_overlap_gate": case.overlap_gate,
+    }
+    # Newer releases refuse a key that they don't know, whatever its value.
+    config: dict[str, Any] = {name: True for name, is_on in switches.items() if is_on}
     if case.eplb:
-        said["eplb_config"] = {"dynamic_eplb": True, "num_redundant_experts": case.world}
-    if case.overlap_gate:
-        said["multistream_overlap_gate"] = True
-    return said
+        config["eplb_config"] = {"dynamic_eplb": True, "num_redundant_experts": case.world}
+    return config

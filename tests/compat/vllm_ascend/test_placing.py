@@ -87,27 +87,25 @@ def test_every_token_is_placed_once_or_by_all(
         assert set(of_ranks[:, :tokens].bool().sum(0).tolist()) <= {1, tp}
 
 
+PART = {"tokens": 6, "entered": 3, "sharded": True, "tp_size": 2, "across_dp": (6, 12)}
+
+
 @pytest.mark.parametrize(
-    ("comm", "sharded", "rows"),
+    ("layout", "rows"),
     [
-        ("allgather", False, 14),
-        ("mc2", False, 13),
-        ("alltoall", False, 8),
-        ("alltoall", True, 13),
-        ("none", False, 7),
+        (Layout(comm="allgather", tokens=13, entered=13, tp_size=2), 14),
+        (Layout(comm="mc2", tokens=13, entered=13, tp_size=2), 13),
+        (Layout(comm="alltoall", tokens=13, entered=13, tp_size=2), 8),
+        (Layout(comm="alltoall", tokens=13, entered=7, sharded=True, tp_size=2), 13),
+        (Layout(comm="none", tokens=13, entered=13, tp_size=2), 7),
+        # a part is filled up to the longest rank's under mc2 alone
+        (Layout(comm="alltoall", **PART), 6),
     ],
+    ids=lambda value: value.comm if isinstance(value, Layout) else None,
 )
-def test_rows_that_cannot_come_about_are_refused(comm: Comm, sharded: bool, rows: int) -> None:
-    layout = Layout(comm=comm, tokens=13, entered=7 if sharded else 13, sharded=sharded, tp_size=2)
+def test_rows_that_cannot_come_about_are_refused(layout: Layout, rows: int) -> None:
     with pytest.raises(ReplayError, match=f"{rows} rows, and their place in the batch isn't known"):
         place(layout, rows)
-
-
-def test_a_part_is_filled_up_to_the_longest_ranks_under_mc2_alone() -> None:
-    part = {"tokens": 6, "entered": 3, "sharded": True, "tp_size": 2, "across_dp": (6, 12)}
-    assert place(Layout(comm="mc2", **part), 6) == (0, 3, 0)
-    with pytest.raises(ReplayError, match="6 rows"):
-        place(Layout(comm="alltoall", **part), 6)
 
 
 def test_the_way_of_communication_decides_where_sizes_are_equal() -> None:
@@ -117,3 +115,4 @@ def test_the_way_of_communication_decides_where_sizes_are_equal() -> None:
     assert place(Layout(comm="mc2", **second), 1).tokens == 0
     assert place(Layout(comm="mc2", keeps_all=True, **second), 1) == (0, 1, 0)
     assert place(Layout(comm="none", **second), 1) == (0, 1, 0)
+    assert place(Layout(comm="mc2", **PART), 6) == (0, 3, 0)

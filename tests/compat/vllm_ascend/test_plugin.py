@@ -1,17 +1,21 @@
-"""When the plug-in acts, and what it says where it doesn't. What it captures: tests/on_vllm_ascend."""
+"""When the plug-in acts, what it says where it doesn't, and what it looks for in a worker, on stand-ins:
+whose functions, and which layers. What it captures: tests/on_vllm_ascend.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import npu_replay
 from npu_replay.compat import probe
@@ -19,6 +23,7 @@ from npu_replay.compat.patching import import_hook
 from npu_replay.compat.probe import Product
 from npu_replay.compat.vllm import engine_arguments
 from npu_replay.compat.vllm_ascend import parts, plugin
+from npu_replay.compat.vllm_ascend.capture_points import layers, refuse_foreign, selectors
 from npu_replay.errors import ReplayError
 
 V1 = "vllm_ascend.worker.model_runner_v1"
@@ -62,13 +67,11 @@ class Worker:
         self.env = env
         self.log = log
         self.releases = {"vllm-ascend": "0.23.0", "vllm": "0.23.0"}
-        for module, kind in ((V1, Runner), (EXECUTOR, Executor)):
-            name = "NPUModelRunner" if kind is Runner else "Executor"
+        self.runner: Any = type("NPUModelRunner", (Runner,), {})
+        self.executor: Any = type("Executor", (Executor,), {})
+        for module, kind in ((V1, self.runner), (EXECUTOR, self.executor)):
             env.setitem(sys.modules, module, ModuleType(module))
-            setattr(sys.modules[module], name, type(name, (kind,), {}))
-        self.module: Any = sys.modules[V1]
-        self.runner: Any = self.module.NPUModelRunner
-        self.executor: Any = sys.modules[EXECUTOR].Executor  # type: ignore[attr-defined]
+            setattr(sys.modules[module], kind.__name__, kind)
 
     def refuses(self, what: Any, *given: object, says: str) -> Any:
         """What it returns without strict; with it, an error."""
@@ -220,7 +223,7 @@ def test_what_is_another_product_than_is_known_ends_the_start(worker: Worker, ch
 
 def test_a_runner_that_cannot_be_guarded_ends_the_start(worker: Worker) -> None:
     """Nobody opens a block in a worker, where such a failure would be said: it would run as released."""
-    worker.env.delattr(worker.module, "NPUModelRunner")
+    worker.env.delattr(sys.modules[V1], "NPUModelRunner")
     worker.refuses(plugin.register, says="capture of routed experts failed: AttributeError")
 
 
@@ -372,3 +375,90 @@ def test_metadata_in_the_current_folder_alone_are_no_installation(
     capability = plugin.capability(Product("vllm-ascend", True, "0.23.0"), Product("vllm", True, "0.23.0"))
     assert capability.state == state
     assert ("found in the current folder alone" in capability.why) == (state == "broken")
+
+
+# ---- what is looked for in a worker
+
+
+HOME = "vllm_ascend.ops.fused_moe.experts_selector"
+HOLDER = "vllm_ascend.quantization.methods.w8a8_dynamic"
+
+
+def written_in(file: str) -> Callable[..., Any]:
+    """A function of that file."""
+    made: dict[str, Any] = {}
+    exec(compile("def select_experts(): ...", f"/site/{file}", "exec"), made)
+    return made["select_experts"]  # type: ignore[no-any-return]
+
+
+OWN = written_in("experts_selector.py")
+
+
+@functools.wraps(OWN)
+def wrapped() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("where", "foreign"),
+    [
+        (HOME, written_in("my_patch.py")),
+        (HOLDER, wrapped),
+        (HOLDER, functools.partial(OWN)),
+        (HOLDER, print),
+    ],
+    ids=["another file", "a wrapper", "a partial", "no Python"],
+)
+def test_somebody_elses_function_is_refused_where_it_stands(
+    where: str, foreign: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In vllm-ascend's home of the function, in a module that holds it, and in somebody else's."""
+    modules = {name: ModuleType(name) for name in (HOME, HOLDER, "somebody.s")}
+    for name, module in modules.items():
+        module.select_experts = OWN  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    ((function, holders),) = selectors()
+    assert function is OWN
+    assert {holder.__name__ for holder in holders} == modules.keys()
+    modules[where].select_experts = foreign  # type: ignore[attr-defined]
+    with pytest.raises(ReplayError, match=rf"{where}\.select_experts: somebody else has replaced"):
+        list(selectors())
+
+
+def test_vllm_ascends_own_patch_of_the_capture_is_no_stranger() -> None:
+    files = ("routed_experts_capturer", "routed_experts_capture")
+    for file in ("routed_experts_capturer.py", "patch_routed_experts_capture.py"):
+        refuse_foreign(written_in(file), files, "capture")
+    with pytest.raises(ReplayError, match="another patch that captures routes: take it out"):
+        refuse_foreign(written_in("patch_other.py"), files, "capture")
+
+
+class Routes(torch.nn.Module):
+    layer_id = property(lambda self: self.number)
+
+    def __init__(self, number: int, zero_experts: int = 0) -> None:
+        super().__init__()
+        self.number = number
+        self.moe_config = object()
+        self.zero_expert_num = zero_experts
+
+
+def test_two_modules_of_one_layer_are_refused() -> None:
+    assert list(layers(torch.nn.Sequential(Routes(1), torch.nn.Linear(1, 1), Routes(3)))) == [1, 3]
+    with pytest.raises(ReplayError, match="two modules route for layer 1"):
+        layers(torch.nn.Sequential(Routes(1), Routes(1)))
+
+
+def compared(numbers: tuple[int, ...], columns: int = 4, zero_experts: int = 0) -> object:
+    text = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+    runner = SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text)))
+    routing = {number: Routes(number, zero_experts) for number in numbers}
+    return plugin._held_against_config(runner, routing, torch.zeros(1, columns, 2))
+
+
+def test_layers_are_held_against_the_models_config() -> None:
+    assert compared((1, 2, 3))
+    for numbers, columns in (((1, 3), 4), ((0, 1, 2, 3), 4), ((1, 2, 3), 3)):
+        with pytest.raises(ReplayError, match="the layers that route aren't those of the model's config"):
+            compared(numbers, columns)
+    with pytest.raises(ReplayError, match=r"layers \[1, 2, 3\] choose experts that compute nothing"):
+        compared((1, 2, 3), zero_experts=2)

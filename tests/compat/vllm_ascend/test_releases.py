@@ -21,10 +21,12 @@ ALL = ("0.27.1rc1", "0.28.0rc1", "0.30.0rc2", "0.35.0")
 QWEN3 = {"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8}
 QWEN3_NEXT = {**QWEN3, "layer_types": ["linear_attention", "full_attention"] * 24}
 WINDOWS = {**QWEN3, "layer_types": ["sliding_attention", "full_attention"] * 24}
-QWEN3_5 = {"text_config": {**QWEN3, "full_attention_interval": 4}}
-NEMOTRON_H = {**QWEN3, "hybrid_override_pattern": "MEM*E"}
-JAMBA = {**QWEN3, "attn_layer_period": 8}
-HYBRIDS = {"qwen3-next": QWEN3_NEXT, "qwen3.5": QWEN3_5, "nemotron-h": NEMOTRON_H, "jamba": JAMBA}
+HYBRIDS = (
+    QWEN3_NEXT,
+    {"text_config": {**QWEN3, "full_attention_interval": 4}},  # Qwen3.5
+    {**QWEN3, "hybrid_override_pattern": "MEM*E"},  # Nemotron-H
+    {**QWEN3, "attn_layer_period": 8},  # Jamba
+)
 
 
 SPREAD = {"enable_expert_parallel": True}
@@ -37,8 +39,7 @@ SPLIT = (
 )
 FLASH = {"additional_config": {"enable_flashcomm1": True}, "tensor_parallel_size": 2, "data_parallel_size": 2}
 FOUR = {"data_parallel_size": 4} | SPREAD
-Row = tuple[tuple[str, ...], dict[str, Any], str]
-ROWS: list[Row] = [
+ROWS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     # releases, the plan, and in which words it is refused; empty: it is taken
     (
         ("0.11.0",),
@@ -66,7 +67,7 @@ ROWS: list[Row] = [
     ),
     *(  # T23
         row
-        for model in HYBRIDS.values()
+        for model in HYBRIDS
         for row in (
             (
                 ("0.18.0", "0.27.1rc1"),

@@ -1,4 +1,6 @@
-"""DeepSpeed's ZeRO over two processes: `record` and `replay` around its engine, or the module in it."""
+"""DeepSpeed's ZeRO over two processes: `record` and `replay` around its engine, or the module in it. And its
+non-reentrant checkpoint around model and loss: a recompute takes its own forward's experts.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,12 @@ import pytest
 import torch
 
 import jobs
+import npu_replay
+from live.families import make
+from zoo.outcome import gradients, same
+from zoo.toys import ToyModel, foreign, tokens
 
-pytest.importorskip("deepspeed", reason="ci/trainers.sh trl runs these tests, with DeepSpeed")
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+deepspeed = pytest.importorskip("deepspeed", reason="ci/trainers.sh trl runs these tests, with DeepSpeed")
 
 CASES = {
     "stage 0": (0, False, None),
@@ -23,40 +28,35 @@ CASES = {
 }
 
 
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
 def test_every_stage_uses_the_recorded_experts_in_forward_and_recompute() -> None:
-    found = jobs.by_case("on_deepspeed.test_zero:main", 2)
-    assert found == {case: ["", ""] for case in CASES}
+    problems = jobs.by_case("on_deepspeed.test_deepspeed:main", 2)
+    assert problems == {case: ["", ""] for case in CASES}
 
 
 def main(task: dict[str, Any]) -> dict[str, str]:
     """Return what went wrong with each case; empty where nothing did."""
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(task["rank"]), LOCAL_SIZE=str(task["world"]))
-    import deepspeed
-
     # It would compile its operator of shared memory, for a minute; without it all goes over gloo.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
-    found = {}
+    problems = {}
     for name, case in CASES.items():
-        found[name] = ""
+        problems[name] = ""
         try:
             for around in ("engine", "module"):
                 train(*case, around)
         except Exception:
-            found[name] = traceback.format_exc()
+            problems[name] = traceback.format_exc()
             break  # the ranks part for good where it goes wrong on one
     torch.distributed.destroy_process_group()
-    return found
+    return problems
 
 
 def train(stage: int, leaf: bool, reentrant: bool | None, around: str) -> None:
     """Hold the ids that the experts get, in forwards and recomputes, against those that were recorded."""
-    import deepspeed
-
-    import npu_replay
-    from live.families import make
-
     torch.manual_seed(0)
     model = make(
         "Qwen3Moe", num_hidden_layers=3, num_experts=8, num_experts_per_tok=2, mlp_only_layers=[0]
@@ -98,3 +98,27 @@ def train(stage: int, leaf: bool, reentrant: bool | None, around: str) -> None:
         for got, ids in zip(shown, [*wanted, *recomputed], strict=True):
             assert torch.equal(got.to(ids.dtype), ids)
     assert session.metrics()["live_mismatch"] > 0.05, "the weights haven't moved"
+
+
+COUNT = 6
+
+
+@pytest.mark.usefixtures("toy_routers")
+def test_a_recompute_takes_the_experts_of_its_own_forward() -> None:
+    model = ToyModel()
+    scale = torch.ones((), requires_grad=True)
+
+    def loss_of(batch: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean() * scale
+
+    grads: list[Any] = []
+    for run in (lambda function, *args: function(*args), deepspeed.checkpointing.non_reentrant_checkpoint):
+        model.zero_grad()
+        with npu_replay.replay(model, foreign(COUNT)):
+            losses = [run(loss_of, batch, scale) for batch in map(tokens, range(COUNT - 1))]
+            with torch.no_grad():
+                model(tokens(COUNT))  # a metric: of another micro-batch, with as many tokens
+            for loss in losses:
+                loss.backward()
+        grads.append(gradients(model))
+    assert same(*grads)
