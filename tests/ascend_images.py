@@ -305,11 +305,11 @@ def make(image: Image, folder: Path, verl: Path | None = None, megatron: Path | 
     if image.verl:
         _verl(image, folder, verl)
     if megatron is not None:
-        _stand_ins(image, folder, megatron)
+        _stand_ins(folder, megatron)
     return folder
 
 
-def _stand_ins(image: Image, folder: Path, megatron: Path) -> None:
+def _stand_ins(folder: Path, megatron: Path) -> None:
     """Put a real Megatron-core in the place of the simulated one, and what can run beside it."""
     shutil.rmtree(folder / "megatron" / "core")
     (folder / "megatron" / "core").symlink_to(megatron / "megatron" / "core")
@@ -353,29 +353,28 @@ def _transformers(folder: Path, version: str) -> None:
 
 def _megatron(image: Image, folder: Path) -> None:
     """Write what is read of Megatron-LM's source tree; no __init__.py, since it is a namespace package."""
-    release = image.megatron_core.partition("rc")[0].split(".")
-    numbers = dict(zip(("MAJOR", "MINOR", "PATCH"), release, strict=True))
-    pre = image.megatron_core.removeprefix(".".join(release))
-    about = "".join(f"{name} = {number}\n" for name, number in numbers.items())
     files = {
         "core/__init__.py": "",
-        "core/package_info.py": f"{about}PRE_RELEASE = {pre!r}\n",
+        "core/package_info.py": _package_info(image.megatron_core),
         "core/transformer/transformer_config.py": "class TransformerConfig:\n    moe_router_topk: int = 2\n",
     }
     if not image.megatron_wheel:
         files["training/__init__.py"] = ""
     if image.megatron_bridge:
         files["bridge/__init__.py"] = ""
-        files["bridge/package_info.py"] = _bridge_says(image.megatron_bridge)
+        files["bridge/package_info.py"] = _package_info(_release(image.megatron_bridge, "0.5.0"))
     _write(folder / "megatron", files)
     _metadata(folder, "megatron-core", image.megatron_core)
     if "." in image.megatron_bridge:  # a commit is on PYTHONPATH, and not installed
         _metadata(folder, "megatron-bridge", image.megatron_bridge)
 
 
-def _bridge_says(release: str) -> str:
-    major, minor, patch = _release(release, "0.5.0").split(".")
-    return f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ''\n"
+def _package_info(version: str) -> str:
+    """Return what Megatron-core and Megatron-Bridge write of their version."""
+    release = version.partition("rc")[0]
+    numbers = zip(("MAJOR", "MINOR", "PATCH"), release.split("."), strict=True)
+    about = "".join(f"{name} = {number}\n" for name, number in numbers)
+    return f"{about}PRE_RELEASE = {version.removeprefix(release)!r}\n"
 
 
 def _mindspeed(image: Image, folder: Path) -> None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TypeVar
-
-A = TypeVar("A")
-B = TypeVar("B")
-C = TypeVar("C")
+from typing import Any
 
 HAND = os.environ.get("NPU_REPLAY_MATRIX_CASES", "0")
 """The number of a hand, or `all` for every case; ci/matrix.sh says it."""
@@ -17,8 +13,8 @@ SHARES = 8
 
 
 def dealt(
-    first: Sequence[A], second: Sequence[B], third: Sequence[C], hand: str = HAND
-) -> list[tuple[A, B, C]]:
+    first: Sequence[Any], second: Sequence[Any], third: Sequence[Any], hand: str = HAND
+) -> list[tuple[Any, Any, Any]]:
     """A case for every eighth value of the first and longest axis, the values of the others in turn.
 
     `SHARES` times as many hands that follow each other as the second axis is long hold each pair of the two

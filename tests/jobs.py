@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -122,7 +121,7 @@ def start(
         rendezvous = TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
         given = {**(task or {}), "world": ranks, "folder": str(files), "store": str(own / "store")}
         processes = [_Process(own, rank, target, given, env or {}, path, rendezvous) for rank in range(ranks)]
-        leader = _forked(_lead, own, ranks, before) if before else None
+        leader = _started(_FORKSERVER, _lead, own, ranks, before) if before else None
         for process in processes:
             process.start(leader, fresh)
         try:
@@ -162,19 +161,14 @@ class _Process:
         changes |= env
         given = {"target": target, "task": task | {"rank": rank}, "path": first, "env": changes}
         (folder / f"{rank}.task").write_text(json.dumps(given), encoding="utf-8")
-        self._changes = changes
 
     def start(self, leader: multiprocessing.process.BaseProcess | None, fresh: bool) -> None:
         self._leader = leader
-        if fresh:
-            self._process: Any = _fresh(self._folder, self._rank, self._changes)
-        else:
-            self._process = leader or _forked(_work, self._folder, self._rank)
+        context = _SPAWN if fresh else _FORKSERVER
+        self._process = leader or _started(context, _work, self._folder, self._rank)
 
     def code(self) -> int | None:
         """Its exit code; None while it runs."""
-        if isinstance(self._process, subprocess.Popen):
-            return self._process.poll()
         ended = self._process.exitcode  # first: a leader writes before it ends
         if self._leader is not None and self._ended.exists():
             return int(self._ended.read_text())
@@ -187,7 +181,7 @@ class _Process:
             self._process.terminate()  # it kills its ranks
         else:
             self._process.kill()
-        self._process.wait() if isinstance(self._process, subprocess.Popen) else self._process.join()
+        self._process.join()
 
     def ended(self, why: str) -> Ended:
         answer = self._folder / f"{self._rank}.answer"
@@ -198,30 +192,16 @@ class _Process:
         return Ended(self.name, code or (0 if answer.exists() else 1), found, output + (why if code else ""))
 
 
-def _fresh(folder: Path, rank: int, changes: Mapping[str, str | None]) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, **{name: value for name, value in changes.items() if value is not None}}
-    for name in [name for name, value in changes.items() if value is None]:
-        environment.pop(name, None)
-    with (folder / f"{rank}.output").open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, __file__, str(folder), str(rank)],
-            env=environment,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-
-
-_context = multiprocessing.get_context("forkserver")
+_SPAWN = multiprocessing.get_context("spawn")
+_FORKSERVER = multiprocessing.get_context("forkserver")
 # Of the 3 s that a Megatron takes to be imported, 2.8 are torch's own compiler and its distributed packages.
-_context.set_forkserver_preload(
+_FORKSERVER.set_forkserver_preload(
     ["torch", "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 )
 
 
-def _forked(target: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
-    process = _context.Process(target=target, args=args)
+def _started(context: Any, target: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
+    process = context.Process(target=target, args=args)
     process.start()
     return process
 
@@ -344,7 +324,3 @@ def tests(task: Mapping[str, Any]) -> int:
 
     os.chdir(TESTS.parent)
     return int(pytest.main(task["arguments"]))
-
-
-if __name__ == "__main__":
-    _work(Path(sys.argv[1]), int(sys.argv[2]))

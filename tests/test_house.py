@@ -10,7 +10,7 @@ import functools
 import graphlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import filter as fnmatch_filter
 from fnmatch import fnmatch
 from pathlib import Path
@@ -224,11 +224,6 @@ TORCHS = {*vars(nn.Module()), "_version"}
 """Private attributes that are torch's own."""
 
 
-@functools.cache  # when a test asks: who collects the tests reads no module
-def trees() -> dict[str, ast.Module]:
-    return {name: tree_of(path) for name, path in MODULES.items()}
-
-
 def test_no_modules_need_each_other() -> None:
     """Also by what they import for type checkers alone."""
     needs = {name: imported(path, for_types=True) & MODULES.keys() for name, path in MODULES.items()}
@@ -239,22 +234,22 @@ def test_no_modules_need_each_other() -> None:
 def test_private_parts_that_another_room_uses() -> None:
     used = {
         f"{module}: {ast.unparse(node)}"
-        for module, node in private_parts_of_others(trees(), room_of)
+        for module, node in private_parts_of_others(MODULES, room_of)
         if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
     }
     assert used == set()
 
 
 def private_parts_of_others(
-    trees: dict[str, ast.Module], home: Callable[[str], str]
+    modules: Iterable[str], home: Callable[[str], str]
 ) -> Iterator[tuple[str, ast.Attribute]]:
     """Where a module uses a private part that no module of its own `home` defines, and another one does."""
     owners: dict[str, set[str]] = defaultdict(set)
-    for module, tree in trees.items():
-        for name in private_names(tree):
+    for module in modules:
+        for name in private_names(tree_of(MODULES[module])):
             owners[name].add(home(module))
-    for module, tree in trees.items():
-        for node in ast.walk(tree):
+    for module in modules:
+        for node in ast.walk(tree_of(MODULES[module])):
             if not isinstance(node, ast.Attribute) or not is_private(node.attr) or node.attr in TORCHS:
                 continue
             if owners[node.attr] and home(module) not in owners[node.attr]:
@@ -281,8 +276,8 @@ def private_names(tree: ast.AST) -> Iterator[str]:
 def classes() -> dict[tuple[str, str], ast.ClassDef]:
     return {
         (module, node.name): node
-        for module, tree in trees().items()
-        for node in ast.walk(tree)
+        for module, path in MODULES.items()
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef)
     }
 
@@ -306,7 +301,7 @@ def test_levels_of_classes() -> None:
 
 def test_sessions_are_put_together_of_parts() -> None:
     """Who reads one file of these rooms needs no private part of another."""
-    of_rooms = {module: tree for module, tree in trees().items() if room_of(module) in BUILT_OF_PARTS}
+    of_rooms = [module for module in MODULES if room_of(module) in BUILT_OF_PARTS]
     used = private_parts_of_others(of_rooms, lambda module: module)
     assert {f"{module}: {ast.unparse(node)}" for module, node in used} == set()
 

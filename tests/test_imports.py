@@ -1,9 +1,13 @@
-"""The promises about imports: npu_replay imports no framework and little of itself, and core no compat."""
+"""What Python needs for npu_replay: it imports no framework and little of itself, and core no compat.
+
+Without asserts and docstrings, and with every warning an error, it does the same.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import pkgutil
 import subprocess
 import sys
@@ -14,7 +18,6 @@ import pytest
 
 import jobs
 import npu_replay
-from npu_replay import routers
 from npu_replay.compat.patching import install as installing
 from test_house import PACKAGE, imported
 
@@ -115,30 +118,18 @@ def test_every_module_of_compat_is_public() -> None:
 
 
 @pytest.mark.parametrize("first", ["npu_replay", "npu_replay.sessions.session", "npu_replay.routers"])
-def test_routers_of_all_products_are_known_whatever_is_imported_first(first: str) -> None:
+def test_routers_of_all_products_are_known_and_made_once_whatever_is_imported_first(first: str) -> None:
     code = f"""
 import {first}
 from npu_replay import routers
 before = "npu_replay.compat.megatron.routers" in sys.modules
-print(json.dumps([before, [type(kind).__name__ for kind in routers._registered()], routers.kinds()]))
+kinds = routers._registered()
+again = routers._registered()
+made_once = [id(kind) for kind in kinds] == [id(kind) for kind in again]
+print(json.dumps([before, [type(kind).__name__ for kind in kinds], routers.kinds(), made_once]))
 """
     kinds = ["MegatronRouters", "TransformersRouters"]
-    assert answer(code) == [False, kinds, ["megatron-core", "transformers"]]
-
-
-def test_what_makes_a_router_kind_is_called_once() -> None:
-    made: list[object] = []
-
-    class Kind(routers.RouterKind):
-        def __init__(self) -> None:
-            made.append(self)
-
-    routers.register("mine", Kind)
-    try:
-        assert not made
-        assert [routers._registered()[-1], routers._registered()[-1]] == 2 * made
-    finally:
-        routers.unregister("mine")
+    assert answer(code) == [False, kinds, ["megatron-core", "transformers"], True]
 
 
 SAYS = "import sys\nshims = [name for name in sys.modules if name.startswith('npu_replay.compat.')]\n"
@@ -189,9 +180,65 @@ def test_the_core_needs_torch_and_numpy_alone(source: Path) -> None:
     assert {name.partition(".")[0] for name in imported(source)} <= allowed
 
 
+# Other ways to run Python
+
+
 def test_a_python_without_torch_is_named() -> None:
     code = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); import npu_replay"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False
     )
     assert f"needs torch 2.7 or newer, and {sys.executable} has none" in done.stderr.splitlines()[-1]
+
+
+SCRIPT = """
+import sys
+
+import torch
+
+import npu_replay
+from npu_replay import ParallelLayout, RoutedExperts, errors, routers
+from zoo.toys import EXPERTS, ToyModel, ToyRouters, tokens
+
+def check(fine, what):  # -O drops asserts
+    if not fine:
+        raise SystemExit(f"wrong: {what}")
+
+def refused(kind, act):
+    try:
+        act()
+    except kind:
+        return
+    raise SystemExit(f"not refused: {kind.__name__}")
+
+routers.register("toy", ToyRouters())
+for recompute in (None, "reentrant", "non-reentrant"):
+    model, x = ToyModel(recompute=recompute), tokens().requires_grad_()
+    with npu_replay.record(model) as recording:
+        model(x).sum().backward()
+    ids = (recording.routes[0].ids.long() + 1) % EXPERTS
+    routes = [RoutedExperts(ids=ids, layers=[0, 1], num_experts=EXPERTS)]
+    with npu_replay.observe(model) as seen, npu_replay.replay(model, routes, live_mismatch=True) as session:
+        model(x).sum().backward()
+    check(torch.equal(seen.shown[0].ids.long().sort().values, ids.sort().values), "what the routers show")
+    check(session.metrics()["live_mismatch"] > 0, "live_mismatch")
+    def twice():
+        with npu_replay.replay(model, routes):
+            model(x)
+            model(x)
+    refused(errors.MicroBatchError, twice)
+check(ParallelLayout(tp=2, tp_rank=1).tp_rank == 1, "ParallelLayout")
+refused(errors.ReplayError, lambda: ParallelLayout(tp=2, tp_rank=3))
+refused(errors.InvalidRoutes, lambda: RoutedExperts(ids=ids + 90, layers=[0, 1], num_experts=EXPERTS))
+npu_replay.report()
+"""
+
+
+@pytest.mark.slow
+def test_without_asserts_and_with_warnings_as_errors_the_blocks_are_the_same() -> None:
+    tests = Path(__file__).parent
+    path = os.pathsep.join([str(tests.parent), str(tests)])
+    environment = os.environ | {"PYTHONPATH": path}  # with a cache: to compile all of torch takes 20 s
+    command = [sys.executable, "-OO", "-W", "error", "-bb", "-X", "dev", "-c", SCRIPT]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from choice import examples
-from npu_replay.module_tree import ModuleTree, way
+from npu_replay.module_tree import ModuleTree
 
 
 class Bias(nn.Linear):
@@ -95,12 +95,6 @@ def test_a_tree_keeps_no_module_alive() -> None:
     del made
     gc.collect()
     assert tree() is None
-
-
-def test_the_way_to_a_module() -> None:
-    made = model()
-    assert [*way(made, "0.1")] == [made, made[0], made[0][1]]
-    assert [*way(made, "")] == [made]
 
 
 def test_a_part_that_changes_places_with_an_absent_one_is_noticed() -> None:

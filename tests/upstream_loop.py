@@ -1,22 +1,70 @@
-"""A training loop written against Megatron-core's own replay API, as from 0.16 on, and nothing else."""
+"""Megatron-core's own replay API, looked up where upstream has it, on any release.
+
+And a training loop written against it, as from 0.16 on, and nothing else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from router_replay_api import FLAG, MODULE
 from zoo.gpt import MICRO_BATCHES, Grads, Trainer, build
 from zoo.outcome import gradients
+
+MODULE = "megatron.core.transformer.moe.router_replay"
+FLAG = {"moe_enable_routing_replay": True}
 
 
 def api() -> tuple[Any, Any]:
     """Megatron's RouterReplay and RouterReplayAction: upstream's file, or what takes its place."""
     module = import_module(MODULE)
     return module.RouterReplay, module.RouterReplayAction
+
+
+@dataclass(frozen=True)
+class UpstreamApi:
+    """What a training loop imports."""
+
+    replay: Any
+    """The class RouterReplay."""
+    action: Any
+    """The enum RouterReplayAction."""
+    topk_routing: Any
+    """topk_routing_with_score_function."""
+
+    def new(self, action: str | None = None, ids: torch.Tensor | None = None) -> Any:
+        """An instance of its own, with this action and these ids as its target."""
+        made = self.replay()
+        if action is not None:
+            made.set_router_replay_action(self.action[action])
+        if ids is not None:
+            made.set_target_indices(ids)
+        return made
+
+    def everywhere(self, action: str) -> None:
+        self.replay.set_global_router_replay_action(self.action[action])
+
+
+@contextmanager
+def upstream_api() -> Iterator[UpstreamApi]:
+    """The API with no instance before, and none left after."""
+    functions = import_module("megatron.core.transformer.moe.moe_utils")
+    upstream = UpstreamApi(*api(), functions.topk_routing_with_score_function)
+    upstream.replay.clear_global_router_replay_instances()
+    try:
+        yield upstream
+    finally:
+        upstream.replay.clear_global_router_replay_action()
+        upstream.replay.clear_global_indices()
+        upstream.replay.clear_global_router_replay_instances()
+
+
+# A training loop
 
 
 def build_replayed(variant: dict[str, Any], recompute: str | None = None) -> Trainer:

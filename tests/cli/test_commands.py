@@ -15,14 +15,13 @@ import command_line
 import npu_replay
 import npu_replay.inspection.compare
 import npu_replay.inspection.inspection
-from command_line import Result
 from npu_replay import RoutedExperts
 from npu_replay.cli import exits
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("doctor", "inspect", "compare", "smoke")
 REPORTS = ("inspect a.routes", "compare a.routes b.routes")
-Invoke = Callable[[str], Result]
+Invoke = Callable[[str], command_line.Result]
 Fails = Callable[[Exception], None]
 
 

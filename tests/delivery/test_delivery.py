@@ -5,7 +5,6 @@ What arrives is held against what was put, whatever happened to the references o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,38 +42,30 @@ def routes(seed: int, tokens: int = 40, layers: tuple[int, ...] = LAYERS) -> Rou
     )
 
 
-Make = Callable[..., FileCarrier]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Make:
-    return lambda **options: FileCarrier(tmp_path / "pieces", **options)
-
-
 STAGES = DecoderLayers(14, [0] + [1] * 13, table=[[3], [7], [4]])
 
 
 @pytest.mark.parametrize("cut", [1, 5, 100, ParallelLayout(pp=3, decoder=STAGES)])
 @pytest.mark.parametrize("layers", [None, (1,), (4, 5, 6), (2, 7, 12)])
-def test_what_arrives_is_what_was_put(make: Make, cut: Any, layers: tuple[int, ...] | None) -> None:
+def test_what_arrives_is_what_was_put(tmp_path: Path, cut: Any, layers: tuple[int, ...] | None) -> None:
     samples = [routes(seed, tokens) for seed, tokens in enumerate((40, 1, 7))]
-    references = make(cut=cut).put_all(samples)
+    references = FileCarrier(tmp_path, cut=cut).put_all(samples)
     for sent, got in zip(samples, delivery.fetch(references, layers=layers), strict=True):
         assert got == (sent if layers is None else sent.only(layers))
 
 
-def test_virtual_stages_of_a_rank_are_one_piece(make: Make) -> None:
+def test_virtual_stages_of_a_rank_are_one_piece(tmp_path: Path) -> None:
     whole = ParallelLayout(pp=2, vp=3, decoder=npu_replay.DecoderLayers(12))
     sample = routes(0, layers=tuple(range(12)))
-    [reference] = make(cut=whole).put_all([sample])
+    [reference] = FileCarrier(tmp_path, cut=whole).put_all([sample])
     assert reference.blocks == ((0, 1, 4, 5, 8, 9), (2, 3, 6, 7, 10, 11))
     assert delivery.fetch([reference]) == [sample]
     assert delivery.fetch([reference], replace(whole, pp_rank=1)) == [sample.only(reference.blocks[1])]
 
 
-def test_what_is_gone_or_no_reference_is_an_error_in_words(make: Make, tmp_path: Path) -> None:
-    first = make().put(routes(0))
-    second = make().put(routes(1))
+def test_what_is_gone_or_no_reference_is_an_error_in_words(tmp_path: Path) -> None:
+    first = FileCarrier(tmp_path).put(routes(0))
+    second = FileCarrier(tmp_path).put(routes(1))
     Path(first.handles[0][0]).unlink()
     for given, words in (
         ([second, first], r"sample 1, Reference.*can't be read.*FileNotFoundError.*were freed"),
@@ -88,23 +79,23 @@ def test_what_is_gone_or_no_reference_is_an_error_in_words(make: Make, tmp_path:
         delivery.fetch([routes(0)], on_bad_route="native")
 
 
-def test_layers_that_nobody_put(make: Make) -> None:
-    reference = make().put(routes(0))
+def test_layers_that_nobody_put(tmp_path: Path) -> None:
+    reference = FileCarrier(tmp_path).put(routes(0))
     with pytest.raises(InvalidRoutes, match=r"nobody put decoder layer 0 of this sample"):
         delivery.fetch([reference], layers=(0, 1))
 
 
-def test_a_cut_that_does_not_fit(make: Make) -> None:
+def test_a_cut_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match=r"no piece for some layers.*\[12\]"):
-        make(cut=ParallelLayout(pp=2, decoder=DecoderLayers(12))).put(routes(0))
+        FileCarrier(tmp_path, cut=ParallelLayout(pp=2, decoder=DecoderLayers(12))).put(routes(0))
     with pytest.raises(ReplayError, match="with decoder="):
         RayCarrier(cut=ParallelLayout(pp=2))
     with pytest.raises(ReplayError, match="layers a piece"):
         RayCarrier(cut=0)
 
 
-def test_a_stage_of_dense_layers_is_sent_nothing_and_lays_out_nothing(make: Make) -> None:
-    references = make(cut=2).put_all([routes(1, 5), routes(2, 7)])
+def test_a_stage_of_dense_layers_is_sent_nothing_and_lays_out_nothing(tmp_path: Path) -> None:
+    references = FileCarrier(tmp_path, cut=2).put_all([routes(1, 5), routes(2, 7)])
     nothing = delivery.fetch(references, layers=())
     here = TokenLayout.packed([5, 7]).gather(nothing, layers=())
     assert (len(here), here.layers) == (12, ())

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +34,8 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     with cpu.lend():
         megatron_model.start(torch.device("cpu"))
         torch.manual_seed(3)
+        with mock.patch("megatron.core.transformer.TransformerConfig", dict):
+            sizes = megatron_model.config(num_layers=2)
         config = megatron_model.config(num_layers=2)
         config.enable_autocast = False
         model = megatron_model.model(config).train()
@@ -55,18 +58,9 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
             "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3),
             "micro_batches": [[pair] for pair in zip(sequences, recording.routes, strict=True)],
             "config": config,
-            "sizes": sizes(megatron_model.config),
+            "sizes": sizes,
             "build": partial(megatron_model.model),
         }
-
-
-def sizes(config: Any) -> dict[str, Any]:
-    """What the demo's config is built with."""
-    from unittest import mock
-
-    with mock.patch("megatron.core.transformer.TransformerConfig", dict):
-        found: dict[str, Any] = config(num_layers=2)
-    return found
 
 
 def run(page: str, names: dict[str, Any]) -> dict[str, Any]:

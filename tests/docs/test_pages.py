@@ -21,12 +21,10 @@ import torch
 import npu_replay
 from answering_engine import Engine, served
 from command_line import invoke
-from npu_replay import ParallelLayout, Rollout, TokenLayout
+from npu_replay import ParallelLayout, Rollout, RoutedExperts, TokenLayout, routers
 from npu_replay.compat.vllm import engine_arguments
 from npu_replay.rollout.engine_plan import EngineArguments
-from npu_replay.routers import find
 from npu_replay.routes.mismatch import LogProbDifference, RoutingDifference
-from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.store import RouteWriter
 from zoo.outcome import random_routes
 
@@ -35,7 +33,7 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.
 BLOCK = re.compile(r"(?:<!-- not run: (.+?) -->\n)?```python\n(.*?)```", re.DOTALL)
 WITH_EXAMPLES = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
 ELSEWHERE = ("megatron", "upstream", "delivery", "routers")
-"""Their examples run in test_megatron_pages.py, delivery/test_ray.py and test_routers.py."""
+"""Their examples run in test_megatron_pages.py, delivery/test_ray.py and with `of_routers`."""
 RUNS = [
     page
     for page in WITH_EXAMPLES
@@ -133,7 +131,7 @@ def test_the_examples_of_a_page_run_one_after_the_other(page: Path, names: dict[
         if hasattr(names["self"], "following"):
             names["trainer"].train()
         for model in filter(lambda one: isinstance(one, torch.nn.Module), names.values()):
-            for router in find([model])[0]:
+            for router in routers.find([model])[0]:
                 assert router.topk < router.num_experts, "a token that takes every expert shows no replay"
     finally:
         if hasattr(names["self"], "following"):
@@ -158,6 +156,43 @@ def test_r3_replays_the_old_log_probs_too(
     for _, block in BLOCK.findall(text):
         exec(compile(block, page, "exec"), names)
     assert (names["ratio"] == 1).all()
+
+
+@pytest.fixture
+def of_routers() -> Iterator[dict[str, Any]]:
+    """What the examples of docs/routers.md leave behind."""
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    for _, block in BLOCK.findall((ROOT / "docs" / "routers.md").read_text(encoding="utf-8")):
+        exec(compile(block, "docs/routers.md", "exec"), names)
+    yield names
+    routers.unregister("my model")
+
+
+def test_a_replay_of_registered_routers_has_an_effect(of_routers: dict[str, Any]) -> None:
+    model = of_routers["model"]
+    batch = of_routers["batch"]
+    (routes,) = of_routers["recording"].routes
+    with torch.no_grad():
+        for layer in model:
+            layer.gate.weight.neg_()
+    with npu_replay.observe(model) as free:
+        model(batch)
+    with npu_replay.observe(model) as seen, npu_replay.replay(model, [routes]):
+        model(batch)
+    assert npu_replay.compare([routes], free.shown).router_mismatch > 0
+    assert npu_replay.compare([routes], seen.shown).router_mismatch == 0
+
+
+def test_layers_that_differ_are_recorded_and_replayed_part_by_part(of_routers: dict[str, Any]) -> None:
+    recorded = [part.routes[0] for part in of_routers["parts"]]
+    assert [(routes.topk, routes.num_experts) for routes in recorded] == [(2, 8), (3, 8), (2, 4)]
+    assert all(weight.grad is not None for weight in of_routers["pruned"].parameters())
+    with (
+        pytest.raises(npu_replay.RouterError, match="part by part"),
+        npu_replay.record(of_routers["pruned"]),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -1,27 +1,36 @@
-"""What is looked up is complete and true: metrics, switches, what a stack can't do, the tables of engines."""
+"""What is looked up is complete and true: metrics, switches, errors, tables of stacks, engines, docstrings.
+
+The examples in docstrings know npu_replay, torch and np; a small Qwen3-MoE `model` and its `batch`, two
+sequences of 12 tokens; and `routes` of three tokens, the last without one, in the layers 3 and 7.
+"""
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import itertools
 import re
+import shutil
+import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 import npu_replay
 from examples.qwen3_moe.model import qwen3_moe
-from npu_replay import ReplayError
+from npu_replay import ReplayError, errors
 from npu_replay.compat import vllm
+from npu_replay.compat.megatron_backports import router_replay
 from npu_replay.compat.verl import metrics
 from sessions.test_contract import UNABLE
+from test_house import MODULES
+from zoo.toys import HIDDEN, ToyModel
 
 ROOT = Path(__file__).parents[2]
-SOURCES = {
-    path: path.read_text(encoding="utf-8")
-    for folder in ("npu_replay", "compat")
-    for path in (ROOT / folder).rglob("*.py")
-}
+SOURCES = {name: path.read_text(encoding="utf-8") for name, path in MODULES.items()}
 
 
 def page_of(name: str) -> str:
@@ -65,6 +74,57 @@ def test_every_switch_is_told() -> None:
     named = set(re.findall(r"NPU_REPLAY_[A-Z_]+[A-Z]", "".join(SOURCES.values())))
     assert named == set(re.findall(r"NPU_REPLAY_[A-Z_]+[A-Z]", section("metrics", "Switches")))
 
+
+# docs/errors.md
+
+
+def test_every_class_of_errors_is_there_and_none_is_missing() -> None:
+    of_router_replay = {"NoTarget", "AnotherNumber"}
+    rows = [line.split("|")[3] for line in page_of("errors").splitlines() if line.startswith("| ")]
+    shown = set(re.findall(r"`(\w+)`", " ".join(rows))) - {"IndexError", "ValueError"}
+    public = {
+        name
+        for name in npu_replay.__all__
+        if isinstance(value := getattr(npu_replay, name), type) and issubclass(value, ReplayError)
+    }
+    assert public | of_router_replay == shown
+    assert all(issubclass(getattr(router_replay, name), ReplayError) for name in of_router_replay)
+
+
+@pytest.mark.usefixtures("toy_routers")
+def test_the_example_of_an_error_is_what_a_user_reads() -> None:
+    model = ToyModel()
+    with torch.no_grad(), npu_replay.record(model) as recording:
+        for tokens in (5, 10):
+            model(torch.randn(tokens, HIDDEN))
+    with pytest.raises(ReplayError) as raised, npu_replay.replay(model, recording.routes):
+        model(torch.randn(5, HIDDEN))
+        model(torch.randn(7, HIDDEN))
+    example = re.findall(r"```text\n(.*?)```", page_of("errors"), re.DOTALL)[0]
+    assert " ".join(example.split()) == " ".join(str(raised.value).split())
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="Python 3.10 knows no notes")
+def test_a_traceback_ends_with_the_page_of_cures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it lies: beside the package in the source, inside it as a wheel has it (test_wheel.py)."""
+
+    def last_lines(error: Exception) -> list[str]:
+        errors.cures.cache_clear()
+        return "".join(traceback.format_exception_only(error)).splitlines()[1:]
+
+    page = ROOT / "docs" / "troubleshooting.md"
+    chinese = ", and in Chinese zh/troubleshooting.md beside it"
+    assert last_lines(ReplayError("no routes").at("layer 3")) == [f"Symptoms and cures: {page}{chinese}"]
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "errors.py"))
+    (missing,) = last_lines(ReplayError("no routes"))
+    assert missing.endswith(f"docs/troubleshooting.md in npu_replay's source{chinese}")
+    (tmp_path / "docs").mkdir()
+    copy = shutil.copy(page, tmp_path / "docs")
+    assert last_lines(ReplayError("no routes")) == [f"Symptoms and cures: {copy}{chinese}"]
+    errors.cures.cache_clear()
+
+
+# What a stack can't do
 
 ROWS = {"follow": "`follow`", "aux loss": '`aux_loss="replayed"`', "capacity": "capacity"}
 STACKS = {"megatron": "Megatron", "megatron hybrid": "HybridModel"}
@@ -155,3 +215,32 @@ def test_the_table_of_sglang_has_the_releases_in_which_something_changes() -> No
     """What changes in each: tests/compat/sglang."""
     shown = [release for release, _ in table("release | routes")]
     assert shown == ["0.5.7", "0.5.8", "0.5.9", "0.5.12", "0.5.13", "0.5.23"]
+
+
+# The examples in docstrings
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    ids = np.array([[[0, 3], [1, 2]], [[2, 1], [0, 1]], [[-1, -1], [-1, -1]]])
+    recorded = np.array([True, True, False])
+    sizes = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
+    return {
+        "npu_replay": npu_replay,
+        "torch": torch,
+        "np": np,
+        "model": qwen3_moe(0, torch.device("cpu"), **sizes).float().train(),
+        "batch": torch.arange(24).view(2, 12),
+        "routes": npu_replay.RoutedExperts(ids=ids, layers=[3, 7], num_experts=4, recorded=recorded),
+    }
+
+
+@pytest.mark.parametrize("module", [module for module, text in SOURCES.items() if ">>>" in text])
+def test_the_examples_of_a_module_give_what_they_say(
+    module: str, names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # what an example saves
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    failed, tried = doctest.testmod(importlib.import_module(module), extraglobs=names, optionflags=options)
+    assert tried
+    assert not failed, "its output is above"

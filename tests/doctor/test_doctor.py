@@ -23,13 +23,10 @@ from command_line import invoke
 from npu_replay import routers
 from npu_replay.compat import probe
 from npu_replay.compat.patching import patches as patching
-from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.probe import Product
 from npu_replay.doctor import diagnose as doctor
 from npu_replay.doctor import report as reporting
 from npu_replay.doctor import self_test
-from npu_replay.doctor.diagnose import diagnose
-from npu_replay.doctor.report import Report
 from npu_replay.sessions.timeline import Timeline
 from zoo.toys import ToyModel, ToyRouter, tokens
 
@@ -59,7 +56,7 @@ def row(done: Any, name: str) -> str:
     return " ".join(line.removeprefix(name).split())
 
 
-def states(report: Report) -> dict[str, str]:
+def states(report: reporting.Report) -> dict[str, str]:
     return {capability.name: capability.state for capability in report.capabilities}
 
 
@@ -115,7 +112,7 @@ def test_without_any_framework_it_says_how_to_get_one_and_exits_1(
 
 
 def problems(**options: bool) -> list[str]:
-    return [fault.why for fault in diagnose(**options).faults]
+    return [fault.why for fault in doctor.diagnose(**options).faults]
 
 
 def test_one_framework_is_enough_and_a_broken_extra_is_no_fault(
@@ -123,13 +120,13 @@ def test_one_framework_is_enough_and_a_broken_extra_is_no_fault(
 ) -> None:
     machine["matplotlib"] = Product("matplotlib", False, problem="not to be looked up (OSError: gone)")
     machine["torch_npu"] = Product("torch_npu", True, "2.7.1")
-    found = diagnose()
+    found = doctor.diagnose()
     assert found.faults == ()
     assert [*found.trials] == ["cpu", "npu"], "the NPU in another process"
     assert states(found.report)["NPU"] == "works"
     monkeypatch.setattr(self_test, "run", lambda device: "NoEffect: none")
     monkeypatch.setattr("npu_replay.seam.backward.probe", lambda: "a name is gone")
-    found = diagnose()
+    found = doctor.diagnose()
     assert [fault.name for fault in found.faults] == ["recompute", "CPU"]
     assert "a name is gone" in found.faults[0].why
     assert (found.faults[1].why, states(found.report)["CPU"]) == ("NoEffect: none", "broken")
@@ -145,7 +142,7 @@ def test_a_capture_that_is_asked_for_and_cannot_work_is_a_fault(
     assert problems() == []
     monkeypatch.setenv("NPU_REPLAY_VLLM_ASCEND", "on")
     monkeypatch.setenv("NPU_REPLAY_AUTOLOAD", "off")
-    (fault,) = diagnose().faults
+    (fault,) = doctor.diagnose().faults
     assert (fault.name, fault.state) == ("capture on vllm-ascend", "broken")
     assert invoke("doctor").exit_code == 1
 
@@ -169,12 +166,12 @@ def test_a_framework_that_does_not_import_is_a_fault(fails: dict[tuple[str, ...]
     assert problems(imports=True) == ["transformers 5.23.0 doesn't import: No module named 'einops'"]
     fails[MEGATRON,] = EINOPS
     assert problems() == [MEGATRONS]
-    found = states(diagnose().report)
+    found = states(doctor.diagnose().report)
     assert (found["replay on Megatron-core"], found["replay on transformers"]) == ("broken", "works")
     for other in ("Megatron's own replay", "Megatron-core on the CPU"):
         assert found.get(other, "missing") == "missing"
     fails[MEGATRON,] = "can't be replayed: flags failed: a name is gone"
-    (fault,) = diagnose().faults
+    (fault,) = doctor.diagnose().faults
     assert fault.why == "megatron-core 0.12.1 can't be replayed: flags failed: a name is gone"
     assert "NPU_REPLAY_STRICT=off" in fault.remedy
 
@@ -217,7 +214,7 @@ def test_whose_fault_it_is_shows_without_what_adapts_megatron(
     for name in products:
         machine[name] = Product(name, True, "0.1.0" if name == "MegatronAdaptor" else "0.12.1", "/nowhere")
     fails.update(dict.fromkeys(broken, EINOPS))
-    diagnosis = diagnose()
+    diagnosis = doctor.diagnose()
     for fault, why in zip(diagnosis.faults, faults, strict=True):
         assert fault.why.startswith(why)
     assert [name for name in lost if states(diagnosis.report)[name] != "missing"] == []
@@ -327,17 +324,17 @@ def model(toy_routers: None) -> ToyModel:
 
 
 @pytest.fixture
-def patches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Patches]:
+def patches(monkeypatch: pytest.MonkeyPatch) -> Iterator[patching.Patches]:
     """The only changes: a test before may have imported Megatron, and its shims are on."""
     with monkeypatch.context() as patched:
         patched.setattr(patching, "_groups", [])
-        group = Patches("a test runs")
+        group = patching.Patches("a test runs")
         yield group
         group.undo()
         npu_replay.install()
 
 
-def test_report_holds_the_facts_and_changes_nothing(patches: Patches, model: ToyModel) -> None:
+def test_report_holds_the_facts_and_changes_nothing(patches: patching.Patches, model: ToyModel) -> None:
     report = npu_replay.report()
     assert report.version == npu_replay.__version__
     assert (report.torch.version, report.torch.recompute_problem) == (torch.__version__, "")
@@ -392,7 +389,7 @@ def test_devices_are_told_without_importing_torch_npu(
 
 
 def test_uninstall_undoes_every_patch_and_warns_once_of_what_somebody_else_has_replaced(
-    patches: Patches, caplog: pytest.LogCaptureFixture
+    patches: patching.Patches, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner = SimpleNamespace(value=1, other=1)
     for name in ("value", "other", "new"):
@@ -408,7 +405,7 @@ def test_uninstall_undoes_every_patch_and_warns_once_of_what_somebody_else_has_r
 
 
 def test_uninstall_inside_a_block_is_refused_before_anything_is_undone(
-    model: ToyModel, patches: Patches
+    model: ToyModel, patches: patching.Patches
 ) -> None:
     owner = SimpleNamespace(value=1)
     patches.set(owner, "value", 2, "because")

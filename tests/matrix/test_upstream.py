@@ -21,8 +21,7 @@ import upstream_loop
 from dealt_cases import dealt
 from fused_kernel import FUSION
 from npu_replay import RoutedExperts
-from router_replay_api import FLAG, UpstreamApi, upstream_api
-from upstream_loop import Schedule, all_forwards_first
+from upstream_loop import FLAG, Schedule, UpstreamApi, all_forwards_first, upstream_api
 from zoo.gpt import (
     MICRO_BATCHES,
     VARIANTS,

@@ -28,8 +28,7 @@ from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching import patches as patching
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.smoke import megatron_model
-from router_replay_api import upstream_api
-from upstream_loop import FLAG, api, build_replayed
+from upstream_loop import FLAG, api, build_replayed, upstream_api
 from zoo.gpt import BATCH, LENGTH, MICRO_BATCHES, VARIANTS, Trainer, perturbed, routers, same
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
