@@ -110,19 +110,6 @@ def _ancestors(name: str) -> list[str]:
 # What MindSpeed-LLM binds to the router, in our own words
 
 
-def stand_in_init(self: Any, native: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    native(self, *args, **kwargs)
-    asked = _current
-    if asked.num_zero_experts:
-        self.num_experts = asked.num_experts + asked.num_zero_experts
-        weight = torch.empty(self.num_experts, self.config.hidden_size)
-        self.weight = torch.nn.Parameter(torch.nn.init.normal_(weight, std=0.02))
-        if self.enable_expert_bias:
-            self.local_tokens_per_expert = torch.zeros(self.num_experts)
-            self.expert_bias = torch.zeros(self.num_experts)
-    self.n_group = asked.moe_router_num_groups or asked.expert_model_parallel_size
-
-
 def stand_in_hash(self: Any) -> None:
     """The first layers look their experts up by the token."""
     self.hash = self.layer_number <= _current.n_hash_layers
@@ -243,7 +230,12 @@ def _stand_ins() -> dict[str, Any]:
     native = TopKRouter.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        stand_in_init(self, native, *args, **kwargs)
+        native(self, *args, **kwargs)
+        if _current.num_zero_experts:
+            self.num_experts = _current.num_experts + _current.num_zero_experts
+            weight = torch.empty(self.num_experts, self.config.hidden_size)
+            self.weight = torch.nn.Parameter(torch.nn.init.normal_(weight, std=0.02))
+        self.n_group = _current.moe_router_num_groups or _current.expert_model_parallel_size
 
     methods = {
         "__init__": init,

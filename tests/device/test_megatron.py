@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import npu_replay
-from zoo.gpt import MICRO_BATCHES, VARIANTS, build, hooks, perturbed, routers, same
-from zoo.outcome import random_routes
+from zoo.gpt import VARIANTS, build, check_foreign_routes, hooks
 
 pytestmark = [
     pytest.mark.accelerator,
@@ -37,22 +35,5 @@ def test_record_and_replay_are_bit_equal_and_recompute_finds_its_own(
     small = VARIANTS[variant] | {"num_layers": 2}
     trainer = build(small, recompute)
     assert next(trainer.model.parameters()).device.type == device.type
-    untouched = trainer.run("sum")
-    with npu_replay.record(trainer.model) as recording:
-        assert same(trainer.run("sum"), untouched)
-    with (
-        perturbed(trainer.model),
-        npu_replay.observe(trainer.model) as seen,
-        npu_replay.replay(trainer.model, recording.routes),
-    ):
-        trainer.run("sum")
-    if "capacity" not in variant:  # which drops some of them
-        assert npu_replay.compare(seen.shown, recording.routes).differing == 0
-    labels = [router.label for router in routers(trainer.model)]
-    routes = random_routes([24] * MICRO_BATCHES, labels, 8, 2, seed=5)
-    plain = build(small)
-    with npu_replay.replay(plain.model, routes):
-        expected = plain.run("sum")
-    with npu_replay.replay(trainer.model, routes):
-        assert same(trainer.run("sum"), expected)
+    check_foreign_routes(trainer, build(small), "sum", drops="capacity" in variant)
     assert hooks(trainer.model) == 0

@@ -44,7 +44,8 @@ the memory, then a piece of each of two ranks; in each of two groups."""
 KILLED = (0, 1, 3, 5, 6, 8, 10, 13, 15) if WHOLE else (0, 1, 6, 10, 15)
 """At which wait; 0 before the first."""
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-Results = dict[str, list[str]]
+Answers = dict[str, Any]
+Results = dict[str, list[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +65,13 @@ def results() -> Results:
 )
 def test_rows_and_layers_of_all_ranks_become_whole_sequences(results: Results, case: str) -> None:
     """Any split of them, in one process: tests/parallel/test_collect.py."""
-    assert results[case] == ["True"] * PROCESSES
+    assert results[case] == [True] * PROCESSES
 
 
 def test_what_is_sent_and_held(results: Results) -> None:
     """The first rank alone may get it; ranks with the same rows send once, a micro-batch at a time."""
-    assert results["first"] == ["True", "None", "None", "None"]
-    assert results["twins sent"] == ["2", "0", "2", "0"]
+    assert results["first"] == [True, None, None, None]
+    assert results["twins sent"] == [2, 0, 2, 0]
     # The most that a process holds at once, twice the result; what it recorded is counted as held before.
     held = [float(share) for share in results["peak"] if share != "unknown"]
     assert all(share < 2.2 for share in held), held
@@ -118,18 +119,18 @@ def test_a_killed_rank_is_named_and_no_other(results: Results, moment: int) -> N
 def test_figures_are_added_up_and_the_lowest_rank_with_an_error_has_the_whole_message(
     results: Results,
 ) -> None:
-    assert results["sums"] == ["{'ranks': 4, 'rows': 80000000006}"] * PROCESSES
+    assert results["sums"] == [{"ranks": 4, "rows": 80000000006}] * PROCESSES
     first, second, *others = results["errors"]
     assert first == "[npu_replay] rank 1 stopped, and so does this one: layer 4: it broke"
     assert second == "[npu_replay] layer 4: it broke. Expected sense, got none. Usual cause: bad luck on 1"
     assert others == [f"{first} (and this rank: layer 4: it broke)"] * 2
-    assert results["again"] == ["{'ranks': 4}"] * PROCESSES, "they go on together"
+    assert results["again"] == [{"ranks": 4}] * PROCESSES, "they go on together"
 
 
 def test_a_rank_that_is_not_here_is_named(results: Results) -> None:
     """A node without npu_replay, or with it turned off there alone, would be a hang."""
-    assert results["all here"] == ["True"] * PROCESSES
-    assert results["absent"][LAST] == "None", "the last rank doesn't ask"
+    assert results["all here"] == [True] * PROCESSES
+    assert results["absent"][LAST] is None, "the last rank doesn't ask"
     for rank, told in enumerate(results["absent"][:LAST]):
         assert f"rank {rank}: not all ranks take part in the replay" in told
         assert "nothing from ranks [3]" in told
@@ -150,39 +151,33 @@ def test_a_rank_that_does_not_come_is_no_hang(results: Results) -> None:
 
 # One of the processes
 
-Tell = Callable[[str, object], None]
 
-
-def work(task: dict[str, Any]) -> dict[str, str]:
+def work(task: dict[str, Any]) -> Answers:
     rank = task["rank"]
     folder = Path(task["folder"])
     torch.set_num_threads(1)
     children = _leave(rank, folder)  # they mostly wait, and the rest goes on beside them
-    found: dict[str, str] = {}
+    answers: Answers = {}
     dist.init_process_group("gloo")
     parallel = _places(rank)
-
-    def tell(case: str, what: object) -> None:
-        found[case] = str(what)
-
-    _agree(rank, tell)
-    _merge(parallel, tell)
-    _merge_much(parallel, tell)
-    _fail(parallel, rank == LAST, tell)
+    _agree(rank, answers)
+    _merge(parallel, answers)
+    _merge_much(parallel, answers)
+    _fail(parallel, rank == LAST, answers)
     layouts = _layouts(parallel)
     come = [folder / f"come-{here}" for here in range(LAST)]
     routes = _recorded(parallel, layouts)
     if rank == LAST:
         while not all(file.exists() for file in come):  # alive, but elsewhere
             time.sleep(0.1)
-        tell("late", "did not come")
+        answers["late"] = "did not come"
     else:
-        tell("late", _raised(lambda: collect(routes, layouts, parallel, patience=2)))
+        answers["late"] = _raised(lambda: collect(routes, layouts, parallel, patience=2))
         come[rank].touch()
     for child in children:
         os.waitpid(child, 0)
     files = {f"killed {moment}": folder / f"{moment}-{rank}" for moment in KILLED}
-    return found | {case: file.read_text() for case, file in files.items() if file.exists()}
+    return answers | {case: file.read_text() for case, file in files.items() if file.exists()}
 
 
 def _places(rank: int) -> ParallelLayout:
@@ -242,17 +237,17 @@ def _die_at(moment: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _agree(rank: int, tell: Tell) -> None:
-    tell("sums", agreed(None, {"ranks": 1, "rows": 20_000_000_000 + rank}))
+def _agree(rank: int, answers: Answers) -> None:
+    answers["sums"] = agreed(None, {"ranks": 1, "rows": 20_000_000_000 + rank})
     luck = f"bad luck on {rank}"
     error = ReplayError("it broke", where="layer 4", expected="sense", got="none", cause=luck)
-    tell("errors", _raised(lambda: agreed(None if rank == 0 else error, {"ranks": 1})))
-    tell("again", agreed(None, {"ranks": 1}))
+    answers["errors"] = _raised(lambda: agreed(None if rank == 0 else error, {"ranks": 1}))
+    answers["again"] = agreed(None, {"ranks": 1})
     all_here(patience=60)
-    tell("all here", True)
-    tell("absent", None if rank == LAST else _raised(lambda: all_here(patience=2)))
+    answers["all here"] = True
+    answers["absent"] = None if rank == LAST else _raised(lambda: all_here(patience=2))
     with mock.patch.object(dist.PrefixStore, "set", side_effect=dist.DistNetworkError("Broken pipe")):
-        tell("no store", _raised(lambda: all_here(patience=2)))
+        answers["no store"] = _raised(lambda: all_here(patience=2))
     dist.barrier()  # who leaves early cuts the others off
 
 
@@ -287,25 +282,25 @@ def _recorded(parallel: ParallelLayout, layouts: Sequence[TokenLayout]) -> list[
     return [layout.gather(batch, layers=layers) for layout, batch in zip(layouts, batches, strict=True)]
 
 
-def _merge(parallel: ParallelLayout, tell: Tell) -> None:
+def _merge(parallel: ParallelLayout, answers: Answers) -> None:
     layouts = _layouts(parallel)
     recorded = _recorded(parallel, layouts)
     whole = _sequences()
-    tell("everywhere", collect(recorded, layouts, parallel) == whole)
-    tell("one group", collect(recorded, layouts, dist.group.WORLD) == whole)
+    answers["everywhere"] = collect(recorded, layouts, parallel) == whole
+    answers["one group"] = collect(recorded, layouts, dist.group.WORLD) == whole
     first = collect(recorded, layouts, parallel, everywhere=False)
-    tell("first", None if first is None else first == whole)
+    answers["first"] = None if first is None else first == whole
 
     every = _layouts(ParallelLayout())
     mine = _recorded(ParallelLayout(pp=2, pp_rank=parallel.pp_rank), every)
     with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
-        tell("twins", collect(mine, every, parallel.groups) == whole)
+        answers["twins"] = collect(mine, every, parallel.groups) == whole
     rows = parallel.groups[0]
     sources = [call.args[1] for call in broadcast.call_args_list if call.args[2] is rows]
-    tell("twins sent", sources.count(dist.get_rank()))
+    answers["twins sent"] = sources.count(dist.get_rank())
 
 
-def _merge_much(parallel: ParallelLayout, tell: Tell) -> None:
+def _merge_much(parallel: ParallelLayout, answers: Answers) -> None:
     """What a rank's process holds at most in a collect of 25 MB, over what it held before, in results."""
     layout = TokenLayout.packed([1 << 15] * 2, parallel=parallel)
     layers = range(24)[12 * parallel.pp_rank :][:12]
@@ -318,9 +313,9 @@ def _merge_much(parallel: ParallelLayout, tell: Tell) -> None:
     except OSError:
         before = 0
     with mock.patch.object(collecting, "PIECE", 1 << 21):
-        found = collect([routes], [layout], parallel)
-    size = sum(one.ids.numel() for one in found or [])
-    tell("peak", f"{(_memory('VmHWM') - before) / size:.2f}" if before else "unknown")
+        merged = collect([routes], [layout], parallel)
+    size = sum(routes.ids.numel() for routes in merged or [])
+    answers["peak"] = f"{(_memory('VmHWM') - before) / size:.2f}" if before else "unknown"
 
 
 def _memory(name: str) -> int:
@@ -330,7 +325,7 @@ def _memory(name: str) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def _fail(parallel: ParallelLayout, last: bool, tell: Tell) -> None:
+def _fail(parallel: ParallelLayout, last: bool, answers: Answers) -> None:
     """Each case: the last rank's arguments are wrong, or all ranks' together are."""
     layouts = _layouts(parallel)
     recorded = _recorded(parallel, layouts)
@@ -369,10 +364,11 @@ def _fail(parallel: ParallelLayout, last: bool, tell: Tell) -> None:
         "no stages": (recorded, layouts, rows_only),
     }
     for case, given in cases.items():
-        tell(case, _raised(lambda: collect(*given, *[parallel][: 3 - len(given)])))  # noqa: B023  called at once
-    tell("not covered, for one rank", _raised(lambda: collect(partly, half, parallel, everywhere=False)))
+        groups = [parallel][: 3 - len(given)]
+        answers[case] = _raised(lambda: collect(*given, *groups))  # noqa: B023  called at once
+    answers["not covered, for one rank"] = _raised(lambda: collect(partly, half, parallel, everywhere=False))
     full = mock.patch.object(collecting.Union, "put", side_effect=MemoryError("no memory left"))
     with full if last else contextlib.nullcontext():
-        tell("out of memory", _raised(lambda: collect(recorded, layouts, parallel)))
-    tell("not everywhere", _raised(lambda: collect(recorded, layouts, parallel, everywhere=not last)))
-    tell("with its decoder", collect(recorded, layouts, whole) == _sequences())
+        answers["out of memory"] = _raised(lambda: collect(recorded, layouts, parallel))
+    answers["not everywhere"] = _raised(lambda: collect(recorded, layouts, parallel, everywhere=not last))
+    answers["with its decoder"] = collect(recorded, layouts, whole) == _sequences()

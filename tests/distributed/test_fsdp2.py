@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import jobs
+import npu_replay
 from choice import WHOLE
 from zoo import qwen
 from zoo.outcome import random_routes, same
-
-if TYPE_CHECKING:
-    import torch
+from zoo.qwen_sharded import other_routers
 
 PROCESSES = 2
 _WAYS = [*itertools.product(("fp32", "bf16"), ("layers", "layers and routers"), ("sum", "each"))]
@@ -67,8 +69,6 @@ def test_each_rank_follows_what_it_recorded(results: list[Found], case: str) -> 
 
 
 def work(task: dict[str, Any]) -> Found:
-    import torch.distributed as dist
-
     dist.init_process_group("gloo")
     found: Found = {}
     for way in WAYS:
@@ -83,7 +83,6 @@ def work(task: dict[str, Any]) -> Found:
 
 
 def _wrapped(model: Any, precision: str, wrap: str) -> Any:
-    import torch
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -103,10 +102,6 @@ def _wrapped(model: Any, precision: str, wrap: str) -> Any:
 def _try(
     way: tuple[str, ...], recompute: str, rank: int, found: Found, kept: list[torch.Tensor]
 ) -> dict[str, bool]:
-    import torch
-
-    import npu_replay
-
     precision, wrap, order = way
     model = qwen.make(64, layers=2).train()
     if recompute == "recomputed":
@@ -145,11 +140,8 @@ def _try(
 
 
 def _try_dtensor() -> str:
-    import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, distribute_module
-
-    import npu_replay
 
     mesh = init_device_mesh("cpu", (PROCESSES,))
     router = distribute_module(qwen.make(64, layers=1).model.layers[0].mlp.gate, mesh)
@@ -161,10 +153,6 @@ def _try_dtensor() -> str:
 
 def _follow(case: str, rank: int) -> list[int]:
     """How many calls of routers each update had: all took what was recorded, which they wouldn't choose."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    import npu_replay
     from sessions.test_follow import Seen, assert_replayed, learn, model, padded, record, texts
 
     made = whole = model(recompute="non-reentrant")
@@ -177,16 +165,12 @@ def _follow(case: str, rank: int) -> list[int]:
     sequences = texts(seed=rank)
     seen = Seen(made)
     recorded = record(whole, padded(sequences, left=2), seen)
-    with torch.no_grad():
-        for path, weight in made.named_parameters():
-            if path.endswith("gate.weight"):
-                here = weight.to_local() if hasattr(weight, "to_local") else weight
-                here.copy_(here.flip(0))  # on every rank alike
     calls = []
-    for part in ([4, 0], [3, 1, 2]):
-        fed = padded([sequences[n] for n in part], right=3)
-        learn(whole, fed)
-        calls.append(len(seen.calls))
-        assert_replayed(seen, fed, [recorded[n] for n in part])
+    with other_routers(made):
+        for part in ([4, 0], [3, 1, 2]):
+            fed = padded([sequences[n] for n in part], right=3)
+            learn(whole, fed)
+            calls.append(len(seen.calls))
+            assert_replayed(seen, fed, [recorded[n] for n in part])
     following.close()
     return calls

@@ -31,19 +31,15 @@ MEGATRON_ADAPTOR = STUBS / "megatron_adaptor_stand_in"
 core_r0.17.0 on, and a target that asks for it."""
 
 
-def run(product: str, target: str, task: dict[str, Any], timeout: float = 200) -> dict[str, Any]:
-    """What `target` of this folder returns in one process (jobs.run).
-
-    Args:
-        product: STAND_IN or REAL.
-    """
-    return run_ranks(product, target, task, 1, timeout)[0]
-
-
 def run_ranks(
     product: str, target: str, task: dict[str, Any], count: int, timeout: float = 200, before: str = ""
 ) -> list[dict[str, Any]]:
-    """The same in `count` processes; `before` is that of jobs.start, for ranks that are forks."""
+    """What `target` of this folder returns in each of `count` processes (jobs.run_ranks).
+
+    Args:
+        product: STAND_IN or REAL.
+        before: that of jobs.start, for ranks that are forks.
+    """
     real = _has_torch_npu()
     path = beside_real() if product == REAL else _stand_in()
     if MEGATRON_ADAPTOR not in path and PathFinder.find_spec("megatron_adaptor", _foreign_path()) is None:

@@ -13,11 +13,10 @@ import faulthandler
 import importlib.util
 import inspect
 import os
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,8 +58,6 @@ OF_CONFIG = (
     *("tensor_model_parallel_size", "sequence_parallel"),
 )
 """Of MindSpeed's arguments, those that a config is given too."""
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
 TOLERANCE = 1e-5
 """Of float32 sums in another order, relative to the largest gradient."""
 
@@ -84,9 +81,11 @@ def features(task: dict[str, Any]) -> dict[str, Any]:
     put_operators_on_cpu()
     if task["product"] == STAND_IN:
         put_norm_in()
-    with process_group(task):
-        answer = run_untouched if task.get("untouched") else examine
-        return {name: answer_to(CASES[name], task["product"], answer) for name in task["cases"]}
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    answer = run_untouched if task.get("untouched") else examine
+    answers = {name: answer_to(CASES[name], task["product"], answer) for name in task["cases"]}
+    dist.destroy_process_group()
+    return answers
 
 
 IMPORTS = {
@@ -104,18 +103,6 @@ def import_in_turn(names: Sequence[str]) -> None:
                 importlib.import_module(module)
 
 
-@contextlib.contextmanager
-def process_group(task: dict[str, Any]) -> Iterator[None]:
-    store = f"file://{task['store']}"
-    dist.init_process_group(
-        "gloo", init_method=store, rank=task["rank"], world_size=task["world"], timeout=TIMEOUT
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def answer_to(case: Case, product: str, answer: Callable[[Case], dict[str, Any]]) -> dict[str, Any]:
     import npu_replay
 
@@ -127,13 +114,13 @@ def answer_to(case: Case, product: str, answer: Callable[[Case], dict[str, Any]]
         return {"unsupported": "MindSpeed's overlapping schedule fails on Megatron after 0.12"}
     try:
         turn_on(arguments(case))
-    except Exception as error:
-        return {"broken": described(error)}
+    except Exception:
+        return {"broken": traceback.format_exc()}
     with npu_replay.compat.cpu.lend(), parallel(case):
         try:
             return answer(case)
-        except Exception as error:
-            return {"raised": described(error)}
+        except Exception:
+            return {"raised": traceback.format_exc()}
 
 
 def known_arguments() -> dict[str, Any]:
@@ -150,14 +137,12 @@ def arguments(case: Case) -> dict[str, Any]:
 
 def turn_on(values: dict[str, Any]) -> None:
     """MindSpeed's arguments, which are Megatron's global ones too where it has them; and patch anew."""
+    from megatron.training.global_vars import set_args
     from mindspeed.args_utils import get_mindspeed_args
     from mindspeed.megatron_adaptor import repatch
 
     args = get_mindspeed_args()
-    with contextlib.suppress(ModuleNotFoundError):  # a wheel of megatron-core has no megatron.training
-        from megatron.training.global_vars import set_args
-
-        set_args(args)
+    set_args(args)
     repatch(known_arguments() | values)
 
 
@@ -205,8 +190,8 @@ def run_untouched(case: Case) -> dict[str, Any]:
     """What the model does in a process that npu_replay has changed nothing in."""
     try:
         Trainer(case, recompute=case.recompute).run()
-    except Exception as error:
-        return {"broken": described(error)}
+    except Exception:
+        return {"broken": traceback.format_exc()}
     return {}
 
 
@@ -220,8 +205,8 @@ def examine(case: Case) -> dict[str, Any]:
         plain.model.load_state_dict(trainer.model.state_dict(), strict=False)
         untouched = trainer.run()
         expected = plain.run()
-    except Exception as error:
-        return {"broken": described(error)}
+    except Exception:
+        return {"broken": traceback.format_exc()}
     assert case.shows in " ".join(parts(trainer.model)), "the feature wasn't on"
     if not case.own_gradients:
         assert distance(untouched, expected) == 0, "recompute gives other gradients by itself"
@@ -244,13 +229,15 @@ def follows(trainer: Trainer, plain: Trainer, between: Callable[[], object] = la
     """
     import npu_replay
     from zoo.gpt import random_routes
+    from zoo.gpt_split import witnessed
 
     untouched = trainer.run()
-    with npu_replay.record(trainer.model) as recording, calls(trainer.model) as ran:
+    with npu_replay.record(trainer.model) as recording, witnessed([trainer.model], recomputes=True) as maps:
         assert distance(trainer.run(), untouched) == 0, "recording changed a loss or a gradient"
     often = MICRO_BATCHES * (1 if trainer.config.recompute_granularity is None else 2)
     routes = recording.routes
-    assert sorted(ran) == sorted([*routes[0].layers] * often), "not once in each forward and each recompute"
+    calls = {layer: len(shown) for layer, shown in maps.items()}
+    assert calls == dict.fromkeys(routes[0].layers, often), "not once in each forward and each recompute"
     between()
     with npu_replay.replay(trainer.model, routes):
         assert distance(trainer.run(), untouched) == 0, "replaying the record changed a loss or a gradient"
@@ -265,19 +252,6 @@ def follows(trainer: Trainer, plain: Trainer, between: Callable[[], object] = la
         assert distance(replayed, expected) == 0, "foreign routes give other gradients with recompute"
     assert distance(trainer.run(), untouched) == 0, "after the blocks the model is another"
     return foreign, expected
-
-
-@contextlib.contextmanager
-def calls(model: Any) -> Iterator[list[int]]:
-    """The label of each router that ran, call by call, in forwards and recomputes."""
-    from npu_replay.routers import find
-
-    ran: list[int] = []
-    with contextlib.ExitStack() as hooks:
-        for router in find([model])[0]:
-            hook = router.module.register_forward_hook(lambda *_, label=router.label: ran.append(label))
-            hooks.callback(hook.remove)
-        yield ran
 
 
 def parts(model: Any) -> list[str]:
@@ -317,7 +291,7 @@ def check_against_reference(case: Case, trainer: Trainer, runs: list[Referred]) 
         return
     turned_off = {name: defaults[name] is not True and defaults[name] for name in case.reference}
     turn_on(arguments(case) | turned_off)
-    plain = replace(case, args=case.args | turned_off, schedule="plain", reference=())
+    plain = dataclasses.replace(case, args=case.args | turned_off, schedule="plain", reference=())
     reference = Trainer(plain, recompute=False)
     reference.model.load_state_dict(trainer.model.state_dict(), strict=False)
     for ours, routes, counted in runs:
@@ -344,7 +318,8 @@ class Trainer:
         # As Megatron's own arguments have it; the schedule wants it.
         sizes["deallocate_pipeline_outputs"] = case.schedule == "overlap"
         sizes |= {name: case.args[name] for name in OF_CONFIG if name in case.args}
-        self.config = megatron_model.config(**sizes | case.config | (FULL if recompute else {}))
+        full = megatron_model.FULL_RECOMPUTE if recompute else {}
+        self.config = megatron_model.config(**sizes | case.config | full)
         self.model = megatron_model.model(self.config)
         # Without balanced_moe's copies of busy experts, which hand their gradients on to the originals.
         lasting = {name: p for name, p in self.model.named_parameters() if "hot_experts" not in name}
@@ -399,14 +374,6 @@ def distance(run: Run, other: Run) -> float:
     return max(apart / largest, *(abs(a - b) for a, b in zip(run[0], other[0], strict=True)))
 
 
-def described(error: Exception) -> str:
-    import traceback
-
-    frames = traceback.extract_tb(error.__traceback__)
-    where = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames[-4:]))
-    return f"{type(error).__name__}: {error} ({where})"
-
-
 # Orders of imports and repatches
 
 FLAGS = ("enable_routing_replay", "moe_enable_routing_replay", "moe_router_fusion")
@@ -432,7 +399,8 @@ def orders(task: dict[str, Any]) -> dict[str, Any]:
 
     import npu_replay
 
-    with npu_replay.compat.cpu.lend(), process_group(task), parallel(CASES["none"]):
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    with npu_replay.compat.cpu.lend(), parallel(CASES["none"]):
         plain = Trainer(CASES["none"], recompute=False)
         trainer = Trainer(CASES["none"], recompute=True)
         follows(trainer, plain)

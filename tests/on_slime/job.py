@@ -20,6 +20,7 @@ import torch
 
 import npu_replay
 from npu_replay.smoke import megatron_model
+from zoo.gpt_split import witnessed
 from zoo.outcome import as_map, changed
 
 EXPERTS = 8
@@ -27,6 +28,8 @@ TOPK = 2
 MOE = [0, 1, 1, 1]
 LENGTHS = (7, 12, 9)
 STAGE = "ROUTING_REPLAY_STAGE"
+Maps = dict[int, list[torch.Tensor]]
+"""By layer, the map, bool [rows, experts], of each call of its router."""
 
 
 def taken(module: str, *names: str, **known: Any) -> dict[str, Any]:
@@ -107,17 +110,8 @@ class Actor:
             os.environ[STAGE] = before
             loss.backward()
 
-    @contextmanager
-    def witnessed(self) -> Iterator[list[list[torch.Tensor]]]:
-        """The map, bool [rows, experts], of each call of each router, recomputes too, by hooks of our own."""
-        calls: list[list[torch.Tensor]] = [[] for _ in self.routers]
-        handles = [
-            router.register_forward_hook(lambda _, __, out, at=at: calls[at].append(out[1].detach().bool()))
-            for at, router in enumerate(self.routers)
-        ]
-        yield calls
-        for handle in handles:
-            handle.remove()
+    def witnessed(self) -> AbstractContextManager[Maps]:
+        return witnessed([self.model], recomputes=True)
 
     def other_routers(self) -> AbstractContextManager[None]:
         return changed((number, router.weight) for number, router in enumerate(self.routers))
@@ -185,18 +179,15 @@ def _r3(actor: Actor, kind: Any) -> dict[str, Any]:
     asked = [(one.forward_index, one.backward_index) for one in kind.all_routing_replays]
     kind.clear_all()
     layers = [layer for layer, sparse in enumerate(MOE) if sparse]
-    maps = [[as_map(one[:, layer], EXPERTS) for one in given] for layer in layers]
+    maps = {layer: [as_map(one[:, layer], EXPERTS) for one in given] for layer in layers}
     with actor.witnessed() as own:
         actor.log_probs("fallthrough")
     return {
-        "log_probs": all(map(same, first, maps)),
-        "update": all(
-            same(calls[::2], wanted) and same(calls[1::2], wanted)
-            for calls, wanted in zip(second, maps, strict=True)
-        ),
-        "calls": [len(calls) for calls in second],
+        "log_probs": all(same(first[layer], maps[layer]) for layer in layers),
+        "update": _twice(second, maps),
+        "calls": [len(calls) for calls in second.values()],
         "asked": asked,
-        "own": all(map(same, own, maps)),
+        "own": all(same(own[layer], maps[layer]) for layer in layers),
     }
 
 
@@ -209,13 +200,14 @@ def _r2(actor: Actor, kind: Any) -> dict[str, Any]:
         kind.clear_all()
         with actor.witnessed() as own:
             actor.log_probs("fallthrough")
-    return {
-        "update": all(
-            same(calls[::2], wanted) and same(calls[1::2], wanted)
-            for calls, wanted in zip(second, first, strict=True)
-        ),
-        "own": all(map(same, own, first)),
-    }
+    return {"update": _twice(second, first), "own": all(same(own[layer], first[layer]) for layer in first)}
+
+
+def _twice(calls: Maps, wanted: Maps) -> bool:
+    """Does each router put out what is wanted, in forwards and in the recompute that follows each?"""
+    return all(
+        same(calls[layer][::2], wanted[layer]) and same(calls[layer][1::2], wanted[layer]) for layer in wanted
+    )
 
 
 def _refused(actor: Actor, stage: str) -> str:

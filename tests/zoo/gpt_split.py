@@ -453,12 +453,14 @@ def _forward(batches: Iterator[Batch], model: nn.Module) -> tuple[torch.Tensor, 
 
 
 @contextmanager
-def witnessed(chunks: Sequence[nn.Module]) -> Iterator[dict[int, list[torch.Tensor]]]:
-    """The map that each router puts out, in every forward that isn't a recompute."""
+def witnessed(
+    chunks: Sequence[nn.Module], *, recomputes: bool = False
+) -> Iterator[dict[int, list[torch.Tensor]]]:
+    """The map, bool [rows, experts], that each router puts out in forwards, and where asked in recomputes."""
     maps: dict[int, list[torch.Tensor]] = {layer: [] for layer in routers(chunks)}
 
     def read(layer: int, _: nn.Module, __: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:
+        if recomputes or torch._C._current_graph_task_id() == -1:
             maps[layer].append(output[1].detach().bool().clone())
 
     with ExitStack() as handles:

@@ -32,7 +32,7 @@ def versions() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.name)
-def test_what_an_image_has_goes_together(path: Path, image: Image) -> None:
+def test_what_an_image_has_goes_together_under_its_own_names(path: Path, image: Image) -> None:
     ascend_images.make(image, path)
     under = capability()
     assert under.state == ("works" if image.mindspeed else "missing"), under
@@ -41,11 +41,6 @@ def test_what_an_image_has_goes_together(path: Path, image: Image) -> None:
     assert ("a wheel doesn't have" in under.why) == image.megatron_wheel
     expected = [("megatron_adaptor", image.megatron_adaptor), ("mindspeed.megatron_adaptor", image.mindspeed)]
     assert adaptors.before_megatron(probe.products()) == tuple(name for name, there in expected if there)
-
-
-@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.name)
-def test_each_product_of_an_image_is_found_under_its_own_name(path: Path, image: Image) -> None:
-    ascend_images.make(image, path)
     found = versions()
     assert found["megatron-core"] == image.megatron_core
     assert "transformer-engine" not in found, "that name is NVIDIA's"

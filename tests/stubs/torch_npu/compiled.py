@@ -31,7 +31,3 @@ def npu_gmm_backward(
 
 def npu_groupmatmul_add_fp32(x: torch.Tensor, dy: torch.Tensor, groups: Any, grad: torch.Tensor) -> None:
     grad.add_(grouped_outer(x, dy, group_ends(groups)).view_as(grad))
-
-
-def __getattr__(name: str) -> Any:
-    raise AttributeError(f"torch_npu stub: an op builder was asked for {name}, which it doesn't have")

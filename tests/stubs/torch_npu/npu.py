@@ -12,16 +12,21 @@ import torch
 CPU = torch.device("cpu")
 
 
-class Event:
-    """An event that has always happened."""
+class Stream(nullcontext):  # type: ignore[type-arg]
+    """The one stream, which has finished, and every event, which has happened."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    npu_stream = 0
+    device = CPU
 
-    def record(self, *_: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__(self)
 
-    def wait(self, *_: Any) -> None: ...
+    def _nothing(self, *_: Any) -> None: ...
 
-    def synchronize(self) -> None: ...
+    synchronize = wait = record = wait_stream = wait_event = _nothing
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Stream()
 
     def query(self) -> bool:
         return True
@@ -30,29 +35,7 @@ class Event:
         return 0.0
 
 
-class Stream(nullcontext):  # type: ignore[type-arg]
-    """A stream on a device that has only one."""
-
-    npu_stream = 0
-    device = CPU
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__(self)
-
-    def wait_stream(self, _: Any) -> None: ...
-
-    def wait_event(self, _: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
-
-    def query(self) -> bool:
-        return True
-
-
-SyncLaunchStream = Stream
+Event = SyncLaunchStream = Stream
 _STREAM = Stream()
 
 

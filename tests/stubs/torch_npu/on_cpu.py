@@ -34,14 +34,13 @@ _FACTORIES = (
     "empty_like",
     "zeros_like",
 )
-_LENT = "lent_by_the_torch_npu_stub"
 
 
 def lend_devices() -> None:
     """For the life of the process: like the real torch_npu, the stub is not taken back."""
     for name in _FACTORIES:
-        _replace(torch, name)
-    _replace(torch.Tensor, "to")
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.to = _on_cpu(torch.Tensor.to)
     torch.Tensor.npu = _itself
     torch.Tensor.is_npu = False
 
@@ -64,9 +63,7 @@ def lend_order() -> None:
     MindSpeed records an event after an asynchronous collective, waits for that and frees the input.
     """
     for name in _COLLECTIVES:
-        function = getattr(dist, name)
-        if not hasattr(function, _LENT):
-            setattr(dist, name, _in_order(function))
+        setattr(dist, name, _in_order(getattr(dist, name)))
 
 
 def lend_groups() -> None:
@@ -91,14 +88,7 @@ def _in_order(function: Callable[..., Any]) -> Callable[..., Any]:
             work.wait()
         return work
 
-    setattr(called, _LENT, True)
     return called
-
-
-def _replace(owner: Any, name: str) -> None:
-    function = getattr(owner, name)
-    if not hasattr(function, _LENT):
-        setattr(owner, name, _on_cpu(function))
 
 
 def _itself(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -113,7 +103,6 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["device"] = "cpu"
         return function(*args, **kwargs)
 
-    setattr(called, _LENT, True)
     return called
 
 

@@ -84,7 +84,7 @@ FEATURES = [
     _feature("moe_fb_overlap", **_OVERLAP),
 ]
 if BRANCH.over_megatron_adaptor:
-    routing = {f"{_MOE}.router.TopKRouter.routing": "mindspeed.router_score_reuse:router_score_reuse_wrapper"}
+    routing = {f"{_MOE}.router.TopKRouter.routing": "mindspeed.layers:router_score_reuse_wrapper"}
     FEATURES.append(_feature("moe_router_score_reuse", **routing))
 MindSpeedFeaturesManager.FEATURES_LIST += FEATURES
 if BRANCH.over_megatron_adaptor:

@@ -31,25 +31,6 @@ def jit(*args: Any, **_: Any) -> Any:
     return Kernel(args[0]) if args else Kernel
 
 
-def autotune(*_: Any, **__: Any) -> Callable[[Any], Any]:
-    return lambda kernel: kernel
-
-
-heuristics = autotune
-
-
-class Config:
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 class _Name:
     """Any name of any submodule."""
 
@@ -90,4 +71,5 @@ def _any_name(name: str) -> _Name:
 _OF_A_DEVICE = ("driver", "active")
 """What is asked which device there is: MindSpeed takes the CPU when that raises."""
 
+__getattr__ = _any_name
 sys.meta_path.insert(0, _Submodules())

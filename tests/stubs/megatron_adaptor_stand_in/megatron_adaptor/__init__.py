@@ -4,19 +4,12 @@ It lies in a folder of its own, which a test puts on the path of the process tha
 MegatronAdaptor can't be fetched: what is here follows the code of the projects that build on it (MindSpeed,
 ROLL, vime, AReaL) and a copy of its patch manager in Megatron-LM-FL. Nothing of it routes.
 
-Importing it patches torch, imports Megatron and patches that, once. `repatch` does it again.
+Importing it patches torch, imports Megatron and patches that, once.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_adaptor.features_manager.features_manager import FeaturesManager
 from megatron_adaptor.utils.args_utils import ARGUMENTS
 
-
-def repatch(args: dict[str, Any]) -> None:
-    ARGUMENTS.repatch(FeaturesManager, args)
-
-
-repatch({})
+ARGUMENTS.repatch(FeaturesManager, {})

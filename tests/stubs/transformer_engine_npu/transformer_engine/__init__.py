@@ -11,6 +11,5 @@ The tests don't have this package on their path. A test that wants it starts a p
 
 __version__ = "2.13.0"
 
-from . import common, pytorch
-
-__all__ = ["common", "pytorch"]
+from . import common as common
+from . import pytorch as pytorch

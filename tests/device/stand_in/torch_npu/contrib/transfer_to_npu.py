@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randint", "randn", "tensor", "zeros")
 
@@ -29,16 +28,6 @@ def _moved(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _moved_group(function: Callable[..., Any]) -> Callable[..., Any]:
-    """init_process_group, with HCCL where NCCL is asked for."""
-
-    @functools.wraps(function)
-    def call(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        return function("hccl" if backend in (None, "nccl") else backend, *args, **kwargs)
-
-    return call
-
-
 for _name in vars(type(torch.npu)):
     if not _name.startswith("__"):
         setattr(torch.cuda, _name, getattr(torch.npu, _name))
@@ -52,4 +41,3 @@ torch.Tensor.to = _moved(torch.Tensor.to)
 torch.Tensor.cuda = lambda self, *_, **__: self.to("npu")
 torch.nn.Module.to = _moved(torch.nn.Module.to)
 torch.nn.Module.cuda = lambda self, *_: self.to("npu")
-dist.init_process_group = _moved_group(dist.init_process_group)

@@ -1,5 +1,3 @@
 """What the frameworks share."""
 
-from . import recipe
-
-__all__ = ["recipe"]
+from . import recipe as recipe

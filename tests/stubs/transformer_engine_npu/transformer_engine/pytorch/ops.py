@@ -1,11 +1,9 @@
 """Fusible operations: Megatron-core names two in annotations."""
 
-from __future__ import annotations
-
-from .unbuilt import Unbuilt
+import torch
 
 
-class FusibleOperation(Unbuilt): ...
+class FusibleOperation(torch.nn.Module): ...
 
 
-class Sequential(Unbuilt): ...
+class Sequential(torch.nn.Module): ...
