@@ -36,6 +36,7 @@ class Tiny:
     mode: str = "R2"
     sp: int = 1
     packed: bool = True
+    moe: tuple[int, ...] = MOE
     micro: int = 2
     most: int = 0
     """Tokens of a micro-batch, where its size is dynamic."""
@@ -49,10 +50,6 @@ class Tiny:
     def split(self) -> Split:
         """The cut, with this rank's place."""
         return Split(cp=self.sp, ranks={"dp": dist.get_rank() // self.sp, "cp": dist.get_rank() % self.sp})
-
-    @property
-    def moe(self) -> tuple[int, ...]:
-        return MOE
 
     @staticmethod
     def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:

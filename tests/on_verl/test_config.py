@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, make_dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-import verl
 from omegaconf import OmegaConf
 from ray import cloudpickle
 
@@ -19,17 +17,25 @@ from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Patches
 from npu_replay.compat.verl import config as verl_config
 from npu_replay.errors import ReplayError
-from on_verl import glm_5_2
-from verl_configs import FLAG, FSDP, HAS_LEGACY, NEW, OLD, PADS_TO_MINI_BATCH, UNPADDED, job
+from verl_configs import (
+    CONFIGS,
+    FLAG,
+    FSDP,
+    HAS_LEGACY,
+    NEW,
+    OLD,
+    PADS_TO_MINI_BATCH,
+    UNPADDED,
+    job,
+    overridden,
+)
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MEGATRON = f"{ACTOR}.megatron"
 ROOT = "actor_rollout_ref"
-HAS_METRICS = "moe_load_balance_metrics_interval" in (
-    Path(verl.__path__[0]) / "trainer" / "config" / "rollout" / "rollout.yaml"
-).read_text(encoding="utf-8")
-TRTLLM = (Path(verl.__path__[0]) / "workers" / "rollout" / "trtllm_rollout").is_dir()
+HAS_METRICS = "moe_load_balance_metrics_interval" in (CONFIGS / "rollout" / "rollout.yaml").read_text("utf-8")
+TRTLLM = (CONFIGS.parents[1] / "workers" / "rollout" / "trtllm_rollout").is_dir()
 
 
 @dataclass(frozen=True)
@@ -415,13 +421,76 @@ def test_what_replay_would_be_off_or_wrong_with_is_refused_and_nothing_else(
         kind.check(None, **row.given | {"key": "R2", "flag": False})
 
 
+OVERRIDE = f"+{MEGATRON}.override_transformer_config"
+GLM_5_2 = [
+    "data.train_batch_size=0",
+    "data.max_prompt_length=2048",
+    "data.max_response_length=32768",
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.model.use_remove_padding=False",
+    "actor_rollout_ref.model.use_fused_kernels=False",
+    "algorithm.adv_estimator=grpo",
+    "algorithm.rollout_correction.rollout_is=token",
+    "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold=0.98_1.02",
+    f"{ACTOR}.strategy=megatron",
+    f"{ACTOR}.ppo_mini_batch_size=16",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+    f"{ACTOR}.use_dynamic_bsz=False",
+    f"{ACTOR}.ppo_max_token_len_per_gpu=34816",
+    f"{ACTOR}.use_rollout_log_probs=True",
+    f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+    f"{ACTOR}.policy_loss.loss_mode=gspo",
+    f"{ACTOR}.megatron.use_remove_padding=False",
+    f"{ACTOR}.megatron.pad_bshd_to_minibatch_max=False",
+    f"{ACTOR}.megatron.pipeline_model_parallel_size=8",
+    f"{ACTOR}.megatron.tensor_model_parallel_size=4",
+    f"{ACTOR}.megatron.context_parallel_size=4",
+    f"{ACTOR}.megatron.expert_model_parallel_size=32",
+    f"{ACTOR}.megatron.expert_tensor_parallel_size=1",
+    f"{ACTOR}.megatron.router_replay.mode=R3",
+    f"{OVERRIDE}.recompute_method=uniform",
+    f"{OVERRIDE}.recompute_granularity=full",
+    f"{OVERRIDE}.recompute_num_layers=1",
+    f"{OVERRIDE}.experimental_attention_variant=dsa",
+    f"{OVERRIDE}.moe_router_enable_expert_bias=True",
+    f"{OVERRIDE}.moe_router_dtype=fp32",
+    f"{OVERRIDE}.moe_shared_expert_overlap=False",
+    f"{OVERRIDE}.context_parallel_algo=kvallgather_cp_algo",
+    f"{OVERRIDE}.reset_position_ids=False",
+    f'{OVERRIDE}.pipeline_model_parallel_layout="Et*10|t*12|t*8|t*8|t*12|t*12|t*12|t*4L"',
+    f"{ROLLOUT}.name=vllm",
+    f"{ROLLOUT}.n=8",
+    f"{ROLLOUT}.tensor_model_parallel_size=8",
+    f"{ROLLOUT}.data_parallel_size=8",
+    f"{ROLLOUT}.expert_parallel_size=64",
+    f"{ROLLOUT}.calculate_log_probs=True",
+    f"{ROLLOUT}.enforce_eager=False",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz=False",
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu=34816",
+    f"+{ROLLOUT}.engine_kwargs.vllm.additional_config.enable_cpu_binding=True",
+    f"+{ROLLOUT}.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL_DECODE_ONLY",
+    f"{ROLLOUT}.enable_rollout_routing_replay=True",
+    "async_training.partial_rollout=True",
+    "trainer.device=npu",
+]
+"""verl's own job with R3 for Megatron core_v0.18.0 on NPUs: GLM-5.2, fully async, in padded sequences.
+
+The lines are those of its `examples/ascend_extras/grpo_trainer/run_glm5_2_megatron.sh` that say what the
+engine of the actor runs and what its rollout is asked for, without data, paths, optimizer and the reference.
+"""
+
+
 @pytest.mark.skipif(not PADS_TO_MINI_BATCH, reason="a script for verl 0.9.1 and later")
 def test_verls_own_job_in_padded_sequences_is_let_through(
     engines: list[probe.Product], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With data-parallel engines of vllm-ascend it needs npu_replay's capture, as every job does."""
     has(engines, ASCEND)
-    config = glm_5_2.job().actor_rollout_ref
+    folder = CONFIGS.parents[1] / "experimental" / "fully_async_policy" / "config"
+    lines = [f"hydra.searchpath=[file://{CONFIGS}]", *GLM_5_2]
+    config = overridden("fully_async_ppo_megatron_trainer", lines, folder=folder).actor_rollout_ref
     with pytest.raises(ReplayError, match="under data parallelism"):
         verl_config.check_actor(config)
     monkeypatch.setenv("NPU_REPLAY_VLLM_ASCEND", "1")

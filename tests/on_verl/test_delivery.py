@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 from weakref import WeakSet
 
 import numpy as np
@@ -30,7 +31,7 @@ from npu_replay.environment import DELIVERY
 from npu_replay.errors import RouterError
 from npu_replay.routes.arguments import StageLabels
 from on_verl import test_rollout as loops
-from on_verl.engine_job import packing
+from on_verl.engine_job import packing, without_padding
 from on_verl.test_rollout import SAMPLED, Turn, deep, guarded, installed
 from piece_files import FileCarrier
 
@@ -38,6 +39,7 @@ __all__ = ["installed"]
 pytestmark = pytest.mark.verl
 LAYERS = (1, 2, 3, 4)
 COUNT = 8
+MODEL = RoutedModel.of(loops.DEEP)
 
 
 @pytest.fixture(autouse=True)
@@ -54,14 +56,9 @@ def worker(*turns: Turn) -> Any:
     return guarded(*(turns or [Turn(SAMPLED[: 3 + n], change=deep) for n in range(COUNT)]))
 
 
-def model_of(made: Any) -> Any:
-    return RoutedModel.of(made.model_config.hf_config)
-
-
-def batch_of(*turns: Turn) -> tuple[Any, Any]:
-    """What the trainer has after a rollout, and the model's layers."""
-    made = worker(*turns)
-    return loops.postprocessed(made, len(turns) or COUNT), model_of(made)
+def batch_of(*turns: Turn) -> Any:
+    """What the trainer has after a rollout."""
+    return loops.postprocessed(worker(*turns), len(turns) or COUNT)
 
 
 def keyed(data: Any) -> torch.Tensor:
@@ -72,23 +69,20 @@ def keyed(data: Any) -> torch.Tensor:
     return torch.stack(keys) * (marks != 0)
 
 
-def received(references: Any, layers: tuple[int, ...] = LAYERS, tokens: Any = None) -> RoutesByKey:
-    """What an engine's rank of these layers has of a batch's references."""
+def of_a_rank(layers: tuple[int, ...] = LAYERS) -> tuple[RoutesByKey, r3_store.R3Store]:
     held = RoutesByKey()
     held.has(layers)
-    r3_store.R3Store(held).receive(references, tokens)
+    return held, r3_store.R3Store(held)
+
+
+def received(references: Any, layers: tuple[int, ...] = LAYERS, tokens: Any = None) -> RoutesByKey:
+    """What an engine's rank of these layers has of a batch's references."""
+    held, store = of_a_rank(layers)
+    store.receive(references, tokens)
     return held
 
 
-def moved_by_verl(data: Any) -> Any:
-    """A worker's batch of a trainer's, as verl makes it: jagged."""
-    from verl.workers.utils.padding import left_right_2_no_padding
-
-    data.meta_info = {}
-    return left_right_2_no_padding(data.to_tensordict())
-
-
-def check(data: Any, model: Any, layers: tuple[int, ...] = LAYERS) -> int:
+def check(data: Any, layers: tuple[int, ...] = LAYERS) -> int:
     """Each row of a worker's batch gets the routes of its own tokens; how many samples it has."""
     references = batch_routes.references_in(data)
     tokens = data["input_ids"].unbind()
@@ -97,7 +91,7 @@ def check(data: Any, model: Any, layers: tuple[int, ...] = LAYERS) -> int:
     held = received(references, layers, dict(zip(keys, tokens, strict=True)))
     assert not held.bad(reference.key for reference in references)
     with batch_routes.keys_in_place(data, "routed_experts", keys):
-        good, bad = GivenRoutes.of(data["routed_experts"], None, model).routes(from_rollout=True, store=held)
+        good, bad = GivenRoutes.of(data["routed_experts"], None, MODEL).routes(from_rollout=True, store=held)
     assert not bad
     for number, (ids, reference) in enumerate(zip(tokens, references, strict=True)):
         routes = good[number]
@@ -111,15 +105,15 @@ def check(data: Any, model: Any, layers: tuple[int, ...] = LAYERS) -> int:
 
 
 def test_a_rollout_puts_its_routes_away(folder: Path) -> None:
-    data, model = batch_of()
+    data = batch_of()
     assert data.batch["routed_experts"].dtype == torch.int16
     assert tuple(data.batch["routed_experts"].shape[2:]) == (1, 1)
     assert data.batch["routed_experts"].element_size() == MARKS  # bytes a token
     assert len(pickle.dumps(data.non_tensor_batch[COLUMN])) < 700 * COUNT
     assert len(list(folder.glob("*.pieces"))) == COUNT
-    moved = moved_by_verl(data)
+    moved = without_padding(data)
     for layers in (LAYERS, (2, 3)):
-        assert check(moved, model, layers) == COUNT
+        assert check(moved, layers) == COUNT
 
 
 def stages(*sizes: int) -> list[list[int]]:
@@ -174,23 +168,23 @@ def test_references_go_where_their_samples_go_in_the_workers() -> None:
     from verl.utils import seqlen_balancing
     from verl.utils import tensordict_utils as tu
 
-    data, model = batch_of()
+    data = batch_of()
     sizes = data.batch["attention_mask"].sum(dim=1).tolist()
     parts = seqlen_balancing.get_seqlen_balanced_partitions(sizes, k_partitions=2, equal_size=True)
     data.reorder(torch.tensor([number for part in parts for number in part]))
-    moved = moved_by_verl(data)
-    assert check(moved, model) == COUNT
+    moved = without_padding(data)
+    assert check(moved) == COUNT
     moved = tu.index_select_tensor_dict(moved, torch.tensor([5, 0, 7, 2, 1, 6, 3, 4]))
     moved = tu.union_tensor_dict(moved, tu.get_tensordict({"advantages": torch.zeros(COUNT, 2)}))
     moved = tu.concat_tensordict(tu.chunk_tensordict(moved, 4)[::-1])
     moved, pad = tu.pad_to_divisor(moved, 5)
-    assert check(moved, model) == COUNT + pad
+    assert check(moved) == COUNT + pad
     moved = pickle.loads(pickle.dumps(tu.unpad(moved, pad)))
     for part in tu.make_iterator(moved, 4, epochs=2, seed=1, dataloader_kwargs={"shuffle": True}):
-        assert check(part, model) == 4
+        assert check(part) == 4
         micro, _ = seqlen_balancing.rearrange_micro_batches(part, max_token_len=2 * max(sizes))
         assert len(micro) > 1
-        assert sum(check(one, model) for one in micro) == 4
+        assert sum(check(one) for one in micro) == 4
 
 
 @pytest.mark.parametrize(("value", "lora"), [("", False), ("ray", False), ("", True)])
@@ -201,13 +195,8 @@ def test_the_reference_is_sent_no_routes(value: str, lora: bool, monkeypatch: py
     trainer = module.RayPPOTrainer
     monkeypatch.setenv(DELIVERY, value)
     npu_replay.install()
-    data, _ = batch_of()
-    sent: list[set[str]] = []
-
-    def take(batch: Any) -> None:
-        sent.append(set(batch.keys()))
-        raise InterruptedError
-
+    data = batch_of()
+    take = Mock(side_effect=InterruptedError)
     made = trainer.__new__(trainer)
     made.ref_in_actor = lora
     made.use_legacy_worker_impl = "disable"
@@ -217,6 +206,7 @@ def test_the_reference_is_sent_no_routes(value: str, lora: bool, monkeypatch: py
         with pytest.raises(InterruptedError):
             made._compute_ref_log_prob(data)
         leave()
+    sent = [set(call.args[0].keys()) for call in take.call_args_list]
     routes = {"routed_experts", COLUMN} if value else {"routed_experts"}
     assert sent[1] - sent[0] == (set() if lora else routes)
     assert "input_ids" in sent[0]
@@ -227,23 +217,26 @@ def test_samples_without_routes_take_none_from_the_others() -> None:
     """Aborted ones, and those that were never put: verl's padding has zeros in the place of keys."""
     turns = [Turn(SAMPLED[: 3 + n], change=deep) for n in range(4)]
     turns[1] = Turn([20], stop="aborted", change=loops.NO_ROUTES)
-    data, model = batch_of(*turns)
-    held = received(list(data.non_tensor_batch[COLUMN]))
+    data = batch_of(*turns)
+    references = list(data.non_tensor_batch[COLUMN])
     data.batch["routed_experts"][2] = 0
-    keys = keyed(data)
     mask = data.batch["attention_mask"].bool()
+    asked = keys_in(data.batch["routed_experts"], references)
+    tokens = {key: ids[kept] for key, ids, kept in zip(asked, data.batch["input_ids"], mask, strict=True)}
+    held = received(references, tokens=tokens)
+    keys = keyed(data)
     for part in (slice(0, 4), slice(2, 3)):  # alone in a micro-batch, too
-        good, bad = GivenRoutes.of(keys[part], mask[part], model).routes(from_rollout=True, store=held)
+        good, bad = GivenRoutes.of(keys[part], mask[part], MODEL).routes(from_rollout=True, store=held)
         assert not bad
         assert {one.layers for one in good.values()} == {LAYERS}
         found = [bool(good[number].recorded.any()) for number in range(len(good))]
         assert found == [True, False, False, True][part]
 
 
-def bad_of(data: Any, model: Any, rows: torch.Tensor, held: RoutesByKey | None = None) -> str:
+def bad_of(data: Any, rows: torch.Tensor, held: RoutesByKey | None = None) -> str:
     """Why a batch's only sample has no routes."""
     mask = data.batch["attention_mask"].bool()
-    good, bad = GivenRoutes.of(rows, mask, model).routes(from_rollout=True, store=held)
+    good, bad = GivenRoutes.of(rows, mask, MODEL).routes(from_rollout=True, store=held)
     assert not good
     return str(bad[0])
 
@@ -253,73 +246,63 @@ def test_a_sample_without_its_routes_says_why(
 ) -> None:
     """Its reference stayed behind; what it refers to was lost; or the door has refused its routes."""
     turn = Turn(SAMPLED[:4], change=deep)
-    data, model = batch_of(turn)
-    stayed = bad_of(data, model, data.batch["routed_experts"])
+    data = batch_of(turn)
+    stayed = bad_of(data, data.batch["routed_experts"])
     assert "the column npu_replay_routes beside routed_experts" in stayed
     for file in folder.iterdir():
         file.unlink()
     held = received(list(data.non_tensor_batch[COLUMN]))
-    assert "can't be read" in bad_of(data, model, keyed(data), held)
+    assert "can't be read" in bad_of(data, keyed(data), held)
     monkeypatch.setattr(rollout_checks, "PROOF", 0)
     rollout_checks._warned.clear()
     monkeypatch.setattr(r3_store, "from_batch", lambda *a, **k: (_ for _ in ()).throw(InvalidRoutes("bad")))
-    data, model = batch_of(turn)
+    data = batch_of(turn)
     assert data.non_tensor_batch[COLUMN].tolist() == [None]
     assert "go without their routes: [npu_replay] bad" in caplog.text
-    assert "refused when the rollout handed them over" in bad_of(data, model, keyed(data))
+    assert "refused when the rollout handed them over" in bad_of(data, keyed(data))
 
 
 def test_routes_are_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    read = r3_store.fetch_each
-    monkeypatch.setattr(r3_store, "fetch_each", lambda one, *how: asked.append(len(one)) or read(one, *how))
-    data, model = batch_of()
+    fetch_each = Mock(wraps=r3_store.fetch_each)
+    monkeypatch.setattr(r3_store, "fetch_each", fetch_each)
+    data = batch_of()
     references = list(data.non_tensor_batch[COLUMN])
-    held = RoutesByKey()
-    held.has(LAYERS)
-    store = r3_store.R3Store(held)
+    held, store = of_a_rank()
     for part in (references, references, [*references[:2], None]):
         store.receive(part)
-    assert asked == [COUNT, 0, 0]
     rows = int(data.batch["attention_mask"].sum())  # a last token's too, which says that it has none
-    assert held.nbytes == rows * len(LAYERS) * model.topk
+    assert held.nbytes == rows * len(LAYERS) * MODEL.topk
     newer = copy.copy(references[0])
     newer.step = 1
     newer.key = 5
     store.receive([newer])
     store.receive(references)
-    assert asked[-2:] == [1, COUNT], "an older step's are not kept"
+    asked = [len(call.args[0]) for call in fetch_each.call_args_list]
+    assert asked == [COUNT, 0, 0, 1, COUNT], "an older step's are not kept"
 
 
 def test_routes_of_other_tokens_are_refused() -> None:
-    data, _ = batch_of()
+    data = batch_of()
     references = list(data.non_tensor_batch[COLUMN])
     mask = data.batch["attention_mask"].bool()
     rows = zip(references, data.batch["input_ids"], mask, strict=True)
-    tokens = {one.key: ids[kept] for one, ids, kept in rows}
-    del tokens[references[2].key]  # padding, which has no key
+    tokens = {reference.key: ids[kept] for reference, ids, kept in rows}
     tokens[references[1].key] = tokens[references[1].key] + 1
-    held = received(references, LAYERS, tokens)
-    assert list(held.bad(tokens)) == [references[1].key]
+    held = received(references, tokens=tokens)
     with pytest.raises(InvalidRoutes, match="belong to other tokens"):
         held.of(references[1].key)
-    with pytest.raises(InvalidRoutes, match="aren't here"):
-        held.of(references[2].key)
 
 
 def test_without_steps_of_the_job_nothing_grows_without_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(r3_store, "_SAMPLES", 5)
-    made = worker(*(Turn(SAMPLED[: 3 + n], change=deep) for n in range(COUNT)))
-    putter = r3_store.Putter(FileCarrier(folder), model_of(made), keeps=True)
+    putter = r3_store.Putter(FileCarrier(folder), MODEL, keeps=True)
     tokens = np.arange(8)
     batches = list[Any]()
     routes = np.concatenate([deep(tokens[:-1]), deep(tokens[:1]) * 0])
     alive = WeakSet[Any]()
-    held = RoutesByKey()
-    held.has(LAYERS)
-    store = r3_store.R3Store(held)
+    held, store = of_a_rank()
     for number in range(8):
         batches.append([putter.put(routes, tokens + number, -1)[1]])
         alive.add(batches[-1][0])
@@ -334,9 +317,8 @@ def test_without_steps_of_the_job_nothing_grows_without_end(
 def test_the_weights_version_stands_for_a_step_where_the_trainer_says_none(
     version: int | None, told: int, step: int
 ) -> None:
-    made = worker(Turn(SAMPLED[:4], change=deep))
-    putter = r3_store.Putter.of(made, model_of(made))
-    assert putter is not None
+    made = worker()
+    putter: Any = r3_store.Putter.of(made, MODEL)
     output = SimpleNamespace(
         prompt_ids=[1],
         response_ids=[2, 3],
@@ -350,11 +332,10 @@ def test_the_weights_version_stands_for_a_step_where_the_trainer_says_none(
 @pytest.mark.parametrize("queued", [True, False])
 def test_references_live_as_long_as_may_be_trained_on_them(queued: bool) -> None:
     """A queue pickles them past Ray: the worker that put them keeps those of the last three steps."""
-    made = worker(*(Turn(SAMPLED[: 3 + n], change=deep) for n in range(COUNT)))
+    made = worker()
     if queued:
         made.__class__ = type("AgentLoopWorkerTQ", (type(made),), {})  # in whatever module a release has it
-    putter = r3_store.Putter.of(made, model_of(made))
-    assert putter is not None
+    putter: Any = r3_store.Putter.of(made, MODEL)
     tokens = np.arange(8)
     alive = WeakSet[Any]()
     for step in range(6):

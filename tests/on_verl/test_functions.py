@@ -27,50 +27,20 @@ from npu_replay.following.fed_sequences import fed_sequences
 from npu_replay.smoke import megatron_model
 from sessions.test_follow import packed as fed_packed
 from sessions.test_follow import texts, ulysses_padded
-from zoo.gpt import RECOMPUTE, VARIANTS, perturbed
-from zoo.outcome import gradients
+from zoo.gpt import VARIANTS, build, perturbed
+from zoo.outcome import gradients, same
 
-pytestmark = [pytest.mark.megatron]
-LENGTHS = ((7, 12, 3), (5,), (9, 2))
-VOCAB = 64
-
-
-class Job:
-    """A model that asks for replay, its forward over packed sequences, and what a pass asks of an engine."""
-
-    def __init__(self, recompute: str = "", seed: int = 7) -> None:
-        torch.manual_seed(seed)
-        values = VARIANTS["softmax_after_topk"] | RECOMPUTE.get(recompute, {})
-        self.tf_config = megatron_model.config(**values, enable_routing_replay=True)
-        self.model = megatron_model.model(self.tf_config)
-        self.module = [self.model]
-        self.engine_config = SimpleNamespace(router_replay=SimpleNamespace(mode="R2"))
-
-    def forward(self, sequences: list[torch.Tensor]) -> torch.Tensor:
-        tokens = torch.cat(sequences)[None]
-        inputs = megatron_model.causal(tokens)
-        return self.model(input_ids=tokens, labels=tokens.roll(-1, 1), **inputs).mean()
+# Routers are given other weights for a replay, so that it shows.
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("unjudged")]
 
 
-def batches() -> list[list[torch.Tensor]]:
-    drawn = torch.Generator().manual_seed(3)
-    return [[torch.randint(0, VOCAB, (size,), generator=drawn) for size in sizes] for sizes in LENGTHS]
-
-
-def core_routes(job: Job, batch: list[list[torch.Tensor]]) -> list[RoutedExperts]:
-    with torch.no_grad(), npu_replay.record(job.model) as recording:
-        for sequences in batch:
-            job.forward(sequences)
-    return recording.routes
-
-
-def core_replay(job: Job, batch: list[list[torch.Tensor]], routes: list[RoutedExperts]) -> Any:
-    """Losses and gradients."""
-    job.model.zero_grad()
-    with npu_replay.replay(job.model, routes):
-        losses = [job.forward(sequences) for sequences in batch]
-        torch.stack(losses).sum().backward()
-    return losses, gradients(job.model)
+def trainer(seed: int = 7) -> Any:
+    """A model that asks for replay and its micro-batches, with what a pass asks of an engine."""
+    job: Any = build(VARIANTS["softmax_after_topk"] | {"enable_routing_replay": True}, "full", seed)
+    job.module = [job.model]
+    job.tf_config = job.model.config
+    job.engine_config = SimpleNamespace(router_replay=SimpleNamespace(mode="R2"))
+    return job
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,11 +48,6 @@ def lent() -> Iterator[None]:
     with npu_replay.compat.cpu.lend():
         megatron_model.start()
         yield
-
-
-@pytest.fixture(autouse=True)
-def unjudged_routes(unjudged: None) -> None:
-    """Routers are given other weights for a replay, so that it shows."""
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +60,7 @@ def verl() -> Iterator[SimpleNamespace]:
     router_init._framework.clear()  # other tests' routers have Megatron's
 
 
-def own_replays(job: Job) -> list[Any]:
+def own_replays(job: Any) -> list[Any]:
     found = [getattr(module, "router_replay", None) for module in job.model.modules()]
     return [one for one in found if one is not None]
 
@@ -104,9 +69,9 @@ def test_each_router_has_a_replay_of_verls_and_no_model_that_was_thrown_away(ver
     """T18: verl's own list is never pruned. Megatron's has the same replays: an API that acts on others would
     act on none."""
     megatron: Any = importlib.import_module("megatron.core.transformer.moe.router_replay").RouterReplay
-    gone = Job(seed=1)
+    gone = trainer(seed=1)
     thrown = own_replays(gone)
-    job = Job()
+    job = trainer()
     del gone
     gc.collect()
     assert all(isinstance(one, verl.replay) for one in own_replays(job))
@@ -122,9 +87,10 @@ def test_a_router_records_and_replays_by_its_action_recomputes_too(verl: SimpleN
     read as its own patch of the routing reads it, where a backward follows each forward."""
     megatron: Any = importlib.import_module("megatron.core.transformer.moe.router_replay")
     actions = verl.actions if of == "verl" else megatron.RouterReplayAction
-    job = Job("full")
-    batch = batches()
-    own = core_routes(job, batch)
+    job = trainer()
+    with npu_replay.record(job.model) as recording:
+        job.run()
+    own = recording.routes
 
     def act(action: Any, routes: RoutedExperts | None = None) -> None:
         for column, replay in enumerate(own_replays(job)):
@@ -134,29 +100,29 @@ def test_a_router_records_and_replays_by_its_action_recomputes_too(verl: SimpleN
 
     act(actions.RECORD)
     with torch.no_grad():
-        job.forward(batch[0])
+        job.loss(job.batches[0])
     verl.replay.clear_global_router_replay_action()
     recorded = [replay.recorded_topk_idx for replay in own_replays(job)]
     assert torch.equal(torch.stack(recorded, dim=1), own[0].ids.long())
     verl.replay.clear_global_indices()
     assert [replay.recorded_topk_idx for replay in own_replays(job)] == [None] * 4
     with perturbed(job.model):
-        losses, grads = core_replay(job, batch, own)
+        with npu_replay.replay(job.model, own):
+            losses, grads = job.run()
         job.model.zero_grad()
-        for sequences, routes, wanted in zip(batch, own, losses, strict=True):
+        for tokens, routes, wanted in zip(job.batches, own, losses, strict=True):
             act(actions.REPLAY_FORWARD, routes)
-            loss = job.forward(sequences)
-            assert loss.item() == wanted.item()
+            loss = job.loss(tokens)
+            assert loss.item() == wanted
             act(actions.REPLAY_BACKWARD)
             loss.backward()
         act(None)
-        assert job.forward(batch[0]).item() != losses[0].item()
-    for ours, wanted in zip(gradients(job.model), grads, strict=True):
-        assert ours is wanted or torch.allclose(ours, wanted, atol=1e-7)
+        assert job.loss(job.batches[0]).item() != losses[0]
+    assert same(gradients(job.model), grads)
 
 
 def test_what_is_no_action_is_refused(verl: SimpleNamespace) -> None:
-    job = Job()
+    job = trainer()
     with pytest.raises(ValueError, match="3 is not a valid RouterReplayAction"):
         own_replays(job)[0].set_router_replay_action(3)
     running = EnginePass(EngineAdapter(job), trains=False)
@@ -168,15 +134,14 @@ def test_a_pass_in_which_verl_aligns_no_routes_says_so_at_its_end(verl: SimpleNa
     """verl 0.9.0 doesn't look whether an R3 batch has any; the other ranks wait in the schedule."""
     if not hasattr(verl.utils, "align_r3_router_replay_data"):
         pytest.skip("verl aligns routes from 0.9 on")
-    job = Job()
-    sequences = batches()[0]
-    tokens = torch.nested.as_nested_tensor(sequences, layout=torch.jagged)
+    job = trainer()
+    tokens = torch.nested.as_nested_tensor(list(job.batches[0]), layout=torch.jagged)
     running = EnginePass(EngineAdapter(job), trains=True)
     with pytest.raises(MicroBatchError, match="this micro-batch has no routes"), running.entered():
         verl.replay.set_global_router_replay_action(verl.actions.REPLAY_FORWARD)
         routes = verl.utils.align_r3_router_replay_data(None, tokens)
         verl.utils.set_router_replay_data(routes, None, job.tf_config, 0)
-        finished = job.forward(sequences)
+        finished = job.loss(job.batches[0])
     assert finished.isfinite()
 
 

@@ -147,7 +147,7 @@ def _case(do: str, env: dict[str, str]) -> Answer:
     os.environ.update(env)
     patch = sys.modules[PATCH]
     utils = sys.modules[UTILS]
-    answer: Answer = globals()[f"_{do}"](patch, utils)
+    answer: Answer = globals()[f"_{do}"](patch, utils) or {}
     npu_replay = importlib.import_module("npu_replay")
     answer["ours"] = {
         f"{module.rpartition('.')[2]}.{name}": _is_ours(getattr(sys.modules[module], name))
@@ -173,11 +173,12 @@ def _is_ours(found: Any) -> bool:
     )
 
 
-# What is done, after verl or after npu_replay and verl; npu_replay is there when it returns
+# What is done, after verl or after npu_replay and verl; npu_replay is there when it
+# returns. Some return what else is so then
 
 
-def _nothing(patch: Any, utils: Any) -> Answer:
-    return {}
+def _nothing(patch: Any, utils: Any) -> None:
+    """The two imports are all."""
 
 
 def _install_again(patch: Any, utils: Any) -> Answer:
@@ -187,9 +188,8 @@ def _install_again(patch: Any, utils: Any) -> Answer:
     return {"changed": not once or once != npu_replay.report().patches}
 
 
-def _uninstall(patch: Any, utils: Any) -> Answer:
+def _uninstall(patch: Any, utils: Any) -> None:
     sys.modules["npu_replay"].uninstall()
-    return {}
 
 
 def _replaced_later(patch: Any, utils: Any) -> Answer:
@@ -214,7 +214,7 @@ def _patched_by_verl(patch: Any, utils: Any) -> Answer:
     return {"patched": patched, "restored": restored, "flag": hasattr(router, "_router_replay_patched")}
 
 
-def _unknown_argument(patch: Any, utils: Any) -> Answer:
+def _unknown_argument(patch: Any, utils: Any) -> None:
     native = utils.set_router_replay_data
 
     def set_router_replay_data(layers: Any, mask: Any, config: Any, novelty: Any = None) -> None:
@@ -222,32 +222,27 @@ def _unknown_argument(patch: Any, utils: Any) -> Answer:
 
     set_router_replay_data.__module__ = utils.__name__
     utils.set_router_replay_data = set_router_replay_data
-    return {}
 
 
-def _missing_name(patch: Any, utils: Any) -> Answer:
+def _missing_name(patch: Any, utils: Any) -> None:
     del utils.pp_gather
-    return {}
 
 
-def _no_apply(patch: Any, utils: Any) -> Answer:
+def _no_apply(patch: Any, utils: Any) -> None:
     del patch.apply_router_replay_patch
-    return {}
 
 
-def _strangers_apply(patch: Any, utils: Any) -> Answer:
+def _strangers_apply(patch: Any, utils: Any) -> None:
     def stranger(self: Any, logits: Any) -> Any:
         raise NotImplementedError
 
     patch.apply_router_replay_patch = stranger
-    return {}
 
 
-def _strangers_routing(patch: Any, utils: Any) -> Answer:
+def _strangers_routing(patch: Any, utils: Any) -> None:
     router = importlib.import_module("megatron.core.transformer.moe.router")
 
     def stranger(self: Any, logits: Any) -> Any:
         return RoutingReplay.pop_forward(logits)  # type: ignore[name-defined]  # noqa: F821
 
     router.TopKRouter.routing = stranger
-    return {}

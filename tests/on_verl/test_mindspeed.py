@@ -8,6 +8,7 @@ import sys
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,8 +44,6 @@ def test_the_engine_that_verl_takes_on_an_npu_records_and_replays(product: str) 
 
 # In the processes
 
-repatched: list[dict[str, Any]] = []
-
 
 def prepare(task: dict[str, Any]) -> None:
     """Import MindSpeed, Megatron and verl's engine, in the process whose forks are the ranks."""
@@ -55,13 +54,7 @@ def prepare(task: dict[str, Any]) -> None:
 
     with lent_at_import():
         import mindspeed.megatron_adaptor as adaptor
-    native = adaptor.repatch
-
-    def repatch(changes: dict[str, Any]) -> None:
-        repatched.append(dict(changes))
-        native(changes)
-
-    adaptor.repatch = repatch  # verl's engine takes it from there when it is imported
+    adaptor.repatch = Mock(wraps=adaptor.repatch)  # verl's engine takes it from there when it is imported
     with npu_replay.compat.cpu.lend():
         from on_verl import engine_job
 
@@ -85,4 +78,5 @@ def engine(task: dict[str, Any]) -> dict[str, Any]:
         for name in task["cases"]:
             engine_cases.CASES[name]()
     dist.destroy_process_group()
-    return {"repatched": len(repatched), "mindspeed": sys.modules["mindspeed.megatron_adaptor"].__file__}
+    adaptor: Any = sys.modules["mindspeed.megatron_adaptor"]
+    return {"repatched": adaptor.repatch.call_count, "mindspeed": adaptor.__file__}

@@ -34,7 +34,6 @@ from npu_replay.rollout.model_config import RoutedModel
 from zoo import qwen
 
 agent_loop: Any = importlib.import_module("verl.experimental.agent_loop.agent_loop")
-importlib.import_module("verl.experimental.agent_loop.tool_agent_loop")
 tool_parser: Any = importlib.import_module("verl.experimental.agent_loop.tool_parser")
 replica: Any = importlib.import_module("verl.workers.rollout.replica")
 
@@ -203,8 +202,6 @@ def make_worker(engine: Any, config: Any = None, kind: Any = None, client: Any =
     worker.tools = []
     worker.distillation_enabled = False
     worker.reward_loop_worker_handles = None
-    worker.reward_router_address = None
-    worker.use_reward_loop = None
     worker.model_config = SimpleNamespace(hf_config=None)
     return worker
 
@@ -261,9 +258,8 @@ def resuming(*turns: Turn) -> Any:
     kind = resuming_class()
     if kind is None:
         pytest.skip("this release doesn't resume")
-    config = make_config()
     engine = Engine(*turns)
-    return make_worker(engine, config, client=make_client(engine, config, kind))
+    return make_worker(engine, client=make_client(engine, make_config(), kind))
 
 
 @pytest.fixture(autouse=True)
@@ -275,8 +271,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if kind is not None:
         quick = SimpleNamespace(sleep=at_once, gather=asyncio.gather)
         monkeypatch.setattr(sys.modules[kind.__module__], "asyncio", quick)
-    for name in ("single_turn_agent_loop", "tool_agent_loop"):
-        importlib.import_module(f"verl.experimental.agent_loop.{name}")
     verl_rollout.install()
     yield
     npu_replay.uninstall()
@@ -504,9 +498,7 @@ def test_turns_of_another_client_are_none_of_the_samples() -> None:
             await other.generate("2", prompt_ids=PROMPT, sampling_params={})
             return await super()._generate(**asked)
 
-    engine = Judged(Turn([20, 21, 22]))
-    engine.generate = SimpleNamespace(remote=engine._generate)
-    check_rows(*rows_of(run(worker=make_worker(engine, config))))
+    check_rows(*rows_of(run(worker=make_worker(Judged(Turn([20, 21, 22])), config))))
 
 
 @pytest.mark.parametrize("kind", [dict, transformers.BatchEncoding])

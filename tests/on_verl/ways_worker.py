@@ -15,6 +15,7 @@ from functools import partial
 from importlib import import_module
 from itertools import product
 from typing import Any
+from unittest.mock import MagicMock
 
 MODULES = (
     "verl.utils.megatron.router_replay_patch",
@@ -160,15 +161,7 @@ def _init_model(task: dict[str, Any]) -> str:
     worker.enable_routing_replay = False
     worker.distillation_enabled = False
     worker._omega_profiler_config = {}
-    workers.TrainingWorker = worker.actor_worker_cls = _NoTrainingWorker
+    training = MagicMock()  # where verl's would make an engine: what init_model asks of it next
+    training.return_value.get_dispatch_collect.return_value = {"dispatch_dp_rank": {}, "collect_dp_rank": {}}
+    workers.TrainingWorker = worker.actor_worker_cls = training
     return _raised(worker.init_model)
-
-
-class _NoTrainingWorker:
-    """Where verl's would make an engine: what init_model asks of it next."""
-
-    def __init__(self, config: Any) -> None:
-        self.reset = self.set_loss_fn = lambda *_: None
-
-    def get_dispatch_collect(self) -> dict[str, Any]:
-        return {"dispatch_dp_rank": {}, "collect_dp_rank": {}}

@@ -1,14 +1,10 @@
-"""What the turns of one sample have shown, and the line that an operator has to see; without verl."""
+"""What the turns of one sample have shown, without verl."""
 
 from __future__ import annotations
-
-import logging
-import sys
 
 import numpy as np
 import pytest
 
-from npu_replay.compat.verl import metrics
 from npu_replay.compat.verl.agent_loop import Turns
 from npu_replay.errors import ReplayError
 
@@ -53,30 +49,3 @@ def test_turns_of_two_models_are_refused() -> None:
     with pytest.raises(ReplayError, match="different layers or top-k"):
         turns.add(np.array([1, 2, 3]), np.array([4]), np.ones((3, 4, 2), np.uint8), aborted=False)
     assert turns.routes_of(np.array([9, 9])) == (None, 0)
-
-
-QUIET = logging.StreamHandler(sys.stderr)
-QUIET.setLevel(logging.WARNING)
-"""It shows no line at INFO."""
-
-
-@pytest.mark.parametrize(
-    ("handlers", "format_", "before"),
-    [([], None, ""), ([], "%(name)s %(message)s", "npu_replay.job "), ([QUIET], None, "")],
-    ids=["nothing", "warnings alone are shown", "a handler for warnings alone"],
-)
-def test_the_line_for_the_operator_is_seen_once_whatever_logging_is_set_up(
-    handlers: list[logging.Handler],
-    format_: str | None,
-    before: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    caplog.set_level(logging.NOTSET, "npu_replay.job")  # until the test ends
-    monkeypatch.setattr(logging.root, "handlers", list(handlers))
-    if format_ is not None:
-        logging.basicConfig(level=logging.WARNING, format=format_)
-    metrics.announce("one")
-    metrics.announce("two")
-    assert capsys.readouterr().err.splitlines() == [f"{before}[npu_replay] {line}" for line in ("one", "two")]

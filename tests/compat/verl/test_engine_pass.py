@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ import torch
 from npu_replay import routers
 from npu_replay.compat.verl.batch_routes import are_refused, refused_rows
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
-from npu_replay.compat.verl.engine_pass import RECORD, EnginePass, current, run
+from npu_replay.compat.verl.engine_pass import RECORD, EnginePass, current
 from zoo.toys import ToyModel, ToyRouters, hooks, tokens
 
 
@@ -28,43 +26,22 @@ def toy_routers() -> Iterator[None]:
 
 
 class Engine:
-    """Runs what it is given, as verl's engine runs a schedule."""
+    """What a pass asks of verl's engine."""
 
     engine_config = SimpleNamespace(router_replay=SimpleNamespace(mode="R2"))
 
     def __init__(self) -> None:
         self.module = [ToyModel()]
 
-    def forward_backward_batch(self, data: Any, forward_only: bool = False) -> Any:
-        data(self.module[0])
-        return {"metrics": {}}
-
-
-class Unmarked(EngineAdapter):
-    """Batches are no TensorDicts here."""
-
-    has_flag = False
-
-
-as_a_pass = functools.partialmethod(functools.partial(run, Unmarked, Engine.forward_backward_batch))
-Engine.forward_backward_batch = as_a_pass  # type: ignore[assignment, method-assign]
-
 
 def test_nothing_is_left_when_a_pass_raises() -> None:
-    """Nor of what was set inside it, whatever the pass around it has."""
+    """Nor of what was set inside it, in the pass around it."""
     engine = Engine()
-
-    def schedule(model: ToyModel) -> None:
-        current().set(RECORD)
-        model(tokens(0))
-        raise MemoryError
-
     with EnginePass().entered():
-        with pytest.raises(MemoryError):
-            engine.forward_backward_batch(schedule, forward_only=True)
-        with pytest.raises(ZeroDivisionError), EnginePass().entered():
+        with pytest.raises(MemoryError), EnginePass(EngineAdapter(engine)).entered():
             current().set(RECORD)
-            raise ZeroDivisionError
+            engine.module[0](tokens(0))
+            raise MemoryError
         assert not current().action
     assert hooks(engine.module[0]) == 0
 

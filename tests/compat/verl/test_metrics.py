@@ -1,7 +1,8 @@
-"""compat.verl.metrics: what the line that replay is on says of the stack."""
+"""compat.verl.metrics: the line that replay is on, which an operator has to see, and the figures."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,7 @@ import pytest
 
 from npu_replay.compat import probe
 from npu_replay.compat.probe import Product
-from npu_replay.compat.verl.metrics import COUNTED, figures, summary
+from npu_replay.compat.verl.metrics import COUNTED, announce, figures, summary
 
 SUMS = {"routers": 4, "replayed": 4, "ranks": 1, "routed": 8, "rows": 8}
 
@@ -55,3 +56,30 @@ def test_figures_are_of_all_ranks_and_left_out_where_nothing_was_counted() -> No
     assert figures(counted | compared) == {
         f"npu_replay/{name}": value for name, value in (always | more).items()
     }
+
+
+QUIET = logging.StreamHandler(sys.stderr)
+QUIET.setLevel(logging.WARNING)
+"""It shows no line at INFO."""
+
+
+@pytest.mark.parametrize(
+    ("handlers", "format_", "before"),
+    [([], None, ""), ([], "%(name)s %(message)s", "npu_replay.job "), ([QUIET], None, "")],
+    ids=["nothing", "warnings alone are shown", "a handler for warnings alone"],
+)
+def test_the_line_for_the_operator_is_seen_once_whatever_logging_is_set_up(
+    handlers: list[logging.Handler],
+    format_: str | None,
+    before: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    caplog.set_level(logging.NOTSET, "npu_replay.job")  # until the test ends
+    monkeypatch.setattr(logging.root, "handlers", list(handlers))
+    if format_ is not None:
+        logging.basicConfig(level=logging.WARNING, format=format_)
+    announce("one")
+    announce("two")
+    assert capsys.readouterr().err.splitlines() == [f"{before}[npu_replay] {line}" for line in ("one", "two")]
