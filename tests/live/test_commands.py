@@ -46,12 +46,16 @@ def printed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
     return run
 
 
+def test_several_turns_print_what_they_promise(printed: Callable[..., str]) -> None:
+    file = ROOT / "examples/multi_turn.py"
+    has_what_is_promised(file, printed(file))
+
+
 @pytest.mark.megatron
-@pytest.mark.parametrize("name", ["vllm_to_megatron_r3.py", "multi_turn.py"])
-def test_an_example_prints_what_it_promises(name: str, printed: Callable[..., str]) -> None:
+def test_r3_from_vllm_to_megatron_prints_what_it_promises(printed: Callable[..., str]) -> None:
     from megatron.core import parallel_state
 
-    file = ROOT / "examples" / name
+    file = ROOT / "examples/vllm_to_megatron_r3.py"
     has_what_is_promised(file, printed(file))
     parallel_state.destroy_model_parallel()
 

@@ -20,16 +20,16 @@ MESSAGES = [{"role": "user", "content": "w17 w9 w30 w8"}, {"role": "assistant", 
 
 
 def assert_all_right(
-    live: Live, answer: bytes, prompt: list[int] | None = None, start: int = 0
+    live: Live, answer: bytes, prompt_ids: list[int] | None = None, start: int = 0
 ) -> list[dict[str, Any]]:
     """Every completion of an answer; returns its choices."""
     body = json.loads(answer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # T10: what came over HTTP can't be written to
-        of_each = from_vllm(answer, live.folder, prompt_token_ids=prompt, start=start)
+        of_each = from_vllm(answer, live.folder, prompt_token_ids=prompt_ids, start=start)
     choices: list[dict[str, Any]] = body["choices"]
     for choice, routes in zip(choices, of_each, strict=True):
-        ran = prompt or choice.get("prompt_token_ids") or body["prompt_token_ids"]
+        ran = prompt_ids or choice.get("prompt_token_ids") or body["prompt_token_ids"]
         assert_right(live.model, [*ran, *choice["token_ids"]], routes, start)
     return choices
 

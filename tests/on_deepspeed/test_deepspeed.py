@@ -17,6 +17,7 @@ from live.families import make
 from zoo.outcome import gradients, same
 from zoo.toys import ToyModel, foreign, tokens
 
+os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed picks its device when it is imported
 deepspeed = pytest.importorskip("deepspeed", reason="ci/trainers.sh trl runs these tests, with DeepSpeed")
 
 CASES = {
@@ -37,7 +38,7 @@ def test_every_stage_uses_the_recorded_experts_in_forward_and_recompute() -> Non
 
 def main(task: dict[str, Any]) -> dict[str, str]:
     """Return what went wrong with each case; empty where nothing did."""
-    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(task["rank"]), LOCAL_SIZE=str(task["world"]))
+    os.environ.update(LOCAL_RANK=str(task["rank"]), LOCAL_SIZE=str(task["world"]))
     # It would compile its operator of shared memory, for a minute; without it all goes over gloo.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)

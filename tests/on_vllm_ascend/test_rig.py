@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from npu_replay.compat.vllm_ascend import plugin
+from npu_replay.compat.vllm_ascend.self_check import STEPS
 from on_vllm_ascend.cases import REGISTERED, Case
 
 try:
@@ -107,7 +108,9 @@ def listed() -> list[Listed]:
         Listed(Case(comm="FUSED_MC2", tp=2, sequence_parallel=True), OLDER, quick=()),
         # All ranks choose for all tokens, and order experts otherwise: no alarm, in the checked steps or in
         # two more.
-        Listed(Case(tp=2, broken="the_second_ranks_order_is_another", steps=((3,),) * 18), quick=ALL),
+        Listed(
+            Case(tp=2, broken="the_second_ranks_order_is_another", steps=((3,),) * (STEPS + 2)), quick=ALL
+        ),
         # Enough tokens for a rank's part to be held against logits.
         Listed(Case(tp=2, sequence_parallel=True, steps=((17,),)), OLDER, quick=()),
         Listed(Case(comm="MC2", tp=2, sequence_parallel=True, steps=((17,),)), OLDER),

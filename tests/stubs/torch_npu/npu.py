@@ -12,21 +12,16 @@ import torch
 CPU = torch.device("cpu")
 
 
-class Stream(nullcontext):  # type: ignore[type-arg]
-    """The one stream, which has finished, and every event, which has happened."""
+class Event:
+    """An event that has always happened."""
 
-    npu_stream = 0
-    device = CPU
+    def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__(self)
+    def record(self, *_: Any) -> None: ...
 
-    def _nothing(self, *_: Any) -> None: ...
+    def wait(self, *_: Any) -> None: ...
 
-    synchronize = wait = record = wait_stream = wait_event = _nothing
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or Stream()
+    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -35,7 +30,29 @@ class Stream(nullcontext):  # type: ignore[type-arg]
         return 0.0
 
 
-Event = SyncLaunchStream = Stream
+class Stream(nullcontext):  # type: ignore[type-arg]
+    """A stream on a device that has only one."""
+
+    npu_stream = 0
+    device = CPU
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__(self)
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def wait_event(self, _: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def query(self) -> bool:
+        return True
+
+
+SyncLaunchStream = Stream
 _STREAM = Stream()
 
 

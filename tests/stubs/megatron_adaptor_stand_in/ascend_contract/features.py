@@ -55,8 +55,15 @@ class FeaturesManager:
     manager: ClassVar[type[PatchesManager]]
 
     @classmethod
-    def apply(cls, when: str, args: Any) -> None:
-        """Make the patches of all features that come "before" megatron's import, or the other "patches"."""
+    def apply_features_pre_patches(cls, args: Any) -> None:
+        cls._apply("before", args)
+
+    @classmethod
+    def apply_features_patches(cls, args: Any) -> None:
+        cls._apply("patches", args)
+
+    @classmethod
+    def _apply(cls, when: str, args: Any) -> None:
         for feature in cls.FEATURES_LIST:
             feature.register(when, args)
         for manager in dict.fromkeys(feature.manager for feature in cls.FEATURES_LIST):
@@ -110,5 +117,5 @@ class Arguments:
         full_args = self.get_full_args()
         for name, value in args.items():
             setattr(full_args, name, value)
-        features.apply("before", full_args)
-        features.apply("patches", full_args)
+        features.apply_features_pre_patches(full_args)
+        features.apply_features_patches(full_args)

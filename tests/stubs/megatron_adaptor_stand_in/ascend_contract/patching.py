@@ -37,6 +37,9 @@ class Patch:
             self.patch_func = new_func
         self.is_applied = False
 
+    def remove_wrappers(self) -> None:
+        self.wrappers = []
+
     def apply_patch(self) -> None:
         """Set it on the owner, whatever stands there by now, and on every module with the same object."""
         if self.is_applied:
@@ -56,12 +59,11 @@ class Patch:
         self.final_patch_func = final
 
     def remove_patch(self) -> None:
-        """Put the original back where the final function still stands, and forget all else but that."""
+        """Put the original back where the final function still stands; the original stays known."""
         for holder in self._holders():
             _swap(holder, self.orig_func_name, self.final_patch_func, self.orig_func)
         self.patch_func = None
         self.final_patch_func = None
-        self.wrappers = []
         self.is_applied = False
 
     def _holders(self) -> Iterator[Any]:
@@ -95,6 +97,7 @@ class PatchesManager:
         """Undo and forget all; the names stay in the table, with what was there first."""
         for patch in cls.patches_info.values():
             patch.remove_patch()
+            patch.remove_wrappers()
 
     @classmethod
     def apply_patches(cls) -> None:
